@@ -1,0 +1,39 @@
+# Every target sets itself up: a virtual environment with pinned packages, made once.
+VENV   := .venv
+BIN    := $(VENV)/bin
+PYTHON ?= python3
+export ONEDNN_MAX_CPU_ISA := AVX512_CORE_BF16
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: test slow demo bench setup clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "frostlab needs Python 3.11 or newer; set PYTHON=python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+test: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -n 2 -m "not slow"
+
+slow: setup
+	$(BIN)/pytest -n 2 -m slow
+
+demo: setup
+	$(BIN)/frostlab inspect gpt2 --freeze query,key
+	$(BIN)/frostlab inspect mistral --freeze query,key --length 2048
+
+bench: setup
+	$(BIN)/python benchmarks/factorise.py
+	$(BIN)/python benchmarks/projection.py
+	$(BIN)/python benchmarks/anatomy.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist

@@ -1,0 +1,84 @@
+"""frostlab: which weights of a transformer learn, and what does it change?
+
+Names are loaded when first used, so that `frostlab --help` need not wait for torch.
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from frostlab.anatomy import Anatomy, Heads, Part, anatomy, describe, fused
+    from frostlab.errors import (
+        BadInput,
+        FrostlabError,
+        FrozenWeightsMoved,
+        NothingLearns,
+        StaleOptimizer,
+        UnknownArchitecture,
+    )
+    from frostlab.surgery import (
+        Audit,
+        audit,
+        export,
+        freeze,
+        load_trainable,
+        orthogonalize,
+        randomize,
+        save_trainable,
+        thaw,
+    )
+
+__all__ = [
+    "Anatomy",
+    "Audit",
+    "BadInput",
+    "FrostlabError",
+    "FrozenWeightsMoved",
+    "Heads",
+    "NothingLearns",
+    "Part",
+    "StaleOptimizer",
+    "UnknownArchitecture",
+    "anatomy",
+    "audit",
+    "describe",
+    "export",
+    "freeze",
+    "fused",
+    "load_trainable",
+    "orthogonalize",
+    "randomize",
+    "save_trainable",
+    "thaw",
+]
+
+_ROOMS = ("errors", "anatomy", "surgery")
+
+
+class _Package(ModuleType):
+    """Lets `frostlab.anatomy` be the function, though a folder of that name is imported too."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module 'frostlab' has no attribute '{name}'")
+        for room in _ROOMS:
+            module = import_module(f"frostlab.{room}")
+            if hasattr(module, name):
+                self.__dict__[name] = getattr(module, name)
+                return self.__dict__[name]
+        raise AttributeError(f"module 'frostlab' has no attribute '{name}'")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in __all__ and isinstance(value, ModuleType):
+            return
+        super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return [*__all__, "__version__"]
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,0 +1,24 @@
+"""Which parameter, or rows of a fused one, plays which role, in which layer, for which head."""
+
+from frostlab.anatomy.describe import describe, fused, known_types
+from frostlab.anatomy.parts import ROLES, Heads, Part, Piece, Slot
+from frostlab.anatomy.read import Anatomy, Layer, anatomy, survey, unwrapped
+from frostlab.anatomy.rows import Rows, join
+
+__all__ = [
+    "ROLES",
+    "Anatomy",
+    "Heads",
+    "Layer",
+    "Part",
+    "Piece",
+    "Rows",
+    "Slot",
+    "anatomy",
+    "describe",
+    "fused",
+    "join",
+    "known_types",
+    "survey",
+    "unwrapped",
+]

@@ -1,0 +1,363 @@
+"""Reading the anatomy: every parameter of a model gets exactly one place."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+import frostlab.anatomy.architectures  # noqa: F401  (makes them known)
+from frostlab.anatomy.describe import (
+    REFUSED,
+    Description,
+    Entry,
+    Fixed,
+    Fused,
+    Matcher,
+    find_description,
+    known_types,
+    model_type,
+)
+from frostlab.anatomy.parts import (
+    ATTENTION_INPUTS,
+    Heads,
+    Kind,
+    Part,
+    Piece,
+    Place,
+    Slot,
+    Split,
+    State,
+    Tie,
+)
+from frostlab.anatomy.rows import Rows
+from frostlab.anatomy.selection import select
+from frostlab.errors import UnknownArchitecture, nearest
+
+_BIASES = ("bias", "in_proj_bias")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a stack, with its parts."""
+
+    stack: str
+    index: int
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """A snapshot of a model: its parts, in the model's order."""
+
+    model: str
+    parts: tuple[Part, ...]
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers of every stack, in order; layers that share weights list the same parts."""
+        places = dict.fromkeys((p.stack, index) for p in self.parts for index in p.layers)
+        return tuple(
+            Layer(stack, i, tuple(p for p in self.parts if p.stack == stack and i in p.layers))
+            for stack, i in sorted(places)
+        )
+
+    def select(self, *selections: str) -> tuple[Part, ...]:
+        """Return the parts that the selections name (see the selection language)."""
+        return select(self.parts, selections, self.model)
+
+    def with_frozen(self, *selections: str) -> "Anatomy":
+        """Return this anatomy as it would be with exactly these parts frozen."""
+        keys = {part.key for part in self.select(*selections)} if selections else set()
+
+        def state(part: Part) -> State:
+            if part.state == "fixed":
+                return "fixed"
+            return "frozen" if part.key in keys else "trainable"
+
+        return replace(self, parts=tuple(replace(p, state=state(p)) for p in self.parts))
+
+    def count(self, *states: State) -> int:
+        """Count the parameters in any of these states, or all of them."""
+        return sum(p.parameters for p in self.parts if not states or p.state in states)
+
+    @property
+    def fixed(self) -> tuple[Part, ...]:
+        """What the architecture itself holds fixed."""
+        return tuple(p for p in self.parts if p.state == "fixed")
+
+    def table(self) -> str:
+        """Return the anatomy as text, layers that are alike drawn once."""
+        from frostlab.anatomy.table import as_text
+
+        return as_text(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {
+            "model": self.model,
+            "parameters": self.count(),
+            "trainable": self.count("trainable"),
+            "frozen": self.count("frozen"),
+            "fixed": self.count("fixed"),
+            "layers": len(self.layers),
+            "parts": [part.to_dict() for part in self.parts],
+        }
+
+
+def anatomy(model: nn.Module) -> Anatomy:
+    """See which parameter, or rows of a fused one, plays which role in which layer."""
+    return survey(model)[0]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DataParallel, DDP or torch.compile."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def survey(model: nn.Module) -> tuple[Anatomy, dict[str, Slot]]:
+    """Return the anatomy and, by canonical name, the slots that hold its tensors."""
+    model = unwrapped(model)
+    slots = {slot.name: slot for slot in _slots(model)}
+    placed = _place(model, list(slots.values()))
+    parts: list[Part] = []
+    for names in _same_tensor(slots.values()):
+        own = [(name, *placed[name]) for name in names]
+        # a tensor that is both an embedding and a head is an embedding
+        own.sort(key=lambda item: isinstance(item[1], str) and item[1] == "head")
+        name, entry, place, heads = own[0]
+        ties = tuple(Tie(other, other_place) for other, _, other_place, _ in own[1:])
+        uses = [slots[n] for n in names]
+        parts += _parts(slots[name], entry, place, heads, ties, any(map(_is_matmul, uses)))
+    order = {name: i for i, name in enumerate(slots)}
+    parts.sort(key=lambda part: order[part.name])
+    _check_attention(parts, type(model).__name__)
+    return Anatomy(type(model).__name__, tuple(parts)), slots
+
+
+def _slots(model: nn.Module) -> Iterator[Slot]:
+    """Every parameter under every name it has, split ones under their canonical names."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        dot = f"{path}." if path else ""
+        held: set[int] = set()
+        if isinstance(module, Split):
+            for local, (shape, axis, pieces) in module.slots().items():
+                held |= {id(piece.parameter) for piece in pieces}
+                yield Slot(f"{dot}{local}", module, local, shape, axis, pieces)
+        for local, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in held:
+                shape = tuple(parameter.shape)
+                axis = 1 if len(shape) == 2 and _is_transposed(module) else 0
+                piece = Piece(Rows.whole(shape[axis] if shape else 1), parameter)
+                yield Slot(f"{dot}{local}", module, local, shape, axis, (piece,))
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Whether a module keeps its weight as (in, out), as GPT-2's Conv1D does."""
+    source = sys.modules.get("transformers.pytorch_utils")
+    return source is not None and isinstance(module, source.Conv1D)
+
+
+def _is_matmul(slot: Slot) -> bool:
+    if len(slot.shape) != 2:
+        return False
+    linear = isinstance(slot.owner, nn.Linear | nn.MultiheadAttention | Split)
+    return linear or _is_transposed(slot.owner)
+
+
+def _same_tensor(slots: Any) -> list[list[str]]:
+    """Group the names that stand for one tensor."""
+    groups: dict[int, list[str]] = {}
+    for slot in slots:
+        groups.setdefault(id(slot.pieces[0].parameter), []).append(slot.name)
+    return list(groups.values())
+
+
+Placed = tuple[Entry, Place, Heads | None]
+
+
+def _place(model: nn.Module, slots: Sequence[Slot]) -> dict[str, Placed]:
+    """Find the entry, place and heads of every slot, or say what could not be placed."""
+    kind = model_type(model)
+    if kind in REFUSED:
+        raise UnknownArchitecture(f"{type(model).__name__} is not supported: {REFUSED[kind]}")
+    readers = list(_readers(model))
+    below = [reader for reader in readers if reader.path]
+    several = len([r for r in below if not any(r.inside(other) for other in below)]) > 1
+    placed: dict[str, Placed] = {}
+    lost: dict[str, Slot] = {}
+    for slot in slots:
+        for reader in readers:
+            found = reader.read(slot, named=several)
+            if found is not None:
+                placed[slot.name] = found
+                break
+        else:
+            lost[slot.name.rpartition(".")[0] or slot.name] = slot
+    if lost:
+        raise UnknownArchitecture(_how_to_describe(model, lost, described=bool(readers)))
+    return placed
+
+
+class _Reader:
+    """One described module within a model, matching the paths below it."""
+
+    def __init__(self, path: str, module: nn.Module, description: Description) -> None:
+        self.path, self.module, self.description = path, module, description
+        self.dot = f"{path}." if path else ""
+        self.matcher = Matcher(description.table_of(module))
+        prefix = getattr(module, "base_model_prefix", "")
+        has_base = bool(prefix) and isinstance(getattr(module, prefix, None), nn.Module)
+        self.base = f"{prefix}." if has_base else ""
+        self.heads: dict[str, Heads] = {}
+
+    def inside(self, other: "_Reader") -> bool:
+        return self is not other and self.path.startswith(other.dot)
+
+    def read(self, slot: Slot, named: bool) -> Placed | None:
+        if not slot.name.startswith(self.dot):
+            return None
+        local = slot.name[len(self.dot) :]
+        if self.base and not local.startswith(self.base):
+            return "head", Place("head", self._stack("", named)), None
+        local = local.removeprefix(self.base)
+        found = self.matcher.find(local)
+        if found is None:
+            return None
+        entry, index = found
+        stack = self.description.stacks.get(local.partition(".")[0], "")
+        role = entry.roles[0] if isinstance(entry, Fused) else _plain(entry)
+        cross = entry.cross if isinstance(entry, Fused) else role.startswith("cross.")
+        layers: tuple[int, ...] = () if index is None else (index,)
+        if index is not None and self.description.shared is not None:
+            layers = self.description.shared(self.module, index)
+        role = role.removeprefix("cross.")
+        heads = self._heads(stack) if role in ATTENTION_INPUTS else None
+        place = Place(role, self._stack(stack, named), layers, cross)
+        return entry, place, heads
+
+    def _stack(self, stack: str, named: bool) -> str:
+        own = self.path.replace(".", "_") if named else ""
+        return "_".join(name for name in (own, stack) if name)
+
+    def _heads(self, stack: str) -> Heads:
+        if stack not in self.heads:
+            self.heads[stack] = self.description.heads(self.module, stack)
+        return self.heads[stack]
+
+
+def _readers(model: nn.Module) -> Iterator[_Reader]:
+    """The described modules of a model, outermost first."""
+    seen: list[_Reader] = []
+    for path, module in model.named_modules():
+        description = find_description(module)
+        if description is None:
+            continue
+        reader = _Reader(path, module, description)
+        same = any(reader.inside(o) and o.description is description for o in seen)
+        if not same:
+            seen.append(reader)
+            yield reader
+
+
+def _plain(entry: str | Fixed) -> str:
+    return entry.role if isinstance(entry, Fixed) else entry
+
+
+def _parts(
+    slot: Slot, entry: Entry, place: Place, heads: Heads | None, ties: tuple[Tie, ...], matmul: bool
+) -> list[Part]:
+    """Cut a slot into its parts: one, or one a role where it is fused."""
+    kind: Kind = "bias" if slot.local in _BIASES else "weight"
+    size = slot.shape[slot.axis] if slot.shape else 1
+    if heads is not None:
+        heads = _sized(heads, entry, size)
+    if not isinstance(entry, Fused):
+        if heads is not None and heads.rows(place.role) != size:
+            raise UnknownArchitecture(
+                f"{slot.name} has {size} rows, not {heads.of(place.role)} heads of {heads.size}"
+            )
+        state = _state(slot, None, isinstance(entry, Fixed))
+        return [Part(slot.name, place, kind, slot.shape, state, None, slot.axis, heads,
+                     "separate", matmul, ties)]  # fmt: skip
+    try:
+        rows = entry.rows(size, heads)
+    except ValueError as error:
+        raise UnknownArchitecture(f"{slot.name}: {error}") from None
+    parts = []
+    for role, taken in rows.items():
+        shape = list(slot.shape)
+        shape[slot.axis] = len(taken)
+        parts.append(
+            Part(slot.name, replace(place, role=role), kind, tuple(shape),
+                 _state(slot, taken, False), taken, slot.axis,
+                 heads if role in ATTENTION_INPUTS else None, entry.layout, matmul, ties)
+        )  # fmt: skip
+    return parts
+
+
+def _sized(heads: Heads, entry: Entry, size: int) -> Heads:
+    """Fill in the head size where a description gave only the number of heads."""
+    if heads.size:
+        return heads
+    roles = entry.roles if isinstance(entry, Fused) else (_plain(entry).removeprefix("cross."),)
+    return replace(heads, size=size // sum(heads.of(role) for role in roles))
+
+
+def _state(slot: Slot, rows: Rows | None, fixed: bool) -> State:
+    if fixed:
+        return "fixed"
+    return "trainable" if slot.piece_of(rows).parameter.requires_grad else "frozen"
+
+
+def _check_attention(parts: Sequence[Part], model: str) -> None:
+    """Every attention has all of query, key and value, or the answer would be partial."""
+    found: dict[tuple[str, tuple[int, ...], bool], set[str]] = {}
+    for part in parts:
+        if part.role in ATTENTION_INPUTS and part.kind == "weight":
+            place = (part.stack, part.layers, part.place.cross)
+            found.setdefault(place, set()).add(part.role)
+    for (stack, layers, _), roles in found.items():
+        for role in ATTENTION_INPUTS:
+            if role not in roles:
+                where = f"{stack + ' ' if stack else ''}layer {layers[0] if layers else '-'}"
+                raise UnknownArchitecture(
+                    f"{model}: {where} has no {role}; quantised or rebuilt modules "
+                    "have no weights to see"
+                )
+
+
+def _how_to_describe(model: nn.Module, lost: dict[str, Slot], described: bool) -> str:
+    """One line that names what could not be placed, then a stub to fill in."""
+    name = type(model).__name__
+    first, slot = next(iter(lost.items()))
+    kind = model_type(model)
+    known = nearest(kind, known_types()) if kind and not described else ""
+    stub = "".join(f'    "{path}": "other",\n' for path in _templates(lost))
+    return (
+        f"{name}: cannot place `{first}` ({type(slot.owner).__name__} "
+        f"{'×'.join(map(str, slot.shape))}){f' and {len(lost) - 1} more' if len(lost) > 1 else ''}"
+        f"{known}; describe it:\n\nfl.describe({name}, {{\n{stub}}}, heads=…)\n\n"
+        "with a role for each path (docs/describe.md)"
+    )
+
+
+def _templates(paths: Any) -> list[str]:
+    """The paths with their numbers as `{i}`, each once."""
+    found: dict[str, None] = {}
+    for path in paths:
+        segments, numbered = path.split("."), False
+        for i, segment in enumerate(segments):
+            if segment.isdecimal():
+                segments[i] = "*" if numbered else "{i}"
+                numbered = True
+        found[".".join(segments)] = None
+    return list(found)[:40]

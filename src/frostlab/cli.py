@@ -1,0 +1,95 @@
+"""The commands; thin. torch is imported only by the commands that need it."""
+
+import json
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from frostlab import __version__
+from frostlab.errors import BadInput
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Which weights of a transformer learn, and what does it change?",
+)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"frostlab {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def commands(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Say the version."),
+    ] = False,
+) -> None:
+    """Which weights of a transformer learn, and what does it change?"""
+
+
+@app.command()
+def inspect(
+    model: Annotated[
+        str, typer.Argument(help="A model folder, an architecture such as gpt2, or a hub name.")
+    ],
+    freeze: Annotated[
+        str, typer.Option(help="Selections to freeze, e.g. query,key or layers[0:3],!norm.")
+    ] = "",
+    length: Annotated[
+        int, typer.Option(min=1, help="Sequence length for what freezing can save.")
+    ] = 128,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+) -> None:
+    """Show a model's anatomy, what is trainable, and what freezing could save at most.
+
+    Nothing is downloaded but a config, and nothing is changed: --freeze is computed.
+    """
+    _quiet_libraries()
+    from frostlab.anatomy import anatomy
+    from frostlab.anatomy.savings import describe_savings, savings
+    from frostlab.models.pretrained import blueprint
+
+    built, source = blueprint(model)
+    found = anatomy(built)
+    if selections := [text for text in freeze.split(",") if text.strip()]:
+        found = found.with_frozen(*selections)
+    elif freeze:
+        raise BadInput(f"--freeze {freeze!r} is empty; try --freeze query,key")
+    if as_json:
+        report: dict[str, Any] = {"source": source, **found.to_dict()}
+        report["savings"] = savings(found, length).to_dict()
+        typer.echo(json.dumps(report, indent=1))
+        return
+    typer.echo(f"{model}: {source}\n{found.table()}")
+    if selections:
+        typer.echo("\nwhat freezing this can save at most")
+        typer.echo("\n".join(describe_savings(found, length)))
+
+
+def _quiet_libraries() -> None:
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def main() -> None:
+    """Run a command; bad input is one line and exit code 2, never a traceback."""
+    try:
+        app()
+    except BadInput as error:
+        typer.echo(f"frostlab: {error}", err=True)
+        sys.exit(2)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

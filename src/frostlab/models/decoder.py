@@ -1,0 +1,113 @@
+"""A decoder with rotary positions, RMSNorm and a gated feed-forward network, free of biases."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """The shape of a decoder; the defaults are the progressive-training model's."""
+
+    vocabulary: int = 69830
+    width: int = 64
+    layers: int = 4
+    heads: int = 4
+    hidden: int = 256
+    norm: Literal["before", "after"] = "after"
+    final_norm: bool = False
+    eps: float = 1e-6
+    rotary_base: float = 10000.0
+
+    def __post_init__(self) -> None:
+        if self.width % (2 * self.heads):
+            raise ValueError(
+                f"width {self.width} is not a multiple of {self.heads} heads of even size"
+            )
+
+
+def rotary_angles(length: int, size: int, base: float, device: torch.device) -> Tensor:
+    """Return (2, T, size): cosines and sines, each frequency for both halves of a head."""
+    frequencies = base ** (-torch.arange(0, size, 2, device=device).float() / size)
+    angles = torch.arange(length, device=device).float()[:, None] * frequencies  # (T, size/2)
+    angles = torch.cat([angles, angles], -1)
+    return torch.stack([angles.cos(), angles.sin()])
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Turn (B, heads, T, size) by its positions' angles."""
+    cos, sin = angles.to(x.dtype)
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+class DecoderBlock(nn.Module):
+    """Causal attention and a gated feed-forward network; the norm comes before or after."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        width, hidden = config.width, config.hidden
+        self.heads, self.norm_first = config.heads, config.norm == "before"
+        self.query = nn.Linear(width, width, bias=False)
+        self.key = nn.Linear(width, width, bias=False)
+        self.value = nn.Linear(width, width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+        self.norm1 = nn.RMSNorm(width, config.eps)
+        self.norm2 = nn.RMSNorm(width, config.eps)
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        if self.norm_first:
+            x = x + self.attend(self.norm1(x), angles)
+            return x + self.feed(self.norm2(x))
+        x = self.norm1(x + self.attend(x, angles))
+        return self.norm2(x + self.feed(x))
+
+    def attend(self, x: Tensor, angles: Tensor) -> Tensor:
+        query, key, value = (
+            project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )  # each (B, heads, T, size)
+        mixed = F.scaled_dot_product_attention(
+            rotate(query, angles), rotate(key, angles), value, is_causal=True
+        )
+        return self.out(mixed.transpose(1, 2).flatten(2))  # (B, T, width)
+
+    def feed(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Decoder(nn.Module):
+    """A causal language model with an embedding and a head of its own."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens = nn.Embedding(config.vocabulary, config.width)
+        self.blocks = nn.ModuleList(DecoderBlock(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.width, config.eps) if config.final_norm else nn.Identity()
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.initialise()
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        """Draw matrices from a normal cut at two deviations (std 1/√width), tokens at 0.02."""
+        std = self.config.width**-0.5
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=std, a=-2 * std, b=2 * std)
+        self.tokens.weight.normal_(0.0, 0.02)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Return logits (B, T, vocabulary)."""
+        config, x = self.config, self.tokens(input_ids)  # (B, T, width)
+        size = config.width // config.heads
+        angles = rotary_angles(input_ids.shape[1], size, config.rotary_base, x.device)
+        for block in self.blocks:
+            x = block(x, angles)
+        return self.head(self.norm(x))

@@ -1,0 +1,119 @@
+"""GPT: norm before the sum, learned positions, for language modelling or classification."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a GPT; the defaults are GPT Medium-512."""
+
+    vocabulary: int = 50257
+    positions: int = 512
+    width: int = 512
+    layers: int = 6
+    heads: int = 8
+    hidden: int = 2048
+    dropout: float = 0.1
+    bias: bool = True
+    causal: bool = True
+    classes: int = 0  # 0: a language model whose head is the token embedding
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} is not a multiple of {self.heads} heads")
+
+
+class GPTBlock(nn.Module):
+    """Attention and a feed-forward network, each behind a norm and added to its input."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        width, bias = config.width, config.bias
+        self.heads, self.causal, self.dropout = config.heads, config.causal, config.dropout
+        self.norm1 = nn.LayerNorm(width, bias=bias)
+        self.qkv = nn.Linear(width, 3 * width, bias=bias)
+        self.out = nn.Linear(width, width, bias=bias)
+        self.norm2 = nn.LayerNorm(width, bias=bias)
+        self.up = nn.Linear(width, config.hidden, bias=bias)
+        self.down = nn.Linear(config.hidden, width, bias=bias)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        x = x + self.drop(self.attend(self.norm1(x), mask))
+        hidden = F.gelu(self.up(self.norm2(x)), approximate="tanh")
+        return x + self.drop(self.down(hidden))
+
+    def attend(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))  # (B, T, 3, heads, head_dim)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, T, head_dim)
+        mixed = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=self.causal and mask is None,
+        )
+        return self.out(mixed.transpose(1, 2).flatten(2))  # (B, T, width)
+
+    def drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training)
+
+
+class GPT(nn.Module):
+    """A stack of GPT blocks; `attention_mask` is 1 for tokens and 0 for padding."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens = nn.Embedding(config.vocabulary, config.width)
+        self.positions = nn.Embedding(config.positions, config.width)
+        self.blocks = nn.ModuleList(GPTBlock(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width, bias=config.bias)
+        self.head = nn.Linear(config.width, config.classes or config.vocabulary, bias=False)
+        self.initialise()
+        if not config.classes:
+            self.head.weight = self.tokens.weight
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        """Draw the weights as GPT-2 does: std 0.02, less for what is added to the stream."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                module.weight.normal_(0.0, 0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                module.bias.zero_()
+        residual = 0.02 / math.sqrt(2 * self.config.layers)
+        for block in self.blocks:
+            block.out.weight.normal_(0.0, residual)
+            block.down.weight.normal_(0.0, residual)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Return logits: (B, T, vocabulary), or (B, classes) of the mean over real tokens."""
+        length = input_ids.shape[1]
+        places = torch.arange(length, device=input_ids.device)
+        x = self.tokens(input_ids) + self.positions(places)  # (B, T, width)
+        x = F.dropout(x, self.config.dropout, self.training)
+        mask = None
+        if attention_mask is not None:
+            mask = attention_mask[:, None, None, :].bool()  # (B, 1, 1, T)
+            if self.config.causal:
+                mask = mask & (places[:, None] >= places)  # (B, 1, T, T)
+        for block in self.blocks:
+            x = block(x, mask)
+        x = self.norm(x)
+        if self.config.classes:
+            x = mean_over_tokens(x, attention_mask)  # (B, width)
+        return self.head(x)
+
+
+def mean_over_tokens(x: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Average (B, T, width) over the tokens that are not padding."""
+    if attention_mask is None:
+        return x.mean(1)
+    weight = attention_mask.to(x.dtype).unsqueeze(-1)  # (B, T, 1)
+    return (x * weight).sum(1) / weight.sum(1).clamp(min=1.0)

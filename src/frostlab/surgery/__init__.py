@@ -1,0 +1,19 @@
+"""Surgery: which weights learn, and what they start from."""
+
+from frostlab.surgery.audit import Audit, audit
+from frostlab.surgery.delta import load_trainable, save_trainable
+from frostlab.surgery.export import export
+from frostlab.surgery.freeze import freeze, thaw
+from frostlab.surgery.orthogonal import orthogonalize, randomize
+
+__all__ = [
+    "Audit",
+    "audit",
+    "export",
+    "freeze",
+    "load_trainable",
+    "orthogonalize",
+    "randomize",
+    "save_trainable",
+    "thaw",
+]

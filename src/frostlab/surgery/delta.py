@@ -1,0 +1,216 @@
+"""Saving only what can have learned, and loading it back onto the same model.
+
+A delta folder is one safetensors file and `delta.json`. The JSON is written last and names the
+file, so a crash leaves the old delta or the new one, never half of one. Frozen weights are not
+stored: they are kept as the base has them, or made again from their seed, and a fingerprint
+tells whether they came out the same.
+"""
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from frostlab import __version__
+from frostlab.anatomy import Anatomy, Part, Slot, survey
+from frostlab.errors import BadInput
+from frostlab.surgery.checks import refuse_untouchable, refuse_wrapped
+from frostlab.surgery.freeze import frozen_statistics
+from frostlab.surgery.origin import Origin, fingerprint, origin_of, same_fingerprint
+from frostlab.surgery.orthogonal import renewed
+
+_MANIFEST = "delta.json"
+_FORMAT = 1
+
+
+def save_trainable(
+    model: nn.Module, folder: str | Path, *, frozen: Literal["rebuild", "store"] = "rebuild"
+) -> Path:
+    """Write what can have learned: trainable tensors (rows, of split ones) and live buffers.
+
+    Args:
+        frozen: "rebuild" records how frozen weights were made and what they look like; "store"
+            writes them too, for weights that cannot be made again elsewhere.
+    """
+    if frozen not in ("rebuild", "store"):
+        raise BadInput(f'save_trainable: frozen={frozen!r} is not "rebuild" or "store"')
+    refuse_wrapped(model, "save_trainable")
+    found, slots = survey(model)
+    refuse_untouchable(model, slots.values(), "save_trainable")
+    tensors: dict[str, Tensor] = {}
+    origins: dict[str, Any] = {}
+    for part in found.parts:
+        value = slots[part.name].read(part.rows)
+        if part.state == "trainable" or frozen == "store":
+            tensors[part.key] = value.cpu().contiguous().clone()
+        if part.state != "trainable":
+            origin = origin_of(model, part, slots[part.name])
+            origins[part.key] = {
+                "fingerprint": fingerprint(value),
+                "origin": None if origin is None else origin.to_dict(),
+            }
+    buffers = _live_buffers(model)
+    tensors |= {name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}
+    manifest = {
+        "format": _FORMAT,
+        "frostlab": __version__,
+        "model": found.model,
+        "architecture": _signature(found),
+        "trainable": [p.key for p in found.parts if p.state == "trainable"],
+        "buffers": sorted(buffers),
+        "frozen": origins,
+    }
+    return _write(Path(folder), tensors, manifest)
+
+
+def load_trainable(model: nn.Module, folder: str | Path) -> None:
+    """Put a delta's weights into a model of the same architecture and the same base.
+
+    Everything is checked before anything is written. What is frozen or trainable in the model
+    stays as it is: call freeze to go on training as before.
+    """
+    refuse_wrapped(model, "load_trainable")
+    found, slots = survey(model)
+    refuse_untouchable(model, slots.values(), "load_trainable")
+    delta = _read(Path(folder))
+    _check_architecture(found, delta)
+    parts = {part.key: part for part in found.parts}
+    _check_complete(delta, parts)
+    values: list[tuple[Part, Tensor]] = []
+    for key, part in parts.items():
+        if key in delta.tensors:
+            values.append((part, delta.tensors[key]))
+        else:
+            value = _frozen_value(part, slots[part.name], delta.manifest["frozen"][key])
+            if value is not None:
+                values.append((part, value))
+    buffers = dict(model.named_buffers())
+    with torch.no_grad():
+        for part, value in values:
+            slots[part.name].write(value.to(slots[part.name].pieces[0].parameter), part.rows)
+        for name in delta.manifest["buffers"]:
+            buffers[name].copy_(delta.tensors[name])
+
+
+@dataclass(frozen=True)
+class _Delta:
+    folder: Path
+    manifest: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def _live_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that checkpoints hold and training can change."""
+    held = frozen_statistics(model)
+    saved = set(model.state_dict())
+    return {n: b for n, b in model.named_buffers() if n in saved and n not in held}
+
+
+def _signature(found: Anatomy) -> dict[str, list[int]]:
+    return {part.key: list(part.shape) for part in found.parts}
+
+
+def _write(folder: Path, tensors: dict[str, Tensor], manifest: dict[str, Any]) -> Path:
+    if folder.exists() and not folder.is_dir():
+        raise BadInput(f"save_trainable: {folder} is a file, not a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / _MANIFEST).exists():
+        raise BadInput(f"save_trainable: {folder} holds something else; choose an empty folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    started: list[Path] = []
+    try:
+        started.append(folder / f".tensors-{os.getpid()}.tmp")
+        save_file(tensors, started[0])
+        digest = _file_digest(started[0])
+        name = f"trainable-{digest[:12]}.safetensors"
+        manifest = {**manifest, "tensors": {"file": name, "sha256": digest}}
+        os.replace(started[0], folder / name)
+        started.append(folder / f".manifest-{os.getpid()}.tmp")
+        started[1].write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
+        os.replace(started[1], folder / _MANIFEST)
+    finally:
+        for path in started:
+            path.unlink(missing_ok=True)
+    for old in folder.glob("trainable-*.safetensors"):
+        if old.name != name:
+            old.unlink()
+    return folder
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read(folder: Path) -> _Delta:
+    """Read a delta folder, or say in one line what is wrong with it."""
+    path = folder / _MANIFEST
+    if not path.is_file():
+        raise BadInput(f"load_trainable: {folder} is not a delta folder (no {_MANIFEST})")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        version = manifest["format"]
+        file, sha = folder / manifest["tensors"]["file"], manifest["tensors"]["sha256"]
+        wanted = {"model", "architecture", "trainable", "buffers", "frozen"}
+        if missing := sorted(wanted - manifest.keys()):
+            raise KeyError(missing[0])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadInput(f"load_trainable: {path} is damaged ({error!r})") from None
+    if version != _FORMAT:
+        raise BadInput(f"load_trainable: {path} has format {version}, this frostlab reads 1")
+    if not file.is_file() or file.parent != folder:
+        raise BadInput(f"load_trainable: {file} is missing")
+    if _file_digest(file) != sha:
+        raise BadInput(f"load_trainable: {file} was truncated or changed (its digest differs)")
+    try:
+        return _Delta(folder, manifest, load_file(file))
+    except SafetensorError as error:
+        raise BadInput(f"load_trainable: {file} is damaged ({error})") from None
+
+
+def _check_architecture(found: Anatomy, delta: _Delta) -> None:
+    ours, theirs = _signature(found), delta.manifest["architecture"]
+    if ours == theirs:
+        return
+    name = next(k for k in {**theirs, **ours} if ours.get(k) != theirs.get(k))
+    raise BadInput(
+        f"load_trainable: {delta.folder} was saved from another {delta.manifest['model']}: "
+        f"{name} is {theirs.get(name, 'absent')} there, {ours.get(name, 'absent')} in this "
+        f"{found.model}"
+    )
+
+
+def _check_complete(delta: _Delta, parts: dict[str, Part]) -> None:
+    """What the file lacks must be exactly what was frozen."""
+    stored = delta.tensors.keys() - set(delta.manifest["buffers"])
+    missing = parts.keys() - stored
+    frozen = delta.manifest["frozen"].keys()
+    if wrong := sorted((missing - frozen) | (stored - parts.keys())):
+        raise BadInput(
+            f"load_trainable: {delta.folder} lacks or adds {wrong[0]}, which was not frozen"
+        )
+
+
+def _frozen_value(part: Part, slot: Slot, record: dict[str, Any]) -> Tensor | None:
+    """What a frozen part must become: None if it is that already, else made again and checked."""
+    wanted = record["fingerprint"]
+    if same_fingerprint(fingerprint(slot.read(part.rows)), wanted):
+        return None
+    if record["origin"] is None:
+        raise BadInput(
+            f"load_trainable: {part.key} was frozen as its base had it, and this model's is "
+            'another; load the same base, or save with frozen="store"'
+        )
+    value = renewed(part, slot, Origin(**record["origin"])).to(slot.pieces[0].parameter.dtype)
+    if not same_fingerprint(fingerprint(value), wanted):
+        raise BadInput(
+            f"load_trainable: {part.key}, made again, differs from what was trained with; "
+            'load the same base, or save with frozen="store"'
+        )
+    return value

@@ -1,0 +1,45 @@
+"""A plain Hugging Face checkpoint of a model, whatever surgery it went through."""
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from frostlab.anatomy import survey
+from frostlab.errors import BadInput
+from frostlab.surgery.checks import refuse_untouchable, refuse_wrapped
+
+
+def export(model: nn.Module, folder: str | Path) -> Path:
+    """Write a checkpoint that `from_pretrained` loads without frostlab, with equal logits."""
+    refuse_wrapped(model, "export")
+    _, slots = survey(model)
+    refuse_untouchable(model, slots.values(), "export")
+    save: Any = getattr(model, "save_pretrained", None)
+    if save is None:
+        raise BadInput(
+            f"export: {type(model).__name__} is not a Hugging Face model; its state_dict() "
+            "already has the plain names and shapes"
+        )
+    target = Path(folder)
+    if target.exists() and not target.is_dir():
+        raise BadInput(f"export: {target} is a file, not a folder")
+    if target.is_dir() and any(target.iterdir()) and not (target / "config.json").exists():
+        raise BadInput(f"export: {target} holds something else; choose an empty folder")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        save(made, state_dict=model.state_dict())
+        made.chmod(0o755)
+        if target.exists():
+            old = made.with_name(made.name + "-old")
+            target.rename(old)
+            made.rename(target)
+            shutil.rmtree(old)
+        else:
+            made.rename(target)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return target

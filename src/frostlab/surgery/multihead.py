@@ -1,0 +1,118 @@
+"""nn.MultiheadAttention with its fused input projection taken apart.
+
+torch itself can run on separate query, key and value weights; only the bias it wants fused,
+so that is joined on the way. Checkpoints keep `in_proj_weight` and `in_proj_bias`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from frostlab.anatomy import Piece, Rows
+from frostlab.surgery.state import load_pieces, save_pieces
+
+_LETTERS = ("q", "k", "v")
+
+
+class SplitMultiheadAttention(nn.MultiheadAttention):
+    """Stands in for torch's attention some of whose input rows are frozen."""
+
+    _was_fused: bool
+
+    @property
+    def in_proj_bias(self) -> Tensor | None:  # type: ignore[override]
+        """The fused bias torch asks for; gradients reach the trainable rows."""
+        if "q_bias" not in self._parameters:
+            return None
+        return torch.cat([self._parameters[f"{letter}_bias"] for letter in _LETTERS])
+
+    def slots(self) -> dict[str, tuple[tuple[int, ...], int, tuple[Piece, ...]]]:
+        """The fused weight and bias, and the parameters that hold them."""
+        width = self.embed_dim
+        found: dict[str, tuple[tuple[int, ...], int, tuple[Piece, ...]]] = {}
+        if self._was_fused:
+            pieces = self._pieces([self._parameters[f"{x}_proj_weight"] for x in _LETTERS])
+            found["in_proj_weight"] = ((3 * width, width), 0, pieces)
+        if "q_bias" in self._parameters:
+            pieces = self._pieces([self._parameters[f"{x}_bias"] for x in _LETTERS])
+            found["in_proj_bias"] = ((3 * width,), 0, pieces)
+        return found
+
+    def _pieces(self, parameters: list[Any]) -> tuple[Piece, ...]:
+        width = self.embed_dim
+        return tuple(
+            Piece(Rows(3 * width, 1, ((i * width, (i + 1) * width),)), parameter)
+            for i, parameter in enumerate(parameters)
+        )
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        slots = self.slots()
+        save_pieces(slots, destination, prefix)
+        held = {id(piece.parameter) for _, _, pieces in slots.values() for piece in pieces}
+        for name, parameter in self._parameters.items():
+            if parameter is not None and id(parameter) not in held:
+                destination[prefix + name] = parameter if keep_vars else parameter.detach()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        known = load_pieces(self, state_dict, prefix, local_metadata, missing_keys, error_msgs)
+        split = {
+            name: self._parameters.pop(name)
+            for name in [f"{x}_bias" for x in _LETTERS]
+            + [f"{x}_proj_weight" for x in _LETTERS if self._was_fused]
+            if name in self._parameters
+        }
+        others: list[str] = []
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, others, error_msgs
+        )
+        self._parameters.update(split)
+        unexpected_keys += [key for key in others if key not in known]
+
+
+def take_apart(attention: nn.MultiheadAttention) -> None:
+    """Turn torch's attention into its split form, in place."""
+    attention.__class__ = SplitMultiheadAttention
+    assert isinstance(attention, SplitMultiheadAttention)
+    attention._was_fused = attention._qkv_same_embed_dim
+    parameters = attention._parameters
+    if attention._was_fused:
+        weight = parameters["in_proj_weight"]
+        assert weight is not None
+        for letter, rows in zip(_LETTERS, weight.detach().chunk(3), strict=True):
+            parameters[f"{letter}_proj_weight"] = nn.Parameter(rows.clone())
+        parameters["in_proj_weight"] = None
+        attention._qkv_same_embed_dim = False
+    bias = parameters.pop("in_proj_bias")
+    if bias is not None:
+        for letter, rows in zip(_LETTERS, bias.detach().chunk(3), strict=True):
+            parameters[f"{letter}_bias"] = nn.Parameter(rows.clone())
+
+
+def put_together(attention: SplitMultiheadAttention) -> None:
+    """Turn split attention back into torch's, in place."""
+    parameters = attention._parameters
+    whole = {local: (pieces) for local, (_, _, pieces) in attention.slots().items()}
+    for local, pieces in whole.items():
+        joined = torch.cat([piece.parameter.detach() for piece in pieces])
+        parameters[local] = nn.Parameter(joined)
+    if attention._was_fused:
+        for letter in _LETTERS:
+            parameters[f"{letter}_proj_weight"] = None
+        attention._qkv_same_embed_dim = True
+    for letter in _LETTERS:
+        parameters.pop(f"{letter}_bias", None)
+    parameters.setdefault("in_proj_bias", None)
+    del attention._was_fused
+    attention.__class__ = nn.MultiheadAttention

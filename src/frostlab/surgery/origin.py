@@ -1,0 +1,76 @@
+"""Where frozen weights came from, so that they can be made again instead of stored."""
+
+import hashlib
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from frostlab.anatomy import Part, Slot
+
+_ATTRIBUTE = "_frostlab_origins"
+_PROJECTIONS = 8
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The operation that made a weight."""
+
+    method: Literal["orthogonalize", "randomize"]
+    scope: Literal["head", "matrix"] | None = None
+    source: Literal["weights", "gaussian"] | None = None
+    std: float | str | None = None
+    seed: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+def digest(tensor: Tensor) -> str:
+    """The sha256 of a tensor's dtype, shape and bytes."""
+    plain = tensor.detach().contiguous().cpu()
+    head = f"{plain.dtype} {tuple(plain.shape)} ".encode()
+    body = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    return hashlib.sha256(head + body).hexdigest()
+
+
+def record_origin(model: nn.Module, part: Part, slot: Slot, origin: Origin) -> None:
+    """Remember on the model how a part was made, with the digest of what came out."""
+    known = model.__dict__.setdefault(_ATTRIBUTE, {})
+    known[part.key] = (origin, digest(slot.read(part.rows)))
+
+
+def origin_of(model: nn.Module, part: Part, slot: Slot) -> Origin | None:
+    """How a part was made, if it still is what came out then."""
+    found = model.__dict__.get(_ATTRIBUTE, {}).get(part.key)
+    if found is None or found[1] != digest(slot.read(part.rows)):
+        return None
+    origin: Origin = found[0]
+    return origin
+
+
+def fingerprint(tensor: Tensor) -> list[float]:
+    """A few numbers that tell tensors apart and survive rounding.
+
+    The norm, and the unit tensor projected on random signs: rounding each weight by 6e-8 moves
+    a projection by about as much, another tensor moves it by about 1.
+    """
+    flat = tensor.detach().cpu().double().flatten()
+    norm = flat.norm()
+    generator = torch.Generator().manual_seed(flat.numel())
+    total = []
+    for _ in range(_PROJECTIONS):
+        bits = torch.randint(0, 2, (flat.numel(),), generator=generator, dtype=torch.int8)
+        total.append(float((flat * (2.0 * bits - 1.0)).sum() / norm.clamp(min=1e-300)))
+    return [float(norm), *total]
+
+
+def same_fingerprint(one: list[float], other: list[float], tolerance: float = 1e-6) -> bool:
+    """Whether two fingerprints are of the same tensor, up to rounding."""
+    if len(one) != len(other):
+        return False
+    norms = abs(one[0] - other[0]) <= tolerance * max(one[0], other[0], 1e-300)
+    return norms and all(
+        abs(a - b) <= tolerance for a, b in zip(one[1:], other[1:], strict=True)
+    )

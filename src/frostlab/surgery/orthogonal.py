@@ -1,0 +1,144 @@
+"""New values for weights: orthonormal bases or random draws, per head or over the matrix."""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from frostlab.anatomy import Part, Slot, survey
+from frostlab.errors import BadInput, nearest
+from frostlab.surgery.checks import refuse_untouchable, refuse_wrapped
+from frostlab.surgery.factor import orthonormal
+from frostlab.surgery.origin import Origin, record_origin
+
+Scope = Literal["head", "matrix"]
+Source = Literal["weights", "gaussian"]
+
+
+def orthogonalize(
+    model: nn.Module,
+    *selections: str,
+    scope: Scope = "head",
+    source: Source = "weights",
+    seed: int = 0,
+) -> None:
+    """Give the selected weights orthonormal rows, per head or over the whole matrix; biases stay.
+
+    Args:
+        scope: "head" makes each head's rows orthonormal, "matrix" the whole matrix's.
+        source: "weights" factorises what is there, "gaussian" a new draw made from `seed`.
+    """
+    _check_choice("scope", scope, ("head", "matrix"))
+    _check_choice("source", source, ("weights", "gaussian"))
+    origin = Origin("orthogonalize", scope=scope, source=source, seed=_seed(source, seed))
+    _rewrite(model, selections, origin)
+
+
+def randomize(
+    model: nn.Module, *selections: str, seed: int = 0, std: float | Literal["match"] = 0.02
+) -> None:
+    """Draw the selected weights from a normal distribution; biases stay.
+
+    Args:
+        std: the deviation, or "match" to keep the Frobenius norm of what was there.
+    """
+    if std != "match" and not (isinstance(std, int | float) and 0 < std < math.inf):
+        raise BadInput(f'randomize: std={std!r} is neither a positive number nor "match"')
+    _rewrite(model, selections, Origin("randomize", std=std, seed=_seed("gaussian", seed)))
+
+
+def _seed(source: str, seed: int) -> int | None:
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise BadInput(f"seed={seed!r} is not an integer")
+    return seed if source == "gaussian" else None
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        listed = " or ".join(f'"{choice}"' for choice in choices)
+        raise BadInput(f"{name}={value!r} is not {listed}{nearest(str(value), choices)}")
+
+
+def _rewrite(model: nn.Module, selections: tuple[str, ...], origin: Origin) -> None:
+    verb = origin.method
+    refuse_wrapped(model, verb)
+    found, slots = survey(model)
+    refuse_untouchable(model, slots.values(), verb)
+    parts = [part for part in found.select(*selections) if part.kind == "weight"]
+    if not parts:
+        raise BadInput(f"{verb}: {', '.join(selections)} selects biases only, and biases stay")
+    for part in parts:
+        _check_matrix(part, origin)
+    values = [(part, renewed(part, slots[part.name], origin)) for part in parts]
+    for part, value in values:
+        slots[part.name].write(value, part.rows)
+        record_origin(model, part, slots[part.name], origin)
+
+
+def _check_matrix(part: Part, origin: Origin) -> None:
+    if part.state == "fixed":
+        raise BadInput(f"{origin.method}: {part.key} is held fixed by the architecture")
+    if len(part.shape) != 2:
+        raise BadInput(f"{origin.method}: {part.key} ({part.role}) is not a matrix")
+    if origin.scope == "head" and part.heads is None:
+        raise BadInput(
+            f'orthogonalize: {part.key} ({part.role}) has no heads; use scope="matrix" for it'
+        )
+
+
+def renewed(part: Part, slot: Slot, origin: Origin) -> Tensor:
+    """Return what `origin` makes of a part, without writing it; the same seed gives the same."""
+    there = slot.read(part.rows)
+    if part.axis:
+        there = there.t()
+    new = _random(part, there, origin) if origin.seed is not None else _from_weights(
+        part, there, origin
+    )  # fmt: skip
+    return new.t() if part.axis else new
+
+
+def _from_weights(part: Part, there: Tensor, origin: Origin) -> Tensor:
+    exact = there if there.dtype == torch.float64 else there.float()
+    return _by_scope(part, exact, origin, orthonormal)
+
+
+def _random(part: Part, there: Tensor, origin: Origin) -> Tensor:
+    """Draw in float64 on the CPU with one thread, so that the bits do not depend on either."""
+    assert origin.seed is not None
+    name = hashlib.sha256(f"{origin.seed}/{part.key}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(name[:8], "little") >> 1)
+    with _one_thread(), torch.no_grad():
+        draw = torch.randn(there.shape, generator=generator, dtype=torch.float64)
+        if origin.method == "orthogonalize":
+            draw = _by_scope(part, draw, origin, orthonormal)
+        elif origin.std == "match":
+            norm = there.detach().to("cpu", torch.float64).norm()
+            draw *= norm / draw.norm()
+        else:
+            assert isinstance(origin.std, int | float)
+            draw *= origin.std
+    return draw.to(there.device)
+
+
+def _by_scope(
+    part: Part, rows: Tensor, origin: Origin, method: Callable[[Tensor], Tensor]
+) -> Tensor:
+    if origin.scope == "matrix":
+        return method(rows.unsqueeze(0)).squeeze(0)
+    assert part.heads is not None
+    heads = rows.unflatten(0, (part.heads.of(part.role), part.heads.size))  # (heads, size, in)
+    return method(heads).flatten(0, 1)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
