@@ -154,7 +154,7 @@ def test_value_output_and_feed_forward_reach_the_result(name: str) -> None:
     with torch.no_grad():
         before = outputs(model, inputs)
         for role in ("value", "output", "up", "down", "norm"):
-            part = anatomy.select(f"layers[0].{role}.weight")[0]
+            part = next(p for p in anatomy.select(f"{role}.weight") if 0 in p.layers)
             slot = slots[part.name]
             old = slot.read(part.rows).clone()
             slot.write(old + 0.5 * torch.randn_like(old), part.rows)

@@ -172,12 +172,12 @@ class Slot:
     @torch.no_grad()
     def write(self, value: Tensor, rows: Rows | None = None) -> None:
         """Write values into these rows, in place, cast to the dtype that is there."""
-        if rows is None:
+        if rows is None and len(self.pieces) > 1:
             for piece in self.pieces:
                 piece.parameter.copy_(piece.rows.take(value, self.axis))
             return
         piece = self.piece_of(rows)
-        if piece.rows == rows:
+        if rows is None or piece.rows == rows:
             piece.parameter.copy_(value)
             return
         whole = self.read().clone()

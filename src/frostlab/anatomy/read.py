@@ -127,6 +127,8 @@ def survey(model: nn.Module) -> tuple[Anatomy, dict[str, Slot]]:
     """Return the anatomy and, by canonical name, the slots that hold its tensors."""
     model = unwrapped(model)
     slots = {slot.name: slot for slot in _slots(model)}
+    if not slots:
+        raise UnknownArchitecture(f"{type(model).__name__} has no parameters to see")
     placed = _place(model, list(slots.values()))
     parts: list[Part] = []
     for names in _same_tensor(slots.values()):
@@ -134,6 +136,7 @@ def survey(model: nn.Module) -> tuple[Anatomy, dict[str, Slot]]:
         # a tensor that is both an embedding and a head is an embedding
         own.sort(key=lambda item: isinstance(item[1], str) and item[1] == "head")
         name, entry, place, heads = own[0]
+        place = replace(place, layers=_all_layers(place, [other for _, _, other, _ in own]))
         ties = tuple(Tie(other, other_place) for other, _, other_place, _ in own[1:])
         uses = [slots[n] for n in names]
         parts += _parts(slots[name], entry, place, heads, ties, any(map(_is_matmul, uses)))
@@ -141,6 +144,12 @@ def survey(model: nn.Module) -> tuple[Anatomy, dict[str, Slot]]:
     parts.sort(key=lambda part: order[part.name])
     _check_attention(parts, type(model).__name__)
     return Anatomy(type(model).__name__, tuple(parts)), slots
+
+
+def _all_layers(place: Place, others: Sequence[Place]) -> tuple[int, ...]:
+    """The layers of a tensor that plays one role in several of them."""
+    alike = [p for p in others if replace(p, layers=()) == replace(place, layers=())]
+    return tuple(sorted({index for p in alike for index in p.layers}))
 
 
 def _slots(model: nn.Module) -> Iterator[Slot]:
@@ -296,10 +305,11 @@ def _parts(
     for role, taken in rows.items():
         shape = list(slot.shape)
         shape[slot.axis] = len(taken)
+        own = tuple(replace(tie, place=replace(tie.place, role=role)) for tie in ties)
         parts.append(
             Part(slot.name, replace(place, role=role), kind, tuple(shape),
                  _state(slot, taken, False), taken, slot.axis,
-                 heads if role in ATTENTION_INPUTS else None, entry.layout, matmul, ties)
+                 heads if role in ATTENTION_INPUTS else None, entry.layout, matmul, own)
         )  # fmt: skip
     return parts
 

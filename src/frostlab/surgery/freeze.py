@@ -52,8 +52,8 @@ def _apply(model: nn.Module, wanted: Anatomy, slots: dict[str, Slot]) -> None:
     plans = _plans(wanted.parts, slots)
     for name in plans:
         _check_splittable(slots[name])
-    _resplit(model, plans, slots)
-    _, slots = survey(model) if plans or _has_split(slots) else (None, slots)
+    if _resplit(model, plans, slots):
+        _, slots = survey(model)
     for part in wanted.parts:
         parameter = slots[part.name].piece_of(part.rows).parameter
         learns = part.state == "trainable"
@@ -61,10 +61,6 @@ def _apply(model: nn.Module, wanted: Anatomy, slots: dict[str, Slot]) -> None:
         if not learns:
             parameter.grad = None
     _hold_running_statistics(model)
-
-
-def _has_split(slots: dict[str, Slot]) -> bool:
-    return any(isinstance(slot.owner, Split) for slot in slots.values())
 
 
 def _plans(parts: Iterable[Part], slots: dict[str, Slot]) -> dict[str, Rows]:
@@ -99,8 +95,8 @@ def _check_splittable(slot: Slot) -> None:
         raise BadInput(f"freeze: {slot.name} is parametrized; remove the parametrization first")
 
 
-def _resplit(model: nn.Module, plans: dict[str, Rows], slots: dict[str, Slot]) -> None:
-    """Split, re-split or join the owners of fused slots; leave alone what is as wanted."""
+def _resplit(model: nn.Module, plans: dict[str, Rows], slots: dict[str, Slot]) -> bool:
+    """Split or join the owners of fused slots that are not as wanted; say whether any was."""
     owners: dict[int, tuple[nn.Module, dict[str, Slot]]] = {}
     for slot in slots.values():
         if slot.name in plans or isinstance(slot.owner, Split):
@@ -108,10 +104,11 @@ def _resplit(model: nn.Module, plans: dict[str, Rows], slots: dict[str, Slot]) -
     for slot in slots.values():
         if id(slot.owner) in owners:
             owners[id(slot.owner)][1][slot.local] = slot
+    changed = False
     for owner, held in owners.values():
         frozen = {local: plans.get(slot.name) for local, slot in held.items()}
         if isinstance(owner, nn.MultiheadAttention):
-            _resplit_attention(owner, held, apart=any(frozen.values()))
+            changed |= _resplit_attention(owner, held, apart=any(frozen.values()))
             continue
         weight = held["weight"]
         plan = Plan(weight.axis, frozen["weight"], frozen.get("bias"))
@@ -122,19 +119,23 @@ def _resplit(model: nn.Module, plans: dict[str, Rows], slots: dict[str, Slot]) -
         if plan.weight is not None or plan.bias is not None:
             module = SplitProjection(module, plan)
         _replace(model, owner, module)
-    _guard_nested_tensors(model)
+        changed = True
+    if changed:
+        _guard_nested_tensors(model)
+    return changed
 
 
 def _resplit_attention(
     attention: nn.MultiheadAttention, held: dict[str, Slot], apart: bool
-) -> None:
+) -> bool:
     if apart == isinstance(attention, SplitMultiheadAttention):
-        return
+        return False
     _retire({local: s for local, s in held.items() if local.startswith("in_proj_")})
     if isinstance(attention, SplitMultiheadAttention):
         put_together(attention)
     else:
         take_apart(attention)
+    return True
 
 
 def _retire(held: dict[str, Slot]) -> None:

@@ -1,0 +1,45 @@
+"""An optimizer built before a freeze that replaced its parameters is noticed."""
+
+import copy
+
+import pytest
+import torch
+
+import frostlab as fl
+from zoo import build, loss_of
+
+
+@pytest.mark.parametrize("name", ["gpt2", "torch"])
+def test_an_optimizer_built_too_early_is_refused(name: str) -> None:
+    model, inputs = build(name)
+    early = torch.optim.AdamW(model.parameters())
+    loss_of(model, inputs).backward()
+    early.step()
+    fl.freeze(model, "query", "key")
+    loss_of(model, inputs).backward()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(fl.StaleOptimizer, match="build the optimizer afterwards"):
+        early.step()
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    late = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    late.step()
+    fl.freeze(model, "query", "key")  # the same again replaces nothing
+    late.step()
+    fl.thaw(model)
+    loss_of(model, inputs).backward()
+    with pytest.raises(fl.StaleOptimizer, match="c_attn|in_proj"):
+        late.step()
+
+
+def test_an_optimizer_of_separate_weights_stays_good() -> None:
+    """Nothing is replaced there, and a frozen weight with a momentum does not move."""
+    model, inputs = build("bert")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loss_of(model, inputs).backward()
+    optimizer.step()
+    fl.freeze(model, "query", "key")
+    proof = fl.audit(model)
+    for _ in range(3):
+        loss_of(model, inputs).backward()
+        optimizer.step()
+    proof.verify(model)
