@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import frostlab as fl
-from frostlab.anatomy.describe import _by_class
+from frostlab.anatomy.description import _by_class
 from zoo import build
 
 

@@ -14,11 +14,30 @@ from frostlab.anatomy.parts import Split
 from frostlab.surgery.split import SplitProjection
 from zoo import EVERY, build, loss_of, outputs
 
-FUSED = (
-    "gpt2 gpt_neox falcon falcon-one-kv falcon-per-head bloom mpt gpt_bigcode "
-    "gpt_bigcode-per-head modernbert phi3 gpt torch torch-unbiased"
-).split()
-SELECTIONS = [("query", "key"), ("key",), ("query",), ("value",), ("query.bias", "key"), ("all.bias",)]
+FUSED = [
+    "gpt2",
+    "gpt_neox",
+    "falcon",
+    "falcon-one-kv",
+    "falcon-per-head",
+    "bloom",
+    "mpt",
+    "gpt_bigcode",
+    "gpt_bigcode-per-head",
+    "modernbert",
+    "phi3",
+    "gpt",
+    "torch",
+    "torch-unbiased",
+]
+SELECTIONS = [
+    ("query", "key"),
+    ("key",),
+    ("query",),
+    ("value",),
+    ("query.bias", "key"),
+    ("all.bias",),
+]
 
 
 def grads(model: nn.Module) -> dict[str, Tensor]:
@@ -197,7 +216,7 @@ def test_autocast(name: str, dtype: torch.dtype) -> None:
 
 
 def test_two_forwards_before_one_backward_and_second_derivatives() -> None:
-    model, inputs = build("gpt_neox")
+    model, _ = build("gpt_neox")
     twin = copy.deepcopy(model)
     fl.freeze(model, "query", "key")
     results = []
@@ -338,3 +357,12 @@ def test_a_projection_that_layers_share_is_one_part_and_is_replaced_everywhere()
     assert isinstance(model.h[0].attn.c_attn, SplitProjection)
     for a, b in zip(expected, outputs(model, inputs), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_two_modules_tied_to_one_fused_weight_cannot_be_split() -> None:
+    model, _ = build("gpt2")
+    model.h[1].attn.c_attn.weight = model.h[0].attn.c_attn.weight
+    before = {n: id(p) for n, p in model.named_parameters()}
+    with pytest.raises(fl.BadInput, match="tied to h.1.attn.c_attn.weight"):
+        fl.freeze(model, "query")
+    assert before == {n: id(p) for n, p in model.named_parameters()}

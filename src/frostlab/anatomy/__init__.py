@@ -1,6 +1,6 @@
 """Which parameter, or rows of a fused one, plays which role, in which layer, for which head."""
 
-from frostlab.anatomy.describe import describe, fused, known_types
+from frostlab.anatomy.description import describe, fused, known_types
 from frostlab.anatomy.parts import ROLES, Heads, Part, Piece, Slot
 from frostlab.anatomy.read import Anatomy, Layer, anatomy, survey, unwrapped
 from frostlab.anatomy.rows import Rows, join

@@ -145,7 +145,7 @@ class Slot:
     """A parameter of the untouched model, and the parameters that hold it now."""
 
     name: str
-    owner: nn.Module
+    owner: Any  # the module that holds it
     local: str
     shape: tuple[int, ...]
     axis: int
@@ -196,11 +196,10 @@ def read_pieces(pieces: tuple[Piece, ...], axis: int) -> Tensor:
     """Assemble a slot's pieces into the tensor the untouched model would have."""
     if len(pieces) == 1:
         return gathered(pieces[0].parameter.detach())
-    first, rest = pieces[0], pieces[1:]
-    if len(rest) == 1:
-        values = (gathered(p.parameter.detach()) for p in pieces)
-        return join(first.rows, *values, axis=axis)
-    return torch.cat([gathered(p.parameter.detach()) for p in pieces], axis)
+    values = [gathered(piece.parameter.detach()) for piece in pieces]
+    if len(pieces) == 2:
+        return join(pieces[0].rows, values[0], values[1], axis)
+    return torch.cat(values, axis)  # three pieces, of torch's attention, are in order
 
 
 @runtime_checkable

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 import frostlab.anatomy.architectures  # noqa: F401  (makes them known)
-from frostlab.anatomy.describe import (
+from frostlab.anatomy.description import (
     REFUSED,
     Description,
     Entry,

@@ -100,7 +100,7 @@ def _layer_flops(layer: Layer, below: bool, encoder_learns: bool, length: int) -
             continue
         cross, role = part.place.cross, part.role
         if role in ATTENTION_INPUTS:
-            upstream = encoder_learns if cross and role != "query" else below or cross and inside
+            upstream = encoder_learns if cross and role != "query" else below or (cross and inside)
             learning[cross] = learning.get(cross, False) or upstream or _learns(part)
             if role == "query":
                 heads[cross] = part.shape[part.axis]

@@ -88,9 +88,10 @@ class GPT(nn.Module):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 module.bias.zero_()
         residual = 0.02 / math.sqrt(2 * self.config.layers)
-        for block in self.blocks:
-            block.out.weight.normal_(0.0, residual)
-            block.down.weight.normal_(0.0, residual)
+        for module in self.modules():
+            if isinstance(module, GPTBlock):
+                module.out.weight.normal_(0.0, residual)
+                module.down.weight.normal_(0.0, residual)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Return logits: (B, T, vocabulary), or (B, classes) of the mean over real tokens."""

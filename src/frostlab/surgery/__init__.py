@@ -1,9 +1,9 @@
 """Surgery: which weights learn, and what they start from."""
 
-from frostlab.surgery.audit import Audit, audit
+from frostlab.surgery.auditing import Audit, audit
 from frostlab.surgery.delta import load_trainable, save_trainable
-from frostlab.surgery.export import export
-from frostlab.surgery.freeze import freeze, thaw
+from frostlab.surgery.exporting import export
+from frostlab.surgery.freezing import freeze, thaw
 from frostlab.surgery.orthogonal import orthogonalize, randomize
 
 __all__ = [

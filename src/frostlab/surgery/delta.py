@@ -22,7 +22,7 @@ from frostlab import __version__
 from frostlab.anatomy import Anatomy, Part, Slot, survey
 from frostlab.errors import BadInput
 from frostlab.surgery.checks import refuse_untouchable, refuse_wrapped
-from frostlab.surgery.freeze import frozen_statistics
+from frostlab.surgery.freezing import frozen_statistics
 from frostlab.surgery.origin import Origin, fingerprint, origin_of, same_fingerprint
 from frostlab.surgery.orthogonal import renewed
 

@@ -23,9 +23,9 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
     @property
     def in_proj_bias(self) -> Tensor | None:  # type: ignore[override]
         """The fused bias torch asks for; gradients reach the trainable rows."""
-        if "q_bias" not in self._parameters:
-            return None
-        return torch.cat([self._parameters[f"{letter}_bias"] for letter in _LETTERS])
+        held = [self._parameters.get(f"{letter}_bias") for letter in _LETTERS]
+        biases: list[Tensor] = [bias for bias in held if bias is not None]
+        return torch.cat(biases) if biases else None
 
     def slots(self) -> dict[str, tuple[tuple[int, ...], int, tuple[Piece, ...]]]:
         """The fused weight and bias, and the parameters that hold them."""
@@ -103,8 +103,7 @@ def take_apart(attention: nn.MultiheadAttention) -> None:
 def put_together(attention: SplitMultiheadAttention) -> None:
     """Turn split attention back into torch's, in place."""
     parameters = attention._parameters
-    whole = {local: (pieces) for local, (_, _, pieces) in attention.slots().items()}
-    for local, pieces in whole.items():
+    for local, (_, _, pieces) in attention.slots().items():
         joined = torch.cat([piece.parameter.detach() for piece in pieces])
         parameters[local] = nn.Parameter(joined)
     if attention._was_fused:
@@ -115,4 +114,4 @@ def put_together(attention: SplitMultiheadAttention) -> None:
         parameters.pop(f"{letter}_bias", None)
     parameters.setdefault("in_proj_bias", None)
     del attention._was_fused
-    attention.__class__ = nn.MultiheadAttention
+    attention.__class__ = nn.MultiheadAttention  # type: ignore[assignment]

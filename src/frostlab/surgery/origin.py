@@ -71,6 +71,4 @@ def same_fingerprint(one: list[float], other: list[float], tolerance: float = 1e
     if len(one) != len(other):
         return False
     norms = abs(one[0] - other[0]) <= tolerance * max(one[0], other[0], 1e-300)
-    return norms and all(
-        abs(a - b) <= tolerance for a, b in zip(one[1:], other[1:], strict=True)
-    )
+    return norms and all(abs(a - b) <= tolerance for a, b in zip(one[1:], other[1:], strict=True))

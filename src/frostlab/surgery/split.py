@@ -38,7 +38,12 @@ class Plan:
 class SplitProjection(nn.Module):
     """Stands in for a linear module some of whose rows are frozen."""
 
-    def __init__(self, original: nn.Module, plan: Plan) -> None:
+    trainable_weight: nn.Parameter | None
+    frozen_weight: nn.Parameter | None
+    trainable_bias: nn.Parameter | None
+    frozen_bias: nn.Parameter | None
+
+    def __init__(self, original: Any, plan: Plan) -> None:
         super().__init__()
         self.plan = plan
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -53,7 +58,7 @@ class SplitProjection(nn.Module):
         for name in _HOOKS:
             setattr(self, name, getattr(original, name))
         original.weight = original.bias = None
-        self._original = (original,)  # a tuple, so that it is not a submodule
+        self._original: tuple[nn.Module] = (original,)  # in a tuple, so not a submodule
         self.training = original.training
 
     def _cut(self, local: str, whole: Tensor) -> tuple[nn.Parameter | None, nn.Parameter | None]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from frostlab.anatomy.describe import Entry, Fused, Table
+from frostlab.anatomy.description import Entry, Fused, Table
 from frostlab.anatomy.parts import Heads
 
 QKV = Fused(("query", "key", "value"))

@@ -9,7 +9,7 @@ from frostlab.anatomy.architectures.common import (
     config_heads,
     under,
 )
-from frostlab.anatomy.describe import REFUSED, Description, Entry, Fused, Table, register
+from frostlab.anatomy.description import REFUSED, Description, Entry, Fused, Table, register
 from frostlab.anatomy.parts import Heads
 
 GPT_EMBEDDINGS: Table = {

@@ -9,7 +9,7 @@ from frostlab.anatomy.architectures.common import (
     cross,
     under,
 )
-from frostlab.anatomy.describe import Description, Entry, Fixed, Table, register
+from frostlab.anatomy.description import Description, Entry, Fixed, Table, register
 
 BERT_ATTENTION: Table = {
     "self.query": "query",

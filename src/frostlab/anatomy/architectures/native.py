@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from frostlab.anatomy.architectures.common import QKV, cross, under
-from frostlab.anatomy.describe import Description, Table, register
+from frostlab.anatomy.description import Description, Table, register
 from frostlab.anatomy.parts import Heads
 from frostlab.models.decoder import Decoder
 from frostlab.models.gpt import GPT

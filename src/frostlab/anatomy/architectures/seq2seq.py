@@ -9,7 +9,7 @@ from frostlab.anatomy.architectures.common import (
     two_sided_heads,
     under,
 )
-from frostlab.anatomy.describe import Description, Entry, Fixed, Table, register
+from frostlab.anatomy.description import Description, Entry, Fixed, Table, register
 from frostlab.anatomy.parts import Heads
 
 ENCODER_DECODER = {"encoder": "encoder", "decoder": "decoder"}

@@ -51,7 +51,7 @@ def _apply(model: nn.Module, wanted: Anatomy, slots: dict[str, Slot]) -> None:
     """Bring every parameter into the state that `wanted` gives it."""
     plans = _plans(wanted.parts, slots)
     for name in plans:
-        _check_splittable(slots[name])
+        _check_splittable(slots[name], slots.values())
     if _resplit(model, plans, slots):
         _, slots = survey(model)
     for part in wanted.parts:
@@ -78,8 +78,15 @@ def _plans(parts: Iterable[Part], slots: dict[str, Slot]) -> dict[str, Rows]:
     return {name: rows for name, rows in frozen.items() if name in trainable}
 
 
-def _check_splittable(slot: Slot) -> None:
+def _check_splittable(slot: Slot, slots: Iterable[Slot]) -> None:
     owner = slot.owner
+    held = {id(piece.parameter) for piece in slot.pieces}
+    for other in slots:
+        if other.owner is not owner and id(other.pieces[0].parameter) in held:
+            raise BadInput(
+                f"freeze: {slot.name} is fused and tied to {other.name}, so it cannot be split; "
+                "freeze the roles it holds together, or untie the modules"
+            )
     if isinstance(owner, Split) or type(owner) is nn.MultiheadAttention:
         return
     kind = type(owner)
@@ -97,13 +104,16 @@ def _check_splittable(slot: Slot) -> None:
 
 def _resplit(model: nn.Module, plans: dict[str, Rows], slots: dict[str, Slot]) -> bool:
     """Split or join the owners of fused slots that are not as wanted; say whether any was."""
-    owners: dict[int, tuple[nn.Module, dict[str, Slot]]] = {}
-    for slot in slots.values():
-        if slot.name in plans or isinstance(slot.owner, Split):
-            owners.setdefault(id(slot.owner), (slot.owner, {}))
-    for slot in slots.values():
+    owners = {
+        id(slot.owner): (slot.owner, dict[str, Slot]())
+        for slot in slots.values()
+        if slot.name in plans or isinstance(slot.owner, Split)
+    }
+    for slot in slots.values():  # a module in several places has several names; one is planned
         if id(slot.owner) in owners:
-            owners[id(slot.owner)][1][slot.local] = slot
+            held = owners[id(slot.owner)][1]
+            if slot.name in plans or slot.local not in held:
+                held[slot.local] = slot
     changed = False
     for owner, held in owners.values():
         frozen = {local: plans.get(slot.name) for local, slot in held.items()}

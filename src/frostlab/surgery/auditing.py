@@ -7,7 +7,7 @@ from torch import nn
 
 from frostlab.anatomy import survey, unwrapped
 from frostlab.errors import BadInput, FrozenWeightsMoved
-from frostlab.surgery.freeze import frozen_statistics
+from frostlab.surgery.freezing import frozen_statistics
 from frostlab.surgery.origin import digest
 
 

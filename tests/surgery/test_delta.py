@@ -1,0 +1,212 @@
+"""save_trainable keeps what can have learned; load_trainable takes nothing else for it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import BertConfig, BertForSequenceClassification
+
+import frostlab as fl
+from zoo import EVERY, build, loss_of, outputs
+
+
+def trained(name: str, treat: object = None) -> tuple[torch.nn.Module, dict]:
+    model, inputs = build(name)
+    if treat is not None:
+        treat(model)  # type: ignore[operator]
+    fl.freeze(model, "query", "key")
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    model.train()
+    for _ in range(3):
+        loss_of(model, inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval(), inputs
+
+
+TREATMENTS = {
+    "kept": None,
+    "orthogonal": lambda m: fl.orthogonalize(m, "query", "key"),
+    "gaussian": lambda m: fl.orthogonalize(m, "query", "key", source="gaussian", seed=7),
+    "random": lambda m: fl.randomize(m, "query", "key", seed=7),
+    "matched": lambda m: fl.randomize(m, "query", "key", seed=7, std="match"),
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_delta_restores_the_model_on_its_base(name: str, tmp_path: Path) -> None:
+    model, inputs = trained(name, TREATMENTS["gaussian"])
+    fl.save_trainable(model, tmp_path / "delta")
+    fresh, _ = build(name)
+    fl.load_trainable(fresh, tmp_path / "delta")
+    for key, value in model.state_dict().items():
+        assert torch.equal(fresh.state_dict()[key], value), key
+    for a, b in zip(outputs(model, inputs), outputs(fresh, inputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("frozen", ["rebuild", "store"])
+@pytest.mark.parametrize("treatment", TREATMENTS)
+@pytest.mark.parametrize("name", ["bert", "gpt_neox"])
+def test_every_treatment_is_made_again_or_stored(
+    name: str, treatment: str, frozen: str, tmp_path: Path
+) -> None:
+    model, _ = trained(name, TREATMENTS[treatment])
+    folder = fl.save_trainable(model, tmp_path / "delta", frozen=frozen)
+    assert folder == tmp_path / "delta"
+    fresh, _ = build(name)
+    fl.freeze(fresh, "query", "key")
+    fl.load_trainable(fresh, folder)
+    for key, value in model.state_dict().items():
+        assert torch.equal(fresh.state_dict()[key], value), key
+    stored = load_file(next(folder.glob("*.safetensors")))
+    kept = {p.key for p in fl.anatomy(model).parts if p.state == "frozen"}
+    assert bool(kept & stored.keys()) == (frozen == "store")
+
+
+def test_another_base_is_refused_unless_everything_was_stored(tmp_path: Path) -> None:
+    model, _ = trained("bert", TREATMENTS["orthogonal"])
+    fl.save_trainable(model, tmp_path / "small")
+    fl.save_trainable(model, tmp_path / "whole", frozen="store")
+    other, _ = build("bert")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.01).add_(0.01)
+    before = {k: v.clone() for k, v in other.state_dict().items()}
+    with pytest.raises(fl.BadInput, match="load the same base"):
+        fl.load_trainable(other, tmp_path / "small")
+    assert all(torch.equal(before[k], v) for k, v in other.state_dict().items())
+    fl.load_trainable(other, tmp_path / "whole")
+    for key, value in model.state_dict().items():
+        assert torch.equal(other.state_dict()[key], value)
+
+
+def test_weights_that_learned_after_surgery_are_not_mistaken_for_their_seed(tmp_path: Path) -> None:
+    """Orthogonal, trained, then frozen: the seed no longer makes them."""
+    model, inputs = build("bert")
+    fl.orthogonalize(model, "query", "key", source="gaussian", seed=7)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, inputs).backward()
+    optimizer.step()
+    fl.freeze(model, "query", "key")
+    fl.save_trainable(model, tmp_path / "delta")
+    manifest = json.loads((tmp_path / "delta" / "delta.json").read_text())
+    assert {r["origin"] is None for k, r in manifest["frozen"].items() if "weight" in k} == {True}
+    with pytest.raises(fl.BadInput, match="as its base had it"):
+        fl.load_trainable(build("bert")[0], tmp_path / "delta")
+
+
+def test_size_of_bert_base(tmp_path: Path) -> None:
+    model = BertForSequenceClassification(BertConfig(num_labels=3))
+    fl.orthogonalize(model, "query", "key", source="gaussian")
+    fl.freeze(model, "query", "key")
+    fl.save_trainable(model, tmp_path / "delta")
+    fl.export(model, tmp_path / "full")
+    small = sum(f.stat().st_size for f in (tmp_path / "delta").iterdir())
+    full = (tmp_path / "full" / "model.safetensors").stat().st_size
+    assert 1 - small / full == pytest.approx(0.129, abs=0.001)
+
+
+def test_a_trainable_batch_norm_keeps_its_statistics(tmp_path: Path) -> None:
+    model, _ = trained("wav2vec2-conformer")
+    fl.save_trainable(model, tmp_path / "delta")
+    fresh, _ = build("wav2vec2-conformer")
+    fl.load_trainable(fresh, tmp_path / "delta")
+    mean = fresh.encoder.layers[0].conv_module.batch_norm.running_mean
+    assert torch.equal(mean, model.encoder.layers[0].conv_module.batch_norm.running_mean)
+    assert mean.any()
+
+
+def test_saving_again_replaces_and_leaves_one_file(tmp_path: Path) -> None:
+    model, _ = trained("gpt2")
+    fl.save_trainable(model, tmp_path)
+    with torch.no_grad():
+        model.wte.weight.add_(1.0)
+    fl.save_trainable(model, tmp_path)
+    assert sorted(p.suffix for p in tmp_path.iterdir()) == [".json", ".safetensors"]
+    fresh, _ = build("gpt2")
+    fl.load_trainable(fresh, tmp_path)
+    assert torch.equal(fresh.wte.weight, model.wte.weight)
+
+
+def test_a_failed_save_keeps_the_old_delta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = trained("gpt2")
+    fl.save_trainable(model, tmp_path)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    with torch.no_grad():
+        model.wte.weight.add_(1.0)
+
+    def full_disk(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("frostlab.surgery.delta.os.replace", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        fl.save_trainable(model, tmp_path)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+def corrupt_manifest(folder: Path, change: object) -> None:
+    path = folder / "delta.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)  # type: ignore[operator]
+    path.write_text(json.dumps(manifest))
+
+
+DAMAGE = {
+    "not a delta folder": lambda d: (d / "delta.json").unlink(),
+    "is damaged": lambda d: (d / "delta.json").write_text("{"),
+    "is damaged (KeyError": lambda d: corrupt_manifest(d, lambda m: m.pop("frozen")),
+    "has format 9": lambda d: corrupt_manifest(d, lambda m: m.update(format=9)),
+    "is missing": lambda d: next(d.glob("*.safetensors")).unlink(),
+    "truncated or changed": lambda d: _truncate(next(d.glob("*.safetensors"))),
+    "made again, differs": lambda d: corrupt_manifest(d, _other_seed),
+    "lacks or adds": lambda d: corrupt_manifest(d, lambda m: m["frozen"].popitem()),
+    "saved from another": lambda d: corrupt_manifest(
+        d, lambda m: m["architecture"].update({"h.0.ln_1.weight": [64]})
+    ),
+}
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _other_seed(manifest: dict) -> None:
+    for record in manifest["frozen"].values():
+        if record["origin"]:
+            record["origin"]["seed"] += 1
+
+
+@pytest.mark.parametrize("message", DAMAGE)
+def test_damaged_and_foreign_folders_are_refused(message: str, tmp_path: Path) -> None:
+    model, _ = trained("gpt2", TREATMENTS["gaussian"])
+    fl.save_trainable(model, tmp_path)
+    DAMAGE[message](tmp_path)
+    fresh, _ = build("gpt2")
+    before = {k: v.clone() for k, v in fresh.state_dict().items()}
+    with pytest.raises(fl.BadInput) as error:
+        fl.load_trainable(fresh, tmp_path)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert all(torch.equal(before[k], v) for k, v in fresh.state_dict().items())
+
+
+def test_another_architecture_is_refused(tmp_path: Path) -> None:
+    model, _ = trained("llama")
+    fl.save_trainable(model, tmp_path)
+    with pytest.raises(fl.BadInput, match="was saved from another LlamaModel"):
+        fl.load_trainable(build("qwen2")[0], tmp_path)
+
+
+def test_foreign_targets_are_not_overwritten(tmp_path: Path) -> None:
+    model, _ = trained("gpt2")
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(fl.BadInput, match="holds something else"):
+        fl.save_trainable(model, tmp_path)
+    with pytest.raises(fl.BadInput, match="is a file"):
+        fl.save_trainable(model, tmp_path / "notes.txt")
+    with pytest.raises(fl.BadInput, match='not "rebuild" or "store"'):
+        fl.save_trainable(model, tmp_path / "x", frozen="keep")  # type: ignore[arg-type]
+    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]

@@ -1,0 +1,101 @@
+"""The command line, run as a program."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import frostlab
+from zoo import CASES, build
+
+
+def frostlab_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "frostlab", *arguments], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_help_and_version_without_torch() -> None:
+    program = (
+        "import sys; sys.argv = ['frostlab', {!r}]\n"
+        "from frostlab.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as e: assert not e.code, e.code\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    for argument in ("--help", "--version"):
+        result = subprocess.run(
+            [sys.executable, "-c", program.format(argument)], capture_output=True, text=True
+        )
+        assert result.returncode == 0, result.stderr
+    assert frostlab_command("--version").stdout.strip() == f"frostlab {frostlab.__version__}"
+
+
+def test_inspect_an_architecture_offline() -> None:
+    result = frostlab_command("inspect", "gpt2", "--freeze", "query,key", "--length", "1024")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    for text in (
+        "the architecture's default config",
+        "layers[0:12]  12 alike",
+        "14,174,208  11.4%",
+        "−3.31% at length 1024",
+        "1.034×",
+    ):
+        assert text in result.stdout
+
+
+def test_inspect_a_folder_as_json(tmp_path: Path) -> None:
+    model, _ = build("falcon")
+    model.save_pretrained(tmp_path)
+    result = frostlab_command("inspect", str(tmp_path), "--freeze", "key", "--json")
+    assert result.returncode == 0, result.stderr
+    data = json.loads(result.stdout)
+    assert data["parameters"] == sum(p.numel() for p in model.parameters())
+    frozen = {p["role"] for p in data["parts"] if p["state"] == "frozen"}
+    assert frozen == {"key"}
+    assert data["savings"]["matmul_flop_share"] > 0
+
+
+@pytest.mark.parametrize("name", ["gpt", "decoder", "whisper", "clip", "albert"])
+def test_inspect_shows_every_kind(name: str) -> None:
+    result = frostlab_command("inspect", name)
+    assert result.returncode == 0, result.stderr
+    expected = {"whisper": "fixed", "clip": "vision.layers", "albert": "share one set of weights"}
+    assert expected.get(name, "trainable") in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("inspect", "bert-base-uncase"), "did you mean `bert`?"),
+        (("inspect", "gpt2", "--freeze", "querry"), "did you mean `query`?"),
+        (("inspect", "gpt2", "--freeze", ","), "is empty"),
+        (("inspect", "gpt2", "--freeze", "layers[12]"), "did you mean `layers[11]`?"),
+        (("inspect", "mamba"), "cannot place `backbone.embeddings`"),
+        (("inspect", "deepseek_v2"), "low-rank attention"),
+        (("inspect", "gpt2", "--length", "0"), "--length"),
+        (("inspekt", "gpt2"), "inspekt"),
+    ],
+)
+def test_bad_input_is_exit_code_two_and_no_traceback(
+    arguments: tuple[str, ...], message: str
+) -> None:
+    result = frostlab_command(*arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
+    result = frostlab_command("inspect", str(tmp_path))
+    assert result.returncode == 2
+    assert "no config.json" in result.stderr
+    (tmp_path / "config.json").write_text("{broken")
+    result = frostlab_command("inspect", str(tmp_path))
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert len(CASES) > 30
