@@ -26,7 +26,7 @@ BERT = lambda: BertForSequenceClassification(BertConfig(num_labels=3))  # noqa: 
         (BERT, 512, ("query", "key"), 0.0500, 1.053),
         (lambda: GPT2LMHeadModel(GPT2Config()), 1024, ("query", "key"), 0.0331, 1.034),
         (lambda: GPT(GPTConfig()), 512, ("query", "key"), 0.0220, 1.023),
-        (lambda: Decoder(DecoderConfig()), 32, ("query", "key"), 0.0018, 1.002),
+        (lambda: Decoder(DecoderConfig(layers=3)), 32, ("query", "key"), 0.0018, 1.002),
         (BERT, 128, ("query", "key", "up", "down"), 0.270, 1.37),
     ],
 )

@@ -2,8 +2,9 @@
 
 from frostlab.anatomy.description import describe, fused, known_types
 from frostlab.anatomy.parts import ROLES, Heads, Part, Piece, Slot
-from frostlab.anatomy.read import Anatomy, Layer, anatomy, survey, unwrapped
+from frostlab.anatomy.read import anatomy, survey, unwrapped
 from frostlab.anatomy.rows import Rows, join
+from frostlab.anatomy.snapshot import Anatomy, Layer
 
 __all__ = [
     "ROLES",

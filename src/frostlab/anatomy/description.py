@@ -135,7 +135,7 @@ def describe(
     for path, entry in table.items():
         if not path or any(not segment for segment in path.split(".")):
             raise BadInput(f"describe: `{path}` is not a path such as `blocks.{{i}}.attn.q`")
-        for role in entry.roles if isinstance(entry, Fused) else (_role_of(entry),):
+        for role in entry.roles if isinstance(entry, Fused) else (role_of(entry),):
             _check_role(role.removeprefix("cross."), path)
 
     def heads_of(module: Any, stack: str) -> Heads:
@@ -145,7 +145,8 @@ def describe(
     register(target, Description(dict(table), heads_of, dict(stacks or {})))
 
 
-def _role_of(entry: str | Fixed) -> str:
+def role_of(entry: str | Fixed) -> str:
+    """The role an entry that is not fused names, `cross.` before it where it does."""
     return entry.role if isinstance(entry, Fixed) else entry
 
 

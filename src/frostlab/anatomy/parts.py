@@ -1,9 +1,10 @@
 """The nouns of the anatomy: roles, parts, and the slots that hold their tensors."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -202,10 +203,12 @@ def read_pieces(pieces: tuple[Piece, ...], axis: int) -> Tensor:
     return torch.cat(values, axis)  # three pieces, of torch's attention, are in order
 
 
-@runtime_checkable
-class Split(Protocol):
-    """A module that holds a fused parameter in pieces, and can say which."""
+Held = tuple[tuple[int, ...], int, tuple[Piece, ...]]  # shape, axis of the rows, pieces
 
-    def slots(self) -> dict[str, tuple[tuple[int, ...], int, tuple[Piece, ...]]]:
+
+class Split(ABC):
+    """A module that holds fused parameters in pieces, and can say which."""
+
+    @abstractmethod
+    def slots(self) -> dict[str, Held]:
         """Map each canonical local name to its shape, row axis and pieces."""
-        ...

@@ -1,25 +1,12 @@
 """Reading the anatomy: every parameter of a model gets exactly one place."""
 
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from torch import nn
 
-import frostlab.anatomy.architectures  # noqa: F401  (makes them known)
-from frostlab.anatomy.description import (
-    REFUSED,
-    Description,
-    Entry,
-    Fixed,
-    Fused,
-    Matcher,
-    find_description,
-    known_types,
-    model_type,
-)
+from frostlab.anatomy.description import Entry, Fixed, Fused, role_of
 from frostlab.anatomy.parts import (
     ATTENTION_INPUTS,
     Heads,
@@ -32,79 +19,12 @@ from frostlab.anatomy.parts import (
     State,
     Tie,
 )
+from frostlab.anatomy.placing import place_slots
 from frostlab.anatomy.rows import Rows
-from frostlab.anatomy.selection import select
-from frostlab.errors import UnknownArchitecture, nearest
+from frostlab.anatomy.snapshot import Anatomy
+from frostlab.errors import UnknownArchitecture
 
 _BIASES = ("bias", "in_proj_bias")
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One layer of a stack, with its parts."""
-
-    stack: str
-    index: int
-    parts: tuple[Part, ...]
-
-
-@dataclass(frozen=True)
-class Anatomy:
-    """A snapshot of a model: its parts, in the model's order."""
-
-    model: str
-    parts: tuple[Part, ...]
-
-    @cached_property
-    def layers(self) -> tuple[Layer, ...]:
-        """The layers of every stack, in order; layers that share weights list the same parts."""
-        places = dict.fromkeys((p.stack, index) for p in self.parts for index in p.layers)
-        return tuple(
-            Layer(stack, i, tuple(p for p in self.parts if p.stack == stack and i in p.layers))
-            for stack, i in sorted(places)
-        )
-
-    def select(self, *selections: str) -> tuple[Part, ...]:
-        """Return the parts that the selections name (see the selection language)."""
-        return select(self.parts, selections, self.model)
-
-    def with_frozen(self, *selections: str) -> "Anatomy":
-        """Return this anatomy as it would be with exactly these parts frozen."""
-        keys = {part.key for part in self.select(*selections)} if selections else set()
-
-        def state(part: Part) -> State:
-            if part.state == "fixed":
-                return "fixed"
-            return "frozen" if part.key in keys else "trainable"
-
-        return replace(self, parts=tuple(replace(p, state=state(p)) for p in self.parts))
-
-    def count(self, *states: State) -> int:
-        """Count the parameters in any of these states, or all of them."""
-        return sum(p.parameters for p in self.parts if not states or p.state in states)
-
-    @property
-    def fixed(self) -> tuple[Part, ...]:
-        """What the architecture itself holds fixed."""
-        return tuple(p for p in self.parts if p.state == "fixed")
-
-    def table(self) -> str:
-        """Return the anatomy as text, layers that are alike drawn once."""
-        from frostlab.anatomy.table import as_text
-
-        return as_text(self)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return {
-            "model": self.model,
-            "parameters": self.count(),
-            "trainable": self.count("trainable"),
-            "frozen": self.count("frozen"),
-            "fixed": self.count("fixed"),
-            "layers": len(self.layers),
-            "parts": [part.to_dict() for part in self.parts],
-        }
 
 
 def anatomy(model: nn.Module) -> Anatomy:
@@ -129,14 +49,15 @@ def survey(model: nn.Module) -> tuple[Anatomy, dict[str, Slot]]:
     slots = {slot.name: slot for slot in _slots(model)}
     if not slots:
         raise UnknownArchitecture(f"{type(model).__name__} has no parameters to see")
-    placed = _place(model, list(slots.values()))
+    placed = place_slots(model, list(slots.values()))
     parts: list[Part] = []
     for names in _same_tensor(slots.values()):
         own = [(name, *placed[name]) for name in names]
         # a tensor that is both an embedding and a head is an embedding
         own.sort(key=lambda item: isinstance(item[1], str) and item[1] == "head")
         name, entry, place, heads = own[0]
-        place = replace(place, layers=_all_layers(place, [other for _, _, other, _ in own]))
+        if len(own) > 1:
+            place = replace(place, layers=_all_layers(place, [other for _, _, other, _ in own]))
         ties = tuple(Tie(other, other_place) for other, _, other_place, _ in own[1:])
         uses = [slots[n] for n in names]
         parts += _parts(slots[name], entry, place, heads, ties, any(map(_is_matmul, uses)))
@@ -182,103 +103,12 @@ def _is_matmul(slot: Slot) -> bool:
     return linear or _is_transposed(slot.owner)
 
 
-def _same_tensor(slots: Any) -> list[list[str]]:
+def _same_tensor(slots: Iterable[Slot]) -> list[list[str]]:
     """Group the names that stand for one tensor."""
     groups: dict[int, list[str]] = {}
     for slot in slots:
         groups.setdefault(id(slot.pieces[0].parameter), []).append(slot.name)
     return list(groups.values())
-
-
-Placed = tuple[Entry, Place, Heads | None]
-
-
-def _place(model: nn.Module, slots: Sequence[Slot]) -> dict[str, Placed]:
-    """Find the entry, place and heads of every slot, or say what could not be placed."""
-    kind = model_type(model)
-    if kind in REFUSED:
-        raise UnknownArchitecture(f"{type(model).__name__} is not supported: {REFUSED[kind]}")
-    readers = list(_readers(model))
-    below = [reader for reader in readers if reader.path]
-    several = len([r for r in below if not any(r.inside(other) for other in below)]) > 1
-    placed: dict[str, Placed] = {}
-    lost: dict[str, Slot] = {}
-    for slot in slots:
-        for reader in readers:
-            found = reader.read(slot, named=several)
-            if found is not None:
-                placed[slot.name] = found
-                break
-        else:
-            lost[slot.name.rpartition(".")[0] or slot.name] = slot
-    if lost:
-        raise UnknownArchitecture(_how_to_describe(model, lost, described=bool(readers)))
-    return placed
-
-
-class _Reader:
-    """One described module within a model, matching the paths below it."""
-
-    def __init__(self, path: str, module: nn.Module, description: Description) -> None:
-        self.path, self.module, self.description = path, module, description
-        self.dot = f"{path}." if path else ""
-        self.matcher = Matcher(description.table_of(module))
-        prefix = getattr(module, "base_model_prefix", "")
-        has_base = bool(prefix) and isinstance(getattr(module, prefix, None), nn.Module)
-        self.base = f"{prefix}." if has_base else ""
-        self.heads: dict[str, Heads] = {}
-
-    def inside(self, other: "_Reader") -> bool:
-        return self is not other and self.path.startswith(other.dot)
-
-    def read(self, slot: Slot, named: bool) -> Placed | None:
-        if not slot.name.startswith(self.dot):
-            return None
-        local = slot.name[len(self.dot) :]
-        if self.base and not local.startswith(self.base):
-            return "head", Place("head", self._stack("", named)), None
-        local = local.removeprefix(self.base)
-        found = self.matcher.find(local)
-        if found is None:
-            return None
-        entry, index = found
-        stack = self.description.stacks.get(local.partition(".")[0], "")
-        role = entry.roles[0] if isinstance(entry, Fused) else _plain(entry)
-        cross = entry.cross if isinstance(entry, Fused) else role.startswith("cross.")
-        layers: tuple[int, ...] = () if index is None else (index,)
-        if index is not None and self.description.shared is not None:
-            layers = self.description.shared(self.module, index)
-        role = role.removeprefix("cross.")
-        heads = self._heads(stack) if role in ATTENTION_INPUTS else None
-        place = Place(role, self._stack(stack, named), layers, cross)
-        return entry, place, heads
-
-    def _stack(self, stack: str, named: bool) -> str:
-        own = self.path.replace(".", "_") if named else ""
-        return "_".join(name for name in (own, stack) if name)
-
-    def _heads(self, stack: str) -> Heads:
-        if stack not in self.heads:
-            self.heads[stack] = self.description.heads(self.module, stack)
-        return self.heads[stack]
-
-
-def _readers(model: nn.Module) -> Iterator[_Reader]:
-    """The described modules of a model, outermost first."""
-    seen: list[_Reader] = []
-    for path, module in model.named_modules():
-        description = find_description(module)
-        if description is None:
-            continue
-        reader = _Reader(path, module, description)
-        same = any(reader.inside(o) and o.description is description for o in seen)
-        if not same:
-            seen.append(reader)
-            yield reader
-
-
-def _plain(entry: str | Fixed) -> str:
-    return entry.role if isinstance(entry, Fixed) else entry
 
 
 def _parts(
@@ -318,7 +148,7 @@ def _sized(heads: Heads, entry: Entry, size: int) -> Heads:
     """Fill in the head size where a description gave only the number of heads."""
     if heads.size:
         return heads
-    roles = entry.roles if isinstance(entry, Fused) else (_plain(entry).removeprefix("cross."),)
+    roles = entry.roles if isinstance(entry, Fused) else (role_of(entry).removeprefix("cross."),)
     return replace(heads, size=size // sum(heads.of(role) for role in roles))
 
 
@@ -343,31 +173,3 @@ def _check_attention(parts: Sequence[Part], model: str) -> None:
                     f"{model}: {where} has no {role}; quantised or rebuilt modules "
                     "have no weights to see"
                 )
-
-
-def _how_to_describe(model: nn.Module, lost: dict[str, Slot], described: bool) -> str:
-    """One line that names what could not be placed, then a stub to fill in."""
-    name = type(model).__name__
-    first, slot = next(iter(lost.items()))
-    kind = model_type(model)
-    known = nearest(kind, known_types()) if kind and not described else ""
-    stub = "".join(f'    "{path}": "other",\n' for path in _templates(lost))
-    return (
-        f"{name}: cannot place `{first}` ({type(slot.owner).__name__} "
-        f"{'×'.join(map(str, slot.shape))}){f' and {len(lost) - 1} more' if len(lost) > 1 else ''}"
-        f"{known}; describe it:\n\nfl.describe({name}, {{\n{stub}}}, heads=…)\n\n"
-        "with a role for each path (docs/describe.md)"
-    )
-
-
-def _templates(paths: Any) -> list[str]:
-    """The paths with their numbers as `{i}`, each once."""
-    found: dict[str, None] = {}
-    for path in paths:
-        segments, numbered = path.split("."), False
-        for i, segment in enumerate(segments):
-            if segment.isdecimal():
-                segments[i] = "*" if numbered else "{i}"
-                numbered = True
-        found[".".join(segments)] = None
-    return list(found)[:40]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from frostlab.anatomy.parts import ATTENTION_INPUTS, Part
-from frostlab.anatomy.read import Anatomy, Layer
+from frostlab.anatomy.snapshot import Anatomy, Layer
 
 _BYTES = 4
 

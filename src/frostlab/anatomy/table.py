@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from frostlab.anatomy.parts import Part
-from frostlab.anatomy.read import Anatomy, Layer
+from frostlab.anatomy.snapshot import Anatomy, Layer
 
 _HEADER = ("role", "shape", "heads", "layout", "parameters", "state", "weight")
 _RIGHT = (4,)

@@ -83,12 +83,14 @@ def _model_class(config: Any) -> Any:
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_PRETRAINING_MAPPING_NAMES,
+        MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
         MODEL_MAPPING_NAMES,
     )
 
     names = list(getattr(config, "architectures", None) or [])
     for mapping in (
         MODEL_FOR_PRETRAINING_MAPPING_NAMES,
+        MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_MAPPING_NAMES,
     ):

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from frostlab.anatomy import Piece, Rows
+from frostlab.anatomy.parts import Held, Split
 from frostlab.surgery.state import load_pieces, save_pieces
 
 _LETTERS = ("q", "k", "v")
 
 
-class SplitMultiheadAttention(nn.MultiheadAttention):
+class SplitMultiheadAttention(nn.MultiheadAttention, Split):
     """Stands in for torch's attention some of whose input rows are frozen."""
 
     _was_fused: bool
@@ -27,10 +28,10 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
         biases: list[Tensor] = [bias for bias in held if bias is not None]
         return torch.cat(biases) if biases else None
 
-    def slots(self) -> dict[str, tuple[tuple[int, ...], int, tuple[Piece, ...]]]:
+    def slots(self) -> dict[str, Held]:
         """The fused weight and bias, and the parameters that hold them."""
         width = self.embed_dim
-        found: dict[str, tuple[tuple[int, ...], int, tuple[Piece, ...]]] = {}
+        found: dict[str, Held] = {}
         if self._was_fused:
             pieces = self._pieces([self._parameters[f"{x}_proj_weight"] for x in _LETTERS])
             found["in_proj_weight"] = ((3 * width, width), 0, pieces)
@@ -66,7 +67,9 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        known = load_pieces(self, state_dict, prefix, local_metadata, missing_keys, error_msgs)
+        known = load_pieces(
+            self, self.slots(), state_dict, prefix, local_metadata, missing_keys, error_msgs
+        )
         split = {
             name: self._parameters.pop(name)
             for name in [f"{x}_bias" for x in _LETTERS]

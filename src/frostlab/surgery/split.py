@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from frostlab.anatomy import Piece, Rows, join
+from frostlab.anatomy.parts import Held, Split
 from frostlab.surgery.state import load_pieces, save_pieces
 
 _HOOKS = (
@@ -35,7 +36,7 @@ class Plan:
     bias: Rows | None
 
 
-class SplitProjection(nn.Module):
+class SplitProjection(nn.Module, Split):
     """Stands in for a linear module some of whose rows are frozen."""
 
     trainable_weight: nn.Parameter | None
@@ -83,7 +84,7 @@ class SplitProjection(nn.Module):
         original.train(self.training)
         return original
 
-    def slots(self) -> dict[str, tuple[tuple[int, ...], int, tuple[Piece, ...]]]:
+    def slots(self) -> dict[str, Held]:
         """The fused weight and bias, and the parameters that hold them."""
         found = {}
         for local, shape in self.shapes.items():
@@ -150,7 +151,9 @@ class SplitProjection(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        known = load_pieces(self, state_dict, prefix, local_metadata, missing_keys, error_msgs)
+        known = load_pieces(
+            self, self.slots(), state_dict, prefix, local_metadata, missing_keys, error_msgs
+        )
         if strict:
             unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k not in known]
 

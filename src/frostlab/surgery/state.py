@@ -5,9 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from frostlab.anatomy.parts import Piece, gathered, read_pieces
-
-Slots = dict[str, tuple[tuple[int, ...], int, tuple[Piece, ...]]]
+from frostlab.anatomy.parts import Held, gathered, read_pieces
 
 
 def _is_sharded(tensor: Tensor) -> bool:
@@ -23,7 +21,7 @@ def _like(value: Tensor, tensor: Any) -> Tensor:
     return distribute_tensor(value, tensor.device_mesh, tensor.placements)
 
 
-def save_pieces(slots: Slots, destination: dict[str, Any], prefix: str) -> None:
+def save_pieces(slots: dict[str, Held], destination: dict[str, Any], prefix: str) -> None:
     """Write each slot under its canonical name, in one piece."""
     for local, (_, axis, pieces) in slots.items():
         destination[prefix + local] = _like(read_pieces(pieces, axis), pieces[0].parameter)
@@ -31,6 +29,7 @@ def save_pieces(slots: Slots, destination: dict[str, Any], prefix: str) -> None:
 
 def load_pieces(
     module: nn.Module,
+    slots: dict[str, Held],
     state_dict: dict[str, Any],
     prefix: str,
     metadata: dict[str, Any],
@@ -38,7 +37,6 @@ def load_pieces(
     error_msgs: list[str],
 ) -> set[str]:
     """Read each slot from its canonical name and cut it; return the keys that were looked for."""
-    slots: Slots = module.slots()  # type: ignore[operator]
     assign = metadata.get("assign_to_params_buffers", False)
     for local, (shape, axis, pieces) in slots.items():
         key = prefix + local

@@ -1,0 +1,42 @@
+"""How long the anatomy of a model with about 1,000 parameter tensors takes.
+
+python benchmarks/anatomy.py
+"""
+
+import statistics
+import time
+
+import torch
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
+
+import frostlab as fl
+from common import report
+
+
+def main() -> None:
+    with torch.device("meta"):
+        models = {
+            "bert, 62 layers": BertModel(BertConfig(num_hidden_layers=62)),
+            "gpt2, 83 layers": GPT2LMHeadModel(GPT2Config(n_layer=83)),
+        }
+    for name, model in models.items():
+        times = []
+        for _ in range(9):
+            started = time.perf_counter()
+            found = anatomy(model)
+            times.append(time.perf_counter() - started)
+        report(
+            "anatomy",
+            {
+                "model": name,
+                "tensors": len(list(model.parameters())),
+                "parts": len(found.parts),
+                "median_s": round(statistics.median(times), 4),
+                "slowest_s": round(max(times), 4),
+                "limit_s": 0.1,
+            },
+        )
+
+
+if __name__ == "__main__":
+    main()
