@@ -6,7 +6,7 @@ export ONEDNN_MAX_CPU_ISA := AVX512_CORE_BF16
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: test slow demo bench setup clean
+.PHONY: test slow gpu demo bench setup clean
 
 setup: $(VENV)/.ready
 
@@ -21,10 +21,13 @@ test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2 -m "not slow"
+	$(BIN)/pytest -n 2 -m "not slow and not gpu"
 
 slow: setup
 	$(BIN)/pytest -n 2 -m slow
+
+gpu: setup
+	$(BIN)/pytest -m gpu
 
 demo: setup
 	$(BIN)/frostlab inspect gpt2 --freeze query,key

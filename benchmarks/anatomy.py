@@ -9,8 +9,8 @@ import time
 import torch
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
-import frostlab as fl
 from common import report
+from frostlab.anatomy import anatomy
 
 
 def main() -> None:
