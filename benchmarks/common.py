@@ -58,5 +58,13 @@ def interleaved(
     }
 
 
+def repeated(once: Callable[[], Any], times: int) -> Callable[[], None]:
+    def many() -> None:
+        for _ in range(times):
+            once()
+
+    return many
+
+
 def report(name: str, result: dict[str, Any]) -> None:
     print(json.dumps({"benchmark": name, **result}), flush=True)

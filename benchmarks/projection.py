@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from common import device, interleaved, report
+from common import device, interleaved, repeated, report
 from frostlab.anatomy import Rows
-from frostlab.surgery.split import Plan, SplitProjection
+from frostlab.surgery.projection import Plan
+from frostlab.surgery.split import SplitProjection
 
 WIDTH, TOKENS, HEADS = 768, (32, 128), 12
 CEILING = 7 / 9
@@ -51,14 +52,6 @@ def captured(once: Callable[[], None]) -> Callable[[], None]:
     with torch.cuda.graph(graph):
         once()
     return graph.replay
-
-
-def repeated(once: Callable[[], None], times: int) -> Callable[[], None]:
-    def many() -> None:
-        for _ in range(times):
-            once()
-
-    return many
 
 
 def compare(layout: str, dtype: torch.dtype, autocast: bool, graph: bool) -> None:

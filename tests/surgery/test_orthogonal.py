@@ -1,5 +1,6 @@
 """New values for weights: equal to a plain QR loop, in every layout, from any source."""
 
+import math
 import os
 import subprocess
 import sys
@@ -178,6 +179,18 @@ def test_hard_matrices_fall_back_and_still_come_out_orthonormal(dtype: torch.dty
     for index in (0, 1):
         expected = plain_qr(batch[index])
         torch.testing.assert_close(made[index].double(), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("condition", [1.0, 3.0, 10.0, 30.0, 1e2, 1e3, 1e4, 1e5, 1e6, 1e8])
+@pytest.mark.parametrize("shape", [(64, 768), (128, 1024), (16, 16), (1, 8)])
+def test_every_condition_number_comes_out_orthonormal(
+    condition: float, shape: tuple[int, int]
+) -> None:
+    torch.manual_seed(2)
+    u, _, v = torch.linalg.svd(torch.randn(3, *shape, dtype=torch.float64), full_matrices=False)
+    spread = torch.logspace(0, -math.log10(condition), shape[0], dtype=torch.float64)
+    made = orthonormal(((u * spread) @ v).float())
+    assert max(orthogonality_error(m) for m in made) <= 1e-5
 
 
 def test_square_heads_whose_condition_is_poor() -> None:

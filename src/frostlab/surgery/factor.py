@@ -12,7 +12,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-_ONE_PASS = 8.0  # condition number up to which one pass keeps full precision
+_ONE_PASS = 16.0  # bound on the condition number up to which one pass keeps full precision
+_RUN = 512
+_SINGULAR = 1e6  # bound from which Cholesky is not trusted
 _LIMIT = {torch.float32: 2e-6, torch.float64: 1e-13}  # acceptable |Q·Qᵀ − 1|
 
 
@@ -29,30 +31,36 @@ def orthonormal(matrices: Tensor) -> Tensor:
 
 
 def _orthonormal_rows(x: Tensor) -> Tensor:
-    basis, good, condition = _pass(x)
-    again = good & (condition > _ONE_PASS)
+    basis, condition = _pass(x)
+    again = condition > _ONE_PASS
     if bool(again.any()):
-        once = basis[again]
-        twice, fine, _ = _pass(once)
-        error = _departure(twice)
-        basis[again] = twice
-        good[again] = fine & (error <= _LIMIT[x.dtype])
-    if not bool(good.all()):
-        basis[~good] = householder(x[~good])
+        basis[again], _ = _pass(basis[again])
+        failed = again & ((condition > _SINGULAR) | (_departure(basis) > _LIMIT[x.dtype]))
+        if bool(failed.any()):
+            basis[failed] = householder(x[failed])
     return basis
 
 
-def _pass(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One Cholesky pass: the new rows, whether it worked, a bound on the condition number."""
-    gram = x @ x.mT  # (B, s, s)
-    lower, info = torch.linalg.cholesky_ex(gram)
-    good = info == 0
-    lower = torch.where(good[:, None, None], lower, torch.eye(x.shape[-2]).to(x))
-    identity = torch.eye(x.shape[-2]).to(x).expand_as(lower)
+def _pass(x: Tensor) -> tuple[Tensor, Tensor]:
+    """One Cholesky pass: the new rows, and a bound on the condition number (∞: it failed).
+
+    The small matrices are float64, so that only the large products round to x's precision.
+    """
+    lower, info = torch.linalg.cholesky_ex(_gram(x))  # (B, s, s)
+    identity = torch.eye(x.shape[-2], dtype=torch.float64, device=x.device).expand_as(lower)
+    lower = torch.where((info == 0)[:, None, None], lower, identity)
     inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
     condition = _norm_bound(lower) * _norm_bound(inverse)
-    good &= condition.isfinite() & (condition < 0.1 * torch.finfo(x.dtype).eps ** -0.5)
-    return inverse @ x, good, condition
+    condition = condition.masked_fill((info != 0) | ~condition.isfinite(), torch.inf)
+    return inverse.to(x.dtype) @ x, condition
+
+
+def _gram(x: Tensor) -> Tensor:
+    """X·Xᵀ in float64; on a GPU from products over short runs, as it sums long ones plainly."""
+    if not x.is_cuda or x.dtype == torch.float64 or x.shape[-1] % _RUN:
+        return (x @ x.mT).double()
+    runs = x.unflatten(-1, (-1, _RUN)).transpose(-3, -2)  # (B, n / run, s, run)
+    return (runs @ runs.mT).sum(-3, dtype=torch.float64)
 
 
 def _norm_bound(matrix: Tensor) -> Tensor:
@@ -62,8 +70,8 @@ def _norm_bound(matrix: Tensor) -> Tensor:
 
 
 def _departure(rows: Tensor) -> Tensor:
-    identity = torch.eye(rows.shape[-2]).to(rows)
-    return (rows @ rows.mT - identity).abs().amax((-1, -2))
+    identity = torch.eye(rows.shape[-2], dtype=torch.float64, device=rows.device)
+    return (_gram(rows) - identity).abs().amax((-1, -2))
 
 
 def householder(matrices: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from frostlab.anatomy.parts import Split
 from frostlab.errors import BadInput, NothingLearns
 from frostlab.surgery.checks import refuse_untouchable, refuse_wrapped
 from frostlab.surgery.multihead import SplitMultiheadAttention, put_together, take_apart
-from frostlab.surgery.split import Plan, SplitProjection
+from frostlab.surgery.projection import Plan
+from frostlab.surgery.split import SplitProjection
 from frostlab.surgery.stale import retire
 
 _FALCON_LINEAR = "transformers.models.falcon.modeling_falcon.FalconLinear"

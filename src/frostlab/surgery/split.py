@@ -5,15 +5,14 @@ trainable rows only. State dicts keep the fused names and shapes, so a checkpoin
 between split and untouched models.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from frostlab.anatomy import Piece, Rows, join
+from frostlab.anatomy import Piece, Rows
 from frostlab.anatomy.parts import Held, Split
+from frostlab.surgery.projection import Kept, Plan, Project, assemble
 from frostlab.surgery.state import load_pieces, save_pieces
 
 _HOOKS = (
@@ -25,15 +24,6 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The static table of a split: which rows are frozen, of the weight and of the bias."""
-
-    axis: int  # of the weight's rows: 0 for (out, in), 1 for Conv1D's (in, out)
-    weight: Rows | None  # None: no row is frozen
-    bias: Rows | None
 
 
 class SplitProjection(nn.Module, Split):
@@ -56,6 +46,7 @@ class SplitProjection(nn.Module, Split):
                 frozen, rest = self._cut(local, whole.detach())
             self.register_parameter(f"trainable_{local}", rest)
             self.register_parameter(f"frozen_{local}", frozen)
+        self._kept: dict[str, Kept] = {}
         for name in _HOOKS:
             setattr(self, name, getattr(original, name))
         original.weight = original.bias = None
@@ -104,14 +95,14 @@ class SplitProjection(nn.Module, Split):
     @property
     def weight(self) -> Tensor:
         """The fused weight; gradients reach the trainable rows."""
-        return _whole(self.trainable_weight, self.frozen_weight, self.plan.weight, self.plan.axis)
+        return assemble(self.trainable_weight, self.frozen_weight, self.plan.weight, self.plan.axis)
 
     @property
     def bias(self) -> Tensor | None:
         """The fused bias, if there is one; gradients reach the trainable rows."""
         if "bias" not in self.shapes:
             return None
-        return _whole(self.trainable_bias, self.frozen_bias, self.plan.bias, 0)
+        return assemble(self.trainable_bias, self.frozen_bias, self.plan.bias, 0)
 
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
@@ -122,14 +113,45 @@ class SplitProjection(nn.Module, Split):
         return self._project(x)
 
     def _project(self, x: Tensor) -> Tensor:
-        return _Project.apply(
-            x,
-            self.trainable_weight,
-            self.frozen_weight,
-            self.trainable_bias,
-            self.frozen_bias,
+        if torch.compiler.is_compiling():
+            bias = self.bias
+            weight = self.weight.detach().to(x.dtype)
+            bias = None if bias is None else bias.detach().to(x.dtype)
+        else:
+            weight, bias = self._assembled(x.dtype)
+        return Project.apply(
+            x, self.trainable_weight, self.trainable_bias, self.frozen_weight, weight, bias,
             self.plan,
-        )
+        )  # fmt: skip
+
+    def _assembled(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """The fused tensors in a dtype: frozen rows are kept, trainable ones copied in anew."""
+        weight = self._filled("weight", self.trainable_weight, self.frozen_weight, dtype)
+        assert weight is not None
+        return weight, self._filled("bias", self.trainable_bias, self.frozen_bias, dtype)
+
+    def _filled(
+        self, local: str, trainable: Tensor | None, frozen: Tensor | None, dtype: torch.dtype
+    ) -> Tensor | None:
+        if trainable is None or frozen is None:
+            only = frozen if trainable is None else trainable
+            return None if only is None else only.detach().to(dtype)
+        stamp = (frozen.data_ptr(), frozen._version, dtype, frozen.device)
+        kept = self._kept.get(local)
+        if kept is None or kept.stamp != stamp:
+            rows = self._rows(local)
+            assert rows is not None
+            kept = Kept(stamp, rows, frozen, self.shapes[local], self._axis(local), dtype)
+            self._kept[local] = kept
+        kept.take_in(trainable.detach())
+        return kept.whole
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self._kept.clear()
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_kept": {}}
 
     def extra_repr(self) -> str:
         shape = "×".join(map(str, self.shapes["weight"]))
@@ -156,68 +178,3 @@ class SplitProjection(nn.Module, Split):
         )
         if strict:
             unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k not in known]
-
-
-def _whole(trainable: Tensor | None, frozen: Tensor | None, rows: Rows | None, axis: int) -> Tensor:
-    """Assemble a tensor from its two parts, in one copy where there are two."""
-    if rows is None or frozen is None:
-        assert trainable is not None
-        return trainable
-    return frozen if trainable is None else join(rows, frozen, trainable, axis)
-
-
-class _Project(torch.autograd.Function):
-    """x · Wᵀ + b over all rows; gradients of W and b for the trainable rows alone."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        trainable: Tensor | None,
-        frozen: Tensor | None,
-        trainable_bias: Tensor | None,
-        frozen_bias: Tensor | None,
-        plan: Plan,
-    ) -> Tensor:
-        needs_weight = ctx.needs_input_grad[1]
-        ctx.save_for_backward(x if needs_weight else None, trainable, frozen)
-        ctx.plan = plan
-        ctx.bias_dtype = None if trainable_bias is None else trainable_bias.dtype
-        weight = _whole(trainable, frozen, plan.weight, plan.axis).to(x.dtype)
-        bias = None
-        if trainable_bias is not None or frozen_bias is not None:
-            bias = _whole(trainable_bias, frozen_bias, plan.bias, 0).to(x.dtype)
-        return F.linear(x, weight.t() if plan.axis else weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        x, trainable, frozen = ctx.saved_tensors
-        plan: Plan = ctx.plan
-        grad_x = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            weight = _whole(trainable, frozen, plan.weight, plan.axis).to(grad.dtype)
-            grad_x = grad @ (weight.t() if plan.axis else weight)
-        flat = grad.flatten(0, -2) if grad.dim() > 1 else grad.unsqueeze(0)  # (N, out)
-        if ctx.needs_input_grad[1]:
-            inputs = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)  # (N, in)
-            blocks = [
-                inputs.t() @ part if plan.axis else part.t() @ inputs
-                for part in _columns(flat, plan.weight)
-            ]
-            grad_weight = blocks[0] if len(blocks) == 1 else torch.cat(blocks, plan.axis)
-            grad_weight = grad_weight.to(trainable.dtype)
-        if ctx.needs_input_grad[3]:
-            sums = [part.sum(0) for part in _columns(flat, plan.bias)]
-            grad_bias = (sums[0] if len(sums) == 1 else torch.cat(sums)).to(ctx.bias_dtype)
-        return grad_x, grad_weight, None, grad_bias, None, None
-
-
-def _columns(grad: Tensor, frozen: Rows | None) -> list[Tensor]:
-    """The trainable columns of (N, out): views where they are runs, one copy where not."""
-    if frozen is None:
-        return [grad]
-    rest = frozen.rest()
-    if rest.repeats == 1:
-        return [grad[:, start:stop] for start, stop in rest.spans]
-    return [rest.take(grad, 1)]
