@@ -366,3 +366,61 @@ def test_two_modules_tied_to_one_fused_weight_cannot_be_split() -> None:
     with pytest.raises(fl.BadInput, match="tied to h.1.attn.c_attn.weight"):
         fl.freeze(model, "query")
     assert before == {n: id(p) for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox"])
+def test_what_is_kept_between_steps_is_never_stale(name: str) -> None:
+    """Evaluation in inference mode, new frozen values, other dtypes, functional calls."""
+    model, inputs = build(name)
+    fl.freeze(model, "query", "key")
+    twin = copy.deepcopy(model)
+    fl.thaw(twin)
+
+    def same() -> None:
+        for a, b in zip(outputs(model, inputs), outputs(twin, inputs), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+    with torch.inference_mode():
+        same()
+    loss_of(model, inputs).backward()  # and training after it
+    for m in (model, twin):
+        fl.orthogonalize(m, "query", "key")
+    same()
+    state = {k: v + 0.5 for k, v in twin.state_dict().items() if v.is_floating_point()}
+    for m in (model, twin):
+        m.load_state_dict(state, strict=False, assign=True)
+    same()
+    with torch.no_grad():
+        for m in (model, twin):
+            for parameter in m.parameters():
+                parameter.mul_(0.5)
+    same()
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs(model, inputs)
+    same()
+    other = {n: p.detach() * 2 for n, p in model.named_parameters()}
+    for p in twin.parameters():
+        p.data.mul_(2)
+    found = torch.func.functional_call(model, other, kwargs=inputs)
+    expected = outputs(twin, inputs)
+    torch.testing.assert_close(found.last_hidden_state, expected[0], rtol=1e-3, atol=1e-3)
+
+
+def test_gradient_checkpointing_and_accumulation() -> None:
+    for reentrant in (False, True):
+        model, inputs = build("gpt2")
+        twin = copy.deepcopy(model)
+        fl.freeze(model, "query", "key")
+        model.train()
+        twin.train()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        for m in (model, twin):
+            for module in m.modules():
+                if isinstance(module, nn.Dropout):
+                    module.p = 0.0
+            for _ in range(2):
+                loss_of(m, inputs).backward()
+        part = fl.anatomy(model).select("layers[0].value.weight")[0]
+        expected = part.rows.take(grads(twin)[part.name], part.axis)
+        found = part.rows.take(grads(model)[part.name], part.axis)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)

@@ -30,35 +30,37 @@ class Plan:
 class Kept:
     """A fused tensor kept between steps, its frozen rows in place.
 
-    It costs one fused tensor of memory a projection, and saves a step the assembly of it.
+    It costs one fused tensor of memory a projection, and saves a step the assembly of it. It is
+    only ever written in place, so that a captured graph goes on reading what is true. Frozen
+    rows written through `.data`, which torch does not count as a change, are not noticed.
     """
 
     def __init__(
         self,
-        stamp: tuple[Any, ...],
-        rows: Rows,
-        frozen: Tensor,
-        shape: tuple[int, ...],
+        frozen_rows: Rows,
         axis: int,
+        shape: tuple[int, ...],
         dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        self.stamp = stamp
-        self.whole = torch.empty(shape, dtype=dtype, device=frozen.device)
-        rows.put(self.whole, frozen.detach(), axis)
-        rest = rows.rest()
-        self.axis, self.targets = axis, rest.pieces(self.whole, axis)
-        self.fold = (*shape[:axis], rest.repeats, len(rest) // rest.repeats, *shape[axis + 1 :])
-        self.sizes = [stop - start for start, stop in rest.spans]
+        self.frozen_rows, self.learning, self.axis = frozen_rows, frozen_rows.rest(), axis
+        self.whole = torch.empty(shape, dtype=dtype, device=device)
+        self.stamp: tuple[int, int] | None = None
+        self.run: Tensor | None = None  # the trainable rows, where they are one run
+        if self.learning.repeats == len(self.learning.spans) == 1:
+            start, stop = self.learning.spans[0]
+            self.run = self.whole.narrow(axis, start, stop - start)
 
-    def take_in(self, trainable: Tensor) -> None:
-        """Copy the trainable rows in."""
-        folded = trainable.view(self.fold)
-        if len(self.targets) == 1:
-            self.targets[0].copy_(folded)
-            return
-        sources = folded.split(self.sizes, self.axis + 1)
-        for target, source in zip(self.targets, sources, strict=True):
-            target.copy_(source)
+    def fill(self, trainable: Tensor, frozen: Tensor) -> None:
+        """Copy the trainable rows in, and the frozen ones if they are others than before."""
+        stamp = (frozen.data_ptr(), frozen._version)
+        if stamp != self.stamp:
+            self.frozen_rows.put(self.whole, frozen.detach(), self.axis)
+            self.stamp = stamp
+        if self.run is not None:
+            self.run.copy_(trainable.detach())
+        else:
+            self.learning.put(self.whole, trainable.detach(), self.axis)
 
 
 def assemble(
@@ -84,11 +86,12 @@ class Project(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         plan: Plan,
+        kept: bool,
     ) -> Tensor:
         # Saving the trainable rows makes torch refuse a backward after they were changed, so
         # the kept weight, which a later forward fills anew, is still what this forward used.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, trainable, frozen)
-        ctx.weight, ctx.plan = weight, plan
+        ctx.weight, ctx.plan = weight if kept else None, plan
         ctx.bias_dtype = None if trainable_bias is None else trainable_bias.dtype
         return F.linear(x, weight.t() if plan.axis else weight, bias)
 
@@ -100,7 +103,7 @@ class Project(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
             weight = ctx.weight
-            if torch.is_grad_enabled():  # a second derivative reaches the trainable rows too
+            if weight is None or torch.is_grad_enabled():  # second derivatives reach the rows too
                 weight = assemble(trainable, frozen, plan.weight, plan.axis).to(grad.dtype)
             grad_x = grad @ (weight.t() if plan.axis else weight)
         flat = grad.reshape(-1, grad.shape[-1])  # (N, out)
@@ -113,8 +116,8 @@ class Project(torch.autograd.Function):
                 parts = _columns(flat, plan.learning_bias)
             sums = [part.sum(0) for part in parts]  # each (span,) or (repeats, span)
             joined = sums[0] if len(sums) == 1 else torch.cat(sums, -1)
-            grad_bias = _as(joined.flatten(), ctx.bias_dtype)
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+            grad_bias = _as(joined.flatten() if joined.dim() > 1 else joined, ctx.bias_dtype)
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,6 +5,8 @@ trainable rows only. State dicts keep the fused names and shapes, so a checkpoin
 between split and untouched models.
 """
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,7 +48,7 @@ class SplitProjection(nn.Module, Split):
                 frozen, rest = self._cut(local, whole.detach())
             self.register_parameter(f"trainable_{local}", rest)
             self.register_parameter(f"frozen_{local}", frozen)
-        self._kept: dict[str, Kept] = {}
+        self.claim()
         for name in _HOOKS:
             setattr(self, name, getattr(original, name))
         original.weight = original.bias = None
@@ -108,50 +110,57 @@ class SplitProjection(nn.Module, Split):
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
-            with torch.autocast(kind, enabled=False):
-                return self._project(x)
-        return self._project(x)
-
-    def _project(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
-            bias = self.bias
-            weight = self.weight.detach().to(x.dtype)
-            bias = None if bias is None else bias.detach().to(x.dtype)
-        else:
-            weight, bias = self._assembled(x.dtype)
+        weight, kept = self._whole("weight", self.trainable_weight, self.frozen_weight, x.dtype)
+        bias, _ = self._whole("bias", self.trainable_bias, self.frozen_bias, x.dtype)
         return Project.apply(
             x, self.trainable_weight, self.trainable_bias, self.frozen_weight, weight, bias,
-            self.plan,
+            self.plan, kept,
         )  # fmt: skip
 
-    def _assembled(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """The fused tensors in a dtype: frozen rows are kept, trainable ones copied in anew."""
-        weight = self._filled("weight", self.trainable_weight, self.frozen_weight, dtype)
-        assert weight is not None
-        return weight, self._filled("bias", self.trainable_bias, self.frozen_bias, dtype)
-
-    def _filled(
+    def _whole(
         self, local: str, trainable: Tensor | None, frozen: Tensor | None, dtype: torch.dtype
-    ) -> Tensor | None:
+    ) -> tuple[Tensor | None, bool]:
+        """The fused tensor in a dtype, and whether it is kept between steps.
+
+        It is kept while the frozen rows are this module's own: tensors that something else
+        puts in their place (a shard gathered for a moment, a functional call) come and go.
+        """
         if trainable is None or frozen is None:
             only = frozen if trainable is None else trainable
-            return None if only is None else only.detach().to(dtype)
-        stamp = (frozen.data_ptr(), frozen._version, dtype, frozen.device)
-        kept = self._kept.get(local)
-        if kept is None or kept.stamp != stamp:
+            return None if only is None else only.detach().to(dtype), False
+        if torch.compiler.is_compiling() or self._own[local]() is not frozen:
+            found = assemble(trainable, frozen, self._rows(local), self._axis(local))
+            return found.detach().to(dtype), False
+        kept = self._kept.get((local, dtype))
+        if kept is None:
             rows = self._rows(local)
             assert rows is not None
-            kept = Kept(stamp, rows, frozen, self.shapes[local], self._axis(local), dtype)
-            self._kept[local] = kept
-        kept.take_in(trainable.detach())
-        return kept.whole
+            with torch.inference_mode(False):
+                kept = Kept(rows, self._axis(local), self.shapes[local], dtype, frozen.device)
+            self._kept[local, dtype] = kept
+        kept.fill(trainable, frozen)
+        return kept.whole, True
+
+    def claim(self) -> None:
+        """Take the frozen rows that are there for this module's own."""
+        self._kept: dict[tuple[str, torch.dtype], Kept] = {}
+        self._own: dict[str, Callable[[], Tensor | None]] = {}
+        for local in self.shapes:
+            frozen = self._parameters[f"frozen_{local}"]
+            if frozen is not None:
+                self._own[local] = weakref.ref(frozen)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self._kept.clear()
-        return super()._apply(fn, recurse)
+        result = super()._apply(fn, recurse)
+        self.claim()
+        return result
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_kept": {}}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_kept", "_own")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.claim()
 
     def extra_repr(self) -> str:
         shape = "×".join(map(str, self.shapes["weight"]))
@@ -176,5 +185,7 @@ class SplitProjection(nn.Module, Split):
         known = load_pieces(
             self, self.slots(), state_dict, prefix, local_metadata, missing_keys, error_msgs
         )
+        if local_metadata.get("assign_to_params_buffers", False):
+            self.claim()
         if strict:
             unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k not in known]
