@@ -31,6 +31,10 @@ class StaleOptimizer(FrostlabError):
     """An optimizer holds parameters that a later freeze or thaw replaced."""
 
 
+class LeftOutOfOptimizer(UserWarning):
+    """Weights that became trainable after the optimizer was built, and that it does not hold."""
+
+
 class NothingLearns(UserWarning):
     """Every parameter is frozen: training would change nothing."""
 

@@ -43,3 +43,31 @@ def test_an_optimizer_of_separate_weights_stays_good() -> None:
         loss_of(model, inputs).backward()
         optimizer.step()
     proof.verify(model)
+
+
+def test_what_is_thawed_and_in_no_optimizer_is_warned_of() -> None:
+    model, inputs = build("bert")
+    fl.freeze(model, "query", "key")
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    for _ in range(3):
+        loss_of(model, inputs).backward()
+        optimizer.step()
+    fl.thaw(model)
+    loss_of(model, inputs).backward()
+    optimizer.step()
+    loss_of(model, inputs).backward()
+    with pytest.warns(fl.LeftOutOfOptimizer, match=r"8 parameters .* self\.query\.weight"):
+        optimizer.step()
+    optimizer.step()  # once is enough
+
+
+def test_two_optimizers_that_share_the_work_are_fine() -> None:
+    """Warnings are errors here: none may come."""
+    model, inputs = build("gpt_neox")
+    fl.freeze(model, "query", "key")
+    learning = [p for p in model.parameters() if p.requires_grad]
+    pair = [torch.optim.SGD(learning[::2], lr=1e-3), torch.optim.SGD(learning[1::2], lr=1e-3)]
+    for _ in range(3):
+        loss_of(model, inputs).backward()
+        for optimizer in pair:
+            optimizer.step()

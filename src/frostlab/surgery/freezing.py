@@ -13,7 +13,7 @@ from frostlab.surgery.checks import refuse_untouchable, refuse_wrapped
 from frostlab.surgery.multihead import SplitMultiheadAttention, put_together, take_apart
 from frostlab.surgery.projection import Plan
 from frostlab.surgery.split import SplitProjection
-from frostlab.surgery.stale import retire
+from frostlab.surgery.stale import expect, retire
 
 _FALCON_LINEAR = "transformers.models.falcon.modeling_falcon.FalconLinear"
 
@@ -53,6 +53,7 @@ def _apply(model: nn.Module, wanted: Anatomy, slots: dict[str, Slot]) -> None:
     plans = _plans(wanted.parts, slots)
     for name in plans:
         _check_splittable(slots[name], slots.values())
+    learned = {id(p) for p in model.parameters() if p.requires_grad}
     if _resplit(model, plans, slots):
         _, slots = survey(model)
     for part in wanted.parts:
@@ -61,6 +62,9 @@ def _apply(model: nn.Module, wanted: Anatomy, slots: dict[str, Slot]) -> None:
         parameter.requires_grad_(learns)
         if not learns:
             parameter.grad = None
+        elif id(parameter) not in learned:
+            expect(parameter, part.name)
+            learned.add(id(parameter))
     _hold_running_statistics(model)
 
 

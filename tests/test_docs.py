@@ -1,0 +1,56 @@
+"""The code in the documents runs as it stands."""
+
+import re
+from pathlib import Path
+
+import pytest
+import transformers
+
+import frostlab as fl
+from frostlab.anatomy.description import _by_class
+from zoo import SIZES
+
+ROOT = Path(__file__).parent.parent
+
+
+def blocks(document: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
+
+
+def test_the_readme_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = blocks("README.md")
+    asked: list[str] = []
+
+    def small(name: str) -> transformers.PreTrainedModel:
+        asked.append(name)
+        return transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES))
+
+    chosen = transformers.AutoModelForSequenceClassification
+    monkeypatch.setattr(chosen, "from_pretrained", small)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    exec(code, names)
+    assert asked == ["bert-base-uncased"]
+    assert {p.name for p in tmp_path.iterdir()} == {"delta", "plain-hf-checkpoint"}
+    assert fl.anatomy(names["model"]).count("frozen") > 0  # type: ignore[arg-type]
+
+
+def test_the_description_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = blocks("docs/describe.md")
+    known = dict(_by_class)
+    try:
+        exec(code, {})
+    finally:
+        _by_class.clear()
+        _by_class.update(known)
+    assert "layers[0:4]  4 alike" in capsys.readouterr().out
+
+
+def test_every_architecture_is_in_the_readme() -> None:
+    from frostlab.anatomy import known_types
+
+    text = (ROOT / "README.md").read_text()
+    listed = text.split("## Architectures")[1].split("##")[0]
+    for kind in known_types():
+        if kind not in ("clip_text_model", "clip_vision_model"):
+            assert re.search(rf"(?<![\w-]){re.escape(kind)}(?![\w-])", listed), kind
