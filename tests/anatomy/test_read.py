@@ -86,6 +86,8 @@ def test_stacks_and_cross_attention() -> None:
     }.items():
         anatomy = fl.anatomy(build(name)[0])
         assert {layer.stack for layer in anatomy.layers} == stacks
+        if "encoder" in stacks:
+            assert [layer.stack for layer in anatomy.layers] == ["encoder"] * 2 + ["decoder"] * 2
         if "decoder" in stacks:
             crossed = anatomy.select("cross.query")
             assert {p.stack for p in crossed} == {"decoder"}

@@ -27,10 +27,14 @@ class Anatomy:
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
         """The layers of every stack, in order; layers that share weights list the same parts."""
-        places = dict.fromkeys((p.stack, index) for p in self.parts for index in p.layers)
+        found: dict[str, dict[int, list[Part]]] = {}
+        for part in self.parts:
+            for index in part.layers:
+                found.setdefault(part.stack, {}).setdefault(index, []).append(part)
         return tuple(
-            Layer(stack, i, tuple(p for p in self.parts if p.stack == stack and i in p.layers))
-            for stack, i in sorted(places)
+            Layer(stack, index, tuple(parts))
+            for stack, layers in found.items()
+            for index, parts in sorted(layers.items())
         )
 
     def select(self, *selections: str) -> tuple[Part, ...]:
