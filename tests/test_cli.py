@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import frostlab
-from zoo import CASES, build
+from zoo import build
 
 
 def frostlab_command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -76,6 +76,8 @@ def test_inspect_shows_every_kind(name: str) -> None:
         (("inspect", "gpt2", "--freeze", "layers[12]"), "did you mean `layers[11]`?"),
         (("inspect", "mamba"), "cannot place `backbone.embeddings`"),
         (("inspect", "deepseek_v2"), "low-rank attention"),
+        (("inspect", "detr"), "frostlab: "),
+        (("inspect", "x" * 300), "is no folder, no architecture"),
         (("inspect", "gpt2", "--length", "0"), "--length"),
         (("inspekt", "gpt2"), "inspekt"),
     ],
@@ -94,8 +96,14 @@ def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
     result = frostlab_command("inspect", str(tmp_path))
     assert result.returncode == 2
     assert "no config.json" in result.stderr
-    (tmp_path / "config.json").write_text("{broken")
-    result = frostlab_command("inspect", str(tmp_path))
-    assert result.returncode == 2
-    assert "Traceback" not in result.stderr
-    assert len(CASES) > 30
+    for text in (
+        "{broken",
+        '{"model_type": "bert", "hidden_size": "x"}',
+        '{"model_type": "bert", "hidden_size": 30, "num_attention_heads": 4}',
+        '{"model_type": "gpt2", "architectures": ["BertModel"]}',
+    ):
+        (tmp_path / "config.json").write_text(text)
+        result = frostlab_command("inspect", str(tmp_path))
+        assert result.returncode == 2, text
+        assert "Traceback" not in result.stderr
+        assert result.stderr.startswith("frostlab: ")

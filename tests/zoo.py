@@ -229,7 +229,7 @@ VARIANTS: dict[str, Case] = {
         "albert",
         SIZES | {"embedding_size": 16, "num_hidden_layers": 4, "num_hidden_groups": 2},
     ),
-    "bert-narrow-grouped-none": Case("bert", SIZES | {"num_attention_heads": 2}),
+    "bert-two-heads": Case("bert", SIZES | {"num_attention_heads": 2}),
     "deberta-v2-shared": Case(
         "deberta-v2",
         SIZES | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "share_att_key": True},

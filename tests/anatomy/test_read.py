@@ -159,6 +159,50 @@ def test_a_half_described_model_is_an_error_not_a_partial_answer() -> None:
         fl.anatomy(Odd(transformers.BertConfig(**SIZES)))
 
 
+def test_a_known_module_outside_the_base_is_not_taken_for_a_head() -> None:
+    class Extended(transformers.BertPreTrainedModel):
+        def __init__(self, config: transformers.BertConfig) -> None:
+            super().__init__(config)
+            self.bert = transformers.BertModel(config)
+            self.extra = nn.TransformerEncoderLayer(32, 4, 64)
+            self.out = nn.Linear(32, 3)
+
+    anatomy = fl.anatomy(Extended(transformers.BertConfig(**SIZES)))
+    roles = {p.key: p.role for p in anatomy.parts}
+    assert roles["extra.self_attn.in_proj_weight[query]"] == "query"
+    assert roles["out.weight"] == "head"
+
+
+def test_wrappers_that_look_like_a_model_are_seen_through() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = build("bert")[0]
+            self.config = self.model.config
+
+    class Adapter(nn.Module):
+        """Forwards everything it does not have, as PEFT does."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = transformers.BertForMaskedLM(CASES["bert"].make_config())
+
+        def __getattr__(self, name: str) -> object:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(self.inner, name)
+
+    for model in (Wrapper(), Adapter()):
+        assert len(fl.anatomy(model).select("query.weight")) == 2
+
+
+@pytest.mark.parametrize("thing", ["gpt2", None, 3])
+def test_what_is_not_a_model_is_refused(thing: object) -> None:
+    with pytest.raises(fl.BadInput, match="is not a model"):
+        fl.anatomy(thing)  # type: ignore[arg-type]
+
+
 def test_quantised_projections_are_missed_not_overlooked() -> None:
     model = build("bert")[0]
     model.encoder.layer[0].attention.self.key = nn.Identity()

@@ -89,6 +89,12 @@ def test_bad_selections_say_what_and_the_nearest(
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("selection", [["query", "key"], None, 3])
+def test_selections_are_strings(bert: transformers.BertModel, selection: object) -> None:
+    with pytest.raises(fl.BadInput, match="selections are strings"):
+        fl.freeze(bert, selection)  # type: ignore[arg-type]
+
+
 def test_nothing_left_is_an_error(bert: transformers.BertModel) -> None:
     with pytest.raises(fl.BadInput, match="leave nothing"):
         keys(bert, "query", "!query")
@@ -118,6 +124,11 @@ def test_a_tied_head_names_the_tie() -> None:
     rest = keys(masked, "head", "!embedding")
     assert "cls.predictions.transform.dense.weight" in rest
     assert "bert.embeddings.word_embeddings.weight" not in rest
+    for selections in (("!head",), ("all", "!head")):
+        with pytest.raises(fl.BadInput, match="add `!embedding` to take both away"):
+            keys(model, *selections)
+    assert "transformer.wte.weight" not in keys(model, "!head", "!embedding")
+    assert keys(model, "all", "embedding", "!head") == keys(model, "all")
     t5 = transformers.T5ForConditionalGeneration(CASES["t5"].make_config())
     with pytest.raises(fl.BadInput, match="tied to shared.weight"):
         keys(t5, "encoder")

@@ -83,6 +83,16 @@ def test_factorising_hard_matrices() -> None:
     fl.orthogonalize(half, "query", "key")
 
 
+def test_a_program_that_allows_tf32_gets_full_precision_here() -> None:
+    torch.set_float32_matmul_precision("high")
+    try:
+        torch.manual_seed(0)
+        made = orthonormal(torch.randn(4, 64, 1024, device="cuda")).double()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert (made @ made.mT - torch.eye(64, device="cuda").double()).abs().max() <= 2e-6
+
+
 @pytest.mark.parametrize("name", ["bert", "gpt2", "gpt_neox", "llama"])
 def test_captured_steps_leave_frozen_bits_alone(name: str) -> None:
     """200 replays of a whole training step as one CUDA graph."""

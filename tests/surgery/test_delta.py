@@ -166,6 +166,17 @@ DAMAGE = {
     "saved from another": lambda d: corrupt_manifest(
         d, lambda m: m["architecture"].update({"h.0.ln_1.weight": [64]})
     ),
+    "is damaged (TypeError('architecture": lambda d: corrupt_manifest(
+        d, lambda m: m.update(architecture=None)
+    ),
+    "is damaged (TypeError('frozen": lambda d: corrupt_manifest(d, lambda m: m.update(frozen=[])),
+    "is damaged (KeyError('origin": lambda d: corrupt_manifest(
+        d, lambda m: m["frozen"].update({next(iter(m["frozen"])): {}})
+    ),
+    "is damaged (TypeError(": lambda d: corrupt_manifest(
+        d, lambda m: next(iter(m["frozen"].values())).update(origin={"spell": 1})
+    ),
+    "the buffer nope": lambda d: corrupt_manifest(d, lambda m: m.update(buffers=["nope"])),
 }
 
 
@@ -198,6 +209,35 @@ def test_another_architecture_is_refused(tmp_path: Path) -> None:
     fl.save_trainable(model, tmp_path)
     with pytest.raises(fl.BadInput, match="was saved from another LlamaModel"):
         fl.load_trainable(build("qwen2")[0], tmp_path)
+
+
+def test_the_same_shapes_in_another_architecture_are_refused(tmp_path: Path) -> None:
+    model, _ = trained("llama")
+    fl.save_trainable(model, tmp_path / "llama")
+    with pytest.raises(fl.BadInput, match="was saved from a LlamaModel, this is a MistralModel"):
+        fl.load_trainable(build("mistral")[0], tmp_path / "llama")
+    model, _ = trained("bert")
+    fl.save_trainable(model, tmp_path / "bert")
+    with pytest.raises(fl.BadInput, match="was saved from another BertModel"):
+        fl.load_trainable(build("bert-two-heads")[0], tmp_path / "bert")
+
+
+def test_frozen_statistics_are_checked_or_stored(tmp_path: Path) -> None:
+    model, inputs = build("wav2vec2-conformer")
+    model.train()
+    outputs(model, inputs)
+    model.eval()
+    fl.freeze(model, "norm")
+    fl.save_trainable(model, tmp_path / "small")
+    fl.save_trainable(model, tmp_path / "whole", frozen="store")
+    fresh, _ = build("wav2vec2-conformer")
+    before = {k: v.clone() for k, v in fresh.state_dict().items()}
+    with pytest.raises(fl.BadInput, match="frozen statistics"):
+        fl.load_trainable(fresh, tmp_path / "small")
+    assert all(torch.equal(before[k], v) for k, v in fresh.state_dict().items())
+    fl.load_trainable(fresh, tmp_path / "whole")
+    for a, b in zip(outputs(model, inputs), outputs(fresh, inputs), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_foreign_targets_are_not_overwritten(tmp_path: Path) -> None:

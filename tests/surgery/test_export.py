@@ -33,7 +33,11 @@ def test_a_tied_language_model_stays_tied(tmp_path: Path) -> None:
     model = GPT2LMHeadModel(CASES["gpt2"].make_config()).eval()
     fl.freeze(model, "query", "key")
     fl.export(model, tmp_path / "a")
+    (tmp_path / "a" / "tokenizer.json").write_text("mine")
+    (tmp_path / "a" / "model-00001-of-00002.safetensors").write_text("an older shard")
     fl.export(model, tmp_path / "a")  # again, over an older checkpoint
+    assert (tmp_path / "a" / "tokenizer.json").read_text() == "mine"
+    assert [p.name for p in (tmp_path / "a").glob("*.safetensors")] == ["model.safetensors"]
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "a").eval()
     assert plain.lm_head.weight is plain.transformer.wte.weight
     inputs = text()

@@ -169,12 +169,14 @@ def test_split_models_survive_deepcopy_pickle_and_dtype(name: str) -> None:
 def test_hooks_on_a_projection_go_on_working() -> None:
     model, inputs = build("gpt2")
     seen: list[int] = []
-    model.h[0].attn.c_attn.register_forward_hook(lambda *_: seen.append(1))
+    projection = model.h[0].attn.c_attn
+    projection.register_forward_hook(lambda *_: seen.append(1))
+    projection.register_full_backward_hook(lambda *_: seen.append(2))
     fl.freeze(model, "query", "key")
-    outputs(model, inputs)
+    loss_of(model, inputs).backward()
     fl.thaw(model)
-    outputs(model, inputs)
-    assert seen == [1, 1]
+    loss_of(model, inputs).backward()
+    assert seen == [1, 2, 1, 2]
 
 
 def test_the_fused_weight_can_still_be_read() -> None:
@@ -228,6 +230,73 @@ def test_two_forwards_before_one_backward_and_second_derivatives() -> None:
         g.square().sum().backward()
         results.append(x.grad)
     torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
+    part = fl.anatomy(model).select("layers[0].value.weight")[0]
+    found, expected = (part.rows.take(grads(m)[part.name]) for m in (model, twin))
+    assert expected.abs().max() > 0
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+
+
+def test_a_backward_uses_the_rows_of_its_own_forward() -> None:
+    """Whatever filled the kept weight since: other tensors, or rows torch no longer watches."""
+    model, _ = build("gpt_neox")
+    fl.freeze(model, "query", "key")
+    layer = model.layers[0].attention.query_key_value
+    x = torch.randn(2, 32, requires_grad=True)
+    others = [{"trainable_weight": torch.randn_like(layer.trainable_weight)} for _ in range(2)]
+    y = torch.func.functional_call(layer, others[0], (x,))
+    (expected,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    torch.func.functional_call(layer, others[1], (x,))
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
+        y = layer(x)
+    expected = layer.weight.detach().sum(0)
+    with torch.no_grad():
+        layer.trainable_weight.add_(1.0)
+    layer(x)
+    (found,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(found, expected.expand_as(found))
+
+
+def test_frozen_rows_that_are_set_to_learn_are_refused() -> None:
+    model, inputs = build("gpt2")
+    fl.freeze(model, "query", "key")
+    model.requires_grad_(True)
+    with pytest.raises(fl.BadInput, match=r"use fl\.thaw"):
+        outputs(model, inputs)
+    fl.thaw(model)
+    outputs(model, inputs)
+
+
+def test_per_example_gradients_through_torch_func() -> None:
+    model, _ = build("gpt_neox")
+    fused = copy.deepcopy(model.layers[0].attention.query_key_value)
+    fl.freeze(model, "query", "key")
+    split = model.layers[0].attention.query_key_value
+    x = torch.randn(4, 3, 32)
+
+    def loss(parameters: dict[str, Tensor], x: Tensor, layer: nn.Module) -> Tensor:
+        return torch.func.functional_call(layer, parameters, (x,)).square().sum()
+
+    found = [
+        torch.func.vmap(torch.func.grad(loss), (None, 0, None))(
+            {n: p.detach() for n, p in layer.named_parameters() if p.requires_grad}, x, layer
+        )
+        for layer in (split, fused)
+    ]
+    part = fl.anatomy(model).select("layers[0].value.weight")[0]
+    expected = part.rows.take(found[1]["weight"], 1)
+    torch.testing.assert_close(found[0]["trainable_weight"], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_dtypes_mix_no_more_freely_than_in_a_fused_projection() -> None:
+    model, _ = build("gpt2")
+    fl.freeze(model, "query", "key")
+    layer = model.h[0].attn.c_attn
+    with pytest.raises(RuntimeError, match="same dtype|dtype"):
+        layer(torch.randn(2, 32, dtype=torch.float16))
+    assert (layer.in_features, layer.out_features) == (32, 96)
+    model.to("meta")
+    assert layer(torch.randn(2, 32, device="meta")).shape == (2, 96)
 
 
 def test_vectors_and_batches_of_any_rank() -> None:
@@ -301,7 +370,7 @@ def test_a_frozen_batch_norm_keeps_its_statistics() -> None:
     assert torch.equal(norm.running_mean, before)
     proof.verify(model)
     fl.freeze(model, "query")
-    model.train()
+    assert norm.training
     outputs(model, inputs)
     assert not torch.equal(norm.running_mean, before)
     with pytest.raises(fl.FrozenWeightsMoved, match="batch_norm.running_mean"):
@@ -337,6 +406,19 @@ def test_attention_with_other_key_widths_splits_its_bias() -> None:
     attention.load_state_dict(fresh.state_dict())
     fl.thaw(attention)
     assert type(attention) is nn.MultiheadAttention
+
+
+def test_a_batch_norm_without_weights_is_frozen_with_everything() -> None:
+    model, inputs = build("wav2vec2-conformer")
+    layer = model.encoder.layers[0].conv_module
+    layer.batch_norm = nn.BatchNorm1d(32, affine=False)
+    with pytest.warns(fl.NothingLearns):
+        fl.freeze(model, "all")
+    proof = fl.audit(model)
+    model.train()
+    outputs(model, inputs)
+    proof.verify(model)
+    assert any("batch_norm.running_mean" in name for name in proof.digests)
 
 
 def test_freezing_everything_warns() -> None:

@@ -72,6 +72,7 @@ def test_lightning(model: torch.nn.Module, tmp_path: Path) -> None:
             return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
 
     proof = fl.audit(model)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
     trainer = lightning.Trainer(
         max_epochs=2,
         accelerator="cpu",
@@ -83,3 +84,5 @@ def test_lightning(model: torch.nn.Module, tmp_path: Path) -> None:
     )
     trainer.fit(Module(model), DataLoader(examples(), batch_size=8))
     proof.verify(model)
+    learned = [k for k, v in model.state_dict().items() if not torch.equal(before[k], v)]
+    assert len(learned) > 10

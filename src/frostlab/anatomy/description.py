@@ -95,8 +95,10 @@ def known_types() -> list[str]:
 
 
 def model_type(module: nn.Module) -> str | None:
-    """The Hugging Face model type of a module, if it has one."""
-    found = getattr(getattr(module, "config", None), "model_type", None)
+    """The Hugging Face model type of a module that is itself such a model."""
+    if not hasattr(type(module), "base_model_prefix"):
+        return None
+    found = getattr(module.__dict__.get("config"), "model_type", None)
     return found if isinstance(found, str) and found else None
 
 

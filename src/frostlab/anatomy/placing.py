@@ -33,16 +33,19 @@ def place_slots(model: nn.Module, slots: Sequence[Slot]) -> dict[str, Placed]:
     placed: dict[str, Placed] = {}
     lost: dict[str, Slot] = {}
     for slot in slots:
-        for reader in readers:
-            found = reader.read(slot, named=several)
-            if found is not None:
-                placed[slot.name] = found
-                break
-        else:
+        found = _first(reader.read(slot, several) for reader in readers)
+        found = found or _first(reader.read_head(slot, several) for reader in readers)
+        if found is None:
             lost[slot.name.rpartition(".")[0] or slot.name] = slot
+        else:
+            placed[slot.name] = found
     if lost:
         raise UnknownArchitecture(_how_to_describe(model, lost, described=bool(readers)))
     return placed
+
+
+def _first(found: Iterable[Placed | None]) -> Placed | None:
+    return next((item for item in found if item is not None), None)
 
 
 class _Reader:
@@ -53,8 +56,7 @@ class _Reader:
         self.dot = f"{path}." if path else ""
         self.matcher = Matcher(description.table_of(module))
         prefix = getattr(module, "base_model_prefix", "")
-        has_base = bool(prefix) and isinstance(getattr(module, prefix, None), nn.Module)
-        self.base = f"{prefix}." if has_base else ""
+        self.base = f"{prefix}." if prefix and module._modules.get(prefix) is not None else ""
         self.heads: dict[str, Heads] = {}
 
     def inside(self, other: "_Reader") -> bool:
@@ -64,8 +66,8 @@ class _Reader:
         if not slot.name.startswith(self.dot):
             return None
         local = slot.name[len(self.dot) :]
-        if self.base and not local.startswith(self.base):
-            return "head", Place("head", self._stack("", named)), None
+        if not local.startswith(self.base):
+            return None
         local = local.removeprefix(self.base)
         found = self.matcher.find(local)
         if found is None:
@@ -81,6 +83,13 @@ class _Reader:
         heads = self._heads(stack) if role in ATTENTION_INPUTS else None
         place = Place(role, self._stack(stack, named), layers, cross)
         return entry, place, heads
+
+    def read_head(self, slot: Slot, named: bool) -> Placed | None:
+        """What a Hugging Face model has outside its base, and nothing else knows, is its head."""
+        local = slot.name[len(self.dot) :]
+        if not self.base or not slot.name.startswith(self.dot) or local.startswith(self.base):
+            return None
+        return "head", Place("head", self._stack("", named)), None
 
     def _stack(self, stack: str, named: bool) -> str:
         own = self.path.replace(".", "_") if named else ""

@@ -22,7 +22,7 @@ from frostlab.anatomy.parts import (
 from frostlab.anatomy.placing import place_slots
 from frostlab.anatomy.rows import Rows
 from frostlab.anatomy.snapshot import Anatomy
-from frostlab.errors import UnknownArchitecture
+from frostlab.errors import BadInput, UnknownArchitecture
 
 _BIASES = ("bias", "in_proj_bias")
 
@@ -45,6 +45,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def survey(model: nn.Module) -> tuple[Anatomy, dict[str, Slot]]:
     """Return the anatomy and, by canonical name, the slots that hold its tensors."""
+    if not isinstance(model, nn.Module):
+        raise BadInput(f"{model!r} is not a model; build it first, then call anatomy")
     model = unwrapped(model)
     slots = {slot.name: slot for slot in _slots(model)}
     if not slots:

@@ -124,5 +124,5 @@ def describe_savings(anatomy: Anatomy, length: int) -> Sequence[str]:
         f"matmul work     −{found.flop_share:.2%} at length {length}: "
         f"a step bound by it gets at most {found.speed_up:.3f}× as fast",
         f"gradients, Adam −{(found.bytes_all - found.bytes) / mib:,.0f} of "
-        f"{found.bytes_all / mib:,.0f} MiB in float32; activations: nothing",
+        f"{found.bytes_all / mib:,.0f} MiB in float32; activations are not counted",
     ]

@@ -65,6 +65,8 @@ def _is_attention(place: Place) -> bool:
 
 def parse(text: str, stacks: Sequence[str]) -> Term:
     """Read one selection, against the stacks a model has."""
+    if not isinstance(text, str):
+        raise BadInput(f'selections are strings, such as "query", "key"; {text!r} is not')
     body = text.strip()
     negative = body.startswith("!")
     body = body.removeprefix("!").strip()
@@ -143,6 +145,8 @@ def select(parts: Sequence[Part], texts: Iterable[str], model: str) -> tuple[Par
     if all(term.negative for term in terms):
         chosen = {part.key for part in parts}
     tied: dict[str, tuple[Term, Part, str]] = {}
+    kept_by_tie: dict[str, tuple[Term, Part, str]] = {}
+    named: set[str] = set()
     for term in sorted(terms, key=lambda t: t.negative):
         hits = _match(parts, term, counts, model)
         ties = {
@@ -157,14 +161,22 @@ def select(parts: Sequence[Part], texts: Iterable[str], model: str) -> tuple[Par
             chosen -= hits
             for key in hits:
                 tied.pop(key, None)
+            kept_by_tie |= ties
         else:
             chosen |= hits
             tied |= ties
+            named |= hits if term.role else set()
     for key, (term, part, name) in tied.items():
         if key not in chosen:
             raise BadInput(
                 f"`{term.text}`: {name} is tied to {part.name}, which is `{part.role}`; "
                 f"add `{part.role}` to take both, or `!{part.role}` to leave both"
+            )
+    for key, (term, part, name) in kept_by_tie.items():
+        if key in chosen and key not in named:
+            raise BadInput(
+                f"`{term.text}`: {name} is tied to {part.name}, which is `{part.role}`; "
+                f"add `!{part.role}` to take both away, or `{part.role}` to keep both"
             )
     picked = tuple(part for part in parts if part.key in chosen)
     if not picked:

@@ -1,5 +1,6 @@
 """Hugging Face models by folder, architecture or hub name."""
 
+import os
 import socket
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,8 +28,13 @@ def blueprint(name: str) -> tuple[nn.Module, str]:
         with torch.device("meta"):
             return model(config()), "frostlab's default config"
     config, source = _find_config(name)
-    with torch.device("meta"):
-        return _model_class(config)(config), source
+    try:
+        with torch.device("meta"):
+            return _model_class(config)(config), source
+    except BadInput:
+        raise
+    except Exception as error:  # a config can be wrong in any way its model does not expect
+        raise BadInput(f"{name}: its config builds no model ({_first_line(error)})") from None
 
 
 def _find_config(name: str) -> tuple[Any, str]:
@@ -36,19 +42,22 @@ def _find_config(name: str) -> tuple[Any, str]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     path = Path(name)
-    if path.exists():
+    if os.path.exists(path):
         if not (path / "config.json").is_file():
             raise BadInput(f"{name} is not a model folder (no config.json)")
         try:
             return AutoConfig.from_pretrained(path), f"{path / 'config.json'}"
-        except (ValueError, OSError, KeyError) as error:
-            raise BadInput(f"{name}: {_first_line(error)}") from None
+        except Exception as error:  # whatever a damaged config makes transformers raise
+            raise BadInput(f"{name}: its config cannot be read ({_first_line(error)})") from None
     if name in CONFIG_MAPPING_NAMES:
-        return AutoConfig.for_model(name), "the architecture's default config"
+        try:
+            return AutoConfig.for_model(name), "the architecture's default config"
+        except Exception as error:  # some architectures have no default
+            raise BadInput(f"{name} has no default config ({_first_line(error)})") from None
     try:
         config = AutoConfig.from_pretrained(name, local_files_only=not _hub_answers())
         return config, "the hub's config"
-    except (ValueError, OSError) as error:
+    except Exception as error:  # the hub's client has errors of many kinds
         raise BadInput(
             f"{name} is no folder, no architecture, and not to be had from the hub "
             f"({_first_line(error)}){_nearest_architecture(name, CONFIG_MAPPING_NAMES)}"

@@ -9,7 +9,7 @@ tells whether they came out the same.
 import hashlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +28,14 @@ from frostlab.surgery.orthogonal import renewed
 
 _MANIFEST = "delta.json"
 _FORMAT = 1
+_FIELDS = {
+    "model": str,
+    "architecture": dict,
+    "trainable": list,
+    "buffers": list,
+    "frozen": dict,
+    "statistics": dict,
+}
 
 
 def save_trainable(
@@ -56,7 +64,12 @@ def save_trainable(
                 "fingerprint": fingerprint(value),
                 "origin": None if origin is None else origin.to_dict(),
             }
-    buffers = _live_buffers(model)
+    held = frozen_statistics(model)
+    buffers = {
+        name: buffer
+        for name, buffer in _saved_buffers(model).items()
+        if name not in held or frozen == "store"
+    }
     tensors |= {name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}
     manifest = {
         "format": _FORMAT,
@@ -66,6 +79,7 @@ def save_trainable(
         "trainable": [p.key for p in found.parts if p.state == "trainable"],
         "buffers": sorted(buffers),
         "frozen": origins,
+        "statistics": {n: fingerprint(b) for n, b in held.items() if n not in buffers},
     }
     return _write(Path(folder), tensors, manifest)
 
@@ -83,6 +97,8 @@ def load_trainable(model: nn.Module, folder: str | Path) -> None:
     _check_architecture(found, delta)
     parts = {part.key: part for part in found.parts}
     _check_complete(delta, parts)
+    buffers = _saved_buffers(model)
+    _check_buffers(delta, buffers)
     values: list[tuple[Part, Tensor]] = []
     for key, part in parts.items():
         if key in delta.tensors:
@@ -91,7 +107,6 @@ def load_trainable(model: nn.Module, folder: str | Path) -> None:
             value = _frozen_value(part, slots[part.name], delta.manifest["frozen"][key])
             if value is not None:
                 values.append((part, value))
-    buffers = dict(model.named_buffers())
     with torch.no_grad():
         for part, value in values:
             slots[part.name].write(value.to(slots[part.name].pieces[0].parameter), part.rows)
@@ -106,15 +121,18 @@ class _Delta:
     tensors: dict[str, Tensor]
 
 
-def _live_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that checkpoints hold and training can change."""
-    held = frozen_statistics(model)
+def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that checkpoints hold."""
     saved = set(model.state_dict())
-    return {n: b for n, b in model.named_buffers() if n in saved and n not in held}
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
-def _signature(found: Anatomy) -> dict[str, list[int]]:
-    return {part.key: list(part.shape) for part in found.parts}
+def _signature(found: Anatomy) -> dict[str, list[list[int]]]:
+    """The shape of every part, and how it is cut into heads."""
+    return {
+        part.key: [list(part.shape), [] if part.heads is None else list(astuple(part.heads))]
+        for part in found.parts
+    }
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], manifest: dict[str, Any]) -> Path:
@@ -157,9 +175,13 @@ def _read(folder: Path) -> _Delta:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         version = manifest["format"]
         file, sha = folder / manifest["tensors"]["file"], manifest["tensors"]["sha256"]
-        wanted = {"model", "architecture", "trainable", "buffers", "frozen"}
-        if missing := sorted(wanted - manifest.keys()):
-            raise KeyError(missing[0])
+        for name, kind in _FIELDS.items():
+            if not isinstance(manifest[name], kind):
+                raise TypeError(f"{name} is not a {kind.__name__}")
+        for record in manifest["frozen"].values():
+            if record["origin"] is not None:
+                Origin(**record["origin"])
+            [float(value) for value in record["fingerprint"]]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadInput(f"load_trainable: {path} is damaged ({error!r})") from None
     if version != _FORMAT:
@@ -176,8 +198,13 @@ def _read(folder: Path) -> _Delta:
 
 def _check_architecture(found: Anatomy, delta: _Delta) -> None:
     ours, theirs = _signature(found), delta.manifest["architecture"]
-    if ours == theirs:
+    if ours == theirs and found.model == delta.manifest["model"]:
         return
+    if ours == theirs:
+        raise BadInput(
+            f"load_trainable: {delta.folder} was saved from a {delta.manifest['model']}, "
+            f"this is a {found.model}"
+        )
     name = next(k for k in {**theirs, **ours} if ours.get(k) != theirs.get(k))
     raise BadInput(
         f"load_trainable: {delta.folder} was saved from another {delta.manifest['model']}: "
@@ -195,6 +222,22 @@ def _check_complete(delta: _Delta, parts: dict[str, Part]) -> None:
         raise BadInput(
             f"load_trainable: {delta.folder} lacks or adds {wrong[0]}, which was not frozen"
         )
+
+
+def _check_buffers(delta: _Delta, buffers: dict[str, Tensor]) -> None:
+    """Buffers that were saved must fit, and frozen statistics be what they were."""
+    for name in delta.manifest["buffers"]:
+        ours = buffers.get(name)
+        stored = delta.tensors.get(name)
+        if ours is None or stored is None or ours.shape != stored.shape:
+            raise BadInput(f"load_trainable: the buffer {name} of {delta.folder} does not fit")
+    for name, wanted in delta.manifest["statistics"].items():
+        ours = buffers.get(name)
+        if ours is None or not same_fingerprint(fingerprint(ours), wanted):
+            raise BadInput(
+                f"load_trainable: the frozen statistics {name} differ from this model's; "
+                'load the same base, or save with frozen="store"'
+            )
 
 
 def _frozen_value(part: Part, slot: Slot, record: dict[str, Any]) -> Tensor | None:

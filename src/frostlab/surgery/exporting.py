@@ -1,5 +1,6 @@
 """A plain Hugging Face checkpoint of a model, whatever surgery it went through."""
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -33,13 +34,15 @@ def export(model: nn.Module, folder: str | Path) -> Path:
     try:
         save(made, state_dict=model.state_dict())
         made.chmod(0o755)
-        if target.exists():
-            old = made.with_name(made.name + "-old")
-            target.rename(old)
+        if not target.exists():
             made.rename(target)
-            shutil.rmtree(old)
-        else:
-            made.rename(target)
+            return target
+        written = {path.name for path in made.iterdir()}
+        for old in target.glob("model*.safetensors*"):
+            if old.name not in written:
+                old.unlink()  # a shard of an older checkpoint; other files are the user's
+        for path in made.iterdir():
+            os.replace(path, target / path.name)
     finally:
         shutil.rmtree(made, ignore_errors=True)
     return target

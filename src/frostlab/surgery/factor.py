@@ -14,6 +14,7 @@ from torch import Tensor
 
 _ONE_PASS = 16.0  # bound on the condition number up to which one pass keeps full precision
 _RUN = 512
+_TINY = 1e-12
 _SINGULAR = 1e6  # bound from which Cholesky is not trusted
 _LIMIT = {torch.float32: 2e-6, torch.float64: 1e-13}  # acceptable |Q·Qᵀ − 1|
 
@@ -27,6 +28,11 @@ def orthonormal(matrices: Tensor) -> Tensor:
     if matrices.shape[-2] > matrices.shape[-1]:
         return orthonormal(matrices.mT).mT
     with _exact_matmul(matrices.device):
+        largest = matrices.abs().amax((-1, -2), keepdim=True)
+        if bool(
+            ((largest < _TINY) | (largest > 1 / _TINY)).any()
+        ):  # squares would under- or overflow
+            matrices = matrices / torch.where(largest > 0, largest, 1.0)
         return _orthonormal_rows(matrices)
 
 

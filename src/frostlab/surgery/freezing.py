@@ -186,17 +186,22 @@ def _use_running_statistics(module: nn.Module, args: object) -> None:
 
 
 def _hold_running_statistics(model: nn.Module) -> None:
-    """Make a frozen BatchNorm use its running statistics even after `model.train()`."""
+    """Make a frozen BatchNorm use its running statistics even after `model.train()`.
+
+    One without weights of its own is frozen when the whole model is.
+    """
+    everything = list(model.parameters())
     for module in model.modules():
         if not isinstance(module, _BatchNorm):
             continue
-        own = list(module.parameters(recurse=False))
-        frozen = bool(own) and not any(p.requires_grad for p in own)
+        own = list(module.parameters(recurse=False)) or everything
+        frozen = not any(p.requires_grad for p in own)
         held = [k for k, hook in module._forward_pre_hooks.items()
                 if hook is _use_running_statistics]  # fmt: skip
         if frozen and not held:
             module.register_forward_pre_hook(_use_running_statistics)
-        elif not frozen:
+        elif not frozen and held:
+            module.training = model.training
             for key in held:
                 del module._forward_pre_hooks[key]
 

@@ -14,6 +14,13 @@ from frostlab.anatomy.parts import Held, Split
 from frostlab.surgery.state import load_pieces, save_pieces
 
 _LETTERS = ("q", "k", "v")
+_ORDER = (
+    "in_proj_weight",
+    *(f"{letter}_proj_weight" for letter in _LETTERS),
+    "in_proj_bias",
+    "bias_k",
+    "bias_v",
+)
 
 
 class SplitMultiheadAttention(nn.MultiheadAttention, Split):
@@ -116,5 +123,8 @@ def put_together(attention: SplitMultiheadAttention) -> None:
     for letter in _LETTERS:
         parameters.pop(f"{letter}_bias", None)
     parameters.setdefault("in_proj_bias", None)
+    for name in _ORDER:  # as torch declares them, so that optimizer states keep their places
+        if name in parameters:
+            parameters[name] = parameters.pop(name)
     del attention._was_fused
     attention.__class__ = nn.MultiheadAttention  # type: ignore[assignment]

@@ -46,7 +46,8 @@ def randomize(
     Args:
         std: the deviation, or "match" to keep the Frobenius norm of what was there.
     """
-    if std != "match" and not (isinstance(std, int | float) and 0 < std < math.inf):
+    number = isinstance(std, int | float) and not isinstance(std, bool)
+    if std != "match" and not (number and 0 < float(std) < math.inf):
         raise BadInput(f'randomize: std={std!r} is neither a positive number nor "match"')
     _rewrite(model, selections, Origin("randomize", std=std, seed=_seed("gaussian", seed)))
 
@@ -102,6 +103,8 @@ def renewed(part: Part, slot: Slot, origin: Origin) -> Tensor:
 
 
 def _from_weights(part: Part, there: Tensor, origin: Origin) -> Tensor:
+    if not bool(there.isfinite().all()):
+        raise BadInput(f"{origin.method}: {part.key} has NaN or infinite values")
     exact = there if there.dtype == torch.float64 else there.float()
     return _by_scope(part, exact, origin, orthonormal)
 

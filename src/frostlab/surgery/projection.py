@@ -45,7 +45,8 @@ class Kept:
     ) -> None:
         self.frozen_rows, self.learning, self.axis = frozen_rows, frozen_rows.rest(), axis
         self.whole = torch.empty(shape, dtype=dtype, device=device)
-        self.stamp: tuple[int, int] | None = None
+        self.stamp: tuple[int, int] | None = None  # of the frozen rows that are in
+        self.filled: tuple[int, int] | None = None  # of the trainable rows that are in
         self.run: Tensor | None = None  # the trainable rows, where they are one run
         if self.learning.repeats == len(self.learning.spans) == 1:
             start, stop = self.learning.spans[0]
@@ -57,6 +58,7 @@ class Kept:
         if stamp != self.stamp:
             self.frozen_rows.put(self.whole, frozen.detach(), self.axis)
             self.stamp = stamp
+        self.filled = (trainable.data_ptr(), trainable._version)
         if self.run is not None:
             self.run.copy_(trainable.detach())
         else:
@@ -76,9 +78,10 @@ def assemble(
 class Project(torch.autograd.Function):
     """x · Wᵀ + b over all rows; gradients of W and b for the trainable rows alone."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
-        ctx: Any,
         x: Tensor,
         trainable: Tensor | None,
         trainable_bias: Tensor | None,
@@ -86,14 +89,17 @@ class Project(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         plan: Plan,
-        kept: bool,
+        kept: Kept | None,
     ) -> Tensor:
-        # Saving the trainable rows makes torch refuse a backward after they were changed, so
-        # the kept weight, which a later forward fills anew, is still what this forward used.
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, trainable, frozen)
-        ctx.weight, ctx.plan = weight if kept else None, plan
-        ctx.bias_dtype = None if trainable_bias is None else trainable_bias.dtype
         return F.linear(x, weight.t() if plan.axis else weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, trainable, trainable_bias, frozen, _, _, plan, kept = inputs
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, trainable, frozen)
+        ctx.plan, ctx.kept = plan, kept
+        ctx.filled = None if kept is None else kept.filled
+        ctx.bias_dtype = None if trainable_bias is None else trainable_bias.dtype
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -102,9 +108,12 @@ class Project(torch.autograd.Function):
         plan: Plan = ctx.plan
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            weight = ctx.weight
-            if weight is None or torch.is_grad_enabled():  # second derivatives reach the rows too
+            # What is kept serves if it still holds the rows of this forward; a second
+            # derivative must reach the rows themselves.
+            if ctx.kept is None or ctx.kept.filled != ctx.filled or torch.is_grad_enabled():
                 weight = assemble(trainable, frozen, plan.weight, plan.axis).to(grad.dtype)
+            else:
+                weight = ctx.kept.whole
             grad_x = grad @ (weight.t() if plan.axis else weight)
         flat = grad.reshape(-1, grad.shape[-1])  # (N, out)
         parts = _columns(flat, plan.learning)

@@ -6,7 +6,6 @@ between split and untouched models.
 """
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from frostlab.anatomy import Piece, Rows
 from frostlab.anatomy.parts import Held, Split
+from frostlab.errors import BadInput
 from frostlab.surgery.projection import Kept, Plan, Project, assemble
 from frostlab.surgery.state import load_pieces, save_pieces
 
@@ -25,6 +25,7 @@ _HOOKS = (
     "_forward_pre_hooks_with_kwargs",
     "_backward_hooks",
     "_backward_pre_hooks",
+    "_is_full_backward_hook",
 )
 
 
@@ -95,6 +96,14 @@ class SplitProjection(nn.Module, Split):
         return found
 
     @property
+    def out_features(self) -> int:
+        return self.shapes["weight"][self.plan.axis]
+
+    @property
+    def in_features(self) -> int:
+        return self.shapes["weight"][1 - self.plan.axis]
+
+    @property
     def weight(self) -> Tensor:
         """The fused weight; gradients reach the trainable rows."""
         return assemble(self.trainable_weight, self.frozen_weight, self.plan.weight, self.plan.axis)
@@ -107,11 +116,15 @@ class SplitProjection(nn.Module, Split):
         return assemble(self.trainable_bias, self.frozen_bias, self.plan.bias, 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind):
-            x = x.to(torch.get_autocast_dtype(kind))
-        weight, kept = self._whole("weight", self.trainable_weight, self.frozen_weight, x.dtype)
-        bias, _ = self._whole("bias", self.trainable_bias, self.frozen_bias, x.dtype)
+        learning, frozen = self.trainable_weight, self.frozen_weight
+        if frozen is not None and frozen.requires_grad:
+            raise BadInput("requires_grad was set on frozen rows; use fl.thaw or fl.freeze instead")
+        dtype, kind = (frozen if learning is None else learning).dtype, x.device.type  # type: ignore[union-attr]
+        if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(kind)
+            x = x.to(dtype)
+        weight, kept = self._whole("weight", learning, frozen, dtype)
+        bias, _ = self._whole("bias", self.trainable_bias, self.frozen_bias, dtype)
         return Project.apply(
             x, self.trainable_weight, self.trainable_bias, self.frozen_weight, weight, bias,
             self.plan, kept,
@@ -119,18 +132,18 @@ class SplitProjection(nn.Module, Split):
 
     def _whole(
         self, local: str, trainable: Tensor | None, frozen: Tensor | None, dtype: torch.dtype
-    ) -> tuple[Tensor | None, bool]:
-        """The fused tensor in a dtype, and whether it is kept between steps.
+    ) -> tuple[Tensor | None, Kept | None]:
+        """The fused tensor in a dtype, and what keeps it between steps, if anything does.
 
-        It is kept while the frozen rows are this module's own: tensors that something else
-        puts in their place (a shard gathered for a moment, a functional call) come and go.
+        It is kept while the rows are this module's own: tensors that something else puts in
+        their place (a shard gathered for a moment, a functional call) come and go.
         """
         if trainable is None or frozen is None:
             only = frozen if trainable is None else trainable
-            return None if only is None else only.detach().to(dtype), False
-        if torch.compiler.is_compiling() or self._own[local]() is not frozen:
+            return None if only is None else only.detach().to(dtype), None
+        if torch.compiler.is_compiling() or not self._owns(local, trainable, frozen):
             found = assemble(trainable, frozen, self._rows(local), self._axis(local))
-            return found.detach().to(dtype), False
+            return found.detach().to(dtype), None
         kept = self._kept.get((local, dtype))
         if kept is None:
             rows = self._rows(local)
@@ -139,16 +152,19 @@ class SplitProjection(nn.Module, Split):
                 kept = Kept(rows, self._axis(local), self.shapes[local], dtype, frozen.device)
             self._kept[local, dtype] = kept
         kept.fill(trainable, frozen)
-        return kept.whole, True
+        return kept.whole, kept
+
+    def _owns(self, local: str, trainable: Tensor, frozen: Tensor) -> bool:
+        first, second = self._own[local]
+        return first() is trainable and second() is frozen
 
     def claim(self) -> None:
-        """Take the frozen rows that are there for this module's own."""
+        """Take the rows that are there for this module's own."""
         self._kept: dict[tuple[str, torch.dtype], Kept] = {}
-        self._own: dict[str, Callable[[], Tensor | None]] = {}
+        self._own: dict[str, tuple[weakref.ref[nn.Parameter], ...]] = {}
         for local in self.shapes:
-            frozen = self._parameters[f"frozen_{local}"]
-            if frozen is not None:
-                self._own[local] = weakref.ref(frozen)
+            pair = (self._parameters[f"{state}_{local}"] for state in ("trainable", "frozen"))
+            self._own[local] = tuple(weakref.ref(p) for p in pair if p is not None)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
