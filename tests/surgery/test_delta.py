@@ -141,7 +141,7 @@ def test_a_failed_save_keeps_the_old_delta(tmp_path: Path, monkeypatch: pytest.M
     def full_disk(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("frostlab.surgery.delta.os.replace", full_disk)
+    monkeypatch.setattr("frostlab.surgery.folder.os.replace", full_disk)
     with pytest.raises(OSError, match="No space left"):
         fl.save_trainable(model, tmp_path)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before

@@ -1,41 +1,24 @@
 """Saving only what can have learned, and loading it back onto the same model.
 
-A delta folder is one safetensors file and `delta.json`. The JSON is written last and names the
-file, so a crash leaves the old delta or the new one, never half of one. Frozen weights are not
-stored: they are kept as the base has them, or made again from their seed, and a fingerprint
-tells whether they came out the same.
+Frozen weights are not stored: they are kept as the base has them, or made again from their seed,
+and a fingerprint tells whether they came out the same.
 """
 
-import hashlib
-import json
-import os
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from frostlab import __version__
 from frostlab.anatomy import Anatomy, Part, Slot, survey
 from frostlab.errors import BadInput
 from frostlab.surgery.checks import refuse_untouchable, refuse_wrapped
+from frostlab.surgery.folder import FORMAT, Delta, read_delta, write_delta
 from frostlab.surgery.freezing import frozen_statistics
 from frostlab.surgery.origin import Origin, fingerprint, origin_of, same_fingerprint
 from frostlab.surgery.orthogonal import renewed
-
-_MANIFEST = "delta.json"
-_FORMAT = 1
-_FIELDS = {
-    "model": str,
-    "architecture": dict,
-    "trainable": list,
-    "buffers": list,
-    "frozen": dict,
-    "statistics": dict,
-}
 
 
 def save_trainable(
@@ -72,7 +55,7 @@ def save_trainable(
     }
     tensors |= {name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}
     manifest = {
-        "format": _FORMAT,
+        "format": FORMAT,
         "frostlab": __version__,
         "model": found.model,
         "architecture": _signature(found),
@@ -81,7 +64,7 @@ def save_trainable(
         "frozen": origins,
         "statistics": {n: fingerprint(b) for n, b in held.items() if n not in buffers},
     }
-    return _write(Path(folder), tensors, manifest)
+    return write_delta(Path(folder), tensors, manifest)
 
 
 def load_trainable(model: nn.Module, folder: str | Path) -> None:
@@ -93,7 +76,7 @@ def load_trainable(model: nn.Module, folder: str | Path) -> None:
     refuse_wrapped(model, "load_trainable")
     found, slots = survey(model)
     refuse_untouchable(model, slots.values(), "load_trainable")
-    delta = _read(Path(folder))
+    delta = read_delta(Path(folder))
     _check_architecture(found, delta)
     parts = {part.key: part for part in found.parts}
     _check_complete(delta, parts)
@@ -114,13 +97,6 @@ def load_trainable(model: nn.Module, folder: str | Path) -> None:
             buffers[name].copy_(delta.tensors[name])
 
 
-@dataclass(frozen=True)
-class _Delta:
-    folder: Path
-    manifest: dict[str, Any]
-    tensors: dict[str, Tensor]
-
-
 def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that checkpoints hold."""
     saved = set(model.state_dict())
@@ -135,68 +111,7 @@ def _signature(found: Anatomy) -> dict[str, list[list[int]]]:
     }
 
 
-def _write(folder: Path, tensors: dict[str, Tensor], manifest: dict[str, Any]) -> Path:
-    if folder.exists() and not folder.is_dir():
-        raise BadInput(f"save_trainable: {folder} is a file, not a folder")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / _MANIFEST).exists():
-        raise BadInput(f"save_trainable: {folder} holds something else; choose an empty folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    started: list[Path] = []
-    try:
-        started.append(folder / f".tensors-{os.getpid()}.tmp")
-        save_file(tensors, started[0])
-        digest = _file_digest(started[0])
-        name = f"trainable-{digest[:12]}.safetensors"
-        manifest = {**manifest, "tensors": {"file": name, "sha256": digest}}
-        os.replace(started[0], folder / name)
-        started.append(folder / f".manifest-{os.getpid()}.tmp")
-        started[1].write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
-        os.replace(started[1], folder / _MANIFEST)
-    finally:
-        for path in started:
-            path.unlink(missing_ok=True)
-    for old in folder.glob("trainable-*.safetensors"):
-        if old.name != name:
-            old.unlink()
-    return folder
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _read(folder: Path) -> _Delta:
-    """Read a delta folder, or say in one line what is wrong with it."""
-    path = folder / _MANIFEST
-    if not path.is_file():
-        raise BadInput(f"load_trainable: {folder} is not a delta folder (no {_MANIFEST})")
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        version = manifest["format"]
-        file, sha = folder / manifest["tensors"]["file"], manifest["tensors"]["sha256"]
-        for name, kind in _FIELDS.items():
-            if not isinstance(manifest[name], kind):
-                raise TypeError(f"{name} is not a {kind.__name__}")
-        for record in manifest["frozen"].values():
-            if record["origin"] is not None:
-                Origin(**record["origin"])
-            [float(value) for value in record["fingerprint"]]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadInput(f"load_trainable: {path} is damaged ({error!r})") from None
-    if version != _FORMAT:
-        raise BadInput(f"load_trainable: {path} has format {version}, this frostlab reads 1")
-    if not file.is_file() or file.parent != folder:
-        raise BadInput(f"load_trainable: {file} is missing")
-    if _file_digest(file) != sha:
-        raise BadInput(f"load_trainable: {file} was truncated or changed (its digest differs)")
-    try:
-        return _Delta(folder, manifest, load_file(file))
-    except SafetensorError as error:
-        raise BadInput(f"load_trainable: {file} is damaged ({error})") from None
-
-
-def _check_architecture(found: Anatomy, delta: _Delta) -> None:
+def _check_architecture(found: Anatomy, delta: Delta) -> None:
     ours, theirs = _signature(found), delta.manifest["architecture"]
     if ours == theirs and found.model == delta.manifest["model"]:
         return
@@ -213,7 +128,7 @@ def _check_architecture(found: Anatomy, delta: _Delta) -> None:
     )
 
 
-def _check_complete(delta: _Delta, parts: dict[str, Part]) -> None:
+def _check_complete(delta: Delta, parts: dict[str, Part]) -> None:
     """What the file lacks must be exactly what was frozen."""
     stored = delta.tensors.keys() - set(delta.manifest["buffers"])
     missing = parts.keys() - stored
@@ -224,7 +139,7 @@ def _check_complete(delta: _Delta, parts: dict[str, Part]) -> None:
         )
 
 
-def _check_buffers(delta: _Delta, buffers: dict[str, Tensor]) -> None:
+def _check_buffers(delta: Delta, buffers: dict[str, Tensor]) -> None:
     """Buffers that were saved must fit, and frozen statistics be what they were."""
     for name in delta.manifest["buffers"]:
         ours = buffers.get(name)
