@@ -6,6 +6,7 @@ OELM papers. One pass loses orthogonality as the square of the condition number,
 ill-conditioned matrices get a second pass, and those Cholesky cannot do get Householder.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -28,7 +29,7 @@ def orthonormal(matrices: Tensor) -> Tensor:
     if matrices.shape[-2] > matrices.shape[-1]:
         return orthonormal(matrices.mT).mT
     with _exact_matmul(matrices.device):
-        largest = matrices.abs().amax((-1, -2), keepdim=True)
+        largest = torch.linalg.vector_norm(matrices, math.inf, (-1, -2), keepdim=True)
         if bool(
             ((largest < _TINY) | (largest > 1 / _TINY)).any()
         ):  # squares would under- or overflow
