@@ -55,9 +55,11 @@ def test_wrapped_models(verb: str, tmp_path: Path) -> None:
     for wrapped in (nn.DataParallel(model), torch.compile(model)):
         with pytest.raises(fl.BadInput, match=f"{verb} before wrapping"):
             VERBS[verb](wrapped, tmp_path)
-    model.compile()
-    with pytest.raises(fl.BadInput, match=r"torch\.compile"):
+    model.encoder.layer[1].compile()
+    with pytest.raises(fl.BadInput, match=r"its `encoder\.layer\.1` is already.*torch\.compile"):
         VERBS[verb](model, tmp_path)
+    with pytest.raises(fl.BadInput, match="is not a model"):
+        VERBS[verb]("bert", tmp_path)
 
 
 def test_a_fused_module_of_an_unknown_kind_is_not_split() -> None:

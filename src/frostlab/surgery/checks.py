@@ -8,19 +8,30 @@ from torch import nn
 from frostlab.anatomy import Slot
 from frostlab.errors import BadInput
 
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 _QUANTISED_MODULES = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "bitsandbytes")
 
 
 def refuse_wrapped(model: nn.Module, verb: str) -> None:
-    """Refuse a model that something else already holds on to the parameters of."""
-    kind = type(model).__name__
-    wrapped = kind in ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
-    if any(base.__name__ == "FSDPModule" for base in type(model).__mro__):
-        wrapped, kind = True, "fully_shard"
-    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
-        wrapped, kind = True, "torch.compile"
-    if wrapped:
-        raise BadInput(f"{verb}: the model is already wrapped ({kind}); {verb} before wrapping")
+    """Refuse a model, or a part of one, whose parameters something else already holds."""
+    if not isinstance(model, nn.Module):
+        raise BadInput(f"{verb}: {model!r} is not a model")
+    for path, module in model.named_modules():
+        if kind := _wrapper(module):
+            where = f"its `{path}`" if path else "the model"
+            raise BadInput(f"{verb}: {where} is already wrapped ({kind}); {verb} before wrapping")
+
+
+def _wrapper(module: nn.Module) -> str:
+    """What a module is wrapped in, or nothing."""
+    if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+        return "torch.compile"
+    for cls in type(module).__mro__:
+        if cls.__name__ == "FSDPModule":
+            return "fully_shard"
+        if cls.__name__ in _WRAPPERS:
+            return cls.__name__
+    return ""
 
 
 def refuse_untouchable(model: nn.Module, slots: Iterable[Slot], verb: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from frostlab.anatomy import Part, Slot
 
 _ATTRIBUTE = "_frostlab_origins"
-_PROJECTIONS = 8
+_PROJECTIONS = 4
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,10 @@ class Origin:
 def digest(tensor: Tensor) -> str:
     """The sha256 of a tensor's dtype, shape and bytes."""
     plain = tensor.detach().contiguous().cpu()
-    head = f"{plain.dtype} {tuple(plain.shape)} ".encode()
-    body = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-    return hashlib.sha256(head + body).hexdigest()
+    made = hashlib.sha256(f"{plain.dtype} {tuple(plain.shape)} ".encode())
+    if plain.numel():
+        made.update(plain.reshape(-1).view(torch.uint8).numpy())
+    return made.hexdigest()
 
 
 def record_origin(model: nn.Module, part: Part, slot: Slot, origin: Origin) -> None:
@@ -59,11 +60,10 @@ def fingerprint(tensor: Tensor) -> list[float]:
     flat = tensor.detach().cpu().double().flatten()
     norm = flat.norm()
     generator = torch.Generator().manual_seed(flat.numel())
-    total = []
-    for _ in range(_PROJECTIONS):
-        bits = torch.randint(0, 2, (flat.numel(),), generator=generator, dtype=torch.int8)
-        total.append(float((flat * (2.0 * bits - 1.0)).sum() / norm.clamp(min=1e-300)))
-    return [float(norm), *total]
+    bits = torch.randint(0, 2**_PROJECTIONS, flat.shape, generator=generator, dtype=torch.uint8)
+    unit = flat / norm.clamp(min=1e-300)
+    signs = ((bits >> i & 1).double() * 2 - 1 for i in range(_PROJECTIONS))
+    return [float(norm), *(float(unit @ sign) for sign in signs)]
 
 
 def same_fingerprint(one: list[float], other: list[float], tolerance: float = 1e-6) -> bool:

@@ -116,19 +116,21 @@ class SplitProjection(nn.Module, Split):
         return assemble(self.trainable_bias, self.frozen_bias, self.plan.bias, 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        learning, frozen = self.trainable_weight, self.frozen_weight
-        if frozen is not None and frozen.requires_grad:
-            raise BadInput("requires_grad was set on frozen rows; use fl.thaw or fl.freeze instead")
-        dtype, kind = (frozen if learning is None else learning).dtype, x.device.type  # type: ignore[union-attr]
+        learning, frozen, frozen_bias = self.trainable_weight, self.frozen_weight, self.frozen_bias
+        for held in (frozen, frozen_bias):
+            if held is not None and held.requires_grad:
+                raise BadInput("frozen rows were set to learn; use fl.thaw or fl.freeze for that")
+        rows = frozen if learning is None else learning
+        assert rows is not None
+        dtype, kind = rows.dtype, x.device.type
         if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(kind)
             x = x.to(dtype)
         weight, kept = self._whole("weight", learning, frozen, dtype)
-        bias, _ = self._whole("bias", self.trainable_bias, self.frozen_bias, dtype)
+        bias, _ = self._whole("bias", self.trainable_bias, frozen_bias, dtype)
         return Project.apply(
-            x, self.trainable_weight, self.trainable_bias, self.frozen_weight, weight, bias,
-            self.plan, kept,
-        )  # fmt: skip
+            x, learning, self.trainable_bias, frozen, weight, bias, self.plan, kept
+        )
 
     def _whole(
         self, local: str, trainable: Tensor | None, frozen: Tensor | None, dtype: torch.dtype
