@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import frostlab as fl
-from frostlab.surgery.factor import orthonormal
+from frostlab.surgery.factor import orthonormal, orthonormal_each
 from zoo import build, loss_of, outputs
 
 pytestmark = [
@@ -81,6 +81,15 @@ def test_factorising_hard_matrices() -> None:
     half, _ = on_gpu("llama")
     half = half.bfloat16()
     fl.orthogonalize(half, "query", "key")
+
+
+def test_many_at_once_are_the_same_as_one_by_one() -> None:
+    torch.manual_seed(0)
+    stacks = [torch.randn(n, 8, 64, device="cuda") for n in (2, 3, 2)]
+    stacks += [torch.randn(2, 16, 64, device="cuda"), torch.randn(2, 8, 64)]
+    for made, stack in zip(orthonormal_each(iter(stacks)), stacks, strict=True):
+        assert made.device == stack.device
+        torch.testing.assert_close(made, orthonormal(stack), rtol=0, atol=1e-6)
 
 
 def test_a_program_that_allows_tf32_gets_full_precision_here() -> None:

@@ -7,7 +7,7 @@ ill-conditioned matrices get a second pass, and those Cholesky cannot do get Hou
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 _ONE_PASS = 16.0  # bound on the condition number up to which one pass keeps full precision
 _RUN = 512
 _TINY = 1e-12
+_AT_ONCE = 2**28  # numbers a GPU factorises together: 1 GiB of float32
 _SINGULAR = 1e6  # bound from which Cholesky is not trusted
 _LIMIT = {torch.float32: 2e-6, torch.float64: 1e-13}  # acceptable |Q·Qᵀ − 1|
 
@@ -35,6 +36,31 @@ def orthonormal(matrices: Tensor) -> Tensor:
         ):  # squares would under- or overflow
             matrices = matrices / torch.where(largest > 0, largest, 1.0)
         return _orthonormal_rows(matrices)
+
+
+def orthonormal_each(stacks: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Factorise stacks (batch, s, n) in turn; on a GPU several neighbours of a shape at once."""
+    group: list[Tensor] = []
+    for stack in stacks:
+        if group and not _fits(group, stack):
+            yield from _factorised(group)
+            group = []
+        group.append(stack)
+    if group:
+        yield from _factorised(group)
+
+
+def _fits(group: list[Tensor], stack: Tensor) -> bool:
+    first = group[0]
+    alike = (first.shape[1:], first.dtype, first.device) == (
+        stack.shape[1:], stack.dtype, stack.device,
+    )  # fmt: skip
+    return stack.is_cuda and alike and len(group) * first.numel() < _AT_ONCE
+
+
+def _factorised(group: list[Tensor]) -> Iterator[Tensor]:
+    made = orthonormal(group[0] if len(group) == 1 else torch.cat(group))
+    yield from made.split([len(stack) for stack in group])
 
 
 def _orthonormal_rows(x: Tensor) -> Tensor:

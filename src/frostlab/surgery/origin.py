@@ -32,7 +32,7 @@ def digest(tensor: Tensor) -> str:
     plain = tensor.detach().contiguous().cpu()
     made = hashlib.sha256(f"{plain.dtype} {tuple(plain.shape)} ".encode())
     if plain.numel():
-        made.update(plain.reshape(-1).view(torch.uint8).numpy())
+        made.update(plain.reshape(-1).view(torch.uint8).numpy().data)
     return made.hexdigest()
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from frostlab.anatomy import Part, Slot, survey
 from frostlab.errors import BadInput, nearest
 from frostlab.surgery.checks import refuse_untouchable, refuse_wrapped
-from frostlab.surgery.factor import orthonormal
+from frostlab.surgery.factor import orthonormal, orthonormal_each
 from frostlab.surgery.origin import Origin, record_origin
 
 Scope = Literal["head", "matrix"]
@@ -74,8 +74,10 @@ def _rewrite(model: nn.Module, selections: tuple[str, ...], origin: Origin) -> N
         raise BadInput(f"{verb}: {', '.join(selections)} selects biases only, and biases stay")
     for part in parts:
         _check_matrix(part, origin)
-    values = [(part, renewed(part, slots[part.name], origin)) for part in parts]
-    for part, value in values:
+    if origin.seed is None:
+        for part in parts:
+            _check_finite(part, slots[part.name], origin)
+    for part, value in zip(parts, _renew(parts, slots, origin), strict=True):
         slots[part.name].write(value, part.rows)
         record_origin(model, part, slots[part.name], origin)
 
@@ -93,20 +95,43 @@ def _check_matrix(part: Part, origin: Origin) -> None:
 
 def renewed(part: Part, slot: Slot, origin: Origin) -> Tensor:
     """Return what `origin` makes of a part, without writing it; the same seed gives the same."""
-    there = slot.read(part.rows)
-    if part.axis:
-        there = there.t()
-    new = _random(part, there, origin) if origin.seed is not None else _from_weights(
-        part, there, origin
-    )  # fmt: skip
-    return new.t() if part.axis else new
+    if origin.seed is None:
+        _check_finite(part, slot, origin)
+    return next(_renew([part], {part.name: slot}, origin))
 
 
-def _from_weights(part: Part, there: Tensor, origin: Origin) -> Tensor:
-    if not bool(there.isfinite().all()):
+def _renew(parts: list[Part], slots: dict[str, Slot], origin: Origin) -> Iterator[Tensor]:
+    """The new values of parts, in turn, in the shape the parts have."""
+    if origin.seed is None:
+        stacks = (_stacked(p, _exact(_read(p, slots[p.name])), origin) for p in parts)
+        made = (stack.flatten(0, 1) for stack in orthonormal_each(stacks))
+    else:
+        made = (_random(p, _read(p, slots[p.name]), origin) for p in parts)
+    for part, rows in zip(parts, made, strict=True):
+        yield rows.t() if part.axis else rows
+
+
+def _check_finite(part: Part, slot: Slot, origin: Origin) -> None:
+    if not bool(slot.read(part.rows).isfinite().all()):
         raise BadInput(f"{origin.method}: {part.key} has NaN or infinite values")
-    exact = there if there.dtype == torch.float64 else there.float()
-    return _by_scope(part, exact, origin, orthonormal)
+
+
+def _read(part: Part, slot: Slot) -> Tensor:
+    """A part's values as (rows, in), whichever way the weight lies."""
+    rows = slot.read(part.rows)
+    return rows.t() if part.axis else rows
+
+
+def _exact(rows: Tensor) -> Tensor:
+    return rows if rows.dtype == torch.float64 else rows.float()
+
+
+def _stacked(part: Part, rows: Tensor, origin: Origin) -> Tensor:
+    """The matrices to factorise: (heads, size, in), or the whole as (1, rows, in)."""
+    if origin.scope == "matrix":
+        return rows.unsqueeze(0)
+    assert part.heads is not None
+    return rows.unflatten(0, (part.heads.of(part.role), part.heads.size))
 
 
 def _random(part: Part, there: Tensor, origin: Origin) -> Tensor:
@@ -117,7 +142,7 @@ def _random(part: Part, there: Tensor, origin: Origin) -> Tensor:
     with _one_thread(), torch.no_grad():
         draw = torch.randn(there.shape, generator=generator, dtype=torch.float64)
         if origin.method == "orthogonalize":
-            draw = _by_scope(part, draw, origin, orthonormal)
+            draw = orthonormal(_stacked(part, draw, origin)).flatten(0, 1)
         elif origin.std == "match":
             norm = there.detach().to("cpu", torch.float64).norm()
             draw *= norm / draw.norm()
@@ -125,16 +150,6 @@ def _random(part: Part, there: Tensor, origin: Origin) -> Tensor:
             assert isinstance(origin.std, int | float)
             draw *= origin.std
     return draw.to(there.device)
-
-
-def _by_scope(
-    part: Part, rows: Tensor, origin: Origin, method: Callable[[Tensor], Tensor]
-) -> Tensor:
-    if origin.scope == "matrix":
-        return method(rows.unsqueeze(0)).squeeze(0)
-    assert part.heads is not None
-    heads = rows.unflatten(0, (part.heads.of(part.role), part.heads.size))  # (heads, size, in)
-    return method(heads).flatten(0, 1)
 
 
 @contextmanager
