@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
+from frostlab.anatomy import survey
 from frostlab.models import GPT, Decoder, DecoderConfig, GPTConfig
 
 Inputs = dict[str, Tensor]
@@ -315,3 +316,16 @@ def outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
 def loss_of(model: nn.Module, inputs: Inputs) -> Tensor:
     """Something every model can be trained on."""
     return sum(o.float().square().mean() for o in outputs(model, inputs))  # type: ignore[return-value]
+
+
+def grads(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients under canonical names, zeros where a parameter has none."""
+    found = {}
+    _, slots = survey(model)
+    for slot in slots.values():
+        whole = torch.zeros(slot.shape)
+        for piece in slot.pieces:
+            if piece.parameter.grad is not None and slot.shape:
+                piece.rows.put(whole, piece.parameter.grad, slot.axis)
+        found[slot.name] = whole
+    return found

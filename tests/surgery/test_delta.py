@@ -147,6 +147,39 @@ def test_a_failed_save_keeps_the_old_delta(tmp_path: Path, monkeypatch: pytest.M
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
+def test_what_a_killed_first_save_left_behind_is_no_obstacle(tmp_path: Path) -> None:
+    model, _ = trained("gpt2")
+    for name in (".tensors-1.tmp", ".manifest-1.tmp", "trainable-0123456789ab.safetensors"):
+        (tmp_path / name).write_text("half")
+    fl.save_trainable(model, tmp_path)
+    fl.load_trainable(build("gpt2")[0], tmp_path)
+
+
+def test_two_saves_at_once_leave_a_whole_delta(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other process finishes between our tensors and our manifest."""
+    from frostlab.surgery import folder
+
+    ours, _ = trained("gpt2")
+    theirs, _ = trained("gpt2")
+    with torch.no_grad():
+        theirs.wte.weight.add_(1.0)
+    replace, calls = folder.os.replace, []
+
+    def other_comes_between(source: Path, target: Path) -> None:
+        replace(source, target)
+        calls.append(target)
+        if len(calls) == 1:
+            fl.save_trainable(theirs, tmp_path)
+
+    monkeypatch.setattr(folder.os, "replace", other_comes_between)
+    fl.save_trainable(ours, tmp_path)
+    fresh, _ = build("gpt2")
+    fl.load_trainable(fresh, tmp_path)
+    assert torch.equal(fresh.wte.weight, ours.wte.weight)
+
+
 def corrupt_manifest(folder: Path, change: object) -> None:
     path = folder / "delta.json"
     manifest = json.loads(path.read_text())

@@ -267,6 +267,8 @@ def test_weights_that_are_not_numbers_are_refused() -> None:
         before = model.encoder.layer[0].attention.self.query.weight.clone()
         with pytest.raises(fl.BadInput, match="layer.1.*has NaN or infinite values"):
             fl.orthogonalize(model, "query")
+        with pytest.raises(fl.BadInput, match="layer.1.*has NaN or infinite values"):
+            fl.randomize(model, "query", std="match")
         assert torch.equal(model.encoder.layer[0].attention.self.query.weight, before)
 
 

@@ -18,6 +18,7 @@ from frostlab.errors import BadInput
 from frostlab.surgery.origin import Origin
 
 _MANIFEST = "delta.json"
+_LEFTOVERS = ("trainable-*.safetensors", ".tensors-*.tmp", ".manifest-*.tmp")
 FORMAT = 1
 _FIELDS = {
     "model": str,
@@ -42,7 +43,7 @@ def write_delta(folder: Path, tensors: dict[str, Tensor], manifest: dict[str, An
     """Write the tensors, then the JSON that names them; the old delta holds until then."""
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"save_trainable: {folder} is a file, not a folder")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / _MANIFEST).exists():
+    if folder.is_dir() and not all(map(_is_ours, folder.iterdir())):
         raise BadInput(f"save_trainable: {folder} holds something else; choose an empty folder")
     folder.mkdir(parents=True, exist_ok=True)
     started: list[Path] = []
@@ -55,14 +56,28 @@ def write_delta(folder: Path, tensors: dict[str, Tensor], manifest: dict[str, An
         os.replace(started[0], folder / name)
         started.append(folder / f".manifest-{os.getpid()}.tmp")
         started[1].write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
+        before = _named_before(folder)
         os.replace(started[1], folder / _MANIFEST)
     finally:
         for path in started:
             path.unlink(missing_ok=True)
-    for old in folder.glob("trainable-*.safetensors"):
-        if old.name != name:
-            old.unlink()
+    if before not in (None, name):  # only what the last delta named: another save may be under way
+        (folder / before).unlink(missing_ok=True)
     return folder
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a file is a delta's, or what a save that was killed left behind."""
+    return path.name == _MANIFEST or any(path.match(pattern) for pattern in _LEFTOVERS)
+
+
+def _named_before(folder: Path) -> str | None:
+    """The tensor file that the delta in a folder names, if there is a readable one."""
+    try:
+        found = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))["tensors"]["file"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, str) and Path(found).name == found else None
 
 
 def _file_digest(path: Path) -> str:

@@ -23,6 +23,11 @@ class Origin:
     std: float | str | None = None
     seed: int | None = None
 
+    @property
+    def reads_weights(self) -> bool:
+        """Whether what comes out depends on what was there."""
+        return self.seed is None or self.std == "match"
+
     def to_dict(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value is not None}
 

@@ -74,7 +74,7 @@ def _rewrite(model: nn.Module, selections: tuple[str, ...], origin: Origin) -> N
         raise BadInput(f"{verb}: {', '.join(selections)} selects biases only, and biases stay")
     for part in parts:
         _check_matrix(part, origin)
-    if origin.seed is None:
+    if origin.reads_weights:
         for part in parts:
             _check_finite(part, slots[part.name], origin)
     for part, value in zip(parts, _renew(parts, slots, origin), strict=True):
@@ -95,7 +95,7 @@ def _check_matrix(part: Part, origin: Origin) -> None:
 
 def renewed(part: Part, slot: Slot, origin: Origin) -> Tensor:
     """Return what `origin` makes of a part, without writing it; the same seed gives the same."""
-    if origin.seed is None:
+    if origin.reads_weights:
         _check_finite(part, slot, origin)
     return next(_renew([part], {part.name: slot}, origin))
 

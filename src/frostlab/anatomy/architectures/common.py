@@ -30,8 +30,7 @@ def heads_from(config: Any) -> Heads:
     """Read the heads from a Hugging Face config's standard names."""
     count = config.num_attention_heads
     kv = getattr(config, "num_key_value_heads", None) or count
-    size = getattr(config, "head_dim", None) or getattr(config, "attention_head_size", None)
-    size = size or config.hidden_size // count
+    size = getattr(config, "head_dim", None) or config.hidden_size // count
     return Heads(count, kv, size)
 
 
