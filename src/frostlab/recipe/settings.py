@@ -1,0 +1,120 @@
+"""What a recipe can say about its model, its optimizer, and how it is trained and looked at."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from frostlab.recipe.treatment import Positive, Strict
+
+Metric = Literal["accuracy", "macro_f1", "loss", "perplexity", "token_accuracy"]
+LOWER_IS_BETTER = ("loss", "perplexity")
+
+
+class GPTModel(Strict):
+    """frostlab's GPT, from scratch."""
+
+    kind: Literal["gpt"]
+    width: Positive = 512
+    layers: Positive = 6
+    heads: Positive = 8
+    hidden: Positive | None = None  # null: four times the width
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    bias: bool = True
+    causal: bool | None = None  # null: causal for language, bidirectional for classification
+    positions: Positive | None = None  # null: the data's length
+
+
+class DecoderModel(Strict):
+    """frostlab's decoder, from scratch: rotary positions, RMSNorm, gated feed-forward."""
+
+    kind: Literal["decoder"]
+    width: Positive = 64
+    layers: Positive = 4
+    heads: Positive = 4
+    hidden: Positive | None = None
+    norm: Literal["before", "after"] = "after"
+    final_norm: bool = False
+
+
+class PretrainedModel(Strict):
+    """A Hugging Face model by folder, hub name or architecture."""
+
+    kind: Literal["pretrained"]
+    name: str
+    weights: bool = True  # false: the config only, weights drawn from the seed
+    config: dict[str, Any] = Field(default_factory=dict)  # what to change in its config
+
+
+class StepDecay(Strict):
+    """Multiply the rate by `factor` every `every` steps."""
+
+    every: Positive
+    factor: Annotated[float, Field(gt=0, lt=1)]
+
+
+class Optim(Strict):
+    """AdamW and its schedule; matrices decay, vectors do not."""
+
+    lr: Annotated[float, Field(gt=0)] = 3e-4
+    decay: Annotated[float, Field(ge=0)] = 0.01
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (
+        0.9,
+        0.999,
+    )
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    clip: Annotated[float, Field(gt=0)] | None = 1.0
+    warmup: Annotated[float, Field(ge=0)] = 0.1  # below 1: a share of all steps; else steps
+    schedule: Literal["linear", "cosine", "constant"] | StepDecay = "linear"
+
+    @model_validator(mode="after")
+    def _whole_steps(self) -> Self:
+        if self.warmup > 1 and self.warmup != int(self.warmup):
+            raise ValueError(f"warmup {self.warmup} is neither a share below 1 nor whole steps")
+        return self
+
+
+class Train(Strict):
+    """How long, how many at once, and on what."""
+
+    batch: Positive = 32  # examples a step, over all processes and accumulated parts
+    accumulate: Positive = 1
+    epochs: Positive | None = None
+    steps: Positive | None = None
+    bucket: bool = True  # examples of like length share a batch
+    precision: Literal["auto", "float32", "bf16"] = "auto"  # auto: bf16 on CUDA
+    device: str = "auto"
+    threads: Positive | None = None
+    processes: Positive | None = None  # refuse to run with another number of them
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    checkpoint: Positive | None = None  # steps between checkpoints; null: at evaluations
+
+    @model_validator(mode="before")
+    @classmethod
+    def _duration(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("steps") is None and value.get("epochs") is None:
+            return value | {"epochs": 3}
+        return value
+
+    @model_validator(mode="after")
+    def _one_duration(self) -> Self:
+        if self.epochs is not None and self.steps is not None:
+            raise ValueError(
+                f"epochs {self.epochs} and steps {self.steps} both say how long; "
+                "set one of them to null"
+            )
+        if self.batch % (self.accumulate * (self.processes or 1)):
+            raise ValueError(
+                f"batch {self.batch} cannot be shared by {self.processes or 1} processes × "
+                f"{self.accumulate} accumulated parts"
+            )
+        return self
+
+
+class Evaluate(Strict):
+    """When to look, at what, and when to stop."""
+
+    every: Literal["epoch"] | Positive = "epoch"
+    metric: Metric | None = None  # null: accuracy, or perplexity for language
+    patience: Positive | None = None  # evaluations without improvement before stopping
+    target: float | None = None  # record the steps and seconds it took to reach this
+    batch: Positive = 64

@@ -1,0 +1,68 @@
+"""Treatments: surgery as data, by name or spelled out."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(gt=0)]
+Selections = Annotated[tuple[str, ...], Field(min_length=1)]
+
+
+class Strict(BaseModel):
+    """Unknown keys and wrong types are errors; values never change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Orthogonalize(Strict):
+    """Orthonormal rows, per head or over the matrix."""
+
+    method: Literal["orthogonalize"]
+    select: Selections
+    scope: Literal["head", "matrix"] = "head"
+    source: Literal["weights", "gaussian"] = "weights"
+
+
+class Randomize(Strict):
+    """A normal draw, of a given deviation or of the norm that was there."""
+
+    method: Literal["randomize"]
+    select: Selections
+    std: Annotated[float, Field(gt=0)] | Literal["match"] = 0.02
+
+
+class Treatment(Strict):
+    """New values for some weights, then which of them are frozen."""
+
+    init: tuple[Annotated[Orthogonalize | Randomize, Field(discriminator="method")], ...] = ()
+    freeze: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _does_something(self) -> Self:
+        if self.freeze and all(selection.startswith("!") for selection in self.freeze):
+            raise ValueError("freeze only takes away; name what to freeze, e.g. [all, '!head']")
+        return self
+
+
+def _orthogonal(*roles: str, scope: str = "head", source: str = "weights") -> Orthogonalize:
+    return Orthogonalize.model_validate(
+        {"method": "orthogonalize", "select": roles, "scope": scope, "source": source}
+    )
+
+
+_QK = ("query", "key")
+
+NAMED = {
+    "none": Treatment(),
+    "oelm": Treatment(init=(_orthogonal(*_QK),), freeze=_QK),
+    "oelm-gaussian": Treatment(init=(_orthogonal(*_QK, source="gaussian"),), freeze=_QK),
+    "oelm-k": Treatment(init=(_orthogonal("key"),), freeze=("key",)),
+    "oelm-q": Treatment(init=(_orthogonal("query"),), freeze=("query",)),
+    "oelm-global": Treatment(init=(_orthogonal(*_QK, scope="matrix"),), freeze=_QK),
+    "oelm-random": Treatment(init=(Randomize(method="randomize", select=_QK),), freeze=_QK),
+    "oelm-random-matched": Treatment(
+        init=(Randomize(method="randomize", select=_QK, std="match"),), freeze=_QK
+    ),
+    "frozen-qk": Treatment(freeze=_QK),
+    "orthogonal-trainable": Treatment(init=(_orthogonal(*_QK),)),
+}

@@ -1,0 +1,128 @@
+"""The whole recipe, and the combinations that cannot be."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from frostlab.recipe.data import (
+    BPE,
+    PAIRS,
+    TEXT_ONLY,
+    Docstrings,
+    Named,
+    Own,
+    PretrainedTokenizer,
+    Synthetic,
+    Task,
+    Words,
+    data_kind,
+)
+from frostlab.recipe.settings import (
+    DecoderModel,
+    Evaluate,
+    GPTModel,
+    Metric,
+    Optim,
+    PretrainedModel,
+    Train,
+)
+from frostlab.recipe.treatment import NAMED as TREATMENTS
+from frostlab.recipe.treatment import Strict, Treatment
+
+METRICS: dict[Task, tuple[Metric, ...]] = {
+    "classification": ("accuracy", "macro_f1", "loss"),
+    "language": ("perplexity", "token_accuracy", "loss"),
+}
+
+
+def _impossible_data(recipe: "Recipe") -> Iterator[str]:
+    data, metric = recipe.data, recipe.evaluate.metric
+    metrics = METRICS[data.task]
+    if metric is not None and metric not in metrics:
+        listed = ", ".join(metrics)
+        yield f"evaluate.metric {metric} does not exist for {data.task}; there are {listed}"
+    if isinstance(data, Synthetic):
+        if recipe.tokenizer is not None:
+            yield f"data.name {data.name} is made of tokens; tokenizer must be null"
+        return
+    if isinstance(data, Named) and data.name != "xnli" and data.language != "en":
+        yield f"data.language {data.language} is given, but only xnli has languages"
+    if data.splits == "published" and data.tune is not None:
+        yield "data.tune is given, but splits: published selects on the reporting split"
+    if data.name in TEXT_ONLY and data.task != "language":
+        yield f"data.name {data.name} has no labels; set data.task to language"
+    if data.name in (*PAIRS, "sst2") and data.task != "classification":
+        yield f"data.name {data.name} is for classification, not {data.task}"
+    if isinstance(data, Own) and not 1 <= len(data.text) <= 2:
+        yield f"data.text names {len(data.text)} columns; one, or two for pairs"
+
+
+def _impossible_model(recipe: "Recipe") -> Iterator[str]:
+    model, data = recipe.model, recipe.data
+    if isinstance(model, PretrainedModel):
+        if isinstance(data, Synthetic) and model.weights:
+            yield f"data.name {data.name} has tokens of its own; set model.weights to false"
+        return
+    if model.width % model.heads:
+        yield f"model.width {model.width} is not a multiple of model.heads {model.heads}"
+    if isinstance(model, DecoderModel):
+        if data.task == "classification":
+            yield "model.kind decoder is a language model; use gpt for classification"
+        if model.width % (2 * model.heads):
+            yield f"model.width {model.width} gives {model.heads} heads of odd size"
+    elif (model.positions or data.length) < data.length:
+        yield f"model.positions {model.positions} is less than data.length {data.length}"
+
+
+class Recipe(Strict):
+    """One run, whole: equal recipes make equal runs."""
+
+    about: str = ""
+    data: Annotated[
+        Annotated[Docstrings, Tag("docstrings")]
+        | Annotated[Synthetic, Tag("synthetic")]
+        | Annotated[Named, Tag("named")]
+        | Annotated[Own, Tag("own")],
+        Discriminator(data_kind),
+    ] = Docstrings()
+    tokenizer: Annotated[BPE | Words | PretrainedTokenizer, Field(discriminator="kind")] | None = (
+        None  # null: the pretrained model's own, else BPE
+    )
+    model: Annotated[GPTModel | DecoderModel | PretrainedModel, Field(discriminator="kind")] = (
+        GPTModel(kind="gpt")
+    )
+    treatment: Literal[tuple(TREATMENTS)] | Treatment = "none"  # type: ignore[valid-type]
+    optim: Optim = Optim()
+    train: Train = Train(epochs=3)
+    evaluate: Evaluate = Evaluate()
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        for reason in (*_impossible_data(self), *_impossible_model(self)):
+            raise ValueError(reason)
+        return self
+
+    @property
+    def metric(self) -> Metric:
+        """What chooses the best checkpoint."""
+        return self.evaluate.metric or METRICS[self.data.task][0]
+
+    @property
+    def surgery(self) -> Treatment:
+        """What the treatment does, spelled out."""
+        known = self.treatment
+        return known if isinstance(known, Treatment) else TREATMENTS[known]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for YAML and JSON, every default spelled out."""
+        return self.model_dump(mode="json")
+
+    @property
+    def digest(self) -> str:
+        """A stable name for what this recipe does: its description plays no part."""
+        text = json.dumps(self.model_dump(mode="json", exclude={"about"}), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
