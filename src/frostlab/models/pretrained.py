@@ -27,17 +27,18 @@ def blueprint(name: str) -> tuple[nn.Module, str]:
         model, config = OWN[name]
         with torch.device("meta"):
             return model(config()), "frostlab's default config"
-    config, source = _find_config(name)
+    config, source = find_config(name)
     try:
         with torch.device("meta"):
             return _model_class(config)(config), source
     except BadInput:
         raise
     except Exception as error:  # a config can be wrong in any way its model does not expect
-        raise BadInput(f"{name}: its config builds no model ({_first_line(error)})") from None
+        raise BadInput(f"{name}: its config builds no model ({first_line(error)})") from None
 
 
-def _find_config(name: str) -> tuple[Any, str]:
+def find_config(name: str) -> tuple[Any, str]:
+    """A model's config by folder, architecture or hub name, and where it came from."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -48,23 +49,23 @@ def _find_config(name: str) -> tuple[Any, str]:
         try:
             return AutoConfig.from_pretrained(path), f"{path / 'config.json'}"
         except Exception as error:  # whatever a damaged config makes transformers raise
-            raise BadInput(f"{name}: its config cannot be read ({_first_line(error)})") from None
+            raise BadInput(f"{name}: its config cannot be read ({first_line(error)})") from None
     if name in CONFIG_MAPPING_NAMES:
         try:
             return AutoConfig.for_model(name), "the architecture's default config"
         except Exception as error:  # some architectures have no default
-            raise BadInput(f"{name} has no default config ({_first_line(error)})") from None
+            raise BadInput(f"{name} has no default config ({first_line(error)})") from None
     try:
-        config = AutoConfig.from_pretrained(name, local_files_only=not _hub_answers())
+        config = AutoConfig.from_pretrained(name, local_files_only=not hub_answers())
         return config, "the hub's config"
     except Exception as error:  # the hub's client has errors of many kinds
         raise BadInput(
             f"{name} is no folder, no architecture, and not to be had from the hub "
-            f"({_first_line(error)}){_nearest_architecture(name, CONFIG_MAPPING_NAMES)}"
+            f"({first_line(error)}){_nearest_architecture(name, CONFIG_MAPPING_NAMES)}"
         ) from None
 
 
-def _hub_answers() -> bool:
+def hub_answers() -> bool:
     """Whether the hub's name can be looked up, so that being offline costs no retries."""
     from huggingface_hub import constants
 
@@ -82,7 +83,8 @@ def _nearest_architecture(name: str, known: Iterable[str]) -> str:
     return f"; did you mean `{begins}`?" if begins else nearest(last, choices)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its kind."""
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 

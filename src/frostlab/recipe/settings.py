@@ -117,4 +117,4 @@ class Evaluate(Strict):
     metric: Metric | None = None  # null: accuracy, or perplexity for language
     patience: Positive | None = None  # evaluations without improvement before stopping
     target: float | None = None  # record the steps and seconds it took to reach this
-    batch: Positive = 64
+    batch: Positive | None = None  # null: as many as in training

@@ -73,7 +73,10 @@ def _impossible_model(recipe: "Recipe") -> Iterator[str]:
             yield "model.kind decoder is a language model; use gpt for classification"
         if model.width % (2 * model.heads):
             yield f"model.width {model.width} gives {model.heads} heads of odd size"
-    elif (model.positions or data.length) < data.length:
+        return
+    if data.task == "language" and model.causal is False:
+        yield "model.causal false would see the tokens it is to predict; data.task is language"
+    if (model.positions or data.length) < data.length:
         yield f"model.positions {model.positions} is less than data.length {data.length}"
 
 
@@ -116,6 +119,11 @@ class Recipe(Strict):
         """What the treatment does, spelled out."""
         known = self.treatment
         return known if isinstance(known, Treatment) else TREATMENTS[known]
+
+    @property
+    def treatment_name(self) -> str:
+        """The treatment's name, or `explicit` for one that is spelled out."""
+        return "explicit" if isinstance(self.treatment, Treatment) else str(self.treatment)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for YAML and JSON, every default spelled out."""

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from frostlab import __version__
-from frostlab.errors import BadInput
+from frostlab.cli import runs
+from frostlab.errors import BadInput, FrostlabError
 
 app = typer.Typer(
     add_completion=False,
@@ -51,7 +52,6 @@ def inspect(
 
     Nothing is downloaded but a config, and nothing is changed: --freeze is computed.
     """
-    _quiet_libraries()
     from frostlab.anatomy import anatomy
     from frostlab.anatomy.savings import describe_savings, savings
     from frostlab.models.pretrained import blueprint
@@ -79,13 +79,20 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
+app.command("recipes")(runs.recipes)
+app.command("run")(runs.run)
+app.command("runs")(runs.list_runs)
+app.command("show")(runs.show_run)
+
+
 def main() -> None:
-    """Run a command; bad input is one line and exit code 2, never a traceback."""
+    """Run a command; bad input is one line and exit code 2, failed work one line and 1."""
+    _quiet_libraries()
     try:
         app()
-    except BadInput as error:
+    except FrostlabError as error:
         typer.echo(f"frostlab: {error}", err=True)
-        sys.exit(2)
+        sys.exit(2 if isinstance(error, BadInput) else 1)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

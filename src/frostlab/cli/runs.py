@@ -1,0 +1,99 @@
+"""`frostlab recipes`, `run`, `runs`, `show`."""
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from frostlab.errors import BadInput
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
+RunsFolder = Annotated[
+    Path, typer.Option("--runs", envvar="FROSTLAB_RUNS", help="Where runs live.")
+]
+
+
+def recipes(as_json: AsJson = False) -> None:
+    """List the recipes that ship, one line each."""
+    from frostlab.recipe.loading import shipped_recipes
+
+    found = shipped_recipes()
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+        return
+    width = max(map(len, found))
+    for name, about in found.items():
+        typer.echo(f"{name:{width}}  {about}")
+
+
+def run(
+    recipe: Annotated[str, typer.Argument(help="A shipped recipe, or a YAML file of your own.")],
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value on top, e.g. optim.lr=1e-4.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Weights, order of examples, dropout.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the newest unfinished run of this recipe.")
+    ] = False,
+    data_dir: Annotated[
+        Path | None, typer.Option(envvar="FROSTLAB_DATA", help="Data sets as NAME/SPLIT.jsonl …")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The run's own folder.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:2, mps.")] = None,
+    runs: RunsFolder = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """Train what a recipe says, and record everything about it."""
+    from frostlab.recipe.loading import load_recipe, recipe_name
+
+    asked = list(settings or [])
+    if device is not None:
+        asked.append(f"train.device={device}")
+    loaded = load_recipe(recipe, asked, seed)
+    if data_dir is not None and not data_dir.is_dir():
+        raise BadInput(f"--data-dir {data_dir} is not a folder")
+    from frostlab.cli.progress import display
+    from frostlab.records.listing import show
+    from frostlab.training.progress import Silent
+    from frostlab.training.running import run as run_recipe
+
+    record = run_recipe(
+        loaded,
+        name=recipe_name(recipe),
+        out=out,
+        runs=runs,
+        data_dir=data_dir,
+        resume=resume,
+        display=display() if os.environ.get("RANK", "0") == "0" else Silent(),
+    )
+    if os.environ.get("RANK", "0") == "0":
+        typer.echo(json.dumps(record.result, indent=1) if as_json else show(record.folder))
+
+
+def list_runs(runs: RunsFolder = Path("runs"), as_json: AsJson = False) -> None:
+    """List every run: what it was, how far it came, what it gave."""
+    from dataclasses import asdict
+
+    from frostlab.records.index import list_runs as read_runs
+    from frostlab.records.listing import runs_table
+
+    found = read_runs(runs)
+    if as_json:
+        typer.echo(json.dumps([asdict(summary) for summary in found], indent=1, default=str))
+    else:
+        typer.echo(runs_table(found))
+
+
+def show_run(
+    run: Annotated[str, typer.Argument(help="A run's name, the beginning of one, or its folder.")],
+    runs: RunsFolder = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """Show one run: configuration, results, clocks, environment."""
+    from frostlab.records.index import find_run
+    from frostlab.records.listing import show, show_json
+
+    folder = find_run(runs, run)
+    typer.echo(json.dumps(show_json(folder), indent=1) if as_json else show(folder))

@@ -1,0 +1,129 @@
+"""Checkpoints: safetensors and JSON in a folder that appears whole, by one rename.
+
+The newest and the best are kept; the best keeps its weights only.
+"""
+
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from frostlab.errors import FrostlabError
+
+_NAME = re.compile(r"step-(\d{9})")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on disk."""
+
+    folder: Path
+    step: int
+
+    def progress(self) -> dict[str, Any]:
+        """Where the run was."""
+        try:
+            return json.loads((self.folder / "progress.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise FrostlabError(f"{self.folder}/progress.json is damaged ({error})") from None
+
+    def model(self) -> dict[str, Tensor]:
+        """The model's tensors; a tied one appears once."""
+        return self._tensors("model.safetensors")
+
+    def optimizer(self) -> dict[str, Tensor]:
+        """The optimizer's tensors."""
+        return self._tensors("optimizer.safetensors")
+
+    def _tensors(self, name: str) -> dict[str, Tensor]:
+        try:
+            return load_file(self.folder / name)
+        except (OSError, SafetensorError) as error:
+            raise FrostlabError(f"{self.folder / name} is damaged ({error})") from None
+
+
+def checkpoints_in(folder: Path) -> list[Checkpoint]:
+    """Every whole checkpoint, oldest first."""
+    root = folder / "checkpoints"
+    if not root.is_dir():
+        return []
+    found = ((path, _NAME.fullmatch(path.name)) for path in root.iterdir())
+    return sorted((Checkpoint(p, int(m[1])) for p, m in found if m), key=lambda c: c.step)
+
+
+def resumable(folder: Path) -> Checkpoint | None:
+    """The newest checkpoint that can be gone on from."""
+    found = [c for c in checkpoints_in(folder) if (c.folder / "optimizer.safetensors").is_file()]
+    return found[-1] if found else None
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    model: dict[str, Tensor],
+    optimizer: dict[str, Tensor],
+    progress: dict[str, Any],
+) -> Checkpoint:
+    """Write a checkpoint beside its place, flush it to disk, and rename it there."""
+    target = folder / "checkpoints" / f"step-{step:09d}"
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    remove_leftovers(folder)
+    temporary.mkdir(parents=True)
+    try:
+        save_file(_plain(model), temporary / "model.safetensors")
+        save_file(_plain(optimizer), temporary / "optimizer.safetensors")
+        text = json.dumps(progress, indent=1)
+        (temporary / "progress.json").write_text(text, encoding="utf-8")
+        for path in temporary.iterdir():
+            _flush(path)
+        if target.exists():  # the same step, left by a run that was killed and went back
+            shutil.rmtree(target)
+        os.replace(temporary, target)
+        _flush(target.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return Checkpoint(target, step)
+
+
+def keep_only(folder: Path, newest: int, best: int | None) -> None:
+    """Remove every checkpoint but these two; the best, if older, keeps its weights only."""
+    for checkpoint in checkpoints_in(folder):
+        if checkpoint.step == newest:
+            continue
+        if checkpoint.step == best:
+            (checkpoint.folder / "optimizer.safetensors").unlink(missing_ok=True)
+        else:
+            shutil.rmtree(checkpoint.folder)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a save that was killed left behind."""
+    for path in (folder / "checkpoints").glob(".step-*.tmp"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors that safetensors can write: on the CPU, contiguous, each storage once."""
+    seen: dict[tuple[int, int], str] = {}
+    plain = {}
+    for name, tensor in tensors.items():
+        if tensor.numel() and seen.setdefault((tensor.data_ptr(), tensor.numel()), name) != name:
+            continue
+        plain[name] = tensor.detach().cpu().contiguous()
+    return plain
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

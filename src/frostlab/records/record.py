@@ -1,0 +1,54 @@
+"""A finished or unfinished run, read from its folder."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from frostlab.errors import BadInput
+from frostlab.records.folder import effective, read_events
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run left behind; everything is read from `folder`."""
+
+    folder: Path
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """The result, once there is one."""
+        return self._json("result.json")
+
+    @property
+    def status(self) -> str:
+        """finished, stopped, failed or diverged."""
+        return str(self.result["status"])
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The reported metrics."""
+        return dict(self.result["report"] or {})
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """Where it ran."""
+        return self._json("environment.json")
+
+    @property
+    def digests(self) -> dict[str, Any]:
+        """What it started from: weights, data, order, frozen tensors."""
+        return self._json("digests.json")
+
+    def events(self) -> list[dict[str, Any]]:
+        """The events that count, in order."""
+        return effective(read_events(self.folder / "events.jsonl"))
+
+    def _json(self, name: str) -> dict[str, Any]:
+        path = self.folder / name
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise BadInput(f"{path} does not exist (yet)") from None
+        except ValueError as error:
+            raise BadInput(f"{path} is damaged ({error})") from None

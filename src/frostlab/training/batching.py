@@ -1,0 +1,130 @@
+"""Which examples each step sees, as pure functions, and the tensors they become."""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from frostlab.data import Tokens
+
+IGNORED = -100
+_POOL = 50  # batches whose examples are sorted by length together
+Order = list[NDArray[np.int64]]
+
+
+def epoch_order(
+    lengths: NDArray[np.int64], batch: int, seed: int, epoch: int, bucket: bool
+) -> Order:
+    """The examples of every step of an epoch, the last step's perhaps fewer.
+
+    Bucketed, examples of like length share a batch: a shuffled pool of batches is sorted by
+    length and cut, and the batches are shuffled again.
+    """
+    draw = np.random.default_rng([seed, epoch])
+    rows = draw.permutation(len(lengths))
+    if bucket:
+        pools = [rows[i : i + _POOL * batch] for i in range(0, len(rows), _POOL * batch)]
+        rows = np.concatenate([pool[np.argsort(lengths[pool], kind="stable")] for pool in pools])
+    batches = [rows[i : i + batch] for i in range(0, len(rows), batch)]
+    if bucket:
+        batches = [batches[i] for i in draw.permutation(len(batches))]
+    return batches
+
+
+def evaluation_order(lengths: NDArray[np.int64], batch: int) -> Order:
+    """Every example once, longest first, so that running out of memory happens at once."""
+    rows = np.argsort(-lengths, kind="stable")
+    return [rows[i : i + batch] for i in range(0, len(rows), batch)]
+
+
+def scored_counts(tokens: Tokens) -> NDArray[np.int64]:
+    """How many targets of each example count."""
+    if tokens.labels is not None:
+        return np.ones(len(tokens), np.int64)
+    first = 1 if tokens.scored_from is None else np.maximum(tokens.scored_from, 1)
+    return np.maximum(tokens.lengths - first, 0)
+
+
+def order_digest(order: Order, before: str = "") -> str:
+    """A digest of the order of examples, chained to that of the epochs before."""
+    made = hashlib.sha256(before.encode())
+    for rows in order:
+        made.update(len(rows).to_bytes(8, "little"))
+        made.update(np.ascontiguousarray(rows, dtype="<i8").data)
+    return made.hexdigest()[:16]
+
+
+def shared(rows: NDArray[np.int64], rank: int, size: int, parts: int) -> Order:
+    """One process's share of a step's examples, in as many parts as every other's.
+
+    A part may be empty: that process then computes nothing that counts.
+    """
+    longest = -(-len(rows) // size)
+    mine = rows[rank::size]
+    width = -(-longest // min(parts, longest))
+    return [mine[i : i + width] for i in range(0, longest, width)]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Examples as tensors, and how much in them is real."""
+
+    inputs: dict[str, Tensor]  # what the model is called with
+    targets: Tensor  # (B,) classes, or (B, T) next tokens; IGNORED is not scored
+    examples: int
+    tokens: int  # without padding
+    scored: int  # targets that count
+
+    def to(self, device: torch.device) -> "Batch":
+        if device.type == "cpu":
+            return self
+        moved = {name: _moved(tensor, device) for name, tensor in self.inputs.items()}
+        return Batch(moved, _moved(self.targets, device), self.examples, self.tokens, self.scored)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    source = tensor.pin_memory() if device.type == "cuda" else tensor
+    return source.to(device, non_blocking=True)
+
+
+def collate(tokens: Tokens, rows: NDArray[np.int64], pad: int, types: bool = False) -> Batch:
+    """Fill up to the longest example, without a loop over examples.
+
+    `types` tells the second text of a pair from the first, for models that want to know.
+    No rows make one example that counts for nothing, so that every process takes every step.
+    """
+    counts = bool(len(rows))
+    rows = rows if counts else np.zeros(1, np.int64)
+    language = tokens.labels is None
+    starts, lengths = tokens.starts[rows], tokens.stops[rows] - tokens.starts[rows]
+    width = int(lengths.max())
+    places = np.arange(width)
+    real = places < lengths[:, None]  # (B, T)
+    at = np.minimum(starts[:, None] + places, tokens.stops[rows][:, None] - 1)
+    ids = np.where(real, tokens.ids[at], pad).astype(np.int64)
+    if language:
+        targets = np.where(real, ids, IGNORED)[:, 1:]
+        if tokens.scored_from is not None:
+            early = places[1:] < tokens.scored_from[rows][:, None]
+            targets = np.where(early, IGNORED, targets)
+        ids, real = ids[:, :-1], real[:, 1:]
+    else:
+        assert tokens.labels is not None
+        targets = np.asarray(tokens.labels[rows])
+    targets = targets if counts else np.full_like(targets, IGNORED)
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if not (language or real.all()):  # a causal model never sees what is filled up behind
+        inputs["attention_mask"] = real.astype(np.int64)
+    if types and tokens.second is not None:
+        inputs["token_type_ids"] = (places >= tokens.second[rows][:, None]).astype(np.int64) * real
+    return Batch(
+        {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in inputs.items()},
+        torch.from_numpy(np.ascontiguousarray(targets)),
+        examples=len(rows) if counts else 0,
+        tokens=int(real.sum()) if counts else 0,
+        scored=int((targets != IGNORED).sum()),
+    )

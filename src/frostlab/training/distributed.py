@@ -1,0 +1,134 @@
+"""One process or several: who am I, what do all of us have, and how is a model shared."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from frostlab.errors import BadInput
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those that train together."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process is the one that writes."""
+        return self.rank == 0
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum of a tensor over all processes."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def agree(self, value: Any) -> Any:
+        """What the writing process says, for everyone."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def any(self, flag: bool, device: torch.device) -> bool:
+        """Whether any process says so."""
+        if self.size == 1:
+            return flag
+        return bool(self.total(torch.tensor(float(flag), device=device)))
+
+    def wait(self) -> None:
+        """Wait until every process is here."""
+        if self.size > 1:
+            dist.barrier()
+
+
+@contextmanager
+def joined(device: torch.device, asked: int | None) -> Iterator[World]:
+    """Join the processes that torchrun started; `asked` is how many a recipe insists on."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if asked is not None and asked != size:
+        raise BadInput(
+            f"train.processes asks for {asked}, and {size} run; "
+            f"start it with `torchrun --nproc_per_node {asked} -m frostlab run …`"
+        )
+    if size == 1:
+        yield World()
+        return
+    ours = not dist.is_initialized()
+    if ours:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        if dist.get_world_size() != size:
+            raise BadInput(f"WORLD_SIZE is {size}, but {dist.get_world_size()} processes joined")
+        yield World(dist.get_rank(), size, int(os.environ.get("LOCAL_RANK", "0")))
+    finally:
+        if ours and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def share(model: nn.Module, world: World, way: Literal["ddp", "fsdp"], unused: bool) -> nn.Module:
+    """Wrap a model, already frozen and on its device, for all processes."""
+    if world.size == 1:
+        return model
+    if way == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+
+        for block in _blocks(model):
+            fully_shard(block)
+        fully_shard(model)
+        return model
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel(model, find_unused_parameters=unused)
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The layers of every stack: the children of the model's longest module lists."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    longest = max((len(stack) for stack in lists), default=0)
+    return [block for stack in lists if len(stack) == longest for block in stack]
+
+
+@contextmanager
+def _deferred(model: Any) -> Iterator[None]:
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+def accumulating(model: Any, last: bool) -> Any:
+    """Within this, gradients of one part are added up; only the last part's are exchanged."""
+    if last:
+        return nullcontext()
+    if hasattr(model, "no_sync"):
+        return model.no_sync()
+    return _deferred(model) if hasattr(model, "set_requires_gradient_sync") else nullcontext()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor in one piece, gathered if it is sharded."""
+    gather = getattr(tensor, "full_tensor", None)
+    return gather() if gather is not None else tensor
+
+
+def like(value: Tensor, tensor: Tensor) -> Tensor:
+    """A whole value, sharded and placed as `tensor` is."""
+    value = value.to(tensor.device, tensor.dtype)
+    if not hasattr(tensor, "full_tensor"):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    sharded: Any = tensor
+    return distribute_tensor(value, sharded.device_mesh, sharded.placements)

@@ -1,0 +1,39 @@
+"""Metrics of a model over a split, shared by all processes."""
+
+import torch
+from torch import nn
+
+from frostlab.data import Prepared, Tokens
+from frostlab.training.batching import collate, evaluation_order, shared
+from frostlab.training.distributed import World
+from frostlab.training.metrics import Tally, logits_of
+
+
+def evaluate(
+    model: nn.Module,
+    prepared: Prepared,
+    tokens: Tokens,
+    batch: int,
+    *,
+    device: torch.device,
+    precision: torch.dtype,
+    world: World,
+    types: bool = False,
+) -> dict[str, float]:
+    """Every metric of the task over a split; the model's mode is put back afterwards."""
+    tally = Tally(prepared.task, prepared.classes, device)
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            for rows in evaluation_order(tokens.lengths, batch):
+                (part,) = shared(rows, world.rank, world.size, parts=1)
+                examples = collate(tokens, part, prepared.pad, types).to(device)
+                with torch.autocast(
+                    device.type, torch.bfloat16, enabled=precision == torch.bfloat16
+                ):
+                    logits = logits_of(model, examples.inputs)
+                tally.add(logits, examples)
+    finally:
+        model.train(training)
+    return tally.metrics(world)

@@ -1,0 +1,87 @@
+"""Collects what steps leave on the device and reads it in blocks, so that no step waits."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from frostlab.records.folder import RunFolder
+from frostlab.training.distributed import World
+from frostlab.training.step import Diverged, EagerStep, Outcome
+from frostlab.training.stopwatch import Stopwatch
+
+_BLOCK = 50
+WARMUP = 5  # steps after a start whose times are marked
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One step: what it left, and what it was given."""
+
+    step: int
+    outcome: Outcome
+    rate: float
+    tokens: int
+    padded: int
+    examples: int
+
+
+class Ledger:
+    """Turns steps into events; finds, at the latest a block later, that a run has diverged."""
+
+    def __init__(
+        self, step: EagerStep, watch: Stopwatch, world: World, folder: RunFolder | None
+    ) -> None:
+        self._step, self._watch, self._world, self._folder = step, watch, world, folder
+        self._waits = step.device.type != "cpu"
+        self._entries: list[Entry] = []
+        self._first: int | None = None
+        self.loss: float | None = None
+
+    def add(self, entry: Entry) -> None:
+        """Take in a step; on the CPU what is broken is noticed at once."""
+        if self._first is None:
+            self._first = entry.step
+        self._entries.append(entry)
+        if self._waits:
+            if len(self._entries) >= 2 * _BLOCK:
+                self._settle(_BLOCK)
+        elif len(self._entries) >= _BLOCK or int(entry.outcome.broken) >= 0:
+            self._settle(len(self._entries))
+
+    def settle(self) -> None:
+        """Read and write down every step that is not yet written down."""
+        if self._entries:
+            self._settle(len(self._entries))
+
+    def _settle(self, count: int) -> None:
+        block, self._entries = self._entries[:count], self._entries[count:]
+        outcomes = [entry.outcome for entry in block]
+        losses = self._world.total(torch.stack([o.loss for o in outcomes])).tolist()
+        norms = torch.stack([o.norm for o in outcomes]).tolist()
+        broken = torch.stack([o.broken for o in outcomes]).tolist()
+        self.loss = next((x for x in reversed(losses) if math.isfinite(x)), None)
+        assert self._first is not None
+        times = self._watch.laps(count)
+        if self._folder is not None:
+            self._folder.event(
+                "step",
+                block[-1].step,
+                first=block[0].step,
+                loss=[_short(value) for value in losses],
+                norm=[_short(value) for value in norms],
+                ms=[round(value, 4) for value in times],
+                rate=block[-1].rate,
+                tokens=sum(entry.tokens for entry in block),
+                padded=sum(entry.padded for entry in block),
+                examples=sum(entry.examples for entry in block),
+                warmup=max(0, min(count, self._first + WARMUP - block[0].step)),
+            )
+        for entry, index, loss in zip(block, broken, losses, strict=True):
+            if index >= 0:
+                raise Diverged(entry.step, self._step.name_of(index), loss)
+
+
+def _short(value: float) -> float | None:
+    """A number as it is, to 7 digits; JSON has no NaN."""
+    return float(f"{value:.7g}") if math.isfinite(value) else None

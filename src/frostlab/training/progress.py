@@ -1,0 +1,52 @@
+"""Where a run is: all that a checkpoint must hold beside weights, and who is told about it."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from frostlab.training.patience import Best
+
+
+@dataclass
+class Progress:
+    """The state of a run between two steps; everything else follows from recipe and data."""
+
+    best: Best
+    step: int = 0
+    stopped_early: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
+    epoch_seconds: float = 0.0
+    order: str = ""  # digest of the order of examples of the epochs before this one
+    target: dict[str, float] | None = None  # step and seconds at which it was reached
+    last: dict[str, float] = field(default_factory=dict)  # the last evaluation
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Progress":
+        return cls(**{**values, "best": Best(**values["best"])})
+
+
+class Display(Protocol):
+    """Who is shown how a run goes; frostlab itself prints nothing."""
+
+    def begin(self, name: str, step: int, steps: int, per_epoch: int) -> None: ...
+    def advance(self, step: int, loss: float | None) -> None: ...
+    def evaluated(self, step: int, metrics: dict[str, float], best: bool) -> None: ...
+    def close(self) -> None: ...
+
+
+class Silent:
+    """Shows nothing."""
+
+    def begin(self, name: str, step: int, steps: int, per_epoch: int) -> None:
+        """Say nothing."""
+
+    def advance(self, step: int, loss: float | None) -> None:
+        """Say nothing."""
+
+    def evaluated(self, step: int, metrics: dict[str, float], best: bool) -> None:
+        """Say nothing."""
+
+    def close(self) -> None:
+        """Say nothing."""

@@ -1,0 +1,189 @@
+"""`fl.run`: a recipe in, a complete record out."""
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from frostlab.data import Prepared, prepare
+from frostlab.errors import BadInput
+from frostlab.models.building import build_model
+from frostlab.recipe import Recipe
+from frostlab.recipe.loading import load_recipe, recipe_from, recipe_name
+from frostlab.records.checkpoints import Checkpoint, resumable
+from frostlab.records.environment import environment
+from frostlab.records.folder import RunFolder, read_events
+from frostlab.records.places import (
+    given_folder,
+    own_folder,
+    supersede_result,
+)
+from frostlab.records.record import RunRecord
+from frostlab.surgery import Audit
+from frostlab.training.devices import choose_device, choose_precision
+from frostlab.training.distributed import World, joined
+from frostlab.training.interruptions import interruptions
+from frostlab.training.loop import Setting
+from frostlab.training.progress import Display, Silent
+from frostlab.training.stages import stages_of
+from frostlab.training.treating import audit_frozen, treat, weight_digests
+from frostlab.training.work import work
+
+
+def run(
+    recipe: Recipe | str | Path | dict[str, Any],
+    *,
+    name: str | None = None,
+    out: str | Path | None = None,
+    runs: str | Path = "runs",
+    data_dir: str | Path | None = None,
+    resume: bool = False,
+    display: Display | None = None,
+) -> RunRecord:
+    """Train what a recipe says and return its record.
+
+    Args:
+        recipe: a shipped recipe's name, a YAML file, plain values, or a Recipe.
+        out: the run's own folder; by default a new one under `runs`.
+        resume: go on where the newest unfinished run of this very recipe stopped.
+    """
+    recipe, name = _resolve(recipe, name)
+    device = choose_device(recipe.train.device)
+    with ExitStack() as stack:
+        world = stack.enter_context(joined(device, recipe.train.processes))
+        if recipe.train.batch % (world.size * recipe.train.accumulate):
+            raise BadInput(
+                f"train.batch {recipe.train.batch} cannot be shared by {world.size} processes × "
+                f"{recipe.train.accumulate} accumulated parts"
+            )
+        path, resumes = world.agree(_choose_folder(recipe, name, out, Path(runs), resume))
+        folder = stack.enter_context(RunFolder(path).open()) if world.writes and resumes else None
+        _set_threads(recipe, path if resumes else None)
+        setting, digests = _set_up(recipe, data_dir, device, world, display or Silent())
+        if resumes:
+            setting.folder = folder
+            checkpoint = _go_on(setting, path, digests)
+        else:
+            checkpoint = None
+            if world.writes:
+                setting.folder = stack.enter_context(_begin(setting, name, path, digests))
+        stack.callback(setting.display.close)
+        setting.asked_to_stop = stack.enter_context(interruptions())
+        work(setting, path, checkpoint)
+    return RunRecord(path)
+
+
+def _resolve(recipe: Recipe | str | Path | dict[str, Any], name: str | None) -> tuple[Recipe, str]:
+    if isinstance(recipe, Recipe):
+        return recipe, name or "run"
+    if isinstance(recipe, dict):
+        return recipe_from(recipe), name or "run"
+    return load_recipe(str(recipe)), name or recipe_name(str(recipe))
+
+
+def _choose_folder(
+    recipe: Recipe, name: str, out: str | Path | None, runs: Path, resume: bool
+) -> tuple[Path, bool]:
+    if out is not None:
+        return given_folder(Path(out), resume, recipe.digest, recipe.to_dict())
+    return own_folder(runs, f"{name}-{recipe.treatment_name}-s{recipe.seed}", resume, recipe.digest)
+
+
+def _set_threads(recipe: Recipe, resumed: Path | None) -> None:
+    """Compute with the threads that were asked for, or that the run began with."""
+    threads = recipe.train.threads
+    if threads is None and resumed is not None:
+        threads = next(read_events(resumed / "events.jsonl"))["threads"]
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def _set_up(
+    recipe: Recipe,
+    data_dir: str | Path | None,
+    device: torch.device,
+    world: World,
+    display: Display,
+) -> tuple[Setting, dict[str, Any]]:
+    """Data, model and treatment: all that can be refused, before anything is written."""
+    prepared = _prepare(recipe, data_dir, world)
+    model = build_model(recipe, prepared.vocabulary, prepared.classes, prepared.pad)
+    touched = treat(model, recipe)
+    digests = {
+        "data": prepared.digest,
+        "weights": weight_digests(model),
+        "touched": sorted(touched),
+    }
+    model.to(device)
+    frozen = audit_frozen(model)
+    digests["frozen"] = {} if frozen is None else frozen.digests
+    setting = Setting(
+        recipe=recipe,
+        prepared=prepared,
+        model=model,
+        stages=stages_of(recipe, len(prepared.splits["train"])),
+        device=device,
+        precision=choose_precision(recipe.train, device),
+        world=world,
+        folder=None,
+        frozen=frozen,
+        display=display,
+        asked_to_stop=lambda: False,
+    )
+    return setting, digests
+
+
+def _prepare(recipe: Recipe, data_dir: str | Path | None, world: World) -> Prepared:
+    """The writing process prepares the data; the others then find it done."""
+    where = None if data_dir is None else Path(data_dir)
+    if not world.writes:
+        world.wait()
+    prepared = prepare(recipe, where)
+    if world.writes:
+        world.wait()
+    return prepared
+
+
+def _begin(setting: Setting, name: str, path: Path, digests: dict[str, Any]) -> RunFolder:
+    """Make the run's folder, with all that it starts from."""
+    recipe, prepared = setting.recipe, setting.prepared
+    files = {
+        "recipe.yaml": yaml.safe_dump(recipe.to_dict(), sort_keys=False),
+        "environment.json": json.dumps(environment(str(setting.device)), indent=1),
+        "digests.json": json.dumps(digests, indent=1),
+    }
+    return RunFolder.create(
+        path, files,
+        name=name, recipe_digest=recipe.digest, seed=recipe.seed, treatment=recipe.treatment_name,
+        data=recipe.data.name, model=recipe.model.kind, origin=prepared.origin,
+        caution=prepared.caution, known=prepared.known,
+        precision=str(setting.precision).removeprefix("torch."), **_shape(setting),
+    )  # fmt: skip
+
+
+def _go_on(setting: Setting, path: Path, digests: dict[str, Any]) -> Checkpoint | None:
+    """Check that data and frozen weights are what the run began with; find its last checkpoint."""
+    known = RunRecord(path).digests
+    for what in ("data", "weights"):
+        if known[what] != digests[what]:
+            raise BadInput(f"--resume: the {what} of {path} cannot be made again: they changed")
+    if setting.frozen is not None:
+        setting.frozen = Audit(setting.frozen.model, known["frozen"])
+    checkpoint: Checkpoint | None = setting.world.agree(resumable(path))
+    if setting.folder is not None:
+        supersede_result(setting.folder)
+        step = 0 if checkpoint is None else checkpoint.step
+        setting.folder.event("resume", step, **_shape(setting))
+    return checkpoint
+
+
+def _shape(setting: Setting) -> dict[str, Any]:
+    """What decides the bits of a result beside the recipe."""
+    return {
+        "device": str(setting.device),
+        "processes": setting.world.size,
+        "threads": torch.get_num_threads(),
+    }

@@ -1,0 +1,68 @@
+"""A treatment applied to a model, and digests that prove what it left alone."""
+
+import hashlib
+from typing import Any
+
+from torch import nn
+
+from frostlab.anatomy import anatomy, survey
+from frostlab.errors import UnknownArchitecture
+from frostlab.recipe import Recipe
+from frostlab.recipe.treatment import Orthogonalize
+from frostlab.surgery import Audit, audit, freeze, orthogonalize, randomize
+from frostlab.surgery.origin import digest
+from frostlab.training.distributed import whole
+
+
+def treat(model: nn.Module, recipe: Recipe) -> set[str]:
+    """Do what the recipe's treatment says; return the keys of the parts that got new values.
+
+    Surgery draws from generators of its own, so everything else is as without it.
+    """
+    surgery, touched = recipe.surgery, set[str]()
+    for change in surgery.init:
+        touched |= {p.key for p in anatomy(model).select(*change.select) if p.kind == "weight"}
+        if isinstance(change, Orthogonalize):
+            orthogonalize(
+                model, *change.select, scope=change.scope, source=change.source, seed=recipe.seed
+            )
+        else:
+            randomize(model, *change.select, std=change.std, seed=recipe.seed)
+    if surgery.freeze:
+        freeze(model, *surgery.freeze)
+    return touched
+
+
+def weight_digests(model: nn.Module) -> dict[str, str]:
+    """A digest of every part, so that two runs can be compared weight by weight."""
+    try:
+        found, slots = survey(model)
+    except UnknownArchitecture:
+        return {name: digest(tensor)[:16] for name, tensor in model.state_dict().items()}
+    return {part.key: digest(slots[part.name].read(part.rows))[:16] for part in found.parts}
+
+
+def state_digest(model: nn.Module) -> str:
+    """One digest of all of a model's weights and buffers."""
+    made = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        made.update(f"{name} {digest(whole(value))}".encode())
+    return made.hexdigest()[:16]
+
+
+def audit_frozen(model: nn.Module) -> Audit | None:
+    """Digests of what is frozen, or nothing if nothing is."""
+    return None if all(p.requires_grad for p in model.parameters()) else audit(model)
+
+
+def count_parameters(model: nn.Module) -> dict[str, int]:
+    """How many parameters there are, learn, and are frozen; a tied one counts once."""
+    total = sum(p.numel() for p in model.parameters())
+    learn = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return {"total": total, "trainable": learn, "frozen": total - learn}
+
+
+def wants_types(model: Any) -> bool:
+    """Whether a model can tell the second text of a pair from the first."""
+    config = getattr(model, "config", None)
+    return getattr(config, "type_vocab_size", 0) > 1

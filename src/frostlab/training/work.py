@@ -1,0 +1,106 @@
+"""The work of a run: train, report, write the result, whatever happens on the way."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from frostlab.errors import FrostlabError
+from frostlab.records.checkpoints import Checkpoint, checkpoints_in
+from frostlab.records.environment import gpu_state
+from frostlab.records.folder import RunFolder
+from frostlab.records.telemetry import Telemetry
+from frostlab.training.distributed import like
+from frostlab.training.failures import Failure, failure_of
+from frostlab.training.loop import Setting, measure, train
+from frostlab.training.patience import Best
+from frostlab.training.progress import Progress
+from frostlab.training.results import result
+from frostlab.training.stopwatch import Stopwatch
+from frostlab.training.treating import state_digest
+
+
+def work(setting: Setting, path: Path, resumed: Checkpoint | None) -> None:
+    """Train, report, and write the result, whatever happens on the way."""
+    progress = Progress(Best(setting.recipe.metric))
+    if resumed is not None:
+        progress = Progress.from_dict(resumed.progress())
+        load_weights(setting.model, resumed)
+    where, before = str(setting.device), gpu_state(str(setting.device))
+    watch = Stopwatch(setting.device, progress.seconds)
+    report, weights = None, None
+    failure: Failure | None = None
+    with Telemetry(where) as telemetry:
+        try:
+            train(setting, progress, watch, resumed)
+            report = _report(setting, progress, path)
+            weights = state_digest(setting.model)
+        except BaseException as error:
+            failure = failure_of(error, setting.recipe)
+            progress.seconds = watch.seconds
+    if setting.folder is not None:
+        extra = {
+            "gpu_before": before,
+            "gpu_after": gpu_state(where),
+            "telemetry": telemetry.summary(),
+            "device_memory_peak": _device_memory(setting.device),
+            "weights_digest": weights,
+            "order_digest": progress.order,
+        }
+        _conclude(setting, setting.folder, progress, report, failure, extra)
+    if failure is not None:
+        raise failure.error from None
+
+
+def _conclude(
+    setting: Setting,
+    folder: RunFolder,
+    progress: Progress,
+    report: dict[str, float] | None,
+    failure: Failure | None,
+    extra: dict[str, Any],
+) -> None:
+    """Write the end; a disk that is full must not hide why the run ended."""
+    status = "finished" if failure is None else failure.status
+    error = None if failure is None else str(failure.error)
+    try:
+        folder.event("end", progress.step, status=status, error=error)
+        folder.write("result.json", result(
+            setting, folder, progress, status=status, error=error, report=report, extra=extra
+        ))  # fmt: skip
+    except OSError:
+        if failure is None:
+            raise
+
+
+def _report(setting: Setting, progress: Progress, path: Path) -> dict[str, float]:
+    """The reported result: the best weights on the split that nothing was chosen by.
+
+    With published splits the best evaluation is the report, and is labelled so.
+    """
+    if progress.best.step is None:
+        raise FrostlabError(f"no evaluation gave a number for {progress.best.metric}")
+    best = next(c for c in checkpoints_in(path) if c.step == progress.best.step)
+    load_weights(setting.model, best)
+    if setting.frozen is not None:
+        setting.frozen.verify(setting.model)
+    metrics = measure(setting, "report")
+    if setting.folder:
+        setting.folder.event("evaluation", progress.step, split="report", metrics=metrics,
+                             checkpoint=best.step)  # fmt: skip
+    return metrics
+
+
+def load_weights(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
+    """Put a checkpoint's weights into a model, sharded or not; a tied one is stored once."""
+    stored = checkpoint.model()
+    state = model.state_dict()
+    wanted = {name: like(stored[name], state[name]) for name in stored if name in state}
+    missing, unexpected = model.load_state_dict(wanted, strict=False)
+    tied = {n for n in missing if any(state[n].data_ptr() == state[k].data_ptr() for k in stored)}
+    if unexpected or set(stored) - set(state) or set(missing) - tied:
+        raise FrostlabError(f"{checkpoint.folder} does not fit the model")
+
+
+def _device_memory(device: torch.device) -> int | None:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

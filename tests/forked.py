@@ -1,0 +1,119 @@
+"""Runs in child processes that start at once: a server has imported everything already.
+
+A child may be told to die by kill -9 at a chosen moment; `resume=True` then goes on.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["frostlab.training.running", "torch._dynamo"])
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _after(count: int, act: Callable[[], None] = die) -> Callable[[], None]:
+    left = [count]
+
+    def tick() -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            act()
+
+    return tick
+
+
+def plant(moment: str, count: int) -> None:
+    """Make this process die at the `count`-th time that a moment comes."""
+    from frostlab.records import checkpoints, folder
+    from frostlab.training import loop, metrics, step, work
+
+    tick = _after(count)
+
+    def before(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            tick()
+            return original(*args, **kwargs)
+
+        setattr(owner, name, wrapped)
+
+    if moment == "step":
+        before(step.EagerStep, "_clip")
+    elif moment == "update":  # the weights have moved, nobody knows yet
+        before(loop.Ledger, "add")
+    elif moment == "evaluation":
+        before(metrics.Tally, "add")
+    elif moment == "report":
+        before(work, "_report")
+    elif moment == "rename":
+        before(checkpoints, "_flush")
+    elif moment == "clean-up":
+        before(loop, "keep_only")
+    elif moment == "half a file":
+        original_save = checkpoints.save_file
+
+        def half(tensors: Any, path: Path) -> None:
+            original_save(tensors, path)
+            os.truncate(path, path.stat().st_size // 2)
+            tick()
+            original_save(tensors, path)
+
+        checkpoints.save_file = half
+    elif moment == "half an event":
+        original_event = folder.RunFolder.event
+
+        def torn(self: Any, kind: str, step: int, **values: Any) -> None:
+            self._events.write('{"kind": "st')
+            self._events.flush()
+            tick()
+            os.truncate(
+                self.path / "events.jsonl", os.path.getsize(self.path / "events.jsonl") - 12
+            )
+            original_event(self, kind, step, **values)
+
+        folder.RunFolder.event = torn  # type: ignore[method-assign]
+    elif moment == "result":
+        before(folder.RunFolder, "write")
+    else:
+        raise ValueError(moment)
+
+
+def _child(recipe: dict[str, Any], out: str, moment: str | None, count: int) -> None:
+    from frostlab.training.running import run
+
+    if moment is not None:
+        plant(moment, count)
+    run(recipe, out=out, resume=True)
+
+
+def attempt(recipe: dict[str, Any], out: Path, moment: str | None = None, count: int = 1) -> int:
+    """Run or go on with a recipe in a child; return its exit code (−9: killed)."""
+    child = SERVER.Process(target=_child, args=(recipe, str(out), moment, count))
+    child.start()
+    child.join(120)
+    if child.is_alive():
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+        raise TimeoutError("a child did not end")
+    assert child.exitcode is not None
+    return child.exitcode
+
+
+def attempt_for(recipe: dict[str, Any], out: Path, seconds: float) -> int:
+    """Run in a child and kill it from outside after some seconds, wherever it then is."""
+    child = SERVER.Process(target=_child, args=(recipe, str(out), None, 0))
+    child.start()
+    child.join(seconds)
+    child.kill()
+    child.join(60)
+    assert child.exitcode is not None
+    return child.exitcode

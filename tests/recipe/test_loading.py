@@ -1,0 +1,161 @@
+"""Recipes: what ships is valid, layers stack, and what is wrong is said in one line."""
+
+from pathlib import Path
+
+import pytest
+
+from frostlab import BadInput
+from frostlab.recipe import Recipe
+from frostlab.recipe.loading import load_recipe, recipe_from, recipe_name, shipped_recipes
+from frostlab.recipe.treatment import NAMED
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_every_shipped_recipe_is_valid_and_described(name: str) -> None:
+    recipe = load_recipe(name)
+    assert 20 < len(recipe.about) < 110
+    assert recipe_from(recipe.to_dict()) == recipe, "what a run stores is a recipe again"
+
+
+def test_the_shipped_recipes_differ() -> None:
+    digests = {load_recipe(name).digest for name in shipped_recipes()}
+    assert len(digests) == len(shipped_recipes())
+
+
+def test_a_child_says_only_what_differs(tmp_path: Path) -> None:
+    (tmp_path / "parent.yaml").write_text("extends: docstrings-gpt\noptim: {lr: 2e-3, clip: null}")
+    child = tmp_path / "child.yaml"
+    child.write_text("extends: parent.yaml\noptim: {lr: 5e-4}\nseed: 7\n")
+    recipe, grandparent = load_recipe(str(child)), load_recipe("docstrings-gpt")
+    assert (recipe.optim.lr, recipe.optim.clip, recipe.seed) == (5e-4, None, 7)
+    assert recipe.model == grandparent.model
+    assert recipe.about == "", "a description is of one recipe alone"
+
+
+def test_settings_come_on_top_and_numbers_are_numbers() -> None:
+    recipe = load_recipe("docstrings-gpt", ["optim.lr=1e-4", "treatment=oelm"], seed=3)
+    assert recipe.optim.lr == 1e-4
+    assert recipe.surgery == NAMED["oelm"]
+    assert recipe.seed == 3
+    assert load_recipe("docstrings-gpt", ["train.batch=16", "train.batch=64"]).train.batch == 64
+
+
+def test_another_kind_starts_its_section_anew() -> None:
+    recipe = load_recipe("docstrings-lm", ["model.kind=decoder", "tokenizer={kind: words}"])
+    assert recipe.model.kind == "decoder"
+    assert recipe.model.width == 64, "the decoder's own default, not the GPT's 128"
+    same = load_recipe("docstrings-lm", ["model.kind=gpt"])
+    assert same.model.width == 128
+
+
+def test_steps_replace_epochs_and_epochs_steps() -> None:
+    assert load_recipe("docstrings-gpt", ["train.steps=9"]).train.epochs is None
+    assert load_recipe("imdb-lm-gpt", ["train.epochs=2"]).train.steps is None
+    assert Recipe().train.epochs == 3
+
+
+def test_the_digest_is_of_what_a_recipe_does() -> None:
+    one = recipe_from({"optim": {"lr": 1e-3, "decay": 0.1}, "about": "x"})
+    other = recipe_from({"about": "y", "optim": {"decay": 0.1, "lr": 0.001}})
+    assert one.digest == other.digest
+    assert one.digest != recipe_from({"optim": {"lr": 1e-3}}).digest
+    assert Recipe().digest == "7cb4be12a41a1b32", "stored runs are found by it: change it knowingly"
+
+
+def test_names_of_runs() -> None:
+    assert recipe_name("some/where/my-run.yaml") == "my-run"
+    assert recipe_name("imdb-gpt") == "imdb-gpt"
+
+
+ERRORS = [
+    ("data.name=imbd", "--set data.name=imbd: data.name = 'imbd' should be one of docstrings,",
+     "did you mean `imdb`?"),
+    ("model.widht=3", "model.widht is not a key", "did you mean `width`?"),
+    ("lr=3", "lr is not a key", "did you mean `optim.lr`?"),
+    ("treatment=olem", "treatment = 'olem' should be one of none, oelm,", "`oelm`?"),
+    ("optim.lr=fast", "optim.lr = 'fast' should be a number", ""),
+    ("optim.lr=-1", "optim.lr = -1 should be greater than 0", ""),
+    ("optim.lr=.nan", "should be a finite number", ""),
+    ("optim.warmup=1.5", "warmup 1.5 is neither a share below 1 nor whole steps", ""),
+    ("optim.schedule={every: 0, factor: 0.5}", "optim.schedule.every = 0 should be greater", ""),
+    ("optim.schedule=linaer", "'linaer' should be one of linear, cosine, constant", "`linear`?"),
+    ("optim.betas=[0.9]", "optim.betas.1 is missing", ""),
+    ("evaluate.every=epok", "evaluate.every = 'epok' should be epoch or a whole number", ""),
+    ("evaluate.metric=perplexity", "evaluate.metric perplexity does not exist for class", "macro"),
+    ("tokenizer.kind=pbe", "tokenizer.kind = 'pbe' should be one of bpe, words", "`bpe`?"),
+    ("tokenizer={size: 500}", "", ""),
+    ("data.length=2.5", "data.length = 2.5 should be a whole number", ""),
+    ("data=5", "data = 5 should be a section of `key: value`", ""),
+    ("data={name: majority}", "majority is made of tokens; tokenizer must be null", ""),
+    ("data={name: wikitext2}", "wikitext2 has no labels; set data.task to language", ""),
+    ("data={name: mnli, task: language}", "mnli is for classification", ""),
+    ("data={name: imdb, language: fr}", "only xnli has languages", ""),
+    ("data={name: sst2, splits: published, tune: 0.1}", "selects on the reporting split", ""),
+    ("data={name: own}", "data.path is missing", ""),
+    ("data={name: own, path: x.csv, text: [a, b, c]}", "data.text names 3 columns", ""),
+    ("model={kind: decoder}", "decoder is a language model", ""),
+    ("model.width=30", "--set model.width=30: model.width 30 is not a multiple of model.heads", ""),
+    ("model.positions=8", "model.positions 8 is less than data.length 96", ""),
+    ("train={epochs: 1, steps: 2}", "both say how long", "set one of them to null"),
+    ("train.accumulate=5", "cannot be shared", ""),
+    ("treatment={init: [{method: orth, select: [key]}]}", "treatment.init.0.method = 'orth'", ""),
+    ("treatment={init: [{method: randomize, select: [key], sdt: 1}]}", "init.0.sdt is not a key",
+     "`std`?"),
+    ("treatment={freeze: ['!head']}", "freeze only takes away", ""),
+    ("seed=true", "seed = True should be a whole number", ""),
+    ("optim.lr", "should be key=value", ""),
+    ("optim.lr=[1", "is not a YAML value", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("setting", "problem", "hint"), ERRORS, ids=[e[0] for e in ERRORS])
+def test_what_is_wrong_is_said_in_one_line(setting: str, problem: str, hint: str) -> None:
+    if not problem:
+        assert load_recipe("docstrings-gpt", [setting]).tokenizer.size == 500  # type: ignore[union-attr]
+        return
+    with pytest.raises(BadInput) as caught:
+        load_recipe("docstrings-gpt", [setting])
+    line = str(caught.value)
+    assert problem in line
+    assert hint in line
+    assert "\n" not in line
+    assert line.startswith("--set ")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("optim: {lr: 1e-3, lr: 2e-3}", "line 1: the key `lr` is given twice"),
+        ("optim: {lr: [}", "line 1: "),
+        ("- a\n- b", "a recipe is a list of `key: value`, not list"),
+        ("extends: docstring-gpt", "did you mean `docstrings-gpt`?"),
+        ("extends: me.yaml", "extends itself"),
+        ("extends: gone.yaml", "gone.yaml: cannot be read (No such file or directory)"),
+        ("extends: 3", "extends = 3 should be the name of a recipe"),
+        ("optim: {lr: 2024-01-01}", "not plain values"),
+        ("optim:\n  lr: -1\n", "me.yaml: optim.lr = -1 should be greater than 0"),
+        ("extends: docstrings-gpt\nmodel: {width: 30}", "me.yaml: model.width 30 is not a mult"),
+        ("x: !!python/object:os.system 1", "line 1: "),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path: Path, text: str, problem: str) -> None:
+    path = tmp_path / "me.yaml"
+    path.write_text(text)
+    with pytest.raises(BadInput) as caught:
+        load_recipe(str(path))
+    assert problem in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_are_not_there() -> None:
+    with pytest.raises(BadInput, match="did you mean `imdb-gpt`"):
+        load_recipe("imdb-gtp")
+    with pytest.raises(BadInput, match="cannot be read"):
+        load_recipe("nowhere.yaml")
+
+
+def test_the_named_treatments() -> None:
+    assert set(NAMED) == {
+        "none", "oelm", "oelm-gaussian", "oelm-k", "oelm-q", "oelm-global", "oelm-random",
+        "oelm-random-matched", "frozen-qk", "orthogonal-trainable",
+    }  # fmt: skip

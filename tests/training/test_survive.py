@@ -1,0 +1,88 @@
+"""kill -9 at any moment, then resume: the same weights and metrics, bit for bit."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forked import attempt, attempt_for
+from frostlab.records.checkpoints import checkpoints_in
+from frostlab.records.record import RunRecord
+
+RECIPE: dict[str, Any] = {
+    "data": {"name": "majority", "examples": 256, "length": 12, "symbols": 4},
+    "model": {"kind": "gpt", "width": 16, "layers": 2, "heads": 2, "dropout": 0.1},
+    "treatment": "oelm",
+    "optim": {"lr": 3e-3},
+    "train": {"batch": 32, "epochs": 5, "threads": 1, "checkpoint": 3},
+    "evaluate": {"every": 7},
+}
+MOMENTS = [
+    ("step", 2), ("step", 17), ("step", 40), ("update", 1), ("update", 21),
+    ("evaluation", 1), ("evaluation", 30), ("report", 1),
+    ("rename", 1), ("rename", 3), ("rename", 26), ("clean-up", 1), ("clean-up", 5),
+    ("half a file", 1), ("half a file", 2), ("half a file", 7), ("half a file", 12),
+    ("half an event", 2), ("half an event", 9), ("result", 1),
+]  # fmt: skip
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """All of a record that must not depend on how often a run was killed."""
+    record = RunRecord(folder)
+    result = record.result
+    steps = [e for e in record.events() if e["kind"] == "step"]
+    return {
+        **{key: result[key] for key in (
+            "status", "steps", "best", "report", "last", "weights_digest", "order_digest",
+            "parameters", "checkpoint", "stopped_early",
+        )},
+        "losses": [loss for event in steps for loss in event["loss"]],
+        "norms": [norm for event in steps for norm in event["norm"]],
+        "tokens": sum(event["tokens"] for event in steps),
+        "evaluations": [(e["step"], e["split"], e["metrics"])
+                        for e in record.events() if e["kind"] == "evaluation"],
+        "kept": [c.step for c in checkpoints_in(folder)],
+        "files": sorted(p.name for p in folder.rglob("*") if p.suffix == ".tmp"),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert attempt(RECIPE, folder) == 0
+    found = outcome(folder)
+    assert found["steps"] == 40
+    assert len(found["losses"]) == 40
+    assert len(set(found["losses"])) > 30
+    return found
+
+
+@pytest.mark.parametrize(("moment", "count"), MOMENTS)
+def test_killed_at_a_chosen_moment(
+    moment: str, count: int, tmp_path: Path, uninterrupted: dict[str, Any]
+) -> None:
+    folder = tmp_path / "run"
+    assert attempt(RECIPE, folder, moment, count) == -9
+    assert not (folder / "result.json").exists()
+    assert attempt(RECIPE, folder) == 0
+    assert outcome(folder) == uninterrupted
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_again_and_again_at_random(
+    seed: int, tmp_path: Path, uninterrupted: dict[str, Any]
+) -> None:
+    folder, draw, kills = tmp_path / "run", random.Random(seed), 0
+    while not (folder / "result.json").exists() and kills < 3:
+        kills += attempt_for(RECIPE, folder, draw.uniform(0.02, 0.6)) == -9
+    if not (folder / "result.json").exists():
+        assert attempt(RECIPE, folder) == 0
+    assert outcome(folder) == uninterrupted
+
+
+def test_other_seeds_give_other_runs(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
+    assert attempt({**RECIPE, "seed": 1}, tmp_path / "run") == 0
+    other = outcome(tmp_path / "run")
+    for key in ("weights_digest", "order_digest", "losses"):
+        assert other[key] != uninterrupted[key]
