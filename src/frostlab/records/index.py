@@ -114,7 +114,7 @@ def _run_folders(root: Path) -> Iterator[tuple[str, list[int]]]:
 
 def read_run(folder: Path) -> Summary:
     """Summarise one run from its files alone."""
-    return _with_lock(_read(folder)[0])
+    return _with_lock(_read(Path(os.path.abspath(folder)))[0])  # `.` has no name
 
 
 def _with_lock(run: Summary) -> Summary:

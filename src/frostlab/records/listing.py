@@ -45,27 +45,22 @@ def runs_table(summaries: Iterable[Summary]) -> str:
     lines = _aligned([list(_COLUMNS), *rows])
     lines += [f"{mark} {_plain(text)}" for text, mark in marks.items()]
     wrong = [run for run in runs if run.error]
-    lines += [_short(f"{run.name}: {run.error}", WIDTH) for run in wrong[:10]]
+    lines += [_short(_plain(f"{run.name}: {run.error}"), WIDTH) for run in wrong[:10]]
     lines += [f"and {len(wrong) - 10} more with an error"] * (len(wrong) > 10)
     return "\n".join(lines)
 
 
 def _row(run: Summary, mark: str) -> list[str]:
-    best = f"{run.metric}={_number(run.value)}" if run.metric else NONE
-    report = (run.report or {}).get(run.metric or "")
-    shown = (run.name, run.status, run.treatment, run.seed, run.steps)
-    clocks = (_number(run.step_ms), hms(run.total_seconds))
-    return [
-        *map(_plain, shown),
-        best + mark,
-        _number(report) + mark * (report is not None),
-        *clocks,
-    ]
+    best = f"{run.metric}={_number(run.value)}{mark}" if run.metric else None
+    value = (run.report or {}).get(run.metric or "")
+    report = None if value is None else _number(value) + mark
+    shown = (run.name, run.status, run.treatment, run.seed, run.steps, best, report)
+    return [*map(_plain, shown), _number(run.step_ms), hms(run.total_seconds)]
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for column, least in ((2, 12), (0, 24)):  # the treatment gives way first, then the name
+    for column, least in ((2, 10), (0, 16)):  # the treatment gives way first, then the name
         over = sum(widths) + 2 * (len(widths) - 1) - WIDTH
         widths[column] = max(min(widths[column], least), widths[column] - max(0, over))
     lines = []
@@ -113,10 +108,7 @@ def show(folder: Path) -> str:
         "environment": [_plain(one_line(run["environment"] or {}) or None)],
         "notes": [_note(note) for note in run["notes"]] or [NONE],
     }
-    blocks = (
-        "\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections.items()
-    )
-    return "\n\n".join(blocks)
+    return "\n\n".join("\n  ".join([title, *lines]) for title, lines in sections.items())
 
 
 def _status(run: dict[str, Any]) -> list[str]:
@@ -135,12 +127,8 @@ def _configuration(run: dict[str, Any]) -> list[str]:
     lines = _pairs([("digest", digest), *((name, run[name]) for name in names)])
     if run["differences"] is None:
         return [*lines, f"differences from the defaults: {NONE}"]
-    changed = _pairs(run["differences"].items())
-    return [
-        *lines,
-        "differences from the defaults:",
-        *(f"  {line}" for line in changed or ["none"]),
-    ]
+    changed = [f"  {line}" for line in _pairs(run["differences"].items()) or ["none"]]
+    return [*lines, "differences from the defaults:", *changed]
 
 
 def _results(run: dict[str, Any]) -> list[str]:
@@ -149,13 +137,8 @@ def _results(run: dict[str, Any]) -> list[str]:
     if best and (step := part(result, "best").get("step")) is not None:
         best += f" at step {step}"
     report = ", ".join(f"{name} {_number(value)}" for name, value in (run["report"] or {}).items())
-    return _pairs(
-        [
-            ("best" if result else "latest", best),
-            ("report", report or None),
-            ("caution", run["caution"]),
-        ]
-    )
+    word = "best" if result else "latest"
+    return _pairs([(word, best), ("report", report or None), ("caution", run["caution"])])
 
 
 def _clocks(clocks: dict[str, Any]) -> list[str]:
@@ -179,9 +162,7 @@ def _duration(value: Any) -> str:
 def _parameters(counts: dict[str, Any]) -> list[str]:
     total = typed(counts.get("total"), int)
     known = [(name, typed(counts.get(name), int)) for name in ("total", "trainable", "frozen")]
-    return _pairs(
-        (name, n if n is None or not total else f"{n:,}  {n / total:.1%}") for name, n in known
-    )
+    return _pairs((name, f"{n:,}  {n / total:.1%}" if n and total else n) for name, n in known)
 
 
 def _note(event: dict[str, Any]) -> str:
