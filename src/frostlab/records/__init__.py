@@ -1,0 +1,1 @@
+"""Records: what a run leaves behind, and how it is found and read again."""

@@ -1,0 +1,215 @@
+"""Where a run happens: the GPU through NVML, the host, the libraries, the code, the command."""
+
+import importlib.metadata
+import os
+import platform
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from threading import Thread
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+
+import frostlab
+from frostlab.records.telemetry import Gpu, wanted_gpu
+
+VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+    "ONEDNN_MAX_CPU_ISA",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "WORLD_SIZE",
+    "RANK",
+    "LOCAL_RANK",
+)
+LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "safetensors")
+_PATIENCE = 1.5  # seconds for a driver or git that hangs
+
+
+def gpu_state(device: str) -> dict[str, Any] | None:
+    """Temperature, clocks, power, utilisation and memory of the GPU now, or None without one."""
+    return _try(lambda: _ask_gpu(device, _state).answer(time.monotonic() + _PATIENCE))
+
+
+def _state(gpu: Gpu) -> dict[str, Any]:
+    """What changes from moment to moment; null where this GPU does not say."""
+    return {
+        "temperature_c": _try(gpu.temperature),
+        "sm_clock_mhz": _try(gpu.clock, "SM"),
+        "memory_clock_mhz": _try(gpu.clock, "MEM"),
+        "power_watts": _try(gpu.power),
+        "utilisation_percent": _try(gpu.utilisation),
+        "memory_used_bytes": _try(lambda: int(gpu.ask("nvmlDeviceGetMemoryInfo").used)),
+    }
+
+
+def _facts(gpu: Gpu) -> dict[str, Any]:
+    """What this GPU is, how it is now, and who else is on it."""
+    return {
+        "name": _try(gpu.ask, "nvmlDeviceGetName"),
+        "uuid": _try(gpu.ask, "nvmlDeviceGetUUID"),
+        "driver": _try(gpu.nvml.nvmlSystemGetDriverVersion),
+        "memory_total_bytes": _try(lambda: int(gpu.ask("nvmlDeviceGetMemoryInfo").total)),
+        "power_limit_watts": _try(lambda: gpu.ask("nvmlDeviceGetEnforcedPowerLimit") / 1000),
+        "max_sm_clock_mhz": _try(gpu.clock, "SM", "nvmlDeviceGetMaxClockInfo"),
+        "max_memory_clock_mhz": _try(gpu.clock, "MEM", "nvmlDeviceGetMaxClockInfo"),
+        **_state(gpu),
+        "other_processes": _others(gpu),
+    }
+
+
+def _others(gpu: Gpu) -> list[dict[str, Any]] | None:
+    """Every process on the GPU but this one, or None where NVML does not say."""
+    kinds = ("Compute", "Graphics")
+    answers = [_try(gpu.ask, f"nvmlDeviceGet{kind}RunningProcesses") for kind in kinds]
+    if all(answer is None for answer in answers):
+        return None
+    memory = {p.pid: p.usedGpuMemory for answer in answers for p in answer or ()}
+    memory.pop(os.getpid(), None)
+    return [
+        {
+            "pid": pid,
+            "name": _try(gpu.nvml.nvmlSystemGetProcessName, pid),
+            "memory_bytes": used,
+        }
+        for pid, used in sorted(memory.items())
+    ]
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Describe where this process runs; what cannot be known is null, and nothing is raised."""
+    until = time.monotonic() + _PATIENCE
+    code = _Question(_git)
+    gpu, reason = None, None
+    try:
+        gpu = _ask_gpu(device, _facts).answer(until)
+    except Exception as error:
+        reason = str(error) or type(error).__name__
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.orig_argv),
+        "device": device,
+        "gpu": gpu,
+        "gpu_reason": reason,
+        "versions": _versions(),
+        "host": _host(),
+        "git": _try(lambda: code.answer(until)) or {"commit": None, "dirty": None},
+        "variables": {name: os.environ.get(name) for name in VARIABLES},
+    }
+
+
+def one_line(found: dict[str, Any]) -> str:
+    """Say the most of an environment on one line; what it lacks is left out."""
+    known = ((key, found.get(key)) for key in ("gpu", "host", "versions", "git"))
+    parts = {key: value if isinstance(value, dict) else {} for key, value in known}
+    words = [
+        ("", parts["gpu"].get("name") or parts["host"].get("cpu")),
+        ("driver ", parts["gpu"].get("driver")),
+        *((f"{name} ", parts["versions"].get(name)) for name in ("torch", "cuda", "transformers")),
+        *((f"{name} ", parts["versions"].get(name)) for name in ("python", "frostlab")),
+        ("on ", parts["host"].get("name")),
+        ("commit ", str(parts["git"].get("commit") or "")[:12]),
+    ]
+    line = ", ".join(f"{word}{value}" for word, value in words if value)
+    return f"{line} (dirty)" if parts["git"].get("dirty") is True else line
+
+
+def _versions() -> dict[str, str | None]:
+    torch: Any = sys.modules.get("torch")  # never imported for this alone: that takes seconds
+    cudnn = _try(lambda: torch.backends.cudnn.version())
+    return {
+        "python": platform.python_version(),
+        "frostlab": frostlab.__version__,
+        **{name: _try(importlib.metadata.version, name) for name in LIBRARIES},
+        "cuda": _try(lambda: torch.version.cuda),
+        "cudnn": None if cudnn is None else str(cudnn),
+    }
+
+
+def _host() -> dict[str, Any]:
+    torch: Any = sys.modules.get("torch")
+    return {
+        "name": _try(socket.gethostname),
+        "os": _try(platform.platform),
+        "cpu": _try(_cpu_model),
+        "logical_cores": _try(psutil.cpu_count),
+        "physical_cores": _try(lambda: psutil.cpu_count(logical=False)),
+        "usable_cores": _try(lambda: len(os.sched_getaffinity(0))),
+        "memory_bytes": _try(lambda: psutil.virtual_memory().total),
+        "memory_available_bytes": _try(lambda: psutil.virtual_memory().available),
+        "load_average": _try(lambda: list(os.getloadavg())),
+        "torch_threads": _try(lambda: torch.get_num_threads()),
+    }
+
+
+def _cpu_model() -> str | None:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine() or None
+
+
+def _git() -> dict[str, Any]:
+    """Say the commit of the current folder, and whether tracked files differ from it."""
+
+    def ask(*words: str) -> str:
+        command = ["git", "--no-optional-locks", *words]
+        done = subprocess.run(
+            command, capture_output=True, text=True, stdin=subprocess.DEVNULL,
+            timeout=_PATIENCE / 2, check=True,
+        )  # fmt: skip
+        return done.stdout.strip()
+
+    status = ("status", "--porcelain", "--untracked-files=no")
+    return {
+        "commit": _try(lambda: ask("rev-parse", "--verify", "HEAD")),
+        "dirty": _try(lambda: bool(ask(*status))),
+    }
+
+
+def _ask_gpu(device: str, ask: Callable[[Gpu], dict[str, Any]]) -> "_Question":
+    wanted = wanted_gpu(device)
+    return _Question(lambda: ask(Gpu(wanted)))
+
+
+class _Question(Thread):
+    """A question asked on a thread of its own, so that one that hangs holds nobody up."""
+
+    def __init__(self, ask: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self._ask = ask
+        self._answer: Any = None
+        self._error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._answer = self._ask()
+        except Exception as error:
+            self._error = error
+
+    def answer(self, until: float) -> Any:
+        """Return the answer if it is there by `until` on the monotonic clock."""
+        self.join(max(0.0, until - time.monotonic()))
+        if self.is_alive():
+            raise TimeoutError(f"no answer within {_PATIENCE} s")
+        if self._error is not None:
+            raise self._error
+        return self._answer
+
+
+def _try(ask: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return ask(*arguments)
+    except Exception:
+        return None

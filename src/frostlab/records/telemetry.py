@@ -1,0 +1,249 @@
+"""The GPU through NVML, and how busy it and the host were while a run went on."""
+
+import importlib
+import os
+import resource
+import statistics
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Callable
+from typing import Any, Self
+
+import psutil  # type: ignore[import-untyped]
+
+from frostlab.errors import BadInput
+
+_KEPT = 8192  # values a quantity remembers for its median
+
+
+class NoGpu(Exception):
+    """Why there is no GPU to ask."""
+
+
+def wanted_gpu(device: str) -> tuple[int | str, ...]:
+    """Translate torch's `cuda:N` into what NVML may know it as; call it on the training thread."""
+    kind, _, number = device.partition(":")
+    if kind != "cuda":
+        raise NoGpu(f"no CUDA device: the run is on {device}")
+    if number and not number.isdecimal():
+        raise NoGpu(f"no CUDA device: {device!r} names none")
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        index = int(number) if number else torch.cuda.current_device()
+        # CUDA may number GPUs by speed, NVML by bus; the UUID is the same in both.
+        uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+        if uuid is not None:
+            return (f"GPU-{uuid}", f"MIG-{uuid}")
+    index = int(number or 0)
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return (index,)
+    seen: list[int | str] = []
+    for word in (word.strip() for word in listed.split(",")):
+        if not (word.isdecimal() or word.startswith(("GPU-", "MIG-"))):
+            break  # as CUDA: what stands after an invalid entry is not visible
+        seen.append(int(word) if word.isdecimal() else word)
+    if index >= len(seen):
+        raise NoGpu(f"no CUDA device {index} in CUDA_VISIBLE_DEVICES={listed}")
+    return (seen[index],)
+
+
+class Gpu:
+    """One GPU as NVML sees it; what it does not say raises NVML's own error."""
+
+    def __init__(self, wanted: tuple[int | str, ...]) -> None:
+        """Open the first of `wanted`, indices or UUIDs, that NVML knows."""
+        try:
+            self.nvml: Any = importlib.import_module("pynvml")
+        except ImportError:
+            raise NoGpu("nvidia-ml-py is not installed") from None
+        try:
+            self.nvml.nvmlInit()
+        except self.nvml.NVMLError as error:
+            raise NoGpu(f"NVML does not answer: {error}") from None
+        found = [handle for choice in wanted if (handle := self._handle(choice)) is not None]
+        if not found:
+            raise NoGpu(f"NVML knows no GPU {wanted[0]}")
+        self._device = found[0]
+
+    def _handle(self, choice: int | str) -> Any:
+        nvml = self.nvml
+        try:
+            if isinstance(choice, int):
+                return nvml.nvmlDeviceGetHandleByIndex(choice)
+            if not choice.startswith("GPU-"):
+                return nvml.nvmlDeviceGetHandleByUUID(choice)
+            every = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
+            # CUDA takes the beginning of a UUID, if only one GPU's begins so.
+            alike = [h for h in every if nvml.nvmlDeviceGetUUID(h).startswith(choice)]
+            return alike[0] if len(alike) == 1 else None
+        except nvml.NVMLError:
+            return None
+
+    def ask(self, question: str, *arguments: Any) -> Any:
+        """Call an NVML function about this GPU."""
+        return getattr(self.nvml, question)(self._device, *arguments)
+
+    def clock(self, domain: str = "SM", question: str = "nvmlDeviceGetClockInfo") -> float:
+        """Megahertz of the domain SM or MEM."""
+        return float(self.ask(question, getattr(self.nvml, f"NVML_CLOCK_{domain}")))
+
+    def power(self) -> float:
+        """Watts."""
+        return float(self.ask("nvmlDeviceGetPowerUsage")) / 1000
+
+    def temperature(self) -> float:
+        """Degrees Celsius."""
+        old = hasattr(self.nvml, "nvmlDeviceGetTemperature")  # its end is announced for CUDA 14
+        name = "nvmlDeviceGetTemperature" if old else "nvmlDeviceGetTemperatureV"
+        return float(self.ask(name, self.nvml.NVML_TEMPERATURE_GPU))
+
+    def utilisation(self) -> float:
+        """Percent of NVML's last sample period in which a kernel ran."""
+        return float(self.ask("nvmlDeviceGetUtilizationRates").gpu)
+
+
+class _Series:
+    """One quantity: exact count, mean and extremes, and evenly thinned values for the median."""
+
+    def __init__(self) -> None:
+        self.n, self._sum, self._min, self._max = 0, 0.0, float("inf"), float("-inf")
+        self._kept, self._stride = array("d"), 1
+
+    def add(self, value: float) -> None:
+        self.n += 1
+        self._sum += value
+        self._min, self._max = min(self._min, value), max(self._max, value)
+        if self.n % self._stride == 0:
+            self._kept.append(value)
+            if len(self._kept) == _KEPT:
+                self._kept, self._stride = self._kept[1::2], self._stride * 2
+
+    def summary(self) -> dict[str, Any]:
+        if not self.n:
+            return {"n": 0, "mean": None, "min": None, "p50": None, "max": None}
+        mean, p50 = self._sum / self.n, statistics.median(self._kept)
+        return {"n": self.n, "mean": mean, "min": self._min, "p50": p50, "max": self._max}
+
+
+class Telemetry:
+    """Samples a GPU and the host on a thread while its `with` block runs; never stops the run."""
+
+    def __init__(self, device: str = "cpu", interval: float = 1.0) -> None:
+        if not interval > 0:
+            raise BadInput(f"Telemetry: interval {interval} is not above 0 seconds; try 1.0")
+        self._device, self._interval = device, interval
+        self._stop, self._lock = threading.Event(), threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
+        self._process = psutil.Process()
+        self._read: dict[str, Callable[[], float]] = {
+            "load_1min": lambda: os.getloadavg()[0],
+            "process_rss_bytes": lambda: float(self._process.memory_info().rss),
+        }
+        self._shares: dict[str, Callable[[], float]] = {  # since they were last asked
+            "process_cpu_percent": lambda: float(self._process.cpu_percent(None)),
+            "system_cpu_percent": lambda: float(psutil.cpu_percent(None)),
+        }
+        self._series = {name: _Series() for name in (*self._read, *self._shares)}
+        self._samples, self._errors, self._cost = 0, 0, 0.0
+        self._last_error: str | None = None
+        self._wanted: tuple[int | str, ...] = ()
+        self._gpu_reason: str | None = None
+        self._power: tuple[float, float] | None = None  # when, watts
+        self._joules, self._began, self._ended = 0.0, time.monotonic(), float("inf")
+
+    def __enter__(self) -> Self:
+        try:
+            self._wanted = wanted_gpu(self._device)
+        except Exception as error:
+            self._gpu_reason = str(error)
+        self._began = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join(1.0)
+        self._ended = time.monotonic()
+        if self._thread.is_alive():
+            self._fail("sampling", "no answer within 1 s of the end")
+
+    def summary(self) -> dict[str, Any]:
+        """What was sampled so far, as plain values; null where nothing could be."""
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        with self._lock:
+            series = {name: series.summary() for name, series in self._series.items()}
+            return {
+                "interval_seconds": self._interval,
+                "seconds": min(time.monotonic(), self._ended) - self._began,
+                "samples": self._samples,
+                "errors": self._errors,
+                "last_error": self._last_error,
+                "gpu_reason": self._gpu_reason,
+                "gpu_energy_joules": None if self._power is None else self._joules,
+                # since the process began; the kernel's peak may lag behind what was sampled
+                "host_peak_bytes": int(max(peak, series["process_rss_bytes"]["max"] or 0)),
+                "sampling_cpu_seconds": self._cost,
+                **series,
+            }
+
+    def _run(self) -> None:
+        if self._wanted:
+            self._open_gpu()
+        self._sample(self._shares, keep=False)  # the first answer of a share means nothing
+        asked, last = time.monotonic(), False
+        while True:
+            self._sample(self._read)
+            if (now := time.monotonic()) - asked >= self._interval / 2:
+                self._sample(self._shares)
+                asked = now
+            with self._lock:
+                self._samples += 1
+                self._cost = time.thread_time()  # all of this thread's, opening NVML too
+            if last:
+                return
+            last = self._stop.wait(self._interval)
+
+    def _open_gpu(self) -> None:
+        try:
+            gpu = Gpu(self._wanted)
+        except Exception as error:
+            self._gpu_reason = str(error) or type(error).__name__
+            return
+        found: dict[str, Callable[[], float]] = {
+            "gpu_utilisation_percent": gpu.utilisation,
+            "gpu_power_watts": lambda: self._add_energy(gpu.power()),
+            "gpu_temperature_c": gpu.temperature,
+            "gpu_sm_clock_mhz": gpu.clock,
+        }
+        with self._lock:
+            self._series |= {name: _Series() for name in found}
+            self._read |= found
+
+    def _add_energy(self, watts: float) -> float:
+        now = time.monotonic()
+        since, before = self._power or (now, watts)
+        self._joules += (now - since) * (before + watts) / 2
+        self._power = (now, watts)
+        return watts
+
+    def _sample(self, readers: dict[str, Callable[[], float]], keep: bool = True) -> None:
+        for name, read in list(readers.items()):
+            try:
+                value = read()
+            except Exception as error:
+                self._fail(name, str(error) or type(error).__name__)
+                if type(error).__name__ == "NVMLError_NotSupported":
+                    del readers[name]  # it never will be: counted once
+                continue
+            if keep:
+                with self._lock:
+                    self._series[name].add(value)
+
+    def _fail(self, name: str, reason: str) -> None:
+        with self._lock:
+            self._errors += 1
+            self._last_error = f"{name}: {reason}"

@@ -1,0 +1,351 @@
+"""Runs are found and summarised the same with the index, without it, and whatever happened."""
+
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frostlab.errors import BadInput
+from frostlab.records import index
+from frostlab.records.index import INDEX, Summary, find_run, list_runs, read_run
+
+START = {"kind": "start", "at": 100.0, "step": 0, "recipe_digest": "d1", "seed": 3}
+START |= {"treatment": "oelm", "data": {"name": "sst2", "task": "x"}, "model": "gpt"}
+RESULT: dict[str, Any] = {
+    "schema": 1,
+    "status": "finished",
+    "recipe_digest": "d1",
+    "seed": 3,
+    "treatment": "oelm",
+    "best": {"metric": "accuracy", "value": 0.8, "step": 20},
+    "report": {"accuracy": 0.0, "loss": 0.5, "odd": "x"},
+    "caution": "selected on the reporting split",
+    "clocks": {"total_seconds": 9.5, "step_ms": {"median": 4.5}},
+    "steps": 30,
+    "error": None,
+}
+
+
+def write_run(
+    folder: Path, result: dict[str, Any] | None = None, steps: int = 3, at: float = 100.0
+) -> Path:
+    folder.mkdir(parents=True)
+    events: list[dict[str, Any]] = [START | {"name": folder.name, "at": at}]
+    for step in range(1, steps + 1):
+        events.append({"kind": "step", "at": at + step, "step": step, "loss": 1 / step})
+    metrics = {"accuracy": 0.25, "loss": 0.5}
+    events.append({"kind": "evaluation", "at": at, "step": steps, "metrics": metrics})
+    text = "".join(json.dumps(event) + "\n" for event in events)
+    (folder / "events.jsonl").write_text(text)
+    (folder / "run.lock").touch()
+    if result is not None:
+        (folder / "result.json").write_text(json.dumps(result))
+    return folder
+
+
+def age(root: Path, seconds: float = 60) -> None:
+    """Make every file old enough for the index to trust it."""
+    for path in root.rglob("*"):
+        moment = path.stat().st_mtime - seconds
+        os.utime(path, (moment, moment))
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the runs whose files were read."""
+    names: list[str] = []
+    real = index._read
+
+    def counted(folder: Path) -> tuple[Summary, bool]:
+        names.append(folder.name)
+        return real(folder)
+
+    monkeypatch.setattr(index, "_read", counted)
+    return names
+
+
+def test_a_finished_run_is_summarised(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", RESULT)
+    expected = Summary(
+        name="a",
+        folder=folder,
+        status="finished",
+        recipe_digest="d1",
+        seed=3,
+        treatment="oelm",
+        data="sst2",
+        model="gpt",
+        started=100.0,
+        steps=30,
+        metric="accuracy",
+        value=0.8,
+        report={"accuracy": 0.0, "loss": 0.5},
+        caution="selected on the reporting split",
+        total_seconds=9.5,
+        step_ms=4.5,
+    )
+    assert list_runs(tmp_path) == [expected]
+    assert read_run(folder) == expected
+
+
+@pytest.mark.parametrize("steps", [3, 5000])  # more than head and tail hold
+def test_an_unfinished_run_says_how_far_it_came(tmp_path: Path, steps: int) -> None:
+    folder = write_run(tmp_path / "a", steps=steps)
+    with open(folder / "events.jsonl", "a") as file:
+        file.write('{"kind": "step", "step": 99')  # torn by the crash
+    (run,) = list_runs(tmp_path)
+    assert (run.status, run.error, run.steps) == ("interrupted", None, steps)
+    assert (run.metric, run.value, run.data, run.seed) == ("accuracy", 0.25, "sst2", 3)
+
+
+def test_runs_stand_by_age_and_other_folders_are_ignored(tmp_path: Path) -> None:
+    write_run(tmp_path / "later", RESULT, at=200)
+    write_run(tmp_path / "sooner", RESULT, at=100)
+    (tmp_path / "unstarted").mkdir()
+    (tmp_path / "unstarted" / "run.lock").touch()
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "recipe.yaml").touch()
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    write_run(tmp_path / ".hidden", RESULT)
+    assert [run.name for run in list_runs(tmp_path)] == ["sooner", "later", "unstarted"]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "reason"),
+    [
+        ("result.json", "", "result.json is not a JSON object"),
+        ("result.json", "[1]", "result.json is not a JSON object"),
+        ("result.json", '{"status": "fine"}', "result.json has the status 'fine'"),
+        ("result.json", '{"a":' * 100_000, "result.json is not a JSON object"),
+        ("events.jsonl", "\x00\x00\n", "events.jsonl does not begin with a start event"),
+        ("events.jsonl", '{"kind": "step"}\n', "events.jsonl does not begin with a start event"),
+    ],
+)
+def test_a_damaged_run_says_why(tmp_path: Path, file: str, text: str, reason: str) -> None:
+    (write_run(tmp_path / "a") / file).write_text(text)
+    age(tmp_path)
+    for _ in range(2):
+        assert [(run.status, run.error) for run in list_runs(tmp_path)] == [("damaged", reason)]
+
+
+def test_a_file_that_cannot_be_read_is_not_remembered_as_such(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    (folder / "result.json").mkdir()
+    age(tmp_path)
+    (run,) = list_runs(tmp_path)
+    assert (run.status, run.error) == ("damaged", "result.json: Is a directory")
+    assert "a" not in index._load(tmp_path)
+
+
+def test_unchanged_runs_are_not_read_again(tmp_path: Path, reads: list[str]) -> None:
+    for name in "abc":
+        write_run(tmp_path / name, RESULT)
+    age(tmp_path)
+    first = list_runs(tmp_path)
+    assert sorted(reads) == ["a", "b", "c"]
+    assert list_runs(tmp_path) == first
+    assert len(reads) == 3
+    (tmp_path / "b" / "result.json").write_text(json.dumps(RESULT | {"steps": 31}))
+    assert [run.steps for run in list_runs(tmp_path)] == [30, 31, 30]
+    assert reads[3:] == ["b"]
+    (tmp_path / INDEX).unlink()
+    assert [run.steps for run in list_runs(tmp_path)] == [30, 31, 30]
+    assert len(reads) == 7
+
+
+def test_a_change_within_one_tick_of_the_clock_is_seen(tmp_path: Path) -> None:
+    result = write_run(tmp_path / "a", RESULT) / "result.json"
+    for steps in range(10, 60):  # the same size each time
+        result.write_text(json.dumps(RESULT | {"steps": steps}))
+        assert [run.steps for run in list_runs(tmp_path)] == [steps]
+
+
+def test_an_index_of_another_version_or_damaged_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: list[str]
+) -> None:
+    write_run(tmp_path / "a", RESULT)
+    age(tmp_path)
+    first = list_runs(tmp_path)
+    good = (tmp_path / INDEX).read_bytes()
+    for bad in (b"", b"{}", good[:-9], good.replace(b"0.8", b"0.9"), b"[" * 10**5, b"\xff\n{}"):
+        (tmp_path / INDEX).write_bytes(bad)
+        del reads[:]
+        assert list_runs(tmp_path) == first
+        assert reads == ["a"]
+        assert (tmp_path / INDEX).read_bytes() == good
+    monkeypatch.setattr(index, "_SCHEMA", 2)
+    assert list_runs(tmp_path) == first
+    assert reads == ["a", "a"]
+
+
+def test_where_nothing_can_be_written_runs_are_still_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path / "a", RESULT)
+    age(tmp_path)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    assert [run.name for run in list_runs(tmp_path)] == ["a"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
+
+
+def naive(root: Path) -> dict[str, tuple[Any, ...]]:
+    """What the runs are, read whole and without an index, by other code."""
+    found = {}
+    for folder in root.iterdir():
+        result, events = folder / "result.json", folder / "events.jsonl"
+        if folder.is_file() or not any(map(Path.exists, (result, events, folder / "run.lock"))):
+            continue
+        said: Any = None
+        if result.exists():
+            with contextlib.suppress(ValueError):
+                said = json.loads(result.read_bytes())
+            if not isinstance(said, dict) or said.get("status") not in index.ENDINGS:
+                found[folder.name] = ("damaged", None, None)
+                continue
+            found[folder.name] = (said["status"], said["steps"], said["best"]["value"])
+            continue
+        lines = events.read_bytes().split(b"\n") if events.exists() else []
+        good: list[Any] = []
+        for line in lines[:-1]:
+            try:
+                good.append(json.loads(line))
+            except ValueError:
+                good.append(None)
+        if good and (not isinstance(good[0], dict) or good[0].get("kind") != "start"):
+            found[folder.name] = ("damaged", None, None)
+            continue
+        whole = [event for event in good if isinstance(event, dict)]
+        values = [event["metrics"]["accuracy"] for event in whole if event["kind"] == "evaluation"]
+        steps = [event["step"] for event in whole]
+        found[folder.name] = (
+            "interrupted",
+            steps[-1] if steps else None,
+            values[-1] if values else None,
+        )
+    return found
+
+
+def harm(path: Path, chance: random.Random) -> None:
+    """Truncate a file, delete it, overwrite some of it, or add to it."""
+    data = path.read_bytes()
+    place = chance.randrange(len(data) + 1)
+    match chance.randrange(4):
+        case 0:
+            path.write_bytes(data[:place])
+        case 1:
+            path.unlink()
+        case 2:
+            path.write_bytes(data[:place] + b"\x00\xff{\n" + data[place + 4 :])
+        case 3:
+            path.write_bytes(data + b'{"kind": "step", "step": 4}\nnull\n{"k')
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_damage_gives_the_answer_of_a_naive_reader(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    for i in range(12):
+        ending = RESULT | {"status": chance.choice(index.ENDINGS), "steps": i}
+        write_run(tmp_path / f"r{i}", ending if chance.random() < 0.5 else None, steps=i)
+    for _ in range(6):
+        if chance.random() < 0.5:
+            age(tmp_path)
+        files = [path for path in tmp_path.rglob("*") if path.is_file()]
+        for path in chance.sample(files, 3):
+            harm(path, chance)
+        runs = list_runs(tmp_path)
+        assert {run.name: (run.status, run.steps, run.value) for run in runs} == naive(tmp_path)
+        assert all(run.error for run in runs if run.status == "damaged")
+        again = list_runs(tmp_path)
+        (tmp_path / INDEX).unlink(missing_ok=True)
+        assert runs == again == list_runs(tmp_path)
+
+
+HOLD = """
+import fcntl, sys
+file = open(sys.argv[1], "r+b")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that runs this run."""
+    command = [sys.executable, "-c", HOLD, str(folder / "run.lock")]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_run_is_running_while_a_process_holds_it(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", RESULT | {"status": "failed", "error": "out of memory"})
+    write_run(tmp_path / "c", RESULT)
+    age(tmp_path)
+    free = [("interrupted", None), ("failed", "out of memory"), ("finished", None)]
+    assert [(run.status, run.error) for run in list_runs(tmp_path)] == free
+    with held(tmp_path / "a"), held(tmp_path / "b") as resumed, held(tmp_path / "c"):
+        busy = [run.status for run in list_runs(tmp_path)]
+        assert busy == ["running", "running", "finished"]
+        resumed.kill()  # as kill -9: nothing is cleaned up
+        resumed.wait()
+        assert [run.status for run in list_runs(tmp_path)] == ["running", "failed", "finished"]
+    assert [(run.status, run.error) for run in list_runs(tmp_path)] == free
+
+
+def test_a_run_is_found_by_path_name_or_prefix(tmp_path: Path) -> None:
+    for name in ("imdb", "imdb-2", "sst2-bert"):
+        write_run(tmp_path / name)
+    assert find_run(tmp_path, str(tmp_path / "imdb")) == tmp_path / "imdb"
+    assert find_run(tmp_path, "imdb") == tmp_path / "imdb"
+    assert find_run(tmp_path, "ss") == tmp_path / "sst2-bert"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("imd", "run 'imd' could be imdb-0, imdb-1, imdb-2, imdb-3, imdb-4 and 1 more in {root}"),
+        ("idmb-3", "no run 'idmb-3' in {root}; did you mean `imdb-3`?"),
+        ("zzz", "no run 'zzz' in {root}; there is `imdb-5`"),
+        ("", "no run '' in {root}; there is `imdb-5`"),
+        ("..", "no run '..' in {root}; there is `imdb-5`"),
+    ],
+)
+def test_a_run_that_is_not_one_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    for i in range(6):
+        write_run(tmp_path / f"imdb-{i}")
+    with pytest.raises(BadInput) as caught:
+        find_run(tmp_path, text)
+    assert str(caught.value) == message.format(root=tmp_path)
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="rusn is no folder of runs: No such file or directory"):
+        list_runs(tmp_path / "rusn")
+    with pytest.raises(BadInput, match="no run 'x' in .*; it has no runs"):
+        find_run(tmp_path, "x")
+
+
+def test_listing_needs_no_heavy_library() -> None:
+    code = "import sys, frostlab.records.listing\n"
+    code += "print(*{'torch', 'pydantic', 'yaml'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "\n"

@@ -1,0 +1,224 @@
+"""Runs as text: aligned, within 100 columns, with every caution, whatever is missing."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from frostlab.errors import BadInput
+from frostlab.recipe import Recipe
+from frostlab.records.index import Summary, read_run
+from frostlab.records.listing import hms, runs_table, show, show_json
+
+CAUTION = "selected on the reporting split"
+RUN = Summary("imdb-gpt-1", Path("imdb-gpt-1"), "finished", seed=3, treatment="oelm", steps=1200)
+RUN = replace(RUN, metric="accuracy", value=0.81234, report={"accuracy": 0.8, "loss": 0.5})
+RUN = replace(RUN, step_ms=40.123, total_seconds=3725.4)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0:00:00"),
+        (59.5, "0:01:00"),
+        (3725.4, "1:02:05"),
+        (360_000, "100:00:00"),
+        (-61, "-0:01:01"),
+        (None, "–"),
+        (float("nan"), "–"),
+        ("3", "–"),
+    ],
+)
+def test_seconds_as_hours(seconds: Any, text: str) -> None:
+    assert hms(seconds) == text
+
+
+def test_the_table() -> None:
+    runs = [
+        RUN,
+        replace(RUN, name="imdb-published", caution=CAUTION, seed=12),
+        Summary("torn", Path("torn"), "damaged", error="result.json is not a JSON object"),
+    ]
+    text = """
+name            status    treatment  seed  steps  best              report  step ms    total
+imdb-gpt-1      finished  oelm          3   1200  accuracy=0.8123   0.8       40.12  1:02:05
+imdb-published  finished  oelm         12   1200  accuracy=0.8123*  0.8*      40.12  1:02:05
+torn            damaged   –             –      –  –                 –             –        –
+* selected on the reporting split
+torn: result.json is not a JSON object
+"""
+    assert runs_table(runs) == text.strip()
+    assert runs_table([]) == "no runs"
+
+
+def test_each_caution_has_its_own_mark() -> None:
+    runs = [replace(RUN, caution=text) for text in ("a", "b", "a", None)]
+    lines = runs_table(runs).splitlines()
+    marks = [line.split("0.8123")[1][0] for line in lines[1:5]]
+    assert marks == ["*", "†", "*", " "]
+    assert lines[5:] == ["* a", "† b"]
+
+
+def test_long_names_give_way() -> None:
+    runs = [replace(RUN, name=f"{i}-" + "n" * 90, treatment="t" * 40) for i in range(2)]
+    runs.append(replace(RUN, name="bell\a\nline", error="e\n" * 90))
+    lines = runs_table(runs).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert lines[1].startswith("0-nnnnnnn")
+    assert "…" in lines[1]
+    assert " ttttttttt… " in lines[1]
+    assert lines[3].startswith("bell? line ")
+    assert lines[4].startswith("bell? line: e e ")
+    many = [replace(RUN, error="failed")] * 13
+    assert runs_table(many).endswith("\nand 3 more with an error")
+
+
+def write_run(folder: Path) -> Recipe:
+    folder.mkdir()
+    changes = {"treatment": "oelm", "train": {"batch": 8, "epochs": 2}, "seed": 3}
+    recipe = Recipe.model_validate(changes)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe.to_dict()))
+    environment = {"host": {"cpu": "Some CPU", "name": "here"}, "gpu": None}
+    (folder / "environment.json").write_text(json.dumps(environment))
+    said = {"recipe_digest": recipe.digest, "seed": 3, "treatment": "oelm"}
+    events = [
+        {"kind": "start", "at": 1e9, "step": 0, **said, "data": "docstrings", "model": "gpt"},
+        {"kind": "note", "at": 1e9, "step": 4, "text": "one thread, not two"},
+        {"kind": "evaluation", "at": 1e9, "step": 10, "metrics": {"accuracy": 0.7}},
+        {"kind": "resume", "at": 1e9, "step": 10},
+    ]
+    text = "".join(json.dumps(event) + "\n" for event in events)
+    (folder / "events.jsonl").write_text(text)
+    step = {"median": 40.1, "mean": 41.25, "p95": 50, "cv": 0.1}
+    clocks = {"total_seconds": 3725.4, "train_seconds": 3000, "epoch_seconds": [1800, 1900.5]}
+    clocks |= {"validation_seconds": 600.0, "tokens_per_second": 12345.6, "warmup_steps": 10}
+    result = {
+        "status": "finished",
+        **said,
+        "best": {"metric": "accuracy", "value": 0.75, "step": 20},
+        "report": {"accuracy": 0.74, "loss": 0.5},
+        "caution": CAUTION,
+        "clocks": {**clocks, "step_ms": step},
+        "parameters": {"total": 2000, "trainable": 1500, "frozen": 500},
+        "steps": 20,
+        "error": None,
+    }
+    (folder / "result.json").write_text(json.dumps(result))
+    return recipe
+
+
+def test_a_run_is_shown_in_fixed_form(tmp_path: Path) -> None:
+    recipe = write_run(tmp_path / "a")
+    assert show(tmp_path / "a").splitlines() == [
+        "run a",
+        "  started         2001-09-09 01:46:40+00:00",
+        "  status          finished",
+        "  error           –",
+        "  steps           20",
+        "  resumes         1",
+        "  damaged events  0",
+        "",
+        "configuration",
+        f"  digest     {recipe.digest}",
+        "  data       docstrings",
+        "  model      gpt",
+        "  treatment  oelm",
+        "  seed       3",
+        "  differences from the defaults:",
+        "    treatment     oelm",
+        "    train.batch   8",
+        "    train.epochs  2",
+        "    seed          3",
+        "",
+        "results",
+        "  best     accuracy 0.75 at step 20",
+        "  report   accuracy 0.74, loss 0.5",
+        "  caution  selected on the reporting split",
+        "",
+        "clocks",
+        "  total         1:02:05 (3725 s)",
+        "  train         0:50:00 (3000 s)",
+        "  validation    0:10:00 (600 s)",
+        "  data wait     –",
+        "  per epoch     0:30:00 (1800 s), 0:31:40 (1900 s)",
+        "  step          median 40.1, mean 41.25, p95 50 ms, cv 0.1",
+        "  tokens/s      1.235e+04",
+        "  warmup_steps  10",
+        "",
+        "parameters",
+        "  total      2,000  100.0%",
+        "  trainable  1,500  75.0%",
+        "  frozen     500  25.0%",
+        "",
+        "environment",
+        "  Some CPU, on here",
+        "",
+        "notes",
+        "  step 4: one thread, not two",
+    ]
+
+
+def test_a_recipe_changed_after_the_run_is_noticed(tmp_path: Path) -> None:
+    recipe = write_run(tmp_path / "a")
+    later = Recipe.model_validate({"seed": 4})
+    (tmp_path / "a" / "recipe.yaml").write_text(yaml.safe_dump(later.to_dict()))
+    line = f"  digest     {recipe.digest}, but recipe.yaml now has {later.digest}"
+    assert line in show(tmp_path / "a").splitlines()
+
+
+def test_a_recipe_no_longer_valid_is_shown_whole(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    (tmp_path / "a" / "recipe.yaml").write_text("train: {speed: 3, when: 2024-01-01}\n")
+    found = show_json(tmp_path / "a")
+    assert list(found["differences"]) == ["train.speed", "train.when"]
+    assert '    train.when   "2024-01-01"' in show(tmp_path / "a").splitlines()
+
+
+def test_an_unfinished_run_says_its_latest(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    write_run(folder)
+    (folder / "result.json").unlink()
+    with open(folder / "events.jsonl", "a") as file:
+        file.write("garbage\nnull\n{torn")
+    lines = show(folder).splitlines()
+    assert "  status          interrupted" in lines
+    assert "  latest   accuracy 0.7" in lines
+    assert "  damaged events  2" in lines
+    assert "  total       –" in lines
+
+
+def test_all_of_a_run_as_plain_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path / "a")
+    found = show_json(tmp_path / "a")
+    assert json.loads(json.dumps(found)) == found
+    assert found["result"]["clocks"]["warmup_steps"] == 10
+    assert [event["step"] for event in found["evaluations"]] == [10]
+    assert found["status"] == read_run(tmp_path / "a").status == "finished"
+    monkeypatch.chdir(tmp_path / "a")
+    assert show_json(Path("."))["name"] == "a"
+    with pytest.raises(BadInput, match="is not a run: it has neither events.jsonl nor result"):
+        show_json(tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_is_missing_or_damaged_it_is_shown(tmp_path: Path, seed: int) -> None:
+    folder, chance = tmp_path / "a", random.Random(seed)
+    write_run(folder)
+    result = json.loads((folder / "result.json").read_text())
+    for place in (result, result["clocks"], result["best"], result["parameters"]):
+        for key in chance.sample(sorted(place), len(place) // 2):
+            if place is not result or key != "status":
+                place[key] = chance.choice([None, "x", [], [None], {}, {"a": None}, 3, True])
+    (folder / "result.json").write_text(json.dumps(result))
+    for path in chance.sample(sorted(folder.glob("[er]*[nl]")), 2):
+        data = path.read_bytes()
+        path.write_bytes(data[: chance.randrange(len(data))])
+    text = show(folder)
+    titles = [line for line in text.splitlines() if line and not line.startswith(" ")]
+    sections = ["configuration", "results", "clocks", "parameters", "environment", "notes"]
+    assert titles == ["run a", *sections]
+    assert runs_table([read_run(folder)]).count("\n") >= 1
