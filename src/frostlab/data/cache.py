@@ -1,0 +1,62 @@
+"""A folder of finished things: made once, whole or not at all, whoever asks at the same time."""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from filelock import FileLock
+
+from frostlab.errors import BadInput
+
+FORMAT = 1  # raise it when what is written, or how text becomes numbers, changes
+
+
+def cache_folder(given: Path | None) -> Path:
+    """Return the folder asked for, else FROSTLAB_CACHE, else frostlab's in the user's cache."""
+    if given is not None:
+        return given.expanduser()
+    if named := os.environ.get("FROSTLAB_CACHE"):
+        return Path(named).expanduser()
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "frostlab"
+
+
+def digest_of(value: object) -> str:
+    """Name a plain value by what it says, stably."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
+    """Return `folder`, first built in a temporary place and renamed when it is not there yet."""
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_name(folder.name + ".lock")):
+            if not folder.is_dir():
+                _build(folder, build)
+    except OSError as error:
+        reason = error.strerror or error
+        raise BadInput(
+            f"the cache {folder.parent} cannot be written: {reason}; set FROSTLAB_CACHE to another"
+        ) from error
+    return folder
+
+
+def _build(folder: Path, build: Callable[[Path], None]) -> None:
+    prefix = f"{folder.name}.part-"
+    for left in folder.parent.glob(f"{prefix}*"):  # of a killed builder: the lock is ours now
+        shutil.rmtree(left)
+    part = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
+    try:
+        build(part)
+        part.chmod(0o755)
+        part.rename(folder)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise

@@ -1,0 +1,206 @@
+"""Text files as rows or pieces, a bounded amount at a time, each fault with its line."""
+
+import codecs
+import csv
+import gzip
+import importlib
+import io
+import json
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, cast
+
+from frostlab.errors import BadInput
+
+FORMATS = ("jsonl", "csv", "tsv", "txt", "parquet")
+PIECE = 1 << 16  # characters of running text handled at once
+MARK = "<|endoftext|>"  # stands between the documents of a .txt file, where there are several
+_WORD_END = re.compile(r"(?<=\S)\s")
+_FAULTS = (OSError, EOFError, zlib.error)
+
+Line = tuple[int, Mapping[str, Any]]
+Piece = tuple[str, bool]  # text, and whether its document ends here
+
+
+def optional(module: str, purpose: str) -> Any:
+    """Import a package of the `data` extra, or say in one line how to get it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise BadInput(
+            f"{purpose} needs the package {module}: pip install 'frostlab[data]'"
+        ) from error
+
+
+def format_of(path: Path) -> str | None:
+    """Return which of FORMATS a file's name says, `.gz` or not."""
+    ending = path.name.removesuffix(".gz").rpartition(".")[2]
+    return ending if ending in FORMATS else None
+
+
+def split_files(folder: Path) -> dict[str, Path]:
+    """Return the split files of a folder by the name of their split."""
+    found: dict[str, Path] = {}
+    for path in sorted(folder.iterdir()):
+        if format_of(path) is None or not path.is_file():
+            continue
+        split = path.name.removesuffix(".gz").rpartition(".")[0]
+        if split in found:
+            raise BadInput(f"{path} and {found[split].name} are both split {split}; remove one")
+        found[split] = path
+    return found
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """Yield the rows of a table with their line, or row number for parquet."""
+    try:
+        with _opened(path) as file:
+            kind = format_of(path)
+            if kind == "jsonl":
+                yield from _json(path, file)
+            elif kind == "parquet":
+                yield from _parquet(path, file)
+            else:
+                yield from _table(path, file, tabs=kind == "tsv")
+    except _FAULTS as error:
+        raise BadInput(f"{path} cannot be read: {_reason(error)}") from error
+
+
+def read_pieces(path: Path) -> Iterator[Piece]:
+    """Yield running text in pieces that begin at white space, so that no word is cut."""
+    try:
+        with _opened(path) as file:
+            yield from _pieces(_chunks(path, file))
+    except _FAULTS as error:
+        raise BadInput(f"{path} cannot be read: {_reason(error)}") from error
+
+
+def _opened(path: Path) -> IO[bytes]:
+    return cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
+
+
+def _reason(error: BaseException) -> str:
+    return getattr(error, "strerror", None) or str(error).partition("\n")[0]
+
+
+def _decoded(path: Path, file: IO[bytes]) -> Iterator[tuple[int, str]]:
+    for number, raw in enumerate(file, 1):
+        try:
+            text = raw.decode()
+        except UnicodeDecodeError as error:
+            raise _not_utf8(path, number, error) from error
+        yield number, text.removeprefix("\ufeff") if number == 1 else text
+
+
+def _not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> BadInput:
+    byte = error.object[error.start]
+    return BadInput(f"{path}:{line}: byte 0x{byte:02x} is not UTF-8; convert the file to UTF-8")
+
+
+def _json(path: Path, file: IO[bytes]) -> Iterator[Line]:
+    for number, text in _decoded(path, file):
+        if not text.strip():
+            continue
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise BadInput(f"{path}:{number}: not JSON: {error.msg}") from error
+        if not isinstance(value, dict):
+            raise BadInput(f"{path}:{number}: {type(value).__name__}, not an object with columns")
+        yield number, value
+
+
+def _table(path: Path, file: IO[bytes], *, tabs: bool) -> Iterator[Line]:
+    """CSV with quotes; in TSV a quote is a character like any other."""
+    csv.field_size_limit((1 << 31) - 1)
+    lines = (text for _, text in _decoded(path, file))
+    reader = (
+        csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE) if tabs else csv.reader(lines)
+    )
+    header: list[str] | None = None
+    try:
+        for cells in reader:
+            if not cells:
+                continue
+            if header is None:
+                header = cells
+            elif len(cells) == len(header):
+                yield reader.line_num, dict(zip(header, cells, strict=True))
+            else:
+                raise BadInput(
+                    f"{path}:{reader.line_num}: {len(cells)} columns, the header has {len(header)}"
+                )
+    except csv.Error as error:
+        raise BadInput(f"{path}:{reader.line_num}: {error}") from error
+
+
+def _parquet(path: Path, file: IO[bytes]) -> Iterator[Line]:
+    parquet = optional("pyarrow.parquet", f"reading {path}")
+    arrow = optional("pyarrow", f"reading {path}")
+    try:
+        table = parquet.ParquetFile(file)
+        number = 0
+        for batch in table.iter_batches(batch_size=1024):
+            for values in batch.to_pylist():
+                number += 1
+                yield number, values
+    except arrow.ArrowException as error:
+        raise BadInput(f"{path} is not parquet: {_reason(error)}") from error
+
+
+def _chunks(path: Path, file: IO[bytes]) -> Iterator[str]:
+    decoder = io.IncrementalNewlineDecoder(
+        codecs.getincrementaldecoder("utf-8-sig")(), translate=True
+    )
+    line = 1
+    while raw := file.read(PIECE):
+        try:
+            text = decoder.decode(raw)
+        except UnicodeDecodeError as error:
+            line += error.object[: error.start].count(b"\n")
+            raise _not_utf8(path, line, error) from error
+        line += text.count("\n")
+        yield text
+    try:
+        yield decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        raise _not_utf8(path, line, error) from error
+
+
+def _pieces(chunks: Iterator[str]) -> Iterator[Piece]:
+    buffer, begun, several = "", False, False
+    for chunk in chunks:
+        buffer += chunk
+        while MARK in buffer:
+            text, _, buffer = buffer.partition(MARK)
+            text = text.rstrip("\n")
+            if begun or text:
+                yield text, True
+            begun, several = False, True
+            buffer = buffer.lstrip("\n")
+        if several and not begun:
+            buffer = buffer.lstrip("\n")
+        if cut := _safe_cut(buffer):
+            yield buffer[:cut], False
+            buffer, begun = buffer[cut:], True
+    if begun or buffer:
+        yield buffer.rstrip("\n") if several else buffer, True
+
+
+def _safe_cut(buffer: str) -> int:
+    """Return where a full buffer may be cut: before its last white space, else anywhere."""
+    if len(buffer) < PIECE:
+        return 0
+    for begin in (len(buffer) - 1024, 0):
+        ends = [found.start() for found in _WORD_END.finditer(buffer, begin)]
+        if ends:
+            return ends[-1]
+    return len(buffer) - len(MARK)  # which may have begun
+
+
+def word_end(text: str, start: int) -> int:
+    """Return where the word at `start` ends, or `start` when no white space follows."""
+    found = _WORD_END.search(text, start)
+    return found.start() if found else start

@@ -1,0 +1,173 @@
+"""A recipe's data, from text to mapped token arrays, each made once."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from frostlab.data import synthetic
+from frostlab.data.cache import FORMAT, build_once, cache_folder, digest_of
+from frostlab.data.division import Portion, divide, limited
+from frostlab.data.encode import encode_labelled, encode_running
+from frostlab.data.pretrained import Pretrained, load_pretrained
+from frostlab.data.rows import Part
+from frostlab.data.sources import Plan, plan
+from frostlab.data.survey import Survey, class_numbers, classes_of, survey
+from frostlab.data.tokens import Prepared, load_facts, load_tokens, save_facts
+from frostlab.data.vocabulary import Coder, definition, load_trained, sampled, train
+from frostlab.errors import BadInput
+from frostlab.recipe import Recipe
+from frostlab.recipe.data import BPE, Docstrings, Named, Own, PretrainedTokenizer, Synthetic, Words
+
+CAUTION = "selected on the reporting split"
+
+
+def prepare(recipe: Recipe, data_dir: Path | None = None, cache: Path | None = None) -> Prepared:
+    """Return the data of a recipe, prepared now or found as it was prepared before."""
+    cache = cache_folder(cache)
+    if isinstance(recipe.data, Synthetic):
+        return _synthetic(recipe.data, cache)
+    return _Work(recipe.data, definition(recipe), data_dir, cache).prepared()
+
+
+def _synthetic(data: Synthetic, cache: Path) -> Prepared:
+    digest = digest_of([FORMAT, data.model_dump(mode="json")])
+
+    def build(folder: Path) -> None:
+        save_facts(folder, {"tokens": synthetic.write_synthetic(data, folder)})
+
+    folder = build_once(cache / "prepared" / digest[:32], build)
+    tokens: dict[str, str] = load_facts(folder)["tokens"]
+    roles = ("train", "tune", "report")
+    return Prepared(
+        task=data.task,
+        classes=0 if data.task == "language" else data.symbols,
+        vocabulary=synthetic.vocabulary(data),
+        pad=synthetic.vocabulary(data) - 1,
+        splits={role: load_tokens(folder, role, tokens[role]) for role in roles},
+        origin={role: f"{data.name}, drawn from seed {synthetic.SEEDS[role]}" for role in roles},
+        caution=None,
+        known=synthetic.known(data),
+        digest=digest,
+        tokenizer=None,
+    )
+
+
+class _Work:
+    """The steps from a recipe to its arrays, with what they share."""
+
+    def __init__(
+        self,
+        data: Docstrings | Named | Own,
+        wanted: BPE | Words | PretrainedTokenizer,
+        data_dir: Path | None,
+        cache: Path,
+    ) -> None:
+        self.data, self.wanted, self.cache = data, wanted, cache
+        self.plan: Plan = plan(data, data_dir, cache)
+        parts = {"train": self.plan.train, "tune": self.plan.tune, "report": self.plan.report}
+        self.parts = {role: part for role, part in parts.items() if isinstance(part, Part)}
+        self.stamps = {role: part.stamp() for role, part in self.parts.items()}
+        self.surveys: dict[str, Survey] = {
+            role: survey(part, self.plan.columns, cache) for role, part in self.parts.items()
+        }
+        self.numbers: dict[str, npt.NDArray[np.int64]] = {}
+        self.classes = 0
+        if data.task == "classification":
+            names = classes_of(self.plan.train, self.surveys["train"], self.plan.classes)
+            self.classes = len(names)
+            self.numbers = {
+                role: class_numbers(part, self.surveys[role], names)
+                for role, part in self.parts.items()
+            }
+
+    def prepared(self) -> Prepared:
+        """Find or make the arrays."""
+        data, wanted = self.data, self.wanted
+        given = load_pretrained(wanted.name) if isinstance(wanted, PretrainedTokenizer) else None
+        tokenizer = given.digest if given else digest_of(wanted.model_dump(mode="json"))
+        settings = [data.length, data.limit, data.evaluation_limit]
+        digest = digest_of([self._division(), tokenizer, settings])
+        folder = build_once(
+            self.cache / "prepared" / digest[:32], lambda place: self._build(place, given)
+        )
+        facts = load_facts(folder)
+        return Prepared(
+            task=data.task,
+            classes=self.classes,
+            vocabulary=facts["vocabulary"],
+            pad=facts["pad"],
+            splits={role: load_tokens(folder, role, d) for role, d in facts["tokens"].items()},
+            origin={role: self._origin(role, note) for role, note in facts["notes"].items()},
+            caution=CAUTION if data.splits == "published" else None,
+            known={"chance": 1 / self.classes}
+            if isinstance(data, Docstrings) and self.classes
+            else {},
+            digest=digest,
+            tokenizer=folder / ("tokenizer" if given else "tokenizer.json"),
+        )
+
+    def _division(self) -> list[Any]:
+        """Name what decides which text plays which role, wherever it lies."""
+        roles = (self.plan.train, self.plan.tune, self.plan.report)
+        named = [part if not isinstance(part, Part) else "split" for part in roles]
+        texts = {role: found.digest for role, found in self.surveys.items()}
+        return [FORMAT, self.data.task, self.data.splits, self.classes, named, texts]
+
+    def _origin(self, role: str, note: str) -> str:
+        place = self.parts.get(role, self.plan.train).place
+        return f"{place}: {note}" if note else place
+
+    def _build(self, folder: Path, given: Pretrained | None) -> None:
+        portions = divide(self.plan, self.surveys, self.numbers.get("train"))
+        coder: Coder
+        if given is not None:
+            coder = given.coder
+            given.tokenizer.save_pretrained(folder / "tokenizer")
+        else:
+            path = self._trained(portions["train"])
+            coder = load_trained(path)
+            shutil.copy(path, folder / "tokenizer.json")
+        tokens = {role: self._encode(p, coder, folder, role) for role, p in portions.items()}
+        for role, part in self.parts.items():
+            if part.stamp() != self.stamps[role]:
+                raise BadInput(f"{part.place} changed while it was read; run it again")
+        save_facts(
+            folder,
+            {
+                "vocabulary": coder.vocabulary,
+                "pad": coder.pad,
+                "tokens": tokens,
+                "notes": {role: portion.note for role, portion in portions.items()},
+            },
+        )
+
+    def _encode(self, portion: Portion, coder: Coder, folder: Path, role: str) -> str:
+        data, columns = self.data, self.plan.columns
+        limit = data.limit if role == "train" else data.evaluation_limit
+        if data.task == "language":
+            return encode_running(portion, columns, coder, data.length, limit, folder, role)
+        numbers = self.numbers.get(role, self.numbers["train"])
+        rows = limited(portion, numbers, limit)
+        return encode_labelled(portion, rows, numbers, columns, coder, data.length, folder, role)
+
+    def _trained(self, portion: Portion) -> Path:
+        assert not isinstance(self.wanted, PretrainedTokenizer)
+        wanted = self.wanted
+        name = digest_of([self._division(), wanted.model_dump(mode="json")])[:32]
+        folder = build_once(
+            self.cache / "tokenizers" / name,
+            lambda place: train(wanted, sampled(self._texts(portion), portion.size), place),
+        )
+        return folder / "tokenizer.json"
+
+    def _texts(self, portion: Portion) -> Iterator[str]:
+        if self.data.task == "language":
+            yield from (text for text, _ in portion.pieces(self.plan.columns))
+            return
+        for number, row in enumerate(portion.part.rows(self.plan.columns)):
+            if portion.taken[number]:
+                yield from row.texts

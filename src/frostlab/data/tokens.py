@@ -1,0 +1,136 @@
+"""Examples as numbers on disk: written piece by piece, read through the page cache."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from frostlab.recipe.data import Task
+
+_OPTIONAL = ("labels", "second", "scored_from")
+_TYPES = {"starts": np.int64, "stops": np.int64, "labels": np.int64} | dict.fromkeys(
+    ("second", "scored_from"), np.int32
+)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One split: example i is `ids[starts[i]:stops[i]]`."""
+
+    ids: npt.NDArray[Any]  # uint16 when the vocabulary fits, else int32
+    starts: npt.NDArray[np.int64]
+    stops: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64] | None  # None for language
+    second: npt.NDArray[np.int32] | None  # where an example's second text (token type 1) begins
+    scored_from: npt.NDArray[np.int32] | None  # the first token scored as a target; None: all
+    digest: str  # of everything above
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of each example."""
+        return self.stops - self.starts
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A recipe's data, ready to be batched."""
+
+    task: Task
+    classes: int  # 0 for language
+    vocabulary: int
+    pad: int  # fills up short examples
+    splits: dict[str, Tokens]  # train, report and, unless published, tune
+    origin: dict[str, str]  # each split's place, and what was carved or dropped
+    caution: str | None  # to be shown wherever the numbers are
+    known: dict[str, float]  # answers known beforehand, such as chance
+    digest: str  # of texts, tokenizer and settings
+    tokenizer: Path | None  # tokenizer.json or a folder; None for synthetic tasks
+
+
+class Writer:
+    """Writes one split: ids as they come, the rest at the end."""
+
+    def __init__(self, folder: Path, role: str, vocabulary: int) -> None:
+        self.folder, self.role = folder, role
+        self.dtype: np.dtype[Any] = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.int32)
+        self.count = 0
+        self._file = (folder / f"{role}.ids.npy").open("wb")
+        self._digest = hashlib.sha256(self.dtype.str.encode())
+        self._header = self._write_header()
+
+    def _write_header(self) -> int:
+        # numpy pads the header so that the length may grow in place.
+        shape = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.count,)}
+        self._file.seek(0)
+        np.lib.format.write_array_header_1_0(self._file, shape)
+        return self._file.tell()
+
+    def append(self, ids: npt.ArrayLike) -> None:
+        """Add token ids at the end."""
+        new = np.asarray(ids).astype(self.dtype)
+        raw = new.tobytes()
+        self._file.write(raw)
+        self._digest.update(raw)
+        self.count += len(new)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None and self._write_header() != self._header:
+            raise OSError(f"the header of {self._file.name} grew")
+        self._file.close()
+
+    def finish(self, arrays: dict[str, npt.NDArray[Any] | None]) -> str:
+        """Write what says where the examples are, and return the digest of it all."""
+        for name, dtype in _TYPES.items():
+            given = arrays.get(name)
+            if given is not None:
+                array = given.astype(dtype)
+                np.save(self.folder / f"{self.role}.{name}.npy", array)
+                self._digest.update(f"{name};".encode() + array.tobytes())
+        return self._digest.hexdigest()
+
+
+def load_tokens(folder: Path, role: str, digest: str) -> Tokens:
+    """Map one written split into memory."""
+
+    def mapped(name: str) -> Any:
+        path = folder / f"{role}.{name}.npy"
+        return np.load(path, mmap_mode="r")
+
+    optional = {
+        name: mapped(name) if (folder / f"{role}.{name}.npy").exists() else None
+        for name in _OPTIONAL
+    }
+    return Tokens(mapped("ids"), mapped("starts"), mapped("stops"), **optional, digest=digest)
+
+
+def save_facts(folder: Path, facts: dict[str, Any]) -> None:
+    """Write what is said once for all splits."""
+    (folder / "prepared.json").write_text(json.dumps(facts, ensure_ascii=False, indent=1))
+
+
+def load_facts(folder: Path) -> dict[str, Any]:
+    """Read what `save_facts` wrote."""
+    facts: dict[str, Any] = json.loads((folder / "prepared.json").read_text())
+    return facts
+
+
+def flat(lists: Iterable[list[int]]) -> npt.NDArray[np.int64]:
+    """Join lists of ids into one array."""
+    return np.array([number for one in lists for number in one], dtype=np.int64)

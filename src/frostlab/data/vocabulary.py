@@ -1,0 +1,138 @@
+"""Tokenizers: trained on the training split alone, or a pretrained model's own."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+from frostlab.recipe import Recipe
+from frostlab.recipe.data import BPE, PretrainedTokenizer, Words
+from frostlab.recipe.settings import PretrainedModel
+
+PAD, END, SEPARATOR, UNKNOWN = "<|pad|>", "<|end|>", "<|sep|>", "<unk>"
+SAMPLE = 100_000_000  # characters a vocabulary is learned from at most
+Texts = tuple[str, ...]
+
+
+class Coder(Protocol):
+    """Text to numbers, a batch at a time."""
+
+    vocabulary: int
+    pad: int
+    end: int
+
+    def examples(self, batch: list[Texts], length: int) -> list[tuple[list[int], int | None]]:
+        """Return each example's ids, at most `length`, and where its second text begins."""
+
+    def running(self, batch: list[str]) -> list[list[int]]:
+        """Return the ids of pieces of running text, nothing added."""
+
+
+def definition(recipe: Recipe) -> BPE | Words | PretrainedTokenizer:
+    """Return the recipe's tokenizer, or the default: the pretrained model's own, else BPE."""
+    if recipe.tokenizer is not None:
+        return recipe.tokenizer
+    model = recipe.model
+    if isinstance(model, PretrainedModel):
+        folder = Path(model.name).expanduser()
+        own = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+        if model.weights or own:
+            return PretrainedTokenizer(kind="pretrained", name=model.name)
+    return BPE(kind="bpe")
+
+
+@dataclass
+class Fast:
+    """A tokenizer of the `tokenizers` library."""
+
+    backend: Tokenizer
+    vocabulary: int
+    pad: int
+    end: int
+    types: bool = True  # the model tells the second text by token types
+
+    def examples(self, batch: list[Texts], length: int) -> list[tuple[list[int], int | None]]:
+        """Truncate as the library does, of a pair the longer text first."""
+        pairs = len(batch[0]) == 2
+        self.backend.enable_truncation(length)
+        encoded = self.backend.encode_batch_fast(batch if pairs else [texts[0] for texts in batch])
+        if not (pairs and self.types):
+            return [(one.ids, None) for one in encoded]
+        return [(one.ids, (*one.type_ids, 1).index(1)) for one in encoded]
+
+    def running(self, batch: list[str]) -> list[list[int]]:
+        """Encode without special tokens."""
+        self.backend.no_truncation()
+        return [one.ids for one in self.backend.encode_batch_fast(batch, add_special_tokens=False)]
+
+
+def load_trained(path: Path) -> Fast:
+    """Read a tokenizer that `train` saved."""
+    backend = Tokenizer.from_file(str(path))
+    backend.encode_special_tokens = True  # "<|end|>" in a text is text
+    numbers = backend.get_vocab()
+    return Fast(backend, len(numbers), numbers[PAD], numbers[END])
+
+
+def train(wanted: BPE | Words, texts: Iterable[str], folder: Path) -> None:
+    """Learn a vocabulary and save it with the form of its pairs."""
+    backend = _bpe(wanted.size, texts) if isinstance(wanted, BPE) else _words(wanted, texts)
+    separator = backend.token_to_id(SEPARATOR)
+    backend.post_processor = processors.TemplateProcessing(
+        single="$A",
+        pair=f"$A {SEPARATOR} $B:1",
+        special_tokens=[(SEPARATOR, separator)],
+    )
+    backend.save(str(folder / "tokenizer.json"))
+
+
+def _bpe(size: int, texts: Iterable[str]) -> Tokenizer:
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[PAD, END, SEPARATOR],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return backend
+
+
+def _words(wanted: Words, texts: Iterable[str]) -> Tokenizer:
+    counting = Tokenizer(models.WordLevel({}, unk_token=UNKNOWN))
+    _shape_words(counting, wanted.lowercase)
+    trainer = trainers.WordLevelTrainer(vocab_size=1 << 31, min_frequency=0, show_progress=False)
+    counting.train_from_iterator(texts, trainer)
+    special = [PAD, END, SEPARATOR, UNKNOWN]
+    counted = counting.get_vocab(with_added_tokens=False)
+    words = [word for word in sorted(counted, key=counted.__getitem__) if word not in special]
+    if wanted.size is not None:
+        words = words[: wanted.size - len(special)]
+    vocabulary = {word: number for number, word in enumerate((*special, *words))}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    _shape_words(backend, wanted.lowercase)
+    return backend
+
+
+def _shape_words(backend: Tokenizer, lowercase: bool) -> None:
+    if lowercase:
+        backend.normalizer = normalizers.Lowercase()
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+
+
+def sampled(texts: Iterable[str], size: int) -> Iterator[str]:
+    """Yield every k-th text, so that about SAMPLE characters of `size` are seen."""
+    step = -(-size // SAMPLE)
+    return (text for number, text in enumerate(texts) if number % step == 0)
