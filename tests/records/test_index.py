@@ -1,11 +1,13 @@
 """Runs are found and summarised the same with the index, without it, and whatever happened."""
 
 import contextlib
+import fcntl
 import json
 import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -156,15 +158,21 @@ def test_unchanged_runs_are_not_read_again(tmp_path: Path, reads: list[str]) -> 
     (tmp_path / "b" / "result.json").write_text(json.dumps(RESULT | {"steps": 31}))
     assert [run.steps for run in list_runs(tmp_path)] == [30, 31, 30]
     assert reads[3:] == ["b"]
+    age(tmp_path / "b")
+    for _ in range(2):
+        assert [run.steps for run in list_runs(tmp_path)] == [30, 31, 30]
+    assert reads[4:] == ["b"]
     (tmp_path / INDEX).unlink()
     assert [run.steps for run in list_runs(tmp_path)] == [30, 31, 30]
-    assert len(reads) == 7
+    assert len(reads) == 8
 
 
 def test_a_change_within_one_tick_of_the_clock_is_seen(tmp_path: Path) -> None:
     result = write_run(tmp_path / "a", RESULT) / "result.json"
-    for steps in range(10, 60):  # the same size each time
+    tick = time.time_ns()
+    for steps in range(10, 20):  # the same size each time
         result.write_text(json.dumps(RESULT | {"steps": steps}))
+        os.utime(result, ns=(tick, tick))
         assert [run.steps for run in list_runs(tmp_path)] == [steps]
 
 
@@ -309,6 +317,28 @@ def test_a_run_is_running_while_a_process_holds_it(tmp_path: Path) -> None:
         resumed.wait()
         assert [run.status for run in list_runs(tmp_path)] == ["running", "failed", "finished"]
     assert [(run.status, run.error) for run in list_runs(tmp_path)] == free
+
+
+def test_who_only_looks_is_not_running_a_run(tmp_path: Path) -> None:
+    with open(write_run(tmp_path / "a") / "run.lock", "rb") as other:
+        fcntl.flock(other, fcntl.LOCK_SH)  # as another listing, at the same moment
+        assert [run.status for run in list_runs(tmp_path)] == ["interrupted"]
+
+
+def test_a_damaged_run_stays_so_while_it_is_held(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", RESULT)
+    (folder / "result.json").write_text("{")
+    with held(folder):
+        (run,) = list_runs(tmp_path)
+    assert (run.status, run.error) == ("damaged", "result.json is not a JSON object")
+
+
+def test_values_of_the_wrong_kind_are_not_known(tmp_path: Path) -> None:
+    wrong = {"seed": True, "steps": "9", "best": [1], "clocks": {"total_seconds": "1:00"}}
+    write_run(tmp_path / "a", RESULT | wrong)
+    (run,) = list_runs(tmp_path)
+    assert run.status == "finished"
+    assert (run.seed, run.steps, run.metric, run.total_seconds) == (None, None, None, None)
 
 
 def test_a_run_is_found_by_path_name_or_prefix(tmp_path: Path) -> None:

@@ -61,6 +61,8 @@ def test_each_caution_has_its_own_mark() -> None:
     marks = [line.split("0.8123")[1][0] for line in lines[1:5]]
     assert marks == ["*", "†", "*", " "]
     assert lines[5:] == ["* a", "† b"]
+    many = runs_table([replace(RUN, caution=text) for text in "abcdef"])
+    assert many.endswith("* a\n† b\n‡ c\n§ d\n[5] e\n[6] f")
 
 
 def test_long_names_give_way() -> None:

@@ -227,6 +227,8 @@ def _plain(value: Any) -> str:
     if value is None:
         return NONE
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
 
 
