@@ -2,10 +2,12 @@
 
 import os
 import socket
+import tempfile
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # bf16 can kill Python otherwise
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("FROSTLAB_CACHE", tempfile.mkdtemp(prefix="frostlab-tests-"))
 
 import pytest
 import torch

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
         StaleOptimizer,
         UnknownArchitecture,
     )
+    from frostlab.recipe import Recipe
+    from frostlab.recipe.loading import load_recipe
+    from frostlab.records.record import RunRecord
     from frostlab.surgery import (
         Audit,
         audit,
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
         save_trainable,
         thaw,
     )
+    from frostlab.training import RunFailed, run
 
 __all__ = [
     "Anatomy",
@@ -43,6 +47,9 @@ __all__ = [
     "LeftOutOfOptimizer",
     "NothingLearns",
     "Part",
+    "Recipe",
+    "RunFailed",
+    "RunRecord",
     "StaleOptimizer",
     "UnknownArchitecture",
     "anatomy",
@@ -51,14 +58,16 @@ __all__ = [
     "export",
     "freeze",
     "fused",
+    "load_recipe",
     "load_trainable",
     "orthogonalize",
     "randomize",
+    "run",
     "save_trainable",
     "thaw",
 ]
 
-_ROOMS = ("errors", "anatomy", "surgery")
+_ROOMS = ("errors", "recipe", "anatomy", "surgery", "records", "training")
 
 
 class _Package(ModuleType):

@@ -1,1 +1,5 @@
-"""Records: what a run leaves behind, and how it is found and read again."""
+"""Records: a run's folder, its environment and telemetry, its checkpoints, the index of runs."""
+
+from frostlab.records.record import RunRecord
+
+__all__ = ["RunRecord"]

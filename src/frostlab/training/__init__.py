@@ -1,1 +1,6 @@
 """Training: one loop, its clocks and its stages."""
+
+from frostlab.training.failures import RunFailed
+from frostlab.training.running import run
+
+__all__ = ["RunFailed", "run"]

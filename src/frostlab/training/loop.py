@@ -152,6 +152,7 @@ def _look(setting: Setting, progress: Progress, watch: Stopwatch) -> bool:
     before = watch.seconds["total"]
     with watch.phase("validation", device=True):
         metrics = measure(setting, split)
+        metrics = {recipe.metric: metrics[recipe.metric], **metrics}  # what selects comes first
         if setting.frozen is not None:
             setting.frozen.verify(setting.model)
     progress.last = metrics

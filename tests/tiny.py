@@ -1,0 +1,23 @@
+"""A run small enough for every test: a toy task, a toy model, one thread."""
+
+import copy
+from typing import Any
+
+TINY: dict[str, Any] = {
+    "data": {"name": "majority", "examples": 256, "length": 12, "symbols": 4},
+    "model": {"kind": "gpt", "width": 16, "layers": 2, "heads": 2, "dropout": 0.1},
+    "optim": {"lr": 3e-3},
+    "train": {"batch": 32, "epochs": 2, "threads": 1},
+}
+
+
+def tiny(**changes: Any) -> dict[str, Any]:
+    """The tiny recipe with `section__key=value` or `section={…}` changed."""
+    recipe = copy.deepcopy(TINY)
+    for name, value in changes.items():
+        section, _, key = name.partition("__")
+        if key:
+            recipe.setdefault(section, {})[key] = value
+        else:
+            recipe[section] = value
+    return recipe

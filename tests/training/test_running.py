@@ -1,0 +1,280 @@
+"""`fl.run`: what a record holds, what treatments share, and that every field does something."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from pydantic import BaseModel
+
+import frostlab as fl
+from frostlab.data import prepare
+from frostlab.recipe import Recipe, settings
+from frostlab.recipe import data as data_settings
+from frostlab.recipe.loading import recipe_from
+from frostlab.recipe.treatment import NAMED
+from frostlab.training.batching import epoch_order
+from tiny import tiny
+
+
+def test_a_run_leaves_a_complete_record(tmp_path: Path) -> None:
+    record = fl.run(tiny(treatment="oelm"), runs=tmp_path)
+    assert record.folder == tmp_path / "run-oelm-s0"
+    assert {p.name for p in record.folder.iterdir()} == {
+        "recipe.yaml", "environment.json", "digests.json", "events.jsonl", "result.json",
+        "run.lock", "checkpoints",
+    }  # fmt: skip
+    stored = yaml.safe_load((record.folder / "recipe.yaml").read_text())
+    assert recipe_from(stored).digest == record.result["recipe_digest"]
+    assert record.status == "finished"
+    assert record.metrics.keys() == {"accuracy", "loss", "macro_f1"}
+    assert record.result["steps"] == 16
+    kinds = [event["kind"] for event in record.events()]
+    assert kinds == ["start", "stage", "step", "epoch", "evaluation", "checkpoint", "step",
+                     "epoch", "evaluation", "checkpoint", "evaluation", "end"]  # fmt: skip
+    assert all(e["frozen_verified"] == 8 for e in record.events() if "frozen_verified" in e)
+    assert record.result["parameters"]["frozen"] == 2 * 2 * (16 * 16 + 16)
+
+
+def test_clocks_add_up(tmp_path: Path) -> None:
+    record = fl.run(tiny(), runs=tmp_path)
+    clocks = record.result["clocks"]
+    parts = ("train", "validation", "data", "checkpoint")
+    total = sum(clocks[f"{part}_seconds"] for part in parts)
+    assert total == pytest.approx(clocks["total_seconds"], abs=1e-3)
+    assert len(clocks["warmup_ms"]) == 5
+    assert clocks["step_ms"]["count"] == 11
+    assert len(clocks["epoch_seconds"]) == 2
+    assert sum(clocks["epoch_seconds"]) <= clocks["train_seconds"] + 1e-3
+    recipe = recipe_from(tiny())
+    lengths = prepare(recipe).splits["train"].lengths
+    assert clocks["tokens"] == 2 * int(lengths.sum()), "real tokens, padding not counted"
+    padded = 0
+    for epoch in range(2):
+        for rows in epoch_order(lengths, 32, 0, epoch, bucket=True):
+            padded += int(lengths[rows].max()) * len(rows)
+    assert clocks["padding_share"] == pytest.approx(1 - clocks["tokens"] / padded, abs=1e-4)
+
+
+def test_steps_and_seconds_to_a_target(tmp_path: Path) -> None:
+    record = fl.run(tiny(evaluate={"every": 2, "target": 0.0}), runs=tmp_path)
+    assert record.result["target"]["step"] == 2
+    assert 0 < record.result["target"]["seconds"] < record.result["clocks"]["total_seconds"]
+    never = fl.run(tiny(evaluate={"target": 1.1}), runs=tmp_path)
+    assert never.result["target"] is None
+
+
+@pytest.mark.parametrize("patience", [1, 3])
+def test_early_stopping_in_a_run_is_exact(
+    patience: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evaluations improve twice and then never again."""
+    from frostlab.training import loop
+
+    values = iter([3.0, 2.0] + [5.0] * 50)
+    monkeypatch.setattr(loop, "measure", lambda setting, split: {"loss": next(values)})
+    recipe = tiny(evaluate={"every": 1, "patience": patience, "metric": "loss"})
+    record = fl.run(recipe, runs=tmp_path)
+    assert record.result["steps"] == 2 + patience
+    assert record.result["stopped_early"]
+    assert record.result["best"] == {"metric": "loss", "value": 2.0, "step": 2}
+    kept = sorted(p.name for p in (record.folder / "checkpoints").iterdir())
+    assert kept == ["step-000000002", f"step-{2 + patience:09d}"]
+    best = record.folder / "checkpoints" / kept[0]
+    assert not (best / "optimizer.safetensors").exists(), "the best keeps its weights only"
+
+
+@pytest.fixture(scope="module")
+def treated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, fl.RunRecord]:
+    runs = tmp_path_factory.mktemp("treated")
+    return {name: fl.run(tiny(treatment=name), runs=runs) for name in NAMED}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_treatments_leave_everything_else_as_it_was(
+    name: str, treated: dict[str, fl.RunRecord]
+) -> None:
+    plain, this = treated["none"], treated[name]
+    weights, touched = this.digests["weights"], set(this.digests["touched"])
+    before = plain.digests["weights"]
+    assert weights.keys() == before.keys()
+    assert {key for key in weights if weights[key] != before[key]} == touched
+    assert this.result["order_digest"] == plain.result["order_digest"]
+    surgery = NAMED[name]
+    assert bool(touched) == bool(surgery.init)
+    size = 16 * 16 + 16
+    assert this.result["parameters"]["frozen"] == 2 * size * len(surgery.freeze)
+
+
+def test_treatments_differ(treated: dict[str, fl.RunRecord]) -> None:
+    final = {name: record.result["weights_digest"] for name, record in treated.items()}
+    assert len(set(final.values())) == len(NAMED)
+
+
+def test_an_explicit_treatment_equals_the_named_one(
+    tmp_path: Path, treated: dict[str, fl.RunRecord]
+) -> None:
+    spelled = {
+        "init": [{"method": "orthogonalize", "select": ["query", "key"]}],
+        "freeze": ["query", "key"],
+    }
+    record = fl.run(tiny(treatment=spelled), runs=tmp_path)
+    assert record.result["weights_digest"] == treated["oelm"].result["weights_digest"]
+    assert record.folder.name == "run-explicit-s0"
+
+
+def test_the_same_recipe_gives_the_same_bits_and_another_folder(tmp_path: Path) -> None:
+    one, two = (fl.run(tiny(), runs=tmp_path) for _ in range(2))
+    assert (one.folder.name, two.folder.name) == ("run-none-s0", "run-none-s0-2")
+    assert one.result["weights_digest"] == two.result["weights_digest"]
+    assert one.metrics == two.metrics
+
+
+def test_published_splits_report_the_best_evaluation_and_say_so(tmp_path: Path) -> None:
+    rows = [{"text": f"w{i % 7} n{i}", "label": int(i % 7 > 3)} for i in range(120)]
+    for split, part in {"train": rows[:80], "validation": rows[80:]}.items():
+        path = tmp_path / "sst2" / f"{split}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        lines = (json.dumps({"sentence": r["text"], "label": r["label"]}) for r in part)
+        path.write_text("\n".join(lines))
+    recipe = tiny(
+        data={"name": "sst2", "splits": "published", "length": 8}, tokenizer={"kind": "words"}
+    )
+    record = fl.run(recipe, runs=tmp_path / "runs", data_dir=tmp_path)
+    assert record.result["caution"] == "selected on the reporting split"
+    evaluations = [e for e in record.events() if e["kind"] == "evaluation"]
+    assert {e["split"] for e in evaluations} == {"report"}
+    looks = [e["metrics"]["accuracy"] for e in evaluations if "checkpoint" not in e]
+    assert record.metrics["accuracy"] == max(looks) == record.result["best"]["value"]
+    assert record.result["steps"] == 2 * math.ceil(80 / 32), "nothing was carved from train"
+    honest = fl.run(recipe_from({**recipe, "data": {"name": "sst2", "length": 8}}),
+                    runs=tmp_path / "runs", data_dir=tmp_path)  # fmt: skip
+    assert honest.result["caution"] is None
+    assert [e["split"] for e in honest.events() if e["kind"] == "evaluation"] == [
+        "tune", "tune", "report",
+    ]  # fmt: skip
+
+
+# One other value for every field; the tiny run must come out differently.
+OTHER: dict[str, Any] = {
+    "data.name": {"data": {"name": "recall", "examples": 256, "length": 12, "symbols": 4}},
+    "data.examples": 128,
+    "data.length": 10,
+    "data.symbols": 3,
+    "model.kind": {
+        "data": {"name": "induction", "examples": 64, "length": 16, "symbols": 16},
+        "model": {"kind": "decoder", "width": 16, "layers": 1, "heads": 2},
+    },
+    "model.width": 32,
+    "model.layers": 1,
+    "model.heads": 4,
+    "model.hidden": 24,
+    "model.dropout": 0.2,
+    "model.bias": False,
+    "model.causal": True,
+    "model.positions": 20,
+    "treatment": "frozen-qk",
+    "optim.lr": 1e-3,
+    "optim.decay": 0.3,
+    "optim.betas": [0.8, 0.99],
+    "optim.eps": 1e-3,
+    "optim.clip": None,
+    "optim.warmup": 4,
+    "optim.schedule": "constant",
+    "train.batch": 16,
+    "train.accumulate": 2,
+    "train.epochs": 3,
+    "train.steps": {"train": {"batch": 32, "steps": 5, "threads": 1}},
+    "train.bucket": False,
+    "train.precision": "bf16",
+    "train.checkpoint": 3,
+    "evaluate.every": 5,
+    "evaluate.metric": "loss",
+    "evaluate.patience": {"evaluate": {"every": 1, "patience": 1}},
+    "evaluate.target": 0.1,
+    "evaluate.batch": 3,
+    "seed": 5,
+}
+# Fields whose effect other tests show: where.
+ELSEWHERE = {
+    "about": "tests/recipe: the digest leaves it out; `frostlab recipes` prints it",
+    "tokenizer": "tests/data/test_vocabulary.py",
+    "train.device": "test_devices_that_are_not_there below",
+    "train.threads": "test_threads below",
+    "train.processes": "test_distributed.py",
+    "train.parallel": "test_distributed.py",
+}
+
+
+def fields(kind: type[BaseModel], prefix: str) -> set[str]:
+    return {f"{prefix}{name}" for name in kind.model_fields}
+
+
+def test_every_field_has_its_test() -> None:
+    sections = {
+        "data.": data_settings.Synthetic, "model.": settings.GPTModel, "optim.": settings.Optim,
+        "train.": settings.Train, "evaluate.": settings.Evaluate,
+    }  # fmt: skip
+    known = {f for prefix, kind in sections.items() for f in fields(kind, prefix)}
+    known |= set(Recipe.model_fields) - {prefix.strip(".") for prefix in sections}
+    assert set(OTHER) | set(ELSEWHERE) == known
+
+
+def print_of(record: fl.RunRecord) -> dict[str, Any]:
+    """What a field can change: every event but its times."""
+    times = ("at", "ms", "seconds")
+    events = [{k: v for k, v in e.items() if k not in (*times, "name", "recipe_digest")}
+              for e in record.events()]  # fmt: skip
+    return {"events": events, "target": (record.result["target"] or {}).get("step")}
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return print_of(fl.run(tiny(), runs=tmp_path_factory.mktemp("usual")))
+
+
+@pytest.mark.parametrize("field", OTHER)
+def test_each_field_changes_something(field: str, tmp_path: Path, usual: dict[str, Any]) -> None:
+    value = OTHER[field]
+    recipe = tiny(**value) if isinstance(value, dict) else tiny(**{field.replace(".", "__"): value})
+    assert print_of(fl.run(recipe, runs=tmp_path)) != usual
+
+
+def test_two_equal_runs_have_equal_prints(tmp_path: Path, usual: dict[str, Any]) -> None:
+    """Without this the test above could not fail."""
+    assert print_of(fl.run(tiny(), runs=tmp_path)) == usual
+
+
+def test_accumulated_parts_make_the_same_step(tmp_path: Path) -> None:
+    losses = []
+    for parts in (1, 4):
+        recipe = tiny(train__accumulate=parts, model__dropout=0.0)
+        record = fl.run(recipe, runs=tmp_path)
+        losses.append([x for e in record.events() if e["kind"] == "step" for x in e["loss"]])
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
+
+
+def test_threads(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        record = fl.run(tiny(train__threads=2), runs=tmp_path)
+        assert record.events()[0]["threads"] == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("device", "problem"),
+    [("cuda:7", "no CUDA device is available"), ("mps", "mps is not available"),
+     ("gpu", "is no device"), ("meta", "is not supported")],
+)  # fmt: skip
+def test_devices_that_are_not_there(device: str, problem: str, tmp_path: Path) -> None:
+    if torch.cuda.is_available() or torch.backends.mps.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(fl.BadInput, match=problem):
+        fl.run(tiny(train__device=device), runs=tmp_path)
+    assert not list(tmp_path.iterdir())
