@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 from frostlab.data import Tokens, files, prepare, vocabulary
+from frostlab.errors import BadInput
 from frostlab.recipe import Recipe
 
 Make = Callable[..., Recipe]
@@ -148,6 +149,19 @@ def test_pairs_equal_the_pretrained_tokenizer(
         assert examples(tokens)[number] == wanted["input_ids"]
         types = np.arange(tokens.lengths[number]) >= tokens.second[number]
         assert types.astype(int).tolist() == wanted["token_type_ids"]
+
+
+def test_a_length_without_room_for_text_is_refused(
+    tmp_path: Path, cache: Path, recipe: Make, write: Write, minilm: str
+) -> None:
+    rows = [{"premise": "a b", "hypothesis": "c", "label": n} for n in range(3)]
+    for split in ("train", "validation_matched"):
+        write(tmp_path / "mnli" / f"{split}.jsonl", rows)
+    named = {"kind": "pretrained", "name": minilm}
+    with pytest.raises(BadInput, match=r"data\.length 3 leaves no text .* 3 special tokens; 4 is"):
+        prepare(recipe(named, name="mnli", splits="published", length=3), tmp_path, cache)
+    least = prepare(recipe(named, name="mnli", splits="published", length=4), tmp_path, cache)
+    assert least.splits["train"].lengths.tolist() == [4, 4, 4]
 
 
 def test_pairs_of_a_trained_tokenizer_have_a_separator(

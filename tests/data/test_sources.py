@@ -149,6 +149,7 @@ def make_own(folder: Path, write: Write, sentences: Draw) -> None:
     write(folder / "odd.jsonl", [*sentences(3, seed=4), {"text": "x", "label": "maybe"}])
     write(folder / "same.jsonl", [r | {"label": "good"} for r in sentences(9)])
     (folder / "empty.jsonl").write_text("")
+    (folder / "half.jsonl").write_text('{"text": "a \\ud800", "label": 0}')
 
 
 BAD = [
@@ -160,6 +161,7 @@ BAD = [
     ({"report": "odd"}, "{f}/odd.jsonl:4: label maybe is not a class: 0, 1"),
     ({"train": "same"}, "{f}/same.jsonl: every label is good; there is nothing to tell apart"),
     ({"report": "empty"}, "{f}/empty.jsonl: split empty holds no text"),
+    ({"report": "half"}, "{f}/half.jsonl:1: \\ud800 is half a character, not text"),
     ({"text": ("txet",)}, "{f}/train.jsonl:1: no column txet; did you mean `text`?"),
     ({"label": "labels"}, "{f}/train.jsonl:1: no column labels; did you mean `label`?"),
     ({"text": ("text", "text"), "task": "language"}, "data.text names 2 columns; data.task lang"),

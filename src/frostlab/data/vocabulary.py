@@ -33,6 +33,9 @@ class Coder(Protocol):
     pad: int
     end: int
 
+    def added(self, *, pairs: bool) -> int:
+        """Return how many tokens of an example are not its text's."""
+
     def examples(self, batch: list[Texts], length: int) -> list[tuple[list[int], int | None]]:
         """Return each example's ids, at most `length`, and where its second text begins."""
 
@@ -62,6 +65,10 @@ class Fast:
     pad: int
     end: int
     types: bool = True  # the model tells the second text by token types
+
+    def added(self, *, pairs: bool) -> int:
+        """Count the special tokens of the template."""
+        return self.backend.num_special_tokens_to_add(pairs)
 
     def examples(self, batch: list[Texts], length: int) -> list[tuple[list[int], int | None]]:
         """Truncate as the library does, of a pair the longer text first."""
