@@ -30,6 +30,7 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _ROLE = re.compile(r":[a-zA-Z:]+:(?=`)")
 _RULE = re.compile(r"^\W*([-=~^*#])\1{2,}\W*$")
 _DIRECTIVE = re.compile(r"^\.\. ")
+_MARKUP = str.maketrans("", "", "`*~")
 _BLANK = re.compile(r"%\(\w+\)s")  # filled in when the package is imported
 _PLAIN = re.compile(r"(?<![\w.])[a-z]+(?![\w(])")
 
@@ -190,5 +191,5 @@ def clean(text: str) -> tuple[str, str]:
 
 
 def _plain(text: str) -> str:
-    text = _BLANK.sub("", _ROLE.sub("", text)).replace("`", "").replace("*", "")
+    text = _BLANK.sub("", _ROLE.sub("", text)).translate(_MARKUP)
     return " ".join(_NAMES.sub(MASK, text).split())
