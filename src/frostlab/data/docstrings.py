@@ -30,7 +30,9 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _ROLE = re.compile(r":[a-zA-Z:]+:(?=`)")
 _RULE = re.compile(r"^\W*([-=~^*#])\1{2,}\W*$")
 _DIRECTIVE = re.compile(r"^\.\. ")
-_PLAIN = re.compile(r"(?<![\w`.])[a-z]+(?![\w`(])")
+_MARKUP = str.maketrans("", "", "`*~")
+_BLANK = re.compile(r"%\(\w+\)s")  # filled in when the package is imported
+_PLAIN = re.compile(r"(?<![\w.])[a-z]+(?![\w(])")
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,11 @@ class Docstring:
     def text(self) -> str:
         return f"{self.summary} {self.body}".strip()
 
-    @property
-    def key(self) -> str:
-        """Return what near copies share: the plain words, without names, numbers and code."""
-        return " ".join(_PLAIN.findall(self.text))
+
+def near_key(text: str) -> str:
+    """Return what near copies share: the plain words, without names, numbers and code."""
+    first, _, rest = text.partition(" ")
+    return " ".join((first.lower(), *_PLAIN.findall(rest)))
 
 
 def docstring_files(per_package: int, *, pairs: bool, cache: Path) -> dict[str, Path]:
@@ -116,9 +119,10 @@ def collect(package: str, wanted: dict[str, int], *, pairs: bool) -> dict[str, l
         for text in _docstrings(root / name):
             doc = Docstring(*clean(text))
             enough = doc.body if pairs else doc.text
-            if len(enough.split()) < WORDS or len(doc.summary.split()) < 3 or doc.key in seen:
+            key = near_key(enough)
+            if len(enough.split()) < WORDS or len(doc.summary.split()) < 3 or key in seen:
                 continue
-            seen.add(doc.key)
+            seen.add(key)
             docs.append(doc)
             if len(docs) == wanted[split]:
                 break
@@ -187,5 +191,5 @@ def clean(text: str) -> tuple[str, str]:
 
 
 def _plain(text: str) -> str:
-    text = _ROLE.sub("", text).replace("`", "").replace("*", "")
+    text = _BLANK.sub("", _ROLE.sub("", text)).translate(_MARKUP)
     return " ".join(_NAMES.sub(MASK, text).split())

@@ -201,6 +201,6 @@ def _safe_cut(buffer: str) -> int:
 
 
 def word_end(text: str, start: int) -> int:
-    """Return where the word at `start` ends, or `start` when no white space follows."""
+    """Return where the word at `start` ends, or `start` when no white space follows it."""
     found = _WORD_END.search(text, start)
     return found.start() if found else start

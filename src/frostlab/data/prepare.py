@@ -150,6 +150,12 @@ class _Work:
         limit = data.limit if role == "train" else data.evaluation_limit
         if data.task == "language":
             return encode_running(portion, columns, coder, data.length, limit, folder, role)
+        added = coder.added(pairs=len(columns.texts) == 2)
+        if data.length <= added:
+            raise BadInput(
+                f"data.length {data.length} leaves no text beside the tokenizer's {added} special "
+                f"tokens; {added + 1} is the least"
+            )
         numbers = self.numbers.get(role, self.numbers["train"])
         rows = limited(portion, numbers, limit)
         return encode_labelled(portion, rows, numbers, columns, coder, data.length, folder, role)

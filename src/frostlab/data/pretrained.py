@@ -22,6 +22,10 @@ class Slow:
     pad: int
     end: int
 
+    def added(self, *, pairs: bool) -> int:
+        """Ask the tokenizer."""
+        return int(self.tokenizer.num_special_tokens_to_add(pair=pairs))
+
     def examples(self, batch: list[Texts], length: int) -> list[tuple[list[int], int | None]]:
         """Encode one at a time, as the tokenizer does it itself."""
         found = []

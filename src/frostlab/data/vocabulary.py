@@ -15,12 +15,14 @@ from tokenizers import (
     trainers,
 )
 
+from frostlab.data.files import word_end
 from frostlab.recipe import Recipe
 from frostlab.recipe.data import BPE, PretrainedTokenizer, Words
 from frostlab.recipe.settings import PretrainedModel
 
 PAD, END, SEPARATOR, UNKNOWN = "<|pad|>", "<|end|>", "<|sep|>", "<unk>"
 SAMPLE = 100_000_000  # characters a vocabulary is learned from at most
+HEAD = 6  # characters a token has at most, mostly
 Texts = tuple[str, ...]
 
 
@@ -30,6 +32,9 @@ class Coder(Protocol):
     vocabulary: int
     pad: int
     end: int
+
+    def added(self, *, pairs: bool) -> int:
+        """Return how many tokens of an example are not its text's."""
 
     def examples(self, batch: list[Texts], length: int) -> list[tuple[list[int], int | None]]:
         """Return each example's ids, at most `length`, and where its second text begins."""
@@ -61,14 +66,34 @@ class Fast:
     end: int
     types: bool = True  # the model tells the second text by token types
 
+    def added(self, *, pairs: bool) -> int:
+        """Count the special tokens of the template."""
+        return self.backend.num_special_tokens_to_add(pairs)
+
     def examples(self, batch: list[Texts], length: int) -> list[tuple[list[int], int | None]]:
         """Truncate as the library does, of a pair the longer text first."""
-        pairs = len(batch[0]) == 2
         self.backend.enable_truncation(length)
-        encoded = self.backend.encode_batch_fast(batch if pairs else [texts[0] for texts in batch])
-        if not (pairs and self.types):
+        if len(batch[0]) == 1:
+            return [(ids, None) for ids in self._single([text for (text,) in batch], length)]
+        encoded = self.backend.encode_batch_fast(batch)
+        if not self.types:
             return [(one.ids, None) for one in encoded]
         return [(one.ids, (*one.type_ids, 1).index(1)) for one in encoded]
+
+    def _single(self, texts: list[str], length: int) -> list[list[int]]:
+        """Encode the beginnings, which mostly fill the length, and whole texts where not."""
+        words = self.backend.pre_tokenizer is not None  # no token reaches over white space
+        heads = [text[: word_end(text, HEAD * length)] if words else text for text in texts]
+        found = [one.ids for one in self.backend.encode_batch_fast(heads)]
+        short = [
+            number
+            for number, ids in enumerate(found)
+            if len(ids) < length and len(heads[number]) < len(texts[number])
+        ]
+        whole = self.backend.encode_batch_fast([texts[number] for number in short])
+        for number, one in zip(short, whole, strict=True):
+            found[number] = one.ids
+        return found
 
     def running(self, batch: list[str]) -> list[list[int]]:
         """Encode without special tokens."""

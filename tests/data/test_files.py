@@ -1,0 +1,150 @@
+"""Every format is read, in bounded pieces, and every fault is named with its line."""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from frostlab.data import files
+from frostlab.data.files import MARK, read_lines, read_pieces, split_files
+from frostlab.data.rows import Columns, Part
+from frostlab.errors import BadInput
+
+TEXTS = ["plain", 'a "quoted", comma', "naïve café 東京 🧊", "tab\tand\nnewline", ""]
+ROWS = [{"text": text, "label": number} for number, text in enumerate(TEXTS)]
+
+
+def as_csv(cell: str) -> str:
+    return '"' + cell.replace('"', '""') + '"'
+
+
+def encoded(kind: str) -> bytes:
+    if kind == "jsonl":
+        return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
+    if kind == "csv":
+        lines = [f"{as_csv(text)},{number}\n" for number, text in enumerate(TEXTS)]
+        return ("text,label\n" + "".join(lines)).encode()
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(ROWS), sink)
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_tables_hold_what_was_written(tmp_path: Path, kind: str, packed: bool) -> None:
+    path = tmp_path / f"train.{kind}{'.gz' * packed}"
+    path.write_bytes(gzip.compress(encoded(kind)) if packed else encoded(kind))
+    part = Part("train", str(path), (path,))
+    rows = list(part.rows(Columns(("text",), "label")))
+    assert [row.texts[0] for row in rows] == TEXTS
+    assert [row.label for row in rows] == [0, 1, 2, 3, 4]
+    assert split_files(tmp_path) == {"train": path}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_tsv_takes_quotes_as_they_stand(tmp_path: Path, packed: bool) -> None:
+    raw = b'text\tlabel\n"open\t1\nit\'s "so"\t0\n'
+    path = tmp_path / f"train.tsv{'.gz' * packed}"
+    path.write_bytes(gzip.compress(raw) if packed else raw)
+    assert [values["text"] for _, values in read_lines(path)] == ['"open', 'it\'s "so"']
+
+
+def documents(path: Path) -> list[str]:
+    """Put pieces together again."""
+    found, text = [], ""
+    for piece, ends in read_pieces(path):
+        text += piece
+        if ends:
+            found.append(text)
+            text = ""
+    assert text == ""
+    return found
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("piece", [16, 40, 1 << 16])
+def test_running_text_is_whole_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int, packed: bool
+) -> None:
+    monkeypatch.setattr(files, "PIECE", piece)
+    text = "Das Ärgernis:\n\n  zwei   Wörter.\r\n" * 7 + "x" * 100 + " 東京🧊 end\n"
+    path = tmp_path / f"a.txt{'.gz' * packed}"
+    path.write_bytes(gzip.compress(text.encode()) if packed else text.encode())
+    assert documents(path) == [text.replace("\r\n", "\n")]
+    pieces = [piece for piece, _ in read_pieces(path)]
+    assert max(map(len, pieces)) <= 2 * piece + len(MARK)
+    marked = tmp_path / "b.txt"
+    marked.write_text(f"one two\n{MARK}\nthree\n\nfour five six\n{MARK}\n{MARK}\nseven\n{MARK}\n")
+    assert documents(marked) == ["one two", "three\n\nfour five six", "seven"]
+
+
+def test_pieces_begin_at_white_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "PIECE", 64)
+    path = tmp_path / "a.txt"
+    path.write_text(" ".join(f"word{number}" for number in range(200)))
+    pieces = [piece for piece, _ in read_pieces(path)]
+    assert len(pieces) > 10
+    assert all(piece[0] == " " and piece[-1] != " " for piece in pieces[1:])
+
+
+BAD = {
+    "a.jsonl": (b'{"text": "a", "label": 0}\n{"text": \n', "a.jsonl:2: not JSON"),
+    "b.jsonl": (b'{"text": "a", "label": 0}\n[1]\n', "b.jsonl:2: list, not an object"),
+    "c.jsonl": (b'{"text": "a", "label": 0}\n{"txt": "b", "label": 1}\n', "c.jsonl:2: no column "),
+    "d.jsonl": (b'{"text": 5, "label": 0}\n', "d.jsonl:1: column text holds 5, not text"),
+    "e.jsonl": (b'{"text": "a", "label": -1}\n', "e.jsonl:1: label -1 means unlabelled"),
+    "f.jsonl": (b'{"text": "a", "label": null}\n', "f.jsonl:1: label None is neither"),
+    "g.jsonl": (b'{"text": "a", "label": 0.5}\n', "g.jsonl:1: label 0.5 is neither"),
+    "h.jsonl": (b'{"text": "a", "label": 0}\n{"text": "\xff"}\n', "h.jsonl:2: byte 0xff is not"),
+    "i.csv": (b"text,label\na,0\nb\n", "i.csv:3: 1 columns, the header has 2"),
+    "j.csv": (b"text,label\na,\n", "j.csv:2: label '' is neither"),
+    "k.csv": (b"texts,label\na,1\n", "k.csv:2: no column text; did you mean `texts`?"),
+    "l.tsv": (b"text\tlabel\na\t1\nb\xe9\t0\n", "l.tsv:3: byte 0xe9 is not UTF-8"),
+    "m.parquet": (b"nothing of the kind", "m.parquet is not parquet"),
+    "n.jsonl.gz": (b"not packed", "n.jsonl.gz cannot be read: Not a gzipped file"),
+    "o.txt": (b"text", "o.txt: .txt has no labels; use jsonl"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_rows_are_named_with_their_line(tmp_path: Path, name: str) -> None:
+    content, message = BAD[name]
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(BadInput) as caught:
+        list(Part("train", str(path), (path,)).rows(Columns(("text",), "label")))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_running_text_names_the_line_of_a_bad_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "PIECE", 32)
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"ten letters\n" * 50 + b"caf\xe9\n")
+    with pytest.raises(BadInput, match=r"a\.txt:51: byte 0xe9"):
+        list(read_pieces(path))
+
+
+def test_a_cut_off_archive_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(encoded("jsonl"))[:-10])
+    with pytest.raises(BadInput, match="cannot be read"):
+        list(read_lines(path))
+
+
+def test_two_files_of_one_split_are_refused(tmp_path: Path, write: Callable[..., Path]) -> None:
+    write(tmp_path / "train.jsonl", ROWS)
+    write(tmp_path / "train.jsonl.gz", ROWS)
+    with pytest.raises(BadInput, match="both split train"):
+        split_files(tmp_path)
+
+
+def test_a_missing_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BadInput, match=r"x needs the package no_such: pip install 'frostlab\[data"):
+        files.optional("no_such", "x")

@@ -1,0 +1,107 @@
+"""Vocabularies: of the training split alone, the right default, no special meaning in texts."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from frostlab.data import prepare, vocabulary
+from frostlab.errors import BadInput
+from frostlab.recipe import Recipe
+from frostlab.recipe.data import BPE, PretrainedTokenizer, Words
+
+Make = Callable[..., Recipe]
+
+
+@pytest.mark.parametrize("task", ["classification", "language"])
+def test_no_word_comes_from_tune_or_report(
+    tmp_path: Path, cache: Path, recipe: Make, write: Callable[..., Path], task: str
+) -> None:
+    rows = [{"text": f"shared alone{n}", "label": n % 2} for n in range(200)]
+    path = write(tmp_path / "a.jsonl", rows)
+    own = recipe({"kind": "words"}, name="own", path=str(path), task=task)
+    found = prepare(own, cache=cache)
+    backend = Tokenizer.from_file(str(found.tokenizer))
+    words = {word for word in backend.get_vocab() if word.startswith("alone")}
+    assert len(words) == 180  # of 200, ten tune and ten report
+    unknown = backend.token_to_id("<unk>")
+    assert unknown not in found.splits["train"].ids
+    for role in ("tune", "report"):
+        assert (found.splits[role].ids == unknown).sum() == 10
+
+
+def test_bpe_learns_from_training_only(
+    tmp_path: Path, cache: Path, recipe: Make, write: Callable[..., Path], sentences: Callable
+) -> None:
+    for split, mark in (("train", "alpha"), ("validation", "omega"), ("test", "omega")):
+        write(tmp_path / "own" / f"{split}.jsonl", sentences(100, mark=mark, seed=len(split)))
+    own = recipe({"kind": "bpe", "size": 600}, name="own", path=str(tmp_path / "own"))
+    tokens = Tokenizer.from_file(str(prepare(own, cache=cache).tokenizer)).get_vocab()
+    assert any("alpha" in token for token in tokens)
+    assert not any("omeg" in token for token in tokens)
+
+
+def test_a_small_text_gives_a_small_vocabulary(tmp_path: Path) -> None:
+    vocabulary.train(BPE(kind="bpe", size=50000), ["low lower lowest"] * 5, tmp_path)
+    coder = vocabulary.load_trained(tmp_path / "tokenizer.json")
+    assert 259 < coder.vocabulary < 300
+    assert coder.backend.decode(coder.running(["née 東京"])[0]) == "née 東京"
+
+
+def test_special_tokens_in_a_text_are_text(tmp_path: Path) -> None:
+    vocabulary.train(BPE(kind="bpe", size=300), ["some text"], tmp_path)
+    coder = vocabulary.load_trained(tmp_path / "tokenizer.json")
+    ids = coder.running(["a <|end|> b <|pad|>"])[0]
+    assert not {coder.end, coder.pad} & set(ids)
+    assert coder.backend.decode(ids) == "a <|end|> b <|pad|>"
+
+
+def test_words_are_counted(tmp_path: Path) -> None:
+    texts = ["The the cat <unk>", "cat the dog <unk> zebra"]
+    special = ["<|pad|>", "<|end|>", "<|sep|>", "<unk>"]
+    for wanted, words in (
+        (Words(kind="words"), ["the", "cat", "dog", "zebra"]),
+        (Words(kind="words", size=6), ["the", "cat"]),
+        (Words(kind="words", lowercase=False), ["cat", "the", "The", "dog", "zebra"]),
+    ):
+        vocabulary.train(wanted, texts, tmp_path)
+        coder = vocabulary.load_trained(tmp_path / "tokenizer.json")
+        numbers = coder.backend.get_vocab()
+        assert sorted(numbers, key=numbers.__getitem__) == special + words
+        assert coder.vocabulary == len(special + words)
+    assert coder.running(["dog unseen <unk>"])[0] == [numbers["dog"], 3, 3]
+
+
+def test_long_texts_are_sampled_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocabulary, "SAMPLE", 10)
+    assert list(vocabulary.sampled("abcdefghij", 10)) == list("abcdefghij")
+    assert list(vocabulary.sampled("abcdefghij", 25)) == list("adgj")
+
+
+def test_the_default_is_the_models_own(tmp_path: Path) -> None:
+    def chosen(**model: object) -> object:
+        return vocabulary.definition(Recipe.model_validate({"model": model}))
+
+    own = PretrainedTokenizer(kind="pretrained", name=str(tmp_path))
+    bpe = BPE(kind="bpe", size=8000)
+    assert chosen(kind="gpt") == bpe
+    assert chosen(kind="pretrained", name=str(tmp_path)) == own
+    assert chosen(kind="pretrained", name=str(tmp_path), weights=False) == bpe
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert chosen(kind="pretrained", name=str(tmp_path), weights=False) == own
+    words = Recipe.model_validate({"tokenizer": {"kind": "words"}})
+    assert vocabulary.definition(words) == Words(kind="words")
+
+
+def test_a_missing_tokenizer_is_one_line(tmp_path: Path, cache: Path, recipe: Make) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("some words " * 100)
+    for name, where in ((str(tmp_path), "in this folder"), ("no/such", "a folder here, or on")):
+        own = recipe(
+            {"kind": "pretrained", "name": name}, name="own", path=str(path), task="language"
+        )
+        with pytest.raises(BadInput) as caught:
+            prepare(own, cache=cache)
+        assert f"tokenizer.name {name}: no tokenizer {where}" in str(caught.value)
+        assert "\n" not in str(caught.value)
