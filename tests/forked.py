@@ -6,10 +6,15 @@ A child may be told to die by kill -9 at a chosen moment; `resume=True` then goe
 import contextlib
 import multiprocessing
 import os
+import resource
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from frostlab.records.checkpoints import checkpoints_in
+from frostlab.records.record import RunRecord
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["frostlab.training.running", "torch._dynamo"])
@@ -117,3 +122,48 @@ def attempt_for(recipe: dict[str, Any], out: Path, seconds: float) -> int:
     child.join(60)
     assert child.exitcode is not None
     return child.exitcode
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """All of a record that must not depend on how often a run was killed."""
+    record = RunRecord(folder)
+    result = record.result
+    steps = [e for e in record.events() if e["kind"] == "step"]
+    return {
+        **{key: result[key] for key in (
+            "status", "steps", "best", "report", "last", "weights_digest", "order_digest",
+            "parameters", "checkpoint", "stopped_early",
+        )},
+        "losses": [loss for event in steps for loss in event["loss"]],
+        "norms": [norm for event in steps for norm in event["norm"]],
+        "tokens": sum(event["tokens"] for event in steps),
+        "evaluations": [(e["step"], e["split"], e["metrics"])
+                        for e in record.events() if e["kind"] == "evaluation"],
+        "kept": [c.step for c in checkpoints_in(folder)],
+        "files": sorted(p.name for p in folder.rglob("*") if p.suffix == ".tmp"),
+    }  # fmt: skip
+
+
+def _limited(limit: int, size: int, recipe: dict[str, Any], out: str) -> None:
+    if limit == resource.RLIMIT_FSIZE:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    else:
+        with open("/proc/self/statm") as file:
+            size += int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(limit, (size, resource.RLIM_INFINITY))
+    from frostlab.training import RunFailed, run
+
+    try:
+        run(recipe, out=out, resume=True)
+    except RunFailed as error:
+        Path(out).with_suffix(".error").write_text(str(error))
+        sys.exit(1)
+
+
+def limited(limit: int, size: int, recipe: dict[str, Any], folder: Path) -> str:
+    """Run with less of something than the run needs; return what it said."""
+    child = SERVER.Process(target=_limited, args=(limit, size, recipe, str(folder)))
+    child.start()
+    child.join(120)
+    assert child.exitcode == 1
+    return folder.with_suffix(".error").read_text()

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from forked import attempt, attempt_for
-from frostlab.records.checkpoints import checkpoints_in
-from frostlab.records.record import RunRecord
+from forked import attempt, attempt_for, outcome
 
 RECIPE: dict[str, Any] = {
     "data": {"name": "majority", "examples": 256, "length": 12, "symbols": 4},
@@ -25,26 +23,6 @@ MOMENTS = [
     ("half a file", 1), ("half a file", 2), ("half a file", 7), ("half a file", 12),
     ("half an event", 2), ("half an event", 9), ("result", 1),
 ]  # fmt: skip
-
-
-def outcome(folder: Path) -> dict[str, Any]:
-    """All of a record that must not depend on how often a run was killed."""
-    record = RunRecord(folder)
-    result = record.result
-    steps = [e for e in record.events() if e["kind"] == "step"]
-    return {
-        **{key: result[key] for key in (
-            "status", "steps", "best", "report", "last", "weights_digest", "order_digest",
-            "parameters", "checkpoint", "stopped_early",
-        )},
-        "losses": [loss for event in steps for loss in event["loss"]],
-        "norms": [norm for event in steps for norm in event["norm"]],
-        "tokens": sum(event["tokens"] for event in steps),
-        "evaluations": [(e["step"], e["split"], e["metrics"])
-                        for e in record.events() if e["kind"] == "evaluation"],
-        "kept": [c.step for c in checkpoints_in(folder)],
-        "files": sorted(p.name for p in folder.rglob("*") if p.suffix == ".tmp"),
-    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")

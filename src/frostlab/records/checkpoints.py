@@ -77,8 +77,8 @@ def save_checkpoint(
     remove_leftovers(folder)
     temporary.mkdir(parents=True)
     try:
-        save_file(_plain(model), temporary / "model.safetensors")
-        save_file(_plain(optimizer), temporary / "optimizer.safetensors")
+        _save(model, temporary / "model.safetensors")
+        _save(optimizer, temporary / "optimizer.safetensors")
         text = json.dumps(progress, indent=1)
         (temporary / "progress.json").write_text(text, encoding="utf-8")
         for path in temporary.iterdir():
@@ -108,6 +108,16 @@ def remove_leftovers(folder: Path) -> None:
     """Remove what a save that was killed left behind."""
     for path in (folder / "checkpoints").glob(".step-*.tmp"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write tensors; what the operating system refuses is its error, not safetensors'."""
+    try:
+        save_file(_plain(tensors), path)
+    except SafetensorError as error:
+        if code := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from None
+        raise
 
 
 def _plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

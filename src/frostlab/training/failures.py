@@ -10,6 +10,8 @@ from frostlab.recipe import Recipe
 from frostlab.training.loop import Stopped
 from frostlab.training.step import Diverged
 
+_ALLOCATOR = "DefaultCPUAllocator"  # the CPU's out of memory is a plain RuntimeError
+
 
 class RunFailed(FrostlabError):
     """A run that did not finish; its record says how far it came."""
@@ -30,7 +32,7 @@ def failure_of(error: BaseException, recipe: Recipe) -> Failure:
         return Failure("stopped", RunFailed("stopped; `--resume` goes on"))
     if isinstance(error, Diverged):
         return Failure("diverged", RunFailed(line))
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "not enough memory" in line:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or _ALLOCATOR in line:
         half = f"train.batch {recipe.train.batch} or data.length {recipe.data.length}"
         return Failure("failed", RunFailed(f"out of memory; a lower {half}, or train.accumulate"))
     if isinstance(error, OSError):
@@ -39,6 +41,4 @@ def failure_of(error: BaseException, recipe: Recipe) -> Failure:
         return Failure("failed", RunFailed(f"{where}{error.strerror or line}{full}"))
     if isinstance(error, FrostlabError):
         return Failure("failed", RunFailed(line))
-    if "No space left on device" in line:  # safetensors has errors of its own
-        return Failure("failed", RunFailed(f"{line} (the disk is full)"))
     return Failure("failed", error)

@@ -12,11 +12,9 @@ from frostlab.recipe.settings import Optim, StepDecay
 
 def build_optimizer(model: nn.Module, optim: Optim, fused: bool) -> torch.optim.AdamW:
     """Matrices decay, vectors do not; frozen tensors are absent."""
-    learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not learning:
-        raise FrostlabError("nothing is trainable, so there is nothing to run")
-    matrices = [p for p in learning.values() if p.ndim >= 2]
-    vectors = [p for p in learning.values() if p.ndim < 2]
+    learning = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in learning if p.ndim >= 2]
+    vectors = [p for p in learning if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": optim.decay},
               {"params": vectors, "weight_decay": 0.0}]  # fmt: skip
     return torch.optim.AdamW(

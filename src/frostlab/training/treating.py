@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from frostlab.anatomy import anatomy, survey
-from frostlab.errors import UnknownArchitecture
+from frostlab.errors import BadInput, UnknownArchitecture
 from frostlab.recipe import Recipe
 from frostlab.recipe.treatment import Orthogonalize
 from frostlab.surgery import Audit, audit, freeze, orthogonalize, randomize
@@ -30,6 +30,8 @@ def treat(model: nn.Module, recipe: Recipe) -> set[str]:
             randomize(model, *change.select, std=change.std, seed=recipe.seed)
     if surgery.freeze:
         freeze(model, *surgery.freeze)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise BadInput("treatment.freeze leaves nothing that learns")
     return touched
 
 

@@ -1,0 +1,269 @@
+"""What can go wrong on the way: one line, a status in the record, nothing finished lost."""
+
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+import frostlab as fl
+from forked import attempt, limited, outcome
+from frostlab.records.checkpoints import checkpoints_in
+from frostlab.training.batching import Batch
+from frostlab.training.distributed import World
+from frostlab.training.ledger import Entry, Ledger
+from frostlab.training.step import Diverged, EagerStep
+from frostlab.training.stopwatch import Stopwatch
+from tiny import tiny
+
+
+def command(folder: Path, recipe: dict[str, Any], *more: str) -> list[str]:
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return [sys.executable, "-m", "frostlab", "run", str(path), *more]
+
+
+def test_a_diverged_run_names_step_and_parameter(tmp_path: Path) -> None:
+    recipe = tiny(
+        optim={"lr": 1e18, "clip": None, "warmup": 10.0}, evaluate={"every": 1}, train__epochs=5
+    )
+    with pytest.raises(fl.RunFailed, match=r"step \d+: the gradient of \S+ is not finite"):
+        fl.run(recipe, runs=tmp_path)
+    record = fl.RunRecord(tmp_path / "run-none-s0")
+    assert record.status == "diverged"
+    step = record.result["steps"]
+    assert record.result["error"].startswith(f"step {step}: ")
+    assert record.events()[-1] == {**record.events()[-1], "kind": "end", "status": "diverged"}
+    kept = checkpoints_in(record.folder)
+    assert kept, "the last good checkpoint is kept"
+    assert kept[-1].step < step
+    assert all(bool(t.isfinite().all()) for t in kept[-1].model().values())
+    with pytest.raises(fl.BadInput, match="is diverged"):
+        fl.run(recipe, runs=tmp_path, resume=True)
+
+
+def test_a_broken_gradient_is_found_at_its_step_and_moves_nothing() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    step = EagerStep(model, optimizer, torch.float32, 1.0, World())
+    step.gradients = lambda parts, scored: _backward(model)  # type: ignore[method-assign]
+    ledger = Ledger(step, Stopwatch(torch.device("cpu")), World(), None)
+
+    def take(number: int) -> None:
+        ledger.add(Entry(number, step([], 1, 0.1), 0.1, 1, 1, 1))
+
+    take(1)
+    before = [p.clone() for p in model.parameters()]
+    model[1].weight.register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(Diverged, match="step 2: the gradient of 1.weight is not finite") as caught:
+        take(2)
+    assert (caught.value.step, caught.value.parameter) == (2, "1.weight")
+    for old, new in zip(before, model.parameters(), strict=True):
+        assert torch.equal(old, new)
+
+
+def _backward(model: nn.Module) -> torch.Tensor:
+    loss = model(torch.ones(2, 4)).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def test_clipping_equals_torch() -> None:
+    def gradients(clip: Any) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model = nn.Linear(5, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        step = EagerStep(model, optimizer, torch.float32, 0.5 if clip == "ours" else None, World())
+        batch = Batch({"input": torch.randn(4, 5) * 9}, torch.tensor([0, 1, 2, 0]), 4, 4, 4)
+        step.gradients([batch], 4)
+        if clip == "torch":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        else:
+            step._clip()
+        return [p.grad for p in model.parameters()]
+
+    for mine, theirs in zip(gradients("ours"), gradients("torch"), strict=True):
+        assert torch.equal(mine, theirs)
+    assert not torch.equal(gradients("ours")[0], gradients(None)[0])
+
+
+@pytest.mark.parametrize("signals", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_stops_with_a_checkpoint_and_goes_on(
+    signals: signal.Signals, tmp_path: Path
+) -> None:
+    recipe = tiny(train={"batch": 8, "epochs": 30, "threads": 1})
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    process = subprocess.Popen(
+        command(tmp_path, recipe, "--out", str(folder)), stderr=subprocess.PIPE, text=True
+    )
+    _wait_for(folder / "events.jsonl", '"kind": "step"')
+    process.send_signal(signals)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert errors.strip().splitlines()[-1] == "frostlab: stopped; `--resume` goes on"
+    assert "Traceback" not in errors
+    record = fl.RunRecord(folder)
+    assert record.status == "stopped"
+    assert checkpoints_in(folder)[-1].step == record.result["steps"]
+    again = subprocess.run(command(tmp_path, recipe, "--out", str(folder), "--resume"), timeout=120)
+    assert again.returncode == 0
+    assert (folder / "result-1.json").exists(), "the first attempt's result is kept"
+    assert attempt(recipe, whole) == 0
+    assert outcome(folder) == outcome(whole)
+
+
+def _wait_for(path: Path, text: str) -> None:
+    for _ in range(1200):
+        if path.exists() and text in path.read_text():
+            return
+        time.sleep(0.05)
+    raise TimeoutError(f"{path} never had {text}")
+
+
+def test_a_file_that_cannot_grow_loses_nothing_that_was_finished(tmp_path: Path) -> None:
+    recipe = tiny(train__epochs=4)
+    folder = tmp_path / "run"
+    said = limited(resource.RLIMIT_FSIZE, 30_000, recipe, folder)
+    assert "\n" not in said
+    assert said.endswith("model.safetensors: File too large")
+    assert fl.RunRecord(folder).status == "failed"
+    assert not list(folder.rglob("*.tmp"))
+    assert attempt(recipe, folder) == 0
+    assert attempt(recipe, tmp_path / "whole") == 0
+    assert outcome(folder) == outcome(tmp_path / "whole")
+
+
+def test_out_of_memory_is_one_line(tmp_path: Path) -> None:
+    recipe = tiny(model__width=2048, model__layers=4, train__steps=3, train__epochs=None)
+    said = limited(resource.RLIMIT_AS, 1_500_000_000, recipe, tmp_path / "run")
+    assert said.startswith("out of memory; a lower train.batch 32 or data.length 12")
+    assert fl.RunRecord(tmp_path / "run").status == "failed"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Any:
+    """A file system of 1 MB, where this process may mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)],
+                          capture_output=True)  # fmt: skip
+    if done.returncode:
+        pytest.skip("mounting a small file system is not allowed here")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk_is_one_line(small_disk: Path, tmp_path: Path) -> None:
+    recipe = tiny(train__epochs=4)
+    (small_disk / "ballast").write_bytes(bytes(900_000))
+    done = subprocess.run(
+        command(tmp_path, recipe, "--out", str(small_disk / "run")), capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "the disk is full" in done.stderr.strip().splitlines()[-1]
+    (small_disk / "ballast").unlink()
+    assert attempt(recipe, small_disk / "run") == 0
+    assert attempt(recipe, tmp_path / "whole") == 0
+    assert outcome(small_disk / "run") == outcome(tmp_path / "whole")
+
+
+def test_what_nobody_expected_keeps_its_traceback_and_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from frostlab.training import loop
+
+    def bug(*args: Any) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(loop, "rate_at", bug)
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        fl.run(tiny(), runs=tmp_path)
+    record = fl.RunRecord(tmp_path / "run-none-s0")
+    assert (record.status, record.result["error"]) == ("failed", "a bug")
+
+
+def test_two_runs_in_one_folder(tmp_path: Path) -> None:
+    recipe = tiny(train={"batch": 8, "epochs": 200, "threads": 1})
+    folder = tmp_path / "run"
+    first = subprocess.Popen(
+        command(tmp_path, recipe, "--out", str(folder)), stderr=subprocess.DEVNULL
+    )
+    try:
+        _wait_for(folder / "events.jsonl", '"kind": "stage"')
+        with pytest.raises(fl.BadInput, match="holds a run already; add --resume"):
+            fl.run(recipe, out=folder)
+        with pytest.raises(fl.BadInput, match="another process is running in it"):
+            fl.run(recipe, out=folder, resume=True)
+    finally:
+        first.kill()
+        first.wait()
+
+
+def test_what_cannot_be_resumed(tmp_path: Path) -> None:
+    record = fl.run(tiny(), runs=tmp_path)
+    with pytest.raises(fl.BadInput, match="run-none-s0 is finished already"):
+        fl.run(tiny(), runs=tmp_path, resume=True)
+    with pytest.raises(fl.BadInput, match="is finished"):
+        fl.run(tiny(), out=record.folder, resume=True)
+    (record.folder / "result.json").unlink()
+    with pytest.raises(fl.BadInput, match=r"another recipe \(optim.lr, seed differ\)"):
+        fl.run(tiny(optim__lr=1e-4, seed=3), out=record.folder, resume=True)
+    file = tmp_path / "file"
+    file.write_text("x")
+    with pytest.raises(fl.BadInput, match="is a file, not a folder"):
+        fl.run(tiny(), out=file)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").write_text("x")
+    with pytest.raises(fl.BadInput, match="is not empty"):
+        fl.run(tiny(), out=tmp_path / "full", resume=True)
+
+
+def test_data_that_changed_cannot_be_gone_on_with(tmp_path: Path) -> None:
+    own = tmp_path / "own.csv"
+    rows = [f"w{i % 9} n{i},{i % 2}" for i in range(200)]
+    own.write_text("text,label\n" + "\n".join(rows))
+    recipe = tiny(data={"name": "own", "path": str(own), "length": 8}, tokenizer={"kind": "words"})
+    record = fl.run(recipe, runs=tmp_path / "runs")
+    (record.folder / "result.json").unlink()
+    own.write_text("text,label\n" + "\n".join(rows[1:]))
+    with pytest.raises(fl.BadInput, match="the data of .* cannot be made again: they changed"):
+        fl.run(recipe, out=record.folder, resume=True)
+
+
+def test_nothing_is_written_for_a_recipe_that_cannot_run(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    for wrong, problem in (
+        (tiny(treatment={"freeze": ["querry"]}), "did you mean `query`"),
+        (tiny(treatment={"freeze": ["all"]}), "leaves nothing that learns"),
+        (tiny(data={"name": "own", "path": "gone.csv"}), "gone.csv"),
+        (tiny(train__batch=3, train__accumulate=2), "cannot be shared"),
+    ):
+        with pytest.raises(fl.FrostlabError, match=problem), _quiet():
+            fl.run(wrong, runs=runs)
+        assert not runs.exists() or not list(runs.iterdir()), wrong
+
+
+class _quiet:
+    def __enter__(self) -> None:
+        import warnings
+
+        self._caught = warnings.catch_warnings()
+        self._caught.__enter__()
+        warnings.simplefilter("ignore", fl.NothingLearns)
+
+    def __exit__(self, *error: object) -> None:
+        self._caught.__exit__(None, None, None)
+
+
+def test_an_unwritable_folder_is_bad_input(tmp_path: Path) -> None:
+    (tmp_path / "blocked").write_text("a file where a folder is wanted")
+    with pytest.raises(fl.BadInput, match="cannot be written"):
+        fl.run(tiny(), runs=tmp_path / "blocked" / "runs")
