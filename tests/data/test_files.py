@@ -91,6 +91,16 @@ def test_pieces_begin_at_white_space(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(piece[0] == " " and piece[-1] != " " for piece in pieces[1:])
 
 
+def test_words_without_end_are_cut(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    text = "short words and " + "ACGT" * 50_000 + " then\nmore " + "é" * 700 + " end"
+    path.write_text(text)
+    assert documents(path) == [text]
+    words = [word for piece, _ in read_pieces(path) for word in piece.split()]
+    assert max(map(len, words)) < 2 * files.WORD
+    assert {"short", "words", "then", "more", "end"} <= set(words)
+
+
 BAD = {
     "a.jsonl": (b'{"text": "a", "label": 0}\n{"text": \n', "a.jsonl:2: not JSON"),
     "b.jsonl": (b'{"text": "a", "label": 0}\n[1]\n', "b.jsonl:2: list, not an object"),

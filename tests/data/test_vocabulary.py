@@ -77,6 +77,9 @@ def test_long_texts_are_sampled_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vocabulary, "SAMPLE", 10)
     assert list(vocabulary.sampled("abcdefghij", 10)) == list("abcdefghij")
     assert list(vocabulary.sampled("abcdefghij", 25)) == list("adgj")
+    monkeypatch.setattr(vocabulary, "ENDLESS", 1500)
+    texts = ["A" * 600, "B" * 600, "C" * 600, "words " * 200]
+    assert list(vocabulary.sampled(texts, 5)) == [texts[0], texts[1], texts[3]]
 
 
 def test_the_default_is_the_models_own(tmp_path: Path) -> None:

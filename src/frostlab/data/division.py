@@ -100,7 +100,11 @@ def _carve_characters(portions: dict[str, Portion], shares: dict[str, float]) ->
     total = stop
     for role, share in shares.items():
         start = stop - max(1, round(share * total))
-        note = f"the last {share:.0%} of the text" if stop == total else f"{share:.0%} before that"
+        note = (
+            f"the last {share:.0%} of the text"
+            if stop == total
+            else f"the {share:.0%} of the text before report"
+        )
         portions[role] = replace(whole, stretch=(start, stop), note=note)
         stop = start
     portions["train"] = replace(whole, stretch=(0, stop), note=f"less {' and '.join(shares)}")

@@ -17,6 +17,8 @@ from frostlab.errors import BadInput
 FORMATS = ("jsonl", "csv", "tsv", "txt", "parquet")
 PIECE = 1 << 16  # characters of running text handled at once
 MARK = "<|endoftext|>"  # stands between the documents of a .txt file, where there are several
+WORD = 512  # characters of a word in running text, at most twice; byte pairs take their square
+_SPACE = re.compile(r"\s")
 _WORD_END = re.compile(r"(?<=\S)\s")
 _FAULTS = (OSError, EOFError, zlib.error)
 
@@ -72,7 +74,8 @@ def read_pieces(path: Path) -> Iterator[Piece]:
     """Yield running text in pieces that begin at white space, so that no word is cut."""
     try:
         with _opened(path) as file:
-            yield from _pieces(_chunks(path, file))
+            for text, ends in _pieces(_chunks(path, file)):
+                yield from _without_long_words(text, ends)
     except _FAULTS as error:
         raise BadInput(f"{path} cannot be read: {_reason(error)}") from error
 
@@ -187,6 +190,16 @@ def _pieces(chunks: Iterator[str]) -> Iterator[Piece]:
             buffer, begun = buffer[cut:], True
     if begun or buffer:
         yield buffer.rstrip("\n") if several else buffer, True
+
+
+def _without_long_words(text: str, ends: bool) -> Iterator[Piece]:
+    """Cut text that has no white space for long, such as DNA."""
+    start = 0
+    for stop in range(WORD, len(text), WORD):
+        if _SPACE.search(text, stop - WORD, stop) is None:
+            yield text[start:stop], False
+            start = stop
+    yield text[start:], ends
 
 
 def _safe_cut(buffer: str) -> int:

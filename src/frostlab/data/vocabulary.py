@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
@@ -15,13 +16,14 @@ from tokenizers import (
     trainers,
 )
 
-from frostlab.data.files import word_end
+from frostlab.data.files import WORD, word_end
 from frostlab.recipe import Recipe
 from frostlab.recipe.data import BPE, PretrainedTokenizer, Words
 from frostlab.recipe.settings import PretrainedModel
 
 PAD, END, SEPARATOR, UNKNOWN = "<|pad|>", "<|end|>", "<|sep|>", "<unk>"
 SAMPLE = 100_000_000  # characters a vocabulary is learned from at most
+ENDLESS = 5_000_000  # of these, in words so long that each is kept: some 50 bytes a character
 HEAD = 6  # characters a token has at most, mostly
 Texts = tuple[str, ...]
 
@@ -158,6 +160,12 @@ def _shape_words(backend: Tokenizer, lowercase: bool) -> None:
 
 
 def sampled(texts: Iterable[str], size: int) -> Iterator[str]:
-    """Yield every k-th text, so that about SAMPLE characters of `size` are seen."""
+    """Yield every k-th text, about SAMPLE characters of `size`, and few words without end."""
     step = -(-size // SAMPLE)
-    return (text for number, text in enumerate(texts) if number % step == 0)
+    endless = 0
+    for text in islice(texts, 0, None, step):
+        if len(text) >= WORD and len(text.split(None, 1)) == 1:
+            endless += len(text)
+            if endless > ENDLESS:
+                continue
+        yield text
