@@ -132,7 +132,7 @@ def test_a_file_that_cannot_grow_loses_nothing_that_was_finished(tmp_path: Path)
     folder = tmp_path / "run"
     said = limited(resource.RLIMIT_FSIZE, 30_000, recipe, folder)
     assert "\n" not in said
-    assert said.endswith("model.safetensors: File too large")
+    assert said.endswith(".safetensors: File too large")
     assert fl.RunRecord(folder).status == "failed"
     assert not list(folder.rglob("*.tmp"))
     assert attempt(recipe, folder) == 0
