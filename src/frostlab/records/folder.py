@@ -54,11 +54,9 @@ class RunFolder:
             self._lock = (self.path / "run.lock").open("a")
         except OSError as error:
             raise BadInput(f"{self.path}: cannot be written ({error.strerror})") from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not _locked(self._lock):
             self._lock.close()
-            raise BadInput(f"{self.path}: another process is running in it") from None
+            raise BadInput(f"{self.path}: another process is running in it")
         mend_events(self.path / "events.jsonl")
         self._events = (self.path / "events.jsonl").open("a", encoding="utf-8")
         return self
@@ -93,6 +91,17 @@ class RunFolder:
     def events(self) -> list[dict[str, Any]]:
         """The events that count: what a resumed run did again is counted once."""
         return effective(read_events(self.path / "events.jsonl"))
+
+
+def _locked(file: TextIO, tries: int = 20) -> bool:
+    """Take a lock; a listing may hold it for a moment to see who does."""
+    for _ in range(tries):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError:
+            time.sleep(0.01)
+    return False
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from frostlab.errors import BadInput
+from frostlab.recipe.settings import Train
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,9 @@ class World:
 
 
 @contextmanager
-def joined(device: torch.device, asked: int | None) -> Iterator[World]:
-    """Join the processes that torchrun started; `asked` is how many a recipe insists on."""
+def joined(device: torch.device, train: Train) -> Iterator[World]:
+    """Join the processes that torchrun started, if they are as many as the recipe insists on."""
+    asked = train.processes
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if asked is not None and asked != size:
         raise BadInput(
@@ -66,7 +68,13 @@ def joined(device: torch.device, asked: int | None) -> Iterator[World]:
         return
     ours = not dist.is_initialized()
     if ours:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        cuda, enough = device.type == "cuda", torch.cuda.device_count() >= _neighbours()
+        if cuda and not enough and train.parallel == "fsdp":
+            raise BadInput(
+                f"train.parallel fsdp needs a GPU for each process; {_neighbours()} share "
+                f"{torch.cuda.device_count()}: use ddp"
+            )
+        dist.init_process_group("nccl" if cuda and enough else "gloo")
     try:
         if dist.get_world_size() != size:
             raise BadInput(f"WORLD_SIZE is {size}, but {dist.get_world_size()} processes joined")
@@ -74,6 +82,11 @@ def joined(device: torch.device, asked: int | None) -> Iterator[World]:
     finally:
         if ours and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _neighbours() -> int:
+    """How many processes share this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
 
 
 def share(model: nn.Module, world: World, way: Literal["ddp", "fsdp"], unused: bool) -> nn.Module:

@@ -53,7 +53,7 @@ def run(
     recipe, name = _resolve(recipe, name)
     device = choose_device(recipe.train.device)
     with ExitStack() as stack:
-        world = stack.enter_context(joined(device, recipe.train.processes))
+        world = stack.enter_context(joined(device, recipe.train))
         if recipe.train.batch % (world.size * recipe.train.accumulate):
             raise BadInput(
                 f"train.batch {recipe.train.batch} cannot be shared by {world.size} processes × "

@@ -1,0 +1,124 @@
+"""Runs on CUDA: precision, clocks, telemetry, divergence without stalls, resuming, DDP."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+import frostlab as fl
+from frostlab.records.checkpoints import checkpoints_in
+from frostlab.training.distributed import World
+from frostlab.training.ledger import Entry, Ledger
+from frostlab.training.step import Diverged, EagerStep
+from frostlab.training.stopwatch import Stopwatch
+from tiny import tiny
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def losses(record: fl.RunRecord) -> list[float]:
+    return [x for e in record.events() if e["kind"] == "step" for x in e["loss"]]
+
+
+def test_a_run_uses_the_gpu_in_bf16_and_says_so(tmp_path: Path) -> None:
+    record = fl.run(tiny(treatment="oelm", train__epochs=30), runs=tmp_path)
+    start = record.events()[0]
+    assert start["device"] == "cuda:0"
+    assert start["precision"] == "bfloat16"
+    result = record.result
+    assert result["device_memory_peak"] > 0
+    assert len(losses(record)) == 240
+    assert result["clocks"]["step_ms"]["count"] == 235
+    assert 0.1 < result["clocks"]["step_ms"]["median"] < 1000
+    gpu = record.environment["gpu"]
+    assert gpu is None or torch.cuda.get_device_name(0) in str(gpu)
+    print("environment", record.environment["gpu"], record.environment["gpu_reason"])
+    print("before", result["gpu_before"], "after", result["gpu_after"])
+    print("telemetry", result["telemetry"])
+
+
+def test_float32_on_cuda_follows_the_cpu(tmp_path: Path) -> None:
+    recipe = tiny(model__dropout=0.0, train__precision="float32")
+    one = fl.run({**recipe, "train": {**recipe["train"], "device": "cpu"}}, runs=tmp_path)
+    two = fl.run({**recipe, "train": {**recipe["train"], "device": "cuda"}}, runs=tmp_path)
+    assert losses(two) == pytest.approx(losses(one), rel=2e-3)
+    assert one.digests == two.digests
+
+
+def test_the_same_run_twice(tmp_path: Path) -> None:
+    one, two = (fl.run(tiny(train__epochs=4), runs=tmp_path) for _ in range(2))
+    assert losses(one) == pytest.approx(losses(two), rel=1e-3)
+
+
+def test_a_broken_gradient_moves_nothing_though_nobody_waits() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    step = EagerStep(model, optimizer, torch.float32, 1.0, World())
+
+    def backward(parts: Any, scored: int) -> torch.Tensor:
+        loss = model(torch.ones(2, 4, device="cuda")).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    step.gradients = backward  # type: ignore[method-assign]
+    watch = Stopwatch(torch.device("cuda", 0))
+    ledger = Ledger(step, watch, World(), None)
+
+    def take(number: int) -> None:
+        began = watch.mark()
+        outcome = step([], 1, 0.1)
+        watch.lap(began)
+        ledger.add(Entry(number, outcome, 0.1, 1, 1, 1))
+
+    take(1)
+    before = [p.clone() for p in model.parameters()]
+    model[1].weight.register_hook(lambda gradient: gradient * float("inf"))
+    for number in range(2, 6):
+        take(number)  # nothing is read yet
+    with pytest.raises(Diverged, match="step 2: the gradient of 1.weight is not finite"):
+        ledger.settle()
+    for old, new in zip(before, model.parameters(), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_a_diverging_run_keeps_a_good_checkpoint(tmp_path: Path) -> None:
+    recipe = tiny(
+        optim={"lr": 1e30, "clip": None, "warmup": 10.0}, evaluate={"every": 1},
+        train={"batch": 32, "epochs": 40, "precision": "float32"},
+    )  # fmt: skip
+    with pytest.raises(fl.RunFailed, match=r"step \d+: the gradient of"):
+        fl.run(recipe, runs=tmp_path)
+    kept = checkpoints_in(tmp_path / "run-none-s0")
+    assert all(bool(t.isfinite().all()) for t in kept[-1].model().values())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() != 1, reason="is about one GPU")
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_two_processes_on_one_gpu(way: str, tmp_path: Path, free_port: int) -> None:
+    recipe = tiny(model__dropout=0.0, treatment="oelm", train__precision="float32")
+    alone = fl.run(recipe, runs=tmp_path / "alone")
+    recipe["train"]["parallel"] = way
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
+            "--master_addr=127.0.0.1", f"--master_port={free_port}",
+            "-m", "frostlab", "run", str(path), "--out", str(tmp_path / "run"),
+        ],
+        capture_output=True, text=True, timeout=240, env=dict(os.environ),
+    )  # fmt: skip
+    if way == "fsdp":
+        assert "fsdp needs a GPU for each process; 2 share 1: use ddp" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert losses(fl.RunRecord(tmp_path / "run")) == pytest.approx(losses(alone), rel=2e-3)
