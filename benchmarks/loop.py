@@ -1,9 +1,10 @@
-"""frostlab's loop against a bare PyTorch loop and against the Hugging Face Trainer.
+"""frostlab's loop and the Hugging Face Trainer, each against a bare PyTorch loop.
 
 The same BERT-mini (4 × 256), the same batches in the same order, the same fused AdamW, clipping
-and schedule; the sides take turns, round after round. On CUDA also: timing on against timing off.
+and schedule. A bare step (on a GPU: ten) is taken after each step of the other side, so that each
+pair of times lies side by side; rounds of the two sides alternate.
 
-    python benchmarks/loop.py [--rounds 10] [--steps 20]
+    python benchmarks/loop.py [--rounds 4] [--steps 60]
 """
 
 import argparse
@@ -11,7 +12,7 @@ import copy
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,6 @@ from frostlab.training.loop import Setting, train
 from frostlab.training.patience import Best
 from frostlab.training.progress import Progress, Silent
 from frostlab.training.stages import Stage
-from frostlab.training.step import seed_step
 from frostlab.training.stopwatch import Stopwatch
 
 BATCH, LENGTH = 32, 64
@@ -52,21 +52,68 @@ def made_tokens(examples: int) -> Tokens:
     return Tokens(ids, stops - lengths, stops, labels, None, None, "made")
 
 
-class Stamps(Silent):
-    """Notes the time after every step."""
+class Turns(Silent):
+    """After every few steps of one side, takes as many bare ones, and times both."""
 
-    def __init__(self, where: torch.device) -> None:
-        self.where, self.times = where, list[float]()
+    def __init__(self, other: "Bare", steps: int, where: torch.device) -> None:
+        self.other, self.steps, self.where = other, steps, where
+        self.every = 10 if where.type == "cuda" else 1
+        self.pairs: list[tuple[float, float]] = []
+        self.count, self.began = 0, 0.0
 
     def advance(self, step: int, loss: float | None) -> None:
-        self.times.append(time.perf_counter())
+        self.count += 1
+        if self.count % self.every:
+            return
+        ended = self._now()
+        for _ in range(self.every):
+            self.other.step()
+        resumed = self._now()
+        if self.began:
+            self.pairs.append((ended - self.began, resumed - ended))
+        self.began = resumed
 
-    def milliseconds(self) -> float:
-        """Per step, the first of them left out; the device has finished."""
-        return 1e3 * (self.times[-1] - self.times[0]) / (len(self.times) - 1)
+    def _now(self) -> float:
+        if self.where.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def over(self) -> bool:
+        """Ends a round of ours before anything is evaluated or saved."""
+        if self.count >= self.steps:
+            raise _Enough
+        return False
 
 
-def ours(model: Any, tokens: Tokens, steps: int, where: torch.device, timing: bool) -> float:
+class _Enough(Exception):
+    """The round is over."""
+
+
+class Bare:
+    """What one would write by hand."""
+
+    def __init__(self, model: Any, tokens: Tokens, where: torch.device) -> None:
+        self.model, self.tokens, self.where = model.train(), tokens, where
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+        self.order = epoch_order(tokens.lengths, BATCH, 0, 0, bucket=True)
+        self.taken = 0
+
+    def step(self) -> None:
+        rows = self.order[self.taken % len(self.order)]
+        self.taken += 1
+        batch = collate(self.tokens, rows, 0).to(self.where)
+        self.optimizer.param_groups[0]["lr"] = 3e-4 * (1 - self.taken / 10**4)
+        cuda = self.where.type == "cuda"
+        with torch.autocast(self.where.type, torch.bfloat16, enabled=cuda):
+            logits = self.model(**batch.inputs).logits
+        loss = torch.nn.functional.cross_entropy(logits.float(), batch.targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def ours(model: Any, tokens: Tokens, steps: int, turns: Turns, where: torch.device) -> None:
     recipe = recipe_from(
         {
             "data": {"name": "sst2"},
@@ -77,73 +124,13 @@ def ours(model: Any, tokens: Tokens, steps: int, where: torch.device, timing: bo
     )
     prepared = Prepared("classification", 2, 30522, 0, {"train": tokens, "tune": tokens},
                         {}, None, {}, "", None)  # fmt: skip
-    stamps, halt = Stamps(where), _Halt(steps, where)
-    watch = Stopwatch(where) if timing else _NoTiming(where)
+    precision = torch.bfloat16 if where.type == "cuda" else torch.float32
     with tempfile.TemporaryDirectory() as folder:
         made = RunFolder.create(Path(folder) / "run", {}, name="bench")
         setting = Setting(recipe, prepared, model, (Stage("train", steps + 1),), where,
-                          torch.bfloat16 if where.type == "cuda" else torch.float32, World(),
-                          made, None, stamps, lambda: halt(stamps))  # fmt: skip
+                          precision, World(), made, None, turns, turns.over)  # fmt: skip
         with made, suppress(_Enough):
-            train(setting, Progress(Best("accuracy")), watch, None)
-    return stamps.milliseconds()
-
-
-class _Enough(Exception):
-    """The round is over."""
-
-
-class _Halt:
-    """Ends a round after its last step, before anything is evaluated or saved."""
-
-    def __init__(self, steps: int, where: torch.device) -> None:
-        self.steps, self.where = steps, where
-
-    def __call__(self, stamps: Stamps) -> bool:
-        if len(stamps.times) == self.steps:
-            if self.where.type == "cuda":
-                torch.cuda.synchronize()
-                stamps.times[-1] = time.perf_counter()
-            raise _Enough
-        return False
-
-
-class _NoTiming(Stopwatch):
-    """Marks nothing."""
-
-    def mark(self) -> Any:
-        return 0.0
-
-    def lap(self, began: Any) -> None:
-        self._count = getattr(self, "_count", 0) + 1
-
-    def laps(self, count: int) -> list[float]:
-        return [0.0] * count
-
-
-def bare(model: Any, tokens: Tokens, steps: int, where: torch.device) -> float:
-    """What one would write by hand."""
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-    stamps = Stamps(where)
-    cuda = where.type == "cuda"
-    order = epoch_order(tokens.lengths, BATCH, 0, 0, bucket=True)
-    for step in range(steps):
-        batch = collate(tokens, order[step], 0).to(where)
-        seed_step(0, step, 0, where)
-        optimizer.param_groups[0]["lr"] = 3e-4 * (1 - step / steps)
-        with torch.autocast(where.type, torch.bfloat16, enabled=cuda):
-            logits = model(**batch.inputs).logits
-        loss = torch.nn.functional.cross_entropy(logits.float(), batch.targets)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        stamps.advance(step, None)
-    if cuda:
-        torch.cuda.synchronize()
-        stamps.times[-1] = time.perf_counter()
-    return stamps.milliseconds()
+            train(setting, Progress(Best("accuracy")), Stopwatch(where), None)
 
 
 class _Batches(torch.utils.data.IterableDataset[Any]):
@@ -156,15 +143,15 @@ class _Batches(torch.utils.data.IterableDataset[Any]):
             yield {**batch.inputs, "labels": batch.targets}
 
 
-class _StampSteps(TrainerCallback):
-    def __init__(self, stamps: Stamps) -> None:
-        self.stamps = stamps
+class _AfterSteps(TrainerCallback):
+    def __init__(self, turns: Turns) -> None:
+        self.turns = turns
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.stamps.advance(0, None)
+        self.turns.advance(0, None)
 
 
-def hugging_face(model: Any, tokens: Tokens, steps: int, where: torch.device) -> float:
+def hugging_face(model: Any, tokens: Tokens, steps: int, turns: Turns, where: torch.device) -> None:
     cuda = where.type == "cuda"
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -172,50 +159,35 @@ def hugging_face(model: Any, tokens: Tokens, steps: int, where: torch.device) ->
             max_grad_norm=1.0, logging_strategy="no", save_strategy="no", report_to=[],
             disable_tqdm=True, use_cpu=not cuda, bf16=cuda, per_device_train_batch_size=1,
         )  # fmt: skip
-        stamps = Stamps(where)
         trainer = Trainer(
             model,
             arguments,
             train_dataset=_Batches(tokens, steps),
             data_collator=lambda rows: rows[0],
-            callbacks=[_StampSteps(stamps)],
+            callbacks=[_AfterSteps(turns)],
         )
         trainer.train()
-    if cuda:
-        torch.cuda.synchronize()
-        stamps.times[-1] = time.perf_counter()
-    return stamps.milliseconds()
 
 
-def compare(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Every side once a round, each round starting with another."""
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    names = list(sides)
-    for round_ in range(rounds + 1):
-        for i in range(len(names)):
-            name = names[(i + round_) % len(names)]
-            value = sides[name]()
-            if round_:  # the first warms up
-                times[name].append(value)
-    return times
-
-
-def ratio(one: list[float], other: list[float]) -> dict[str, Any]:
-    """The paired ratio of times: its median, and a 95 % interval of its geometric mean."""
-    logs = np.log(np.array(one) / np.array(other))
-    low, high = stats.t.interval(0.95, len(logs) - 1, logs.mean(), stats.sem(logs))
+def ratio(pairs: list[tuple[float, float]]) -> dict[str, Any]:
+    """The median of paired ratios and its 95 % interval, by ranks: no shape is assumed."""
+    ratios = np.sort([one / other for one, other in pairs])
+    count = len(ratios)
+    low, high = stats.binom.interval(0.95, count, 0.5)
+    ones, others = np.array(pairs).T
     return {
-        "ours_ms": round(float(np.median(one)), 3),
-        "theirs_ms": round(float(np.median(other)), 3),
-        "ratio": round(float(np.exp(np.median(logs))), 4),
-        "ratio_95": [round(float(np.exp(low)), 4), round(float(np.exp(high)), 4)],
+        "ours_ms": round(1e3 * float(np.median(ones)), 3),
+        "theirs_ms": round(1e3 * float(np.median(others)), 3),
+        "ratio": round(float(np.median(ratios)), 4),
+        "ratio_95": [round(float(ratios[int(i)]), 4) for i in (low, min(high, count - 1))],
+        "pairs": count,
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     where, steps = torch.device(device().type, 0), options.steps
@@ -224,23 +196,16 @@ def main() -> None:
                         intermediate_size=1024)  # fmt: skip
     first = BertForSequenceClassification(config).to(where)
     tokens = made_tokens(BATCH * (steps + 2))
-
-    def model() -> Any:
-        return copy.deepcopy(first)
-
-    sides: dict[str, Callable[[], float]] = {
-        "ours": lambda: ours(model(), tokens, steps, where, timing=True),
-        "bare": lambda: bare(model(), tokens, steps, where),
-        "trainer": lambda: hugging_face(model(), tokens, steps, where),
-    }
-    if where.type == "cuda":
-        sides["untimed"] = lambda: ours(model(), tokens, steps, where, timing=False)
-    times = compare(sides, options.rounds)
-    for other in times:
-        if other != "ours":
-            facts = {"against": other, "rounds": options.rounds, "steps": steps}
-            facts |= {"device": device_name(where), "torch": torch.__version__}
-            report("loop", facts | ratio(times["ours"], times[other]))
+    sides = {"frostlab": ours, "Trainer": hugging_face}
+    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    for round_ in range(options.rounds):
+        for name, side in list(sides.items())[:: -1 if round_ % 2 else 1]:
+            turns = Turns(Bare(copy.deepcopy(first), tokens, where), steps, where)
+            side(copy.deepcopy(first), tokens, steps, turns, where)
+            pairs[name] += turns.pairs[2:]  # the first warm up
+    for name, found in pairs.items():
+        facts = {"loop": name, "against": "bare loop", "device": device_name(where)}
+        report("loop", facts | {"torch": torch.__version__} | ratio(found))
 
 
 if __name__ == "__main__":

@@ -80,7 +80,8 @@ class Batch:
     scored: int  # targets that count
 
     def to(self, device: torch.device) -> "Batch":
-        if device.type == "cpu":
+        """The same batch on a device; the copy does not wait."""
+        if self.targets.device.type == device.type:
             return self
         moved = {name: _moved(tensor, device) for name, tensor in self.inputs.items()}
         return Batch(moved, _moved(self.targets, device), self.examples, self.tokens, self.scored)

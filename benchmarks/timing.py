@@ -1,0 +1,74 @@
+"""What timing every step costs on a GPU: the loop's marks against none, blocks taking turns.
+
+python benchmarks/timing.py [--rounds 40] [--batch 256]
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+from transformers import BertConfig, BertForSequenceClassification
+
+from common import device, device_name, report
+from frostlab.training.batching import Batch
+from frostlab.training.distributed import World
+from frostlab.training.step import EagerStep
+from frostlab.training.stopwatch import Stopwatch
+from loop import ratio
+
+BLOCK = 20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--batch", type=int, default=256)
+    options = parser.parse_args()
+    where = torch.device(device().type, 0)
+    if where.type != "cuda":
+        raise SystemExit("this benchmark needs a GPU")
+    model = BertForSequenceClassification(BertConfig(num_labels=2)).to(where)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    step = EagerStep(model, optimizer, torch.bfloat16, 1.0, World())
+    ids = torch.randint(1000, 20000, (options.batch, 128), device=where)
+    labels = torch.zeros(options.batch, dtype=torch.long, device=where)
+    parts = [Batch({"input_ids": ids}, labels, options.batch, ids.numel(), options.batch)]
+    watch = Stopwatch(where)
+
+    def block(timed: bool) -> Callable[[], float]:
+        def run() -> float:
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(BLOCK):
+                mark = watch.mark() if timed else None
+                step(parts, options.batch, 1e-5)
+                if timed:
+                    watch.lap(mark)
+            torch.cuda.synchronize()
+            spent = time.perf_counter() - began
+            watch.laps(BLOCK)
+            return spent / BLOCK
+
+        return run
+
+    timed, untimed = block(True), block(False)
+    pairs = []
+    for i in range(options.rounds + 1):
+        if i % 2:
+            one, other = timed(), untimed()
+        else:
+            other, one = untimed(), timed()
+        pairs.append((one, other))
+    began = time.perf_counter()
+    for _ in range(2000):
+        watch.lap(watch.mark())
+    marks = 1e6 * (time.perf_counter() - began) / 2000
+    facts = {"model": "BERT-base", "batch": f"{options.batch} × 128", "device": device_name(where)}
+    facts |= {"torch": torch.__version__, "rounds": options.rounds, "block": BLOCK}
+    facts |= {"two_marks_us": round(marks, 2)}
+    report("timing", facts | ratio(pairs[1:]))
+
+
+if __name__ == "__main__":
+    main()
