@@ -143,10 +143,14 @@ def test_what_hangs_does_not_hold_up_the_run(
 
 
 def test_an_error_of_the_run_passes_and_sampling_ends() -> None:
+    def sampling() -> bool:
+        return "telemetry" in {thread.name for thread in threading.enumerate()}
+
+    with Telemetry():
+        assert sampling()
     with pytest.raises(KeyError), Telemetry():
-        assert "telemetry" in {thread.name for thread in threading.enumerate()}
         raise KeyError("the run's own")
-    assert "telemetry" not in {thread.name for thread in threading.enumerate()}
+    assert not sampling()
 
 
 def test_a_long_run_keeps_few_values_and_an_honest_median(

