@@ -8,6 +8,7 @@ import transformers
 
 import frostlab as fl
 from frostlab.anatomy.description import _by_class
+from tiny import tiny
 from zoo import SIZES
 
 ROOT = Path(__file__).parent.parent
@@ -54,3 +55,25 @@ def test_every_architecture_is_in_the_readme() -> None:
     for kind in known_types():
         if kind not in ("clip_text_model", "clip_vision_model"):
             assert re.search(rf"(?<![\w-]){re.escape(kind)}(?![\w-])", listed), kind
+
+
+def test_the_document_of_runs_names_every_key_event_and_treatment() -> None:
+    from frostlab.recipe import complaint
+    from frostlab.recipe.treatment import NAMED
+    from frostlab.records.folder import KINDS
+
+    text = (ROOT / "docs" / "runs.md").read_text()
+    words = set(re.findall(r"[\w-]+", text))
+    keys = {key for kind in complaint._KINDS.values() for key in kind.model_fields}
+    keys |= {key for kind in complaint._SECTIONS.values() for key in kind.model_fields}
+    keys |= set(complaint._DATA_NAMES) | set(NAMED) | set(KINDS)
+    assert keys - words == set()
+
+
+def test_the_document_of_runs_says_what_a_result_holds(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "runs.md").read_text()
+    result = fl.run(tiny(), runs=tmp_path).result
+    missing = [key for key in (*result, *result["clocks"]) if key not in text]
+    assert set(missing) <= {"schema"}
+    for name in (p.name for p in (tmp_path / "run-none-s0").iterdir()):
+        assert name in text

@@ -267,6 +267,22 @@ def test_threads(tmp_path: Path) -> None:
         torch.set_num_threads(before)
 
 
+def test_threads_are_recorded_and_restored(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        recipe = tiny()
+        del recipe["train"]["threads"]
+        record = fl.run(recipe, runs=tmp_path)
+        (record.folder / "result.json").unlink()
+        torch.set_num_threads(1)
+        again = fl.run(recipe, out=record.folder, resume=True)
+        assert [e["threads"] for e in again.events() if "threads" in e] == [2, 2]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize(
     ("device", "problem"),
     [("cuda:7", "no CUDA device is available"), ("mps", "mps is not available"),

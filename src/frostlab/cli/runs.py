@@ -77,7 +77,7 @@ def list_runs(runs: RunsFolder = Path("runs"), as_json: AsJson = False) -> None:
     from dataclasses import asdict
 
     from frostlab.records.index import list_runs as read_runs
-    from frostlab.records.listing import runs_table
+    from frostlab.records.table import runs_table
 
     found = read_runs(runs)
     if as_json:

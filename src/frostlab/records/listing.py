@@ -1,8 +1,7 @@
-"""Runs as text: many as a table, one in a fixed form that hides nothing it was not told."""
+"""One run in a fixed form."""
 
 import contextlib
 import json
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -10,65 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from frostlab.errors import BadInput
-from frostlab.records.index import EVENTS, RESULT, Summary, is_run, parse, part, read_run, typed
+from frostlab.records.index import EVENTS, RESULT, is_run, parse, part, read_run, typed
+from frostlab.records.words import NONE, hms, number, plain
 
-WIDTH = 100
-NONE = "–"
-_COLUMNS = ("name", "status", "treatment", "seed", "steps", "best", "report", "step ms", "total")
-_NUMBERS = ("seed", "steps", "step ms", "total")
-_MARKS = "*†‡§"
 _SECONDS = {  # how show names the clocks; others keep their own names
     "total_seconds": "total",
     "train_seconds": "train",
     "validation_seconds": "validation",
     "data_seconds": "data wait",
+    "checkpoint_seconds": "checkpoints",
     "epoch_seconds": "per epoch",
 }
-
-
-def hms(seconds: Any) -> str:
-    """Write seconds as h:mm:ss, rounded."""
-    if typed(seconds, int, float) is None or not math.isfinite(seconds):
-        return NONE
-    whole = round(abs(seconds))
-    return f"{'-' * (seconds < 0)}{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
-
-
-def runs_table(summaries: Iterable[Summary]) -> str:
-    """Set runs in aligned columns, within 100 characters where names allow it, with footnotes."""
-    runs = list(summaries)
-    if not runs:
-        return "no runs"
-    cautions = list(dict.fromkeys(run.caution for run in runs if run.caution))
-    marks = {text: _MARKS[i] if i < 4 else f"[{i + 1}]" for i, text in enumerate(cautions)}
-    rows = [_row(run, marks.get(run.caution or "", "")) for run in runs]
-    lines = _aligned([list(_COLUMNS), *rows])
-    lines += [f"{mark} {_plain(text)}" for text, mark in marks.items()]
-    wrong = [run for run in runs if run.error]
-    lines += [_short(_plain(f"{run.name}: {run.error}"), WIDTH) for run in wrong[:10]]
-    lines += [f"and {len(wrong) - 10} more with an error"] * (len(wrong) > 10)
-    return "\n".join(lines)
-
-
-def _row(run: Summary, mark: str) -> list[str]:
-    best = f"{run.metric}={_number(run.value)}{mark}" if run.metric else None
-    value = (run.report or {}).get(run.metric or "")
-    report = None if value is None else _number(value) + mark
-    shown = (run.name, run.status, run.treatment, run.seed, run.steps, best, report)
-    return [*map(_plain, shown), _number(run.step_ms), hms(run.total_seconds)]
-
-
-def _aligned(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for column, least in ((2, 10), (0, 16)):  # the treatment gives way first, then the name
-        over = sum(widths) + 2 * (len(widths) - 1) - WIDTH
-        widths[column] = max(min(widths[column], least), widths[column] - max(0, over))
-    lines = []
-    for row in rows:
-        cells = zip(_COLUMNS, map(_short, row, widths), widths, strict=True)
-        text = (c.rjust(w) if name in _NUMBERS else c.ljust(w) for name, c, w in cells)
-        lines.append("  ".join(text).rstrip())
-    return lines
 
 
 def show_json(folder: Path) -> dict[str, Any]:
@@ -105,18 +56,20 @@ def show(folder: Path) -> str:
         "results": _results(run),
         "clocks": _clocks(part(run["result"] or {}, "clocks")),
         "parameters": _parameters(part(run["result"] or {}, "parameters")),
-        "environment": [_plain(one_line(run["environment"] or {}) or None)],
-        "notes": [_note(note) for note in run["notes"]] or [NONE],
+        "machine": _machine(run["result"] or {}),
+        "environment": [plain(one_line(run["environment"] or {}) or None)],
+        "notes": [_note(note) for note in run["notes"]],
     }
-    return "\n\n".join("\n  ".join([title, *lines]) for title, lines in sections.items())
+    return "\n\n".join("\n  ".join([title, *lines]) for title, lines in sections.items() if lines)
 
 
 def _status(run: dict[str, Any]) -> list[str]:
     started = None
     with contextlib.suppress(TypeError, ValueError, OverflowError, OSError):
         started = datetime.fromtimestamp(run["started"], UTC).isoformat(" ", "seconds")
-    names = ("status", "error", "steps", "resumes", "damaged_events")
-    return _pairs([("started", started), *((name.replace("_", " "), run[name]) for name in names)])
+    always = [("started", started), ("status", run["status"]), ("steps", run["steps"])]
+    rare = [(name, run[name]) for name in ("error", "resumes", "damaged_events") if run[name]]
+    return _pairs([*always, *((name.replace("_", " "), value) for name, value in rare)])
 
 
 def _configuration(run: dict[str, Any]) -> list[str]:
@@ -133,12 +86,13 @@ def _configuration(run: dict[str, Any]) -> list[str]:
 
 def _results(run: dict[str, Any]) -> list[str]:
     result = run["result"] or {}
-    best = f"{run['metric']} {_number(run['value'])}" if run["metric"] else None
+    best = f"{run['metric']} {number(run['value'])}" if run["metric"] else None
     if best and (step := part(result, "best").get("step")) is not None:
         best += f" at step {step}"
-    report = ", ".join(f"{name} {_number(value)}" for name, value in (run["report"] or {}).items())
+    report = ", ".join(f"{name} {number(value)}" for name, value in (run["report"] or {}).items())
     word = "best" if result else "latest"
-    return _pairs([(word, best), ("report", report or None), ("caution", run["caution"])])
+    caution = [("caution", run["caution"])] if run["caution"] else []
+    return _pairs([(word, best), ("report", report or None), *caution])
 
 
 def _clocks(clocks: dict[str, Any]) -> list[str]:
@@ -146,10 +100,38 @@ def _clocks(clocks: dict[str, Any]) -> list[str]:
     lines = [(name, _duration(left.pop(key, None))) for key, name in _SECONDS.items()]
     step = left.pop("step_ms", None)
     if isinstance(step, dict):
-        step = ", ".join(f"{name} {_number(step.get(name))}" for name in ("median", "mean", "p95"))
-        step += f" ms, cv {_number(clocks['step_ms'].get('cv'))}"
-    speed = _number(left.pop("tokens_per_second", None))
-    return _pairs([*lines, ("step", step), ("tokens/s", speed), *sorted(left.items())])
+        step = ", ".join(f"{name} {number(step.get(name))}" for name in ("median", "mean", "p95"))
+        step += f" ms, cv {number(clocks['step_ms'].get('cv'))}"
+    warm = left.pop("warmup_ms", None)
+    if step and isinstance(warm, list):
+        step += f"; {len(warm)} warm-up steps not counted"
+    names = {"tokens_per_second": "tokens/s", "examples_per_second": "examples/s"}
+    speeds = [(name, number(left.pop(key, None))) for key, name in names.items()]
+    return _pairs([*lines, ("step", step), *speeds, *sorted(left.items())])
+
+
+def _machine(result: dict[str, Any]) -> list[str]:
+    """What the run took of the machine, as far as it was measured."""
+    seen, gigabyte = part(result, "telemetry"), 2**30
+    load = part(seen, "load_1min").get("mean")
+    lines = [
+        ("memory", _scaled(seen.get("host_peak_bytes"), gigabyte, "GiB at most")),
+        ("GPU memory", _scaled(result.get("device_memory_peak"), gigabyte, "GiB at most")),
+        ("load", _scaled(load, 1, "on average")),
+    ]
+    for key, name, unit in (
+        ("gpu_utilisation_percent", "GPU utilisation", "%"),
+        ("gpu_power_watts", "GPU power", "W"),
+    ):
+        lines.append((name, _scaled(part(seen, key).get("mean"), 1, f"{unit} on average")))
+    before, after = (part(result, key).get("temperature_c") for key in ("gpu_before", "gpu_after"))
+    if before is not None:
+        lines.append(("GPU temperature", f"{number(before)} °C before, {number(after)} after"))
+    return _pairs((name, text) for name, text in lines if text)
+
+
+def _scaled(value: Any, unit: float, name: str) -> str | None:
+    return None if typed(value, int, float) is None else f"{value / unit:.3g} {name}"
 
 
 def _duration(value: Any) -> str:
@@ -167,8 +149,8 @@ def _parameters(counts: dict[str, Any]) -> list[str]:
 
 def _note(event: dict[str, Any]) -> str:
     rest = {key: value for key, value in event.items() if key not in ("kind", "at", "step", "text")}
-    words = [_plain(word) for word in (event.get("text"), rest) if word]
-    return f"step {_plain(event.get('step'))}: {' '.join(words)}"
+    words = [plain(word) for word in (event.get("text"), rest) if word]
+    return f"step {plain(event.get('step'))}: {' '.join(words)}"
 
 
 def _events(folder: Path) -> tuple[list[dict[str, Any]], int]:
@@ -217,24 +199,6 @@ def _dotted(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _pairs(items: Iterable[tuple[str, Any]]) -> list[str]:
-    rows = [(_plain(name), _plain(value)) for name, value in items]
+    rows = [(plain(name), plain(value)) for name, value in items]
     width = max((len(name) for name, _ in rows), default=0)
     return [f"{name:<{width}}  {value}" for name, value in rows]
-
-
-def _plain(value: Any) -> str:
-    """Write a value on one line of printable characters."""
-    if value is None:
-        return NONE
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
-
-
-def _number(value: Any) -> str:
-    return NONE if typed(value, int, float) is None else f"{value:.4g}"
-
-
-def _short(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 1]}…"

@@ -15,7 +15,7 @@ from frostlab.recipe import Recipe
 from frostlab.recipe.loading import load_recipe, recipe_from, recipe_name
 from frostlab.records.checkpoints import Checkpoint, resumable
 from frostlab.records.environment import environment
-from frostlab.records.folder import RunFolder, read_events
+from frostlab.records.folder import SCHEMA, RunFolder, read_events
 from frostlab.records.places import (
     given_folder,
     own_folder,
@@ -157,9 +157,9 @@ def _begin(setting: Setting, name: str, path: Path, digests: dict[str, Any]) -> 
     }
     return RunFolder.create(
         path, files,
-        name=name, recipe_digest=recipe.digest, seed=recipe.seed, treatment=recipe.treatment_name,
-        data=recipe.data.name, model=recipe.model.kind, origin=prepared.origin,
-        caution=prepared.caution, known=prepared.known,
+        schema=SCHEMA, name=name, recipe_digest=recipe.digest, seed=recipe.seed,
+        treatment=recipe.treatment_name, data=recipe.data.name, model=recipe.model.kind,
+        origin=prepared.origin, caution=prepared.caution, known=prepared.known,
         precision=str(setting.precision).removeprefix("torch."), **_shape(setting),
     )  # fmt: skip
 

@@ -1,0 +1,47 @@
+"""How long `frostlab runs` takes with thousands of runs: the whole command, cold and warm.
+
+python benchmarks/index.py [--runs 5000]
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from common import report
+from frostlab.training.running import run
+
+RECIPE = {
+    "data": {"name": "majority", "examples": 64},
+    "model": {"kind": "gpt", "width": 16, "layers": 1, "heads": 2},
+    "train": {"steps": 2},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=5000)
+    count = parser.parse_args().runs
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        first = run(RECIPE, runs=root).folder
+        shutil.rmtree(first / "checkpoints")
+        for i in range(count - 1):
+            shutil.copytree(first, root / f"copy-{i}")
+        for state in ("cold", "warm", "warm"):
+            began = time.perf_counter()
+            done = subprocess.run(
+                [sys.executable, "-m", "frostlab", "runs", "--runs", name, "--json"],
+                capture_output=True, check=True,
+            )  # fmt: skip
+            seconds = time.perf_counter() - began
+            assert len(json.loads(done.stdout)) == count
+            report("runs", {"runs": count, "state": state, "seconds": round(seconds, 2)})
+
+
+if __name__ == "__main__":
+    main()
