@@ -13,6 +13,7 @@ from frostlab.training.batching import (
     epoch_order,
     evaluation_order,
     order_digest,
+    padded_width,
     scored_counts,
     shared,
 )
@@ -113,6 +114,23 @@ def test_language_predicts_the_next_token() -> None:
     assert (batch.scored, batch.tokens) == (3, 4)
     assert scored_counts(tokens).tolist() == [2, 1]
     assert scored_counts(tokens_of([[1, 2, 3]])).tolist() == [2]
+
+
+@given(st.integers(1, 4096), st.integers(0, 600))
+def test_few_widths_and_little_more_padding(longest: int, more: int) -> None:
+    most = longest + more
+    width = padded_width(longest, most)
+    assert longest <= width <= most
+    assert width - longest < max(8, longest / 8)
+    assert width % 8 == 0 or width == most or longest == width
+
+
+def test_widths_are_few() -> None:
+    assert len({padded_width(n, 512) for n in range(1, 513)}) == 32
+    tokens = tokens_of([[1] * 9, [2] * 30], labels=[0, 1])
+    assert collate(tokens, np.array([0]), 0, most=30).inputs["input_ids"].shape == (1, 16)
+    assert collate(tokens, np.array([0, 1]), 0, most=30).inputs["input_ids"].shape == (2, 30)
+    assert collate(tokens, np.array([0]), 0).inputs["input_ids"].shape == (1, 9)
 
 
 @given(st.lists(st.lists(st.integers(0, 99), min_size=2, max_size=9), min_size=1, max_size=9))

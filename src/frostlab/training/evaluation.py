@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from frostlab.data import Prepared, Tokens
-from frostlab.training.batching import collate, evaluation_order, shared
+from frostlab.training.batching import collate, evaluation_order, shared, widest
 from frostlab.training.distributed import World
 from frostlab.training.metrics import Tally, logits_of
 
@@ -22,13 +22,13 @@ def evaluate(
 ) -> dict[str, float]:
     """Every metric of the task over a split; the model's mode is put back afterwards."""
     tally = Tally(prepared.task, prepared.classes, device)
-    training = model.training
+    training, most = model.training, widest(tokens, device)
     model.eval()
     try:
         with torch.no_grad():
             for rows in evaluation_order(tokens.lengths, batch):
                 (part,) = shared(rows, world.rank, world.size, parts=1)
-                examples = collate(tokens, part, prepared.pad, types).to(device)
+                examples = collate(tokens, part, prepared.pad, types=types, most=most).to(device)
                 with torch.autocast(
                     device.type, torch.bfloat16, enabled=precision == torch.bfloat16
                 ):

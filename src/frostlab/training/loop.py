@@ -11,7 +11,14 @@ from frostlab.recipe import Recipe
 from frostlab.records.checkpoints import Checkpoint, keep_only, save_checkpoint
 from frostlab.records.folder import RunFolder
 from frostlab.surgery import Audit
-from frostlab.training.batching import collate, epoch_order, order_digest, scored_counts, shared
+from frostlab.training.batching import (
+    collate,
+    epoch_order,
+    order_digest,
+    scored_counts,
+    shared,
+    widest,
+)
 from frostlab.training.distributed import World, like, share, whole
 from frostlab.training.evaluation import evaluate
 from frostlab.training.ledger import Entry, Ledger
@@ -61,7 +68,7 @@ def train(
     lengths, scored = tokens.lengths, scored_counts(tokens)
     batch, per_epoch = recipe.train.batch, steps_per_epoch(len(tokens), recipe.train.batch)
     total = sum(stage.steps for stage in setting.stages)
-    types = wants_types(setting.model)
+    types, most = wants_types(setting.model), widest(tokens, setting.device)
 
     setting.model.train()
     wrapped = share(setting.model, world, recipe.train.parallel, unused=_any_unused(setting))
@@ -85,7 +92,7 @@ def train(
 
         with watch.phase("data"):
             rows = order[place]
-            parts = [collate(tokens, part, pad, types) for part in
+            parts = [collate(tokens, part, pad, types=types, most=most) for part in
                      shared(rows, world.rank, world.size, recipe.train.accumulate)]  # fmt: skip
         seed_step(recipe.seed, progress.step, world.rank, setting.device)
         rate = rate_at(stage_step, stage.steps, recipe.optim)
@@ -213,7 +220,7 @@ def _any_unused(setting: Setting) -> bool:
         return False
     tokens, model = setting.prepared.splits["train"], setting.model
     rows = epoch_order(tokens.lengths, 2, setting.recipe.seed, 0, bucket=False)[0]
-    batch = collate(tokens, rows, setting.prepared.pad, wants_types(model))
+    batch = collate(tokens, rows, setting.prepared.pad, types=wants_types(model))
     optimizer = build_optimizer(model, setting.recipe.optim, fused=False)
     EagerStep(model, optimizer, setting.precision, None, World()).gradients([batch], batch.scored)
     unused = any(p.grad is None for p in model.parameters() if p.requires_grad)
