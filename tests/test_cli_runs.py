@@ -110,7 +110,7 @@ def test_the_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     bar, screen = progress.Bar(), io.StringIO()
     console = Console(file=screen, force_terminal=True, width=120)
     bar._progress.live.console = console
-    bar.begin("", 0, 20, 10)
+    bar.begin(0, 20, 10, None)
     bar.advance(5, 1.25)
     bar.evaluated(10, {"accuracy": 0.5}, best=True)
     bar.close()

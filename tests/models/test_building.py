@@ -79,8 +79,10 @@ def test_token_types_only_where_they_mean_the_second_text() -> None:
         ({"name": "bert", "config": {"hidden_sise": 3}}, "did you mean `hidden_size`"),
         ({"name": "bert", "config": {"max_position_embeddings": 4}}, "has 4 positions"),
         ({"name": "gone/model"}, "is no folder, no architecture"),
+        ({"name": "roberta", "config": {**SMALL["roberta"], "max_position_embeddings": 13}},
+         "roberta cannot take an example of 12 tokens"),
     ],
-)
+)  # fmt: skip
 def test_models_that_cannot_be(model: dict[str, Any], problem: str, tmp_path: Path) -> None:
     recipe = tiny(model={"kind": "pretrained", "weights": False, **model})
     with pytest.raises(fl.BadInput, match=problem):

@@ -68,7 +68,7 @@ def test_two_processes_train_as_one(way: str, alone: Path, tmp_path: Path, free_
     assert two.result["order_digest"] == one.result["order_digest"]
     assert two.result["clocks"]["tokens"] == one.result["clocks"]["tokens"]
     checked = [e["frozen_verified"] for e in two.events() if "frozen_verified" in e]
-    assert checked == [8, 8, 8]
+    assert checked == [8, 8, 8, 8], "at every evaluation, and before the report"
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
@@ -96,6 +96,21 @@ def test_a_run_of_two_stops_and_goes_on_in_one(way: str, tmp_path: Path, free_po
     assert shapes == [("start", 2), ("resume", 1)]
     whole = run(recipe, out=tmp_path / "whole").folder
     assert losses(folder) == pytest.approx(losses(whole), rel=5e-3, abs=5e-4)
+
+
+def test_epochs_that_end_without_an_evaluation(tmp_path: Path, free_port: int) -> None:
+    """A language model, evaluated by steps: every process reads its losses at the same moments."""
+    recipe = {
+        **RECIPE,
+        "data": {"name": "induction", "examples": 70, "length": 16, "symbols": 16},
+        "train": {"batch": 16, "accumulate": 2, "epochs": 3, "threads": 1},
+        "evaluate": {"every": 4},
+    }
+    alone = run(recipe, out=tmp_path / "alone")
+    done = torchrun(recipe, tmp_path / "run", free_port)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert losses(tmp_path / "run") == pytest.approx(losses(alone.folder), rel=1e-4, abs=1e-5)
+    assert RunRecord(tmp_path / "run").metrics == pytest.approx(alone.metrics, rel=1e-3)
 
 
 def test_another_number_of_processes_is_refused(tmp_path: Path, free_port: int) -> None:

@@ -76,7 +76,7 @@ def test_early_stopping_in_a_run_is_exact(
     from frostlab.training import loop
 
     values = iter([3.0, 2.0] + [5.0] * 50)
-    monkeypatch.setattr(loop, "measure", lambda setting, split: {"loss": next(values)})
+    monkeypatch.setattr(loop, "measure", lambda setting, split, step: {"loss": next(values)})
     recipe = tiny(evaluate={"every": 1, "patience": patience, "metric": "loss"})
     record = fl.run(recipe, runs=tmp_path)
     assert record.result["steps"] == 2 + patience

@@ -37,8 +37,10 @@ class Bar:
         self._task: Any = None
         self._drawn = 0.0
 
-    def begin(self, name: str, step: int, steps: int, per_epoch: int) -> None:
+    def begin(self, step: int, steps: int, per_epoch: int, caution: str | None) -> None:
         """Show an empty bar."""
+        if caution:
+            self._progress.console.print(f"what follows is {caution}", highlight=False)
         self._per_epoch, self._began, self._first = per_epoch, time.monotonic(), step
         self._task = self._progress.add_task(
             "", total=steps, completed=step, epoch="1", loss="–", speed="– steps/s"
@@ -73,8 +75,10 @@ class Bar:
 class Lines:
     """A line every few seconds and at every evaluation."""
 
-    def begin(self, name: str, step: int, steps: int, per_epoch: int) -> None:
+    def begin(self, step: int, steps: int, per_epoch: int, caution: str | None) -> None:
         """Say how much there is to do."""
+        if caution:
+            _say(f"what follows is {caution}")
         self._steps, self._per_epoch = steps, per_epoch
         self._began = self._said = time.monotonic()
         self._first = step

@@ -60,10 +60,10 @@ def _pretrained(
     if classes:
         config.num_labels = classes
     text = config.get_text_config()
-    if text.pad_token_id is None:  # some classifiers look for the last token before it
+    if not wanted.weights or text.pad_token_id is None:  # some look for the last token before it
         text.pad_token_id = pad
     room = getattr(text, "max_position_embeddings", None)
-    if isinstance(room, int) and room < length:
+    if isinstance(room, int) and 0 < room < length:
         raise BadInput(f"model.name {wanted.name} has {room} positions; data.length is {length}")
     if not wanted.weights and vocabulary > text.vocab_size:
         text.vocab_size = vocabulary
@@ -95,7 +95,8 @@ def _looks_back_only(config: Any) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     encoder = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    return not encoder or bool(getattr(config, "is_decoder", False))
+    both = getattr(config, "is_encoder_decoder", False)  # its decoder alone is causal
+    return bool(not encoder or both or getattr(config, "is_decoder", False))
 
 
 def _change(config: Any, wanted: PretrainedModel) -> None:

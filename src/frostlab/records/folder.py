@@ -1,7 +1,9 @@
 """A run's folder: one writer, append-only events, files that are whole or absent."""
 
+import errno
 import fcntl
 import json
+import math
 import os
 import shutil
 import time
@@ -41,6 +43,8 @@ class RunFolder:
         except BaseException as error:
             folder.close()
             shutil.rmtree(temporary, ignore_errors=True)
+            if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                raise FileExistsError(str(path)) from None
             if isinstance(error, OSError):
                 raise BadInput(f"{path}: cannot be written ({error.strerror})") from None
             raise
@@ -81,16 +85,25 @@ class RunFolder:
             raise FrostlabError(f"{kind} is not a kind of event")
         assert self._events is not None, "the folder is open"
         line = {"kind": kind, "at": round(time.time(), 3), "step": step, **values}
-        self._events.write(json.dumps(line, allow_nan=True) + "\n")
+        self._events.write(json.dumps(_finite(line)) + "\n")
         self._events.flush()
 
     def write(self, name: str, value: Any) -> None:
         """Write a JSON file, whole or not at all."""
-        write_whole(self.path / name, json.dumps(value, indent=1) + "\n")
+        write_whole(self.path / name, json.dumps(_finite(value), indent=1) + "\n")
 
     def events(self) -> list[dict[str, Any]]:
         """The events that count: what a resumed run did again is counted once."""
         return effective(read_events(self.path / "events.jsonl"))
+
+
+def _finite(value: Any) -> Any:
+    """Plain values without NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _locked(file: TextIO, tries: int = 20) -> bool:
@@ -147,15 +160,19 @@ def effective(events: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
     """Leave out what came after the checkpoint that a run was later resumed from."""
     kept: list[dict[str, Any]] = []
     for event in events:
-        if event["kind"] == "resume":
-            kept = [earlier for earlier in kept if _survives(earlier, event["step"])]
+        if event.get("kind") == "resume":
+            back = event.get("step", 0)
+            kept = [earlier for earlier in kept if _survives(earlier, back)]
         kept.append(event)
     return kept
 
 
 def _survives(event: dict[str, Any], step: int) -> bool:
     """Whether an event still counts after the run went back to a step."""
-    if event["kind"] in ("start", "resume", "note"):
+    kind, at = event.get("kind"), event.get("step", 0)
+    if kind in ("start", "resume", "note"):
         return True
-    final = event["kind"] == "end" or "checkpoint" in event  # the report is made again
-    return not final and event["step"] <= step
+    if kind == "stage":  # said before its first step
+        return bool(at < step)
+    final = kind == "end" or "checkpoint" in event  # the report is made again
+    return not final and at <= step

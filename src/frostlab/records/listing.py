@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from frostlab.errors import BadInput
+from frostlab.records.folder import effective
 from frostlab.records.index import EVENTS, RESULT, is_run, parse, part, read_run, typed
 from frostlab.records.words import NONE, hms, number, plain
 
@@ -160,7 +161,7 @@ def _events(folder: Path) -> tuple[list[dict[str, Any]], int]:
     except OSError:
         return [], 0
     events = [event for line in lines if (event := parse(line)) is not None]
-    return events, len(lines) - len(events)
+    return effective(iter(events)), len(lines) - len(events)
 
 
 def _object(path: Path) -> dict[str, Any] | None:

@@ -1,5 +1,6 @@
 """Where runs live: a new run gets a free name, a resumed one is found again."""
 
+import glob
 import json
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,7 @@ def given_folder(
     if (status := finished_status(path)) in ("finished", "diverged"):
         raise BadInput(f"--resume: the run in {path} is {status}")
     if _digest(path) != digest:
-        stored = yaml.safe_load((path / "recipe.yaml").read_text(encoding="utf-8"))
-        changed = ", ".join(differences(stored, values)) or "its settings"
+        changed = ", ".join(_changed(path / "recipe.yaml", values)) or "its settings"
         raise BadInput(f"--resume: {path} was started with another recipe ({changed} differ)")
     return path, True
 
@@ -45,13 +45,24 @@ def own_folder(runs: Path, name: str, resume: bool, digest: str) -> tuple[Path, 
     Resuming takes the newest unfinished run of this very recipe, and starts one where there is
     none, so that the same command can be given again and again.
     """
-    known = [path for path in runs.glob(f"{name}*") if _digest(path) == digest] if resume else []
+    known = (
+        [path for path in runs.glob(f"{glob.escape(name)}*") if _digest(path) == digest]
+        if resume
+        else []
+    )
     unfinished = [p for p in known if finished_status(p) not in ("finished", "diverged")]
     if unfinished:
         return max(unfinished, key=lambda p: (p / "events.jsonl").stat().st_mtime_ns), True
     if known:
         raise BadInput(f"--resume: {known[0]} is {finished_status(known[0])} already")
     return new_folder(runs, name), False
+
+
+def _changed(stored: Path, values: dict[str, Any]) -> list[str]:
+    try:
+        return differences(yaml.safe_load(stored.read_text(encoding="utf-8")), values)
+    except (OSError, ValueError, yaml.YAMLError):
+        return []
 
 
 def differences(one: Any, other: Any, path: str = "") -> list[str]:

@@ -41,12 +41,6 @@ class World:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    def any(self, flag: bool, device: torch.device) -> bool:
-        """Whether any process says so."""
-        if self.size == 1:
-            return flag
-        return bool(self.total(torch.tensor(float(flag), device=device)))
-
     def wait(self) -> None:
         """Wait until every process is here."""
         if self.size > 1:

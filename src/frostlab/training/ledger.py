@@ -79,7 +79,7 @@ class Ledger:
             )
         for entry, index, loss in zip(block, broken, losses, strict=True):
             if index >= 0:
-                raise Diverged(entry.step, self._step.name_of(index), loss)
+                raise Diverged(entry.step, f"the gradient of {self._step.name_of(index)}", loss)
 
 
 def _short(value: float) -> float | None:

@@ -1,5 +1,6 @@
 """The one loop: it trains, times, evaluates, keeps checkpoints and knows when to stop."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from frostlab.training.batching import (
 )
 from frostlab.training.distributed import World, like, share, whole
 from frostlab.training.evaluation import evaluate
+from frostlab.training.interruptions import StopLook
 from frostlab.training.ledger import Entry, Ledger
 from frostlab.training.optimizer import (
     build_optimizer,
@@ -31,11 +33,9 @@ from frostlab.training.optimizer import (
 from frostlab.training.patience import reaches
 from frostlab.training.progress import Display, Progress
 from frostlab.training.stages import Stage, stage_at, steps_per_epoch
-from frostlab.training.step import EagerStep, seed_step
+from frostlab.training.step import Diverged, EagerStep, seed_step
 from frostlab.training.stopwatch import Stopwatch
 from frostlab.training.treating import wants_types
-
-_LOOK = 50  # steps between looks, in several processes, at whether one was asked to stop
 
 
 class Stopped(Exception):
@@ -66,6 +66,7 @@ def train(
     recipe, world = setting.recipe, setting.world
     tokens, pad = setting.prepared.splits["train"], setting.prepared.pad
     lengths, scored = tokens.lengths, scored_counts(tokens)
+    real = lengths if tokens.labels is not None else lengths - 1  # the last is only a target
     batch, per_epoch = recipe.train.batch, steps_per_epoch(len(tokens), recipe.train.batch)
     total = sum(stage.steps for stage in setting.stages)
     types, most = wants_types(setting.model), widest(tokens, setting.device)
@@ -77,8 +78,9 @@ def train(
         restore_optimizer(setting.model, optimizer, resumed.optimizer(), like)
     step_once = EagerStep(wrapped, optimizer, setting.precision, recipe.optim.clip, world)
     ledger = Ledger(step_once, watch, world, setting.folder)
+    asked = StopLook(setting.asked_to_stop, world, setting.device)
 
-    setting.display.begin(recipe.about, progress.step, total, per_epoch)
+    setting.display.begin(progress.step, total, per_epoch, setting.prepared.caution)
     watch.start()
     epoch_began = watch.training_seconds() - progress.epoch_seconds
     epoch, place = divmod(progress.step, per_epoch)
@@ -101,20 +103,21 @@ def train(
         watch.lap(began)
         progress.step, place = progress.step + 1, place + 1
         padded = sum(part.inputs["input_ids"].numel() for part in parts) * world.size
-        ledger.add(Entry(progress.step, outcome, rate, int(lengths[rows].sum()), padded, len(rows)))
+        ledger.add(Entry(progress.step, outcome, rate, int(real[rows].sum()), padded, len(rows)))
         setting.display.advance(progress.step, ledger.loss)
 
         if place == per_epoch:
             watch.wait_for_device()
             spent = watch.training_seconds() - epoch_began
             progress.order = order_digest(order, progress.order)
+            ledger.settle()
             if setting.folder:
-                ledger.settle()
                 setting.folder.event("epoch", progress.step, epoch=epoch, seconds=round(spent, 4),
                                      order=progress.order)  # fmt: skip
             epoch, place, epoch_began = epoch + 1, 0, watch.training_seconds()
             if progress.step < total:
-                order = epoch_order(lengths, batch, recipe.seed, epoch, recipe.train.bucket)
+                with watch.phase("data"):
+                    order = epoch_order(lengths, batch, recipe.seed, epoch, recipe.train.bucket)
 
         improved = False
         looks = _due(recipe.evaluate.every, progress.step, per_epoch, total)
@@ -123,7 +126,7 @@ def train(
             improved = _look(setting, progress, watch)
             if progress.best.exhausted(stage.patience):
                 progress.stopped_early = True
-        stop = _asked(setting, progress.step)
+        stop = asked(progress.step)
         if (looks and (improved or recipe.train.checkpoint is None)) or stop or _due(
             recipe.train.checkpoint, progress.step, per_epoch, total
         ):  # fmt: skip
@@ -145,21 +148,13 @@ def _due(every: int | str | None, step: int, per_epoch: int, total: int) -> bool
     return step == total or step % (per_epoch if every == "epoch" else int(every)) == 0
 
 
-def _asked(setting: Setting, step: int) -> bool:
-    world = setting.world
-    if world.size > 1 and step % _LOOK:
-        return False
-    return world.any(setting.asked_to_stop(), setting.device)
-
-
 def _look(setting: Setting, progress: Progress, watch: Stopwatch) -> bool:
     """Evaluate on the split that selects; prove that what is frozen has not moved."""
     prepared, recipe = setting.prepared, setting.recipe
     split = "tune" if "tune" in prepared.splits else "report"
     before = watch.seconds["total"]
     with watch.phase("validation", device=True):
-        metrics = measure(setting, split)
-        metrics = {recipe.metric: metrics[recipe.metric], **metrics}  # what selects comes first
+        metrics = measure(setting, split, progress.step)
         if setting.frozen is not None:
             setting.frozen.verify(setting.model)
     progress.last = metrics
@@ -176,10 +171,10 @@ def _look(setting: Setting, progress: Progress, watch: Stopwatch) -> bool:
     return improved
 
 
-def measure(setting: Setting, split: str) -> dict[str, float]:
-    """Every metric of a split, over all processes."""
-    train = setting.recipe.train
-    return evaluate(
+def measure(setting: Setting, split: str, step: int) -> dict[str, float]:
+    """Every metric of a split, over all processes, the selecting one first."""
+    train, metric = setting.recipe.train, setting.recipe.metric
+    metrics = evaluate(
         setting.model,
         setting.prepared,
         setting.prepared.splits[split],
@@ -189,6 +184,10 @@ def measure(setting: Setting, split: str) -> dict[str, float]:
         world=setting.world,
         types=wants_types(setting.model),
     )
+    if not math.isfinite(metrics["loss"]):
+        spoilt = (n for n, p in setting.model.named_parameters() if not whole(p).isfinite().all())
+        raise Diverged(step, next(spoilt, "the loss of an evaluation"), metrics["loss"])
+    return {metric: metrics[metric], **metrics}
 
 
 def _keep(

@@ -30,7 +30,7 @@ class Progress:
 class Display(Protocol):
     """Who is shown how a run goes; frostlab itself prints nothing."""
 
-    def begin(self, name: str, step: int, steps: int, per_epoch: int) -> None: ...
+    def begin(self, step: int, steps: int, per_epoch: int, caution: str | None) -> None: ...
     def advance(self, step: int, loss: float | None) -> None: ...
     def evaluated(self, step: int, metrics: dict[str, float], best: bool) -> None: ...
     def close(self) -> None: ...
@@ -39,7 +39,7 @@ class Display(Protocol):
 class Silent:
     """Shows nothing."""
 
-    def begin(self, name: str, step: int, steps: int, per_epoch: int) -> None:
+    def begin(self, step: int, steps: int, per_epoch: int, caution: str | None) -> None:
         """Say nothing."""
 
     def advance(self, step: int, loss: float | None) -> None:

@@ -11,25 +11,30 @@ import yaml
 from frostlab.data import Prepared, prepare
 from frostlab.errors import BadInput
 from frostlab.models.building import build_model
+from frostlab.models.pretrained import first_line
 from frostlab.recipe import Recipe
 from frostlab.recipe.loading import load_recipe, recipe_from, recipe_name
+from frostlab.recipe.settings import PretrainedModel
 from frostlab.records.checkpoints import Checkpoint, resumable
 from frostlab.records.environment import environment
 from frostlab.records.folder import SCHEMA, RunFolder, read_events
 from frostlab.records.places import (
     given_folder,
+    new_folder,
     own_folder,
     supersede_result,
 )
 from frostlab.records.record import RunRecord
 from frostlab.surgery import Audit
+from frostlab.training.batching import collate, evaluation_order
 from frostlab.training.devices import choose_device, choose_precision
 from frostlab.training.distributed import World, joined
 from frostlab.training.interruptions import interruptions
 from frostlab.training.loop import Setting
+from frostlab.training.metrics import logits_of
 from frostlab.training.progress import Display, Silent
 from frostlab.training.stages import stages_of
-from frostlab.training.treating import audit_frozen, treat, weight_digests
+from frostlab.training.treating import audit_frozen, treat, wants_types, weight_digests
 from frostlab.training.work import work
 
 
@@ -69,7 +74,8 @@ def run(
         else:
             checkpoint = None
             if world.writes:
-                setting.folder = stack.enter_context(_begin(setting, name, path, digests))
+                setting.folder = stack.enter_context(_begin(setting, name, path, digests, out))
+            path = world.agree(setting.folder.path if setting.folder else None)
         stack.callback(setting.display.close)
         setting.asked_to_stop = stack.enter_context(interruptions())
         work(setting, path, checkpoint)
@@ -88,7 +94,7 @@ def _choose_folder(
     recipe: Recipe, name: str, out: str | Path | None, runs: Path, resume: bool
 ) -> tuple[Path, bool]:
     if out is not None:
-        return given_folder(Path(out), resume, recipe.digest, recipe.to_dict())
+        return given_folder(Path(out).resolve(), resume, recipe.digest, recipe.to_dict())
     return own_folder(runs, f"{name}-{recipe.treatment_name}-s{recipe.seed}", resume, recipe.digest)
 
 
@@ -112,13 +118,15 @@ def _set_up(
     prepared = _prepare(recipe, data_dir, world)
     model = build_model(recipe, prepared.vocabulary, prepared.classes, prepared.pad)
     touched = treat(model, recipe)
+    if isinstance(recipe.model, PretrainedModel):
+        _try_out(model, prepared, recipe.model.name)
     digests = {
         "data": prepared.digest,
         "weights": weight_digests(model),
         "touched": sorted(touched),
     }
     model.to(device)
-    frozen = audit_frozen(model)
+    frozen = audit_frozen(model, recipe)
     digests["frozen"] = {} if frozen is None else frozen.digests
     setting = Setting(
         recipe=recipe,
@@ -136,6 +144,23 @@ def _set_up(
     return setting, digests
 
 
+def _try_out(model: torch.nn.Module, prepared: Prepared, name: str) -> None:
+    """Show a strange model the longest example, so that what it cannot take is said at once."""
+    tokens = prepared.splits["train"]
+    rows = evaluation_order(tokens.lengths, 2)[0]
+    batch = collate(tokens, rows, prepared.pad, types=wants_types(model))
+    model.eval()
+    try:
+        with torch.no_grad():
+            shape = tuple(logits_of(model, batch.inputs).shape)
+    except Exception as error:  # models fail in ways of their own
+        length = int(tokens.lengths.max())
+        problem = f"model.name {name} cannot take an example of {length} tokens"
+        raise BadInput(f"{problem} ({first_line(error)})") from None
+    if len(shape) != (2 if prepared.classes else 3):
+        raise BadInput(f"model.name {name} answers with shape {shape}, not with logits")
+
+
 def _prepare(recipe: Recipe, data_dir: str | Path | None, world: World) -> Prepared:
     """The writing process prepares the data; the others then find it done."""
     where = None if data_dir is None else Path(data_dir)
@@ -147,21 +172,29 @@ def _prepare(recipe: Recipe, data_dir: str | Path | None, world: World) -> Prepa
     return prepared
 
 
-def _begin(setting: Setting, name: str, path: Path, digests: dict[str, Any]) -> RunFolder:
-    """Make the run's folder, with all that it starts from."""
+def _begin(
+    setting: Setting, name: str, path: Path, digests: dict[str, Any], out: str | Path | None
+) -> RunFolder:
+    """Make the run's folder, with all that it starts from; another run may have taken its name."""
     recipe, prepared = setting.recipe, setting.prepared
     files = {
         "recipe.yaml": yaml.safe_dump(recipe.to_dict(), sort_keys=False),
         "environment.json": json.dumps(environment(str(setting.device)), indent=1),
         "digests.json": json.dumps(digests, indent=1),
     }
-    return RunFolder.create(
-        path, files,
+    facts = dict(
         schema=SCHEMA, name=name, recipe_digest=recipe.digest, seed=recipe.seed,
         treatment=recipe.treatment_name, data=recipe.data.name, model=recipe.model.kind,
         origin=prepared.origin, caution=prepared.caution, known=prepared.known,
-        precision=str(setting.precision).removeprefix("torch."), **_shape(setting),
+        **_shape(setting),
     )  # fmt: skip
+    while True:
+        try:
+            return RunFolder.create(path, files, **facts)
+        except FileExistsError:
+            if out is not None:
+                raise BadInput(f"--out {path}: another run has just begun there") from None
+            path = new_folder(path.parent, path.name)
 
 
 def _go_on(setting: Setting, path: Path, digests: dict[str, Any]) -> Checkpoint | None:
@@ -176,6 +209,8 @@ def _go_on(setting: Setting, path: Path, digests: dict[str, Any]) -> Checkpoint 
     if setting.folder is not None:
         supersede_result(setting.folder)
         step = 0 if checkpoint is None else checkpoint.step
+        number = 1 + len(list(path.glob("environment-*.json")))
+        setting.folder.write(f"environment-{number}.json", environment(str(setting.device)))
         setting.folder.event("resume", step, **_shape(setting))
     return checkpoint
 
@@ -184,6 +219,7 @@ def _shape(setting: Setting) -> dict[str, Any]:
     """What decides the bits of a result beside the recipe."""
     return {
         "device": str(setting.device),
+        "precision": str(setting.precision).removeprefix("torch."),
         "processes": setting.world.size,
         "threads": torch.get_num_threads(),
     }

@@ -16,10 +16,9 @@ from frostlab.training.metrics import logits_of, summed_loss
 class Diverged(FrostlabError):
     """A loss or a gradient is no longer a number."""
 
-    def __init__(self, step: int, parameter: str, loss: float) -> None:
-        self.step, self.parameter = step, parameter
+    def __init__(self, step: int, what: str, loss: float) -> None:
         super().__init__(
-            f"step {step}: the gradient of {parameter} is not finite (loss {loss:.4g}); "
+            f"step {step}: {what} is not finite (loss {loss:.4g}); "
             "a lower optim.lr or a longer optim.warmup may help"
         )
 

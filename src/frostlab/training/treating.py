@@ -52,9 +52,9 @@ def state_digest(model: nn.Module) -> str:
     return made.hexdigest()[:16]
 
 
-def audit_frozen(model: nn.Module) -> Audit | None:
+def audit_frozen(model: nn.Module, recipe: Recipe) -> Audit | None:
     """Digests of what is frozen, or nothing if nothing is."""
-    return None if all(p.requires_grad for p in model.parameters()) else audit(model)
+    return audit(model) if recipe.surgery.freeze else None
 
 
 def count_parameters(model: nn.Module) -> dict[str, int]:

@@ -84,10 +84,11 @@ def _report(setting: Setting, progress: Progress, path: Path) -> dict[str, float
     load_weights(setting.model, best)
     if setting.frozen is not None:
         setting.frozen.verify(setting.model)
-    metrics = measure(setting, "report")
+    metrics = measure(setting, "report", progress.step)
+    verified = 0 if setting.frozen is None else len(setting.frozen.digests)
     if setting.folder:
         setting.folder.event("evaluation", progress.step, split="report", metrics=metrics,
-                             checkpoint=best.step)  # fmt: skip
+                             checkpoint=best.step, frozen_verified=verified)  # fmt: skip
     return metrics
 
 
