@@ -9,9 +9,12 @@ import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from frostlab.records.checkpoints import checkpoints_in
 from frostlab.records.record import RunRecord
@@ -167,3 +170,17 @@ def limited(limit: int, size: int, recipe: dict[str, Any], folder: Path) -> str:
     child.join(120)
     assert child.exitcode == 1
     return folder.with_suffix(".error").read_text()
+
+
+def command(folder: Path, recipe: dict[str, Any], *more: str) -> list[str]:
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return [sys.executable, "-m", "frostlab", "run", str(path), *more]
+
+
+def wait_for(path: Path, text: str) -> None:
+    for _ in range(1200):
+        if path.exists() and text in path.read_text():
+            return
+        time.sleep(0.05)
+    raise TimeoutError(f"{path} never had {text}")

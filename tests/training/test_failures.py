@@ -3,18 +3,15 @@
 import resource
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import nn
 
 import frostlab as fl
-from forked import attempt, limited, outcome
+from forked import attempt, command, limited, outcome, wait_for
 from frostlab.records.checkpoints import checkpoints_in
 from frostlab.training.batching import Batch
 from frostlab.training.distributed import World
@@ -22,12 +19,6 @@ from frostlab.training.ledger import Entry, Ledger
 from frostlab.training.step import Diverged, EagerStep
 from frostlab.training.stopwatch import Stopwatch
 from tiny import tiny
-
-
-def command(folder: Path, recipe: dict[str, Any], *more: str) -> list[str]:
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe))
-    return [sys.executable, "-m", "frostlab", "run", str(path), *more]
 
 
 def test_a_diverged_run_names_step_and_parameter(
@@ -112,7 +103,7 @@ def test_an_interrupted_run_stops_with_a_checkpoint_and_goes_on(
     process = subprocess.Popen(
         command(tmp_path, recipe, "--out", str(folder)), stderr=subprocess.PIPE, text=True
     )
-    _wait_for(folder / "events.jsonl", '"kind": "step"')
+    wait_for(folder / "events.jsonl", '"kind": "step"')
     process.send_signal(signals)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
@@ -126,14 +117,6 @@ def test_an_interrupted_run_stops_with_a_checkpoint_and_goes_on(
     assert (folder / "result-1.json").exists(), "the first attempt's result is kept"
     assert attempt(recipe, whole) == 0
     assert outcome(folder) == outcome(whole)
-
-
-def _wait_for(path: Path, text: str) -> None:
-    for _ in range(1200):
-        if path.exists() and text in path.read_text():
-            return
-        time.sleep(0.05)
-    raise TimeoutError(f"{path} never had {text}")
 
 
 def test_a_file_that_cannot_grow_loses_nothing_that_was_finished(tmp_path: Path) -> None:
@@ -197,82 +180,3 @@ def test_what_nobody_expected_keeps_its_traceback_and_is_recorded(
         fl.run(tiny(), runs=tmp_path)
     record = fl.RunRecord(tmp_path / "run-none-s0")
     assert (record.status, record.result["error"]) == ("failed", "a bug")
-
-
-def test_two_runs_in_one_folder(tmp_path: Path) -> None:
-    recipe = tiny(train={"batch": 8, "epochs": 200, "threads": 1})
-    folder = tmp_path / "run"
-    first = subprocess.Popen(
-        command(tmp_path, recipe, "--out", str(folder)), stderr=subprocess.DEVNULL
-    )
-    try:
-        _wait_for(folder / "events.jsonl", '"kind": "stage"')
-        with pytest.raises(fl.BadInput, match="holds a run already; add --resume"):
-            fl.run(recipe, out=folder)
-        with pytest.raises(fl.BadInput, match="another process is running in it"):
-            fl.run(recipe, out=folder, resume=True)
-    finally:
-        first.kill()
-        first.wait()
-
-
-def test_what_cannot_be_resumed(tmp_path: Path) -> None:
-    record = fl.run(tiny(), runs=tmp_path)
-    with pytest.raises(fl.BadInput, match="run-none-s0 is finished already"):
-        fl.run(tiny(), runs=tmp_path, resume=True)
-    with pytest.raises(fl.BadInput, match="is finished"):
-        fl.run(tiny(), out=record.folder, resume=True)
-    (record.folder / "result.json").unlink()
-    with pytest.raises(fl.BadInput, match=r"another recipe \(optim.lr, seed differ\)"):
-        fl.run(tiny(optim__lr=1e-4, seed=3), out=record.folder, resume=True)
-    file = tmp_path / "file"
-    file.write_text("x")
-    with pytest.raises(fl.BadInput, match="is a file, not a folder"):
-        fl.run(tiny(), out=file)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "x").write_text("x")
-    with pytest.raises(fl.BadInput, match="is not empty"):
-        fl.run(tiny(), out=tmp_path / "full", resume=True)
-
-
-def test_data_that_changed_cannot_be_gone_on_with(tmp_path: Path) -> None:
-    own = tmp_path / "own.csv"
-    rows = [f"w{i % 9} n{i},{i % 2}" for i in range(200)]
-    own.write_text("text,label\n" + "\n".join(rows))
-    recipe = tiny(data={"name": "own", "path": str(own), "length": 8}, tokenizer={"kind": "words"})
-    record = fl.run(recipe, runs=tmp_path / "runs")
-    (record.folder / "result.json").unlink()
-    own.write_text("text,label\n" + "\n".join(rows[1:]))
-    with pytest.raises(fl.BadInput, match="the data of .* cannot be made again: they changed"):
-        fl.run(recipe, out=record.folder, resume=True)
-
-
-def test_nothing_is_written_for_a_recipe_that_cannot_run(tmp_path: Path) -> None:
-    runs = tmp_path / "runs"
-    for wrong, problem in (
-        (tiny(treatment={"freeze": ["querry"]}), "did you mean `query`"),
-        (tiny(treatment={"freeze": ["all"]}), "leaves nothing that learns"),
-        (tiny(data={"name": "own", "path": "gone.csv"}), "gone.csv"),
-        (tiny(train__batch=3, train__accumulate=2), "cannot be shared"),
-    ):
-        with pytest.raises(fl.FrostlabError, match=problem), _quiet():
-            fl.run(wrong, runs=runs)
-        assert not runs.exists() or not list(runs.iterdir()), wrong
-
-
-class _quiet:
-    def __enter__(self) -> None:
-        import warnings
-
-        self._caught = warnings.catch_warnings()
-        self._caught.__enter__()
-        warnings.simplefilter("ignore", fl.NothingLearns)
-
-    def __exit__(self, *error: object) -> None:
-        self._caught.__exit__(None, None, None)
-
-
-def test_an_unwritable_folder_is_bad_input(tmp_path: Path) -> None:
-    (tmp_path / "blocked").write_text("a file where a folder is wanted")
-    with pytest.raises(fl.BadInput, match="cannot be written"):
-        fl.run(tiny(), runs=tmp_path / "blocked" / "runs")

@@ -44,5 +44,9 @@ def total_steps(train: Train, examples: int) -> int:
 
 def stages_of(recipe: Recipe, examples: int) -> tuple[Stage, ...]:
     """A recipe's stages: one, until growth and unfreezing add more."""
-    steps = total_steps(recipe.train, examples)
+    steps, warmup = total_steps(recipe.train, examples), recipe.optim.warmup
+    if warmup >= 1 and warmup >= steps:
+        raise BadInput(
+            f"optim.warmup {warmup:g} takes all {steps} steps; a share below 1 would not"
+        )
     return (Stage("train", steps, recipe.surgery.freeze, recipe.evaluate.patience),)

@@ -1,0 +1,90 @@
+"""What a run refuses: one line, and nothing half-written."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import frostlab as fl
+from forked import command, wait_for
+from tiny import tiny
+
+
+def test_two_runs_in_one_folder(tmp_path: Path) -> None:
+    recipe = tiny(train={"batch": 8, "epochs": 200, "threads": 1})
+    folder = tmp_path / "run"
+    first = subprocess.Popen(
+        command(tmp_path, recipe, "--out", str(folder)), stderr=subprocess.DEVNULL
+    )
+    try:
+        wait_for(folder / "events.jsonl", '"kind": "stage"')
+        with pytest.raises(fl.BadInput, match="holds a run already; add --resume"):
+            fl.run(recipe, out=folder)
+        with pytest.raises(fl.BadInput, match="another process is running in it"):
+            fl.run(recipe, out=folder, resume=True)
+    finally:
+        first.kill()
+        first.wait()
+
+
+def test_what_cannot_be_resumed(tmp_path: Path) -> None:
+    record = fl.run(tiny(), runs=tmp_path)
+    with pytest.raises(fl.BadInput, match="run-none-s0 is finished already"):
+        fl.run(tiny(), runs=tmp_path, resume=True)
+    with pytest.raises(fl.BadInput, match="is finished"):
+        fl.run(tiny(), out=record.folder, resume=True)
+    (record.folder / "result.json").unlink()
+    with pytest.raises(fl.BadInput, match=r"another recipe \(optim.lr, seed differ\)"):
+        fl.run(tiny(optim__lr=1e-4, seed=3), out=record.folder, resume=True)
+    file = tmp_path / "file"
+    file.write_text("x")
+    with pytest.raises(fl.BadInput, match="is a file, not a folder"):
+        fl.run(tiny(), out=file)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").write_text("x")
+    with pytest.raises(fl.BadInput, match="is not empty"):
+        fl.run(tiny(), out=tmp_path / "full", resume=True)
+
+
+def test_data_that_changed_cannot_be_gone_on_with(tmp_path: Path) -> None:
+    own = tmp_path / "own.csv"
+    rows = [f"w{i % 9} n{i},{i % 2}" for i in range(200)]
+    own.write_text("text,label\n" + "\n".join(rows))
+    recipe = tiny(data={"name": "own", "path": str(own), "length": 8}, tokenizer={"kind": "words"})
+    record = fl.run(recipe, runs=tmp_path / "runs")
+    (record.folder / "result.json").unlink()
+    own.write_text("text,label\n" + "\n".join(rows[1:]))
+    with pytest.raises(fl.BadInput, match="the data of .* cannot be made again: they changed"):
+        fl.run(recipe, out=record.folder, resume=True)
+
+
+def test_nothing_is_written_for_a_recipe_that_cannot_run(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    for wrong, problem in (
+        (tiny(treatment={"freeze": ["querry"]}), "did you mean `query`"),
+        (tiny(treatment={"freeze": ["all"]}), "leaves nothing that learns"),
+        (tiny(data={"name": "own", "path": "gone.csv"}), "gone.csv"),
+        (tiny(train__batch=3, train__accumulate=2), "cannot be shared"),
+        (tiny(optim__warmup=16), "optim.warmup 16 takes all 16 steps"),
+    ):
+        with pytest.raises(fl.FrostlabError, match=problem), _quiet():
+            fl.run(wrong, runs=runs)
+        assert not runs.exists() or not list(runs.iterdir()), wrong
+
+
+class _quiet:
+    def __enter__(self) -> None:
+        import warnings
+
+        self._caught = warnings.catch_warnings()
+        self._caught.__enter__()
+        warnings.simplefilter("ignore", fl.NothingLearns)
+
+    def __exit__(self, *error: object) -> None:
+        self._caught.__exit__(None, None, None)
+
+
+def test_an_unwritable_folder_is_bad_input(tmp_path: Path) -> None:
+    (tmp_path / "blocked").write_text("a file where a folder is wanted")
+    with pytest.raises(fl.BadInput, match="cannot be written"):
+        fl.run(tiny(), runs=tmp_path / "blocked" / "runs")
