@@ -75,7 +75,7 @@ def test_two_processes_train_as_one(way: str, alone: Path, tmp_path: Path, free_
 def test_a_run_of_two_stops_and_goes_on_in_one(way: str, tmp_path: Path, free_port: int) -> None:
     """Ctrl-C reaches both; what two processes saved, one loads and finishes."""
     train = {**RECIPE["train"], "parallel": way, "epochs": 60, "accumulate": 1}
-    recipe = {**RECIPE, "train": train}
+    recipe = {**RECIPE, "optim": {"lr": 1e-4}, "train": train}  # steps that do not amplify rounding
     folder = tmp_path / "run"
     process = subprocess.Popen(
         launch(recipe, folder, free_port), stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
@@ -95,7 +95,7 @@ def test_a_run_of_two_stops_and_goes_on_in_one(way: str, tmp_path: Path, free_po
     shapes = [(e["kind"], e["processes"]) for e in RunRecord(folder).events() if "processes" in e]
     assert shapes == [("start", 2), ("resume", 1)]
     whole = run(recipe, out=tmp_path / "whole").folder
-    assert losses(folder) == pytest.approx(losses(whole), rel=5e-3, abs=5e-4)
+    assert losses(folder) == pytest.approx(losses(whole), rel=1e-4)
 
 
 def test_epochs_that_end_without_an_evaluation(tmp_path: Path, free_port: int) -> None:
