@@ -13,6 +13,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from common import device, device_name, report
 from frostlab.training.batching import Batch
 from frostlab.training.distributed import World
+from frostlab.training.objective import Objective
 from frostlab.training.step import EagerStep
 from frostlab.training.stopwatch import Stopwatch
 from loop import ratio
@@ -30,7 +31,7 @@ def main() -> None:
         raise SystemExit("this benchmark needs a GPU")
     model = BertForSequenceClassification(BertConfig(num_labels=2)).to(where)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    step = EagerStep(model, optimizer, torch.bfloat16, 1.0, World())
+    step = EagerStep(Objective(model), optimizer, torch.bfloat16, 1.0, World())
     ids = torch.randint(1000, 20000, (options.batch, 128), device=where)
     labels = torch.zeros(options.batch, dtype=torch.long, device=where)
     parts = [Batch({"input_ids": ids}, labels, options.batch, ids.numel(), options.batch)]

@@ -55,7 +55,7 @@ def plant(moment: str, count: int) -> None:
         setattr(owner, name, wrapped)
 
     if moment == "step":
-        before(step.EagerStep, "_clip")
+        before(step.EagerStep, "_measure")
     elif moment == "update":  # the weights have moved, nobody knows yet
         before(loop.Ledger, "add")
     elif moment == "evaluation":

@@ -83,7 +83,7 @@ def test_a_frozen_weight_that_moves_fails_the_run(
 
     def nudge(self: EagerStep, *args: Any) -> Any:
         outcome = taken(self, *args)
-        frozen = next(p for p in self.model.parameters() if not p.requires_grad)
+        frozen = next(p for p in self.objective.parameters() if not p.requires_grad)
         with torch.no_grad():
             frozen.view(-1)[0] += 1e-3
         return outcome

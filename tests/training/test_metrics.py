@@ -9,7 +9,8 @@ from torchmetrics.functional.classification import multiclass_f1_score
 
 from frostlab.training.batching import IGNORED, Batch
 from frostlab.training.distributed import World
-from frostlab.training.metrics import Tally, summed_loss
+from frostlab.training.metrics import Tally
+from frostlab.training.objective import summed_loss
 
 CPU = torch.device("cpu")
 

@@ -34,8 +34,8 @@ def test_a_run_leaves_a_complete_record(tmp_path: Path) -> None:
     assert record.metrics.keys() == {"accuracy", "loss", "macro_f1"}
     assert record.result["steps"] == 16
     kinds = [event["kind"] for event in record.events()]
-    assert kinds == ["start", "stage", "step", "epoch", "evaluation", "checkpoint", "step",
-                     "epoch", "evaluation", "checkpoint", "evaluation", "end"]  # fmt: skip
+    assert kinds == ["start", "stage", "stepping", "step", "epoch", "evaluation", "checkpoint",
+                     "step", "epoch", "evaluation", "checkpoint", "evaluation", "end"]  # fmt: skip
     assert all(e["frozen_verified"] == 8 for e in record.events() if "frozen_verified" in e)
     assert record.result["parameters"]["frozen"] == 2 * 2 * (16 * 16 + 16)
 
@@ -189,7 +189,7 @@ OTHER: dict[str, Any] = {
     "train.accumulate": 2,
     "train.epochs": 3,
     "train.steps": {"train": {"batch": 32, "steps": 5, "threads": 1}},
-    "train.bucket": False,
+    "train.batching": "padded",
     "train.precision": "bf16",
     "train.checkpoint": 3,
     "evaluate.every": 5,
@@ -203,6 +203,9 @@ OTHER: dict[str, Any] = {
 ELSEWHERE = {
     "about": "tests/recipe: the digest leaves it out; `frostlab recipes` prints it",
     "tokenizer": "tests/data/test_vocabulary.py",
+    "train.step": "test_stepping.py",
+    "train.cache_prefix": "test_prefix.py",
+    "train.cache_gb": "test_prefix.py",
     "train.device": "test_devices_that_are_not_there below",
     "train.threads": "test_threads below",
     "train.processes": "test_distributed.py",

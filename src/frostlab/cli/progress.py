@@ -47,6 +47,10 @@ class Bar:
         )
         self._progress.start()
 
+    def say(self, line: str) -> None:
+        """Print a line above the bar."""
+        self._progress.console.print(line, highlight=False, markup=False)
+
     def advance(self, step: int, loss: float | None) -> None:
         """Move the bar, at most ten times a second."""
         now = time.monotonic()
@@ -83,6 +87,10 @@ class Lines:
         self._began = self._said = time.monotonic()
         self._first = step
         _say(f"step {step} of {steps}, {per_epoch} an epoch")
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+        _say(line)
 
     def advance(self, step: int, loss: float | None) -> None:
         """Say where it is, now and then."""

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from frostlab.models.attention import Packing, attend
+
 
 @dataclass(frozen=True)
 class DecoderConfig:
@@ -29,10 +31,10 @@ class DecoderConfig:
             )
 
 
-def rotary_angles(length: int, size: int, base: float, device: torch.device) -> Tensor:
+def rotary_angles(places: Tensor, size: int, base: float) -> Tensor:
     """Return (2, T, size): cosines and sines, each frequency for both halves of a head."""
-    frequencies = base ** (-torch.arange(0, size, 2, device=device).float() / size)
-    angles = torch.arange(length, device=device).float()[:, None] * frequencies  # (T, size/2)
+    frequencies = base ** (-torch.arange(0, size, 2, device=places.device).float() / size)
+    angles = places.float()[:, None] * frequencies  # (T, size/2)
     angles = torch.cat([angles, angles], -1)
     return torch.stack([angles.cos(), angles.sin()])
 
@@ -61,22 +63,21 @@ class DecoderBlock(nn.Module):
         self.norm1 = nn.RMSNorm(width, config.eps)
         self.norm2 = nn.RMSNorm(width, config.eps)
 
-    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+    def forward(self, x: Tensor, angles: Tensor, packing: Packing | None = None) -> Tensor:
         if self.norm_first:
-            x = x + self.attend(self.norm1(x), angles)
+            x = x + self.attend(self.norm1(x), angles, packing)
             return x + self.feed(self.norm2(x))
-        x = self.norm1(x + self.attend(x, angles))
+        x = self.norm1(x + self.attend(x, angles, packing))
         return self.norm2(x + self.feed(x))
 
-    def attend(self, x: Tensor, angles: Tensor) -> Tensor:
+    def attend(self, x: Tensor, angles: Tensor, packing: Packing | None) -> Tensor:
         query, key, value = (
             project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for project in (self.query, self.key, self.value)
         )  # each (B, heads, T, size)
-        mixed = F.scaled_dot_product_attention(
-            rotate(query, angles), rotate(key, angles), value, is_causal=True
-        )
-        return self.out(mixed.transpose(1, 2).flatten(2))  # (B, T, width)
+        query, key = rotate(query, angles), rotate(key, angles)
+        mixed = attend(query, key, value, packing=packing, causal=True)
+        return self.out(mixed.flatten(2))  # (B, T, width)
 
     def feed(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -105,9 +106,13 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Return logits (B, T, vocabulary)."""
-        config, x = self.config, self.tokens(input_ids)  # (B, T, width)
-        size = config.width // config.heads
-        angles = rotary_angles(input_ids.shape[1], size, config.rotary_base, x.device)
+        x = self.tokens(input_ids)  # (B, T, width)
+        angles = self.angles(torch.arange(input_ids.shape[1], device=x.device))
         for block in self.blocks:
             x = block(x, angles)
         return self.head(self.norm(x))
+
+    def angles(self, places: Tensor) -> Tensor:
+        """By how much the tokens at these places are turned."""
+        config = self.config
+        return rotary_angles(places, config.width // config.heads, config.rotary_base)

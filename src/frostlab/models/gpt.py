@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from frostlab.models.attention import Packing, attend
+
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -42,23 +44,19 @@ class GPTBlock(nn.Module):
         self.up = nn.Linear(width, config.hidden, bias=bias)
         self.down = nn.Linear(config.hidden, width, bias=bias)
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        x = x + self.drop(self.attend(self.norm1(x), mask))
+    def forward(self, x: Tensor, mask: Tensor | None, packing: Packing | None = None) -> Tensor:
+        x = x + self.drop(self.attend(self.norm1(x), mask, packing))
         hidden = F.gelu(self.up(self.norm2(x)), approximate="tanh")
         return x + self.drop(self.down(hidden))
 
-    def attend(self, x: Tensor, mask: Tensor | None) -> Tensor:
+    def attend(self, x: Tensor, mask: Tensor | None, packing: Packing | None) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))  # (B, T, 3, heads, head_dim)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, T, head_dim)
-        mixed = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=self.causal and mask is None,
+        dropout = self.dropout if self.training else 0.0
+        mixed = attend(
+            query, key, value, mask=mask, packing=packing, causal=self.causal, dropout=dropout
         )
-        return self.out(mixed.transpose(1, 2).flatten(2))  # (B, T, width)
+        return self.out(mixed.flatten(2))  # (B, T, width)
 
     def drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training)
@@ -95,10 +93,8 @@ class GPT(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Return logits: (B, T, vocabulary), or (B, classes) of the mean over real tokens."""
-        length = input_ids.shape[1]
-        places = torch.arange(length, device=input_ids.device)
-        x = self.tokens(input_ids) + self.positions(places)  # (B, T, width)
-        x = F.dropout(x, self.config.dropout, self.training)
+        places = torch.arange(input_ids.shape[1], device=input_ids.device)
+        x = self.embed(input_ids, places)
         mask = None
         if attention_mask is not None:
             mask = attention_mask[:, None, None, :].bool()  # (B, 1, 1, T)
@@ -110,6 +106,11 @@ class GPT(nn.Module):
         if self.config.classes:
             x = mean_over_tokens(x, attention_mask)  # (B, width)
         return self.head(x)
+
+    def embed(self, input_ids: Tensor, places: Tensor) -> Tensor:
+        """Turn (B, T) tokens at their places into vectors (B, T, width)."""
+        x = self.tokens(input_ids) + self.positions(places)
+        return F.dropout(x, self.config.dropout, self.training)
 
 
 def mean_over_tokens(x: Tensor, attention_mask: Tensor | None) -> Tensor:

@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from frostlab.recipe.treatment import Positive, Strict
 
+StepKind = Literal["auto", "eager", "compiled", "captured"]
 Metric = Literal["accuracy", "macro_f1", "loss", "perplexity", "token_accuracy"]
 LOWER_IS_BETTER = ("loss", "perplexity")
 
@@ -80,7 +81,10 @@ class Train(Strict):
     accumulate: Positive = 1
     epochs: Positive | None = None
     steps: Positive | None = None
-    bucket: bool = True  # examples of like length share a batch
+    batching: Literal["bucketed", "packed", "padded"] = "bucketed"
+    step: StepKind = "auto"  # auto: the fastest that works
+    cache_prefix: Literal["memory", "disk"] | None = None  # outputs of the frozen first layers
+    cache_gb: Annotated[float, Field(gt=0)] = 16.0  # what they may take
     precision: Literal["auto", "float32", "bf16"] = "auto"  # auto: bf16 on CUDA
     device: str = "auto"
     threads: Positive | None = None

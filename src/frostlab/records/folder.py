@@ -16,8 +16,8 @@ from frostlab.errors import BadInput, FrostlabError
 
 SCHEMA = 1
 KINDS = (
-    "start", "resume", "stage", "epoch", "step", "evaluation", "checkpoint", "end",
-    "flow", "timing", "note",
+    "start", "resume", "stage", "stepping", "prefix", "epoch", "step", "evaluation", "checkpoint",
+    "end", "flow", "timing", "note",
 )  # fmt: skip
 
 

@@ -34,6 +34,11 @@ def expect(parameter: nn.Parameter, name: str) -> None:
     _awaited.append((weakref.ref(parameter), name))
 
 
+def changes() -> int:
+    """How often freezing or thawing has changed what learns, in any model."""
+    return _changes
+
+
 def _note_change() -> None:
     global _changes
     if _changes == 0:

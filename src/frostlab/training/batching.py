@@ -1,7 +1,7 @@
 """Which examples each step sees, as pure functions, and the tensors they become."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from frostlab.data import Tokens
+from frostlab.models.attention import Packing
 
 IGNORED = -100
 _POOL = 50  # batches whose examples are sorted by length together
@@ -83,13 +84,29 @@ class Batch:
     examples: int
     tokens: int  # without padding
     scored: int  # targets that count
+    packing: Packing | None = None  # where examples lie that share one row
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on a device; the copy does not wait."""
         if self.targets.device.type == device.type:
             return self
-        moved = {name: _moved(tensor, device) for name, tensor in self.inputs.items()}
-        return Batch(moved, _moved(self.targets, device), self.examples, self.tokens, self.scored)
+        return self.with_tensors([_moved(tensor, device) for tensor in self.tensors()])
+
+    def tensors(self) -> list[Tensor]:
+        """Everything in it that lies on a device, always in one order."""
+        packing = self.packing
+        places = [] if packing is None else [packing.bounds, packing.owners, packing.places]
+        return [*self.inputs.values(), self.targets, *places]
+
+    def with_tensors(self, tensors: list[Tensor]) -> "Batch":
+        """The same batch with other tensors, in the order of `tensors`."""
+        inputs = dict(zip(self.inputs, tensors, strict=False))
+        targets, *places = tensors[len(inputs) :]
+        packing = self.packing
+        if packing is not None:
+            bounds, owners, in_own = places
+            packing = replace(packing, bounds=bounds, owners=owners, places=in_own)
+        return replace(self, inputs=inputs, targets=targets, packing=packing)
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:

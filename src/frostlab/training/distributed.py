@@ -90,7 +90,7 @@ def share(model: nn.Module, world: World, way: Literal["ddp", "fsdp"], unused: b
     if way == "fsdp":
         from torch.distributed.fsdp import fully_shard
 
-        for block in _blocks(model):
+        for block in blocks(model):
             fully_shard(block)
         fully_shard(model)
         return model
@@ -99,7 +99,7 @@ def share(model: nn.Module, world: World, way: Literal["ddp", "fsdp"], unused: b
     return DistributedDataParallel(model, find_unused_parameters=unused)
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
+def blocks(model: nn.Module) -> list[nn.Module]:
     """The layers of every stack: the children of the model's longest module lists."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     longest = max((len(stack) for stack in lists), default=0)

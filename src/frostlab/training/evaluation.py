@@ -5,12 +5,13 @@ from torch import nn
 
 from frostlab.data import Prepared, Tokens
 from frostlab.training.batching import collate, evaluation_order, shared, widest
+from frostlab.training.compiled import uncompiled
 from frostlab.training.distributed import World
-from frostlab.training.metrics import Tally, logits_of
+from frostlab.training.metrics import Tally
 
 
 def evaluate(
-    model: nn.Module,
+    objective: nn.Module,
     prepared: Prepared,
     tokens: Tokens,
     batch: int,
@@ -22,18 +23,18 @@ def evaluate(
 ) -> dict[str, float]:
     """Every metric of the task over a split; the model's mode is put back afterwards."""
     tally = Tally(prepared.task, prepared.classes, device)
-    training, most = model.training, widest(tokens, device)
-    model.eval()
+    training, most = objective.training, widest(tokens, device)
+    objective.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), uncompiled():
             for rows in evaluation_order(tokens.lengths, batch):
                 (part,) = shared(rows, world.rank, world.size, parts=1)
                 examples = collate(tokens, part, prepared.pad, types=types, most=most).to(device)
                 with torch.autocast(
                     device.type, torch.bfloat16, enabled=precision == torch.bfloat16
                 ):
-                    logits = logits_of(model, examples.inputs)
+                    logits = objective(examples, want="logits")
                 tally.add(logits, examples)
     finally:
-        model.train(training)
+        objective.train(training)
     return tally.metrics(world)

@@ -57,9 +57,9 @@ class Ledger:
     def _settle(self, count: int) -> None:
         block, self._entries = self._entries[:count], self._entries[count:]
         outcomes = [entry.outcome for entry in block]
-        losses = self._world.total(torch.stack([o.loss for o in outcomes])).tolist()
-        norms = torch.stack([o.norm for o in outcomes]).tolist()
-        broken = torch.stack([o.broken for o in outcomes]).tolist()
+        values = torch.stack([outcome.values for outcome in outcomes])
+        losses = self._world.total(values[:, 0].contiguous()).tolist()
+        _, norms, broken = values.T.tolist()
         self.loss = next((x for x in reversed(losses) if math.isfinite(x)), None)
         assert self._first is not None
         times = self._watch.laps(count)
@@ -79,7 +79,9 @@ class Ledger:
             )
         for entry, index, loss in zip(block, broken, losses, strict=True):
             if index >= 0:
-                raise Diverged(entry.step, f"the gradient of {self._step.name_of(index)}", loss)
+                raise Diverged(
+                    entry.step, f"the gradient of {self._step.name_of(int(index))}", loss
+                )
 
 
 def _short(value: float) -> float | None:

@@ -12,25 +12,23 @@ from frostlab.recipe import Recipe
 from frostlab.records.checkpoints import Checkpoint, keep_only, save_checkpoint
 from frostlab.records.folder import RunFolder
 from frostlab.surgery import Audit
-from frostlab.training.batching import (
-    collate,
-    epoch_order,
-    order_digest,
-    scored_counts,
-    shared,
-    widest,
-)
-from frostlab.training.distributed import World, like, share, whole
+from frostlab.training.batching import collate, epoch_order, order_digest, scored_counts
+from frostlab.training.choosing import build_step
+from frostlab.training.distributed import World, like, whole
 from frostlab.training.evaluation import evaluate
+from frostlab.training.feed import Feed
 from frostlab.training.interruptions import StopLook
 from frostlab.training.ledger import Entry, Ledger
+from frostlab.training.objective import Objective
 from frostlab.training.optimizer import (
     build_optimizer,
     optimizer_tensors,
     rate_at,
     restore_optimizer,
 )
+from frostlab.training.packing import row_lengths
 from frostlab.training.patience import reaches
+from frostlab.training.prefix import build_prefix
 from frostlab.training.progress import Display, Progress
 from frostlab.training.stages import Stage, stage_at, steps_per_epoch
 from frostlab.training.step import Diverged, EagerStep, seed_step
@@ -49,6 +47,7 @@ class Setting:
     recipe: Recipe
     prepared: Prepared
     model: nn.Module  # on its device, treated, not wrapped
+    objective: Objective  # the model with its loss
     stages: tuple[Stage, ...]
     device: torch.device
     precision: torch.dtype
@@ -64,27 +63,29 @@ def train(
 ) -> None:
     """Train to the end, to exhausted patience, or until asked to stop."""
     recipe, world = setting.recipe, setting.world
-    tokens, pad = setting.prepared.splits["train"], setting.prepared.pad
-    lengths, scored = tokens.lengths, scored_counts(tokens)
-    real = lengths if tokens.labels is not None else lengths - 1  # the last is only a target
-    batch, per_epoch = recipe.train.batch, steps_per_epoch(len(tokens), recipe.train.batch)
+    tokens = setting.prepared.splits["train"]
+    scored, real = scored_counts(tokens), row_lengths(tokens)
+    per_epoch = steps_per_epoch(len(tokens), recipe.train.batch)
     total = sum(stage.steps for stage in setting.stages)
-    types, most = wants_types(setting.model), widest(tokens, setting.device)
 
-    setting.model.train()
-    wrapped = share(setting.model, world, recipe.train.parallel, unused=_any_unused(setting))
-    optimizer = build_optimizer(setting.model, recipe.optim, fused=_fusable(setting))
+    setting.objective.train()
+    step_once = build_step(
+        setting.objective, recipe.optim, recipe.train, setting.precision, setting.device, world,
+        steps=total, unused=_any_unused(setting),
+    )  # fmt: skip
     if resumed is not None:
-        restore_optimizer(setting.model, optimizer, resumed.optimizer(), like)
-    step_once = EagerStep(wrapped, optimizer, setting.precision, recipe.optim.clip, world)
+        restore_optimizer(setting.model, step_once.optimizer, resumed.optimizer(), like)
+    said = ""
     ledger = Ledger(step_once, watch, world, setting.folder)
     asked = StopLook(setting.asked_to_stop, world, setting.device)
 
     setting.display.begin(progress.step, total, per_epoch, setting.prepared.caution)
     watch.start()
+    with watch.phase("data", device=True):
+        feed = _make_feed(setting, progress.step)
     epoch_began = watch.training_seconds() - progress.epoch_seconds
     epoch, place = divmod(progress.step, per_epoch)
-    order = epoch_order(lengths, batch, recipe.seed, epoch, recipe.train.bucket)
+    order = feed.order(epoch)
     while progress.step < total and not progress.stopped_early:
         stage_index, stage_step = stage_at(setting.stages, progress.step)
         stage = setting.stages[stage_index]
@@ -94,13 +95,15 @@ def train(
 
         with watch.phase("data"):
             rows = order[place]
-            parts = [collate(tokens, part, pad, types=types, most=most) for part in
-                     shared(rows, world.rank, world.size, recipe.train.accumulate)]  # fmt: skip
+            parts = feed(rows)
         seed_step(recipe.seed, progress.step, world.rank, setting.device)
         rate = rate_at(stage_step, stage.steps, recipe.optim)
         began = watch.mark()
         outcome = step_once(parts, int(scored[rows].sum()), rate)
         watch.lap(began)
+        if said != step_once.reason:
+            said = step_once.reason
+            _say_how(setting, progress.step, step_once, feed.packs)
         progress.step, place = progress.step + 1, place + 1
         padded = sum(part.inputs["input_ids"].numel() for part in parts) * world.size
         ledger.add(Entry(progress.step, outcome, rate, int(real[rows].sum()), padded, len(rows)))
@@ -117,7 +120,7 @@ def train(
             epoch, place, epoch_began = epoch + 1, 0, watch.training_seconds()
             if progress.step < total:
                 with watch.phase("data"):
-                    order = epoch_order(lengths, batch, recipe.seed, epoch, recipe.train.bucket)
+                    order = feed.order(epoch)
 
         improved = False
         looks = _due(recipe.evaluate.every, progress.step, per_epoch, total)
@@ -132,13 +135,34 @@ def train(
         ):  # fmt: skip
             ledger.settle()
             progress.epoch_seconds = watch.training_seconds() - epoch_began
-            _keep(setting, progress, watch, optimizer)
+            _keep(setting, progress, watch, step_once.optimizer)
         if stop and progress.step < total and not progress.stopped_early:
             raise Stopped
     ledger.settle()
     watch.wait_for_device()
     watch.stop()
     progress.seconds = watch.seconds
+
+
+def _make_feed(setting: Setting, step: int) -> Feed:
+    """Batches as the recipe wants them, with the outputs of frozen layers if it wants those."""
+    recipe, types = setting.recipe, wants_types(setting.model)
+    if recipe.train.cache_prefix is not None:
+        setting.objective.prefix = build_prefix(
+            setting.model, setting.prepared, recipe.train, setting.precision, types
+        )
+        if setting.folder:
+            setting.folder.event("prefix", step, **setting.objective.prefix.facts)
+    return Feed(setting.prepared, recipe.train, recipe.seed, setting.world, setting.device,
+                types, setting.objective.prefix)  # fmt: skip
+
+
+def _say_how(setting: Setting, step: int, step_once: EagerStep, packed: bool) -> None:
+    """Record and show which kind of step is taken, and why, when that changes."""
+    setting.display.say(f"{step_once.kind} steps: {step_once.reason}")
+    if setting.folder:
+        setting.folder.event("stepping", step, how=step_once.kind, reason=step_once.reason,
+                             packed=packed)  # fmt: skip
 
 
 def _due(every: int | str | None, step: int, per_epoch: int, total: int) -> bool:
@@ -175,7 +199,7 @@ def measure(setting: Setting, split: str, step: int) -> dict[str, float]:
     """Every metric of a split, over all processes, the selecting one first."""
     train, metric = setting.recipe.train, setting.recipe.metric
     metrics = evaluate(
-        setting.model,
+        setting.objective,
         setting.prepared,
         setting.prepared.splits[split],
         setting.recipe.evaluate.batch or train.batch // train.accumulate,
@@ -207,12 +231,6 @@ def _keep(
         setting.world.wait()
 
 
-def _fusable(setting: Setting) -> bool:
-    """One kernel for all parameters, where they are whole and the device has one."""
-    sharded = setting.world.size > 1 and setting.recipe.train.parallel == "fsdp"
-    return not (sharded and setting.device.type == "cpu")
-
-
 def _any_unused(setting: Setting) -> bool:
     """Whether some trainable parameter gets no gradient, which DDP must be told beforehand."""
     if setting.world.size == 1 or setting.recipe.train.parallel == "fsdp":
@@ -221,7 +239,8 @@ def _any_unused(setting: Setting) -> bool:
     rows = epoch_order(tokens.lengths, 2, setting.recipe.seed, 0, bucket=False)[0]
     batch = collate(tokens, rows, setting.prepared.pad, types=wants_types(model))
     optimizer = build_optimizer(model, setting.recipe.optim, fused=False)
-    EagerStep(model, optimizer, setting.precision, None, World()).gradients([batch], batch.scored)
+    step = EagerStep(setting.objective, optimizer, setting.precision, None, World())
+    step.gradients([batch.to(setting.device)], batch.scored)
     unused = any(p.grad is None for p in model.parameters() if p.requires_grad)
     optimizer.zero_grad(set_to_none=True)
     return unused

@@ -1,28 +1,15 @@
-"""Losses and metrics, summed over examples, batches and processes before they are divided."""
+"""Metrics, summed over examples, batches and processes before they are divided."""
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from frostlab.recipe.data import Task
 from frostlab.training.batching import IGNORED, Batch
 from frostlab.training.distributed import World
-
-
-def logits_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    """Call a model; Hugging Face ones answer with more than logits."""
-    answer: Any = model(**inputs)
-    return answer if isinstance(answer, Tensor) else answer.logits
-
-
-def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy in float32, summed over what is scored."""
-    flat = logits.flatten(0, -2).float()
-    return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+from frostlab.training.objective import summed_loss
 
 
 @dataclass

@@ -10,7 +10,9 @@ from frostlab.errors import FrostlabError
 from frostlab.recipe.settings import Optim, StepDecay
 
 
-def build_optimizer(model: nn.Module, optim: Optim, fused: bool) -> torch.optim.AdamW:
+def build_optimizer(
+    model: nn.Module, optim: Optim, fused: bool, capturable: bool = False
+) -> torch.optim.AdamW:
     """Matrices decay, vectors do not; frozen tensors are absent."""
     learning = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in learning if p.ndim >= 2]
@@ -23,6 +25,7 @@ def build_optimizer(model: nn.Module, optim: Optim, fused: bool) -> torch.optim.
         betas=optim.betas,
         eps=optim.eps,
         fused=fused,
+        capturable=capturable,
     )
 
 

@@ -31,6 +31,7 @@ class Display(Protocol):
     """Who is shown how a run goes; frostlab itself prints nothing."""
 
     def begin(self, step: int, steps: int, per_epoch: int, caution: str | None) -> None: ...
+    def say(self, line: str) -> None: ...
     def advance(self, step: int, loss: float | None) -> None: ...
     def evaluated(self, step: int, metrics: dict[str, float], best: bool) -> None: ...
     def close(self) -> None: ...
@@ -40,6 +41,9 @@ class Silent:
     """Shows nothing."""
 
     def begin(self, step: int, steps: int, per_epoch: int, caution: str | None) -> None:
+        """Say nothing."""
+
+    def say(self, line: str) -> None:
         """Say nothing."""
 
     def advance(self, step: int, loss: float | None) -> None:

@@ -42,6 +42,7 @@ def result(
         "caution": setting.prepared.caution,
         "last": progress.last or None,
         "target": progress.target,
+        "stepping": [event for event in events if event["kind"] == "stepping"],
         "clocks": clocks(events, progress.seconds),
         "parameters": count_parameters(setting.model),
         "checkpoint": None if best.step is None else f"checkpoints/step-{best.step:09d}",
@@ -57,6 +58,7 @@ def clocks(events: list[dict[str, Any]], seconds: dict[str, float]) -> dict[str,
     apart = {name: value for name, value in seconds.items() if name != "total"}
     training = total - sum(apart.values())
     real, padded = (sum(block[key] for block in blocks) for key in ("tokens", "padded"))
+    packed = any(event.get("packed") for event in events)
     examples = sum(block["examples"] for block in blocks)
     epochs = [event["seconds"] for event in events if event["kind"] == "epoch"]
     return {
@@ -72,6 +74,7 @@ def clocks(events: list[dict[str, Any]], seconds: dict[str, float]) -> dict[str,
         "tokens_per_second": round(real / training, 1) if training > 0 else None,
         "examples_per_second": round(examples / training, 2) if training > 0 else None,
         "padding_share": round(1 - real / padded, 4) if padded else None,
+        "packing_efficiency": round(real / padded, 4) if packed and padded else None,
     }
 
 

@@ -31,7 +31,8 @@ from frostlab.training.devices import choose_device, choose_precision
 from frostlab.training.distributed import World, joined
 from frostlab.training.interruptions import interruptions
 from frostlab.training.loop import Setting
-from frostlab.training.metrics import logits_of
+from frostlab.training.objective import Objective, check_packed, logits_of
+from frostlab.training.prefix import check_prefix
 from frostlab.training.progress import Display, Silent
 from frostlab.training.stages import stages_of
 from frostlab.training.treating import audit_frozen, treat, wants_types, weight_digests
@@ -125,6 +126,12 @@ def _set_up(
         "weights": weight_digests(model),
         "touched": sorted(touched),
     }
+    precision = choose_precision(recipe.train, device)
+    objective = Objective(model)
+    if recipe.train.batching == "packed" or recipe.train.cache_prefix is not None:
+        check_packed(objective, prepared, wants_types(model))
+    if recipe.train.cache_prefix is not None:
+        check_prefix(model, prepared, recipe.train, precision)
     model.to(device)
     frozen = audit_frozen(model, recipe)
     digests["frozen"] = {} if frozen is None else frozen.digests
@@ -132,9 +139,10 @@ def _set_up(
         recipe=recipe,
         prepared=prepared,
         model=model,
+        objective=objective,
         stages=stages_of(recipe, len(prepared.splits["train"])),
         device=device,
-        precision=choose_precision(recipe.train, device),
+        precision=precision,
         world=world,
         folder=None,
         frozen=frozen,

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from frostlab.errors import FrostlabError
 from frostlab.training.batching import Batch
 from frostlab.training.distributed import World, accumulating, whole
-from frostlab.training.metrics import logits_of, summed_loss
 
 
 class Diverged(FrostlabError):
@@ -27,9 +26,22 @@ class Diverged(FrostlabError):
 class Outcome:
     """What a step leaves on the device: read later, so that nothing waits."""
 
-    loss: Tensor  # this process's share of the mean loss
-    norm: Tensor  # of the whole gradient, before clipping
-    broken: Tensor  # index of the first parameter whose gradient is not finite, or −1
+    values: Tensor  # (3,): the three below
+
+    @property
+    def loss(self) -> Tensor:
+        """This process's share of the mean loss."""
+        return self.values[0]
+
+    @property
+    def norm(self) -> Tensor:
+        """The norm of the whole gradient, before clipping."""
+        return self.values[1]
+
+    @property
+    def broken(self) -> Tensor:
+        """Index of the first parameter whose gradient is not finite, or −1."""
+        return self.values[2]
 
 
 def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
@@ -49,16 +61,19 @@ def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
 class EagerStep:
     """The plain step, one operation after another."""
 
+    kind = "eager"
+
     def __init__(
         self,
-        model: nn.Module,
+        objective: nn.Module,
         optimizer: torch.optim.Optimizer,
         precision: torch.dtype,
         clip: float | None,
         world: World,
+        reason: str = "",
     ) -> None:
-        self.model, self.optimizer, self.world = model, optimizer, world
-        self.clip, self.precision = clip, precision
+        self.objective, self.optimizer, self.world = objective, optimizer, world
+        self.clip, self.precision, self.reason = clip, precision, reason
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.reached = self.parameters
         self.device = self.parameters[0].device
@@ -67,50 +82,57 @@ class EagerStep:
         """Take a step over this process's parts of a batch with `scored` targets in all."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        loss = self.gradients(parts, scored)
-        norm, broken = self._clip()
-        self._update(broken)
-        self.optimizer.zero_grad(set_to_none=True)
-        return Outcome(loss, norm, broken)
+        return Outcome(self.work([part.to(self.device) for part in parts], scored))
 
-    def gradients(self, parts: list[Batch], scored: int) -> Tensor:
+    def work(self, parts: list[Batch], scored: int | Tensor) -> Tensor:
+        """The step itself, over parts on the device: its outcome's three values."""
+        loss = self.gradients(parts, scored)
+        norm, share, broken = self._measure()
+        self._update(share, broken)
+        self.optimizer.zero_grad(set_to_none=True)
+        return torch.stack([loss, norm, broken.to(norm.dtype)])
+
+    def gradients(self, parts: list[Batch], scored: int | Tensor) -> Tensor:
         """Add up the gradients of the mean loss; return this process's share of it."""
         total = torch.zeros((), device=self.device)
         for i, part in enumerate(parts):
-            part = part.to(self.device)
-            with accumulating(self.model, last=i == len(parts) - 1):
+            with accumulating(self.objective, last=i == len(parts) - 1):
                 with torch.autocast(
                     self.device.type, torch.bfloat16, enabled=self.precision == torch.bfloat16
                 ):
-                    logits = logits_of(self.model, part.inputs)
-                loss = summed_loss(logits, part.targets) / scored
+                    loss = self.objective(part) / scored
                 (loss * self.world.size).backward()  # processes average their gradients
             total += loss.detach()
         return total
 
-    def _clip(self) -> tuple[Tensor, Tensor]:
-        """Scale the gradient down to `clip`; find the first parameter that is not finite."""
+    def _measure(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradient's norm, the share of it that clipping keeps, and the first broken one."""
         self.reached = [p for p in self.parameters if p.grad is not None]
         gradients: list[Any] = [p.grad for p in self.reached]
         norms = whole(torch.stack(torch._foreach_norm(gradients)))
         total = torch.linalg.vector_norm(norms)
         bad = ~norms.isfinite()
         broken = torch.where(bad.any(), bad.int().argmax(), -1)
-        if self.clip is not None:
-            scale = torch.clamp(self.clip / (total + 1e-6), max=1.0)
-            if self.device.type != "cpu" or float(scale) < 1.0:
-                torch._foreach_mul_(gradients, scale)
-        return total, broken
+        return total, torch.clamp((self.clip or torch.inf) / (total + 1e-6), max=1.0), broken
 
-    def _update(self, broken: Tensor) -> None:
-        """Step, unless a gradient is not finite: weights are never spoilt."""
+    def _update(self, share: Tensor, broken: Tensor) -> None:
+        """Step, unless a gradient is not finite: weights are never spoilt.
+
+        On a GPU the optimizer's one kernel also clips, and looks whether to step.
+        """
+        fused: Any = self.optimizer
         if self.device.type == "cuda":
-            setattr(self.optimizer, "found_inf", (broken >= 0).float())  # noqa: B010
-            self.optimizer.step()
-        elif int(broken) < 0:
-            self.optimizer.step()
+            fused.grad_scale = None if self.clip is None else 1.0 / share
+            fused.found_inf = (broken >= 0).float()
+        elif int(broken) >= 0:
+            return
+        elif float(share) < 1.0:
+            gradients: list[Any] = [p.grad for p in self.reached]
+            torch._foreach_mul_(gradients, share)
+        self.optimizer.step()
 
     def name_of(self, index: int) -> str:
         """The name of the parameter whose gradient has this place."""
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        return names[id(self.reached[index])].removeprefix("module.")
+        names = {id(p): name for name, p in self.objective.named_parameters()}
+        found = names[id(self.reached[index])]
+        return found.removeprefix("module.").removeprefix("model.")

@@ -1,0 +1,114 @@
+"""A model taken apart: tokens to vectors, layer after layer, and what its head reads.
+
+Packing, the fused loss and cached layers need the pieces; a model's own forward has them in one.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from frostlab.models.attention import Packing
+from frostlab.models.decoder import Decoder
+from frostlab.models.gpt import GPT
+
+
+class Stack(ABC):
+    """The pieces of a model, in the order of its forward; nothing is copied or changed."""
+
+    layers: Sequence[nn.Module]
+    head: Any  # weight (outputs, width), and a bias or None
+    classifies: bool
+
+    def vectors(
+        self, ids: Tensor, types: Tensor | None = None, packing: Packing | None = None
+    ) -> Tensor:
+        """What the head reads: (B, T, width) for language, (N, width) for classification.
+
+        Without a packing, (B, T) rows are filled up at their ends: only for causal models.
+        """
+        return self.read(self.run(self.embed(ids, types, packing), packing), packing)
+
+    def run(
+        self, x: Tensor, packing: Packing | None, first: int = 0, last: int | None = None
+    ) -> Tensor:
+        """Take (B, T, width) through layers first to last."""
+        with self.attention():
+            around = self.around(x, packing)
+            for layer in self.layers[first:last]:
+                x = layer(x, **around)
+        return x
+
+    def places(self, rows: Tensor, packing: Packing | None) -> Tensor:
+        """(T,) each token's place in its sequence, for rows of shape (B, T, …)."""
+        if packing is not None:
+            return packing.places
+        return torch.arange(rows.shape[1], device=rows.device)
+
+    def attention(self) -> AbstractContextManager[None]:
+        """Within this, the layers attend with a packing."""
+        return nullcontext()
+
+    @abstractmethod
+    def embed(self, ids: Tensor, types: Tensor | None, packing: Packing | None) -> Tensor:
+        """Turn (B, T) tokens into vectors (B, T, width)."""
+
+    @abstractmethod
+    def around(self, x: Tensor, packing: Packing | None) -> dict[str, Any]:
+        """What every layer is called with beside its input."""
+
+    @abstractmethod
+    def read(self, x: Tensor, packing: Packing | None) -> Tensor:
+        """What the head reads of the last layer's output."""
+
+
+class GPTStack(Stack):
+    """frostlab's GPT."""
+
+    def __init__(self, model: GPT) -> None:
+        self.model, self.layers, self.head = model, list(model.blocks), model.head
+        self.classifies = bool(model.config.classes)
+
+    def embed(self, ids: Tensor, types: Tensor | None, packing: Packing | None) -> Tensor:
+        return self.model.embed(ids, self.places(ids, packing))
+
+    def around(self, x: Tensor, packing: Packing | None) -> dict[str, Any]:
+        return {"mask": None, "packing": packing}
+
+    def read(self, x: Tensor, packing: Packing | None) -> Tensor:
+        x = self.model.norm(x)
+        return packing.mean(x.squeeze(0)) if self.classifies and packing is not None else x
+
+
+class DecoderStack(Stack):
+    """frostlab's decoder."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.model, self.layers, self.head = model, list(model.blocks), model.head
+        self.classifies = False
+
+    def embed(self, ids: Tensor, types: Tensor | None, packing: Packing | None) -> Tensor:
+        return self.model.tokens(ids)
+
+    def around(self, x: Tensor, packing: Packing | None) -> dict[str, Any]:
+        return {"angles": self.model.angles(self.places(x, packing)), "packing": packing}
+
+    def read(self, x: Tensor, packing: Packing | None) -> Tensor:
+        return self.model.norm(x)
+
+
+def take_apart(model: nn.Module) -> Stack | None:
+    """The pieces of a model, or None for an architecture whose forward is not known here."""
+    if isinstance(model, GPT):
+        return GPTStack(model)
+    if isinstance(model, Decoder):
+        return DecoderStack(model)
+    if type(model).__module__.startswith("transformers.models."):
+        from frostlab.models.hugging import STACKS
+
+        known = STACKS.get(type(model).__name__)
+        return None if known is None else known(model)
+    return None

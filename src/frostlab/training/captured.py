@@ -1,0 +1,149 @@
+"""The whole step as one CUDA graph: forward, backward, clipping and update in one launch.
+
+Every shape of a batch has a graph of its own. A graph reads its batch, the learning rate and the
+number of targets from one buffer, filled by one copy, and leaves three numbers. Dropout still
+follows the generator's seed: a graph reads it when it is replayed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from frostlab.models.pretrained import first_line
+from frostlab.training.batching import Batch
+from frostlab.training.compiled import CompiledStep
+from frostlab.training.step import Outcome
+
+_ALIGNED = 16  # bytes
+_MOST = 64  # graphs: each keeps memory for its inputs, and its kernels' arguments
+Record = Callable[[Callable[[], None]], Callable[[], None]]
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """One graph: where it reads, where it writes, and how it is run."""
+
+    inputs: Tensor
+    outputs: Tensor
+    replay: Callable[[], None]
+
+
+class CapturedStep(CompiledStep):
+    """Replays a graph; what cannot be captured runs without one, and says why."""
+
+    kind = "captured"
+
+    def __init__(self, *settings: Any, record: Record | None = None, **more: Any) -> None:
+        super().__init__(*settings, **more)
+        self._rate = torch.zeros((), device=self.device)  # the optimizer reads it
+        self._graphs: dict[Any, _Captured] = {}
+        self._seen: set[Any] = set()
+        self._record = record or _Recorder(self.device)
+        self._captures = True
+
+    def __call__(self, parts: list[Batch], scored: int, rate: float) -> Outcome:
+        """Replay the graph of this shape; the first time, take the step without one."""
+        if self._look_for_changes():
+            self._graphs, self._seen = {}, set()
+        shape = tuple(_shape(part) for part in parts)
+        graph = self._graphs.get(shape)
+        if graph is None and self._captures and shape in self._seen:
+            graph = self._capture(parts, shape)
+        if graph is None:
+            self._seen.add(shape)
+            return self._without(parts, scored, rate)
+        graph.inputs.copy_(self._in_one_piece(parts, scored, rate), non_blocking=True)
+        graph.replay()
+        return Outcome(graph.outputs.clone())
+
+    def _without(self, parts: list[Batch], scored: int, rate: float) -> Outcome:
+        self._rate.fill_(rate)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._rate
+        return Outcome(self.work([part.to(self.device) for part in parts], scored))
+
+    def _capture(self, parts: list[Batch], shape: Any) -> _Captured | None:
+        """Record the step for a shape, or find out that it cannot be."""
+        if len(self._graphs) >= _MOST:
+            return None
+        size = _places(parts)[-1] + _ALIGNED
+        inputs = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        outputs = torch.zeros(3, device=self.device)
+
+        def step() -> None:
+            mine, numbers = _views(inputs, parts)
+            self._rate.copy_(numbers[0])
+            outputs.copy_(self.work(mine, numbers[1]))
+
+        try:
+            replay = self._record(step)
+        except Exception as error:  # whatever a model does that a graph cannot hold
+            self._captures = False
+            self.optimizer.zero_grad(set_to_none=True)
+            self.fall_back(f"capturing failed: {first_line(error)}")
+            return None
+        self.optimizer.zero_grad(set_to_none=True)
+        self._graphs[shape] = _Captured(inputs, outputs, replay)
+        return self._graphs[shape]
+
+    def fall_back(self, reason: str) -> None:
+        """Without a graph the layers may still be compiled, and without compiling captured."""
+        if not self._captures:
+            self.kind = "compiled" if self.compiles else "eager"
+        self.reason = reason
+
+    def _in_one_piece(self, parts: list[Batch], scored: int, rate: float) -> Tensor:
+        """Everything a graph reads, so that one copy brings it to the device."""
+        size, pinned = _places(parts)[-1] + _ALIGNED, self.device.type == "cuda"
+        made = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        views, numbers = _views(made, parts)
+        for mine, given in zip(views, parts, strict=True):
+            for view, tensor in zip(mine.tensors(), given.tensors(), strict=True):
+                view.copy_(tensor)
+        numbers.copy_(torch.tensor([rate, float(scored)]))
+        return made
+
+
+def _shape(part: Batch) -> tuple[Any, ...]:
+    """All that a graph keeps fixed: which tensors, their shapes, the longest sequence."""
+    longest = None if part.packing is None else part.packing.longest
+    return (*part.inputs, *(t.shape for t in part.tensors()), longest)
+
+
+def _places(parts: list[Batch]) -> list[int]:
+    """Where each tensor of the parts begins in a buffer of bytes, and where the last one ends."""
+    sizes = [-(-t.nbytes // _ALIGNED) * _ALIGNED for part in parts for t in part.tensors()]
+    return [0, *accumulate(sizes)]
+
+
+def _views(buffer: Tensor, parts: list[Batch]) -> tuple[list[Batch], Tensor]:
+    """Batches whose tensors lie in one buffer; behind them the rate and the number of targets."""
+    places = iter(_places(parts))
+    made = []
+    for part in parts:
+        views = []
+        for tensor in part.tensors():
+            at = next(places)
+            views.append(buffer[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        made.append(part.with_tensors(views))
+    at = next(places)
+    return made, buffer[at : at + 8].view(torch.float32)
+
+
+class _Recorder:
+    """Records work into CUDA graphs that share one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+            work()
+        return graph.replay

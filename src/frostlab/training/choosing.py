@@ -1,0 +1,71 @@
+"""Which kind of step a run takes, and why."""
+
+from dataclasses import dataclass
+
+import torch
+
+from frostlab.recipe.settings import Optim, StepKind, Train
+from frostlab.training.captured import CapturedStep
+from frostlab.training.compiled import CompiledStep
+from frostlab.training.distributed import World, share
+from frostlab.training.objective import Objective
+from frostlab.training.optimizer import build_optimizer
+from frostlab.training.step import EagerStep
+
+WORTH_COMPILING = 1000  # steps: compiling takes as long as some hundred of them
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A kind of step and the reason for it."""
+
+    kind: StepKind
+    compiles: bool
+    reason: str
+
+
+def choose(wanted: StepKind, device: torch.device, world: World, steps: int) -> Choice:
+    """The fastest kind that works; one that was asked for and cannot be had is named."""
+    if wanted == "eager":
+        return Choice("eager", False, "asked for")
+    if wanted == "compiled":
+        return Choice("compiled", True, "asked for")
+    asked = "asked for" if wanted == "captured" else "the fastest on a GPU"
+    obstacle = None
+    if device.type != "cuda":
+        obstacle = f"graphs are captured on CUDA, not on {device.type}"
+    elif world.size > 1:
+        obstacle = f"{world.size} processes exchange gradients, which no graph here holds"
+    if obstacle is not None:
+        return Choice("eager", False, obstacle)
+    if wanted == "auto" and steps < WORTH_COMPILING:
+        return Choice("captured", False, f"{asked}; {steps} steps are too few to compile for")
+    return Choice("captured", True, asked)
+
+
+def build_step(
+    objective: Objective,
+    optim: Optim,
+    train: Train,
+    precision: torch.dtype,
+    device: torch.device,
+    world: World,
+    *,
+    steps: int,
+    unused: bool = False,
+) -> EagerStep:
+    """The step a run takes, with its optimizer; `unused`: some that learn get no gradient."""
+    choice = choose(train.step, device, world, steps)
+    wrapped = share(objective, world, train.parallel, unused)
+    sharded = world.size > 1 and train.parallel == "fsdp"
+    optimizer = build_optimizer(
+        objective.model,
+        optim,
+        fused=not (sharded and device.type == "cpu"),  # one kernel, where parameters are whole
+        capturable=choice.kind == "captured",
+    )
+    settings = (wrapped, optimizer, precision, optim.clip, world)
+    if choice.kind == "captured":
+        return CapturedStep(*settings, compiles=choice.compiles, reason=choice.reason)
+    kind = CompiledStep if choice.kind == "compiled" else EagerStep
+    return kind(*settings, reason=choice.reason)

@@ -1,0 +1,95 @@
+"""The step with its layers compiled; what cannot be compiled runs as it is, and says why."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from frostlab.models.pretrained import first_line
+from frostlab.surgery.stale import changes
+from frostlab.training.batching import Batch
+from frostlab.training.distributed import blocks
+from frostlab.training.objective import Objective
+from frostlab.training.step import EagerStep
+
+
+def compile_layers(objective: nn.Module) -> None:
+    """Compile every layer, all with the same code, and the fused loss.
+
+    Layers are alike, so one compilation serves them all: seconds where a whole model takes a
+    minute.
+    """
+    for module in objective.modules():
+        if isinstance(module, Objective):
+            module.compiled = True
+            for block in blocks(module.model) or [module.model]:
+                block.compile()
+
+
+def uncompile(objective: nn.Module) -> None:
+    """Undo it, and forget what was compiled."""
+    torch.compiler.reset()
+    for module in objective.modules():
+        module._compiled_call_impl = None
+        if isinstance(module, Objective):
+            module.compiled = False
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Within this, compiled modules run as they were written: evaluations are not worth it."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+class CompiledStep(EagerStep):
+    """Forward and backward compiled layer by layer; the update is the plain one."""
+
+    kind = "compiled"
+
+    def __init__(self, *settings: Any, compiles: bool = True, **more: Any) -> None:
+        super().__init__(*settings, **more)
+        self._known = list(self.objective.parameters())
+        self._learning = self._what_learns()
+        self.compiles, self._proven = compiles, not compiles
+        if compiles:
+            compile_layers(self.objective)
+
+    def work(self, parts: list[Batch], scored: int | Tensor) -> Tensor:
+        self._look_for_changes()
+        if self._proven:
+            return super().work(parts, scored)
+        # The first step shows whether compiling works; a second try must see the same dropout.
+        on = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(on):
+            try:
+                self.gradients(parts, scored)
+            except Exception as error:  # a compiler fails in ways of its own
+                uncompile(self.objective)
+                self.compiles = False
+                self.fall_back(f"compiling failed: {first_line(error)}")
+            self.optimizer.zero_grad(set_to_none=True)
+        self._proven = True
+        return super().work(parts, scored)
+
+    def fall_back(self, reason: str) -> None:
+        """Go on in a plainer way, and say why."""
+        self.kind, self.reason = "eager", reason
+
+    def _what_learns(self) -> tuple[int, ...]:
+        return (changes(), *(p.requires_grad for p in self._known))
+
+    def _look_for_changes(self) -> bool:
+        """Compile anew when other weights learn than before: code made for a frozen one would
+        go on leaving it out."""
+        now = self._what_learns()
+        if now == self._learning:
+            return False
+        self._known = list(self.objective.parameters())
+        self._learning = self._what_learns()
+        if self.compiles:
+            uncompile(self.objective)
+            compile_layers(self.objective)
+        return True

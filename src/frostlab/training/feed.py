@@ -1,0 +1,69 @@
+"""Turns the examples of a step into the batches that this process computes."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from frostlab.data import Prepared
+from frostlab.recipe.settings import Train
+from frostlab.training.batching import Batch, Order, collate, epoch_order, shared, widest
+from frostlab.training.distributed import World
+from frostlab.training.packing import pack, row_lengths, shapes_for
+from frostlab.training.prefix import Prefix
+
+
+class Feed:
+    """The training split, in the order and the form a recipe asks for."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        train: Train,
+        seed: int,
+        world: World,
+        device: torch.device,
+        types: bool,
+        prefix: Prefix | None = None,
+    ) -> None:
+        self.tokens, self.pad, self.types = prepared.splits["train"], prepared.pad, types
+        self.train, self.seed, self.world, self.prefix = train, seed, world, prefix
+        self.packs = train.batching == "packed" or prefix is not None
+        self.most = widest(self.tokens, device)
+        self.shapes = None
+        if self.packs and device.type == "cuda":  # a GPU is prepared for few shapes only
+            parts = [part for rows in self.order(0) for part in self._shares(rows)]
+            self.shapes = shapes_for(self.tokens, parts)
+
+    def order(self, epoch: int) -> Order:
+        """The examples of every step of an epoch."""
+        bucket = self.train.batching == "bucketed"
+        return epoch_order(self.tokens.lengths, self.train.batch, self.seed, epoch, bucket)
+
+    def __call__(self, rows: NDArray[np.int64]) -> list[Batch]:
+        """This process's share of a step, in parts whose gradients are added up."""
+        shares = self._shares(rows)
+        if not self.packs:
+            return [
+                collate(self.tokens, part, self.pad, types=self.types, most=self.most)
+                for part in shares
+            ]
+        width = None
+        if self.shapes is not None:
+            lengths = row_lengths(self.tokens)
+            width = self.shapes.width(max(int(lengths[part].sum()) for part in shares))
+        return [self._packed(part, width) for part in shares]
+
+    def _packed(self, rows: NDArray[np.int64], width: int | None) -> Batch:
+        prefix = self.prefix
+        table = None if prefix is None else prefix.starts
+        batch = pack(self.tokens, rows, self.pad, types=self.types, shapes=self.shapes,
+                     width=width, table=table)  # fmt: skip
+        if prefix is None or prefix.facts["where"] == "memory":
+            return batch
+        read = prefix.table.index_select(0, batch.inputs["cached"].flatten()).unsqueeze(0)
+        return replace(batch, inputs=batch.inputs | {"cached": read})
+
+    def _shares(self, rows: NDArray[np.int64]) -> Order:
+        return shared(rows, self.world.rank, self.world.size, self.train.accumulate)

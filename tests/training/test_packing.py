@@ -1,0 +1,181 @@
+"""Rows that hold several examples: what is in them, how wide they are, what runs do with them."""
+
+import dataclasses
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import frostlab as fl
+from frostlab.data import Tokens
+from frostlab.recipe.settings import Optim, Train
+from frostlab.training.batching import IGNORED, epoch_order, shared
+from frostlab.training.choosing import build_step
+from frostlab.training.distributed import World
+from frostlab.training.feed import Feed
+from frostlab.training.objective import Objective
+from frostlab.training.packing import Shapes, _fewest_wasted, pack, row_lengths, shapes_for
+from packed import PAD, build, classifies, prepared, tokens
+from tiny import tiny
+
+
+def naive(data: Tokens, rows: list[int]) -> list[tuple[list[int], list[int]]]:
+    """What is read and what is to be answered, example by example, one token after another."""
+    made = []
+    for row in rows:
+        ids = [int(x) for x in data.ids[data.starts[row] : data.stops[row]]]
+        if data.labels is not None:
+            made.append((ids, [int(data.labels[row])]))
+            continue
+        early = 0 if data.scored_from is None else int(data.scored_from[row])
+        answers = [x if place >= early else IGNORED for place, x in enumerate(ids)]
+        made.append((ids[:-1], answers[1:]))
+    return made
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(2, 9), min_size=1, max_size=12),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([None, Shapes((16, 40, 128), 14, 9)]),
+    st.randoms(use_true_random=False),
+)
+def test_a_packed_row_equals_a_loop(
+    lengths: list[int], labels: bool, early: bool, shapes: Shapes | None, draw: object
+) -> None:
+    data = tokens(lengths, labels=labels)
+    if early and not labels:
+        first = np.array([length // 2 for length in lengths], np.int32)
+        data = dataclasses.replace(data, scored_from=first)
+    rows = list(range(len(lengths)))
+    draw.shuffle(rows)  # type: ignore[attr-defined]
+    batch = pack(data, np.array(rows), PAD, shapes=shapes)
+    assert batch.packing is not None
+    bounds, width = batch.packing.bounds.tolist(), batch.inputs["input_ids"].shape[1]
+    ids, targets = batch.inputs["input_ids"][0].tolist(), batch.targets.flatten().tolist()
+    wanted = naive(data, rows)
+    for i, (read, answers) in enumerate(wanted):
+        begin, end = bounds[i], bounds[i + 1]
+        assert ids[begin:end] == read
+        assert (targets[i : i + 1] if labels else targets[begin:end]) == answers
+        assert batch.packing.owners[begin:end].tolist() == [i] * len(read)
+        assert batch.packing.places[begin:end].tolist() == list(range(len(read)))
+    real = sum(len(read) for read, _ in wanted)
+    assert (batch.tokens, batch.examples) == (real, len(rows))
+    assert batch.scored == sum(a != IGNORED for _, answers in wanted for a in answers)
+    assert bounds[-1] == width
+    assert len(bounds) == len(batch.packing.firsts) + 2
+    assert ids[real:] == [PAD] * (width - real)
+    if shapes is None:
+        assert width == real
+    else:
+        assert width in shapes.widths
+        assert len(bounds) == 16
+    assert batch.packing.longest >= max(width - real, *(len(read) for read, _ in wanted))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.dictionaries(st.integers(1, 40), st.integers(1, 9), min_size=1, max_size=11))
+def test_widths_waste_as_little_as_any_eight_could(rows: dict[int, int]) -> None:
+    needed = np.array(sorted(rows)) * 64
+    counts = np.array([rows[n // 64] for n in needed])
+
+    def wasted(widths: tuple[int, ...]) -> int:
+        return sum(
+            int(c) * (min(w for w in widths if w >= n) - n)
+            for n, c in zip(needed, counts, strict=True)
+        )
+
+    found = _fewest_wasted(needed, counts)
+    others = combinations(needed[:-1].tolist(), min(7, len(needed) - 1))
+    assert len(found) <= 8
+    assert max(found) == needed[-1]
+    assert wasted(found) == min(wasted((*widths, int(needed[-1]))) for widths in others)
+
+
+def test_rows_of_an_epoch_fit_few_shapes() -> None:
+    data = tokens(np.random.default_rng(1).integers(2, 60, 1000).tolist(), labels=True)
+    order = epoch_order(data.lengths, 32, 0, 0, bucket=False)
+    parts = [part for rows in order for part in shared(rows, 0, 1, 1)]
+    shapes = shapes_for(data, parts)
+    made = [pack(data, part, PAD, shapes=shapes) for part in parts]
+    assert {b.inputs["input_ids"].shape[1] for b in made} <= set(shapes.widths)
+    assert len({tuple(t.shape for t in b.tensors()) for b in made}) <= 8
+    real, held = sum(b.tokens for b in made), sum(b.inputs["input_ids"].numel() for b in made)
+    assert real / held > 0.94
+    longer = int(max(shapes.widths)) + 1  # a later epoch may have one
+    assert shapes.width(longer) >= longer
+    assert shapes.width(longer) % 64 == 0
+
+
+def test_no_rows_make_a_row_that_counts_for_nothing() -> None:
+    model = Objective(build("gpt classifier"))
+    batch = pack(tokens(labels=True), np.zeros(0, np.int64), PAD)
+    loss = model(batch)
+    loss.backward()
+    assert batch.scored == batch.examples == batch.tokens == 0
+    assert float(loss.detach()) == 0.0
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["gpt classifier", "decoder", "bert classifier", "gpt2"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_packed_steps_train_as_padded_ones(name: str, parts: int) -> None:
+    data, device, world = prepared(labels=classifies(name)), torch.device("cpu"), World()
+
+    def losses(batching: str) -> list[float]:
+        objective = Objective(build(name).eval())  # no dropout
+        train = Train.model_validate({"batch": 12, "accumulate": parts, "batching": batching})
+        step = build_step(objective, Optim(lr=3e-3), train, torch.float32, device, world, steps=5)
+        feed = Feed(data, train, 0, world, device, types=False)
+        made = []
+        for rows in feed.order(0):
+            batches = feed(rows)
+            assert all((b.packing is not None) == (batching == "packed") for b in batches)
+            scored = sum(b.scored for b in batches)
+            made.append(float(step(batches, scored, 3e-3).loss))
+        return made
+
+    padded = losses("padded")
+    assert losses("packed") == pytest.approx(padded, rel=1e-4)
+    assert len(set(padded)) == 5, "the weights move"
+
+
+def test_a_packed_run_records_what_it_saved(tmp_path: Path) -> None:
+    for split, word in (("train", "word"), ("test", "other")):
+        rows = [f"{f'{word}{i} ' * (1 + i % 17)}end,{'ab'[i % 2]}" for i in range(90)]
+        (tmp_path / f"{split}.csv").write_text("\n".join(["text,label", *rows]))
+    shares = {}
+    for batching in ("packed", "padded", "bucketed"):
+        recipe = tiny(
+            data={"name": "own", "path": str(tmp_path), "length": 24},
+            tokenizer={"kind": "words", "size": 50},
+            model__dropout=0.0,
+            train__batching=batching,
+            train__epochs=1,
+        )
+        record = fl.run(recipe, runs=tmp_path)
+        clocks = record.result["clocks"]
+        shares[batching] = clocks["padding_share"]
+        assert clocks["packing_efficiency"] == (1.0 if batching == "packed" else None)
+    assert shares["packed"] == 0.0 < shares["bucketed"] < shares["padded"]
+
+
+def test_a_model_that_cannot_be_packed_is_refused(tmp_path: Path) -> None:
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "intermediate_size": 16}  # fmt: skip
+    model = {"kind": "pretrained", "name": "roberta", "weights": False, "config": small}
+    said = "train.batching packed does not know RobertaForSequenceClassification; it knows gpt"
+    with pytest.raises(fl.BadInput, match=said):
+        fl.run(tiny(model=model, train__batching="packed"), runs=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_lengths_that_are_read() -> None:
+    assert row_lengths(tokens([3, 5], labels=True)).tolist() == [3, 5]
+    assert row_lengths(tokens([3, 5], labels=False)).tolist() == [2, 4]

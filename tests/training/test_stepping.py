@@ -1,0 +1,265 @@
+"""Kinds of steps: which is chosen, and that each gives the numbers of the plain one.
+
+A CUDA graph cannot exist here: its stand-in runs the recorded work again, which shows everything
+but the recording itself. tests/gpu/test_captured.py shows that.
+"""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import frostlab as fl
+from frostlab.errors import StaleOptimizer
+from frostlab.recipe.settings import Optim, StepKind, Train
+from frostlab.training import captured
+from frostlab.training.batching import Batch, collate, epoch_order
+from frostlab.training.captured import CapturedStep
+from frostlab.training.choosing import build_step, choose
+from frostlab.training.compiled import CompiledStep
+from frostlab.training.distributed import World
+from frostlab.training.objective import Objective
+from frostlab.training.optimizer import build_optimizer
+from frostlab.training.packing import pack, shapes_for
+from frostlab.training.step import EagerStep, seed_step
+from packed import PAD, build, classifies, tokens
+from tiny import tiny
+
+CPU = torch.device("cpu")
+Work = Callable[[], None]
+
+
+def make(kind: type[EagerStep], model: nn.Module, **more: Any) -> EagerStep:
+    optimizer = build_optimizer(model, Optim(decay=0.1), fused=True)
+    return kind(Objective(model), optimizer, torch.float32, 0.5, World(), **more)
+
+
+def stand_in(model: nn.Module, record: Callable[[Work], Work] | None = None) -> CapturedStep:
+    """A step whose graphs do their work anew, and fail if a graph would not have noticed that
+    other weights learn than when it was recorded."""
+
+    def again(work: Work) -> Work:
+        def learning() -> list[bool]:
+            return [p.requires_grad for p in model.parameters()]
+
+        then = learning()
+
+        def replay() -> None:
+            assert learning() == then
+            work()
+
+        return replay
+
+    step = make(CapturedStep, model, compiles=False, record=record or again)
+    assert isinstance(step, CapturedStep)
+    return step
+
+
+def batches(name: str, packed: bool, parts: int = 1) -> list[list[Batch]]:
+    """Two epochs of steps of different shapes, the last of each with fewer examples."""
+    data = tokens(labels=classifies(name))
+    made = []
+    for epoch in (0, 1):
+        order = epoch_order(data.lengths, 8, 0, epoch, bucket=True)
+        shapes = shapes_for(data, order)
+        for rows in order:
+            shares = np.array_split(rows, parts)
+            if packed:
+                made.append([pack(data, part, PAD, shapes=shapes) for part in shares])
+            else:
+                made.append([collate(data, part, PAD, most=32) for part in shares])
+    return made
+
+
+def train(step: EagerStep, steps: list[list[Batch]]) -> list[list[float]]:
+    """Losses, norms and broken gradients of some steps, under a warm-up."""
+    made = []
+    for i, parts in enumerate(steps):
+        seed_step(0, i, 0, CPU)
+        scored = sum(part.scored for part in parts)
+        made.append(step(parts, scored, 1e-3 * (i + 1) / len(steps)).values.tolist())
+    return made
+
+
+def same(one: nn.Module, other: nn.Module) -> None:
+    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("name", ["gpt classifier", "decoder", "bert classifier", "gpt2", "llama"])
+def test_captured_steps_give_the_numbers_of_eager_ones(name: str, packed: bool, parts: int) -> None:
+    """Dropout is on: a replay must draw what the seed says."""
+    eager, replayed = build(name).train(), build(name).train()
+    for model in (eager, replayed):
+        fl.freeze(model, "query", "key")
+    frozen = {n: p.clone() for n, p in replayed.named_parameters() if not p.requires_grad}
+    steps = batches(name, packed, parts)
+    step = stand_in(replayed)
+    wanted, found = train(make(EagerStep, eager), steps), train(step, steps)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    assert step.kind == "captured"
+    assert 0 < len(step._graphs) <= len(steps) // 2, "most steps were replays"
+    for (n, a), b in zip(replayed.named_parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=n)
+    for n, before in frozen.items():
+        assert torch.equal(replayed.get_parameter(n), before)
+
+
+def test_dropout_differs_from_replay_to_replay() -> None:
+    step, parts = stand_in(build("gpt classifier").train()), batches("gpt classifier", True)[0]
+    losses = []
+    for number in (1, 1, 1, 2, 2):  # the first two are no replays
+        seed_step(0, number, 0, CPU)
+        losses.append(float(step(parts, parts[0].scored, 0.0).loss))
+    assert losses[0] == losses[1] == losses[2] != losses[3] == losses[4]
+
+
+def test_an_unfrozen_layer_trains_in_the_next_step() -> None:
+    model: Any = build("gpt classifier")
+    step, parts = stand_in(model), batches("gpt classifier", True)[0]
+    late = model.blocks[1]
+
+    def take(count: int) -> Tensor:
+        for _ in range(count):
+            step(parts, parts[0].scored, 1e-2)
+        return late.up.weight.detach().clone()
+
+    late.requires_grad_(False)
+    frozen = [take(1), take(3)]
+    assert torch.equal(*frozen)
+    late.requires_grad_(True)
+    assert not torch.equal(take(1), frozen[0]), "at once"
+    before = take(1)
+    assert not torch.equal(take(1), before), "and in replays"
+    late.requires_grad_(False)
+    assert torch.equal(take(1), take(3))
+
+
+def test_an_optimizer_left_behind_is_found_though_it_never_steps() -> None:
+    model = build("gpt classifier")
+    step, parts = stand_in(model), batches("gpt classifier", True)[0]
+    for _ in range(3):
+        step(parts, parts[0].scored, 1e-3)
+    fl.freeze(model, "query")  # splits a projection: the optimizer holds what was replaced
+    with pytest.raises(StaleOptimizer):
+        step(parts, parts[0].scored, 1e-3)
+
+
+def test_what_cannot_be_captured_goes_on_without_and_says_why() -> None:
+    plain, model = build("gpt2").eval(), build("gpt2").eval()
+
+    def refuse(work: Work) -> Work:
+        for parameter in model.parameters():  # a recording that fails half way leaves these
+            parameter.grad = torch.full_like(parameter, 7.0)
+        raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
+
+    step, steps = stand_in(model, refuse), batches("gpt2", False)
+    wanted, found = train(make(EagerStep, plain), steps), train(step, steps)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    assert step.kind == "eager"
+    assert step.reason == ("capturing failed: operation not permitted when stream is capturing")
+
+
+def test_only_so_many_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured, "_MOST", 2)
+    plain, model = build("gpt2").eval(), build("gpt2").eval()
+    step, steps = stand_in(model), batches("gpt2", False)
+    np.testing.assert_allclose(train(step, steps), train(make(EagerStep, plain), steps), rtol=1e-6)
+    assert len(step._graphs) == 2
+
+
+def test_a_broken_gradient_moves_nothing_and_is_named() -> None:
+    model = build("gpt classifier")
+    step, parts = stand_in(model), batches("gpt classifier", True)[0]
+    for _ in range(3):
+        step(parts, parts[0].scored, 1e-3)
+    before = copy.deepcopy(model)
+    hook = model.get_parameter("blocks.1.up.weight").register_hook(lambda g: g * torch.inf)
+    broken = step(parts, parts[0].scored, 1e-3).broken
+    assert step.name_of(int(broken)) == "blocks.1.up.weight"
+    same(model, before)
+    hook.remove()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "processes", "steps", "kind", "compiles", "said"),
+    [
+        ("auto", "cpu", 1, 10, "eager", False, "graphs are captured on CUDA, not on cpu"),
+        ("captured", "cpu", 1, 10, "eager", False, "graphs are captured on CUDA, not on cpu"),
+        ("captured", "mps", 1, 10, "eager", False, "not on mps"),
+        ("auto", "cuda", 2, 10, "eager", False, "2 processes exchange gradients"),
+        ("auto", "cuda", 1, 10, "captured", False, "10 steps are too few to compile for"),
+        ("auto", "cuda", 1, 5000, "captured", True, "the fastest on a GPU"),
+        ("captured", "cuda", 1, 10, "captured", True, "asked for"),
+        ("compiled", "cpu", 1, 10, "compiled", True, "asked for"),
+        ("eager", "cuda", 1, 5000, "eager", False, "asked for"),
+    ],
+)
+def test_the_kind_that_is_chosen(
+    wanted: StepKind, device: str, processes: int, steps: int, kind: str, compiles: bool, said: str
+) -> None:
+    choice = choose(wanted, torch.device(device), World(0, processes, 0), steps)
+    assert (choice.kind, choice.compiles) == (kind, compiles)
+    assert said in choice.reason
+
+
+def test_a_run_says_and_records_which_kind_it_takes(tmp_path: Path) -> None:
+    lines: list[str] = []
+
+    class Heard(fl.training.progress.Silent):  # type: ignore[name-defined, misc]
+        def say(self, line: str) -> None:
+            lines.append(line)
+
+    record = fl.run(tiny(train__step="captured"), runs=tmp_path, display=Heard())
+    reason = "graphs are captured on CUDA, not on cpu"
+    assert lines == [f"eager steps: {reason}"]
+    (event,) = record.result["stepping"]
+    assert (event["how"], event["reason"]) == ("eager", reason)
+
+
+def test_a_compiler_that_fails_is_named_and_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        def fail(*args: Any, **kwargs: Any) -> None:
+            raise RuntimeError("no C compiler was found")
+
+        self._compiled_call_impl = fail
+
+    monkeypatch.setattr(nn.Module, "compile", compile_)
+    plain, model = build("gpt classifier").train(), build("gpt classifier").train()
+    steps = batches("gpt classifier", False)[:4]
+    step = make(CompiledStep, model)
+    assert train(step, steps) == train(make(EagerStep, plain), steps), "the same dropout"
+    assert (step.kind, step.reason) == ("eager", "compiling failed: no C compiler was found")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("name", ["decoder", "bert classifier"])
+def test_compiled_steps_give_the_numbers_of_eager_ones(name: str) -> None:
+    """Then a frozen layer is thawed: code compiled while it was frozen would leave it out."""
+    plain, model = build(name).eval(), build(name).eval()
+    steps, results = batches(name, packed=True), []
+    kinds: tuple[StepKind, StepKind] = ("eager", "compiled")
+    for kind, each in zip(kinds, (plain, model), strict=True):
+        step = build_step(Objective(each), Optim(lr=1e-3), Train(step=kind), torch.float32, CPU,
+                          World(), steps=9)  # fmt: skip
+        late = [each.get_parameter(p.name) for p in fl.anatomy(each).select("layers[1]")]
+        for parameter in late:
+            parameter.requires_grad_(False)
+        before = [p.clone() for p in late]
+        made = train(step, steps[:4])
+        assert all(torch.equal(a, b) for a, b in zip(before, late, strict=True))
+        for parameter in late:
+            parameter.requires_grad_(True)
+        made += train(step, steps[4:8])
+        assert not any(torch.equal(a, b) for a, b in zip(before, late, strict=True))
+        assert step.kind == kind, step.reason
+        results.append(made)
+    np.testing.assert_allclose(results[1], results[0], rtol=2e-4)
