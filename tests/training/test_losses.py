@@ -56,7 +56,8 @@ def test_value_and_gradients_are_the_plain_ones(
     torch.testing.assert_close(each, each_expected, rtol=1e-5, atol=1e-6)
     assert total.requires_grad
     assert not each.requires_grad
-    assert_same(gradients(total, leaves), gradients(expected, leaves))
+    floor = 2e-5 if classes > 1000 else 1e-6  # a product of one row is summed in order
+    assert_same(gradients(total, leaves), gradients(expected, leaves), floor=floor)
 
 
 @pytest.mark.usefixtures("small_chunks")

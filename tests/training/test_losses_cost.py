@@ -34,6 +34,26 @@ def flops(hidden: list[Tensor], weight: Tensor, targets: Tensor, backward: bool 
     return counter.get_total_flops()
 
 
+class Names(TorchDispatchMode):
+    """The names of the operations called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.names.add(str(func.overloadpacket))
+        return func(*args, **(kwargs or {}))
+
+
+def called(hidden: list[Tensor], weight: Tensor, targets: Tensor) -> set[str]:
+    with Names() as seen:
+        head_loss(hidden, weight, targets)
+    return seen.names
+
+
 @pytest.mark.usefixtures("small_chunks")
 def test_what_is_frozen_costs_nothing() -> None:
     hidden, weight, _, targets = inputs(11, 4, (10,), layers=2)
@@ -48,6 +68,8 @@ def test_what_is_frozen_costs_nothing() -> None:
     assert flops(inert, frozen, targets, backward=False) == once
     with torch.no_grad():
         assert flops(hidden, weight, targets, backward=False) == once
+        assert "aten.exp_" not in called(hidden, weight, targets)  # no slope either
+    assert "aten.exp_" in called(hidden, weight, targets)
     targets[:5] = -100
     assert flops(hidden, weight, targets) == 1.5 * once
 
@@ -69,21 +91,22 @@ def test_the_way_of_devices_needs_no_look_at_values(
     dropped: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hidden, weight, bias, targets = inputs(11, 4, (10, 2), layers=2)
-    targets.masked_fill_(torch.rand(10, 2) < dropped, -100)
+    targets.masked_fill_(torch.rand(10, 2) < dropped, 3)
     leaves = [*hidden, weight, bias]
-    expected = plain(hidden, weight, targets, bias, [0.3, 2.0])[0]
+    options: dict[str, Any] = {"bias": bias, "weights": [0.3, 2.0], "ignore": 3}
+    expected = plain(hidden, weight, targets, **options)[0]
     with pytest.raises(AssertionError), NoLooking():
         head_loss(hidden, weight, targets)
     monkeypatch.setattr(losses, "on_host", lambda _: False)
     monkeypatch.setattr(losses, "_GPU_CHUNK", 3 * 11 * 4)
     with NoLooking():
-        total, _ = head_loss(hidden, weight, targets, bias=bias, weights=[0.3, 2.0])
+        total, _ = head_loss(hidden, weight, targets, **options)
         made = gradients(total, leaves)
     torch.testing.assert_close(total, expected)
     assert_same(made, gradients(expected, leaves))
     with torch.no_grad():
-        hidden[0][targets == -100] = torch.nan
-    total, _ = head_loss(hidden, weight, targets, bias=bias, weights=[0.3, 2.0])
+        hidden[0][targets == 3] = torch.nan
+    total, _ = head_loss(hidden, weight, targets, **options)
     assert_same(gradients(total, leaves), made)
 
 

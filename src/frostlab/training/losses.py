@@ -119,24 +119,23 @@ class _HeadLoss(torch.autograd.Function):
         wanted = ctx.needs_input_grad[2:]
         total, each, made = _sweep(options, targets, weight, bias, layers, wanted)
         ctx.save_for_backward(*made)
-        ctx.dtypes = [None if x is None else x.dtype for x in (weight, bias, *layers)]
         ctx.mark_non_differentiable(each)
         return total, each
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        """In place, unless the graph is kept for another backward pass."""
+        """In place, unless the graph is kept for another; autograd turns to the inputs' dtypes."""
         if torch.is_grad_enabled():  # once_differentiable would only speak up now and then
             raise FrostlabError("head_loss has no second derivative: leave out create_graph=True")
         kept = torch._C._autograd._get_current_graph_task_keep_graph()
         one = on_host(upstream) and bool(upstream == 1)
         scaled: list[Tensor | None] = [None, None]
-        for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
+        for gradient in ctx.saved_tensors:
             if gradient is not None and kept:
                 gradient = gradient * upstream
             elif gradient is not None and not one:
                 gradient.mul_(upstream)
-            scaled.append(None if gradient is None else gradient.to(dtype))
+            scaled.append(gradient)
         return tuple(scaled)
 
 
