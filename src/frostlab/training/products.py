@@ -1,0 +1,34 @@
+"""Matrix products of half precision that keep the float32 they are summed in."""
+
+import torch
+from torch import Tensor
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether values may be looked at: elsewhere that waits, and no graph can be captured."""
+    return tensor.device.type == "cpu"
+
+
+def working_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What matrices are multiplied in: autocast's choice, which leaves float64 alone."""
+    if dtype != torch.float64 and torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return dtype
+
+
+def product(one: Tensor, other: Tensor, out: Tensor | None = None) -> Tensor:
+    """Their matrix product; half precision is multiplied as such and leaves in float32."""
+    if one.dtype.itemsize > 2:
+        return torch.mm(one, other) if out is None else torch.mm(one, other, out=out)
+    if one.device.type == "cuda":
+        return torch.mm(one, other, out_dtype=torch.float32)
+    made = torch.mm(one, other)
+    return made.float() if out is None else out.copy_(made)
+
+
+def add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
+    """Add their matrix product to a total of full precision."""
+    if one.dtype == total.dtype:
+        torch.addmm(total, one, other, out=total)
+    else:
+        total.add_(product(one, other))

@@ -1,0 +1,201 @@
+"""The chunked loss of a head equals the plain one, in value and gradients."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from frostlab.errors import BadInput, FrostlabError
+from frostlab.training import losses
+from frostlab.training.losses import head_loss
+from heads import assert_same, gradients, inputs, plain
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three tokens of eleven classes a chunk."""
+    monkeypatch.setattr(losses, "_CPU_CHUNK", 3 * 11 * 4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    classes=st.sampled_from([2, 3, 11, 257, 5000]),
+    width=st.integers(1, 9),
+    shape=st.sampled_from([(), (1,), (7,), (5, 8), (2, 3, 4)]),
+    layers=st.sampled_from([1, 2, 4]),
+    chunk=st.integers(1, 50),
+    dropped=st.sampled_from([0.0, 0.4, 1.0]),
+    ignore=st.sampled_from([-100, -1, 0, 1]),
+    with_bias=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_value_and_gradients_are_the_plain_ones(
+    classes: int,
+    width: int,
+    shape: tuple[int, ...],
+    layers: int,
+    chunk: int,
+    dropped: float,
+    ignore: int,
+    with_bias: bool,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    hidden, weight, offset, targets = inputs(classes, width, shape, layers)
+    targets = targets.masked_fill(torch.rand(shape) < dropped, ignore)
+    bias = offset if with_bias else None
+    shares = [0.25 * (i + 1) for i in range(layers)]
+    leaves = [*hidden, weight, *([offset] if with_bias else [])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(losses, "_CPU_CHUNK", chunk * classes * 4)
+        total, each = head_loss(hidden, weight, targets, bias=bias, weights=shares, ignore=ignore)
+    expected, each_expected = plain(hidden, weight, targets, bias, shares, ignore)
+    torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(each, each_expected, rtol=1e-5, atol=1e-6)
+    assert total.requires_grad
+    assert not each.requires_grad
+    floor = 2e-5 if classes > 1000 else 1e-6  # a product of one row is summed in order
+    assert_same(gradients(total, leaves), gradients(expected, leaves), floor=floor)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_gradients_are_those_of_finite_differences() -> None:
+    hidden, weight, bias, targets = (
+        [x.detach().double().requires_grad_() for x in part] if isinstance(part, list) else part
+        for part in inputs(11, 3, (2, 4), layers=2)
+    )
+    targets[0, 1] = -100
+    leaves = [*hidden, weight.detach().double(), bias.detach().double()]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+
+    def loss(one: Tensor, other: Tensor, head: Tensor, offset: Tensor) -> Tensor:
+        return head_loss([one, other], head, targets, bias=offset, weights=[0.3, 2.0])[0]
+
+    assert torch.autograd.gradcheck(loss, leaves)
+
+
+def test_nothing_learns_where_gradients_are_off() -> None:
+    hidden, weight, bias, targets = inputs(11, 4, (10,))
+    with torch.no_grad():
+        total, each = head_loss(hidden, weight, targets, bias=bias)
+    assert not total.requires_grad
+    expected, each_expected = plain(hidden, weight, targets, bias)
+    torch.testing.assert_close(total, expected.detach())
+    torch.testing.assert_close(each, each_expected)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_tied_head_adds_both_gradients() -> None:
+    _, weight, _, targets = inputs(11, 4, (10,))
+    tokens = torch.randint(11, (10,))
+    ours = head_loss(F.embedding(tokens, weight), weight, targets)[0]
+    theirs = plain([F.embedding(tokens, weight)], weight, targets)[0]
+    assert_same(gradients(ours, [weight]), gradients(theirs, [weight]))
+
+
+@pytest.mark.parametrize("layout", ["transposed", "expanded", "sliced"])
+def test_hidden_states_need_not_be_contiguous(layout: str) -> None:
+    base = torch.randn(6, 5, 8, requires_grad=True)
+    hidden = {
+        "transposed": base.transpose(0, 1),
+        "expanded": base[:, :1].expand(6, 5, 8),
+        "sliced": base[::2, :, :4],
+    }[layout]
+    _, weight, _, targets = inputs(11, hidden.shape[-1], tuple(hidden.shape[:-1]))
+    ours, theirs = head_loss(hidden, weight, targets)[0], plain([hidden], weight, targets)[0]
+    assert_same(gradients(ours, [base, weight]), gradients(theirs, [base, weight]))
+
+
+def test_the_upstream_gradient_scales_and_a_kept_graph_gives_it_again() -> None:
+    hidden, weight, _, targets = inputs(11, 4, (10,))
+    leaves = [*hidden, weight]
+    expected = gradients(plain(hidden, weight, targets)[0] * 0.37, leaves)
+    total, _ = head_loss(hidden, weight, targets)
+    for _ in range(2):
+        again = torch.autograd.grad(total * 0.37, leaves, retain_graph=True)
+        assert_same(again, expected)
+    assert_same(gradients(total * 0.37, leaves), expected)
+    with pytest.raises(RuntimeError, match="second time"):
+        total.backward()
+
+
+def test_gradients_are_handed_on_without_a_copy() -> None:
+    """What the forward pass made becomes `.grad` itself."""
+    hidden, weight, _, targets = inputs(11, 4, (10,))
+    total, _ = head_loss(hidden, weight, targets)
+    made = total.grad_fn.saved_tensors[0].data_ptr()  # type: ignore[union-attr]
+    (total * 2).backward()
+    assert weight.grad is not None
+    assert weight.grad.data_ptr() == made
+
+
+def test_a_gradient_of_the_gradient_is_refused() -> None:
+    hidden, weight, _, targets = inputs(11, 4, (10,))
+    with pytest.raises(FrostlabError, match="no second derivative"):
+        torch.autograd.grad(head_loss(hidden, weight, targets)[0], weight, create_graph=True)
+
+
+def test_huge_logits_do_not_overflow() -> None:
+    hidden, weight, _, targets = inputs(11, 4, (10,), scale=1e4)
+    ours, theirs = head_loss(hidden, weight, targets)[0], plain(hidden, weight, targets)[0]
+    assert theirs.detach() > 1e4
+    torch.testing.assert_close(ours, theirs)
+    leaves = [*hidden, weight]
+    assert_same(gradients(ours, leaves), gradients(theirs, leaves))
+
+
+def test_what_is_not_scored_may_be_anything() -> None:
+    hidden, weight, _, targets = inputs(11, 4, (10,))
+    spoilt = hidden[0].detach().clone()
+    spoilt[3] = torch.nan
+    targets[3] = -100
+    total, _ = head_loss(spoilt.requires_grad_(), weight, targets)
+    for gradient in gradients(total, [spoilt, weight]):
+        assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("half_model", [False, True], ids=["autocast", "bfloat16 weights"])
+@pytest.mark.usefixtures("small_chunks")
+def test_half_precision(half_model: bool) -> None:
+    """A bfloat16 has 8 bits: the plain way errs by 1/256 or so, and ours by no more than that."""
+    hidden, weight, bias, targets = inputs(211, 32, (40,), layers=2, scale=0.2)
+    leaves = [*hidden, weight, bias]
+    exact = plain(hidden, weight, targets, bias)[0]
+    true = [exact.detach(), *gradients(exact, leaves)]
+    if half_model:
+        leaves = [x.detach().bfloat16().requires_grad_() for x in leaves]
+    found = []
+    for way in (lambda *x: head_loss(*x[:3], bias=x[3]), plain):
+        with torch.autocast("cpu", torch.bfloat16, enabled=not half_model):
+            total = way(leaves[:2], leaves[2], targets, leaves[3])[0]
+        assert total.dtype == torch.float32
+        found.append([total.detach(), *gradients(total, leaves)])
+    for ours, theirs, truth, leaf in zip(*found, true, [total, *leaves], strict=True):
+        assert ours.dtype == theirs.dtype == leaf.dtype
+        error, their_error = ((x.float() - truth).norm() / truth.norm() for x in (ours, theirs))
+        assert error < max(1.2 * their_error, 1e-4)
+        assert error < 1 / 128
+
+
+@pytest.mark.parametrize("wrong", [11, -1, -101, 5000])
+def test_targets_that_are_no_class_are_refused(wrong: int) -> None:
+    hidden, weight, _, targets = inputs(11, 4, (10,))
+    targets[7] = wrong
+    with pytest.raises(BadInput, match=f"target {wrong} at place 7 is not in 0…10"):
+        head_loss(hidden, weight, targets)
+
+
+def test_what_does_not_fit_together_is_refused() -> None:
+    hidden, weight, bias, targets = inputs(11, 4, (10,), layers=2)
+    with pytest.raises(BadInput, match="3 weights for 2"):
+        head_loss(hidden, weight, targets, weights=[1, 2, 3])
+    with pytest.raises(BadInput, match=r"0 weights for 0"):
+        head_loss([], weight, targets)
+    with pytest.raises(BadInput, match=r"targets of \(9,\)"):
+        head_loss(hidden, weight, targets[:9])
+    with pytest.raises(BadInput, match=r"head of \(11, 3\)"):
+        head_loss(hidden, weight[:, :3], targets)
+    with pytest.raises(BadInput, match=r"bias of \(10,\)"):
+        head_loss(hidden, weight, targets, bias=bias[:10])
