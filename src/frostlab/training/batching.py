@@ -153,3 +153,21 @@ def collate(
         tokens=int(real.sum()) if counts else 0,
         scored=int((targets != IGNORED).sum()),
     )
+
+
+def pack(
+    tokens: Tokens,
+    rows: NDArray[np.int64],
+    pad: int,
+    *,
+    types: bool = False,
+    budget: int,
+    examples: int,
+) -> Batch:
+    """Stand-in: nothing is packed."""
+    return collate(tokens, rows, pad, types=types)
+
+
+def budgets(tokens: Tokens, order: Order, count: int = 8) -> list[int]:
+    """Stand-in: the one width that every batch fits in."""
+    return [max(int(tokens.lengths[rows].sum()) for rows in order)]
