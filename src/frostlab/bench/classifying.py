@@ -14,14 +14,14 @@ from frostlab.bench.made import (
     examples_of,
     gpt,
     only_first,
-    packed_feed,
     padding_collator,
     text,
 )
 from frostlab.bench.measuring import Result, result_of
 from frostlab.bench.rounds import Driver, Step, interleave, looped
-from frostlab.bench.setting import Setting
-from frostlab.bench.sides import FedBatches, Feed, HuggingFace, Ours, grouped
+from frostlab.bench.seam import packed
+from frostlab.bench.setting import Feed, Setting
+from frostlab.bench.sides import FedBatches, HuggingFace, Ours, grouped
 from frostlab.recipe.settings import Optim
 from frostlab.training.batching import collate, epoch_order, widest
 
@@ -48,7 +48,6 @@ def bert_finetune(setting: Setting) -> Iterator[Result]:
         ours, theirs, setting.device,
         rounds=setting.rounds_or(30), every=setting.every, seconds=setting.seconds,
     )  # fmt: skip
-    built = kept[0].built
     yield result_of(
         setting,
         times,
@@ -56,7 +55,7 @@ def bert_finetune(setting: Setting) -> Iterator[Result]:
         batch,
         case=f"{batch} × {length}",
         check=check,
-        step=(built.kind, built.reason),
+        step=kept[0].how,
         notes=("drawn ids, no padding",),
     )
 
@@ -66,7 +65,7 @@ def sst2_epoch(setting: Setting) -> Iterator[Result]:
     prepared = text(setting, "sst2", 128, 30000)
     tokens, batch = prepared.splits["train"], 4 if setting.small else 32
     order = [rows for rows in epoch_order(tokens.lengths, batch, 0, 0, False) if len(rows) == batch]
-    feed, one_each = packed_feed(tokens, order, prepared.pad)
+    feed, one_each = packed(tokens, order, prepared.pad)
     check = _same_losses(
         setting, only_first(feed), lambda _: collate(tokens, order[0], prepared.pad)
     )
@@ -74,10 +73,7 @@ def sst2_epoch(setting: Setting) -> Iterator[Result]:
 
     def ours() -> Step:
         made = Ours(bert(setting), feed, FINE_TUNING, setting)
-        for place in one_each:  # each width is captured once
-            made.taken = place
-            made.step()
-        made.taken = 0
+        made.warm_up(one_each)
         kept.append(made)
         return made.step
 
@@ -94,7 +90,7 @@ def sst2_epoch(setting: Setting) -> Iterator[Result]:
         rounds=setting.rounds_or(max(1, (len(order) - warm) // every)),
         every=every, warm=warm, seconds=setting.seconds,
     )  # fmt: skip
-    built, mean = kept[0].built, float(tokens.lengths.mean())
+    mean = float(tokens.lengths.mean())
     covered = len(times.ours) * every / len(order)
     yield result_of(
         setting,
@@ -103,7 +99,7 @@ def sst2_epoch(setting: Setting) -> Iterator[Result]:
         batch,
         case=f"{batch} × {mean:.1f} on average",
         check=check,
-        step=(built.kind, built.reason),
+        step=kept[0].how,
         notes=(
             f"{covered:.1%} of the epoch was timed, after {warm} steps of warm-up",
             "byte pairs learned from the set, not BERT's own word pieces",
@@ -135,7 +131,7 @@ def gpt_imdb(setting: Setting) -> Iterator[Result]:
         order = epoch_order(tokens.lengths, batch, 0, 0, True)
         order = [rows for rows in order if len(rows) == batch]
         mean, note = float(tokens.lengths.mean()), "IMDB at its real lengths: ours packed"
-        feed, one_each = packed_feed(tokens, order, pad)
+        feed, one_each = packed(tokens, order, pad)
 
         padded: Feed = lambda step: collate(tokens, order[step % len(order)], pad, most=most)  # noqa: E731
 
@@ -158,10 +154,7 @@ def gpt_imdb(setting: Setting) -> Iterator[Result]:
 
     def ours() -> Step:
         made = Ours(model(0.1), feed, PRETRAINING, setting)
-        for place in one_each:
-            made.taken = place
-            made.step()
-        made.taken = 0  # both sides then see the same examples in the same round
+        made.warm_up(one_each)
         kept.append(made)
         return made.step
 
@@ -172,7 +165,6 @@ def gpt_imdb(setting: Setting) -> Iterator[Result]:
         ours, theirs, setting.device,
         rounds=setting.rounds_or(30), every=setting.every, seconds=setting.seconds,
     )  # fmt: skip
-    built = kept[0].built
     yield result_of(
         setting,
         times,
@@ -180,7 +172,7 @@ def gpt_imdb(setting: Setting) -> Iterator[Result]:
         batch,
         case=f"{batch} × {mean:.0f}",
         check=check,
-        step=(built.kind, built.reason),
+        step=kept[0].how,
         notes=(note,),
         whole=bool(one_each),
     )

@@ -1,22 +1,22 @@
 """What freezing gains: query and key, and a whole prefix."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from frostlab.anatomy import anatomy
 from frostlab.anatomy.savings import savings
-from frostlab.bench.catalogue import NotAvailable
 from frostlab.bench.ceilings import step_work
 from frostlab.bench.checking import agree, sharpened, step_losses, tidy
 from frostlab.bench.classifying import FINE_TUNING
-from frostlab.bench.made import SMALL_VOCABULARY, bert, drawn_feed, only_first
+from frostlab.bench.made import SMALL_VOCABULARY, bert, drawn, drawn_feed, only_first
 from frostlab.bench.measuring import Result, result_of
 from frostlab.bench.rounds import Driver, Step, interleave, looped
-from frostlab.bench.setting import Setting
-from frostlab.bench.sides import Feed, Ours
+from frostlab.bench.seam import prefixed
+from frostlab.bench.setting import Feed, Setting
+from frostlab.bench.sides import Ours
 from frostlab.surgery import freeze
 
 
@@ -66,10 +66,10 @@ def _frozen_qk(setting: Setting, batch: int, length: int) -> Result:
         batch,
         case=f"{batch} × {length}",
         check=check,
-        step=(kept[0].built.kind, kept[0].built.reason),
+        step=kept[0].how,
         notes=("ours: query and key frozen; theirs: everything trained, the same kind of step",),
         extra={
-            "theirs_step": kept[1].built.kind,
+            "theirs_step": kept[1].how[0],
             "flop_bound": bound,
             "flop_and_traffic_bound": serial[1] / serial[0],
             "gain_share": (timed["faster"] - 1) / (bound - 1),
@@ -77,51 +77,48 @@ def _frozen_qk(setting: Setting, batch: int, length: int) -> Result:
     )
 
 
-@dataclass(frozen=True)
-class PrefixSides:
-    """Our step with the prefix's outputs kept, theirs computing them every time."""
-
-    cached: Ours
-    uncached: Ours
-
-
-def prefix_sides(setting: Setting, dropout: float, feed: Feed, frozen_layers: int) -> PrefixSides:
-    """Build both sides of `frozen-prefix` over the same batches, the same layers frozen.
-
-    The seam for frostlab.training.prefix: return an `Ours` whose feed or model takes the
-    prefix's outputs from the cache, and one that does not.
-    """
-    raise NotAvailable("needs a cache of the frozen prefix's outputs, which is not there yet")
-
-
 def frozen_prefix(setting: Setting) -> Iterator[Result]:
     """Twelve layers, all but the last frozen with the embeddings, the prefix cached or not."""
     batch, length, layers = (2, 16, 2) if setting.small else (32, 128, 12)
-    feed = drawn_feed(batch, length, SMALL_VOCABULARY if setting.small else 30522, 2)
-    checked = prefix_sides(setting, 0.0, only_first(feed), layers - 1)
-    check: dict[str, Any] = agree(
-        step_losses(checked.cached.step), step_losses(checked.uncached.step), setting.precision
-    )
-    sides = prefix_sides(setting, 0.0, feed, layers - 1)
+    tokens = drawn(32 * batch, length, SMALL_VOCABULARY if setting.small else 30522, 2)
+    order = list(np.arange(32 * batch).reshape(32, batch))
+
+    def side(cached: bool, one: bool) -> Ours:
+        model = prefix_frozen(setting, layers).to(setting.device)
+        prefix, feed = prefixed(model, tokens, order, setting, cached)
+        return Ours(model, only_first(feed) if one else feed, FINE_TUNING, setting, prefix=prefix)
+
+    mine, other = (step_losses(side(cached, True).step) for cached in (True, False))
+    check = agree(mine, other, setting.precision)
+    kept: list[Ours] = []
+
+    def built(cached: bool) -> Step:
+        kept.append(side(cached, False))
+        return kept[-1].step
+
     times = interleave(
-        lambda: sides.cached.step, lambda: looped(sides.uncached.step), setting.device,
+        lambda: built(True), lambda: looped(built(False)), setting.device,
         rounds=setting.rounds_or(40), every=setting.every, seconds=setting.seconds,
     )  # fmt: skip
-    model = prefix_frozen(setting, layers - 1)
     yield result_of(
         setting,
         times,
-        step_work(model, length, batch * length),
+        step_work(prefix_frozen(setting, 1), length, batch * length),
         batch,
         case=f"{batch} × {length}",
         check=check,
-        step=(sides.cached.built.kind, sides.cached.built.reason),
-        notes=("the ceiling still counts the prefix's forward pass: it is the uncached side's",),
+        step=kept[0].how,
+        notes=(
+            "no dropout; filling the cache is in our prepare_s, and in no step",
+            "the ceiling is that of the last layer alone",
+        ),
+        extra={"theirs_step": kept[1].how[0]},
     )
 
 
 def prefix_frozen(setting: Setting, layers: int) -> nn.Module:
-    """BERT with the embeddings and the first layers frozen; dropout off, as a cache needs."""
-    model = bert(setting, 0.0)
-    freeze(model, "embedding", "position", f"layers[0:{layers}]")
+    """BERT without dropout, everything below its last layer frozen."""
+    model: Any = sharpened(bert(setting, 0.0, layers), "classifier")
+    for part in (model.bert.embeddings, *model.bert.encoder.layer[:-1]):
+        part.requires_grad_(False)
     return model

@@ -50,7 +50,6 @@ def _language(setting: Setting, batch: int) -> Result:
         ours, theirs, setting.device,
         rounds=setting.rounds_or(40), every=setting.every, seconds=setting.seconds,
     )  # fmt: skip
-    built = kept[0].built
     return result_of(
         setting,
         times,
@@ -58,7 +57,7 @@ def _language(setting: Setting, batch: int) -> Result:
         batch * length,
         case=f"{batch} × {length}",
         check=check,
-        step=(built.kind, built.reason),
+        step=kept[0].how,
         notes=(
             "drawn ids, no dropout; causal attention counts half",
             *(() if setting.cuda else ("the plain loop does not compile on the CPU here",)),

@@ -8,23 +8,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from frostlab.bench.setting import Setting
-from frostlab.bench.sides import Feed
+from frostlab.bench.setting import Feed, Setting
 from frostlab.data import Prepared, Tokens, prepare
 from frostlab.models.gpt import GPT, GPTConfig
 from frostlab.recipe.loading import recipe_from
-from frostlab.training.batching import Batch, Order, budgets, collate, pack
+from frostlab.training.batching import collate
 
 SMALL_VOCABULARY = 400
 
 
 def bert(setting: Setting, dropout: float = 0.1, layers: int = 12) -> nn.Module:
-    """BERT-base for two classes, from its config; small: 2 × 32."""
+    """BERT-base for two classes, from its config; small: at most 2 layers of width 32."""
     from transformers import BertConfig, BertForSequenceClassification
 
     shape: dict[str, Any] = {"num_hidden_layers": layers}
     if setting.small:
-        shape = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2,
+        shape = {"num_hidden_layers": min(layers, 2), "hidden_size": 32, "num_attention_heads": 2,
                  "intermediate_size": 64, "vocab_size": SMALL_VOCABULARY}  # fmt: skip
     torch.manual_seed(0)
     return BertForSequenceClassification(
@@ -79,20 +78,6 @@ def text(setting: Setting, name: str, length: int, size: int) -> Prepared:
         }
     )
     return prepare(recipe, setting.data_dir)
-
-
-def packed_feed(tokens: Tokens, order: Order, pad: int) -> tuple[Feed, list[int]]:
-    """Batches packed into few static widths; and a step of each width, for warming up."""
-    widths = sorted(budgets(tokens, order))
-    sums = [int(tokens.lengths[rows].sum()) for rows in order]
-    fits = [next(width for width in widths if width >= need) for need in sums]
-    most = max(map(len, order))
-
-    def feed(step: int) -> Batch:
-        place = step % len(order)
-        return pack(tokens, order[place], pad, budget=fits[place], examples=most)
-
-    return feed, [fits.index(width) for width in dict.fromkeys(fits)]
 
 
 def examples_of(tokens: Tokens) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """Where and how a benchmark runs."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,6 +8,9 @@ import torch
 
 from frostlab.bench.catalogue import Benchmark
 from frostlab.bench.ceilings import Ceilings
+from frostlab.training.batching import Batch
+
+Feed = Callable[[int], Batch]  # the batch of a step, made when it is asked for
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,40 +11,51 @@ from torch import Tensor, nn
 
 from frostlab.bench.catalogue import NotAvailable
 from frostlab.bench.rounds import After
-from frostlab.bench.setting import Setting
+from frostlab.bench.seam import Stepper
+from frostlab.bench.setting import Feed, Setting
 from frostlab.errors import FrostlabError
 from frostlab.recipe.settings import Optim
 from frostlab.training.batching import IGNORED, Batch
-from frostlab.training.choosing import build_step
 from frostlab.training.optimizer import build_optimizer
 from frostlab.training.step import seed_step
 
-Feed = Callable[[int], Batch]  # the batch of a step, made when it is asked for
 _PLENTY = 10**5  # steps a schedule may count on
 
 
 class Ours:
-    """frostlab's step, of the kind that was wanted if it can be had."""
+    """frostlab's step over a feed."""
 
     def __init__(
-        self, model: nn.Module, feed: Feed, optim: Optim, setting: Setting, wanted: str = "auto"
+        self,
+        model: nn.Module,
+        feed: Feed,
+        optim: Optim,
+        setting: Setting,
+        wanted: str = "auto",
+        prefix: Any = None,
     ) -> None:
-        self.feed, self.device, self.rate, self.taken = feed, setting.device, optim.lr, 0
-        self.built = build_step(
-            model.to(setting.device).train(),
-            optim,
-            wanted,
-            setting.precision,
-            device=setting.device,
-            steps=_PLENTY,
-        )
+        self.feed, self.device, self.taken = feed, setting.device, 0
+        self._step = Stepper(model, optim, wanted, setting, prefix)
 
     def step(self) -> Tensor:
         """Take the next step; the loss stays on the device."""
         batch = self.feed(self.taken)
         seed_step(0, self.taken, 0, self.device)
         self.taken += 1
-        return self.built.step([batch], batch.scored, self.rate).loss
+        return self._step(batch)
+
+    def warm_up(self, places: Sequence[int]) -> None:
+        """Meet every shape: once to see it, once to capture it, once to replay it."""
+        for place in places:
+            for _ in range(3):
+                self.taken = place
+                self.step()
+        self.taken = 0
+
+    @property
+    def how(self) -> tuple[str, str]:
+        """Which kind of step is taken, and why."""
+        return self._step.how
 
 
 class _WithLoss(nn.Module):
