@@ -20,7 +20,7 @@ from frostlab.bench.made import (
 from frostlab.bench.measuring import Result, result_of
 from frostlab.bench.rounds import Driver, Step, interleave, looped
 from frostlab.bench.seam import packed
-from frostlab.bench.setting import Feed, Setting
+from frostlab.bench.setting import Feed, Setting, Wanted
 from frostlab.bench.sides import FedBatches, HuggingFace, Ours, grouped
 from frostlab.recipe.settings import Optim
 from frostlab.training.batching import collate, epoch_order, widest
@@ -145,7 +145,7 @@ def gpt_imdb(setting: Setting) -> Iterator[Result]:
     def model(dropout: float) -> nn.Module:
         return gpt(setting, vocabulary, 2, dropout)
 
-    def losses(which: Feed, wanted: str) -> list[float]:
+    def losses(which: Feed, wanted: Wanted) -> list[float]:
         checked = sharpened(model(0.0), "head")
         return step_losses(Ours(checked, only_first(which), FINE_TUNING, setting, wanted).step)
 

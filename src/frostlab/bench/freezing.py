@@ -15,7 +15,7 @@ from frostlab.bench.made import SMALL_VOCABULARY, bert, drawn, drawn_feed, only_
 from frostlab.bench.measuring import Result, result_of
 from frostlab.bench.rounds import Driver, Step, interleave, looped
 from frostlab.bench.seam import prefixed
-from frostlab.bench.setting import Feed, Setting
+from frostlab.bench.setting import Feed, Setting, Wanted
 from frostlab.bench.sides import Ours
 from frostlab.surgery import freeze
 
@@ -29,7 +29,7 @@ def frozen_qk(setting: Setting) -> Iterator[Result]:
 
 def _frozen_qk(setting: Setting, batch: int, length: int) -> Result:
     feed = drawn_feed(batch, length, SMALL_VOCABULARY if setting.small else 30522, 2)
-    wanted = "captured" if setting.cuda else "auto"
+    wanted: Wanted = "captured" if setting.cuda else "auto"
 
     def side(frozen: bool, dropout: float, which: Feed) -> Ours:
         model = sharpened(bert(setting, dropout), "classifier")

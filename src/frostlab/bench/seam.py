@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from frostlab.bench.catalogue import NotAvailable
-from frostlab.bench.setting import Feed, Setting
+from frostlab.bench.setting import Feed, Setting, Wanted
 from frostlab.data import Tokens
 from frostlab.recipe.settings import Optim
 from frostlab.training.batching import Batch, Order, budgets, pack
@@ -18,7 +18,7 @@ class Stepper:
     """A step of the kind that was wanted, if it can be had; what it became is asked later."""
 
     def __init__(
-        self, model: nn.Module, optim: Optim, wanted: str, setting: Setting, prefix: Any = None
+        self, model: nn.Module, optim: Optim, wanted: Wanted, setting: Setting, prefix: Any = None
     ) -> None:
         self._rate = optim.lr
         self._built = build_step(

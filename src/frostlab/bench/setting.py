@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -10,6 +11,7 @@ from frostlab.bench.catalogue import Benchmark
 from frostlab.bench.ceilings import Ceilings
 from frostlab.training.batching import Batch
 
+Wanted = Literal["auto", "eager", "compiled", "captured"]
 Feed = Callable[[int], Batch]  # the batch of a step, made when it is asked for
 
 

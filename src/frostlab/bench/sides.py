@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from frostlab.bench.catalogue import NotAvailable
 from frostlab.bench.rounds import After
 from frostlab.bench.seam import Stepper
-from frostlab.bench.setting import Feed, Setting
+from frostlab.bench.setting import Feed, Setting, Wanted
 from frostlab.errors import FrostlabError
 from frostlab.recipe.settings import Optim
 from frostlab.training.batching import IGNORED, Batch
@@ -31,7 +31,7 @@ class Ours:
         feed: Feed,
         optim: Optim,
         setting: Setting,
-        wanted: str = "auto",
+        wanted: Wanted = "auto",
         prefix: Any = None,
     ) -> None:
         self.feed, self.device, self.taken = feed, setting.device, 0

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from frostlab.bench.ceilings import step_work
 from frostlab.bench.checking import agree, step_losses
@@ -13,7 +13,7 @@ from frostlab.bench.made import drawn_feed
 from frostlab.bench.measuring import Result, result_of
 from frostlab.bench.rounds import Driver, Step, interleave, looped
 from frostlab.bench.setting import Setting
-from frostlab.models.decoder import Decoder, DecoderConfig, rotary_angles
+from frostlab.models.decoder import Decoder, DecoderConfig
 from frostlab.training.batching import Batch
 from frostlab.training.losses import head_loss
 
@@ -33,15 +33,23 @@ def plain(hidden: list[Tensor], weight: Tensor, targets: Tensor) -> Tensor:
     return torch.stack(losses).sum()
 
 
-def hidden_states(model: Decoder, ids: Tensor) -> list[Tensor]:
-    """What comes out of each block, (B·T, width)."""
-    config, x, found = model.config, model.tokens(ids), []
-    size = config.width // config.heads
-    angles = rotary_angles(ids.shape[1], size, config.rotary_base, x.device)
-    for block in model.blocks:
-        x = block(x, angles)
-        found.append(model.norm(x).flatten(0, 1))
-    return found
+class Headless(nn.Module):
+    """A decoder that answers with what comes out of each block, (B·T, width), and no logits."""
+
+    def __init__(self, model: Decoder) -> None:
+        super().__init__()
+        self.weight, self.found = model.head.weight, list[Tensor]()
+        model.head = nn.Identity()  # type: ignore[assignment]
+        self.model = model
+        for block in model.blocks:
+            block.register_forward_hook(lambda _, given, out: self.found.append(out))
+
+    def forward(self, ids: Tensor) -> list[Tensor]:
+        self.found.clear()
+        self.model(ids)
+        hidden = [self.model.norm(x).flatten(0, 1) for x in self.found]
+        self.found.clear()
+        return hidden
 
 
 class Supervised:
@@ -51,7 +59,7 @@ class Supervised:
         torch.manual_seed(0)
         self.loss, self.setting = loss, setting
         self.batch = batch.to(setting.device)
-        self.model = Decoder(decoder_config(setting)).to(setting.device).train()
+        self.model = Headless(Decoder(decoder_config(setting))).to(setting.device).train()
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=PRETRAINING.lr, fused=True, capturable=setting.cuda
         )
@@ -63,8 +71,8 @@ class Supervised:
         device, bf16 = self.setting.device.type, self.setting.precision == torch.bfloat16
         self.optimizer.zero_grad(set_to_none=True)
         with torch.autocast(device, torch.bfloat16, enabled=bf16):
-            hidden = hidden_states(self.model, self.batch.inputs["input_ids"])
-            total = self.loss(hidden, self.model.head.weight, self.batch.targets.flatten())
+            hidden = self.model(self.batch.inputs["input_ids"])
+            total = self.loss(hidden, self.model.weight, self.batch.targets.flatten())
         loss = total / (self.batch.scored * len(hidden))
         loss.backward()
         self.optimizer.step()
@@ -117,7 +125,7 @@ def deep_supervision(setting: Setting) -> Iterator[Result]:
         lambda: built(fused), theirs, setting.device,
         rounds=setting.rounds_or(40), every=setting.every, seconds=setting.seconds,
     )  # fmt: skip
-    work = step_work(kept[0].model, length, batch * length)
+    work = step_work(Decoder(config), length, batch * length)
     # the head works once more for each layer but the last, which is counted: forward, backward
     head = 6 * config.vocabulary * config.width * (config.layers - 1) * batch * length
     work = type(work)(work.flops + head, work.parameters)
