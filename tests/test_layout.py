@@ -22,6 +22,7 @@ ORDER = (
     "surgery",
     "records",
     "training",
+    "bench",
     "compare",
     "report",
     "integrations",

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from frostlab import __version__
-from frostlab.cli import runs
+from frostlab.cli import bench, runs
 from frostlab.errors import BadInput, FrostlabError
 
 app = typer.Typer(
@@ -79,6 +79,7 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
+app.command("bench")(bench.bench)
 app.command("recipes")(runs.recipes)
 app.command("run")(runs.run)
 app.command("runs")(runs.list_runs)

@@ -1,0 +1,124 @@
+"""What freezing gains: query and key, and a whole prefix."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from frostlab.anatomy import anatomy
+from frostlab.anatomy.savings import savings
+from frostlab.bench.ceilings import step_work
+from frostlab.bench.checking import agree, sharpened, step_losses, tidy
+from frostlab.bench.classifying import FINE_TUNING
+from frostlab.bench.made import SMALL_VOCABULARY, bert, drawn, drawn_feed, only_first
+from frostlab.bench.measuring import Result, result_of
+from frostlab.bench.rounds import Driver, Step, interleave, looped
+from frostlab.bench.seam import prefixed
+from frostlab.bench.setting import Feed, Setting, Wanted
+from frostlab.bench.sides import Ours
+from frostlab.surgery import freeze
+
+
+def frozen_qk(setting: Setting) -> Iterator[Result]:
+    """The same captured step with query and key frozen, and with everything trained."""
+    for batch in (2, 4) if setting.small else (32, 256):
+        yield _frozen_qk(setting, batch, 16 if setting.small else 128)
+        tidy()
+
+
+def _frozen_qk(setting: Setting, batch: int, length: int) -> Result:
+    feed = drawn_feed(batch, length, SMALL_VOCABULARY if setting.small else 30522, 2)
+    wanted: Wanted = "captured" if setting.cuda else "auto"
+
+    def side(frozen: bool, dropout: float, which: Feed) -> Ours:
+        model = sharpened(bert(setting, dropout), "classifier")
+        if frozen:
+            freeze(model, "query", "key")
+        return Ours(model, which, FINE_TUNING, setting, wanted)
+
+    first = only_first(feed)
+    mine, other = (step_losses(side(frozen, 0.0, first).step)[:1] for frozen in (True, False))
+    check = agree(mine, other, setting.precision)  # later losses differ: other weights learn
+    kept: list[Ours] = []
+
+    def built(frozen: bool) -> Step:
+        kept.append(side(frozen, 0.1, feed))
+        return kept[-1].step
+
+    def theirs() -> Driver:
+        return looped(built(False))
+
+    times = interleave(
+        lambda: built(True), theirs, setting.device,
+        rounds=setting.rounds_or(40), every=setting.every, seconds=setting.seconds,
+    )  # fmt: skip
+    whole, part = bert(setting), bert(setting)
+    freeze(part, "query", "key")
+    bound = savings(anatomy(part), length).speed_up
+    works = [step_work(model, length, batch * length) for model in (part, whole)]
+    serial = [work.least(setting.ceilings)["serial_ms"] for work in works]
+    timed = times.to_dict()
+    return result_of(
+        setting,
+        times,
+        works[0],
+        batch,
+        case=f"{batch} × {length}",
+        check=check,
+        step=kept[0].how,
+        notes=("ours: query and key frozen; theirs: everything trained, the same kind of step",),
+        extra={
+            "theirs_step": kept[1].how[0],
+            "flop_bound": bound,
+            "flop_and_traffic_bound": serial[1] / serial[0],
+            "gain_share": (timed["faster"] - 1) / (bound - 1),
+        },
+    )
+
+
+def frozen_prefix(setting: Setting) -> Iterator[Result]:
+    """Twelve layers, all but the last frozen with the embeddings, the prefix cached or not."""
+    batch, length, layers = (2, 16, 2) if setting.small else (32, 128, 12)
+    tokens = drawn(32 * batch, length, SMALL_VOCABULARY if setting.small else 30522, 2)
+    order = list(np.arange(32 * batch).reshape(32, batch))
+
+    def side(cached: bool, one: bool) -> Ours:
+        model = prefix_frozen(setting, layers).to(setting.device)
+        prefix, feed = prefixed(model, tokens, order, setting, cached)
+        return Ours(model, only_first(feed) if one else feed, FINE_TUNING, setting, prefix=prefix)
+
+    mine, other = (step_losses(side(cached, True).step) for cached in (True, False))
+    check = agree(mine, other, setting.precision)
+    kept: list[Ours] = []
+
+    def built(cached: bool) -> Step:
+        kept.append(side(cached, False))
+        return kept[-1].step
+
+    times = interleave(
+        lambda: built(True), lambda: looped(built(False)), setting.device,
+        rounds=setting.rounds_or(40), every=setting.every, seconds=setting.seconds,
+    )  # fmt: skip
+    yield result_of(
+        setting,
+        times,
+        step_work(prefix_frozen(setting, 1), length, batch * length),
+        batch,
+        case=f"{batch} × {length}",
+        check=check,
+        step=kept[0].how,
+        notes=(
+            "no dropout; filling the cache is in our prepare_s, and in no step",
+            "the ceiling is that of the last layer alone",
+        ),
+        extra={"theirs_step": kept[1].how[0]},
+    )
+
+
+def prefix_frozen(setting: Setting, layers: int) -> nn.Module:
+    """BERT without dropout, everything below its last layer frozen."""
+    model: Any = sharpened(bert(setting, 0.0, layers), "classifier")
+    for part in (model.bert.embeddings, *model.bert.encoder.layer[:-1]):
+        part.requires_grad_(False)
+    return model

@@ -1,0 +1,108 @@
+"""Models and data of the benchmarks, in full and small."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from frostlab.bench.setting import Feed, Setting
+from frostlab.data import Prepared, Tokens, prepare
+from frostlab.models.gpt import GPT, GPTConfig
+from frostlab.recipe.loading import recipe_from
+from frostlab.training.batching import collate
+
+SMALL_VOCABULARY = 400
+
+
+def bert(setting: Setting, dropout: float = 0.1, layers: int = 12) -> nn.Module:
+    """BERT-base for two classes, from its config; small: at most 2 layers of width 32."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    shape: dict[str, Any] = {"num_hidden_layers": layers}
+    if setting.small:
+        shape = {"num_hidden_layers": min(layers, 2), "hidden_size": 32, "num_attention_heads": 2,
+                 "intermediate_size": 64, "vocab_size": SMALL_VOCABULARY}  # fmt: skip
+    torch.manual_seed(0)
+    return BertForSequenceClassification(
+        BertConfig(
+            hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, num_labels=2, **shape
+        )
+    )
+
+
+def gpt(setting: Setting, vocabulary: int, classes: int, dropout: float) -> GPT:
+    """GPT Medium-512; small: 2 × 32. A classifier looks both ways."""
+    config = GPTConfig(
+        vocabulary=vocabulary, classes=classes, causal=not classes, dropout=dropout
+    )  # fmt: skip
+    if setting.small:
+        config = replace(
+            config, vocabulary=SMALL_VOCABULARY, width=32, layers=2, heads=2, hidden=64
+        )
+    torch.manual_seed(0)
+    return GPT(config)
+
+
+def drawn(examples: int, length: int, vocabulary: int, classes: int) -> Tokens:
+    """Random ids, every example as long as the others; 0 classes: language."""
+    draw = np.random.default_rng(0)
+    stops = np.arange(1, examples + 1) * length
+    ids = draw.integers(5, vocabulary, examples * length).astype(np.int32)
+    labels = draw.integers(0, classes, examples) if classes else None
+    return Tokens(ids, stops - length, stops, labels, None, None, "drawn")
+
+
+def drawn_feed(batch: int, length: int, vocabulary: int, classes: int) -> Feed:
+    """Batches of random ids, 64 of them over and over, each collated when it is asked for."""
+    tokens = drawn(64 * batch, length, vocabulary, classes)
+    order = np.arange(64 * batch).reshape(64, batch)
+    return lambda step: collate(tokens, order[step % 64], 0)
+
+
+def only_first(feed: Feed) -> Feed:
+    """The first batch, again and again."""
+    return lambda step: feed(0)
+
+
+def text(setting: Setting, name: str, length: int, size: int) -> Prepared:
+    """A public set from the data folder, its own byte pairs learned from it."""
+    limit = {"limit": 400, "evaluation_limit": 50} if setting.small else {}
+    recipe = recipe_from(
+        {
+            "data": {"name": name, "length": length, "splits": "published", **limit},
+            "tokenizer": {"kind": "bpe", "size": 300 if setting.small else size},
+            "model": {"kind": "gpt"},
+        }
+    )
+    return prepare(recipe, setting.data_dir)
+
+
+def examples_of(tokens: Tokens) -> list[dict[str, Any]]:
+    """Examples as a Hugging Face dataset has them."""
+    assert tokens.labels is not None
+    bounds = zip(tokens.starts.tolist(), tokens.stops.tolist(), strict=True)
+    ids = [tokens.ids[start:stop].tolist() for start, stop in bounds]
+    return [
+        {"input_ids": row, "label": label}
+        for row, label in zip(ids, tokens.labels.tolist(), strict=True)
+    ]
+
+
+def padding_collator(pad: int) -> Callable[[list[dict[str, Any]]], dict[str, Tensor]]:
+    """Fill up to the longest of a batch, to a multiple of 8, as DataCollatorWithPadding does."""
+
+    def collated(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        width = -(-max(len(row["input_ids"]) for row in rows) // 8) * 8
+        ids = [row["input_ids"] + [pad] * (width - len(row["input_ids"])) for row in rows]
+        real = [len(row["input_ids"]) for row in rows]
+        mask = [[1] * count + [0] * (width - count) for count in real]
+        return {
+            "input_ids": torch.tensor(ids),
+            "attention_mask": torch.tensor(mask),
+            "labels": torch.tensor([row["label"] for row in rows]),
+        }
+
+    return collated
