@@ -55,7 +55,7 @@ def show(folder: Path) -> str:
         f"run {run['name']}": _status(run),
         "configuration": _configuration(run),
         "results": _results(run),
-        "clocks": _clocks(part(run["result"] or {}, "clocks")),
+        "clocks": _clocks(run["result"] or {}),
         "parameters": _parameters(part(run["result"] or {}, "parameters")),
         "machine": _machine(run["result"] or {}),
         "environment": [plain(one_line(run["environment"] or {}) or None)],
@@ -96,8 +96,11 @@ def _results(run: dict[str, Any]) -> list[str]:
     return _pairs([(word, best), ("report", report or None), *caution])
 
 
-def _clocks(clocks: dict[str, Any]) -> list[str]:
+def _clocks(result: dict[str, Any]) -> list[str]:
+    clocks = part(result, "clocks")
     left = dict(clocks)
+    kinds = [f"{e.get('how')} ({e.get('reason')})" for e in typed(result.get("stepping"), list) or []
+             if isinstance(e, dict)]  # fmt: skip
     lines = [(name, _duration(left.pop(key, None))) for key, name in _SECONDS.items()]
     step = left.pop("step_ms", None)
     if isinstance(step, dict):
@@ -108,7 +111,8 @@ def _clocks(clocks: dict[str, Any]) -> list[str]:
         step += f"; {len(warm)} warm-up steps not counted"
     names = {"tokens_per_second": "tokens/s", "examples_per_second": "examples/s"}
     speeds = [(name, number(left.pop(key, None))) for key, name in names.items()]
-    return _pairs([*lines, ("step", step), *speeds, *sorted(left.items())])
+    how = [("kind of step", ", then ".join(dict.fromkeys(kinds)))] if kinds else []
+    return _pairs([*lines, ("step", step), *how, *speeds, *sorted(left.items())])
 
 
 def _machine(result: dict[str, Any]) -> list[str]:
