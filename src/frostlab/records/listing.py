@@ -99,8 +99,8 @@ def _results(run: dict[str, Any]) -> list[str]:
 def _clocks(result: dict[str, Any]) -> list[str]:
     clocks = part(result, "clocks")
     left = dict(clocks)
-    kinds = [f"{e.get('how')} ({e.get('reason')})" for e in typed(result.get("stepping"), list) or []
-             if isinstance(e, dict)]  # fmt: skip
+    taken = [e for e in typed(result.get("stepping"), list) or [] if isinstance(e, dict)]
+    kinds = [f"{e.get('how')} ({e.get('reason')})" for e in taken]
     lines = [(name, _duration(left.pop(key, None))) for key, name in _SECONDS.items()]
     step = left.pop("step_ms", None)
     if isinstance(step, dict):
