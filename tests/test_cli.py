@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import frostlab
+from frostlab.cli import main
 from zoo import build
 
 
@@ -15,6 +17,25 @@ def frostlab_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "frostlab", *arguments], capture_output=True, text=True, timeout=120
     )
+
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    """The same command without the seconds a new process needs to import torch."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", ["frostlab", *arguments])
+        code: object = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+        return subprocess.CompletedProcess(arguments, int(code or 0), *capfd.readouterr())  # type: ignore[call-overload]
+
+    return run
 
 
 def test_help_and_version_without_torch() -> None:
@@ -60,8 +81,8 @@ def test_inspect_a_folder_as_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt", "decoder", "whisper", "clip", "albert"])
-def test_inspect_shows_every_kind(name: str) -> None:
-    result = frostlab_command("inspect", name)
+def test_inspect_shows_every_kind(name: str, in_this_process: Command) -> None:
+    result = in_this_process("inspect", name)
     assert result.returncode == 0, result.stderr
     expected = {"whisper": "fixed", "clip": "vision.layers", "albert": "share one set of weights"}
     assert expected.get(name, "trainable") in result.stdout
@@ -83,17 +104,23 @@ def test_inspect_shows_every_kind(name: str) -> None:
     ],
 )
 def test_bad_input_is_exit_code_two_and_no_traceback(
-    arguments: tuple[str, ...], message: str
+    arguments: tuple[str, ...], message: str, in_this_process: Command
 ) -> None:
-    result = frostlab_command(*arguments)
+    result = in_this_process(*arguments)
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
 
 
-def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
-    result = frostlab_command("inspect", str(tmp_path))
+def test_bad_input_ends_the_program_so() -> None:
+    result = frostlab_command("inspect", "gpt2", "--freeze", "querry")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "frostlab: `querry` is not a role; did you mean `query`?\n"
+
+
+def test_a_folder_that_is_no_model(tmp_path: Path, in_this_process: Command) -> None:
+    result = in_this_process("inspect", str(tmp_path))
     assert result.returncode == 2
     assert "no config.json" in result.stderr
     for text in (
@@ -103,7 +130,7 @@ def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
         '{"model_type": "gpt2", "architectures": ["BertModel"]}',
     ):
         (tmp_path / "config.json").write_text(text)
-        result = frostlab_command("inspect", str(tmp_path))
+        result = in_this_process("inspect", str(tmp_path))
         assert result.returncode == 2, text
         assert "Traceback" not in result.stderr
         assert result.stderr.startswith("frostlab: ")
