@@ -248,6 +248,7 @@ def test_compiled_steps_give_the_numbers_of_eager_ones(name: str) -> None:
     steps, results = batches(name, packed=True), []
     kinds: tuple[StepKind, StepKind] = ("eager", "compiled")
     for kind, each in zip(kinds, (plain, model), strict=True):
+        torch._dynamo.utils.counters.clear()
         step = build_step(Objective(each), Optim(lr=1e-3), Train(step=kind), torch.float32, CPU,
                           World(), steps=9)  # fmt: skip
         late = [each.get_parameter(p.name) for p in fl.anatomy(each).select("layers[1]")]
@@ -261,5 +262,8 @@ def test_compiled_steps_give_the_numbers_of_eager_ones(name: str) -> None:
         made += train(step, steps[4:8])
         assert not any(torch.equal(a, b) for a, b in zip(before, late, strict=True))
         assert step.kind == kind, step.reason
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        assert (graphs > 0) == (kind == "compiled")
+        assert not torch._dynamo.utils.counters["graph_break"]
         results.append(made)
     np.testing.assert_allclose(results[1], results[0], rtol=2e-4)

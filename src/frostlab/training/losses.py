@@ -78,19 +78,21 @@ def _softmax_part(
 ) -> _Pair:
     """A chunk's summed loss and, in `dtype`, its slope by the logits, maybe in their place."""
     place = labels[:, None]
-    slope = None
+    slope, exact = None, torch.promote_types(logits.dtype, torch.float32)
     if torch.compiler.is_compiling():  # this fuses into few passes; the other way is in place
-        top = logits.amax(1, keepdim=True)
-        powers = (logits - top).exp()
+        wide = logits.to(exact)
+        top = wide.amax(1, keepdim=True)
+        powers = (wide - top).exp()
         total = powers.sum(1, keepdim=True)
-        losses = total.log() + top - logits.gather(1, place)
+        losses = total.log() + top - wide.gather(1, place)
         if dtype is not None:
             columns = torch.arange(logits.shape[1], device=logits.device)
             slope = powers / total - (columns == place).to(powers.dtype)
             slope = logits.copy_(slope) if dtype == logits.dtype else slope.to(dtype)
     else:
         # the CPU's kernel has read a row before it writes it
-        logs = torch.log_softmax(logits, 1, out=logits if on_host(logits) else None)
+        out = logits if on_host(logits) else None
+        logs = torch.log_softmax(logits, 1, dtype=exact, out=out)
         losses = -logs.gather(1, place)
         if dtype is not None:
             slope = logs.exp_()
@@ -217,8 +219,11 @@ class _Sweep:
             extra = self.size - len(rows)
             rows = F.pad(rows, (0, 0, 0, extra))
             scored, labels = F.pad(scored, (0, extra)), F.pad(labels, (0, extra))
-        out = self.buffer[: len(rows)] if self.on_host else None
-        logits = product(rows.to(self.working), self.matrix.t(), out)
+        rows = rows.to(self.working)
+        if self.on_host:
+            logits = product(rows, self.matrix.t(), self.buffer[: len(rows)])
+        else:  # in half precision as autocast would have them: a GPU waits for their bytes
+            logits = torch.mm(rows, self.matrix.t())
         if self.offset is not None:
             logits += self.offset
         loss, slope = self.part(logits, labels, scored, self.slope)
@@ -232,9 +237,13 @@ class _Sweep:
 
     def _tokens_a_chunk(self, tokens: int) -> int:
         """As many as stay below the bound, the chunks even."""
-        half = self.working.itemsize if self.working != self.exact else 0
-        bound = _CPU_CHUNK if self.on_host else _GPU_CHUNK
-        most = max(1, bound // ((self.exact.itemsize + half) * len(self.matrix)))
+        size, bound = self.working.itemsize, _GPU_CHUNK
+        if self.on_host:
+            size = self.exact.itemsize + (size if self.working != self.exact else 0)
+            bound = _CPU_CHUNK
+        elif not self.compiled:  # their logarithms lie beside them
+            size += self.exact.itemsize
+        most = max(1, bound // (size * len(self.matrix)))
         return max(1, math.ceil(tokens / max(1, math.ceil(tokens / most))))
 
 

@@ -30,5 +30,7 @@ def add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
     """Add their matrix product to a total of full precision."""
     if one.dtype == total.dtype:
         torch.addmm(total, one, other, out=total)
+    elif one.device.type == "cuda":
+        torch.addmm(total, one, other, out_dtype=total.dtype, out=total)
     else:
         total.add_(product(one, other))
