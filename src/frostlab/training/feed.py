@@ -51,8 +51,8 @@ class Feed:
             ]
         width = None
         if self.shapes is not None:
-            lengths = row_lengths(self.tokens)
-            width = self.shapes.width(max(int(lengths[part].sum()) for part in shares))
+            most = max(int(row_lengths(self.tokens, part).sum()) for part in shares)
+            width = self.shapes.width(most)
         return [self._packed(part, width) for part in shares]
 
     def _packed(self, rows: NDArray[np.int64], width: int | None) -> Batch:

@@ -27,9 +27,10 @@ class Shapes:
         return next((w for w in self.widths if w >= tokens), -(-tokens // _GRAIN) * _GRAIN)
 
 
-def row_lengths(tokens: Tokens) -> NDArray[np.int64]:
-    """How many tokens of each example are read: a language model's last is only a target."""
-    return tokens.lengths if tokens.labels is not None else tokens.lengths - 1
+def row_lengths(tokens: Tokens, rows: NDArray[np.int64] | slice = slice(None)) -> NDArray[np.int64]:
+    """How many tokens of examples are read: a language model's last is only a target."""
+    lengths = tokens.stops[rows] - tokens.starts[rows]
+    return lengths if tokens.labels is not None else lengths - 1
 
 
 def shapes_for(tokens: Tokens, parts: Order) -> Shapes:
@@ -78,7 +79,7 @@ def pack(
     `table` says where examples begin in a table of all tokens: the batch then has their places.
     No rows make a row of filler that counts for nothing, so that every process takes every step.
     """
-    lengths = row_lengths(tokens)[rows]
+    lengths = row_lengths(tokens, rows)
     total = int(lengths.sum())
     if width is None:
         width = max(total, 1) if shapes is None else shapes.width(total)
