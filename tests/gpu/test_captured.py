@@ -150,10 +150,10 @@ class _Looks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(90, 8), nn.Linear(8, 3)
+        self.embed, self.head, self.drop = nn.Embedding(90, 8), nn.Linear(8, 3), nn.Dropout(0.1)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: Any = None) -> torch.Tensor:
-        x = self.embed(input_ids).mean(1)
+        x = self.drop(self.embed(input_ids)).mean(1)
         return self.head(x if float(x.detach().sum()) > -1e9 else -x)
 
 

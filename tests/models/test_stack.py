@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import RobertaConfig, RobertaForSequenceClassification
 
 from frostlab.models.attention import attend
+from frostlab.models.gpt import GPT
 from frostlab.models.stack import take_apart
 from frostlab.training.batching import Batch, collate
 from frostlab.training.objective import Objective, logits_of
@@ -140,6 +141,47 @@ def test_a_model_keeps_its_own_attention() -> None:
     before = model.config._attn_implementation
     packed_logits(model, pack(tokens(labels=True), ROWS, PAD))
     assert model.config._attn_implementation == before != "frostlab"
+
+
+@pytest.mark.parametrize("name", ["gpt2 classifier", "llama classifier"])
+def test_a_padding_token_at_the_end_is_passed_over(name: str) -> None:
+    """As the model itself does, which takes it for padding."""
+    model, data = build(name).eval(), tokens([5, 9, 4, 7], labels=True)
+    ids = data.ids.copy()
+    ids[data.stops - 1] = PAD
+    ids[data.starts[2] : data.stops[2]] = PAD  # nothing but padding: the first counts
+    data = dataclasses.replace(data, ids=ids)
+    with torch.no_grad():
+        together = packed_logits(model, pack(data, np.arange(4), PAD))
+        for row in range(4):
+            alone = logits_of(model, collate(data, np.array([row]), PAD).inputs)[0]
+            torch.testing.assert_close(together[row], alone, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("place", ["model", "head", "body"])
+def test_hooks_are_called(place: str) -> None:
+    """A model that somebody has hooked into is called as it is."""
+    model: Any = build("gpt2")
+    assert take_apart(model) is not None
+    seen: list[int] = []
+    modules = {"model": model, "head": model.lm_head, "body": model.transformer}
+    modules[place].register_forward_hook(lambda *given: seen.append(1))
+    assert take_apart(model) is None
+    Objective(model)(collate(tokens(labels=False), ROWS, PAD))
+    assert seen
+
+
+def test_a_class_of_ones_own_is_called_as_it_is() -> None:
+    class Louder(GPT):
+        def forward(self, *given: Any, **named: Any) -> Tensor:
+            return 2 * super().forward(*given, **named)
+
+    plain = build("gpt").eval()
+    louder = Louder(plain.config).eval()  # type: ignore[arg-type]
+    louder.load_state_dict(plain.state_dict())
+    batch = collate(tokens(labels=False), ROWS, PAD)
+    with torch.no_grad():
+        assert not torch.allclose(Objective(louder)(batch), Objective(plain)(batch), rtol=1e-4)
 
 
 def test_other_architectures_are_not_taken_apart() -> None:

@@ -98,6 +98,25 @@ def test_a_run_of_two_stops_and_goes_on_in_one(way: str, tmp_path: Path, free_po
     assert losses(folder) == pytest.approx(losses(whole), rel=1e-4)
 
 
+def test_packed_and_cached_in_two_processes(tmp_path: Path, free_port: int) -> None:
+    """Texts of different lengths: the processes' rows are not equally wide."""
+    for split, word in (("train", "word"), ("test", "other")):
+        rows = [f"{f'{word}{i} ' * (1 + i % 9)}end,{'ab'[i % 2]}" for i in range(70)]
+        (tmp_path / f"{split}.csv").write_text("\n".join(["text,label", *rows]))
+    train = {**RECIPE["train"], "batching": "packed", "cache_prefix": "disk", "epochs": 2}
+    recipe = {
+        **RECIPE, "train": train, "data": {"name": "own", "path": str(tmp_path), "length": 24},
+        "tokenizer": {"kind": "words", "size": 50},
+        "treatment": {"freeze": ["embedding", "position", "layers[0]"]},
+    }  # fmt: skip
+    alone = run(recipe, out=tmp_path / "alone")
+    done = torchrun(recipe, tmp_path / "run", free_port)
+    assert done.returncode == 0, done.stderr[-3000:]
+    two = RunRecord(tmp_path / "run")
+    assert losses(two.folder) == pytest.approx(losses(alone.folder), rel=1e-4, abs=1e-5)
+    assert two.result["clocks"]["padding_share"] == alone.result["clocks"]["padding_share"] == 0.0
+
+
 def test_epochs_that_end_without_an_evaluation(tmp_path: Path, free_port: int) -> None:
     """A language model, evaluated by steps: every process reads its losses at the same moments."""
     recipe = {

@@ -1,10 +1,10 @@
 """Frozen first layers: they leave no graph behind, and their cached outputs change nothing."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,11 +12,11 @@ import frostlab as fl
 from frostlab.data.cache import cache_folder
 from frostlab.models.stack import take_apart
 from frostlab.recipe.settings import Train
-from frostlab.training import prefix as prefixes
 from frostlab.training.batching import evaluation_order
 from frostlab.training.objective import Objective
 from frostlab.training.packing import pack
 from frostlab.training.prefix import build_prefix, prefix_depth
+from frostlab.training.tables import kept_table
 from packed import PAD, build, classifies, prepared
 from tiny import tiny
 
@@ -108,7 +108,11 @@ def tables() -> list[Path]:
     return sorted((cache_folder(None) / "prefixes").glob("*/vectors"))
 
 
-def test_a_table_is_kept_under_what_it_depends_on(tmp_path: Path) -> None:
+def test_a_table_is_kept_under_what_it_depends_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FROSTLAB_CACHE", str(tmp_path / "cache"))
+
     def kept(**changes: Any) -> set[Path]:
         before = set(tables())
         recipe = tiny(
@@ -128,31 +132,95 @@ def test_a_table_is_kept_under_what_it_depends_on(tmp_path: Path) -> None:
     assert kept(seed=71, train__precision="bf16")
 
 
-def test_a_spoilt_table_is_made_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("spoil", ["zeroed", "cut", "gone", "one bit", "no facts"])
+def test_a_spoilt_table_is_made_again(
+    spoil: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FROSTLAB_CACHE", str(tmp_path / "cache"))
     recipe = tiny(
         seed=72, model__dropout=0.0, treatment={"freeze": list(LEARNED)}, train__cache_prefix="disk"
     )
-    before = set(tables())
     first = fl.run(recipe, runs=tmp_path)
-    (made,) = set(tables()) - before
-    made.write_bytes(bytes(len(made.read_bytes())))
+    (made,) = tables()
+    content = made.read_bytes()
+    if spoil == "zeroed":
+        made.write_bytes(bytes(len(content)))
+    elif spoil == "cut":
+        made.write_bytes(content[:100])
+    elif spoil == "one bit":
+        made.write_bytes(content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
+    else:
+        (made if spoil == "gone" else made.with_name("about.json")).unlink()
     second = fl.run(recipe, runs=tmp_path)
-    assert made.read_bytes().strip(b"\0")
+    assert made.read_bytes() == content
     (fact,) = [e for e in second.events() if e["kind"] == "prefix"]
     assert not fact["reused"]
     assert second.metrics == first.metrics
 
 
 def test_old_tables_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for i, size in enumerate((30, 40, 20)):
-        folder = tmp_path / f"table{i}"
-        folder.mkdir()
-        (folder / "about.json").write_text(json.dumps({"bytes": size}))
-        os.utime(folder, (i, i) if i != 0 else (9, 9))  # the first was used last
-    prefixes._make_room(tmp_path, 45, 100)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["table0", "table2"]
-    prefixes._make_room(tmp_path, 80, 100)
-    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv("FROSTLAB_CACHE", str(tmp_path))
+    folder = tmp_path / "prefixes"
+
+    def keep(key: str, rows: int) -> bool:
+        return kept_table(key, (rows, 10), torch.float32, 4000, lambda t: t.fill_(rows))[1]
+
+    def names() -> list[str]:
+        return sorted(path.name for path in folder.iterdir() if path.is_dir())
+
+    assert not any(keep(key, 30) for key in ("a", "b", "c"))
+    os.utime(folder / "b", (1, 1))
+    os.utime(folder / "a", (2, 2))
+    assert keep("a", 30), "found, and used just now"
+    (folder / "d.part").mkdir()  # what a killed process left
+    assert not keep("d", 40)
+    assert names() == ["a", "c", "d"]
+    assert not keep("e", 100)
+    assert names() == ["e"]
+
+
+def test_a_table_that_another_run_removes_stays_readable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FROSTLAB_CACHE", str(tmp_path))
+    table, _ = kept_table("a", (30, 10), torch.float32, 1200, lambda t: t.fill_(7))
+    kept_table("b", (30, 10), torch.float32, 1200, lambda t: t.fill_(8))
+    assert not (tmp_path / "prefixes" / "a").exists()
+    assert table.unique().tolist() == [7.0]
+
+
+def test_a_disk_without_room_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FROSTLAB_CACHE", str(tmp_path))
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(fl.BadInput, match="cannot be written: No space left on device"):
+        kept_table("a", (30, 10), torch.float32, 1200, lambda t: None)
+    assert [path.name for path in (tmp_path / "prefixes").iterdir() if path.is_dir()] == []
+
+
+def test_examples_without_a_token_to_read_spoil_no_other_row() -> None:
+    model, data = frozen("decoder"), prepared(lengths=[9] * 32 + [1, 1], labels=False)
+    kept = build_prefix(model, data, Train(cache_prefix="memory"), torch.float32, types=False)
+    alone = prepared(lengths=[9] * 32, labels=False)
+    usual = build_prefix(model, alone, Train(cache_prefix="memory"), torch.float32, types=False)
+    torch.testing.assert_close(kept.table, usual.table)
+
+
+def test_a_thawed_layer_is_not_looked_up() -> None:
+    model, data = frozen("gpt classifier"), prepared(labels=True)
+    objective = Objective(model)
+    objective.prefix = build_prefix(
+        model, data, Train(cache_prefix="memory"), torch.float32, types=False
+    )
+    tokens = data.splits["train"]
+    batch = pack(tokens, np.arange(4), PAD, table=objective.prefix.starts)
+    objective(batch)
+    fl.thaw(model)
+    with pytest.raises(fl.FrostlabError, match="a layer learns whose outputs are cached"):
+        objective(batch)
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,7 @@ def test_only_so_many_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     step, steps = stand_in(model), batches("gpt2", False)
     np.testing.assert_allclose(train(step, steps), train(make(EagerStep, plain), steps), rtol=1e-6)
     assert len(step._graphs) == 2
+    assert step.reason == "more than 2 shapes of batches: the others run without a graph"
 
 
 def test_a_broken_gradient_moves_nothing_and_is_named() -> None:
@@ -194,7 +195,8 @@ def test_a_broken_gradient_moves_nothing_and_is_named() -> None:
         ("auto", "cpu", 1, 10, "eager", False, "graphs are captured on CUDA, not on cpu"),
         ("captured", "cpu", 1, 10, "eager", False, "graphs are captured on CUDA, not on cpu"),
         ("captured", "mps", 1, 10, "eager", False, "not on mps"),
-        ("auto", "cuda", 2, 10, "eager", False, "2 processes exchange gradients"),
+        ("auto", "cuda", 2, 10, "eager", False, "with 2 processes steps are neither"),
+        ("compiled", "cpu", 2, 10, "eager", False, "with 2 processes steps are neither"),
         ("auto", "cuda", 1, 10, "captured", False, "10 steps are too few to compile for"),
         ("auto", "cuda", 1, 5000, "captured", True, "the fastest on a GPU"),
         ("captured", "cuda", 1, 10, "captured", True, "asked for"),
@@ -237,6 +239,30 @@ def test_a_compiler_that_fails_is_named_and_done_without(monkeypatch: pytest.Mon
     step = make(CompiledStep, model)
     assert train(step, steps) == train(make(EagerStep, plain), steps), "the same dropout"
     assert (step.kind, step.reason) == ("eager", "compiling failed: no C compiler was found")
+
+
+def test_a_compiler_may_fail_at_a_later_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = batches("gpt classifier", False)[:6]
+    last = steps[4][0].inputs["input_ids"].shape
+    assert last != steps[0][0].inputs["input_ids"].shape
+
+    def compile_(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        def fail(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if x.shape[:2] == last:
+                raise RuntimeError("too many shapes")
+            return self._call_impl(x, *args, **kwargs)
+
+        self._compiled_call_impl = fail
+
+    monkeypatch.setattr(nn.Module, "compile", compile_)
+    plain, model = build("gpt classifier").train(), build("gpt classifier").train()
+    step = make(CompiledStep, model)
+    assert train(step, steps[:1])
+    assert step.kind == "compiled"
+    plain_step = make(EagerStep, plain)
+    train(plain_step, steps[:1])
+    assert train(step, steps) == train(plain_step, steps)
+    assert (step.kind, step.reason) == ("eager", "compiling failed: too many shapes")
 
 
 @pytest.mark.slow

@@ -24,10 +24,12 @@ class Packing:
         """(N,) where each sequence begins."""
         return self.bounds[:-2].clamp(max=len(self.owners) - 1)
 
-    @property
-    def lasts(self) -> Tensor:
-        """(N,) where each sequence has its last token."""
-        return (self.bounds[1:-1] - 1).clamp(min=0)
+    def lasts(self, counts: Tensor) -> Tensor:
+        """(N,) where each sequence has the last token that counts, (T,) true or false."""
+        places = torch.arange(len(self.owners), device=self.owners.device)
+        places = torch.where(counts, places, self.bounds[self.owners])
+        found = torch.zeros(len(self.bounds) - 1, dtype=torch.long, device=places.device)
+        return found.scatter_reduce(0, self.owners, places, "amax")[:-1]
 
     def mean(self, x: Tensor) -> Tensor:
         """(T, width) averaged over each sequence, as a product that always adds in one order."""

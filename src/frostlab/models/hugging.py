@@ -53,6 +53,9 @@ class HuggingStack(Stack):
         finally:
             config._attn_implementation = before
 
+    def passed_over(self) -> list[nn.Module]:
+        return [*super().passed_over(), self.body]
+
     def around(self, x: Tensor, packing: Packing | None) -> dict[str, Any]:
         return {"attention_mask": None, "packing": packing}
 
@@ -69,7 +72,7 @@ class BertStack(HuggingStack):
         places = self.places(ids, packing)[None]
         return self.body.embeddings(input_ids=ids, token_type_ids=types, position_ids=places)
 
-    def read(self, x: Tensor, packing: Packing | None) -> Tensor:
+    def read(self, x: Tensor, ids: Tensor, packing: Packing | None) -> Tensor:
         if not self.classifies:
             return self.model.cls.predictions.transform(x)
         if packing is not None:
@@ -78,7 +81,7 @@ class BertStack(HuggingStack):
 
 
 class CausalStack(HuggingStack):
-    """GPT-2 and Llama read each token, or a sequence's last one, behind a norm."""
+    """GPT-2 and Llama read each token, or a sequence's last that is no padding, behind a norm."""
 
     def __init__(self, model: Any, body: Any, layers: Any, norm: nn.Module) -> None:
         classifies = hasattr(model, "score")
@@ -86,9 +89,10 @@ class CausalStack(HuggingStack):
         super().__init__(model, body, layers, head, classifies)
         self.norm = norm
 
-    def read(self, x: Tensor, packing: Packing | None) -> Tensor:
+    def read(self, x: Tensor, ids: Tensor, packing: Packing | None) -> Tensor:
         if self.classifies and packing is not None:
-            x = x.squeeze(0)[packing.lasts]
+            pad = self.model.config.get_text_config().pad_token_id
+            x = x.squeeze(0)[packing.lasts(ids.squeeze(0) != (-1 if pad is None else pad))]
         return self.norm(x)
 
 

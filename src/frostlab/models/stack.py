@@ -19,6 +19,7 @@ from frostlab.models.gpt import GPT
 class Stack(ABC):
     """The pieces of a model, in the order of its forward; nothing is copied or changed."""
 
+    model: Any
     layers: Sequence[nn.Module]
     head: Any  # weight (outputs, width), and a bias or None
     classifies: bool
@@ -30,7 +31,7 @@ class Stack(ABC):
 
         Without a packing, (B, T) rows are filled up at their ends: only for causal models.
         """
-        return self.read(self.run(self.embed(ids, types, packing), packing), packing)
+        return self.read(self.run(self.embed(ids, types, packing), packing), ids, packing)
 
     def run(
         self, x: Tensor, packing: Packing | None, first: int = 0, last: int | None = None
@@ -48,6 +49,10 @@ class Stack(ABC):
             return packing.places
         return torch.arange(rows.shape[1], device=rows.device)
 
+    def passed_over(self) -> list[nn.Module]:
+        """The modules that are not called as wholes."""
+        return [self.model, self.head]
+
     def attention(self) -> AbstractContextManager[None]:
         """Within this, the layers attend with a packing."""
         return nullcontext()
@@ -61,8 +66,8 @@ class Stack(ABC):
         """What every layer is called with beside its input."""
 
     @abstractmethod
-    def read(self, x: Tensor, packing: Packing | None) -> Tensor:
-        """What the head reads of the last layer's output."""
+    def read(self, x: Tensor, ids: Tensor, packing: Packing | None) -> Tensor:
+        """What the head reads of the last layer's output for these tokens."""
 
 
 class GPTStack(Stack):
@@ -78,7 +83,7 @@ class GPTStack(Stack):
     def around(self, x: Tensor, packing: Packing | None) -> dict[str, Any]:
         return {"mask": None, "packing": packing}
 
-    def read(self, x: Tensor, packing: Packing | None) -> Tensor:
+    def read(self, x: Tensor, ids: Tensor, packing: Packing | None) -> Tensor:
         x = self.model.norm(x)
         return packing.mean(x.squeeze(0)) if self.classifies and packing is not None else x
 
@@ -96,19 +101,24 @@ class DecoderStack(Stack):
     def around(self, x: Tensor, packing: Packing | None) -> dict[str, Any]:
         return {"angles": self.model.angles(self.places(x, packing)), "packing": packing}
 
-    def read(self, x: Tensor, packing: Packing | None) -> Tensor:
+    def read(self, x: Tensor, ids: Tensor, packing: Packing | None) -> Tensor:
         return self.model.norm(x)
 
 
 def take_apart(model: nn.Module) -> Stack | None:
-    """The pieces of a model, or None for an architecture whose forward is not known here."""
-    if isinstance(model, GPT):
-        return GPTStack(model)
-    if isinstance(model, Decoder):
-        return DecoderStack(model)
+    """The pieces of a model, or None where its forward is not known here, or hooked into."""
+    kinds: dict[str, Any] = {"GPT": GPTStack, "Decoder": DecoderStack}
     if type(model).__module__.startswith("transformers.models."):
         from frostlab.models.hugging import STACKS
 
-        known = STACKS.get(type(model).__name__)
-        return None if known is None else known(model)
-    return None
+        kinds = STACKS
+    elif type(model) not in (GPT, Decoder):
+        return None
+    kind = kinds.get(type(model).__name__)
+    stack = None if kind is None else kind(model)
+    return None if stack is None or any(map(_is_hooked, stack.passed_over())) else stack
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Whether somebody wants to know when a module is called."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)

@@ -106,6 +106,8 @@ class Train(Strict):
                 f"epochs {self.epochs} and steps {self.steps} both say how long; "
                 "set one of them to null"
             )
+        if self.cache_prefix is not None and self.parallel == "fsdp":
+            raise ValueError("cache_prefix leaves layers out, which parallel fsdp cannot; use ddp")
         if self.batch % (self.accumulate * (self.processes or 1)):
             raise ValueError(
                 f"batch {self.batch} cannot be shared by {self.processes or 1} processes × "

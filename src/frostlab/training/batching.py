@@ -141,7 +141,7 @@ def collate(
     rows = rows if counts else np.zeros(1, np.int64)
     language = tokens.labels is None
     starts, lengths = tokens.starts[rows], tokens.stops[rows] - tokens.starts[rows]
-    width = int(lengths.max())
+    width = max(int(lengths.max()), 2 if language else 1)  # something to read, in any case
     if most is not None:
         width = padded_width(width, most)
     places = np.arange(width)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from frostlab.models.pretrained import first_line
 from frostlab.training.batching import Batch
-from frostlab.training.compiled import CompiledStep
+from frostlab.training.compiled import CompiledStep, shape_of
 from frostlab.training.step import Outcome
 
 _ALIGNED = 16  # bytes
@@ -49,7 +49,7 @@ class CapturedStep(CompiledStep):
         """Replay the graph of this shape; the first time, take the step without one."""
         if self._look_for_changes():
             self._graphs, self._seen = {}, set()
-        shape = tuple(_shape(part) for part in parts)
+        shape = shape_of(parts)
         graph = self._graphs.get(shape)
         if graph is None and self._captures and shape in self._seen:
             graph = self._capture(parts, shape)
@@ -69,6 +69,7 @@ class CapturedStep(CompiledStep):
     def _capture(self, parts: list[Batch], shape: Any) -> _Captured | None:
         """Record the step for a shape, or find out that it cannot be."""
         if len(self._graphs) >= _MOST:
+            self.reason = f"more than {_MOST} shapes of batches: the others run without a graph"
             return None
         size = _places(parts)[-1] + _ALIGNED
         inputs = torch.zeros(size, dtype=torch.uint8, device=self.device)
@@ -106,12 +107,6 @@ class CapturedStep(CompiledStep):
                 view.copy_(tensor)
         numbers.copy_(torch.tensor([rate, float(scored)]))
         return made
-
-
-def _shape(part: Batch) -> tuple[Any, ...]:
-    """All that a graph keeps fixed: which tensors, their shapes, the longest sequence."""
-    longest = None if part.packing is None else part.packing.longest
-    return (*part.inputs, *(t.shape for t in part.tensors()), longest)
 
 
 def _places(parts: list[Batch]) -> list[int]:

@@ -28,16 +28,16 @@ def choose(wanted: StepKind, device: torch.device, world: World, steps: int) -> 
     """The fastest kind that works; one that was asked for and cannot be had is named."""
     if wanted == "eager":
         return Choice("eager", False, "asked for")
-    if wanted == "compiled":
-        return Choice("compiled", True, "asked for")
-    asked = "asked for" if wanted == "captured" else "the fastest on a GPU"
+    asked = "the fastest on a GPU" if wanted == "auto" else "asked for"
     obstacle = None
-    if device.type != "cuda":
+    if world.size > 1:
+        obstacle = f"with {world.size} processes steps are neither compiled nor captured"
+    elif device.type != "cuda" and wanted != "compiled":
         obstacle = f"graphs are captured on CUDA, not on {device.type}"
-    elif world.size > 1:
-        obstacle = f"{world.size} processes exchange gradients, which no graph here holds"
     if obstacle is not None:
         return Choice("eager", False, obstacle)
+    if wanted == "compiled":
+        return Choice("compiled", True, asked)
     if wanted == "auto" and steps < WORTH_COMPILING:
         return Choice("captured", False, f"{asked}; {steps} steps are too few to compile for")
     return Choice("captured", True, asked)

@@ -44,6 +44,14 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
+def shape_of(parts: list[Batch]) -> Any:
+    """All that compiled or captured code may rely on: which tensors, their shapes, the longest."""
+    return tuple(
+        (*part.inputs, *(t.shape for t in part.tensors()), part.packing and part.packing.longest)
+        for part in parts
+    )
+
+
 class CompiledStep(EagerStep):
     """Forward and backward compiled layer by layer; the update is the plain one."""
 
@@ -53,15 +61,20 @@ class CompiledStep(EagerStep):
         super().__init__(*settings, **more)
         self._known = list(self.objective.parameters())
         self._learning = self._what_learns()
-        self.compiles, self._proven = compiles, not compiles
+        self.compiles, self._proven = compiles, set[Any]()
         if compiles:
             compile_layers(self.objective)
 
     def work(self, parts: list[Batch], scored: int | Tensor) -> Tensor:
         self._look_for_changes()
-        if self._proven:
-            return super().work(parts, scored)
-        # The first step shows whether compiling works; a second try must see the same dropout.
+        shape = shape_of(parts)
+        if self.compiles and shape not in self._proven:
+            self._prove(parts, scored)
+            self._proven.add(shape)
+        return super().work(parts, scored)
+
+    def _prove(self, parts: list[Batch], scored: int | Tensor) -> None:
+        """Try a shape out: compiling may fail, and the step must then see the same dropout."""
         on = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(on):
             try:
@@ -71,15 +84,13 @@ class CompiledStep(EagerStep):
                 self.compiles = False
                 self.fall_back(f"compiling failed: {first_line(error)}")
             self.optimizer.zero_grad(set_to_none=True)
-        self._proven = True
-        return super().work(parts, scored)
 
     def fall_back(self, reason: str) -> None:
         """Go on in a plainer way, and say why."""
         self.kind, self.reason = "eager", reason
 
     def _what_learns(self) -> tuple[int, ...]:
-        return (changes(), *(p.requires_grad for p in self._known))
+        return (changes(), self.objective.training, *(p.requires_grad for p in self._known))
 
     def _look_for_changes(self) -> bool:
         """Compile anew when other weights learn than before: code made for a frozen one would
@@ -88,7 +99,7 @@ class CompiledStep(EagerStep):
         if now == self._learning:
             return False
         self._known = list(self.objective.parameters())
-        self._learning = self._what_learns()
+        self._learning, self._proven = self._what_learns(), set()
         if self.compiles:
             uncompile(self.objective)
             compile_layers(self.objective)

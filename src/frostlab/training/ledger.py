@@ -22,7 +22,7 @@ class Entry:
     outcome: Outcome
     rate: float
     tokens: int
-    padded: int
+    padded: int  # what this process's rows hold, filler and all
     examples: int
 
 
@@ -58,7 +58,8 @@ class Ledger:
         block, self._entries = self._entries[:count], self._entries[count:]
         outcomes = [entry.outcome for entry in block]
         values = torch.stack([outcome.values for outcome in outcomes])
-        losses = self._world.total(values[:, 0].contiguous()).tolist()
+        held = values.new_tensor([entry.padded for entry in block])  # as exact as 2**24 is
+        losses, padded = self._world.total(torch.stack([values[:, 0], held])).tolist()
         _, norms, broken = values.T.tolist()
         self.loss = next((x for x in reversed(losses) if math.isfinite(x)), None)
         assert self._first is not None
@@ -73,7 +74,7 @@ class Ledger:
                 ms=[round(value, 4) for value in times],
                 rate=block[-1].rate,
                 tokens=sum(entry.tokens for entry in block),
-                padded=sum(entry.padded for entry in block),
+                padded=round(sum(padded)),
                 examples=sum(entry.examples for entry in block),
                 warmup=max(0, min(count, self._first + WARMUP - block[0].step)),
             )

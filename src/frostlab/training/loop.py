@@ -68,7 +68,11 @@ def train(
     per_epoch = steps_per_epoch(len(tokens), recipe.train.batch)
     total = sum(stage.steps for stage in setting.stages)
 
+    setting.display.begin(progress.step, total, per_epoch, setting.prepared.caution)
+    watch.start()
     setting.objective.train()
+    with watch.phase("data", device=True):
+        feed = _make_feed(setting, progress.step)  # while the model is whole
     step_once = build_step(
         setting.objective, recipe.optim, recipe.train, setting.precision, setting.device, world,
         steps=total, unused=_any_unused(setting),
@@ -79,10 +83,6 @@ def train(
     ledger = Ledger(step_once, watch, world, setting.folder)
     asked = StopLook(setting.asked_to_stop, world, setting.device)
 
-    setting.display.begin(progress.step, total, per_epoch, setting.prepared.caution)
-    watch.start()
-    with watch.phase("data", device=True):
-        feed = _make_feed(setting, progress.step)
     epoch_began = watch.training_seconds() - progress.epoch_seconds
     epoch, place = divmod(progress.step, per_epoch)
     order = feed.order(epoch)
@@ -105,7 +105,7 @@ def train(
             said = step_once.reason
             _say_how(setting, progress.step, step_once, feed.packs)
         progress.step, place = progress.step + 1, place + 1
-        padded = sum(part.inputs["input_ids"].numel() for part in parts) * world.size
+        padded = sum(part.inputs["input_ids"].numel() for part in parts)
         ledger.add(Entry(progress.step, outcome, rate, int(real[rows].sum()), padded, len(rows)))
         setting.display.advance(progress.step, ledger.loss)
 

@@ -59,24 +59,34 @@ class Objective(nn.Module):
         inputs, prefix = batch.inputs, self.prefix
         if prefix is None or "cached" not in inputs:
             return stack.vectors(inputs["input_ids"], inputs.get("token_type_ids"), batch.packing)
+        prefix.check()
         cached = inputs["cached"]
         x = cached if cached.is_floating_point() else prefix.vectors(cached)
         x = stack.run(x.to(prefix.dtype), batch.packing, first=prefix.depth)
-        return stack.read(x, batch.packing)
+        return stack.read(x, inputs["input_ids"], batch.packing)
 
 
-def check_packed(objective: Objective, prepared: Prepared, types: bool) -> None:
-    """Refuse to pack for a model that cannot be, or whose answers would be others."""
-    kind = type(objective.model).__name__
-    if take_apart(objective.model) is None:
-        known = "gpt, decoder, and Hugging Face's BERT, GPT-2 and Llama"
-        raise BadInput(f"train.batching packed does not know {kind}; it knows {known}")
+def check_pieces(objective: Objective, prepared: Prepared, types: bool, packs: bool) -> None:
+    """Refuse to train a model in pieces that cannot be, or whose answers would be others."""
+    model, kind = objective.model, type(objective.model).__name__
+    language = prepared.task == "language"
+    if take_apart(model) is None:
+        if packs:
+            known = "gpt, decoder, and Hugging Face's BERT, GPT-2 and Llama, without hooks"
+            raise BadInput(f"train.batching packed does not know {kind}; it knows {known}")
+        return
+    if not packs and not language:
+        return
     tokens, training = prepared.splits["train"], objective.training
     rows = np.argsort(tokens.lengths, kind="stable")[[0, len(tokens) // 2]]
+    apart = collate(tokens, rows, prepared.pad, types=types)
+    form = pack(tokens, rows, prepared.pad, types=types) if packs else apart
     objective.eval()
     with torch.no_grad():
-        apart = objective(collate(tokens, rows, prepared.pad, types=types))
-        together = objective(pack(tokens, rows, prepared.pad, types=types))
+        wanted = summed_loss(logits_of(model, apart.inputs), apart.targets)
+        found = objective(form)
     objective.train(training)
-    if not torch.allclose(apart, together, rtol=1e-3):
-        raise BadInput(f"train.batching packed gives other answers with this {kind}")
+    if not torch.allclose(wanted, found, rtol=1e-4):
+        raise BadInput(
+            f"{kind} in pieces gives a loss of {float(found):.6g}, not {float(wanted):.6g}"
+        )

@@ -1,6 +1,7 @@
 """Examples of different lengths in one row, and the few row widths a run needs."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ class Shapes:
 
     def width(self, tokens: int) -> int:
         """The narrowest row that holds so many tokens."""
-        return next((w for w in self.widths if w >= tokens), -(-tokens // _GRAIN) * _GRAIN)
+        return next((w for w in self.widths if w >= tokens), int(_grains(tokens)))
 
 
 def row_lengths(tokens: Tokens, rows: NDArray[np.int64] | slice = slice(None)) -> NDArray[np.int64]:
@@ -37,9 +38,13 @@ def shapes_for(tokens: Tokens, parts: Order) -> Shapes:
     """At most eight widths that these parts of batches waste the fewest tokens in."""
     lengths = row_lengths(tokens)
     sums = np.array([int(lengths[rows].sum()) for rows in parts])
-    needed, counts = np.unique(-(-sums // _GRAIN) * _GRAIN, return_counts=True)
+    needed, counts = np.unique(_grains(sums), return_counts=True)
     most = max(len(rows) for rows in parts)
-    return Shapes(_fewest_wasted(needed, counts), most, int(lengths.max()))
+    return Shapes(_fewest_wasted(needed, counts), most, int(_grains(lengths.max())))
+
+
+def _grains(count: Any) -> Any:
+    return -(-count // _GRAIN) * _GRAIN
 
 
 def _fewest_wasted(needed: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[int, ...]:
@@ -84,7 +89,12 @@ def pack(
     if width is None:
         width = max(total, 1) if shapes is None else shapes.width(total)
     examples = max(len(rows), 1) if shapes is None else shapes.examples
-    longest = max(width - total, int(lengths.max(initial=1)), shapes.longest if shapes else 0)
+    longest = int(lengths.max(initial=1))
+    if shapes is not None:  # doubled until it covers the filler, too: few different ones
+        longest = shapes.longest
+        while longest < width - total:
+            longest *= 2
+    longest = max(longest, width - total)
 
     ends = np.cumsum(lengths)
     owner = np.repeat(np.arange(len(rows)), lengths)  # of each real token

@@ -3,29 +3,27 @@
 Only where nothing random happens in them; the table is exact for float32, rounded once for bf16.
 """
 
-import json
-import os
-import shutil
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+import frostlab
 from frostlab.data import Prepared, Tokens
-from frostlab.data.cache import build_once, cache_folder, digest_of
-from frostlab.errors import BadInput
-from frostlab.models.stack import Stack, take_apart
+from frostlab.data.cache import digest_of
+from frostlab.errors import BadInput, FrostlabError
+from frostlab.models.stack import take_apart
 from frostlab.recipe.settings import Train
 from frostlab.surgery.origin import digest
 from frostlab.training.batching import evaluation_order
 from frostlab.training.packing import pack, row_lengths
+from frostlab.training.tables import kept_table
 
-_FORMAT = 1
 _AT_ONCE = 32  # examples computed together
 _GB = 10**9
 
@@ -38,7 +36,13 @@ class Prefix:
     table: Tensor  # (tokens, width), on the device or mapped from a file
     starts: NDArray[np.int64]  # where each example's rows begin
     dtype: torch.dtype  # of the vectors when they are computed
+    below: tuple[Tensor, ...]  # the weights it was made with
     facts: dict[str, Any]
+
+    def check(self) -> None:
+        """Refuse to be used when what lies below has been thawed."""
+        if any(weight.requires_grad for weight in self.below):
+            raise FrostlabError("a layer learns whose outputs are cached: train.cache_prefix")
 
     def vectors(self, at: Tensor) -> Tensor:
         """(1, T) places in the table to (1, T, width)."""
@@ -50,8 +54,7 @@ def prefix_depth(model: nn.Module) -> int:
     stack = take_apart(model)
     if stack is None:
         return 0
-    with torch.no_grad():
-        ids = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
+    ids = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
     if stack.embed(ids, None, None).requires_grad:
         return 0
     learns = [any(p.requires_grad for p in layer.parameters()) for layer in stack.layers]
@@ -102,7 +105,7 @@ def _compute(
     batch = batch.to(next(model.parameters()).device)
     ids, second = batch.inputs["input_ids"], batch.inputs.get("token_type_ids")
     x = stack.run(stack.embed(ids, second, batch.packing), batch.packing, 0, depth)
-    return x.squeeze(0), batch.inputs["cached"].flatten()
+    return x[0, : batch.tokens], batch.inputs["cached"][0, : batch.tokens]  # without filler
 
 
 def starts_of(tokens: Tokens) -> NDArray[np.int64]:
@@ -122,10 +125,12 @@ def build_prefix(
         filler.fill(table)
         facts = {"where": "memory", "reused": False}
     else:
-        table, reused = _on_disk(filler, train.cache_gb)
+        table, reused = kept_table(
+            filler.key(), filler.shape, precision, int(train.cache_gb * _GB), filler.fill
+        )
         facts = {"where": "disk", "reused": reused}
     facts |= {"depth": depth, "bytes": table.nbytes}
-    return Prefix(depth, table, starts_of(tokens), filler.dtype, facts)
+    return Prefix(depth, table, starts_of(tokens), filler.dtype, filler.below(), facts)
 
 
 class _Filler:
@@ -143,7 +148,7 @@ class _Filler:
         self.model, self.tokens, self.pad, self.depth = model, tokens, pad, depth
         self.precision, self.types = precision, types
         self.device = next(model.parameters()).device
-        first, _ = self.compute(np.zeros(1, np.int64))
+        first, _ = self.compute(np.array([tokens.lengths.argmax()]))
         self.dtype = first.dtype
         self.shape = (int(row_lengths(tokens).sum()), first.shape[-1])
 
@@ -164,70 +169,22 @@ class _Filler:
             vectors, at = self.compute(rows)
             table.index_copy_(0, at.to(table.device), vectors.to(table))
 
-    def agrees(self, table: Tensor) -> bool:
-        """Whether a table is this model's, shown on a few examples."""
-        rows = np.linspace(0, len(self.tokens) - 1, 4).astype(np.int64)
-        vectors, at = self.compute(np.unique(rows))
-        kept = table.index_select(0, at.to(table.device)).float()
-        room = 5e-2 if self.precision == torch.bfloat16 else 1e-4
-        return torch.allclose(vectors.float().to(kept), kept, rtol=room, atol=room)
+    def below(self) -> tuple[Tensor, ...]:
+        """All that is frozen, and not in a layer above the cached ones."""
+        stack = take_apart(self.model)
+        assert stack is not None
+        above = {id(t) for layer in stack.layers[self.depth :] for t in layer.parameters()}
+        tensors = chain(self.model.parameters(), self.model.buffers())
+        return tuple(t for t in tensors if id(t) not in above and not t.requires_grad)
 
     def key(self) -> str:
         """A name for everything a table depends on."""
-        stack = take_apart(self.model)
-        assert stack is not None
         return digest_of(
             {
-                "format": _FORMAT,
+                "versions": [torch.__version__, transformers.__version__, frostlab.__version__],
                 "tokens": self.tokens.digest,
                 "model": f"{type(self.model).__name__} {self.model.config}",
-                "weights": _frozen_digests(self.model, stack, self.depth),
+                "weights": [digest(tensor) for tensor in self.below()],
                 "form": [self.depth, str(self.precision), self.device.type, self.types],
             }
         )[:32]
-
-
-def _frozen_digests(model: nn.Module, stack: Stack, depth: int) -> list[str]:
-    """Digests of all that is frozen below the first layer that learns."""
-    above = {id(t) for layer in stack.layers[depth:] for t in layer.parameters()}
-    tensors = chain(model.named_parameters(), model.named_buffers())
-    return [
-        f"{name} {digest(t)}" for name, t in tensors if id(t) not in above and not t.requires_grad
-    ]
-
-
-def _on_disk(filler: _Filler, limit: float) -> tuple[Tensor, bool]:
-    """A table mapped from a file that is made once; one that does not agree is made again."""
-    folder = cache_folder(None) / "prefixes" / filler.key()
-    count = filler.shape[0] * filler.shape[1]
-
-    def mapped(path: Path, shared: bool) -> Tensor:
-        flat = torch.from_file(str(path), shared=shared, size=count, dtype=filler.precision)
-        return flat.view(filler.shape)
-
-    def build(place: Path) -> None:
-        needed = count * filler.precision.itemsize
-        _make_room(folder.parent, needed, int(limit * _GB))
-        filler.fill(mapped(place / "vectors", shared=True))
-        (place / "about.json").write_text(json.dumps({"shape": filler.shape, "bytes": needed}))
-
-    for _ in range(2):
-        reused = folder.is_dir()
-        build_once(folder, build)
-        os.utime(folder)
-        table = mapped(folder / "vectors", shared=False)
-        if not reused or filler.agrees(table):
-            return table, reused
-        shutil.rmtree(folder)
-    raise AssertionError("a table just built is not checked")
-
-
-def _make_room(parent: Path, needed: int, limit: int) -> None:
-    """Remove the tables that were used longest ago until a new one fits."""
-    found = [path.parent for path in parent.glob("*/about.json")]
-    sizes = {f: json.loads((f / "about.json").read_text())["bytes"] for f in found}
-    for folder in sorted(sizes, key=lambda f: f.stat().st_mtime):
-        if sum(sizes.values()) + needed <= limit:
-            return
-        shutil.rmtree(folder, ignore_errors=True)
-        del sizes[folder]

@@ -31,7 +31,7 @@ from frostlab.training.devices import choose_device, choose_precision
 from frostlab.training.distributed import World, joined
 from frostlab.training.interruptions import interruptions
 from frostlab.training.loop import Setting
-from frostlab.training.objective import Objective, check_packed, logits_of
+from frostlab.training.objective import Objective, check_pieces, logits_of
 from frostlab.training.prefix import check_prefix
 from frostlab.training.progress import Display, Silent
 from frostlab.training.stages import stages_of
@@ -128,8 +128,8 @@ def _set_up(
     }
     precision = choose_precision(recipe.train, device)
     objective = Objective(model)
-    if recipe.train.batching == "packed" or recipe.train.cache_prefix is not None:
-        check_packed(objective, prepared, wants_types(model))
+    packs = recipe.train.batching == "packed" or recipe.train.cache_prefix is not None
+    check_pieces(objective, prepared, wants_types(model), packs)
     if recipe.train.cache_prefix is not None:
         check_prefix(model, prepared, recipe.train, precision)
     model.to(device)
