@@ -35,6 +35,7 @@ from frostlab.records.folder import RunFolder
 from frostlab.training.batching import collate, epoch_order
 from frostlab.training.distributed import World
 from frostlab.training.loop import Setting, train
+from frostlab.training.objective import Objective
 from frostlab.training.patience import Best
 from frostlab.training.progress import Progress, Silent
 from frostlab.training.stages import Stage
@@ -127,8 +128,8 @@ def ours(model: Any, tokens: Tokens, steps: int, turns: Turns, where: torch.devi
     precision = torch.bfloat16 if where.type == "cuda" else torch.float32
     with tempfile.TemporaryDirectory() as folder:
         made = RunFolder.create(Path(folder) / "run", {}, name="bench")
-        setting = Setting(recipe, prepared, model, (Stage("train", steps + 1),), where,
-                          precision, World(), made, None, turns, turns.over)  # fmt: skip
+        setting = Setting(recipe, prepared, model, Objective(model), (Stage("train", steps + 1),),
+                          where, precision, World(), made, None, turns, turns.over)  # fmt: skip
         with made, suppress(_Enough):
             train(setting, Progress(Best("accuracy")), Stopwatch(where), None)
 
