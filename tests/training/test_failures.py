@@ -104,7 +104,7 @@ def test_clipping_equals_torch() -> None:
 def test_an_interrupted_run_stops_with_a_checkpoint_and_goes_on(
     signals: signal.Signals, tmp_path: Path
 ) -> None:
-    recipe = tiny(train={"batch": 8, "epochs": 30, "threads": 1})
+    recipe = tiny(train={"batch": 8, "epochs": 20, "threads": 1}, evaluate={"every": 200})
     whole, folder = tmp_path / "whole", tmp_path / "run"
     process = subprocess.Popen(
         command(tmp_path, recipe, "--out", str(folder)), stderr=subprocess.PIPE, text=True

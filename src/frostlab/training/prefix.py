@@ -4,16 +4,15 @@ Only where nothing random happens in them; the table is exact for float32, round
 """
 
 from dataclasses import dataclass
+from importlib.metadata import version
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-import frostlab
 from frostlab.data import Prepared, Tokens
 from frostlab.data.cache import digest_of
 from frostlab.errors import BadInput, FrostlabError
@@ -181,7 +180,7 @@ class _Filler:
         """A name for everything a table depends on."""
         return digest_of(
             {
-                "versions": [torch.__version__, transformers.__version__, frostlab.__version__],
+                "versions": [version(name) for name in ("torch", "transformers", "frostlab")],
                 "tokens": self.tokens.digest,
                 "model": f"{type(self.model).__name__} {self.model.config}",
                 "weights": [digest(tensor) for tensor in self.below()],
