@@ -149,7 +149,7 @@ def gpt_imdb(setting: Setting) -> Iterator[Result]:
         checked = sharpened(model(0.0), "head")
         return step_losses(Ours(checked, only_first(which), FINE_TUNING, setting, wanted).step)
 
-    check = agree(losses(feed, "auto"), losses(padded, "eager"), setting.precision)
+    check = agree(losses(feed, "captured"), losses(padded, "eager"), setting.precision)
     kept: list[Ours] = []
 
     def ours() -> Step:

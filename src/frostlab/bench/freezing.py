@@ -29,7 +29,7 @@ def frozen_qk(setting: Setting) -> Iterator[Result]:
 
 def _frozen_qk(setting: Setting, batch: int, length: int) -> Result:
     feed = drawn_feed(batch, length, SMALL_VOCABULARY if setting.small else 30522, 2)
-    wanted: Wanted = "captured" if setting.cuda else "auto"
+    wanted: Wanted = "captured"
 
     def side(frozen: bool, dropout: float, which: Feed) -> Ours:
         model = sharpened(bert(setting, dropout), "classifier")

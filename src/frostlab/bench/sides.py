@@ -31,7 +31,7 @@ class Ours:
         feed: Feed,
         optim: Optim,
         setting: Setting,
-        wanted: Wanted = "auto",
+        wanted: Wanted = "captured",
         prefix: Any = None,
     ) -> None:
         self.feed, self.device, self.taken = feed, setting.device, 0

@@ -25,10 +25,9 @@ class Choice:
 
 
 def choose(wanted: StepKind, device: torch.device, world: World, steps: int) -> Choice:
-    """The fastest kind that works; one that was asked for and cannot be had is named."""
+    """The fastest kind known to work; one that was asked for and cannot be had is named."""
     if wanted == "eager":
         return Choice("eager", False, "asked for")
-    asked = "the fastest on a GPU" if wanted == "auto" else "asked for"
     obstacle = None
     if world.size > 1:
         obstacle = f"with {world.size} processes steps are neither compiled nor captured"
@@ -36,11 +35,11 @@ def choose(wanted: StepKind, device: torch.device, world: World, steps: int) -> 
         obstacle = f"graphs are captured on CUDA, not on {device.type}"
     if obstacle is not None:
         return Choice("eager", False, obstacle)
-    if wanted == "compiled":
-        return Choice("compiled", True, asked)
-    if wanted == "auto" and steps < WORTH_COMPILING:
-        return Choice("captured", False, f"{asked}; {steps} steps are too few to compile for")
-    return Choice("captured", True, asked)
+    if wanted == "auto":
+        return Choice("eager", False, "captured steps are not yet proven on a GPU: ask for them")
+    if wanted == "captured" and steps < WORTH_COMPILING:
+        return Choice("captured", False, f"asked for; {steps} steps are too few to compile for")
+    return Choice(wanted, True, "asked for")
 
 
 def build_step(
