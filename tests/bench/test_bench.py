@@ -239,7 +239,8 @@ def test_listing_needs_no_torch() -> None:
         (("gpt-imbd",), "gpt-imbd is no benchmark; did you mean `gpt-imdb`?"),
         (("qqqq",), "there are bert-finetune, sst2-epoch"),
         (("gpt-imdb", "--data-dir", "nowhere"), "--data-dir nowhere is not a folder"),
-        (("gpt-imdb", "--json", "nowhere/x.jsonl"), "nowhere is not a folder"),
+        (("gpt-imdb", "--json", "nowhere/x.jsonl"), "nowhere/x.jsonl cannot be written: No such"),
+        (("gpt-imdb", "--json", "/"), "--json / cannot be written: Is a directory"),
     ],
 )
 def test_bad_input_is_one_line(arguments: tuple[str, ...], message: str) -> None:

@@ -203,7 +203,7 @@ OTHER: dict[str, Any] = {
 ELSEWHERE = {
     "about": "tests/recipe: the digest leaves it out; `frostlab recipes` prints it",
     "tokenizer": "tests/data/test_vocabulary.py",
-    "train.step": "test_stepping.py",
+    "train.step": "test_stepping.py, test_choosing.py",
     "train.cache_prefix": "test_prefix.py",
     "train.cache_gb": "test_prefix.py",
     "train.device": "test_devices_that_are_not_there below",

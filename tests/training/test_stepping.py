@@ -6,7 +6,6 @@ but the recording itself. tests/gpu/test_captured.py shows that.
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from frostlab.recipe.settings import Optim, StepKind, Train
 from frostlab.training import captured
 from frostlab.training.batching import Batch, collate, epoch_order
 from frostlab.training.captured import CapturedStep
-from frostlab.training.choosing import build_step, choose
+from frostlab.training.choosing import build_step
 from frostlab.training.compiled import CompiledStep
 from frostlab.training.distributed import World
 from frostlab.training.objective import Objective
@@ -28,7 +27,6 @@ from frostlab.training.optimizer import build_optimizer
 from frostlab.training.packing import pack, shapes_for
 from frostlab.training.step import EagerStep, seed_step
 from packed import PAD, build, classifies, tokens
-from tiny import tiny
 
 CPU = torch.device("cpu")
 Work = Callable[[], None]
@@ -187,43 +185,6 @@ def test_a_broken_gradient_moves_nothing_and_is_named() -> None:
     assert step.name_of(int(broken)) == "blocks.1.up.weight"
     same(model, before)
     hook.remove()
-
-
-@pytest.mark.parametrize(
-    ("wanted", "device", "processes", "steps", "kind", "compiles", "said"),
-    [
-        ("auto", "cpu", 1, 10, "eager", False, "graphs are captured on CUDA, not on cpu"),
-        ("captured", "cpu", 1, 10, "eager", False, "graphs are captured on CUDA, not on cpu"),
-        ("captured", "mps", 1, 10, "eager", False, "not on mps"),
-        ("auto", "cuda", 2, 10, "eager", False, "with 2 processes steps are neither"),
-        ("compiled", "cpu", 2, 10, "eager", False, "with 2 processes steps are neither"),
-        ("auto", "cuda", 1, 5000, "eager", False, "not yet proven on a GPU"),
-        ("captured", "cuda", 1, 10, "captured", False, "10 steps are too few to compile for"),
-        ("captured", "cuda", 1, 5000, "captured", True, "asked for"),
-        ("compiled", "cpu", 1, 10, "compiled", True, "asked for"),
-        ("eager", "cuda", 1, 5000, "eager", False, "asked for"),
-    ],
-)
-def test_the_kind_that_is_chosen(
-    wanted: StepKind, device: str, processes: int, steps: int, kind: str, compiles: bool, said: str
-) -> None:
-    choice = choose(wanted, torch.device(device), World(0, processes, 0), steps)
-    assert (choice.kind, choice.compiles) == (kind, compiles)
-    assert said in choice.reason
-
-
-def test_a_run_says_and_records_which_kind_it_takes(tmp_path: Path) -> None:
-    lines: list[str] = []
-
-    class Heard(fl.training.progress.Silent):  # type: ignore[name-defined, misc]
-        def say(self, line: str) -> None:
-            lines.append(line)
-
-    record = fl.run(tiny(train__step="captured"), runs=tmp_path, display=Heard())
-    reason = "graphs are captured on CUDA, not on cpu"
-    assert lines == [f"eager steps: {reason}"]
-    (event,) = record.result["stepping"]
-    assert (event["how"], event["reason"]) == ("eager", reason)
 
 
 def test_a_compiler_that_fails_is_named_and_done_without(monkeypatch: pytest.MonkeyPatch) -> None:

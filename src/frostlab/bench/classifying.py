@@ -14,15 +14,15 @@ from frostlab.bench.made import (
     examples_of,
     gpt,
     only_first,
+    packed_feed,
     padding_collator,
     text,
 )
 from frostlab.bench.measuring import Result, result_of
-from frostlab.bench.rounds import Driver, Step, interleave, looped
-from frostlab.bench.seam import packed
-from frostlab.bench.setting import Feed, Setting, Wanted
+from frostlab.bench.rounds import Driver, Step, looped
+from frostlab.bench.setting import Feed, Setting
 from frostlab.bench.sides import FedBatches, HuggingFace, Ours, grouped
-from frostlab.recipe.settings import Optim
+from frostlab.recipe.settings import Optim, StepKind
 from frostlab.training.batching import collate, epoch_order, widest
 
 FINE_TUNING = Optim(lr=2e-5)
@@ -44,10 +44,7 @@ def bert_finetune(setting: Setting) -> Iterator[Result]:
     def theirs() -> Driver:
         return HuggingFace(bert(setting), FedBatches(feed), FINE_TUNING, setting).drive
 
-    times = interleave(
-        ours, theirs, setting.device,
-        rounds=setting.rounds_or(30), every=setting.every, seconds=setting.seconds,
-    )  # fmt: skip
+    times = setting.interleave(ours, theirs, rounds=30)
     yield result_of(
         setting,
         times,
@@ -65,7 +62,7 @@ def sst2_epoch(setting: Setting) -> Iterator[Result]:
     prepared = text(setting, "sst2", 128, 30000)
     tokens, batch = prepared.splits["train"], 4 if setting.small else 32
     order = [rows for rows in epoch_order(tokens.lengths, batch, 0, 0, False) if len(rows) == batch]
-    feed, one_each = packed(tokens, order, prepared.pad)
+    feed, one_each = packed_feed(tokens, order, prepared.pad)
     check = _same_losses(
         setting, only_first(feed), lambda _: collate(tokens, order[0], prepared.pad)
     )
@@ -85,11 +82,7 @@ def sst2_epoch(setting: Setting) -> Iterator[Result]:
         ).drive  # fmt: skip
 
     every, warm = setting.every, 30 if setting.cuda else 3
-    times = interleave(
-        ours, theirs, setting.device,
-        rounds=setting.rounds_or(max(1, (len(order) - warm) // every)),
-        every=every, warm=warm, seconds=setting.seconds,
-    )  # fmt: skip
+    times = setting.interleave(ours, theirs, max(1, (len(order) - warm) // every), warm)
     mean = float(tokens.lengths.mean())
     covered = len(times.ours) * every / len(order)
     yield result_of(
@@ -131,7 +124,7 @@ def gpt_imdb(setting: Setting) -> Iterator[Result]:
         order = epoch_order(tokens.lengths, batch, 0, 0, True)
         order = [rows for rows in order if len(rows) == batch]
         mean, note = float(tokens.lengths.mean()), "IMDB at its real lengths: ours packed"
-        feed, one_each = packed(tokens, order, pad)
+        feed, one_each = packed_feed(tokens, order, pad)
 
         padded: Feed = lambda step: collate(tokens, order[step % len(order)], pad, most=most)  # noqa: E731
 
@@ -145,7 +138,7 @@ def gpt_imdb(setting: Setting) -> Iterator[Result]:
     def model(dropout: float) -> nn.Module:
         return gpt(setting, vocabulary, 2, dropout)
 
-    def losses(which: Feed, wanted: Wanted) -> list[float]:
+    def losses(which: Feed, wanted: StepKind) -> list[float]:
         checked = sharpened(model(0.0), "head")
         return step_losses(Ours(checked, only_first(which), FINE_TUNING, setting, wanted).step)
 
@@ -161,10 +154,7 @@ def gpt_imdb(setting: Setting) -> Iterator[Result]:
     def theirs() -> Driver:
         return looped(Ours(model(0.1), padded, PRETRAINING, setting, "eager").step)
 
-    times = interleave(
-        ours, theirs, setting.device,
-        rounds=setting.rounds_or(30), every=setting.every, seconds=setting.seconds,
-    )  # fmt: skip
+    times = setting.interleave(ours, theirs, rounds=30)
     yield result_of(
         setting,
         times,

@@ -11,11 +11,10 @@ from frostlab.anatomy.savings import savings
 from frostlab.bench.ceilings import step_work
 from frostlab.bench.checking import agree, sharpened, step_losses, tidy
 from frostlab.bench.classifying import FINE_TUNING
-from frostlab.bench.made import SMALL_VOCABULARY, bert, drawn, drawn_feed, only_first
+from frostlab.bench.made import SMALL_VOCABULARY, bert, drawn, drawn_feed, only_first, prefixed_feed
 from frostlab.bench.measuring import Result, result_of
-from frostlab.bench.rounds import Driver, Step, interleave, looped
-from frostlab.bench.seam import prefixed
-from frostlab.bench.setting import Feed, Setting, Wanted
+from frostlab.bench.rounds import Driver, Step, looped
+from frostlab.bench.setting import Feed, Setting
 from frostlab.bench.sides import Ours
 from frostlab.surgery import freeze
 
@@ -29,13 +28,12 @@ def frozen_qk(setting: Setting) -> Iterator[Result]:
 
 def _frozen_qk(setting: Setting, batch: int, length: int) -> Result:
     feed = drawn_feed(batch, length, SMALL_VOCABULARY if setting.small else 30522, 2)
-    wanted: Wanted = "captured"
 
     def side(frozen: bool, dropout: float, which: Feed) -> Ours:
         model = sharpened(bert(setting, dropout), "classifier")
         if frozen:
             freeze(model, "query", "key")
-        return Ours(model, which, FINE_TUNING, setting, wanted)
+        return Ours(model, which, FINE_TUNING, setting)
 
     first = only_first(feed)
     mine, other = (step_losses(side(frozen, 0.0, first).step)[:1] for frozen in (True, False))
@@ -49,10 +47,7 @@ def _frozen_qk(setting: Setting, batch: int, length: int) -> Result:
     def theirs() -> Driver:
         return looped(built(False))
 
-    times = interleave(
-        lambda: built(True), theirs, setting.device,
-        rounds=setting.rounds_or(40), every=setting.every, seconds=setting.seconds,
-    )  # fmt: skip
+    times = setting.interleave(lambda: built(True), theirs, rounds=40)
     whole, part = bert(setting), bert(setting)
     freeze(part, "query", "key")
     bound = savings(anatomy(part), length).speed_up
@@ -85,7 +80,7 @@ def frozen_prefix(setting: Setting) -> Iterator[Result]:
 
     def side(cached: bool, one: bool) -> Ours:
         model = prefix_frozen(setting, layers).to(setting.device)
-        prefix, feed = prefixed(model, tokens, order, setting, cached)
+        prefix, feed = prefixed_feed(model, tokens, order, setting, cached)
         return Ours(model, only_first(feed) if one else feed, FINE_TUNING, setting, prefix=prefix)
 
     mine, other = (step_losses(side(cached, True).step) for cached in (True, False))
@@ -96,10 +91,7 @@ def frozen_prefix(setting: Setting) -> Iterator[Result]:
         kept.append(side(cached, False))
         return kept[-1].step
 
-    times = interleave(
-        lambda: built(True), lambda: looped(built(False)), setting.device,
-        rounds=setting.rounds_or(40), every=setting.every, seconds=setting.seconds,
-    )  # fmt: skip
+    times = setting.interleave(lambda: built(True), lambda: looped(built(False)), rounds=40)
     yield result_of(
         setting,
         times,

@@ -7,7 +7,7 @@ from frostlab.bench.checking import agree, step_losses
 from frostlab.bench.classifying import PRETRAINING
 from frostlab.bench.made import SMALL_VOCABULARY, drawn_feed, gpt, only_first
 from frostlab.bench.measuring import Result, result_of
-from frostlab.bench.rounds import Driver, Step, interleave, looped
+from frostlab.bench.rounds import Driver, Step, looped
 from frostlab.bench.setting import Setting
 from frostlab.bench.sides import Ours, Plain
 
@@ -46,10 +46,7 @@ def _language(setting: Setting, batch: int) -> Result:
     def theirs() -> Driver:
         return looped(plain(False).step)
 
-    times = interleave(
-        ours, theirs, setting.device,
-        rounds=setting.rounds_or(40), every=setting.every, seconds=setting.seconds,
-    )  # fmt: skip
+    times = setting.interleave(ours, theirs, rounds=40)
     return result_of(
         setting,
         times,

@@ -12,7 +12,10 @@ from frostlab.bench.setting import Feed, Setting
 from frostlab.data import Prepared, Tokens, prepare
 from frostlab.models.gpt import GPT, GPTConfig
 from frostlab.recipe.loading import recipe_from
-from frostlab.training.batching import collate
+from frostlab.recipe.settings import Train
+from frostlab.training.batching import Batch, Order, collate
+from frostlab.training.packing import pack, row_lengths, shapes_for
+from frostlab.training.prefix import Prefix, build_prefix
 
 SMALL_VOCABULARY = 400
 
@@ -106,3 +109,31 @@ def padding_collator(pad: int) -> Callable[[list[dict[str, Any]]], dict[str, Ten
         }
 
     return collated
+
+
+def packed_feed(tokens: Tokens, order: Order, pad: int) -> tuple[Feed, list[int]]:
+    """Batches packed into few static widths; and a step of each width, for warming up."""
+    shapes, lengths = shapes_for(tokens, order), row_lengths(tokens)
+    fits = [shapes.width(int(lengths[rows].sum())) for rows in order]
+
+    def feed(step: int) -> Batch:
+        return pack(tokens, order[step % len(order)], pad, shapes=shapes)
+
+    return feed, [fits.index(width) for width in dict.fromkeys(fits)]
+
+
+def prefixed_feed(
+    model: nn.Module, tokens: Tokens, order: Order, setting: Setting, cached: bool
+) -> tuple[Prefix | None, Feed]:
+    """The cache of a model's frozen prefix (None uncached), and the batches that go with it."""
+    shapes, prefix = shapes_for(tokens, order), None
+    if cached:
+        prepared = Prepared("classification", 2, 0, 0, {"train": tokens}, {}, None, {}, "", None)
+        wanted = Train(cache_prefix="memory")
+        prefix = build_prefix(model, prepared, wanted, setting.precision, types=False)
+    table = None if prefix is None else prefix.starts
+
+    def feed(step: int) -> Batch:
+        return pack(tokens, order[step % len(order)], 0, shapes=shapes, table=table)
+
+    return prefix, feed

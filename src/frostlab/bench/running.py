@@ -112,8 +112,11 @@ def facts(device: torch.device) -> dict[str, Any]:
 
 def append(path: Path, result: Result) -> None:
     """Add one line of JSON."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(result, ensure_ascii=False) + "\n")
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(result, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise FrostlabError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def _absent(benchmark: Benchmark, scale: Scale, status: str, reason: str) -> Result:

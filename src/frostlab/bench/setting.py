@@ -3,15 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from frostlab.bench.catalogue import Benchmark
 from frostlab.bench.ceilings import Ceilings
+from frostlab.bench.rounds import Driver, Step, Times, interleave
 from frostlab.training.batching import Batch
 
-Wanted = Literal["auto", "eager", "compiled", "captured"]
 Feed = Callable[[int], Batch]  # the batch of a step, made when it is asked for
 
 
@@ -40,6 +39,16 @@ class Setting:
         """Steps of one side before it is the other's turn."""
         return 10 if self.cuda else 2
 
-    def rounds_or(self, usual: int) -> int:
-        """As many rounds as asked for, else as usual; few where things are small."""
-        return self.rounds or (min(usual, 3) if self.small else usual)
+    def interleave(
+        self,
+        ours: Callable[[], Step],
+        theirs: Callable[[], Driver],
+        rounds: int,
+        warm: int = 3,
+    ) -> Times:
+        """Time both sides in turn: as many rounds as asked for, else as usual, few if small."""
+        count = self.rounds or (min(rounds, 3) if self.small else rounds)
+        return interleave(
+            ours, theirs, self.device,
+            rounds=count, every=self.every, warm=warm, seconds=self.seconds,
+        )  # fmt: skip

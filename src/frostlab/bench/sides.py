@@ -11,12 +11,15 @@ from torch import Tensor, nn
 
 from frostlab.bench.catalogue import NotAvailable
 from frostlab.bench.rounds import After
-from frostlab.bench.seam import Stepper
-from frostlab.bench.setting import Feed, Setting, Wanted
+from frostlab.bench.setting import Feed, Setting
 from frostlab.errors import FrostlabError
-from frostlab.recipe.settings import Optim
+from frostlab.recipe.settings import Optim, StepKind, Train
 from frostlab.training.batching import IGNORED, Batch
+from frostlab.training.choosing import build_step
+from frostlab.training.distributed import World
+from frostlab.training.objective import Objective
 from frostlab.training.optimizer import build_optimizer
+from frostlab.training.prefix import Prefix
 from frostlab.training.step import seed_step
 
 _PLENTY = 10**5  # steps a schedule may count on
@@ -31,18 +34,23 @@ class Ours:
         feed: Feed,
         optim: Optim,
         setting: Setting,
-        wanted: Wanted = "captured",
-        prefix: Any = None,
+        wanted: StepKind = "captured",
+        prefix: Prefix | None = None,
     ) -> None:
         self.feed, self.device, self.taken = feed, setting.device, 0
-        self._step = Stepper(model, optim, wanted, setting, prefix)
+        objective = Objective(model.to(setting.device).train())
+        objective.prefix, self.rate = prefix, optim.lr
+        self._step = build_step(
+            objective, optim, Train(step=wanted), setting.precision, setting.device, World(),
+            steps=_PLENTY,
+        )  # fmt: skip
 
     def step(self) -> Tensor:
         """Take the next step; the loss stays on the device."""
         batch = self.feed(self.taken)
         seed_step(0, self.taken, 0, self.device)
         self.taken += 1
-        return self._step(batch)
+        return self._step([batch], batch.scored, self.rate).loss
 
     def warm_up(self, places: Sequence[int]) -> None:
         """Meet every shape: once to see it, once to capture it, once to replay it."""
@@ -55,7 +63,7 @@ class Ours:
     @property
     def how(self) -> tuple[str, str]:
         """Which kind of step is taken, and why."""
-        return self._step.how
+        return self._step.kind, self._step.reason
 
 
 class _WithLoss(nn.Module):

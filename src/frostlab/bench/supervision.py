@@ -11,7 +11,7 @@ from frostlab.bench.checking import agree, step_losses
 from frostlab.bench.classifying import PRETRAINING
 from frostlab.bench.made import drawn_feed
 from frostlab.bench.measuring import Result, result_of
-from frostlab.bench.rounds import Driver, Step, interleave, looped
+from frostlab.bench.rounds import Driver, Step, looped
 from frostlab.bench.setting import Setting
 from frostlab.models.decoder import Decoder, DecoderConfig
 from frostlab.training.batching import Batch
@@ -121,10 +121,7 @@ def deep_supervision(setting: Setting) -> Iterator[Result]:
     def theirs() -> Driver:
         return looped(built(plain))
 
-    times = interleave(
-        lambda: built(fused), theirs, setting.device,
-        rounds=setting.rounds_or(40), every=setting.every, seconds=setting.seconds,
-    )  # fmt: skip
+    times = setting.interleave(lambda: built(fused), theirs, rounds=40)
     work = step_work(Decoder(config), length, batch * length)
     # the head works once more for each layer but the last, which is counted: forward, backward
     head = 6 * config.vocabulary * config.width * (config.layers - 1) * batch * length

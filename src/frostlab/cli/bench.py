@@ -39,8 +39,11 @@ def bench(
         return
     if data_dir is not None and not data_dir.is_dir():
         raise BadInput(f"--data-dir {data_dir} is not a folder")
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise BadInput(f"--json {json_file}: {json_file.absolute().parent} is not a folder")
+    if json_file is not None:
+        try:
+            json_file.open("a").close()
+        except OSError as error:
+            raise BadInput(f"--json {json_file} cannot be written: {error.strerror}") from None
     from frostlab.bench.running import append, run_benchmarks
     from frostlab.bench.table import show
 

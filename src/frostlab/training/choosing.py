@@ -12,7 +12,7 @@ from frostlab.training.objective import Objective
 from frostlab.training.optimizer import build_optimizer
 from frostlab.training.step import EagerStep
 
-WORTH_COMPILING = 1000  # steps: compiling takes as long as some hundred of them
+WORTH_COMPILING = 1000  # steps; a guess until it is measured
 
 
 @dataclass(frozen=True)
