@@ -124,6 +124,7 @@ def test_a_table_is_kept_under_what_it_depends_on(
         fl.run(recipe, runs=tmp_path)
         return set(tables()) - before
 
+    assert kept(seed=70)
     assert kept(seed=71), "other weights"
     assert not kept(seed=71)
     assert not kept(seed=71, optim__lr=1e-4), "which only the layers above feel"
@@ -169,8 +170,8 @@ def test_old_tables_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         return sorted(path.name for path in folder.iterdir() if path.is_dir())
 
     assert not any(keep(key, 30) for key in ("a", "b", "c"))
-    os.utime(folder / "b", (1, 1))
-    os.utime(folder / "a", (2, 2))
+    os.utime(folder / "a", (1, 1))
+    os.utime(folder / "b", (2, 2))
     assert keep("a", 30), "found, and used just now"
     (folder / "d.part").mkdir()  # what a killed process left
     assert not keep("d", 40)

@@ -3,18 +3,14 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from pydantic import BaseModel
 
 import frostlab as fl
 from frostlab.data import prepare
-from frostlab.recipe import Recipe, settings
-from frostlab.recipe import data as data_settings
 from frostlab.recipe.loading import recipe_from
 from frostlab.recipe.treatment import NAMED
 from frostlab.training.batching import epoch_order
@@ -157,99 +153,6 @@ def test_published_splits_report_the_best_evaluation_and_say_so(tmp_path: Path) 
     assert [e["split"] for e in honest.events() if e["kind"] == "evaluation"] == [
         "tune", "tune", "report",
     ]  # fmt: skip
-
-
-# One other value for every field; the tiny run must come out differently.
-OTHER: dict[str, Any] = {
-    "data.name": {"data": {"name": "recall", "examples": 256, "length": 12, "symbols": 4}},
-    "data.examples": 128,
-    "data.length": 10,
-    "data.symbols": 3,
-    "model.kind": {
-        "data": {"name": "induction", "examples": 64, "length": 16, "symbols": 16},
-        "model": {"kind": "decoder", "width": 16, "layers": 1, "heads": 2},
-    },
-    "model.width": 32,
-    "model.layers": 1,
-    "model.heads": 4,
-    "model.hidden": 24,
-    "model.dropout": 0.2,
-    "model.bias": False,
-    "model.causal": True,
-    "model.positions": 20,
-    "treatment": "frozen-qk",
-    "optim.lr": 1e-3,
-    "optim.decay": 0.3,
-    "optim.betas": [0.8, 0.99],
-    "optim.eps": 1e-3,
-    "optim.clip": None,
-    "optim.warmup": 4,
-    "optim.schedule": "constant",
-    "train.batch": 16,
-    "train.accumulate": 2,
-    "train.epochs": 3,
-    "train.steps": {"train": {"batch": 32, "steps": 5, "threads": 1}},
-    "train.batching": "padded",
-    "train.precision": "bf16",
-    "train.checkpoint": 3,
-    "evaluate.every": 5,
-    "evaluate.metric": "loss",
-    "evaluate.patience": {"evaluate": {"every": 1, "patience": 1}},
-    "evaluate.target": 0.1,
-    "evaluate.batch": 3,
-    "seed": 5,
-}
-# Fields whose effect other tests show: where.
-ELSEWHERE = {
-    "about": "tests/recipe: the digest leaves it out; `frostlab recipes` prints it",
-    "tokenizer": "tests/data/test_vocabulary.py",
-    "train.step": "test_stepping.py, test_choosing.py",
-    "train.cache_prefix": "test_prefix.py",
-    "train.cache_gb": "test_prefix.py",
-    "train.device": "test_devices_that_are_not_there below",
-    "train.threads": "test_threads below",
-    "train.processes": "test_distributed.py",
-    "train.parallel": "test_distributed.py",
-}
-
-
-def fields(kind: type[BaseModel], prefix: str) -> set[str]:
-    return {f"{prefix}{name}" for name in kind.model_fields}
-
-
-def test_every_field_has_its_test() -> None:
-    sections = {
-        "data.": data_settings.Synthetic, "model.": settings.GPTModel, "optim.": settings.Optim,
-        "train.": settings.Train, "evaluate.": settings.Evaluate,
-    }  # fmt: skip
-    known = {f for prefix, kind in sections.items() for f in fields(kind, prefix)}
-    known |= set(Recipe.model_fields) - {prefix.strip(".") for prefix in sections}
-    assert set(OTHER) | set(ELSEWHERE) == known
-
-
-def print_of(record: fl.RunRecord) -> dict[str, Any]:
-    """What a field can change: every event but its times."""
-    times = ("at", "ms", "seconds")
-    events = [{k: v for k, v in e.items() if k not in (*times, "name", "recipe_digest")}
-              for e in record.events()]  # fmt: skip
-    return {"events": events, "target": (record.result["target"] or {}).get("step")}
-
-
-@pytest.fixture(scope="module")
-def usual(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return print_of(fl.run(tiny(), runs=tmp_path_factory.mktemp("usual")))
-
-
-@pytest.mark.parametrize("field", OTHER)
-def test_each_field_changes_something(field: str, tmp_path: Path, usual: dict[str, Any]) -> None:
-    value = OTHER[field]
-    recipe = tiny(**value) if isinstance(value, dict) else tiny(**{field.replace(".", "__"): value})
-    assert print_of(fl.run(recipe, runs=tmp_path)) != usual
-
-
-def test_two_equal_runs_have_equal_prints(tmp_path: Path, usual: dict[str, Any]) -> None:
-    """Without this the test above could not fail."""
-    assert print_of(fl.run(tiny(), runs=tmp_path)) == usual
 
 
 def test_accumulated_parts_make_the_same_step(tmp_path: Path) -> None:

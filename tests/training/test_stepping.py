@@ -76,12 +76,12 @@ def batches(name: str, packed: bool, parts: int = 1) -> list[list[Batch]]:
 
 def train(step: EagerStep, steps: list[list[Batch]]) -> list[list[float]]:
     """Losses, norms and broken gradients of some steps, under a warm-up."""
-    made = []
+    outcomes = []
     for i, parts in enumerate(steps):
         seed_step(0, i, 0, CPU)
         scored = sum(part.scored for part in parts)
-        made.append(step(parts, scored, 1e-3 * (i + 1) / len(steps)).values.tolist())
-    return made
+        outcomes.append(step(parts, scored, 1e-3 * (i + 1) / len(steps)))
+    return [outcome.values.tolist() for outcome in outcomes]  # read late, as the ledger does
 
 
 def same(one: nn.Module, other: nn.Module) -> None:
