@@ -94,9 +94,7 @@ def _side_by_side(
     query, key, value = (
         x.index_select(0, at.flatten()).unflatten(0, at.shape).transpose(1, 2) for x in rows
     )  # each (N + 1, heads, longest, size)
-    seen = (real | (places == 0))[
-        :, None, None, :
-    ]  # an empty sequence, too, or a kernel may give NaN
+    seen = (real | (places == 0))[:, None, None, :]  # the empty, too: no NaN
     if causal:
         seen = seen & (places[:, None] >= places)
     mixed = F.scaled_dot_product_attention(
