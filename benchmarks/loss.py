@@ -3,7 +3,7 @@
 Forward and backward; memory is what a call needs above what was there before it, on the CPU in a
 fresh process each.
 
-    python benchmarks/loss.py [--rounds 5] [--precision bfloat16] [--compiled]
+    python benchmarks/loss.py [--rounds 5] [--precision bfloat16]
     python benchmarks/loss.py --memory ours deep
 """
 
@@ -75,7 +75,6 @@ def work(case: Case, way: str, precision: str) -> Callable[[], None]:
 
     ways: dict[str, Callable[[], torch.Tensor]] = {
         "ours": lambda: head_loss(hidden, weight, targets)[0],
-        "compiled": lambda: head_loss(hidden, weight, targets, compiled=True)[0],
         "plain": plain,
         "torch": torchs,
     }
@@ -124,18 +123,17 @@ def memory(name: str, way: str, precision: str) -> int:
     return int(json.loads(subprocess.run(command, capture_output=True, check=True).stdout))
 
 
-def compare(name: str, ours: str, theirs: str, precision: str, rounds: int) -> None:
+def compare(name: str, theirs: str, precision: str, rounds: int) -> None:
     case = CASES[name]
-    sides = [work(case, way, precision) for way in (ours, theirs)]
+    sides = [work(case, way, precision) for way in ("ours", theirs)]
     result = interleaved(sides[0], sides[1], rounds, device())
-    used = [memory(name, way, precision) for way in (ours, theirs)]
+    used = [memory(name, way, precision) for way in ("ours", theirs)]
     facts = {
         "case": name,
         "classes": case.classes,
         "width": case.width,
         "tokens": [case.layers, *case.shape],
         "precision": precision,
-        "side": ours,
         "against": theirs,
         "ours_mib": round(used[0] / MIB, 1),
         "theirs_mib": round(used[1] / MIB, 1),
@@ -148,7 +146,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--memory", nargs=2, metavar=("WAY", "CASE"))
     options = parser.parse_args()
     if options.memory:
@@ -161,8 +158,7 @@ def main() -> None:
         if case.cuda_only and device().type != "cuda":
             continue
         for theirs in against:
-            ours = "compiled" if options.compiled else "ours"
-            compare(name, ours, theirs, options.precision, options.rounds)
+            compare(name, theirs, options.precision, options.rounds)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,14 @@ pytestmark = [
 CUDA = torch.device("cuda", 0)
 HALF, FULL = torch.bfloat16, torch.float32
 NAMES = ["gpt classifier", "gpt", "decoder", "bert classifier", "gpt2", "llama"]
-# Of a loss near 1, over 300 steps: bf16 keeps 8 bits, and a compiled layer rounds elsewhere.
+# Of the loss, or of 1 where it is less, over 300 steps: bf16 keeps 8 bits, and a compiled layer
+# rounds elsewhere.
 ROUNDING = {HALF: 3e-2, FULL: 2e-3}
+
+
+def assert_same(found: list[float], wanted: list[float], precision: torch.dtype = HALF) -> None:
+    off = np.abs(np.subtract(found, wanted)) / np.maximum(1.0, wanted)
+    assert off.max() < ROUNDING[precision], (int(off.argmax()), float(off.max()))
 
 
 def make(
@@ -42,7 +48,7 @@ def make(
     steps: int = 10,
     rate: float = 1e-3,
 ) -> EagerStep:
-    """With fewer than a thousand steps, what is captured is not compiled."""
+    """With fewer than three thousand steps, what is captured is not compiled."""
     return build_step(Objective(model.to(CUDA)), Optim(lr=rate), Train(step=kind), precision, CUDA,
                       World(), steps=steps)  # fmt: skip
 
@@ -87,7 +93,7 @@ def test_300_captured_steps_equal_eager_ones(
     found = train(step, steps)
     assert isinstance(step, CapturedStep)
     assert step.kind == "captured", step.reason
-    np.testing.assert_allclose(found, wanted, atol=ROUNDING[precision])
+    assert_same(found, wanted, precision)
     assert np.mean(wanted[-8:]) < np.mean(wanted[:8]) - 0.05, "it learns"
     for n, before in frozen.items():
         assert torch.equal(graphs.get_parameter(n).cpu(), before.cpu()), n
@@ -100,7 +106,7 @@ def test_300_compiled_and_captured_steps_equal_eager_ones(name: str) -> None:
     wanted, step = train(make(eager, "eager"), steps), make(graphs, "captured", steps=5000)
     found = train(step, steps)
     assert (step.kind, step.reason) == ("captured", "asked for")
-    np.testing.assert_allclose(found, wanted, atol=ROUNDING[HALF])
+    assert_same(found, wanted)
 
 
 def test_a_captured_run_ends_as_an_eager_one(tmp_path: Path) -> None:
@@ -130,19 +136,34 @@ def test_every_replay_draws_the_dropout_of_its_seed(name: str, steps: int) -> No
     assert len({losses[2], losses[3], losses[5]}) == 3, "and another seed says something else"
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("name", ["gpt classifier", "bert classifier", "gpt2"])
+@pytest.mark.parametrize("steps", [10, 5000], ids=["captured", "compiled and captured"])
+def test_dropout_is_the_one_of_eager_steps(name: str, packed: bool, steps: int) -> None:
+    """The same masks from the same seed: with others, losses would be elsewhere."""
+    batches = epochs(name, 40, packed)
+    wanted = train(make(build(name).train(), "eager"), batches)
+    step = make(build(name).train(), "captured", steps=steps)
+    found = train(step, batches)
+    assert step.kind == "captured", step.reason
+    assert_same(found, wanted)
+    without = train(make(build(name).eval(), "eager"), batches)
+    assert np.abs(np.subtract(wanted, without)).max() > 2 * ROUNDING[HALF]
+
+
 @pytest.mark.parametrize("steps", [10, 5000], ids=["captured", "compiled and captured"])
 def test_a_thawed_layer_trains(steps: int) -> None:
     model: Any = build("gpt classifier").eval()
     step, parts = make(model, "captured", steps=steps), epochs("gpt classifier", 1, packed=True)[0]
     late = model.blocks[1]
     late.requires_grad_(False)
-    before = late.up.weight.clone()
+    before = late.up.weight.detach().clone()
     for _ in range(4):
         step(parts, parts[0].scored, 1e-2)
     assert torch.equal(late.up.weight, before)
     late.requires_grad_(True)
     for _ in range(4):
-        last = late.up.weight.clone()
+        last = late.up.weight.detach().clone()
         step(parts, parts[0].scored, 1e-2)
         assert not torch.equal(late.up.weight, last)
     assert step.kind == "captured", step.reason

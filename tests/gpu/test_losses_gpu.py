@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from frostlab.training import losses
+from frostlab.training import sweeping
 from frostlab.training.losses import head_loss
 
 pytestmark = [
@@ -20,7 +20,7 @@ SHARES = [0.5, 2.0]
 
 @pytest.fixture(autouse=True)
 def _several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "_GPU_CHUNK", 4 * CLASSES * 170)
+    monkeypatch.setattr(sweeping, "_bound", lambda device: 4 * CLASSES * 170)
 
 
 @pytest.fixture
@@ -50,11 +50,15 @@ def error(one: Tensor, other: Tensor) -> float:
     return float((one.detach().double() - other.detach().double()).norm() / other.detach().norm())
 
 
-@pytest.mark.filterwarnings("ignore")  # theirs, when compiled
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("in_kernel", [True, False])
 @pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16"])
-def test_value_and_gradients_are_the_plain_ones(precision: str, compiled: bool) -> None:
+def test_value_and_gradients_are_the_plain_ones(
+    precision: str, in_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Half precision may err by the 1/256 of a bfloat16, and no more than the plain way does."""
+    assert sweeping.has_kernel(torch.device("cuda"), torch.float32)
+    if not in_kernel:
+        monkeypatch.setattr(sweeping, "has_kernel", lambda device, dtype: False)
     hidden, weight, bias, targets = inputs()
     leaves = [*hidden, weight, bias]
     exact = plain(hidden, weight, bias, targets)
@@ -65,10 +69,7 @@ def test_value_and_gradients_are_the_plain_ones(precision: str, compiled: bool) 
     for ours in (True, False):
         with torch.autocast("cuda", torch.bfloat16, enabled=precision == "autocast"):
             if ours:
-                total, _ = head_loss(
-                    leaves[:2], leaves[2], targets,
-                    bias=leaves[3], weights=SHARES, compiled=compiled,
-                )  # fmt: skip
+                total, _ = head_loss(leaves[:2], leaves[2], targets, bias=leaves[3], weights=SHARES)
             else:
                 total = plain(leaves[:2], leaves[2], leaves[3], targets)
         found.append([total, *torch.autograd.grad(total, leaves)])
@@ -129,7 +130,7 @@ def test_what_is_not_scored_may_be_anything() -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 def test_memory_is_that_of_a_few_chunks(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     bound = 32 * 2**20
-    monkeypatch.setattr(losses, "_GPU_CHUNK", bound)
+    monkeypatch.setattr(sweeping, "_bound", lambda device: bound)
     classes, tokens = 50_000, 4096
     hidden = torch.randn(tokens, WIDTH, device="cuda", requires_grad=True)
     weight = torch.randn(classes, WIDTH, device="cuda", requires_grad=True)

@@ -95,7 +95,7 @@ def test_a_diverging_run_keeps_a_good_checkpoint(tmp_path: Path) -> None:
         optim={"lr": 1e30, "clip": None, "warmup": 10.0}, evaluate={"every": 1},
         train={"batch": 32, "epochs": 40, "precision": "float32"},
     )  # fmt: skip
-    with pytest.raises(fl.RunFailed, match=r"step \d+: the gradient of"):
+    with pytest.raises(fl.RunFailed, match=r"step \d+: .* is not finite"):
         fl.run(recipe, runs=tmp_path)
     kept = checkpoints_in(tmp_path / "run-none-s0")
     assert all(bool(t.isfinite().all()) for t in kept[-1].model().values())

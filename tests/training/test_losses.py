@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from frostlab.errors import BadInput, FrostlabError
-from frostlab.training import losses
+from frostlab.training import sweeping
 from frostlab.training.losses import head_loss
 from heads import assert_same, gradients, inputs, plain
 
@@ -16,7 +16,7 @@ from heads import assert_same, gradients, inputs, plain
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three tokens of eleven classes a chunk."""
-    monkeypatch.setattr(losses, "_CPU_CHUNK", 3 * 11 * 4)
+    monkeypatch.setattr(sweeping, "CPU_CHUNK", 3 * 11 * 4)
 
 
 @settings(max_examples=60, deadline=None)
@@ -49,7 +49,7 @@ def test_value_and_gradients_are_the_plain_ones(
     shares = [0.25 * (i + 1) for i in range(layers)]
     leaves = [*hidden, weight, *([offset] if with_bias else [])]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(losses, "_CPU_CHUNK", chunk * classes * 4)
+        patch.setattr(sweeping, "CPU_CHUNK", chunk * classes * 4)
         total, each = head_loss(hidden, weight, targets, bias=bias, weights=shares, ignore=ignore)
     expected, each_expected = plain(hidden, weight, targets, bias, shares, ignore)
     torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-6)

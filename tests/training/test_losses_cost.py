@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from frostlab.training import losses
+from frostlab.training import losses, sweeping
 from frostlab.training.losses import head_loss
 from heads import assert_same, gradients, inputs, plain
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three tokens of eleven classes a chunk."""
-    monkeypatch.setattr(losses, "_CPU_CHUNK", 3 * 11 * 4)
+    monkeypatch.setattr(sweeping, "CPU_CHUNK", 3 * 11 * 4)
 
 
 def flops(hidden: list[Tensor], weight: Tensor, targets: Tensor, backward: bool = True) -> int:
@@ -97,8 +97,8 @@ def test_the_way_of_devices_needs_no_look_at_values(
     expected = plain(hidden, weight, targets, **options)[0]
     with pytest.raises(AssertionError), NoLooking():
         head_loss(hidden, weight, targets)
-    monkeypatch.setattr(losses, "on_host", lambda _: False)
-    monkeypatch.setattr(losses, "_GPU_CHUNK", 3 * 11 * 4)
+    for module in (losses, sweeping):
+        monkeypatch.setattr(module, "on_host", lambda _: False)
     with NoLooking():
         total, _ = head_loss(hidden, weight, targets, **options)
         made = gradients(total, leaves)
@@ -135,7 +135,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_no_tensor_is_larger_than_a_chunk(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bound = 400_000
-    monkeypatch.setattr(losses, "_CPU_CHUNK", bound)
+    monkeypatch.setattr(sweeping, "CPU_CHUNK", bound)
     hidden, weight, bias, targets = inputs(5000, 8, (20, 10), layers=2)
     largest = []
     for way in (head_loss, plain):
@@ -144,7 +144,7 @@ def test_no_tensor_is_larger_than_a_chunk(precision: str, monkeypatch: pytest.Mo
         largest.append(seen.bytes)
     assert largest[0] <= bound < 4 * 200 * 5000 == largest[1]
     frozen = weight.detach()
-    monkeypatch.setattr(losses, "_CPU_CHUNK", 80_000)
+    monkeypatch.setattr(sweeping, "CPU_CHUNK", 80_000)
     with Largest() as seen:
         head_loss(hidden, frozen, targets)[0].backward()
     assert seen.bytes == 80_000 < 4 * weight.numel()
@@ -163,37 +163,13 @@ def test_the_process_needs_less_than_a_quarter_of_the_memory() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # theirs
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_compiled_part_equals_the_eager_one(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Chunks of one shape whatever the count, and no more than two compilations."""
-    monkeypatch.setattr(losses, "_CPU_CHUNK", 7 * 501 * 4)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    for tokens in (20, 20, 33, 26):
-        hidden, weight, bias, targets = inputs(501, 16, (tokens,), layers=2, scale=0.2)
-        targets[::3] = -100
-        leaves = [*hidden, weight, bias]
-        found = []
-        for compiled in (True, False):
-            with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
-                total, _ = head_loss(hidden, weight, targets, bias=bias, compiled=compiled)
-            found.append([total, *gradients(total, leaves)])
-        assert_same(*found, 1e-5 if dtype == torch.float32 else 1e-2)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # theirs
-@pytest.mark.parametrize("inner", [False, True])
-def test_a_compiled_caller(inner: bool) -> None:
+def test_a_compiled_caller() -> None:
     hidden, weight, _, targets = inputs(11, 4, (10,))
     targets[3] = -100
 
-    def loss(x: Tensor, head: Tensor, compiled: bool) -> Tensor:
-        return head_loss(x.tanh(), 2 * head, targets, compiled=compiled)[0] * 3
+    def loss(x: Tensor, head: Tensor) -> Tensor:
+        return head_loss(x.tanh(), 2 * head, targets)[0] * 3
 
     leaves = [hidden[0], weight]
-    ours = torch.compile(loss)(*leaves, inner)
-    assert_same(gradients(ours, leaves), gradients(loss(*leaves, False), leaves))
+    ours = torch.compile(loss)(*leaves)
+    assert_same(gradients(ours, leaves), gradients(loss(*leaves), leaves))

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -90,9 +91,14 @@ class CausalStack(HuggingStack):
         self.norm = norm
 
     def read(self, x: Tensor, ids: Tensor, packing: Packing | None) -> Tensor:
-        if self.classifies and packing is not None:
+        if self.classifies:
             pad = self.model.config.get_text_config().pad_token_id
-            x = x.squeeze(0)[packing.lasts(ids.squeeze(0) != (-1 if pad is None else pad))]
+            counts = ids != (-1 if pad is None else pad)
+            if packing is not None:
+                x = x.squeeze(0)[packing.lasts(counts.squeeze(0))]
+            else:
+                places = torch.arange(ids.shape[1], device=ids.device)
+                x = x[torch.arange(len(ids), device=ids.device), (places * counts).argmax(1)]
         return self.norm(x)
 
 

@@ -29,7 +29,7 @@ class Stack(ABC):
     ) -> Tensor:
         """What the head reads: (B, T, width) for language, (N, width) for classification.
 
-        Without a packing, (B, T) rows are filled up at their ends: only for causal models.
+        Without a packing, (B, T) rows are full; those of causal models may be filled up.
         """
         return self.read(self.run(self.embed(ids, types, packing), packing), ids, packing)
 
@@ -85,7 +85,9 @@ class GPTStack(Stack):
 
     def read(self, x: Tensor, ids: Tensor, packing: Packing | None) -> Tensor:
         x = self.model.norm(x)
-        return packing.mean(x.squeeze(0)) if self.classifies and packing is not None else x
+        if not self.classifies:
+            return x
+        return x.mean(1) if packing is None else packing.mean(x.squeeze(0))
 
 
 class DecoderStack(Stack):

@@ -5,6 +5,7 @@ number of targets from one buffer, filled by one copy, and leaves three numbers.
 follows the generator's seed: a graph reads it when it is replayed.
 """
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -133,12 +134,22 @@ class _Recorder:
     """Records work into CUDA graphs that share one pool of memory."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
-        self.pool = torch.cuda.graph_pool_handle()
+        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.alive: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        self.pool: Any = None
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        if not self.alive:  # a pool dies with its last graph
+            self.pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
-            work()
+        generator = torch.cuda.default_generators[self.device.index]
+        before = generator.clone_state()
+        torch.cuda.synchronize(self.device)
+        try:
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+                work()
+        except Exception as error:
+            generator.graphsafe_set_state(before)  # the other one waits for a graph's end
+            raise (error.__context__ or error) from None  # what came first
+        self.alive.add(graph)
         return graph.replay

@@ -11,21 +11,22 @@ from frostlab.models.pretrained import first_line
 from frostlab.surgery.stale import changes
 from frostlab.training.batching import Batch
 from frostlab.training.distributed import blocks
+from frostlab.training.joining import joined
 from frostlab.training.objective import Objective
 from frostlab.training.step import EagerStep
 
 
 def compile_layers(objective: nn.Module) -> None:
-    """Compile every layer, all with the same code, and the fused loss.
+    """Compile every layer, all with the same code.
 
     Layers are alike, so one compilation serves them all: seconds where a whole model takes a
     minute.
     """
     for module in objective.modules():
         if isinstance(module, Objective):
-            module.compiled = True
             for block in blocks(module.model) or [module.model]:
-                block.compile()
+                on_cuda = any(p.is_cuda for p in block.parameters())
+                block.compile(backend=joined if on_cuda else "inductor")
 
 
 def uncompile(objective: nn.Module) -> None:
@@ -33,8 +34,6 @@ def uncompile(objective: nn.Module) -> None:
     torch.compiler.reset()
     for module in objective.modules():
         module._compiled_call_impl = None
-        if isinstance(module, Objective):
-            module.compiled = False
 
 
 @contextmanager

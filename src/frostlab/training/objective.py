@@ -34,7 +34,6 @@ class Objective(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.compiled = False  # whether the fused loss is compiled, too
         self.prefix: Prefix | None = None
 
     def forward(self, batch: Batch, want: Literal["loss", "logits"] = "loss") -> Tensor:
@@ -44,14 +43,13 @@ class Objective(nn.Module):
         if want == "loss" and batch.targets.ndim == 2 and stack and type(head) is nn.Linear:
             vectors = self._vectors(stack, batch)
             return head_loss(
-                vectors, head.weight, batch.targets, bias=head.bias, ignore=IGNORED,
-                compiled=self.compiled,
+                vectors, head.weight, batch.targets, bias=head.bias, ignore=IGNORED
             )[0]  # fmt: skip
-        if batch.packing is None:
-            logits = logits_of(self.model, batch.inputs)
-        else:
-            assert stack is not None, "only models that can be taken apart are packed"
+        if stack is not None and "attention_mask" not in batch.inputs:
             logits = stack.head(self._vectors(stack, batch))
+        else:
+            assert batch.packing is None, "only models that can be taken apart are packed"
+            logits = logits_of(self.model, batch.inputs)
         return logits if want == "logits" else summed_loss(logits, batch.targets)
 
     def _vectors(self, stack: Stack, batch: Batch) -> Tensor:

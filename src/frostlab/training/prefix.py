@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+import frostlab
 from frostlab.data import Prepared, Tokens
 from frostlab.data.cache import digest_of
 from frostlab.errors import BadInput, FrostlabError
@@ -180,7 +181,7 @@ class _Filler:
         """A name for everything a table depends on."""
         return digest_of(
             {
-                "versions": [version(name) for name in ("torch", "transformers", "frostlab")],
+                "versions": [version("torch"), version("transformers"), frostlab.__version__],
                 "tokens": self.tokens.digest,
                 "model": f"{type(self.model).__name__} {self.model.config}",
                 "weights": [digest(tensor) for tensor in self.below()],

@@ -16,14 +16,13 @@ def working_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def product(one: Tensor, other: Tensor, out: Tensor | None = None) -> Tensor:
-    """Their matrix product; half precision is multiplied as such and leaves in float32."""
-    if one.dtype.itemsize > 2:
-        return torch.mm(one, other) if out is None else torch.mm(one, other, out=out)
-    if one.device.type == "cuda":
-        return torch.mm(one, other, out_dtype=torch.float32)
-    made = torch.mm(one, other)
-    return made.float() if out is None else out.copy_(made)
+def put_product(out: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """Their matrix product; of half precision, rounded once, to what `out` is."""
+    if out.dtype == one.dtype:
+        return torch.mm(one, other, out=out)
+    if one.device.type == "cuda" and out.dtype == torch.float32:
+        return torch.mm(one, other, out_dtype=out.dtype, out=out)
+    return out.copy_(torch.mm(one, other))
 
 
 def add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
@@ -33,4 +32,4 @@ def add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
     elif one.device.type == "cuda":
         torch.addmm(total, one, other, out_dtype=total.dtype, out=total)
     else:
-        total.add_(product(one, other))
+        total.add_(torch.mm(one, other))
