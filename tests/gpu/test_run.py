@@ -13,6 +13,7 @@ from torch import nn
 
 import frostlab as fl
 from frostlab.records.checkpoints import checkpoints_in
+from frostlab.training.captured import CapturedStep
 from frostlab.training.distributed import World
 from frostlab.training.ledger import Entry, Ledger
 from frostlab.training.step import Diverged, EagerStep
@@ -90,14 +91,23 @@ def test_a_broken_gradient_moves_nothing_though_nobody_waits() -> None:
         assert torch.equal(old, new)
 
 
-def test_a_diverging_run_keeps_a_good_checkpoint(tmp_path: Path) -> None:
-    recipe = tiny(
-        optim={"lr": 1e30, "clip": None, "warmup": 10.0}, evaluate={"every": 1},
-        train={"batch": 32, "epochs": 40, "precision": "float32"},
-    )  # fmt: skip
-    with pytest.raises(fl.RunFailed, match=r"step \d+: .* is not finite"):
+def test_a_diverging_run_keeps_a_good_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the sixth step, a replayed one, the loss is divided by nothing."""
+    called, taken = CapturedStep.__call__, []
+
+    def divide(self: CapturedStep, parts: Any, scored: int, rate: float) -> Any:
+        taken.append(len(self._graphs))
+        return called(self, parts, 0 if len(taken) == 6 else scored, rate)
+
+    monkeypatch.setattr(CapturedStep, "__call__", divide)
+    recipe = tiny(evaluate={"every": 1}, train={"batch": 32, "epochs": 40, "batching": "padded"})
+    with pytest.raises(fl.RunFailed, match=r"step 6: the gradient of .* is not finite"):
         fl.run(recipe, runs=tmp_path)
+    assert taken[5] > 0, "it was a replay"
     kept = checkpoints_in(tmp_path / "run-none-s0")
+    assert kept[-1].step == 5
     assert all(bool(t.isfinite().all()) for t in kept[-1].model().values())
 
 

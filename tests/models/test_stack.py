@@ -46,6 +46,20 @@ def test_packed_logits_equal_the_unpacked_ones(name: str, shapes: Shapes | None)
             torch.testing.assert_close(logits, alone, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_full_rows_in_pieces_equal_the_model(name: str) -> None:
+    """Rows of one length have no mask; some tokens are the one that fills up elsewhere."""
+    model = build(name).eval()
+    data = tokens([9] * 12, labels=classifies(name), pairs=True)
+    data.ids[[17, 52, 53]] = PAD
+    inputs = collate(data, np.arange(12), PAD, types=name == "bert classifier")
+    assert "attention_mask" not in inputs.inputs
+    assert take_apart(model) is not None
+    with torch.no_grad():
+        found, wanted = packed_logits(model, inputs), logits_of(model, inputs.inputs)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-6)
+
+
 @pytest.mark.parametrize("shapes", [None, FILLED], ids=["tight", "filled up"])
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_gradients_equal_the_unpacked_ones(name: str, shapes: Shapes | None) -> None:
