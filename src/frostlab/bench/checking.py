@@ -34,12 +34,11 @@ def agree(ours: Sequence[float], theirs: Sequence[float], precision: torch.dtype
     """Compare the losses of the first steps over one batch, dropout off; refuse what differs.
 
     The first loss shows that the forward pass is the same, those after it the backward pass and
-    the update. Tolerances are shares of the first loss.
+    the update. Tolerances are shares of the first loss, or of the present one where that is larger.
     """
     first, later = _FIRST[precision], _LATER[precision]
-    scale = abs(theirs[0])
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-        allowed = scale * (later if number else first)
+        allowed = max(abs(theirs[0]), abs(other)) * (later if number else first)
         if not abs(one - other) <= allowed:
             raise SidesDiffer(
                 f"the sides differ: loss {one:.6g} and {other:.6g} at step {number + 1} on the "

@@ -1,0 +1,74 @@
+"""Where the time of a captured step goes, by kind of kernel; CUDA only.
+
+python benchmarks/kernels.py [--case bert] [--freeze query,key] [--batch 256] [--top 20]
+"""
+
+import argparse
+from collections import Counter
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import frostlab as fl
+from common import device_name, report
+from frostlab.training.choosing import WORTH_COMPILING
+from kinds import CASES, CUDA, drawn, prepare, take
+
+STEPS = 5
+KINDS = {
+    "matmul": ("nvjet", "gemm", "splitkreduce"),
+    "attention": ("sdpa", "cudnn", "flash"),
+    "optimizer": ("fusedopt", "fusedadam"),
+    "norm of the gradient": ("lpnorm", "tensorlistmetadata"),
+    "copies": ("memcpy", "memset"),
+    "compiled elementwise and sums": ("triton_",),
+    "softmax of the head": ("_rows",),
+}
+
+
+def kind_of(kernel: str) -> str:
+    name = kernel.lower()
+    return next((kind for kind, words in KINDS.items() if any(w in name for w in words)), "others")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--case", choices=CASES, default="bert")
+    parser.add_argument("--freeze", default="")
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--top", type=int, default=0)
+    options = parser.parse_args()
+    build, (batch, length), language = CASES[options.case]
+    given = drawn((options.batch or batch, length), language)
+
+    def model() -> torch.nn.Module:
+        made = build()
+        if options.freeze:
+            fl.freeze(made, *options.freeze.split(","))
+        return made
+
+    step = prepare(model, "captured", WORTH_COMPILING, given)
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        take(step, given, STEPS)
+    spent, count = Counter[str](), Counter[str]()
+    kernels = sorted(seen.key_averages(), key=lambda kernel: -kernel.device_time_total)
+    for kernel in kernels:
+        spent[kind_of(kernel.key)] += kernel.device_time_total / STEPS / 1e3
+        count[kind_of(kernel.key)] += kernel.count // STEPS
+    for kernel in kernels[: options.top]:
+        print(f"{kernel.device_time_total / STEPS / 1e3:8.3f} ms {kernel.count // STEPS:4} × "
+              f"{kernel.key[:100]}")  # fmt: skip
+    facts = {
+        "case": options.case,
+        "batch": options.batch or batch,
+        "freeze": options.freeze,
+        "became": step.kind,
+        "ms": {kind: round(value, 3) for kind, value in spent.most_common()},
+        "kernels": dict(count),
+        "sum_ms": round(sum(spent.values()), 3),
+    }
+    report("kernels", facts | {"device": device_name(CUDA), "torch": torch.__version__})
+
+
+if __name__ == "__main__":
+    main()
