@@ -15,7 +15,7 @@ from frostlab.training.objective import Objective
 from frostlab.training.optimizer import build_optimizer
 from frostlab.training.step import EagerStep
 from packed import build
-from test_captured import epochs, train
+from stepping import epochs, train
 
 pytestmark = [
     pytest.mark.gpu,
