@@ -22,7 +22,7 @@ def test_a_run_leaves_a_complete_record(tmp_path: Path) -> None:
     assert record.folder == tmp_path / "run-oelm-s0"
     assert {p.name for p in record.folder.iterdir()} == {
         "recipe.yaml", "environment.json", "digests.json", "events.jsonl", "result.json",
-        "run.lock", "checkpoints",
+        "run.lock", "checkpoints", "predictions.json",
     }  # fmt: skip
     stored = yaml.safe_load((record.folder / "recipe.yaml").read_text())
     assert recipe_from(stored).digest == record.result["recipe_digest"]
@@ -200,3 +200,11 @@ def test_devices_that_are_not_there(device: str, problem: str, tmp_path: Path) -
     with pytest.raises(fl.BadInput, match=problem):
         fl.run(tiny(train__device=device), runs=tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_predictions_are_kept_and_give_the_reported_accuracy(tmp_path: Path) -> None:
+    record = fl.run(tiny(), runs=tmp_path)
+    kept = json.loads((record.folder / "predictions.json").read_text())
+    right = [label == taken for label, taken in zip(kept["labels"], kept["classes"], strict=True)]
+    assert sum(right) / len(right) == pytest.approx(record.metrics["accuracy"])
+    assert min(kept["classes"]) >= 0
