@@ -138,6 +138,8 @@ def test_an_unproven_arm_says_why() -> None:
     both = one(shifted(0.02), rules, unproven={"oelm": why}, confounds={"oelm": ["lr"]})
     assert both.word == "confounded"
     assert f"unproven: {why}" in both.notes
+    assert both.noninferior is not None
+    assert both.noninferior.reason == f"unproven: {why}; confounded by lr"
 
 
 def test_failed_seeds_are_named_and_cost_pairs() -> None:

@@ -73,7 +73,9 @@ def judge(
             answer = answer and replace(answer, answer="not shown", reason=f"unproven: {reason}")
         if mixed := confounds.get(arm, ()):
             notes += [f"confounded by {', '.join(mixed)}"]
-            answer = answer and replace(answer, reason=f"confounded by {', '.join(mixed)}")
+            answer = answer and replace(
+                answer, reason="; ".join(filter(None, (answer.reason, notes[-1])))
+            )
         word, sentence, more = case.decided(tuple(mixed), reason)
         verdicts[arm] = Verdict(
             arm=arm,
