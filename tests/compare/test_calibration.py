@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from frostlab.compare import Rules, judge, paired, rules_for
 from frostlab.compare.flips import flip_p
 from frostlab.compare.power import seen_by_rule
-from frostlab.compare.statistics import t_test
+from frostlab.compare.rules import Rules, rules_for
+from frostlab.compare.statistics import paired, t_test
+from frostlab.compare.verdict import judge
 
 TRIALS = 2_000
 SEEDS = 6

@@ -5,8 +5,7 @@ import pytest
 from pydantic import ValidationError
 from scipy import stats
 
-from frostlab.compare import Rules, rules_for
-from frostlab.compare.rules import spent
+from frostlab.compare.rules import Rules, rules_for, spent
 from frostlab.compare.statistics import t_test
 from frostlab.errors import BadInput
 

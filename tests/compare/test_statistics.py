@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from frostlab.compare import holm, mcnemar, noninferior, paired, spread
 from frostlab.compare.flips import flip_p, signs, smallest_flip_p
 from frostlab.compare.power import flips_count, seen_by_rule, seen_by_t
-from frostlab.compare.statistics import t_test
+from frostlab.compare.statistics import holm, mcnemar, noninferior, paired, spread, t_test
 from frostlab.errors import BadInput
 
 # Student's sleep data (Biometrika 1908): t = 4.0621, p = 0.002833, interval 0.7001 to 2.4599

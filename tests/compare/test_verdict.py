@@ -7,8 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from frostlab.compare import Rules, Verdict, judge, paired, rules_for
 from frostlab.compare.power import seen_by_rule
+from frostlab.compare.rules import Rules, rules_for
+from frostlab.compare.statistics import paired
+from frostlab.compare.verdict import Verdict, judge
 from frostlab.errors import BadInput
 
 BASE = {s: 0.80 + 0.01 * math.sin(s) for s in range(6)}
