@@ -64,20 +64,7 @@ def _speed(evidence: dict[str, Any], arm: str) -> str:
     timing = evidence["timing"]
     if timing is None:
         return "Steps were not timed against each other."
-    found = timing["arms"][arm]
-    ratio = f"{found['ratio']:.4f} [{found['low']:.4f}, {found['high']:.4f}]"
-    limit = found.get("ceiling")
-    beside = "" if limit is None else f"; FLOPs allow {limit:.4f} at best"
-    if not timing["proven"]:
-        reasons = "; ".join(timing["reasons"])
-        return f"Unproven: a step took {ratio} of the baseline's{beside}, but {reasons}."
-    if found["high"] < 1:
-        word = "Yes"
-    elif found["low"] > 1:
-        word = "No, slower"
-    else:
-        word = "No difference found"
-    return f"{word}: a step takes {ratio} of the baseline's{beside}."
+    return str(timing["arms"][arm]["sentence"])
 
 
 def _orthogonality(evidence: dict[str, Any]) -> str:

@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from frostlab.compare.plan import Plan
 from frostlab.compare.rules import Rules, rules_for
 from frostlab.compare.sameness import why_unpaired
-from frostlab.compare.statistics import mcnemar, spread
+from frostlab.compare.statistics import mcnemar, paired, spread
 from frostlab.compare.verdict import Verdict, judge
 from frostlab.recipe import METRICS
 from frostlab.records.record import RunRecord
@@ -185,13 +186,22 @@ def _right(record: RunRecord) -> list[bool] | None:
     return [label == taken for label, taken in zip(kept["labels"], kept["classes"], strict=True)]
 
 
-def _rounds(plan: Plan, rounds: Records) -> dict[str, list[float]]:
-    """Seconds of every whole run that alternated with the others."""
-    return {
+def _rounds(plan: Plan, rounds: Records) -> dict[str, Any]:
+    """Seconds of every whole run that alternated with the others, paired by round."""
+    if not rounds:
+        return {}
+    seconds = {
         arm.name: [
-            _clock(record, "total_seconds")
-            for (name, _), record in sorted(rounds.items(), key=lambda item: item[0][1])
-            if name == arm.name and record.status == "finished"
+            _clock(rounds[arm.name, number], "total_seconds") for number in range(plan.rounds)
         ]
         for arm in plan.arms
-    } if rounds else {}  # fmt: skip
+    }
+    base = seconds[plan.baseline.name]
+    return {
+        name: {
+            "seconds": mine,
+            "paired": None if name == plan.baseline.name else asdict(paired(mine, base, log=True)),
+            "finished": all(rounds[name, n].status == "finished" for n in range(plan.rounds)),
+        }
+        for name, mine in seconds.items()
+    }

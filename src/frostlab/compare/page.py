@@ -50,6 +50,9 @@ def _verdicts(evidence: dict[str, Any]) -> str:
                 f"- {name}: {rules.metric} within {limit['limit']:g} × the baseline's? "
                 f"**{limit['answer']}** (ratio {ratio(limit)})"
             )
+    timing = evidence["timing"]
+    if timing is not None:
+        lines += [f"- **time, {name}**: {timing['arms'][name]['sentence']}" for name in found]
     history = rules.history()
     if history is not None:
         lines.append(f"- {history}")
@@ -58,7 +61,7 @@ def _verdicts(evidence: dict[str, Any]) -> str:
 
 def _performance(evidence: dict[str, Any]) -> str:
     arms, metrics = evidence["arms"], list(evidence["verdicts"])
-    head = ["arm", "seeds", *metrics, "trainable"]
+    head = ["arm", "seeds", *metrics, "cv", "trainable"]
     rows = []
     for name, arm in arms.items():
         parameters = arm["parameters"] or {}
@@ -68,6 +71,7 @@ def _performance(evidence: dict[str, Any]) -> str:
             name + mark,
             f"{len(finished)} of {len(arm['runs'])}",
             *(mean_and_std(arm["metrics"].get(metric)) for metric in metrics),
+            number((arm["metrics"].get(metrics[0]) or {}).get("cv")),
             f"{parameters['trainable'] / parameters['total']:.1%}" if parameters else "–",
         ])  # fmt: skip
     table = markdown(head, rows)
@@ -78,7 +82,7 @@ def _performance(evidence: dict[str, Any]) -> str:
     ]
     beside = markdown(["arm", "metric", "against the baseline", "p (Holm)", "verdict"], paired)
     said = (
-        "Mean ± standard deviation over seeds. Below: paired over seeds, 95 % t interval; a ratio "
+        "Mean ± standard deviation over seeds; cv: of the first metric. Below: paired over seeds, 95 % t interval; a ratio "
         "for perplexity. Only the first metric was chosen beforehand."
     )
     return f"## Performance\n\n{table}\n\n{said}\n\n{beside}"
@@ -118,15 +122,16 @@ def _whole_runs(evidence: dict[str, Any]) -> str:
     for name, arm in evidence["arms"].items():
         times = [run["clocks"] for run in arm["runs"] if run["status"] == "finished"]
         if times:
-            rounds = evidence["rounds"].get(name, [])
+            rounds = evidence["rounds"].get(name, {"seconds": [], "paired": None})
             rows.append([
-                name, mean_and_std(arm["seconds"]),
+                name, mean_and_std(arm["seconds"]), number(arm["seconds"]["cv"]),
                 number(_average(t["validation_seconds"] for t in times)),
-                ", ".join(number(value) for value in rounds) or "–",
+                ", ".join(number(value) for value in rounds["seconds"]) or "–",
+                effect(rounds["paired"]),
             ])  # fmt: skip
     if not rows:
         return ""
-    head = ["arm", "total s", "of it validation s", "alternating rounds s"]
+    head = ["arm", "total s", "cv", "of it validation s", "alternating rounds s", "ratio of these"]
     return f"## Time of whole runs\n\n{markdown(head, rows)}"
 
 

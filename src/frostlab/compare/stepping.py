@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from frostlab.compare.estimating import Ratio
 from frostlab.compare.limits import Limits, flag, limits
 from frostlab.compare.plan import Plan
 from frostlab.compare.sides import CONTROL
@@ -48,6 +49,7 @@ def _limits(recipe: Recipe, prepared: Prepared) -> Limits | None:
 def _arm(name: str, timing: Timing, bound: Limits | None) -> dict[str, Any]:
     arm = timing.arms[name]
     ratio = arm.ratio
+    word, sentence = (None, None) if ratio is None else judge_time(ratio, bound, timing)
     flagged = None
     if ratio is not None and bound is not None and name != CONTROL:
         flagged = flag(ratio, bound, timing.proven, timing.reasons)
@@ -60,6 +62,8 @@ def _arm(name: str, timing: Timing, bound: Limits | None) -> dict[str, Any]:
         "ceiling": None if bound is None else 1 / bound.speed_up,
         "limits": None if bound is None else bound.to_dict(),
         "flag": flagged,
+        "word": word,
+        "sentence": sentence,
         "step": arm.step,
         "peak_bytes": arm.peak_bytes,
         "optimizer_bytes": arm.optimizer_bytes,
@@ -67,3 +71,18 @@ def _arm(name: str, timing: Timing, bound: Limits | None) -> dict[str, Any]:
         "trainable": arm.trainable,
         "blocks": list(arm.blocks),
     }
+
+
+def judge_time(ratio: Ratio, bound: Limits | None, timing: Timing) -> tuple[str, str]:
+    """A verdict on an arm's time, and a sentence with its numbers."""
+    shown = f"{ratio.estimate:.4f} [{ratio.low:.4f}, {ratio.high:.4f}] of the baseline's time"
+    beside = "" if bound is None else f"; FLOPs allow {1 / bound.speed_up:.4f}"
+    if not timing.proven:
+        return (
+            "unproven",
+            f"unproven: a step took {shown}{beside}, but {'; '.join(timing.reasons)}.",
+        )
+    if ratio.holds(1.0):
+        return "no difference found", f"no difference found: a step takes {shown}{beside}."
+    word, said = ("better", "faster") if ratio.high < 1 else ("worse", "slower")
+    return word, f"{said}: a step takes {shown}{beside}."
