@@ -1,0 +1,1 @@
+"""Arms that differ in one thing: timing, statistics, limits, verdicts."""
