@@ -178,7 +178,7 @@ def test_a_steady_drift_cancels_in_a_round_and_its_reverse(monkeypatch: pytest.M
     logs = np.log(np.divide(rounds.device_seconds(CONTROL), rounds.device_seconds("all")))
     assert np.abs(logs).max() > 1e-3  # in one round alone it does not
     drift = drift_of(rounds.device_seconds("all"), rounds.began, rounds.starts)
-    assert drift.per_minute == pytest.approx(np.expm1(0.6), rel=0.05)
+    assert drift.per_minute == pytest.approx(0.6, rel=0.05)
     assert drift.drifted
 
 
@@ -225,14 +225,15 @@ def test_what_makes_a_timing_unproven() -> None:
 @pytest.mark.parametrize(("change", "drifted"), [(0.03, False), (0.08, True), (-0.08, True)])
 def test_drift_compares_blocks_of_the_same_batches(change: float, drifted: bool) -> None:
     """Blocks of other batches may take three times as long: that is no drift."""
-    starts = [4 * (pair % 4) for pair in range(16) for _ in range(2)]
+    starts = [4 * (pair % 4) for pair in range(10) for _ in range(2)]
     lengths = {0: 1.0, 4: 3.0, 8: 0.5, 12: 2.0}
     draw = np.random.default_rng(0)
     took = [
-        lengths[start] * (1 + (change if i >= 16 else 0)) * float(np.exp(0.005 * draw.normal()))
+        lengths[start] * (1 + (change if i >= 10 else 0)) * float(np.exp(0.005 * draw.normal()))
         for i, start in enumerate(starts)
     ]
-    found = drift_of(took, list(range(32)), starts)
+    found = drift_of(took, list(range(20)), starts)
+    assert drift_of([1.0, 1.0, 3.0, 3.0], [0, 1, 2, 3], [0, 0, 4, 4]).halves == 1.0
     assert found.halves == pytest.approx(1 + change, abs=0.01)
     assert found.drifted is drifted
 
@@ -276,8 +277,7 @@ def test_a_real_timing_is_whole_and_every_arm_sees_the_same(
     assert len(others) == 2
     assert all(other[-count:] == first[-count:] for other in others)  # batches and dropout
     assert len(set(first)) == 8  # an epoch's batches, and the same dropout whenever they return
-    used = {place for pair in range(timing.rounds // 2) for place in places(pair, 3, 8)}
-    assert timing.batches == len(used)
+    assert timing.batches == len(set(first[-3 * timing.rounds :]))
     assert set(timing.arms) == {"all", CONTROL, "qk"}
     assert timing.steps_per_block == 3
     assert timing.rounds >= 4

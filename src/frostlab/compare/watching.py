@@ -19,7 +19,7 @@ class Drift:
     """How the baseline's blocks changed while time passed, like compared with like."""
 
     halves: float  # the second half's time over the first's
-    per_minute: float  # the relative change a minute, from a regression on time
+    per_minute: float  # the change of the log, from a regression on time
 
     @property
     def drifted(self) -> bool:
@@ -30,16 +30,17 @@ class Drift:
 def drift_of(seconds: Sequence[float], when: Sequence[float], starts: Sequence[int]) -> Drift:
     """Compare halves, and regress on time, each block only with those of the same batches."""
     logs, times = np.log(np.asarray(seconds, float)), np.asarray(when, float)
-    kinds = np.asarray(starts)
+    kinds, late = np.asarray(starts), np.arange(len(logs)) >= len(logs) // 2
+    steps: list[float] = []
     for kind in np.unique(kinds):
         same = kinds == kind
+        if (same & late).any() and (same & ~late).any():
+            steps.append(float(np.median(logs[same & late]) - np.median(logs[same & ~late])))
         logs[same] -= logs[same].mean()
         times[same] -= times[same].mean()
-    half = len(logs) // 2
-    halves = float(np.exp(np.median(logs[half:]) - np.median(logs[:half])))
     spread = float(times @ times)
     slope = float(times @ logs) / spread if spread else 0.0
-    return Drift(halves, float(np.expm1(60 * slope)))
+    return Drift(float(np.exp(np.mean(steps))) if steps else 1.0, 60 * slope)
 
 
 @dataclass(frozen=True)
