@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 
 import torch
+from torch import nn
 
 from frostlab.bench.rounds import Meter
 from frostlab.compare.turns import BATCHES, Clock
@@ -36,21 +37,19 @@ _PATIENCE = 10.0  # seconds to meet more batches than these
 
 
 class Side:
-    """One arm on its device: model, optimizer, step and feed."""
+    """One arm on its device: model, optimizer, step and feed; warmed up while it is alone."""
 
     def __init__(
         self,
-        name: str,
         recipe: Recipe,
+        model: nn.Module,
         prepared: Prepared,
         device: torch.device,
         order: Order | None = None,
     ) -> None:
-        self.name, self.recipe, self.device = name, recipe, device
+        self.recipe, self.model, self.device = recipe, model, device
         train, tokens = recipe.train, prepared.splits["train"]
         meter = Meter(device)
-        self.model = build_model(recipe, prepared.vocabulary, prepared.classes, prepared.pad)
-        treat(self.model, recipe)
         precision, types = choose_precision(train, device), wants_types(self.model)
         objective, packs = Objective(self.model), train.batching == "packed"
         check_pieces(objective, prepared, types, packs or train.cache_prefix is not None)
@@ -143,12 +142,20 @@ def build_sides(
     """Build the baseline, its copy and every other arm, each warmed up while it is alone."""
     rest = {name: recipe for name, recipe in recipes.items() if name != baseline}
     wanted = {baseline: recipes[baseline], CONTROL: recipes[baseline], **rest}
+    # All are treated before any takes a step: a treatment makes every graph be captured anew.
+    models = {name: _treated(recipe, prepared) for name, recipe in wanted.items()}
     sides: dict[str, Side] = {}
     for name, recipe in wanted.items():
         order = sides[baseline].order if sides else None
-        side = sides[name] = Side(name, recipe, prepared, device, order)
+        side = sides[name] = Side(recipe, models[name], prepared, device, order)
         say(f"{name}: {side.step.kind} steps ({side.step.reason}), {side.prepare_seconds:.1f} s")
     return sides
+
+
+def _treated(recipe: Recipe, prepared: Prepared) -> nn.Module:
+    model = build_model(recipe, prepared.vocabulary, prepared.classes, prepared.pad)
+    treat(model, recipe)
+    return model
 
 
 def block_for(sides: Mapping[str, Side], clock: Clock) -> int:

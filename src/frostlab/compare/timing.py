@@ -14,7 +14,7 @@ import torch
 
 from frostlab.compare.estimating import FEWEST, Ratio, Rule
 from frostlab.compare.sides import CONTROL, Side, block_for, build_sides, check_arms
-from frostlab.compare.turns import Clock, Rounds, Spent, places, take_turns
+from frostlab.compare.turns import Clock, Rounds, Spent, different, places, take_turns
 from frostlab.compare.watching import Drift, Watched, Watching, drift_of
 from frostlab.data import Prepared
 from frostlab.errors import BadInput
@@ -25,7 +25,7 @@ from frostlab.training.distributed import World
 from frostlab.training.stages import total_steps
 from frostlab.training.treating import count_parameters
 
-_WARM = 2  # blocks an arm, before any counts
+_WARM = 2  # blocks an arm before any counts, and each different one
 _COMPILATIONS = 64  # torch gives up on code compiled more often: arms share that of their layers
 
 
@@ -111,7 +111,7 @@ def time_arms(
         def measure(name: str, at: Sequence[int]) -> Spent:
             return clock.block(lambda: sides[name].take(at))
 
-        for number in range(_WARM):
+        for number in range(max(_WARM, different(block))):
             for name in sides:
                 measure(name, places(number, block, batches))
         with Watching(device) as watching:

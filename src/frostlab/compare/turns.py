@@ -81,10 +81,14 @@ def orders(names: Sequence[str], seed: int) -> Iterator[tuple[str, ...]]:
         yield order[::-1]
 
 
+def different(block: int) -> int:
+    """How many different blocks there are: few, so that they come back soon."""
+    return max(1, min(_STARTS, BATCHES // block))
+
+
 def places(pair: int, block: int, batches: int) -> tuple[int, ...]:
-    """Which batches both rounds of a pair see: few different blocks, that come back soon."""
-    starts = max(1, min(_STARTS, BATCHES // block))
-    first = (pair % starts) * block
+    """Which batches both rounds of a pair see."""
+    first = (pair % different(block)) * block
     return tuple((first + i) % batches for i in range(block))
 
 
