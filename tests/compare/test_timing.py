@@ -118,6 +118,36 @@ def test_captured_steps_are_captured_before_the_timing(monkeypatch: pytest.Monke
     assert {arm.step for arm in found.arms.values()} == {"captured"}
 
 
+@pytest.mark.parametrize(
+    ("device", "step_ms", "block"),
+    [("cpu", 300, 1), ("cpu", 120, 2), ("cpu", 13, 16), ("cpu", 7, 32), ("cuda", 7, 8)],
+)
+def test_a_block_is_long_enough_for_the_clock(device: str, step_ms: float, block: int) -> None:
+    """0.2 s on the CPU, 0.05 s on CUDA, for the fastest arm; whole passes where it is long."""
+
+    class Taken(Clock):
+        def block(self, work: Callable[[], object]) -> Spent:
+            return Spent(0.0, float(str(work())))
+
+    class Fixed(sides.Side):
+        def __init__(self, ms: float) -> None:
+            self.order, self.ms = [np.arange(2)] * 16, ms
+
+        def take(self, places: Any) -> Any:
+            return len(places) * self.ms / 1e3
+
+    both: dict[str, sides.Side] = {"fast": Fixed(step_ms), "slow": Fixed(3 * step_ms)}
+    assert sides.block_for(both, Taken(torch.device(device))) == block
+
+
+def test_slow_steps_are_timed_on_fewer_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(0, 10**6, 2))  # two seconds a look
+    monkeypatch.setattr(sides, "perf_counter", lambda: next(ticks))
+    recipe = arms()["all"]
+    given = ({"all": recipe}, prepare(recipe), "all", CPU, lambda line: None)
+    assert [len(side.order) for side in sides.build_sides(*given).values()] == [5, 5]
+
+
 def test_others_on_the_gpu_are_all_but_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a container our process has another number there, so ours is not looked for."""
     assert watching.others_on_gpu("cpu") is None

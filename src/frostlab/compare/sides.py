@@ -4,7 +4,9 @@ The learning rate is 0: an update costs what it always costs, and every block do
 because no weight moves.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -32,7 +34,7 @@ from frostlab.training.treating import treat, wants_types
 CONTROL = "baseline again"
 _LEAST = {"cuda": 0.05, "mps": 0.05}  # seconds a block; elsewhere:
 _LEAST_ELSEWHERE = 0.2
-_TRIED = 4  # batches that tell how long a step takes
+_TRIED = 4  # batches
 _PATIENCE = 10.0  # seconds to meet more batches than these
 
 
@@ -99,6 +101,10 @@ class Side:
             if not (abs(loss) < torch.inf and norm < torch.inf):
                 raise Diverged(place, "the loss", loss)
 
+    def first_places(self) -> list[int]:
+        """Few batches that tell how long a step takes."""
+        return [place % len(self.order) for place in range(_TRIED)]
+
     @property
     def optimizer_bytes(self) -> int:
         """What the optimizer keeps beside weights and gradients."""
@@ -161,10 +167,8 @@ def _treated(recipe: Recipe, prepared: Prepared) -> nn.Module:
 def block_for(sides: Mapping[str, Side], clock: Clock) -> int:
     """Steps a block, so that the fastest arm's is long enough for the clock."""
     least = _LEAST.get(clock.device.type, _LEAST_ELSEWHERE)
-    tried = [place % len(next(iter(sides.values())).order) for place in range(_TRIED)]
-    spent = min(clock.block(lambda s=side: s.take(tried)).host for side in sides.values())  # type: ignore[misc]
+    spent = min(clock.block(partial(s.take, s.first_places())).host for s in sides.values())
     needed = least * _TRIED / spent
-    block = 1
-    while block < min(needed, BATCHES):
-        block *= 2
-    return max(block, BATCHES * -(-int(needed) // BATCHES)) if needed > BATCHES else block
+    if needed > BATCHES:
+        return BATCHES * math.ceil(needed / BATCHES)
+    return 1 << math.ceil(math.log2(max(1.0, needed)))
