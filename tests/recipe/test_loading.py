@@ -62,6 +62,13 @@ def test_the_digest_is_of_what_a_recipe_does() -> None:
     assert Recipe().digest == "f4dc233bc348b31a", "stored runs are found by it: change it knowingly"
 
 
+def test_baseline_is_another_name_of_none() -> None:
+    none, baseline = (recipe_from({"treatment": name}) for name in ("none", "baseline"))
+    assert baseline.surgery == none.surgery
+    assert (baseline.digest, baseline.treatment_name) == (none.digest, "baseline")
+    assert recipe_from({"treatment": "norms"}).digest != none.digest
+
+
 def test_names_of_runs() -> None:
     assert recipe_name("some/where/my-run.yaml") == "my-run"
     assert recipe_name("imdb-gpt") == "imdb-gpt"
@@ -158,5 +165,6 @@ def test_files_that_are_not_there() -> None:
 def test_the_named_treatments() -> None:
     assert set(NAMED) == {
         "none", "oelm", "oelm-gaussian", "oelm-k", "oelm-q", "oelm-global", "oelm-random",
-        "oelm-random-matched", "frozen-qk", "orthogonal-trainable",
+        "oelm-random-matched", "frozen-qk", "orthogonal-trainable", "baseline", "frozen-embedding",
+        "head", "norms", "bitfit",
     }  # fmt: skip

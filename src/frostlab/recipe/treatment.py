@@ -50,6 +50,11 @@ def _orthogonal(*roles: str, scope: str = "head", source: str = "weights") -> Or
     )
 
 
+def _all_but(learns: str) -> tuple[str, ...]:
+    """Freeze all but this and the head; a head tied to the embedding stays frozen with it."""
+    return ("all", "embedding", f"!{learns}", "!head")
+
+
 _QK = ("query", "key")
 
 NAMED = {
@@ -65,4 +70,10 @@ NAMED = {
     ),
     "frozen-qk": Treatment(freeze=_QK),
     "orthogonal-trainable": Treatment(init=(_orthogonal(*_QK),)),
+    "baseline": Treatment(),
+    "frozen-embedding": Treatment(freeze=("embedding",)),
+    "head": Treatment(freeze=("all", "!head")),
+    "norms": Treatment(freeze=_all_but("norm")),
+    "bitfit": Treatment(freeze=_all_but("bias")),
 }
+SAME = {"baseline": "none"}  # other names of the same treatment

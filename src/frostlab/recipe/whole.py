@@ -30,7 +30,7 @@ from frostlab.recipe.settings import (
     Train,
 )
 from frostlab.recipe.treatment import NAMED as TREATMENTS
-from frostlab.recipe.treatment import Strict, Treatment
+from frostlab.recipe.treatment import SAME, Strict, Treatment
 
 METRICS: dict[Task, tuple[Metric, ...]] = {
     "classification": ("accuracy", "macro_f1", "loss"),
@@ -132,5 +132,8 @@ class Recipe(Strict):
     @property
     def digest(self) -> str:
         """A stable name for what this recipe does: its description plays no part."""
-        text = json.dumps(self.model_dump(mode="json", exclude={"about"}), sort_keys=True)
+        values = self.model_dump(mode="json", exclude={"about"})
+        if isinstance(self.treatment, str):
+            values["treatment"] = SAME.get(self.treatment, self.treatment)
+        text = json.dumps(values, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

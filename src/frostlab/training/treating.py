@@ -29,10 +29,20 @@ def treat(model: nn.Module, recipe: Recipe) -> set[str]:
         else:
             randomize(model, *change.select, std=change.std, seed=recipe.seed)
     if surgery.freeze:
-        freeze(model, *surgery.freeze)
+        _freeze(model, recipe)
     if not any(p.requires_grad for p in model.parameters()):
         raise BadInput("treatment.freeze leaves nothing that learns")
     return touched
+
+
+def _freeze(model: nn.Module, recipe: Recipe) -> None:
+    """Freeze what the treatment says; a named one did not write the selection it is told of."""
+    try:
+        freeze(model, *recipe.surgery.freeze)
+    except UnknownArchitecture:
+        raise
+    except BadInput as error:
+        raise BadInput(f"treatment {recipe.treatment_name}: {error}") from None
 
 
 def weight_digests(model: nn.Module) -> dict[str, str]:
