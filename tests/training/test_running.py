@@ -12,7 +12,7 @@ import yaml
 import frostlab as fl
 from frostlab.data import prepare
 from frostlab.recipe.loading import recipe_from
-from frostlab.recipe.treatment import NAMED
+from frostlab.recipe.treatment import NAMED, SAME
 from frostlab.training.batching import epoch_order
 from tiny import tiny
 
@@ -102,13 +102,15 @@ def test_treatments_leave_everything_else_as_it_was(
     assert this.result["order_digest"] == plain.result["order_digest"]
     surgery = NAMED[name]
     assert bool(touched) == bool(surgery.init)
-    size = 16 * 16 + 16
-    assert this.result["parameters"]["frozen"] == 2 * size * len(surgery.freeze)
+    if set(surgery.freeze) <= {"query", "key"}:  # test_peers.py has the others
+        size = 16 * 16 + 16
+        assert this.result["parameters"]["frozen"] == 2 * size * len(surgery.freeze)
 
 
 def test_treatments_differ(treated: dict[str, fl.RunRecord]) -> None:
     final = {name: record.result["weights_digest"] for name, record in treated.items()}
-    assert len(set(final.values())) == len(NAMED)
+    assert final["baseline"] == final["none"]
+    assert len(set(final.values())) == len(NAMED) - len(SAME)
 
 
 def test_an_explicit_treatment_equals_the_named_one(
