@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import frostlab as fl
-from frostlab.compare import runner
+from frostlab.compare import comparing, runner
 from frostlab.compare.sameness import why_unpaired
 from frostlab.records.record import RunRecord
 from tiny import tiny
@@ -37,8 +37,7 @@ def test_every_file_is_there_and_agrees(made: fl.Comparison) -> None:
             record = RunRecord(made.folder / run["folder"])
             assert record.result["seed"] == run["seed"]
             assert record.metrics == run["metrics"]
-            expected = {"baseline": "none"}.get(name, name)
-            assert record.result["treatment"] == expected
+            assert record.result["treatment"] == name
     values = [run["metrics"]["accuracy"] for run in evidence["arms"]["oelm"]["runs"]]
     base = [run["metrics"]["accuracy"] for run in evidence["arms"]["baseline"]["runs"]]
     effect = sum(a - b for a, b in zip(values, base, strict=True)) / 6
@@ -186,13 +185,18 @@ def test_a_planted_difference_keeps_runs_apart(
     ) in reason
 
 
-def test_a_quick_one_is_short_and_times_steps(tmp_path: Path) -> None:
-    long = tiny(train__epochs=50, data__examples=4096, model__layers=1)
-    values = {"recipe": long, "arms": ["baseline", "oelm"], "clock": {"seconds": 0.5}, "seeds": 1}
+@pytest.mark.parametrize("epochs", [50, 1])
+def test_a_quick_one_is_short_and_times_steps(
+    epochs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparing, "_QUICK_SECONDS", 0.5)
+    recipe = tiny(train__epochs=epochs, data__examples=256, model__layers=1)
+    values = {"recipe": recipe, "arms": ["baseline", "oelm"], "clock": {"seconds": 0.5}, "seeds": 1}
     found = fl.compare(values, out=tmp_path / "c", quick=True)
-    steps = json.loads((tmp_path / "c" / "quick.json").read_text())["steps"]
+    quick = json.loads((tmp_path / "c" / "quick.json").read_text())
     runs = [run for arm in found.evidence["arms"].values() for run in arm["runs"]]
-    assert {run["steps"] for run in runs} == {min(steps, 50 * 128)}
+    assert {run["steps"] for run in runs} == {quick["steps"]}
+    assert quick["of"] == 8 * epochs >= quick["steps"]
     timing = found.evidence["timing"]
     assert set(timing["arms"]) == {"baseline", "baseline again", "oelm"}
     assert timing["proven"] is False

@@ -39,7 +39,7 @@ def test_defaults() -> None:
 def test_an_arm_differs_in_its_treatment_alone() -> None:
     made = plan(arms=["baseline", "oelm", {"name": "keys", "treatment": {"freeze": ["key"]}}])
     recipes = [made.recipe_of(arm, 3) for arm in made.arms]
-    assert [r.treatment_name for r in recipes] == ["none", "oelm", "explicit"]
+    assert [r.treatment_name for r in recipes] == ["baseline", "oelm", "explicit"]
     values = [r.to_dict() | {"treatment": None} for r in recipes]
     assert values[0] == values[1] == values[2]
     assert all(r.seed == 3 for r in recipes)

@@ -14,9 +14,11 @@ from frostlab.compare.plan import Plan
 from frostlab.compare.planning import make_plan
 from frostlab.compare.runner import Runner, Say, result_tasks, round_tasks
 from frostlab.compare.tuning import tune
+from frostlab.data import prepare
 from frostlab.errors import FrostlabError
 from frostlab.recipe import Recipe
 from frostlab.records.folder import write_whole
+from frostlab.training.stages import total_steps
 
 _QUICK_SECONDS, _QUICK_LEAST = 60.0, 10  # of training in all; steps a run
 
@@ -107,7 +109,7 @@ def _work(plan: Plan, folder: ComparisonFolder, runner: Runner, say: Say) -> Non
     tuned = {} if tuning is None else tuning["best"]
     timing = _timing(plan, folder, tuned, runner.data_dir, say)
     if plan.quick:
-        plan = _shortened(plan, folder, timing, say)
+        plan = _shortened(plan, folder, timing, runner.data_dir)
     records = runner.run_all(result_tasks(plan, folder.path, tuned))
     rounds = runner.run_all(round_tasks(plan, folder.path, tuned))
     evidence = gather(
@@ -137,21 +139,19 @@ def _timing(
 
 
 def _shortened(
-    plan: Plan, folder: ComparisonFolder, timing: dict[str, Any] | None, say: Say
+    plan: Plan, folder: ComparisonFolder, timing: dict[str, Any] | None, data_dir: Path | None
 ) -> Plan:
-    """A plan whose runs take a minute together, evaluations aside; nothing longer than it was."""
+    """A plan whose runs take a minute together, evaluations aside; none longer than it was."""
+    recipe = plan.recipe_of(plan.baseline, plan.seeds[0])
     known = folder.read("quick.json")
     if known is None:
-        slowest = (
-            max((arm["ms"] for arm in timing["arms"].values()), default=1e3) if timing else 1e3
-        )
+        slowest = max(arm["ms"] for arm in timing["arms"].values()) if timing else 1e3
         share = _QUICK_SECONDS * 1e3 / slowest / (len(plan.arms) * len(plan.seeds))
-        known = {"steps": max(_QUICK_LEAST, int(share))}
+        whole = total_steps(recipe.train, len(prepare(recipe, data_dir).splits["train"]))
+        known = {"steps": min(whole, max(_QUICK_LEAST, int(share))), "of": whole}
         folder.write("quick.json", known)
-    say(f"at most {known['steps']} steps a run")
-    recipe = copy.deepcopy(plan.recipe)
-    train = recipe["train"]
-    if train["steps"] is None or train["steps"] > known["steps"]:
-        train["steps"], train["epochs"] = known["steps"], None
-        recipe["evaluate"]["every"] = known["steps"]
-    return plan.model_copy(update={"recipe": recipe})
+    values = copy.deepcopy(plan.recipe)
+    values["train"] |= {"steps": known["steps"], "epochs": None}
+    if known["steps"] < known["of"]:
+        values["evaluate"]["every"] = known["steps"]
+    return plan.model_copy(update={"recipe": values})

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats  # type: ignore[import-untyped]
+from scipy import stats
 
 FEWEST = 10  # pairs of rounds
 _MORE = 5  # pairs after the width is reached: a calm spell must not be all that counts

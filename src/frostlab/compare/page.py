@@ -82,8 +82,8 @@ def _performance(evidence: dict[str, Any]) -> str:
     ]
     beside = markdown(["arm", "metric", "against the baseline", "p (Holm)", "verdict"], paired)
     said = (
-        "Mean ± standard deviation over seeds; cv: of the first metric. Below: paired over seeds, 95 % t interval; a ratio "
-        "for perplexity. Only the first metric was chosen beforehand."
+        "Mean ± standard deviation over seeds; cv: of the first metric. Below: paired over seeds, "
+        "95 % t interval; a ratio for perplexity. Only the first metric was chosen beforehand."
     )
     return f"## Performance\n\n{table}\n\n{said}\n\n{beside}"
 

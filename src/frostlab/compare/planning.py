@@ -128,10 +128,8 @@ def _arm(given: Any, label: str) -> dict[str, Any]:
 
 
 def _treatment(given: Any, label: str) -> Any:
-    if given == "baseline":
-        return "none"
     if isinstance(given, str) and given not in NAMED:
-        raise BadInput(f"{label}: no arm is called `{given}`{nearest(given, ['baseline', *NAMED])}")
+        raise BadInput(f"{label}: no arm is called `{given}`{nearest(given, NAMED)}")
     return given
 
 

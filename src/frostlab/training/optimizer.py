@@ -13,10 +13,11 @@ from frostlab.recipe.settings import Optim, StepDecay
 def build_optimizer(
     model: nn.Module, optim: Optim, fused: bool, capturable: bool = False
 ) -> torch.optim.AdamW:
-    """Matrices decay, vectors do not; frozen tensors are absent."""
+    """Matrices decay, vectors do not, whatever their shape; frozen tensors are absent."""
     learning = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in learning if p.ndim >= 2]
-    vectors = [p for p in learning if p.ndim < 2]
+    matrices = [p for p in learning if sum(size > 1 for size in p.shape) >= 2]
+    known = {id(p) for p in matrices}
+    vectors = [p for p in learning if id(p) not in known]
     groups = [{"params": matrices, "weight_decay": optim.decay},
               {"params": vectors, "weight_decay": 0.0}]  # fmt: skip
     return torch.optim.AdamW(
