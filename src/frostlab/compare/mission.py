@@ -60,7 +60,7 @@ def timing_json(evidence: dict[str, Any]) -> dict[str, Any]:
         "time_difference_percent": _percent(gap["total_gap_percent"], digits=2),
         "speedup_ratio": gap["speedup_ratio"],
     }
-    return {"timing": timing, "interleaved": evidence["timing"]}
+    return {"timing": timing}
 
 
 def _environment(record: RunRecord) -> dict[str, Any]:
