@@ -4,13 +4,13 @@ A step spends its time on matmuls and on the optimizer's traffic: 28 bytes a tra
 Launching kernels, norms and activations come on top, and freezing saves little of those.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from frostlab.anatomy import Anatomy, anatomy
-from frostlab.anatomy.savings import savings
+from frostlab.anatomy.savings import Savings, savings
 from frostlab.bench.ceilings import ADAM_BYTES
 from frostlab.compare.estimating import Ratio
 from frostlab.models.decoder import Decoder
@@ -21,27 +21,12 @@ _FEW = 2048  # tokens a step, below which launching kernels may take longer than
 
 
 @dataclass(frozen=True)
-class Limits:
-    """The work of one step with everything trained, and as it is frozen now."""
+class Limits(Savings):
+    """The work of one step, not of a token, with everything trained and as it is frozen now."""
 
-    length: int
     tokens: float  # a step
-    flops_all: float
-    flops: float
     traffic_all: int  # bytes the optimizer moves
     traffic: int
-    state_bytes_all: int  # gradients and both moments, in float32
-    state_bytes: int
-
-    @property
-    def flop_share(self) -> float:
-        """The share of matmul work that is saved."""
-        return 1 - self.flops / self.flops_all if self.flops_all else 0.0
-
-    @property
-    def speed_up(self) -> float:
-        """How much faster a step gets at most that does nothing but matmuls."""
-        return self.flops_all / self.flops if self.flops else 1.0
 
     @property
     def speed_up_with_traffic(self) -> float:
@@ -51,9 +36,12 @@ class Limits:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return asdict(self) | {
-            "flop_share": self.flop_share,
-            "speed_up": self.speed_up,
+        return super().to_dict() | {
+            "flops_all": self.flops_all,
+            "flops": self.flops,
+            "tokens": self.tokens,
+            "traffic_bytes_all": self.traffic_all,
+            "traffic_bytes": self.traffic,
             "speed_up_with_traffic": self.speed_up_with_traffic,
         }
 
@@ -73,13 +61,13 @@ def limits(model: nn.Module, length: int, tokens: float, *, causal: bool | None 
     less, less_all = (_attention(a, length) / 2 if causal else 0.0 for a in (found, free))
     return Limits(
         length=length,
-        tokens=tokens,
         flops_all=(saved.flops_all - less_all) * tokens,
         flops=(saved.flops - less) * tokens,
+        bytes_all=saved.bytes_all,
+        bytes=saved.bytes,
+        tokens=tokens,
         traffic_all=ADAM_BYTES * free.count("trainable"),
         traffic=ADAM_BYTES * found.count("trainable"),
-        state_bytes_all=saved.bytes_all,
-        state_bytes=saved.bytes,
     )
 
 
