@@ -32,9 +32,7 @@ gpu: setup
 
 demo: setup
 	$(BIN)/frostlab inspect gpt2 --freeze query,key
-	$(BIN)/frostlab run docstrings-gpt
-	$(BIN)/frostlab run docstrings-gpt --set treatment=oelm
-	$(BIN)/frostlab runs
+	$(BIN)/frostlab compare docstrings-demo --arms baseline,oelm,oelm-random
 
 bench: setup
 	$(BIN)/python benchmarks/factorise.py

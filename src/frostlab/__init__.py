@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from frostlab.anatomy import Anatomy, Heads, Part, anatomy, describe, fused
+    from frostlab.compare import Comparison, compare
     from frostlab.errors import (
         BadInput,
         FrostlabError,
@@ -41,6 +42,7 @@ __all__ = [
     "Anatomy",
     "Audit",
     "BadInput",
+    "Comparison",
     "FrostlabError",
     "FrozenWeightsMoved",
     "Heads",
@@ -54,6 +56,7 @@ __all__ = [
     "UnknownArchitecture",
     "anatomy",
     "audit",
+    "compare",
     "describe",
     "export",
     "freeze",
@@ -67,7 +70,7 @@ __all__ = [
     "thaw",
 ]
 
-_ROOMS = ("errors", "recipe", "anatomy", "surgery", "records", "training")
+_ROOMS = ("errors", "recipe", "anatomy", "surgery", "records", "training", "compare")
 
 
 class _Package(ModuleType):

@@ -62,6 +62,23 @@ def test_the_digest_is_of_what_a_recipe_does() -> None:
     assert Recipe().digest == "f4dc233bc348b31a", "stored runs are found by it: change it knowingly"
 
 
+def test_baseline_is_another_name_of_none() -> None:
+    none, baseline = (recipe_from({"treatment": name}) for name in ("none", "baseline"))
+    assert baseline.surgery == none.surgery
+    assert (baseline.digest, baseline.treatment_name) == (none.digest, "baseline")
+    assert recipe_from({"treatment": "norms"}).digest != none.digest
+
+
+def test_a_treatment_without_peft_has_the_digest_it_always_had() -> None:
+    spelled = recipe_from({"treatment": {"freeze": ["query"]}})
+    assert spelled.digest == "97f2b3a022fa48fa", "stored runs are found by it"
+    assert recipe_from(spelled.to_dict()) == spelled
+    peft = recipe_from({"treatment": {"peft": {"method": "lora"}}})
+    assert recipe_from(peft.to_dict()) == peft
+    assert peft.digest != recipe_from({"treatment": {"peft": {"method": "lora", "r": 4}}}).digest
+    assert (spelled.treatment_name, peft.treatment_name) == ("explicit", "lora")
+
+
 def test_names_of_runs() -> None:
     assert recipe_name("some/where/my-run.yaml") == "my-run"
     assert recipe_name("imdb-gpt") == "imdb-gpt"
@@ -103,6 +120,18 @@ ERRORS = [
     ("treatment={init: [{method: randomize, select: [key], sdt: 1}]}", "init.0.sdt is not a key",
      "`std`?"),
     ("treatment={freeze: ['!head']}", "freeze only takes away", ""),
+    ("treatment={peft: {method: lorra}}", "treatment.peft.method = 'lorra' should be one of lora,",
+     "`lora`?"),
+    ("treatment={peft: {r: 4}}", "treatment.peft.method is missing", ""),
+    ("treatment={peft: {method: lora, rank: 4}}", "treatment.peft.rank is not a key", "there are"),
+    ("treatment={peft: {method: ia3, alpha: 4}}", "treatment.peft.alpha is not a key", "select"),
+    ("treatment={peft: {method: lora, r: 0}}", "treatment.peft.r = 0 should be greater than 0", ""),
+    ("treatment={peft: {method: lora, dropout: 1.0}}", "peft.dropout = 1.0 should be less than 1",
+     ""),
+    ("treatment={peft: {method: lora, select: []}}", "treatment.peft.select = []", ""),
+    ("treatment={peft: {method: lora}, freeze: [key]}", "peft and freeze exclude each other", ""),
+    ("treatment={peft: {method: lora}, init: [{method: randomize, select: [key]}]}",
+     "peft and init exclude each other", ""),
     ("seed=true", "seed = True should be a whole number", ""),
     ("optim.lr", "should be key=value", ""),
     ("optim.lr=[1", "is not a YAML value", ""),
@@ -158,5 +187,6 @@ def test_files_that_are_not_there() -> None:
 def test_the_named_treatments() -> None:
     assert set(NAMED) == {
         "none", "oelm", "oelm-gaussian", "oelm-k", "oelm-q", "oelm-global", "oelm-random",
-        "oelm-random-matched", "frozen-qk", "orthogonal-trainable",
+        "oelm-random-matched", "frozen-qk", "orthogonal-trainable", "baseline", "frozen-embedding",
+        "head", "norms", "bitfit",
     }  # fmt: skip

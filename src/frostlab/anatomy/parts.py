@@ -25,6 +25,7 @@ ROLES = (
     "norm",
     "head",
     "other",
+    "adapter",
 )
 ATTENTION_INPUTS = ("query", "key", "value")
 
@@ -151,6 +152,7 @@ class Slot:
     shape: tuple[int, ...]
     axis: int
     pieces: tuple[Piece, ...]
+    adapts: str | None = None  # the path of the module it adapts, if it is an adapter's
 
     @property
     def parameter(self) -> nn.Parameter:

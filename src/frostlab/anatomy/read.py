@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from frostlab.anatomy.adapters import adapted, place_adapters, without_wrapping
 from frostlab.anatomy.description import Entry, Fixed, Fused, role_of
 from frostlab.anatomy.parts import (
     ATTENTION_INPUTS,
@@ -51,7 +52,8 @@ def survey(model: nn.Module) -> tuple[Anatomy, dict[str, Slot]]:
     slots = {slot.name: slot for slot in _slots(model)}
     if not slots:
         raise UnknownArchitecture(f"{type(model).__name__} has no parameters to see")
-    placed = place_slots(model, list(slots.values()))
+    placed = place_slots(model, [slot for slot in slots.values() if slot.adapts is None])
+    placed |= place_adapters(slots.values(), placed)
     parts: list[Part] = []
     for names in _same_tensor(slots.values()):
         own = [(name, *placed[name]) for name in names]
@@ -76,20 +78,22 @@ def _all_layers(place: Place, others: Sequence[Place]) -> tuple[int, ...]:
 
 
 def _slots(model: nn.Module) -> Iterator[Slot]:
-    """Every parameter under every name it has, split ones under their canonical names."""
+    """Every parameter under every name it has, split and adapted ones under canonical names."""
+    wrapped = adapted(model)
     for path, module in model.named_modules(remove_duplicate=False):
+        path, adapts = without_wrapping(path, wrapped)
         dot = f"{path}." if path else ""
         held: set[int] = set()
         if isinstance(module, Split):
             for local, (shape, axis, pieces) in module.slots().items():
                 held |= {id(piece.parameter) for piece in pieces}
-                yield Slot(f"{dot}{local}", module, local, shape, axis, pieces)
+                yield Slot(f"{dot}{local}", module, local, shape, axis, pieces, adapts)
         for local, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in held:
                 shape = tuple(parameter.shape)
                 axis = 1 if len(shape) == 2 and _is_transposed(module) else 0
                 piece = Piece(Rows.whole(shape[axis] if shape else 1), parameter)
-                yield Slot(f"{dot}{local}", module, local, shape, axis, (piece,))
+                yield Slot(f"{dot}{local}", module, local, shape, axis, (piece,), adapts)
 
 
 def _is_transposed(module: nn.Module) -> bool:

@@ -67,12 +67,13 @@ def _flops(anatomy: Anatomy, length: int) -> float:
     for layer in anatomy.layers:
         total += _layer_flops(layer, below[layer.stack], encoder_learns, length)
         below[layer.stack] |= any(map(_learns, layer.parts))
-    vocabulary = {p.shape[0] for p in anatomy.parts if p.role == "embedding" and p.shape}
+    sizes = (p.shape[0] for p in anatomy.parts if p.role == "embedding" and p.shape)
+    vocabulary = max(sizes, default=0)  # types of tokens have embeddings, too
     for part in anatomy.parts:
         if not part.layers and part.matmul and part.kind == "weight":
             cost = 2 * part.parameters * (1 + any(below.values()) + _learns(part))
             # a head as wide as the vocabulary works on every token, another on one of them
-            every_token = part.role != "head" or part.shape[part.axis] in vocabulary
+            every_token = part.role != "head" or part.shape[part.axis] == vocabulary
             total += cost if every_token else cost / length
     return total
 

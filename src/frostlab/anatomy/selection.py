@@ -209,6 +209,8 @@ def _match(parts: Sequence[Part], term: Term, counts: dict[str, int], model: str
 
 
 def _matches_nothing(parts: Sequence[Part], term: Term, model: str) -> str:
+    if term.kind == "bias" and not any(part.kind == "bias" for part in parts):
+        return f"`{term.text}` matches nothing in {model}: it has no biases"
     here = [role for role in ROLES if any(p.role == role for p in parts)]
     hint = nearest(term.role, here) if term.role and term.role not in here else ""
     hint = hint or f"; it has {', '.join(here)}"

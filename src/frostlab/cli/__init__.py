@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from frostlab import __version__
-from frostlab.cli import bench, runs
+from frostlab.cli import bench, compare, runs
 from frostlab.errors import BadInput, FrostlabError
 
 app = typer.Typer(
@@ -80,6 +80,7 @@ def _quiet_libraries() -> None:
 
 
 app.command("bench")(bench.bench)
+app.command("compare")(compare.compare)
 app.command("recipes")(runs.recipes)
 app.command("run")(runs.run)
 app.command("runs")(runs.list_runs)

@@ -22,6 +22,9 @@ _KINDS: dict[tuple[str, Any], type[BaseModel]] = {
     ("model", "pretrained"): settings.PretrainedModel,
     ("init", "orthogonalize"): treatment.Orthogonalize,
     ("init", "randomize"): treatment.Randomize,
+    ("peft", "lora"): treatment.LowRank,
+    ("peft", "dora"): treatment.LowRank,
+    ("peft", "ia3"): treatment.Scales,
 }
 _SECTIONS: dict[str, type[BaseModel]] = {
     "treatment": treatment.Treatment,
@@ -127,7 +130,8 @@ def _class_of(path: list[Any], values: dict[str, Any]) -> type[BaseModel] | None
     there, section = _at(values, path), names[-1]
     if section == "data":
         return _KINDS["data", data.data_kind(there)]
-    tag = there.get("method" if section == "init" else "kind") if isinstance(there, dict) else None
+    key = "method" if section in ("init", "peft") else "kind"
+    tag = there.get(key) if isinstance(there, dict) else None
     return _KINDS.get((section, tag)) or _SECTIONS.get(section)
 
 

@@ -122,6 +122,12 @@ def recipe_from(values: dict[str, Any], source: str = "recipe") -> Recipe:
     return _checked(layers)
 
 
+def read_values(path: str) -> dict[str, Any]:
+    """The keys of a YAML file, unchecked."""
+    text, label, _ = _find(path, None)
+    return _parse(text, label)
+
+
 def recipe_name(name: str) -> str:
     """What runs of a recipe are called: its file's name without the ending."""
     path = Path(name)

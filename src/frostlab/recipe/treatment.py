@@ -31,17 +31,51 @@ class Randomize(Strict):
     std: Annotated[float, Field(gt=0)] | Literal["match"] = 0.02
 
 
+class LowRank(Strict):
+    """A learned product of two thin matrices beside each projection; DoRA learns lengths apart."""
+
+    method: Literal["lora", "dora"]
+    select: Selections = ("query", "value")
+    r: Positive = 8
+    alpha: Annotated[float, Field(gt=0)] = 16.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+
+class Scales(Strict):
+    """IA³: a learned factor for each output of a projection, for each input of a down one."""
+
+    method: Literal["ia3"]
+    select: Selections = ("key", "value", "down")
+
+
+def _all_but(learns: str) -> tuple[str, ...]:
+    """Freeze all but this and the head; a head tied to the embedding stays frozen with it."""
+    return ("all", "embedding", f"!{learns}", "!head")
+
+
 class Treatment(Strict):
-    """New values for some weights, then which of them are frozen."""
+    """New values for some weights, then which of them are frozen; or PEFT's adapters."""
 
     init: tuple[Annotated[Orthogonalize | Randomize, Field(discriminator="method")], ...] = ()
     freeze: tuple[str, ...] = ()
+    peft: Annotated[LowRank | Scales, Field(discriminator="method")] | None = None
 
     @model_validator(mode="after")
     def _does_something(self) -> Self:
         if self.freeze and all(selection.startswith("!") for selection in self.freeze):
             raise ValueError("freeze only takes away; name what to freeze, e.g. [all, '!head']")
+        if self.peft is not None and (self.init or self.freeze):
+            other = "init" if self.init else "freeze"
+            raise ValueError(
+                f"peft and {other} exclude each other: all but the adapters and the head is "
+                "frozen as it is"
+            )
         return self
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """The selections that do not learn."""
+        return self.freeze if self.peft is None else _all_but("adapter")
 
 
 def _orthogonal(*roles: str, scope: str = "head", source: str = "weights") -> Orthogonalize:
@@ -65,4 +99,10 @@ NAMED = {
     ),
     "frozen-qk": Treatment(freeze=_QK),
     "orthogonal-trainable": Treatment(init=(_orthogonal(*_QK),)),
+    "baseline": Treatment(),
+    "frozen-embedding": Treatment(freeze=("embedding",)),
+    "head": Treatment(freeze=("all", "!head")),
+    "norms": Treatment(freeze=_all_but("norm")),
+    "bitfit": Treatment(freeze=_all_but("bias")),
 }
+SAME = {"baseline": "none"}  # other names of the same treatment

@@ -30,7 +30,7 @@ from frostlab.recipe.settings import (
     Train,
 )
 from frostlab.recipe.treatment import NAMED as TREATMENTS
-from frostlab.recipe.treatment import Strict, Treatment
+from frostlab.recipe.treatment import SAME, Strict, Treatment
 
 METRICS: dict[Task, tuple[Metric, ...]] = {
     "classification": ("accuracy", "macro_f1", "loss"),
@@ -122,8 +122,10 @@ class Recipe(Strict):
 
     @property
     def treatment_name(self) -> str:
-        """The treatment's name, or `explicit` for one that is spelled out."""
-        return "explicit" if isinstance(self.treatment, Treatment) else str(self.treatment)
+        """The treatment's name; of one that is spelled out PEFT's method, or `explicit`."""
+        if not isinstance(self.treatment, Treatment):
+            return str(self.treatment)
+        return "explicit" if self.treatment.peft is None else self.treatment.peft.method
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for YAML and JSON, every default spelled out."""
@@ -132,5 +134,10 @@ class Recipe(Strict):
     @property
     def digest(self) -> str:
         """A stable name for what this recipe does: its description plays no part."""
-        text = json.dumps(self.model_dump(mode="json", exclude={"about"}), sort_keys=True)
+        values = self.model_dump(mode="json", exclude={"about"})
+        if isinstance(self.treatment, str):
+            values["treatment"] = SAME.get(self.treatment, self.treatment)
+        elif self.treatment.peft is None:  # stored runs from before there was such a key
+            del values["treatment"]["peft"]
+        text = json.dumps(values, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -28,7 +28,7 @@ VARIABLES = (
     "RANK",
     "LOCAL_RANK",
 )
-LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "safetensors")
+LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "safetensors", "peft")
 _PATIENCE = 1.5  # seconds for a driver or git that hangs
 
 

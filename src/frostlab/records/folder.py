@@ -85,24 +85,24 @@ class RunFolder:
             raise FrostlabError(f"{kind} is not a kind of event")
         assert self._events is not None, "the folder is open"
         line = {"kind": kind, "at": round(time.time(), 3), "step": step, **values}
-        self._events.write(json.dumps(_finite(line)) + "\n")
+        self._events.write(json.dumps(finite(line)) + "\n")
         self._events.flush()
 
     def write(self, name: str, value: Any) -> None:
         """Write a JSON file, whole or not at all."""
-        write_whole(self.path / name, json.dumps(_finite(value), indent=1) + "\n")
+        write_whole(self.path / name, json.dumps(finite(value), indent=1) + "\n")
 
     def events(self) -> list[dict[str, Any]]:
         """The events that count: what a resumed run did again is counted once."""
         return effective(read_events(self.path / "events.jsonl"))
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """Plain values without NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
+        return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

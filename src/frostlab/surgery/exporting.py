@@ -18,6 +18,8 @@ def export(model: nn.Module, folder: str | Path) -> Path:
     refuse_wrapped(model, "export")
     _, slots = survey(model)
     refuse_untouchable(model, slots.values(), "export")
+    if any(slot.adapts is not None for slot in slots.values()):
+        raise BadInput("export: the model has adapters; put PEFT's adapters into its weights first")
     save: Any = getattr(model, "save_pretrained", None)
     if save is None:
         raise BadInput(

@@ -92,6 +92,11 @@ def _check_splittable(slot: Slot, slots: Iterable[Slot]) -> None:
                 f"freeze: {slot.name} is fused and tied to {other.name}, so it cannot be split; "
                 "freeze the roles it holds together, or untie the modules"
             )
+    if any(other.adapts == slot.name.rpartition(".")[0] for other in slots):
+        raise BadInput(
+            f"freeze: {slot.name} is fused and has adapters, so it cannot be split; "
+            "freeze the roles it holds together"
+        )
     if isinstance(owner, Split) or type(owner) is nn.MultiheadAttention:
         return
     kind = type(owner)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from frostlab.data import Prepared
 from frostlab.recipe import Recipe
@@ -195,7 +195,9 @@ def _look(setting: Setting, progress: Progress, watch: Stopwatch) -> bool:
     return improved
 
 
-def measure(setting: Setting, split: str, step: int) -> dict[str, float]:
+def measure(
+    setting: Setting, split: str, step: int, guesses: Tensor | None = None
+) -> dict[str, float]:
     """Every metric of a split, over all processes, the selecting one first."""
     train, metric = setting.recipe.train, setting.recipe.metric
     metrics = evaluate(
@@ -207,6 +209,7 @@ def measure(setting: Setting, split: str, step: int) -> dict[str, float]:
         precision=setting.precision,
         world=setting.world,
         types=wants_types(setting.model),
+        guesses=guesses,
     )
     if not math.isfinite(metrics["loss"]):
         spoilt = (n for n, p in setting.model.named_parameters() if not whole(p).isfinite().all())

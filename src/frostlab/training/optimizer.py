@@ -19,10 +19,11 @@ def build_optimizer(
     capturable: bool = False,
     halves: Halves | None = None,
 ) -> torch.optim.AdamW:
-    """Matrices decay, vectors do not; frozen tensors are absent; `halves` are kept up with."""
+    """Matrices decay, vectors do not, whatever their shape; frozen tensors are absent."""
     learning = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in learning if p.ndim >= 2]
-    vectors = [p for p in learning if p.ndim < 2]
+    matrices = [p for p in learning if sum(size > 1 for size in p.shape) >= 2]
+    known = {id(p) for p in matrices}
+    vectors = [p for p in learning if id(p) not in known]
     groups = [{"params": matrices, "weight_decay": optim.decay},
               {"params": vectors, "weight_decay": 0.0}]  # fmt: skip
     groups = [group for group in groups if group["params"]]

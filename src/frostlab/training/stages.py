@@ -49,4 +49,4 @@ def stages_of(recipe: Recipe, examples: int) -> tuple[Stage, ...]:
         raise BadInput(
             f"optim.warmup {warmup:g} takes all {steps} steps; a share below 1 would not"
         )
-    return (Stage("train", steps, recipe.surgery.freeze, recipe.evaluate.patience),)
+    return (Stage("train", steps, recipe.surgery.frozen, recipe.evaluate.patience),)

@@ -11,11 +11,12 @@ from frostlab.recipe import Recipe
 from frostlab.recipe.treatment import Orthogonalize
 from frostlab.surgery import Audit, audit, freeze, orthogonalize, randomize
 from frostlab.surgery.origin import digest
+from frostlab.training.adapting import adapt
 from frostlab.training.distributed import whole
 
 
 def treat(model: nn.Module, recipe: Recipe) -> set[str]:
-    """Do what the recipe's treatment says; return the keys of the parts that got new values.
+    """Do what the recipe's treatment says; return the keys of what got new values or is new.
 
     Surgery draws from generators of its own, so everything else is as without it.
     """
@@ -28,11 +29,23 @@ def treat(model: nn.Module, recipe: Recipe) -> set[str]:
             )
         else:
             randomize(model, *change.select, std=change.std, seed=recipe.seed)
-    if surgery.freeze:
-        freeze(model, *surgery.freeze)
+    if surgery.peft is not None:
+        touched |= adapt(model, surgery.peft, recipe.seed)
+    if surgery.frozen:
+        _freeze(model, recipe)
     if not any(p.requires_grad for p in model.parameters()):
         raise BadInput("treatment.freeze leaves nothing that learns")
     return touched
+
+
+def _freeze(model: nn.Module, recipe: Recipe) -> None:
+    """Freeze what the treatment says; a named one did not write the selection it is told of."""
+    try:
+        freeze(model, *recipe.surgery.frozen)
+    except UnknownArchitecture:
+        raise
+    except BadInput as error:
+        raise BadInput(f"treatment {recipe.treatment_name}: {error}") from None
 
 
 def weight_digests(model: nn.Module) -> dict[str, str]:
@@ -54,7 +67,7 @@ def state_digest(model: nn.Module) -> str:
 
 def audit_frozen(model: nn.Module, recipe: Recipe) -> Audit | None:
     """Digests of what is frozen, or nothing if nothing is."""
-    return audit(model) if recipe.surgery.freeze else None
+    return audit(model) if recipe.surgery.frozen else None
 
 
 def count_parameters(model: nn.Module) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """The work of a run: train, report, write the result, whatever happens on the way."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from frostlab.errors import FrostlabError
 from frostlab.records.checkpoints import Checkpoint, checkpoints_in
 from frostlab.records.environment import gpu_state
-from frostlab.records.folder import RunFolder
+from frostlab.records.folder import RunFolder, write_whole
 from frostlab.records.telemetry import Telemetry
 from frostlab.training.distributed import like
 from frostlab.training.failures import Failure, failure_of
@@ -84,7 +85,15 @@ def _report(setting: Setting, progress: Progress, path: Path) -> dict[str, float
     load_weights(setting.model, best)
     if setting.frozen is not None:
         setting.frozen.verify(setting.model)
-    metrics = measure(setting, "report", progress.step)
+    tokens, guesses = setting.prepared.splits["report"], None
+    if setting.prepared.task == "classification":
+        guesses = torch.zeros(len(tokens), dtype=torch.long, device=setting.device)
+    metrics = measure(setting, "report", progress.step, guesses)
+    if guesses is not None:
+        taken_for = (setting.world.total(guesses) - 1).tolist()
+        if setting.folder and tokens.labels is not None:
+            kept = {"split": "report", "labels": tokens.labels.tolist(), "classes": taken_for}
+            write_whole(setting.folder.path / "predictions.json", json.dumps(kept))
     verified = 0 if setting.frozen is None else len(setting.frozen.digests)
     if setting.folder:
         setting.folder.event("evaluation", progress.step, split="report", metrics=metrics,

@@ -1,0 +1,157 @@
+"""`fl.compare`: a plan in, verdicts out; interrupted, it goes on where it was."""
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from frostlab.compare.evidence import gather
+from frostlab.compare.folder import ComparisonFolder
+from frostlab.compare.mission import comparison_json, timing_json
+from frostlab.compare.page import page
+from frostlab.compare.plan import Plan
+from frostlab.compare.planning import make_plan
+from frostlab.compare.runner import Runner, Say, result_tasks, round_tasks
+from frostlab.compare.tuning import tune
+from frostlab.data import prepare
+from frostlab.errors import FrostlabError
+from frostlab.recipe import Recipe
+from frostlab.records.folder import write_whole
+from frostlab.training.stages import total_steps
+
+_QUICK_SECONDS, _QUICK_LEAST = 60.0, 10  # of training in all; steps a run
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A finished comparison, read from its folder."""
+
+    folder: Path
+
+    @property
+    def evidence(self) -> dict[str, Any]:
+        """Everything that was found."""
+        found = ComparisonFolder(self.folder).read("evidence.json")
+        if found is None:
+            raise FrostlabError(f"{self.folder} has no verdicts yet")
+        return dict(found)
+
+    @property
+    def verdicts(self) -> dict[str, dict[str, Any]]:
+        """For the metric it was made for: every arm's verdict, with its numbers."""
+        evidence = self.evidence
+        return dict(evidence["verdicts"][evidence["plan"]["rules"]["metric"]])
+
+    @property
+    def page(self) -> Path:
+        """The page in Markdown."""
+        return self.folder / "comparison.md"
+
+    def to_frame(self) -> Any:
+        """One row a run, as a pandas DataFrame."""
+        try:
+            import pandas
+        except ImportError:
+            raise FrostlabError("to_frame needs pandas: pip install pandas") from None
+        rows = [
+            {"arm": name, "seed": run["seed"], "status": run["status"], **(run["metrics"] or {}),
+             "total_seconds": run["clocks"]["total_seconds"], "folder": run["folder"]}
+            for name, arm in self.evidence["arms"].items()
+            for run in arm["runs"]
+        ]  # fmt: skip
+        return pandas.DataFrame(rows)
+
+
+def compare(
+    source: str | Path | dict[str, Any] | Recipe,
+    *,
+    arms: Iterable[Any] | str | None = None,
+    seeds: int | Iterable[int] | None = None,
+    out: str | Path | None = None,
+    comparisons: str | Path = "comparisons",
+    data_dir: str | Path | None = None,
+    settings: Iterable[str] = (),
+    quick: bool = False,
+    jobs: int = 1,
+    say: Say = lambda line: None,
+    **rules: Any,
+) -> Comparison:
+    """Compare arms of one recipe that differ in nothing but the treatment.
+
+    Args:
+        source: a recipe (a shipped name, a YAML file, values), or a comparison's YAML file.
+        arms: treatments by name, or `{name, treatment, set}`; `baseline` trains everything.
+        seeds: how many, or which; more can be added to a finished comparison.
+        out: the comparison's own folder; by default one under `comparisons`.
+        jobs: runs at once, for a GPU with room for several; steps are timed alone all the same.
+        rules: metric, alpha, minimum_effect, noninferior, tune, allow_confounds, rounds, clock.
+    """
+    plan = make_plan(source, settings=settings, quick=quick, arms=arms, seeds=seeds, **rules)
+    where = Path(out) if out is not None else Path(comparisons) / _folder_name(plan)
+    folder = ComparisonFolder(where.resolve())
+    with folder.open(plan) as agreed:
+        runner = Runner(None if data_dir is None else Path(data_dir), say, jobs)
+        _work(agreed, folder, runner, say)
+    return Comparison(folder.path)
+
+
+def _folder_name(plan: Plan) -> str:
+    arms = "-vs-".join(arm.name for arm in plan.arms)
+    return f"{plan.name}-{arms}{'-quick' if plan.quick else ''}"[:120]
+
+
+def _work(plan: Plan, folder: ComparisonFolder, runner: Runner, say: Say) -> None:
+    tuning = None
+    if plan.tune is not None:
+        tuning = tune(plan, folder.path, runner)
+        folder.write("tuning.json", tuning)
+    tuned = {} if tuning is None else tuning["best"]
+    timing = _timing(plan, folder, tuned, runner.data_dir, say)
+    if plan.quick:
+        plan = _shortened(plan, folder, timing, runner.data_dir)
+    records = runner.run_all(result_tasks(plan, folder.path, tuned))
+    rounds = runner.run_all(round_tasks(plan, folder.path, tuned))
+    evidence = gather(
+        plan, folder.path, records, look=folder.look(plan), tuning=tuning, timing=timing,
+        rounds=rounds,
+    )  # fmt: skip
+    folder.write("evidence.json", evidence)
+    folder.write("comparison.json", comparison_json(evidence, records, plan))
+    folder.write("timing.json", timing_json(evidence))
+    write_whole(folder.path / "comparison.md", page(evidence))
+
+
+def _timing(
+    plan: Plan, folder: ComparisonFolder, tuned: dict[str, float], data_dir: Path | None, say: Say
+) -> dict[str, Any] | None:
+    """Time the arms' steps against each other, once; None if the plan does not want it."""
+    if plan.clock is None:
+        return None
+    known = folder.read("steps.json")
+    if known is not None:
+        return dict(known)
+    from frostlab.compare.stepping import time_steps
+
+    found = time_steps(plan, tuned, data_dir, say)
+    folder.write("steps.json", found)
+    return found
+
+
+def _shortened(
+    plan: Plan, folder: ComparisonFolder, timing: dict[str, Any] | None, data_dir: Path | None
+) -> Plan:
+    """A plan whose runs take a minute together, evaluations aside; none longer than it was."""
+    recipe = plan.recipe_of(plan.baseline, plan.seeds[0])
+    known = folder.read("quick.json")
+    if known is None:
+        slowest = max(arm["ms"] for arm in timing["arms"].values()) if timing else 1e3
+        share = _QUICK_SECONDS * 1e3 / slowest / (len(plan.arms) * len(plan.seeds))
+        whole = total_steps(recipe.train, len(prepare(recipe, data_dir).splits["train"]))
+        known = {"steps": min(whole, max(_QUICK_LEAST, int(share))), "of": whole}
+        folder.write("quick.json", known)
+    values = copy.deepcopy(plan.recipe)
+    values["train"] |= {"steps": known["steps"], "epochs": None}
+    if known["steps"] < known["of"]:
+        values["evaluate"]["every"] = known["steps"]
+    return plan.model_copy(update={"recipe": values})

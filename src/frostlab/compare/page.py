@@ -1,0 +1,198 @@
+"""A comparison as a page in Markdown: verdicts first, then the numbers they rest on."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from frostlab.compare.answers import answers
+from frostlab.compare.rules import Rules
+from frostlab.compare.words import effect, markdown, mean_and_std, mebibytes, number, ratio
+
+_BAR = 30  # characters of the widest bar of a curve
+
+
+def page(evidence: dict[str, Any]) -> str:
+    """The whole page."""
+    plan = evidence["plan"]
+    arms = ", ".join(evidence["arms"])
+    parts = [
+        f"# {plan['name']}: {arms}",
+        _quickly(plan),
+        _verdicts(evidence),
+        "## The five questions\n\n" + "\n".join(
+            f"{number}. **{question}** {said}"
+            for number, (question, said) in enumerate(answers(evidence), 1)
+        ),
+        _performance(evidence),
+        _timing(evidence),
+        _whole_runs(evidence),
+        _tuning(evidence),
+        _fairness(evidence),
+        _runs(evidence),
+    ]  # fmt: skip
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _quickly(plan: dict[str, Any]) -> str:
+    if not plan["quick"]:
+        return ""
+    return "A quick look, with too few seeds to decide anything: is it worth a real run?"
+
+
+def _verdicts(evidence: dict[str, Any]) -> str:
+    rules = Rules.model_validate(evidence["plan"]["rules"] | {"look": evidence["look"]})
+    found = evidence["verdicts"][rules.metric]
+    lines = [f"- **{name}**: {each['sentence']}" for name, each in found.items()]
+    for name, each in found.items():
+        lines += [f"  - {name}: {note}" for note in each["notes"]]
+        limit = each["noninferior"]
+        if limit is not None:
+            lines.append(
+                f"- {name}: {rules.metric} within {limit['limit']:g} × the baseline's? "
+                f"**{limit['answer']}** (ratio {ratio(limit)})"
+            )
+    timing = evidence["timing"]
+    if timing is not None:
+        lines += [f"- **time, {name}**: {timing['arms'][name]['sentence']}" for name in found]
+    history = rules.history()
+    if history is not None:
+        lines.append(f"- {history}")
+    return "## Verdicts\n\n" + "\n".join(lines)
+
+
+def _performance(evidence: dict[str, Any]) -> str:
+    arms, metrics = evidence["arms"], list(evidence["verdicts"])
+    head = ["arm", "seeds", *metrics, "cv", "trainable"]
+    rows = []
+    for name, arm in arms.items():
+        parameters = arm["parameters"] or {}
+        finished = [run for run in arm["runs"] if run["status"] == "finished"]
+        mark = " (confounded)" if evidence["confounds"].get(name) else ""
+        rows.append([
+            name + mark,
+            f"{len(finished)} of {len(arm['runs'])}",
+            *(mean_and_std(arm["metrics"].get(metric)) for metric in metrics),
+            number((arm["metrics"].get(metrics[0]) or {}).get("cv")),
+            f"{parameters['trainable'] / parameters['total']:.1%}" if parameters else "–",
+        ])  # fmt: skip
+    table = markdown(head, rows)
+    paired = [
+        [name, metric, effect(each["paired"]), number(each["p_adjusted"]), each["word"]]
+        for metric, found in evidence["verdicts"].items()
+        for name, each in found.items()
+    ]
+    beside = markdown(["arm", "metric", "against the baseline", "p (Holm)", "verdict"], paired)
+    said = (
+        "Mean ± standard deviation over seeds; cv: of the first metric. Below: paired over seeds, "
+        "95 % t interval; a ratio for perplexity. Only the first metric was chosen beforehand."
+    )
+    return f"## Performance\n\n{table}\n\n{said}\n\n{beside}"
+
+
+def _timing(evidence: dict[str, Any]) -> str:
+    timing = evidence["timing"]
+    if timing is None:
+        return ""
+    rows = [
+        [
+            name,
+            number(arm["ms"]),
+            ratio(arm) if name != evidence["baseline"] else "1",
+            number(arm.get("ceiling")),
+            arm.get("flag") or "",
+            mebibytes(arm.get("peak_bytes")),
+            mebibytes(arm.get("optimizer_bytes")),
+            mebibytes(arm.get("checkpoint_bytes")),
+        ]
+        for name, arm in timing["arms"].items()
+    ]
+    head = ["arm", "ms a step", "ratio [95 %]", "FLOPs allow", "", "peak memory", "optimizer",
+            "trained weights"]  # fmt: skip
+    control = timing["control"]
+    proof = "proven" if timing["proven"] else f"**unproven**: {'; '.join(timing['reasons'])}"
+    said = (
+        f"Interleaved in one process, {timing['rounds']} rounds, {timing['seconds']:.0f} s, "
+        f"stopped by {timing['stopped_by']}. A/A control (the baseline again): "
+        f"{ratio(control)}: {proof}."
+    )
+    return f"## Time of a step\n\n{markdown(head, rows)}\n\n{said}"
+
+
+def _whole_runs(evidence: dict[str, Any]) -> str:
+    rows = []
+    for name, arm in evidence["arms"].items():
+        times = [run["clocks"] for run in arm["runs"] if run["status"] == "finished"]
+        if times:
+            rounds = evidence["rounds"].get(name, {"seconds": [], "paired": None})
+            rows.append([
+                name, mean_and_std(arm["seconds"]), number(arm["seconds"]["cv"]),
+                number(_average(t["validation_seconds"] for t in times)),
+                ", ".join(number(value) for value in rounds["seconds"]) or "–",
+                effect(rounds["paired"]),
+            ])  # fmt: skip
+    if not rows:
+        return ""
+    head = ["arm", "total s", "cv", "of it validation s", "alternating rounds s", "ratio of these"]
+    return f"## Time of whole runs\n\n{markdown(head, rows)}"
+
+
+def _tuning(evidence: dict[str, Any]) -> str:
+    tuning = evidence["tuning"]
+    if tuning is None:
+        return ""
+    lines = []
+    for name, curve in tuning["curves"].items():
+        means = [point["mean"] for point in curve if point["mean"] is not None]
+        low, high = (min(means), max(means)) if means else (0.0, 1.0)
+        lines.append(f"{name}")
+        for point in curve:
+            best = point["value"] == tuning["best"][name]
+            lines.append(f"  {point['value']:<10g} {_drawn(point['mean'], low, high)}"
+                         f"{'  ← best' if best else ''}")  # fmt: skip
+    edges = [name for name, on_edge in tuning["on_edge"].items() if on_edge]
+    said = f"{tuning['key']}, the mean over tuning seeds on the tune split, the same grid for all."
+    if tuning["extended"]:
+        said += " The grid was extended once."
+    if edges:
+        said += f" On the edge of the grid still: {', '.join(edges)}."
+    drawn = "\n".join(lines)
+    return f"## Tuning\n\n{said}\n\n```\n{drawn}\n```"
+
+
+def _fairness(evidence: dict[str, Any]) -> str:
+    lines = [
+        f"- {name}: confounded by {', '.join(found)}"
+        for name, found in evidence["confounds"].items()
+        if found
+    ]
+    lines += [
+        f"- {each['arm']} seed {each['seed']} is not paired: {each['reason']}"
+        for each in evidence["refused_pairs"]
+    ]
+    if not lines:
+        lines = ["- The arms differ in the treatment alone: data, order of examples, untouched "
+                 "weights, device and precision are equal for every seed, by digest."]  # fmt: skip
+    return "## What differs between the arms\n\n" + "\n".join(lines)
+
+
+def _runs(evidence: dict[str, Any]) -> str:
+    metric = evidence["plan"]["rules"]["metric"]
+    rows = [
+        [name, str(run["seed"]), run["status"] if run["error"] is None else
+         f"{run['status']}: {run['error']}", number((run["metrics"] or {}).get(metric)),
+         f"[{run['folder']}]({run['folder']})"]
+        for name, arm in evidence["arms"].items()
+        for run in arm["runs"]
+    ]  # fmt: skip
+    return f"## Runs\n\n{markdown(['arm', 'seed', 'status', metric, 'record'], rows)}"
+
+
+def _average(values: Iterable[float]) -> float | None:
+    known = list(values)
+    return sum(known) / len(known) if known else None
+
+
+def _drawn(value: float | None, low: float, high: float) -> str:
+    if value is None:
+        return "failed"
+    share = (value - low) / (high - low) if high > low else 1.0
+    return f"{'▇' * (1 + round(share * (_BAR - 1))):<{_BAR}} {value:.4g}"

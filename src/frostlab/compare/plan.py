@@ -1,0 +1,140 @@
+"""A comparison as data: one recipe, its arms, seeds and rules, fixed before the first run."""
+
+import copy
+import hashlib
+import json
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
+
+from frostlab.compare.confounds import Confound, check_allowed, check_confounds, confounds
+from frostlab.compare.rules import Rules
+from frostlab.errors import BadInput
+from frostlab.recipe import Recipe
+from frostlab.recipe.loading import recipe_from
+from frostlab.recipe.treatment import Positive, Strict
+
+SCHEMA = 1
+TUNING_SEED = 900_000  # tuning runs take seeds from here on, results never do
+
+
+class Arm(Strict):
+    """A treatment under a name, and what else it changes, which is a confound."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.+-]*$")]
+    treatment: str | dict[str, Any]
+    set: dict[str, Any] = Field(default_factory=dict)  # dotted keys
+
+
+class Tune(Strict):
+    """A setting that every arm gets its own best value of, on an equal budget."""
+
+    key: str = "optim.lr"
+    values: Annotated[tuple[float, ...], Field(min_length=2)]
+    seeds: Positive = 2
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if list(self.values) != sorted(set(self.values)):
+            raise ValueError("tune.values should rise, each value once")
+        return self
+
+
+class Clock(Strict):
+    """How long steps are timed against each other."""
+
+    seconds: Annotated[float, Field(gt=0)] = 60.0
+    width: Annotated[float, Field(gt=0, lt=1)] = 0.01  # of the interval, when it is enough
+
+
+class Plan(Strict):
+    """Everything about a comparison that is decided before it begins."""
+
+    name: str
+    recipe: dict[str, Any]
+    arms: tuple[Arm, ...]
+    seeds: tuple[int, ...]
+    rules: Rules
+    tune: Tune | None = None
+    allow: tuple[str, ...] = ()
+    rounds: Annotated[int, Field(ge=0)] = 0  # whole runs that alternate, for their time
+    clock: Clock | None = Clock()
+    quick: bool = False
+
+    @property
+    def baseline(self) -> Arm:
+        """The arm the others are compared with: the one of that name, else the first."""
+        return next((arm for arm in self.arms if arm.name == "baseline"), self.arms[0])
+
+    @property
+    def others(self) -> tuple[Arm, ...]:
+        return tuple(arm for arm in self.arms if arm is not self.baseline)
+
+    @property
+    def digest(self) -> str:
+        """A name for the plan without its seeds: more of them may be added."""
+        values = self.model_dump(mode="json", exclude={"seeds"})
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+    def recipe_of(self, arm: Arm, seed: int, tuned: float | None = None) -> Recipe:
+        """What a run of an arm trains."""
+        values = copy.deepcopy(self.recipe)
+        values["treatment"], values["seed"] = arm.treatment, seed
+        for key, value in arm.set.items():
+            put(values, key, value)
+        if tuned is not None and self.tune is not None:
+            put(values, self.tune.key, tuned)
+        return recipe_from(values, source=f"arm {arm.name}")
+
+    def confounds(self) -> dict[str, tuple[Confound, ...]]:
+        """What each arm differs in beside its treatment; what is tuned for all is none."""
+        base = self.recipe_of(self.baseline, 0)
+        tuned = self.tune.key if self.tune else None
+        return {
+            arm.name: tuple(
+                found for found in confounds(base, self.recipe_of(arm, 0)) if found.key != tuned
+            )
+            for arm in self.others
+        }
+
+    def check(self) -> None:
+        """Refuse what cannot be compared."""
+        _check_arms(self)
+        base = self.recipe_of(self.baseline, 0)
+        if not self.seeds:
+            raise BadInput("seeds 0: a comparison needs at least one")
+        if max(self.seeds) >= TUNING_SEED:
+            raise BadInput(f"seeds from {TUNING_SEED} on are kept for tuning")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise BadInput(f"seeds {list(self.seeds)}: one is given twice")
+        check_allowed(self.allow, base)
+        for name, found in self.confounds().items():
+            check_confounds(self.baseline.name, name, found, self.allow)
+        if self.tune is not None:
+            for value in self.tune.values:
+                for arm in self.arms:
+                    self.recipe_of(arm, 0, value)
+
+
+def put(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set `a.b` in nested values."""
+    *path, last = key.split(".")
+    for name in path:
+        values = values.setdefault(name, {})
+    values[last] = value
+
+
+def _check_arms(plan: Plan) -> None:
+    names = [arm.name for arm in plan.arms]
+    if len(names) < 2:
+        listed = ", ".join(names) or "none"
+        raise BadInput(f"arms: {listed}: a comparison needs two, such as baseline,oelm")
+    for i, arm in enumerate(plan.arms):
+        for other in plan.arms[:i]:
+            if arm.name == other.name:
+                raise BadInput(f"arms: {arm.name} is given twice")
+            if (arm.set, plan.recipe_of(arm, 0).surgery) == (
+                other.set,
+                plan.recipe_of(other, 0).surgery,
+            ):
+                raise BadInput(f"arms: {other.name} and {arm.name} are the same treatment")

@@ -1,0 +1,117 @@
+"""Runs that a plan asks for and that are not there yet, one after another."""
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+from frostlab.compare.plan import Arm, Plan
+from frostlab.recipe import Recipe
+from frostlab.records.places import finished_status
+from frostlab.records.record import RunRecord
+from frostlab.training.failures import RunFailed
+from frostlab.training.progress import Silent
+from frostlab.training.running import run
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run: what it trains, where it lies, and what to call it."""
+
+    arm: str
+    seed: int
+    recipe: Recipe
+    path: Path
+    about: str
+
+
+class Stopped(RunFailed):
+    """Somebody asked the comparison to stop; what is finished stays."""
+
+
+class Runner:
+    """Takes tasks in turn, says where it is, and remembers how long runs take."""
+
+    def __init__(self, data_dir: Path | None, say: Say, jobs: int = 1) -> None:
+        self.data_dir, self._say, self._jobs = data_dir, say, jobs
+        self._spent, self._ran = 0.0, 0
+
+    def run_all(self, tasks: Sequence[Task]) -> dict[tuple[str, int], RunRecord]:
+        """Every task's record; a run that failed has one, too, and the others go on."""
+        left = [task for task in tasks if not _is_done(task.path)]
+        if len(left) < len(tasks):
+            self._say(f"{len(tasks) - len(left)} of {len(tasks)} runs are there already")
+        for number, (task, outcome, seconds) in enumerate(self._outcomes(left), 1):
+            if outcome is None:
+                raise Stopped("stopped; the same command goes on")
+            self._spent, self._ran = self._spent + seconds, self._ran + 1
+            remaining = self._spent / self._ran * (len(left) - number) / self._jobs
+            self._say(
+                f"run {number} of {len(left)}  {task.about}  {outcome}  {seconds:.0f} s; "
+                f"{_duration(remaining)} left"
+            )
+        return {(task.arm, task.seed): RunRecord(task.path) for task in tasks}
+
+    def _outcomes(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, str | None, float]]:
+        if self._jobs == 1 or len(tasks) < 2:
+            for task in tasks:
+                yield (task, *take(task, self.data_dir))
+            return
+        fresh = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(self._jobs, fresh) as pool:
+            going = {pool.submit(take, task, self.data_dir): task for task in tasks}
+            for done in as_completed(going):
+                yield (going[done], *done.result())
+
+
+def take(task: Task, data_dir: Path | None) -> tuple[str | None, float]:
+    """Run a task: what came of it in words, None if it was asked to stop, and its seconds."""
+    began = time.monotonic()
+    try:
+        record = run(
+            task.recipe, name=task.arm, out=task.path, resume=task.path.exists(),
+            data_dir=data_dir, display=Silent(),
+        )  # fmt: skip
+    except RunFailed as error:
+        stopped = finished_status(task.path) == "stopped"
+        return None if stopped else f"failed: {error}", time.monotonic() - began
+    metric = task.recipe.metric
+    return f"{metric} {record.metrics[metric]:.4g}", time.monotonic() - began
+
+
+def _is_done(path: Path) -> bool:
+    return finished_status(path) in ("finished", "diverged")
+
+
+def result_tasks(plan: Plan, folder: Path, tuned: dict[str, float]) -> list[Task]:
+    """Every arm at every seed; arms alternate, forwards and backwards."""
+    return [
+        Task(arm.name, seed, plan.recipe_of(arm, seed, tuned.get(arm.name)),
+             folder / "runs" / f"{arm.name}-s{seed}", f"{arm.name} seed {seed}")
+        for number, seed in enumerate(plan.seeds)
+        for arm in turns(plan.arms, number)
+    ]  # fmt: skip
+
+
+def round_tasks(plan: Plan, folder: Path, tuned: dict[str, float]) -> list[Task]:
+    """Whole runs at one seed that alternate, for their time alone."""
+    return [
+        Task(arm.name, number, plan.recipe_of(arm, plan.seeds[0], tuned.get(arm.name)),
+             folder / "rounds" / f"{arm.name}-r{number + 1}", f"{arm.name} round {number + 1}")
+        for number in range(plan.rounds)
+        for arm in turns(plan.arms, number)
+    ]  # fmt: skip
+
+
+def turns(arms: Sequence[Arm], number: int) -> Sequence[Arm]:
+    return arms if number % 2 == 0 else arms[::-1]
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

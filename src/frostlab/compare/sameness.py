@@ -1,0 +1,43 @@
+"""Two runs are a pair if only the treatment tells them apart; digests say so."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from frostlab.records.record import RunRecord
+
+_SHAPE = ("device", "precision", "processes", "threads")
+
+
+def why_unpaired(one: RunRecord, other: RunRecord) -> str | None:
+    """The first thing that keeps two runs from being a pair, or None."""
+    return next(_differences(one, other), None)
+
+
+def _differences(one: RunRecord, other: RunRecord) -> Iterator[str]:
+    if one.result["seed"] != other.result["seed"]:
+        yield f"the seeds differ ({one.result['seed']} and {other.result['seed']})"
+    mine, theirs = one.digests, other.digests
+    if mine["data"] != theirs["data"]:
+        yield f"the data differ ({mine['data']} and {theirs['data']})"
+    touched = {*mine["touched"], *theirs["touched"]}
+    for key, value in mine["weights"].items():
+        if key not in touched and theirs["weights"].get(key) != value:
+            yield f"the initial weights of {key} differ, which neither treatment touches"
+    strange = [key for key in theirs["weights"] if key not in {*mine["weights"], *touched}]
+    if strange:
+        yield f"only one has the weights {strange[0]}"
+    for epoch, (a, b) in enumerate(zip(_orders(one), _orders(other), strict=False)):
+        if a != b:
+            yield f"the order of examples differs in epoch {epoch + 1} ({a} and {b})"
+    began, other_began = _start(one), _start(other)
+    for key in _SHAPE:
+        if began[key] != other_began[key]:
+            yield f"{key} differs ({began[key]} and {other_began[key]})"
+
+
+def _orders(record: RunRecord) -> list[Any]:
+    return [event["order"] for event in record.events() if event["kind"] == "epoch"]
+
+
+def _start(record: RunRecord) -> dict[str, Any]:
+    return next(event for event in record.events() if event["kind"] == "start")

@@ -1,0 +1,189 @@
+"""Who goes when, and what is found on a simulated clock.
+
+The simulations go through the real turns, estimator and stop rule; only what a block takes is
+made up.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+import numpy as np
+import pytest
+from scipy.stats import binom
+
+from frostlab.compare import turns
+from frostlab.compare.estimating import FEWEST, Ratio, Rule, paired_logs, ratio_of
+from frostlab.compare.sides import CONTROL
+from frostlab.compare.turns import Rounds, Spent, orders, places, take_turns
+from frostlab.compare.watching import drift_of
+
+
+class FakeClock:
+    """Advances only when a step is taken: what it costs, times noise that may be correlated."""
+
+    def __init__(
+        self,
+        costs: dict[str, float],
+        noise: float,
+        seed: int,
+        correlation: float = 0.0,
+        drift: float = 0.0,
+    ) -> None:
+        self.now, self.costs, self.drift = 0.0, costs, drift
+        draw = np.random.default_rng(seed)
+        self.noise = self._correlated(draw, noise, correlation)
+
+    @staticmethod
+    def _correlated(draw: np.random.Generator, noise: float, rho: float) -> Iterator[float]:
+        level = noise * draw.normal()
+        while True:
+            for fresh in draw.normal(size=256):
+                yield level
+                level = rho * level + noise * float(np.sqrt(1 - rho**2)) * fresh
+
+    def __call__(self) -> float:
+        return self.now
+
+    def block(self, name: str, at: Sequence[int]) -> Spent:
+        """One block: its noise is common to its steps."""
+        factor = float(np.exp(next(self.noise) + self.drift * self.now))
+        spent = len(at) * self.costs[name] * factor
+        self.now += spent
+        return Spent(spent, spent)
+
+
+def simulate(
+    monkeypatch: pytest.MonkeyPatch, clock: FakeClock, seconds: float = 600.0, width: float = 0.01
+) -> Rounds:
+    monkeypatch.setattr(turns, "perf_counter", clock)
+    return take_turns(
+        tuple(clock.costs), "all", clock.block, Rule(seconds, width),
+        block=4, batches=16, seed=0, say=lambda line: None,
+    )  # fmt: skip
+
+
+def test_each_round_is_followed_by_its_reverse_and_positions_balance() -> None:
+    names = ("all", CONTROL, "a", "b", "c")
+    seen = list(islice(orders(names, seed=3), 40))
+    for first, second in zip(seen[::2], seen[1::2], strict=True):
+        assert second == first[::-1]
+        assert sorted(first) == sorted(names)
+    middle = (len(names) - 1) / 2
+    for name in names:
+        assert np.mean([order.index(name) for order in seen]) == middle
+    assert len(set(seen)) > 10
+    assert seen == list(islice(orders(names, seed=3), 40))
+    assert seen != list(islice(orders(names, seed=4), 40))
+
+
+def test_two_sides_go_abba() -> None:
+    for first, second in zip(*[islice(orders(("a", "b"), 0), 8)] * 2, strict=True):
+        assert "".join(first + second) in ("abba", "baab")
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 4, 5, 8, 16, 20, 64])
+def test_blocks_come_back_to_the_same_batches(block: int) -> None:
+    seen = [places(pair, block, 16) for pair in range(40)]
+    assert all(len(at) == block and max(at) < 16 for at in seen)
+    assert len(set(seen)) <= 4  # so that like is compared with like
+    counts = Counter(place for at in seen for place in at)
+    assert len(counts) == min(16, 4 * block, block * max(1, 16 // block))
+
+
+@pytest.mark.parametrize("slower", [0.01, 0.02, 0.05])
+def test_known_slowdowns_are_found_on_a_simulated_clock(
+    monkeypatch: pytest.MonkeyPatch, slower: float
+) -> None:
+    """Within the interval in at least as many of 200 timings as 95 % allow, and no bias."""
+    held, control, found = 0, 0, []
+    for seed in range(200):
+        costs = {"all": 0.05, CONTROL: 0.05, "slow": 0.05 * (1 + slower)}
+        rounds = simulate(monkeypatch, FakeClock(costs, 0.01, seed, 0.5))
+        ratios = rounds.ratios("all")
+        held += ratios["slow"].holds(1 + slower)
+        control += ratios[CONTROL].holds(1.0)
+        found.append(ratios["slow"].estimate - 1)
+        assert rounds.stopped_by == "width"
+    fewest = binom.ppf(0.001, 200, 0.95)
+    assert held >= fewest
+    assert control >= fewest
+    assert np.mean(found) == pytest.approx(slower, abs=4 * np.std(found) / np.sqrt(200))
+
+
+@pytest.mark.parametrize("noise", [0.005, 0.012])
+def test_false_alarms_of_2000_timings_of_nothing_are_5_percent(
+    monkeypatch: pytest.MonkeyPatch, noise: float
+) -> None:
+    """The second noise is the worst: there, stopping when the interval is narrow costs 0.9 %."""
+    alarms = 0
+    for seed in range(2000):
+        clock = FakeClock({"all": 0.05, CONTROL: 0.05}, noise, seed)
+        alarms += not simulate(monkeypatch, clock).ratios("all")[CONTROL].holds(1.0)
+    low, high = binom.ppf([0.005, 0.995], 2000, 0.05)
+    assert low <= alarms <= high
+
+
+def spread(monkeypatch: pytest.MonkeyPatch, rho: float, paired: bool) -> tuple[float, float]:
+    """Of 300 A/A timings of 20 rounds: the spread of the estimate, and the false alarms."""
+    found, alarms = [], 0
+    for seed in range(300):
+        clock = FakeClock({"all": 0.05, CONTROL: 0.05}, 0.03, seed, rho)
+        rounds = simulate(monkeypatch, clock, seconds=8.0, width=0.0)
+        arm, base = rounds.device_seconds(CONTROL), rounds.device_seconds("all")
+        if not paired:  # one arm after the other, as two runs would be
+            both = [clock.block("all", range(4)).device for _ in range(2 * len(arm))]
+            arm, base = both[: len(arm)], both[len(arm) :]
+        ratio = ratio_of(arm, base)
+        found.append(float(np.log(ratio.estimate)))
+        alarms += not ratio.holds(1.0)
+    return float(np.std(found)), alarms / 300
+
+
+def test_pairing_helps_where_noise_lasts_longer_than_a_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """How far: at a correlation of 0.95 from block to block the spread is a fifth or less of
+    that of one arm after the other, whose own interval is then wrong most of the time."""
+    turn, alarms = spread(monkeypatch, 0.95, paired=True)
+    after, wrong = spread(monkeypatch, 0.95, paired=False)
+    assert turn < after / 5
+    assert alarms <= binom.ppf(0.999, 300, 0.05) / 300
+    assert wrong > 0.4
+    independent, _ = spread(monkeypatch, 0.0, paired=True)
+    assert turn < independent / 2
+
+
+def test_a_steady_drift_cancels_in_a_round_and_its_reverse(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = {"all": 0.05, CONTROL: 0.05, "slow": 0.051}
+    rounds = simulate(monkeypatch, FakeClock(costs, 0.0, 0, drift=0.01))
+    ratios = rounds.ratios("all")
+    assert ratios[CONTROL].estimate == pytest.approx(1.0, abs=1e-4)
+    assert ratios["slow"].estimate == pytest.approx(1.02, abs=1e-4)
+    logs = np.log(np.divide(rounds.device_seconds(CONTROL), rounds.device_seconds("all")))
+    assert np.abs(logs).max() > 1e-3  # in one round alone it does not
+    drift = drift_of(rounds.device_seconds("all"), rounds.began, rounds.starts)
+    assert drift.per_minute == pytest.approx(0.6, rel=0.05)
+    assert drift.drifted
+
+
+def test_the_rule_wants_ten_pairs_and_then_five_more() -> None:
+    narrow, wide = Ratio(1.0, 0.999, 1.001), Ratio(1.0, 0.98, 1.02)
+    rule = Rule(100, 0.01)
+    said = [rule.stopped_by(pair, [narrow], 0.0) for pair in range(1, 16)]
+    assert said == [None] * (FEWEST + 4) + ["width"]
+    assert Rule(100, 0.01).stopped_by(50, [narrow, wide], 0.0) is None
+    assert Rule(100, 0.01).stopped_by(3, [wide], 100.0) == "time"
+    assert Rule(0, 0.01).stopped_by(1, [], 1.0) is None  # one pair has no interval
+
+
+def test_the_estimate_by_hand() -> None:
+    arm, base = [1.1, 1.2, 1.0, 1.3], [1.0, 1.0, 1.0, 1.0]
+    logs = paired_logs(arm, base)
+    assert logs == pytest.approx([np.log(1.1 * 1.2) / 2, np.log(1.3) / 2])
+    half = 12.7062047 * abs(logs[1] - logs[0]) / 2  # t of one degree of freedom
+    found = ratio_of(arm, base)
+    assert found.estimate == pytest.approx(np.exp(logs.mean()))
+    assert (np.log(found.low), np.log(found.high)) == pytest.approx(
+        (logs.mean() - half, logs.mean() + half)
+    )
