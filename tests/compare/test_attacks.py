@@ -1,6 +1,7 @@
 """What a second reader found: each was silent or a traceback once."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -152,10 +153,28 @@ def test_a_run_resumed_elsewhere_is_no_pair(tmp_path: Path) -> None:
 
 
 def test_rounds_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "ProcessPoolExecutor", None)  # would be a crash
-    values = {"recipe": SMALL, "arms": ["baseline", "oelm"], "seeds": 1, "clock": None}
-    fl.compare(values, out=tmp_path / "c")
-    fl.compare({**values, "rounds": 1}, out=tmp_path / "d", jobs=1)
-    tasks = [runner.Task("a", 0, make_plan(values).recipe_of(make_plan(values).baseline, 0),
-                         tmp_path / name, name) for name in ("x", "y")]  # fmt: skip
-    runner.Runner(None, lambda line: None, jobs=2).run_all(tasks, alone=True)
+    """Result runs may share the machine (here: would crash); rounds never do."""
+    monkeypatch.setattr(runner, "ProcessPoolExecutor", None)
+    values = {"recipe": SMALL, "arms": ["baseline", "oelm"], "clock": None, "rounds": 1}
+    fl.compare({**values, "seeds": 1}, out=tmp_path / "c")
+    shutil.rmtree(tmp_path / "c" / "rounds")
+    fl.compare({**values, "seeds": 1}, out=tmp_path / "c", jobs=2)
+    with pytest.raises(TypeError):
+        fl.compare({**values, "seeds": 2}, out=tmp_path / "c", jobs=2)
+
+
+def plant(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def test_a_caution_is_shown_and_other_data_are_not_paired(tmp_path: Path) -> None:
+    found = compare(tmp_path / "c")
+    assert "What follows is" not in found.page.read_text()
+    for name in ("baseline", "oelm"):
+        plant(tmp_path / "c" / "runs" / f"{name}-s0" / "result.json", caution="selected on it")
+        plant(tmp_path / "c" / "runs" / f"{name}-s1" / "digests.json", data="another")
+    again = compare(tmp_path / "c")
+    assert "What follows is selected on it." in again.page.read_text()
+    (refused,) = again.evidence["refused_pairs"]
+    assert (refused["seed"], refused["reason"]) == (1, "the data are no longer those of seed 0")
+    assert again.verdicts["oelm"]["paired"]["n"] == 1

@@ -1,11 +1,12 @@
 """A comparison as a page in Markdown: verdicts first, then the numbers they rest on."""
 
-from collections.abc import Iterable
+from statistics import fmean
 from typing import Any
 
 from frostlab.compare.answers import answers
 from frostlab.compare.rules import Rules
-from frostlab.compare.words import effect, markdown, mean_and_std, mebibytes, number, ratio
+from frostlab.compare.words import effect, markdown, mean_and_std, mebibytes, ratio
+from frostlab.records.words import number
 
 _BAR = 30  # characters of the widest bar of a curve
 
@@ -137,7 +138,7 @@ def _whole_runs(evidence: dict[str, Any]) -> str:
             rounds = evidence["rounds"].get(name, {"seconds": [], "paired": None})
             rows.append([
                 name, mean_and_std(arm["seconds"]), number(arm["seconds"]["cv"]),
-                number(_average(t["validation_seconds"] for t in times)),
+                number(fmean(t["validation_seconds"] for t in times)),
                 ", ".join(number(value) for value in rounds["seconds"]) or "–",
                 effect(rounds["paired"]),
             ])  # fmt: skip
@@ -209,11 +210,6 @@ def _runs(evidence: dict[str, Any]) -> str:
 def _status(run: dict[str, Any]) -> str:
     said = run["status"] if run["error"] is None else f"{run['status']}: {run['error']}"
     return said if run["attempts"] == 1 else f"{said}, attempt {run['attempts']}"
-
-
-def _average(values: Iterable[float]) -> float | None:
-    known = list(values)
-    return sum(known) / len(known) if known else None
 
 
 def _drawn(value: float | None, low: float, high: float) -> str:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from frostlab.compare.plan import Arm, Plan
-from frostlab.compare.words import number
 from frostlab.errors import BadInput, FrostlabError
 from frostlab.recipe import Recipe
 from frostlab.records.places import finished_status
 from frostlab.records.record import RunRecord
+from frostlab.records.words import number
 from frostlab.training.failures import RunFailed
 from frostlab.training.progress import Silent
 from frostlab.training.running import run
@@ -67,7 +67,7 @@ class Runner:
     def _outcomes(
         self, tasks: Sequence[Task], alone: bool
     ) -> Iterator[tuple[Task, str | None, float]]:
-        if self.jobs == 1 or alone:
+        if self.jobs == 1 or alone or len(tasks) < 2:
             for task in tasks:
                 yield (task, *take(task, self.data_dir))
             return

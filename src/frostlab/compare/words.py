@@ -30,11 +30,6 @@ def mean_and_std(spread: dict[str, Any] | None) -> str:
     return f"{spread['mean']:.4g}" + ("" if spread["n"] < 2 else f" ± {spread['std']:.2g}")
 
 
-def number(value: float | None) -> str:
-    """A number to four digits."""
-    return "–" if value is None else f"{value:.4g}"
-
-
 def mebibytes(value: float | None) -> str:
     """Bytes as MiB."""
     return "–" if value is None else f"{value / 2**20:,.0f} MiB"
