@@ -116,6 +116,7 @@ def test_interrupted_it_goes_on_and_repeats_nothing(
     assert len(began) == 5
 
 
+@pytest.mark.slow
 def test_several_runs_at_once_give_the_same(tmp_path: Path) -> None:
     one, two = (compare(tmp_path / f"{jobs}", jobs=jobs) for jobs in (1, 2))
     for name, arm in one.evidence["arms"].items():

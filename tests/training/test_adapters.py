@@ -188,6 +188,7 @@ def test_a_run_that_broke_off_is_gone_on_with_bit_for_bit(
     assert outcome(resumed.folder) == outcome(whole.folder)
 
 
+@pytest.mark.slow
 def test_killed_and_gone_on_with(tmp_path: Path) -> None:
     recipe = tiny(treatment=for_model("gpt", "lora"), train__checkpoint=3)
     assert attempt(recipe, tmp_path / "run", "rename", 9) == -9

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from frostlab.compare.mission import key_of
+from frostlab.compare.plan import key_of
 
 QUESTIONS = (
     "How large is the gap?",
@@ -47,6 +47,8 @@ def _saving(evidence: dict[str, Any], arm: str) -> str:
     if one is None or whole is None:
         return "Not known: an arm has no finished run."
     saved = 1 - one["trainable"] / whole["trainable"]
+    if saved <= 0:
+        return f"{arm} trains as many parameters as the baseline, or more: there is no saving."
     said = (
         f"{arm} trains {saved:.1%} fewer parameters ({one['trainable']:,} of "
         f"{whole['trainable']:,}), and so much less memory for gradients and Adam's moments"

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from frostlab.compare.evidence import gather
 from frostlab.compare.folder import ComparisonFolder
 from frostlab.compare.mission import comparison_json, timing_json
@@ -102,21 +104,23 @@ def _folder_name(plan: Plan) -> str:
 
 
 def _work(plan: Plan, folder: ComparisonFolder, runner: Runner, say: Say) -> None:
-    tuning = None
-    if plan.tune is not None:
+    tuning = folder.read("tuning.json")  # what was chosen once stays
+    if plan.tune is not None and tuning is None:
         tuning = tune(plan, folder.path, runner)
         folder.write("tuning.json", tuning)
     tuned = {} if tuning is None else tuning["best"]
     timing = _timing(plan, folder, tuned, runner.data_dir, say)
+    whole = plan
     if plan.quick:
         plan = _shortened(plan, folder, timing, runner.data_dir)
     records = runner.run_all(result_tasks(plan, folder.path, tuned))
-    rounds = runner.run_all(round_tasks(plan, folder.path, tuned))
+    rounds = runner.run_all(round_tasks(plan, folder.path, tuned), alone=True)
     evidence = gather(
-        plan, folder.path, records, look=folder.look(plan), tuning=tuning, timing=timing,
-        rounds=rounds,
+        plan, folder.path, records, look=folder.look(whole), tuning=tuning, timing=timing,
+        rounds=rounds, jobs=runner.jobs,
     )  # fmt: skip
     folder.write("evidence.json", evidence)
+    evidence = folder.read("evidence.json")  # as it is kept: without NaN
     folder.write("comparison.json", comparison_json(evidence, records, plan))
     folder.write("timing.json", timing_json(evidence))
     write_whole(folder.path / "comparison.md", page(evidence))
@@ -133,7 +137,12 @@ def _timing(
         return dict(known)
     from frostlab.compare.stepping import time_steps
 
-    found = time_steps(plan, tuned, data_dir, say)
+    try:
+        found = time_steps(plan, tuned, data_dir, say)
+    except torch.OutOfMemoryError:
+        raise FrostlabError(
+            "out of memory while all arms are timed at once; a lower train.batch, or clock: null"
+        ) from None
     folder.write("steps.json", found)
     return found
 

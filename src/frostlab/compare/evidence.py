@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from frostlab.compare.confounds import confounds
 from frostlab.compare.plan import Plan
 from frostlab.compare.rules import Rules, rules_for
 from frostlab.compare.sameness import why_unpaired
@@ -27,14 +28,15 @@ def gather(
     tuning: dict[str, Any] | None,
     timing: dict[str, Any] | None,
     rounds: Records,
+    jobs: int,
 ) -> dict[str, Any]:
     """All evidence: runs, pairs, spreads, verdicts for every metric, times."""
     refused = _refused(plan, records)
-    confounds = {name: [str(one) for one in found] for name, found in plan.confounds().items()}
+    named = {name: [str(one) for one in found] for name, found in plan.confounds().items()}
     metrics = METRICS[plan.recipe_of(plan.baseline, plan.seeds[0]).data.task]
     primary = plan.rules.metric
     verdicts = {
-        metric: _judge(plan, _rules_of(plan.rules, metric, look), records, refused, confounds)
+        metric: _judge(plan, _rules_of(plan.rules, metric, look), records, refused, named)
         for metric in (primary, *(metric for metric in metrics if metric != primary))
     }
     return {
@@ -42,7 +44,14 @@ def gather(
         "plan": plan.model_dump(mode="json"),
         "baseline": plan.baseline.name,
         "look": look,
-        "confounds": confounds,
+        "jobs": jobs,
+        "caution": next((r.result["caution"] for r in records.values()), None),
+        "pairs": sum(
+            records[arm.name, seed].status == records[plan.baseline.name, seed].status == "finished"
+            for arm in plan.others
+            for seed in plan.seeds
+        ),
+        "confounds": named,
         "tuning": tuning,
         "arms": {arm.name: _arm(plan, arm.name, records, folder, metrics) for arm in plan.arms},
         "refused_pairs": refused,
@@ -67,11 +76,14 @@ def _rules_of(rules: Rules, metric: str, look: int) -> Rules:
 def _refused(plan: Plan, records: Records) -> list[dict[str, Any]]:
     """The runs that must not be paired with the baseline's, and why."""
     found = []
+    first = records[plan.baseline.name, plan.seeds[0]].digests["data"]
     for arm in plan.others:
         for seed in plan.seeds:
             one, other = records[plan.baseline.name, seed], records[arm.name, seed]
             if one.status == other.status == "finished":
                 reason = why_unpaired(one, other)
+                if one.digests["data"] != first:
+                    reason = f"the data are no longer those of seed {plan.seeds[0]}"
                 if reason is not None:
                     found.append({"arm": arm.name, "seed": seed, "reason": reason})
     return found
@@ -82,11 +94,11 @@ def _judge(
     rules: Rules,
     records: Records,
     refused: Sequence[dict[str, Any]],
-    confounds: Mapping[str, Sequence[str]],
+    named: Mapping[str, Sequence[str]],
 ) -> dict[str, Verdict]:
     names = [arm.name for arm in plan.arms]
     values, failed = _values(plan, names, rules.metric, records, refused)
-    return judge(values, plan.baseline.name, rules, confounds=confounds, failed=failed)
+    return judge(values, plan.baseline.name, rules, confounds=named, failed=failed)
 
 
 def _values(
@@ -103,10 +115,11 @@ def _values(
     for name in names:
         for seed in plan.seeds:
             record = records[name, seed]
-            if record.status != "finished":
+            value = record.metrics.get(metric)
+            if record.status != "finished" or value is None:
                 failed[name].append(seed)
             elif (name, seed) not in unpaired:
-                values[name][seed] = record.metrics[metric]
+                values[name][seed] = value
     return values, failed
 
 
@@ -118,9 +131,18 @@ def _orthogonality(
     random = next((name for name in _RANDOM if name in names), None)
     if "oelm" not in names or random is None:
         return None
-    values, failed = _values(plan, ["oelm", random], plan.rules.metric, records, refused)
+    pairs = ((seed, records[random, seed], records["oelm", seed]) for seed in plan.seeds)
+    apart = [
+        {"arm": "oelm", "seed": seed}
+        for seed, one, other in pairs
+        if one.status == other.status == "finished" and why_unpaired(one, other)
+    ]
+    values, failed = _values(plan, ["oelm", random], plan.rules.metric, records, [*refused, *apart])
+    arms = {arm.name: plan.recipe_of(arm, 0) for arm in plan.arms}
+    tuned = plan.tune.key if plan.tune else None
+    found = [str(c) for c in confounds(arms[random], arms["oelm"]) if c.key != tuned]
     rules = _rules_of(plan.rules, plan.rules.metric, look)
-    return judge(values, random, rules, failed=failed)["oelm"].to_dict()
+    return judge(values, random, rules, confounds={"oelm": found}, failed=failed)["oelm"].to_dict()
 
 
 def _arm(
@@ -131,8 +153,9 @@ def _arm(
     return {
         "runs": [_run(seed, record, folder) for seed, record in mine.items()],
         "metrics": {
-            metric: vars(spread([record.metrics[metric] for record in finished]))
+            metric: vars(spread(known))
             for metric in metrics
+            if (known := [r.metrics[metric] for r in finished if r.metrics[metric] is not None])
         } if finished else {},
         "parameters": next((record.result["parameters"] for record in finished), None),
         "seconds": vars(spread([_clock(record, "total_seconds") for record in finished]))
@@ -147,6 +170,7 @@ def _run(seed: int, record: RunRecord, folder: Path) -> dict[str, Any]:
         "folder": str(record.folder.relative_to(folder)),
         "status": result["status"],
         "error": result["error"],
+        "attempts": 1 + len(list(record.folder.glob("result-*.json"))),
         "metrics": result["report"],
         "best": result["best"],
         "last": result["last"],

@@ -13,7 +13,7 @@ from frostlab.errors import BadInput
 from frostlab.records.folder import finite, write_whole
 from frostlab.records.places import differences
 
-_PLAN = "plan.json"
+_PLAN, _LOCK = "plan.json", "compare.lock"
 
 
 class ComparisonFolder:
@@ -30,11 +30,13 @@ class ComparisonFolder:
         """
         if self.path.exists() and not self.path.is_dir():
             raise BadInput(f"{self.path} is a file, not a folder")
-        if self.path.is_dir() and any(self.path.iterdir()) and not (self.path / _PLAN).exists():
+        known = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
+        begun = {name for name in known if name == _LOCK or name.startswith(f".{_PLAN}")}
+        if known - begun and _PLAN not in known:
             raise BadInput(f"{self.path} is not empty and holds no comparison; choose another")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / "compare.lock").open("a")
+            lock = (self.path / _LOCK).open("a")
         except OSError as error:
             raise BadInput(f"{self.path} cannot be written ({error.strerror})") from None
         with lock:
@@ -47,8 +49,8 @@ class ComparisonFolder:
     def _agree(self, plan: Plan) -> Plan:
         stored = self.read(_PLAN)
         looks: list[dict[str, Any]] = []
-        if stored is not None:
-            known = Plan.model_validate_json(json.dumps(stored["plan"]))
+        if stored is not None or (self.path / _PLAN).exists():
+            known = self._known(stored)
             if known.digest != plan.digest:
                 changed = differences(known.model_dump(mode="json"), plan.model_dump(mode="json"))
                 named = ", ".join(key for key in changed if key != "seeds")
@@ -58,6 +60,14 @@ class ComparisonFolder:
             plan = plan.model_copy(update={"seeds": seeds})
         self._write_plan(plan, looks)
         return plan
+
+    def _known(self, stored: Any) -> Plan:
+        try:
+            if stored["schema"] == SCHEMA and isinstance(stored["looks"], list):
+                return Plan.model_validate_json(json.dumps(stored["plan"]))
+        except (KeyError, TypeError, ValueError):
+            pass
+        raise BadInput(f"{self.path / _PLAN} is damaged, or of another version")
 
     def _write_plan(self, plan: Plan, looks: list[dict[str, Any]]) -> None:
         self.write(

@@ -4,16 +4,10 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from frostlab.compare.plan import Plan
+from frostlab.compare.plan import Plan, key_of
 from frostlab.records.record import RunRecord
 
-_KEYS = {"baseline": "baseline", "oelm": "oelm_freeze"}
 Arm = dict[str, Any]
-
-
-def key_of(arm: str, baseline: str) -> str:
-    """What an arm is called in `comparison.json`."""
-    return "baseline" if arm == baseline else _KEYS.get(arm, arm.replace("-", "_"))
 
 
 def comparison_json(

@@ -1,11 +1,12 @@
 """A comparison as a page in Markdown: verdicts first, then the numbers they rest on."""
 
-from collections.abc import Iterable
+from statistics import fmean
 from typing import Any
 
 from frostlab.compare.answers import answers
 from frostlab.compare.rules import Rules
-from frostlab.compare.words import effect, markdown, mean_and_std, mebibytes, number, ratio
+from frostlab.compare.words import effect, markdown, mean_and_std, mebibytes, ratio
+from frostlab.records.words import number
 
 _BAR = 30  # characters of the widest bar of a curve
 
@@ -16,6 +17,7 @@ def page(evidence: dict[str, Any]) -> str:
     arms = ", ".join(evidence["arms"])
     parts = [
         f"# {plan['name']}: {arms}",
+        f"What follows is {evidence['caution']}." if evidence["caution"] else "",
         _quickly(plan),
         _verdicts(evidence),
         "## The five questions\n\n" + "\n".join(
@@ -35,7 +37,7 @@ def page(evidence: dict[str, Any]) -> str:
 def _quickly(plan: dict[str, Any]) -> str:
     if not plan["quick"]:
         return ""
-    return "A quick look, with too few seeds to decide anything: is it worth a real run?"
+    return "A quick look, its runs cut short: is it worth a real run?"
 
 
 def _verdicts(evidence: dict[str, Any]) -> str:
@@ -49,14 +51,24 @@ def _verdicts(evidence: dict[str, Any]) -> str:
             lines.append(
                 f"- {name}: {rules.metric} within {limit['limit']:g} × the baseline's? "
                 f"**{limit['answer']}** (ratio {ratio(limit)})"
+                + (f"; {limit['reason']}" if limit["reason"] else "")
             )
     timing = evidence["timing"]
     if timing is not None:
-        lines += [f"- **time, {name}**: {timing['arms'][name]['sentence']}" for name in found]
+        for name in found:
+            also = ", ".join(evidence["confounds"].get(name, []))
+            marked = f" Confounded by {also}." if also else ""
+            lines.append(f"- **time, {name}**: {timing['arms'][name]['sentence']}{marked}")
     history = rules.history()
     if history is not None:
         lines.append(f"- {history}")
     return "## Verdicts\n\n" + "\n".join(lines)
+
+
+def _level(evidence: dict[str, Any]) -> float:
+    """The false-alarm rate that this look spends."""
+    rules = evidence["plan"]["rules"] | {"look": evidence["look"]}
+    return Rules.model_validate(rules).level
 
 
 def _performance(evidence: dict[str, Any]) -> str:
@@ -83,7 +95,8 @@ def _performance(evidence: dict[str, Any]) -> str:
     beside = markdown(["arm", "metric", "against the baseline", "p (Holm)", "verdict"], paired)
     said = (
         "Mean ± standard deviation over seeds; cv: of the first metric. Below: paired over seeds, "
-        "95 % t interval; a ratio for perplexity. Only the first metric was chosen beforehand."
+        f"{100 * (1 - _level(evidence)):.4g} % t interval; a ratio for perplexity. Only the first "
+        "metric was chosen beforehand."
     )
     return f"## Performance\n\n{table}\n\n{said}\n\n{beside}"
 
@@ -125,14 +138,17 @@ def _whole_runs(evidence: dict[str, Any]) -> str:
             rounds = evidence["rounds"].get(name, {"seconds": [], "paired": None})
             rows.append([
                 name, mean_and_std(arm["seconds"]), number(arm["seconds"]["cv"]),
-                number(_average(t["validation_seconds"] for t in times)),
+                number(fmean(t["validation_seconds"] for t in times)),
                 ", ".join(number(value) for value in rounds["seconds"]) or "–",
                 effect(rounds["paired"]),
             ])  # fmt: skip
     if not rows:
         return ""
     head = ["arm", "total s", "cv", "of it validation s", "alternating rounds s", "ratio of these"]
-    return f"## Time of whole runs\n\n{markdown(head, rows)}"
+    beside = "" if evidence["jobs"] == 1 else (
+        f"\n\nUp to {evidence['jobs']} runs at once: totals say little; the rounds ran alone."
+    )  # fmt: skip
+    return f"## Time of whole runs\n\n{markdown(head, rows)}{beside}"
 
 
 def _tuning(evidence: dict[str, Any]) -> str:
@@ -168,6 +184,12 @@ def _fairness(evidence: dict[str, Any]) -> str:
         f"- {each['arm']} seed {each['seed']} is not paired: {each['reason']}"
         for each in evidence["refused_pairs"]
     ]
+    tuning = evidence["tuning"]
+    if tuning is not None:
+        chosen = ", ".join(f"{name} {value:g}" for name, value in tuning["best"].items())
+        lines.append(f"- {tuning['key']} was tuned for each on an equal budget: {chosen}")
+    if not evidence["pairs"]:
+        lines.append("- No pair of runs finished, so nothing could be compared.")
     if not lines:
         lines = ["- The arms differ in the treatment alone: data, order of examples, untouched "
                  "weights, device and precision are equal for every seed, by digest."]  # fmt: skip
@@ -177,8 +199,7 @@ def _fairness(evidence: dict[str, Any]) -> str:
 def _runs(evidence: dict[str, Any]) -> str:
     metric = evidence["plan"]["rules"]["metric"]
     rows = [
-        [name, str(run["seed"]), run["status"] if run["error"] is None else
-         f"{run['status']}: {run['error']}", number((run["metrics"] or {}).get(metric)),
+        [name, str(run["seed"]), _status(run), number((run["metrics"] or {}).get(metric)),
          f"[{run['folder']}]({run['folder']})"]
         for name, arm in evidence["arms"].items()
         for run in arm["runs"]
@@ -186,9 +207,9 @@ def _runs(evidence: dict[str, Any]) -> str:
     return f"## Runs\n\n{markdown(['arm', 'seed', 'status', metric, 'record'], rows)}"
 
 
-def _average(values: Iterable[float]) -> float | None:
-    known = list(values)
-    return sum(known) / len(known) if known else None
+def _status(run: dict[str, Any]) -> str:
+    said = run["status"] if run["error"] is None else f"{run['status']}: {run['error']}"
+    return said if run["attempts"] == 1 else f"{said}, attempt {run['attempts']}"
 
 
 def _drawn(value: float | None, low: float, high: float) -> str:

@@ -15,6 +15,9 @@ from frostlab.recipe.loading import recipe_from
 from frostlab.recipe.treatment import Positive, Strict
 
 SCHEMA = 1
+_KEYS = {"oelm": "oelm_freeze"}
+_RESERVED = ("dataset", "model", "environment", "comparison")
+_NOT_SET = ("seed", "treatment")
 TUNING_SEED = 900_000  # tuning runs take seeds from here on, results never do
 
 
@@ -101,6 +104,8 @@ class Plan(Strict):
         """Refuse what cannot be compared."""
         _check_arms(self)
         base = self.recipe_of(self.baseline, 0)
+        if self.seeds and min(self.seeds) < 0:
+            raise BadInput(f"seeds {list(self.seeds)}: none below 0")
         if not self.seeds:
             raise BadInput("seeds 0: a comparison needs at least one")
         if max(self.seeds) >= TUNING_SEED:
@@ -121,7 +126,14 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
     *path, last = key.split(".")
     for name in path:
         values = values.setdefault(name, {})
+        if not isinstance(values, dict):
+            raise BadInput(f"{key}: {name} has nothing below it")
     values[last] = value
+
+
+def key_of(arm: str, baseline: str) -> str:
+    """What an arm is called in `comparison.json`."""
+    return "baseline" if arm == baseline else _KEYS.get(arm, arm.replace("-", "_"))
 
 
 def _check_arms(plan: Plan) -> None:
@@ -130,11 +142,16 @@ def _check_arms(plan: Plan) -> None:
         listed = ", ".join(names) or "none"
         raise BadInput(f"arms: {listed}: a comparison needs two, such as baseline,oelm")
     for i, arm in enumerate(plan.arms):
+        own = next((key for key in arm.set if key.partition(".")[0] in _NOT_SET), None)
+        if own is not None:
+            raise BadInput(f"arm {arm.name}: set.{own} cannot be: it is given apart")
+        key = key_of(arm.name, plan.baseline.name)
+        taken = [key_of(other.name, plan.baseline.name) for other in plan.arms[:i]]
+        if key in (*taken, *_RESERVED) and names.count(arm.name) == 1:
+            raise BadInput(f"arm {arm.name}: its name is taken in comparison.json; choose another")
         for other in plan.arms[:i]:
             if arm.name == other.name:
                 raise BadInput(f"arms: {arm.name} is given twice")
-            if (arm.set, plan.recipe_of(arm, 0).surgery) == (
-                other.set,
-                plan.recipe_of(other, 0).surgery,
-            ):
+            one, two = (plan.recipe_of(each, 0) for each in (arm, other))
+            if one.surgery == two.surgery and not confounds(one, two):
                 raise BadInput(f"arms: {other.name} and {arm.name} are the same treatment")

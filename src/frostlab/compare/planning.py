@@ -13,15 +13,37 @@ from frostlab.compare.rules import DEFAULT_SEEDS, Rules, rules_for
 from frostlab.errors import BadInput, nearest
 from frostlab.recipe import METRICS, Recipe
 from frostlab.recipe.loading import load_recipe, read_values, recipe_from, recipe_name
-from frostlab.recipe.treatment import NAMED
+from frostlab.recipe.treatment import NAMED, Strict
 
 _RULES = ("alpha", "minimum_effect", "noninferior", "looks")
-_KEYS = (
-    "about", "recipe", "set", "arms", "seeds", "metric", *_RULES, "tune", "allow_confounds",
-    "rounds", "clock",
-)  # fmt: skip
 _TUNABLE = {"lr": "optim.lr", "decay": "optim.decay"}
 _STEPS = (1 / 3, 1.0, 3.0)  # of the recipe's own value
+
+
+class Said(Strict):
+    """The keys of a comparison, as a user gives them."""
+
+    about: str = ""
+    recipe: str | dict[str, Any] = ""
+    set: dict[str, Any] | None = None
+    arms: str | tuple[Any, ...] = ()
+    seeds: int | tuple[int, ...] | None = None
+    metric: str | None = None
+    alpha: float = 0.05
+    minimum_effect: float | None = None
+    noninferior: float | None = None
+    looks: int = 1
+    tune: str | dict[str, Any] | None = None
+    allow_confounds: str | tuple[str, ...] | None = None
+    rounds: int = 0
+    clock: dict[str, Any] | None = None
+
+
+def _as_json(values: dict[str, Any], label: str) -> str:
+    try:
+        return json.dumps(values, default=list)
+    except TypeError as error:
+        raise BadInput(f"{label}: not plain values ({error})") from None
 
 
 def make_plan(
@@ -37,9 +59,12 @@ def make_plan(
     """
     values, label = _values(source)
     values |= {key: value for key, value in given.items() if value is not None}
-    unknown = next((key for key in values if key not in _KEYS), None)
+    unknown = next((str(key) for key in values if key not in Said.model_fields), None)
     if unknown is not None:
-        raise BadInput(f"{label}: {unknown} is no key of a comparison{nearest(unknown, _KEYS)}")
+        known = nearest(unknown, Said.model_fields)
+        raise BadInput(f"{label}: {unknown} is no key of a comparison{known}")
+    with _in_one_line(label):
+        Said.model_validate_json(_as_json(values, label))
     recipe, name = _recipe(values.get("recipe"), [*_set(values.get("set")), *settings], label)
     rules = _rules(values, recipe)
     base = recipe.to_dict() | {"treatment": "none", "seed": 0}

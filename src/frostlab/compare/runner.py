@@ -4,13 +4,16 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
 from frostlab.compare.plan import Arm, Plan
+from frostlab.errors import BadInput, FrostlabError
 from frostlab.recipe import Recipe
 from frostlab.records.places import finished_status
 from frostlab.records.record import RunRecord
+from frostlab.records.words import number
 from frostlab.training.failures import RunFailed
 from frostlab.training.progress import Silent
 from frostlab.training.running import run
@@ -37,35 +40,47 @@ class Runner:
     """Takes tasks in turn, says where it is, and remembers how long runs take."""
 
     def __init__(self, data_dir: Path | None, say: Say, jobs: int = 1) -> None:
-        self.data_dir, self._say, self._jobs = data_dir, say, jobs
+        self.data_dir, self._say, self.jobs = data_dir, say, jobs
         self._spent, self._ran = 0.0, 0
 
-    def run_all(self, tasks: Sequence[Task]) -> dict[tuple[str, int], RunRecord]:
-        """Every task's record; a run that failed has one, too, and the others go on."""
-        left = [task for task in tasks if not _is_done(task.path)]
+    def run_all(
+        self, tasks: Sequence[Task], *, alone: bool = False
+    ) -> dict[tuple[str, int], RunRecord]:
+        """Every task's record; a run that failed has one, too, and the others go on.
+
+        `alone`: one at a time, for their times.
+        """
+        left = [task for task in tasks if not _is_done(task)]
         if len(left) < len(tasks):
             self._say(f"{len(tasks) - len(left)} of {len(tasks)} runs are there already")
-        for number, (task, outcome, seconds) in enumerate(self._outcomes(left), 1):
+        for count, (task, outcome, seconds) in enumerate(self._outcomes(left, alone), 1):
             if outcome is None:
                 raise Stopped("stopped; the same command goes on")
             self._spent, self._ran = self._spent + seconds, self._ran + 1
-            remaining = self._spent / self._ran * (len(left) - number) / self._jobs
+            remaining = self._spent / self._ran * (len(left) - count) / self.jobs
             self._say(
-                f"run {number} of {len(left)}  {task.about}  {outcome}  {seconds:.0f} s; "
+                f"run {count} of {len(left)}  {task.about}  {outcome}  {seconds:.0f} s; "
                 f"{_duration(remaining)} left"
             )
         return {(task.arm, task.seed): RunRecord(task.path) for task in tasks}
 
-    def _outcomes(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, str | None, float]]:
-        if self._jobs == 1 or len(tasks) < 2:
+    def _outcomes(
+        self, tasks: Sequence[Task], alone: bool
+    ) -> Iterator[tuple[Task, str | None, float]]:
+        if self.jobs == 1 or alone or len(tasks) < 2:
             for task in tasks:
                 yield (task, *take(task, self.data_dir))
             return
         fresh = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(self._jobs, fresh) as pool:
+        pool = ProcessPoolExecutor(self.jobs, fresh)
+        try:
             going = {pool.submit(take, task, self.data_dir): task for task in tasks}
             for done in as_completed(going):
                 yield (going[done], *done.result())
+        except BrokenProcessPool:
+            raise FrostlabError("a run's process was killed; the same command goes on") from None
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def take(task: Task, data_dir: Path | None) -> tuple[str | None, float]:
@@ -80,11 +95,16 @@ def take(task: Task, data_dir: Path | None) -> tuple[str | None, float]:
         stopped = finished_status(task.path) == "stopped"
         return None if stopped else f"failed: {error}", time.monotonic() - began
     metric = task.recipe.metric
-    return f"{metric} {record.metrics[metric]:.4g}", time.monotonic() - began
+    return f"{metric} {number(record.metrics[metric])}", time.monotonic() - began
 
 
-def _is_done(path: Path) -> bool:
-    return finished_status(path) in ("finished", "diverged")
+def _is_done(task: Task) -> bool:
+    """Whether a task has its record; one of another recipe is refused."""
+    if finished_status(task.path) not in ("finished", "diverged"):
+        return False
+    if RunRecord(task.path).result["recipe_digest"] != task.recipe.digest:
+        raise BadInput(f"{task.path} holds a run of another recipe; choose another folder")
+    return True
 
 
 def result_tasks(plan: Plan, folder: Path, tuned: dict[str, float]) -> list[Task]:

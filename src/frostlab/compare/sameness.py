@@ -29,15 +29,15 @@ def _differences(one: RunRecord, other: RunRecord) -> Iterator[str]:
     for epoch, (a, b) in enumerate(zip(_orders(one), _orders(other), strict=False)):
         if a != b:
             yield f"the order of examples differs in epoch {epoch + 1} ({a} and {b})"
-    began, other_began = _start(one), _start(other)
     for key in _SHAPE:
-        if began[key] != other_began[key]:
-            yield f"{key} differs ({began[key]} and {other_began[key]})"
+        a, b = (sorted({str(began[key]) for began in _begun(each)}) for each in (one, other))
+        if a != b:
+            yield f"{key} differs ({' then '.join(a)} and {' then '.join(b)})"
 
 
 def _orders(record: RunRecord) -> list[Any]:
     return [event["order"] for event in record.events() if event["kind"] == "epoch"]
 
 
-def _start(record: RunRecord) -> dict[str, Any]:
-    return next(event for event in record.events() if event["kind"] == "start")
+def _begun(record: RunRecord) -> list[dict[str, Any]]:
+    return [event for event in record.events() if event["kind"] in ("start", "resume")]

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from frostlab.compare.answers import answers
-from frostlab.compare.words import effect, mean_and_std, number, ratio
+from frostlab.compare.words import effect, mean_and_std, ratio
+from frostlab.records.words import number
 
 
 def show(evidence: dict[str, Any], page: Path) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from frostlab.compare.plan import TUNING_SEED, Plan
 from frostlab.compare.runner import Runner, Task, turns
+from frostlab.errors import BadInput
 from frostlab.recipe import LOWER_IS_BETTER
 from frostlab.records.places import finished_status
 from frostlab.records.record import RunRecord
@@ -29,9 +30,19 @@ def tune(plan: Plan, folder: Path, runner: Runner) -> dict[str, Any]:
             return {"key": plan.tune.key, "values": values, "extended": extended, "best": best,
                     "on_edge": edges, "curves": curves}  # fmt: skip
         step = values[1] / values[0] if values[0] else 3.0
-        below = [float(f"{values[0] / step:.3g}")] if low else []
-        above = [float(f"{values[-1] * step:.3g}")] if high else []
+        below = _possible(plan, values[0] / step) if low and values[0] else []
+        above = _possible(plan, values[-1] * step) if high else []
         values, extended = [*below, *values, *above], True
+
+
+def _possible(plan: Plan, value: float) -> list[float]:
+    """A value, if a recipe can have it."""
+    rounded = float(f"{value:.3g}")
+    try:
+        plan.recipe_of(plan.baseline, TUNING_SEED, rounded)
+    except BadInput:
+        return []
+    return [rounded]
 
 
 def _curves(

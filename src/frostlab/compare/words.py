@@ -18,7 +18,9 @@ def ratio(values: dict[str, Any] | None) -> str:
     """A ratio with its interval."""
     if values is None or values["ratio"] is None:
         return "–"
-    return f"{values['ratio']:.4f} [{values['low']:.4f}, {values['high']:.4f}]"
+    between = [values["low"], values["high"]]
+    interval = "" if None in between else f" [{between[0]:.4f}, {between[1]:.4f}]"
+    return f"{values['ratio']:.4f}{interval}"
 
 
 def mean_and_std(spread: dict[str, Any] | None) -> str:
@@ -26,11 +28,6 @@ def mean_and_std(spread: dict[str, Any] | None) -> str:
     if spread is None:
         return "–"
     return f"{spread['mean']:.4g}" + ("" if spread["n"] < 2 else f" ± {spread['std']:.2g}")
-
-
-def number(value: float | None) -> str:
-    """A number to four digits."""
-    return "–" if value is None else f"{value:.4g}"
 
 
 def mebibytes(value: float | None) -> str:
