@@ -1,5 +1,6 @@
 """AdamW in one kernel is torch's, whatever it is given, and keeps copies in bf16."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -66,17 +67,19 @@ def test_it_is_torchs(scale: float | None) -> None:
             fused.found_inf = torch.tensor(float(number == 7), device=CUDA)
             optimizer.step()
         assert_same(sides)
-    for one, other in zip(*(o.state_dict()["state"].values() for _, o in sides), strict=True):
-        assert one.keys() == other.keys()
-        for key in one:
-            torch.testing.assert_close(one[key], other[key], rtol=1e-6, atol=1e-7)
+    ours, theirs = (optimizer.state_dict()["state"] for _, optimizer in sides)
+    assert ours.keys() == theirs.keys()
+    for number, state in ours.items():
+        assert state.keys() == theirs[number].keys()
+        for key in state:
+            torch.testing.assert_close(state[key], theirs[number][key], rtol=1e-6, atol=1e-7)
 
 
 def test_its_state_is_torchs() -> None:
     sides = pair()
     give(sides)
     sides[1][1].step()
-    sides[0][1].load_state_dict(sides[1][1].state_dict())
+    sides[0][1].load_state_dict(copy.deepcopy(sides[1][1].state_dict()))
     sides[0][0].load_state_dict(sides[1][0].state_dict())
     for _ in range(3):
         give(sides)
@@ -116,6 +119,7 @@ def test_weights_that_are_loaded_are_used(captured: bool) -> None:
         torch.bfloat16, CUDA, World(), steps=10,
     )  # fmt: skip
     first = [float(step(parts, parts[0].scored, 1e-2).loss) for _ in range(6)]
+    assert step.kind == ("captured" if captured else "eager"), step.reason
     model.load_state_dict(build("bert classifier").state_dict())
     again = float(step(parts, parts[0].scored, 1e-2).loss)
     assert again == pytest.approx(first[0], rel=1e-2)

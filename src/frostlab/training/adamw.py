@@ -8,9 +8,7 @@ from torch import Tensor
 from frostlab.training.halves import Halves
 
 _BLOCK = 4096  # elements a program updates
-_COLUMNS = (
-    7  # of the table: weight, two moments, gradient, copy, size, whether the gradient is bf16
-)
+_COLUMNS = 7  # weight, two moments, gradient, copy, size, whether the gradient is bf16
 
 
 class KernelAdamW(torch.optim.AdamW):
@@ -25,7 +23,8 @@ class KernelAdamW(torch.optim.AdamW):
     def __init__(self, groups: Any, halves: Halves, **options: Any) -> None:
         super().__init__(groups, **options, fused=True)
         self.halves = halves
-        self._awaited: list[tuple[Tensor, Tensor]] = []
+        self._awaited: list[tuple[Tensor, list[int]]] = []
+        self._spare: list[Tensor] = []
         self._cuts: dict[Any, list[Tensor]] = {}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -53,7 +52,9 @@ class KernelAdamW(torch.optim.AdamW):
         states = [self._state_of(p) for p, _, _ in rows]
         steps = [state["step"] for state in states]
         stopped = self.found_inf
-        torch._foreach_add_(steps, 1.0 if stopped is None else 1.0 - stopped)
+        torch._foreach_add_(steps, 1.0)
+        if stopped is not None:  # a list: adding one tensor to many would wait for its value
+            torch._foreach_sub_(steps, [stopped] * len(steps))
         values = []
         for (p, gradient, _), state in zip(rows, states, strict=True):
             half = self.halves.of(p)
@@ -70,7 +71,7 @@ class KernelAdamW(torch.optim.AdamW):
         owners, starts, decay = self._cut(tuple(p.numel() for p, _, _ in rows), decays, device)
         rate = group["lr"]
         rate = rate if isinstance(rate, Tensor) else torch.full((), rate, device=device)
-        table = self._on_device(torch.tensor(values, dtype=torch.int64), device)
+        table = self._on_device(values, device)
         adamw_blocks(
             table, owners, starts, decay, first, second, rate, self.grad_scale, stopped,
             betas=(beta1, beta2), eps=eps, block=_BLOCK, columns=_COLUMNS, even=even,
@@ -96,20 +97,27 @@ class KernelAdamW(torch.optim.AdamW):
             self._cuts[sizes, decays] = [t.to(device) for t in cut]
         return self._cuts[sizes, decays]
 
-    def _on_device(self, values: Tensor, device: torch.device) -> Tensor:
-        """Addresses for the kernel; those of a graph that is being recorded come later."""
-        table = torch.empty_like(values, device=device)
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self._awaited.append((table, values))
-        else:
-            table.copy_(values)
+    def _on_device(self, values: list[int], device: torch.device) -> Tensor:
+        """Addresses for the kernel. Those of a graph that is being recorded come later, into
+        memory that is not the graph's: what is its own, its other kernels write over."""
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            self._top_up(device)
+            return torch.tensor(values).to(device)
+        table = self._spare.pop()
+        self._awaited.append((table, values))
         return table
+
+    def _top_up(self, device: torch.device) -> None:
+        size = _COLUMNS * sum(len(group["params"]) for group in self.param_groups)
+        while len(self._spare) < 2:  # a step launches the kernel at most twice
+            self._spare.append(torch.zeros(size, dtype=torch.int64, device=device))
 
     def fill_in(self) -> list[Tensor]:
         """After recording, give the graph its addresses; the tables must live as long as it."""
         awaited, self._awaited = self._awaited, []
         for table, values in awaited:
-            table.copy_(values)
+            table[: len(values)] = torch.tensor(values)
+            self._top_up(table.device)
         return [table for table, _ in awaited]
 
 
