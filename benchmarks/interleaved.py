@@ -1,44 +1,58 @@
-"""What interleaved timing finds: the same arm again, and arms with 5 % and 20 % more work.
+"""What interleaved timing finds: the same arm again, arms with a known amount of work more, and
+real treatments, with the ceiling beside each.
 
 The work added to every step is matmuls, whose cost is measured by itself, before and after.
 
 python benchmarks/interleaved.py [--seconds 120] [--width 0.01] [--recipe docstrings-gpt]
+    [--more 0.05,0.2] [--arms oelm] [--set data.length=128] [--data-dir FOLDER]
 """
 
 import argparse
 import statistics
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from common import device, device_name, report, timed
+from common import device, device_name, report
 from frostlab.compare import timing
-from frostlab.compare.estimating import FEWEST, ratio_of
+from frostlab.compare.estimating import FEWEST, Ratio, paired_logs, ratio_of
+from frostlab.compare.limits import flag
 from frostlab.compare.sides import Side
+from frostlab.compare.stepping import limits_of
+from frostlab.compare.turns import Clock
 from frostlab.data import prepare
+from frostlab.recipe import Recipe
 from frostlab.recipe.loading import load_recipe
 
-MORE = {"5 % more": 0.05, "20 % more": 0.2}
+TOGETHER = 20  # calls timed as one: a GPU is then never waiting for the host
 
 
 class Extra:
     """Matmuls that take about as long as they are told to."""
 
-    def __init__(self, seconds: float, where: torch.device) -> None:
-        self.where = where
-        self.left, self.right = (torch.randn(256, 256, device=where) for _ in range(2))
-        self.times = 20
-        self.times = max(1, round(seconds / (self.cost() / 20)))
+    def __init__(self, seconds: float, clock: Clock) -> None:
+        self.clock, where = clock, clock.device
+        size, dtype = (2048, torch.bfloat16) if where.type == "cuda" else (256, torch.float32)
+        self.left, self.right = (torch.randn(size, size, device=where, dtype=dtype) for _ in "lr")
+        self.made = torch.empty_like(self.left)
+        self.times = 1
+        self.times = max(1, round(seconds / self.cost()))
 
     def __call__(self) -> None:
         for _ in range(self.times):
-            torch.mm(self.left, self.right)
+            torch.mm(self.left, self.right, out=self.made)
 
     def cost(self) -> float:
         """Seconds of one call, the median of many."""
-        return statistics.median(timed(self, self.where) for _ in range(100))
+        times = [self.clock.block(self._several).device / TOGETHER for _ in range(30)]
+        return statistics.median(times)
+
+    def _several(self) -> None:
+        for _ in range(TOGETHER):
+            self()
 
 
 def burden(side: Side, extra: Callable[[], None]) -> None:
@@ -59,68 +73,96 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--width", type=float, default=0.01)
     parser.add_argument("--recipe", default="docstrings-gpt")
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--more", default="0.05,0.2")
+    parser.add_argument("--arms", default="")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--data-dir", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    where, recipe = device(), load_recipe(options.recipe)
+    where = device()
+    recipe = load_recipe(options.recipe, options.set)
+    more = {f"{share} more": float(share) for share in options.more.split(",") if share}
+    treated = {
+        name: load_recipe(options.recipe, [*options.set, f"treatment={name}"])
+        for name in options.arms.split(",")
+        if name
+    }
+    measure(recipe, more, treated, where, options)
+
+
+def measure(
+    recipe: Recipe,
+    more: dict[str, float],
+    treated: dict[str, Recipe],
+    where: torch.device,
+    options: argparse.Namespace,
+) -> None:
     extras: dict[str, Extra] = {}
-    build = timing.build_sides
+    before: dict[str, float] = {}
+    clock, build = Clock(where), timing.build_sides
 
     def build_burdened(*given: Any) -> dict[str, Side]:
         sides = build(*given)
         base = sides["all"]
         every = range(len(base.order))
-        step = statistics.median(timed(lambda: base.take(every), where) for _ in range(3))
-        for name, share in MORE.items():
-            extras[name] = Extra(share * step / len(base.order), where)
+        spent = statistics.median(clock.block(lambda: base.take(every)).device for _ in range(3))
+        for name, share in more.items():
+            extras[name] = Extra(share * spent / len(base.order), clock)
             burden(sides[name], extras[name])
         before.update({name: extra.cost() for name, extra in extras.items()})
         return sides
 
-    before: dict[str, float] = {}
     timing.build_sides = build_burdened
+    prepared = prepare(recipe, options.data_dir)
     found = timing.time_arms(
-        {"all": recipe, **dict.fromkeys(MORE, recipe)}, prepare(recipe), baseline="all",
-        device=where, seconds=options.seconds, width=options.width,
+        {"all": recipe, **dict.fromkeys(more, recipe), **treated}, prepared, baseline="all",
+        device=where, seconds=options.seconds, width=options.width, say=print,
     )  # fmt: skip
     facts = {
-        "recipe": options.recipe, "device": device_name(where), "torch": torch.__version__,
-        "proven": found.proven, "reasons": found.reasons, "stopped_by": found.stopped_by,
-        "seconds": round(found.seconds, 1), "rounds": found.rounds,
-        "steps_per_block": found.steps_per_block, "batches": found.batches,
-        "drift_halves": round(found.drift.halves, 4),
+        "recipe": options.recipe, "set": options.set, "device": device_name(where),
+        "torch": torch.__version__, "proven": found.proven, "reasons": found.reasons,
+        "stopped_by": found.stopped_by, "seconds": round(found.seconds, 1),
+        "rounds": found.rounds, "steps_per_block": found.steps_per_block,
+        "batches": found.batches, "drift_halves": round(found.drift.halves, 4),
         "cores_of_others": found.watched.cores_of_others, "cores": found.watched.cores,
     }  # fmt: skip
-    base = np.array(found.arms["all"].blocks)
+    base = found.arms["all"].blocks
     for name, arm in found.arms.items():
         if arm.ratio is None:
             continue
-        told = {}
+        told: dict[str, Any] = {}
         if name in extras:
             costs = (before[name], extras[name].cost())
-            means = [np.exp(np.log1p(found.steps_per_block * c / base).mean()) for c in costs]
-            told = {"expected_before_and_after": [round(float(m), 4) for m in means]}
-        ratio = {key: round(value, 4) for key, value in arm.ratio.to_dict().items()}
-        unpaired = np.log(arm.blocks).std() * np.log(base).std()
+            shares = [found.steps_per_block * cost / np.array(base) for cost in costs]
+            told = {"expected": [round(float(np.exp(np.log1p(s).mean())), 4) for s in shares]}
+        if name in treated and (bound := limits_of(treated[name], prepared)) is not None:
+            told = {
+                "ceiling": round(1 / bound.speed_up, 4),
+                "flag": flag(arm.ratio, bound, found.proven, found.reasons),
+            }
+        ratio = {key: round(value, 5) for key, value in arm.ratio.to_dict().items()}
         report("interleaved", facts | {
-            "arm": name, "ms_median": round(arm.ms_median, 3), **ratio, **told,
-            "width": round(arm.ratio.width, 4),
-            "pair_spread": round(float(pair_logs(arm.blocks, base).std(ddof=1)), 4),
-            "block_spread": round(float(unpaired**0.5), 4),
-            "seconds_to_width": seconds_to(options.width, arm.blocks, base, found.seconds),
+            "arm": name, "step": arm.step, "ms_median": round(arm.ms_median, 4), **ratio, **told,
+            "width": round(arm.ratio.width, 5),
+            "pair_spread": round(float(paired_logs(arm.blocks, base).std(ddof=1)), 5),
+            "seconds_to_width": seconds_until(arm.blocks, base, found.seconds,
+                                              lambda r: r.width < options.width),
+            "seconds_to_find": seconds_until(arm.blocks, base, found.seconds,
+                                             lambda r: not r.holds(1.0)),
+            "peak_bytes": arm.peak_bytes, "optimizer_bytes": arm.optimizer_bytes,
         })  # fmt: skip
 
 
-def pair_logs(arm: Sequence[float], base: Any) -> Any:
-    return np.log(np.asarray(arm) / base).reshape(-1, 2).mean(axis=1)
-
-
-def seconds_to(width: float, arm: Sequence[float], base: Any, seconds: float) -> float | None:
-    """Seconds of the timing after which this arm's interval was first narrow enough."""
-    for pairs in range(FEWEST, len(base) // 2 + 1):
-        if ratio_of(arm[: 2 * pairs], base[: 2 * pairs]).width < width:
-            return round(seconds * 2 * pairs / len(base), 1)
-    return None
+def seconds_until(
+    arm: Sequence[float], base: Sequence[float], seconds: float, reached: Callable[[Ratio], bool]
+) -> float | None:
+    """Seconds of the timing after which this arm's interval was first, and stayed, like that."""
+    total = len(base) // 2
+    unlike = [n for n in range(FEWEST, total + 1)
+              if not reached(ratio_of(arm[: 2 * n], base[: 2 * n]))]  # fmt: skip
+    first = max(unlike, default=FEWEST - 1) + 1
+    return round(seconds * first / total, 1) if first <= total else None
 
 
 if __name__ == "__main__":

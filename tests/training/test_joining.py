@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.utils.flop_counter import FlopCounterMode
 
 import frostlab as fl
 from frostlab.models.stack import take_apart
-from frostlab.training.joining import join_products
+from frostlab.training.joining import join_products, joined, partly_frozen
 from packed import build
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
@@ -31,7 +32,7 @@ class Joining:
         return module.forward
 
     def _count(self, module: GraphModule) -> int:
-        return sum(node.target is F.linear for node in module.graph.nodes)
+        return sum(node.target in (F.linear, partly_frozen) for node in module.graph.nodes)
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +52,10 @@ def gradients(model: nn.Module, run: Callable[[], Tensor]) -> list[Tensor]:
     ("name", "freeze", "before", "after"),
     [
         ("bert classifier", (), 6, 4),
-        ("bert classifier", ("query", "key"), 6, 5),
-        ("bert classifier", ("query",), 6, 5),
+        ("bert classifier", ("query", "key"), 6, 4),
+        ("bert classifier", ("query",), 6, 4),
+        ("bert classifier", ("query", "key", "value"), 6, 4),
+        ("llama", ("key",), 7, 4),
         ("llama", (), 7, 4),
         ("gpt", (), 4, 4),
     ],
@@ -76,6 +79,53 @@ def test_a_layer_computes_the_same_in_fewer_products(
     assert (backend.before, backend.after) == (before, after)
     for made, expected in zip(found, wanted, strict=True):
         torch.testing.assert_close(made, expected)
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_partly_frozen_map_is_the_plain_one(half: bool, with_bias: bool) -> None:
+    x = torch.randn(2, 5, 8, requires_grad=True)
+    frozen, learning = torch.randn(4, 8), torch.randn(6, 8, requires_grad=True)
+    biases = [torch.randn(4), torch.randn(6, requires_grad=True)] if with_bias else []
+    leaves = [x, learning, *biases[1:]]
+    found = []
+    for ours in (True, False):
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=half),
+            FlopCounterMode(display=False) as f,
+        ):
+            if ours:
+                out = partly_frozen(x, frozen, learning, *biases)
+            else:
+                bias = torch.cat(biases) if biases else None
+                out = F.linear(x, torch.cat([frozen, learning]), bias)
+            made = torch.autograd.grad(out.float().square().sum(), leaves)
+        found.append(([out.detach(), *made], f.get_total_flops()))
+    for one, other in zip(*(each for each, _ in found), strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other)
+    once = 2 * 10 * 8 * 10
+    assert [flops for _, flops in found] == [2.6 * once, 3 * once]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert classifier", "llama"])
+def test_the_backend_compiles_layers_with_some_rows_frozen(name: str) -> None:
+    """Real compiling; dropout on, whose masks must be the eager ones."""
+    model: Any = build(name).train()
+    fl.freeze(model, "query", "key")
+    stack, ids = take_apart(model), torch.randint(5, 60, (2, 9))
+    assert stack is not None
+
+    def run() -> Tensor:
+        torch.manual_seed(3)
+        return stack.vectors(ids)
+
+    wanted = gradients(model, run)
+    for layer in stack.layers:
+        layer.compile(backend=joined)
+    for made, expected in zip(gradients(model, run), wanted, strict=True):
+        torch.testing.assert_close(made, expected, rtol=1e-3, atol=1e-4)
 
 
 class Two(nn.Module):

@@ -31,12 +31,13 @@ def time_steps(
         recipes, prepared, baseline=plan.baseline.name, device=choose_device(base.train.device),
         seconds=plan.clock.seconds, width=plan.clock.width, say=say,
     )  # fmt: skip
-    bounds = {name: _limits(recipe, prepared) for name, recipe in recipes.items()}
+    bounds = {name: limits_of(recipe, prepared) for name, recipe in recipes.items()}
     arms = {name: _arm(name, timing, bounds.get(name)) for name in timing.arms}
     return timing.to_dict() | {"arms": arms, "control": arms[CONTROL]}
 
 
-def _limits(recipe: Recipe, prepared: Prepared) -> Limits | None:
+def limits_of(recipe: Recipe, prepared: Prepared) -> Limits | None:
+    """The bound of a recipe's treatment at its batch; None for a model without an anatomy."""
     model = build_model(recipe, prepared.vocabulary, prepared.classes, prepared.pad)
     treat(model, recipe)
     length = float(prepared.splits["train"].lengths.mean())

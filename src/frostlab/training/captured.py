@@ -31,6 +31,7 @@ class _Captured:
     inputs: Tensor
     outputs: Tensor
     replay: Callable[[], None]
+    tables: list[Tensor]  # that its optimizer reads
 
 
 class CapturedStep(CompiledStep):
@@ -50,6 +51,8 @@ class CapturedStep(CompiledStep):
         """Replay the graph of this shape; the first time, take the step without one."""
         if self._look_for_changes():
             self._graphs, self._seen = {}, set()
+        if self.halves is not None:
+            self.halves.refresh()
         shape = shape_of(parts)
         graph = self._graphs.get(shape)
         if graph is None and self._captures and shape in self._seen:
@@ -81,15 +84,18 @@ class CapturedStep(CompiledStep):
             self._rate.copy_(numbers[0])
             outputs.copy_(self.work(mine, numbers[1]))
 
+        fill_in: Callable[[], list[Tensor]] = getattr(self.optimizer, "fill_in", list)
         try:
             replay = self._record(step)
+            tables = fill_in()
         except Exception as error:  # whatever a model does that a graph cannot hold
+            fill_in()
             self._captures = False
             self.optimizer.zero_grad(set_to_none=True)
             self.fall_back(f"capturing failed: {first_line(error)}")
             return None
         self.optimizer.zero_grad(set_to_none=True)
-        self._graphs[shape] = _Captured(inputs, outputs, replay)
+        self._graphs[shape] = _Captured(inputs, outputs, replay, tables)
         return self._graphs[shape]
 
     def fall_back(self, reason: str) -> None:

@@ -3,14 +3,17 @@
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from frostlab.recipe.settings import Optim, StepKind, Train
 from frostlab.training.captured import CapturedStep
 from frostlab.training.compiled import CompiledStep
 from frostlab.training.distributed import World, share
+from frostlab.training.halves import Halves
 from frostlab.training.objective import Objective
 from frostlab.training.optimizer import build_optimizer
 from frostlab.training.step import EagerStep
+from frostlab.training.sweeping import has_kernel
 
 WORTH_COMPILING = 3000  # steps: it takes seconds and saves milliseconds (benchmarks/kinds.py)
 
@@ -58,14 +61,28 @@ def build_step(
     choice = choose(train.step, device, world, steps)
     wrapped = share(objective, world, train.parallel, unused)
     sharded = world.size > 1 and train.parallel == "fsdp"
+    halves = None
+    if world.size == 1 and precision == torch.bfloat16 and has_kernel(device, precision):
+        halves = _halves(objective.model)
     optimizer = build_optimizer(
         objective.model,
         optim,
         fused=not (sharded and device.type == "cpu"),  # one kernel, where parameters are whole
         capturable=choice.kind == "captured",
+        halves=halves,
     )
     settings = (wrapped, optimizer, precision, optim.clip, world)
     if choice.kind == "captured":
-        return CapturedStep(*settings, compiles=choice.compiles, reason=choice.reason)
+        return CapturedStep(
+            *settings, compiles=choice.compiles, reason=choice.reason, halves=halves
+        )
     kind = CompiledStep if choice.kind == "compiled" else EagerStep
-    return kind(*settings, reason=choice.reason)
+    return kind(*settings, reason=choice.reason, halves=halves)
+
+
+def _halves(model: nn.Module) -> Halves | None:
+    """Copies in bf16, where all that learns is float32, whole and in one piece."""
+    learning = [p for p in model.parameters() if p.requires_grad]
+    if any(p.dtype != torch.float32 or not p.is_contiguous() for p in learning):
+        return None
+    return Halves(model) or None

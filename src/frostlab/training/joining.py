@@ -2,14 +2,16 @@
 
 import operator
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-_LINEAR = F.linear
+_IN_PLACE = {"setitem", *(name for name in dir(operator) if name[:1] == "i")}
 
 
 def joined(module: GraphModule, inputs: Sequence[Any]) -> Any:
@@ -26,17 +28,42 @@ def joined(module: GraphModule, inputs: Sequence[Any]) -> Any:
     return compile_fx(module, inputs, config_patches={"fallback_random": True})
 
 
+@dataclass(frozen=True)
+class _Linear:
+    """A linear map in a graph, its weight and its bias inputs of the graph."""
+
+    node: Node
+    x: Node
+    weights: tuple[Node, ...]  # the weight, and the bias if there is one
+    learns: bool
+
+    @property
+    def rows(self) -> int:
+        return int(self.weights[0].meta["example_value"].shape[0])
+
+
+def _read(node: Node) -> _Linear | None:
+    if node.op != "call_function" or node.target is not F.linear or node.kwargs:
+        return None
+    x, *rest = node.args
+    weights = tuple(given for given in rest if isinstance(given, Node))
+    learns = {given.meta["example_value"].requires_grad for given in weights}
+    if not isinstance(x, Node) or any(w.op != "placeholder" for w in weights) or len(learns) > 1:
+        return None
+    return _Linear(node, x, weights, learns.pop())
+
+
 def join_products(graph: Graph) -> None:
-    """Join linear maps of one input, those that learn and those that do not apart."""
-    alike: dict[Any, list[Node]] = defaultdict(list)
-    for node in graph.nodes:
+    """Join linear maps of one input; of a joined one, only rows that learn get a gradient."""
+    alike: dict[Any, list[_Linear]] = defaultdict(list)
+    for node in list(graph.nodes):
         if _writes(node):  # what was read before may be another value by now
-            _join_all(graph, alike)
-        if node.op == "call_function" and node.target is _LINEAR and not node.kwargs:
-            x, weight, bias = (*node.args, None)[:3]
-            if all(given is None or given.op == "placeholder" for given in (weight, bias)):
-                alike[x, bias is None, _learns(weight), bias and _learns(bias)].append(node)
-    _join_all(graph, alike)
+            _join_all(graph, alike.values())
+            alike.clear()
+        linear = _read(node)
+        if linear is not None:
+            alike[linear.x, len(linear.weights)].append(linear)
+    _join_all(graph, alike.values())
     graph.lint()
 
 
@@ -45,32 +72,65 @@ def _writes(node: Node) -> bool:
     if node.op == "call_method":
         return str(node.target).endswith("_")
     name = getattr(node.target, "__name__", "")
-    named = name.endswith("_") or name in {"setitem", *(n for n in dir(operator) if n[:1] == "i")}
-    return node.op == "call_function" and (named or bool({"out", "inplace"} & set(node.kwargs)))
+    named = name.endswith("_") or name in _IN_PLACE or bool({"out", "inplace"} & set(node.kwargs))
+    return node.op == "call_function" and named
 
 
-def _join_all(graph: Graph, alike: dict[Any, list[Node]]) -> None:
-    for nodes in alike.values():
-        if len(nodes) > 1:
-            _join(graph, nodes)
-    alike.clear()
+def _join_all(graph: Graph, groups: Iterable[list[_Linear]]) -> None:
+    for linears in groups:
+        if len(linears) > 1:
+            _join(graph, linears)
 
 
-def _learns(node: Node) -> bool:
-    return bool(node.meta["example_value"].requires_grad)
-
-
-def _join(graph: Graph, nodes: list[Node]) -> None:
-    sizes = [node.args[1].meta["example_value"].shape[0] for node in nodes]  # type: ignore[union-attr]
-    with graph.inserting_before(nodes[0]):
-        x, _, *bias = nodes[0].args
+def _join(graph: Graph, linears: list[_Linear]) -> None:
+    first = linears[0]
+    ordered = sorted(linears, key=lambda linear: linear.learns)  # the frozen ones first
+    kinds = [[one for one in ordered if one.learns == learns] for learns in (False, True)]
+    kinds = [kind for kind in kinds if kind]
+    with graph.inserting_before(first.node):
         stacked = [
-            graph.call_function(torch.cat, ([node.args[place] for node in nodes],))
-            for place in range(1, 3 if bias and bias[0] is not None else 2)
+            _cat(graph, [one.weights[place] for one in kind])
+            for place in range(len(first.weights))
+            for kind in kinds
         ]
-        whole = graph.call_function(_LINEAR, (x, *stacked))
-        parts = graph.call_function(torch.split, (whole, sizes, -1))
-        for i, node in enumerate(nodes):
-            node.replace_all_uses_with(graph.call_function(operator.getitem, (parts, i)))
-    for node in nodes:
-        graph.erase_node(node)
+        target = F.linear if len(kinds) == 1 else partly_frozen
+        whole = graph.call_function(target, (first.x, *stacked))
+        parts = graph.call_function(torch.split, (whole, [one.rows for one in ordered], -1))
+        for i, one in enumerate(ordered):
+            one.node.replace_all_uses_with(graph.call_function(operator.getitem, (parts, i)))
+    for one in ordered:
+        graph.erase_node(one.node)
+
+
+def _cat(graph: Graph, nodes: list[Node]) -> Node:
+    return nodes[0] if len(nodes) == 1 else graph.call_function(torch.cat, (nodes,))
+
+
+def partly_frozen(x: Tensor, frozen: Tensor, learning: Tensor, *biases: Tensor) -> Tensor:
+    """A linear map whose first rows are frozen: one product forward, one back, and for the
+    weights' gradient one over the rows that learn."""
+    device = x.device.type
+    half = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if half else x.dtype
+    weight, given = torch.cat([frozen, learning]).to(dtype), x.to(dtype)
+    bias = torch.cat(biases).to(dtype).detach() if biases else None
+    learns = [learning, *biases[1:]]
+    with torch.autocast(device, enabled=False):
+        return _PartlyFrozen.apply(given, weight.detach(), bias, *(t.to(dtype) for t in learns))
+
+
+class _PartlyFrozen(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *learning: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.frozen, ctx.count = len(weight) - len(learning[0]), len(learning)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows = slope[..., ctx.frozen :].flatten(0, -2)
+        made = (rows.t() @ x.flatten(0, -2), rows.sum(0))
+        return slope @ weight, None, None, *made[: ctx.count]

@@ -53,3 +53,71 @@ def cross_entropy_rows(logits: Tensor, labels: Tensor, share: float | None) -> T
             share or 0.0, writes=share is not None, block=_BLOCK, num_warps=_WARPS,
         )  # fmt: skip
     return losses
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _adamw(  # type: ignore[no-untyped-def]
+    table, owners, starts, decays, first, second, rate, scale, stopped, beta1, beta2, eps,
+    scaled: tl.constexpr, stops: tl.constexpr, even: tl.constexpr,
+    block: tl.constexpr, columns: tl.constexpr,
+):  # fmt: skip
+    """One program a block of a tensor; the table holds addresses, sizes and dtypes."""
+    goes = True
+    if stops:
+        goes = tl.load(stopped) == 0.0
+    if goes:
+        tensor = tl.load(owners + tl.program_id(0))
+        row = table + tensor * columns
+        weight = tl.load(row).to(tl.pointer_type(tl.float32))
+        mean = tl.load(row + 1).to(tl.pointer_type(tl.float32))
+        square = tl.load(row + 2).to(tl.pointer_type(tl.float32))
+        gradient, copy = tl.load(row + 3), tl.load(row + 4)
+        size = tl.load(row + 5)
+        half = tl.load(row + 6) != 0
+        if even:
+            weight = tl.multiple_of(weight, 16)
+            mean = tl.multiple_of(mean, 16)
+            square = tl.multiple_of(square, 16)
+            gradient = tl.multiple_of(gradient, 16)
+            copy = tl.multiple_of(copy, 16)
+            size = tl.multiple_of(size, 16)
+        start = tl.multiple_of(tl.load(starts + tl.program_id(0)), block)
+        places = start + tl.arange(0, block)
+        inside = places < size
+        g = tl.zeros((block,), tl.float32)
+        if half:
+            g = tl.load(gradient.to(tl.pointer_type(tl.bfloat16)) + places, inside, 0.0).to(
+                tl.float32
+            )
+        else:
+            g = tl.load(gradient.to(tl.pointer_type(tl.float32)) + places, inside, 0.0)
+        if scaled:
+            g = g / tl.load(scale)
+        p = tl.load(weight + places, inside, 0.0)
+        m = tl.load(mean + places, inside, 0.0)
+        v = tl.load(square + places, inside, 0.0)
+        lr = tl.load(rate)
+        p -= lr * tl.load(decays + tensor) * p
+        m += (1 - beta1) * (g - m)
+        v = beta2 * v + (1 - beta2) * g * g
+        root = tl.sqrt(v) / tl.sqrt(tl.load(second + tensor)) + eps
+        p -= lr / tl.load(first + tensor) * m / root
+        tl.store(weight + places, p, inside)
+        tl.store(mean + places, m, inside)
+        tl.store(square + places, v, inside)
+        if copy != 0:
+            half_copy = copy.to(tl.pointer_type(tl.bfloat16))
+            tl.store(half_copy + places, p.to(tl.bfloat16), inside)
+
+
+def adamw_blocks(
+    table: Tensor, owners: Tensor, starts: Tensor, decays: Tensor, first: Tensor, second: Tensor,
+    rate: Tensor, scale: Tensor | None, stopped: Tensor | None, *, betas: tuple[float, float],
+    eps: float, even: bool, block: int, columns: int,
+) -> None:  # fmt: skip
+    """AdamW over the tensors of a table; `first` and `second` correct the moments' bias."""
+    _adamw[(len(owners),)](
+        table, owners, starts, decays, first, second, rate, scale, stopped, *betas, eps,
+        scaled=scale is not None, stops=stopped is not None, even=even, block=block,
+        columns=columns, num_warps=8,
+    )  # fmt: skip

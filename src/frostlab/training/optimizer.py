@@ -8,10 +8,16 @@ from torch import nn
 
 from frostlab.errors import FrostlabError
 from frostlab.recipe.settings import Optim, StepDecay
+from frostlab.training.adamw import KernelAdamW
+from frostlab.training.halves import Halves
 
 
 def build_optimizer(
-    model: nn.Module, optim: Optim, fused: bool, capturable: bool = False
+    model: nn.Module,
+    optim: Optim,
+    fused: bool,
+    capturable: bool = False,
+    halves: Halves | None = None,
 ) -> torch.optim.AdamW:
     """Matrices decay, vectors do not, whatever their shape; frozen tensors are absent."""
     learning = [p for p in model.parameters() if p.requires_grad]
@@ -20,14 +26,11 @@ def build_optimizer(
     vectors = [p for p in learning if id(p) not in known]
     groups = [{"params": matrices, "weight_decay": optim.decay},
               {"params": vectors, "weight_decay": 0.0}]  # fmt: skip
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=optim.lr,
-        betas=optim.betas,
-        eps=optim.eps,
-        fused=fused,
-        capturable=capturable,
-    )
+    groups = [group for group in groups if group["params"]]
+    given: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
+    if halves is not None:
+        return KernelAdamW(groups, halves, **given, capturable=capturable)
+    return torch.optim.AdamW(groups, **given, fused=fused, capturable=capturable)
 
 
 def rate_at(step: int, steps: int, optim: Optim) -> float:

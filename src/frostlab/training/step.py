@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from frostlab.errors import FrostlabError
 from frostlab.training.batching import Batch
 from frostlab.training.distributed import World, accumulating, whole
+from frostlab.training.halves import Halves
 
 
 class Diverged(FrostlabError):
@@ -71,9 +72,10 @@ class EagerStep:
         clip: float | None,
         world: World,
         reason: str = "",
+        halves: Halves | None = None,
     ) -> None:
         self.objective, self.optimizer, self.world = objective, optimizer, world
-        self.clip, self.precision, self.reason = clip, precision, reason
+        self.clip, self.precision, self.reason, self.halves = clip, precision, reason, halves
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.reached = self.parameters
         self.device = self.parameters[0].device
@@ -94,6 +96,12 @@ class EagerStep:
 
     def gradients(self, parts: list[Batch], scored: int | Tensor) -> Tensor:
         """Add up the gradients of the mean loss; return this process's share of it."""
+        if self.halves is not None and len(parts) == 1:  # several are added up in float32
+            with self.halves.in_place():
+                return self._add_up(parts, scored)
+        return self._add_up(parts, scored)
+
+    def _add_up(self, parts: list[Batch], scored: int | Tensor) -> Tensor:
         total = torch.zeros((), device=self.device)
         for i, part in enumerate(parts):
             with accumulating(self.objective, last=i == len(parts) - 1):
@@ -107,13 +115,23 @@ class EagerStep:
 
     def _measure(self) -> tuple[Tensor, Tensor, Tensor]:
         """The gradient's norm, the share of it that clipping keeps, and the first broken one."""
-        self.reached = [p for p in self.parameters if p.grad is not None]
-        gradients: list[Any] = [p.grad for p in self.reached]
-        norms = whole(torch.stack(torch._foreach_norm(gradients)))
+        kinds: dict[torch.dtype, list[tuple[nn.Parameter, Tensor]]] = {}
+        for p in self.parameters:
+            if (gradient := self._gradient(p)) is not None:
+                kinds.setdefault(gradient.dtype, []).append((p, gradient))
+        self.reached = [p for pairs in kinds.values() for p, _ in pairs]
+        made: list[Tensor] = []
+        for dtype, pairs in kinds.items():  # one kernel for those of a kind
+            wide = torch.float32 if dtype.itemsize < 4 else None
+            made += torch._foreach_norm([g for _, g in pairs], dtype=wide)
+        norms = whole(torch.stack(made))
         total = torch.linalg.vector_norm(norms)
         bad = ~norms.isfinite()
         broken = torch.where(bad.any(), bad.int().argmax(), -1)
         return total, torch.clamp((self.clip or torch.inf) / (total + 1e-6), max=1.0), broken
+
+    def _gradient(self, p: nn.Parameter) -> Tensor | None:
+        return p.grad if self.halves is None else self.halves.gradient(p)
 
     def _update(self, share: Tensor, broken: Tensor) -> None:
         """Step, unless a gradient is not finite: weights are never spoilt.

@@ -1,6 +1,6 @@
 """Where the time of a captured step goes, by kind of kernel; CUDA only.
 
-python benchmarks/kernels.py [--case bert] [--freeze query,key] [--batch 256] [--top 20]
+python benchmarks/where_time_goes.py [--case bert] [--freeze query,key] [--batch 256] [--top 20]
 """
 
 import argparse
@@ -18,7 +18,7 @@ STEPS = 5
 KINDS = {
     "matmul": ("nvjet", "gemm", "splitkreduce"),
     "attention": ("sdpa", "cudnn", "flash"),
-    "optimizer": ("fusedopt", "fusedadam"),
+    "optimizer": ("fusedopt", "fusedadam", "_adamw"),
     "norm of the gradient": ("lpnorm", "tensorlistmetadata"),
     "copies": ("memcpy", "memset"),
     "compiled elementwise and sums": ("triton_",),
@@ -51,7 +51,8 @@ def main() -> None:
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         take(step, given, STEPS)
     spent, count = Counter[str](), Counter[str]()
-    kernels = sorted(seen.key_averages(), key=lambda kernel: -kernel.device_time_total)
+    kernels = [kernel for kernel in seen.key_averages() if kernel.device_time_total]
+    kernels.sort(key=lambda kernel: -kernel.device_time_total)
     for kernel in kernels:
         spent[kind_of(kernel.key)] += kernel.device_time_total / STEPS / 1e3
         count[kind_of(kernel.key)] += kernel.count // STEPS

@@ -1,0 +1,126 @@
+"""AdamW in one kernel is torch's, whatever it is given, and keeps copies in bf16."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from frostlab.recipe.settings import Optim, Train
+from frostlab.training.adamw import KernelAdamW
+from frostlab.training.choosing import build_step
+from frostlab.training.distributed import World
+from frostlab.training.halves import Halves
+from frostlab.training.objective import Objective
+from frostlab.training.optimizer import build_optimizer
+from frostlab.training.step import EagerStep
+from packed import build
+from stepping import epochs, train
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CUDA = torch.device("cuda", 0)
+SIZES = [(7, 9), (16, 16), (5,), (64,), (3, 100), (300, 4096), (1,), (4097,)]
+
+
+class Several(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.all = nn.ParameterList(torch.randn(*size) for size in SIZES)
+
+
+def pair(clip: Any = None) -> list[tuple[nn.Module, torch.optim.AdamW]]:
+    made = []
+    for ours in (True, False):
+        model = Several().to(CUDA)
+        optim = Optim(lr=1e-2, decay=0.1, betas=(0.9, 0.95))
+        halves = Halves(model) if ours else None
+        made.append((model, build_optimizer(model, optim, True, True, halves)))
+    return made
+
+
+def give(sides: list[tuple[nn.Module, torch.optim.AdamW]], without: int | None = None) -> None:
+    for i, size in enumerate(SIZES):
+        gradient = torch.randn(*size, device=CUDA)
+        for model, _ in sides:
+            list(model.parameters())[i].grad = None if i == without else gradient.clone()
+
+
+def assert_same(sides: list[tuple[nn.Module, torch.optim.AdamW]]) -> None:
+    for one, other in zip(*(model.parameters() for model, _ in sides), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("scale", [None, 3.0])
+def test_it_is_torchs(scale: float | None) -> None:
+    sides = pair()
+    assert isinstance(sides[0][1], KernelAdamW)
+    for number in range(20):
+        give(sides, without=2 if number < 5 else None)  # one begins to learn later
+        for _, optimizer in sides:
+            fused: Any = optimizer
+            fused.grad_scale = None if scale is None else torch.tensor(scale, device=CUDA)
+            fused.found_inf = torch.tensor(float(number == 7), device=CUDA)
+            optimizer.step()
+        assert_same(sides)
+    ours, theirs = (optimizer.state_dict()["state"] for _, optimizer in sides)
+    assert ours.keys() == theirs.keys()
+    for number, state in ours.items():
+        assert state.keys() == theirs[number].keys()
+        for key in state:
+            torch.testing.assert_close(state[key], theirs[number][key], rtol=1e-6, atol=1e-7)
+
+
+def test_its_state_is_torchs() -> None:
+    sides = pair()
+    give(sides)
+    sides[1][1].step()
+    sides[0][1].load_state_dict(copy.deepcopy(sides[1][1].state_dict()))
+    sides[0][0].load_state_dict(sides[1][0].state_dict())
+    for _ in range(3):
+        give(sides)
+        for _, optimizer in sides:
+            optimizer.step()
+    assert_same(sides)
+
+
+@pytest.mark.parametrize("name", ["gpt classifier", "bert classifier", "gpt2", "llama"])
+def test_steps_with_copies_are_steps_without(name: str) -> None:
+    steps, losses = epochs(name, 60, packed=True), []
+    for ours in (True, False):
+        model = build(name).to(CUDA).eval()
+        if ours:
+            step: EagerStep = build_step(
+                Objective(model), Optim(lr=1e-3), Train(step="eager"), torch.bfloat16, CUDA,
+                World(), steps=60,
+            )  # fmt: skip
+            assert step.halves
+        else:
+            optimizer = build_optimizer(model, Optim(lr=1e-3), True)
+            step = EagerStep(Objective(model), optimizer, torch.bfloat16, 1.0, World())
+        losses.append(train(step, steps))
+        if ours:
+            for place in step.halves._places:  # type: ignore[union-attr]
+                assert torch.equal(place.half, place.own.bfloat16()), place.name
+    assert losses[0] == pytest.approx(losses[1], abs=5e-3)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_weights_that_are_loaded_are_used(captured: bool) -> None:
+    """A graph reads the copies: they must follow."""
+    model = build("bert classifier").to(CUDA).eval()
+    parts = epochs("bert classifier", 1, packed=True)[0]
+    step = build_step(
+        Objective(model), Optim(lr=1e-3), Train(step="captured" if captured else "eager"),
+        torch.bfloat16, CUDA, World(), steps=10,
+    )  # fmt: skip
+    first = [float(step(parts, parts[0].scored, 1e-2).loss) for _ in range(6)]
+    assert step.kind == ("captured" if captured else "eager"), step.reason
+    model.load_state_dict(build("bert classifier").state_dict())
+    again = float(step(parts, parts[0].scored, 1e-2).loss)
+    assert again == pytest.approx(first[0], rel=1e-2)
+    assert abs(first[5] - first[0]) > 0.05

@@ -1,0 +1,109 @@
+"""Copies in bf16 give autocast's numbers, follow their weights, and leave no trace."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import frostlab as fl
+from frostlab.training.batching import Batch, collate
+from frostlab.training.distributed import World
+from frostlab.training.halves import Halves
+from frostlab.training.objective import Objective
+from frostlab.training.step import EagerStep
+from packed import MODELS, PAD, build, classifies, tokens
+
+
+def batch(name: str) -> Batch:
+    return collate(tokens(labels=classifies(name)), np.arange(8), PAD)
+
+
+def step_with(model: nn.Module, halves: Halves | None) -> EagerStep:
+    optimizer = torch.optim.AdamW(model.parameters())
+    return EagerStep(Objective(model), optimizer, torch.bfloat16, None, World(), halves=halves)
+
+
+def all_gradients(step: EagerStep, parts: list[Batch]) -> dict[str, Tensor]:
+    step.optimizer.zero_grad()
+    step.gradients(parts, sum(part.scored for part in parts))
+    named = ((name, step._gradient(p)) for name, p in step.objective.named_parameters())
+    found = {name: gradient.float() for name, gradient in named if gradient is not None}
+    if step.halves is not None:
+        step.halves.clear()
+    return found
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_autocast_to_the_bit(name: str, frozen: bool) -> None:
+    model = build(name).eval()
+    if frozen:
+        fl.freeze(model, "query", "key")
+    halves = Halves(model)
+    assert halves
+    wanted = all_gradients(step_with(model, None), [batch(name)])
+    found = all_gradients(step_with(model, halves), [batch(name)])
+    assert found.keys() == wanted.keys()
+    for key, gradient in wanted.items():
+        assert torch.equal(found[key], gradient), key
+
+
+def test_what_is_copied() -> None:
+    """Linear maps of layers; not what is tied, watched, in half precision, or outside of them."""
+    model: Any = build("gpt")
+    names = {id(p): name for name, p in model.named_parameters()}
+    model.blocks[0].up.weight.register_hook(lambda gradient: gradient)
+    model.blocks[1].down.weight = model.blocks[0].down.weight
+    model.blocks[1].out.bfloat16()
+    copied = {names[id(place.own)] for place in Halves(model)._places}
+    layer = {
+        f"{part}.{kind}" for part in ("qkv", "out", "up", "down") for kind in ("weight", "bias")
+    }
+    expected = {f"blocks.{i}.{name}" for i in range(2) for name in layer}
+    left_out = {"blocks.0.up.weight", "blocks.0.down.weight", "blocks.1.down.weight",
+                "blocks.1.out.weight", "blocks.1.out.bias"}  # fmt: skip
+    assert copied == expected - left_out
+    assert not Halves(nn.Sequential(nn.Linear(2, 2)))  # a model that is not known
+
+
+def test_copies_follow_their_weights() -> None:
+    model: Any = build("gpt classifier")
+    halves, up = Halves(model), model.blocks[0].up
+    up.requires_grad_(False)
+    with torch.no_grad():
+        whole = up.weight.add_(1.0).clone()
+    with halves.in_place():
+        assert up.weight.dtype == torch.bfloat16
+        assert not up.weight.requires_grad
+        assert torch.equal(up.weight, whole.bfloat16())
+    up.requires_grad_(True)
+    model.load_state_dict(build("gpt classifier", seed=1).state_dict())
+    halves.refresh()
+    copy = halves.of(up.weight)
+    assert copy is not None
+    assert copy.requires_grad
+    assert torch.equal(copy, up.weight.bfloat16())
+
+
+def test_a_model_is_whole_again_whatever_happens() -> None:
+    model = build("bert classifier")
+    before = dict(model.named_parameters())
+
+    def fail() -> None:
+        with Halves(model).in_place():
+            assert any(p.dtype == torch.bfloat16 for p in model.parameters())
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        fail()
+    assert all(p is before[name] for name, p in model.named_parameters())
+
+
+def test_several_parts_are_added_up_in_float32() -> None:
+    model = build("gpt classifier").eval()
+    parts = [collate(tokens(labels=True), rows, PAD) for rows in np.arange(8).reshape(2, 4)]
+    step = step_with(model, Halves(model))
+    step.gradients(parts, 8)
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
