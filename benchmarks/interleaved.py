@@ -102,15 +102,16 @@ def measure(
     before: dict[str, float] = {}
     clock, build = Clock(where), timing.build_sides
 
-    def build_burdened(*given: Any) -> dict[str, Side]:
-        sides = build(*given)
-        base = sides["all"]
-        every = range(len(base.order))
-        spent = statistics.median(clock.block(lambda: base.take(every)).device for _ in range(3))
-        for name, share in more.items():
-            extras[name] = Extra(share * spent / len(base.order), clock)
-            burden(sides[name], extras[name])
-        before.update({name: extra.cost() for name, extra in extras.items()})
+    def build_burdened(*given: Any, **again: Any) -> dict[str, Side]:
+        sides = build(*given, **again)
+        if not extras:
+            base, every = sides["all"], range(len(sides["all"].order))
+            blocks = [clock.block(lambda: base.take(every)).device for _ in range(3)]
+            step = statistics.median(blocks) / len(base.order)
+            extras.update({name: Extra(share * step, clock) for name, share in more.items()})
+            before.update({name: extra.cost() for name, extra in extras.items()})
+        for name, extra in extras.items():
+            burden(sides[name], extra)
         return sides
 
     timing.build_sides = build_burdened
@@ -123,11 +124,11 @@ def measure(
         "recipe": options.recipe, "set": options.set, "device": device_name(where),
         "torch": torch.__version__, "proven": found.proven, "reasons": found.reasons,
         "stopped_by": found.stopped_by, "seconds": round(found.seconds, 1),
-        "rounds": found.rounds, "steps_per_block": found.steps_per_block,
+        "builds": found.builds, "rounds": found.rounds, "steps_per_block": found.steps_per_block,
         "batches": found.batches, "drift_halves": round(found.drift.halves, 4),
         "cores_of_others": found.watched.cores_of_others, "cores": found.watched.cores,
     }  # fmt: skip
-    base = found.arms["all"].blocks
+    base, pairs = found.arms["all"].blocks, found.rounds // (2 * found.builds)
     for name, arm in found.arms.items():
         if arm.ratio is None:
             continue
@@ -146,21 +147,26 @@ def measure(
             "arm": name, "step": arm.step, "ms_median": round(arm.ms_median, 4), **ratio, **told,
             "width": round(arm.ratio.width, 5),
             "pair_spread": round(float(paired_logs(arm.blocks, base).std(ddof=1)), 5),
-            "seconds_to_width": seconds_until(arm.blocks, base, found.seconds,
+            "build_spread": round(float(paired_logs(arm.blocks, base, pairs).std(ddof=1)), 5),
+            "seconds_to_width": seconds_until(arm.blocks, base, pairs, found.seconds,
                                               lambda r: r.width < options.width),
-            "seconds_to_find": seconds_until(arm.blocks, base, found.seconds,
+            "seconds_to_find": seconds_until(arm.blocks, base, pairs, found.seconds,
                                              lambda r: not r.holds(1.0)),
             "peak_bytes": arm.peak_bytes, "optimizer_bytes": arm.optimizer_bytes,
         })  # fmt: skip
 
 
 def seconds_until(
-    arm: Sequence[float], base: Sequence[float], seconds: float, reached: Callable[[Ratio], bool]
+    arm: Sequence[float],
+    base: Sequence[float],
+    pairs: int,
+    seconds: float,
+    reached: Callable[[Ratio], bool],
 ) -> float | None:
     """Seconds of the timing after which this arm's interval was first, and stayed, like that."""
-    total = len(base) // 2
+    each, total = 2 * pairs, len(base) // (2 * pairs)
     unlike = [n for n in range(FEWEST, total + 1)
-              if not reached(ratio_of(arm[: 2 * n], base[: 2 * n]))]  # fmt: skip
+              if not reached(ratio_of(arm[: each * n], base[: each * n], pairs))]  # fmt: skip
     first = max(unlike, default=FEWEST - 1) + 1
     return round(seconds * first / total, 1) if first <= total else None
 

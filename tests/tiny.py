@@ -3,6 +3,9 @@
 import copy
 from typing import Any
 
+from frostlab.recipe import Recipe
+from frostlab.recipe.loading import recipe_from
+
 TINY: dict[str, Any] = {
     "data": {"name": "majority", "examples": 256, "length": 12, "symbols": 4},
     "model": {"kind": "gpt", "width": 16, "layers": 2, "heads": 2, "dropout": 0.1},
@@ -21,3 +24,9 @@ def tiny(**changes: Any) -> dict[str, Any]:
         else:
             recipe[section] = value
     return recipe
+
+
+def frozen_and_not() -> dict[str, Recipe]:
+    """Two arms: everything learns, and query and key do not."""
+    frozen = {"freeze": ["query", "key"]}
+    return {"all": recipe_from(tiny()), "qk": recipe_from(tiny(treatment=frozen))}

@@ -15,7 +15,7 @@ from scipy.stats import binom
 from frostlab.compare import turns
 from frostlab.compare.estimating import FEWEST, Ratio, Rule, paired_logs, ratio_of
 from frostlab.compare.sides import CONTROL
-from frostlab.compare.turns import Rounds, Spent, orders, places, take_turns
+from frostlab.compare.turns import Rounds, Spent, orders, pairs_for, places, take_turns
 from frostlab.compare.watching import drift_of
 
 
@@ -29,10 +29,16 @@ class FakeClock:
         seed: int,
         correlation: float = 0.0,
         drift: float = 0.0,
+        memory: float = 0.0,
     ) -> None:
-        self.now, self.costs, self.drift = 0.0, costs, drift
-        draw = np.random.default_rng(seed)
-        self.noise = self._correlated(draw, noise, correlation)
+        self.now, self.costs, self.drift, self.memory = 0.0, costs, drift, memory
+        self.draw = np.random.default_rng(seed)
+        self.noise = self._correlated(self.draw, noise, correlation)
+        self.build_anew()
+
+    def build_anew(self) -> None:
+        """Where an arm's memory lies makes all its blocks faster or slower."""
+        self.place = {name: float(self.memory * self.draw.normal()) for name in self.costs}
 
     @staticmethod
     def _correlated(draw: np.random.Generator, noise: float, rho: float) -> Iterator[float]:
@@ -47,19 +53,24 @@ class FakeClock:
 
     def block(self, name: str, at: Sequence[int]) -> Spent:
         """One block: its noise is common to its steps."""
-        factor = float(np.exp(next(self.noise) + self.drift * self.now))
+        factor = float(np.exp(next(self.noise) + self.place[name] + self.drift * self.now))
         spent = len(at) * self.costs[name] * factor
         self.now += spent
         return Spent(spent, spent)
 
 
 def simulate(
-    monkeypatch: pytest.MonkeyPatch, clock: FakeClock, seconds: float = 600.0, width: float = 0.01
+    monkeypatch: pytest.MonkeyPatch,
+    clock: FakeClock,
+    seconds: float = 600.0,
+    width: float = 0.01,
+    pairs: int = 4,
 ) -> Rounds:
     monkeypatch.setattr(turns, "perf_counter", clock)
     return take_turns(
         tuple(clock.costs), "all", clock.block, Rule(seconds, width),
-        block=4, batches=16, seed=0, say=lambda line: None,
+        pairs=pairs, build_anew=clock.build_anew, block=4, batches=16, seed=0,
+        say=lambda line: None,
     )  # fmt: skip
 
 
@@ -111,17 +122,34 @@ def test_known_slowdowns_are_found_on_a_simulated_clock(
     assert np.mean(found) == pytest.approx(slower, abs=4 * np.std(found) / np.sqrt(200))
 
 
-@pytest.mark.parametrize("noise", [0.005, 0.012])
+@pytest.mark.parametrize(
+    ("noise", "memory", "pairs"),
+    [(0.005, 0.0, 4), (0.019, 0.0, 4), (0.003, 0.0025, 4), (0.011, 0.0, 1)],
+)
 def test_false_alarms_of_2000_timings_of_nothing_are_5_percent(
-    monkeypatch: pytest.MonkeyPatch, noise: float
+    monkeypatch: pytest.MonkeyPatch, noise: float, memory: float, pairs: int
 ) -> None:
-    """The second noise is the worst: there, stopping when the interval is narrow costs 0.9 %."""
+    """The second and the fourth noise are the worst: stopping when it is narrow costs 1 % there."""
     alarms = 0
     for seed in range(2000):
-        clock = FakeClock({"all": 0.05, CONTROL: 0.05}, noise, seed)
-        alarms += not simulate(monkeypatch, clock).ratios("all")[CONTROL].holds(1.0)
+        clock = FakeClock({"all": 0.05, CONTROL: 0.05}, noise, seed, memory=memory)
+        rounds = simulate(monkeypatch, clock, pairs=pairs)
+        alarms += not rounds.ratios("all")[CONTROL].holds(1.0)
     low, high = binom.ppf([0.005, 0.995], 2000, 0.05)
     assert low <= alarms <= high
+
+
+def test_copies_in_other_memory_differ_and_no_number_of_rounds_would_tell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Had the arms been built once, most timings of nothing would have found a difference."""
+    alarms = 0
+    for seed in range(100):
+        clock = FakeClock({"all": 0.05, CONTROL: 0.05}, 0.003, seed, memory=0.0025)
+        once = simulate(monkeypatch, clock, seconds=0.0, pairs=20)
+        arm, base = (once.device_seconds(name)[:40] for name in (CONTROL, "all"))
+        alarms += not ratio_of(arm, base).holds(1.0)
+    assert alarms > 50
 
 
 def spread(monkeypatch: pytest.MonkeyPatch, rho: float, paired: bool) -> tuple[float, float]:
@@ -129,7 +157,7 @@ def spread(monkeypatch: pytest.MonkeyPatch, rho: float, paired: bool) -> tuple[f
     found, alarms = [], 0
     for seed in range(300):
         clock = FakeClock({"all": 0.05, CONTROL: 0.05}, 0.03, seed, rho)
-        rounds = simulate(monkeypatch, clock, seconds=8.0, width=0.0)
+        rounds = simulate(monkeypatch, clock, seconds=8.0, width=0.0, pairs=1)
         arm, base = rounds.device_seconds(CONTROL), rounds.device_seconds("all")
         if not paired:  # one arm after the other, as two runs would be
             both = [clock.block("all", range(4)).device for _ in range(2 * len(arm))]
@@ -167,14 +195,21 @@ def test_a_steady_drift_cancels_in_a_round_and_its_reverse(monkeypatch: pytest.M
     assert drift.drifted
 
 
-def test_the_rule_wants_ten_pairs_and_then_five_more() -> None:
+def test_the_rule_wants_eight_builds_and_then_four_more() -> None:
     narrow, wide = Ratio(1.0, 0.999, 1.001), Ratio(1.0, 0.98, 1.02)
     rule = Rule(100, 0.01)
-    said = [rule.stopped_by(pair, [narrow], 0.0) for pair in range(1, 16)]
-    assert said == [None] * (FEWEST + 4) + ["width"]
+    said = [rule.stopped_by(build, [narrow], 0.0) for build in range(1, 13)]
+    assert said == [None] * (FEWEST + 3) + ["width"]
     assert Rule(100, 0.01).stopped_by(50, [narrow, wide], 0.0) is None
     assert Rule(100, 0.01).stopped_by(3, [wide], 100.0) == "time"
-    assert Rule(0, 0.01).stopped_by(1, [], 1.0) is None  # one pair has no interval
+    assert Rule(0, 0.01).stopped_by(1, [], 1.0) is None  # one build has no interval
+
+
+def test_the_fewest_builds_fit_into_the_time() -> None:
+    assert pairs_for(60.0, 0.4) == 4
+    assert pairs_for(60.0, 1.2) == 2  # 8 builds of 4 rounds: 38 s
+    assert pairs_for(20.0, 1.6) == 1
+    assert pairs_for(1.0, 10.0) == 1
 
 
 def test_the_estimate_by_hand() -> None:
@@ -187,3 +222,10 @@ def test_the_estimate_by_hand() -> None:
     assert (np.log(found.low), np.log(found.high)) == pytest.approx(
         (logs.mean() - half, logs.mean() + half)
     )
+
+
+def test_a_builds_pairs_count_once() -> None:
+    arm, base = [1.1, 1.2, 1.0, 1.3, 1.1, 1.1, 1.4, 1.0], [1.0] * 8
+    logs = paired_logs(arm, base, pairs=2)
+    assert logs == pytest.approx([np.log(arm[:4]).mean(), np.log(arm[4:]).mean()])
+    assert ratio_of(arm, base, pairs=2).estimate == pytest.approx(np.exp(np.log(arm).mean()))

@@ -1,7 +1,8 @@
 """How much longer one arm takes than the baseline, how sure that is, and when it is sure enough.
 
 Rounds come in pairs, the second in the reverse order of the first: their mean is free of a steady
-drift. Pairs are then taken as independent.
+drift. After some pairs every arm is built anew, in another order: two copies of one model differ by
+where their memory lies, and no number of rounds would tell. Builds are taken as independent.
 """
 
 import math
@@ -14,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-FEWEST = 10  # pairs of rounds
-_MORE = 5  # pairs after the width is reached: a calm spell must not be all that counts
+FEWEST = 8  # builds
+_MORE = 4  # builds after the width is reached: a calm spell must not be all that counts
 _LEVEL = 0.95
 
 
@@ -41,23 +42,23 @@ class Ratio:
         return asdict(self)
 
 
-def paired_logs(arm: Sequence[float], base: Sequence[float]) -> NDArray[np.float64]:
-    """One value a pair of rounds: the mean of log(arm / baseline) of a round and its reverse."""
+def paired_logs(arm: Sequence[float], base: Sequence[float], pairs: int = 1) -> NDArray[np.float64]:
+    """One value a build: the mean of log(arm / baseline) over its pairs of rounds."""
     logs = np.log(np.asarray(arm, float) / np.asarray(base, float))
-    return logs.reshape(-1, 2).mean(axis=1)
+    return logs.reshape(-1, 2 * pairs).mean(axis=1)
 
 
-def ratio_of(arm: Sequence[float], base: Sequence[float]) -> Ratio:
-    """The paired ratio with its 95 % interval, from at least two pairs of rounds."""
-    logs = paired_logs(arm, base)
+def ratio_of(arm: Sequence[float], base: Sequence[float], pairs: int = 1) -> Ratio:
+    """The paired ratio with its 95 % interval, from at least two builds of some pairs each."""
+    logs = paired_logs(arm, base, pairs)
     middle = float(logs.mean())
     half = _quantile(len(logs)) * float(logs.std(ddof=1)) / math.sqrt(len(logs))
     return Ratio(math.exp(middle), math.exp(middle - half), math.exp(middle + half))
 
 
 @cache
-def _quantile(pairs: int) -> float:
-    return float(stats.t.ppf((1 + _LEVEL) / 2, pairs - 1))
+def _quantile(builds: int) -> float:
+    return float(stats.t.ppf((1 + _LEVEL) / 2, builds - 1))
 
 
 class Rule:
@@ -65,15 +66,15 @@ class Rule:
 
     def __init__(self, seconds: float, width: float) -> None:
         self.seconds, self.width = seconds, width
-        self._left: int | None = None  # pairs still to take once the width is reached
+        self._left: int | None = None  # builds still to time once the width is reached
 
-    def stopped_by(self, pairs: int, ratios: Iterable[Ratio], elapsed: float) -> str | None:
-        """What ends the timing after a pair of rounds, or None; never before the second pair."""
-        if pairs < 2:
+    def stopped_by(self, builds: int, ratios: Iterable[Ratio], elapsed: float) -> str | None:
+        """What ends the timing after a build, or None; never before the second."""
+        if builds < 2:
             return None
         if self._left is not None:
             self._left -= 1
-        elif pairs >= FEWEST and all(ratio.width < self.width for ratio in ratios):
+        elif builds >= FEWEST and all(ratio.width < self.width for ratio in ratios):
             self._left = _MORE
         if self._left == 0:
             return "width"

@@ -123,7 +123,8 @@ def _timing(evidence: dict[str, Any]) -> str:
     control = timing["control"]
     proof = "proven" if timing["proven"] else f"**unproven**: {'; '.join(timing['reasons'])}"
     said = (
-        f"Interleaved in one process, {timing['rounds']} rounds, {timing['seconds']:.0f} s, "
+        f"Interleaved in one process, {timing['builds']} builds, {timing['rounds']} rounds, "
+        f"{timing['seconds']:.0f} s, "
         f"stopped by {timing['stopped_by']}. A/A control (the baseline again): "
         f"{ratio(control)}: {proof}."
     )

@@ -6,6 +6,8 @@ because no weight moves.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 
@@ -48,6 +50,7 @@ class Side:
         prepared: Prepared,
         device: torch.device,
         order: Order | None = None,
+        again: bool = False,
     ) -> None:
         self.recipe, self.model, self.device = recipe, model, device
         train, tokens = recipe.train, prepared.splits["train"]
@@ -69,7 +72,8 @@ class Side:
         self.order = self.feed.order(0)[:BATCHES] if order is None else order
         counts = scored_counts(tokens)
         self.scored = [int(counts[rows].sum()) for rows in self.order]
-        self._meet_every_shape(shorten=order is None)
+        if not again or self.step.kind != "eager":
+            self._meet_every_shape(shorten=order is None)
         self.prepare_seconds, self.peak_bytes = meter.read()
 
     def take(self, places: Sequence[int]) -> Outcome:
@@ -138,30 +142,50 @@ def check_arms(recipes: Mapping[str, Recipe], baseline: str) -> None:
                 )
 
 
+@dataclass(frozen=True)
+class Treated:
+    """An arm's model on the CPU, with the treatment done; sides work with copies of it."""
+
+    recipe: Recipe
+    model: nn.Module
+
+
+def treat_all(
+    recipes: Mapping[str, Recipe], prepared: Prepared, baseline: str
+) -> dict[str, Treated]:
+    """Build the models of the baseline, of its control and of every other arm.
+
+    All are treated before any takes a step: a treatment makes every graph be captured anew.
+    """
+    made: dict[str, Treated] = {}
+    for name in (baseline, *(name for name in recipes if name != baseline)):
+        recipe = recipes[name]
+        model = build_model(recipe, prepared.vocabulary, prepared.classes, prepared.pad)
+        treat(model, recipe)
+        made[name] = Treated(recipe, model)
+        made.setdefault(CONTROL, made[baseline])
+    return made
+
+
 def build_sides(
-    recipes: Mapping[str, Recipe],
+    arms: Mapping[str, Treated],
     prepared: Prepared,
-    baseline: str,
     device: torch.device,
-    say: Callable[[str], None],
+    say: Callable[[str], None] = lambda line: None,
+    order: Order | None = None,
 ) -> dict[str, Side]:
-    """Build the baseline, its copy and every other arm, each warmed up while it is alone."""
-    rest = {name: recipe for name, recipe in recipes.items() if name != baseline}
-    wanted = {baseline: recipes[baseline], CONTROL: recipes[baseline], **rest}
-    # All are treated before any takes a step: a treatment makes every graph be captured anew.
-    models = {name: _treated(recipe, prepared) for name, recipe in wanted.items()}
+    """Build a side for every arm, one after another, each warmed up while it is alone.
+
+    Args:
+        order: of the batches, where sides are built anew; the first ones make it.
+    """
     sides: dict[str, Side] = {}
-    for name, recipe in wanted.items():
-        order = sides[baseline].order if sides else None
-        side = sides[name] = Side(recipe, models[name], prepared, device, order)
+    again = order is not None
+    for name, arm in arms.items():
+        side = Side(arm.recipe, deepcopy(arm.model), prepared, device, order, again)
+        sides[name], order = side, side.order
         say(f"{name}: {side.step.kind} steps ({side.step.reason}), {side.prepare_seconds:.1f} s")
     return sides
-
-
-def _treated(recipe: Recipe, prepared: Prepared) -> nn.Module:
-    model = build_model(recipe, prepared.vocabulary, prepared.classes, prepared.pad)
-    treat(model, recipe)
-    return model
 
 
 def block_for(sides: Mapping[str, Side], clock: Clock) -> int:

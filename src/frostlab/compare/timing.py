@@ -1,20 +1,37 @@
 """Whole training steps of several arms in one process, in turn, beside a copy of the baseline.
 
-The copy is the control: it differs in nothing, so a timing that finds a difference there proves
-nothing about the arms.
+The copy is the control: it differs in nothing but where its memory lies, so a timing that finds a
+difference there proves nothing about the arms.
 """
 
+import gc
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from frostlab.compare.estimating import FEWEST, Ratio, Rule
-from frostlab.compare.sides import CONTROL, Side, block_for, build_sides, check_arms
-from frostlab.compare.turns import Clock, Rounds, Spent, different, places, take_turns
+from frostlab.compare.sides import (
+    CONTROL,
+    Side,
+    block_for,
+    build_sides,
+    check_arms,
+    treat_all,
+)
+from frostlab.compare.turns import (
+    Clock,
+    Rounds,
+    Spent,
+    different,
+    pairs_for,
+    places,
+    take_turns,
+)
 from frostlab.compare.watching import Drift, Watched, Watching, drift_of
 from frostlab.data import Prepared
 from frostlab.errors import BadInput
@@ -58,8 +75,9 @@ class Timing:
     reasons: tuple[str, ...]  # why it is not proven
     steps_per_block: int
     batches: int  # different ones
+    builds: int  # how often every arm was built anew
     rounds: int
-    seconds: float  # of the rounds, warming up left out
+    seconds: float  # of the rounds, and of building anew
     stopped_by: str  # width or time
     width: float  # that was wanted of every interval
     device: str
@@ -93,7 +111,7 @@ def time_arms(
     """Time whole steps of every arm against the baseline, until the intervals are narrow.
 
     Args:
-        seconds: for the rounds; building and warming up come before.
+        seconds: for the rounds, and for building anew; the first building comes before.
         width: of every 95 % interval, the control's too, relative: 0.01 is ±0.5 %.
         block: steps at a time; by default long enough for the clock.
         seed: of the order in which arms take their turns.
@@ -104,36 +122,56 @@ def time_arms(
     device = choose_device(str(device))
     clock = Clock(device)
     with _threads(recipes[baseline]), _room_to_compile(recipes.values(), prepared, device):
-        sides = build_sides(recipes, prepared, baseline, device, say)
+        arms = treat_all(recipes, prepared, baseline)
+        sides = build_sides(arms, prepared, device, say)
         block = block or block_for(sides, clock)
-        batches = len(sides[baseline].order)
+        order, draw = sides[baseline].order, np.random.default_rng(seed)
+        first = {name: (side.prepare_seconds, side.peak_bytes) for name, side in sides.items()}
 
         def measure(name: str, at: Sequence[int]) -> Spent:
             return clock.block(lambda: sides[name].take(at))
 
-        for number in range(max(_WARM, different(block))):
-            for name in sides:
-                measure(name, places(number, block, batches))
+        def warm_up(blocks: int) -> float:
+            for number in range(blocks):
+                at = places(number, block, len(order))
+                spent = sum(measure(name, at).host for name in sides)
+            return spent
+
+        def build_anew() -> None:
+            sides.clear()
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            names = [tuple(arms)[i] for i in draw.permutation(len(arms))]
+            sides.update(build_sides({n: arms[n] for n in names}, prepared, device, order=order))
+            warm_up(1)
+
+        pairs = pairs_for(seconds, warm_up(max(_WARM, different(block))))
         with Watching(device) as watching:
             rounds = take_turns(
-                tuple(sides), baseline, measure, Rule(seconds, width),
-                block=block, batches=batches, seed=seed, say=say,
+                tuple(arms), baseline, measure, Rule(seconds, width), pairs=pairs,
+                build_anew=build_anew, block=block, batches=len(order), seed=seed, say=say,
             )  # fmt: skip
-    used = {place for n in range(len(rounds.starts) // 2) for place in places(n, block, batches)}
+    used = {place for n in range(len(rounds.starts) // 2) for place in places(n, block, len(order))}
     drift = drift_of(rounds.device_seconds(baseline), rounds.began, rounds.starts)
     watched, ratios = watching.watched(), rounds.ratios(baseline)
     reasons = doubts(rounds, ratios[CONTROL], drift, watched)
     say(
-        f"{len(rounds.starts)} rounds of {block} steps in {rounds.seconds:.0f} s, "
+        f"{rounds.builds} builds, {len(rounds.starts)} rounds of {block} steps in "
+        f"{rounds.seconds:.0f} s, "
         f"ended by {rounds.stopped_by}: {'; '.join(reasons) or 'proven'}"
     )
     return Timing(
         baseline=baseline,
-        arms={n: _arm(side, rounds.spent[n], ratios.get(n), block) for n, side in sides.items()},
+        arms={
+            name: _arm(sides[name], first[name], rounds.spent[name], ratios.get(name), block)
+            for name in arms
+        },
         proven=not reasons,
         reasons=reasons,
         steps_per_block=block,
         batches=len(used),
+        builds=rounds.builds,
         rounds=len(rounds.starts),
         seconds=rounds.seconds,
         stopped_by=rounds.stopped_by,
@@ -154,12 +192,18 @@ def doubts(rounds: Rounds, control: Ratio, drift: Drift, watched: Watched) -> tu
         )
     if drift.drifted:
         found.append(f"the baseline drifted: its second half took {drift.halves - 1:+.1%}")
-    if len(rounds.starts) < 2 * FEWEST:
-        found.append(f"too few rounds: {len(rounds.starts)} of {2 * FEWEST}")
+    if rounds.builds < FEWEST:
+        found.append(f"too few builds: {rounds.builds} of {FEWEST}")
     return (*found, *watched.complaints())
 
 
-def _arm(side: Side, spent: list[Spent], ratio: Ratio | None, block: int) -> ArmTiming:
+def _arm(
+    side: Side,
+    first: tuple[float, int | None],
+    spent: list[Spent],
+    ratio: Ratio | None,
+    block: int,
+) -> ArmTiming:
     seconds = [one.device for one in spent]
     return ArmTiming(
         ratio=ratio,
@@ -169,8 +213,8 @@ def _arm(side: Side, spent: list[Spent], ratio: Ratio | None, block: int) -> Arm
         blocks=tuple(seconds),
         step=side.step.kind,
         step_reason=side.step.reason,
-        prepare_seconds=side.prepare_seconds,
-        peak_bytes=side.peak_bytes,
+        prepare_seconds=first[0],
+        peak_bytes=first[1],
         optimizer_bytes=side.optimizer_bytes,
         trainable=count_parameters(side.model)["trainable"],
         checkpoint_bytes=side.model_bytes(learns=True),

@@ -1,4 +1,4 @@
-"""Blocks of steps in turn: every round a random order, then its reverse, all on one clock."""
+"""Blocks of steps in turn: a random order, then its reverse, all on one clock, build by build."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from frostlab.bench.ceilings import synchronize
-from frostlab.compare.estimating import Ratio, Rule, ratio_of
+from frostlab.compare.estimating import FEWEST, Ratio, Rule, ratio_of
 
 BATCHES = 16  # different batches at most: each shape of them must have been met before
 _STARTS = 4  # places in the list of batches where blocks begin
@@ -57,6 +57,7 @@ class Rounds:
     """What was measured, one block an arm and round."""
 
     spent: dict[str, list[Spent]]
+    pairs: int = 1  # of rounds, before the arms are built anew
     began: list[float] = field(default_factory=list)  # of the baseline's blocks, since the first
     starts: list[int] = field(default_factory=list)  # where each round's batches begin
     seconds: float = 0.0
@@ -69,7 +70,13 @@ class Rounds:
     def ratios(self, baseline: str) -> dict[str, Ratio]:
         """Every other arm's time over the baseline's."""
         base = self.device_seconds(baseline)
-        return {n: ratio_of(self.device_seconds(n), base) for n in self.spent if n != baseline}
+        others = (name for name in self.spent if name != baseline)
+        return {name: ratio_of(self.device_seconds(name), base, self.pairs) for name in others}
+
+    @property
+    def builds(self) -> int:
+        """How often the arms were built, and timed."""
+        return len(self.starts) // (2 * self.pairs)
 
 
 def orders(names: Sequence[str], seed: int) -> Iterator[tuple[str, ...]]:
@@ -92,34 +99,47 @@ def places(pair: int, block: int, batches: int) -> tuple[int, ...]:
     return tuple((first + i) % batches for i in range(block))
 
 
+def pairs_for(seconds: float, round_seconds: float) -> int:
+    """Pairs of rounds a build, so that the fewest builds fit; a third is left for building."""
+    return max(1, min(_STARTS, int(2 / 3 * seconds / (FEWEST * 2 * round_seconds))))
+
+
 def take_turns(
     names: Sequence[str],
     baseline: str,
     measure: Measure,
     rule: Rule,
     *,
+    pairs: int,
+    build_anew: Callable[[], None],
     block: int,
     batches: int,
     seed: int,
     say: Callable[[str], None],
 ) -> Rounds:
-    """Measure pairs of rounds until the rule ends it; `measure` takes one arm's block."""
-    rounds = Rounds({name: [] for name in names})
+    """Measure build after build, pairs of rounds each, until the rule ends it.
+
+    `measure` takes one arm's block.
+    """
+    rounds = Rounds({name: [] for name in names}, pairs)
     order, start = orders(names, seed), perf_counter()
-    said, pair = start, 0
+    said = start
     while not rounds.stopped_by:
-        batch_places = places(pair, block, batches)
-        for _ in range(2):
-            for name in next(order):
-                if name == baseline:
-                    rounds.began.append(perf_counter() - start)
-                rounds.spent[name].append(measure(name, batch_places))
-            rounds.starts.append(batch_places[0])
-        pair += 1
+        if rounds.starts:
+            build_anew()
+        for pair in range(rounds.builds * pairs, (rounds.builds + 1) * pairs):
+            batch_places = places(pair, block, batches)
+            for _ in range(2):
+                for name in next(order):
+                    if name == baseline:
+                        rounds.began.append(perf_counter() - start)
+                    rounds.spent[name].append(measure(name, batch_places))
+                rounds.starts.append(batch_places[0])
         rounds.seconds = perf_counter() - start
-        ratios = rounds.ratios(baseline).values() if pair > 1 else ()
-        rounds.stopped_by = rule.stopped_by(pair, ratios, rounds.seconds) or ""
+        ratios = rounds.ratios(baseline).values() if rounds.builds > 1 else ()
+        rounds.stopped_by = rule.stopped_by(rounds.builds, ratios, rounds.seconds) or ""
         if perf_counter() - said >= _SAYS and ratios:
             said, widest = perf_counter(), max(ratio.width for ratio in ratios)
-            say(f"{2 * pair} rounds, {rounds.seconds:.0f} s: intervals within {widest:.2%}")
+            done = f"{rounds.builds} builds, {len(rounds.starts)} rounds, {rounds.seconds:.0f} s"
+            say(f"{done}: intervals within {widest:.2%}")
     return rounds
