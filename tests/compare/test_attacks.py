@@ -9,11 +9,11 @@ import pytest
 import yaml
 
 import frostlab as fl
-from frostlab.compare import runner
+from frostlab.compare import comparing, runner
 from frostlab.compare.planning import make_plan
 from frostlab.compare.sameness import why_unpaired
 from frostlab.records.record import RunRecord
-from frostlab.training import RunFailed
+from frostlab.training import RunFailed, loop
 from tiny import tiny
 
 SMALL = tiny(data__examples=96, train__epochs=1, train__batch=16, model__layers=1)
@@ -102,6 +102,45 @@ def test_a_quick_one_can_be_asked_for_again(tmp_path: Path) -> None:
         fl.compare({**values, "seeds": seeds}, out=tmp_path / "q", quick=True)
     plan = json.loads((tmp_path / "q" / "plan.json").read_text())
     assert plan["plan"]["recipe"]["train"]["epochs"] == 50
+
+
+def test_a_quick_one_tunes_quickly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparing, "_QUICK_SECONDS", 20.0)  # two arms, a second a step is assumed
+    values = {"recipe": tiny(data__examples=96, train__epochs=50, model__layers=1),
+              "arms": ["baseline", "oelm"], "seeds": 1, "clock": None, "tune": "lr"}  # fmt: skip
+    fl.compare(values, out=tmp_path / "q", quick=True)
+    quick = json.loads((tmp_path / "q" / "quick.json").read_text())
+    runs = [*(tmp_path / "q" / "tuning").iterdir(), *(tmp_path / "q" / "runs").iterdir()]
+    assert len(runs) >= 2 * (3 + 1)
+    assert {RunRecord(run).result["steps"] for run in runs} == {quick["steps"]}
+    assert quick["steps"] < quick["of"]
+
+
+def test_a_bug_in_one_arm_is_shown_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = loop.measure
+
+    def buggy(setting: Any, *given: Any) -> Any:
+        if setting.frozen is not None:
+            raise ZeroDivisionError("a bug of its own")
+        return real(setting, *given)
+
+    monkeypatch.setattr(loop, "measure", buggy)
+    found = compare(tmp_path / "c", seeds=1)
+    assert found.evidence["arms"]["baseline"]["runs"][0]["status"] == "finished"
+    assert found.evidence["arms"]["oelm"]["runs"][0]["status"] == "failed"
+    kept = (tmp_path / "c" / "runs" / "oelm-s0" / "traceback.txt").read_text()
+    assert "ZeroDivisionError: a bug of its own" in kept
+    assert "failed" in found.page.read_text()
+
+
+def test_settings_change_a_recipe_that_is_spelled_out_and_the_clock_can_be_left_out() -> None:
+    plan = make_plan({"recipe": SMALL, "arms": ["baseline", "oelm"]},
+                     settings=["train.batch=8"], clock=None)  # fmt: skip
+    assert plan.recipe["train"]["batch"] == 8
+    assert plan.clock is None
+    assert make_plan({"recipe": SMALL, "arms": ["baseline", "oelm"]}).clock is not None
 
 
 def test_orthogonality_knows_of_confounds(tmp_path: Path) -> None:

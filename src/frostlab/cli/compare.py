@@ -65,6 +65,7 @@ def compare(
         "rounds": rounds,
         "allow_confounds": allow or None,
     }
+    given = {key: value for key, value in given.items() if value is not None}
     make_plan(source, settings=asked, quick=quick, **given)  # what is wrong is said at once
     from frostlab.compare.comparing import compare as run_comparison
     from frostlab.compare.table import show

@@ -89,7 +89,9 @@ def compare(
         jobs: runs at once, for a GPU with room for several; steps are timed alone all the same.
         rules: metric, alpha, minimum_effect, noninferior, tune, allow_confounds, rounds, clock.
     """
-    plan = make_plan(source, settings=settings, quick=quick, arms=arms, seeds=seeds, **rules)
+    given = {"arms": arms, "seeds": seeds}
+    given = {key: value for key, value in given.items() if value is not None}
+    plan = make_plan(source, settings=settings, quick=quick, **given, **rules)
     where = Path(out) if out is not None else Path(comparisons) / _folder_name(plan)
     folder = ComparisonFolder(where.resolve())
     with folder.open(plan) as agreed:
@@ -104,15 +106,15 @@ def _folder_name(plan: Plan) -> str:
 
 
 def _work(plan: Plan, folder: ComparisonFolder, runner: Runner, say: Say) -> None:
+    timing = _timing(plan, folder, runner.data_dir, say)
+    whole = plan
+    if plan.quick:
+        plan = _shortened(plan, folder, timing, runner.data_dir)
     tuning = folder.read("tuning.json")  # what was chosen once stays
     if plan.tune is not None and tuning is None:
         tuning = tune(plan, folder.path, runner)
         folder.write("tuning.json", tuning)
     tuned = {} if tuning is None else tuning["best"]
-    timing = _timing(plan, folder, tuned, runner.data_dir, say)
-    whole = plan
-    if plan.quick:
-        plan = _shortened(plan, folder, timing, runner.data_dir)
     records = runner.run_all(result_tasks(plan, folder.path, tuned))
     rounds = runner.run_all(round_tasks(plan, folder.path, tuned), alone=True)
     evidence = gather(
@@ -127,9 +129,12 @@ def _work(plan: Plan, folder: ComparisonFolder, runner: Runner, say: Say) -> Non
 
 
 def _timing(
-    plan: Plan, folder: ComparisonFolder, tuned: dict[str, float], data_dir: Path | None, say: Say
+    plan: Plan, folder: ComparisonFolder, data_dir: Path | None, say: Say
 ) -> dict[str, Any] | None:
-    """Time the arms' steps against each other, once; None if the plan does not want it."""
+    """Time the arms' steps against each other, once; None if the plan does not want it.
+
+    What is tuned does not change a step's time.
+    """
     if plan.clock is None:
         return None
     known = folder.read("steps.json")
@@ -138,7 +143,7 @@ def _timing(
     from frostlab.compare.stepping import time_steps
 
     try:
-        found = time_steps(plan, tuned, data_dir, say)
+        found = time_steps(plan, data_dir, say)
     except torch.OutOfMemoryError:
         raise FrostlabError(
             "out of memory while all arms are timed at once; a lower train.batch, or clock: null"
@@ -155,7 +160,8 @@ def _shortened(
     known = folder.read("quick.json")
     if known is None:
         slowest = max(arm["ms"] for arm in timing["arms"].values()) if timing else 1e3
-        share = _QUICK_SECONDS * 1e3 / slowest / (len(plan.arms) * len(plan.seeds))
+        tried = 0 if plan.tune is None else len(plan.tune.values) * plan.tune.seeds
+        share = _QUICK_SECONDS * 1e3 / slowest / (len(plan.arms) * (len(plan.seeds) + tried))
         whole = total_steps(recipe.train, len(prepare(recipe, data_dir).splits["train"]))
         known = {"steps": min(whole, max(_QUICK_LEAST, int(share))), "of": whole}
         folder.write("quick.json", known)

@@ -55,10 +55,10 @@ def make_plan(
 ) -> Plan:
     """Read a recipe or a comparison, put what was given on top, and check it whole.
 
-    `given`: any of a comparison's keys; what is None is not given.
+    `given`: any of a comparison's keys.
     """
     values, label = _values(source)
-    values |= {key: value for key, value in given.items() if value is not None}
+    values |= given
     unknown = next((str(key) for key in values if key not in Said.model_fields), None)
     if unknown is not None:
         known = nearest(unknown, Said.model_fields)
@@ -124,11 +124,7 @@ def _recipe(given: Any, settings: Sequence[str], label: str) -> tuple[Recipe, st
     if isinstance(given, str):
         return load_recipe(given, settings), recipe_name(given)
     if isinstance(given, dict):
-        if settings:
-            raise BadInput(
-                f"{label}: set changes a recipe that is given by name, not one spelled out"
-            )
-        return recipe_from(given, label), "comparison"
+        return recipe_from(given, label, settings), "comparison"
     raise BadInput(f"{label}: recipe is missing; name a shipped one or a YAML file")
 
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -10,7 +11,9 @@ from pathlib import Path
 
 from frostlab.compare.plan import Arm, Plan
 from frostlab.errors import BadInput, FrostlabError
+from frostlab.models.pretrained import first_line
 from frostlab.recipe import Recipe
+from frostlab.records.folder import write_whole
 from frostlab.records.places import finished_status
 from frostlab.records.record import RunRecord
 from frostlab.records.words import number
@@ -94,6 +97,11 @@ def take(task: Task, data_dir: Path | None) -> tuple[str | None, float]:
     except RunFailed as error:
         stopped = finished_status(task.path) == "stopped"
         return None if stopped else f"failed: {error}", time.monotonic() - began
+    except Exception as error:  # a bug, perhaps in one arm alone: the others go on
+        if isinstance(error, FrostlabError) or finished_status(task.path) != "failed":
+            raise
+        write_whole(task.path / "traceback.txt", traceback.format_exc())
+        return f"failed: {type(error).__name__}: {first_line(error)}", time.monotonic() - began
     metric = task.recipe.metric
     return f"{metric} {number(record.metrics[metric])}", time.monotonic() - began
 

@@ -17,13 +17,11 @@ from frostlab.training.devices import choose_device
 from frostlab.training.treating import treat
 
 
-def time_steps(
-    plan: Plan, tuned: dict[str, float], data_dir: Path | None, say: Callable[[str], None]
-) -> dict[str, Any]:
+def time_steps(plan: Plan, data_dir: Path | None, say: Callable[[str], None]) -> dict[str, Any]:
     """Time every arm against the baseline; plain values for the evidence."""
     assert plan.clock is not None
     seed = plan.seeds[0]
-    recipes = {arm.name: plan.recipe_of(arm, seed, tuned.get(arm.name)) for arm in plan.arms}
+    recipes = {arm.name: plan.recipe_of(arm, seed) for arm in plan.arms}
     base = recipes[plan.baseline.name]
     prepared = prepare(base, data_dir)
     say(f"timing {len(recipes)} arms and a control, {plan.clock.seconds:.0f} s at most")

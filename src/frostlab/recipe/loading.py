@@ -108,18 +108,25 @@ def load_recipe(name: str, settings: Iterable[str] = (), seed: int | None = None
     """Read a recipe by shipped name or path, put `a.b=c` settings on top, and check it whole."""
     layers = _Layers()
     _read(name, layers, origin=None, seen=())
-    for setting in settings:
-        layers.add(_setting(setting), f"--set {setting}")
+    _put_on_top(settings, layers)
     if seed is not None:
         layers.add({"seed": seed}, f"--seed {seed}")
     return _checked(layers)
 
 
-def recipe_from(values: dict[str, Any], source: str = "recipe") -> Recipe:
-    """Check plain values, as they stand in a YAML file or in a run's record."""
+def recipe_from(
+    values: dict[str, Any], source: str = "recipe", settings: Iterable[str] = ()
+) -> Recipe:
+    """Check plain values, as they stand in a YAML file or in a run's record; settings on top."""
     layers = _Layers()
     _layer(values, source, layers, origin=None, seen=())
+    _put_on_top(settings, layers)
     return _checked(layers)
+
+
+def _put_on_top(settings: Iterable[str], layers: "_Layers") -> None:
+    for setting in settings:
+        layers.add(_setting(setting), f"--set {setting}")
 
 
 def read_values(path: str) -> dict[str, Any]:
