@@ -109,10 +109,10 @@ def build_layer(trunk: Trunk, index: int, beside: nn.Module) -> nn.Module:
         layer: Any = trunk.body.new_block()
     else:
         layer = type(beside)(trunk.body.config, layer_idx=index)
-        layer.apply(trunk.body._init_weights)
-    there = beside.state_dict()
+        layer.apply(trunk.body._initialize_weights)
+    there = dict(beside.named_buffers()) | beside.state_dict()  # whole where the layer is split
     for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
-        tensor.data = tensor.data.to(there[name]) if name in there else tensor.data
+        tensor.data = tensor.data.to(there[name])
     if getattr(beside, "gradient_checkpointing", False):
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = beside._gradient_checkpointing_func
