@@ -269,11 +269,26 @@ def test_an_identity_that_would_round_or_that_eps_would_change_is_refused() -> N
     fl.grow(model, at=1)  # between the layers nothing is small
 
 
-def test_adapters_and_wrappers_are_refused() -> None:
+def test_adapters_are_refused() -> None:
+    peft = pytest.importorskip("peft")
     model = build("bert")
-    with pytest.raises(fl.BadInput, match="grow before wrapping"):
-        fl.grow(nn.DataParallel(model))
-    with torch.device("meta"):
-        meta = Decoder(DecoderConfig(99, 32, layers=2, heads=4, hidden=64))
-    with pytest.raises(fl.BadInput, match="grow: .* is on the meta device"):
-        fl.grow(meta)
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["query"]), model)
+    with pytest.raises(fl.BadInput, match="grow: the model has adapters"):
+        fl.grow(model)
+
+
+@pytest.mark.parametrize("name", ["decoder-after", "gpt2", "llama"])
+def test_a_layer_that_cannot_be_built_leaves_the_model(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(name)
+    config = copy.deepcopy(model.config)
+
+    def fail(trunk: Any, index: int, beside: nn.Module) -> nn.Module:
+        raise MemoryError
+
+    monkeypatch.setattr("frostlab.surgery.growing.build_layer", fail)
+    with pytest.raises(MemoryError):
+        fl.grow(model)
+    assert model.config == config
+    assert len(layers_of(model)) == LAYERS

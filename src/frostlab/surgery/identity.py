@@ -96,13 +96,12 @@ def _change_by_eps(trunk: Trunk, norm: Any) -> tuple[float, float]:
 def _inputs_of(norm: nn.Module, trunk: Trunk) -> Tensor:
     """What a norm is given when the model reads random tokens."""
     seen: list[Tensor] = []
-    body = trunk.body
-    config = body.config
-    size = getattr(config, "vocabulary", None) or config.vocab_size
-    room = getattr(config, "max_position_embeddings", _PROBE[1])
-    ids = torch.randint(
-        size, (_PROBE[0], min(_PROBE[1], room)), generator=torch.Generator().manual_seed(0)
-    )
+    body, (rows, length) = trunk.body, _PROBE
+    size = getattr(body.config, "vocabulary", None) or body.config.vocab_size
+    length = min(length, getattr(body.config, "max_position_embeddings", length))
+    with torch.device("cpu"):
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(size, (rows, length), generator=generator)
     handle = norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     try:
         with _evaluating(body), torch.no_grad():

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from frostlab.anatomy import Anatomy, survey
@@ -105,11 +106,12 @@ def build_layer(trunk: Trunk, index: int, beside: nn.Module) -> nn.Module:
 
     Drawn on the CPU from torch's default generator, so that a seed gives the same anywhere.
     """
-    if isinstance(trunk.body, GPT | Decoder):
-        layer: Any = trunk.body.new_block()
-    else:
-        layer = type(beside)(trunk.body.config, layer_idx=index)
-        layer.apply(trunk.body._initialize_weights)
+    with torch.device("cpu"):
+        if isinstance(trunk.body, GPT | Decoder):
+            layer: Any = trunk.body.new_block()
+        else:
+            layer = type(beside)(trunk.body.config, layer_idx=index)
+            layer.apply(trunk.body._initialize_weights)
     there = dict(beside.named_buffers()) | beside.state_dict()  # whole where the layer is split
     for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
         tensor.data = tensor.data.to(there[name])
