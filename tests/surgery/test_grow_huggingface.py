@@ -81,6 +81,16 @@ def test_every_module_knows_its_place(name: str) -> None:
     assert seen == LAYERS + 2
 
 
+def test_frozen_split_queries_keep_what_they_compute_where_scale_depends_on_place() -> None:
+    model = build("gpt2-scaled")
+    fl.freeze(model, "query", "key")
+    before, proof = answers(model), fl.audit(model)
+    growth = fl.grow(model, 1, "bottom")
+    assert distance(before, answers(model)) < 1e-6
+    assert len(growth.changed) == 2 * LAYERS  # weights and biases
+    proof.renewed(model, growth).verify(model)
+
+
 @pytest.mark.parametrize("init", ["random", "copy"])
 def test_layers_whose_scale_depends_on_their_place_keep_what_they_compute(init: Any) -> None:
     model = build("gpt2-scaled")
