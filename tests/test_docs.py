@@ -47,6 +47,13 @@ def test_the_description_example_runs(capsys: pytest.CaptureFixture[str]) -> Non
     assert "layers[0:4]  4 alike" in capsys.readouterr().out
 
 
+def test_the_growing_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = blocks("docs/grow.md")
+    exec(code, {})
+    (said,) = re.findall(r"print\(.*\)  # (.*)", code)
+    assert capsys.readouterr().out == f"{said}\n"
+
+
 def test_every_architecture_is_in_the_readme() -> None:
     from frostlab.anatomy import known_types
 

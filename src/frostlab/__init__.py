@@ -27,9 +27,11 @@ if TYPE_CHECKING:
     from frostlab.records.record import RunRecord
     from frostlab.surgery import (
         Audit,
+        Growth,
         audit,
         export,
         freeze,
+        grow,
         load_trainable,
         orthogonalize,
         randomize,
@@ -45,6 +47,7 @@ __all__ = [
     "Comparison",
     "FrostlabError",
     "FrozenWeightsMoved",
+    "Growth",
     "Heads",
     "LeftOutOfOptimizer",
     "NothingLearns",
@@ -61,6 +64,7 @@ __all__ = [
     "export",
     "freeze",
     "fused",
+    "grow",
     "load_recipe",
     "load_trainable",
     "orthogonalize",

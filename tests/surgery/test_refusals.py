@@ -15,6 +15,7 @@ VERBS = {
     "thaw": lambda m, d: fl.thaw(m),
     "orthogonalize": lambda m, d: fl.orthogonalize(m, "query"),
     "randomize": lambda m, d: fl.randomize(m, "query"),
+    "grow": lambda m, d: fl.grow(m),
     "save_trainable": lambda m, d: fl.save_trainable(m, d / "x"),
     "load_trainable": lambda m, d: fl.load_trainable(m, d / "x"),
     "export": lambda m, d: fl.export(m, d / "x"),

@@ -98,11 +98,20 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def initialise(self) -> None:
         """Draw matrices from a normal cut at two deviations (std 1/√width), tokens at 0.02."""
+        self._draw(self)
+        self.tokens.weight.normal_(0.0, 0.02)
+
+    def new_block(self) -> DecoderBlock:
+        """One more block, not yet in the model, drawn as the others were."""
+        block = DecoderBlock(self.config)
+        self._draw(block)
+        return block
+
+    def _draw(self, inside: nn.Module) -> None:
         std = self.config.width**-0.5
-        for module in self.modules():
+        for module in inside.modules():
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=std, a=-2 * std, b=2 * std)
-        self.tokens.weight.normal_(0.0, 0.02)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Return logits (B, T, vocabulary)."""

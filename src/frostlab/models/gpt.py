@@ -77,16 +77,25 @@ class GPT(nn.Module):
         if not config.classes:
             self.head.weight = self.tokens.weight
 
-    @torch.no_grad()
     def initialise(self) -> None:
         """Draw the weights as GPT-2 does: std 0.02, less for what is added to the stream."""
-        for module in self.modules():
+        self._draw(self)
+
+    def new_block(self) -> GPTBlock:
+        """One more block, not yet in the model, drawn as one of `config.layers` is."""
+        block = GPTBlock(self.config)
+        self._draw(block)
+        return block
+
+    @torch.no_grad()
+    def _draw(self, inside: nn.Module) -> None:
+        for module in inside.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 module.weight.normal_(0.0, 0.02)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 module.bias.zero_()
         residual = 0.02 / math.sqrt(2 * self.config.layers)
-        for module in self.modules():
+        for module in inside.modules():
             if isinstance(module, GPTBlock):
                 module.out.weight.normal_(0.0, residual)
                 module.down.weight.normal_(0.0, residual)

@@ -8,6 +8,7 @@ from torch import nn
 from frostlab.anatomy import survey, unwrapped
 from frostlab.errors import BadInput, FrozenWeightsMoved
 from frostlab.surgery.freezing import frozen_statistics
+from frostlab.surgery.growing import Growth
 from frostlab.surgery.origin import digest
 
 
@@ -24,6 +25,19 @@ class Audit:
         moved = [name for name, value in self.digests.items() if now.get(name) != value]
         if moved:
             raise FrozenWeightsMoved(moved)
+
+    def renewed(self, model: nn.Module, growth: Growth) -> "Audit":
+        """Return this audit for the model right after it has grown.
+
+        Tensors are looked for under their new names, and those that growing itself changed are
+        taken anew; FrozenWeightsMoved is raised if any other moved.
+        """
+        known = {growth.renamed(name): value for name, value in self.digests.items()}
+        now = _digests(model, only=known)
+        moved = [n for n, v in known.items() if n not in growth.changed and now.get(n) != v]
+        if moved:
+            raise FrozenWeightsMoved(moved)
+        return Audit(self.model, now)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""

@@ -1,6 +1,7 @@
 """Where frozen weights came from, so that they can be made again instead of stored."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -54,6 +55,21 @@ def origin_of(model: nn.Module, part: Part, slot: Slot) -> Origin | None:
         return None
     origin: Origin = found[0]
     return origin
+
+
+def move_origins(model: nn.Module, renamed: Callable[[str], str]) -> None:
+    """Keep what is known of parts whose names have changed.
+
+    A draw from a seed depends on the name, so that under another it could not be made again.
+    """
+    known = model.__dict__.get(_ATTRIBUTE, {})
+    kept = {
+        renamed(key): (origin, made)
+        for key, (origin, made) in known.items()
+        if origin.seed is None or renamed(key) == key
+    }
+    if known:
+        model.__dict__[_ATTRIBUTE] = kept
 
 
 def fingerprint(tensor: Tensor) -> list[float]:
