@@ -9,7 +9,7 @@ from frostlab.recipe import Recipe
 from frostlab.records.places import differences
 
 _OWN = ("about", "treatment", "seed")  # what arms and their runs may differ in
-_NEVER = ("data", "tokenizer")  # arms that saw other data are not comparable at all
+NEVER = ("data", "tokenizer")  # arms that saw other data are not comparable at all
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,10 @@ class Confound:
     key: str  # such as optim.lr
     baseline: Any
     arm: Any
+
+    def within(self, keys: Iterable[str]) -> bool:
+        """Whether it is one of these settings, or below one."""
+        return any(self.key == key or self.key.startswith(f"{key}.") for key in keys)
 
     def __str__(self) -> str:
         return f"{self.key} {_shown(self.baseline)} → {_shown(self.arm)}"
@@ -38,7 +42,7 @@ def check_confounds(
     permitted = set(allowed)
     for confound in found:
         where = f"{arm} differs from {baseline} in {confound}"
-        if confound.key.partition(".")[0] in _NEVER:
+        if confound.key.partition(".")[0] in NEVER:
             raise BadInput(f"{where}: arms must see the same data")
         section, _, short = confound.key.partition(".")
         if not permitted & {confound.key, section, short, short.rpartition(".")[2]}:
@@ -48,15 +52,13 @@ def check_confounds(
             )
 
 
-def check_allowed(allowed: Iterable[str], recipe: Recipe) -> None:
-    """Refuse to allow a setting that there is not."""
+def check_known(said: str, keys: Iterable[str], recipe: Recipe) -> None:
+    """Refuse to name a setting that there is not."""
     paths = _paths(recipe.to_dict())
     known = {*recipe.to_dict(), *paths, *(path.rpartition(".")[2] for path in paths)}
-    for name in allowed:
+    for name in keys:
         if name not in known:
-            raise BadInput(
-                f"--allow-confound {name}: no setting is called that{nearest(name, known)}"
-            )
+            raise BadInput(f"{said} {name}: no setting is called that{nearest(name, known)}")
 
 
 def _paths(values: Any, path: str = "") -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from frostlab.compare.confounds import confounds
+from frostlab.compare.contrasts import contrasts
 from frostlab.compare.plan import Plan
 from frostlab.compare.rules import Rules, rules_for
 from frostlab.compare.sameness import why_unpaired
@@ -59,6 +60,7 @@ def gather(
             metric: {name: verdict.to_dict() for name, verdict in found.items()}
             for metric, found in verdicts.items()
         },
+        "contrasts": contrasts(plan, records, _rules_of(plan.rules, primary, look)),
         "orthogonality": _orthogonality(plan, records, refused, look),
         "mcnemar": _mcnemar(plan, records, refused),
         "timing": timing,
@@ -81,7 +83,7 @@ def _refused(plan: Plan, records: Records) -> list[dict[str, Any]]:
         for seed in plan.seeds:
             one, other = records[plan.baseline.name, seed], records[arm.name, seed]
             if one.status == other.status == "finished":
-                reason = why_unpaired(one, other)
+                reason = why_unpaired(one, other, plan.vary)
                 if one.digests["data"] != first:
                     reason = f"the data are no longer those of seed {plan.seeds[0]}"
                 if reason is not None:

@@ -1,5 +1,6 @@
 """A comparison as a page in Markdown: verdicts first, then the numbers they rest on."""
 
+import json
 from statistics import fmean
 from typing import Any
 
@@ -8,6 +9,7 @@ from frostlab.compare.rules import Rules
 from frostlab.compare.words import effect, markdown, mean_and_std, mebibytes, ratio
 from frostlab.records.words import number
 
+_GAIN = "(By what the last stage made of the first one's best.) "
 _BAR = 30  # characters of the widest bar of a curve
 
 
@@ -20,10 +22,7 @@ def page(evidence: dict[str, Any]) -> str:
         f"What follows is {evidence['caution']}." if evidence["caution"] else "",
         _quickly(plan),
         _verdicts(evidence),
-        "## The five questions\n\n" + "\n".join(
-            f"{number}. **{question}** {said}"
-            for number, (question, said) in enumerate(answers(evidence), 1)
-        ),
+        _questions(evidence),
         _performance(evidence),
         _timing(evidence),
         _whole_runs(evidence),
@@ -63,6 +62,21 @@ def _verdicts(evidence: dict[str, Any]) -> str:
     if history is not None:
         lines.append(f"- {history}")
     return "## Verdicts\n\n" + "\n".join(lines)
+
+
+def _questions(evidence: dict[str, Any]) -> str:
+    """The questions a comparison was made for; by default the five that freezing raises."""
+    own = evidence["contrasts"]
+    if not own:
+        title, asked = "The five questions", answers(evidence)
+    else:
+        title = "The questions"
+        asked = [
+            (each["question"], f"{_GAIN if each['of'] == 'gain' else ''}{each['sentence']}")
+            for each in own
+        ]
+    lines = [f"{n}. **{question}** {said}" for n, (question, said) in enumerate(asked, 1)]
+    return f"## {title}\n\n" + "\n".join(lines)
 
 
 def _level(evidence: dict[str, Any]) -> float:
@@ -176,7 +190,8 @@ def _tuning(evidence: dict[str, Any]) -> str:
 
 
 def _fairness(evidence: dict[str, Any]) -> str:
-    lines = [
+    lines = _varied(evidence["plan"])
+    lines += [
         f"- {name}: confounded by {', '.join(found)}"
         for name, found in evidence["confounds"].items()
         if found
@@ -195,6 +210,19 @@ def _fairness(evidence: dict[str, Any]) -> str:
         lines = ["- The arms differ in the treatment alone: data, order of examples, untouched "
                  "weights, device and precision are equal for every seed, by digest."]  # fmt: skip
     return "## What differs between the arms\n\n" + "\n".join(lines)
+
+
+def _varied(plan: dict[str, Any]) -> list[str]:
+    """What each arm sets of what is compared here beside treatments."""
+    if not plan["vary"]:
+        return []
+    lines = [f"- What is compared: {', '.join(plan['vary'])}. All else is equal for every seed."]
+    if any(key.partition(".")[0] == "model" for key in plan["vary"]):
+        lines.append("- Models of other sizes begin with other weights, drawn from the same seed.")
+    for arm in plan["arms"]:
+        said = "; ".join(f"{key} {json.dumps(value)}" for key, value in arm["set"].items())
+        lines.append(f"- {arm['name']}: {said or 'as the recipe has it'}")
+    return lines
 
 
 def _runs(evidence: dict[str, Any]) -> str:

@@ -3,13 +3,19 @@
 import copy
 import hashlib
 import json
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from frostlab.compare.confounds import Confound, check_allowed, check_confounds, confounds
+from frostlab.compare.confounds import (
+    NEVER,
+    Confound,
+    check_confounds,
+    check_known,
+    confounds,
+)
 from frostlab.compare.rules import Rules
-from frostlab.errors import BadInput
+from frostlab.errors import BadInput, nearest
 from frostlab.recipe import Recipe
 from frostlab.recipe.loading import recipe_from
 from frostlab.recipe.treatment import Positive, Strict
@@ -43,6 +49,16 @@ class Tune(Strict):
         return self
 
 
+class Contrast(Strict):
+    """A question that two arms answer; `gain` asks by how much each improved since its first
+    stage."""
+
+    question: str
+    arm: str
+    against: str
+    of: Literal["value", "gain"] = "value"
+
+
 class Clock(Strict):
     """How long steps are timed against each other."""
 
@@ -60,6 +76,8 @@ class Plan(Strict):
     rules: Rules
     tune: Tune | None = None
     allow: tuple[str, ...] = ()
+    vary: tuple[str, ...] = ()  # settings that are the treatment here, such as stages
+    contrasts: tuple[Contrast, ...] = ()
     rounds: Annotated[int, Field(ge=0)] = 0  # whole runs that alternate, for their time
     clock: Clock | None = Clock()
     quick: bool = False
@@ -77,6 +95,8 @@ class Plan(Strict):
     def digest(self) -> str:
         """A name for the plan without its seeds: more of them may be added."""
         values = self.model_dump(mode="json", exclude={"seeds"})
+        for key in ("vary", "contrasts"):  # plans from before there were such keys
+            values = values if values[key] else {k: v for k, v in values.items() if k != key}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
     def recipe_of(self, arm: Arm, seed: int, tuned: float | None = None) -> Recipe:
@@ -91,14 +111,13 @@ class Plan(Strict):
 
     def confounds(self) -> dict[str, tuple[Confound, ...]]:
         """What each arm differs in beside its treatment; what is tuned for all is none."""
-        base = self.recipe_of(self.baseline, 0)
+        return {arm.name: self.between(self.baseline, arm) for arm in self.others}
+
+    def between(self, one: Arm, other: Arm) -> tuple[Confound, ...]:
+        """What two arms differ in that is neither treatment, nor tuned for all."""
+        found = confounds(self.recipe_of(one, 0), self.recipe_of(other, 0))
         tuned = self.tune.key if self.tune else None
-        return {
-            arm.name: tuple(
-                found for found in confounds(base, self.recipe_of(arm, 0)) if found.key != tuned
-            )
-            for arm in self.others
-        }
+        return tuple(c for c in found if c.key != tuned and not c.within(self.vary))
 
     def check(self) -> None:
         """Refuse what cannot be compared."""
@@ -112,7 +131,18 @@ class Plan(Strict):
             raise BadInput(f"seeds from {TUNING_SEED} on are kept for tuning")
         if len(set(self.seeds)) < len(self.seeds):
             raise BadInput(f"seeds {list(self.seeds)}: one is given twice")
-        check_allowed(self.allow, base)
+        check_known("--allow-confound", self.allow, base)
+        check_known("vary", self.vary, base)
+        for key in self.vary:
+            if key.partition(".")[0] in NEVER:
+                raise BadInput(f"vary {key}: arms must see the same data")
+        for contrast in self.contrasts:
+            for name in (contrast.arm, contrast.against):
+                if name not in {arm.name for arm in self.arms}:
+                    names = [arm.name for arm in self.arms]
+                    raise BadInput(f"contrasts: {name} is no arm here{nearest(name, names)}")
+            if contrast.arm == contrast.against:
+                raise BadInput(f"contrasts: {contrast.arm} against itself")
         for name, found in self.confounds().items():
             check_confounds(self.baseline.name, name, found, self.allow)
         if self.tune is not None:

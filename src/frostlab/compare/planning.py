@@ -35,6 +35,8 @@ class Said(Strict):
     looks: int = 1
     tune: str | dict[str, Any] | None = None
     allow_confounds: str | tuple[str, ...] | None = None
+    vary: str | tuple[str, ...] | None = None
+    contrasts: tuple[dict[str, Any], ...] = ()
     rounds: int = 0
     clock: dict[str, Any] | None = None
 
@@ -77,6 +79,8 @@ def make_plan(
         "rules": rules.model_dump(mode="json"),
         "tune": _tune(values.get("tune"), recipe),
         "allow": _listed(values.get("allow_confounds")),
+        "vary": _listed(values.get("vary")),
+        "contrasts": _listed(values.get("contrasts")),
         "rounds": values.get("rounds", 0),
         "quick": quick,
     }
@@ -140,9 +144,9 @@ def _listed(given: Any) -> list[Any]:
 
 def _arm(given: Any, label: str) -> dict[str, Any]:
     if isinstance(given, dict) and "name" in given:
-        return {"treatment": _treatment(given.get("treatment", given["name"]), label), **{
-            key: value for key, value in given.items() if key != "treatment"
-        }}  # fmt: skip
+        name = given["name"]
+        own = "none" if "set" in given and name not in NAMED else name
+        return {**given, "treatment": _treatment(given.get("treatment", own), label)}
     if not isinstance(given, str):
         raise BadInput(f"{label}: arm {given!r} is neither a treatment's name nor has a name")
     return {"name": given, "treatment": _treatment(given, label)}

@@ -57,34 +57,52 @@ def judge(
     run. `failed` names seeds without a value, `unproven` says why an arm's values prove nothing.
     """
     check(arms, baseline, confounds, failed, unproven)
+    family = {arm: (arm, baseline) for arm in arms if arm != baseline}
+    return judge_family(arms, family, rules, confounds=confounds, failed=failed, unproven=unproven)
+
+
+def judge_family(
+    arms: Mapping[str, Values],
+    family: Mapping[str, tuple[str, str]],
+    rules: Rules,
+    *,
+    confounds: Mapping[str, Sequence[str]] = _NONE,
+    failed: Mapping[str, Sequence[int]] = _NONE,
+    unproven: Mapping[str, str] = _NONE,
+) -> dict[str, Verdict]:
+    """Judge pairs of arms, each under a name, Holm over all of them.
+
+    `confounds` and `unproven` go by the pairs' names.
+    """
     usable, lost = usable_values(arms, failed, rules)
-    found = {arm: _pair(usable[arm], usable[baseline], rules) for arm in arms if arm != baseline}
-    adjusted = holm({arm: math.nan if pair is None else pair.p for arm, pair in found.items()})
+    found = {name: _pair(usable[a], usable[b], rules) for name, (a, b) in family.items()}
+    adjusted = holm({name: math.nan if pair is None else pair.p for name, pair in found.items()})
     verdicts = {}
-    for arm, pair in found.items():
-        case = _Case(arm, baseline, rules, pair, adjusted[arm], len(found))
+    for name, pair in found.items():
+        arm, baseline = family[name]
+        case = _Case(arm, baseline, rules, pair, adjusted[name], len(found))
         answer = _noninferior(usable[arm], usable[baseline], rules)
         notes = [*lost.get(baseline, ()), *lost.get(arm, ())]
         notes += without_partner(arm, baseline, arms, failed)
         history = rules.history()
         notes += [history] if history else []
-        if reason := unproven.get(arm):
+        if reason := unproven.get(name):
             notes += [f"unproven: {reason}"]
             answer = answer and replace(answer, answer="not shown", reason=f"unproven: {reason}")
-        if mixed := confounds.get(arm, ()):
+        if mixed := confounds.get(name, ()):
             notes += [f"confounded by {', '.join(mixed)}"]
             answer = answer and replace(
                 answer, reason="; ".join(filter(None, (answer.reason, notes[-1])))
             )
         word, sentence, more = case.decided(tuple(mixed), reason)
-        verdicts[arm] = Verdict(
+        verdicts[name] = Verdict(
             arm=arm,
             baseline=baseline,
             metric=rules.metric,
             word=word,
             sentence=sentence,
             paired=pair,
-            p_adjusted=None if math.isnan(adjusted[arm]) else adjusted[arm],
+            p_adjusted=None if math.isnan(adjusted[name]) else adjusted[name],
             could_have_seen=case.could_have_seen,
             noninferior=answer,
             notes=(*notes, *more),
