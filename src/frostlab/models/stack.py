@@ -37,11 +37,21 @@ class Stack(ABC):
         self, x: Tensor, packing: Packing | None, first: int = 0, last: int | None = None
     ) -> Tensor:
         """Take (B, T, width) through layers first to last."""
+        end = len(self.layers) if last is None else last
+        return self.states(x, packing, [end], first)[0]
+
+    def states(
+        self, x: Tensor, packing: Packing | None, after: Sequence[int], first: int = 0
+    ) -> list[Tensor]:
+        """What (B, T, width) has become after some layers, counted from 1, in one pass."""
+        found = {first: x}
         with self.attention():
             around = self.around(x, packing)
-            for layer in self.layers[first:last]:
-                x = layer(x, **around)
-        return x
+            for number in range(first + 1, max(after) + 1):
+                x = self.layers[number - 1](x, **around)
+                if number in after:
+                    found[number] = x
+        return [found[number] for number in after]
 
     def places(self, rows: Tensor, packing: Packing | None) -> Tensor:
         """(T,) each token's place in its sequence, for rows of shape (B, T, …)."""

@@ -31,6 +31,7 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "optim": settings.Optim,
     "schedule": settings.StepDecay,
     "train": settings.Train,
+    "supervise": settings.Supervise,
     "evaluate": settings.Evaluate,
 }
 _DATA_NAMES = ("docstrings", "docstrings-pairs", *data.SYNTHETIC, *data.NAMED, "own")
