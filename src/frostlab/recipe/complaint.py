@@ -46,6 +46,7 @@ _WANTED = {
     "model_type": "a section of `key: value`",
     "model_attributes_type": "a section of `key: value`",
     "finite_number": "a finite number",
+    "too_short": "a list that is not empty",
 }
 
 
