@@ -63,26 +63,26 @@ class Objective(nn.Module):
         if isinstance(want, Exits):
             return self._visit(batch, want)
         if want == "loss" and self.supervision is not None:
-            return self._supervised_loss(batch, self.supervision)
+            return self.supervised_loss(batch, self.supervision)
         stack = take_apart(self.model)
         head = None if stack is None else stack.head
         if want == "loss" and batch.targets.ndim == 2 and stack and type(head) is nn.Linear:
-            (vectors,) = self._vectors(stack, batch, [len(stack.layers)])
+            (vectors,) = self.vectors(stack, batch, [len(stack.layers)])
             return head_loss(
                 vectors, head.weight, batch.targets, bias=head.bias, ignore=IGNORED
             )[0]  # fmt: skip
         if stack is not None and "attention_mask" not in batch.inputs:
-            (vectors,) = self._vectors(stack, batch, [len(stack.layers)])
+            (vectors,) = self.vectors(stack, batch, [len(stack.layers)])
             logits = stack.head(vectors)
         else:
             assert batch.packing is None, "only models that can be taken apart are packed"
             logits = logits_of(self.model, batch.inputs)
         return logits if want == "logits" else summed_loss(logits, batch.targets)
 
-    def _supervised_loss(self, batch: Batch, supervision: Supervision) -> Tensor:
+    def supervised_loss(self, batch: Batch, supervision: Supervision) -> Tensor:
         """Every supervised layer's loss times its weight, added up."""
         stack = language_stack(self.model, "supervise.layers")
-        vectors, head = self._vectors(stack, batch, supervision.layers), stack.head
+        vectors, head = self.vectors(stack, batch, supervision.layers), stack.head
         return head_loss(
             vectors, head.weight, batch.targets, bias=head.bias, weights=supervision.weights,
             ignore=IGNORED,
@@ -92,12 +92,12 @@ class Objective(nn.Module):
         """Show the logits of layers, of which one layer's exist at a time; return the last's."""
         stack = language_stack(self.model, "an early exit")
         after = [*exits.layers, len(stack.layers)]
-        *below, last = self._vectors(stack, batch, after)
+        *below, last = self.vectors(stack, batch, after)
         for number, vectors in zip(exits.layers, below, strict=True):
             exits.see(number, stack.head(vectors))
         return stack.head(last)
 
-    def _vectors(self, stack: Stack, batch: Batch, after: Sequence[int]) -> list[Tensor]:
+    def vectors(self, stack: Stack, batch: Batch, after: Sequence[int]) -> list[Tensor]:
         """What the head reads after some layers, from the tokens or where cached layers end."""
         inputs, packing, prefix = batch.inputs, batch.packing, self.prefix
         ids, first = inputs["input_ids"], 0
