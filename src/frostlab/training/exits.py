@@ -113,7 +113,7 @@ def exits_table(exits: tuple[Exit, ...]) -> str:
         "parameters",
     ]
     rows = [
-        [str(e.layer), f"{e.loss:.4f}", f"{e.perplexity:.5g}", f"{e.token_accuracy:.2%}",
+        [str(e.layer), f"{e.loss:.4f}", f"{e.perplexity:.2f}", f"{e.token_accuracy:.2%}",
          f"{e.flops / 1e6:.4g}", f"{e.share:.1%}", f"{e.parameters:,}"]
         for e in exits
     ]  # fmt: skip
