@@ -10,7 +10,11 @@ import pytest
 import torch
 
 import frostlab as fl
+from frostlab.compare.sides import Side
+from frostlab.data import prepare
+from frostlab.models.building import build_model
 from frostlab.models.decoder import Decoder, DecoderConfig
+from frostlab.recipe.loading import recipe_from
 from frostlab.training.distributed import World
 from frostlab.training.evaluation import evaluate
 from frostlab.training.exits import measure_exits
@@ -116,6 +120,24 @@ def test_a_run_records_its_supervised_layers(deep: fl.RunRecord) -> None:
     losses = [x for e in deep.events() if e["kind"] == "step" for x in e["loss"]]
     start = np.log(16)  # of one layer, at least; weights add up to 2.5
     assert losses[0] > 2.4 * start, "the weighted sum, weights as given"
+
+
+def test_an_arm_is_timed_with_the_loss_it_is_trained_with(deep: fl.RunRecord) -> None:
+    whole = recipe_from(recipe(supervise={"layers": [1, 3], "weights": [0.5, 2.0]}))
+    data = prepare(whole)
+    model = build_model(whole, data.vocabulary, data.classes, data.pad)
+    side = Side(whole, model, data, CPU)
+    losses = [x for e in deep.events() if e["kind"] == "step" for x in e["loss"]]
+    assert float(side.take([0]).loss) == pytest.approx(losses[0])
+
+
+@pytest.mark.parametrize("wanted", [{"layers": [4]}, {"layers": "all", "weights": [1, 1]}])
+def test_what_a_model_does_not_have_is_refused_before_anything_is_written(
+    wanted: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(fl.BadInput, match="supervise"):
+        fl.run(recipe(supervise=wanted), runs=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
 
 
 def test_an_unsupervised_run_is_as_it_was(tmp_path: Path) -> None:

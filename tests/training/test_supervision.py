@@ -9,7 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import frostlab as fl
 from frostlab.models.decoder import Decoder, DecoderConfig
@@ -254,10 +261,15 @@ def test_only_frozen_layers_are_refused() -> None:
         resolve(supervise([1, 2]), model)
 
 
-@pytest.mark.parametrize("name", ["gpt classifier", "bert classifier"])
-def test_other_models_are_refused(name: str) -> None:
-    with pytest.raises(fl.BadInput, match="supervise.layers does not know"):
-        resolve(supervise(), build(name))
+def test_other_models_are_refused() -> None:
+    sizes = {key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"}
+    others = [build("gpt classifier"), build("bert classifier"), GPTNeoXForCausalLM(
+        GPTNeoXConfig(**sizes))]  # fmt: skip
+    for model in others:
+        with pytest.raises(
+            fl.BadInput, match=f"supervise.layers does not know {type(model).__name__}"
+        ):
+            resolve(supervise(), model)
 
 
 def test_a_hooked_model_is_refused_before_its_last_layer_is_taken_for_all() -> None:
