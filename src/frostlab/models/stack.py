@@ -24,15 +24,6 @@ class Stack(ABC):
     head: Any  # weight (outputs, width), and a bias or None
     classifies: bool
 
-    def vectors(
-        self, ids: Tensor, types: Tensor | None = None, packing: Packing | None = None
-    ) -> Tensor:
-        """What the head reads: (B, T, width) for language, (N, width) for classification.
-
-        Without a packing, (B, T) rows are full; those of causal models may be filled up.
-        """
-        return self.read(self.run(self.embed(ids, types, packing), packing), ids, packing)
-
     def run(
         self, x: Tensor, packing: Packing | None, first: int = 0, last: int | None = None
     ) -> Tensor:
@@ -77,7 +68,10 @@ class Stack(ABC):
 
     @abstractmethod
     def read(self, x: Tensor, ids: Tensor, packing: Packing | None) -> Tensor:
-        """What the head reads of the last layer's output for these tokens."""
+        """What the head reads of a layer's output: (B, T, width) for language, (N, width) else.
+
+        Without a packing, (B, T) rows are full; those of causal models may be filled up.
+        """
 
 
 class GPTStack(Stack):
