@@ -122,6 +122,21 @@ def test_a_run_records_its_supervised_layers(deep: fl.RunRecord) -> None:
     assert losses[0] > 2.4 * start, "the weighted sum, weights as given"
 
 
+def test_every_key_changes_a_run(tmp_path: Path) -> None:
+    frozen = {"freeze": ["embedding", "layers[0]"]}
+    variants: list[dict[str, Any]] = [
+        {}, {"layers": "all"}, {"layers": [2, 3]}, {"layers": "all", "frozen": True},
+        {"layers": "all", "weights": [0.1, 0.2, 0.3]},
+    ]  # fmt: skip
+    runs = [fl.run(recipe(supervise=v, treatment=frozen), runs=tmp_path) for v in variants]
+    seen = [[x for e in r.events() if e["kind"] == "step" for x in e["loss"]] for r in runs]
+    standard, every, above, also_frozen, weighted = seen
+    assert every == above, "the frozen first layer's loss is left out"
+    assert all(standard != other for other in (every, also_frozen, weighted))
+    assert also_frozen != every != weighted
+    assert [list(r.layers) for r in runs] == [[], [2, 3], [2, 3], [1, 2, 3], [2, 3]]
+
+
 def test_an_arm_is_timed_with_the_loss_it_is_trained_with(deep: fl.RunRecord) -> None:
     whole = recipe_from(recipe(supervise={"layers": [1, 3], "weights": [0.5, 2.0]}))
     data = prepare(whole)
