@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         save_trainable,
         thaw,
     )
-    from frostlab.training import RunFailed, run
+    from frostlab.training import RunFailed, early_exits, run
 
 __all__ = [
     "Anatomy",
@@ -61,6 +61,7 @@ __all__ = [
     "audit",
     "compare",
     "describe",
+    "early_exits",
     "export",
     "freeze",
     "fused",

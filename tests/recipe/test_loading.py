@@ -79,6 +79,25 @@ def test_a_treatment_without_peft_has_the_digest_it_always_had() -> None:
     assert (spelled.treatment_name, peft.treatment_name) == ("explicit", "lora")
 
 
+def test_supervision_by_default_has_the_digest_recipes_always_had() -> None:
+    deep = load_recipe("docstrings-lm", ["supervise.layers=all"])
+    plain = load_recipe("docstrings-lm")
+    assert plain.digest == load_recipe("docstrings-lm", ["supervise.layers=last"]).digest
+    assert len({plain.digest, deep.digest, load_recipe(
+        "docstrings-lm", ["supervise={layers: all, frozen: true}"]).digest}) == 3  # fmt: skip
+    assert recipe_from(deep.to_dict()) == deep
+    assert plain.digest == "0c55d19e32d58ee0", "stored runs are found by it"
+
+
+def test_supervised_frozen_layers_cannot_be_cached_away() -> None:
+    settings = ["supervise={layers: all, frozen: true}", "train.cache_prefix=memory"]
+    with pytest.raises(
+        BadInput, match=r"supervise.frozen needs the layers that train.cache_prefix"
+    ):
+        load_recipe("docstrings-lm", settings)
+    assert load_recipe("docstrings-lm", ["supervise.layers=all", settings[1]])
+
+
 def test_names_of_runs() -> None:
     assert recipe_name("some/where/my-run.yaml") == "my-run"
     assert recipe_name("imdb-gpt") == "imdb-gpt"
@@ -132,6 +151,15 @@ ERRORS = [
     ("treatment={peft: {method: lora}, freeze: [key]}", "peft and freeze exclude each other", ""),
     ("treatment={peft: {method: lora}, init: [{method: randomize, select: [key]}]}",
      "peft and init exclude each other", ""),
+    ("supervise.layers=all", "supervise.layers are those of a language model", "classification"),
+    ("supervise.layers=lats", "'lats' should be one of last, all or a list", "`last`?"),
+    ("supervise.layers=[]", "= [] should be one of last, all or a list that is not empty", ""),
+    ("supervise.layers=[0, 1]", "supervise.layers.0 = 0 should be greater than 0", ""),
+    ("supervise.layers=[2, 1, 2]", "layers has 2 twice", ""),
+    ("supervise={layers: [1, 2], weights: [1]}", "1 weights for 2 layers", ""),
+    ("supervise={layers: all, weights: [1, 0]}", "weights.1 = 0 should be greater than 0", ""),
+    ("supervise.frozen=true", "frozen is about layers below the last", "layers is last"),
+    ("supervise.layer=all", "supervise.layer is not a key", "`layers`?"),
     ("seed=true", "seed = True should be a whole number", ""),
     ("optim.lr", "should be key=value", ""),
     ("optim.lr=[1", "is not a YAML value", ""),

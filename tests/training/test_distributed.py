@@ -132,6 +132,28 @@ def test_epochs_that_end_without_an_evaluation(tmp_path: Path, free_port: int) -
     assert RunRecord(tmp_path / "run").metrics == pytest.approx(alone.metrics, rel=1e-3)
 
 
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_supervised_layers_in_two_processes(way: str, tmp_path: Path, free_port: int) -> None:
+    """With DDP the first layer and what is below it are frozen: its loss is left out."""
+    frozen = ["embedding", "layers[0]"] if way == "ddp" else ["query"]
+    recipe = {
+        **RECIPE,
+        "data": {"name": "induction", "examples": 70, "length": 16, "symbols": 16},
+        "model": {"kind": "decoder", "width": 16, "layers": 3, "heads": 2},
+        "treatment": {"freeze": frozen},
+        "supervise": {"layers": "all", "weights": [9.0, 0.5, 2.0]},
+        "train": {"batch": 16, "accumulate": 2, "steps": 6, "threads": 1, "parallel": way},
+    }
+    alone = run(recipe, out=tmp_path / "alone")
+    done = torchrun(recipe, tmp_path / "run", free_port)
+    assert done.returncode == 0, done.stderr[-3000:]
+    two = RunRecord(tmp_path / "run")
+    assert losses(two.folder) == pytest.approx(losses(alone.folder), rel=1e-4, abs=1e-5)
+    assert list(two.layers) == ([2, 3] if way == "ddp" else [1, 2, 3])
+    for number, metrics in alone.layers.items():
+        assert two.layers[number] == pytest.approx(metrics, rel=1e-3)
+
+
 def test_another_number_of_processes_is_refused(tmp_path: Path, free_port: int) -> None:
     recipe = {**RECIPE, "train": {**RECIPE["train"], "processes": 4, "batch": 64}}
     done = torchrun(recipe, tmp_path / "run", free_port)

@@ -62,6 +62,9 @@ ELSEWHERE = {
     "train.threads": "test_running.py",
     "train.processes": "test_distributed.py",
     "train.parallel": "test_distributed.py",
+    "supervise.layers": "test_exits.py, test_supervision.py",
+    "supervise.weights": "test_exits.py, test_supervision.py",
+    "supervise.frozen": "test_exits.py, test_supervision.py",
 }
 
 
@@ -72,7 +75,7 @@ def fields(kind: type[BaseModel], prefix: str) -> set[str]:
 def test_every_field_has_its_test() -> None:
     sections = {
         "data.": data_settings.Synthetic, "model.": settings.GPTModel, "optim.": settings.Optim,
-        "train.": settings.Train, "evaluate.": settings.Evaluate,
+        "train.": settings.Train, "evaluate.": settings.Evaluate, "supervise.": settings.Supervise,
     }  # fmt: skip
     known = {f for prefix, kind in sections.items() for f in fields(kind, prefix)}
     known |= set(Recipe.model_fields) - {prefix.strip(".") for prefix in sections}

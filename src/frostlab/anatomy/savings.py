@@ -59,7 +59,7 @@ def savings(anatomy: Anatomy, length: int) -> Savings:
     )
 
 
-def _flops(anatomy: Anatomy, length: int) -> float:
+def _flops(anatomy: Anatomy, length: float) -> float:
     """Matmul operations a token of one training step: forward and backward."""
     encoder_learns = any(_learns(p) for p in anatomy.parts if p.stack == "encoder")
     below = {stack: _input_learns(anatomy, stack) for stack in {p.stack for p in anatomy.parts}}
@@ -78,6 +78,13 @@ def _flops(anatomy: Anatomy, length: int) -> float:
     return total
 
 
+def forward_flops(anatomy: Anatomy, length: float) -> tuple[list[float], float]:
+    """Matmul operations a token of a forward pass: of each layer, and of what is outside them."""
+    frozen = anatomy.with_frozen("all")
+    layers = [_layer_flops(layer, False, False, length) for layer in frozen.layers]
+    return layers, _flops(frozen, length) - sum(layers)
+
+
 def _input_learns(anatomy: Anatomy, stack: str) -> bool:
     """Whether anything below a stack's first layer learns.
 
@@ -91,7 +98,7 @@ def _input_learns(anatomy: Anatomy, stack: str) -> bool:
     )
 
 
-def _layer_flops(layer: Layer, below: bool, encoder_learns: bool, length: int) -> float:
+def _layer_flops(layer: Layer, below: bool, encoder_learns: bool, length: float) -> float:
     total = 0.0
     heads: dict[bool, int] = {}
     learning: dict[bool, bool] = {}

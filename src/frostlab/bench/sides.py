@@ -30,7 +30,7 @@ class Ours:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module,  # or its objective
         feed: Feed,
         optim: Optim,
         setting: Setting,
@@ -38,7 +38,8 @@ class Ours:
         prefix: Prefix | None = None,
     ) -> None:
         self.feed, self.device, self.taken = feed, setting.device, 0
-        objective = Objective(model.to(setting.device).train())
+        objective = model if isinstance(model, Objective) else Objective(model)
+        objective.to(setting.device).train()
         objective.prefix, self.rate = prefix, optim.lr
         self._step = build_step(
             objective, optim, Train(step=wanted), setting.precision, setting.device, World(),

@@ -81,6 +81,7 @@ def _quiet_libraries() -> None:
 
 app.command("bench")(bench.bench)
 app.command("compare")(compare.compare)
+app.command("exits")(runs.exits)
 app.command("recipes")(runs.recipes)
 app.command("run")(runs.run)
 app.command("runs")(runs.list_runs)

@@ -118,7 +118,7 @@ def display() -> Bar | Lines:
 
 
 def _line(step: int, metrics: dict[str, float], best: bool) -> str:
-    shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+    shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name != "layers")
     return f"step {step}  {shown}{'  (best)' if best else ''}"
 
 

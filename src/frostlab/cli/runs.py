@@ -1,4 +1,4 @@
-"""`frostlab recipes`, `run`, `runs`, `show`."""
+"""`frostlab recipes`, `run`, `runs`, `show`, `exits`."""
 
 import json
 import os
@@ -10,6 +10,9 @@ import typer
 from frostlab.errors import BadInput
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
+DataDir = Annotated[
+    Path | None, typer.Option(envvar="FROSTLAB_DATA", help="Data sets as NAME/SPLIT.jsonl …")
+]
 RunsFolder = Annotated[
     Path, typer.Option("--runs", envvar="FROSTLAB_RUNS", help="Where runs live.")
 ]
@@ -37,9 +40,7 @@ def run(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the newest unfinished run of this recipe.")
     ] = False,
-    data_dir: Annotated[
-        Path | None, typer.Option(envvar="FROSTLAB_DATA", help="Data sets as NAME/SPLIT.jsonl …")
-    ] = None,
+    data_dir: DataDir = None,
     out: Annotated[Path | None, typer.Option(help="The run's own folder.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:2, mps.")] = None,
     runs: RunsFolder = Path("runs"),
@@ -52,8 +53,7 @@ def run(
     if device is not None:
         asked.append(f"train.device={device}")
     loaded = load_recipe(recipe, asked, seed)
-    if data_dir is not None and not data_dir.is_dir():
-        raise BadInput(f"--data-dir {data_dir} is not a folder")
+    _check_data_dir(data_dir)
     from frostlab.cli.progress import display
     from frostlab.records.listing import show
     from frostlab.training.progress import Silent
@@ -70,6 +70,11 @@ def run(
     )
     if os.environ.get("RANK", "0") == "0":
         typer.echo(json.dumps(record.result, indent=1) if as_json else show(record.folder))
+
+
+def _check_data_dir(data_dir: Path | None) -> None:
+    if data_dir is not None and not data_dir.is_dir():
+        raise BadInput(f"--data-dir {data_dir} is not a folder")
 
 
 def list_runs(runs: RunsFolder = Path("runs"), as_json: AsJson = False) -> None:
@@ -97,3 +102,25 @@ def show_run(
 
     folder = find_run(runs, run)
     typer.echo(json.dumps(show_json(folder), indent=1) if as_json else show(folder))
+
+
+def exits(
+    run: Annotated[str, typer.Argument(help="A run's name, the beginning of one, or its folder.")],
+    data_dir: DataDir = None,
+    device: Annotated[str | None, typer.Option(help="Another than the run's: cpu, cuda …")] = None,
+    runs: RunsFolder = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """Measure a finished language model's best weights at every layer, and what each costs.
+
+    One pass over the split that was reported; also written to the run's folder, as exits.json.
+    """
+    from frostlab.records.index import find_run
+
+    folder = find_run(runs, run)
+    _check_data_dir(data_dir)
+    from frostlab.training.exits import early_exits, exits_table
+
+    found = early_exits(folder, data_dir=data_dir, device=device)
+    text = (folder / "exits.json").read_text("utf-8") if as_json else exits_table(found)
+    typer.echo(text.rstrip())

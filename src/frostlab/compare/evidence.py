@@ -173,7 +173,7 @@ def _run(seed: int, record: RunRecord, folder: Path) -> dict[str, Any]:
         "status": result["status"],
         "error": result["error"],
         "attempts": 1 + len(list(record.folder.glob("result-*.json"))),
-        "metrics": result["report"],
+        "metrics": record.metrics or None,
         "best": result["best"],
         "last": result["last"],
         "steps": result["steps"],

@@ -31,6 +31,7 @@ from frostlab.training.optimizer import optimizer_tensors
 from frostlab.training.prefix import build_prefix, check_prefix
 from frostlab.training.stages import total_steps
 from frostlab.training.step import Diverged, Outcome, seed_step
+from frostlab.training.supervision import resolve
 from frostlab.training.treating import treat, wants_types
 
 CONTROL = "baseline again"
@@ -60,6 +61,7 @@ class Side:
         check_pieces(objective, prepared, types, packs or train.cache_prefix is not None)
         if train.cache_prefix is not None:
             check_prefix(self.model, prepared, train, precision)
+        objective.supervision = resolve(recipe.supervise, self.model)
         self.model.to(device)
         objective.train()
         if train.cache_prefix is not None:

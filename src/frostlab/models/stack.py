@@ -24,24 +24,25 @@ class Stack(ABC):
     head: Any  # weight (outputs, width), and a bias or None
     classifies: bool
 
-    def vectors(
-        self, ids: Tensor, types: Tensor | None = None, packing: Packing | None = None
-    ) -> Tensor:
-        """What the head reads: (B, T, width) for language, (N, width) for classification.
-
-        Without a packing, (B, T) rows are full; those of causal models may be filled up.
-        """
-        return self.read(self.run(self.embed(ids, types, packing), packing), ids, packing)
-
     def run(
         self, x: Tensor, packing: Packing | None, first: int = 0, last: int | None = None
     ) -> Tensor:
         """Take (B, T, width) through layers first to last."""
+        end = len(self.layers) if last is None else last
+        return self.states(x, packing, [end], first)[0]
+
+    def states(
+        self, x: Tensor, packing: Packing | None, after: Sequence[int], first: int = 0
+    ) -> list[Tensor]:
+        """What (B, T, width) has become after some layers, counted from 1, in one pass."""
+        found = {first: x}
         with self.attention():
             around = self.around(x, packing)
-            for layer in self.layers[first:last]:
-                x = layer(x, **around)
-        return x
+            for number in range(first + 1, max(after) + 1):
+                x = self.layers[number - 1](x, **around)
+                if number in after:
+                    found[number] = x
+        return [found[number] for number in after]
 
     def places(self, rows: Tensor, packing: Packing | None) -> Tensor:
         """(T,) each token's place in its sequence, for rows of shape (B, T, …)."""
@@ -67,7 +68,10 @@ class Stack(ABC):
 
     @abstractmethod
     def read(self, x: Tensor, ids: Tensor, packing: Packing | None) -> Tensor:
-        """What the head reads of the last layer's output for these tokens."""
+        """What the head reads of a layer's output: (B, T, width) for language, (N, width) else.
+
+        Without a packing, (B, T) rows are full; those of causal models may be filled up.
+        """
 
 
 class GPTStack(Stack):

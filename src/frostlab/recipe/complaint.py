@@ -31,6 +31,7 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "optim": settings.Optim,
     "schedule": settings.StepDecay,
     "train": settings.Train,
+    "supervise": settings.Supervise,
     "evaluate": settings.Evaluate,
 }
 _DATA_NAMES = ("docstrings", "docstrings-pairs", *data.SYNTHETIC, *data.NAMED, "own")
@@ -45,6 +46,7 @@ _WANTED = {
     "model_type": "a section of `key: value`",
     "model_attributes_type": "a section of `key: value`",
     "finite_number": "a finite number",
+    "too_short": "a list that is not empty",
 }
 
 

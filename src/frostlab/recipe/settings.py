@@ -116,6 +116,26 @@ class Train(Strict):
         return self
 
 
+class Supervise(Strict):
+    """Which layers predict, through the shared head, and what each one's loss counts."""
+
+    layers: Literal["last", "all"] | Annotated[tuple[Positive, ...], Field(min_length=1)] = "last"
+    weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)] | None = None
+    frozen: bool = False  # true: also layers that nothing which learns lies below
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.layers == "last" and self.frozen:
+            raise ValueError("frozen is about layers below the last; layers is last")
+        if isinstance(self.layers, str):
+            return self
+        if twice := [n for n in self.layers if self.layers.count(n) > 1]:
+            raise ValueError(f"layers has {twice[0]} twice")
+        if self.weights is not None and len(self.weights) != len(self.layers):
+            raise ValueError(f"{len(self.weights)} weights for {len(self.layers)} layers")
+        return self
+
+
 class Evaluate(Strict):
     """When to look, at what, and when to stop."""
 

@@ -27,6 +27,7 @@ from frostlab.recipe.settings import (
     Metric,
     Optim,
     PretrainedModel,
+    Supervise,
     Train,
 )
 from frostlab.recipe.treatment import NAMED as TREATMENTS
@@ -80,6 +81,18 @@ def _impossible_model(recipe: "Recipe") -> Iterator[str]:
         yield f"model.positions {model.positions} is less than data.length {data.length}"
 
 
+def _impossible_supervision(recipe: "Recipe") -> Iterator[str]:
+    if recipe.supervise == Supervise():
+        return
+    if recipe.data.task != "language":
+        yield f"supervise.layers are those of a language model; data.task is {recipe.data.task}"
+    if recipe.supervise.frozen and recipe.train.cache_prefix is not None:
+        yield (
+            "supervise.frozen needs the layers that train.cache_prefix leaves out; "
+            "set one of them to its default"
+        )
+
+
 class Recipe(Strict):
     """One run, whole: equal recipes make equal runs."""
 
@@ -100,12 +113,14 @@ class Recipe(Strict):
     treatment: Literal[tuple(TREATMENTS)] | Treatment = "none"  # type: ignore[valid-type]
     optim: Optim = Optim()
     train: Train = Train(epochs=3)
+    supervise: Supervise = Supervise()
     evaluate: Evaluate = Evaluate()
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        for reason in (*_impossible_data(self), *_impossible_model(self)):
+        checks = (_impossible_data, _impossible_model, _impossible_supervision)
+        for reason in (reason for check in checks for reason in check(self)):
             raise ValueError(reason)
         return self
 
@@ -139,5 +154,7 @@ class Recipe(Strict):
             values["treatment"] = SAME.get(self.treatment, self.treatment)
         elif self.treatment.peft is None:  # stored runs from before there was such a key
             del values["treatment"]["peft"]
+        if self.supervise == Supervise():  # the same
+            del values["supervise"]
         text = json.dumps(values, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -91,9 +91,12 @@ def _results(run: dict[str, Any]) -> list[str]:
     if best and (step := part(result, "best").get("step")) is not None:
         best += f" at step {step}"
     report = ", ".join(f"{name} {number(value)}" for name, value in (run["report"] or {}).items())
+    each = part(part(result, "report"), "layers")
+    layers = [(f"layer {n}", ", ".join(f"{m} {number(v)}" for m, v in part(each, n).items()))
+              for n in each]  # fmt: skip
     word = "best" if result else "latest"
     caution = [("caution", run["caution"])] if run["caution"] else []
-    return _pairs([(word, best), ("report", report or None), *caution])
+    return _pairs([(word, best), ("report", report or None), *layers, *caution])
 
 
 def _clocks(result: dict[str, Any]) -> list[str]:

@@ -27,8 +27,14 @@ class RunRecord:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The reported metrics."""
-        return dict(self.result["report"] or {})
+        """The reported metrics, of the last layer."""
+        return {n: v for n, v in (self.result["report"] or {}).items() if n != "layers"}
+
+    @property
+    def layers(self) -> dict[int, dict[str, float]]:
+        """The reported metrics of every supervised layer; none where only the last one is."""
+        found = (self.result["report"] or {}).get("layers", {})
+        return {int(number): dict(metrics) for number, metrics in found.items()}
 
     @property
     def environment(self) -> dict[str, Any]:

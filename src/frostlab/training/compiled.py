@@ -88,12 +88,14 @@ class CompiledStep(EagerStep):
         """Go on in a plainer way, and say why."""
         self.kind, self.reason = "eager", reason
 
-    def _what_learns(self) -> tuple[int, ...]:
-        return (changes(), self.objective.training, *(p.requires_grad for p in self._known))
+    def _what_learns(self) -> tuple[Any, ...]:
+        supervision = getattr(self.objective, "supervision", None)  # decides who gets a gradient
+        learning = (p.requires_grad for p in self._known)
+        return (changes(), self.objective.training, supervision, *learning)
 
     def _look_for_changes(self) -> bool:
-        """Compile anew when other weights learn than before: code made for a frozen one would
-        go on leaving it out."""
+        """Compile anew when other weights learn than before, or from other layers: code made for
+        a frozen one would go on leaving it out."""
         now = self._what_learns()
         if now == self._learning:
             return False

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,8 +91,10 @@ def train(
         stage_index, stage_step = stage_at(setting.stages, progress.step)
         stage = setting.stages[stage_index]
         if stage_step == 0 and setting.folder:
+            supervision = setting.objective.supervision
             setting.folder.event("stage", progress.step, name=stage.name, steps=stage.steps,
-                                 freeze=list(stage.freeze))  # fmt: skip
+                                 freeze=list(stage.freeze),
+                                 supervise=supervision and supervision.to_dict())  # fmt: skip
 
         with watch.phase("data"):
             rows = order[place]
@@ -197,7 +200,7 @@ def _look(setting: Setting, progress: Progress, watch: Stopwatch) -> bool:
 
 def measure(
     setting: Setting, split: str, step: int, guesses: Tensor | None = None
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Every metric of a split, over all processes, the selecting one first."""
     train, metric = setting.recipe.train, setting.recipe.metric
     metrics = evaluate(
@@ -210,6 +213,7 @@ def measure(
         world=setting.world,
         types=wants_types(setting.model),
         guesses=guesses,
+        layers=setting.objective.supervised,
     )
     if not math.isfinite(metrics["loss"]):
         spoilt = (n for n, p in setting.model.named_parameters() if not whole(p).isfinite().all())

@@ -1,5 +1,7 @@
 """A model and its loss: what a step differentiates and an evaluation reads."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -14,6 +16,7 @@ from frostlab.training.batching import IGNORED, Batch, collate
 from frostlab.training.losses import head_loss
 from frostlab.training.packing import pack
 from frostlab.training.prefix import Prefix
+from frostlab.training.supervision import Supervision, language_stack
 
 
 def logits_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
@@ -28,6 +31,14 @@ def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
+@dataclass(frozen=True)
+class Exits:
+    """Layers below the last, counted from 1; `see` gets the logits of one after the other."""
+
+    layers: Sequence[int]
+    see: Callable[[int, Tensor], None]
+
+
 class Objective(nn.Module):
     """Calls a model in the way a batch asks for: as it is, packed, or without its logits."""
 
@@ -35,33 +46,69 @@ class Objective(nn.Module):
         super().__init__()
         self.model = model
         self.prefix: Prefix | None = None
+        self.supervision: Supervision | None = None
 
-    def forward(self, batch: Batch, want: Literal["loss", "logits"] = "loss") -> Tensor:
-        """The loss, summed over what is scored, or the logits."""
+    @property
+    def supervised(self) -> tuple[int, ...]:
+        """The layers that have a loss of their own, if not the last one alone."""
+        return () if self.supervision is None else self.supervision.layers
+
+    @property
+    def depth(self) -> int:
+        """How many layers the head can read."""
+        return len(language_stack(self.model, "an early exit").layers)
+
+    def forward(self, batch: Batch, want: Literal["loss", "logits"] | Exits = "loss") -> Tensor:
+        """The loss, summed over what is scored, or the logits; `Exits` see others before."""
+        if isinstance(want, Exits):
+            return self._visit(batch, want)
+        if want == "loss" and self.supervision is not None:
+            return self.supervised_loss(batch, self.supervision)
         stack = take_apart(self.model)
         head = None if stack is None else stack.head
         if want == "loss" and batch.targets.ndim == 2 and stack and type(head) is nn.Linear:
-            vectors = self._vectors(stack, batch)
+            (vectors,) = self.vectors(stack, batch, [len(stack.layers)])
             return head_loss(
                 vectors, head.weight, batch.targets, bias=head.bias, ignore=IGNORED
             )[0]  # fmt: skip
         if stack is not None and "attention_mask" not in batch.inputs:
-            logits = stack.head(self._vectors(stack, batch))
+            (vectors,) = self.vectors(stack, batch, [len(stack.layers)])
+            logits = stack.head(vectors)
         else:
             assert batch.packing is None, "only models that can be taken apart are packed"
             logits = logits_of(self.model, batch.inputs)
         return logits if want == "logits" else summed_loss(logits, batch.targets)
 
-    def _vectors(self, stack: Stack, batch: Batch) -> Tensor:
-        """What the head reads, from the tokens or from where the cached layers end."""
-        inputs, prefix = batch.inputs, self.prefix
+    def supervised_loss(self, batch: Batch, supervision: Supervision) -> Tensor:
+        """Every supervised layer's loss times its weight, added up."""
+        stack = language_stack(self.model, "supervise.layers")
+        vectors, head = self.vectors(stack, batch, supervision.layers), stack.head
+        return head_loss(
+            vectors, head.weight, batch.targets, bias=head.bias, weights=supervision.weights,
+            ignore=IGNORED,
+        )[0]  # fmt: skip
+
+    def _visit(self, batch: Batch, exits: Exits) -> Tensor:
+        """Show the logits of layers, of which one layer's exist at a time; return the last's."""
+        stack = language_stack(self.model, "an early exit")
+        after = [*exits.layers, len(stack.layers)]
+        *below, last = self.vectors(stack, batch, after)
+        for number, vectors in zip(exits.layers, below, strict=True):
+            exits.see(number, stack.head(vectors))
+        return stack.head(last)
+
+    def vectors(self, stack: Stack, batch: Batch, after: Sequence[int]) -> list[Tensor]:
+        """What the head reads after some layers, from the tokens or where cached layers end."""
+        inputs, packing, prefix = batch.inputs, batch.packing, self.prefix
+        ids, first = inputs["input_ids"], 0
         if prefix is None or "cached" not in inputs:
-            return stack.vectors(inputs["input_ids"], inputs.get("token_type_ids"), batch.packing)
-        prefix.check()
-        cached = inputs["cached"]
-        x = cached if cached.is_floating_point() else prefix.vectors(cached)
-        x = stack.run(x.to(prefix.dtype), batch.packing, first=prefix.depth)
-        return stack.read(x, inputs["input_ids"], batch.packing)
+            x = stack.embed(ids, inputs.get("token_type_ids"), packing)
+        else:
+            prefix.check()
+            cached, first = inputs["cached"], prefix.depth
+            x = cached if cached.is_floating_point() else prefix.vectors(cached)
+            x = x.to(prefix.dtype)
+        return [stack.read(x, ids, packing) for x in stack.states(x, packing, after, first)]
 
 
 def check_pieces(objective: Objective, prepared: Prepared, types: bool, packs: bool) -> None:

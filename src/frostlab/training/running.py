@@ -35,6 +35,7 @@ from frostlab.training.objective import Objective, check_pieces, logits_of
 from frostlab.training.prefix import check_prefix
 from frostlab.training.progress import Display, Silent
 from frostlab.training.stages import stages_of
+from frostlab.training.supervision import resolve
 from frostlab.training.treating import audit_frozen, treat, wants_types, weight_digests
 from frostlab.training.work import work
 
@@ -132,6 +133,7 @@ def _set_up(
     check_pieces(objective, prepared, wants_types(model), packs)
     if recipe.train.cache_prefix is not None:
         check_prefix(model, prepared, recipe.train, precision)
+    objective.supervision = resolve(recipe.supervise, model)
     model.to(device)
     frozen = audit_frozen(model, recipe)
     digests["frozen"] = {} if frozen is None else frozen.digests

@@ -1,0 +1,149 @@
+"""Early exit: what a language model's head makes of every layer, and what stopping there costs."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from frostlab.anatomy import anatomy
+from frostlab.anatomy.savings import forward_flops
+from frostlab.data import Prepared, prepare
+from frostlab.errors import BadInput
+from frostlab.models.building import build_model
+from frostlab.recipe import Recipe
+from frostlab.recipe.loading import recipe_from
+from frostlab.records.checkpoints import Checkpoint
+from frostlab.records.folder import RunFolder
+from frostlab.records.record import RunRecord
+from frostlab.training.devices import choose_device, choose_precision
+from frostlab.training.distributed import World
+from frostlab.training.evaluation import evaluate
+from frostlab.training.objective import Objective
+from frostlab.training.packing import row_lengths
+from frostlab.training.supervision import language_stack
+from frostlab.training.treating import count_parameters, state_digest, treat, wants_types
+from frostlab.training.work import load_weights
+
+
+@dataclass(frozen=True)
+class Exit:
+    """A model that ends after a layer, counted from 1."""
+
+    layer: int
+    loss: float
+    perplexity: float
+    token_accuracy: float
+    flops: float  # matmul operations a token of the forward pass, head included
+    share: float  # of the whole model's
+    parameters: int  # embedding, the layers so far, final norm and head
+
+
+def early_exits(
+    run: RunRecord | str | Path,
+    *,
+    data_dir: str | Path | None = None,
+    device: str | None = None,
+) -> tuple[Exit, ...]:
+    """Measure a finished run's best weights at every layer, on the split that was reported.
+
+    One pass over the split; what it finds is also written to the run's folder, as `exits.json`.
+    """
+    record = run if isinstance(run, RunRecord) else RunRecord(Path(run))
+    if record.status != "finished":
+        raise BadInput(f"{record.folder} is {record.status}; early exits need a finished run")
+    recipe = _recipe(record)
+    if recipe.data.task != "language":
+        raise BadInput(f"{record.folder} is a run for {recipe.data.task}; early exits for language")
+    where = choose_device(device or recipe.train.device)
+    precision = choose_precision(recipe.train, where)
+    prepared = prepare(recipe, None if data_dir is None else Path(data_dir))
+    if prepared.digest != record.digests["data"]:
+        raise BadInput(f"the data of {record.folder} cannot be made again: they changed")
+    model = _best_model(record, recipe, prepared).to(where)
+    batch = recipe.evaluate.batch or recipe.train.batch // recipe.train.accumulate
+    found = measure_exits(model, prepared, batch, where, precision)
+    RunFolder(record.folder).write("exits.json", {
+        "split": "report",
+        "checkpoint": record.result["checkpoint"],
+        "length": _length(prepared),
+        "device": str(where),
+        "precision": str(precision).removeprefix("torch."),
+        "exits": [asdict(each) for each in found],
+    })  # fmt: skip
+    return found
+
+
+def measure_exits(
+    model: torch.nn.Module,
+    prepared: Prepared,
+    batch: int,
+    device: torch.device,
+    precision: torch.dtype,
+) -> tuple[Exit, ...]:
+    """Every layer's metrics on the reporting split in one pass, and what each costs."""
+    blocks = language_stack(model, "an early exit").layers
+    layers = range(1, len(blocks) + 1)
+    metrics = evaluate(
+        Objective(model), prepared, prepared.splits["report"], batch, device=device,
+        precision=precision, world=World(), types=wants_types(model), layers=layers,
+    )["layers"]  # fmt: skip
+    # a token looks back at half of its example, on average
+    each, rest = forward_flops(anatomy(model), _length(prepared) / 2)
+    costs = [rest + sum(each[:number]) for number in layers]
+    sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
+    total = count_parameters(model)["total"]
+    return tuple(
+        Exit(number, **metrics[str(number)], flops=cost, share=cost / costs[-1],
+             parameters=total - sum(sizes[number:]))
+        for number, cost in zip(layers, costs, strict=True)
+    )  # fmt: skip
+
+
+def exits_table(exits: tuple[Exit, ...]) -> str:
+    """Set exits in aligned columns."""
+    head = [
+        "layer",
+        "loss",
+        "perplexity",
+        "token accuracy",
+        "MFLOPs a token",
+        "share",
+        "parameters",
+    ]
+    rows = [
+        [str(e.layer), f"{e.loss:.4f}", f"{e.perplexity:.2f}", f"{e.token_accuracy:.2%}",
+         f"{e.flops / 1e6:.4g}", f"{e.share:.1%}", f"{e.parameters:,}"]
+        for e in exits
+    ]  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in [head, *rows]
+    )
+
+
+def _recipe(record: RunRecord) -> Recipe:
+    path = record.folder / "recipe.yaml"
+    try:
+        values: dict[str, Any] = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise BadInput(f"{path} cannot be read ({error})") from None
+    return recipe_from(values, str(path))
+
+
+def _best_model(record: RunRecord, recipe: Recipe, prepared: Prepared) -> torch.nn.Module:
+    """The model that was reported, down to its digest."""
+    model = build_model(recipe, prepared.vocabulary, prepared.classes, prepared.pad)
+    treat(model, recipe)
+    result = record.result
+    load_weights(model, Checkpoint(record.folder / result["checkpoint"], result["best"]["step"]))
+    if state_digest(model) != result["weights_digest"]:
+        raise BadInput(f"{record.folder}/{result['checkpoint']} is not what was reported")
+    return model
+
+
+def _length(prepared: Prepared) -> int:
+    """How many tokens of the longest example are read."""
+    return int(row_lengths(prepared.splits["report"]).max())
