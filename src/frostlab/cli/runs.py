@@ -19,15 +19,19 @@ RunsFolder = Annotated[
 
 
 def recipes(as_json: AsJson = False) -> None:
-    """List the recipes that ship, one line each."""
-    from frostlab.recipe.loading import shipped_recipes
+    """List the recipes and comparisons that ship, one line each."""
+    from frostlab.recipe.loading import shipped_comparisons, shipped_recipes
 
     found = shipped_recipes()
     if as_json:
         typer.echo(json.dumps(found, indent=1))
         return
-    width = max(map(len, found))
+    compared = {name: values["about"] for name, values in shipped_comparisons().items()}
+    width = max(map(len, (*found, *compared)))
     for name, about in found.items():
+        typer.echo(f"{name:{width}}  {about}")
+    typer.echo("\nfor `frostlab compare`:")
+    for name, about in compared.items():
         typer.echo(f"{name:{width}}  {about}")
 
 

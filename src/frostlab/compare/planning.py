@@ -12,7 +12,13 @@ from frostlab.compare.plan import Plan
 from frostlab.compare.rules import DEFAULT_SEEDS, Rules, rules_for
 from frostlab.errors import BadInput, nearest
 from frostlab.recipe import METRICS, Recipe
-from frostlab.recipe.loading import load_recipe, read_values, recipe_from, recipe_name
+from frostlab.recipe.loading import (
+    load_recipe,
+    read_values,
+    recipe_from,
+    recipe_name,
+    shipped_comparisons,
+)
 from frostlab.recipe.treatment import NAMED, Strict
 
 _RULES = ("alpha", "minimum_effect", "noninferior", "looks")
@@ -113,6 +119,9 @@ def _values(source: str | Path | dict[str, Any] | Recipe) -> tuple[dict[str, Any
         whole = "arms" in source or "recipe" in source
         return (dict(source) if whole else {"recipe": source}), "comparison"
     name = str(source)
+    shipped = shipped_comparisons()
+    if name in shipped:
+        return shipped[name], name
     if name.endswith((".yaml", ".yml")):
         values = read_values(name)
         if "arms" in values or "recipe" in values:

@@ -98,10 +98,18 @@ class _Layers:
 
 def shipped_recipes() -> dict[str, str]:
     """Every recipe that ships, with its line of description, parents included."""
-    folder = resources.files("frostlab.recipes")
+    return {name: values.get("about", "") for name, values in _shipped("frostlab.recipes").items()}
+
+
+def shipped_comparisons() -> dict[str, dict[str, Any]]:
+    """The keys of every comparison that ships."""
+    return _shipped("frostlab.comparisons")
+
+
+def _shipped(package: str) -> dict[str, dict[str, Any]]:
+    folder = resources.files(package)
     files = sorted((f for f in folder.iterdir() if f.name.endswith(".yaml")), key=lambda f: f.name)
-    return {f.name.removesuffix(".yaml"): _parse(f.read_text("utf-8"), f.name).get("about", "")
-            for f in files}  # fmt: skip
+    return {f.name.removesuffix(".yaml"): _parse(f.read_text("utf-8"), f.name) for f in files}
 
 
 def load_recipe(name: str, settings: Iterable[str] = (), seed: int | None = None) -> Recipe:
@@ -193,7 +201,7 @@ def _find(name: str, origin: Path | None) -> tuple[str, str, Path | None]:
     shipped = shipped_recipes()
     if name not in shipped:
         raise BadInput(
-            f"no recipe is called `{name}`{nearest(name, shipped)}"
+            f"no recipe is called `{name}`{_instead(name, shipped)}"
             " (`frostlab recipes` lists them; a file of your own ends in .yaml)"
         )
     return (
@@ -201,6 +209,12 @@ def _find(name: str, origin: Path | None) -> tuple[str, str, Path | None]:
         name,
         None,
     )
+
+
+def _instead(name: str, shipped: Iterable[str]) -> str:
+    if name in shipped_comparisons():
+        return f"; it is a comparison: `frostlab compare {name}`"
+    return nearest(name, shipped)
 
 
 def _parse(text: str, label: str) -> dict[str, Any]:
