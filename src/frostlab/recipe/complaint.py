@@ -6,7 +6,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from frostlab.errors import nearest
-from frostlab.recipe import data, settings, treatment
+from frostlab.recipe import data, settings, stages, treatment
 from frostlab.recipe.whole import Recipe
 
 _KINDS: dict[tuple[str, Any], type[BaseModel]] = {
@@ -32,6 +32,8 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "schedule": settings.StepDecay,
     "train": settings.Train,
     "evaluate": settings.Evaluate,
+    "stages": stages.StageSettings,
+    "add": stages.Add,
 }
 _DATA_NAMES = ("docstrings", "docstrings-pairs", *data.SYNTHETIC, *data.NAMED, "own")
 _WANTED = {
@@ -45,6 +47,7 @@ _WANTED = {
     "model_type": "a section of `key: value`",
     "model_attributes_type": "a section of `key: value`",
     "finite_number": "a finite number",
+    "too_short": "not empty",
 }
 
 

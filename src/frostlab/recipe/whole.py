@@ -29,6 +29,7 @@ from frostlab.recipe.settings import (
     PretrainedModel,
     Train,
 )
+from frostlab.recipe.stages import StageSettings, stage_names
 from frostlab.recipe.treatment import NAMED as TREATMENTS
 from frostlab.recipe.treatment import SAME, Strict, Treatment
 
@@ -80,6 +81,18 @@ def _impossible_model(recipe: "Recipe") -> Iterator[str]:
         yield f"model.positions {model.positions} is less than data.length {data.length}"
 
 
+def _impossible_stages(recipe: "Recipe") -> Iterator[str]:
+    stages, names = recipe.stages, stage_names(recipe.stages)
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            yield f"stages.{index}.name {name} is the name of stages.{names.index(name)} too"
+    if stages and not stages[0].keep_state:
+        yield "stages.0.keep_state is given, but there is no state before the first stage"
+    for index, stage in enumerate(stages):
+        if stage.add is not None and recipe.surgery.peft is not None:
+            yield f"stages.{index}.add and treatment.peft exclude each other: new layers would be frozen"
+
+
 class Recipe(Strict):
     """One run, whole: equal recipes make equal runs."""
 
@@ -101,11 +114,14 @@ class Recipe(Strict):
     optim: Optim = Optim()
     train: Train = Train(epochs=3)
     evaluate: Evaluate = Evaluate()
+    stages: tuple[StageSettings, ...] = ()  # none: the whole run is one
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        for reason in (*_impossible_data(self), *_impossible_model(self)):
+        for reason in (
+            *_impossible_data(self), *_impossible_model(self), *_impossible_stages(self)
+        ):  # fmt: skip
             raise ValueError(reason)
         return self
 
@@ -137,7 +153,9 @@ class Recipe(Strict):
         values = self.model_dump(mode="json", exclude={"about"})
         if isinstance(self.treatment, str):
             values["treatment"] = SAME.get(self.treatment, self.treatment)
-        elif self.treatment.peft is None:  # stored runs from before there was such a key
+        elif self.treatment.peft is None:  # stored runs are from before there were such keys
             del values["treatment"]["peft"]
+        if not self.stages:
+            del values["stages"]
         text = json.dumps(values, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
