@@ -90,7 +90,7 @@ def _impossible_stages(recipe: "Recipe") -> Iterator[str]:
         yield "stages.0.keep_state is given, but there is no state before the first stage"
     for index, stage in enumerate(stages):
         if stage.add is not None and recipe.surgery.peft is not None:
-            yield f"stages.{index}.add and treatment.peft exclude each other: new layers would be frozen"
+            yield f"stages.{index}.add cannot be with treatment.peft: new layers would be frozen"
 
 
 class Recipe(Strict):

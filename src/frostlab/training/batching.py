@@ -18,14 +18,14 @@ Order = list[NDArray[np.int64]]
 
 
 def epoch_order(
-    lengths: NDArray[np.int64], batch: int, seed: int, epoch: int, bucket: bool
+    lengths: NDArray[np.int64], batch: int, seed: int, epoch: int, bucket: bool, stage: int = 0
 ) -> Order:
-    """The examples of every step of an epoch, the last step's perhaps fewer.
+    """The examples of every step of an epoch of a stage, the last step's perhaps fewer.
 
     Bucketed, examples of like length share a batch: a shuffled pool of batches is sorted by
     length and cut, and the batches are shuffled again.
     """
-    draw = np.random.default_rng([seed, epoch])
+    draw = np.random.default_rng([seed, epoch, stage] if stage else [seed, epoch])
     rows = draw.permutation(len(lengths))
     if bucket:
         pools = [rows[i : i + _POOL * batch] for i in range(0, len(rows), _POOL * batch)]

@@ -26,9 +26,11 @@ class Feed:
         device: torch.device,
         types: bool,
         prefix: Prefix | None = None,
+        stage: int = 0,
     ) -> None:
         self.tokens, self.pad, self.types = prepared.splits["train"], prepared.pad, types
         self.train, self.seed, self.world, self.prefix = train, seed, world, prefix
+        self.stage = stage
         self.packs = train.batching == "packed" or prefix is not None
         self.most = widest(self.tokens, device)
         self.shapes = None
@@ -38,8 +40,8 @@ class Feed:
 
     def order(self, epoch: int) -> Order:
         """The examples of every step of an epoch."""
-        bucket = self.train.batching == "bucketed"
-        return epoch_order(self.tokens.lengths, self.train.batch, self.seed, epoch, bucket)
+        lengths, bucket = self.tokens.lengths, self.train.batching == "bucketed"
+        return epoch_order(lengths, self.train.batch, self.seed, epoch, bucket, self.stage)
 
     def __call__(self, rows: NDArray[np.int64]) -> list[Batch]:
         """This process's share of a step, in parts whose gradients are added up."""
