@@ -57,6 +57,13 @@ def _impossible_data(recipe: "Recipe") -> Iterator[str]:
         yield f"data.name {data.name} has no labels; set data.task to language"
     if data.name in (*PAIRS, "sst2") and data.task != "classification":
         yield f"data.name {data.name} is for classification, not {data.task}"
+    if data.stride is not None and data.task != "language":
+        yield f"data.stride {data.stride} is for running text; data.task is {data.task}"
+    if data.stride is not None and data.stride < data.length:
+        yield f"data.stride {data.stride} would count tokens twice; data.length is {data.length}"
+    leaks = recipe.tokenizer.also if isinstance(recipe.tokenizer, Words) else ()
+    if "tune" in leaks and data.splits == "published":
+        yield "tokenizer.also names tune, but splits: published has train and report only"
     if isinstance(data, Own) and not 1 <= len(data.text) <= 2:
         yield f"data.text names {len(data.text)} columns; one, or two for pairs"
 
@@ -157,5 +164,9 @@ class Recipe(Strict):
             del values["treatment"]["peft"]
         if not self.stages:
             del values["stages"]
+        if values["data"].get("stride", 0) is None:
+            del values["data"]["stride"]
+        if isinstance(self.tokenizer, Words):
+            values["tokenizer"] = self.tokenizer.spelled()
         text = json.dumps(values, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
