@@ -53,14 +53,16 @@ def test_an_epoch_is_every_example_once(
     assert sorted(map(len, order))[1:] == [batch] * (len(order) - 1)
 
 
-def test_orders_follow_seed_and_epoch_alone() -> None:
+def test_orders_follow_seed_epoch_and_stage_alone() -> None:
     lengths = np.arange(1, 100)
 
-    def made(seed: int, epoch: int, bucket: bool = True) -> str:
-        return order_digest(epoch_order(lengths, 8, seed, epoch, bucket))
+    def made(seed: int, epoch: int, bucket: bool = True, stage: int = 0) -> str:
+        return order_digest(epoch_order(lengths, 8, seed, epoch, bucket, stage))
 
     assert made(1, 0) == made(1, 0)
+    assert made(1, 0, stage=2) == made(1, 0, stage=2)
     assert len({made(1, 0), made(2, 0), made(1, 1), made(1, 0, bucket=False)}) == 4
+    assert len({made(1, 1), made(1, 1, stage=1), made(1, 1, stage=2), made(1, 2)}) == 4
     assert order_digest([np.array([1, 2])]) != order_digest([np.array([1]), np.array([2])])
     assert order_digest([np.array([1])], "before") != order_digest([np.array([1])])
 

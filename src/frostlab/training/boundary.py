@@ -13,7 +13,7 @@ from frostlab.models.building import build_model
 from frostlab.records.checkpoints import Checkpoint, checkpoints_in
 from frostlab.surgery import Audit
 from frostlab.training.compiled import uncompile
-from frostlab.training.distributed import like
+from frostlab.training.distributed import gather_nothing, like
 from frostlab.training.objective import Objective
 from frostlab.training.patience import Best
 from frostlab.training.progress import Progress
@@ -26,6 +26,7 @@ from frostlab.training.treating import audit_frozen, count_parameters, treat
 
 def cross(setting: Setting, progress: Progress, step: EagerStep) -> dict[str, Tensor]:
     """End a stage and enter the next; return the optimizer's state that goes on."""
+    gather_nothing(setting.objective)
     kept = kept_state(setting.model, step.optimizer)
     if getattr(step, "compiles", False):
         uncompile(setting.objective)

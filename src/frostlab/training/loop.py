@@ -2,6 +2,7 @@
 
 import math
 
+import torch
 from torch import Tensor
 
 from frostlab.records.checkpoints import Checkpoint, keep_only, save_checkpoint
@@ -138,7 +139,7 @@ def _train_stage(
         ):  # fmt: skip
             ledger.settle()
             progress.epoch_seconds = watch.training_seconds() - epoch_began
-            _keep(setting, progress, watch, optimizer_tensors(setting.model, step_once.optimizer))
+            _keep(setting, progress, watch, step_once.optimizer)
         if stop and not (last and (progress.step == end or progress.stopped_early)):
             raise Stopped
     ledger.settle()
@@ -215,12 +216,16 @@ def measure(
 
 
 def _keep(
-    setting: Setting, progress: Progress, watch: Stopwatch, optimizer: dict[str, Tensor]
+    setting: Setting,
+    progress: Progress,
+    watch: Stopwatch,
+    held: torch.optim.Optimizer | dict[str, Tensor],
 ) -> None:
-    """Write a checkpoint; then remove those that it replaces."""
+    """Write a checkpoint, with an optimizer's state; then remove those that it replaces."""
     with watch.phase("checkpoint", device=True):
         model = {name: whole(value) for name, value in setting.model.state_dict().items()}
-        state = {name: whole(value) for name, value in optimizer.items()}
+        state = held if isinstance(held, dict) else optimizer_tensors(setting.model, held)
+        state = {name: whole(value) for name, value in state.items()}
         progress.seconds = watch.seconds
         if setting.folder:
             path = setting.folder.path
