@@ -9,7 +9,7 @@ from frostlab.records.checkpoints import Checkpoint, keep_only, save_checkpoint
 from frostlab.training.batching import collate, epoch_order, order_digest, scored_counts
 from frostlab.training.boundary import cross
 from frostlab.training.choosing import build_step
-from frostlab.training.distributed import World, like, whole
+from frostlab.training.distributed import World, gather_nothing, like, whole
 from frostlab.training.evaluation import evaluate
 from frostlab.training.feed import Feed
 from frostlab.training.interruptions import StopLook
@@ -209,6 +209,7 @@ def measure(
         types=wants_types(setting.model),
         guesses=guesses,
     )
+    gather_nothing(setting.objective)  # who reads a gathered tensor keeps it from being let go
     if not math.isfinite(metrics["loss"]):
         spoilt = (n for n, p in setting.model.named_parameters() if not whole(p).isfinite().all())
         raise Diverged(step, next(spoilt, "the loss of an evaluation"), metrics["loss"])
