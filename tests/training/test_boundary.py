@@ -12,7 +12,7 @@ import frostlab as fl
 from forked import attempt, outcome
 from frostlab.models.decoder import Decoder, DecoderConfig
 from frostlab.models.gpt import GPT, GPTConfig
-from frostlab.recipe.loading import recipe_from
+from frostlab.recipe.loading import load_recipe, recipe_from
 from frostlab.recipe.settings import Optim
 from frostlab.records.checkpoints import checkpoints_in, resumable
 from frostlab.records.record import RunRecord
@@ -20,6 +20,7 @@ from frostlab.training.distributed import like
 from frostlab.training.optimizer import build_optimizer, restore_optimizer
 from frostlab.training.stages import stages_of
 from frostlab.training.staging import Entered, enter, kept_state, survivors
+from frostlab.training.treating import count_parameters
 from stages import progressive
 
 
@@ -60,6 +61,18 @@ def test_the_state_of_survivors_follows_their_layers(at: Any, place: int) -> Non
             if state is not None:
                 assert torch.equal(found[f"{name}//{key}"], state[key]), name
     assert [layer in layers for layer in model.blocks].index(False) == place
+
+
+def test_the_published_counts_of_parameters() -> None:
+    """3 layers, then 4, of which the fourth and the head learn."""
+    model = Decoder(DecoderConfig(layers=3))
+    recipe = load_recipe("progressive-standard")
+    counts, entered = [count_parameters(model)], Entered()
+    for index, stage in enumerate(stages_of(recipe, 10_000)):
+        entered = enter(model, recipe, stage, index, entered)
+        counts.append(count_parameters(model))
+    assert [c["total"] for c in counts] == [9_135_232, 9_135_232, 9_200_896]
+    assert counts[2]["trainable"] == 4_534_784
 
 
 def test_what_stops_learning_leaves_no_state() -> None:

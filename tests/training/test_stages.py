@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 import frostlab as fl
+from frostlab.data import prepare
+from frostlab.recipe.loading import recipe_from
 from frostlab.records.listing import show
 from frostlab.training import loop
+from frostlab.training.batching import epoch_order, order_digest
 from frostlab.training.staging import Entered
 from stages import progressive
 
@@ -110,6 +113,10 @@ def test_three_stages_train_what_they_say(tmp_path: Path, kept: Seen) -> None:
     assert checked == [0, 0, 10, 0, 0, 0], "the embedding and 9 tensors of a layer, in stage 2"
     epochs = [(e["step"], e["epoch"]) for e in events if e["kind"] == "epoch"]
     assert epochs == [(4, 0), (8, 1), (12, 0), (16, 0)], "epochs are counted in each stage"
+    lengths, digest = prepare(recipe_from(progressive())).splits["train"].lengths, ""
+    for stage, epoch in ((0, 0), (0, 1), (1, 0), (2, 0)):
+        digest = order_digest(epoch_order(lengths, 32, 0, epoch, True, stage), digest)
+    assert record.result["order_digest"] == digest
     rates = [e["rate"] for e in events if e["kind"] == "step"]
     assert rates[-1] == 1e-3
     table = show(record.folder)

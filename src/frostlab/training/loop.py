@@ -1,5 +1,6 @@
 """The one loop: it trains, times, evaluates, keeps checkpoints and knows when to stop."""
 
+import gc
 import math
 
 import torch
@@ -54,6 +55,8 @@ def train(
             break
         with watch.phase("checkpoint", device=True):
             state = cross(setting, progress, step_once)
+            del step_once
+            gc.collect()  # its model, graphs and wrapping hold each other, and memory
         _keep(setting, progress, watch, state)
     watch.stop()
     progress.seconds = watch.seconds
