@@ -63,6 +63,20 @@ def test_the_state_of_survivors_follows_their_layers(at: Any, place: int) -> Non
     assert [layer in layers for layer in model.blocks].index(False) == place
 
 
+def test_new_layers_are_drawn_apart_from_everything_else() -> None:
+    recipe = recipe_from(progressive(stages=[{}, {"add": {}}]))
+
+    def drawn(index: int, state: int) -> Tensor:
+        model = decoder()
+        torch.manual_seed(state)
+        enter(model, recipe, stages_of(recipe, 64)[1], index, Entered())
+        assert torch.initial_seed() == state
+        return model.blocks[2].up.weight
+
+    assert torch.equal(drawn(1, 5), drawn(1, 6))
+    assert not torch.equal(drawn(1, 5), drawn(2, 5))
+
+
 def test_the_published_counts_of_parameters() -> None:
     """3 layers, then 4, of which the fourth and the head learn."""
     model = Decoder(DecoderConfig(layers=3))

@@ -153,6 +153,13 @@ def test_new_layers_follow_seed_and_stage_alone(tmp_path: Path, kept: Seen) -> N
     assert not torch.equal(new(), new(seed=1))
 
 
+def test_evaluations_are_counted_in_each_stage(tmp_path: Path) -> None:
+    stages = [{"steps": 4}, {"steps": 5}]
+    record = fl.run(progressive(stages=stages, evaluate={"every": 3}), runs=tmp_path)
+    looks = [e["step"] for e in record.events() if e["kind"] == "evaluation"]
+    assert looks == [3, 4, 7, 9, 9], "the last is the report's"
+
+
 def test_cached_layers_are_those_of_the_stage(tmp_path: Path) -> None:
     """Stage 1 learns its embedding, stages 2 and 3 cache one layer and two."""
     stages: list[dict[str, Any]] = [
