@@ -34,10 +34,11 @@ from frostlab.recipe.loading import recipe_from
 from frostlab.records.folder import RunFolder
 from frostlab.training.batching import collate, epoch_order
 from frostlab.training.distributed import World
-from frostlab.training.loop import Setting, train
+from frostlab.training.loop import train
 from frostlab.training.objective import Objective
 from frostlab.training.patience import Best
 from frostlab.training.progress import Progress, Silent
+from frostlab.training.setting import Setting
 from frostlab.training.stages import Stage
 from frostlab.training.stopwatch import Stopwatch
 

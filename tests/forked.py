@@ -66,6 +66,8 @@ def plant(moment: str, count: int) -> None:
         before(checkpoints, "_flush")
     elif moment == "clean-up":
         before(loop, "keep_only")
+    elif moment == "boundary":  # a stage has ended, the next has not begun
+        before(loop, "cross")
     elif moment == "half a file":
         original_save = checkpoints.save_file
 
@@ -137,12 +139,13 @@ def outcome(folder: Path) -> dict[str, Any]:
             "status", "steps", "best", "report", "last", "weights_digest", "order_digest",
             "parameters", "checkpoint", "stopped_early",
         )},
+        "stages": [{**stage, "seconds": None} for stage in result["stages"]],
         "losses": [loss for event in steps for loss in event["loss"]],
         "norms": [norm for event in steps for norm in event["norm"]],
         "tokens": sum(event["tokens"] for event in steps),
         "evaluations": [(e["step"], e["split"], e["metrics"])
                         for e in record.events() if e["kind"] == "evaluation"],
-        "kept": [c.step for c in checkpoints_in(folder)],
+        "kept": [(c.step, c.stage) for c in checkpoints_in(folder)],
         "files": sorted(p.name for p in folder.rglob("*") if p.suffix == ".tmp"),
     }  # fmt: skip
 

@@ -38,7 +38,7 @@ def test_as_many_steps_and_as_many_flops() -> None:
     whole, three, grown = (
         flops(4), flops(3), flops(4, "embedding", "layers[0:3]")
     )  # fmt: skip
-    assert first.epochs and second.epochs
+    assert first.epochs == second.epochs == 5
     equal = PER_EPOCH * (first.epochs * three + second.epochs * grown) / whole
     assert recipes["standard-scratch-flops"].train.steps == round(equal)
     assert equal < 10 * PER_EPOCH

@@ -94,6 +94,18 @@ def test_the_first_examples_are_the_limit(
     assert less.digest != whole.digest
 
 
+@pytest.mark.parametrize("stride", [11, 13])
+def test_a_stride_cuts_examples_that_share_no_token(
+    tmp_path: Path, cache: Path, recipe: Make, write: Write, sentences: Draw, stride: int
+) -> None:
+    path = write(tmp_path / "a.jsonl", sentences(300))
+    data = {"name": "own", "path": str(path), "task": "language", "length": 10}
+    whole = prepare(recipe({"kind": "words"}, **data), cache=cache).splits["train"].ids.tolist()
+    apart = prepare(recipe({"kind": "words"}, **data, stride=stride, limit=5), cache=cache)
+    wanted = [whole[start : start + 11] for start in range(0, 5 * stride, stride)]
+    assert examples(apart.splits["train"]) == wanted
+
+
 @pytest.mark.parametrize("length", [4, 12, 128])
 def test_classification_equals_the_pretrained_tokenizer(
     tmp_path: Path, cache: Path, recipe: Make, write: Write, minilm: str, length: int

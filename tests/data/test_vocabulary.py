@@ -31,6 +31,27 @@ def test_no_word_comes_from_tune_or_report(
         assert (found.splits[role].ids == unknown).sum() == 10
 
 
+@pytest.mark.parametrize(("also", "known"), [(["tune"], 190), (["tune", "report"], 200)])
+def test_words_of_other_splits_are_counted_when_asked_for_and_it_is_said(
+    tmp_path: Path,
+    cache: Path,
+    recipe: Make,
+    write: Callable[..., Path],
+    also: list[str],
+    known: int,
+) -> None:
+    rows = [{"text": f"shared alone{n}", "label": n % 2} for n in range(200)]
+    path = write(tmp_path / "a.jsonl", rows)
+    wanted = {"kind": "words", "also": tuple(also)}
+    found = prepare(recipe(wanted, name="own", path=str(path)), cache=cache)
+    words = Tokenizer.from_file(str(found.tokenizer)).get_vocab()
+    assert sum(word.startswith("alone") for word in words) == known
+    assert found.caution == (f"made with a vocabulary that knows the words of {' and '.join(also)}")
+    honest = prepare(recipe({"kind": "words"}, name="own", path=str(path)), cache=cache)
+    assert honest.caution is None
+    assert honest.digest != found.digest
+
+
 def test_bpe_learns_from_training_only(
     tmp_path: Path, cache: Path, recipe: Make, write: Callable[..., Path], sentences: Callable
 ) -> None:

@@ -33,13 +33,13 @@ class Several(nn.Module):
         self.all = nn.ParameterList(torch.randn(*size) for size in SIZES)
 
 
-def pair(clip: Any = None) -> list[tuple[nn.Module, torch.optim.AdamW]]:
+def pair(shares: dict[str, float] | None = None) -> list[tuple[nn.Module, torch.optim.AdamW]]:
     made = []
     for ours in (True, False):
         model = Several().to(CUDA)
         optim = Optim(lr=1e-2, decay=0.1, betas=(0.9, 0.95))
         halves = Halves(model) if ours else None
-        made.append((model, build_optimizer(model, optim, True, True, halves)))
+        made.append((model, build_optimizer(model, optim, True, True, halves, shares)))
     return made
 
 
@@ -55,13 +55,16 @@ def assert_same(sides: list[tuple[nn.Module, torch.optim.AdamW]]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("shares", [None, {"all.0": 0.1, "all.3": 0.1, "all.4": 0.5}])
 @pytest.mark.parametrize("scale", [None, 3.0])
-def test_it_is_torchs(scale: float | None) -> None:
-    sides = pair()
+def test_it_is_torchs(scale: float | None, shares: dict[str, float] | None) -> None:
+    sides = pair(shares)
     assert isinstance(sides[0][1], KernelAdamW)
     for number in range(20):
         give(sides, without=2 if number < 5 else None)  # one begins to learn later
         for _, optimizer in sides:
+            for group in optimizer.param_groups:
+                group["lr"] = torch.tensor(1e-2 * group["share"], device=CUDA)
             fused: Any = optimizer
             fused.grad_scale = None if scale is None else torch.tensor(scale, device=CUDA)
             fused.found_inf = torch.tensor(float(number == 7), device=CUDA)

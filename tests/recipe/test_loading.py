@@ -98,6 +98,21 @@ def test_supervised_frozen_layers_cannot_be_cached_away() -> None:
     assert load_recipe("docstrings-lm", ["supervise.layers=all", settings[1]])
 
 
+def test_a_recipe_without_stages_has_the_digest_it_always_had() -> None:
+    recipe = load_recipe("wikitext2-decoder")
+    assert recipe.digest == "b77dd0f610c35c7a", "stored runs are found by it"
+    assert recipe_from({**recipe.to_dict(), "stages": [{}]}).digest != recipe.digest
+    words = {"tokenizer": {"kind": "words", "also": ["tune"]}}
+    assert recipe_from({**recipe.to_dict(), **words}).digest != recipe.digest
+
+
+def test_the_published_recipe_says_that_it_leaks() -> None:
+    honest, published = map(load_recipe, ("progressive-standard", "progressive-standard-published"))
+    assert published.tokenizer.also == ("report",)  # type: ignore[union-attr]
+    assert (published.data.splits, published.data.stride) == ("published", 33)  # type: ignore
+    assert honest.tokenizer.also == ()  # type: ignore[union-attr]
+
+
 def test_names_of_runs() -> None:
     assert recipe_name("some/where/my-run.yaml") == "my-run"
     assert recipe_name("imdb-gpt") == "imdb-gpt"
@@ -160,6 +175,14 @@ ERRORS = [
     ("supervise={layers: all, weights: [1, 0]}", "weights.1 = 0 should be greater than 0", ""),
     ("supervise.frozen=true", "frozen is about layers below the last", "layers is last"),
     ("supervise.layer=all", "supervise.layer is not a key", "`layers`?"),
+    ("stages=[{patiense: 1}]", "stages.0.patiense is not a key", "`patience`?"),
+    ("stages=[{add: {layrs: 2}}]", "stages.0.add.layrs is not a key", "`layers`?"),
+    ("stages=[{lr: fast}]", "stages.0.lr = 'fast' should be a number or a section", ""),
+    ("stages=[{lr: {new: 0}}]", "stages.0.lr.new = 0 should be greater than 0", ""),
+    ("stages={lr: 1}", "stages = {'lr': 1} should be a list", ""),
+    ("data.stride=99", "data.stride 99 is for running text", ""),
+    ("data={task: language, stride: 95}", "data.stride 95 would count tokens twice", ""),
+    ("tokenizer={kind: words, also: [train]}", "tokenizer.also.0 = 'train' should be", "tune"),
     ("seed=true", "seed = True should be a whole number", ""),
     ("optim.lr", "should be key=value", ""),
     ("optim.lr=[1", "is not a YAML value", ""),

@@ -13,6 +13,7 @@ import yaml
 
 from frostlab.records.record import RunRecord
 from frostlab.training.running import run
+from stages import progressive
 
 RECIPE: dict[str, Any] = {
     "data": {"name": "majority", "examples": 210, "length": 12, "symbols": 4},
@@ -152,6 +153,20 @@ def test_supervised_layers_in_two_processes(way: str, tmp_path: Path, free_port:
     assert list(two.layers) == ([2, 3] if way == "ddp" else [1, 2, 3])
     for number, metrics in alone.layers.items():
         assert two.layers[number] == pytest.approx(metrics, rel=1e-3)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_two_processes_go_through_stages_as_one(way: str, tmp_path: Path, free_port: int) -> None:
+    """Layers are added, frozen and thawed: the model is shared anew at each boundary."""
+    alone = run(progressive(), out=tmp_path / "alone")
+    train = {**progressive()["train"], "parallel": way, "processes": 2}
+    done = torchrun(progressive(train=train), tmp_path / "run", free_port)
+    assert done.returncode == 0, done.stderr[-3000:]
+    two = RunRecord(tmp_path / "run")
+    assert losses(two.folder) == pytest.approx(losses(alone.folder), rel=1e-4)
+    for one, other in zip(alone.result["stages"], two.result["stages"], strict=True):
+        for key in ("name", "steps", "trainable", "total"):
+            assert one[key] == other[key]
 
 
 def test_another_number_of_processes_is_refused(tmp_path: Path, free_port: int) -> None:

@@ -55,6 +55,7 @@ OTHER: dict[str, Any] = {
 ELSEWHERE = {
     "about": "tests/recipe: the digest leaves it out; `frostlab recipes` prints it",
     "tokenizer": "tests/data/test_vocabulary.py",
+    "stages": "test_stages.py",
     "train.step": "test_stepping.py, test_choosing.py",
     "train.cache_prefix": "test_prefix.py",
     "train.cache_gb": "test_prefix.py",

@@ -15,10 +15,10 @@ from frostlab.recipe.loading import recipe_from
 from frostlab.records.checkpoints import checkpoints_in
 from frostlab.training import loop
 from frostlab.training.batching import collate
+from frostlab.training.boundary import load_weights
 from frostlab.training.optimizer import build_optimizer
 from frostlab.training.step import EagerStep, seed_step
 from frostlab.training.treating import treat
-from frostlab.training.work import load_weights
 from tiny import tiny
 
 

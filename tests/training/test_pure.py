@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from frostlab import BadInput
+from frostlab.recipe.loading import recipe_from
 from frostlab.recipe.settings import Optim, StepDecay, Train
 from frostlab.training.optimizer import rate_at, warmup_steps
 from frostlab.training.patience import Best, reaches
-from frostlab.training.stages import Stage, stage_at, total_steps
+from frostlab.training.stages import Stage, most_steps, stage_at, stages_of, total_steps
 
 
 @pytest.mark.parametrize("patience", [1, 2, 3, 5])
@@ -96,6 +97,34 @@ def test_every_step_is_in_one_stage(lengths: list[int]) -> None:
     for step in (-1, sum(lengths)):
         with pytest.raises(BadInput):
             stage_at(stages, step)
+
+
+@given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=6))
+def test_stages_that_ended_early_move_the_later_ones(pairs: list[tuple[int, int]]) -> None:
+    """The first half has ended, each after the lesser of the two numbers."""
+    stages = [Stage(str(i), max(pair)) for i, pair in enumerate(pairs)]
+    ended = [min(pair) for pair in pairs[: len(pairs) // 2]]
+    lengths = ended + [stage.steps for stage in stages[len(ended) :]]
+    naive = [(i, place) for i, n in enumerate(lengths) for place in range(n)]
+    assert [stage_at(stages, step, ended) for step in range(len(naive))] == naive
+    assert most_steps(stages, ended) == len(naive)
+    with pytest.raises(BadInput, match="past the end"):
+        stage_at(stages, len(naive), ended)
+
+
+def test_a_stage_takes_from_the_run_what_it_does_not_say() -> None:
+    recipe = recipe_from({
+        "data": {"name": "induction"}, "model": {"kind": "decoder"},
+        "optim": {"lr": 0.5}, "train": {"batch": 10, "epochs": 4}, "evaluate": {"patience": 3},
+        "stages": [{}, {"name": "b", "steps": 7, "lr": 0.1, "patience": 1},
+                   {"epochs": 2, "lr": {"new": 0.2, "old": 0.05}}],
+    })  # fmt: skip
+    one, two, three = stages_of(recipe, 95)
+    assert (one.name, one.steps, one.patience, one.optim(recipe.optim).lr) == ("1", 40, 3, 0.5)
+    assert (two.name, two.steps, two.patience, two.optim(recipe.optim).lr) == ("b", 7, 1, 0.1)
+    assert (three.name, three.steps, three.optim(recipe.optim).lr) == ("3", 20, 0.2)
+    with pytest.raises(BadInput, match="warmup 8 takes all 7 steps of stages.1"):
+        stages_of(recipe.model_copy(update={"optim": Optim(warmup=8)}), 95)
 
 
 def test_the_published_numbers_of_steps() -> None:

@@ -32,8 +32,10 @@ CPU = torch.device("cpu")
 Work = Callable[[], None]
 
 
-def make(kind: type[EagerStep], model: nn.Module, **more: Any) -> EagerStep:
-    optimizer = build_optimizer(model, Optim(decay=0.1), fused=True)
+def make(
+    kind: type[EagerStep], model: nn.Module, shares: dict[str, float] | None = None, **more: Any
+) -> EagerStep:
+    optimizer = build_optimizer(model, Optim(decay=0.1), fused=True, shares=shares)
     return kind(Objective(model), optimizer, torch.float32, 0.5, World(), **more)
 
 
@@ -108,6 +110,26 @@ def test_captured_steps_give_the_numbers_of_eager_ones(name: str, packed: bool, 
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=n)
     for n, before in frozen.items():
         assert torch.equal(replayed.get_parameter(n), before)
+
+
+def test_each_group_has_its_share_of_the_rate() -> None:
+    """Eager or captured, as torch's AdamW does with one learning rate a group."""
+    models = [build("decoder").train() for _ in range(3)]
+    shares = {n: 0.1 for n, _ in models[0].named_parameters() if "blocks.0" in n}
+    steps, results = batches("decoder", packed=True), []
+    for kind, model in zip((EagerStep, CapturedStep), models, strict=False):
+        more = {} if kind is EagerStep else {"compiles": False, "record": lambda work: work}
+        results.append(train(make(kind, model, shares, **more), steps))
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-6)
+    for (name, a), b in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=name)
+    plain = make(EagerStep, models[2])
+    assert train(plain, steps)[-1] != results[0][-1]
+    step = make(EagerStep, models[2], shares)
+    step(steps[0], steps[0][0].scored, 1e-2)
+    rates = {id(p): g["lr"] for g in step.optimizer.param_groups for p in g["params"]}
+    for name, p in models[2].named_parameters():
+        assert rates[id(p)] == pytest.approx(1e-2 * shares.get(name, 1.0))
 
 
 def test_dropout_differs_from_replay_to_replay() -> None:

@@ -1,5 +1,6 @@
 """A snapshot of a model's anatomy: what users hold and ask."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -43,12 +44,17 @@ class Anatomy:
 
     def with_frozen(self, *selections: str) -> "Anatomy":
         """Return this anatomy as it would be with exactly these parts frozen."""
-        keys = {part.key for part in self.select(*selections)} if selections else set()
+        return self.with_state(
+            {part.key for part in self.select(*selections)} if selections else ()
+        )
+
+    def with_state(self, frozen: Collection[str]) -> "Anatomy":
+        """Return this anatomy as it would be with exactly the parts of these keys frozen."""
 
         def state(part: Part) -> State:
             if part.state == "fixed":
                 return "fixed"
-            return "frozen" if part.key in keys else "trainable"
+            return "frozen" if part.key in frozen else "trainable"
 
         return replace(self, parts=tuple(replace(p, state=state(p)) for p in self.parts))
 

@@ -42,6 +42,7 @@ class Bar:
         if caution:
             self._progress.console.print(f"what follows is {caution}", highlight=False)
         self._per_epoch, self._began, self._first = per_epoch, time.monotonic(), step
+        self._stage = 0
         self._task = self._progress.add_task(
             "", total=steps, completed=step, epoch="1", loss="–", speed="– steps/s"
         )
@@ -50,6 +51,12 @@ class Bar:
     def say(self, line: str) -> None:
         """Print a line above the bar."""
         self._progress.console.print(line, highlight=False, markup=False)
+
+    def stage(self, line: str, step: int, steps: int) -> None:
+        """Say which stage begins; the one before may have ended early."""
+        self.say(line)
+        self._stage = step
+        self._progress.update(self._task, total=steps)
 
     def advance(self, step: int, loss: float | None) -> None:
         """Move the bar, at most ten times a second."""
@@ -61,7 +68,7 @@ class Bar:
         self._progress.update(
             self._task,
             completed=step,
-            epoch=f"{(step - 1) // self._per_epoch + 1}",
+            epoch=f"{(step - self._stage - 1) // self._per_epoch + 1}",
             loss="–" if loss is None else f"{loss:.4f}",
             speed=f"{speed:.1f} steps/s",
         )
@@ -83,7 +90,7 @@ class Lines:
         """Say how much there is to do."""
         if caution:
             _say(f"what follows is {caution}")
-        self._steps, self._per_epoch = steps, per_epoch
+        self._steps, self._per_epoch, self._stage = steps, per_epoch, 0
         self._began = self._said = time.monotonic()
         self._first = step
         _say(f"step {step} of {steps}, {per_epoch} an epoch")
@@ -91,6 +98,11 @@ class Lines:
     def say(self, line: str) -> None:
         """Print a line."""
         _say(line)
+
+    def stage(self, line: str, step: int, steps: int) -> None:
+        """Say which stage begins; the one before may have ended early."""
+        _say(line)
+        self._stage, self._steps = step, steps
 
     def advance(self, step: int, loss: float | None) -> None:
         """Say where it is, now and then."""
@@ -101,7 +113,7 @@ class Lines:
         speed = (step - self._first) / (now - self._began)
         left = (self._steps - step) / speed if speed else 0.0
         shown = "" if loss is None else f"  loss {loss:.4f}"
-        epoch = (step - 1) // self._per_epoch + 1
+        epoch = (step - self._stage - 1) // self._per_epoch + 1
         _say(f"step {step}  epoch {epoch}{shown}  {speed:.1f} steps/s  {left:.0f} s left")
 
     def evaluated(self, step: int, metrics: dict[str, float], best: bool) -> None:

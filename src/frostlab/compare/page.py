@@ -5,6 +5,7 @@ from statistics import fmean
 from typing import Any
 
 from frostlab.compare.answers import answers
+from frostlab.compare.growth import stages_table
 from frostlab.compare.rules import Rules
 from frostlab.compare.words import effect, markdown, mean_and_std, mebibytes, ratio
 from frostlab.records.words import number
@@ -24,6 +25,7 @@ def page(evidence: dict[str, Any]) -> str:
         _verdicts(evidence),
         _questions(evidence),
         _performance(evidence),
+        stages_table(evidence),
         _timing(evidence),
         _whole_runs(evidence),
         _tuning(evidence),

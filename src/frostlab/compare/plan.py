@@ -146,9 +146,14 @@ class Plan(Strict):
         for name, found in self.confounds().items():
             check_confounds(self.baseline.name, name, found, self.allow)
         if self.tune is not None:
-            for value in self.tune.values:
-                for arm in self.arms:
-                    self.recipe_of(arm, 0, value)
+            for arm in self.arms:
+                recipes = [self.recipe_of(arm, 0, value) for value in self.tune.values]
+                own = any(stage.lr is not None for stage in recipes[0].stages)
+                if own and self.tune.key == "optim.lr":
+                    raise BadInput(
+                        f"arm {arm.name}: a stage has an lr of its own, which tuning optim.lr "
+                        "would not reach; leave it out"
+                    )
 
 
 def put(values: dict[str, Any], key: str, value: Any) -> None:

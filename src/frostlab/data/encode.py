@@ -78,12 +78,15 @@ def encode_running(
     limit: int | None,
     folder: Path,
     role: str,
+    stride: int | None = None,
 ) -> str:
     """Write documents as one stream of tokens, cut every `length`; return the digest.
 
-    An example has one token more than `length`, the first of the next: the last target.
+    An example has one token more than `length`, the first of the next: the last target. With a
+    longer stride examples share no token, or leave some out.
     """
-    most = None if limit is None else limit * length + 1
+    stride = stride or length
+    most = None if limit is None else (limit - 1) * stride + length + 1
     with Writer(folder, role, coder.vocabulary) as writer:
         for ids in _stream(portion, columns, coder):
             writer.append(ids if most is None else ids[: most - writer.count])
@@ -92,7 +95,7 @@ def encode_running(
         count = writer.count
     if count < 2:
         raise BadInput(f"{portion.part.place} has {count} tokens for {role}; two are the least")
-    starts = np.arange(0, count - 1, length, dtype=np.int64)
+    starts = np.arange(0, count - 1, stride, dtype=np.int64)
     return writer.finish({"starts": starts, "stops": np.minimum(starts + length + 1, count)})
 
 

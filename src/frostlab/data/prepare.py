@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from frostlab.recipe import Recipe
 from frostlab.recipe.data import BPE, Docstrings, Named, Own, PretrainedTokenizer, Synthetic, Words
 
 CAUTION = "selected on the reporting split"
+LEAK = "made with a vocabulary that knows the words of {}"
 
 
 def prepare(recipe: Recipe, data_dir: Path | None = None, cache: Path | None = None) -> Prepared:
@@ -88,8 +90,9 @@ class _Work:
         """Find or make the arrays."""
         data, wanted = self.data, self.wanted
         given = load_pretrained(wanted.name) if isinstance(wanted, PretrainedTokenizer) else None
-        tokenizer = given.digest if given else digest_of(wanted.model_dump(mode="json"))
+        tokenizer = given.digest if given else digest_of(_spelled(wanted))
         settings = [data.length, data.limit, data.evaluation_limit]
+        settings += [] if data.stride is None else [data.stride]
         digest = digest_of([self._division(), tokenizer, settings])
         folder = build_once(
             self.cache / "prepared" / digest[:32], lambda place: self._build(place, given)
@@ -102,13 +105,20 @@ class _Work:
             pad=facts["pad"],
             splits={role: load_tokens(folder, role, d) for role, d in facts["tokens"].items()},
             origin={role: self._origin(role, note) for role, note in facts["notes"].items()},
-            caution=CAUTION if data.splits == "published" else None,
+            caution=self._caution(),
             known={"chance": 1 / self.classes}
             if isinstance(data, Docstrings) and self.classes
             else {},
             digest=digest,
             tokenizer=folder / ("tokenizer" if given else "tokenizer.json"),
         )
+
+    def _caution(self) -> str | None:
+        """What is to be said wherever the numbers are."""
+        said = [CAUTION] if self.data.splits == "published" else []
+        if isinstance(self.wanted, Words) and self.wanted.also:
+            said.append(LEAK.format(" and ".join(self.wanted.also)))
+        return " and ".join(said) or None
 
     def _division(self) -> list[Any]:
         """Name what decides which text plays which role, wherever it lies."""
@@ -128,7 +138,7 @@ class _Work:
             coder = given.coder
             given.tokenizer.save_pretrained(folder / "tokenizer")
         else:
-            path = self._trained(portions["train"])
+            path = self._trained(portions)
             coder = load_trained(path)
             shutil.copy(path, folder / "tokenizer.json")
         tokens = {role: self._encode(p, coder, folder, role) for role, p in portions.items()}
@@ -149,7 +159,9 @@ class _Work:
         data, columns = self.data, self.plan.columns
         limit = data.limit if role == "train" else data.evaluation_limit
         if data.task == "language":
-            return encode_running(portion, columns, coder, data.length, limit, folder, role)
+            return encode_running(
+                portion, columns, coder, data.length, limit, folder, role, data.stride
+            )
         added = coder.added(pairs=len(columns.texts) == 2)
         if data.length <= added:
             raise BadInput(
@@ -160,15 +172,18 @@ class _Work:
         rows = limited(portion, numbers, limit)
         return encode_labelled(portion, rows, numbers, columns, coder, data.length, folder, role)
 
-    def _trained(self, portion: Portion) -> Path:
+    def _trained(self, portions: dict[str, Portion]) -> Path:
         assert not isinstance(self.wanted, PretrainedTokenizer)
         wanted = self.wanted
-        name = digest_of([self._division(), wanted.model_dump(mode="json")])[:32]
-        folder = build_once(
-            self.cache / "tokenizers" / name,
-            lambda place: train(wanted, sampled(self._texts(portion), portion.size), place),
-        )
-        return folder / "tokenizer.json"
+        also = wanted.also if isinstance(wanted, Words) else ()
+        read = [portions[role] for role in ("train", *also)]
+        name = digest_of([self._division(), _spelled(wanted)])[:32]
+
+        def build(place: Path) -> None:
+            texts = chain.from_iterable(map(self._texts, read))
+            train(wanted, sampled(texts, sum(portion.size for portion in read)), place)
+
+        return build_once(self.cache / "tokenizers" / name, build) / "tokenizer.json"
 
     def _texts(self, portion: Portion) -> Iterator[str]:
         if self.data.task == "language":
@@ -177,3 +192,7 @@ class _Work:
         for number, row in enumerate(portion.part.rows(self.plan.columns)):
             if portion.taken[number]:
                 yield from row.texts
+
+
+def _spelled(wanted: BPE | Words | PretrainedTokenizer) -> dict[str, Any]:
+    return wanted.spelled() if isinstance(wanted, Words) else wanted.model_dump(mode="json")

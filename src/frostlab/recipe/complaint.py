@@ -6,7 +6,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from frostlab.errors import nearest
-from frostlab.recipe import data, settings, treatment
+from frostlab.recipe import data, settings, stages, treatment
 from frostlab.recipe.whole import Recipe
 
 _KINDS: dict[tuple[str, Any], type[BaseModel]] = {
@@ -33,6 +33,8 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "train": settings.Train,
     "supervise": settings.Supervise,
     "evaluate": settings.Evaluate,
+    "stages": stages.StageSettings,
+    "add": stages.Add,
 }
 _DATA_NAMES = ("docstrings", "docstrings-pairs", *data.SYNTHETIC, *data.NAMED, "own")
 _WANTED = {

@@ -35,6 +35,9 @@ class Corpus(Strict):
 
     task: Task = "classification"
     length: Annotated[int, Field(ge=2)] = 128  # tokens an example has at most
+    stride: Positive | None = (
+        None  # tokens from one example of running text to the next; null: length
+    )
     splits: Literal["honest", "published"] = "honest"
     train: str = "train"
     tune: Share | str | None = None  # carved from train, or a split's name; null: the set's own
@@ -81,11 +84,16 @@ class BPE(Strict):
 
 
 class Words(Strict):
-    """Whole words, split at white space, counted in the training split only."""
+    """Whole words, split at white space, counted in the training split and in no other."""
 
     kind: Literal["words"]
     size: Annotated[int, Field(ge=4)] | None = None  # null: every word of the training split
     lowercase: bool = True
+    also: tuple[Literal["tune", "report"], ...] = ()  # counted too, which leaks: the run says so
+
+    def spelled(self) -> dict[str, Any]:
+        """Plain values for digests; those of stored data are from before there was `also`."""
+        return self.model_dump(mode="json", exclude=None if self.also else {"also"})
 
 
 class PretrainedTokenizer(Strict):

@@ -30,6 +30,7 @@ from frostlab.recipe.settings import (
     Supervise,
     Train,
 )
+from frostlab.recipe.stages import StageSettings, stage_names
 from frostlab.recipe.treatment import NAMED as TREATMENTS
 from frostlab.recipe.treatment import SAME, Strict, Treatment
 
@@ -57,6 +58,13 @@ def _impossible_data(recipe: "Recipe") -> Iterator[str]:
         yield f"data.name {data.name} has no labels; set data.task to language"
     if data.name in (*PAIRS, "sst2") and data.task != "classification":
         yield f"data.name {data.name} is for classification, not {data.task}"
+    if data.stride is not None and data.task != "language":
+        yield f"data.stride {data.stride} is for running text; data.task is {data.task}"
+    if data.stride is not None and data.stride < data.length:
+        yield f"data.stride {data.stride} would count tokens twice; data.length is {data.length}"
+    leaks = recipe.tokenizer.also if isinstance(recipe.tokenizer, Words) else ()
+    if "tune" in leaks and data.splits == "published":
+        yield "tokenizer.also names tune, but splits: published has train and report only"
     if isinstance(data, Own) and not 1 <= len(data.text) <= 2:
         yield f"data.text names {len(data.text)} columns; one, or two for pairs"
 
@@ -93,6 +101,18 @@ def _impossible_supervision(recipe: "Recipe") -> Iterator[str]:
         )
 
 
+def _impossible_stages(recipe: "Recipe") -> Iterator[str]:
+    stages, names = recipe.stages, stage_names(recipe.stages)
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            yield f"stages.{index}.name {name} is the name of stages.{names.index(name)} too"
+    if stages and not stages[0].keep_state:
+        yield "stages.0.keep_state is given, but there is no state before the first stage"
+    for index, stage in enumerate(stages):
+        if stage.add is not None and recipe.surgery.peft is not None:
+            yield f"stages.{index}.add cannot be with treatment.peft: new layers would be frozen"
+
+
 class Recipe(Strict):
     """One run, whole: equal recipes make equal runs."""
 
@@ -115,11 +135,12 @@ class Recipe(Strict):
     train: Train = Train(epochs=3)
     supervise: Supervise = Supervise()
     evaluate: Evaluate = Evaluate()
+    stages: tuple[StageSettings, ...] = ()  # none: the whole run is one
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        checks = (_impossible_data, _impossible_model, _impossible_supervision)
+        checks = (_impossible_data, _impossible_model, _impossible_supervision, _impossible_stages)
         for reason in (reason for check in checks for reason in check(self)):
             raise ValueError(reason)
         return self
@@ -152,9 +173,15 @@ class Recipe(Strict):
         values = self.model_dump(mode="json", exclude={"about"})
         if isinstance(self.treatment, str):
             values["treatment"] = SAME.get(self.treatment, self.treatment)
-        elif self.treatment.peft is None:  # stored runs from before there was such a key
+        elif self.treatment.peft is None:  # stored runs are from before there were such keys
             del values["treatment"]["peft"]
         if self.supervise == Supervise():  # the same
             del values["supervise"]
+        if not self.stages:
+            del values["stages"]
+        if values["data"].get("stride", 0) is None:
+            del values["data"]["stride"]
+        if isinstance(self.tokenizer, Words):
+            values["tokenizer"] = self.tokenizer.spelled()
         text = json.dumps(values, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

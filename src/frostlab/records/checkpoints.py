@@ -17,7 +17,7 @@ from torch import Tensor
 
 from frostlab.errors import FrostlabError
 
-_NAME = re.compile(r"step-(\d{9})")
+_NAME = re.compile(r"step-(\d{9})(?:-stage-(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Checkpoint:
 
     folder: Path
     step: int
+    stage: int = 0
 
     def progress(self) -> dict[str, Any]:
         """Where the run was."""
@@ -49,13 +50,19 @@ class Checkpoint:
             raise FrostlabError(f"{self.folder / name} is damaged ({error})") from None
 
 
+def checkpoint_name(step: int, stage: int) -> str:
+    """A checkpoint's folder; where a stage begins, the one before it has ended at that step."""
+    return f"step-{step:09d}" + (f"-stage-{stage + 1}" if stage else "")
+
+
 def checkpoints_in(folder: Path) -> list[Checkpoint]:
     """Every whole checkpoint, oldest first."""
     root = folder / "checkpoints"
     if not root.is_dir():
         return []
     found = ((path, _NAME.fullmatch(path.name)) for path in root.iterdir())
-    return sorted((Checkpoint(p, int(m[1])) for p, m in found if m), key=lambda c: c.step)
+    made = (Checkpoint(p, int(m[1]), int(m[2] or 1) - 1) for p, m in found if m)
+    return sorted(made, key=lambda c: (c.step, c.stage))
 
 
 def resumable(folder: Path) -> Checkpoint | None:
@@ -70,9 +77,10 @@ def save_checkpoint(
     model: dict[str, Tensor],
     optimizer: dict[str, Tensor],
     progress: dict[str, Any],
+    stage: int = 0,
 ) -> Checkpoint:
     """Write a checkpoint beside its place, flush it to disk, and rename it there."""
-    target = folder / "checkpoints" / f"step-{step:09d}"
+    target = folder / "checkpoints" / checkpoint_name(step, stage)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     remove_leftovers(folder)
     temporary.mkdir(parents=True)
@@ -90,15 +98,16 @@ def save_checkpoint(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return Checkpoint(target, step)
+    return Checkpoint(target, step, stage)
 
 
-def keep_only(folder: Path, newest: int, best: int | None) -> None:
-    """Remove every checkpoint but these two; the best, if older, keeps its weights only."""
+def keep_only(folder: Path, newest: int, best: int | None, stage: int = 0) -> None:
+    """Remove every checkpoint but these two of a stage; the best, if older, keeps its weights."""
     for checkpoint in checkpoints_in(folder):
-        if checkpoint.step == newest:
+        place = (checkpoint.step, checkpoint.stage)
+        if place == (newest, stage):
             continue
-        if checkpoint.step == best:
+        if place == (best, stage):
             (checkpoint.folder / "optimizer.safetensors").unlink(missing_ok=True)
         else:
             shutil.rmtree(checkpoint.folder)

@@ -1,7 +1,7 @@
 """Freezing by structure: `requires_grad` for every parameter, fused projections split."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -46,6 +46,18 @@ def thaw(model: nn.Module) -> Anatomy:
     refuse_untouchable(model, slots.values(), "thaw")
     _apply(model, found.with_frozen(), slots)
     return anatomy(model)
+
+
+def learn_only(model: nn.Module, keys: Collection[str]) -> None:
+    """Make exactly the parts with these keys trainable (but what the architecture holds fixed).
+
+    Build the optimizer afterwards.
+    """
+    refuse_wrapped(model, "freeze")
+    found, slots = survey(model)
+    refuse_untouchable(model, slots.values(), "freeze")
+    frozen = {part.key for part in found.parts} - set(keys)
+    _apply(model, found.with_state(frozen), slots)
 
 
 def _apply(model: nn.Module, wanted: Anatomy, slots: dict[str, Slot]) -> None:

@@ -67,13 +67,20 @@ class KernelAdamW(torch.optim.AdamW):
         (beta1, beta2), eps = group["betas"], group["eps"]
         taken = torch.stack(steps).double()
         first, second = ((1 - beta**taken).float() for beta in (beta1, beta2))
-        decays = tuple(float(each["weight_decay"]) for _, _, each in rows)
-        owners, starts, decay = self._cut(tuple(p.numel() for p, _, _ in rows), decays, device)
-        rate = group["lr"]
-        rate = rate if isinstance(rate, Tensor) else torch.full((), rate, device=device)
+        rates: dict[Any, int] = {}
+        for _, _, each in rows:  # a tensor is known by its identity, a number by its value
+            rates.setdefault(each["lr"], len(rates))
+        owners, starts, decay, places = self._cut(
+            tuple(p.numel() for p, _, _ in rows),
+            tuple(float(each["weight_decay"]) for _, _, each in rows),
+            tuple(rates[each["lr"]] for _, _, each in rows),
+            device,
+        )
+        held = [r if isinstance(r, Tensor) else torch.full((), r, device=device) for r in rates]
+        rate = held[0] if len(held) == 1 else torch.stack(held)
         table = self._on_device(values, device)
         adamw_blocks(
-            table, owners, starts, decay, first, second, rate, self.grad_scale, stopped,
+            table, owners, starts, decay, first, second, rate, places, self.grad_scale, stopped,
             betas=(beta1, beta2), eps=eps, block=_BLOCK, columns=_COLUMNS, even=even,
         )  # fmt: skip
 
@@ -85,17 +92,22 @@ class KernelAdamW(torch.optim.AdamW):
         return state
 
     def _cut(
-        self, sizes: tuple[int, ...], decays: tuple[float, ...], device: torch.device
+        self,
+        sizes: tuple[int, ...],
+        decays: tuple[float, ...],
+        places: tuple[int, ...],
+        device: torch.device,
     ) -> list[Tensor]:
-        """Which tensor each program works on, from where, and how much each tensor decays."""
-        if (sizes, decays) not in self._cuts:
+        """Which tensor each program works on, from where; each tensor's decay and rate's place."""
+        key = (sizes, decays, places)
+        if key not in self._cuts:
             counts = torch.tensor([-(-size // _BLOCK) for size in sizes])
             owners = torch.repeat_interleave(counts)
             firsts = torch.cumsum(counts, 0) - counts
             starts = (torch.arange(len(owners)) - firsts[owners]) * _BLOCK
-            cut = (owners.int(), starts, torch.tensor(decays))
-            self._cuts[sizes, decays] = [t.to(device) for t in cut]
-        return self._cuts[sizes, decays]
+            cut = (owners.int(), starts, torch.tensor(decays), torch.tensor(places))
+            self._cuts[key] = [t.to(device) for t in cut]
+        return self._cuts[key]
 
     def _on_device(self, values: list[int], device: torch.device) -> Tensor:
         """Addresses for the kernel. Those of a graph that is being recorded come later, into

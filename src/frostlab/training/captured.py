@@ -41,7 +41,10 @@ class CapturedStep(CompiledStep):
 
     def __init__(self, *settings: Any, record: Record | None = None, **more: Any) -> None:
         super().__init__(*settings, **more)
-        self._rate = torch.zeros((), device=self.device)  # the optimizer reads it
+        shares = {group.get("share", 1.0) for group in self.optimizer.param_groups}
+        self._rates = {  # the optimizer reads them
+            share: torch.zeros((), device=self.device) for share in sorted(shares)
+        }
         self._graphs: dict[Any, _Captured] = {}
         self._seen: set[Any] = set()
         self._record = record or _Recorder(self.device)
@@ -65,9 +68,10 @@ class CapturedStep(CompiledStep):
         return Outcome(graph.outputs.clone())
 
     def _without(self, parts: list[Batch], scored: int, rate: float) -> Outcome:
-        self._rate.fill_(rate)
+        for share, held in self._rates.items():
+            held.fill_(rate * share)
         for group in self.optimizer.param_groups:
-            group["lr"] = self._rate
+            group["lr"] = self._rates[group.get("share", 1.0)]
         return Outcome(self.work([part.to(self.device) for part in parts], scored))
 
     def _capture(self, parts: list[Batch], shape: Any) -> _Captured | None:
@@ -81,7 +85,8 @@ class CapturedStep(CompiledStep):
 
         def step() -> None:
             mine, numbers = _views(inputs, parts)
-            self._rate.copy_(numbers[0])
+            for share, held in self._rates.items():
+                held.copy_(numbers[0] if share == 1 else numbers[0] * share)
             outputs.copy_(self.work(mine, numbers[1]))
 
         fill_in: Callable[[], list[Tensor]] = getattr(self.optimizer, "fill_in", list)

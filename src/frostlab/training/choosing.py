@@ -1,5 +1,6 @@
 """Which kind of step a run takes, and why."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +57,7 @@ def build_step(
     *,
     steps: int,
     unused: bool = False,
+    shares: Mapping[str, float] | None = None,
 ) -> EagerStep:
     """The step a run takes, with its optimizer; `unused`: some that learn get no gradient."""
     choice = choose(train.step, device, world, steps)
@@ -70,6 +72,7 @@ def build_step(
         fused=not (sharded and device.type == "cpu"),  # one kernel, where parameters are whole
         capturable=choice.kind == "captured",
         halves=halves,
+        shares=shares,
     )
     settings = (wrapped, optimizer, precision, optim.clip, world)
     if choice.kind == "captured":

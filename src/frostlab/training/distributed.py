@@ -99,6 +99,13 @@ def share(model: nn.Module, world: World, way: Literal["ddp", "fsdp"], unused: b
     return DistributedDataParallel(model, find_unused_parameters=unused)
 
 
+def gather_nothing(model: nn.Module) -> None:
+    """Let go of what sharded layers have gathered: their parameters are the optimizer's again."""
+    for module in model.modules():
+        if type(module).__name__.startswith("FSDP"):
+            module.reshard()  # type: ignore[operator]
+
+
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The layers of every stack: the children of the model's longest module lists."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]

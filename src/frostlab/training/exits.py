@@ -11,20 +11,20 @@ from frostlab.anatomy import anatomy
 from frostlab.anatomy.savings import forward_flops
 from frostlab.data import Prepared, prepare
 from frostlab.errors import BadInput
-from frostlab.models.building import build_model
 from frostlab.recipe import Recipe
 from frostlab.recipe.loading import recipe_from
 from frostlab.records.checkpoints import Checkpoint
 from frostlab.records.folder import RunFolder
 from frostlab.records.record import RunRecord
+from frostlab.training.boundary import build_grown, load_weights
 from frostlab.training.devices import choose_device, choose_precision
 from frostlab.training.distributed import World
 from frostlab.training.evaluation import evaluate
 from frostlab.training.objective import Objective
 from frostlab.training.packing import row_lengths
+from frostlab.training.stages import stages_of
 from frostlab.training.supervision import language_stack
-from frostlab.training.treating import count_parameters, state_digest, treat, wants_types
-from frostlab.training.work import load_weights
+from frostlab.training.treating import count_parameters, state_digest, wants_types
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,8 @@ def _recipe(record: RunRecord) -> Recipe:
 
 def _best_model(record: RunRecord, recipe: Recipe, prepared: Prepared) -> torch.nn.Module:
     """The model that was reported, down to its digest."""
-    model = build_model(recipe, prepared.vocabulary, prepared.classes, prepared.pad)
-    treat(model, recipe)
+    stages = stages_of(recipe, len(prepared.splits["train"]))
+    model, _ = build_grown(recipe, prepared, stages)
     result = record.result
     load_weights(model, Checkpoint(record.folder / result["checkpoint"], result["best"]["step"]))
     if state_digest(model) != result["weights_digest"]:

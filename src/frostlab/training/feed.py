@@ -38,8 +38,8 @@ class Feed:
 
     def order(self, epoch: int) -> Order:
         """The examples of every step of an epoch."""
-        bucket = self.train.batching == "bucketed"
-        return epoch_order(self.tokens.lengths, self.train.batch, self.seed, epoch, bucket)
+        lengths, bucket = self.tokens.lengths, self.train.batching == "bucketed"
+        return epoch_order(lengths, self.train.batch, self.seed, epoch, bucket)
 
     def __call__(self, rows: NDArray[np.int64]) -> list[Batch]:
         """This process's share of a step, in parts whose gradients are added up."""

@@ -57,7 +57,7 @@ def cross_entropy_rows(logits: Tensor, labels: Tensor, share: float | None) -> T
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _adamw(  # type: ignore[no-untyped-def]
-    table, owners, starts, decays, first, second, rate, scale, stopped, beta1, beta2, eps,
+    table, owners, starts, decays, first, second, rates, whose, scale, stopped, beta1, beta2, eps,
     scaled: tl.constexpr, stops: tl.constexpr, even: tl.constexpr,
     block: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
@@ -96,7 +96,7 @@ def _adamw(  # type: ignore[no-untyped-def]
         p = tl.load(weight + places, inside, 0.0)
         m = tl.load(mean + places, inside, 0.0)
         v = tl.load(square + places, inside, 0.0)
-        lr = tl.load(rate)
+        lr = tl.load(rates + tl.load(whose + tensor))
         p -= lr * tl.load(decays + tensor) * p
         m += (1 - beta1) * (g - m)
         v = beta2 * v + (1 - beta2) * g * g
@@ -112,12 +112,15 @@ def _adamw(  # type: ignore[no-untyped-def]
 
 def adamw_blocks(
     table: Tensor, owners: Tensor, starts: Tensor, decays: Tensor, first: Tensor, second: Tensor,
-    rate: Tensor, scale: Tensor | None, stopped: Tensor | None, *, betas: tuple[float, float],
-    eps: float, even: bool, block: int, columns: int,
+    rates: Tensor, whose: Tensor, scale: Tensor | None, stopped: Tensor | None, *,
+    betas: tuple[float, float], eps: float, even: bool, block: int, columns: int,
 ) -> None:  # fmt: skip
-    """AdamW over the tensors of a table; `first` and `second` correct the moments' bias."""
+    """AdamW over the tensors of a table; `first` and `second` correct the moments' bias.
+
+    `whose` says which of the rates is each tensor's.
+    """
     _adamw[(len(owners),)](
-        table, owners, starts, decays, first, second, rate, scale, stopped, *betas, eps,
+        table, owners, starts, decays, first, second, rates, whose, scale, stopped, *betas, eps,
         scaled=scale is not None, stops=stopped is not None, even=even, block=block,
         columns=columns, num_warps=8,
     )  # fmt: skip

@@ -1,26 +1,21 @@
 """The one loop: it trains, times, evaluates, keeps checkpoints and knows when to stop."""
 
+import gc
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from frostlab.data import Prepared
-from frostlab.recipe import Recipe
 from frostlab.records.checkpoints import Checkpoint, keep_only, save_checkpoint
-from frostlab.records.folder import RunFolder
-from frostlab.surgery import Audit
 from frostlab.training.batching import collate, epoch_order, order_digest, scored_counts
+from frostlab.training.boundary import cross
 from frostlab.training.choosing import build_step
-from frostlab.training.distributed import World, like, whole
+from frostlab.training.distributed import World, gather_nothing, like, whole
 from frostlab.training.evaluation import evaluate
 from frostlab.training.feed import Feed
 from frostlab.training.interruptions import StopLook
 from frostlab.training.ledger import Entry, Ledger
-from frostlab.training.objective import Objective
 from frostlab.training.optimizer import (
     build_optimizer,
     optimizer_tensors,
@@ -29,11 +24,14 @@ from frostlab.training.optimizer import (
 )
 from frostlab.training.packing import row_lengths
 from frostlab.training.patience import reaches
-from frostlab.training.prefix import build_prefix
-from frostlab.training.progress import Display, Progress
-from frostlab.training.stages import Stage, stage_at, steps_per_epoch
+from frostlab.training.prefix import build_prefix, prefix_depth
+from frostlab.training.progress import Progress
+from frostlab.training.setting import Setting
+from frostlab.training.stages import most_steps, stage_at, steps_per_epoch
+from frostlab.training.staging import shares_of
 from frostlab.training.step import Diverged, EagerStep, seed_step
 from frostlab.training.stopwatch import Stopwatch
+from frostlab.training.telling import say_how, say_stage
 from frostlab.training.treating import wants_types
 
 
@@ -41,72 +39,80 @@ class Stopped(Exception):
     """The run was asked to stop, and has kept a checkpoint."""
 
 
-@dataclass
-class Setting:
-    """All that the loop works with; it changes only the model and the progress."""
-
-    recipe: Recipe
-    prepared: Prepared
-    model: nn.Module  # on its device, treated, not wrapped
-    objective: Objective  # the model with its loss
-    stages: tuple[Stage, ...]
-    device: torch.device
-    precision: torch.dtype
-    world: World
-    folder: RunFolder | None  # None in processes that do not write
-    frozen: Audit | None
-    display: Display
-    asked_to_stop: Callable[[], bool]
-
-
 def train(
     setting: Setting, progress: Progress, watch: Stopwatch, resumed: Checkpoint | None
 ) -> None:
-    """Train to the end, to exhausted patience, or until asked to stop."""
+    """Train stage after stage to the end, to exhausted patience, or until asked to stop."""
+    per_epoch = steps_per_epoch(len(setting.prepared.splits["train"]), setting.recipe.train.batch)
+    total = most_steps(setting.stages, progress.lengths)
+    setting.display.begin(progress.step, total, per_epoch, setting.prepared.caution)
+    watch.start()
+    state = {} if resumed is None else resumed.optimizer()
+    asked = StopLook(setting.asked_to_stop, setting.world, setting.device)
+    while True:
+        step_once = _train_stage(setting, progress, watch, state, asked)
+        progress.seconds = watch.seconds
+        if progress.stage == len(setting.stages) - 1:
+            break
+        with watch.phase("checkpoint", device=True):
+            state = cross(setting, progress, step_once)
+            del step_once
+            gc.collect()  # its model, graphs and wrapping hold each other, and memory
+        _keep(setting, progress, watch, state)
+    watch.stop()
+    progress.seconds = watch.seconds
+
+
+def _train_stage(
+    setting: Setting,
+    progress: Progress,
+    watch: Stopwatch,
+    state: dict[str, Tensor],
+    asked: StopLook,
+) -> EagerStep:
+    """Train to a stage's end or until its patience is exhausted; return the step it took."""
     recipe, world = setting.recipe, setting.world
     tokens = setting.prepared.splits["train"]
     scored, real = scored_counts(tokens), row_lengths(tokens)
     per_epoch = steps_per_epoch(len(tokens), recipe.train.batch)
-    total = sum(stage.steps for stage in setting.stages)
+    index, stage = progress.stage, setting.stages[progress.stage]
+    end, optim = sum(progress.lengths) + stage.steps, stage.optim(recipe.optim)
+    last = index == len(setting.stages) - 1
 
-    setting.display.begin(progress.step, total, per_epoch, setting.prepared.caution)
-    watch.start()
     setting.objective.train()
     with watch.phase("data", device=True):
-        feed = _make_feed(setting, progress.step)  # while the model is whole
+        feed = _make_feed(setting, progress)  # while the model is whole
+    shares = shares_of(setting.model, stage, index, setting.entered)
     step_once = build_step(
-        setting.objective, recipe.optim, recipe.train, setting.precision, setting.device, world,
-        steps=total, unused=_any_unused(setting),
+        setting.objective, optim, recipe.train, setting.precision, setting.device, world,
+        steps=stage.steps, unused=_any_unused(setting), shares=shares,
     )  # fmt: skip
-    if resumed is not None:
-        restore_optimizer(setting.model, step_once.optimizer, resumed.optimizer(), like)
+    if state:
+        restore_optimizer(setting.model, step_once.optimizer, state, like,
+                          partly=not progress.place)  # fmt: skip
     said = ""
     ledger = Ledger(step_once, watch, world, setting.folder)
-    asked = StopLook(setting.asked_to_stop, world, setting.device)
 
     epoch_began = watch.training_seconds() - progress.epoch_seconds
-    epoch, place = divmod(progress.step, per_epoch)
-    order = feed.order(epoch)
-    while progress.step < total and not progress.stopped_early:
-        stage_index, stage_step = stage_at(setting.stages, progress.step)
-        stage = setting.stages[stage_index]
-        if stage_step == 0 and setting.folder:
-            supervision = setting.objective.supervision
-            setting.folder.event("stage", progress.step, name=stage.name, steps=stage.steps,
-                                 freeze=list(stage.freeze),
-                                 supervise=supervision and supervision.to_dict())  # fmt: skip
+    epoch, place = divmod(progress.place, per_epoch)
+    before = sum(-(-steps // per_epoch) for steps in progress.lengths)  # stages begin a new one
+    order = feed.order(before + epoch)  # however it is cut into stages, a run sees the same
+    while progress.step < end and not progress.stopped_early:
+        _, stage_step = stage_at(setting.stages, progress.step, progress.lengths)
+        if stage_step == 0:
+            say_stage(setting, progress)
 
         with watch.phase("data"):
             rows = order[place]
             parts = feed(rows)
         seed_step(recipe.seed, progress.step, world.rank, setting.device)
-        rate = rate_at(stage_step, stage.steps, recipe.optim)
+        rate = rate_at(stage_step, stage.steps, optim)
         began = watch.mark()
         outcome = step_once(parts, int(scored[rows].sum()), rate)
         watch.lap(began)
         if said != step_once.reason:
             said = step_once.reason
-            _say_how(setting, progress.step, step_once, feed.packs)
+            say_how(setting, progress.step, step_once, feed.packs)
         progress.step, place = progress.step + 1, place + 1
         padded = sum(part.inputs["input_ids"].numel() for part in parts)
         ledger.add(Entry(progress.step, outcome, rate, int(real[rows].sum()), padded, len(rows)))
@@ -121,12 +127,12 @@ def train(
                 setting.folder.event("epoch", progress.step, epoch=epoch, seconds=round(spent, 4),
                                      order=progress.order)  # fmt: skip
             epoch, place, epoch_began = epoch + 1, 0, watch.training_seconds()
-            if progress.step < total:
+            if progress.step < end:
                 with watch.phase("data"):
-                    order = feed.order(epoch)
+                    order = feed.order(before + epoch)
 
         improved = False
-        looks = _due(recipe.evaluate.every, progress.step, per_epoch, total)
+        looks = _due(recipe.evaluate.every, progress.place, per_epoch, stage.steps)
         if looks:
             ledger.settle()
             improved = _look(setting, progress, watch)
@@ -134,38 +140,30 @@ def train(
                 progress.stopped_early = True
         stop = asked(progress.step)
         if (looks and (improved or recipe.train.checkpoint is None)) or stop or _due(
-            recipe.train.checkpoint, progress.step, per_epoch, total
+            recipe.train.checkpoint, progress.place, per_epoch, stage.steps
         ):  # fmt: skip
             ledger.settle()
             progress.epoch_seconds = watch.training_seconds() - epoch_began
             _keep(setting, progress, watch, step_once.optimizer)
-        if stop and progress.step < total and not progress.stopped_early:
+        if stop and not (last and (progress.step == end or progress.stopped_early)):
             raise Stopped
     ledger.settle()
     watch.wait_for_device()
-    watch.stop()
-    progress.seconds = watch.seconds
+    return step_once
 
 
-def _make_feed(setting: Setting, step: int) -> Feed:
+def _make_feed(setting: Setting, progress: Progress) -> Feed:
     """Batches as the recipe wants them, with the outputs of frozen layers if it wants those."""
     recipe, types = setting.recipe, wants_types(setting.model)
-    if recipe.train.cache_prefix is not None:
+    cached = recipe.train.cache_prefix is not None
+    if cached and (not recipe.stages or prefix_depth(setting.model)):
         setting.objective.prefix = build_prefix(
             setting.model, setting.prepared, recipe.train, setting.precision, types
         )
         if setting.folder:
-            setting.folder.event("prefix", step, **setting.objective.prefix.facts)
+            setting.folder.event("prefix", progress.step, **setting.objective.prefix.facts)
     return Feed(setting.prepared, recipe.train, recipe.seed, setting.world, setting.device,
                 types, setting.objective.prefix)  # fmt: skip
-
-
-def _say_how(setting: Setting, step: int, step_once: EagerStep, packed: bool) -> None:
-    """Record and show which kind of step is taken, and why, when that changes."""
-    setting.display.say(f"{step_once.kind} steps: {step_once.reason}")
-    if setting.folder:
-        setting.folder.event("stepping", step, how=step_once.kind, reason=step_once.reason,
-                             packed=packed)  # fmt: skip
 
 
 def _due(every: int | str | None, step: int, per_epoch: int, total: int) -> bool:
@@ -187,6 +185,8 @@ def _look(setting: Setting, progress: Progress, watch: Stopwatch) -> bool:
     progress.last = metrics
     value = metrics[recipe.metric]
     improved = progress.best.see(value, progress.step)
+    if improved:
+        progress.metrics = metrics
     target = recipe.evaluate.target
     if target is not None and progress.target is None and reaches(recipe.metric, value, target):
         progress.target = {"step": progress.step, "seconds": round(before, 4)}
@@ -215,6 +215,7 @@ def measure(
         guesses=guesses,
         layers=setting.objective.supervised,
     )
+    gather_nothing(setting.objective)  # who reads a gathered tensor keeps it from being let go
     if not math.isfinite(metrics["loss"]):
         spoilt = (n for n, p in setting.model.named_parameters() if not whole(p).isfinite().all())
         raise Diverged(step, next(spoilt, "the loss of an evaluation"), metrics["loss"])
@@ -222,19 +223,22 @@ def measure(
 
 
 def _keep(
-    setting: Setting, progress: Progress, watch: Stopwatch, optimizer: torch.optim.Optimizer
+    setting: Setting,
+    progress: Progress,
+    watch: Stopwatch,
+    held: torch.optim.Optimizer | dict[str, Tensor],
 ) -> None:
-    """Write a checkpoint; then remove those that it replaces."""
+    """Write a checkpoint, with an optimizer's state; then remove those that it replaces."""
     with watch.phase("checkpoint", device=True):
         model = {name: whole(value) for name, value in setting.model.state_dict().items()}
-        state = optimizer_tensors(setting.model, optimizer)
+        state = held if isinstance(held, dict) else optimizer_tensors(setting.model, held)
         state = {name: whole(value) for name, value in state.items()}
         progress.seconds = watch.seconds
         if setting.folder:
             path = setting.folder.path
-            save_checkpoint(path, progress.step, model, state, progress.to_dict())
+            save_checkpoint(path, progress.step, model, state, progress.to_dict(), progress.stage)
             setting.folder.event("checkpoint", progress.step, best=progress.best.step)
-            keep_only(path, progress.step, progress.best.step)
+            keep_only(path, progress.step, progress.best.step, progress.stage)
         setting.world.wait()
 
 

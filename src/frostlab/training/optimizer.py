@@ -1,6 +1,7 @@
 """AdamW over exactly what learns, and the learning rate of every step as a pure function."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,15 +19,22 @@ def build_optimizer(
     fused: bool,
     capturable: bool = False,
     halves: Halves | None = None,
+    shares: Mapping[str, float] | None = None,
 ) -> torch.optim.AdamW:
-    """Matrices decay, vectors do not, whatever their shape; frozen tensors are absent."""
-    learning = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in learning if sum(size > 1 for size in p.shape) >= 2]
-    known = {id(p) for p in matrices}
-    vectors = [p for p in learning if id(p) not in known]
-    groups = [{"params": matrices, "weight_decay": optim.decay},
-              {"params": vectors, "weight_decay": 0.0}]  # fmt: skip
-    groups = [group for group in groups if group["params"]]
+    """Matrices decay, vectors do not, whatever their shape; frozen tensors are absent.
+
+    `shares` of the learning rate, by name, are for tensors that have less than all of it.
+    """
+    learning = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    kinds: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    for is_vector in (False, True):
+        for name, p in learning:
+            if (sum(size > 1 for size in p.shape) < 2) == is_vector:
+                kinds.setdefault((is_vector, (shares or {}).get(name, 1.0)), []).append(p)
+    groups = [
+        {"params": found, "weight_decay": 0.0 if is_vector else optim.decay, "share": share}
+        for (is_vector, share), found in kinds.items()
+    ]
     given: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
     if halves is not None:
         return KernelAdamW(groups, halves, **given, capturable=capturable)
@@ -64,9 +72,16 @@ def optimizer_tensors(
 
 
 def restore_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], like: Any
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tensors: dict[str, torch.Tensor],
+    like: Any,
+    partly: bool = False,
 ) -> None:
-    """Put saved state back; `like` places and shards a tensor as its parameter is."""
+    """Put saved state back; `like` places and shards a tensor as its parameter is.
+
+    `partly`: some tensors start without, as new layers do.
+    """
     parameters = dict(model.named_parameters())
     states: dict[str, dict[str, torch.Tensor]] = {}
     for name, value in tensors.items():
@@ -76,7 +91,7 @@ def restore_optimizer(
         states.setdefault(parameter, {})[key] = value
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     missing = [n for n, p in parameters.items() if id(p) in held and n not in states]
-    if states and missing:
+    if states and missing and not partly:
         raise FrostlabError(f"the checkpoint's optimizer does not know {missing[0]}")
     for name, state in states.items():
         held_by = parameters[name]

@@ -5,9 +5,11 @@ import statistics
 from datetime import UTC, datetime
 from typing import Any
 
+from frostlab.records.checkpoints import checkpoint_name
 from frostlab.records.folder import SCHEMA, RunFolder
-from frostlab.training.loop import Setting
+from frostlab.training.boundary import stage_facts
 from frostlab.training.progress import Progress
+from frostlab.training.setting import Setting
 from frostlab.training.treating import count_parameters
 
 
@@ -24,7 +26,7 @@ def result(
     """Everything `result.json` says."""
     events, recipe = folder.events(), setting.recipe
     start = next(event for event in events if event["kind"] == "start")
-    best = progress.best
+    best, name = progress.best, checkpoint_name(progress.best.step or 0, progress.stage)
     return {
         "schema": SCHEMA,
         "status": status,
@@ -45,7 +47,8 @@ def result(
         "stepping": [event for event in events if event["kind"] == "stepping"],
         "clocks": clocks(events, progress.seconds),
         "parameters": count_parameters(setting.model),
-        "checkpoint": None if best.step is None else f"checkpoints/step-{best.step:09d}",
+        "stages": [*progress.ended, stage_facts(setting, progress)],
+        "checkpoint": None if best.step is None else f"checkpoints/{name}",
         **extra,
     }
 

@@ -30,11 +30,11 @@ from frostlab.training.batching import collate, evaluation_order
 from frostlab.training.devices import choose_device, choose_precision
 from frostlab.training.distributed import World, joined
 from frostlab.training.interruptions import interruptions
-from frostlab.training.loop import Setting
 from frostlab.training.objective import Objective, check_pieces, logits_of
-from frostlab.training.prefix import check_prefix
 from frostlab.training.progress import Display, Silent
+from frostlab.training.setting import Setting
 from frostlab.training.stages import stages_of
+from frostlab.training.staging import Entered, enter, rehearse
 from frostlab.training.supervision import resolve
 from frostlab.training.treating import audit_frozen, treat, wants_types, weight_digests
 from frostlab.training.work import work
@@ -80,7 +80,8 @@ def run(
             path = world.agree(setting.folder.path if setting.folder else None)
         stack.callback(setting.display.close)
         setting.asked_to_stop = stack.enter_context(interruptions())
-        work(setting, path, checkpoint)
+        setting.path = path
+        work(setting, checkpoint)
     return RunRecord(path)
 
 
@@ -131,9 +132,10 @@ def _set_up(
     objective = Objective(model)
     packs = recipe.train.batching == "packed" or recipe.train.cache_prefix is not None
     check_pieces(objective, prepared, wants_types(model), packs)
-    if recipe.train.cache_prefix is not None:
-        check_prefix(model, prepared, recipe.train, precision)
-    objective.supervision = resolve(recipe.supervise, model)
+    stages = stages_of(recipe, len(prepared.splits["train"]))
+    rehearse(model, recipe, stages, prepared, precision)
+    entered = enter(model, recipe, stages[0], 0, Entered())
+    objective.supervision = resolve(stages[0].supervise, model)
     model.to(device)
     frozen = audit_frozen(model, recipe)
     digests["frozen"] = {} if frozen is None else frozen.digests
@@ -142,7 +144,7 @@ def _set_up(
         prepared=prepared,
         model=model,
         objective=objective,
-        stages=stages_of(recipe, len(prepared.splits["train"])),
+        stages=stages,
         device=device,
         precision=precision,
         world=world,
@@ -150,6 +152,7 @@ def _set_up(
         frozen=frozen,
         display=display,
         asked_to_stop=lambda: False,
+        entered=entered,
     )
     return setting, digests
 

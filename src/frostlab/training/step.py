@@ -83,7 +83,7 @@ class EagerStep:
     def __call__(self, parts: list[Batch], scored: int, rate: float) -> Outcome:
         """Take a step over this process's parts of a batch with `scored` targets in all."""
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get("share", 1.0)
         return Outcome(self.work([part.to(self.device) for part in parts], scored))
 
     def work(self, parts: list[Batch], scored: int | Tensor) -> Tensor:

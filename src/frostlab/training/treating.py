@@ -66,8 +66,9 @@ def state_digest(model: nn.Module) -> str:
 
 
 def audit_frozen(model: nn.Module, recipe: Recipe) -> Audit | None:
-    """Digests of what is frozen, or nothing if nothing is."""
-    return audit(model) if recipe.surgery.frozen else None
+    """Digests of what the treatment or a stage froze, or nothing if nothing is."""
+    by_stage = recipe.stages and not all(p.requires_grad for p in model.parameters())
+    return audit(model) if recipe.surgery.frozen or by_stage else None
 
 
 def count_parameters(model: nn.Module) -> dict[str, int]:

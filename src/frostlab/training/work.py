@@ -1,32 +1,31 @@
 """The work of a run: train, report, write the result, whatever happens on the way."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from frostlab.errors import FrostlabError
-from frostlab.records.checkpoints import Checkpoint, checkpoints_in
+from frostlab.records.checkpoints import Checkpoint
 from frostlab.records.environment import gpu_state
 from frostlab.records.folder import RunFolder, write_whole
 from frostlab.records.telemetry import Telemetry
-from frostlab.training.distributed import like
+from frostlab.training.boundary import best_checkpoint, go_to, load_weights
 from frostlab.training.failures import Failure, failure_of
-from frostlab.training.loop import Setting, measure, train
+from frostlab.training.loop import measure, train
 from frostlab.training.patience import Best
 from frostlab.training.progress import Progress
 from frostlab.training.results import result
+from frostlab.training.setting import Setting
 from frostlab.training.stopwatch import Stopwatch
 from frostlab.training.treating import state_digest
 
 
-def work(setting: Setting, path: Path, resumed: Checkpoint | None) -> None:
+def work(setting: Setting, resumed: Checkpoint | None) -> None:
     """Train, report, and write the result, whatever happens on the way."""
     progress = Progress(Best(setting.recipe.metric))
     if resumed is not None:
         progress = Progress.from_dict(resumed.progress())
-        load_weights(setting.model, resumed)
+        go_to(setting, progress, resumed)
     where, before = str(setting.device), gpu_state(str(setting.device))
     watch = Stopwatch(setting.device, progress.seconds)
     report, weights = None, None
@@ -34,7 +33,7 @@ def work(setting: Setting, path: Path, resumed: Checkpoint | None) -> None:
     with Telemetry(where) as telemetry:
         try:
             train(setting, progress, watch, resumed)
-            report = _report(setting, progress, path)
+            report = _report(setting, progress)
             weights = state_digest(setting.model)
         except BaseException as error:
             failure = failure_of(error, setting.recipe)
@@ -74,14 +73,12 @@ def _conclude(
             raise
 
 
-def _report(setting: Setting, progress: Progress, path: Path) -> dict[str, float]:
+def _report(setting: Setting, progress: Progress) -> dict[str, float]:
     """The reported result: the best weights on the split that nothing was chosen by.
 
     With published splits the best evaluation is the report, and is labelled so.
     """
-    if progress.best.step is None:
-        raise FrostlabError(f"no evaluation gave a number for {progress.best.metric}")
-    best = next(c for c in checkpoints_in(path) if c.step == progress.best.step)
+    best = best_checkpoint(setting, progress)
     load_weights(setting.model, best)
     if setting.frozen is not None:
         setting.frozen.verify(setting.model)
@@ -99,17 +96,6 @@ def _report(setting: Setting, progress: Progress, path: Path) -> dict[str, float
         setting.folder.event("evaluation", progress.step, split="report", metrics=metrics,
                              checkpoint=best.step, frozen_verified=verified)  # fmt: skip
     return metrics
-
-
-def load_weights(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
-    """Put a checkpoint's weights into a model, sharded or not; a tied one is stored once."""
-    stored = checkpoint.model()
-    state = model.state_dict()
-    wanted = {name: like(stored[name], state[name]) for name in stored if name in state}
-    missing, unexpected = model.load_state_dict(wanted, strict=False)
-    tied = {n for n in missing if any(state[n].data_ptr() == state[k].data_ptr() for k in stored)}
-    if unexpected or set(stored) - set(state) or set(missing) - tied:
-        raise FrostlabError(f"{checkpoint.folder} does not fit the model")
 
 
 def _device_memory(device: torch.device) -> int | None:

@@ -1,0 +1,187 @@
+"""Boundaries: the optimizer's state goes on by name, and runs go on from any moment."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import frostlab as fl
+from forked import attempt, outcome
+from frostlab.models.decoder import Decoder, DecoderConfig
+from frostlab.models.gpt import GPT, GPTConfig
+from frostlab.recipe.loading import load_recipe, recipe_from
+from frostlab.recipe.settings import Optim
+from frostlab.records.checkpoints import checkpoints_in, resumable
+from frostlab.records.record import RunRecord
+from frostlab.training.distributed import like
+from frostlab.training.optimizer import build_optimizer, restore_optimizer
+from frostlab.training.stages import stages_of
+from frostlab.training.staging import Entered, enter, kept_state, survivors
+from frostlab.training.treating import count_parameters
+from stages import progressive
+
+
+def decoder(layers: int = 2) -> Decoder:
+    return Decoder(DecoderConfig(vocabulary=11, width=8, layers=layers, heads=2, hidden=8))
+
+
+def stepped(model: nn.Module) -> torch.optim.AdamW:
+    """An optimizer with a step behind it, each tensor's moments different."""
+    optimizer = build_optimizer(model, Optim(), fused=False)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p) if p.requires_grad else None
+    optimizer.step()
+    return optimizer
+
+
+def crossed(model: nn.Module, second: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
+    """Cross into a second stage in place; return what survives, and the optimizer before."""
+    optimizer = stepped(model)
+    kept = kept_state(model, optimizer)
+    recipe = recipe_from(progressive(stages=[{}, second]))
+    stage = stages_of(recipe, 64)[1]
+    entered = enter(model, recipe, stage, 1, Entered())
+    return survivors(model, entered, kept), optimizer
+
+
+@pytest.mark.parametrize(("at", "place"), [("top", 2), ("bottom", 0), (1, 1)])
+def test_the_state_of_survivors_follows_their_layers(at: Any, place: int) -> None:
+    """A layer added below moves the others up, and their names with them."""
+    model = decoder()
+    layers = list(model.blocks)
+    found, optimizer = crossed(model, {"add": {"at": at}})
+    for name, p in model.named_parameters():
+        state = optimizer.state.get(p)
+        assert (state is None) == name.startswith(f"blocks.{place}.")
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            assert (f"{name}//{key}" in found) == (state is not None)
+            if state is not None:
+                assert torch.equal(found[f"{name}//{key}"], state[key]), name
+    assert [layer in layers for layer in model.blocks].index(False) == place
+
+
+def test_new_layers_are_drawn_apart_from_everything_else() -> None:
+    recipe = recipe_from(progressive(stages=[{}, {"add": {}}]))
+
+    def drawn(index: int, state: int) -> Tensor:
+        model = decoder()
+        torch.manual_seed(state)
+        enter(model, recipe, stages_of(recipe, 64)[1], index, Entered())
+        assert torch.initial_seed() == state
+        return model.blocks[2].up.weight
+
+    assert torch.equal(drawn(1, 5), drawn(1, 6))
+    assert not torch.equal(drawn(1, 5), drawn(2, 5))
+
+
+def test_the_published_counts_of_parameters() -> None:
+    """3 layers, then 4, of which the fourth and the head learn."""
+    model = Decoder(DecoderConfig(layers=3))
+    recipe = load_recipe("progressive-standard")
+    counts, entered = [count_parameters(model)], Entered()
+    for index, stage in enumerate(stages_of(recipe, 10_000)):
+        entered = enter(model, recipe, stage, index, entered)
+        counts.append(count_parameters(model))
+    assert [c["total"] for c in counts] == [9_135_232, 9_135_232, 9_200_896]
+    assert counts[2]["trainable"] == 4_534_784
+
+
+def test_what_stops_learning_leaves_no_state() -> None:
+    model = decoder()
+    found, _ = crossed(model, {"train": ["layers[1]", "head"]})
+    named = {name.rpartition("//")[0] for name in found}
+    assert named == {
+        n for n, _ in model.named_parameters() if n[:8] == "blocks.1" or n[:4] == "head"
+    }
+
+
+def test_the_rows_of_a_split_projection_keep_their_own_moments() -> None:
+    model = GPT(GPTConfig(vocabulary=11, positions=8, width=8, layers=1, heads=2, hidden=8))
+    whole = model.blocks[0].qkv.weight
+    found, optimizer = crossed(model, {"train": ["value", "up"]})
+    ((name, value),) = [(n, v) for n, v in found.items() if "qkv" in n and "weight//exp_avg" in n
+                        and not n.endswith("_sq")] or [("", None)]  # fmt: skip
+    assert value is not None
+    assert torch.equal(value, optimizer.state[whole]["exp_avg"][16:])
+    fresh = build_optimizer(model, Optim(), fused=False)
+    restore_optimizer(model, fresh, found, like, partly=True)
+    held = fresh.state[model.get_parameter(name.rpartition("//")[0])]
+    assert held["exp_avg"].shape == (8, 8)
+    assert float(held["step"]) == 1
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_run_keeps_the_state_or_does_not(keep: bool, tmp_path: Path) -> None:
+    stages: list[dict[str, Any]] = [
+        {"steps": 3}, {"steps": 3, "train": ["head"], "keep_state": keep},
+    ]  # fmt: skip
+    run = fl.run(progressive(stages=stages), runs=tmp_path)
+    last = resumable(run.folder)
+    assert last is not None
+    state = last.optimizer()
+    assert state.keys() == {f"head.weight//{key}" for key in ("step", "exp_avg", "exp_avg_sq")}
+    assert float(state["head.weight//step"]) == (6 if keep else 3)
+
+
+# Stage 1 ends early after step 5, with its best at 4; checkpoints 5 and 11 are of boundaries.
+KILLED = progressive(
+    evaluate={"every": 1, "patience": 1},
+    train={"batch": 32, "steps": 5, "threads": 1, "checkpoint": 2},
+    stages=[{"lr": 0.3, "steps": 12}, {"add": {}, "train": ["layers[1]", "head"]},
+            {"add": {"layers": 2}, "lr": {"new": 1e-3, "old": 1e-4}}],
+)  # fmt: skip
+MOMENTS = [
+    ("step", 2), ("boundary", 1), ("boundary", 2), ("clean-up", 5), ("clean-up", 11), ("step", 6),
+    ("step", 8), ("rename", 17), ("rename", 20), ("half a file", 9), ("half an event", 26),
+    ("step", 13), ("report", 1),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert attempt(KILLED, folder) == 0
+    found = outcome(folder)
+    assert [stage["steps"] for stage in found["stages"]] == [5, 5, 5]
+    assert [stage["stopped_early"] for stage in found["stages"]] == [True, False, False]
+    assert found["stages"][0]["best"]["step"] == 4
+    return found
+
+
+@pytest.mark.parametrize(("moment", "count"), MOMENTS)
+def test_killed_in_any_stage_and_at_a_boundary(
+    moment: str, count: int, tmp_path: Path, uninterrupted: dict[str, Any]
+) -> None:
+    folder = tmp_path / "run"
+    assert attempt(KILLED, folder, moment, count) == -9
+    assert attempt(KILLED, folder) == 0
+    assert outcome(folder) == uninterrupted
+    names = [e["name"] for e in RunRecord(folder).events() if e["kind"] == "stage"]
+    assert names == ["1", "2", "3"], "each is said once"
+
+
+def test_the_moments_are_at_the_boundary(tmp_path: Path) -> None:
+    """One kill comes before the boundary's checkpoint, one while the older ones are still there."""
+    places = []
+    for moment, count in (("boundary", 2), ("clean-up", 11)):
+        assert attempt(KILLED, tmp_path / moment, moment, count) == -9
+        found = checkpoints_in(tmp_path / moment)
+        places.append([(c.step, c.stage) for c in found])
+    assert places == [[(10, 1)], [(10, 1), (10, 2)]]
+
+
+def test_frozen_digests_are_renewed_and_kept(tmp_path: Path) -> None:
+    """What moves under a resumed run is noticed: digests come from the boundary, not from now."""
+    folder = tmp_path / "run"
+    assert attempt(KILLED, folder, "step", 8) == -9
+    checkpoint = resumable(folder)
+    assert checkpoint is not None
+    assert checkpoint.stage == 1
+    weights = checkpoint.model()
+    weights["tokens.weight"] += 1
+    save_file(weights, checkpoint.folder / "model.safetensors")
+    with pytest.raises(fl.FrostlabError, match="1 frozen tensor moved: tokens.weight"):
+        fl.run(KILLED, out=folder, resume=True)

@@ -1,0 +1,239 @@
+"""Stages: exact patience, best weights handed on, growth, rates, and what is refused."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import frostlab as fl
+from frostlab.data import prepare
+from frostlab.recipe.loading import recipe_from
+from frostlab.records.listing import show
+from frostlab.training import loop
+from frostlab.training.batching import epoch_order, order_digest
+from frostlab.training.staging import Entered
+from stages import progressive
+
+Seen = dict[tuple[int, int], dict[str, Tensor]]
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """The weights of every checkpoint, also of those that are removed later."""
+    seen: Seen = {}
+    save = loop.save_checkpoint
+
+    def watched(
+        path: Path, step: int, model: Any, optimizer: Any, progress: Any, stage: int
+    ) -> Any:
+        seen[step, stage] = {name: value.clone() for name, value in model.items()}
+        return save(path, step, model, optimizer, progress, stage)
+
+    monkeypatch.setattr(loop, "save_checkpoint", watched)
+    return seen
+
+
+def script(monkeypatch: pytest.MonkeyPatch, values: list[float]) -> Iterator[float]:
+    """Let evaluations give these values, then 99 for ever."""
+    left = iter([*values, *([99.0] * 100)])
+    monkeypatch.setattr(loop, "measure", lambda setting, split, step: {"loss": next(left)})
+    return left
+
+
+@pytest.mark.parametrize("patience", [1, 2, 3])
+def test_patience_is_exact_in_each_stage_and_the_best_is_handed_on(
+    patience: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: Seen
+) -> None:
+    """Stage 1 is best at its 2nd look and ends at 2 + p; stage 2 is never as good as stage 1, is
+    best at its 1st and ends at 1 + p: its best does not look back."""
+    script(monkeypatch, [3.0, 2.0, *[2.0] * patience, 8.0])
+    recipe = progressive(
+        evaluate={"every": 1, "metric": "loss", "patience": patience},
+        stages=[{}, {"train": ["layers[1]", "head"], "add": {}, "lr": 1e-2}],
+    )
+    record = fl.run(recipe, runs=tmp_path)
+    one, two = record.result["stages"]
+    boundary = 2 + patience
+    assert (one["steps"], two["steps"]) == (2 + patience, 1 + patience)
+    assert one["stopped_early"]
+    assert two["stopped_early"]
+    assert (one["best"]["step"], one["best"]["value"]) == (2, 2.0)
+    assert (two["best"]["step"], two["best"]["value"]) == (boundary + 1, 8.0)
+    assert one["metrics"] == {"loss": 2.0}
+    assert record.result["best"] == {"metric": "loss", "value": 8.0, "step": boundary + 1}
+    assert record.result["steps"] == 3 + 2 * patience
+    grown, best, last = kept[boundary, 1], kept[2, 0], kept[boundary, 0]
+    assert best.keys() < grown.keys()
+    assert all(torch.equal(grown[name], value) for name, value in best.items())
+    assert not any(torch.equal(last[name], best[name]) for name in ("head.weight", "tokens.weight"))
+    assert record.result["checkpoint"] == f"checkpoints/step-{boundary + 1:09d}-stage-2"
+    names = {p.name for p in (record.folder / "checkpoints").iterdir()}
+    assert names == {f"step-{boundary + 1:09d}-stage-2", f"step-{3 + 2 * patience:09d}-stage-2"}
+
+
+def test_a_stage_that_improves_to_its_end_is_not_cut_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(monkeypatch, [5.0, 6.0, 4.0, 5.0, 3.0, 9.0, 8.0])
+    recipe = progressive(
+        evaluate={"every": 1, "metric": "loss"},
+        stages=[{"steps": 5, "patience": 2}, {"steps": 2, "patience": 1}],
+    )
+    one, two = fl.run(recipe, runs=tmp_path).result["stages"]
+    assert (one["steps"], one["stopped_early"], one["best"]["step"]) == (5, False, 5)
+    assert (two["steps"], two["stopped_early"], two["best"]["step"]) == (2, False, 7)
+
+
+def test_three_stages_train_what_they_say(tmp_path: Path, kept: Seen) -> None:
+    record = fl.run(progressive(), runs=tmp_path)
+    first, second, third = record.result["stages"]
+    layer, head = 4 * 16 * 16 + 3 * 16 * 64 + 2 * 16, 17 * 16
+    old = 17 * 16 + layer + head
+    assert [s["trainable"] for s in (first, second, third)] == [old, layer + head, old + layer]
+    assert [s["total"] for s in (first, second, third)] == [old, old + layer, old + layer]
+    assert [s["epochs"] for s in (first, second, third)] == [2, 1, 1.25]
+    start, end = kept[8, 1], kept[12, 1]
+    moved = {name for name in start if not torch.equal(start[name], end[name])}
+    assert moved == {
+        name for name in start if name.startswith("blocks.1.") or name == "head.weight"
+    }
+    start, end = kept[12, 2], kept[17, 2]
+    assert not any(torch.equal(start[name], end[name]) for name in start)
+    events = record.events()
+    stages = [e for e in events if e["kind"] == "stage"]
+    assert [(e["step"], e["name"], e["added"], e["trainable"]) for e in stages] == [
+        (0, "1", [], old), (8, "grown", ["blocks.1"], layer + head), (12, "3", [], old + layer),
+    ]  # fmt: skip
+    assert [e["lr"] for e in stages] == [3e-3, 1e-3, {"new": 1e-3, "old": 1e-5}]
+    assert stages[1]["best_before"] == first["best"]
+    checked = [e["frozen_verified"] for e in events if e["kind"] == "evaluation"]
+    assert checked == [0, 0, 10, 0, 0, 0], "the embedding and 9 tensors of a layer, in stage 2"
+    epochs = [(e["step"], e["epoch"]) for e in events if e["kind"] == "epoch"]
+    assert epochs == [(4, 0), (8, 1), (12, 0), (16, 0)], "epochs are counted in each stage"
+    lengths, digest = prepare(recipe_from(progressive())).splits["train"].lengths, ""
+    for epoch in range(4):  # as in a run of one stage
+        digest = order_digest(epoch_order(lengths, 32, 0, epoch, True), digest)
+    assert record.result["order_digest"] == digest
+    rates = [e["rate"] for e in events if e["kind"] == "step"]
+    assert rates[-1] == 1e-3
+    table = show(record.folder)
+    assert "\nstages\n  stage  trainable     of  steps" in table
+    assert f"  grown      {layer + head:,}  {old + layer:,}      4       1  epoch 1" in table
+    assert "stages\n" not in show(fl.run(progressive(stages=[]), runs=tmp_path).folder)
+
+
+def test_two_rates_move_weights_by_their_shares(tmp_path: Path, kept: Seen) -> None:
+    """AdamW's first step moves every weight by its rate."""
+    recipe = progressive(
+        optim={"lr": 1e-3, "warmup": 0.0, "schedule": "constant", "decay": 0.0},
+        stages=[{"steps": 1}, {"steps": 1, "add": {}, "keep_state": False,
+                               "lr": {"new": 1e-3, "old": 1e-5, "head": 1e-4}}],
+    )  # fmt: skip
+    fl.run(recipe, runs=tmp_path)
+    start, end = kept[1, 1], kept[2, 1]
+    for name, rate in {"blocks.1.up.weight": 1e-3, "blocks.0.up.weight": 1e-5,
+                       "head.weight": 1e-4, "blocks.1.norm1.weight": 1e-3}.items():  # fmt: skip
+        step = (end[name] - start[name]).abs().max().item()
+        assert step == pytest.approx(rate, rel=0.02), name
+
+
+def test_new_layers_follow_seed_and_stage_alone(tmp_path: Path, kept: Seen) -> None:
+    """How long the stage before took plays no part."""
+
+    def new(**changes: Any) -> Tensor:
+        kept.clear()
+        stages = [{"steps": changes.pop("steps", 2)}, {"steps": 1, "add": {}}]
+        fl.run(progressive(stages=stages, **changes), runs=tmp_path)
+        return next(w for (_, stage), w in kept.items() if stage)["blocks.1.up.weight"]
+
+    assert torch.equal(new(), new(steps=3))
+    assert not torch.equal(new(), new(seed=1))
+
+
+def test_evaluations_are_counted_in_each_stage(tmp_path: Path) -> None:
+    stages = [{"steps": 4}, {"steps": 5}]
+    record = fl.run(progressive(stages=stages, evaluate={"every": 3}), runs=tmp_path)
+    looks = [e["step"] for e in record.events() if e["kind"] == "evaluation"]
+    assert looks == [3, 4, 7, 9, 9], "the last is the report's"
+
+
+def test_cached_layers_are_those_of_the_stage(tmp_path: Path) -> None:
+    """Stage 1 learns its embedding, stages 2 and 3 cache one layer and two."""
+    stages: list[dict[str, Any]] = [
+        {"steps": 3}, {"steps": 3, "add": {}, "train": ["layers[1]", "head"]},
+        {"steps": 3, "add": {}, "train": ["layers[2]", "head"]},
+    ]  # fmt: skip
+    found = []
+    for cache in (None, "memory"):
+        train = {"batch": 32, "threads": 1, "batching": "packed", "cache_prefix": cache}
+        record = fl.run(progressive(stages=stages, train=train), runs=tmp_path)
+        found.append([x for e in record.events() if e["kind"] == "step" for x in e["loss"]])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    depths = [(e["step"], e["depth"]) for e in record.events() if e["kind"] == "prefix"]
+    assert depths == [(3, 1), (6, 2)]
+
+
+def test_a_treatment_stays_in_every_stage(tmp_path: Path, kept: Seen) -> None:
+    """GPT's fused projection is split and joined again between stages."""
+    data = {"name": "majority", "examples": 128, "length": 12, "symbols": 4}
+    recipe = progressive(
+        data=data, model={"kind": "gpt", "width": 16, "layers": 1, "heads": 2, "dropout": 0.0},
+        treatment="frozen-qk",
+        train={"batch": 32, "steps": 2, "threads": 1},
+        stages=[{}, {"add": {}, "train": ["layers[1]", "head"]}, {}],
+    )  # fmt: skip
+    fl.run(recipe, runs=tmp_path)
+    first, last = kept[2, 0], kept[6, 2]
+    moved = (first["blocks.0.qkv.weight"] != last["blocks.0.qkv.weight"]).any(1).tolist()
+    assert moved == [False] * 32 + [True] * 16
+    moved = (kept[2, 1]["blocks.1.qkv.weight"] != last["blocks.1.qkv.weight"]).any(1).tolist()
+    assert moved == [False] * 32 + [True] * 16, "of new layers too"
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"stages": [{"train": []}]}, r"stages.0.train = \[\] should be a list that is not empty"),
+    ({"stages": [{"train": ["qeury"]}]}, "stages.0.train: `qeury` is not a role; .*`query`"),
+    ({"stages": [{}, {"train": ["layers[4]"]}]}, r"stages.1.train: `layers\[4\]`: .* 0 to 0"),
+    ({"treatment": "frozen-qk", "stages": [{"train": ["query"]}]},
+     "stages.0.train trains nothing: the treatment freezes all of it"),
+    ({"stages": [{"lr": {"new": 1e-3, "old": 1e-4}}]}, "stages.0.lr.new: no layer has been added"),
+    ({"stages": [{"lr": {"head": 1e-3}}]}, "stages.0.lr has no rate for tokens.weight.* add `old`"),
+    ({"stages": [{}, {"train": ["head"], "lr": {"query": 1e-3, "old": 1e-4}}]},
+     "stages.1.lr.query: all that it could give a rate to is frozen in this stage"),
+    ({"stages": [{}, {"add": {}, "train": ["head"], "lr": {"new": 1e-3, "old": 1e-4}}]},
+     "stages.1.lr.new: all that it could give a rate to is frozen"),
+    ({"stages": [{"lr": {"hed": 1e-3, "old": 1e-4}}]}, "stages.0.lr.hed: `hed` is not a role"),
+    ({"stages": [{"lr": {"query": 1e-3, "layers[0]": 1e-3, "old": 1e-4}}]},
+     r"stages.0.lr: `query` and `layers\[0\]` both name blocks.0.query.weight"),
+    ({"stages": [{"patience": 0}]}, "stages.0.patience = 0 should be greater than 0"),
+    ({"stages": [{"patience": -2}]}, "stages.0.patience = -2 should be greater than 0"),
+    ({"stages": [{"epochs": 1, "steps": 3}]}, "stages.0: epochs 1 and steps 3 both say how long"),
+    ({"stages": [{}, {"name": "1"}]}, "stages.1.name 1 is the name of stages.0 too"),
+    ({"stages": [{"keep_state": False}]}, "no state before the first stage"),
+    ({"train": {"batch": 32, "steps": 2, "batching": "packed", "cache_prefix": "memory"}},
+     "cache_prefix needs frozen layers"),
+    ({"treatment": {"peft": {"method": "lora"}}}, "stages.1.add cannot be with treatment.peft"),
+    ({"model": {"kind": "pretrained", "name": "albert", "weights": False, "config": {
+        "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "intermediate_size": 32, "embedding_size": 16}},
+      "data": {"name": "majority", "examples": 64, "length": 12, "symbols": 4}}, "stages.1.add: "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "line"), REFUSED, ids=[line for _, line in REFUSED])
+def test_what_cannot_be_is_refused_before_anything_is_written(
+    changes: dict[str, Any], line: str, tmp_path: Path
+) -> None:
+    with pytest.raises(fl.BadInput, match=line) as caught:
+        fl.run(progressive(**{"stages": [{}, {"add": {}}], **changes}), runs=tmp_path / "runs")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_is_new_is_told_by_whole_names() -> None:
+    entered = Entered(("blocks.1",))
+    assert entered.is_new("blocks.1.up.weight")
+    assert not entered.is_new("blocks.10.up.weight")
