@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import frostlab as fl
-from frostlab.recipe.loading import shipped_recipes
+from frostlab.recipe.loading import shipped_comparisons, shipped_recipes
 from test_cli import frostlab_command
 from tiny import tiny
 
@@ -32,7 +32,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_recipes_are_listed() -> None:
     lines = frostlab_command("recipes").stdout.splitlines()
-    assert [line.split()[0] for line in lines] == list(shipped_recipes())
+    names = [line.split()[0] for line in lines if line]
+    assert names == [*shipped_recipes(), "for", *shipped_comparisons()]
     assert json.loads(frostlab_command("recipes", "--json").stdout) == shipped_recipes()
 
 

@@ -16,6 +16,7 @@ ORDER = (
     "errors",
     "recipe",
     "recipes",
+    "comparisons",
     "data",
     "models",
     "anatomy",

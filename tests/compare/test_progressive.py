@@ -1,11 +1,16 @@
 """The comparison of growing that ships: fair arms, and a control of as many FLOPs."""
 
+import math
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 import frostlab as fl
 from frostlab.anatomy.savings import savings
 from frostlab.compare.planning import make_plan
 from frostlab.models.decoder import Decoder, DecoderConfig
+from stages import progressive
 
 WORDS = 28914  # of the first 10,000 sequences of WikiText-2
 PER_EPOCH = 157
@@ -55,3 +60,69 @@ def flops(layers: int, *frozen: str) -> float:
 def test_a_comparison_is_no_recipe() -> None:
     with pytest.raises(fl.BadInput, match=r"it is a comparison: `frostlab compare progressive`"):
         fl.load_recipe("progressive")
+
+
+STAGES = [{"name": "one layer"}, {"name": "grown", "add": {}, "train": ["layers[1]", "head"]}]
+GROWN: dict[str, Any] = {
+    "recipe": progressive(stages=[]),
+    "vary": ["model.layers", "stages", "supervise", "train.epochs"],
+    "arms": [
+        {"name": "scratch", "set": {"model.layers": 2, "train.epochs": 4}},
+        {"name": "grown", "set": {"stages": STAGES}},
+        {"name": "deep", "set": {"stages": STAGES, "supervise.layers": "all"}},
+    ],
+    "contrasts": [
+        {"question": "Is it better?", "arm": "grown", "against": "scratch"},
+        {"question": "Is it easier?", "arm": "deep", "against": "grown", "of": "gain"},
+    ],
+    "seeds": 2,
+}
+
+
+def test_stages_are_compared(tmp_path: Path) -> None:
+    lines: list[str] = []
+    found = fl.compare(GROWN, out=tmp_path / "c", say=lines.append)
+    evidence, text = found.evidence, found.page.read_text()
+    assert evidence["refused_pairs"] == []  # the same examples in the same order
+    assert evidence["timing"] is None
+    assert "steps are not timed against each other: those of every stage are others" in lines
+    asked = {each["question"]: each for each in evidence["contrasts"]}
+    gains = {
+        name: [
+            math.log(run["stages"][1]["best"]["value"] / run["stages"][0]["best"]["value"])
+            for run in evidence["arms"][name]["runs"]
+        ]
+        for name in ("deep", "grown")
+    }
+    gap = [a - b for a, b in zip(gains["deep"], gains["grown"], strict=True)]
+    assert asked["Is it easier?"]["paired"]["effect"] == pytest.approx(math.exp(sum(gap) / 2))
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in text.splitlines()]
+    place = next(i for i, row in enumerate(rows) if row[:2] == ["grown", "one layer"])
+    first, second = rows[place], rows[place + 1]
+    runs = evidence["arms"]["grown"]["runs"]
+    bests = [sum(run["stages"][i]["best"]["value"] for run in runs) / len(runs) for i in range(2)]
+    assert (first[-1], second[-1]) == ("", f"{1 - bests[1] / bests[0]:+.2%}")
+    assert second[:2] == ["", "grown"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"contrasts": [GROWN["contrasts"][1] | {"against": "scratch"}]},
+            "contrasts: a gain is asked of scratch, which has one stage",
+        ),
+        (
+            {
+                "arms": [*GROWN["arms"][:1], {"name": "own", "set": {
+                    "stages": [{}, {"lr": 1e-4, "train": ["head"]}]}}],
+                "contrasts": [],
+                "tune": "lr",
+            },
+            "arm own: a stage has an lr of its own, which tuning optim.lr would not reach",
+        ),
+    ],
+)  # fmt: skip
+def test_what_stages_cannot_be_asked(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(fl.BadInput, match=said):
+        make_plan(GROWN | given)

@@ -7,7 +7,6 @@ from frostlab.compare.plan import Contrast, Plan
 from frostlab.compare.rules import Rules
 from frostlab.compare.sameness import why_unpaired
 from frostlab.compare.verdict import judge_family
-from frostlab.errors import BadInput
 from frostlab.records.record import RunRecord
 
 Records = Mapping[tuple[str, int], RunRecord]
@@ -78,6 +77,4 @@ def _value(record: RunRecord, rules: Rules, of: str) -> float | None:
     if of == "value":
         return record.metrics.get(rules.metric)
     bests = [stage["best"]["value"] for stage in record.result["stages"]]
-    if len(bests) < 2:
-        raise BadInput("contrasts: a gain is asked of a run with one stage")
     return float(bests[-1] / bests[0] if rules.log else bests[-1] - bests[0])

@@ -136,13 +136,7 @@ class Plan(Strict):
         for key in self.vary:
             if key.partition(".")[0] in NEVER:
                 raise BadInput(f"vary {key}: arms must see the same data")
-        for contrast in self.contrasts:
-            for name in (contrast.arm, contrast.against):
-                if name not in {arm.name for arm in self.arms}:
-                    names = [arm.name for arm in self.arms]
-                    raise BadInput(f"contrasts: {name} is no arm here{nearest(name, names)}")
-            if contrast.arm == contrast.against:
-                raise BadInput(f"contrasts: {contrast.arm} against itself")
+        self._check_contrasts()
         for name, found in self.confounds().items():
             check_confounds(self.baseline.name, name, found, self.allow)
         if self.tune is not None:
@@ -154,6 +148,17 @@ class Plan(Strict):
                         f"arm {arm.name}: a stage has an lr of its own, which tuning optim.lr "
                         "would not reach; leave it out"
                     )
+
+    def _check_contrasts(self) -> None:
+        arms = {arm.name: arm for arm in self.arms}
+        for contrast in self.contrasts:
+            if contrast.arm == contrast.against:
+                raise BadInput(f"contrasts: {contrast.arm} against itself")
+            for name in (contrast.arm, contrast.against):
+                if name not in arms:
+                    raise BadInput(f"contrasts: {name} is no arm here{nearest(name, arms)}")
+                if contrast.of == "gain" and len(self.recipe_of(arms[name], 0).stages) < 2:
+                    raise BadInput(f"contrasts: a gain is asked of {name}, which has one stage")
 
 
 def put(values: dict[str, Any], key: str, value: Any) -> None:
