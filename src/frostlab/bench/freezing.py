@@ -1,9 +1,10 @@
 """What freezing gains: query and key, and a whole prefix."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from frostlab.anatomy import anatomy
@@ -16,7 +17,10 @@ from frostlab.bench.measuring import Result, result_of
 from frostlab.bench.rounds import Driver, Step, looped
 from frostlab.bench.setting import Feed, Setting
 from frostlab.bench.sides import Ours
+from frostlab.models.decoder import Decoder, DecoderConfig
 from frostlab.surgery import freeze
+
+Build = Callable[[Setting, int], nn.Module]
 
 
 def frozen_qk(setting: Setting) -> Iterator[Result]:
@@ -73,13 +77,25 @@ def _frozen_qk(setting: Setting, batch: int, length: int) -> Result:
 
 
 def frozen_prefix(setting: Setting) -> Iterator[Result]:
-    """Twelve layers, all but the last frozen with the embeddings, the prefix cached or not."""
-    batch, length, layers = (2, 16, 2) if setting.small else (32, 128, 12)
-    tokens = drawn(32 * batch, length, SMALL_VOCABULARY if setting.small else 30522, 2)
+    """Twelve layers, all but the last frozen with the embeddings, the prefix cached or not.
+
+    BERT as a classifier, and a decoder as a stage finds it that trains a new layer and the head.
+    """
+    small = setting.small
+    shapes = ((2, 16), (4, 8)) if small else ((32, 128), (64, 32))
+    for build, (batch, length), classes in zip((_bert, _decoder), shapes, (2, 0), strict=True):
+        yield _frozen_prefix(setting, build, batch, length, classes)
+        tidy()
+
+
+def _frozen_prefix(setting: Setting, build: Build, batch: int, length: int, classes: int) -> Result:
+    layers = 2 if setting.small else 12
+    vocabulary = SMALL_VOCABULARY if setting.small else 8000
+    tokens = drawn(32 * batch, length if classes else length + 1, vocabulary, classes)
     order = list(np.arange(32 * batch).reshape(32, batch))
 
     def side(cached: bool, one: bool) -> Ours:
-        model = prefix_frozen(setting, layers).to(setting.device)
+        model = build(setting, layers).to(setting.device)
         prefix, feed = prefixed_feed(model, tokens, order, setting, cached)
         return Ours(model, only_first(feed) if one else feed, FINE_TUNING, setting, prefix=prefix)
 
@@ -92,12 +108,13 @@ def frozen_prefix(setting: Setting) -> Iterator[Result]:
         return kept[-1].step
 
     times = setting.interleave(lambda: built(True), lambda: looped(built(False)), rounds=40)
-    yield result_of(
+    model = build(setting, 1)
+    return result_of(
         setting,
         times,
-        step_work(prefix_frozen(setting, 1), length, batch * length),
+        step_work(model, length, batch * length),
         batch,
-        case=f"{batch} × {length}",
+        case=f"{type(model).__name__.removesuffix('ForSequenceClassification')} {batch} × {length}",
         check=check,
         step=kept[0].how,
         notes=(
@@ -108,9 +125,21 @@ def frozen_prefix(setting: Setting) -> Iterator[Result]:
     )
 
 
-def prefix_frozen(setting: Setting, layers: int) -> nn.Module:
+def _bert(setting: Setting, layers: int) -> nn.Module:
     """BERT without dropout, everything below its last layer frozen."""
     model: Any = sharpened(bert(setting, 0.0, layers), "classifier")
     for part in (model.bert.embeddings, *model.bert.encoder.layer[:-1]):
+        part.requires_grad_(False)
+    return model
+
+
+def _decoder(setting: Setting, layers: int) -> nn.Module:
+    """The progressive-training decoder with a vocabulary of 8,000, frozen likewise."""
+    torch.manual_seed(0)
+    words = SMALL_VOCABULARY if setting.small else 8000
+    model = Decoder(
+        DecoderConfig(vocabulary=words, width=16 if setting.small else 64, layers=layers)
+    )
+    for part in (model.tokens, *list(model.blocks)[:-1]):
         part.requires_grad_(False)
     return model

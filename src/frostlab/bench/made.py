@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from frostlab.bench.setting import Feed, Setting
 from frostlab.data import Prepared, Tokens, prepare
 from frostlab.models.gpt import GPT, GPTConfig
+from frostlab.recipe.data import Task
 from frostlab.recipe.loading import recipe_from
 from frostlab.recipe.settings import Train
 from frostlab.training.batching import Batch, Order, collate
@@ -128,7 +129,8 @@ def prefixed_feed(
     """The cache of a model's frozen prefix (None uncached), and the batches that go with it."""
     shapes, prefix = shapes_for(tokens, order), None
     if cached:
-        prepared = Prepared("classification", 2, 0, 0, {"train": tokens}, {}, None, {}, "", None)
+        task: Task = "classification" if tokens.labels is not None else "language"
+        prepared = Prepared(task, 2, 0, 0, {"train": tokens}, {}, None, {}, "", None)
         wanted = Train(cache_prefix="memory")
         prefix = build_prefix(model, prepared, wanted, setting.precision, types=False)
     table = None if prefix is None else prefix.starts
