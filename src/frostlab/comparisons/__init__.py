@@ -1,0 +1,1 @@
+"""The comparisons that ship, one YAML file each."""
