@@ -124,7 +124,12 @@ def test_known_slowdowns_are_found_on_a_simulated_clock(
 
 @pytest.mark.parametrize(
     ("noise", "memory", "pairs"),
-    [(0.005, 0.0, 4), (0.019, 0.0, 4), (0.003, 0.0025, 4), (0.011, 0.0, 1)],
+    [
+        pytest.param(0.005, 0.0, 4, marks=pytest.mark.slow),
+        pytest.param(0.019, 0.0, 4, marks=pytest.mark.slow),
+        (0.003, 0.0025, 4),
+        pytest.param(0.011, 0.0, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_false_alarms_of_2000_timings_of_nothing_are_5_percent(
     monkeypatch: pytest.MonkeyPatch, noise: float, memory: float, pairs: int

@@ -131,10 +131,10 @@ class Meter:
     """Seconds and peak memory from here on, the memory of what was there before left out."""
 
     def __init__(self, device: torch.device) -> None:
-        gc.collect()
         synchronize(device)
         self.device, self.before = device, 0
         if device.type == "cuda":
+            gc.collect()
             self.before = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
         self.began = time.perf_counter()
