@@ -186,7 +186,7 @@ def test_a_planted_difference_keeps_runs_apart(
     ) in reason
 
 
-@pytest.mark.parametrize("epochs", [50, 1])
+@pytest.mark.parametrize("epochs", [50, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_quick_one_is_short_and_times_steps(
     epochs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

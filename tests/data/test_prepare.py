@@ -15,13 +15,14 @@ WORDS = {"kind": "words"}
     ("name", "head", "row", "train", "report", "count"),
     [
         ("sst2", "sentence\tlabel", "s{}\t{}", 67_349, "validation", 872),
-        (
+        pytest.param(
             "mnli",
             "premise\thypothesis\tlabel",
             "p\th{}\t{}",
             392_702,
             "validation_matched",
             9_815,
+            marks=pytest.mark.slow,
         ),
     ],
 )

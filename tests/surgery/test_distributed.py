@@ -10,7 +10,7 @@ import pytest
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neox"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("gpt_neox", marks=pytest.mark.slow)])
 def test_two_processes(name: str, free_port: int) -> None:
     result = subprocess.run(
         [

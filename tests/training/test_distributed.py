@@ -22,6 +22,7 @@ RECIPE: dict[str, Any] = {
     "optim": {"lr": 3e-3},
     "train": {"batch": 32, "accumulate": 2, "epochs": 3, "threads": 1},
 }
+SHARDED = pytest.param("fsdp", marks=pytest.mark.slow)
 
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -72,7 +73,7 @@ def test_two_processes_train_as_one(way: str, alone: Path, tmp_path: Path, free_
     assert checked == [8, 8, 8, 8], "at every evaluation, and before the report"
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("way", ["ddp", SHARDED])
 def test_a_run_of_two_stops_and_goes_on_in_one(way: str, tmp_path: Path, free_port: int) -> None:
     """Ctrl-C reaches both; what two processes saved, one loads and finishes."""
     train = {**RECIPE["train"], "parallel": way, "epochs": 60, "accumulate": 1}
@@ -133,7 +134,7 @@ def test_epochs_that_end_without_an_evaluation(tmp_path: Path, free_port: int) -
     assert RunRecord(tmp_path / "run").metrics == pytest.approx(alone.metrics, rel=1e-3)
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("way", ["ddp", SHARDED])
 def test_supervised_layers_in_two_processes(way: str, tmp_path: Path, free_port: int) -> None:
     """With DDP the first layer and what is below it are frozen: its loss is left out."""
     frozen = ["embedding", "layers[0]"] if way == "ddp" else ["query"]
@@ -155,7 +156,7 @@ def test_supervised_layers_in_two_processes(way: str, tmp_path: Path, free_port:
         assert two.layers[number] == pytest.approx(metrics, rel=1e-3)
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("way", ["ddp", SHARDED])
 def test_two_processes_go_through_stages_as_one(way: str, tmp_path: Path, free_port: int) -> None:
     """Layers are added, frozen and thawed: the model is shared anew at each boundary."""
     alone = run(progressive(), out=tmp_path / "alone")

@@ -100,7 +100,9 @@ def test_clipping_equals_torch() -> None:
     assert not torch.equal(gradients("ours")[0], gradients(None)[0])
 
 
-@pytest.mark.parametrize("signals", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "signals", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_an_interrupted_run_stops_with_a_checkpoint_and_goes_on(
     signals: signal.Signals, tmp_path: Path
 ) -> None:
