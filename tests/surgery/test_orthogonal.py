@@ -147,6 +147,7 @@ print([digest(p) for n, p in model.named_parameters()
 """
 
 
+@pytest.mark.slow
 def test_random_bits_do_not_depend_on_the_thread_count() -> None:
     """In float64, where the factorisation of a whole matrix does differ if threads share it."""
     found = {

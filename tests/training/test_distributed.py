@@ -23,8 +23,6 @@ RECIPE: dict[str, Any] = {
     "train": {"batch": 32, "accumulate": 2, "epochs": 3, "threads": 1},
 }
 SHARDED = pytest.param("fsdp", marks=pytest.mark.slow)
-
-
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
@@ -53,7 +51,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(RECIPE, out=tmp_path_factory.mktemp("alone") / "run").folder
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("way", ["ddp", SHARDED])
 def test_two_processes_train_as_one(way: str, alone: Path, tmp_path: Path, free_port: int) -> None:
     recipe = {**RECIPE, "train": {**RECIPE["train"], "parallel": way, "processes": 2}}
     done = torchrun(recipe, tmp_path / "run", free_port)
@@ -73,7 +71,8 @@ def test_two_processes_train_as_one(way: str, alone: Path, tmp_path: Path, free_
     assert checked == [8, 8, 8, 8], "at every evaluation, and before the report"
 
 
-@pytest.mark.parametrize("way", ["ddp", SHARDED])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_a_run_of_two_stops_and_goes_on_in_one(way: str, tmp_path: Path, free_port: int) -> None:
     """Ctrl-C reaches both; what two processes saved, one loads and finishes."""
     train = {**RECIPE["train"], "parallel": way, "epochs": 60, "accumulate": 1}
@@ -100,6 +99,7 @@ def test_a_run_of_two_stops_and_goes_on_in_one(way: str, tmp_path: Path, free_po
     assert losses(folder) == pytest.approx(losses(whole), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_packed_and_cached_in_two_processes(tmp_path: Path, free_port: int) -> None:
     """Texts of different lengths: the processes' rows are not equally wide."""
     for split, word in (("train", "word"), ("test", "other")):
@@ -119,6 +119,7 @@ def test_packed_and_cached_in_two_processes(tmp_path: Path, free_port: int) -> N
     assert two.result["clocks"]["padding_share"] == alone.result["clocks"]["padding_share"] == 0.0
 
 
+@pytest.mark.slow
 def test_epochs_that_end_without_an_evaluation(tmp_path: Path, free_port: int) -> None:
     """A language model, evaluated by steps: every process reads its losses at the same moments."""
     recipe = {
@@ -134,7 +135,8 @@ def test_epochs_that_end_without_an_evaluation(tmp_path: Path, free_port: int) -
     assert RunRecord(tmp_path / "run").metrics == pytest.approx(alone.metrics, rel=1e-3)
 
 
-@pytest.mark.parametrize("way", ["ddp", SHARDED])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_supervised_layers_in_two_processes(way: str, tmp_path: Path, free_port: int) -> None:
     """With DDP the first layer and what is below it are frozen: its loss is left out."""
     frozen = ["embedding", "layers[0]"] if way == "ddp" else ["query"]
