@@ -116,6 +116,16 @@ def test_a_quick_one_tunes_quickly(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert quick["steps"] < quick["of"]
 
 
+def test_a_timing_of_arms_built_once_is_made_again(tmp_path: Path) -> None:
+    clock = {"seconds": 0.1}
+    first = compare(tmp_path / "c", seeds=1, clock=clock).evidence["timing"]
+    kept = tmp_path / "c" / "steps.json"
+    old = {key: value for key, value in first.items() if key != "builds"}
+    kept.write_text(json.dumps(old | {"seconds": -1.0}))
+    again = compare(tmp_path / "c", seeds=1, clock=clock).evidence["timing"]
+    assert (again["builds"] >= 2, again["seconds"] > 0) == (True, True)
+
+
 def test_a_bug_in_one_arm_is_shown_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

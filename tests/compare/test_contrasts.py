@@ -53,6 +53,7 @@ def test_what_varies_is_no_confound_and_all_else_still_is() -> None:
         ),
         ({"contrasts": [ASKED[0] | {"arm": "one"}]}, "contrasts: one against itself"),
         ({"contrasts": [ASKED[0] | {"of": "speed"}]}, "contrasts.0.of 'speed'"),
+        ({"contrasts": [ASKED[0], ASKED[0]]}, "contrasts: `Do two layers help.` is asked twice"),
     ],
 )
 def test_bad_input_is_one_line(given: dict[str, Any], said: str) -> None:

@@ -126,3 +126,16 @@ def test_stages_are_compared(tmp_path: Path) -> None:
 def test_what_stages_cannot_be_asked(given: dict[str, Any], said: str) -> None:
     with pytest.raises(fl.BadInput, match=said):
         make_plan(GROWN | given)
+
+
+def test_a_quick_look_at_arms_that_cannot_be_cut_short_is_refused() -> None:
+    with pytest.raises(
+        fl.BadInput, match=r"--quick: arm standard-grown says itself .* \(its stages"
+    ):
+        make_plan("progressive", quick=True)
+    with pytest.raises(fl.BadInput, match=r"--quick: arm scratch .* \(set.train.epochs\)"):
+        make_plan(GROWN, quick=True)
+
+
+def test_it_is_called_what_it_ships_as() -> None:
+    assert make_plan("progressive").name == "progressive"

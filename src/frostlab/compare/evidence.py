@@ -177,7 +177,7 @@ def _run(seed: int, record: RunRecord, folder: Path) -> dict[str, Any]:
         "best": result["best"],
         "last": result["last"],
         "steps": result["steps"],
-        "stages": result["stages"],
+        "stages": result.get("stages", []),  # runs from before there were any
         "clocks": {key: result["clocks"][key] for key in (
             "total_seconds", "train_seconds", "validation_seconds", "epoch_seconds", "step_ms"
         )},

@@ -137,6 +137,7 @@ class Plan(Strict):
             if key.partition(".")[0] in NEVER:
                 raise BadInput(f"vary {key}: arms must see the same data")
         self._check_contrasts()
+        self._check_quick()
         for name, found in self.confounds().items():
             check_confounds(self.baseline.name, name, found, self.allow)
         if self.tune is not None:
@@ -149,9 +150,22 @@ class Plan(Strict):
                         "would not reach; leave it out"
                     )
 
+    def _check_quick(self) -> None:
+        for arm in self.arms if self.quick else ():
+            own = [key for key in arm.set if key in ("train", "train.steps", "train.epochs")]
+            if own or self.recipe_of(arm, 0).stages:
+                what = f"set.{own[0]}" if own else "its stages"
+                raise BadInput(
+                    f"--quick: arm {arm.name} says itself how long it trains ({what}), "
+                    "so that its runs cannot be cut short"
+                )
+
     def _check_contrasts(self) -> None:
         arms = {arm.name: arm for arm in self.arms}
-        for contrast in self.contrasts:
+        questions = [contrast.question for contrast in self.contrasts]
+        for i, contrast in enumerate(self.contrasts):
+            if contrast.question in questions[:i]:
+                raise BadInput(f"contrasts: `{contrast.question}` is asked twice")
             if contrast.arm == contrast.against:
                 raise BadInput(f"contrasts: {contrast.arm} against itself")
             for name in (contrast.arm, contrast.against):

@@ -74,6 +74,7 @@ def make_plan(
     with _in_one_line(label):
         Said.model_validate_json(_as_json(values, label))
     recipe, name = _recipe(values.get("recipe"), [*_set(values.get("set")), *settings], label)
+    name = label if label in shipped_comparisons() else name
     rules = _rules(values, recipe)
     base = recipe.to_dict() | {"treatment": "none", "seed": 0}
     base["evaluate"]["metric"] = rules.metric  # what is compared also chooses checkpoints
