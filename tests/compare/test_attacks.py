@@ -126,6 +126,13 @@ def test_a_timing_of_arms_built_once_is_made_again(tmp_path: Path) -> None:
     assert (again["builds"] >= 2, again["seconds"] > 0) == (True, True)
 
 
+def test_data_that_are_not_there_leave_nothing_behind(tmp_path: Path) -> None:
+    values = {"recipe": "wikitext2-decoder", "arms": ["baseline", "oelm"]}
+    with pytest.raises(fl.BadInput, match="wikitext2 was not found"):
+        fl.compare(values, comparisons=tmp_path / "all", data_dir=tmp_path)
+    assert not (tmp_path / "all").exists()
+
+
 def test_a_bug_in_one_arm_is_shown_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,13 +63,14 @@ def test_a_comparison_is_no_recipe() -> None:
 
 
 STAGES = [{"name": "one layer"}, {"name": "grown", "add": {}, "train": ["layers[1]", "head"]}]
+ALL = [{"name": "one layer"}, {"name": "grown", "add": {}}]
 GROWN: dict[str, Any] = {
     "recipe": progressive(stages=[]),
     "vary": ["model.layers", "stages", "supervise", "train.epochs"],
     "arms": [
         {"name": "scratch", "set": {"model.layers": 2, "train.epochs": 4}},
         {"name": "grown", "set": {"stages": STAGES}},
-        {"name": "deep", "set": {"stages": STAGES, "supervise.layers": "all"}},
+        {"name": "deep", "set": {"stages": ALL, "supervise.layers": "all"}},
     ],
     "contrasts": [
         {"question": "Is it better?", "arm": "grown", "against": "scratch"},
@@ -95,6 +96,7 @@ def test_stages_are_compared(tmp_path: Path) -> None:
         for name in ("deep", "grown")
     }
     gap = [a - b for a, b in zip(gains["deep"], gains["grown"], strict=True)]
+    assert abs(sum(gap)) > 1e-4
     assert asked["Is it easier?"]["paired"]["effect"] == pytest.approx(math.exp(sum(gap) / 2))
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in text.splitlines()]
     place = next(i for i, row in enumerate(rows) if row[:2] == ["grown", "one layer"])

@@ -237,3 +237,22 @@ def test_what_is_new_is_told_by_whole_names() -> None:
     entered = Entered(("blocks.1",))
     assert entered.is_new("blocks.1.up.weight")
     assert not entered.is_new("blocks.10.up.weight")
+
+
+def test_each_stage_has_its_own_losses(tmp_path: Path) -> None:
+    """The run's by default, of the layers that are there then; a stage may give others."""
+    stages = [{}, {"add": {}}, {"supervise": {"layers": "last"}, "epochs": 1}]
+    recipe = progressive(stages=stages, supervise={"layers": "all"})
+    record = fl.run(recipe, out=tmp_path / "run")
+    told = [e["supervise"] for e in record.events() if e["kind"] == "stage"]
+    assert [each and each["layers"] for each in told] == [[1], [1, 2], None]
+    seen = [sorted(e["metrics"].get("layers", {})) for e in record.events()
+            if e["kind"] == "evaluation" and e["split"] == "tune"]  # fmt: skip
+    assert seen == [["1"], ["1"], ["1", "2"], ["1", "2"], []]
+
+
+def test_losses_that_a_later_stage_cannot_have_are_refused(tmp_path: Path) -> None:
+    recipe = progressive(stages=[{}, {"supervise": {"layers": [2]}}])
+    with pytest.raises(fl.BadInput, match=r"stages.1: supervise.layers: there is no layer 2"):
+        fl.run(recipe, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -93,6 +93,11 @@ def compare(
     given = {key: value for key, value in given.items() if value is not None}
     plan = make_plan(source, settings=settings, quick=quick, **given, **rules)
     where = Path(out) if out is not None else Path(comparisons) / _folder_name(plan)
+    if not where.exists():  # data that are not there are refused before anything is written
+        prepare(
+            plan.recipe_of(plan.baseline, plan.seeds[0]),
+            None if data_dir is None else Path(data_dir),
+        )
     folder = ComparisonFolder(where.resolve())
     with folder.open(plan) as agreed:
         runner = Runner(None if data_dir is None else Path(data_dir), say, jobs)
@@ -102,7 +107,8 @@ def compare(
 
 def _folder_name(plan: Plan) -> str:
     arms = "-vs-".join(arm.name for arm in plan.arms)
-    return f"{plan.name}-{arms}{'-quick' if plan.quick else ''}"[:120]
+    name = f"{plan.name}-{arms}"
+    return (name if len(name) <= 100 else plan.name) + ("-quick" if plan.quick else "")
 
 
 def _work(plan: Plan, folder: ComparisonFolder, runner: Runner, say: Say) -> None:
