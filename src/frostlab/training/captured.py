@@ -20,6 +20,7 @@ from frostlab.training.compiled import CompiledStep, shape_of
 from frostlab.training.step import Outcome
 
 _ALIGNED = 16  # bytes
+_AHEAD = 8  # steps that can be on their way to the device
 _MOST = 64  # graphs: each keeps memory for its inputs, and its kernels' arguments
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 
@@ -28,7 +29,7 @@ Record = Callable[[Callable[[], None]], Callable[[], None]]
 class _Captured:
     """One graph: where it reads, where it writes, and how it is run."""
 
-    inputs: Tensor
+    inputs: "_Inputs"
     outputs: Tensor
     replay: Callable[[], None]
     tables: list[Tensor]  # that its optimizer reads
@@ -63,7 +64,7 @@ class CapturedStep(CompiledStep):
         if graph is None:
             self._seen.add(shape)
             return self._without(parts, scored, rate)
-        graph.inputs.copy_(self._in_one_piece(parts, scored, rate), non_blocking=True)
+        graph.inputs.send(parts, scored, rate)
         graph.replay()
         return Outcome(graph.outputs.clone())
 
@@ -79,12 +80,11 @@ class CapturedStep(CompiledStep):
         if len(self._graphs) >= _MOST:
             self.reason = f"more than {_MOST} shapes of batches: the others run without a graph"
             return None
-        size = _places(parts)[-1] + _ALIGNED
-        inputs = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        inputs = _Inputs(parts, self.device)
         outputs = torch.zeros(3, device=self.device)
 
         def step() -> None:
-            mine, numbers = _views(inputs, parts)
+            mine, numbers = _views(inputs.buffer, parts)
             for share, held in self._rates.items():
                 held.copy_(numbers[0] if share == 1 else numbers[0] * share)
             outputs.copy_(self.work(mine, numbers[1]))
@@ -109,16 +109,47 @@ class CapturedStep(CompiledStep):
             self.kind = "compiled" if self.compiles else "eager"
         self.reason = reason
 
-    def _in_one_piece(self, parts: list[Batch], scored: int, rate: float) -> Tensor:
-        """Everything a graph reads, so that one copy brings it to the device."""
-        size, pinned = _places(parts)[-1] + _ALIGNED, self.device.type == "cuda"
-        made = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-        views, numbers = _views(made, parts)
-        for mine, given in zip(views, parts, strict=True):
-            for view, tensor in zip(mine.tensors(), given.tensors(), strict=True):
-                view.copy_(tensor)
-        numbers.copy_(torch.tensor([rate, float(scored)]))
-        return made
+
+class _Inputs:
+    """Everything a graph reads, in one buffer that one copy fills."""
+
+    def __init__(self, parts: list[Batch], device: torch.device) -> None:
+        size = _places(parts)[-1] + _ALIGNED
+        self.buffer = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._slots = [_Slot(parts, size, device) for _ in range(_AHEAD)]
+        self._sent = 0
+
+    def send(self, parts: list[Batch], scored: int, rate: float) -> None:
+        """Bring a step's batches to the device, without waiting for it."""
+        slot = self._slots[self._sent % _AHEAD]
+        self._sent += 1
+        slot.fill([tensor for part in parts for tensor in part.tensors()], scored, rate)
+        self.buffer.copy_(slot.buffer, non_blocking=True)
+        slot.sent()
+
+
+class _Slot:
+    """A buffer on the host, with the views it is filled through: to make them takes longer."""
+
+    def __init__(self, parts: list[Batch], size: int, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=cuda)
+        views, self._numbers = _views(self.buffer, parts)
+        self._views = [view for part in views for view in part.tensors()]
+        self._event = torch.cuda.Event() if cuda else None
+
+    def fill(self, tensors: list[Tensor], scored: int, rate: float) -> None:
+        """Write what a step reads, once the device has taken what was here before."""
+        if self._event is not None:
+            self._event.synchronize()
+        for view, tensor in zip(self._views, tensors, strict=True):
+            view.copy_(tensor)
+        self._numbers[0], self._numbers[1] = rate, float(scored)
+
+    def sent(self) -> None:
+        """The copy has been asked for."""
+        if self._event is not None:
+            self._event.record()
 
 
 def _places(parts: list[Batch]) -> list[int]:
