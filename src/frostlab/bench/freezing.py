@@ -149,8 +149,8 @@ def _decoder(width: int) -> Build:
     def build(setting: Setting, layers: int) -> nn.Module:
         torch.manual_seed(0)
         words = SMALL_VOCABULARY if setting.small else 8000
-        sizes = {"width": width, "hidden": 4 * width, "layers": layers}
-        model = Decoder(DecoderConfig(vocabulary=words, **sizes))
+        config = DecoderConfig(vocabulary=words, width=width, hidden=4 * width, layers=layers)
+        model = Decoder(config)
         for part in (model.tokens, *list(model.blocks)[:-1]):
             part.requires_grad_(False)
         return model
