@@ -21,6 +21,7 @@ ORDER = (
     "anatomy",
     "surgery",
     "records",
+    "flow",
     "training",
     "bench",
     "compare",
