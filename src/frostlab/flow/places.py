@@ -6,10 +6,8 @@ one, or what this process holds of a sharded one; `Bit` says which.
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,6 +15,7 @@ from frostlab.anatomy import Part, Rows, Slot, survey, unwrapped
 from frostlab.anatomy.parts import Place
 from frostlab.errors import BadInput, UnknownArchitecture
 from frostlab.flow.facts import PartFacts
+from frostlab.flow.shards import shard_ranges
 
 
 @dataclass(frozen=True)
@@ -94,8 +93,10 @@ def look(model: nn.Module, optimizers: Sequence[Optimizer]) -> Watched:
         parts.append(_facts(name, own, groups))
         for h in own:
             if h.state == "trainable":
-                bit = Bit(h.name, number[id(h.parameter)], len(parts) - 1, h.axis, h.rows)
-                bits.append(_on_this_process(bit, h.parameter))
+                ranges = shard_ranges(h.parameter, h.rows, h.axis)
+                at = number[id(h.parameter)]
+                bit = Bit(h.name, at, len(parts) - 1, h.axis, h.rows, ranges)
+                bits.append(bit)
     front, back, output = _ends(held)
 
     def chosen(some: list[_Held]) -> tuple[int, ...]:
@@ -206,55 +207,3 @@ def _ends(held: list[_Held]) -> tuple[list[_Held], list[_Held], list[_Held]]:
     top = max(index for h in last for index in h.place.layers)
     front = [h for h in first if min(h.place.layers) <= 1]
     return front, [h for h in last if max(h.place.layers) >= top - 1], output
-
-
-def _on_this_process(bit: Bit, parameter: nn.Parameter) -> Bit:
-    """The bit as it lies in this process's shard, if the parameter is sharded."""
-    if not hasattr(parameter, "to_local") or bit.rows is None:
-        return bit
-    start, size = shard_of(parameter, bit.axis)
-    cut = ((max(a, start), min(b, start + size)) for a, b in bit.rows.ranges())
-    ranges = tuple((a - start, b - start) for a, b in cut if a < b)
-    return replace(bit, rows=None, ranges=ranges)
-
-
-def shard_of(parameter: Any, axis: int) -> tuple[int, int]:
-    """Where this process's shard begins along an axis, and how long it is."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    return offset[axis], shape[axis]
-
-
-def shard_group(parameters: Sequence[nn.Parameter]) -> Any:
-    """The processes that share the parameters among them, or None if nothing is sharded."""
-    groups: dict[Any, Any] = {}
-    for each in parameters:
-        parameter: Any = each
-        if hasattr(parameter, "to_local"):
-            cut = [i for i, place in enumerate(parameter.placements) if place.is_shard()]
-            if len(cut) > 1:
-                raise BadInput("watch: parameters sharded along two mesh dimensions; use one")
-            for i in cut:
-                group = parameter.device_mesh.get_group(i)
-                groups[group.group_name] = group
-    if len(groups) > 1:
-        raise BadInput("watch: parameters are sharded over different groups of processes; use one")
-    return next(iter(groups.values()), None)
-
-
-def is_sharded(parameter: Any) -> bool:
-    """Whether other processes hold some of a parameter."""
-    return hasattr(parameter, "to_local") and any(p.is_shard() for p in parameter.placements)
-
-
-def local(tensor: Any) -> Tensor:
-    """What this process holds of a tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
-
-
-def wide_dtype(device: torch.device) -> torch.dtype:
-    """What numbers are added up in."""
-    return torch.float32 if device.type == "mps" else torch.float64

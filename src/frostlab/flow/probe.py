@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from frostlab.flow.places import Bit, Watched, is_sharded, local, shard_group, wide_dtype
+from frostlab.flow.places import Bit, Watched
+from frostlab.flow.shards import is_sharded, local, shard_group, wide_dtype
 
 Gradient = Callable[[nn.Parameter], Tensor | None]
 SUMS = (

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from torch.optim import Optimizer
 from transformers import TrainerCallback
 
 from frostlab.flow import Watch, watch
@@ -24,9 +23,10 @@ class GradFlowCallback(TrainerCallback):
         self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **more: Any
     ) -> None:
         """Begin to watch the optimizer inside accelerate's."""
-        while not isinstance(optimizer, Optimizer) or hasattr(optimizer, "accelerator_state"):
-            optimizer = optimizer.optimizer
-        self.flow = watch(model, optimizer, self.every, **self.options)
+        inner: Any = optimizer
+        while hasattr(inner, "accelerator_state"):
+            inner = inner.optimizer
+        self.flow = watch(model, inner, self.every, **self.options)
         self.flow.step = state.global_step
         self.flow.start()
 
