@@ -19,7 +19,10 @@ class Evidence:
         self.flow, self.rules = flow, rules
         self.reports = flow.reports[-rules.window :]
         self.learning = [i for i, part in enumerate(flow.parts) if part.state == "trainable"]
-        self.ratios = {i: _middle(r.ratio(i) for r in self.reports) for i in self.learning}
+        groups = [part.groups for part in flow.parts]
+        self.ratios = {
+            i: _middle(r.learned(i, groups[i]) for r in self.reports) for i in self.learning
+        }
         self.sizes = {i: _middle(r.of("gradient", i) for r in self.reports) for i in self.learning}
 
     def alike(self, part: int) -> list[int]:
@@ -36,6 +39,34 @@ class Evidence:
         rates = [r.rates[g] for r in self.reports for g in part.groups if g < len(r.rates)]
         return max(rates, default=math.nan)
 
+    def vanishes(self, part: int) -> bool:
+        """Whether its gradient is lost on the way; zero is, where others are hardly above it."""
+        sizes = [x for x in known(self.sizes.values()) if x > 0]
+        own = self.sizes[part] or min(sizes, default=0.0) * 0.1
+        limit = self.rules.vanishing if self.sizes[part] else self.rules.underflow
+        return bool(sizes) and own < limit * max(sizes)
+
+    def layer_factors(self, part: PartFacts, side: int) -> list[float]:
+        """How much larger the gradients of its layer are than of one beside it, as logarithms.
+
+        One number a report, the median over roles; none where there is no such layer.
+        """
+        if part.layer is None:
+            return []
+        places = {(p.stack, p.layer, p.peers): i for i, p in enumerate(self.flow.parts)}
+        pairs = [
+            (i, places[stack, layer + side, peers])
+            for (stack, layer, peers), i in places.items()
+            if (stack, layer) == (part.stack, part.layer) and layer is not None
+            and (stack, layer + side, peers) in places
+        ]  # fmt: skip
+        found = []
+        for report in self.reports:
+            sizes = [(report.of("gradient", i), report.of("gradient", j)) for i, j in pairs]
+            factors = [math.log(a / b) for a, b in sizes if a > 0 and b > 0]
+            found += [median(factors)] if factors else []
+        return found
+
     def unreached(self, part: PartFacts) -> list[str]:
         """Tensors that got no gradient in any of the last reports."""
         return [n for n in part.learning if all(n in r.unreached for r in self.reports)]
@@ -47,20 +78,16 @@ def cause_of(seen: Evidence, i: int, part: PartFacts) -> tuple[str, str]:
     largest = max(known(seen.sizes.values()), default=math.nan)
     stuck = {n: s for n, s in seen.reports[-1].saturated.items() if s > rules.saturated}
     rates = known(seen.rate(p) for p in seen.flow.parts)
-    if size == 0.0:
+    if size == 0.0 and not seen.vanishes(i):
         why = "its gradient is exactly zero"
         hint = "look for dead units, a mask, or a gate that is shut"
     elif seen.rate(part) < rules.slow * max(rates, default=0.0):
-        return (
-            f"its learning rate is {seen.rate(part):.1e}, the largest {max(rates):.1e}",
-            "look at its group in the optimizer",
-        )
-    elif size < rules.vanishing * largest:
+        return (f"its learning rate is {seen.rate(part):.1e}, the largest {max(rates):.1e}",
+                "look at its group in the optimizer")  # fmt: skip
+    elif seen.vanishes(i):
         why = f"its gradient vanishes, {size / largest:.1e} of the largest"
-        hint = (
-            "add a residual path or norms; a gradient scale (up to 3.0) or lr 2e-4 helps a "
-            "little, and Adam undoes the scale"
-        )
+        hint = ("add a residual path or norms; a gradient scale (up to 3.0) or lr 2e-4 helps a "
+                "little, and Adam undoes the scale")  # fmt: skip
     elif part.dtype in ("bfloat16", "float16"):
         return (
             f"updates are lost in rounding: its weights are {part.dtype}",

@@ -1,5 +1,6 @@
 """What a flow is made of: facts about parts that do not change, and one report a measured step."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +51,7 @@ class Report:
     step: int
     values: dict[str, tuple[float, ...]]
     rates: tuple[float, ...]  # the learning rate of every group
+    decays: tuple[float, ...] = ()  # its weight decay
     unreached: tuple[str, ...] = ()  # tensors that learn and got no gradient at all
     largest: dict[str, float] = field(default_factory=dict)  # front, back, output: mean of max |g|
     ranges: dict[str, float] = field(default_factory=dict)  # max - min of each front tensor
@@ -68,3 +70,9 @@ class Report:
         if weight == 0.0:
             return float("inf") if update > 0.0 else float("nan")
         return update / weight
+
+    def learned(self, part: int, groups: tuple[int, ...]) -> float:
+        """The same without what weight decay explains, taking the two to be at right angles."""
+        ratio = self.ratio(part)
+        decay = max((self.rates[g] * self.decays[g] for g in groups), default=0.0)
+        return math.sqrt(max(ratio**2 - decay**2, 0.0)) if decay else ratio

@@ -82,11 +82,12 @@ def _left_out(seen: Evidence, i: int, part: PartFacts) -> Verdict | None:
 
 
 def _decaying(seen: Evidence, i: int, part: PartFacts) -> Verdict | None:
-    if all(r.of("gradient", i) == 0.0 < r.of("update", i) for r in seen.reports):
+    masked = all(r.of("gradient", i) == 0.0 < r.of("update", i) for r in seen.reports)
+    if masked and not seen.vanishes(i):
         return Verdict(
             DECAYING,
             "its gradient is exactly zero, and the optimizer still moves it "
-            f"by {seen.ratios[i]:.1e} of its weights a step",
+            f"by {seen.reports[-1].ratio(i):.1e} of its weights a step",
             "a mask does not freeze: use fl.freeze, which takes the rows out",
         )
     return None
@@ -141,33 +142,25 @@ def _slow(seen: Evidence, i: int, part: PartFacts) -> Verdict | None:
 
 
 def _scaled(seen: Evidence, i: int, part: PartFacts) -> Verdict | None:
-    """A steady factor between its gradients and its peers' that is not in the updates."""
-    rules, like = seen.rules, seen.alike(i)
-    reports = seen.flow.reports
-    if (
-        seen.flow.optimizer not in rules.normalising
-        or len(like) < rules.peers
-        or len(reports) < rules.steady_reports
-    ):
+    """A steady factor on a whole layer's gradients that is not in its updates."""
+    rules = seen.rules
+    if seen.flow.optimizer not in rules.normalising or len(seen.reports) < rules.steady_reports:
         return None
-    factors = []
-    for report in reports:
-        own, rest = report.of("gradient", i), known(report.of("gradient", j) for j in like)
-        if not rest or not own > 0 or not median(rest) > 0:
-            return None
-        factors.append(math.log(own / median(rest)))
-    middle = median(factors)
-    update = seen.ratios[i] / median(known(seen.ratios[j] for j in like))
-    if (
-        abs(middle) < math.log(rules.scale)
-        or not 1 / rules.alike < update < rules.alike
-        or max(abs(f - middle) for f in factors) > rules.steady
-    ):
+    sides = [seen.layer_factors(part, side) for side in (-1, 1)]
+    middles = [median(factors) if factors else 0.0 for factors in sides]
+    steady = all(
+        abs(f - m) <= rules.steady for fs, m in zip(sides, middles, strict=True) for f in fs
+    )
+    least = min(middles, key=abs)
+    if not steady or middles[0] * middles[1] <= 0 or abs(least) < math.log(rules.scale):
+        return None
+    like = known(seen.ratios[j] for j in seen.alike(i))
+    if not like or not 1 / rules.alike < seen.ratios[i] / median(like) < rules.alike:
         return None
     return Verdict(
         SCALED,
-        f"its gradients are steadily {math.exp(middle):.3g} × its peers', its "
-        f"updates are not: {seen.flow.optimizer} divides a constant factor out",
+        f"gradients of its layer are steadily {math.exp(least):.3g} × those beside it, its updates "
+        f"are not: {seen.flow.optimizer} divides a constant factor out",
         "give it a learning rate of its own instead",
     )
 

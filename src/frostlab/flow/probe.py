@@ -5,6 +5,7 @@ graph. A step is measured by calling `before_step` and `after_step` around the o
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,7 @@ class Probe:
         self._sharded = [is_sharded(p) for p in watched.parameters]
         ends = dict.fromkeys((*watched.front, *watched.back, *watched.output))
         self.ends = tuple(ends)  # parameters whose largest gradient is wanted
-        groups = [group for o in self.optimizers for group in o.param_groups]
+        groups = self._groups()
         sizes = dict.fromkeys(SUMS, len(watched.parts))
         sizes |= {"largest": len(ends), "high": len(watched.front), "low": len(watched.front)}
         sizes |= {"rates": len(groups), "stopped": 1}
@@ -68,6 +69,13 @@ class Probe:
         self._start = self._copies() if change else []
         self._last: list[Tensor] = []
         self._energy = torch.zeros_like(self.views["energy"])
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def decays(self) -> tuple[float, ...]:
+        """The weight decay of every group."""
+        return tuple(float(group.get("weight_decay", 0.0)) for group in self._groups())
 
     def _index(self, bits: list[Bit]) -> Tensor:
         """Which part each view belongs to."""
@@ -242,7 +250,7 @@ class Probe:
 
     def _note_rates(self) -> None:
         """Learning rates, and whether the optimizer was told to stand still."""
-        groups = [group for o in self.optimizers for group in o.param_groups]
+        groups = self._groups()
         for place, group in zip(self.views["rates"].unbind(), groups, strict=True):
             rate = group["lr"]
             place.copy_(rate) if isinstance(rate, Tensor) else place.fill_(rate)

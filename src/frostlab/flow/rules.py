@@ -10,17 +10,18 @@ WORDS = (LEARNING, SLOW, STILL, EXPLODING, FROZEN, SCALED, DECAYING, MOVED)
 
 @dataclass(frozen=True)
 class Rules:
-    """The thresholds. Ratios are update/weight, medians over the last `window` reports."""
+    """The thresholds. Ratios are update/weight without decay, medians over the last reports."""
 
-    window: int = 5
+    window: int = 5  # reports
     still: float = 1e-6  # below: not learning, if others move
     slow: float = 0.01  # of the median of its peers
     apart: float = 1e-3  # of the median of all others, for parts that are not alike
-    vanishing: float = 1e-4  # gradient per weight, of the largest in the model: the cause is named
-    leap: float = 0.3  # update/weight above: exploding
+    vanishing: float = 1e-4  # gradient, of the largest in the model: the cause is named
+    underflow: float = 1e-12  # the smallest gradient, of the largest: a zero then vanished too
+    leap: float = 1.0  # update/weight above: exploding
     growth: float = 1e3  # times the gradient of the first report, part and whole: exploding
-    scale: float = 10.0  # times the gradients of its peers, steadily
-    steady: float = 0.2  # spread of the logarithm of that factor
+    scale: float = 10.0  # times the gradients of both layers beside it, steadily
+    steady: float = 0.5  # largest departure of the logarithm of that factor
     alike: float = 2.0  # times the update/weight of its peers: no more than this is "alike"
     saturated: float = 0.5  # share of activations: named as a cause
     steady_reports: int = 4  # fewer do not tell a steady factor

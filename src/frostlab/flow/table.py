@@ -31,12 +31,13 @@ def as_text(flow: "Flow") -> str:
         first, *middle, word = row
         cells = [text.rjust(width) for text, width in zip(middle, widths[1:-1], strict=True)]
         lines.append("  ".join([first.ljust(widths[0]), *cells, word]))
-    told = [(n, v) for n, v in verdicts.items() if v.word not in (LEARNING, FROZEN)]
-    if told:
-        lines.append("")
-    for name, verdict in told:
-        hint = f" ({verdict.hint})" if verdict.hint else ""
-        lines.append(f"{name}: {verdict.word}: {verdict.why}{hint}")
+    told: dict[tuple[str, str], list[str]] = {}
+    for name, verdict in verdicts.items():
+        if verdict.word not in (LEARNING, FROZEN):
+            told.setdefault((verdict.word, verdict.hint), []).append(name)
+    for (word, hint), names in told.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        lines += ["", f"{names[0]}{more}: {word}: {verdicts[names[0]].why}", f"  try: {hint}"]
     return "\n".join([*lines, *_ends(flow)])
 
 
