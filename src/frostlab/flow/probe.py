@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from frostlab.flow.places import Bit, Watched
-from frostlab.flow.shards import is_sharded, local, shard_group, wide_dtype
+from frostlab.flow.places import Watched
+from frostlab.flow.shards import local
+from frostlab.flow.totals import Totals
 
 Gradient = Callable[[nn.Parameter], Tensor | None]
 SUMS = (
@@ -48,9 +49,8 @@ class Probe:
         self.watched, self.optimizers, self.gradient = watched, tuple(optimizers), gradient
         self.agreement, self.reached = agreement, [True] * len(watched.parameters)
         self.device = watched.parameters[0].device
-        self.wide = wide_dtype(self.device)
-        self._group = shard_group(watched.parameters)
-        self._sharded = [is_sharded(p) for p in watched.parameters]
+        self._totals = Totals(watched)
+        self.wide, self._group = self._totals.wide, self._totals.group
         ends = dict.fromkeys((*watched.front, *watched.back, *watched.output))
         self.ends = tuple(ends)  # parameters whose largest gradient is wanted
         groups = self._groups()
@@ -59,11 +59,6 @@ class Probe:
         sizes |= {"rates": len(groups), "stopped": 1}
         self.values = torch.zeros(sum(sizes.values()), dtype=self.wide, device=self.device)
         self.views = dict(zip(sizes, self.values.split(list(sizes.values())), strict=True))
-        self._owners = {
-            shared: self._index([b for b in watched.bits if self._sharded[b.parameter] == shared])
-            for shared in (False, True)
-        }
-        self._nothing = torch.zeros((), dtype=self.wide, device=self.device)
         self._before: list[Tensor] = []
         self._clip_seen = False
         self._start = self._copies() if change else []
@@ -77,17 +72,10 @@ class Probe:
         """The weight decay of every group."""
         return tuple(float(group.get("weight_decay", 0.0)) for group in self._groups())
 
-    def _index(self, bits: list[Bit]) -> Tensor:
-        """Which part each view belongs to."""
-        found = [
-            bit.part for bit in bits for _ in bit.of(local(self.watched.parameters[bit.parameter]))
-        ]
-        return torch.tensor(found, dtype=torch.long, device=self.device)
-
     @torch.no_grad()
     def before_clip(self) -> None:
         """Measure gradients before they are clipped."""
-        self._write("before_clip", self._gradients())
+        self.views["before_clip"].copy_(self._totals.squares(self._gradients()))
         self._clip_seen = True
 
     @torch.no_grad()
@@ -100,7 +88,7 @@ class Probe:
         if gradients:
             self._measure_gradients(share)
         self._before = self._copies()
-        self._write("weight", self._before)
+        self.views["weight"].copy_(self._totals.squares(self._before))
         for name, values in zip(("high", "low"), self._ranges(), strict=True):
             if values:
                 self.views[name].copy_(torch.stack(values))
@@ -112,7 +100,7 @@ class Probe:
             self._measure_gradients(None)
         now = [local(p) for p in self.watched.parameters]
         torch._foreach_sub_(self._before, now)
-        self._write("update", self._before)
+        self.views["update"].copy_(self._totals.squares(self._before))
         self._before = []
         if self._start:
             self._since_start(now)
@@ -124,9 +112,10 @@ class Probe:
 
     def _measure_gradients(self, share: Tensor | None) -> None:
         found = self._gradients()
-        self._write("gradient", found)
+        self.views["gradient"].copy_(self._totals.squares(found))
         if self.ends:
-            self.views["largest"].copy_(self._norms([found[i] for i in self.ends], torch.inf))
+            norms = self._totals.norms([found[i] for i in self.ends], torch.inf)
+            self.views["largest"].copy_(norms)
         if self.agreement:
             self._compare(found)
         if share is not None:  # one pass serves both
@@ -154,41 +143,6 @@ class Probe:
     def _copies(self) -> list[Tensor]:
         return [local(p).detach().clone() for p in self.watched.parameters]
 
-    def _write(self, name: str, tensors: Sequence[Tensor]) -> None:
-        """Square sums a part."""
-        self._add_up(name, lambda views: self._norms(views[0]).square(), tensors)
-
-    def _add_up(
-        self, name: str, numbers: Callable[[list[list[Tensor]]], Tensor], *lists: Sequence[Tensor]
-    ) -> None:
-        """Add a number a view up into the parts; shares of other processes come later."""
-        total = self.views[name].zero_()
-        for shared, owners in self._owners.items():
-            if not len(owners):
-                continue
-            bits = [b for b in self.watched.bits if self._sharded[b.parameter] == shared]
-            made = numbers([[v for b in bits for v in b.of(own[b.parameter])] for own in lists])
-            if not shared and self._group is not None:  # every process will add it
-                made = made / dist.get_world_size(self._group)
-            total.index_add_(0, owners, made)
-
-    def _norms(self, tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
-        """Norms in order, those of a kind in one kernel."""
-        kinds: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
-        made = [self._nothing] * len(tensors)
-        for i, tensor in enumerate(tensors):
-            stands_in = tensor.ndim > 0 and not any(tensor.stride())
-            if tensor.numel() and not stands_in:
-                key = (tensor.device, tensor.dtype, tensor.is_contiguous())
-                kinds.setdefault(key, []).append(i)
-        for (_, dtype, _), places in kinds.items():
-            wider = torch.float32 if dtype.itemsize < 4 else None
-            norms = torch._foreach_norm([tensors[i] for i in places], order, dtype=wider)
-            stacked = torch.stack(norms).to(self.device, self.wide)
-            for i, norm in zip(places, stacked.unbind(), strict=True):
-                made[i] = norm
-        return torch.stack(made)
-
     def _ranges(self) -> tuple[list[Tensor], list[Tensor]]:
         """The largest and the negative smallest weight of every tensor of the front."""
         high, low = [], []
@@ -205,9 +159,8 @@ class Probe:
         """The product of this gradient with the last one, which it then replaces."""
         if self._last:
             torch._foreach_mul_(self._last, found)
-            self._add_up(
-                "agree", lambda views: self._stack([v.sum() for v in views[0]]), self._last
-            )
+            products = self._totals.add_up(lambda views: [v.sum() for v in views[0]], self._last)
+            self.views["agree"].copy_(products)
             torch._foreach_copy_(self._last, found)
         else:
             self.views["agree"].fill_(torch.nan)
@@ -220,20 +173,15 @@ class Probe:
     def _since_start(self, now: list[Tensor]) -> None:
         """How far from the start, and along it: view by view, so that no copy is made."""
 
-        def apart(views: list[list[Tensor]]) -> Tensor:
-            pairs = zip(*views, strict=True)
-            return self._stack([(a - b).float().norm() for a, b in pairs]).square()
+        def apart(views: list[list[Tensor]]) -> list[Tensor]:
+            return [(a - b).float().norm().square() for a, b in zip(*views, strict=True)]
 
-        def along(views: list[list[Tensor]]) -> Tensor:
-            pairs = zip(*views, strict=True)
-            return self._stack([(a * b).sum(dtype=self.wide) for a, b in pairs])
+        def along(views: list[list[Tensor]]) -> list[Tensor]:
+            return [(a * b).sum(dtype=self.wide) for a, b in zip(*views, strict=True)]
 
-        self._write("origin", self._start)
-        self._add_up("moved", apart, now, self._start)
-        self._add_up("along", along, now, self._start)
-
-    def _stack(self, numbers: list[Tensor]) -> Tensor:
-        return torch.stack([n.to(self.device, self.wide) for n in numbers])
+        self.views["origin"].copy_(self._totals.squares(self._start))
+        self.views["moved"].copy_(self._totals.add_up(apart, now, self._start))
+        self.views["along"].copy_(self._totals.add_up(along, now, self._start))
 
     def _reduce(self) -> None:
         """Join what processes hold of a sharded model: one sum, one maximum."""
