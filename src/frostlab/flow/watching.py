@@ -41,12 +41,12 @@ class Watch(Flow):
             "change": change, "agreement": agreement, "gradient": gradient
         }  # fmt: skip
         self._mailbox = Mailbox()
-        self._activity = Activity(model, units, entropy, self._is_next_due)
+        self._activity = Activity(model, units, entropy, self._is_due)
         self._hooks: list[Any] = []
         self._proof: Proof | None = None
         self._probe: Probe | None = None
         self._changes = changes()
-        self._measuring = self._closed_over = False
+        self._inside = self._measuring = self._closed_over = False
         self._look()
 
     def _look(self) -> None:
@@ -101,15 +101,17 @@ class Watch(Flow):
 
     def before_clip(self) -> None:
         """Call this before clipping, and the gradient's norm before it is known too."""
-        if self._is_next_due():
+        if self._is_due():
             self._renew()
             assert self._probe is not None
             self._probe.before_clip()
 
     def before_step(self, share: Tensor | None = None, gradients: bool = True) -> None:
         """A step is about to be taken; hooks call this, or a loop that has none (see `Probe`)."""
-        self._measuring = self._is_next_due()
+        self._inside = False  # a step that failed may have left it so
+        self._measuring = self._is_due()
         self.step += 1
+        self._inside = True
         if self._measuring:
             self._renew()
             assert self._probe is not None
@@ -117,6 +119,7 @@ class Watch(Flow):
 
     def after_step(self, gradients: bool = False) -> None:
         """The step has been taken."""
+        self._inside = False
         if not self._measuring:
             return
         assert self._probe is not None
@@ -125,8 +128,9 @@ class Watch(Flow):
         self._mailbox.send(self.step, self._probe, self._activity.numbers(), self._activity.read())
         self._reports += self._mailbox.collect(wait=False)
 
-    def _is_next_due(self) -> bool:
-        return self.step % self.every == 0
+    def _is_due(self) -> bool:
+        """Whether the step that is being taken, or else the next one, is measured."""
+        return self._measuring if self._inside else self.step % self.every == 0
 
     def _renew(self) -> None:
         """Look again where freezing or thawing has changed who learns."""
