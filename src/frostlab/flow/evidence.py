@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from statistics import median
 from typing import TYPE_CHECKING
 
-from frostlab.flow.facts import PartFacts
+from frostlab.flow.facts import PartFacts, Report
 from frostlab.flow.rules import Rules
 
 if TYPE_CHECKING:
@@ -19,11 +19,29 @@ class Evidence:
         self.flow, self.rules = flow, rules
         self.reports = flow.reports[-rules.window :]
         self.learning = [i for i, part in enumerate(flow.parts) if part.state == "trainable"]
-        groups = [part.groups for part in flow.parts]
-        self.ratios = {
-            i: _middle(r.learned(i, groups[i]) for r in self.reports) for i in self.learning
-        }
+        self.ratios = {i: _middle(self._learned(r, i) for r in self.reports) for i in self.learning}
         self.sizes = {i: _middle(r.of("gradient", i) for r in self.reports) for i in self.learning}
+
+    def _learned(self, report: Report, part: int) -> float:
+        """Update over weight, as it would be at the highest learning rate, and without decay.
+
+        Where decay explains what moved, the gradient says how much was learned at most.
+        """
+        facts, ratio = self.flow.parts[part], report.ratio(part)
+        if not facts.groups:
+            return ratio
+        group = max(facts.groups, key=lambda g: report.rates[g] * self.flow.groups[g].decay)
+        rate, told = report.rates[group], self.flow.groups[group]
+        if rate <= 0.0:
+            return math.nan
+        if ratio <= self.rules.decayed * rate * told.decay:
+            size, weight = report.of("gradient", part), report.of("weight", part)
+            moved = size / (1.0 - min(told.momentum, 0.99))
+            if self.flow.optimizer in self.rules.normalising:
+                spread = math.sqrt(facts.elements)
+                moved = spread * (size / (size + told.eps * spread) if size else 0.0)
+            ratio = min(ratio, rate * moved / weight)
+        return ratio * max(r.rates[group] for r in self.flow.reports) / rate
 
     def alike(self, part: int) -> list[int]:
         """The other parts that play the same role and learn."""
@@ -86,8 +104,11 @@ def cause_of(seen: Evidence, i: int, part: PartFacts) -> tuple[str, str]:
                 "look at its group in the optimizer")  # fmt: skip
     elif seen.vanishes(i):
         why = f"its gradient vanishes, {size / largest:.1e} of the largest"
-        hint = ("add a residual path or norms; a gradient scale (up to 3.0) or lr 2e-4 helps a "
-                "little, and Adam undoes the scale")  # fmt: skip
+        hint = "add a residual path or norms; a gradient scale of 3.0 or lr 2e-4 helps a little"
+        if seen.flow.optimizer in rules.normalising:
+            hint += f", though {seen.flow.optimizer} undoes a scale"
+        else:
+            hint += f"; AdamW divides by a gradient's size, {seen.flow.optimizer} does not"
     elif part.dtype in ("bfloat16", "float16"):
         return (
             f"updates are lost in rounding: its weights are {part.dtype}",

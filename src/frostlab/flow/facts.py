@@ -1,6 +1,5 @@
 """What a flow is made of: facts about parts that do not change, and one report a measured step."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +18,7 @@ class PartFacts:
     missing: tuple[str, ...]  # those of them that no optimizer holds
     groups: tuple[int, ...]  # the optimizer's groups that hold the others
     dtype: str
+    elements: int  # how many numbers of it learn
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -31,6 +31,25 @@ class PartFacts:
             k: tuple(v) if isinstance(v, list) else v for k, v in values.items()
         }
         return cls(**read)
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """What an optimizer was told about a group of parameters."""
+
+    decay: float
+    momentum: float
+    eps: float
+
+    @classmethod
+    def of(cls, group: dict[str, Any]) -> "GroupFacts":
+        """Read them from one of `optimizer.param_groups`."""
+        momentum, eps = group.get("momentum", 0.0), group.get("eps", 0.0)
+        return cls(
+            float(group.get("weight_decay", 0.0)),
+            float(momentum) if isinstance(momentum, float | int) else 0.0,
+            float(eps) if isinstance(eps, float | int) else 0.0,
+        )
 
 
 QUANTITIES = {
@@ -51,7 +70,6 @@ class Report:
     step: int
     values: dict[str, tuple[float, ...]]
     rates: tuple[float, ...]  # the learning rate of every group
-    decays: tuple[float, ...] = ()  # its weight decay
     unreached: tuple[str, ...] = ()  # tensors that learn and got no gradient at all
     largest: dict[str, float] = field(default_factory=dict)  # front, back, output: mean of max |g|
     ranges: dict[str, float] = field(default_factory=dict)  # max - min of each front tensor
@@ -70,9 +88,3 @@ class Report:
         if weight == 0.0:
             return float("inf") if update > 0.0 else float("nan")
         return update / weight
-
-    def learned(self, part: int, groups: tuple[int, ...]) -> float:
-        """The same without what weight decay explains, taking the two to be at right angles."""
-        ratio = self.ratio(part)
-        decay = max((self.rates[g] * self.decays[g] for g in groups), default=0.0)
-        return math.sqrt(max(ratio**2 - decay**2, 0.0)) if decay else ratio

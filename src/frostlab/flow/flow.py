@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from frostlab.errors import BadInput, FrostlabError
-from frostlab.flow.facts import QUANTITIES, PartFacts, Report
+from frostlab.flow.facts import QUANTITIES, GroupFacts, PartFacts, Report
 from frostlab.records.folder import write_whole
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ class Flow:
     def __init__(self, model: str, optimizer: str) -> None:
         self.model, self.optimizer = model, optimizer
         self.parts: tuple[PartFacts, ...] = ()
+        self.groups: tuple[GroupFacts, ...] = ()  # the optimizer's
         self.moved: tuple[str, ...] = ()  # parts that moved though they were frozen
         self.verified = False  # whether frozen parts were compared with their digests
         self._reports: list[Report] = []
@@ -108,6 +109,7 @@ class Flow:
         return {
             "schema": SCHEMA, "model": self.model, "optimizer": self.optimizer,
             "moved": list(self.moved), "verified": self.verified,
+            "groups": [vars(group) for group in self.groups],
             "parts": [part.to_dict() for part in self.parts],
             "reports": [_plain(vars(report)) for report in self.reports],
         }  # fmt: skip
@@ -142,6 +144,7 @@ def load_flow(path: str | Path) -> Flow:
     try:
         flow = Flow(data["model"], data["optimizer"])
         flow.parts = tuple(PartFacts.from_dict(part) for part in data["parts"])
+        flow.groups = tuple(GroupFacts(**group) for group in data["groups"])
         flow.moved, flow.verified = tuple(data["moved"]), data["verified"]
         flow._reports = [_report(values) for values in data["reports"]]
     except (KeyError, TypeError) as error:

@@ -48,6 +48,8 @@ def _judge(seen: Evidence, i: int, part: PartFacts) -> Verdict:
     for rule in (_broken, _left_out, _decaying, _still, _exploding, _slow, _scaled):
         if (found := rule(seen, i, part)) is not None:
             return found
+    if math.isnan(seen.ratios[i]):
+        return Verdict(LEARNING, "no step with a learning rate above 0 has been measured yet")
     return Verdict(LEARNING, f"a step moves it by {seen.ratios[i]:.1e} of its weights")
 
 
@@ -111,12 +113,13 @@ def _still(seen: Evidence, i: int, part: PartFacts) -> Verdict | None:
 def _exploding(seen: Evidence, i: int, part: PartFacts) -> Verdict | None:
     rules, first = seen.rules, seen.flow.reports[0]
     hint = "lower the learning rate, or clip at 1.0"
-    ratio = seen.ratios[i]
-    if ratio > rules.leap and len(seen.reports) > 1 and seen.flow.reports[0].of("weight", i) > 0:
+    steps = [r.ratio(i) for r in seen.reports if r.of("weight", i) > 0]
+    ratio = median(steps) if steps else 0.0
+    if ratio > rules.leap and len(steps) > 1 and first.of("weight", i) > 0:
         return Verdict(EXPLODING, f"a step moves it by {ratio:.1g} of its weights", hint)
     if _grew(seen.sizes[i], first.of("gradient", i), rules.growth):
         totals = list(seen.flow.norms().values())
-        if _grew(totals[-1], totals[0], rules.growth):
+        if _grew(min(totals[-rules.window :]), totals[0], rules.growth):
             return Verdict(
                 EXPLODING,
                 f"its gradient grew from {first.of('gradient', i):.1e} to {seen.sizes[i]:.1e}",

@@ -63,6 +63,12 @@ class _Held:
     peers: str
     head: bool
 
+    @property
+    def elements(self) -> int:
+        """How many numbers it holds."""
+        count, shape = self.parameter.numel(), self.parameter.shape
+        return count if self.rows is None else count // shape[self.axis] * len(self.rows)
+
 
 def flags_of(model: nn.Module) -> tuple[bool, ...]:
     """Who requires a gradient now."""
@@ -190,6 +196,7 @@ def _facts(name: str, own: list[_Held], groups: dict[int, int]) -> PartFacts:
             sorted({groups[id(h.parameter)] for h in learning if id(h.parameter) in groups})
         ),
         dtype=str((learning or own)[0].parameter.dtype).removeprefix("torch."),
+        elements=sum(h.elements for h in learning),
     )
 
 

@@ -68,10 +68,6 @@ class Probe:
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
-    def decays(self) -> tuple[float, ...]:
-        """The weight decay of every group."""
-        return tuple(float(group.get("weight_decay", 0.0)) for group in self._groups())
-
     @torch.no_grad()
     def before_clip(self) -> None:
         """Measure gradients before they are clipped."""

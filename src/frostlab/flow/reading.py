@@ -25,7 +25,6 @@ class _Awaited:
     watched: Watched
     reached: tuple[bool, ...]
     ends: tuple[int, ...]
-    decays: tuple[float, ...]
     more: Callable[[list[float]], dict[str, Any]]
 
 
@@ -55,10 +54,10 @@ class Mailbox:
         else:
             host = numbers.to("cpu", copy=True)
         sizes = {name: len(view) for name, view in probe.views.items()}
+        watched = probe.watched
         self._awaited.append(
-            _Awaited(step, host, arrived, sizes, probe.watched, tuple(probe.reached), probe.ends,
-                     probe.decays(), read)
-        )  # fmt: skip
+            _Awaited(step, host, arrived, sizes, watched, tuple(probe.reached), probe.ends, read)
+        )
 
     def collect(self, wait: bool) -> list[Report]:
         """What has arrived; all of it, if told to wait. Steps that were skipped leave nothing."""
@@ -96,7 +95,6 @@ def _read(sent: _Awaited) -> Report | None:
         step=sent.step,
         values=values,
         rates=tuple(raw["rates"]),
-        decays=sent.decays,
         unreached=tuple(bit.tensor for bit in watched.bits if not sent.reached[bit.parameter]),
         largest=_sizes(sent, raw["largest"]),
         ranges={

@@ -10,10 +10,15 @@ WORDS = (LEARNING, SLOW, STILL, EXPLODING, FROZEN, SCALED, DECAYING, MOVED)
 
 @dataclass(frozen=True)
 class Rules:
-    """The thresholds. Ratios are update/weight without decay, medians over the last reports."""
+    """The thresholds.
+
+    Ratios are update/weight, without what weight decay explains, and as they would be at the
+    highest learning rate of the flow; medians over the last reports.
+    """
 
     window: int = 5  # reports
     still: float = 1e-6  # below: not learning, if others move
+    decayed: float = 2.0  # times what decay alone would move: up to here decay may explain it
     slow: float = 0.01  # of the median of its peers
     apart: float = 1e-3  # of the median of all others, for parts that are not alike
     vanishing: float = 1e-4  # gradient, of the largest in the model: the cause is named

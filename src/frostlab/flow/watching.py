@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from frostlab.anatomy import unwrapped
 from frostlab.errors import BadInput
 from frostlab.flow.activity import Activity
-from frostlab.flow.facts import Report
+from frostlab.flow.facts import GroupFacts, Report
 from frostlab.flow.flow import Flow
 from frostlab.flow.places import flags_of, look
 from frostlab.flow.probe import Gradient, Probe, own_gradient
@@ -53,6 +53,8 @@ class Watch(Flow):
         """See which parts there are, and who learns now."""
         watched = look(self._model, self._optimizers)
         self.parts, self._flags = watched.parts, watched.flags
+        groups = [group for each in self._optimizers for group in each.param_groups]
+        self.groups = tuple(GroupFacts.of(group) for group in groups)
         if not watched.parameters:
             raise BadInput("watch: nothing requires a gradient; freeze less, or nothing will learn")
         self._probe = Probe(watched, self._optimizers, **self._settings)
