@@ -152,15 +152,20 @@ def test_frozen_on_purpose_is_no_accident_and_is_proven() -> None:
     assert flow.verdicts()["layers[0].norm"].word == MOVED
 
 
-def test_a_slow_layer_is_told_from_its_peers() -> None:
+@pytest.mark.parametrize("last", [1.0, 1e-3])
+def test_a_slow_layer_is_told_from_its_peers(last: float) -> None:
+    """Also at the end of a schedule, where everything moves by less than 1e-6."""
     model = tiny_gpt(layers=4)
     slow = list(model.blocks[1].parameters())
     rest = [p for p in model.parameters() if all(p is not q for q in slow)]
     groups = [{"params": rest}, {"params": slow, "lr": 3e-6}]
-    flow = watched(model, torch.optim.AdamW(groups, lr=1e-3))
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1.0 if s < 2 else last)
+    flow = watched(model, optimizer, steps=14, schedule=schedule)
     words = {name: v.word for name, v in flow.verdicts().items()}
     assert {name for name, word in words.items() if word == SLOW} == layer(flow, 1)
-    assert "its learning rate is 3.0e-06" in flow.verdicts()["layers[1].value"].why
+    assert set(words.values()) == {SLOW, LEARNING}
+    assert f"its learning rate is {3e-6 * last:.1e}" in flow.verdicts()["layers[1].value"].why
 
 
 def test_a_gradient_scale_that_adam_undoes() -> None:
@@ -205,7 +210,8 @@ def test_updates_lost_in_half_precision() -> None:
 def test_freezing_while_watched_is_seen() -> None:
     model = tiny_gpt()
     optimizer = adamw(model)
-    with fl.watch(model, optimizer, every=1) as flow:
+    start = model.head.weight.detach().clone()
+    with fl.watch(model, optimizer, every=1, change=True) as flow:
         for step in range(3):
             if step == 1:
                 model.blocks[0].up.requires_grad_(False)
@@ -215,6 +221,8 @@ def test_freezing_while_watched_is_seen() -> None:
     assert flow.verdicts()["layers[0].up"].word == FROZEN
     assert not math.isnan(flow.series("layers[0].up", "ratio")[1])
     assert math.isnan(flow.series("layers[0].up", "ratio")[2])
+    moved = float((model.head.weight - start).norm() / start.norm())
+    assert flow.series("head", "change")[3] == pytest.approx(moved, rel=1e-4)
     assert not flow.frozen_by_accident()
 
 

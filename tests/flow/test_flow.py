@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import frostlab as fl
 from flowing import adamw, batch, loss_at, tiny_gpt, watched
-from frostlab.flow.activity import dead_share, entropy, saturated_share
+from frostlab.flow.activity import _chances, dead_share, entropy, saturated_share
 from frostlab.flow.places import look
 from frostlab.flow.probe import Probe
 
@@ -179,6 +179,20 @@ def test_entropy_of_heads() -> None:
     sharp = F.one_hot(torch.zeros(2, 1, 4, dtype=torch.long), 5).float()
     found = entropy(torch.cat([even, sharp], 1))
     assert found.tolist() == pytest.approx([1.0, 0.0])
+
+
+@pytest.mark.parametrize("hidden", ["nothing", "causal", "padding", "added"])
+@pytest.mark.parametrize("kv", [4, 2])
+def test_chances_are_those_torch_mixes_values_with(hidden: str, kv: int) -> None:
+    query, key, value = torch.randn(2, 4, 5, 8), torch.randn(2, kv, 5, 8), torch.randn(2, kv, 5, 8)
+    given: dict[str, Any] = {"enable_gqa": kv != 4, "is_causal": hidden == "causal"}
+    if hidden == "padding":
+        given["attn_mask"] = (torch.arange(5) < 3).expand(2, 1, 5, 5)
+    if hidden == "added":
+        given["attn_mask"] = torch.randn(2, 1, 5, 5)
+    expected = F.scaled_dot_product_attention(query, key, value, **given)
+    found = _chances(query, key, value, **given) @ value.repeat_interleave(4 // kv, 1)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("way", ["sdpa", "eager"])

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import frostlab as fl
-from frostlab.anatomy import Part, survey
+from flowing import batch, tiny_gpt
+from frostlab.anatomy import Part, Rows, survey
 from frostlab.flow.places import within
-from frostlab.models import GPT, GPTConfig
+from frostlab.models import GPT
 from zoo import build, loss_of
 
 Numbers = dict[str, dict[str, float]]
@@ -102,16 +103,8 @@ def test_norms_are_those_of_a_plain_loop(name: str, frozen: tuple[str, ...]) -> 
             assert math.isnan(flow.ratios()[part.name])
 
 
-def tiny(seed: int = 0, **more: Any) -> GPT:
-    torch.manual_seed(seed)
-    sizes = {"vocabulary": 30, "positions": 16, "width": 16, "layers": 2, "heads": 2, "hidden": 32}
-    return GPT(GPTConfig(**sizes, classes=2, dropout=0.0, **more))  # type: ignore[arg-type]
-
-
-def batch(step: int, size: int = 8) -> tuple[Tensor, Tensor]:
-    made = torch.Generator().manual_seed(step)
-    ids = torch.randint(0, 30, (size, 8), generator=made)
-    return ids, ids[:, 0] % 2
+def tiny() -> GPT:
+    return tiny_gpt(layers=2)
 
 
 def plain_flow(clip: float | None = None, steps: int = 3) -> fl.Flow:
@@ -206,6 +199,27 @@ def test_a_loop_may_drive_it_without_hooks_and_clip_in_its_kernel() -> None:
         assert mine.values["before_clip"] == pytest.approx(theirs.values["before_clip"], rel=1e-3)
 
 
+def test_a_graph_may_hold_the_probe() -> None:
+    """As a captured step does: the probe runs inside, and is counted and sent for outside."""
+    model, reference = tiny(), plain_flow(steps=5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    flow = fl.watch(model, optimizer, every=2)
+    for step in range(5):
+        ids, classes = batch(step)
+        F.cross_entropy(model(ids), classes).backward()
+        due = flow.is_due()
+        if due:
+            flow.probe.before_step(torch.ones(()))
+        optimizer.step()
+        if due:
+            flow.probe.after_step()
+        flow.count(due)
+        optimizer.zero_grad()
+    flow.stop()
+    reference._reports = reference.reports[::2]
+    same(flow, reference)
+
+
 def test_gradients_may_lie_elsewhere() -> None:
     model = tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -252,7 +266,7 @@ def test_several_optimizers_are_one_step() -> None:
 
 
 def test_the_ends_are_as_defined() -> None:
-    model = tiny(layers=5) if False else tiny()
+    model = tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     first = {n: p.detach().clone() for n, p in model.named_parameters()}
     with fl.watch(model, optimizer, every=1) as flow:
@@ -278,8 +292,6 @@ def test_the_ends_are_as_defined() -> None:
 
 
 def test_rows_within_what_is_held() -> None:
-    from frostlab.anatomy import Rows
-
     held = Rows(12, 2, ((0, 4), (8, 12)))  # query and value of an interleaved weight
     assert within(held, Rows(12, 2, ((8, 12),))) == Rows(8, 2, ((4, 8),))
     assert within(Rows.whole(24), Rows(12, 2, ((4, 8),))) == Rows(12, 2, ((4, 8),))

@@ -68,6 +68,13 @@ class Probe:
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
+    def start_as(self, former: "Probe") -> None:
+        """Keep the start of what another probe has watched before."""
+        pairs = zip(former.watched.parameters, former._start, strict=bool(former._start))
+        known = {id(parameter): start for parameter, start in pairs}
+        mine = zip(self.watched.parameters, self._start, strict=bool(self._start))
+        self._start = [known.get(id(parameter), start) for parameter, start in mine]
+
     @torch.no_grad()
     def before_clip(self) -> None:
         """Measure gradients before they are clipped."""

@@ -41,7 +41,7 @@ class Watch(Flow):
             "change": change, "agreement": agreement, "gradient": gradient
         }  # fmt: skip
         self._mailbox = Mailbox()
-        self._activity = Activity(model, units, entropy, self._is_due)
+        self._activity = Activity(model, units, entropy, self.is_due)
         self._hooks: list[Any] = []
         self._proof: Proof | None = None
         self._probe: Probe | None = None
@@ -57,7 +57,9 @@ class Watch(Flow):
         self.groups = tuple(GroupFacts.of(group) for group in groups)
         if not watched.parameters:
             raise BadInput("watch: nothing requires a gradient; freeze less, or nothing will learn")
-        self._probe = Probe(watched, self._optimizers, **self._settings)
+        former, self._probe = self._probe, Probe(watched, self._optimizers, **self._settings)
+        if former is not None:
+            self._probe.start_as(former)
         self._changes = changes()
 
     def __enter__(self) -> "Watch":
@@ -103,41 +105,51 @@ class Watch(Flow):
 
     def before_clip(self) -> None:
         """Call this before clipping, and the gradient's norm before it is known too."""
-        if self._is_due():
-            self._renew()
-            assert self._probe is not None
-            self._probe.before_clip()
+        if self.is_due():
+            self.probe.before_clip()
 
     def before_step(self, share: Tensor | None = None, gradients: bool = True) -> None:
         """A step is about to be taken; hooks call this, or a loop that has none (see `Probe`)."""
         self._inside = False  # a step that failed may have left it so
-        self._measuring = self._is_due()
+        self._measuring = self.is_due()
         self.step += 1
         self._inside = True
         if self._measuring:
-            self._renew()
-            assert self._probe is not None
-            self._probe.before_step(share, gradients)
+            self.probe.before_step(share, gradients)
 
     def after_step(self, gradients: bool = False) -> None:
         """The step has been taken."""
         self._inside = False
-        if not self._measuring:
-            return
-        assert self._probe is not None
-        self._measuring = False
-        self._probe.after_step(gradients)
-        self._mailbox.send(self.step, self._probe, self._activity.numbers(), self._activity.read())
+        if self._measuring:
+            self._measuring = False
+            self.probe.after_step(gradients)
+            self._send()
+
+    def count(self, measured: bool) -> None:
+        """A step has been taken, and a graph has run the probe in it, or one without."""
+        self.step += 1
+        if measured:
+            self._send()
+
+    def _send(self) -> None:
+        self._mailbox.send(self.step, self.probe, self._activity.numbers(), self._activity.read())
         self._reports += self._mailbox.collect(wait=False)
 
-    def _is_due(self) -> bool:
+    @property
+    def probe(self) -> Probe:
+        """What measures; made anew where freezing or thawing has changed who learns."""
+        if (
+            self._probe is None
+            or self._changes != changes()
+            or self._flags != flags_of(self._model)
+        ):
+            self._look()
+        assert self._probe is not None
+        return self._probe
+
+    def is_due(self) -> bool:
         """Whether the step that is being taken, or else the next one, is measured."""
         return self._measuring if self._inside else self.step % self.every == 0
-
-    def _renew(self) -> None:
-        """Look again where freezing or thawing has changed who learns."""
-        if self._changes != changes() or self._flags != flags_of(self._model):
-            self._look()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         given = [*args[1:], *kwargs.values()]  # the first is the optimizer itself

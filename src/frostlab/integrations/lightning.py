@@ -18,8 +18,22 @@ class GradFlowCallback(Callback):
 
     flow: Watch
 
-    def __init__(self, every: int = 10, path: str | Path | None = None, **options: Any) -> None:
-        self.every, self.path, self.options = every, path, options
+    def __init__(
+        self,
+        every: int = 10,
+        path: str | Path | None = None,
+        *,
+        change: bool = False,
+        agreement: bool = False,
+        units: bool = False,
+        entropy: bool = False,
+        verify: bool = True,
+    ) -> None:
+        self.every, self.path = every, path
+        self.options: dict[str, Any] = {
+            "change": change, "agreement": agreement, "units": units, "entropy": entropy,
+            "verify": verify,
+        }  # fmt: skip
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to watch."""

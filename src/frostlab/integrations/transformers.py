@@ -16,8 +16,22 @@ class GradFlowCallback(TrainerCallback):
 
     flow: Watch
 
-    def __init__(self, every: int = 10, path: str | Path | None = None, **options: Any) -> None:
-        self.every, self.path, self.options = every, path, options
+    def __init__(
+        self,
+        every: int = 10,
+        path: str | Path | None = None,
+        *,
+        change: bool = False,
+        agreement: bool = False,
+        units: bool = False,
+        entropy: bool = False,
+        verify: bool = True,
+    ) -> None:
+        self.every, self.path = every, path
+        self.options: dict[str, Any] = {
+            "change": change, "agreement": agreement, "units": units, "entropy": entropy,
+            "verify": verify,
+        }  # fmt: skip
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **more: Any
