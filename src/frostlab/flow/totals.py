@@ -71,6 +71,8 @@ class Totals:
             wider = torch.float32 if dtype.itemsize < 4 else None
             norms = torch._foreach_norm([tensors[i] for i in places], order, dtype=wider)
             stacked = torch.stack(norms).to(self.device, self.wide)
+            if len(places) == len(tensors):  # all of a kind: in order already
+                return stacked
             for i, norm in zip(places, stacked.unbind(), strict=True):
                 made[i] = norm
         return torch.stack(made)
