@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from frostlab.flow.facts import Report
 
-_WORDS = ((0.01, "vanishing"), (0.1, "weak"), (0.5, "fair"))
+WORDS = ((0.01, "vanishing"), (0.1, "weak"), (0.5, "fair"))
+ENOUGH_GRADIENT, ENOUGH_CHANGE = 0.1, 0.01  # front/output ratio and front weight change wanted
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Ends:
         ratio = self.front_ratio
         if math.isnan(ratio):
             return "unknown"
-        return next((word for limit, word in _WORDS if ratio < limit), "good")
+        return next((word for limit, word in WORDS if ratio < limit), "good")
 
 
 def ends_of(reports: Sequence[Report]) -> Ends:
@@ -52,6 +53,11 @@ def ends_of(reports: Sequence[Report]) -> Ends:
     ]
     change = sum(changes) / len(changes) if changes else math.nan
     return Ends(**reports[-1].largest, weight_change=change)
+
+
+def front_ratios(reports: Sequence[Report]) -> dict[int, float]:
+    """The front's gradient over the output's by step; NaN where either is unknown."""
+    return {r.step: Ends(**r.largest, weight_change=math.nan).front_ratio for r in reports}
 
 
 def _over(size: float, output: float) -> float:
