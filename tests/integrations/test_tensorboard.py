@@ -96,7 +96,7 @@ def test_a_finished_run_is_written_at_the_times_it_happened(tmp_path: Path) -> N
     record = fl.run(tiny(), runs=tmp_path)
     model = tiny_gpt()
     flow = watched(model, adamw(model), steps=3, every=1)
-    out = export_run(tmp_path / "run-none-s0", tmp_path / "board", flow)
+    out = export_run(tmp_path / "run-none-s0", tmp_path / "board", [flow])
     read = events(out)
     looked = [e for e in record.events() if e["kind"] == "evaluation" and "checkpoint" not in e]
     assert looked

@@ -28,12 +28,13 @@ _GREY, _RED = "#8c8c8c", "#d62728"
 _INK = {"svg": "currentColor", "png": "#222222"}
 
 
-def heat_png(flow: "Flow") -> bytes:
+def heat_png(flow: "Flow", scale: float = 1.5) -> bytes:
     """Both heat maps side by side, on white."""
     grids = _grids(flow)
     both = alt.hconcat(*map(_heat, grids), spacing=24).resolve_scale(color="independent")
+    both = both.properties(padding={"left": 5, "top": 5, "bottom": 5, "right": 20})
     spec = _spec(both, "png", {grid.quantity: _cells(grid) for grid in grids})
-    return _packed(vl_convert.vegalite_to_png(spec, scale=1.5))
+    return _packed(vl_convert.vegalite_to_png(spec, scale=scale))
 
 
 def heat_svgs(flow: "Flow") -> dict[str, str]:

@@ -103,7 +103,8 @@ def cause_of(seen: Evidence, i: int, part: PartFacts) -> tuple[str, str]:
         return (f"its learning rate is {seen.rate(part):.1e}, the largest {max(rates):.1e}",
                 "look at its group in the optimizer")  # fmt: skip
     elif seen.vanishes(i):
-        why = f"its gradient vanishes, {size / largest:.1e} of the largest"
+        how = f"{size / largest:.1e} of the largest" if size else "until it is zero"
+        why = f"its gradient vanishes, {how}"
         hint = "add a residual path or norms; a gradient scale of 3.0 or lr 2e-4 helps a little"
         if seen.flow.optimizer in rules.normalising:
             hint += f", though {seen.flow.optimizer} undoes a scale"
@@ -115,7 +116,7 @@ def cause_of(seen: Evidence, i: int, part: PartFacts) -> tuple[str, str]:
             "keep weights in float32 and compute under autocast",
         )
     else:
-        return f"its gradient is {size:.1e}", "try a larger learning rate for it"
+        return f"its gradient is {size:.1e}", "a larger learning rate for it"
     if stuck:
         name, share = max(stuck.items(), key=lambda item: item[1])
         why += f"; {share:.0%} of what `{name}` puts out is saturated"

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +106,8 @@ def tag_of(part: str) -> str:
     return "outside.norm" if name == "norm" else name
 
 
-def export_run(run: str | Path, out: str | Path, flow: Flow | None = None) -> Path:
-    """Write a run's evaluations and flow as event files, at the times they happened."""
+def export_run(run: str | Path, out: str | Path, flows: Iterable[Flow] = ()) -> Path:
+    """Write a run's evaluations and flows, one a stage, as event files with their own times."""
     events = effective(read_events(Path(run) / "events.jsonl"))
     if not events:
         raise BadInput(f"export_run: {run} holds no events; give the folder of a run")
@@ -119,7 +119,7 @@ def export_run(run: str | Path, out: str | Path, flow: Flow | None = None) -> Pa
                 nan = math.nan  # which JSON writes as null
                 numbers = {k: nan if v is None else v for k, v in event["metrics"].items()}
                 board.metrics(step, numbers, at)
-        if flow is not None:
+        for flow in flows:
             for report in flow.reports:
                 board.flow(report.step, report, flow.parts, times.get(report.step))
     return Path(out)
