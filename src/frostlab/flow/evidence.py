@@ -18,6 +18,10 @@ class Evidence:
     def __init__(self, flow: "Flow", rules: Rules) -> None:
         self.flow, self.rules = flow, rules
         self.reports = flow.reports[-rules.window :]
+        self.highest = [  # learning rate of every group; later groups are not in early reports
+            max((r.rates[g] for r in flow.reports if g < len(r.rates)), default=0.0)
+            for g in range(len(flow.groups))
+        ]
         self.learning = [i for i, part in enumerate(flow.parts) if part.state == "trainable"]
         self.ratios = {i: _middle(self._learned(r, i) for r in self.reports) for i in self.learning}
         self.sizes = {i: _middle(r.of("gradient", i) for r in self.reports) for i in self.learning}
@@ -28,9 +32,10 @@ class Evidence:
         Where decay explains what moved, the gradient says how much was learned at most.
         """
         facts, ratio = self.flow.parts[part], report.ratio(part)
-        if not facts.groups:
+        groups = [g for g in facts.groups if g < len(report.rates)]
+        if not groups:
             return ratio
-        group = max(facts.groups, key=lambda g: report.rates[g] * self.flow.groups[g].decay)
+        group = max(groups, key=lambda g: report.rates[g] * self.flow.groups[g].decay)
         rate, told = report.rates[group], self.flow.groups[group]
         if rate <= 0.0:
             return math.nan
@@ -41,7 +46,7 @@ class Evidence:
                 spread = math.sqrt(facts.elements)
                 moved = spread * (size / (size + told.eps * spread) if size else 0.0)
             ratio = min(ratio, rate * moved / weight)
-        return ratio * max(r.rates[group] for r in self.flow.reports) / rate
+        return ratio * self.highest[group] / rate
 
     def alike(self, part: int) -> list[int]:
         """The other parts that play the same role and learn."""

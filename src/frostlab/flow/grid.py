@@ -1,6 +1,7 @@
 """A flow as a grid of cells, rows by steps: what the heat maps of terminal and page draw."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 NUMBER, ZERO, NONE, FROZEN, BROKEN = "number", "zero", "none", "frozen", "broken"
 SIGNS = {ZERO: "0", NONE: "-", FROZEN: "·", BROKEN: "!"}
 MEANINGS = {
-    ZERO: "exactly zero",
+    ZERO: "zero",
     NONE: "no gradient arrived",
     FROZEN: "frozen",
     BROKEN: "NaN or infinity",
@@ -69,9 +70,9 @@ def rows_of(flow: "Flow", most: int) -> tuple[Row, ...]:
     rows: dict[str, list[int]] = {}
     wrong: dict[str, list[int]] = {}
     for i, part in enumerate(flow.parts):
-        layer = part.name if part.layer is None else _layer(part.stack, part.layer)
+        layer = _layer(part.name)
         rows.setdefault(layer, []).append(i)
-        if part.layer is not None and part.name in verdicts and verdicts[part.name].alarming:
+        if part.name in verdicts and verdicts[part.name].alarming:
             wrong.setdefault(layer, []).append(i)
     made = []
     for name, places in rows.items():
@@ -98,8 +99,10 @@ def grid_of(flow: "Flow", quantity: str, rows: Sequence[Row], columns: int) -> G
     return Grid(quantity, tuple(rows), steps, cells, together, low, high)
 
 
-def _layer(stack: str, layer: int) -> str:
-    return f"{stack}.layers[{layer}]" if stack else f"layers[{layer}]"
+def _layer(part: str) -> str:
+    """The layer a part is in: its name up to the first number, or all of it without one."""
+    found = re.match(r".*?(\[\d+\]|(?<![^.])\d+(?![^.]))", part)
+    return found[0] if found else part
 
 
 def _spans(count: int, columns: int) -> list[tuple[int, int]]:

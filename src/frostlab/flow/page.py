@@ -110,7 +110,7 @@ def _heat(flow: "Flow") -> str:
     }
     more = (
         f" Rows are parts or layers, columns reported steps, brighter is larger, over at most "
-        f"{DECADES} powers of ten. · is frozen, 0 exactly zero, - without a gradient, ! NaN or "
+        f"{DECADES} powers of ten. · is frozen, 0 zero, - without a gradient, ! NaN or "
         "infinity. The numbers of the last report are in the table below."
     )
     drawn = [

@@ -12,7 +12,7 @@ from frostlab.errors import BadInput
 from frostlab.flow.activity import Activity
 from frostlab.flow.facts import GroupFacts, PartFacts, Report
 from frostlab.flow.flow import Flow
-from frostlab.flow.places import flags_of, look
+from frostlab.flow.places import flags_of, former_places, look
 from frostlab.flow.probe import Gradient, Probe, own_gradient
 from frostlab.flow.proof import Proof
 from frostlab.flow.reading import Mailbox
@@ -64,6 +64,9 @@ class Watch(Flow):
         former, self._probe = self._probe, Probe(watched, self._optimizers, **self._settings)
         if former is not None:
             self._probe.start_as(former)
+            if [p.name for p in former.watched.parts] != [p.name for p in watched.parts]:
+                places = former_places(former.watched, watched)  # layers were added
+                self._reports = [report.at(places) for report in self._reports]
         self._changes = changes()
 
     def __enter__(self) -> "Watch":
@@ -151,7 +154,7 @@ class Watch(Flow):
         if (
             self._probe is None
             or self._changes != changes()
-            or self._flags != flags_of(self._model)
+            or self._flags != flags_of(self._model, self._optimizers)
         ):
             self._look()
         assert self._probe is not None
