@@ -120,6 +120,15 @@ def table(runs: dict[str, list[dict[str, Any]]], quantity: str) -> str:
     return "\n".join(lines)
 
 
+def shortened(value: Any) -> Any:
+    """Numbers to five digits."""
+    if isinstance(value, dict):
+        return {key: shortened(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [shortened(each) for each in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--recipe", default="docstrings-gpt")
@@ -160,7 +169,7 @@ def main() -> None:
             "torch": torch.__version__, "seconds": round(time.perf_counter() - began, 1),
             "runs": runs,
         }  # fmt: skip
-        options.out.write_text(json.dumps(record) + "\n")
+        options.out.write_text(json.dumps(shortened(record)) + "\n")
 
 
 if __name__ == "__main__":

@@ -193,6 +193,7 @@ def test_the_page_needs_nothing_and_shows_the_numbers(faulty: fl.Flow, page: Pat
         assert finding.hint in unescape(text)
     ids = re.findall(r'\bid="([^"]+)"', text)
     assert len(ids) == len(set(ids)) >= 2
+    assert {name.split("-")[0] for name in ids} == {"gradient", "ratio"}  # of one chart each
 
 
 def test_the_picture_is_a_picture(page: Path) -> None:
