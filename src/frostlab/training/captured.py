@@ -93,12 +93,15 @@ class CapturedStep(CompiledStep):
             mine, numbers = _views(inputs, parts)
             for share, held in self._rates.items():
                 held.copy_(numbers[0] if share == 1 else numbers[0] * share)
-            outputs.copy_(self.work(mine, numbers[1]))
+            self._recording = measured
+            try:
+                outputs.copy_(self.work(mine, numbers[1]))
+            finally:
+                self._recording = None
 
         fill_in: Callable[[], list[Tensor]] = getattr(self.optimizer, "fill_in", list)
         if self.flow is not None and measured:
             self.flow.refresh()  # what a probe keeps must not be the graph's
-        self._recording = measured
         try:
             replay = self._record(step)
             tables = fill_in()
@@ -107,8 +110,6 @@ class CapturedStep(CompiledStep):
             self.optimizer.zero_grad(set_to_none=True)
             self._give_up(first_line(error), measured)
             return None
-        finally:
-            self._recording = None
         self.optimizer.zero_grad(set_to_none=True)
         self._graphs[shape, measured] = _Captured(inputs, outputs, replay, tables)
         return self._graphs[shape, measured]
