@@ -43,7 +43,7 @@ class Evidence:
         rate, told = report.rates[group], self.flow.groups[group]
         if rate <= 0.0:
             return math.nan
-        if ratio <= self.rules.decayed * rate * told.decay:
+        if 0.0 < ratio <= self.rules.decayed * rate * told.decay:
             size, weight = report.of("gradient", part), report.of("weight", part)
             moved = size / (1.0 - min(told.momentum, 0.99))
             if self.flow.optimizer in self.rules.normalising:
