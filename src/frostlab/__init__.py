@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         StaleOptimizer,
         UnknownArchitecture,
     )
-    from frostlab.flow import Flow, load_flow, watch
+    from frostlab.flow import Flow, flow_of, load_flow, watch
     from frostlab.integrations.transformers import GradFlowCallback
     from frostlab.recipe import Recipe
     from frostlab.recipe.loading import load_recipe
@@ -67,6 +67,7 @@ __all__ = [
     "describe",
     "early_exits",
     "export",
+    "flow_of",
     "freeze",
     "fused",
     "grow",

@@ -226,6 +226,42 @@ def test_freezing_while_watched_is_seen() -> None:
     assert not flow.frozen_by_accident()
 
 
+def test_what_begins_at_zero_is_no_measure_for_others() -> None:
+    """Biases that learn alone move by more than they are; the head beside them is not slow."""
+    model = tiny_gpt()
+    fl.freeze(model, "all", "!all.bias", "!head")
+    flow = watched(model, adamw(model, weight_decay=0.01), every=1, steps=4)
+    reports = list(flow.reports)
+    assert reports[1].ratio(2) > 0.3
+    for count in range(1, 5):
+        flow._reports = reports[:count]
+        assert not [n for n, v in flow.verdicts().items() if v.alarming], count
+
+
+def test_layers_that_begin_as_identity_are_given_time() -> None:
+    """Behind a projection of zeros gradients are zero in the first step, and in no other."""
+    model = tiny_gpt()
+    fl.grow(model, layers=1, init="identity")
+    flow = watched(model, adamw(model, weight_decay=0.1), every=1, steps=4)
+    reports = list(flow.reports)
+    assert flow.series("layers[3].value", "gradient")[1] == 0.0
+    for count in range(1, 5):
+        flow._reports = reports[:count]
+        assert not [n for n, v in flow.verdicts().items() if v.alarming], count
+
+
+def test_a_part_of_zeros_that_stays_zero() -> None:
+    model = tiny_gpt()
+    with torch.no_grad():
+        model.blocks[1].up.weight.zero_()
+        model.blocks[1].up.bias.zero_()
+    model.blocks[1].up.weight.register_hook(lambda g: g * 0.0)
+    model.blocks[1].up.bias.register_hook(lambda g: g * 0.0)
+    found = watched(model, adamw(model)).frozen_by_accident()
+    assert found["layers[1].up"].word == STILL
+    assert "exactly zero" in found["layers[1].up"].why
+
+
 def decoder(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return Decoder(DecoderConfig(vocabulary=SYMBOLS, width=16, layers=3, heads=2, hidden=32))

@@ -8,7 +8,7 @@ nn.MultiheadAttention does neither in sight.
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -43,6 +43,14 @@ class Activity:
 
     def hooks(self) -> list[Any]:
         """Install what was asked for; the handles remove it again."""
+        made = self.unit_hooks()
+        if self._entropy:
+            made.append(self._model.register_forward_pre_hook(self._listen))
+            made.append(self._model.register_forward_hook(self._hush, always_call=True))
+        return made
+
+    def unit_hooks(self) -> list[Any]:
+        """Only those on modules inside the model."""
         made: list[Any] = []
         if self._units:
             for name, module in _before_down(self._model):
@@ -50,10 +58,11 @@ class Activity:
             for name, module in self._model.named_modules():
                 if isinstance(module, ONE_SIDED) or type(module) in BOUNDED:
                     made.append(module.register_forward_hook(self._output(name)))
-        if self._entropy:
-            made.append(self._model.register_forward_pre_hook(self._listen))
-            made.append(self._model.register_forward_hook(self._hush, always_call=True))
         return made
+
+    def listening(self) -> AbstractContextManager[Any]:
+        """Around a forward pass that is not the model's own: its attention is seen, if due."""
+        return _Listener(self._found) if self._entropy and self._due() else nullcontext()
 
     def numbers(self) -> Tensor | None:
         """All that was seen since the last report, in one tensor."""

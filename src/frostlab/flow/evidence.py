@@ -23,8 +23,15 @@ class Evidence:
             for g in range(len(flow.groups))
         ]
         self.learning = [i for i, part in enumerate(flow.parts) if part.state == "trainable"]
+        begun = flow.reports[:1]  # what begins at zero moves far, relative to what it is, for long
+        self.measures = {i for i in self.learning if any(r.of("weight", i) > 0 for r in begun)}
         self.ratios = {i: _middle(self._learned(r, i) for r in self.reports) for i in self.learning}
         self.sizes = {i: _middle(r.of("gradient", i) for r in self.reports) for i in self.learning}
+
+    @property
+    def enough(self) -> bool:
+        """Whether more than a first step was measured, in which much is zero by design."""
+        return len(self.reports) >= self.rules.fewest
 
     def _learned(self, report: Report, part: int) -> float:
         """Update over weight, as it would be at the highest learning rate, and without decay.
@@ -32,6 +39,8 @@ class Evidence:
         Where decay explains what moved, the gradient says how much was learned at most.
         """
         facts, ratio = self.flow.parts[part], report.ratio(part)
+        if report.of("weight", part) == report.of("update", part) == 0.0:
+            ratio = 0.0
         groups = [g for g in facts.groups if g < len(report.rates)]
         if not groups:
             return ratio
@@ -39,7 +48,7 @@ class Evidence:
         rate, told = report.rates[group], self.flow.groups[group]
         if rate <= 0.0:
             return math.nan
-        if ratio <= self.rules.decayed * rate * told.decay:
+        if 0.0 < ratio <= self.rules.decayed * rate * told.decay:
             size, weight = report.of("gradient", part), report.of("weight", part)
             moved = size / (1.0 - min(told.momentum, 0.99))
             if self.flow.optimizer in self.rules.normalising:
@@ -48,14 +57,18 @@ class Evidence:
             ratio = min(ratio, rate * moved / weight)
         return ratio * self.highest[group] / rate
 
-    def alike(self, part: int) -> list[int]:
-        """The other parts that play the same role and learn."""
+    def alike(self, part: int) -> list[float]:
+        """The ratios of the other parts that play the same role and learn."""
         word = self.flow.parts[part].peers
-        return [i for i in self.learning if i != part and self.flow.parts[i].peers == word]
+        return self._measures(i for i in self.learning
+                              if i != part and self.flow.parts[i].peers == word)  # fmt: skip
 
     def others(self, part: int) -> list[float]:
         """The ratios of everything else that learns."""
-        return known(self.ratios[i] for i in self.learning if i != part)
+        return self._measures(i for i in self.learning if i != part)
+
+    def _measures(self, parts: Iterable[int]) -> list[float]:
+        return known(self.ratios[i] for i in parts if i in self.measures)
 
     def rate(self, part: PartFacts) -> float:
         """The largest learning rate a part had in the last reports."""

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from frostlab.flow.facts import Report
 
+WANTED = {"front_ratio": 0.1, "weight_change": 0.01, "pearson": 0.3}  # more than this
 WORDS = ((0.01, "vanishing"), (0.1, "weak"), (0.5, "fair"))
-ENOUGH_GRADIENT, ENOUGH_CHANGE = 0.1, 0.01  # front/output ratio and front weight change wanted
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,12 @@ class Ends:
         if math.isnan(ratio):
             return "unknown"
         return next((word for limit, word in WORDS if ratio < limit), "good")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON, with the ratios and their word."""
+        return asdict(self) | {
+            "front_ratio": self.front_ratio, "back_ratio": self.back_ratio, "word": self.word
+        }  # fmt: skip
 
 
 def ends_of(reports: Sequence[Report]) -> Ends:

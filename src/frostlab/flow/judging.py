@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from statistics import median
 from typing import TYPE_CHECKING
 
-from frostlab.flow.evidence import Evidence, cause_of, known
+from frostlab.flow.evidence import Evidence, cause_of
 from frostlab.flow.facts import PartFacts
 from frostlab.flow.rules import (
     DECAYING,
@@ -85,7 +85,7 @@ def _left_out(seen: Evidence, i: int, part: PartFacts) -> Verdict | None:
 
 def _decaying(seen: Evidence, i: int, part: PartFacts) -> Verdict | None:
     masked = all(r.of("gradient", i) == 0.0 < r.of("update", i) for r in seen.reports)
-    if masked and not seen.vanishes(i):
+    if masked and seen.enough and not seen.vanishes(i):
         return Verdict(
             DECAYING,
             "its gradient is exactly zero, and the optimizer still moves it "
@@ -97,9 +97,9 @@ def _decaying(seen: Evidence, i: int, part: PartFacts) -> Verdict | None:
 
 def _still(seen: Evidence, i: int, part: PartFacts) -> Verdict | None:
     ratio, rules = seen.ratios[i], seen.rules
-    if math.isnan(ratio) or ratio >= rules.still:
+    if math.isnan(ratio) or ratio >= rules.still or not seen.enough:
         return None
-    like = known(seen.ratios[j] for j in seen.alike(i))
+    like = seen.alike(i)
     others = seen.others(i)
     left_behind = (bool(like) and ratio < rules.slow * max(like)) or (
         bool(others) and ratio < rules.apart * median(others)
@@ -129,11 +129,11 @@ def _exploding(seen: Evidence, i: int, part: PartFacts) -> Verdict | None:
 
 
 def _slow(seen: Evidence, i: int, part: PartFacts) -> Verdict | None:
-    like = known(seen.ratios[j] for j in seen.alike(i))
+    like = seen.alike(i)
     alone = len(like) < seen.rules.peers
     group = seen.others(i) if alone else like
     share = seen.rules.apart if alone else seen.rules.slow
-    if not group or not seen.ratios[i] < share * median(group):
+    if not seen.enough or not group or not seen.ratios[i] < share * median(group):
         return None
     why, hint = cause_of(seen, i, part)
     return Verdict(
@@ -157,7 +157,7 @@ def _scaled(seen: Evidence, i: int, part: PartFacts) -> Verdict | None:
     least = min(middles, key=abs)
     if not steady or middles[0] * middles[1] <= 0 or abs(least) < math.log(rules.scale):
         return None
-    like = known(seen.ratios[j] for j in seen.alike(i))
+    like = seen.alike(i)
     if not like or not 1 / rules.alike < seen.ratios[i] / median(like) < rules.alike:
         return None
     return Verdict(

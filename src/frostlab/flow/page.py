@@ -5,10 +5,10 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from frostlab.flow.charts import front_svg, heat_svgs, norm_svg
-from frostlab.flow.front import ENOUGH_CHANGE, ENOUGH_GRADIENT
+from frostlab.flow.front import WANTED
 from frostlab.flow.grid import DECADES, TITLES
 from frostlab.flow.rules import FROZEN, LEARNING
-from frostlab.flow.sentence import findings_of, sentence_of
+from frostlab.flow.sentence import findings_of, listed, sentence_of
 
 if TYPE_CHECKING:
     from frostlab.flow.flow import Flow
@@ -73,7 +73,7 @@ def _told(flow: "Flow") -> str:
         calm = each.word in (LEARNING, FROZEN)
         word = escape(each.word) if calm else f'<strong class="alarm">{escape(each.word)}</strong>'
         count = f"{len(each.parts)} part" + "s" * (len(each.parts) != 1)
-        names = escape(each.some(len(each.parts) if not calm else 3))
+        names = escape(listed(each.parts, 3 if calm else len(each.parts)))
         why = "" if each.word == LEARNING else escape(each.why)
         hint = escape(each.hint)
         rows.append(
@@ -92,13 +92,13 @@ def _ends(flow: "Flow") -> str:
         return ""
     said = (
         f"The gradient of the first two layers is <strong>{ends.front_ratio:.3g}</strong> of the "
-        f"output's: <strong>{ends.word}</strong> (above {ENOUGH_GRADIENT:g} is wanted); that of "
-        f"the last two is {ends.back_ratio:.3g}."
+        f"output's: <strong>{ends.word}</strong> (above {WANTED['front_ratio']:g} is wanted); "
+        f"that of the last two is {ends.back_ratio:.3g}."
     )
     if not math.isnan(ends.weight_change):
         said += (
             f" The front's weights changed by <strong>{ends.weight_change:.4f}</strong> of their "
-            f"range (above {ENOUGH_CHANGE:g} is wanted)."
+            f"range (above {WANTED['weight_change']:g} is wanted)."
         )
     return f"<h2>Front and output</h2><p>{said}</p>"
 

@@ -62,7 +62,7 @@ class Probe:
         self._before: list[Tensor] = []
         self._clip_seen = False
         self._start = self._copies() if change else []
-        self._last: list[Tensor] = []
+        self._last = [torch.zeros_like(local(p)) for p in watched.parameters] if agreement else []
         self._energy = torch.zeros_like(self.views["energy"])
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -74,6 +74,10 @@ class Probe:
         known = {id(parameter): start for parameter, start in pairs}
         mine = zip(self.watched.parameters, self._start, strict=bool(self._start))
         self._start = [known.get(id(parameter), start) for parameter, start in mine]
+
+    def start_at(self, weights: Sequence[Tensor]) -> None:
+        """Measure change from these weights, or from this process's share of them."""
+        self._start = list(weights)
 
     @torch.no_grad()
     def before_clip(self) -> None:
@@ -159,15 +163,14 @@ class Probe:
         return high, low
 
     def _compare(self, found: list[Tensor]) -> None:
-        """The product of this gradient with the last one, which it then replaces."""
-        if self._last:
-            torch._foreach_mul_(self._last, found)
-            products = self._totals.add_up(lambda views: [v.sum() for v in views[0]], self._last)
-            self.views["agree"].copy_(products)
-            torch._foreach_copy_(self._last, found)
-        else:
-            self.views["agree"].fill_(torch.nan)
-            self._last = [t.clone() for t in found]
+        """The product of this gradient with the last one, which it then replaces.
+
+        The first has none before it: zeros, of no norm and so without a cosine.
+        """
+        torch._foreach_mul_(self._last, found)
+        products = self._totals.add_up(lambda views: [v.sum() for v in views[0]], self._last)
+        self.views["agree"].copy_(products)
+        torch._foreach_copy_(self._last, found)
         energy = self.views["gradient"]
         self.views["former"].copy_(self._energy)
         self.views["energy"].copy_(energy)

@@ -17,6 +17,7 @@ class Rules:
     """
 
     window: int = 5  # reports
+    fewest: int = 2  # reports before a part is said to stand still: zeros hold others up at first
     still: float = 1e-6  # below: not learning, if others move
     decayed: float = 2.0  # times what decay alone would move: up to here decay may explain it
     slow: float = 0.01  # of the median of its peers

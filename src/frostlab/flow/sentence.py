@@ -1,12 +1,34 @@
 """A flow's verdict in one sentence, and its verdicts grouped for a table."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from frostlab.flow.rules import FROZEN, LEARNING
+from frostlab.flow.rules import (
+    DECAYING,
+    EXPLODING,
+    FROZEN,
+    LEARNING,
+    MOVED,
+    SCALED,
+    SLOW,
+    STILL,
+)
 
 if TYPE_CHECKING:
     from frostlab.flow.flow import Flow
+
+BAD = {  # a word, said of one part and of several; these are what a healthy run has none of
+    STILL: ("does not learn", "do not learn"),
+    DECAYING: ("is moved by weight decay alone", "are moved by weight decay alone"),
+    EXPLODING: ("explodes", "explode"),
+    MOVED: ("moved though it is frozen", "moved though they are frozen"),
+}
+_ODD = {
+    SLOW: ("is slow", "are slow"),
+    SCALED: ("has a gradient scale that is undone", "have a gradient scale that is undone"),
+}
+_NAMED = 5  # parts in a sentence
 
 
 @dataclass(frozen=True)
@@ -17,12 +39,6 @@ class Finding:
     why: str
     hint: str
     parts: tuple[str, ...]
-
-    def some(self, most: int = 3) -> str:
-        """Their names, the first few of many."""
-        more = len(self.parts) - most
-        named = ", ".join(self.parts[:most])
-        return f"{named} and {more} more" if more > 0 else named
 
 
 def findings_of(flow: "Flow") -> list[Finding]:
@@ -39,26 +55,29 @@ def findings_of(flow: "Flow") -> list[Finding]:
 
 
 def sentence_of(flow: "Flow") -> str:
-    """Say what is wrong, or that nothing is: "7 of 24 parts do not learn: layers[1].norm, …"."""
+    """How many parts do not learn, and which: "7 of 24 parts do not learn: layers[1].norm, …"."""
     if not flow.reports:
-        return "No step has been measured yet."
-    verdicts, count = flow.verdicts(), len(flow.parts)
-    accidents = [name for name, verdict in verdicts.items() if verdict.accident]
-    others = {n: v for n, v in verdicts.items() if v.alarming and not v.accident}
-    frozen = sum(verdict.word == FROZEN for verdict in verdicts.values())
+        return "no step has been measured yet"
+    words = {name: verdict.word for name, verdict in flow.verdicts().items()}
+    frozen = sum(word == FROZEN for word in words.values())
+    learning = sum(part.state == "trainable" for part in flow.parts)
     said = []
-    if accidents:
-        named = Finding("", "", "", tuple(accidents)).some()
-        verb = "does" if len(accidents) == 1 else "do"
-        said.append(f"{len(accidents)} of {count} parts {verb} not learn by accident: {named}.")
-    for word in dict.fromkeys(verdict.word for verdict in others.values()):
-        names = tuple(name for name, verdict in others.items() if verdict.word == word)
-        verb = "is" if len(names) == 1 else "are"
-        said.append(f"{len(names)} of {count} {verb} {word}: {Finding('', '', '', names).some()}.")
+    for word, (one, many) in (BAD | _ODD).items():
+        names = [name for name, found in words.items() if found == word]
+        count = len(flow.parts) if word == MOVED else learning
+        if names:
+            verb = one if len(names) == 1 else many
+            said.append(f"{len(names)} of {count} parts {verb}: {listed(names, _NAMED)}")
     if (broken := flow.first_broken()) is not None:
-        said.insert(0, f"NaN or infinity, first seen at step {broken[0]} in {broken[1]}.")
-    if not said:
-        said.append(f"All {count - frozen} parts that should learn do.")
+        said.append(f"NaN or infinity was first seen at step {broken[0]}, in {broken[1]}")
+    if not any(word in BAD for word in words.values()):
+        said.insert(0, f"all {learning} parts that should learn do")
     if frozen:
-        said.append(f"{frozen} {'is' if frozen == 1 else 'are'} frozen on purpose.")
-    return " ".join(said)
+        said.append(f"{frozen} {'is' if frozen == 1 else 'are'} frozen on purpose")
+    return "; ".join(said)
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """The first few of many names."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

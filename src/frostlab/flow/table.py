@@ -3,6 +3,7 @@
 import math
 from typing import TYPE_CHECKING
 
+from frostlab.flow.front import WANTED
 from frostlab.flow.rules import FROZEN, LEARNING
 
 if TYPE_CHECKING:
@@ -45,10 +46,12 @@ def _ends(flow: "Flow") -> list[str]:
     ends = flow.ends()
     if math.isnan(ends.front_ratio):
         return []
-    text = f"front/output gradient {ends.front_ratio:.3g} ({ends.word})"
+    text = f"front/output gradient {ends.front_ratio:.3g} ({ends.word}"
+    text += f", wanted > {WANTED['front_ratio']:g})"
     text += f", back/output {ends.back_ratio:.3g}"
     if not math.isnan(ends.weight_change):
         text += f", front weight change {ends.weight_change:.4f}"
+        text += f" (wanted > {WANTED['weight_change']:g})"
     return ["", text]
 
 

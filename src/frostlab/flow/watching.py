@@ -1,6 +1,7 @@
 """`watch`: measures every n-th optimizer step of any loop, through the optimizer's own hooks."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
@@ -38,7 +39,7 @@ class Watch(Flow):
         tell: Tell | None,
     ) -> None:
         super().__init__(type(unwrapped(model)).__name__, type(optimizers[0]).__name__)
-        self.every, self.step = every, 0
+        self.every, self.step, self.first = every, 0, 0  # the step before the first one watched
         self._model, self._optimizers, self._verify = model, tuple(optimizers), verify
         self._settings: dict[str, Any] = {
             "change": change, "agreement": agreement, "gradient": gradient
@@ -80,12 +81,15 @@ class Watch(Flow):
     ) -> None:
         self.stop()
 
-    def start(self) -> "Watch":
-        """Begin to watch."""
+    def start(self, by_hand: bool = False) -> "Watch":
+        """Begin to watch; `by_hand`: the loop itself calls `before_step` and `after_step`."""
         if self._hooks:
             raise BadInput("watch: this flow is already watching; stop it first")
         if self._verify:
             self._proof = Proof(self._model)
+        if by_hand:
+            self._hooks = self._activity.unit_hooks()
+            return self
         self._hooks = [
             self._optimizers[0].register_step_pre_hook(self._before),
             self._optimizers[-1].register_step_post_hook(self._after),
@@ -115,6 +119,16 @@ class Watch(Flow):
             self._reports.append(report)
             if self._tell is not None:
                 self._tell(report.step, report, self.parts)
+
+    def take(self) -> list[Report]:
+        """Hand over what has arrived, without waiting; the flow does not keep it."""
+        self._collect(wait=False)
+        taken, self._reports = self._reports, []
+        return taken
+
+    def listening(self) -> AbstractContextManager[Any]:
+        """Around a forward pass of a loop that goes by hand: `entropy` is seen within."""
+        return self._activity.listening()
 
     def before_clip(self) -> None:
         """Call this before clipping, and the gradient's norm before it is known too."""
@@ -151,18 +165,21 @@ class Watch(Flow):
     @property
     def probe(self) -> Probe:
         """What measures; made anew where freezing or thawing has changed who learns."""
-        if (
-            self._probe is None
-            or self._changes != changes()
-            or self._flags != flags_of(self._model, self._optimizers)
-        ):
-            self._look()
+        self.refresh()
         assert self._probe is not None
         return self._probe
 
+    def refresh(self) -> None:
+        """Look anew if freezing or thawing has changed who learns."""
+        changed = self._changes != changes() or self._flags != flags_of(
+            self._model, self._optimizers
+        )
+        if self._probe is None or changed:
+            self._look()
+
     def is_due(self) -> bool:
         """Whether the step that is being taken, or else the next one, is measured."""
-        return self._measuring if self._inside else self.step % self.every == 0
+        return self._measuring if self._inside else (self.step - self.first) % self.every == 0
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         given = [*args[1:], *kwargs.values()]  # the first is the optimizer itself
