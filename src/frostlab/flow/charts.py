@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _ROWS, _COLUMNS = 130, 48  # of a heat map; more are joined
 _WIDTH = 280  # of a plot
 _GREY, _RED = "#8c8c8c", "#d62728"
+_STEPS = alt.Axis(labelAngle=0, labelOverlap="greedy", labelSeparation=5)
 _INK = {"svg": "currentColor", "png": "#222222"}
 
 
@@ -64,7 +65,10 @@ def front_svg(flow: "Flow") -> str | None:
     rule = base.mark_rule(strokeDash=[4, 3], stroke=_GREY)
     text = base.mark_text(align="left", dx=4, x=_WIDTH, color=_GREY).encode(text="word:N")
     chart = _lines({"front/output": points}, "front / output gradient") + rule + text
-    return _svg(_spec(chart.properties(padding={"right": 30}), "svg"), "front")
+    return _svg(
+        _spec(chart.properties(padding={"left": 12, "top": 5, "bottom": 8, "right": 40}), "svg"),
+        "front",
+    )
 
 
 def _grids(flow: "Flow") -> list[Grid]:
@@ -92,7 +96,7 @@ def _heat(grid: Grid) -> alt.LayerChart:
             "step:O",
             sort=list(grid.steps),
             title="step",
-            axis=alt.Axis(labelAngle=0, labelOverlap=True),
+            axis=_STEPS,
         ),
         y=alt.Y("row:N", sort=names, title=None, axis=alt.Axis(labelLimit=190, minExtent=extent)),
         description="told:N",
