@@ -22,6 +22,7 @@ ORDER = (
     "anatomy",
     "surgery",
     "records",
+    "flow",
     "training",
     "bench",
     "compare",

@@ -100,6 +100,8 @@ class Plan(Strict):
             values["tune"] = values["tune"][0] if self.tune else None
         for key in ("vary", "contrasts"):  # plans from before there were such keys
             values = values if values[key] else {k: v for k, v in values.items() if k != key}
+        if self.recipe.get("watch", "") is None:  # the same
+            values["recipe"] = {k: v for k, v in self.recipe.items() if k != "watch"}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
     def recipe_of(self, arm: Arm, seed: int, tuned: Mapping[str, float] | None = None) -> Recipe:

@@ -33,6 +33,7 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "train": settings.Train,
     "supervise": settings.Supervise,
     "evaluate": settings.Evaluate,
+    "watch": settings.Watch,
     "stages": stages.StageSettings,
     "add": stages.Add,
 }
