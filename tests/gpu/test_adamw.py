@@ -127,3 +127,29 @@ def test_weights_that_are_loaded_are_used(captured: bool) -> None:
     again = float(step(parts, parts[0].scored, 1e-2).loss)
     assert again == pytest.approx(first[0], rel=1e-2)
     assert abs(first[5] - first[0]) > 0.05
+
+
+@pytest.mark.parametrize("stopped", [0.0, 1.0])
+def test_it_says_what_it_moved(stopped: float) -> None:
+    """Squared norms of weights before and of changes, of what has a gradient; whatever the form."""
+    sides = pair()
+    optimizer = sides[0][1]
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    fused: Any = optimizer
+    fused.sums = torch.zeros(len(held), 2, dtype=torch.float64, device=CUDA)
+    fused.grad_scale, fused.found_inf = None, torch.tensor(stopped, device=CUDA)
+    for number in range(3):
+        give(sides, without=2)
+        before = {id(p): p.detach().clone() for p in held}
+        fused.measures = number != 1
+        known = fused.sums.clone()
+        optimizer.step()
+        if number == 1:  # nobody asked
+            assert fused.sums.equal(known)
+            continue
+        for row, p in zip(fused.sums, held, strict=True):
+            was = before[id(p)]
+            moved = (p.detach() - was).double().square().sum()
+            wanted = torch.stack([was.double().square().sum(), moved])
+            wanted = torch.zeros_like(wanted) if p.grad is None or stopped else wanted
+            torch.testing.assert_close(row, wanted, rtol=1e-5, atol=0.0)

@@ -29,6 +29,11 @@ class Bit:
     rows: Rows | None = None  # None: all of it
     ranges: tuple[tuple[int, int], ...] | None = None  # the same, of a shard
 
+    @property
+    def whole(self) -> bool:
+        """Whether it is all of its parameter."""
+        return self.rows is None and self.ranges is None
+
     def of(self, tensor: Tensor) -> list[Tensor]:
         """Views of this bit in a tensor that is shaped as the parameter is."""
         if self.ranges is not None:

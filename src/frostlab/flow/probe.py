@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from frostlab.flow.places import Watched
 from frostlab.flow.shards import local
 from frostlab.flow.totals import Totals
+from frostlab.flow.updates import Updates, stand_in
 
 Gradient = Callable[[nn.Parameter], Tensor | None]
 SUMS = (
@@ -33,8 +34,8 @@ def own_gradient(parameter: nn.Parameter) -> Tensor | None:
 class Probe:
     """The measurement of a step: squared norms a part, maxima a tensor at the ends.
 
-    It holds one copy of what learns between `before_step` and `after_step`, one of the weights at
-    the start if `change` is asked for, one of the last gradients if `agreement` is.
+    It holds a copy of the weights at the start if `change` is asked for, of the last gradients if
+    `agreement` is, and what `Updates` does between `before_step` and `after_step`.
     """
 
     def __init__(
@@ -59,9 +60,9 @@ class Probe:
         sizes |= {"rates": len(groups), "stopped": 1}
         self.values = torch.zeros(sum(sizes.values()), dtype=self.wide, device=self.device)
         self.views = dict(zip(sizes, self.values.split(list(sizes.values())), strict=True))
-        self._before: list[Tensor] = []
+        self._updates = Updates(watched, self.optimizers, self._totals)
         self._clip_seen = False
-        self._start = self._copies() if change else []
+        self._start = [local(p).detach().clone() for p in watched.parameters] if change else []
         self._last = [torch.zeros_like(local(p)) for p in watched.parameters] if agreement else []
         self._energy = torch.zeros_like(self.views["energy"])
 
@@ -87,30 +88,27 @@ class Probe:
 
     @torch.no_grad()
     def before_step(self, share: Tensor | None = None, gradients: bool = True) -> None:
-        """Measure gradients and weights, and copy the weights.
+        """Measure gradients and weights.
 
         `share` is what the optimizer's own kernel will keep of gradients not yet clipped. Without
         `gradients` they do not exist yet (a closure makes them) and are measured afterwards.
         """
         if gradients:
             self._measure_gradients(share)
-        self._before = self._copies()
-        self.views["weight"].copy_(self._totals.squares(self._before))
+        self._updates.before(self.reached if gradients else None)
         for name, values in zip(("high", "low"), self._ranges(), strict=True):
             if values:
                 self.views[name].copy_(torch.stack(values))
 
     @torch.no_grad()
     def after_step(self, gradients: bool = False) -> None:
-        """Measure what the step changed; the copy is freed."""
+        """Measure what the step changed."""
         if gradients:
             self._measure_gradients(None)
-        now = [local(p) for p in self.watched.parameters]
-        torch._foreach_sub_(self._before, now)
-        self.views["update"].copy_(self._totals.squares(self._before))
-        self._before = []
+        for name, values in zip(("weight", "update"), self._updates.after(), strict=True):
+            self.views[name].copy_(values)
         if self._start:
-            self._since_start(now)
+            self._since_start([local(p) for p in self.watched.parameters])
         self._reduce()
         if not self._clip_seen:
             self.views["before_clip"].fill_(torch.nan)
@@ -139,7 +137,7 @@ class Probe:
         for parameter in self.watched.parameters:
             gradient = self.gradient(parameter)
             self.reached.append(gradient is not None)
-            found.append(_stand_in(local(parameter)) if gradient is None else local(gradient))
+            found.append(stand_in(local(parameter)) if gradient is None else local(gradient))
         return found
 
     def _unscaling(self) -> Tensor | None:
@@ -147,17 +145,15 @@ class Probe:
         scale = getattr(self.optimizers[0], "grad_scale", None)
         return 1.0 / scale.to(self.device, self.wide) if isinstance(scale, Tensor) else None
 
-    def _copies(self) -> list[Tensor]:
-        return [local(p).detach().clone() for p in self.watched.parameters]
-
     def _ranges(self) -> tuple[list[Tensor], list[Tensor]]:
         """The largest and the negative smallest weight of every tensor of the front."""
         high, low = [], []
         nothing = torch.full((), -torch.inf, dtype=self.wide, device=self.device)
         for i in self.watched.front:
             smallest, largest = -nothing, nothing
-            if self._before[i].numel():
-                smallest, largest = self._before[i].aminmax()
+            weight = local(self.watched.parameters[i]).detach()
+            if weight.numel():
+                smallest, largest = weight.aminmax()
             high.append(largest.to(self.device, self.wide))
             low.append(-smallest.to(self.device, self.wide))
         return high, low
@@ -213,8 +209,3 @@ class Probe:
             self.views["stopped"].copy_(stopped)
         else:
             self.views["stopped"].zero_()
-
-
-def _stand_in(like: Tensor) -> Tensor:
-    """A zero of any shape, which takes no memory."""
-    return torch.zeros((), dtype=like.dtype, device=like.device).expand_as(like)

@@ -1,5 +1,6 @@
 """torch's AdamW with its whole step in one or two kernels, which also clip and cast."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,10 +16,13 @@ class KernelAdamW(torch.optim.AdamW):
     """AdamW over float32 weights on CUDA; its state is torch's own.
 
     As with torch's fused one, `grad_scale` divides gradients and `found_inf` above 0 stops a step.
+    Where it `measures`, a step leaves in `sums` (see `frostlab.flow.probe`) what it moved.
     """
 
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
+    sums: Tensor | None = None
+    measures = False
 
     def __init__(self, groups: Any, halves: Halves, **options: Any) -> None:
         super().__init__(groups, **options, fused=True)
@@ -34,55 +38,64 @@ class KernelAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update everything that has a gradient."""
-        rows: list[tuple[Any, Tensor, dict[str, Any]]] = []
+        rows: list[_Row] = []
+        place = 0
         for group in self.param_groups:
             for p in group["params"]:
                 gradient = self.halves.gradient(p)
                 if gradient is not None:
-                    rows.append((p, gradient, group))
+                    rows.append(_Row(p, gradient, group, place))
+                place += 1
+        if self.measures and self.sums is not None:
+            self.sums.zero_()
         for even in (True, False):
-            chosen = [row for row in rows if _is_even(row[0], row[1]) == even]
+            chosen = [row for row in rows if row.even == even]
             if chosen:
                 self._launch(chosen, even)
 
-    def _launch(self, rows: list[tuple[Any, Tensor, dict[str, Any]]], even: bool) -> None:
+    def _launch(self, rows: list["_Row"], even: bool) -> None:
         from frostlab.training.kernels import adamw_blocks
 
-        device = rows[0][0].device
-        states = [self._state_of(p) for p, _, _ in rows]
+        device = rows[0].p.device
+        states = [self._state_of(row.p) for row in rows]
         steps = [state["step"] for state in states]
         stopped = self.found_inf
         torch._foreach_add_(steps, 1.0)
         if stopped is not None:  # a list: adding one tensor to many would wait for its value
             torch._foreach_sub_(steps, [stopped] * len(steps))
         values = []
-        for (p, gradient, _), state in zip(rows, states, strict=True):
-            half = self.halves.of(p)
+        for row, state in zip(rows, states, strict=True):
+            p, gradient, half = row.p, row.gradient, self.halves.of(row.p)
             values += [
                 p.data_ptr(), state["exp_avg"].data_ptr(), state["exp_avg_sq"].data_ptr(),
                 gradient.data_ptr(), 0 if half is None else half.data_ptr(), p.numel(),
                 gradient.dtype == torch.bfloat16,
             ]  # fmt: skip
-        group = rows[0][2]
+        group = rows[0].group
         (beta1, beta2), eps = group["betas"], group["eps"]
         taken = torch.stack(steps).double()
         first, second = ((1 - beta**taken).float() for beta in (beta1, beta2))
         rates: dict[Any, int] = {}
-        for _, _, each in rows:  # a tensor is known by its identity, a number by its value
-            rates.setdefault(each["lr"], len(rates))
-        owners, starts, decay, places = self._cut(
-            tuple(p.numel() for p, _, _ in rows),
-            tuple(float(each["weight_decay"]) for _, _, each in rows),
-            tuple(rates[each["lr"]] for _, _, each in rows),
+        for row in rows:  # a tensor is known by its identity, a number by its value
+            rates.setdefault(row.group["lr"], len(rates))
+        owners, starts, decay, whose, places = self._cut(
+            tuple(row.p.numel() for row in rows),
+            tuple(float(row.group["weight_decay"]) for row in rows),
+            tuple(rates[row.group["lr"]] for row in rows),
+            tuple(row.place for row in rows),
             device,
         )
         held = [r if isinstance(r, Tensor) else torch.full((), r, device=device) for r in rates]
         rate = held[0] if len(held) == 1 else torch.stack(held)
-        table = self._on_device(values, device)
+        table, sums = self._on_device(values, device), None
+        if self.measures:
+            sums = torch.zeros(len(owners), 2, device=device)
         adamw_blocks(
-            table, owners, starts, decay, first, second, rate, places, self.grad_scale, stopped,
-            betas=(beta1, beta2), eps=eps, block=_BLOCK, columns=_COLUMNS, even=even,
+            table, owners, starts, decay, first, second, rate, whose, self.grad_scale, stopped,
+            sums, betas=(beta1, beta2), eps=eps, block=_BLOCK, columns=_COLUMNS, even=even,
         )  # fmt: skip
+        if sums is not None and self.sums is not None:
+            self.sums.index_add_(0, places[owners], sums.to(self.sums.dtype))
 
     def _state_of(self, p: Any) -> dict[str, Any]:
         state = self.state[p]
@@ -95,18 +108,19 @@ class KernelAdamW(torch.optim.AdamW):
         self,
         sizes: tuple[int, ...],
         decays: tuple[float, ...],
+        whose: tuple[int, ...],
         places: tuple[int, ...],
         device: torch.device,
     ) -> list[Tensor]:
-        """Which tensor each program works on, from where; each tensor's decay and rate's place."""
-        key = (sizes, decays, places)
+        """Which tensor each program works on, from where; each tensor's decay, rate and place."""
+        key = (sizes, decays, whose, places)
         if key not in self._cuts:
             counts = torch.tensor([-(-size // _BLOCK) for size in sizes])
             owners = torch.repeat_interleave(counts)
             firsts = torch.cumsum(counts, 0) - counts
             starts = (torch.arange(len(owners)) - firsts[owners]) * _BLOCK
-            cut = (owners.int(), starts, torch.tensor(decays), torch.tensor(places))
-            self._cuts[key] = [t.to(device) for t in cut]
+            each = (torch.tensor(decays), torch.tensor(whose), torch.tensor(places))
+            self._cuts[key] = [t.to(device) for t in (owners.int(), starts, *each)]
         return self._cuts[key]
 
     def _on_device(self, values: list[int], device: torch.device) -> Tensor:
@@ -133,6 +147,17 @@ class KernelAdamW(torch.optim.AdamW):
         return [table for table, _ in awaited]
 
 
-def _is_even(p: Tensor, gradient: Tensor) -> bool:
-    """Whether wide loads are allowed."""
-    return p.numel() % 16 == 0 and p.data_ptr() % 16 == 0 and gradient.data_ptr() % 16 == 0
+@dataclass(frozen=True)
+class _Row:
+    """A parameter that has a gradient, and its place among all of the optimizer."""
+
+    p: Any
+    gradient: Tensor
+    group: dict[str, Any]
+    place: int
+
+    @property
+    def even(self) -> bool:
+        """Whether wide loads are allowed."""
+        tensors = (self.p, self.gradient)
+        return self.p.numel() % 16 == 0 and all(t.data_ptr() % 16 == 0 for t in tensors)

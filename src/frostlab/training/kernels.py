@@ -57,11 +57,15 @@ def cross_entropy_rows(logits: Tensor, labels: Tensor, share: float | None) -> T
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _adamw(  # type: ignore[no-untyped-def]
-    table, owners, starts, decays, first, second, rates, whose, scale, stopped, beta1, beta2, eps,
-    scaled: tl.constexpr, stops: tl.constexpr, even: tl.constexpr,
+    table, owners, starts, decays, first, second, rates, whose, scale, stopped, sums,
+    beta1, beta2, eps,
+    scaled: tl.constexpr, stops: tl.constexpr, measures: tl.constexpr, even: tl.constexpr,
     block: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of a tensor; the table holds addresses, sizes and dtypes."""
+    """One program a block of a tensor; the table holds addresses, sizes and dtypes.
+
+    `sums` gets what a block's weights and their changes are, squared and added up.
+    """
     goes = True
     if stops:
         goes = tl.load(stopped) == 0.0
@@ -94,6 +98,7 @@ def _adamw(  # type: ignore[no-untyped-def]
         if scaled:
             g = g / tl.load(scale)
         p = tl.load(weight + places, inside, 0.0)
+        before = p
         m = tl.load(mean + places, inside, 0.0)
         v = tl.load(square + places, inside, 0.0)
         lr = tl.load(rates + tl.load(whose + tensor))
@@ -103,6 +108,10 @@ def _adamw(  # type: ignore[no-untyped-def]
         root = tl.sqrt(v) / tl.sqrt(tl.load(second + tensor)) + eps
         p -= lr / tl.load(first + tensor) * m / root
         tl.store(weight + places, p, inside)
+        if measures:
+            moved = p - before
+            tl.store(sums + 2 * tl.program_id(0), tl.sum(before * before, 0))
+            tl.store(sums + 2 * tl.program_id(0) + 1, tl.sum(moved * moved, 0))
         tl.store(mean + places, m, inside)
         tl.store(square + places, v, inside)
         if copy != 0:
@@ -112,15 +121,16 @@ def _adamw(  # type: ignore[no-untyped-def]
 
 def adamw_blocks(
     table: Tensor, owners: Tensor, starts: Tensor, decays: Tensor, first: Tensor, second: Tensor,
-    rates: Tensor, whose: Tensor, scale: Tensor | None, stopped: Tensor | None, *,
+    rates: Tensor, whose: Tensor, scale: Tensor | None, stopped: Tensor | None,
+    sums: Tensor | None, *,
     betas: tuple[float, float], eps: float, even: bool, block: int, columns: int,
 ) -> None:  # fmt: skip
     """AdamW over the tensors of a table; `first` and `second` correct the moments' bias.
 
-    `whose` says which of the rates is each tensor's.
+    `whose` says which of the rates is each tensor's. `sums`, if wanted, is (blocks, 2).
     """
     _adamw[(len(owners),)](
-        table, owners, starts, decays, first, second, rates, whose, scale, stopped, *betas, eps,
-        scaled=scale is not None, stops=stopped is not None, even=even, block=block,
-        columns=columns, num_warps=8,
+        table, owners, starts, decays, first, second, rates, whose, scale, stopped, sums, *betas,
+        eps, scaled=scale is not None, stops=stopped is not None, measures=sums is not None,
+        even=even, block=block, columns=columns, num_warps=8,
     )  # fmt: skip
