@@ -105,7 +105,7 @@ class Conformer(nn.Module):
         into = self.embed(eeg, subject)
         places = None
         if self.config.attention == "relative":
-            places = sinusoids(distances(eeg.shape[1], eeg.device), self.config.width)
+            places = self.waves(distances(eeg.shape[1], eeg.device))
         out = into
         for block in self.blocks:
             out = block(out, places)
@@ -121,8 +121,12 @@ class Conformer(nn.Module):
             )
         x = self.channels(self.cnn(eeg)) + self.rows(subject)
         if self.config.attention == "plain":
-            x = x + sinusoids(torch.arange(eeg.shape[1], device=x.device), self.config.width)
+            x = x + self.waves(torch.arange(eeg.shape[1], device=eeg.device))
         return F.dropout(x, self.config.dropout, self.training)
+
+    def waves(self, places: Tensor) -> Tensor:
+        """The sinusoids of places, as precise as the weights are."""
+        return sinusoids(places, self.config.width).to(self.subjects.weight.dtype)
 
     def rows(self, subject: Tensor | None) -> Tensor:
         """The subjects' embeddings, (B, 1, width), or (width,) for unseen subjects only."""
