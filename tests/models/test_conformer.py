@@ -194,6 +194,7 @@ def test_bfloat16_stays_close_and_answers_in_float32(norm: str, attention: str) 
         rough = model(**inputs)
     assert exact.dtype == rough.dtype == torch.float32
     assert 0 < (rough - exact).abs().max() < 0.1 * exact.abs().max()
+    assert not torch.equal(rough, rough.bfloat16().float())  # the head was not rounded
     rough.square().sum().backward()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
     assert model.double()(inputs["eeg"].double(), inputs["subject"]).dtype == torch.float64

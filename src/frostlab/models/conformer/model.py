@@ -110,7 +110,8 @@ class Conformer(nn.Module):
         for block in self.blocks:
             out = block(out, places)
         out = self.join(scale_gradient(out, self.config.gradient_scale), into)
-        envelope = self.head(out).squeeze(-1)
+        with torch.autocast(eeg.device.type, enabled=False):  # r sees small differences
+            envelope = self.head(out.to(self.subjects.weight.dtype)).squeeze(-1)
         return envelope.to(torch.promote_types(envelope.dtype, torch.float32))
 
     def embed(self, eeg: Tensor, subject: Tensor | None) -> Tensor:
