@@ -52,9 +52,7 @@ def divide(headings: Sequence[Heading], rule: Rule, place: str) -> tuple[Divisio
     return division, _shared(headings, division, place, told)
 
 
-def _subjects(
-    there: list[str], rule: Rule, place: str
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _subjects(there: list[str], rule: Rule, place: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     for key, named in (("seen", rule.seen), ("unseen", rule.unseen)):
         for name in named if isinstance(named, tuple) else ():
             if name not in there:
@@ -127,9 +125,7 @@ def _carve(subject: str, names: list[str], rule: Rule, found: Division) -> None:
     found["report"] += names[count - report :]
 
 
-def _shared(
-    headings: Sequence[Heading], division: Division, place: str, told: bool
-) -> str | None:
+def _shared(headings: Sequence[Heading], division: Division, place: str, told: bool) -> str | None:
     """Say how many held-out recordings are of speech that somebody heard in training.
 
     Files with a role of their own are parts of a recording, cut at the same times for everybody.

@@ -17,7 +17,7 @@ Fpz 92 90 Fp2 92 72 AF8 92 54 AF4 74 65 AFz 69 90 Fz 46 90 F2 50 68 F4 60 51
 F6 75 41 F8 92 36 FT8 92 18 FC6 72 21 FC4 50 28 FC2 32 45 FCz 23 90 Cz 0 0
 C2 23 0 C4 46 0 C6 69 0 T8 92 0 TP8 92 -18 CP6 72 -21 CP4 50 -28 CP2 32 -45
 P2 50 -68 P4 60 -51 P6 75 -41 P8 92 -36 P10 115 -36 PO8 92 -54 PO4 74 -65 O2 92 -72
-""".split()
+""".split()  # noqa: SIM905 (a table reads better)
 
 BIOSEMI64: tuple[str, ...] = tuple(_CAP[::3])
 BIOSEMI128: tuple[str, ...] = tuple(f"{bank}{n}" for bank in "ABCD" for n in range(1, 33))

@@ -33,10 +33,10 @@ def optimum(head: Head, rate: float, responses: str) -> Optimum:
     linear = np.trapezoid(cross / np.maximum(answered, 1e-300) * ratio / (1 + ratio), f)
     clean = signal_to_noise(head, rate, blinks=False) * answered  # as if blinks could be seen
     if responses == "linear":
-        best = np.trapezoid(envelope * clean / (1 + clean), f)
+        best = float(np.trapezoid(envelope * clean / (1 + clean), f))
     else:
         best = 1 - least_distortion(envelope, float(np.trapezoid(np.log1p(clean), f)), f)
-    return Optimum(float(np.sqrt(best)), float(np.sqrt(linear)))
+    return Optimum(best**0.5, float(linear) ** 0.5)
 
 
 def noise_power(head: Head, rate: float, blinks: bool) -> Array:

@@ -1,13 +1,14 @@
 """Recordings and their splits, written once and read through the page cache."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from frostlab.data.cache import digest_of
 from frostlab.data.tokens import load_facts, save_facts
 from frostlab.errors import BadInput
 
@@ -49,26 +50,39 @@ def same_channels(name: str, count: int, first: str, wanted: int) -> None:
         raise BadInput(f"{name} has {count} channels, {first} has {wanted}")
 
 
+def _signals(recording: Recording) -> Iterator[tuple[str, Signal]]:
+    for kind in ("eeg", "envelope", "other"):
+        array = getattr(recording, kind)
+        if array is not None:
+            yield kind, array
+
+
+def mark(role: str, recording: Recording) -> str:
+    """Name a recording and its part by everything in it."""
+    digest = hashlib.sha256(f"{role}\0{recording.name}\0{recording.subject}".encode())
+    for kind, array in _signals(recording):
+        digest.update(f"\0{kind} {array.shape} {array.dtype}".encode())
+        digest.update(np.ascontiguousarray(array))
+    return digest.hexdigest()
+
+
 class Store:
     """Writes recordings into a folder, one at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.entries: list[dict[str, str]] = []
-        self._digest = hashlib.sha256()
+        self._marks: list[str] = []
         self._first: tuple[str, int] | None = None
 
     def add(self, role: str, recording: Recording) -> None:
         """Write one recording of a split."""
         self._first = self._first or (recording.name, recording.eeg.shape[1])
         same_channels(recording.name, recording.eeg.shape[1], *self._first)
+        for kind, array in _signals(recording):
+            np.save(self.folder / f"{len(self.entries)}.{kind}.npy", array)
+        self._marks.append(mark(role, recording))
         entry = {"role": role, "name": recording.name, "subject": recording.subject}
-        self._digest.update("\0".join(entry.values()).encode())
-        for kind in ("eeg", "envelope", "other"):
-            array = getattr(recording, kind)
-            if array is not None:
-                np.save(self.folder / f"{len(self.entries)}.{kind}.npy", array)
-                self._digest.update(f"{array.shape}".encode() + array.tobytes())
         self.entries.append(entry)
 
     def finish(
@@ -82,7 +96,6 @@ class Store:
     ) -> None:
         """Write what is said once; without a digest, that of the signals is taken."""
         same_channels("the list of names", len(channels), *(self._first or ("", 0)))
-        self._digest.update(f"{rate!r} {channels}".encode())
         save_facts(
             self.folder,
             {
@@ -92,7 +105,7 @@ class Store:
                 "known": known or {},
                 "origin": origin,
                 "caution": caution,
-                "digest": digest or self._digest.hexdigest(),
+                "digest": digest or digest_of([rate, channels, self._marks]),
             },
         )
 

@@ -63,6 +63,8 @@ def checked(name: str, eeg: Array, channels: tuple[str, ...], envelope: Array) -
             f"{name}: the EEG has shape {eeg.shape} and the envelope {envelope.shape}, "
             "not (samples, channels) and (samples,)"
         )
+    if min(eeg.size, len(envelope)) == 0:
+        raise BadInput(f"{name}: the EEG has shape {eeg.shape}, the envelope {envelope.shape}")
     if eeg.shape[1] != len(channels):
         raise BadInput(f"{name} has {eeg.shape[1]} channels and {len(channels)} channel names")
     finite = np.isfinite(eeg).all(axis=0)

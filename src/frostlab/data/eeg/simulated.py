@@ -1,4 +1,4 @@
-"""Simulated EEG: speech-like envelopes, each subject's own responses, and noise as heads make it."""
+"""Simulated EEG: speech-like envelopes, each subject's own responses, and a head's noise."""
 
 from pathlib import Path
 

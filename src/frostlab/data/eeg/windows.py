@@ -21,8 +21,8 @@ def windows(
     """Return where the windows of recordings begin.
 
     With a hop they begin every `hop` samples, the last where it ends with the recording, so that
-    every sample is in one. Without, they follow one another from an offset drawn for each
-    recording from seed and epoch; their number is the same in every epoch.
+    every sample is in one. Without, as many as fit side by side are drawn from seed and epoch,
+    one from each equal share of the possible beginnings: their number never changes.
     """
     found: list[Starts] = []
     for place, recording in enumerate(recordings):
@@ -35,8 +35,8 @@ def windows(
         if hop is None:
             random = np.random.default_rng([seed, epoch, place])
             count = len(recording) // length
-            offset = int(random.integers(len(recording) - count * length + 1))
-            starts = offset + length * np.arange(count)
+            starts = (np.arange(count) + random.random(count)) * (spare + 1) / count
+            starts = starts.astype(np.int64)
         else:
             starts = np.unique(np.append(np.arange(0, spare + 1, hop), spare))
         found.append(np.stack([np.full_like(starts, place), starts], axis=1))
