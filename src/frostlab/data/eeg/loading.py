@@ -120,8 +120,12 @@ def _write(
     if [_stamp(file) for one in sources for file in one.files] != list(stamp):
         raise BadInput(f"{folder} changed while it was read; run it again")
     origin = {
-        role: f"{folder}: {len(names)} recordings of "
-        f"{len({named[name].heading.subject for name in names})} subjects"
+        role: f"{folder}: {_count(len(names), 'recording')} of "
+        + _count(len({named[name].heading.subject for name in names}), "subject")
         for role, names in division.items()
     }
     store.finish(data.rate, channels, origin, caution=caution)
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'s' * (number != 1)}"

@@ -62,7 +62,7 @@ def mark(role: str, recording: Recording) -> str:
     digest = hashlib.sha256(f"{role}\0{recording.name}\0{recording.subject}".encode())
     for kind, array in _signals(recording):
         digest.update(f"\0{kind} {array.shape} {array.dtype}".encode())
-        digest.update(np.ascontiguousarray(array))
+        digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()
 
 

@@ -19,9 +19,9 @@ _WIDTHS = (0.018, 0.025, 0.04)  # s
 _HEIGHTS = (0.6, -1.0, 0.8)
 _DELAY = 0.1  # s, by which non-linear subjects differ at most
 _SHARES = {"background": 0.6, "alpha": 0.2, "blinks": 0.15, "sensors": 0.05}  # of noise power
-_EXPONENT = 0.9  # loudness = amplitude to this power, amplitude = exp(envelope)
+_EXPONENT = 1.2  # loudness = amplitude to this power, amplitude = exp(envelope)
 _ADAPTATION = 0.25  # s
-_SUSTAINED = 0.15  # share of the drive that is not onsets
+_SUSTAINED = 0.5  # of loudness itself, beside its onsets
 
 
 @dataclass(frozen=True)

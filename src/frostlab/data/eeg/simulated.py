@@ -71,23 +71,8 @@ def write_simulated(data: SimulatedEEG, folder: Path, digest: str) -> None:
             known[f"best_r{suffix}"] = mean_r(one.best for one in found)
             known[f"best_linear_r{suffix}"] = mean_r(one.linear for one in found)
     about = f"simulated, {data.responses} responses, {data.snr:g} dB, seed {data.seed}"
-    origin = {role: f"{about}; {of} of each of {data.subjects}" for role, of in _amounts(data)}
+    origin = {role: f"{about}; {roles.count(role)} of each of {data.subjects}" for role in roles}
     if data.unseen:
         origin["unseen"] = f"{about}; {data.report} of each of {data.unseen} others"
-    store.finish(
-        data.rate,
-        BIOSEMI64,
-        origin,
-        known,
-        BOUND if data.responses == "nonlinear" else None,
-        digest,
-    )
-
-
-def _amounts(data: SimulatedEEG) -> tuple[tuple[str, str], ...]:
-    counts = {
-        "train": data.recordings - data.tune - data.report,
-        "tune": data.tune,
-        "report": data.report,
-    }
-    return tuple((role, f"{count} recordings") for role, count in counts.items())
+    caution = BOUND if data.responses == "nonlinear" else None
+    store.finish(data.rate, BIOSEMI64, origin, known, caution, digest)
