@@ -31,7 +31,7 @@ def draw_subjects(rows: Rows, best: float | None = None) -> Any:
     decoders = list(dict.fromkeys(row["decoder"] for row in rows))
     chance = (
         alt.Chart(alt.Data(values=own))
-        .mark_bar(color="#bbbbbb", opacity=0.7)
+        .mark_bar(color="#bbbbbb", opacity=0.7, size=min(30, 0.7 * _WIDTH / len(own)))
         .encode(
             x=x,
             y=alt.Y("chance_low:Q", title="Pearson r (grey: 90 % of r by chance)"),
@@ -45,7 +45,7 @@ def draw_subjects(rows: Rows, best: float | None = None) -> Any:
             x=x,
             y="r:Q",
             color=alt.Color("decoder:N", sort=decoders, title=None),
-            shape=alt.Shape("decoder:N", sort=decoders, title=None),
+            shape=alt.Shape("decoder:N", sort=decoders, legend=None),
         )
     )
     layers = [chance, dots]

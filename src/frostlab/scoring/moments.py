@@ -127,6 +127,8 @@ def ridge_path(moments: Moments, lambdas: Sequence[float]) -> Floats:
     size = float(np.trace(xx)) / len(xx)
     if not size > 0:
         raise BadInput("the EEG is constant; there is nothing to fit a linear decoder to")
+    if len(xx) == 1:
+        return xy[:, None] / (xx + size * np.asarray(lambdas))
     room = int(lapack.dsytrd_lwork(len(xx), lower=1)[0])
     reduced, diagonal, beside, tau, _ = lapack.dsytrd(xx.T, lower=1, lwork=room, overwrite_a=1)
     turned = _turn(reduced, tau, xy[:, None], "T")[:, 0]
@@ -143,8 +145,6 @@ def ridge_path(moments: Moments, lambdas: Sequence[float]) -> Floats:
 
 def _turn(reduced: Floats, tau: Floats, values: Floats, way: str) -> Floats:
     """Into the tridiagonal system ("T") or back out of it ("N")."""
-    if len(reduced) == 1:
-        return values
     reflectors, below = np.asfortranarray(reduced[1:, :-1]), np.asfortranarray(values[1:])
     room = int(lapack.dormqr("L", way, reflectors, tau, below, -1)[1][0])
     turned = lapack.dormqr("L", way, reflectors, tau, below, room)[0]

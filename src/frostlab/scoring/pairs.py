@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
 
 from frostlab.errors import BadInput
 from frostlab.scoring.correlation import fisher, fisher_mean
@@ -38,6 +37,8 @@ def pair_subjects(
     ours: EnvelopeScores, theirs: EnvelopeScores, confidence: float = 0.95
 ) -> SubjectPairs:
     """Compare two decoders that were scored on exactly the same recordings."""
+    from scipy import stats  # takes seconds to load, and only this needs it
+
     _check(ours, theirs)
     mine, other = subject_z(ours), subject_z(theirs)
     a, b = (np.array([each[name] for name in mine]) for each in (mine, other))

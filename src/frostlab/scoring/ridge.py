@@ -163,14 +163,14 @@ def _checked(
     """The lags in samples, once everything asked for makes sense."""
     if per not in _WAYS:
         raise BadInput(f"per must be subject or all, not {per!r}{nearest(per, _WAYS)}")
-    if not lambdas or not all(math.isfinite(each) and each > 0 for each in lambdas):
+    if not len(lambdas) or not all(math.isfinite(each) and each > 0 for each in lambdas):
         raise BadInput(f"λ must be numbers above 0, not {list(lambdas)}; e.g. [0.01, 1, 100]")
     if folds < 2:
         raise BadInput(f"{folds} folds leave nothing to train on; the least is 2")
     if not rate > 0:
         raise BadInput(f"a rate of {rate:g} Hz is none; it must be above 0, e.g. 64")
     taps = Lags(round(lags[0] * rate), round(lags[1] * rate))
-    if len(taps) < 1:
+    if taps.last < taps.first:
         raise BadInput(f"lags from {lags[0]:g} s to {lags[1]:g} s run backwards; e.g. 0 to 0.25")
     if len(train) == 1 and len(lambdas) > 1:
         raise BadInput(

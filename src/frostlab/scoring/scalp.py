@@ -4,13 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.interpolate import RBFInterpolator
 
 from frostlab.errors import BadInput
 from frostlab.scoring.drawing import Rows
 from frostlab.scoring.recording import Floats
 
-_MONTAGES = ("biosemi64", "biosemi128", "standard_1005")
 _RIM = 1.15  # of the head's radius: how far the map goes
 _LIMIT = 1.3  # of the head's radius: channels beyond are on the face or the neck
 
@@ -25,8 +23,11 @@ def scalp_positions(channels: Sequence[str]) -> dict[str, tuple[float, float]]:
         import mne
     except ImportError:
         raise BadInput("a scalp map needs mne; pip install 'frostlab[eeg]'") from None
+    built_in = mne.channels.get_builtin_montages()
+    dense = "colin27_1005" if "colin27_1005" in built_in else "standard_1005"  # older MNE
+    montages = ("biosemi64", "biosemi128", dense)
     missing: list[str] = []
-    for name in _MONTAGES:
+    for name in montages:
         places = mne.channels.make_standard_montage(name).get_positions()["ch_pos"]
         known = {each.lower(): place for each, place in places.items()}
         unknown = [each for each in channels if each.lower() not in known]
@@ -35,14 +36,16 @@ def scalp_positions(channels: Sequence[str]) -> dict[str, tuple[float, float]]:
             return {each: _flat(known[each.lower()] - middle) for each in channels}
         missing = unknown if not missing or len(unknown) < len(missing) else missing
     raise BadInput(
-        f"no montage of {', '.join(_MONTAGES)} knows channel {missing[0]}, so there is no map"
+        f"no montage of {', '.join(montages)} knows channel {missing[0]}, so there is no map"
     )
 
 
 def scalp_rows(
-    importance: ArrayLike, places: Sequence[tuple[float, float]], cells: int = 48
+    importance: ArrayLike, places: Sequence[tuple[float, float]], cells: int = 64
 ) -> Rows:
     """A smooth map through the channels: cells of a grid within the head's rim."""
+    from scipy.interpolate import RBFInterpolator  # takes a while to load
+
     values, known = np.asarray(importance, np.float64), np.array(places, np.float64)
     near = np.hypot(*known.T) <= _LIMIT
     smooth = RBFInterpolator(known[near], values[near], kernel="thin_plate_spline")

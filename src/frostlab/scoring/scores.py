@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 from frostlab.errors import BadInput
 from frostlab.scoring.correlation import Null, fisher, fisher_mean
@@ -194,5 +194,5 @@ def _interval(r: np.ndarray) -> tuple[float | None, float | None]:
     if len(r) < 2:
         return None, None
     z = fisher(r)
-    reach = float(stats.t.ppf(0.975, len(z) - 1)) * float(z.std(ddof=1)) / np.sqrt(len(z))
+    reach = float(special.stdtrit(len(z) - 1, 0.975)) * float(z.std(ddof=1)) / np.sqrt(len(z))
     return float(np.tanh(z.mean() - reach)), float(np.tanh(z.mean() + reach))
