@@ -20,6 +20,10 @@ class EEGData(Strict):
     length: Annotated[int, Field(ge=8)] = 640  # samples of a window
     hop: Positive | None = None  # from one training window to the next; null: seeded offsets
 
+    @property
+    def task(self) -> Literal["envelope"]:
+        return "envelope"
+
 
 class SimulatedEEG(EEGData):
     """Recordings whose best decoder is known, drawn from the seed of the data."""
