@@ -11,6 +11,7 @@ from typing import Any
 from frostlab.errors import BadInput
 from frostlab.records.folder import effective
 from frostlab.records.index import EVENTS, RESULT, is_run, parse, part, read_run, typed
+from frostlab.records.scores import scores_lines
 from frostlab.records.stages import stages_table
 from frostlab.records.words import NONE, hms, number, plain
 
@@ -56,6 +57,7 @@ def show(folder: Path) -> str:
         f"run {run['name']}": _status(run),
         "configuration": _configuration(run),
         "results": _results(run),
+        "scores": scores_lines(folder),
         "stages": stages_table((run["result"] or {}).get("stages")),
         "clocks": _clocks(run["result"] or {}),
         "parameters": _parameters(part(run["result"] or {}, "parameters")),

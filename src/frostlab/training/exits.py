@@ -9,7 +9,7 @@ import yaml
 
 from frostlab.anatomy import anatomy
 from frostlab.anatomy.savings import forward_flops
-from frostlab.data import Prepared, prepare
+from frostlab.data import Prepared, prepare, text_of
 from frostlab.errors import BadInput
 from frostlab.recipe import Recipe
 from frostlab.recipe.loading import recipe_from
@@ -58,7 +58,7 @@ def early_exits(
         raise BadInput(f"{record.folder} is a run for {recipe.data.task}; early exits for language")
     where = choose_device(device or recipe.train.device)
     precision = choose_precision(recipe.train, where)
-    prepared = prepare(recipe, None if data_dir is None else Path(data_dir))
+    prepared = text_of(prepare(recipe, None if data_dir is None else Path(data_dir)))
     if prepared.digest != record.digests["data"]:
         raise BadInput(f"the data of {record.folder} cannot be made again: they changed")
     model = _best_model(record, recipe, prepared).to(where)

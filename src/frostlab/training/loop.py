@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from frostlab.recipe.settings import Every
 from frostlab.records.checkpoints import Checkpoint, keep_only, save_checkpoint
-from frostlab.training.batching import collate, epoch_order, order_digest, scored_counts
+from frostlab.training.batching import order_digest
 from frostlab.training.boundary import cross
 from frostlab.training.choosing import build_step
 from frostlab.training.distributed import World, gather_nothing, like, whole
 from frostlab.training.evaluation import evaluate
+from frostlab.training.examples import examples_of
 from frostlab.training.feed import Feed
 from frostlab.training.interruptions import StopLook
 from frostlab.training.ledger import Entry, Ledger
@@ -22,17 +24,18 @@ from frostlab.training.optimizer import (
     rate_at,
     restore_optimizer,
 )
-from frostlab.training.packing import row_lengths
 from frostlab.training.patience import reaches
 from frostlab.training.prefix import build_prefix, prefix_depth
 from frostlab.training.progress import Progress
 from frostlab.training.setting import Setting
-from frostlab.training.stages import most_steps, stage_at, steps_per_epoch
+from frostlab.training.stages import in_steps, most_steps, stage_at, steps_per_epoch
 from frostlab.training.staging import shares_of
 from frostlab.training.step import Diverged, EagerStep, seed_step
 from frostlab.training.stopwatch import Stopwatch
 from frostlab.training.telling import say_how, say_stage
 from frostlab.training.treating import wants_types
+
+CPU = torch.device("cpu")
 
 
 class Stopped(Exception):
@@ -72,9 +75,7 @@ def _train_stage(
 ) -> EagerStep:
     """Train to a stage's end or until its patience is exhausted; return the step it took."""
     recipe, world = setting.recipe, setting.world
-    tokens = setting.prepared.splits["train"]
-    scored, real = scored_counts(tokens), row_lengths(tokens)
-    per_epoch = steps_per_epoch(len(tokens), recipe.train.batch)
+    per_epoch = steps_per_epoch(len(setting.prepared.splits["train"]), recipe.train.batch)
     index, stage = progress.stage, setting.stages[progress.stage]
     end, optim = sum(progress.lengths) + stage.steps, stage.optim(recipe.optim)
     last = index == len(setting.stages) - 1
@@ -108,14 +109,14 @@ def _train_stage(
         seed_step(recipe.seed, progress.step, world.rank, setting.device)
         rate = rate_at(stage_step, stage.steps, optim)
         began = watch.mark()
-        outcome = step_once(parts, int(scored[rows].sum()), rate)
+        outcome = step_once(parts, feed.examples.scored(rows), rate)
         watch.lap(began)
         if said != step_once.reason:
             said = step_once.reason
             say_how(setting, progress.step, step_once, feed.packs)
         progress.step, place = progress.step + 1, place + 1
-        padded = sum(part.inputs["input_ids"].numel() for part in parts)
-        ledger.add(Entry(progress.step, outcome, rate, int(real[rows].sum()), padded, len(rows)))
+        real, held = feed.examples.read(rows), sum(part.held for part in parts)
+        ledger.add(Entry(progress.step, outcome, rate, real, held, len(rows)))
         setting.display.advance(progress.step, ledger.loss)
 
         if place == per_epoch:
@@ -166,11 +167,9 @@ def _make_feed(setting: Setting, progress: Progress) -> Feed:
                 types, setting.objective.prefix)  # fmt: skip
 
 
-def _due(every: int | str | None, step: int, per_epoch: int, total: int) -> bool:
+def _due(every: Every | None, step: int, per_epoch: int, total: int) -> bool:
     """Whether something done every so many steps, or epochs, is due; at the end it always is."""
-    if every is None:
-        return step == total
-    return step == total or step % (per_epoch if every == "epoch" else int(every)) == 0
+    return step == total or (every is not None and step % in_steps(every, per_epoch) == 0)
 
 
 def _look(setting: Setting, progress: Progress, watch: Stopwatch) -> bool:
@@ -246,9 +245,9 @@ def _any_unused(setting: Setting) -> bool:
     """Whether some trainable parameter gets no gradient, which DDP must be told beforehand."""
     if setting.world.size == 1 or setting.recipe.train.parallel == "fsdp":
         return False
-    tokens, model = setting.prepared.splits["train"], setting.model
-    rows = epoch_order(tokens.lengths, 2, setting.recipe.seed, 0, bucket=False)[0]
-    batch = collate(tokens, rows, setting.prepared.pad, types=wants_types(model))
+    prepared, model = setting.prepared, setting.model
+    examples = examples_of(prepared, prepared.splits["train"], CPU, wants_types(model))
+    batch = examples.collate(examples.epoch(2, setting.recipe.seed, 0, bucket=False)[0])
     optimizer = build_optimizer(model, setting.recipe.optim, fused=False)
     step = EagerStep(setting.objective, optimizer, setting.precision, None, World())
     step.gradients([batch.to(setting.device)], batch.scored)
