@@ -199,6 +199,11 @@ def _check_arms(plan: Plan) -> None:
         own = next((key for key in arm.set if key.partition(".")[0] in _NOT_SET), None)
         if own is not None:
             raise BadInput(f"arm {arm.name}: set.{own} cannot be: it is given apart")
+        if "model.preset" in arm.set:
+            raise BadInput(
+                f"arm {arm.name}: set.model.preset is spelled out in the recipe already; "
+                "set what it stands for, such as model.residual"
+            )
         key = key_of(arm.name, plan.baseline.name)
         taken = [key_of(other.name, plan.baseline.name) for other in plan.arms[:i]]
         if key in (*taken, *_RESERVED) and names.count(arm.name) == 1:

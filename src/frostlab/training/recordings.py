@@ -76,8 +76,9 @@ def measure_recordings(
         ending = "" if split == "report" else f"_{split}"
         metrics[f"pearson{ending}"] = found.summary.mean
         metrics[f"ridge{ending}"] = ridge[split].summary.mean
-        metrics[f"match{ending}"] = found.summary.match.accuracy or 0.0
         metrics[f"chance{ending}"] = found.summary.null.high
+        if (matched := found.summary.match.accuracy) is not None:
+            metrics[f"match{ending}"] = matched
     metrics["window_pearson"] = quick["pearson"]
     return metrics, {
         split: {
