@@ -53,8 +53,10 @@ def noise_power(head: Head, rate: float, blinks: bool) -> Array:
 def signal_to_noise(head: Head, rate: float, blinks: bool) -> Array:
     """Return, for a drive of power 1 per Hz, the ratio at the output of the best spatial filter."""
     heard = np.fft.rfft(head.response, 2 * (spectra.GRID - 1), axis=0)  # (frequencies, 64)
-    filters = np.linalg.solve(noise_power(head, rate, blinks), heard[:, :, None])[:, :, 0]
-    return (heard.conj() * filters).sum(axis=1).real
+    parts = np.stack([heard.real, heard.imag], axis=2)  # the noise's cross power is real
+    filters = np.linalg.solve(noise_power(head, rate, blinks), parts)
+    ratio: Array = (parts * filters).sum(axis=(1, 2))
+    return ratio
 
 
 def least_distortion(power: Array, nats: float, f: Array) -> float:
