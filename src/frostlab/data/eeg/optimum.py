@@ -28,9 +28,9 @@ class Optimum:
 def optimum(head: Head, rate: float, responses: str) -> Optimum:
     """Return the best r with one head, over all decoders and over linear ones."""
     f = spectra.frequencies(rate)
-    envelope, answered, cross = drive_spectra(rate, responses)
+    envelope, answered, coherence = drive_spectra(rate, responses)
     ratio = signal_to_noise(head, rate, blinks=True) * answered
-    linear = np.trapezoid(cross / np.maximum(answered, 1e-300) * ratio / (1 + ratio), f)
+    linear = np.trapezoid(envelope * coherence * ratio / (1 + ratio), f)
     clean = signal_to_noise(head, rate, blinks=False) * answered  # as if blinks could be seen
     if responses == "linear":
         best = float(np.trapezoid(envelope * clean / (1 + clean), f))
