@@ -84,3 +84,14 @@ def test_the_document_of_runs_says_what_a_result_holds(tmp_path: Path) -> None:
     assert set(missing) <= {"schema"}
     for name in (p.name for p in (tmp_path / "run-none-s0").iterdir()):
         assert name in text
+
+
+def test_the_recordings_example_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FROSTLAB_CACHE", str(tmp_path))
+    (code,) = blocks("docs/eeg-data.md")
+    exec(code, {})
+    said = capsys.readouterr().out
+    assert "{'train': 2, 'tune': 2, 'report': 2, 'unseen': 1} ('sub-001', 'sub-002')" in said
+    assert "(4, 2)" in said

@@ -31,13 +31,13 @@ def true_filter(one: Head) -> Array:
     """The Wiener filter of linear responses, written out from the true model."""
     f = spectra.frequencies(RATE)
     power = spectra.power("envelope", f, RATE)
-    answer = np.fft.rfft(one.response, 1024, axis=0)
+    answer = np.fft.rfft(one.response, 2 * len(f) - 2, axis=0)
     noise = noise_power(one, RATE, blinks=True)
     kernels = np.empty_like(answer)
     for i in range(len(f)):
         whole = np.outer(answer[i], answer[i].conj()) * power[i] + noise[i]
         kernels[i] = power[i] * answer[i].conj() @ np.linalg.inv(whole)
-    return np.fft.fftshift(np.fft.irfft(kernels, 1024, axis=0), axes=0)
+    return np.fft.fftshift(np.fft.irfft(kernels, axis=0), axes=0)
 
 
 def fitted_filter(envelope: Array, eeg: Array, taps: int = 128) -> Array:
@@ -131,7 +131,7 @@ def test_rate_and_distortion() -> None:
     known = optimum(one, RATE, "linear")
     grid = spectra.frequencies(RATE)
     power, _, _ = drive_spectra(RATE, "linear")
-    answer = np.fft.rfft(one.response, 1024, axis=0)
+    answer = np.fft.rfft(one.response, 2 * len(grid) - 2, axis=0)
     noise = noise_power(one, RATE, blinks=False)
     ratio = [
         power[i] * (answer[i].conj() @ np.linalg.inv(noise[i]) @ answer[i]).real

@@ -28,9 +28,9 @@ class Optimum:
 def optimum(head: Head, rate: float, responses: str) -> Optimum:
     """Return the best r with one head, over all decoders and over linear ones."""
     f = spectra.frequencies(rate)
-    envelope, answered, cross = drive_spectra(rate, responses)
+    envelope, answered, coherence = drive_spectra(rate, responses)
     ratio = signal_to_noise(head, rate, blinks=True) * answered
-    linear = np.trapezoid(cross / np.maximum(answered, 1e-300) * ratio / (1 + ratio), f)
+    linear = np.trapezoid(envelope * coherence * ratio / (1 + ratio), f)
     clean = signal_to_noise(head, rate, blinks=False) * answered  # as if blinks could be seen
     if responses == "linear":
         best = float(np.trapezoid(envelope * clean / (1 + clean), f))
@@ -53,8 +53,10 @@ def noise_power(head: Head, rate: float, blinks: bool) -> Array:
 def signal_to_noise(head: Head, rate: float, blinks: bool) -> Array:
     """Return, for a drive of power 1 per Hz, the ratio at the output of the best spatial filter."""
     heard = np.fft.rfft(head.response, 2 * (spectra.GRID - 1), axis=0)  # (frequencies, 64)
-    filters = np.linalg.solve(noise_power(head, rate, blinks), heard[:, :, None])[:, :, 0]
-    return (heard.conj() * filters).sum(axis=1).real
+    parts = np.stack([heard.real, heard.imag], axis=2)  # the noise's cross power is real
+    filters = np.linalg.solve(noise_power(head, rate, blinks), parts)
+    ratio: Array = (parts * filters).sum(axis=(1, 2))
+    return ratio
 
 
 def least_distortion(power: Array, nats: float, f: Array) -> float:

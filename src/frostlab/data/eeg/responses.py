@@ -39,8 +39,8 @@ def drive(envelope: Array, rate: float, responses: str) -> Array:
     """Return what the brain answers to; the first MEMORY seconds of a non-linear one are not it."""
     if responses == "linear":
         return envelope
-    mean, deviation = _moments(rate)
-    return (_adapted(envelope, rate) - mean) / deviation
+    long = _measured(rate)
+    return (_adapted(envelope, rate) - long.mean) / long.deviation
 
 
 def _adapted(envelope: Array, rate: float) -> Array:
@@ -52,31 +52,38 @@ def _adapted(envelope: Array, rate: float) -> Array:
     return rise / (before + 0.5) + _SUSTAINED * loud
 
 
-@cache
-def _moments(rate: float) -> tuple[float, float]:
-    random = np.random.default_rng(101)
-    shown = _adapted(spectra.draw("envelope", (1 << 18,), rate, random), rate)
-    shown = shown[round(MEMORY * rate) :]
-    return float(shown.mean()), float(shown.std())
+@dataclass(frozen=True)
+class _Measured:
+    """What a long draw tells of non-linear drives, for which there is no formula."""
+
+    mean: float
+    deviation: float
+    power: Array  # on the grid, of the drive at variance 1
+    coherence: Array  # with the envelope
 
 
 @cache
-def drive_spectra(rate: float, responses: str) -> tuple[Array, Array, Array]:
-    """Return the powers of envelope and drive and the square of their cross power, on the grid."""
-    f = spectra.frequencies(rate)
-    envelope = spectra.power("envelope", f, rate)
-    if responses == "linear":
-        return envelope, envelope, envelope**2
+def _measured(rate: float) -> _Measured:
     heard = spectra.draw("envelope", (1 << 20,), rate, np.random.default_rng(202))
-    answered = drive(heard, rate, responses)
-    kept = slice(round(MEMORY * rate), None)
-    size = 2 * (spectra.GRID - 1)
-    how = {"fs": rate, "nperseg": size, "detrend": False}
-    _, cross = signal.csd(heard[kept], answered[kept], **how)
-    _, measured = signal.welch(heard[kept], **how)
-    _, power = signal.welch(answered[kept], **how)
-    coherence = np.abs(cross) ** 2 / (measured * power)
-    return envelope, power, np.minimum(coherence, 1) * envelope * power
+    answered = _adapted(heard, rate)
+    heard, answered = (x[round(MEMORY * rate) :] for x in (heard, answered))
+    mean, deviation = float(answered.mean()), float(answered.std())
+    answered = (answered - mean) / deviation
+    how = {"fs": rate, "nperseg": 2 * (spectra.GRID - 1), "detrend": False}
+    _, cross = signal.csd(heard, answered, **how)
+    (_, one), (_, other) = (signal.welch(x, **how) for x in (heard, answered))
+    coherence = np.minimum(np.abs(cross) ** 2 / (one * other), 1)
+    power = other / np.trapezoid(other, spectra.frequencies(rate))
+    return _Measured(mean, deviation, power, coherence)
+
+
+def drive_spectra(rate: float, responses: str) -> tuple[Array, Array, Array]:
+    """Return the powers of envelope and drive and their coherence, on the grid."""
+    envelope = spectra.power("envelope", spectra.frequencies(rate), rate)
+    if responses == "linear":
+        return envelope, envelope, np.ones_like(envelope)
+    measured = _measured(rate)
+    return envelope, measured.power, measured.coherence
 
 
 def draw_head(rate: float, snr: float, responses: str, random: np.random.Generator) -> Head:

@@ -11,7 +11,7 @@ from scipy import fft
 
 Array = NDArray[np.float64]
 
-GRID = 513  # frequencies on which spectra are compared
+GRID = 257  # frequencies on which spectra are compared
 SYLLABLES = 4.8  # Hz, the middle of the envelope's rhythm; most of it lies between 3 and 8
 BLINKS = 0.25  # a second
 _BLINK = 0.08  # s, deviation of a blink's bell
