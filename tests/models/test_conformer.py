@@ -296,11 +296,12 @@ def test_electrodes_that_are_listened_to_are_important() -> None:
     assert float(quiet[3]) < 1e-4  # what hardly moves hardly matters
     assert 0 < float(found[[2, 4]].max()) < 0.03 < 0.2 < float(found[[1, 3]].min())
     assert model.training
+    assert torch.equal(electrode_importance(model, eeg), found)  # dropout is off
     assert all(p.grad is None for p in model.parameters())
     jacobian = torch.autograd.functional.jacobian(lambda x: model.eval()(x).flatten(), eeg)
     exact = jacobian.square().sum((0, 1, 2)).sqrt() * eeg.std((0, 1))
     torch.testing.assert_close(
-        electrode_importance(model.train(), eeg, probes=200),
+        electrode_importance(model.train(), eeg, probes=60),
         exact / exact.sum(),
         rtol=0.1,
         atol=1e-3,
