@@ -54,6 +54,13 @@ def test_the_growing_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"{said}\n"
 
 
+def test_the_conformer_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = blocks("docs/conformer.md")
+    exec(code, {})
+    every, learning = map(int, capsys.readouterr().out.split())
+    assert 0 < learning < every
+
+
 def test_every_architecture_is_in_the_readme() -> None:
     from frostlab.anatomy import known_types
 
