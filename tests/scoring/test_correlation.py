@@ -33,6 +33,13 @@ def test_a_constant_says_nothing(value: float) -> None:
     assert not shifted_pearson(flat, RANDOM.standard_normal(333)).any()
 
 
+def test_rounding_is_not_a_signal() -> None:
+    one = np.float32(0.1)
+    near = np.where(np.arange(300) % 2, one, np.nextafter(one, np.float32(1)))
+    assert pearson(near, np.arange(300) % 2) == 0
+    assert pearson(1000 * near - 100, np.arange(300) % 2) == pytest.approx(-1)
+
+
 def test_the_mean_is_over_z() -> None:
     assert fisher_mean([0.9, 0.1]) == pytest.approx(
         np.tanh((np.arctanh(0.9) + np.arctanh(0.1)) / 2)

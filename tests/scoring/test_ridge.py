@@ -155,9 +155,14 @@ def test_a_subject_with_one_recording_gets_everybodys_lambda() -> None:
     np.testing.assert_allclose(ridge.own["a"].weights.ravel(), weights, atol=1e-9)
 
 
-def test_the_pattern_shows_the_response_where_it_is() -> None:
-    ridge = fit_ridge(people(1, 3, noise=1.0), RATE)
+def test_the_pattern_is_what_the_eeg_does_with_the_prediction() -> None:
+    recordings = people(1, 3, noise=1.0)
+    ridge = fit_ridge(recordings, RATE)
+    x = np.concatenate([lagged(each.eeg, ridge.lags) for each in recordings])
+    said = np.concatenate([ridge.predict(each) for each in recordings])
     pattern = ridge.everybody.pattern
+    expected = ((x - x.mean(0)) * (said - said.mean())[:, None]).mean(0)
+    np.testing.assert_allclose(pattern.ravel(), expected, atol=1e-9)
     assert np.abs(pattern).max(1).argmax() == 1  # samples after the envelope
     assert np.corrcoef(pattern[1], (1.0, -0.5, 0.8, 0.3))[0, 1] > 0.95
 

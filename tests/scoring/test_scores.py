@@ -60,7 +60,7 @@ def test_what_follows_speech_is_above_chance_and_what_does_not_is_not() -> None:
     found = score_recordings(blind, PEOPLE, RATE)
     assert found.null.p > 0.05
     assert found.null.low < found.summary.mean < found.null.high
-    assert found.null.high < min(each.null.high for each in found.recordings)
+    assert found.null.high < min(each.null.high for each in found.subjects)
 
 
 def test_a_subjects_chance_is_the_mean_over_recordings() -> None:
@@ -170,6 +170,7 @@ def test_pairs_are_scipys_tests_over_subjects() -> None:
     assert found.p == pytest.approx(expected.pvalue)
     assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
     assert found.p_signed == pytest.approx(stats.wilcoxon(ours, theirs).pvalue)
+    assert all(type(value) in (int, float) for value in vars(found).values())
     assert (found.subjects, found.better) == (4, 4)
     assert found.difference == pytest.approx(SCORES.summary.mean - WORSE.summary.mean)
     back = pair_subjects(WORSE, SCORES)

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -83,12 +82,10 @@ def _figure(folder: Path, name: str, chart: Any) -> str:
 def _channels(names: Sequence[str], values: ArrayLike) -> tuple[Any, str | None]:
     """A scalp map where MNE is there and knows the channels, else bars and why."""
     rows = channel_rows(values, names)
-    if find_spec("mne") is None:
-        return draw_channels(rows), "Channels as bars: a scalp map needs mne (frostlab[eeg])."
     try:
         places = scalp_positions([row["channel"] for row in rows])
+        spots = [places[row["channel"]] for row in rows]
+        cells = scalp_rows([row["importance"] for row in rows], spots)
     except BadInput as error:
         return draw_channels(rows), f"Channels as bars: {error}."
-    spots = [places[row["channel"]] for row in rows]
-    cells = scalp_rows([row["importance"] for row in rows], spots)
     return draw_scalp(rows, cells, spots), None

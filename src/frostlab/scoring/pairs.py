@@ -46,7 +46,7 @@ def pair_subjects(
     z, n = a - b, len(a)
     low = high = p = p_signed = None
     if n > 1:
-        mean, error = float(z.mean()), float(z.std(ddof=1)) / np.sqrt(n)
+        mean, error = float(z.mean()), float(z.std(ddof=1) / np.sqrt(n))
         reach = float(stats.t.ppf((1 + confidence) / 2, n - 1)) * error
         low, high = mean - reach, mean + reach
         # Equal differences have no spread to test against: scipy would warn and answer NaN.

@@ -48,7 +48,10 @@ def scalp_rows(
 
     values, known = np.asarray(importance, np.float64), np.array(places, np.float64)
     near = np.hypot(*known.T) <= _LIMIT
-    smooth = RBFInterpolator(known[near], values[near], kernel="thin_plate_spline")
+    try:
+        smooth = RBFInterpolator(known[near], values[near], kernel="thin_plate_spline")
+    except (ValueError, np.linalg.LinAlgError):  # fewer than three, or all on one line
+        raise BadInput(f"{near.sum()} channels on the head do not span a map") from None
     side = 2 * _RIM / cells
     middles = -_RIM + side * (np.arange(cells) + 0.5)
     grid = np.stack(np.meshgrid(middles, middles), -1).reshape(-1, 2)
