@@ -61,6 +61,20 @@ def test_the_conformer_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 < learning < every
 
 
+def test_the_gradient_flow_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    from frostlab.flow.facts import QUANTITIES
+    from frostlab.flow.rules import WORDS
+
+    text = (ROOT / "docs/gradient-flow.md").read_text()
+    assert [word for word in (*WORDS, *QUANTITIES) if word not in text] == []
+    (code,) = blocks("docs/gradient-flow.md")
+    exec(code, {})
+    out = capsys.readouterr().out
+    (said,) = re.findall(r"print\(.*\)  # (.*)", code)
+    assert out.splitlines()[-1] == said
+    assert "layers[2].up: not learning: it is missing from the optimizer" in out
+
+
 def test_every_architecture_is_in_the_readme() -> None:
     from frostlab.anatomy import known_types
 

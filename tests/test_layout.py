@@ -23,6 +23,7 @@ ORDER = (
     "anatomy",
     "surgery",
     "records",
+    "flow",
     "training",
     "bench",
     "compare",

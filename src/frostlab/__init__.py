@@ -22,6 +22,8 @@ if TYPE_CHECKING:
         StaleOptimizer,
         UnknownArchitecture,
     )
+    from frostlab.flow import Flow, flow_of, load_flow, watch
+    from frostlab.integrations.transformers import GradFlowCallback
     from frostlab.recipe import Recipe
     from frostlab.recipe.loading import load_recipe
     from frostlab.records.record import RunRecord
@@ -45,8 +47,10 @@ __all__ = [
     "Audit",
     "BadInput",
     "Comparison",
+    "Flow",
     "FrostlabError",
     "FrozenWeightsMoved",
+    "GradFlowCallback",
     "Growth",
     "Heads",
     "LeftOutOfOptimizer",
@@ -63,9 +67,11 @@ __all__ = [
     "describe",
     "early_exits",
     "export",
+    "flow_of",
     "freeze",
     "fused",
     "grow",
+    "load_flow",
     "load_recipe",
     "load_trainable",
     "orthogonalize",
@@ -73,9 +79,13 @@ __all__ = [
     "run",
     "save_trainable",
     "thaw",
+    "watch",
 ]
 
-_ROOMS = ("errors", "recipe", "anatomy", "surgery", "records", "training", "compare")
+_ROOMS = (
+    "errors", "recipe", "anatomy", "surgery", "records", "flow", "training", "compare",
+    "integrations",
+)  # fmt: skip
 
 
 class _Package(ModuleType):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from frostlab.flow import Flow, flow_of
 from frostlab.records.record import RunRecord
 from frostlab.training.running import run
 from stages import progressive
@@ -21,6 +22,7 @@ RECIPE: dict[str, Any] = {
     "treatment": "oelm",
     "optim": {"lr": 3e-3},
     "train": {"batch": 32, "accumulate": 2, "epochs": 3, "threads": 1},
+    "watch": {"every": 5, "change": True, "agreement": True},
 }
 SHARDED = pytest.param("fsdp", marks=pytest.mark.slow)
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -69,6 +71,22 @@ def test_two_processes_train_as_one(way: str, alone: Path, tmp_path: Path, free_
     assert two.result["clocks"]["tokens"] == one.result["clocks"]["tokens"]
     checked = [e["frozen_verified"] for e in two.events() if "frozen_verified" in e]
     assert checked == [8, 8, 8, 8], "at every evaluation, and before the report"
+    measured_alike(flow_of(two.folder), flow_of(alone))
+
+
+def measured_alike(found: Flow, wanted: Flow) -> None:
+    """Gradients are the reduced ones, and norms those of whole tensors."""
+    assert found.parts == wanted.parts
+    assert [r.step for r in found.reports] == [1, 6, 11, 16, 21]
+    assert found.verified
+    for mine, theirs in zip(found.reports, wanted.reports, strict=True):
+        for name, values in theirs.values.items():
+            loose = name == "agreement"  # between gradients that are nearly nothing
+            assert mine.values[name] == pytest.approx(
+                values, rel=5e-3, abs=0.02 if loose else 1e-5, nan_ok=True
+            ), (mine.step, name)
+        assert mine.largest == pytest.approx(theirs.largest, rel=5e-3)
+        assert mine.ranges == pytest.approx(theirs.ranges, rel=1e-3, abs=1e-5)
 
 
 @pytest.mark.slow

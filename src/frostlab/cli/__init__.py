@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from frostlab import __version__
-from frostlab.cli import bench, compare, runs
+from frostlab.cli import bench, compare, diagnose, runs
 from frostlab.errors import BadInput, FrostlabError
 
 app = typer.Typer(
@@ -81,6 +81,7 @@ def _quiet_libraries() -> None:
 
 app.command("bench")(bench.bench)
 app.command("compare")(compare.compare)
+app.command("diagnose")(diagnose.diagnose)
 app.command("exits")(runs.exits)
 app.command("recipes")(runs.recipes)
 app.command("run")(runs.run)

@@ -57,7 +57,7 @@ def run(
     if device is not None:
         asked.append(f"train.device={device}")
     loaded = load_recipe(recipe, asked, seed)
-    _check_data_dir(data_dir)
+    check_data_dir(data_dir)
     from frostlab.cli.progress import display
     from frostlab.records.listing import show
     from frostlab.training.progress import Silent
@@ -76,7 +76,8 @@ def run(
         typer.echo(json.dumps(record.result, indent=1) if as_json else show(record.folder))
 
 
-def _check_data_dir(data_dir: Path | None) -> None:
+def check_data_dir(data_dir: Path | None) -> None:
+    """Refuse a folder of data that is not there."""
     if data_dir is not None and not data_dir.is_dir():
         raise BadInput(f"--data-dir {data_dir} is not a folder")
 
@@ -122,7 +123,7 @@ def exits(
     from frostlab.records.index import find_run
 
     folder = find_run(runs, run)
-    _check_data_dir(data_dir)
+    check_data_dir(data_dir)
     from frostlab.training.exits import early_exits, exits_table
 
     found = early_exits(folder, data_dir=data_dir, device=device)

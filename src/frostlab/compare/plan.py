@@ -97,6 +97,9 @@ class Plan(Strict):
         values = self.model_dump(mode="json", exclude={"seeds"})
         for key in ("vary", "contrasts"):  # plans from before there were such keys
             values = values if values[key] else {k: v for k, v in values.items() if k != key}
+        for key in ("watch", "loss"):  # the same
+            if self.recipe.get(key, "") is None:
+                values["recipe"] = {k: v for k, v in values["recipe"].items() if k != key}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
     def recipe_of(self, arm: Arm, seed: int, tuned: float | None = None) -> Recipe:

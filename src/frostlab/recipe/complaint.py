@@ -39,6 +39,7 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "loss": conformer.EnvelopeLoss,
     "supervise": settings.Supervise,
     "evaluate": settings.Evaluate,
+    "watch": settings.Watch,
     "stages": stages.StageSettings,
     "add": stages.Add,
 }

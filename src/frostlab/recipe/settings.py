@@ -148,6 +148,21 @@ class Supervise(Strict):
         return self
 
 
+class Watch(Strict):
+    """Gradient flow: every how many steps it is measured, and what beside the norms."""
+
+    every: Positive = 10
+    change: bool = False  # distance from where the stage began; keeps a copy of what learns
+    agreement: bool = False  # between successive gradients; keeps a copy of them
+    units: bool = False  # dead and saturated ones; takes eager steps
+    entropy: bool = False  # of every attention head; takes eager steps
+
+    @property
+    def inside(self) -> bool:
+        """Whether it looks into the forward pass, which neither graphs nor compiled code allow."""
+        return self.units or self.entropy
+
+
 class Evaluate(Strict):
     """When to look, at what, and when to stop."""
 

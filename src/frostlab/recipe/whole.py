@@ -31,6 +31,7 @@ from frostlab.recipe.settings import (
     PretrainedModel,
     Supervise,
     Train,
+    Watch,
 )
 from frostlab.recipe.stages import StageSettings, stage_names
 from frostlab.recipe.treatment import NAMED as TREATMENTS
@@ -161,6 +162,7 @@ class Recipe(Strict):
     train: Train = Train(epochs=3)
     supervise: Supervise = Supervise()
     evaluate: Evaluate = Evaluate()
+    watch: Watch | None = None  # null: gradient flow is not measured
     stages: tuple[StageSettings, ...] = ()  # none: the whole run is one
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
 
@@ -207,6 +209,8 @@ class Recipe(Strict):
             del values["stages"]
         if self.loss is None:
             del values["loss"]
+        if self.watch is None:
+            del values["watch"]
         if values["data"].get("stride", 0) is None:
             del values["data"]["stride"]
         if isinstance(self.tokenizer, Words):

@@ -44,10 +44,7 @@ class Checkpoint:
         return self._tensors("optimizer.safetensors")
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
-        try:
-            return load_file(self.folder / name)
-        except (OSError, SafetensorError) as error:
-            raise FrostlabError(f"{self.folder / name} is damaged ({error})") from None
+        return load_tensors(self.folder / name)
 
 
 def checkpoint_name(step: int, stage: int) -> str:
@@ -117,6 +114,25 @@ def remove_leftovers(folder: Path) -> None:
     """Remove what a save that was killed left behind."""
     for path in (folder / "checkpoints").glob(".step-*.tmp"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Read tensors that were saved."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise FrostlabError(f"{path} is damaged ({error})") from None
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write tensors beside their place and rename them there: whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        _save(tensors, temporary)
+        _flush(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:

@@ -17,7 +17,7 @@ from frostlab.errors import BadInput, FrostlabError
 SCHEMA = 1
 KINDS = (
     "start", "resume", "stage", "stepping", "prefix", "epoch", "step", "evaluation", "checkpoint",
-    "end", "flow", "timing", "note",
+    "end", "flow_parts", "flow", "timing", "note",
 )  # fmt: skip
 
 
@@ -172,7 +172,7 @@ def _survives(event: dict[str, Any], step: int) -> bool:
     kind, at = event.get("kind"), event.get("step", 0)
     if kind in ("start", "resume", "note"):
         return True
-    if kind == "stage":  # said before its first step
+    if kind in ("stage", "flow_parts"):  # said before the first step they are about
         return bool(at < step)
     final = kind == "end" or "checkpoint" in event  # the report is made again
     return not final and at <= step

@@ -15,7 +15,8 @@ from frostlab.errors import BadInput, nearest
 
 RESULT, EVENTS, LOCK, INDEX = "result.json", "events.jsonl", "run.lock", ".index.json"
 ENDINGS = ("finished", "stopped", "failed", "diverged")
-_SCHEMA, _PIECE = 1, 65536  # of the index; bytes read from each end of a run's events
+_SCHEMA, _PIECE = 1, 65536  # of the index; bytes read from the beginning of a run's events
+_TAIL = 2**20  # bytes read from their end: watched runs write much between two evaluations
 _SETTLED = 200_000_000  # ns; a file changed more recently may change again within one clock tick
 
 
@@ -42,6 +43,7 @@ class Summary:
     error: str | None = None
 
 
+_FLOW = b'{"kind": "flow'
 _STORED = tuple(field.name for field in fields(Summary))[2:]
 _Entries = dict[str, list[list[Any]]]  # name: [signature, stored fields]
 
@@ -188,7 +190,7 @@ def _ends(folder: Path, strict: bool) -> tuple[dict[str, Any], Iterator[dict[str
         with open(folder / EVENTS, "rb") as file:
             head = last = file.read(_PIECE)
             if strict and len(head) == _PIECE:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - _PIECE))
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
                 last = file.read()
     except FileNotFoundError:
         return {}, iter(())
@@ -196,7 +198,8 @@ def _ends(folder: Path, strict: bool) -> tuple[dict[str, Any], Iterator[dict[str
     start = parse(line) or {}
     if strict and ended and start.get("kind") != "start":
         raise ValueError(f"{EVENTS} does not begin with a start event")
-    events = map(parse, reversed(last.split(b"\n")[:-1]))
+    lines = (line for line in reversed(last.split(b"\n")[:-1]) if not line.startswith(_FLOW))
+    events = map(parse, lines)
     return start, (event for event in events if event is not None)
 
 

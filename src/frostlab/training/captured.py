@@ -1,8 +1,9 @@
 """The whole step as one CUDA graph: forward, backward, clipping and update in one launch.
 
-Every shape of a batch has a graph of its own. A graph reads its batch, the learning rate and the
-number of targets from one buffer, filled by one copy, and leaves three numbers. Dropout still
-follows the generator's seed: a graph reads it when it is replayed.
+Every shape of a batch has a graph of its own, and where gradient flow is watched another one for
+the steps that are measured. A graph reads its batch, the learning rate and the number of targets
+from one buffer, filled by one copy, and leaves three numbers. Dropout still follows the generator's
+seed: a graph reads it when it is replayed.
 """
 
 import weakref
@@ -20,7 +21,7 @@ from frostlab.training.compiled import CompiledStep, shape_of
 from frostlab.training.step import Outcome
 
 _ALIGNED = 16  # bytes
-_MOST = 64  # graphs: each keeps memory for its inputs, and its kernels' arguments
+_MOST = 64  # shapes: a graph keeps memory for its inputs, and its kernels' arguments
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 
 
@@ -48,7 +49,8 @@ class CapturedStep(CompiledStep):
         self._graphs: dict[Any, _Captured] = {}
         self._seen: set[Any] = set()
         self._record = record or _Recorder(self.device)
-        self._captures = True
+        self._captures = self._captures_measured = True
+        self._recording: bool | None = None  # whether the graph being recorded measures
 
     def __call__(self, parts: list[Batch], scored: int, rate: float) -> Outcome:
         """Replay the graph of this shape; the first time, take the step without one."""
@@ -56,15 +58,17 @@ class CapturedStep(CompiledStep):
             self._graphs, self._seen = {}, set()
         if self.halves is not None:
             self.halves.refresh()
-        shape = shape_of(parts)
-        graph = self._graphs.get(shape)
+        shape, measured = shape_of(parts), self.flow is not None and self.flow.is_due()
+        graph = self._graphs.get((shape, measured))
         if graph is None and self._captures and shape in self._seen:
-            graph = self._capture(parts, shape)
+            graph = self._capture(parts, shape, measured)
         if graph is None:
             self._seen.add(shape)
             return self._without(parts, scored, rate)
         graph.inputs.copy_(self._in_one_piece(parts, scored, rate), non_blocking=True)
         graph.replay()
+        if self.flow is not None:
+            self.flow.count(measured)
         return Outcome(graph.outputs.clone())
 
     def _without(self, parts: list[Batch], scored: int, rate: float) -> Outcome:
@@ -74,9 +78,11 @@ class CapturedStep(CompiledStep):
             group["lr"] = self._rates[group.get("share", 1.0)]
         return Outcome(self.work([part.to(self.device) for part in parts], scored))
 
-    def _capture(self, parts: list[Batch], shape: Any) -> _Captured | None:
+    def _capture(self, parts: list[Batch], shape: Any, measured: bool) -> _Captured | None:
         """Record the step for a shape, or find out that it cannot be."""
-        if len(self._graphs) >= _MOST:
+        if measured and not self._captures_measured:
+            return None
+        if sum(also == measured for _, also in self._graphs) >= _MOST:
             self.reason = f"more than {_MOST} shapes of batches: the others run without a graph"
             return None
         size = _places(parts)[-1] + _ALIGNED
@@ -87,21 +93,47 @@ class CapturedStep(CompiledStep):
             mine, numbers = _views(inputs, parts)
             for share, held in self._rates.items():
                 held.copy_(numbers[0] if share == 1 else numbers[0] * share)
-            outputs.copy_(self.work(mine, numbers[1]))
+            self._recording = measured
+            try:
+                outputs.copy_(self.work(mine, numbers[1]))
+            finally:
+                self._recording = None
 
         fill_in: Callable[[], list[Tensor]] = getattr(self.optimizer, "fill_in", list)
+        if self.flow is not None and measured:
+            self.flow.refresh()  # what a probe keeps must not be the graph's
         try:
             replay = self._record(step)
             tables = fill_in()
         except Exception as error:  # whatever a model does that a graph cannot hold
             fill_in()
-            self._captures = False
             self.optimizer.zero_grad(set_to_none=True)
-            self.fall_back(f"capturing failed: {first_line(error)}")
+            self._give_up(first_line(error), measured)
             return None
         self.optimizer.zero_grad(set_to_none=True)
-        self._graphs[shape] = _Captured(inputs, outputs, replay, tables)
-        return self._graphs[shape]
+        self._graphs[shape, measured] = _Captured(inputs, outputs, replay, tables)
+        return self._graphs[shape, measured]
+
+    def _give_up(self, problem: str, measured: bool) -> None:
+        """Go on without graphs; if measured steps alone have none, the others keep theirs."""
+        if measured:
+            self._captures_measured = False
+            self.reason = f"measured steps run without a graph: {problem}"
+        else:
+            self._captures = False
+            self.fall_back(f"capturing failed: {problem}")
+
+    def _before_step(self, share: Tensor) -> None:
+        if self._recording is None:
+            super()._before_step(share)
+        elif self._recording and self.flow is not None:
+            self.flow.probe.before_step(share)
+
+    def _after_step(self) -> None:
+        if self._recording is None:
+            super()._after_step()
+        elif self._recording and self.flow is not None:
+            self.flow.probe.after_step()
 
     def fall_back(self, reason: str) -> None:
         """Without a graph the layers may still be compiled, and without compiling captured."""

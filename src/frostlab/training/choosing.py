@@ -28,12 +28,19 @@ class Choice:
     reason: str
 
 
-def choose(wanted: StepKind, device: torch.device, world: World, steps: int) -> Choice:
-    """The fastest kind known to work; one that was asked for and cannot be had is named."""
+def choose(
+    wanted: StepKind, device: torch.device, world: World, steps: int, inside: bool = False
+) -> Choice:
+    """The fastest kind known to work; one that was asked for and cannot be had is named.
+
+    `inside`: somebody looks into the forward pass.
+    """
     if wanted == "eager":
         return Choice("eager", False, "asked for")
     obstacle = None
-    if world.size > 1:
+    if inside:
+        obstacle = "watch.units and watch.entropy look into eager steps only"
+    elif world.size > 1:
         obstacle = f"with {world.size} processes steps are neither compiled nor captured"
     elif device.type != "cuda" and wanted != "compiled":
         obstacle = f"graphs are captured on CUDA, not on {device.type}"
@@ -58,9 +65,10 @@ def build_step(
     steps: int,
     unused: bool = False,
     shares: Mapping[str, float] | None = None,
+    inside: bool = False,
 ) -> EagerStep:
     """The step a run takes, with its optimizer; `unused`: some that learn get no gradient."""
-    choice = choose(train.step, device, world, steps)
+    choice = choose(train.step, device, world, steps, inside)
     wrapped = share(objective, world, train.parallel, unused)
     sharded = world.size > 1 and train.parallel == "fsdp"
     halves = None

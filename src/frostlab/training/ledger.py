@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from frostlab.flow.recorded import report_event
 from frostlab.records.folder import RunFolder
 from frostlab.training.distributed import World
 from frostlab.training.step import Diverged, EagerStep, Outcome
@@ -54,6 +55,12 @@ class Ledger:
         if self._entries:
             self._settle(len(self._entries))
 
+    def close(self) -> None:
+        """Settle, and end watching."""
+        self.settle()
+        if self._step.flow is not None:
+            self._step.flow.stop()
+
     def _settle(self, count: int) -> None:
         block, self._entries = self._entries[:count], self._entries[count:]
         outcomes = [entry.outcome for entry in block]
@@ -63,7 +70,8 @@ class Ledger:
         _, norms, broken = values.T.tolist()
         self.loss = next((x for x in reversed(losses) if math.isfinite(x)), None)
         assert self._first is not None
-        times = self._watch.laps(count)
+        times = self._watch.laps(count)  # waits for these steps, on a GPU
+        self._write_flow()
         if self._folder is not None:
             self._folder.event(
                 "step",
@@ -83,6 +91,15 @@ class Ledger:
                 raise Diverged(
                     entry.step, f"the gradient of {self._step.name_of(int(index))}", loss
                 )
+
+    def _write_flow(self) -> None:
+        """Write down which measurements have arrived; every process lets go of its own."""
+        if self._step.flow is None:
+            return
+        for report in self._step.flow.take():
+            if self._folder is not None:
+                event = report_event(report, self._step.flow.parts)
+                self._folder.event("flow", report.step, **event)
 
 
 def _short(value: float) -> float | None:

@@ -16,6 +16,7 @@ from frostlab.training.distributed import World, gather_nothing, like, whole
 from frostlab.training.evaluation import evaluate
 from frostlab.training.examples import examples_of
 from frostlab.training.feed import Feed
+from frostlab.training.flowing import watch_stage
 from frostlab.training.interruptions import StopLook
 from frostlab.training.ledger import Entry, Ledger
 from frostlab.training.optimizer import (
@@ -87,10 +88,12 @@ def _train_stage(
     step_once = build_step(
         setting.objective, optim, recipe.train, setting.precision, setting.device, world,
         steps=stage.steps, unused=_any_unused(setting), shares=shares,
+        inside=recipe.watch is not None and recipe.watch.inside,
     )  # fmt: skip
     if state:
         restore_optimizer(setting.model, step_once.optimizer, state, like,
                           partly=not progress.place)  # fmt: skip
+    watch_stage(setting, progress, step_once)
     said = ""
     ledger = Ledger(step_once, watch, world, setting.folder)
 
@@ -148,7 +151,7 @@ def _train_stage(
             _keep(setting, progress, watch, step_once.optimizer)
         if stop and not (last and (progress.step == end or progress.stopped_early)):
             raise Stopped
-    ledger.settle()
+    ledger.close()
     watch.wait_for_device()
     return step_once
 

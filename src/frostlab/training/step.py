@@ -1,6 +1,7 @@
 """One optimizer step: forward, backward over every part, clipping, update."""
 
 import hashlib
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from frostlab.errors import FrostlabError
+from frostlab.flow.watching import Watch
 from frostlab.training.batching import Batch
 from frostlab.training.distributed import World, accumulating, whole
 from frostlab.training.halves import Halves
@@ -78,6 +80,7 @@ class EagerStep:
         self.clip, self.precision, self.reason, self.halves = clip, precision, reason, halves
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.reached = self.parameters
+        self.flow: Watch | None = None  # measures some of the steps
         self.device = self.parameters[0].device
 
     def __call__(self, parts: list[Batch], scored: int, rate: float) -> Outcome:
@@ -105,9 +108,8 @@ class EagerStep:
         total = torch.zeros((), device=self.device)
         for i, part in enumerate(parts):
             with accumulating(self.objective, last=i == len(parts) - 1):
-                with torch.autocast(
-                    self.device.type, torch.bfloat16, enabled=self.precision == torch.bfloat16
-                ):
+                half = self.precision == torch.bfloat16
+                with torch.autocast(self.device.type, torch.bfloat16, half), self._listening():
                     loss = self.objective(part) / scored
                 (loss * self.world.size).backward()  # processes average their gradients
             total += loss.detach()
@@ -144,10 +146,23 @@ class EagerStep:
             fused.found_inf = (broken >= 0).float()
         elif int(broken) >= 0:
             return
-        elif float(share) < 1.0:
+        self._before_step(share)  # gradients are not clipped yet
+        if self.device.type != "cuda" and float(share) < 1.0:
             gradients: list[Any] = [p.grad for p in self.reached]
             torch._foreach_mul_(gradients, share)
         self.optimizer.step()
+        self._after_step()
+
+    def _listening(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.flow is None else self.flow.listening()
+
+    def _before_step(self, share: Tensor) -> None:
+        if self.flow is not None:
+            self.flow.before_step(share)
+
+    def _after_step(self) -> None:
+        if self.flow is not None:
+            self.flow.after_step()
 
     def name_of(self, index: int) -> str:
         """The name of the parameter whose gradient has this place."""

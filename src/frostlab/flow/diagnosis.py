@@ -1,0 +1,127 @@
+"""A diagnosis: what the flow of a run says, in one sentence first."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from frostlab.errors import BadInput
+from frostlab.flow.flow import Flow
+from frostlab.flow.front import WANTED
+from frostlab.flow.recorded import flows_of
+from frostlab.flow.rules import DECAYING, EXPLODING, FROZEN, MOVED, SCALED, SLOW, STILL
+from frostlab.records.folder import finite
+from frostlab.records.index import read_run
+
+_BAD = {  # a word, said of one part and of several; these are what a healthy run has none of
+    STILL: ("does not learn", "do not learn"),
+    DECAYING: ("is moved by weight decay alone", "are moved by weight decay alone"),
+    EXPLODING: ("explodes", "explode"),
+    MOVED: ("moved though it is frozen", "moved though they are frozen"),
+}
+_ODD = {
+    SLOW: ("is slow", "are slow"),
+    SCALED: ("has a gradient scale that is undone", "have a gradient scale that is undone"),
+}
+_NAMED = 5  # parts in a sentence
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """A run, its flow by stage, and what to think of it."""
+
+    folder: Path
+    status: str
+    error: str | None
+    step: int | None
+    metric: str | None  # of the last evaluation, or of the best once the run has ended
+    value: float | None
+    flows: dict[str, Flow]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether all that should learn does, as far as it was measured, and nothing blew up."""
+        words = {v.word for flow in self.flows.values() for v in flow.verdicts().values()}
+        return self.status != "diverged" and not words & set(_BAD)
+
+    @property
+    def sentences(self) -> list[str]:
+        """What to think of every stage, then of the run if it did not end well."""
+        several = len(self.flows) > 1
+        said = [
+            (f"stage {name}: " if several else "") + sentence(flow)
+            for name, flow in self.flows.items()
+        ]
+        if self.status in ("diverged", "failed"):
+            said.append(f"the run {self.status}: {self.error}")
+        return said
+
+    @property
+    def validation(self) -> str | None:
+        """The metric on the split that selects, and what was wanted of it."""
+        if self.metric is None or self.value is None:
+            return None
+        wanted = WANTED.get(self.metric)
+        beside = "" if wanted is None else f" ({_reached(self.value, wanted)})"
+        return f"validation {self.metric} {self.value:.4g}{beside}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as plain values for JSON."""
+        stages = {
+            name: {
+                "verdict": sentence(flow),
+                "verdicts": {
+                    part: vars(v) | {"accident": v.accident} for part, v in flow.verdicts().items()
+                },
+                "ends": flow.ends().to_dict(),
+                "flow": flow.to_dict(),
+            }
+            for name, flow in self.flows.items()
+        }
+        about = {
+            "run": str(self.folder), "status": self.status, "error": self.error, "step": self.step,
+            "healthy": self.healthy, "verdict": self.sentences, "metric": self.metric,
+            "value": self.value, "wanted": WANTED,
+        }  # fmt: skip
+        return finite({**about, "stages": stages})
+
+
+def diagnose(folder: Path) -> Diagnosis:
+    """Read what a finished or running run has measured."""
+    flows = flows_of(folder)
+    if not flows:
+        again = f"`frostlab diagnose {folder / 'recipe.yaml'}` trains a little of it and looks"
+        raise BadInput(f"{folder} was not watched: run it with --set watch.every=10, or {again}")
+    run = read_run(folder)
+    return Diagnosis(folder, run.status, run.error, run.steps, run.metric, run.value, flows)
+
+
+def sentence(flow: Flow) -> str:
+    """How many parts do not learn, and which."""
+    if not flow.reports:
+        return "no step has been measured yet"
+    words = {name: verdict.word for name, verdict in flow.verdicts().items()}
+    frozen = sum(word == FROZEN for word in words.values())
+    learning = [part.name for part in flow.parts if part.state == "trainable"]
+    said = []
+    for word, (one, many) in (_BAD | _ODD).items():
+        names = [name for name, found in words.items() if found == word]
+        count = len(flow.parts) if word == MOVED else len(learning)
+        if names:
+            said.append(f"{len(names)} of {count} parts {one if len(names) == 1 else many}: "
+                        f"{_listed(names)}")  # fmt: skip
+    if not any(word in _BAD for word in words.values()):
+        said.insert(0, f"all {len(learning)} parts that should learn do")
+    if frozen:
+        said.append(f"{frozen} {'is' if frozen == 1 else 'are'} frozen on purpose")
+    return "; ".join(said)
+
+
+def _reached(value: float, wanted: float) -> str:
+    return f"wanted > {wanted:g}, {'reached' if value > wanted else 'not reached'}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""
+    return ", ".join(listed[:_NAMED]) + more

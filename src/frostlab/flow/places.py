@@ -1,0 +1,216 @@
+"""What is watched: the parts of a model, layer by role, and where their numbers lie.
+
+A part is everything of one role in one layer. Its tensors are whole parameters, rows of a fused
+one, or what this process holds of a sharded one; `Bit` says which.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from frostlab.anatomy import Part, Rows, Slot, survey, unwrapped
+from frostlab.anatomy.parts import Place
+from frostlab.errors import BadInput, UnknownArchitecture
+from frostlab.flow.facts import PartFacts
+from frostlab.flow.shards import shard_ranges
+
+
+@dataclass(frozen=True)
+class Bit:
+    """What of one parameter belongs to one part."""
+
+    tensor: str
+    parameter: int
+    part: int
+    axis: int = 0
+    rows: Rows | None = None  # None: all of it
+    ranges: tuple[tuple[int, int], ...] | None = None  # the same, of a shard
+
+    def of(self, tensor: Tensor) -> list[Tensor]:
+        """Views of this bit in a tensor that is shaped as the parameter is."""
+        if self.ranges is not None:
+            return [tensor.narrow(self.axis, a, b - a) for a, b in self.ranges]
+        return [tensor] if self.rows is None else self.rows.pieces(tensor, self.axis)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The parts of a model, its parameters that learn, and which bit of them belongs where."""
+
+    parts: tuple[PartFacts, ...]
+    parameters: tuple[nn.Parameter, ...]
+    names: tuple[str, ...]
+    bits: tuple[Bit, ...]
+    front: tuple[int, ...]  # parameters of the first two layers
+    back: tuple[int, ...]  # of the last two
+    output: tuple[int, ...]  # of the head
+    flags: tuple[bool, ...]  # who required a gradient when this was read
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A tensor of the untouched model, where it stands, and the parameter that holds it now."""
+
+    name: str
+    place: Place
+    parameter: nn.Parameter
+    state: str
+    axis: int
+    rows: Rows | None
+    peers: str
+    head: bool
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it holds."""
+        count, shape = self.parameter.numel(), self.parameter.shape
+        return count if self.rows is None else count // shape[self.axis] * len(self.rows)
+
+
+def flags_of(model: nn.Module) -> tuple[bool, ...]:
+    """Who requires a gradient now."""
+    return tuple(p.requires_grad for p in unwrapped(model).parameters())
+
+
+def look(model: nn.Module, optimizers: Sequence[Optimizer]) -> Watched:
+    """See a model's parts by its anatomy or, where that is unknown, by its modules."""
+    try:
+        anatomy, slots = survey(model)
+    except UnknownArchitecture:
+        held = list(_by_module(unwrapped(model)))
+    else:
+        held = [_by_anatomy(part, slots[part.name]) for part in anatomy.parts]
+    if not held:
+        raise BadInput(f"watch: {type(model).__name__} has no parameters to watch")
+    groups = _groups(optimizers)
+    names: dict[str, list[_Held]] = {}
+    for each in held:
+        names.setdefault(name_of(each), []).append(each)
+    learning: dict[int, list[_Held]] = {}
+    for each in held:
+        if each.state == "trainable":
+            learning.setdefault(id(each.parameter), []).append(each)
+    number = {key: i for i, key in enumerate(learning)}
+    parts, bits = [], []
+    for name, own in names.items():
+        parts.append(_facts(name, own, groups))
+        for h in own:
+            if h.state == "trainable":
+                ranges = shard_ranges(h.parameter, h.rows, h.axis)
+                at = number[id(h.parameter)]
+                bit = Bit(h.name, at, len(parts) - 1, h.axis, h.rows, ranges)
+                bits.append(bit)
+    front, back, output = _ends(held)
+
+    def chosen(some: list[_Held]) -> tuple[int, ...]:
+        known = [id(h.parameter) for h in some]
+        return tuple(dict.fromkeys(number[key] for key in known if key in number))
+
+    return Watched(
+        parts=tuple(parts),
+        parameters=tuple(own[0].parameter for own in learning.values()),
+        names=tuple(_whole_name(own) for own in learning.values()),
+        bits=tuple(bits),
+        front=chosen(front),
+        back=chosen(back),
+        output=chosen(output),
+        flags=flags_of(model),
+    )
+
+
+def _whole_name(own: list[_Held]) -> str:
+    """A parameter's name, without a role where it holds several."""
+    return own[0].name if len(own) == 1 else own[0].name.partition("[")[0]
+
+
+def name_of(held: _Held) -> str:
+    """A part's name, as a selection would call it."""
+    place = held.place
+    if not place.role:
+        return held.name.rpartition(".")[0] or held.name
+    name = f"{place.stack}." if place.stack else ""
+    if place.layers:
+        first, last = place.layers[0], place.layers[-1]
+        name += f"layers[{first}]." if first == last else f"layers[{first}:{last + 1}]."
+    return name + ("cross." if place.cross else "") + place.role
+
+
+def _by_anatomy(part: Part, slot: Slot) -> _Held:
+    piece = slot.piece_of(part.rows)
+    rows = None if part.rows is None else within(piece.rows, part.rows)
+    if rows is not None and len(rows) == rows.size:
+        rows = None
+    head = part.role == "head" or any(tie.place.role == "head" for tie in part.ties)
+    name = part.key
+    return _Held(name, part.place, piece.parameter, part.state, part.axis, rows, part.role, head)
+
+
+def _by_module(model: nn.Module) -> Iterator[_Held]:
+    """A part is a module with parameters of its own; its peers differ in numbers only."""
+    found = list(model.named_parameters())
+    last = found[-1][0].rpartition(".")[0] if found else ""
+    for name, parameter in found:
+        path = name.rpartition(".")[0]
+        numbers = [int(s) for s in path.split(".") if s.isdecimal()]
+        place = Place("", layers=tuple(numbers[:1]))
+        state = "trainable" if parameter.requires_grad else "frozen"
+        peers = re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
+        yield _Held(name, place, parameter, state, 0, None, peers, path == last)
+
+
+def within(held: Rows, wanted: Rows) -> Rows:
+    """Where rows of the whole lie in a tensor that holds only some of its rows."""
+    if (held.period, held.repeats) != (wanted.period, wanted.repeats):
+        return wanted  # held is all of it, described another way
+    spans, before = [], 0
+    for start, stop in held.spans:
+        for a, b in wanted.spans:
+            low, high = max(a, start), min(b, stop)
+            if low < high:
+                spans.append((before + low - start, before + high - start))
+        before += stop - start
+    return Rows(before, held.repeats, tuple(spans))
+
+
+def _groups(optimizers: Sequence[Optimizer]) -> dict[int, int]:
+    """The number of the optimizer's group that each parameter is in."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return {id(p): i for i, group in enumerate(groups) for p in group["params"]}
+
+
+def _facts(name: str, own: list[_Held], groups: dict[int, int]) -> PartFacts:
+    learning = [h for h in own if h.state == "trainable"]
+    return PartFacts(
+        name=name,
+        peers=own[0].peers,
+        stack=own[0].place.stack,
+        layer=own[0].place.layers[0] if len(own[0].place.layers) == 1 else None,
+        state="trainable" if learning else own[0].state,
+        tensors=tuple(h.name for h in own),
+        learning=tuple(h.name for h in learning),
+        missing=tuple(h.name for h in learning if id(h.parameter) not in groups),
+        groups=tuple(
+            sorted({groups[id(h.parameter)] for h in learning if id(h.parameter) in groups})
+        ),
+        dtype=str((learning or own)[0].parameter.dtype).removeprefix("torch."),
+        elements=sum(h.elements for h in learning),
+    )
+
+
+def _ends(held: list[_Held]) -> tuple[list[_Held], list[_Held], list[_Held]]:
+    """The first two layers, the last two, and the head; stacks follow one another."""
+    stacks = list(dict.fromkeys(h.place.stack for h in held if h.place.layers and not h.head))
+    output = [h for h in held if h.head]
+    if not stacks:
+        return [], [], output
+
+    def inside(stack: str) -> list[_Held]:
+        return [h for h in held if h.place.stack == stack and h.place.layers and not h.head]
+
+    first, last = inside(stacks[0]), inside(stacks[-1])
+    top = max(index for h in last for index in h.place.layers)
+    front = [h for h in first if min(h.place.layers) <= 1]
+    return front, [h for h in last if max(h.place.layers) >= top - 1], output

@@ -1,0 +1,220 @@
+"""Measures one optimizer step on the device, into one tensor that is read later.
+
+Nothing here waits for the device or looks at a value, so that all of it may be captured in a CUDA
+graph. A step is measured by calling `before_step` and `after_step` around the optimizer's.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from frostlab.flow.places import Watched
+from frostlab.flow.shards import local
+from frostlab.flow.totals import Totals
+
+Gradient = Callable[[nn.Parameter], Tensor | None]
+SUMS = (
+    "gradient", "before_clip", "weight", "update",
+    "moved", "origin", "along",  # |weight - start|², |start|², weight·start
+    "agree", "energy", "former",  # gradient·last one, |gradient|² as it lay there, |last one|²
+)  # fmt: skip
+_MAXIMA = ("largest", "high", "low")
+
+
+def own_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """The gradient where autograd leaves it."""
+    return parameter.grad
+
+
+class Probe:
+    """The measurement of a step: squared norms a part, maxima a tensor at the ends.
+
+    It holds one copy of what learns between `before_step` and `after_step`, one of the weights at
+    the start if `change` is asked for, one of the last gradients if `agreement` is.
+    """
+
+    def __init__(
+        self,
+        watched: Watched,
+        optimizers: Sequence[Optimizer],
+        *,
+        change: bool = False,
+        agreement: bool = False,
+        gradient: Gradient = own_gradient,
+    ) -> None:
+        self.watched, self.optimizers, self.gradient = watched, tuple(optimizers), gradient
+        self.agreement, self.reached = agreement, [True] * len(watched.parameters)
+        self.device = watched.parameters[0].device
+        self._totals = Totals(watched)
+        self.wide, self._group = self._totals.wide, self._totals.group
+        ends = dict.fromkeys((*watched.front, *watched.back, *watched.output))
+        self.ends = tuple(ends)  # parameters whose largest gradient is wanted
+        groups = self._groups()
+        sizes = dict.fromkeys(SUMS, len(watched.parts))
+        sizes |= {"largest": len(ends), "high": len(watched.front), "low": len(watched.front)}
+        sizes |= {"rates": len(groups), "stopped": 1}
+        self.values = torch.zeros(sum(sizes.values()), dtype=self.wide, device=self.device)
+        self.views = dict(zip(sizes, self.values.split(list(sizes.values())), strict=True))
+        self._before: list[Tensor] = []
+        self._clip_seen = False
+        self._start = self._copies() if change else []
+        self._last = [torch.zeros_like(local(p)) for p in watched.parameters] if agreement else []
+        self._energy = torch.zeros_like(self.views["energy"])
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def start_as(self, former: "Probe") -> None:
+        """Keep the start of what another probe has watched before."""
+        pairs = zip(former.watched.parameters, former._start, strict=bool(former._start))
+        known = {id(parameter): start for parameter, start in pairs}
+        mine = zip(self.watched.parameters, self._start, strict=bool(self._start))
+        self._start = [known.get(id(parameter), start) for parameter, start in mine]
+
+    def start_at(self, weights: Sequence[Tensor]) -> None:
+        """Measure change from these weights, or from this process's share of them."""
+        self._start = list(weights)
+
+    @torch.no_grad()
+    def before_clip(self) -> None:
+        """Measure gradients before they are clipped."""
+        self.views["before_clip"].copy_(self._totals.squares(self._gradients()))
+        self._clip_seen = True
+
+    @torch.no_grad()
+    def before_step(self, share: Tensor | None = None, gradients: bool = True) -> None:
+        """Measure gradients and weights, and copy the weights.
+
+        `share` is what the optimizer's own kernel will keep of gradients not yet clipped. Without
+        `gradients` they do not exist yet (a closure makes them) and are measured afterwards.
+        """
+        if gradients:
+            self._measure_gradients(share)
+        self._before = self._copies()
+        self.views["weight"].copy_(self._totals.squares(self._before))
+        for name, values in zip(("high", "low"), self._ranges(), strict=True):
+            if values:
+                self.views[name].copy_(torch.stack(values))
+
+    @torch.no_grad()
+    def after_step(self, gradients: bool = False) -> None:
+        """Measure what the step changed; the copy is freed."""
+        if gradients:
+            self._measure_gradients(None)
+        now = [local(p) for p in self.watched.parameters]
+        torch._foreach_sub_(self._before, now)
+        self.views["update"].copy_(self._totals.squares(self._before))
+        self._before = []
+        if self._start:
+            self._since_start(now)
+        self._reduce()
+        if not self._clip_seen:
+            self.views["before_clip"].fill_(torch.nan)
+        self._clip_seen = False
+        self._note_rates()
+
+    def _measure_gradients(self, share: Tensor | None) -> None:
+        found = self._gradients()
+        self.views["gradient"].copy_(self._totals.squares(found))
+        if self.ends:
+            norms = self._totals.norms([found[i] for i in self.ends], torch.inf)
+            self.views["largest"].copy_(norms)
+        if self.agreement:
+            self._compare(found)
+        if share is not None:  # one pass serves both
+            self.views["before_clip"].copy_(self.views["gradient"])
+            self._clip_seen = True
+        factor = share if share is not None else self._unscaling()
+        if factor is not None:
+            self.views["gradient"].mul_(factor.square())
+            self.views["largest"].mul_(factor)
+
+    def _gradients(self) -> list[Tensor]:
+        """Every gradient, or this process's share of it; a zero stands in for none."""
+        found, self.reached = [], []
+        for parameter in self.watched.parameters:
+            gradient = self.gradient(parameter)
+            self.reached.append(gradient is not None)
+            found.append(_stand_in(local(parameter)) if gradient is None else local(gradient))
+        return found
+
+    def _unscaling(self) -> Tensor | None:
+        """What a fused optimizer will multiply gradients with, as GradScaler asks it to."""
+        scale = getattr(self.optimizers[0], "grad_scale", None)
+        return 1.0 / scale.to(self.device, self.wide) if isinstance(scale, Tensor) else None
+
+    def _copies(self) -> list[Tensor]:
+        return [local(p).detach().clone() for p in self.watched.parameters]
+
+    def _ranges(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The largest and the negative smallest weight of every tensor of the front."""
+        high, low = [], []
+        nothing = torch.full((), -torch.inf, dtype=self.wide, device=self.device)
+        for i in self.watched.front:
+            smallest, largest = -nothing, nothing
+            if self._before[i].numel():
+                smallest, largest = self._before[i].aminmax()
+            high.append(largest.to(self.device, self.wide))
+            low.append(-smallest.to(self.device, self.wide))
+        return high, low
+
+    def _compare(self, found: list[Tensor]) -> None:
+        """The product of this gradient with the last one, which it then replaces.
+
+        The first has none before it: zeros, of no norm and so without a cosine.
+        """
+        torch._foreach_mul_(self._last, found)
+        products = self._totals.add_up(lambda views: [v.sum() for v in views[0]], self._last)
+        self.views["agree"].copy_(products)
+        torch._foreach_copy_(self._last, found)
+        energy = self.views["gradient"]
+        self.views["former"].copy_(self._energy)
+        self.views["energy"].copy_(energy)
+        self._energy.copy_(energy)
+
+    def _since_start(self, now: list[Tensor]) -> None:
+        """How far from the start, and along it: view by view, so that no copy is made."""
+
+        def apart(views: list[list[Tensor]]) -> list[Tensor]:
+            return [(a - b).float().norm().square() for a, b in zip(*views, strict=True)]
+
+        def along(views: list[list[Tensor]]) -> list[Tensor]:
+            return [(a * b).sum(dtype=self.wide) for a, b in zip(*views, strict=True)]
+
+        self.views["origin"].copy_(self._totals.squares(self._start))
+        self.views["moved"].copy_(self._totals.add_up(apart, now, self._start))
+        self.views["along"].copy_(self._totals.add_up(along, now, self._start))
+
+    def _reduce(self) -> None:
+        """Join what processes hold of a sharded model: one sum, one maximum."""
+        if self._group is None:
+            return
+        sums = torch.cat([self.views[name] for name in SUMS])
+        dist.all_reduce(sums, group=self._group)
+        maxima = torch.cat([self.views[name] for name in _MAXIMA])
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self._group)
+        for names, joined in ((SUMS, sums), (_MAXIMA, maxima)):
+            sizes = [len(self.views[name]) for name in names]
+            for name, part in zip(names, joined.split(sizes), strict=True):
+                self.views[name].copy_(part)
+
+    def _note_rates(self) -> None:
+        """Learning rates, and whether the optimizer was told to stand still."""
+        groups = self._groups()
+        for place, group in zip(self.views["rates"].unbind(), groups, strict=True):
+            rate = group["lr"]
+            place.copy_(rate) if isinstance(rate, Tensor) else place.fill_(rate)
+        stopped = getattr(self.optimizers[0], "found_inf", None)
+        if isinstance(stopped, Tensor):
+            self.views["stopped"].copy_(stopped)
+        else:
+            self.views["stopped"].zero_()
+
+
+def _stand_in(like: Tensor) -> Tensor:
+    """A zero of any shape, which takes no memory."""
+    return torch.zeros((), dtype=like.dtype, device=like.device).expand_as(like)

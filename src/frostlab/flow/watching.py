@@ -1,0 +1,212 @@
+"""`watch`: measures every n-th optimizer step of any loop, through the optimizer's own hooks."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from frostlab.anatomy import unwrapped
+from frostlab.errors import BadInput
+from frostlab.flow.activity import Activity
+from frostlab.flow.facts import GroupFacts, Report
+from frostlab.flow.flow import Flow
+from frostlab.flow.places import flags_of, look
+from frostlab.flow.probe import Gradient, Probe, own_gradient
+from frostlab.flow.proof import Proof
+from frostlab.flow.reading import Mailbox
+from frostlab.surgery.stale import changes
+
+
+class Watch(Flow):
+    """A flow that is being written: a context manager, or `start` and `stop` around a loop."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        every: int,
+        change: bool,
+        agreement: bool,
+        units: bool,
+        entropy: bool,
+        verify: bool,
+        gradient: Gradient,
+    ) -> None:
+        super().__init__(type(unwrapped(model)).__name__, type(optimizers[0]).__name__)
+        self.every, self.step, self.first = every, 0, 0  # the step before the first one watched
+        self._model, self._optimizers, self._verify = model, tuple(optimizers), verify
+        self._settings: dict[str, Any] = {
+            "change": change, "agreement": agreement, "gradient": gradient
+        }  # fmt: skip
+        self._mailbox = Mailbox()
+        self._activity = Activity(model, units, entropy, self.is_due)
+        self._hooks: list[Any] = []
+        self._proof: Proof | None = None
+        self._probe: Probe | None = None
+        self._changes = changes()
+        self._inside = self._measuring = self._closed_over = False
+        self._look()
+
+    def _look(self) -> None:
+        """See which parts there are, and who learns now."""
+        watched = look(self._model, self._optimizers)
+        self.parts, self._flags = watched.parts, watched.flags
+        groups = [group for each in self._optimizers for group in each.param_groups]
+        self.groups = tuple(GroupFacts.of(group) for group in groups)
+        if not watched.parameters:
+            raise BadInput("watch: nothing requires a gradient; freeze less, or nothing will learn")
+        former, self._probe = self._probe, Probe(watched, self._optimizers, **self._settings)
+        if former is not None:
+            self._probe.start_as(former)
+        self._changes = changes()
+
+    def __enter__(self) -> "Watch":
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def start(self, by_hand: bool = False) -> "Watch":
+        """Begin to watch; `by_hand`: the loop itself calls `before_step` and `after_step`."""
+        if self._hooks:
+            raise BadInput("watch: this flow is already watching; stop it first")
+        if self._verify:
+            self._proof = Proof(self._model)
+        if by_hand:
+            self._hooks = self._activity.unit_hooks()
+            return self
+        self._hooks = [
+            self._optimizers[0].register_step_pre_hook(self._before),
+            self._optimizers[-1].register_step_post_hook(self._after),
+            *self._activity.hooks(),
+        ]
+        return self
+
+    def stop(self) -> None:
+        """End watching: hooks and copies go, frozen weights are compared with their digests."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._reports += self._mailbox.collect(wait=True)
+        if self._proof is not None:
+            self.moved = tuple(self._proof.moved(self._model, self.parts))
+            self.verified, self._proof = True, None
+        self._probe = None
+
+    @property
+    def reports(self) -> list[Report]:
+        """What has been measured so far; waits for what is on its way."""
+        self._reports += self._mailbox.collect(wait=True)
+        return self._reports
+
+    def take(self) -> list[Report]:
+        """Hand over what has arrived, without waiting; the flow does not keep it."""
+        taken = self._reports + self._mailbox.collect(wait=False)
+        self._reports = []
+        return taken
+
+    def listening(self) -> AbstractContextManager[Any]:
+        """Around a forward pass of a loop that goes by hand: `entropy` is seen within."""
+        return self._activity.listening()
+
+    def before_clip(self) -> None:
+        """Call this before clipping, and the gradient's norm before it is known too."""
+        if self.is_due():
+            self.probe.before_clip()
+
+    def before_step(self, share: Tensor | None = None, gradients: bool = True) -> None:
+        """A step is about to be taken; hooks call this, or a loop that has none (see `Probe`)."""
+        self._inside = False  # a step that failed may have left it so
+        self._measuring = self.is_due()
+        self.step += 1
+        self._inside = True
+        if self._measuring:
+            self.probe.before_step(share, gradients)
+
+    def after_step(self, gradients: bool = False) -> None:
+        """The step has been taken."""
+        self._inside = False
+        if self._measuring:
+            self._measuring = False
+            self.probe.after_step(gradients)
+            self._send()
+
+    def count(self, measured: bool) -> None:
+        """A step has been taken, and a graph has run the probe in it, or one without."""
+        self.step += 1
+        if measured:
+            self._send()
+
+    def _send(self) -> None:
+        self._mailbox.send(self.step, self.probe, self._activity.numbers(), self._activity.read())
+        self._reports += self._mailbox.collect(wait=False)
+
+    @property
+    def probe(self) -> Probe:
+        """What measures; made anew where freezing or thawing has changed who learns."""
+        self.refresh()
+        assert self._probe is not None
+        return self._probe
+
+    def refresh(self) -> None:
+        """Look anew if freezing or thawing has changed who learns."""
+        changed = self._changes != changes() or self._flags != flags_of(self._model)
+        if self._probe is None or changed:
+            self._look()
+
+    def is_due(self) -> bool:
+        """Whether the step that is being taken, or else the next one, is measured."""
+        return self._measuring if self._inside else (self.step - self.first) % self.every == 0
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        given = [*args[1:], *kwargs.values()]  # the first is the optimizer itself
+        self._closed_over = any(callable(each) for each in given)
+        self.before_step(gradients=not self._closed_over)
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.after_step(gradients=self._closed_over)
+
+
+def watch(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    every: int = 10,
+    *,
+    change: bool = False,
+    agreement: bool = False,
+    units: bool = False,
+    entropy: bool = False,
+    verify: bool = True,
+    gradient: Gradient = own_gradient,
+) -> Watch:
+    """Watch which parts of a model learn: `with fl.watch(model, optimizer) as flow: train()`.
+
+    Steps 1, 1 + every, 1 + 2 every … are measured: gradient, weight and update norms a part.
+    `change` adds the distance from the start and keeps a copy of what learns; `agreement` the
+    cosine between successive gradients and keeps a copy of them; `units` dead and saturated units;
+    `entropy` that of every attention head. `verify` compares digests of what is frozen at the end.
+    `gradient` says where a parameter's gradient lies, if it is not in `.grad`.
+    """
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
+        raise BadInput("watch: the optimizer is no torch.optim.Optimizer; give the one that steps")
+    if not isinstance(every, int) or every < 1:
+        raise BadInput(f"watch: every is {every}; a whole number of steps from 1 on, such as 10")
+    if (units or entropy) and _is_compiled(model):
+        raise BadInput("watch: units and entropy need the model as it was before torch.compile")
+    return Watch(model, optimizers, every, change, agreement, units, entropy, verify, gradient)
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return any(
+        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+        for module in model.modules()
+    )

@@ -1,0 +1,51 @@
+"""Gradient flow in the Hugging Face Trainer: `Trainer(…, callbacks=[fl.GradFlowCallback()])`."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from frostlab.flow import Watch, watch
+
+
+class GradFlowCallback(TrainerCallback):
+    """Watches a Trainer's model; `.flow` is what was seen, also written to `path` at the end.
+
+    The Trainer clips before anything is called, so norms before clipping are not known here.
+    """
+
+    flow: Watch
+
+    def __init__(
+        self,
+        every: int = 10,
+        path: str | Path | None = None,
+        *,
+        change: bool = False,
+        agreement: bool = False,
+        units: bool = False,
+        entropy: bool = False,
+        verify: bool = True,
+    ) -> None:
+        self.every, self.path = every, path
+        self.options: dict[str, Any] = {
+            "change": change, "agreement": agreement, "units": units, "entropy": entropy,
+            "verify": verify,
+        }  # fmt: skip
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **more: Any
+    ) -> None:
+        """Begin to watch the optimizer inside accelerate's."""
+        inner: Any = optimizer
+        while hasattr(inner, "accelerator_state"):
+            inner = inner.optimizer
+        self.flow = watch(model, inner, self.every, **self.options)
+        self.flow.step = state.global_step
+        self.flow.start()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """End watching, and write."""
+        self.flow.stop()
+        if self.path is not None and state.is_world_process_zero:
+            self.flow.save(self.path)

@@ -1,0 +1,237 @@
+"""What can be asked of a flow, what it refuses, and what measuring never does."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import frostlab as fl
+from flowing import adamw, batch, loss_at, tiny_gpt, watched
+from frostlab.flow.activity import _chances, dead_share, entropy, saturated_share
+from frostlab.flow.places import look
+from frostlab.flow.probe import Probe
+
+
+def test_a_saved_flow_is_the_same_flow(tmp_path: Path) -> None:
+    model = tiny_gpt()
+    fl.freeze(model, "layers[1].key")
+    flow = watched(model, adamw(model), change=True, units=True, entropy=True)
+    loaded = fl.load_flow(flow.save(tmp_path / "flow.json"))
+    assert type(loaded) is fl.Flow
+    assert loaded.to_dict() == flow.to_dict()
+    assert loaded.verdicts() == flow.verdicts()
+    assert loaded.ends() == flow.ends()
+    assert loaded.table() == flow.table()
+    frame = loaded.to_frame()
+    assert len(frame) == len(flow.parts) * len(flow.reports)
+    assert frame[frame.part == "layers[1].key"].ratio.isna().all()
+    assert frame[frame.part == "head"]["update"].gt(0).all()
+
+
+def test_a_broken_flow_can_be_saved(tmp_path: Path) -> None:
+    model = tiny_gpt()
+    flow = watched(model, adamw(model), lambda s: loss_at(model, s) * torch.nan, steps=3)
+    assert flow.first_broken() == (1, "embedding")
+    loaded = fl.load_flow(flow.save(tmp_path / "flow.json"))
+    assert loaded.first_broken() == (1, "embedding")
+    assert math.isnan(loaded.norms()[1])
+    assert loaded.verdicts() == flow.verdicts()
+
+
+def test_the_table_shows_frozen_parts_without_numbers() -> None:
+    model = tiny_gpt()
+    fl.freeze(model, "query")
+    flow = watched(model, adamw(model))
+    lines = {line.split()[0]: line.split()[1:] for line in flow.table().splitlines() if line}
+    assert lines["layers[0].query"] == ["–", "–", "–", "–", "frozen", "on", "purpose"]
+    assert lines["layers[0].key"][-1] == "learning"
+    assert "before clip" not in flow.table()
+    assert flow.table().splitlines()[-1].startswith("front/output gradient ")
+
+
+def test_bad_input_is_one_line(tmp_path: Path) -> None:
+    model = tiny_gpt()
+    optimizer = adamw(model)
+    flow = watched(model, optimizer, steps=1)
+    text = tmp_path / "x.json"
+    text.write_text("{")
+    other = tmp_path / "y.json"
+    other.write_text(json.dumps({"schema": 9}))
+    half = tmp_path / "z.json"
+    half.write_text(json.dumps({"schema": 1, "model": "GPT", "optimizer": "AdamW"}))
+    cases: list[tuple[Any, str]] = [
+        (lambda: fl.watch(model, optimizer, every=0), "every is 0; a whole number"),
+        (lambda: fl.watch(model, "adam"), "no torch.optim.Optimizer"),  # type: ignore[arg-type]
+        (lambda: fl.watch(model, []), "no torch.optim.Optimizer"),
+        (lambda: fl.watch(nn.ReLU(), optimizer), "no parameters to watch"),
+        (lambda: flow.series("layers[0].qery", "ratio"), "did you mean `layers[0].query`?"),
+        (lambda: flow.series("head", "size"), "`size` is not measured; one of ratio, gradient"),
+        (lambda: flow.norms("ratio"), "`ratio` is no norm"),
+        (lambda: flow.save(tmp_path / "no" / "flow.json"), "does not exist"),
+        (lambda: fl.load_flow(tmp_path / "none.json"), "No such file"),
+        (lambda: fl.load_flow(text), "is not JSON"),
+        (lambda: fl.load_flow(other), "is not a flow of schema 1"),
+        (lambda: fl.load_flow(half), "is not a whole flow"),
+        (lambda: fl.watch(torch.compile(model), optimizer, units=True), "before torch.compile"),
+        (lambda: fl.watch(model.requires_grad_(False), optimizer), "nothing requires a gradient"),
+    ]  # fmt: skip
+    for call, said in cases:
+        with pytest.raises(fl.BadInput) as caught:
+            call()
+        assert said in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_hooks_and_copies_go_with_the_watch() -> None:
+    model = tiny_gpt()
+    optimizer = adamw(model)
+    flow = fl.watch(model, optimizer, every=1, units=True, entropy=True)
+    with flow:
+        with pytest.raises(fl.BadInput, match="already watching"):
+            flow.start()
+        loss_at(model, 0).backward()
+        optimizer.step()
+        assert flow._probe is not None
+        assert flow._probe._before == []
+    assert flow._probe is None
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    optimizer.step()
+    assert [report.step for report in flow.reports] == [1]
+
+
+class Seen(TorchDispatchMode):
+    """The operations that ran, and the bytes that were alive at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("asked", [{}, {"change": True, "agreement": True}])
+def test_measuring_never_looks_at_a_value(asked: dict[str, bool]) -> None:
+    """Whatever reads a value waits for the device, and cannot be captured in a graph."""
+    model = tiny_gpt()
+    fl.freeze(model, "layers[0].query")
+    optimizer = adamw(model)
+    loss_at(model, 0).backward()
+    probe = Probe(look(model, [optimizer]), [optimizer], **asked)
+    with Seen() as seen:
+        for _ in range(2):
+            probe.before_clip()
+            probe.before_step(torch.tensor(0.5))
+            probe.after_step()
+    assert "aten::_foreach_norm.Scalar" in seen.names
+    waits = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "unique", "masked_select")
+    assert not [name for name in seen.names if name.split("::")[1].split(".")[0] in waits]
+    assert probe.values.data_ptr() == probe.views["gradient"].data_ptr()
+
+
+def test_a_tensor_as_learning_rate_is_read_on_the_device() -> None:
+    model = tiny_gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3))
+    flow = watched(model, optimizer, steps=1)
+    assert flow.reports[0].rates == pytest.approx((1e-3,))
+
+
+@pytest.mark.slow
+def test_a_compiled_model_gives_the_same_numbers() -> None:
+    plain, compiled = tiny_gpt(), tiny_gpt()
+    expected = watched(plain, adamw(plain), steps=3, every=1)
+    found = watched(torch.compile(compiled), adamw(compiled), steps=3, every=1)  # type: ignore[arg-type]
+    assert found.parts == expected.parts
+    for mine, theirs in zip(found.reports, expected.reports, strict=True):
+        for quantity in ("gradient", "weight", "update"):
+            assert mine.values[quantity] == pytest.approx(
+                theirs.values[quantity], rel=1e-2, abs=1e-6
+            )
+
+
+def test_dead_and_saturated_units() -> None:
+    made = torch.randn(4, 3, 8).relu() + 0.1
+    made[..., :2] = 0.0
+    assert float(dead_share(made)) == 0.25
+    assert float(saturated_share(torch.tensor([0.001, 0.5, 0.999, 0.2]), 0.0, 1.0)) == 0.5
+    model = tiny_gpt()
+    with torch.no_grad():
+        model.blocks[1].up.bias[:8] = -100.0
+    flow = watched(model, adamw(model), steps=3, units=True)
+    for report in flow.reports:
+        assert report.dead["blocks.1.down"] == 0.25
+        assert report.dead["blocks.0.down"] == 0.0
+
+
+def test_entropy_of_heads() -> None:
+    even = torch.full((2, 1, 4, 5), 0.2)
+    sharp = F.one_hot(torch.zeros(2, 1, 4, dtype=torch.long), 5).float()
+    found = entropy(torch.cat([even, sharp], 1))
+    assert found.tolist() == pytest.approx([1.0, 0.0])
+
+
+@pytest.mark.parametrize("hidden", ["nothing", "causal", "padding", "added"])
+@pytest.mark.parametrize("kv", [4, 2])
+def test_chances_are_those_torch_mixes_values_with(hidden: str, kv: int) -> None:
+    query, key, value = torch.randn(2, 4, 5, 8), torch.randn(2, kv, 5, 8), torch.randn(2, kv, 5, 8)
+    given: dict[str, Any] = {"enable_gqa": kv != 4, "is_causal": hidden == "causal"}
+    if hidden == "padding":
+        given["attn_mask"] = (torch.arange(5) < 3).expand(2, 1, 5, 5)
+    if hidden == "added":
+        given["attn_mask"] = torch.randn(2, 1, 5, 5)
+    expected = F.scaled_dot_product_attention(query, key, value, **given)
+    found = _chances(query, key, value, **given) @ value.repeat_interleave(4 // kv, 1)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("way", ["sdpa", "eager"])
+def test_attention_is_seen_however_it_is_computed(way: str) -> None:
+    import transformers
+
+    from zoo import SIZES
+
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**SIZES, attn_implementation=way)
+    model = transformers.BertForSequenceClassification(config).train()
+    with torch.no_grad():  # the second head of the first layer looks at one token only
+        own = model.bert.encoder.layer[0].attention.self
+        own.query.bias[8:16], own.key.weight[8:16] = 1000.0, own.key.weight[8:16] * 1000.0
+
+    def loss(step: int) -> Tensor:
+        ids, classes = batch(step)
+        return model(input_ids=ids, labels=classes).loss
+
+    flow = watched(model, adamw(model, lr=0.0), loss, steps=3, entropy=True)
+    for report in flow.reports:
+        assert set(report.entropy) == {"attention[0]", "attention[1]"}
+        assert report.entropy["attention[0]"][1] < 0.3
+        rest = [*report.entropy["attention[0]"][2:], *report.entropy["attention[1]"]]
+        assert min(rest) > 0.9
+
+
+def test_what_no_anatomy_knows_is_watched_by_module() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    model[2].requires_grad_(False)
+
+    def loss(step: int) -> Tensor:
+        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
+        return F.cross_entropy(model(x), (x[:, 0] > 0).long())
+
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    flow = watched(model, optimizer, loss)
+    assert [part.name for part in flow.parts] == ["0", "2", "4"]
+    words = [verdict.word for verdict in flow.verdicts().values()]
+    assert words == ["learning", "frozen on purpose", "learning"]
+    assert "its bits did not change" in flow.verdicts()["2"].why
+    assert flow.ends().output > 0
