@@ -1,6 +1,5 @@
 """Comparisons of decoders: subjects as pairs, the ridge decoder beside, steps on the clock."""
 
-
 import numpy as np
 import pytest
 from scipy import stats

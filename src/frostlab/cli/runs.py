@@ -47,6 +47,10 @@ def run(
     data_dir: DataDir = None,
     out: Annotated[Path | None, typer.Option(help="The run's own folder.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:2, mps.")] = None,
+    stage: Annotated[
+        str | None,
+        typer.Option(help="trial: 50 epochs, watched, then judged by three targets (exit code 1)."),
+    ] = None,
     runs: RunsFolder = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
@@ -57,6 +61,10 @@ def run(
     if device is not None:
         asked.append(f"train.device={device}")
     loaded = load_recipe(recipe, asked, seed)
+    if stage is not None:
+        from frostlab.cli.trial import trial_settings
+
+        loaded = load_recipe(recipe, [*trial_settings(stage, loaded), *asked], seed)
     check_data_dir(data_dir)
     from frostlab.cli.progress import display
     from frostlab.records.listing import show
@@ -74,6 +82,10 @@ def run(
     )
     if os.environ.get("RANK", "0") == "0":
         typer.echo(json.dumps(record.result, indent=1) if as_json else show(record.folder))
+        if stage is not None:
+            from frostlab.cli.trial import judge
+
+            judge(record.folder, as_json)
 
 
 def check_data_dir(data_dir: Path | None) -> None:
