@@ -26,6 +26,7 @@ from frostlab.training.evaluation import evaluate
 from frostlab.training.examples import WindowExamples
 from frostlab.training.feed import Feed
 from frostlab.training.metrics import tally_for
+from frostlab.training.norms import same_buffers
 from frostlab.training.running import run
 from frostlab.training.signal_losses import pearson, window_losses
 from frostlab.training.stages import stages_of
@@ -187,7 +188,8 @@ def test_it_learns_and_accumulating_changes_nothing(tmp_path: Path) -> None:
 def test_killed_and_resumed_it_is_the_same_bit_for_bit(
     moment: str, count: int, tmp_path: Path
 ) -> None:
-    recipe = hearing(train__epochs=3, train__checkpoint=3, evaluate__every=5)
+    changes = {"train__epochs": 3, "train__checkpoint": 3, "evaluate__every": 5}
+    recipe = hearing(**changes, model__norm="batch")
     assert attempt(recipe, tmp_path / "whole") == 0
     assert attempt(recipe, tmp_path / "run", moment, count) == -9
     assert not (tmp_path / "run" / "result.json").exists()
@@ -195,6 +197,29 @@ def test_killed_and_resumed_it_is_the_same_bit_for_bit(
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
     one, two = (read_scores(tmp_path / name)["report"]["model"] for name in ("run", "whole"))
     assert one.digest == two.digest
+
+
+def test_surgery_works_on_decoders_of_recordings(finished: RunRecord, tmp_path: Path) -> None:
+    frozen = run(hearing(treatment="oelm"), out=tmp_path / "run")
+    assert all(e["frozen_verified"] == 8 for e in frozen.events() if e["kind"] == "evaluation")
+    untouched = set(frozen.digests["weights"]) - set(frozen.digests["touched"])
+    mine, theirs = frozen.digests["weights"], finished.digests["weights"]
+    assert untouched
+    assert all(mine[key] == theirs[key] for key in untouched)
+    assert frozen.digests["touched"]
+
+
+def test_a_pass_that_tries_something_out_moves_no_statistics() -> None:
+    recipe, data = prepared(model__norm="batch")
+    objective = objective_for(build_for(recipe, data), recipe).train()
+    batch = WindowExamples(data.splits["tune"]).collate(np.array([0, 64]))
+    before = [buffer.clone() for buffer in objective.buffers()]
+    with same_buffers(objective):
+        objective(batch)
+    assert before
+    assert all(map(torch.equal, before, objective.buffers()))
+    objective(batch)
+    assert not all(map(torch.equal, before, objective.buffers()))
 
 
 def test_looks_and_schedules_are_counted_in_epochs(tmp_path: Path) -> None:
@@ -284,6 +309,27 @@ def test_a_path_in_place_of_simulated_data_is_the_challenges_folder(tmp_path: Pa
     assert recipe.data.task == "envelope"
     with pytest.raises(BadInput, match="split_data"):
         run(recipe, out=tmp_path / "run")
+
+
+def test_the_challenges_folder_trains_and_reports(tmp_path: Path) -> None:
+    _, data = prepared()
+    names = {"train": "train", "tune": "val", "report": "test"}
+    for role, word in names.items():
+        for each in data.splits[role].recordings:
+            start = tmp_path / f"{word}_-_{each.subject}_-_story"
+            np.save(f"{start}_-_eeg.npy", each.eeg)
+            np.save(f"{start}_-_envelope.npy", each.envelope)
+    small = [f"model.{key}={value}" for key, value in hearing()["model"].items() if key != "kind"]
+    recipe = load_recipe(
+        "eeg-conformer-v2",
+        [f"data.path={tmp_path}", "data.length=64", "train.epochs=1", "train.threads=1", *small],
+    )
+    record = run(recipe, out=tmp_path / "run")
+    assert set(read_scores(record.folder)) == {"report"}
+    simulated = fit_ridge(data.splits["train"].recordings, data.rate)
+    r = [np.arctanh(pearsonr(simulated.predict(each), each.envelope)[0])
+         for each in data.splits["report"].recordings]  # fmt: skip
+    assert record.metrics["ridge"] == pytest.approx(float(np.tanh(np.mean(r))), abs=1e-3)
 
 
 def test_published_recipes_are_the_sources() -> None:

@@ -116,7 +116,9 @@ def _clocks(result: dict[str, Any]) -> list[str]:
     warm = left.pop("warmup_ms", None)
     if step and isinstance(warm, list):
         step += f"; {len(warm)} warm-up steps not counted"
-    names = {"tokens_per_second": "tokens/s", "examples_per_second": "examples/s"}
+    unit = "samples" if "scores" in result else "tokens"  # of a recording, of a text
+    left = {unit if key == "tokens" else key: value for key, value in left.items()}
+    names = {"tokens_per_second": f"{unit}/s", "examples_per_second": "examples/s"}
     speeds = [(name, number(left.pop(key, None))) for key, name in names.items()]
     how = [("kind of step", ", then ".join(dict.fromkeys(kinds)))] if kinds else []
     return _pairs([*lines, ("step", step), *how, *speeds, *sorted(left.items())])

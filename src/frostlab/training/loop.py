@@ -12,19 +12,13 @@ from frostlab.records.checkpoints import Checkpoint, keep_only, save_checkpoint
 from frostlab.training.batching import order_digest
 from frostlab.training.boundary import cross
 from frostlab.training.choosing import build_step
-from frostlab.training.distributed import World, gather_nothing, like, whole
+from frostlab.training.distributed import gather_nothing, like, whole
 from frostlab.training.evaluation import evaluate
-from frostlab.training.examples import examples_of
 from frostlab.training.feed import Feed
 from frostlab.training.flowing import watch_stage
 from frostlab.training.interruptions import StopLook
 from frostlab.training.ledger import Entry, Ledger
-from frostlab.training.optimizer import (
-    build_optimizer,
-    optimizer_tensors,
-    rate_at,
-    restore_optimizer,
-)
+from frostlab.training.optimizer import optimizer_tensors, rate_at, restore_optimizer
 from frostlab.training.patience import reaches
 from frostlab.training.prefix import build_prefix, prefix_depth
 from frostlab.training.progress import Progress
@@ -35,8 +29,7 @@ from frostlab.training.step import Diverged, EagerStep, seed_step
 from frostlab.training.stopwatch import Stopwatch
 from frostlab.training.telling import say_how, say_stage
 from frostlab.training.treating import wants_types
-
-CPU = torch.device("cpu")
+from frostlab.training.unused import any_unused
 
 
 class Stopped(Exception):
@@ -87,7 +80,7 @@ def _train_stage(
     shares = shares_of(setting.model, stage, index, setting.entered)
     step_once = build_step(
         setting.objective, optim, recipe.train, setting.precision, setting.device, world,
-        steps=stage.steps, unused=_any_unused(setting), shares=shares,
+        steps=stage.steps, unused=any_unused(setting), shares=shares,
         inside=recipe.watch is not None and recipe.watch.inside,
     )  # fmt: skip
     if state:
@@ -242,18 +235,3 @@ def _keep(
             setting.folder.event("checkpoint", progress.step, best=progress.best.step)
             keep_only(path, progress.step, progress.best.step, progress.stage)
         setting.world.wait()
-
-
-def _any_unused(setting: Setting) -> bool:
-    """Whether some trainable parameter gets no gradient, which DDP must be told beforehand."""
-    if setting.world.size == 1 or setting.recipe.train.parallel == "fsdp":
-        return False
-    prepared, model = setting.prepared, setting.model
-    examples = examples_of(prepared, prepared.splits["train"], CPU, wants_types(model))
-    batch = examples.collate(examples.epoch(2, setting.recipe.seed, 0, bucket=False)[0])
-    optimizer = build_optimizer(model, setting.recipe.optim, fused=False)
-    step = EagerStep(setting.objective, optimizer, setting.precision, None, World())
-    step.gradients([batch.to(setting.device)], batch.scored)
-    unused = any(p.grad is None for p in model.parameters() if p.requires_grad)
-    optimizer.zero_grad(set_to_none=True)
-    return unused

@@ -1,10 +1,25 @@
 """BatchNorm among several processes: one set of statistics for all of them, or none."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from frostlab.errors import BadInput
+
+
+@contextmanager
+def same_buffers(model: nn.Module) -> Iterator[None]:
+    """Put buffers back afterwards: a pass that only tries something out counts for no norm."""
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in kept:
+                buffer.copy_(before)
 
 
 def prepare_norms(model: nn.Module, world_size: int, device: torch.device) -> None:
