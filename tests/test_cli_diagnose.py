@@ -90,6 +90,7 @@ def test_stages_are_judged_one_by_one(runs: Path, in_this_process: Command) -> N
         (("",), "`` is no run in"),
         (("majority-gpt", "--set", "watch=null"), "a diagnosis watches"),
         (("majority-gpt", "--set", "optim.lt=1"), "did you mean `lr`?"),
+        (("majority-gpt", "--set", "train.epochs=1"), "a diagnosis trains for --steps"),
     ],
 )
 def test_bad_input(

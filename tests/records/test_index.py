@@ -97,7 +97,7 @@ def test_a_finished_run_is_summarised(tmp_path: Path) -> None:
     assert read_run(folder) == expected
 
 
-@pytest.mark.parametrize("steps", [3, 5000])  # more than head and tail hold
+@pytest.mark.parametrize("steps", [3, 30000])  # more than head and tail hold
 def test_an_unfinished_run_says_how_far_it_came(tmp_path: Path, steps: int) -> None:
     folder = write_run(tmp_path / "a", steps=steps)
     with open(folder / "events.jsonl", "a") as file:
@@ -105,6 +105,17 @@ def test_an_unfinished_run_says_how_far_it_came(tmp_path: Path, steps: int) -> N
     (run,) = list_runs(tmp_path)
     assert (run.status, run.error, run.steps) == ("interrupted", None, steps)
     assert (run.metric, run.value, run.data, run.seed) == ("accuracy", 0.25, "sst2", 3)
+
+
+def test_a_watched_run_still_shows_its_last_evaluation(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    flow = json.dumps({"kind": "flow", "step": 4, "gradient": [0.1] * 1000}) + "\n"
+    with open(folder / "events.jsonl", "a") as file:
+        file.write(flow * 100)
+        file.write('{"kind": "step", "step": 9}\n')
+    assert (folder / "events.jsonl").stat().st_size > 4 * 65536
+    (run,) = list_runs(tmp_path)
+    assert (run.steps, run.metric, run.value) == (9, "accuracy", 0.25)
 
 
 def test_runs_stand_by_age_and_other_folders_are_ignored(tmp_path: Path) -> None:

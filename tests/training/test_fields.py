@@ -67,6 +67,11 @@ ELSEWHERE = {
     "supervise.layers": "test_exits.py, test_supervision.py",
     "supervise.weights": "test_exits.py, test_supervision.py",
     "supervise.frozen": "test_exits.py, test_supervision.py",
+    "watch.every": "test_flowing.py",
+    "watch.change": "test_flowing.py",
+    "watch.agreement": "test_flowing.py",
+    "watch.units": "test_flowing.py",
+    "watch.entropy": "test_flowing.py",
 }
 
 
@@ -78,6 +83,7 @@ def test_every_field_has_its_test() -> None:
     sections = {
         "data.": data_settings.Synthetic, "model.": settings.GPTModel, "optim.": settings.Optim,
         "train.": settings.Train, "evaluate.": settings.Evaluate, "supervise.": settings.Supervise,
+        "watch.": settings.Watch,
     }  # fmt: skip
     known = {f for prefix, kind in sections.items() for f in fields(kind, prefix)}
     known |= set(Recipe.model_fields) - {prefix.strip(".") for prefix in sections}

@@ -83,6 +83,9 @@ def _train(source: str, steps: int, asked: list[str], data_dir: Path | None, run
     from frostlab.recipe.loading import load_recipe, recipe_name
     from frostlab.recipe.shortening import shortened
 
+    for text in asked:
+        if text.partition("=")[0].strip() in ("train.steps", "train.epochs"):
+            raise BadInput(f"--set {text}: a diagnosis trains for --steps; say --steps N")
     short = load_recipe(source, [*shortened(load_recipe(source, asked), steps), *asked])
     return _run(short, f"diagnose-{recipe_name(source)}", data_dir, runs)
 
