@@ -27,11 +27,13 @@ from frostlab.training.examples import WindowExamples
 from frostlab.training.feed import Feed
 from frostlab.training.metrics import tally_for
 from frostlab.training.norms import same_buffers
+from frostlab.training.picturing import draw_run
 from frostlab.training.running import run
 from frostlab.training.signal_losses import pearson, window_losses
 from frostlab.training.stages import stages_of
 from frostlab.training.staging import Entered, enter, shares_of
 from hearing import hearing
+from tiny import tiny
 
 CPU = torch.device("cpu")
 
@@ -167,6 +169,20 @@ def test_a_run_shows_its_scores_and_refuses_edited_ones(finished: RunRecord) -> 
             read_scores(finished.folder)
     finally:
         path.write_text(text)
+
+
+def test_a_page_is_drawn_from_a_run(finished: RunRecord, tmp_path: Path) -> None:
+    page = draw_run(finished.folder)
+    assert page == finished.folder / "envelopes" / "index.html"
+    text = page.read_text()
+    for said in ("<h2>unseen</h2>", "ridge", "heard"):
+        assert said in text
+    assert sum(f">{name}<" in text for name in prepared()[1].channels) == 10, "the largest"
+    drawn = {path.stem for path in page.parent.glob("*.png")}
+    assert drawn >= {"r-report", "r-unseen", "excerpt-1", "excerpt-2", "kernels", "channels"}
+    text_run = run(tiny(train__epochs=1), out=tmp_path / "text")
+    with pytest.raises(BadInput, match="a run for classification; this page is for envelopes"):
+        draw_run(text_run.folder)
 
 
 def test_other_loss_other_weights(finished: RunRecord, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`frostlab recipes`, `run`, `runs`, `show`, `exits`."""
+"""`frostlab recipes`, `run`, `runs`, `show`, `envelopes`, `exits`."""
 
 import json
 import os
@@ -119,6 +119,24 @@ def show_run(
 
     folder = find_run(runs, run)
     typer.echo(json.dumps(show_json(folder), indent=1) if as_json else show(folder))
+
+
+def envelopes(
+    run: Annotated[str, typer.Argument(help="A run's name, the beginning of one, or its folder.")],
+    data_dir: DataDir = None,
+    runs: RunsFolder = Path("runs"),
+) -> None:
+    """Draw what a finished decoder of speech envelopes does, into the run's folder.
+
+    Scores, r of every subject, decoded against heard, temporal kernels, electrodes on a scalp.
+    """
+    from frostlab.records.index import find_run
+
+    folder = find_run(runs, run)
+    check_data_dir(data_dir)
+    from frostlab.training.picturing import draw_run
+
+    typer.echo(draw_run(folder, data_dir))
 
 
 def exits(
