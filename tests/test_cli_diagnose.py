@@ -10,9 +10,10 @@ import pytest
 import yaml
 
 import frostlab as fl
-from frostlab.flow.diagnosis import Diagnosis, diagnose, sentence
+from frostlab.flow.diagnosis import Diagnosis, diagnose
 from frostlab.flow.flow import Flow
 from frostlab.flow.rules import STILL
+from frostlab.flow.sentence import sentence_of
 from frostlab.recipe.loading import load_recipe, shipped_recipes
 from frostlab.recipe.shortening import shortened
 from frostlab.training import flowing
@@ -46,6 +47,23 @@ def test_a_healthy_run(runs: Path, in_this_process: Command) -> None:
     assert "wanted > 0.1)" in text
     assert "wanted > 0.01)" in text
     assert (runs / "watched-explicit-s0" / "flow" / "flow.html").is_file()
+
+
+def test_event_files_for_tensorboard(runs: Path, tmp_path: Path, in_this_process: Command) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for name in ("watched", "grown"):
+        where = str(tmp_path / name)
+        done = in_this_process("diagnose", name, "--runs", str(runs), "--tensorboard", where)
+        assert done.returncode == 0, done.stderr
+    read = EventAccumulator(str(tmp_path / "watched")).Reload()
+    flow = fl.flow_of(runs / "watched-explicit-s0")
+    found = {event.step: event.value for event in read.Scalars("Gradient/norm")}
+    assert found == pytest.approx(flow.norms())
+    assert read.Scalars("Validation/accuracy")
+    grown = EventAccumulator(str(tmp_path / "grown")).Reload()
+    stages = fl.flow_of(runs / "grown-none-s0").reports
+    assert len(grown.Scalars("Gradient/norm")) > len(stages) > 0  # those before it too
 
 
 def test_everything_as_json_without_torch(runs: Path) -> None:
@@ -153,9 +171,9 @@ def test_a_run_that_diverges_is_looked_at_all_the_same(
 
 def test_the_sentence_names_what_is_wrong(runs: Path) -> None:
     flow = diagnose(runs / "watched-explicit-s0").flows["train"]
-    assert sentence(Flow("GPT", "AdamW")) == "no step has been measured yet"
+    assert sentence_of(Flow("GPT", "AdamW")) == "no step has been measured yet"
     flow.moved = ("layers[0].query",)
-    assert sentence(flow) == (
+    assert sentence_of(flow) == (
         "1 of 18 parts moved though it is frozen: layers[0].query; 1 is frozen on purpose"
     )
     told = Diagnosis(runs, "running", None, 7, "pearson", 0.25, {"train": flow})

@@ -19,7 +19,7 @@ def blocks(document: str) -> list[str]:
 
 
 def test_the_readme_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (code,) = blocks("README.md")
+    code, _ = blocks("README.md")
     asked: list[str] = []
 
     def small(name: str) -> transformers.PreTrainedModel:
@@ -34,6 +34,27 @@ def test_the_readme_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert asked == ["bert-base-uncased"]
     assert {p.name for p in tmp_path.iterdir()} == {"delta", "plain-hf-checkpoint"}
     assert fl.anatomy(names["model"]).count("frozen") > 0  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning")
+def test_the_readme_trainer_script_prints_what_it_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (ROOT / "README.md").read_text().split("## What learns")[1].split("\n## ")[0]
+    _, code = blocks("README.md")
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    (shown,) = re.findall(r"```\n(Bert.*?)```", text, re.DOTALL)
+    printed = {shape(line) for line in capsys.readouterr().out.splitlines()}
+    lines = [line for line in shown.splitlines() if line != "…"]
+    assert len(lines) > 10
+    assert [line for line in lines if shape(line) not in printed] == []
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def shape(line: str) -> str:
+    """A line without its numbers, whose last digits differ between processors."""
+    return re.sub(r"\s+", " ", re.sub(r"(?<!\[)\b\d[\d.]*(e[+-]\d+)?\b", "#", line))
 
 
 def test_the_description_example_runs(capsys: pytest.CaptureFixture[str]) -> None:

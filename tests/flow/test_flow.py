@@ -235,3 +235,47 @@ def test_what_no_anatomy_knows_is_watched_by_module() -> None:
     assert words == ["learning", "frozen on purpose", "learning"]
     assert "its bits did not change" in flow.verdicts()["2"].why
     assert flow.ends().output > 0
+
+
+def test_a_group_added_while_watched_is_seen() -> None:
+    """Also one that holds what required a gradient all the time."""
+    model = tiny_gpt()
+    head = list(model.head.parameters())
+    rest = [p for p in model.parameters() if all(p is not q for q in head)]
+    optimizer = torch.optim.AdamW(rest, lr=1e-3)
+    with fl.watch(model, optimizer, every=1) as flow:
+        for step in range(6):
+            if step == 3:
+                assert list(flow.frozen_by_accident()) == ["head"]
+                optimizer.add_param_group({"params": head, "lr": 2e-3})
+            loss_at(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [report.rates for report in flow.reports] == [(1e-3,)] * 3 + [(1e-3, 2e-3)] * 3
+    assert flow.frozen_by_accident() == {}
+    assert [update > 0 for update in flow.series("head", "update").values()] == [False] * 3 + [
+        True
+    ] * 3
+
+
+@pytest.mark.parametrize("at", ["bottom", "top"])
+def test_layers_added_while_watched_keep_the_past_of_the_others(at: Any) -> None:
+    model = tiny_gpt()
+    optimizer = adamw(model)
+    old = {id(p) for p in model.parameters()}
+    with fl.watch(model, optimizer, every=1) as flow:
+        for step in range(4):
+            if step == 2:
+                before = {part: flow.series(part, "gradient") for part in ("head", "layers[0].key")}
+                fl.grow(model, layers=1, at=at)
+                new = [p for p in model.parameters() if id(p) not in old]
+                optimizer.add_param_group({"params": new})
+            loss_at(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    was, came = ("layers[1]", "layers[0]") if at == "bottom" else ("layers[0]", "layers[3]")
+    for name, part in (("head", "head"), ("layers[0].key", f"{was}.key")):
+        assert dict(list(flow.series(part, "gradient").items())[:2]) == before[name]
+    seen = flow.series(f"{came}.down", "weight")
+    assert [math.isnan(weight) for weight in seen.values()] == [True, True, False, False]
+    assert len(flow.table().splitlines()) > len(flow.parts)

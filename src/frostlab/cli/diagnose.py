@@ -30,6 +30,9 @@ def diagnose(
     ] = None,
     data_dir: DataDir = None,
     device: Annotated[str | None, typer.Option(help="For a recipe: cpu, cuda, cuda:2 …")] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option(help="Write event files for TensorBoard to this folder.")
+    ] = None,
     runs: RunsFolder = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
@@ -52,6 +55,10 @@ def diagnose(
         if os.environ.get("RANK", "0") != "0":
             return
     found = read(folder)
+    if tensorboard is not None:
+        from frostlab.integrations.tensorboard import export_run
+
+        export_run(folder, tensorboard, found.flows.values())
     if as_json:
         typer.echo(json.dumps(found.to_dict(), indent=1))
     else:

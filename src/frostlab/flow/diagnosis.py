@@ -1,6 +1,5 @@
 """A diagnosis: what the flow of a run says, in one sentence first."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,21 +8,9 @@ from frostlab.errors import BadInput
 from frostlab.flow.flow import Flow
 from frostlab.flow.front import WANTED
 from frostlab.flow.recorded import flows_of
-from frostlab.flow.rules import DECAYING, EXPLODING, FROZEN, MOVED, SCALED, SLOW, STILL
+from frostlab.flow.sentence import BAD, sentence_of
 from frostlab.records.folder import finite
 from frostlab.records.index import read_run
-
-_BAD = {  # a word, said of one part and of several; these are what a healthy run has none of
-    STILL: ("does not learn", "do not learn"),
-    DECAYING: ("is moved by weight decay alone", "are moved by weight decay alone"),
-    EXPLODING: ("explodes", "explode"),
-    MOVED: ("moved though it is frozen", "moved though they are frozen"),
-}
-_ODD = {
-    SLOW: ("is slow", "are slow"),
-    SCALED: ("has a gradient scale that is undone", "have a gradient scale that is undone"),
-}
-_NAMED = 5  # parts in a sentence
 
 
 @dataclass(frozen=True)
@@ -42,14 +29,14 @@ class Diagnosis:
     def healthy(self) -> bool:
         """Whether all that should learn does, as far as it was measured, and nothing blew up."""
         words = {v.word for flow in self.flows.values() for v in flow.verdicts().values()}
-        return self.status != "diverged" and not words & set(_BAD)
+        return self.status != "diverged" and not words & set(BAD)
 
     @property
     def sentences(self) -> list[str]:
         """What to think of every stage, then of the run if it did not end well."""
         several = len(self.flows) > 1
         said = [
-            (f"stage {name}: " if several else "") + sentence(flow)
+            (f"stage {name}: " if several else "") + sentence_of(flow)
             for name, flow in self.flows.items()
         ]
         if self.status in ("diverged", "failed"):
@@ -69,7 +56,7 @@ class Diagnosis:
         """Everything, as plain values for JSON."""
         stages = {
             name: {
-                "verdict": sentence(flow),
+                "verdict": sentence_of(flow),
                 "verdicts": {
                     part: vars(v) | {"accident": v.accident} for part, v in flow.verdicts().items()
                 },
@@ -96,32 +83,5 @@ def diagnose(folder: Path) -> Diagnosis:
     return Diagnosis(folder, run.status, run.error, run.steps, run.metric, run.value, flows)
 
 
-def sentence(flow: Flow) -> str:
-    """How many parts do not learn, and which."""
-    if not flow.reports:
-        return "no step has been measured yet"
-    words = {name: verdict.word for name, verdict in flow.verdicts().items()}
-    frozen = sum(word == FROZEN for word in words.values())
-    learning = [part.name for part in flow.parts if part.state == "trainable"]
-    said = []
-    for word, (one, many) in (_BAD | _ODD).items():
-        names = [name for name, found in words.items() if found == word]
-        count = len(flow.parts) if word == MOVED else len(learning)
-        if names:
-            said.append(f"{len(names)} of {count} parts {one if len(names) == 1 else many}: "
-                        f"{_listed(names)}")  # fmt: skip
-    if not any(word in _BAD for word in words.values()):
-        said.insert(0, f"all {len(learning)} parts that should learn do")
-    if frozen:
-        said.append(f"{frozen} {'is' if frozen == 1 else 'are'} frozen on purpose")
-    return "; ".join(said)
-
-
 def _reached(value: float, wanted: float) -> str:
     return f"wanted > {wanted:g}, {'reached' if value > wanted else 'not reached'}"
-
-
-def _listed(names: Iterable[str]) -> str:
-    listed = list(names)
-    more = f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""
-    return ", ".join(listed[:_NAMED]) + more

@@ -18,6 +18,10 @@ class Evidence:
     def __init__(self, flow: "Flow", rules: Rules) -> None:
         self.flow, self.rules = flow, rules
         self.reports = flow.reports[-rules.window :]
+        self.highest = [  # learning rate of every group; later groups are not in early reports
+            max((r.rates[g] for r in flow.reports if g < len(r.rates)), default=0.0)
+            for g in range(len(flow.groups))
+        ]
         self.learning = [i for i, part in enumerate(flow.parts) if part.state == "trainable"]
         begun = flow.reports[:1]  # what begins at zero moves far, relative to what it is, for long
         self.measures = {i for i in self.learning if any(r.of("weight", i) > 0 for r in begun)}
@@ -37,9 +41,10 @@ class Evidence:
         facts, ratio = self.flow.parts[part], report.ratio(part)
         if report.of("weight", part) == report.of("update", part) == 0.0:
             ratio = 0.0
-        if not facts.groups:
+        groups = [g for g in facts.groups if g < len(report.rates)]
+        if not groups:
             return ratio
-        group = max(facts.groups, key=lambda g: report.rates[g] * self.flow.groups[g].decay)
+        group = max(groups, key=lambda g: report.rates[g] * self.flow.groups[g].decay)
         rate, told = report.rates[group], self.flow.groups[group]
         if rate <= 0.0:
             return math.nan
@@ -50,7 +55,7 @@ class Evidence:
                 spread = math.sqrt(facts.elements)
                 moved = spread * (size / (size + told.eps * spread) if size else 0.0)
             ratio = min(ratio, rate * moved / weight)
-        return ratio * max(r.rates[group] for r in self.flow.reports) / rate
+        return ratio * self.highest[group] / rate
 
     def alike(self, part: int) -> list[float]:
         """The ratios of the other parts that play the same role and learn."""
@@ -116,7 +121,8 @@ def cause_of(seen: Evidence, i: int, part: PartFacts) -> tuple[str, str]:
         return (f"its learning rate is {seen.rate(part):.1e}, the largest {max(rates):.1e}",
                 "look at its group in the optimizer")  # fmt: skip
     elif seen.vanishes(i):
-        why = f"its gradient vanishes, {size / largest:.1e} of the largest"
+        how = f"{size / largest:.1e} of the largest" if size else "until it is zero"
+        why = f"its gradient vanishes, {how}"
         hint = "add a residual path or norms; a gradient scale of 3.0 or lr 2e-4 helps a little"
         if seen.flow.optimizer in rules.normalising:
             hint += f", though {seen.flow.optimizer} undoes a scale"
@@ -128,7 +134,7 @@ def cause_of(seen: Evidence, i: int, part: PartFacts) -> tuple[str, str]:
             "keep weights in float32 and compute under autocast",
         )
     else:
-        return f"its gradient is {size:.1e}", "try a larger learning rate for it"
+        return f"its gradient is {size:.1e}", "a larger learning rate for it"
     if stuck:
         name, share = max(stuck.items(), key=lambda item: item[1])
         why += f"; {share:.0%} of what `{name}` puts out is saturated"

@@ -1,6 +1,8 @@
 """What a flow is made of: facts about parts that do not change, and one report a measured step."""
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -81,6 +83,15 @@ class Report:
     def of(self, quantity: str, part: int) -> float:
         """One number of one part."""
         return self.values[quantity][part]
+
+    def at(self, places: Sequence[int | None]) -> "Report":
+        """The same of other parts: where each stood here, None for what was not there."""
+        values = {
+            quantity: tuple(math.nan if place is None else own[place] for place in places)
+            for quantity, own in self.values.items()
+        }
+        broken = tuple(i for i, place in enumerate(places) if place in self.broken)
+        return replace(self, values=values, broken=broken)
 
     def ratio(self, part: int) -> float:
         """How far the step moved a part, relative to its weights."""

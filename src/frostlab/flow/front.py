@@ -8,7 +8,7 @@ from typing import Any
 from frostlab.flow.facts import Report
 
 WANTED = {"front_ratio": 0.1, "weight_change": 0.01, "pearson": 0.3}  # more than this
-_WORDS = ((0.01, "vanishing"), (0.1, "weak"), (0.5, "fair"))
+WORDS = ((0.01, "vanishing"), (0.1, "weak"), (0.5, "fair"))
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Ends:
         ratio = self.front_ratio
         if math.isnan(ratio):
             return "unknown"
-        return next((word for limit, word in _WORDS if ratio < limit), "good")
+        return next((word for limit, word in WORDS if ratio < limit), "good")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, with the ratios and their word."""
@@ -60,6 +60,11 @@ def ends_of(reports: Sequence[Report]) -> Ends:
     ]
     change = sum(changes) / len(changes) if changes else math.nan
     return Ends(**reports[-1].largest, weight_change=change)
+
+
+def front_ratios(reports: Sequence[Report]) -> dict[int, float]:
+    """The front's gradient over the output's by step; NaN where either is unknown."""
+    return {r.step: Ends(**r.largest, weight_change=math.nan).front_ratio for r in reports}
 
 
 def _over(size: float, output: float) -> float:

@@ -47,7 +47,7 @@ class Watched:
     front: tuple[int, ...]  # parameters of the first two layers
     back: tuple[int, ...]  # of the last two
     output: tuple[int, ...]  # of the head
-    flags: tuple[bool, ...]  # who required a gradient when this was read
+    flags: tuple[int, ...]  # what `flags_of` said when this was read
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,22 @@ class _Held:
         return count if self.rows is None else count // shape[self.axis] * len(self.rows)
 
 
-def flags_of(model: nn.Module) -> tuple[bool, ...]:
-    """Who requires a gradient now."""
-    return tuple(p.requires_grad for p in unwrapped(model).parameters())
+def flags_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[int, ...]:
+    """Who requires a gradient now, and how many parameters each of the optimizers' groups holds."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    flags = (p.requires_grad for p in unwrapped(model).parameters())
+    return (*flags, *(len(group["params"]) for group in groups))
+
+
+def former_places(old: Watched, new: Watched) -> list[int | None]:
+    """Where each part stood before: that of the same parameters, else of the same name."""
+    held = {(id(old.parameters[bit.parameter]), bit.rows): bit.part for bit in old.bits}
+    found: dict[int, int] = {}
+    for bit in new.bits:
+        if (before := held.get((id(new.parameters[bit.parameter]), bit.rows))) is not None:
+            found.setdefault(bit.part, before)
+    left = {part.name: i for i, part in enumerate(old.parts) if i not in found.values()}
+    return [found.get(i, left.get(part.name)) for i, part in enumerate(new.parts)]
 
 
 def look(model: nn.Module, optimizers: Sequence[Optimizer]) -> Watched:
@@ -117,7 +130,7 @@ def look(model: nn.Module, optimizers: Sequence[Optimizer]) -> Watched:
         front=chosen(front),
         back=chosen(back),
         output=chosen(output),
-        flags=flags_of(model),
+        flags=flags_of(model, optimizers),
     )
 
 

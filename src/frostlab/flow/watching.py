@@ -1,6 +1,6 @@
 """`watch`: measures every n-th optimizer step of any loop, through the optimizer's own hooks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -11,13 +11,15 @@ from torch.optim import Optimizer
 from frostlab.anatomy import unwrapped
 from frostlab.errors import BadInput
 from frostlab.flow.activity import Activity
-from frostlab.flow.facts import GroupFacts, Report
+from frostlab.flow.facts import GroupFacts, PartFacts, Report
 from frostlab.flow.flow import Flow
-from frostlab.flow.places import flags_of, look
+from frostlab.flow.places import flags_of, former_places, look
 from frostlab.flow.probe import Gradient, Probe, own_gradient
 from frostlab.flow.proof import Proof
 from frostlab.flow.reading import Mailbox
 from frostlab.surgery.stale import changes
+
+Tell = Callable[[int, Report, Sequence[PartFacts]], None]
 
 
 class Watch(Flow):
@@ -34,6 +36,7 @@ class Watch(Flow):
         entropy: bool,
         verify: bool,
         gradient: Gradient,
+        tell: Tell | None,
     ) -> None:
         super().__init__(type(unwrapped(model)).__name__, type(optimizers[0]).__name__)
         self.every, self.step, self.first = every, 0, 0  # the step before the first one watched
@@ -41,7 +44,7 @@ class Watch(Flow):
         self._settings: dict[str, Any] = {
             "change": change, "agreement": agreement, "gradient": gradient
         }  # fmt: skip
-        self._mailbox = Mailbox()
+        self._mailbox, self._tell = Mailbox(), tell
         self._activity = Activity(model, units, entropy, self.is_due)
         self._hooks: list[Any] = []
         self._proof: Proof | None = None
@@ -52,6 +55,7 @@ class Watch(Flow):
 
     def _look(self) -> None:
         """See which parts there are, and who learns now."""
+        self._collect(wait=True)  # reports belong to the parts they were made of
         watched = look(self._model, self._optimizers)
         self.parts, self._flags = watched.parts, watched.flags
         groups = [group for each in self._optimizers for group in each.param_groups]
@@ -61,6 +65,9 @@ class Watch(Flow):
         former, self._probe = self._probe, Probe(watched, self._optimizers, **self._settings)
         if former is not None:
             self._probe.start_as(former)
+            if [p.name for p in former.watched.parts] != [p.name for p in watched.parts]:
+                places = former_places(former.watched, watched)  # layers were added
+                self._reports = [report.at(places) for report in self._reports]
         self._changes = changes()
 
     def __enter__(self) -> "Watch":
@@ -95,7 +102,7 @@ class Watch(Flow):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._reports += self._mailbox.collect(wait=True)
+        self._collect(wait=True)
         if self._proof is not None:
             self.moved = tuple(self._proof.moved(self._model, self.parts))
             self.verified, self._proof = True, None
@@ -104,13 +111,19 @@ class Watch(Flow):
     @property
     def reports(self) -> list[Report]:
         """What has been measured so far; waits for what is on its way."""
-        self._reports += self._mailbox.collect(wait=True)
+        self._collect(wait=True)
         return self._reports
+
+    def _collect(self, wait: bool) -> None:
+        for report in self._mailbox.collect(wait):
+            self._reports.append(report)
+            if self._tell is not None:
+                self._tell(report.step, report, self.parts)
 
     def take(self) -> list[Report]:
         """Hand over what has arrived, without waiting; the flow does not keep it."""
-        taken = self._reports + self._mailbox.collect(wait=False)
-        self._reports = []
+        self._collect(wait=False)
+        taken, self._reports = self._reports, []
         return taken
 
     def listening(self) -> AbstractContextManager[Any]:
@@ -147,7 +160,7 @@ class Watch(Flow):
 
     def _send(self) -> None:
         self._mailbox.send(self.step, self.probe, self._activity.numbers(), self._activity.read())
-        self._reports += self._mailbox.collect(wait=False)
+        self._collect(wait=False)
 
     @property
     def probe(self) -> Probe:
@@ -158,7 +171,9 @@ class Watch(Flow):
 
     def refresh(self) -> None:
         """Look anew if freezing or thawing has changed who learns."""
-        changed = self._changes != changes() or self._flags != flags_of(self._model)
+        changed = self._changes != changes() or self._flags != flags_of(
+            self._model, self._optimizers
+        )
         if self._probe is None or changed:
             self._look()
 
@@ -186,6 +201,7 @@ def watch(
     entropy: bool = False,
     verify: bool = True,
     gradient: Gradient = own_gradient,
+    tell: Tell | None = None,
 ) -> Watch:
     """Watch which parts of a model learn: `with fl.watch(model, optimizer) as flow: train()`.
 
@@ -193,7 +209,8 @@ def watch(
     `change` adds the distance from the start and keeps a copy of what learns; `agreement` the
     cosine between successive gradients and keeps a copy of them; `units` dead and saturated units;
     `entropy` that of every attention head. `verify` compares digests of what is frozen at the end.
-    `gradient` says where a parameter's gradient lies, if it is not in `.grad`.
+    `gradient` says where a parameter's gradient lies, if it is not in `.grad`. `tell` is called
+    with each report as it arrives, such as `TensorBoard(folder).flow`.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
@@ -202,7 +219,9 @@ def watch(
         raise BadInput(f"watch: every is {every}; a whole number of steps from 1 on, such as 10")
     if (units or entropy) and _is_compiled(model):
         raise BadInput("watch: units and entropy need the model as it was before torch.compile")
-    return Watch(model, optimizers, every, change, agreement, units, entropy, verify, gradient)
+    return Watch(
+        model, optimizers, every, change, agreement, units, entropy, verify, gradient, tell
+    )
 
 
 def _is_compiled(model: nn.Module) -> bool:

@@ -11,6 +11,7 @@ except ImportError:
     raise FrostlabError("this callback needs Lightning: pip install lightning") from None
 
 from frostlab.flow import Watch, watch
+from frostlab.flow.watching import Tell
 
 
 class GradFlowCallback(Callback):
@@ -28,11 +29,12 @@ class GradFlowCallback(Callback):
         units: bool = False,
         entropy: bool = False,
         verify: bool = True,
+        tell: Tell | None = None,
     ) -> None:
         self.every, self.path = every, path
         self.options: dict[str, Any] = {
             "change": change, "agreement": agreement, "units": units, "entropy": entropy,
-            "verify": verify,
+            "verify": verify, "tell": tell,
         }  # fmt: skip
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

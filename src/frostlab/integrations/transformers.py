@@ -6,6 +6,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from frostlab.flow import Watch, watch
+from frostlab.flow.watching import Tell
 
 
 class GradFlowCallback(TrainerCallback):
@@ -26,11 +27,12 @@ class GradFlowCallback(TrainerCallback):
         units: bool = False,
         entropy: bool = False,
         verify: bool = True,
+        tell: Tell | None = None,
     ) -> None:
         self.every, self.path = every, path
         self.options: dict[str, Any] = {
             "change": change, "agreement": agreement, "units": units, "entropy": entropy,
-            "verify": verify,
+            "verify": verify, "tell": tell,
         }  # fmt: skip
 
     def on_train_begin(

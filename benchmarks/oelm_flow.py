@@ -1,0 +1,176 @@
+"""What freezing query and key does to the gradients and updates of everything else.
+
+Every arm trains the recipe's own model, data and order, seed by seed, watched at every n-th step.
+For each role, over all layers: the norm of the gradient after clipping and update/weight, as
+geometric means over the reports, and the relative weight change at the end; each as the ratio to
+the baseline with the same seed. A table shows the geometric mean over seeds and the smallest and
+largest seed. `frozen-qk` freezes what the seed drew, `orthogonal-trainable` orthogonalises and
+freezes nothing: oelm does both at once.
+
+python benchmarks/oelm_flow.py [--recipe docstrings-gpt] [--steps 100] [--seeds 3] [--every 5]
+    [--arms oelm,oelm-k] [--set key=value] [--device cuda] [--data-dir D] [--out record.json]
+"""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import frostlab as fl
+from common import device_name
+from frostlab.data import prepare
+from frostlab.models.building import build_model
+from frostlab.recipe import Recipe
+from frostlab.training.batching import scored_counts
+from frostlab.training.devices import choose_device, choose_precision
+from frostlab.training.distributed import World
+from frostlab.training.feed import Feed
+from frostlab.training.objective import Objective
+from frostlab.training.optimizer import build_optimizer, rate_at
+from frostlab.training.step import EagerStep, seed_step
+from frostlab.training.treating import treat, wants_types
+
+ARMS = ("oelm", "oelm-k", "oelm-q", "frozen-qk", "orthogonal-trainable")
+ROLES = ("query", "key", "value", "output", "up", "down")
+QUANTITIES = {
+    "gradient": "gradient norm",
+    "ratio": "update / weight",
+    "change": "weight change at the end",
+}
+
+
+def train(recipe: Recipe, steps: int, every: int, data_dir: Path | None) -> tuple[fl.Flow, float]:
+    """Train one arm with one seed; return what was seen, and the mean loss of the last tenth."""
+    device, prepared = choose_device(recipe.train.device), prepare(recipe, data_dir)
+    model = build_model(recipe, prepared.vocabulary, prepared.classes, prepared.pad)
+    treat(model, recipe)
+    objective = Objective(model.to(device)).train()
+    optimizer = build_optimizer(model, recipe.optim, fused=device.type == "cuda")
+    precision, world = choose_precision(recipe.train, device), World()
+    step_once = EagerStep(objective, optimizer, precision, recipe.optim.clip, world)
+    feed = Feed(prepared, recipe.train, recipe.seed, world, device, wants_types(model))
+    scored = scored_counts(prepared.splits["train"])
+    losses, epoch, order = [], 0, feed.order(0)
+    with fl.watch(model, optimizer, every=every, change=True) as flow:
+        for step in range(steps):
+            place = step % len(order)
+            if step and place == 0:
+                epoch, order = epoch + 1, feed.order(epoch + 1)
+            seed_step(recipe.seed, step, 0, device)
+            rows = order[place]
+            rate = rate_at(step, steps, recipe.optim)
+            losses.append(step_once(feed(rows), int(scored[rows].sum()), rate).loss)
+    last = torch.stack(losses[-max(1, steps // 10) :]).mean()
+    return flow, float(last)
+
+
+def role_series(flow: fl.Flow, role: str, quantity: str) -> list[float]:
+    """One quantity of all layers of a role together, a number a report; none if it is frozen."""
+    own = [i for i, p in enumerate(flow.parts) if p.peers == role and p.state == "trainable"]
+    if not own:
+        return []
+    found = []
+    for report in flow.reports:
+        weight = [report.of("weight", i) for i in own]
+        if quantity == "gradient":
+            found.append(math.hypot(*(report.of("gradient", i) for i in own)))
+        elif quantity == "ratio":
+            found.append(math.hypot(*(report.of("update", i) for i in own)) / math.hypot(*weight))
+        else:  # the mean layer: each is relative to its own start
+            found.append(sum(report.of("change", i) for i in own) / len(own))
+    return found
+
+
+def summary(flow: fl.Flow) -> dict[str, dict[str, float]]:
+    """A number a role and quantity: geometric means over reports, change at the end."""
+    made: dict[str, dict[str, float]] = {quantity: {} for quantity in QUANTITIES}
+    for quantity, roles in made.items():
+        for role in ROLES:
+            series = role_series(flow, role, quantity)
+            if series:
+                roles[role] = series[-1] if quantity == "change" else geometric(series)
+    return made
+
+
+def geometric(numbers: Sequence[float]) -> float:
+    return math.exp(sum(math.log(x) for x in numbers) / len(numbers))
+
+
+def table(runs: dict[str, list[dict[str, Any]]], quantity: str) -> str:
+    """Ratios to the baseline with the same seed, as Markdown."""
+    arms = [arm for arm in runs if arm != "baseline"]
+    lines = [f"| {QUANTITIES[quantity]} | {' | '.join(arms)} |", "|---" * (len(arms) + 1) + "|"]
+    for role in ROLES:
+        cells = []
+        for arm in arms:
+            pairs = zip(runs[arm], runs["baseline"], strict=True)
+            ratios = [
+                own["summary"][quantity][role] / base["summary"][quantity][role]
+                for own, base in pairs
+                if role in own["summary"][quantity]
+            ]
+            spread = f"{min(ratios):.2f}–{max(ratios):.2f}" if ratios else ""
+            cells.append(f"{geometric(ratios):.2f} ({spread})" if ratios else "frozen")
+        lines.append(f"| {role} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def shortened(value: Any) -> Any:
+    """Numbers to five digits."""
+    if isinstance(value, dict):
+        return {key: shortened(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [shortened(each) for each in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--recipe", default="docstrings-gpt")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--arms", default=",".join(ARMS), help="beside the baseline")
+    parser.add_argument("--set", action="append", default=[], dest="settings")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--out", type=Path, help="write a JSON record here")
+    options = parser.parse_args()
+    began, runs = time.perf_counter(), dict[str, list[dict[str, Any]]]()
+    shared = [*options.settings, f"train.device={options.device}"]
+    for arm in ("baseline", *options.arms.split(",")):
+        for seed in range(options.seeds):
+            settings = [*shared, f"treatment={arm}"]
+            recipe = fl.load_recipe(options.recipe, settings, seed=seed)
+            flow, loss = train(recipe, options.steps, options.every, options.data_dir)
+            runs.setdefault(arm, []).append({
+                "seed": seed, "loss": loss, "accidents": sorted(flow.frozen_by_accident()),
+                "summary": summary(flow),
+                "series": {q: {r: role_series(flow, r, q) for r in ROLES} for q in QUANTITIES},
+                "steps": [report.step for report in flow.reports],
+            })  # fmt: skip
+    device = choose_device(options.device)
+    print(f"{options.recipe}, {options.steps} steps, {options.seeds} seeds, a report every "
+          f"{options.every}; ratio to the baseline: mean (smallest–largest seed)\n")  # fmt: skip
+    print("\n\n".join(table(runs, quantity) for quantity in QUANTITIES))
+    print("\n| arm | training loss at the end |\n|---|---|")
+    for arm, some in runs.items():
+        losses = [run["loss"] for run in some]
+        print(f"| {arm} | {sum(losses) / len(losses):.3f} ({min(losses):.3f}–{max(losses):.3f}) |")
+    if options.out:
+        record = {
+            "benchmark": "oelm_flow", "recipe": options.recipe, "settings": options.settings,
+            "steps": options.steps, "every": options.every, "device": device_name(device),
+            "torch": torch.__version__, "seconds": round(time.perf_counter() - began, 1),
+            "runs": runs,
+        }  # fmt: skip
+        options.out.write_text(json.dumps(shortened(record)) + "\n")
+
+
+if __name__ == "__main__":
+    main()
