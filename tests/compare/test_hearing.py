@@ -7,6 +7,7 @@ from scipy import stats
 from frostlab.compare.comparing import Comparison, compare
 from frostlab.compare.planning import make_plan
 from frostlab.errors import BadInput
+from frostlab.flow.diagnosis import diagnose
 from frostlab.records.scores import read_scores
 from hearing import hearing
 
@@ -18,7 +19,7 @@ PLAIN = {"model.residual": "none", "model.head": "linear", "model.gradient_scale
 def made(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     return compare(
         {
-            "recipe": hearing(data__subjects=3, train__epochs=1),
+            "recipe": hearing(data__subjects=3, train__epochs=1, watch={"every": 1}),
             "vary": VARY,
             "arms": [{"name": "v1", "set": PLAIN}, {"name": "v2", "set": {}}],
             "contrasts": [{"question": "Better?", "arm": "v2", "against": "v1"}],
@@ -55,6 +56,21 @@ def test_every_arm_stands_beside_the_ridge_decoder(made: Comparison) -> None:
     text = made.page.read_text()
     assert "## Subjects" in text
     assert "r − ridge, over seeds" in text
+
+
+def test_gradients_of_the_front_stand_beside(made: Comparison) -> None:
+    found = made.evidence["flow"]
+    for arm in ("v1", "v2"):
+        runs = [diagnose(made.folder / "runs" / f"{arm}-s{s}") for s in (0, 1)]
+        ratios = [list(run.flows.values())[-1].ends().front_ratio for run in runs]
+        assert found[arm]["front_ratio"]["spread"]["mean"] == pytest.approx(np.mean(ratios))
+        assert found[arm]["update"]["spread"]["mean"] > 0
+    assert found["v1"]["front_ratio"]["against"] is None
+    means = [found[arm]["weight_change"]["spread"] for arm in ("v1", "v2")]
+    against = found["v2"]["weight_change"]["against"]
+    assert against["n"] == 2
+    assert against["effect"] == pytest.approx(means[1]["mean"] / means[0]["mean"], rel=0.2)
+    assert "front/output gradient" in made.page.read_text()
 
 
 def test_pearson_is_better_when_higher_and_steps_are_timed(made: Comparison) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from frostlab.compare.confounds import confounds
 from frostlab.compare.contrasts import contrasts
+from frostlab.compare.gradients import gradient_flow
 from frostlab.compare.plan import Plan
 from frostlab.compare.rules import Rules, rules_for
 from frostlab.compare.sameness import why_unpaired
@@ -65,6 +66,7 @@ def gather(
         "orthogonality": _orthogonality(plan, records, refused, look),
         "mcnemar": _mcnemar(plan, records, refused),
         "subjects": subject_tests(plan, records, refused),
+        "flow": gradient_flow(plan, records),
         "timing": timing,
         "rounds": _rounds(plan, rounds),
     }

@@ -5,6 +5,7 @@ from statistics import fmean
 from typing import Any
 
 from frostlab.compare.answers import answers
+from frostlab.compare.gradients import gradients_page
 from frostlab.compare.growth import stages_table
 from frostlab.compare.rules import Rules
 from frostlab.compare.subjects import subjects_page
@@ -27,6 +28,7 @@ def page(evidence: dict[str, Any]) -> str:
         _questions(evidence),
         _performance(evidence),
         subjects_page(evidence),
+        gradients_page(evidence),
         stages_table(evidence),
         _timing(evidence),
         _whole_runs(evidence),
