@@ -6,6 +6,7 @@ from scipy import stats
 
 from frostlab.compare.comparing import Comparison, compare
 from frostlab.compare.planning import make_plan
+from frostlab.compare.table import show
 from frostlab.errors import BadInput
 from frostlab.flow.diagnosis import diagnose
 from frostlab.records.scores import read_scores
@@ -56,6 +57,12 @@ def test_every_arm_stands_beside_the_ridge_decoder(made: Comparison) -> None:
     text = made.page.read_text()
     assert "## Subjects" in text
     assert "r − ridge, over seeds" in text
+
+
+def test_the_terminal_shows_its_own_questions(made: Comparison) -> None:
+    said = show(made.evidence, made.page)
+    assert "Better? too few seeds" in said
+    assert "Is orthogonality needed?" not in said
 
 
 def test_gradients_of_the_front_stand_beside(made: Comparison) -> None:

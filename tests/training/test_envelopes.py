@@ -18,8 +18,9 @@ from frostlab.recipe.loading import load_recipe, recipe_from, shipped_recipes
 from frostlab.records.listing import show
 from frostlab.records.record import RunRecord
 from frostlab.records.scores import SCORES, read_scores
-from frostlab.scoring import fit_ridge
+from frostlab.scoring import fit_ridge, stitch, window_starts
 from frostlab.training.batching import order_digest
+from frostlab.training.best import best_model
 from frostlab.training.distributed import World
 from frostlab.training.envelopes import EnvelopeObjective, objective_for
 from frostlab.training.evaluation import evaluate
@@ -152,6 +153,23 @@ def test_the_report_is_of_whole_recordings_of_the_best_weights(finished: RunReco
     kept = finished.result["scores"]["unseen"]["model"]
     assert kept["mean"] == finished.metrics["pearson_unseen"]
     assert kept["digest"] == read_scores(finished.folder)["unseen"]["model"].digest
+
+
+def test_recordings_are_decoded_without_dropout_from_windows_that_overlap(
+    finished: RunRecord,
+) -> None:
+    recipe, data = prepared()
+    model = best_model(finished, recipe, data).eval()
+    (each,) = data.splits["unseen"].recordings[:1]
+    starts = window_starts(len(each), 64, 32)
+    with torch.no_grad():
+        parts = [
+            model(torch.from_numpy(each.eeg[None, at : at + 64].copy()), torch.tensor([-1]))[0]
+            for at in starts
+        ]
+    wanted = stitch(torch.stack(parts).numpy(), starts, len(each))
+    decoded = np.load(finished.folder / "decoded.npz")[each.name]
+    assert np.abs(decoded - wanted).max() < 1e-5
 
 
 def test_a_run_shows_its_scores_and_refuses_edited_ones(finished: RunRecord) -> None:
