@@ -88,6 +88,11 @@ def test_the_order_follows_seed_and_epoch_down_to_the_sample() -> None:
 
     assert digest(0, 0) == digest(0, 0)
     assert len({digest(0, 0), digest(0, 1), digest(1, 0)}) == 3
+    drawn = [sorted(np.concatenate(examples.epoch(4, 0, e, False))) for e in range(2)]
+    assert drawn[0] != drawn[1], "other windows, not only another order"
+    fixed = WindowExamples(windows(4))
+    kept = [sorted(np.concatenate(fixed.epoch(4, 0, e, False))) for e in range(2)]
+    assert kept[0] == kept[1]
     assert len(examples) == 5 + 3 + 3
     assert all(len(np.concatenate(examples.epoch(4, 0, e, False))) == 11 for e in range(3))
 
