@@ -22,6 +22,8 @@ test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@command -v chromium > /dev/null || command -v google-chrome > /dev/null || \
+		echo "no chromium here: the tests that open pages are skipped"
 	$(BIN)/pytest -n 2 -m "not slow and not gpu"
 
 slow: setup

@@ -209,7 +209,7 @@ def test_a_quick_one_is_short_and_times_steps(
 
 def test_each_arm_is_tuned_on_the_same_grid_with_seeds_of_its_own(tmp_path: Path) -> None:
     found = compare(tmp_path / "c", seeds=1, tune={"values": [1e-6, 1e-5], "seeds": 1})
-    tuning = found.evidence["tuning"]
+    (tuning,) = found.evidence["tuning"]
     assert tuning["extended"]
     assert tuning["values"] == [1e-06, 1e-05, 0.0001] or tuning["values"][0] == 1e-07
     assert tuning["curves"].keys() == {"baseline", "oelm"}

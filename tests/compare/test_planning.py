@@ -56,14 +56,14 @@ def test_a_comparison_of_ones_own(tmp_path: Path) -> None:
     assert made.seeds == (4, 7)
     assert made.recipe["train"]["epochs"] == 1
     assert made.rules.metric == made.recipe["evaluate"]["metric"] == "macro_f1"
-    assert made.tune.key == "optim.lr"
+    assert [tune.key for tune in made.tune] == ["optim.lr"]
     assert make_plan(path, seeds=2).seeds == (0, 1), "what is said on the command line counts"
 
 
 def test_tuning_gets_a_grid_around_the_recipes_value() -> None:
     made = plan(tune="lr")
-    assert made.tune.values == (0.001, 0.003, 0.009)
-    assert made.recipe_of(made.arms[1], 0, 0.009).optim.lr == 0.009
+    assert made.tune[0].values == (0.001, 0.003, 0.009)
+    assert made.recipe_of(made.arms[1], 0, {"optim.lr": 0.009}).optim.lr == 0.009
 
 
 HOT = {"name": "hot", "treatment": "oelm", "set": {"optim.lr": 0.01}}
@@ -85,6 +85,8 @@ HOT = {"name": "hot", "treatment": "oelm", "set": {"optim.lr": 0.01}}
         ({"metric": "acuracy"}, "did you mean `accuracy`?"),
         ({"tune": "beta"}, "--tune beta: cannot be tuned"),
         ({"tune": {"values": [3.0, 1.0]}}, "should rise"),
+        ({"tune": [{"values": [1.0, 3.0]}] * 2}, "tune: optim.lr is given twice"),
+        ({"tune": {"key": "stages.1.lr", "values": [1e-4, 1e-3]}}, "no 1 among 0"),
         ({"alpha": 2.0}, "alpha"),
         ({"seed": 3}, "seed is no key of a comparison; did you mean `seeds`?"),
         (

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import frostlab as fl
 from frostlab.anatomy.savings import savings
@@ -23,29 +24,28 @@ def test_arms_differ_in_what_is_compared_alone() -> None:
     assert len(plan.arms) == 9
     assert {contrast.of for contrast in plan.contrasts} == {"value", "gain"}
     for arm in plan.arms:
-        recipe = plan.recipe_of(arm, 0, tuned=0.002)
+        recipe = plan.recipe_of(arm, 0, {"optim.lr": 0.002, "stages.1.lr": 0.0005})
         deep = arm.name.startswith("deep")
         assert recipe.supervise.layers == ("all" if deep else "last")
         assert recipe.optim.lr == 0.002
-        assert all(stage.lr is None for stage in recipe.stages)  # what is tuned holds for all
+        assert [stage.lr for stage in recipe.stages] == [None, 0.0005]  # tuned for all alike
         assert recipe.model.layers == (4 if "scratch" in arm.name else 3)
 
 
 def test_as_many_steps_and_as_many_flops() -> None:
     plan = make_plan("progressive")
     recipes = {arm.name: plan.recipe_of(arm, 0) for arm in plan.arms}
+    short = recipes.pop("standard-scratch-flops")
     for name, recipe in recipes.items():
-        epochs = sum(stage.epochs or 0 for stage in recipe.stages) or recipe.train.epochs
-        if name != "standard-scratch-flops":
-            assert epochs == 10, name
+        assert [stage.epochs for stage in recipe.stages] == [5, 5], name
     first, second = recipes["standard-grown"].stages
     assert second.train == ("layers[3]", "head")
     whole, three, grown = (
         flops(4), flops(3), flops(4, "embedding", "layers[0:3]")
     )  # fmt: skip
-    assert first.epochs == second.epochs == 5
     equal = PER_EPOCH * (first.epochs * three + second.epochs * grown) / whole
-    assert recipes["standard-scratch-flops"].train.steps == round(equal)
+    assert short.stages[0].epochs == 5
+    assert 5 * PER_EPOCH + short.stages[1].steps == round(equal)
     assert equal < 10 * PER_EPOCH
 
 
@@ -132,7 +132,7 @@ def test_what_stages_cannot_be_asked(given: dict[str, Any], said: str) -> None:
 
 def test_a_quick_look_at_arms_that_cannot_be_cut_short_is_refused() -> None:
     with pytest.raises(
-        fl.BadInput, match=r"--quick: arm standard-grown says itself .* \(its stages"
+        fl.BadInput, match=r"--quick: arm standard-scratch says itself .* \(its stages"
     ):
         make_plan("progressive", quick=True)
     with pytest.raises(fl.BadInput, match=r"--quick: arm scratch .* \(set.train.epochs\)"):
@@ -141,3 +141,35 @@ def test_a_quick_look_at_arms_that_cannot_be_cut_short_is_refused() -> None:
 
 def test_it_is_called_what_it_ships_as() -> None:
     assert make_plan("progressive").name == "progressive"
+
+
+def test_a_stages_rate_is_tuned_at_the_best_of_the_run(tmp_path: Path) -> None:
+    grids = {"optim.lr": [1e-4, 1e-2], "stages.1.lr": [1e-4, 1e-2]}
+    found = fl.compare(
+        {
+            "recipe": progressive(stages=[]),
+            "vary": ["stages", "supervise"],
+            "arms": [
+                {"name": "standard", "set": {"stages": STAGES}},
+                {"name": "deep", "set": {"stages": STAGES, "supervise.layers": "all"}},
+            ],
+            "seeds": 1,
+            "tune": [{"key": key, "values": values, "seeds": 1} for key, values in grids.items()],
+        },
+        out=tmp_path / "c",
+    )
+    first, second = found.evidence["tuning"]
+    assert (first["key"], second["key"]) == ("optim.lr", "stages.1.lr")
+    for arm in ("standard", "deep"):
+        for value in second["values"]:
+            run = tmp_path / "c" / "tuning" / f"{arm}-stages.1.lr-{value:g}-s900000"
+            recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+            assert recipe["optim"]["lr"] == first["best"][arm]
+            assert recipe["stages"][1]["lr"] == value
+        last = yaml.safe_load((tmp_path / "c" / "runs" / f"{arm}-s0" / "recipe.yaml").read_text())
+        assert (last["optim"]["lr"], last["stages"][1]["lr"]) == (
+            first["best"][arm], second["best"][arm]
+        )  # fmt: skip
+    text = found.page.read_text()
+    assert text.count("← best") == 4
+    assert "- stages.1.lr was tuned for each on an equal budget" in text

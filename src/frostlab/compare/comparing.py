@@ -15,7 +15,7 @@ from frostlab.compare.page import page
 from frostlab.compare.plan import Plan
 from frostlab.compare.planning import make_plan
 from frostlab.compare.runner import Runner, Say, result_tasks, round_tasks
-from frostlab.compare.tuning import tune
+from frostlab.compare.tuning import chosen, tune_all
 from frostlab.data import prepare
 from frostlab.errors import FrostlabError
 from frostlab.recipe import Recipe
@@ -117,10 +117,13 @@ def _work(plan: Plan, folder: ComparisonFolder, runner: Runner, say: Say) -> Non
     if plan.quick:
         plan = _shortened(plan, folder, timing, runner.data_dir)
     tuning = folder.read("tuning.json")  # what was chosen once stays
-    if plan.tune is not None and tuning is None:
-        tuning = tune(plan, folder.path, runner)
-        folder.write("tuning.json", tuning)
-    tuned = {} if tuning is None else tuning["best"]
+    if tuning is None:
+        tuning = tune_all(plan, folder.path, runner)
+        if tuning:
+            folder.write("tuning.json", tuning)
+    elif isinstance(tuning, dict):  # from before several settings could be tuned
+        tuning = [tuning]
+    tuned = chosen(plan, tuning)
     records = runner.run_all(result_tasks(plan, folder.path, tuned))
     rounds = runner.run_all(round_tasks(plan, folder.path, tuned), alone=True)
     evidence = gather(
@@ -169,7 +172,7 @@ def _shortened(
     known = folder.read("quick.json")
     if known is None:
         slowest = max(arm["ms"] for arm in timing["arms"].values()) if timing else 1e3
-        tried = 0 if plan.tune is None else len(plan.tune.values) * plan.tune.seeds
+        tried = sum(len(tune.values) * tune.seeds for tune in plan.tune)
         share = _QUICK_SECONDS * 1e3 / slowest / (len(plan.arms) * (len(plan.seeds) + tried))
         whole = total_steps(recipe.train, len(prepare(recipe, data_dir).splits["train"]))
         known = {"steps": min(whole, max(_QUICK_LEAST, int(share))), "of": whole}

@@ -28,7 +28,7 @@ def gather(
     records: Records,
     *,
     look: int,
-    tuning: dict[str, Any] | None,
+    tuning: list[dict[str, Any]],
     timing: dict[str, Any] | None,
     rounds: Records,
     jobs: int,
@@ -145,8 +145,8 @@ def _orthogonality(
     ]
     values, failed = _values(plan, ["oelm", random], plan.rules.metric, records, [*refused, *apart])
     arms = {arm.name: plan.recipe_of(arm, 0) for arm in plan.arms}
-    tuned = plan.tune.key if plan.tune else None
-    found = [str(c) for c in confounds(arms[random], arms["oelm"]) if c.key != tuned]
+    tuned = [tune.key for tune in plan.tune]
+    found = [str(c) for c in confounds(arms[random], arms["oelm"]) if c.key not in tuned]
     rules = _rules_of(plan.rules, plan.rules.metric, look)
     return judge(values, random, rules, confounds={"oelm": found}, failed=failed)["oelm"].to_dict()
 

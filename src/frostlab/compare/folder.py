@@ -64,7 +64,9 @@ class ComparisonFolder:
     def _known(self, stored: Any) -> Plan:
         try:
             if stored["schema"] == SCHEMA and isinstance(stored["looks"], list):
-                return Plan.model_validate_json(json.dumps(stored["plan"]))
+                tune = stored["plan"]["tune"] or []  # a list since several can be tuned
+                tune = [tune] if isinstance(tune, dict) else tune
+                return Plan.model_validate_json(json.dumps(stored["plan"] | {"tune": tune}))
         except (KeyError, TypeError, ValueError):
             pass
         raise BadInput(f"{self.path / _PLAN} is damaged, or of another version")

@@ -173,9 +173,11 @@ def _whole_runs(evidence: dict[str, Any]) -> str:
 
 
 def _tuning(evidence: dict[str, Any]) -> str:
-    tuning = evidence["tuning"]
-    if tuning is None:
-        return ""
+    curves = "\n\n".join(map(_curves, evidence["tuning"]))
+    return f"## Tuning\n\n{curves}" if curves else ""
+
+
+def _curves(tuning: dict[str, Any]) -> str:
     lines = []
     for name, curve in tuning["curves"].items():
         means = [point["mean"] for point in curve if point["mean"] is not None]
@@ -192,7 +194,7 @@ def _tuning(evidence: dict[str, Any]) -> str:
     if edges:
         said += f" On the edge of the grid still: {', '.join(edges)}."
     drawn = "\n".join(lines)
-    return f"## Tuning\n\n{said}\n\n```\n{drawn}\n```"
+    return f"{said}\n\n```\n{drawn}\n```"
 
 
 def _fairness(evidence: dict[str, Any]) -> str:
@@ -206,8 +208,7 @@ def _fairness(evidence: dict[str, Any]) -> str:
         f"- {each['arm']} seed {each['seed']} is not paired: {each['reason']}"
         for each in evidence["refused_pairs"]
     ]
-    tuning = evidence["tuning"]
-    if tuning is not None:
+    for tuning in evidence["tuning"]:
         chosen = ", ".join(f"{name} {value:g}" for name, value in tuning["best"].items())
         lines.append(f"- {tuning['key']} was tuned for each on an equal budget: {chosen}")
     if not evidence["pairs"]:

@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -74,7 +75,7 @@ class Plan(Strict):
     arms: tuple[Arm, ...]
     seeds: tuple[int, ...]
     rules: Rules
-    tune: Tune | None = None
+    tune: tuple[Tune, ...] = ()  # one after another, each at the best of those before
     allow: tuple[str, ...] = ()
     vary: tuple[str, ...] = ()  # settings that are the treatment here, such as stages
     contrasts: tuple[Contrast, ...] = ()
@@ -95,6 +96,8 @@ class Plan(Strict):
     def digest(self) -> str:
         """A name for the plan without its seeds: more of them may be added."""
         values = self.model_dump(mode="json", exclude={"seeds"})
+        if len(self.tune) < 2:  # the same
+            values["tune"] = values["tune"][0] if self.tune else None
         for key in ("vary", "contrasts"):  # plans from before there were such keys
             values = values if values[key] else {k: v for k, v in values.items() if k != key}
         for key in ("watch", "loss"):  # the same
@@ -102,14 +105,14 @@ class Plan(Strict):
                 values["recipe"] = {k: v for k, v in values["recipe"].items() if k != key}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
-    def recipe_of(self, arm: Arm, seed: int, tuned: float | None = None) -> Recipe:
+    def recipe_of(self, arm: Arm, seed: int, tuned: Mapping[str, float] | None = None) -> Recipe:
         """What a run of an arm trains."""
         values = copy.deepcopy(self.recipe)
         values["treatment"], values["seed"] = arm.treatment, seed
-        for key, value in arm.set.items():
+        for key, value in copy.deepcopy(arm.set).items():
             put(values, key, value)
-        if tuned is not None and self.tune is not None:
-            put(values, self.tune.key, tuned)
+        for key, value in (tuned or {}).items():
+            put(values, key, value)
         return recipe_from(values, source=f"arm {arm.name}")
 
     def confounds(self) -> dict[str, tuple[Confound, ...]]:
@@ -119,8 +122,8 @@ class Plan(Strict):
     def between(self, one: Arm, other: Arm) -> tuple[Confound, ...]:
         """What two arms differ in that is neither treatment, nor tuned for all."""
         found = confounds(self.recipe_of(one, 0), self.recipe_of(other, 0))
-        tuned = self.tune.key if self.tune else None
-        return tuple(c for c in found if c.key != tuned and not c.within(self.vary))
+        tuned = [tune.key for tune in self.tune]
+        return tuple(c for c in found if c.key not in tuned and not c.within(self.vary))
 
     def check(self) -> None:
         """Refuse what cannot be compared."""
@@ -143,15 +146,22 @@ class Plan(Strict):
         self._check_quick()
         for name, found in self.confounds().items():
             check_confounds(self.baseline.name, name, found, self.allow)
-        if self.tune is not None:
-            for arm in self.arms:
-                recipes = [self.recipe_of(arm, 0, value) for value in self.tune.values]
-                own = any(stage.lr is not None for stage in recipes[0].stages)
-                if own and self.tune.key == "optim.lr":
-                    raise BadInput(
-                        f"arm {arm.name}: a stage has an lr of its own, which tuning optim.lr "
-                        "would not reach; leave it out"
-                    )
+        self._check_tuning()
+
+    def _check_tuning(self) -> None:
+        keys = [tune.key for tune in self.tune]
+        if twice := [key for i, key in enumerate(keys) if key in keys[:i]]:
+            raise BadInput(f"tune: {twice[0]} is given twice")
+        for arm in self.arms if self.tune else ():
+            for tune in self.tune:
+                for value in tune.values:
+                    self.recipe_of(arm, 0, {tune.key: value})
+            own = any(stage.lr is not None for stage in self.recipe_of(arm, 0).stages)
+            if own and "optim.lr" in keys:
+                raise BadInput(
+                    f"arm {arm.name}: a stage has an lr of its own, which tuning optim.lr "
+                    "would not reach; leave it out"
+                )
 
     def _check_quick(self) -> None:
         for arm in self.arms if self.quick else ():
@@ -179,13 +189,19 @@ class Plan(Strict):
 
 
 def put(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set `a.b` in nested values."""
+    """Set `a.b` in nested values; of a list, as in `a.0.b`, what is there."""
     *path, last = key.split(".")
+    inner: Any = values
     for name in path:
-        values = values.setdefault(name, {})
-        if not isinstance(values, dict):
+        if isinstance(inner, list):
+            if not name.isdigit() or int(name) >= len(inner):
+                raise BadInput(f"{key}: there is no {name} among {len(inner)}")
+            inner = inner[int(name)]
+        else:
+            inner = inner.setdefault(name, {})
+        if not isinstance(inner, dict | list):
             raise BadInput(f"{key}: {name} has nothing below it")
-    values[last] = value
+    inner[last] = value
 
 
 def key_of(arm: str, baseline: str) -> str:

@@ -39,7 +39,7 @@ class Said(Strict):
     minimum_effect: float | None = None
     noninferior: float | None = None
     looks: int = 1
-    tune: str | dict[str, Any] | None = None
+    tune: str | dict[str, Any] | tuple[dict[str, Any], ...] | None = None
     allow_confounds: str | tuple[str, ...] | None = None
     vary: str | tuple[str, ...] | None = None
     contrasts: tuple[dict[str, Any], ...] = ()
@@ -193,14 +193,16 @@ def _rules(values: dict[str, Any], recipe: Recipe) -> Rules:
         return rules_for(metric, **given)
 
 
-def _tune(given: Any, recipe: Recipe) -> dict[str, Any] | None:
+def _tune(given: Any, recipe: Recipe) -> list[dict[str, Any]]:
     if given is None:
-        return None
+        return []
     if isinstance(given, dict):
-        return given
+        return [given]
+    if not isinstance(given, str):
+        return list(given)
     if given not in _TUNABLE:
         raise BadInput(f"--tune {given}: cannot be tuned{nearest(given, _TUNABLE)}; there are "
                        f"{', '.join(_TUNABLE)}")  # fmt: skip
     key = _TUNABLE[given]
     own = getattr(recipe.optim, key.rpartition(".")[2])
-    return {"key": key, "values": [float(f"{own * step:.3g}") for step in _STEPS]}
+    return [{"key": key, "values": [float(f"{own * step:.3g}") for step in _STEPS]}]

@@ -22,6 +22,7 @@ from frostlab.training.progress import Silent
 from frostlab.training.running import run
 
 Say = Callable[[str], None]
+Tuned = dict[str, dict[str, float]]  # what was chosen, by arm and setting
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def _is_done(task: Task) -> bool:
     return True
 
 
-def result_tasks(plan: Plan, folder: Path, tuned: dict[str, float]) -> list[Task]:
+def result_tasks(plan: Plan, folder: Path, tuned: Tuned) -> list[Task]:
     """Every arm at every seed; arms alternate, forwards and backwards."""
     return [
         Task(arm.name, seed, plan.recipe_of(arm, seed, tuned.get(arm.name)),
@@ -125,7 +126,7 @@ def result_tasks(plan: Plan, folder: Path, tuned: dict[str, float]) -> list[Task
     ]  # fmt: skip
 
 
-def round_tasks(plan: Plan, folder: Path, tuned: dict[str, float]) -> list[Task]:
+def round_tasks(plan: Plan, folder: Path, tuned: Tuned) -> list[Task]:
     """Whole runs at one seed that alternate, for their time alone."""
     return [
         Task(arm.name, number, plan.recipe_of(arm, plan.seeds[0], tuned.get(arm.name)),

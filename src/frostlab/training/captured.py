@@ -9,7 +9,6 @@ seed: a graph reads it when it is replayed.
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,10 +16,10 @@ from torch import Tensor
 
 from frostlab.models.pretrained import first_line
 from frostlab.training.batching import Batch
+from frostlab.training.buffers import Inputs
 from frostlab.training.compiled import CompiledStep, shape_of
 from frostlab.training.step import Outcome
 
-_ALIGNED = 16  # bytes
 _MOST = 64  # shapes: a graph keeps memory for its inputs, and its kernels' arguments
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 
@@ -29,7 +28,7 @@ Record = Callable[[Callable[[], None]], Callable[[], None]]
 class _Captured:
     """One graph: where it reads, where it writes, and how it is run."""
 
-    inputs: Tensor
+    inputs: Inputs
     outputs: Tensor
     replay: Callable[[], None]
     tables: list[Tensor]  # that its optimizer reads
@@ -65,7 +64,7 @@ class CapturedStep(CompiledStep):
         if graph is None:
             self._seen.add(shape)
             return self._without(parts, scored, rate)
-        graph.inputs.copy_(self._in_one_piece(parts, scored, rate), non_blocking=True)
+        graph.inputs.send(parts, scored, rate)
         graph.replay()
         if self.flow is not None:
             self.flow.count(measured)
@@ -85,12 +84,11 @@ class CapturedStep(CompiledStep):
         if sum(also == measured for _, also in self._graphs) >= _MOST:
             self.reason = f"more than {_MOST} shapes of batches: the others run without a graph"
             return None
-        size = _places(parts)[-1] + _ALIGNED
-        inputs = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        inputs = Inputs(parts, self.device)
         outputs = torch.zeros(3, device=self.device)
 
         def step() -> None:
-            mine, numbers = _views(inputs, parts)
+            mine, numbers = inputs.views(parts)
             for share, held in self._rates.items():
                 held.copy_(numbers[0] if share == 1 else numbers[0] * share)
             self._recording = measured
@@ -140,37 +138,6 @@ class CapturedStep(CompiledStep):
         if not self._captures:
             self.kind = "compiled" if self.compiles else "eager"
         self.reason = reason
-
-    def _in_one_piece(self, parts: list[Batch], scored: int, rate: float) -> Tensor:
-        """Everything a graph reads, so that one copy brings it to the device."""
-        size, pinned = _places(parts)[-1] + _ALIGNED, self.device.type == "cuda"
-        made = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-        views, numbers = _views(made, parts)
-        for mine, given in zip(views, parts, strict=True):
-            for view, tensor in zip(mine.tensors(), given.tensors(), strict=True):
-                view.copy_(tensor)
-        numbers.copy_(torch.tensor([rate, float(scored)]))
-        return made
-
-
-def _places(parts: list[Batch]) -> list[int]:
-    """Where each tensor of the parts begins in a buffer of bytes, and where the last one ends."""
-    sizes = [-(-t.nbytes // _ALIGNED) * _ALIGNED for part in parts for t in part.tensors()]
-    return [0, *accumulate(sizes)]
-
-
-def _views(buffer: Tensor, parts: list[Batch]) -> tuple[list[Batch], Tensor]:
-    """Batches whose tensors lie in one buffer; behind them the rate and the number of targets."""
-    places = iter(_places(parts))
-    made = []
-    for part in parts:
-        views = []
-        for tensor in part.tensors():
-            at = next(places)
-            views.append(buffer[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-        made.append(part.with_tensors(views))
-    at = next(places)
-    return made, buffer[at : at + 8].view(torch.float32)
 
 
 class _Recorder:

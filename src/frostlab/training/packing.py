@@ -85,7 +85,8 @@ def pack(
     No rows make a row of filler that counts for nothing, so that every process takes every step.
     """
     lengths = row_lengths(tokens, rows)
-    total = int(lengths.sum())
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(rows) else 0
     if width is None:
         width = max(total, 1) if shapes is None else shapes.width(total)
     examples = max(len(rows), 1) if shapes is None else shapes.examples
@@ -96,13 +97,12 @@ def pack(
             longest *= 2
     longest = max(longest, width - total)
 
-    ends = np.cumsum(lengths)
     owner = np.repeat(np.arange(len(rows)), lengths)  # of each real token
-    place = np.arange(total) - (ends - lengths)[owner]
-    at = tokens.starts[rows][owner] + place
+    place = np.arange(total) - np.repeat(ends - lengths, lengths)
+    at = np.repeat(tokens.starts[rows], lengths) + place
     ids = np.full(width, pad, np.int64)
     owners, places = np.full(width, examples, np.int64), np.zeros(width, np.int64)
-    ids[:total], owners[:total], places[:total] = tokens.ids[at], owner, place
+    ids[:total], owners[:total], places[:total] = np.take(tokens.ids, at), owner, place
     bounds = np.full(examples + 2, total, np.int32)
     bounds[0], bounds[1 : len(rows) + 1], bounds[-1] = 0, ends, width
 
@@ -111,7 +111,7 @@ def pack(
         targets[: len(rows)] = tokens.labels[rows]
     else:
         targets = np.full(width, IGNORED, np.int64)
-        targets[:total] = tokens.ids[at + 1]
+        targets[:total] = np.take(tokens.ids, at + 1)
         if tokens.scored_from is not None:
             targets[:total][place + 1 < tokens.scored_from[rows][owner]] = IGNORED
     inputs = {"input_ids": torch.from_numpy(ids[None])}
@@ -121,7 +121,7 @@ def pack(
         inputs["token_type_ids"] = torch.from_numpy(second)
     if table is not None:
         cached = np.zeros((1, width), np.int64)
-        cached[0, :total] = table[rows][owner] + place
+        cached[0, :total] = np.repeat(table[rows], lengths) + place
         inputs["cached"] = torch.from_numpy(cached)
     return Batch(
         inputs,
