@@ -14,6 +14,7 @@ _BERT = {
     "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": 6,
     "vocab_size": 400, "max_position_embeddings": 64, "pad_token_id": 0,
 }  # fmt: skip
+_EEG = "{name: eeg-simulated, subjects: 2, unseen: 0, recordings: 3, seconds: 13, length: 64}"
 _FOLLOWS = random.Random(0).sample(range(60), 60)  # which word tends to come after which
 
 
@@ -64,7 +65,9 @@ def shrunken(name: str, steps: int, settings: tuple[str, ...] = ()) -> Recipe:
     """A shipped recipe, cut short as `frostlab diagnose` does it and small enough for the CPU."""
     whole = load_recipe(name)
     small = ["data.length=24", "train.batch=16", "train.threads=1"]
-    if isinstance(whole.model, PretrainedModel):
+    if whole.data.task == "envelope":
+        small = [f"data={_EEG}", "train.batch=8", "train.threads=1", "model.width=16"]
+    elif isinstance(whole.model, PretrainedModel):
         config = json.dumps(_BERT)
         small += [f"model={{kind: pretrained, name: bert, weights: false, config: {config}}}",
                   "tokenizer={kind: bpe, size: 400}"]  # fmt: skip

@@ -75,6 +75,13 @@ def test_the_growing_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"{said}\n"
 
 
+def test_the_conformer_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = blocks("docs/conformer.md")
+    exec(code, {})
+    every, learning = map(int, capsys.readouterr().out.split())
+    assert 0 < learning < every
+
+
 def test_the_gradient_flow_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     from frostlab.flow.facts import QUANTITIES
     from frostlab.flow.rules import WORDS
@@ -119,3 +126,14 @@ def test_the_document_of_runs_says_what_a_result_holds(tmp_path: Path) -> None:
     assert set(missing) <= {"schema"}
     for name in (p.name for p in (tmp_path / "run-none-s0").iterdir()):
         assert name in text
+
+
+def test_the_recordings_example_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FROSTLAB_CACHE", str(tmp_path))
+    (code,) = blocks("docs/eeg-data.md")
+    exec(code, {})
+    said = capsys.readouterr().out
+    assert "{'train': 2, 'tune': 2, 'report': 2, 'unseen': 1} ('sub-001', 'sub-002')" in said
+    assert "(4, 2)" in said

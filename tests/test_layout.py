@@ -18,6 +18,7 @@ ORDER = (
     "recipes",
     "comparisons",
     "data",
+    "scoring",
     "models",
     "anatomy",
     "surgery",

@@ -10,7 +10,14 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from frostlab.anatomy import survey
-from frostlab.models import GPT, Decoder, DecoderConfig, GPTConfig
+from frostlab.models import (
+    GPT,
+    Conformer,
+    ConformerConfig,
+    Decoder,
+    DecoderConfig,
+    GPTConfig,
+)
 
 Inputs = dict[str, Tensor]
 SIZES = {
@@ -272,10 +279,18 @@ class TorchModel(nn.Module):
 
 OWN_SIZES = {"vocabulary": 99, "width": 32, "layers": 2, "heads": 4, "hidden": 64}
 GPT_OWN = GPTConfig(**OWN_SIZES, positions=64, dropout=0.0)
+CONFORMER = ConformerConfig(
+    channels=5, subjects=3, width=32, layers=2, heads=4, hidden=64, kernel=5, dropout=0.0
+)
 
 
 def vectors() -> Inputs:
     return {"source": torch.randn(2, 6, 32), "target": torch.randn(2, 5, 32)}
+
+
+def recordings() -> Inputs:
+    """EEG of a subject that was trained on, and of one that was not."""
+    return {"eeg": torch.randn(2, 12, 5), "subject": torch.tensor([1, -1])}
 
 
 # Models without a Hugging Face model type: frostlab's and torch's.
@@ -286,6 +301,13 @@ OWN: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
     "decoder-norm-first": (
         lambda: Decoder(DecoderConfig(**OWN_SIZES, norm="before", final_norm=True)),
         text,
+    ),
+    "conformer": (lambda: Conformer(CONFORMER), recordings),
+    "conformer-relative": (
+        lambda: Conformer(
+            replace(CONFORMER, attention="relative", norm="layer", residual="none", head="linear")
+        ),
+        recordings,
     ),
     "torch": (TorchModel, vectors),
     "torch-unbiased": (lambda: TorchModel(bias=False), vectors),

@@ -26,6 +26,7 @@ FUSED = [
     "modernbert",
     "phi3",
     "gpt",
+    "conformer",
     "torch",
     "torch-unbiased",
 ]

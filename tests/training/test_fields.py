@@ -56,6 +56,7 @@ ELSEWHERE = {
     "about": "tests/recipe: the digest leaves it out; `frostlab recipes` prints it",
     "tokenizer": "tests/data/test_vocabulary.py",
     "stages": "test_stages.py",
+    "loss": "test_envelopes.py",
     "train.step": "test_stepping.py, test_choosing.py",
     "train.cache_prefix": "test_prefix.py",
     "train.cache_gb": "test_prefix.py",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from frostlab.bench.setting import Feed, Setting
-from frostlab.data import Prepared, Tokens, prepare
+from frostlab.data import Prepared, Tokens, prepare, text_of
 from frostlab.models.gpt import GPT, GPTConfig
 from frostlab.recipe.data import Task
 from frostlab.recipe.loading import recipe_from
@@ -81,7 +81,7 @@ def text(setting: Setting, name: str, length: int, size: int) -> Prepared:
             "model": {"kind": "gpt"},
         }
     )
-    return prepare(recipe, setting.data_dir)
+    return text_of(prepare(recipe, setting.data_dir))
 
 
 def examples_of(tokens: Tokens) -> list[dict[str, Any]]:

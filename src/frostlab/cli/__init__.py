@@ -82,6 +82,7 @@ def _quiet_libraries() -> None:
 app.command("bench")(bench.bench)
 app.command("compare")(compare.compare)
 app.command("diagnose")(diagnose.diagnose)
+app.command("envelopes")(runs.envelopes)
 app.command("exits")(runs.exits)
 app.command("recipes")(runs.recipes)
 app.command("run")(runs.run)

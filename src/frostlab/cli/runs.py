@@ -1,4 +1,4 @@
-"""`frostlab recipes`, `run`, `runs`, `show`, `exits`."""
+"""`frostlab recipes`, `run`, `runs`, `show`, `envelopes`, `exits`."""
 
 import json
 import os
@@ -47,6 +47,10 @@ def run(
     data_dir: DataDir = None,
     out: Annotated[Path | None, typer.Option(help="The run's own folder.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:2, mps.")] = None,
+    stage: Annotated[
+        str | None,
+        typer.Option(help="trial: 50 epochs, watched, then judged by three targets (exit code 1)."),
+    ] = None,
     runs: RunsFolder = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
@@ -57,6 +61,10 @@ def run(
     if device is not None:
         asked.append(f"train.device={device}")
     loaded = load_recipe(recipe, asked, seed)
+    if stage is not None:
+        from frostlab.cli.trial import trial_settings
+
+        loaded = load_recipe(recipe, [*trial_settings(stage, loaded), *asked], seed)
     check_data_dir(data_dir)
     from frostlab.cli.progress import display
     from frostlab.records.listing import show
@@ -74,6 +82,10 @@ def run(
     )
     if os.environ.get("RANK", "0") == "0":
         typer.echo(json.dumps(record.result, indent=1) if as_json else show(record.folder))
+        if stage is not None:
+            from frostlab.cli.trial import judge
+
+            judge(record.folder, as_json)
 
 
 def check_data_dir(data_dir: Path | None) -> None:
@@ -107,6 +119,24 @@ def show_run(
 
     folder = find_run(runs, run)
     typer.echo(json.dumps(show_json(folder), indent=1) if as_json else show(folder))
+
+
+def envelopes(
+    run: Annotated[str, typer.Argument(help="A run's name, the beginning of one, or its folder.")],
+    data_dir: DataDir = None,
+    runs: RunsFolder = Path("runs"),
+) -> None:
+    """Draw what a finished decoder of speech envelopes does, into the run's folder.
+
+    Scores, r of every subject, decoded against heard, temporal kernels, electrodes on a scalp.
+    """
+    from frostlab.records.index import find_run
+
+    folder = find_run(runs, run)
+    check_data_dir(data_dir)
+    from frostlab.training.picturing import draw_run
+
+    typer.echo(draw_run(folder, data_dir))
 
 
 def exits(

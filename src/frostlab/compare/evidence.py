@@ -8,10 +8,12 @@ from typing import Any
 
 from frostlab.compare.confounds import confounds
 from frostlab.compare.contrasts import contrasts
+from frostlab.compare.gradients import gradient_flow
 from frostlab.compare.plan import Plan
 from frostlab.compare.rules import Rules, rules_for
 from frostlab.compare.sameness import why_unpaired
 from frostlab.compare.statistics import mcnemar, paired, spread
+from frostlab.compare.subjects import subject_tests
 from frostlab.compare.verdict import Verdict, judge
 from frostlab.recipe import METRICS
 from frostlab.records.record import RunRecord
@@ -63,6 +65,8 @@ def gather(
         "contrasts": contrasts(plan, records, _rules_of(plan.rules, primary, look)),
         "orthogonality": _orthogonality(plan, records, refused, look),
         "mcnemar": _mcnemar(plan, records, refused),
+        "subjects": subject_tests(plan, records, refused),
+        "flow": gradient_flow(plan, records),
         "timing": timing,
         "rounds": _rounds(plan, rounds),
     }

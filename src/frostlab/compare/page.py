@@ -5,8 +5,10 @@ from statistics import fmean
 from typing import Any
 
 from frostlab.compare.answers import answers
+from frostlab.compare.gradients import gradients_page
 from frostlab.compare.growth import stages_table
 from frostlab.compare.rules import Rules
+from frostlab.compare.subjects import subjects_page
 from frostlab.compare.words import effect, markdown, mean_and_std, mebibytes, ratio
 from frostlab.records.words import number
 
@@ -25,6 +27,8 @@ def page(evidence: dict[str, Any]) -> str:
         _verdicts(evidence),
         _questions(evidence),
         _performance(evidence),
+        subjects_page(evidence),
+        gradients_page(evidence),
         stages_table(evidence),
         _timing(evidence),
         _whole_runs(evidence),

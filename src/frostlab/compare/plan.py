@@ -100,8 +100,9 @@ class Plan(Strict):
             values["tune"] = values["tune"][0] if self.tune else None
         for key in ("vary", "contrasts"):  # plans from before there were such keys
             values = values if values[key] else {k: v for k, v in values.items() if k != key}
-        if self.recipe.get("watch", "") is None:  # the same
-            values["recipe"] = {k: v for k, v in self.recipe.items() if k != "watch"}
+        for key in ("watch", "loss"):  # the same
+            if self.recipe.get(key, "") is None:
+                values["recipe"] = {k: v for k, v in values["recipe"].items() if k != key}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
     def recipe_of(self, arm: Arm, seed: int, tuned: Mapping[str, float] | None = None) -> Recipe:
@@ -217,6 +218,11 @@ def _check_arms(plan: Plan) -> None:
         own = next((key for key in arm.set if key.partition(".")[0] in _NOT_SET), None)
         if own is not None:
             raise BadInput(f"arm {arm.name}: set.{own} cannot be: it is given apart")
+        if "model.preset" in arm.set:
+            raise BadInput(
+                f"arm {arm.name}: set.model.preset is spelled out in the recipe already; "
+                "set what it stands for, such as model.residual"
+            )
         key = key_of(arm.name, plan.baseline.name)
         taken = [key_of(other.name, plan.baseline.name) for other in plan.arms[:i]]
         if key in (*taken, *_RESERVED) and names.count(arm.name) == 1:

@@ -16,17 +16,18 @@ from torch import nn
 
 from frostlab.bench.rounds import Meter
 from frostlab.compare.turns import BATCHES, Clock
-from frostlab.data import Prepared
+from frostlab.data import Material
 from frostlab.errors import BadInput, nearest
-from frostlab.models.building import build_model
+from frostlab.models.building import build_for
 from frostlab.recipe import Recipe
-from frostlab.training.batching import Order, scored_counts
+from frostlab.training.batching import Order
 from frostlab.training.choosing import build_step
 from frostlab.training.compiled import shape_of
 from frostlab.training.devices import choose_precision
 from frostlab.training.distributed import World
+from frostlab.training.envelopes import objective_for
 from frostlab.training.feed import Feed
-from frostlab.training.objective import Objective, check_pieces
+from frostlab.training.objective import check_pieces
 from frostlab.training.optimizer import optimizer_tensors
 from frostlab.training.prefix import build_prefix, check_prefix
 from frostlab.training.stages import total_steps
@@ -48,16 +49,16 @@ class Side:
         self,
         recipe: Recipe,
         model: nn.Module,
-        prepared: Prepared,
+        prepared: Material,
         device: torch.device,
         order: Order | None = None,
         again: bool = False,
     ) -> None:
         self.recipe, self.model, self.device = recipe, model, device
-        train, tokens = recipe.train, prepared.splits["train"]
+        train = recipe.train
         meter = Meter(device)
         precision, types = choose_precision(train, device), wants_types(self.model)
-        objective, packs = Objective(self.model), train.batching == "packed"
+        objective, packs = objective_for(self.model, recipe), train.batching == "packed"
         check_pieces(objective, prepared, types, packs or train.cache_prefix is not None)
         if train.cache_prefix is not None:
             check_prefix(self.model, prepared, train, precision)
@@ -69,11 +70,10 @@ class Side:
         self.feed = Feed(prepared, train, recipe.seed, World(), device, types, objective.prefix)
         self.step = build_step(
             objective, recipe.optim, train, precision, device, World(),
-            steps=total_steps(train, len(tokens)),
+            steps=total_steps(train, len(self.feed.examples)),
         )  # fmt: skip
         self.order = self.feed.order(0)[:BATCHES] if order is None else order
-        counts = scored_counts(tokens)
-        self.scored = [int(counts[rows].sum()) for rows in self.order]
+        self.scored = [self.feed.examples.scored(rows) for rows in self.order]
         if not again or self.step.kind != "eager":
             self._meet_every_shape(shorten=order is None)
         self.prepare_seconds, self.peak_bytes = meter.read()
@@ -153,7 +153,7 @@ class Treated:
 
 
 def treat_all(
-    recipes: Mapping[str, Recipe], prepared: Prepared, baseline: str
+    recipes: Mapping[str, Recipe], prepared: Material, baseline: str
 ) -> dict[str, Treated]:
     """Build the models of the baseline, of its control and of every other arm.
 
@@ -162,7 +162,7 @@ def treat_all(
     made: dict[str, Treated] = {}
     for name in (baseline, *(name for name in recipes if name != baseline)):
         recipe = recipes[name]
-        model = build_model(recipe, prepared.vocabulary, prepared.classes, prepared.pad)
+        model = build_for(recipe, prepared)
         treat(model, recipe)
         made[name] = Treated(recipe, model)
         made.setdefault(CONTROL, made[baseline])
@@ -171,7 +171,7 @@ def treat_all(
 
 def build_sides(
     arms: Mapping[str, Treated],
-    prepared: Prepared,
+    prepared: Material,
     device: torch.device,
     say: Callable[[str], None] = lambda line: None,
     order: Order | None = None,

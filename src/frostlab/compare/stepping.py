@@ -9,9 +9,9 @@ from frostlab.compare.limits import Limits, flag, limits
 from frostlab.compare.plan import Plan
 from frostlab.compare.sides import CONTROL
 from frostlab.compare.timing import Timing, time_arms
-from frostlab.data import Prepared, prepare
+from frostlab.data import Material, prepare
 from frostlab.errors import UnknownArchitecture
-from frostlab.models.building import build_model
+from frostlab.models.building import build_for
 from frostlab.recipe import Recipe
 from frostlab.training.devices import choose_device
 from frostlab.training.treating import treat
@@ -34,9 +34,9 @@ def time_steps(plan: Plan, data_dir: Path | None, say: Callable[[str], None]) ->
     return timing.to_dict() | {"arms": arms, "control": arms[CONTROL]}
 
 
-def limits_of(recipe: Recipe, prepared: Prepared) -> Limits | None:
+def limits_of(recipe: Recipe, prepared: Material) -> Limits | None:
     """The bound of a recipe's treatment at its batch; None for a model without an anatomy."""
-    model = build_model(recipe, prepared.vocabulary, prepared.classes, prepared.pad)
+    model = build_for(recipe, prepared)
     treat(model, recipe)
     length = float(prepared.splits["train"].lengths.mean())
     try:

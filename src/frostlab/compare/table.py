@@ -32,7 +32,8 @@ def show(evidence: dict[str, Any], page: Path) -> str:
     lines += [f"{name}: {verdict['sentence']}" for name, verdict in verdicts.items()]
     if timing is not None and not timing["proven"]:
         lines.append(f"timing is unproven: {'; '.join(timing['reasons'])}")
-    lines += ["", *(f"{question} {said}" for question, said in answers(evidence))]
+    own = [(each["question"], each["sentence"]) for each in evidence["contrasts"]]
+    lines += ["", *(f"{question} {said}" for question, said in own or answers(evidence))]
     return "\n".join([*lines, "", f"page: {page}"])
 
 

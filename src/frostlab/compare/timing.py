@@ -33,7 +33,7 @@ from frostlab.compare.turns import (
     take_turns,
 )
 from frostlab.compare.watching import Drift, Watched, Watching, drift_of
-from frostlab.data import Prepared
+from frostlab.data import Material
 from frostlab.errors import BadInput
 from frostlab.recipe import Recipe
 from frostlab.training.choosing import choose
@@ -98,7 +98,7 @@ class Timing:
 
 def time_arms(
     recipes: Mapping[str, Recipe],
-    prepared: Prepared,
+    prepared: Material,
     *,
     baseline: str,
     device: torch.device,
@@ -235,7 +235,7 @@ def _threads(recipe: Recipe) -> Iterator[None]:
 
 @contextmanager
 def _room_to_compile(
-    recipes: Iterable[Recipe], prepared: Prepared, device: torch.device
+    recipes: Iterable[Recipe], prepared: Material, device: torch.device
 ) -> Iterator[None]:
     """Let every arm compile as often as it may alone."""
     examples = len(prepared.splits["train"])

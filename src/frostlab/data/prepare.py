@@ -15,6 +15,7 @@ from frostlab.data.division import Portion, divide, limited
 from frostlab.data.encode import encode_labelled, encode_running
 from frostlab.data.pretrained import Pretrained, load_pretrained
 from frostlab.data.rows import Part
+from frostlab.data.signals import Material, load_signals
 from frostlab.data.sources import Plan, plan
 from frostlab.data.survey import Survey, class_numbers, classes_of, survey
 from frostlab.data.tokens import Prepared, load_facts, load_tokens, save_facts
@@ -22,16 +23,19 @@ from frostlab.data.vocabulary import Coder, definition, load_trained, sampled, t
 from frostlab.errors import BadInput
 from frostlab.recipe import Recipe
 from frostlab.recipe.data import BPE, Docstrings, Named, Own, PretrainedTokenizer, Synthetic, Words
+from frostlab.recipe.eeg import EEGData
 
 CAUTION = "selected on the reporting split"
 LEAK = "made with a vocabulary that knows the words of {}"
 
 
-def prepare(recipe: Recipe, data_dir: Path | None = None, cache: Path | None = None) -> Prepared:
+def prepare(recipe: Recipe, data_dir: Path | None = None, cache: Path | None = None) -> Material:
     """Return the data of a recipe, prepared now or found as it was prepared before."""
     cache = cache_folder(cache)
     if isinstance(recipe.data, Synthetic):
         return _synthetic(recipe.data, cache)
+    if isinstance(recipe.data, EEGData):
+        return load_signals(recipe.data, data_dir, cache)
     return _Work(recipe.data, definition(recipe), data_dir, cache).prepared()
 
 

@@ -1,6 +1,7 @@
 """Models: frostlab's own, and Hugging Face ones by name."""
 
+from frostlab.models.conformer import Conformer, ConformerConfig
 from frostlab.models.decoder import Decoder, DecoderConfig
 from frostlab.models.gpt import GPT, GPTConfig
 
-__all__ = ["GPT", "Decoder", "DecoderConfig", "GPTConfig"]
+__all__ = ["GPT", "Conformer", "ConformerConfig", "Decoder", "DecoderConfig", "GPTConfig"]

@@ -5,12 +5,24 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from frostlab.data import Material, Signals
 from frostlab.errors import BadInput, nearest
+from frostlab.models.conformer import build_conformer
 from frostlab.models.decoder import Decoder, DecoderConfig
 from frostlab.models.gpt import GPT, GPTConfig
 from frostlab.models.pretrained import find_config, first_line, hub_answers
 from frostlab.recipe import Recipe
+from frostlab.recipe.conformer import ConformerModel
 from frostlab.recipe.settings import DecoderModel, GPTModel, PretrainedModel
+
+
+def build_for(recipe: Recipe, prepared: Material) -> nn.Module:
+    """Build a recipe's model for its data, on the CPU; the same seed gives the same weights."""
+    if not isinstance(prepared, Signals):
+        return build_model(recipe, prepared.vocabulary, prepared.classes, prepared.pad)
+    assert isinstance(recipe.model, ConformerModel)
+    channels, subjects = len(prepared.channels), len(prepared.subjects)
+    return build_conformer(recipe.model, channels, subjects, recipe.seed)
 
 
 def build_model(recipe: Recipe, vocabulary: int, classes: int, pad: int) -> nn.Module:
@@ -31,6 +43,7 @@ def build_model(recipe: Recipe, vocabulary: int, classes: int, pad: int) -> nn.M
                 final_norm=wanted.final_norm,
             )
         )
+    assert isinstance(wanted, PretrainedModel)
     return _pretrained(wanted, vocabulary, classes, pad, recipe.data.length)
 
 

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from frostlab.errors import nearest
-from frostlab.recipe import data, settings, stages, treatment
+from frostlab.recipe import conformer, data, eeg, settings, stages, treatment
 from frostlab.recipe.whole import Recipe
 
 _KINDS: dict[tuple[str, Any], type[BaseModel]] = {
@@ -14,12 +14,17 @@ _KINDS: dict[tuple[str, Any], type[BaseModel]] = {
     ("data", "synthetic"): data.Synthetic,
     ("data", "named"): data.Named,
     ("data", "own"): data.Own,
+    ("data", "eeg-simulated"): eeg.SimulatedEEG,
+    ("data", "eeg-challenge"): eeg.ChallengeEEG,
+    ("data", "eeg-matlab"): eeg.MatlabEEG,
+    ("data", "eeg-mne"): eeg.MneEEG,
     ("tokenizer", "bpe"): data.BPE,
     ("tokenizer", "words"): data.Words,
     ("tokenizer", "pretrained"): data.PretrainedTokenizer,
     ("model", "gpt"): settings.GPTModel,
     ("model", "decoder"): settings.DecoderModel,
     ("model", "pretrained"): settings.PretrainedModel,
+    ("model", "conformer"): conformer.ConformerModel,
     ("init", "orthogonalize"): treatment.Orthogonalize,
     ("init", "randomize"): treatment.Randomize,
     ("peft", "lora"): treatment.LowRank,
@@ -31,13 +36,14 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "optim": settings.Optim,
     "schedule": settings.StepDecay,
     "train": settings.Train,
+    "loss": conformer.EnvelopeLoss,
     "supervise": settings.Supervise,
     "evaluate": settings.Evaluate,
     "watch": settings.Watch,
     "stages": stages.StageSettings,
     "add": stages.Add,
 }
-_DATA_NAMES = ("docstrings", "docstrings-pairs", *data.SYNTHETIC, *data.NAMED, "own")
+_DATA_NAMES = ("docstrings", "docstrings-pairs", *data.SYNTHETIC, *data.NAMED, "own", *eeg.EEG)
 _WANTED = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from frostlab.recipe.eeg import EEG
 from frostlab.recipe.treatment import Positive, Strict
 
 SYNTHETIC = ("majority", "recall", "induction")
@@ -11,7 +12,8 @@ NAMED = (
     "sst2", "mnli", "xnli", "imdb", "ag_news",
     "tinystories", "openwebtext", "wikitext2", "wikitext103", "tinyshakespeare",
 )  # fmt: skip
-Task = Literal["classification", "language"]
+TextTask = Literal["classification", "language"]
+Task = TextTask | Literal["envelope"]
 TEXT_ONLY = ("tinystories", "openwebtext", "wikitext2", "wikitext103", "tinyshakespeare")
 PAIRS = ("docstrings-pairs", "mnli", "xnli")
 Share = Annotated[float, Field(gt=0, lt=1)]
@@ -26,14 +28,14 @@ class Synthetic(Strict):
     symbols: Annotated[int, Field(ge=2)] = 16
 
     @property
-    def task(self) -> Task:
+    def task(self) -> TextTask:
         return "language" if self.name == "induction" else "classification"
 
 
 class Corpus(Strict):
     """Text from somewhere, and how it is divided."""
 
-    task: Task = "classification"
+    task: TextTask = "classification"
     length: Annotated[int, Field(ge=2)] = 128  # tokens an example has at most
     stride: Positive | None = (
         None  # tokens from one example of running text to the next; null: length
@@ -73,6 +75,8 @@ def data_kind(value: Any) -> str:
     name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
     if name in SYNTHETIC:
         return "synthetic"
+    if name in EEG:
+        return str(name)
     return "named" if name in NAMED else "own" if name == "own" else "docstrings"
 
 

@@ -21,6 +21,7 @@ from frostlab.recipe.complaint import first_complaint
 from frostlab.recipe.whole import Recipe
 
 _KIND = {"model": "kind", "tokenizer": "kind", "data": "name"}
+_BY_PATH = {"eeg-simulated": "eeg-challenge"}  # what a path means beside data that are made
 _KEY = re.compile(r"\b[a-z]+\.[a-z_]+\b|\btokenizer\b")
 _NAME = re.compile(r"[\w.-]+")
 
@@ -55,12 +56,22 @@ class _Layers:
     sources: dict[tuple[str, ...], str] = field(default_factory=dict)
 
     def add(self, values: dict[str, Any], source: str) -> None:
+        values = self._found_by_path(values)
         for section, kind in _KIND.items():
             given, known = values.get(section), self.values.get(section)
             if isinstance(given, dict) and isinstance(known, dict) and kind in given:
                 self.values[section] = known if given[kind] == known.get(kind) else {}
         self._forget_duration(values.get("train"))
         self._merge(self.values, values, source, ())
+
+    def _found_by_path(self, values: dict[str, Any]) -> dict[str, Any]:
+        """A path given to data that are made names the kind of data that lie at paths."""
+        given, known = values.get("data"), self.values.get("data")
+        if isinstance(given, dict) and "path" in given and "name" not in given:
+            made = known.get("name") if isinstance(known, dict) else None
+            if made in _BY_PATH:
+                return values | {"data": {"name": _BY_PATH[made]} | given}
+        return values
 
     def _forget_duration(self, given: Any) -> None:
         """Epochs replace a parent's steps, and steps its epochs."""

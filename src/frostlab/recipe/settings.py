@@ -1,14 +1,26 @@
 """What a recipe can say about its model, its optimizer, and how it is trained and looked at."""
 
+import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from frostlab.recipe.treatment import Positive, Strict
 
 StepKind = Literal["auto", "eager", "compiled", "captured"]
-Metric = Literal["accuracy", "macro_f1", "loss", "perplexity", "token_accuracy"]
+Metric = Literal["accuracy", "macro_f1", "loss", "perplexity", "token_accuracy", "pearson"]
 LOWER_IS_BETTER = ("loss", "perplexity")
+
+
+def _regular(every: int | str) -> int | str:
+    if every == "epoch" or (isinstance(every, int) and every > 0):
+        return every
+    if isinstance(every, str) and re.fullmatch(r"[1-9]\d* epochs", every):
+        return every
+    raise ValueError(f"{every!r} should be a number of steps, epoch, or such as 10 epochs")
+
+
+Every = Annotated[int | str, AfterValidator(_regular)]
 
 
 class GPTModel(Strict):
@@ -47,9 +59,9 @@ class PretrainedModel(Strict):
 
 
 class StepDecay(Strict):
-    """Multiply the rate by `factor` every `every` steps."""
+    """Multiply the rate by `factor` every so many steps or epochs."""
 
-    every: Positive
+    every: Every
     factor: Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -154,8 +166,8 @@ class Watch(Strict):
 class Evaluate(Strict):
     """When to look, at what, and when to stop."""
 
-    every: Literal["epoch"] | Positive = "epoch"
-    metric: Metric | None = None  # null: accuracy, or perplexity for language
+    every: Every = "epoch"
+    metric: Metric | None = None  # null: accuracy, perplexity for language, pearson for envelopes
     patience: Positive | None = None  # evaluations without improvement before stopping
     target: float | None = None  # record the steps and seconds it took to reach this
     batch: Positive | None = None  # null: as many as in training

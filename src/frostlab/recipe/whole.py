@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from frostlab.recipe.conformer import ConformerModel, EnvelopeLoss
 from frostlab.recipe.data import (
     BPE,
     PAIRS,
@@ -20,6 +21,7 @@ from frostlab.recipe.data import (
     Words,
     data_kind,
 )
+from frostlab.recipe.eeg import EEG, ChallengeEEG, EEGData, MatlabEEG, MneEEG, SimulatedEEG
 from frostlab.recipe.settings import (
     DecoderModel,
     Evaluate,
@@ -38,6 +40,7 @@ from frostlab.recipe.treatment import SAME, Strict, Treatment
 METRICS: dict[Task, tuple[Metric, ...]] = {
     "classification": ("accuracy", "macro_f1", "loss"),
     "language": ("perplexity", "token_accuracy", "loss"),
+    "envelope": ("pearson", "loss"),
 }
 
 
@@ -47,9 +50,12 @@ def _impossible_data(recipe: "Recipe") -> Iterator[str]:
     if metric is not None and metric not in metrics:
         listed = ", ".join(metrics)
         yield f"evaluate.metric {metric} does not exist for {data.task}; there are {listed}"
-    if isinstance(data, Synthetic):
+    if recipe.loss is not None and data.task != "envelope":
+        yield f"loss is that of envelopes; data.task {data.task} has cross-entropy: set it to null"
+    if isinstance(data, Synthetic | EEGData):
         if recipe.tokenizer is not None:
-            yield f"data.name {data.name} is made of tokens; tokenizer must be null"
+            made = "tokens" if isinstance(data, Synthetic) else "signals"
+            yield f"data.name {data.name} is made of {made}; tokenizer must be null"
         return
     if isinstance(data, Named) and data.name != "xnli" and data.language != "en":
         yield f"data.language {data.language} is given, but only xnli has languages"
@@ -72,6 +78,9 @@ def _impossible_data(recipe: "Recipe") -> Iterator[str]:
 
 def _impossible_model(recipe: "Recipe") -> Iterator[str]:
     model, data = recipe.model, recipe.data
+    if isinstance(model, ConformerModel) or isinstance(data, EEGData):
+        yield from _impossible_signals(recipe)
+        return
     if isinstance(model, PretrainedModel):
         if isinstance(data, Synthetic) and model.weights:
             yield f"data.name {data.name} has tokens of its own; set model.weights to false"
@@ -88,6 +97,18 @@ def _impossible_model(recipe: "Recipe") -> Iterator[str]:
         yield "model.causal false would see the tokens it is to predict; data.task is language"
     if (model.positions or data.length) < data.length:
         yield f"model.positions {model.positions} is less than data.length {data.length}"
+
+
+def _impossible_signals(recipe: "Recipe") -> Iterator[str]:
+    model, data, train = recipe.model, recipe.data, recipe.train
+    if not isinstance(model, ConformerModel):
+        yield f"model.kind {model.kind} reads tokens; data.name {data.name} needs conformer"
+    if not isinstance(data, EEGData):
+        yield f"model.kind conformer reads EEG, not {data.name}; there are {', '.join(EEG)}"
+    if train.batching == "packed":
+        yield "train.batching packed is for text; windows of signals are all of one length"
+    if train.cache_prefix is not None:
+        yield "train.cache_prefix is for text; windows of signals are drawn anew each epoch"
 
 
 def _impossible_supervision(recipe: "Recipe") -> Iterator[str]:
@@ -122,15 +143,20 @@ class Recipe(Strict):
         Annotated[Docstrings, Tag("docstrings")]
         | Annotated[Synthetic, Tag("synthetic")]
         | Annotated[Named, Tag("named")]
-        | Annotated[Own, Tag("own")],
+        | Annotated[Own, Tag("own")]
+        | Annotated[SimulatedEEG, Tag("eeg-simulated")]
+        | Annotated[ChallengeEEG, Tag("eeg-challenge")]
+        | Annotated[MatlabEEG, Tag("eeg-matlab")]
+        | Annotated[MneEEG, Tag("eeg-mne")],
         Discriminator(data_kind),
     ] = Docstrings()
     tokenizer: Annotated[BPE | Words | PretrainedTokenizer, Field(discriminator="kind")] | None = (
         None  # null: the pretrained model's own, else BPE
     )
-    model: Annotated[GPTModel | DecoderModel | PretrainedModel, Field(discriminator="kind")] = (
-        GPTModel(kind="gpt")
-    )
+    model: Annotated[
+        GPTModel | DecoderModel | PretrainedModel | ConformerModel, Field(discriminator="kind")
+    ] = GPTModel(kind="gpt")
+    loss: EnvelopeLoss | None = None  # null: cross-entropy; for envelopes the published one
     treatment: Literal[tuple(TREATMENTS)] | Treatment = "none"  # type: ignore[valid-type]
     optim: Optim = Optim()
     train: Train = Train(epochs=3)
@@ -181,6 +207,8 @@ class Recipe(Strict):
             del values["supervise"]
         if not self.stages:
             del values["stages"]
+        if self.loss is None:
+            del values["loss"]
         if self.watch is None:
             del values["watch"]
         if values["data"].get("stride", 0) is None:

@@ -11,6 +11,7 @@ from typing import Any
 from frostlab.errors import BadInput
 from frostlab.records.folder import effective
 from frostlab.records.index import EVENTS, RESULT, is_run, parse, part, read_run, typed
+from frostlab.records.scores import scores_lines
 from frostlab.records.stages import stages_table
 from frostlab.records.words import NONE, hms, number, plain
 
@@ -56,6 +57,7 @@ def show(folder: Path) -> str:
         f"run {run['name']}": _status(run),
         "configuration": _configuration(run),
         "results": _results(run),
+        "scores": scores_lines(folder),
         "stages": stages_table((run["result"] or {}).get("stages")),
         "clocks": _clocks(run["result"] or {}),
         "parameters": _parameters(part(run["result"] or {}, "parameters")),
@@ -114,7 +116,9 @@ def _clocks(result: dict[str, Any]) -> list[str]:
     warm = left.pop("warmup_ms", None)
     if step and isinstance(warm, list):
         step += f"; {len(warm)} warm-up steps not counted"
-    names = {"tokens_per_second": "tokens/s", "examples_per_second": "examples/s"}
+    unit = "samples" if "scores" in result else "tokens"  # of a recording, of a text
+    left = {unit if key == "tokens" else key: value for key, value in left.items()}
+    names = {"tokens_per_second": f"{unit}/s", "examples_per_second": "examples/s"}
     speeds = [(name, number(left.pop(key, None))) for key, name in names.items()]
     how = [("kind of step", ", then ".join(dict.fromkeys(kinds)))] if kinds else []
     return _pairs([*lines, ("step", step), *how, *speeds, *sorted(left.items())])

@@ -48,8 +48,8 @@ def find_trunk(model: nn.Module, found: Anatomy) -> Trunk:
 
 
 def unknown(model: nn.Module) -> str:
-    """What to say of a model whose layers cannot be found."""
-    return f"grow: {type(model).__name__} has no layers that can be found; known: {_KNOWN}"
+    """What to say of a model that layers cannot be added to."""
+    return f"grow: {type(model).__name__} cannot be grown; known: {_KNOWN}"
 
 
 def _holds(path: str, layers: nn.ModuleList, found: Anatomy) -> bool:

@@ -80,9 +80,9 @@ class Batch:
     """Examples as tensors, and how much in them is real."""
 
     inputs: dict[str, Tensor]  # what the model is called with
-    targets: Tensor  # (B,) classes, or (B, T) next tokens; IGNORED is not scored
+    targets: Tensor  # (B,) classes, (B, T) next tokens (IGNORED is not scored) or envelopes
     examples: int
-    tokens: int  # without padding
+    tokens: int  # or samples, without padding
     scored: int  # targets that count
     packing: Packing | None = None  # where examples lie that share one row
 
@@ -91,6 +91,11 @@ class Batch:
         if self.targets.device.type == device.type:
             return self
         return self.with_tensors([_moved(tensor, device) for tensor in self.tensors()])
+
+    @property
+    def held(self) -> int:
+        """Places for tokens or samples, filler and all."""
+        return next(iter(self.inputs.values())).shape[:2].numel()
 
     def tensors(self) -> list[Tensor]:
         """Everything in it that lies on a device, always in one order."""

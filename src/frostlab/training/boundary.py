@@ -9,15 +9,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from frostlab.data import Prepared
+from frostlab.data import Material
 from frostlab.errors import FrostlabError
-from frostlab.models.building import build_model
+from frostlab.models.building import build_for
 from frostlab.recipe import Recipe
 from frostlab.records.checkpoints import Checkpoint, checkpoints_in
 from frostlab.surgery import Audit
 from frostlab.training.compiled import uncompile
 from frostlab.training.distributed import gather_nothing, like
-from frostlab.training.objective import Objective
+from frostlab.training.envelopes import objective_for
+from frostlab.training.norms import prepare_norms
 from frostlab.training.patience import Best
 from frostlab.training.progress import Progress
 from frostlab.training.setting import Setting
@@ -63,14 +64,14 @@ def _build(setting: Setting, last: int) -> None:
     """The recipe's model, treated and grown as in the given stage, its weights as at the start."""
     stages = setting.stages[: last + 1]
     setting.model, setting.entered = build_grown(setting.recipe, setting.prepared, stages)
-    setting.objective = Objective(setting.model)
+    setting.objective = objective_for(setting.model, setting.recipe)
 
 
 def build_grown(
-    recipe: Recipe, prepared: Prepared, stages: Sequence[Stage]
+    recipe: Recipe, prepared: Material, stages: Sequence[Stage]
 ) -> tuple[nn.Module, Entered]:
     """The recipe's model, treated, after entering these stages; its weights are the first ones."""
-    model = build_model(recipe, prepared.vocabulary, prepared.classes, prepared.pad)
+    model = build_for(recipe, prepared)
     treat(model, recipe)
     entered = Entered()
     for index, stage in enumerate(stages):
@@ -82,6 +83,7 @@ def _place(setting: Setting, index: int) -> None:
     """Bring a stage's model to its device, give it its losses, take what is frozen's digests."""
     setting.objective.supervision = resolve(setting.stages[index].supervise, setting.model)
     setting.model.to(setting.device)
+    prepare_norms(setting.model, setting.world.size, setting.device)
     setting.frozen = audit_frozen(setting.model, setting.recipe)
 
 

@@ -12,6 +12,7 @@ from frostlab.surgery.stale import changes
 from frostlab.training.batching import Batch
 from frostlab.training.distributed import blocks
 from frostlab.training.joining import joined
+from frostlab.training.norms import same_buffers
 from frostlab.training.objective import Objective
 from frostlab.training.step import EagerStep
 
@@ -75,7 +76,7 @@ class CompiledStep(EagerStep):
     def _prove(self, parts: list[Batch], scored: int | Tensor) -> None:
         """Try a shape out: compiling may fail, and the step must then see the same dropout."""
         on = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(on):
+        with torch.random.fork_rng(on), same_buffers(self.objective):
             try:
                 self.gradients(parts, scored)
             except Exception as error:  # a compiler fails in ways of its own

@@ -6,18 +6,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from frostlab.data import Prepared, Tokens
-from frostlab.training.batching import collate, evaluation_order, shared, widest
+from frostlab.data import Material
+from frostlab.training.batching import shared
 from frostlab.training.compiled import uncompiled
 from frostlab.training.distributed import World
-from frostlab.training.metrics import Tally
+from frostlab.training.examples import Split, examples_of
+from frostlab.training.metrics import tally_for
 from frostlab.training.objective import Exits, Objective
 
 
 def evaluate(
     objective: Objective,
-    prepared: Prepared,
-    tokens: Tokens,
+    prepared: Material,
+    split: Split,
     batch: int,
     *,
     device: torch.device,
@@ -34,25 +35,25 @@ def evaluate(
     ended there, in the same pass: theirs are under `layers`, by number.
     """
     below = [number for number in layers if number != objective.depth]
-    tally, *others = (Tally(prepared.task, prepared.classes, device) for _ in (0, *below))
+    tally, *others = (tally_for(objective, prepared, device) for _ in (0, *below))
     tallies = dict(zip(below, others, strict=True))
-    training, most = objective.training, widest(tokens, device)
+    training, examples = objective.training, examples_of(prepared, split, device, types)
 
     def see(number: int, logits: Tensor) -> None:
-        tallies[number].add(logits, examples)
+        tallies[number].add(logits, seen)
 
     want: Literal["logits"] | Exits = Exits(below, see) if below else "logits"
     objective.eval()
     try:
         with torch.no_grad(), uncompiled():
-            for rows in evaluation_order(tokens.lengths, batch):
+            for rows in examples.sweep(batch):
                 (part,) = shared(rows, world.rank, world.size, parts=1)
-                examples = collate(tokens, part, prepared.pad, types=types, most=most).to(device)
+                seen = examples.collate(part).to(device)
                 with torch.autocast(
                     device.type, torch.bfloat16, enabled=precision == torch.bfloat16
                 ):
-                    logits = objective(examples, want=want)
-                tally.add(logits, examples)
+                    logits = objective(seen, want=want)
+                tally.add(logits, seen)
                 if guesses is not None and len(part):
                     guesses[torch.from_numpy(part).to(device)] = 1 + logits.argmax(-1)
     finally:

@@ -2,29 +2,23 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-import yaml
 
 from frostlab.anatomy import anatomy
 from frostlab.anatomy.savings import forward_flops
-from frostlab.data import Prepared, prepare
+from frostlab.data import Prepared, prepare, text_of
 from frostlab.errors import BadInput
-from frostlab.recipe import Recipe
-from frostlab.recipe.loading import recipe_from
-from frostlab.records.checkpoints import Checkpoint
 from frostlab.records.folder import RunFolder
 from frostlab.records.record import RunRecord
-from frostlab.training.boundary import build_grown, load_weights
+from frostlab.training.best import best_model, recipe_of
 from frostlab.training.devices import choose_device, choose_precision
 from frostlab.training.distributed import World
 from frostlab.training.evaluation import evaluate
 from frostlab.training.objective import Objective
 from frostlab.training.packing import row_lengths
-from frostlab.training.stages import stages_of
 from frostlab.training.supervision import language_stack
-from frostlab.training.treating import count_parameters, state_digest, wants_types
+from frostlab.training.treating import count_parameters, wants_types
 
 
 @dataclass(frozen=True)
@@ -53,15 +47,13 @@ def early_exits(
     record = run if isinstance(run, RunRecord) else RunRecord(Path(run))
     if record.status != "finished":
         raise BadInput(f"{record.folder} is {record.status}; early exits need a finished run")
-    recipe = _recipe(record)
+    recipe = recipe_of(record)
     if recipe.data.task != "language":
         raise BadInput(f"{record.folder} is a run for {recipe.data.task}; early exits for language")
     where = choose_device(device or recipe.train.device)
     precision = choose_precision(recipe.train, where)
-    prepared = prepare(recipe, None if data_dir is None else Path(data_dir))
-    if prepared.digest != record.digests["data"]:
-        raise BadInput(f"the data of {record.folder} cannot be made again: they changed")
-    model = _best_model(record, recipe, prepared).to(where)
+    prepared = text_of(prepare(recipe, None if data_dir is None else Path(data_dir)))
+    model = best_model(record, recipe, prepared).to(where)
     batch = recipe.evaluate.batch or recipe.train.batch // recipe.train.accumulate
     found = measure_exits(model, prepared, batch, where, precision)
     RunFolder(record.folder).write("exits.json", {
@@ -122,26 +114,6 @@ def exits_table(exits: tuple[Exit, ...]) -> str:
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         for row in [head, *rows]
     )
-
-
-def _recipe(record: RunRecord) -> Recipe:
-    path = record.folder / "recipe.yaml"
-    try:
-        values: dict[str, Any] = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise BadInput(f"{path} cannot be read ({error})") from None
-    return recipe_from(values, str(path))
-
-
-def _best_model(record: RunRecord, recipe: Recipe, prepared: Prepared) -> torch.nn.Module:
-    """The model that was reported, down to its digest."""
-    stages = stages_of(recipe, len(prepared.splits["train"]))
-    model, _ = build_grown(recipe, prepared, stages)
-    result = record.result
-    load_weights(model, Checkpoint(record.folder / result["checkpoint"], result["best"]["step"]))
-    if state_digest(model) != result["weights_digest"]:
-        raise BadInput(f"{record.folder}/{result['checkpoint']} is not what was reported")
-    return model
 
 
 def _length(prepared: Prepared) -> int:

@@ -6,10 +6,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from frostlab.data import Prepared
+from frostlab.data import Material, text_of
 from frostlab.recipe.settings import Train
-from frostlab.training.batching import Batch, Order, collate, epoch_order, shared, widest
+from frostlab.training.batching import Batch, Order, shared
 from frostlab.training.distributed import World
+from frostlab.training.examples import examples_of
 from frostlab.training.packing import pack, row_lengths, shapes_for
 from frostlab.training.prefix import Prefix
 
@@ -19,7 +20,7 @@ class Feed:
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: Material,
         train: Train,
         seed: int,
         world: World,
@@ -27,38 +28,35 @@ class Feed:
         types: bool,
         prefix: Prefix | None = None,
     ) -> None:
-        self.tokens, self.pad, self.types = prepared.splits["train"], prepared.pad, types
+        self.prepared, self.types = prepared, types
+        self.examples = examples_of(prepared, prepared.splits["train"], device, types)
         self.train, self.seed, self.world, self.prefix = train, seed, world, prefix
         self.packs = train.batching == "packed" or prefix is not None
-        self.most = widest(self.tokens, device)
         self.shapes = None
         if self.packs and device.type == "cuda":  # a GPU is prepared for few shapes only
             parts = [part for rows in self.order(0) for part in self._shares(rows)]
-            self.shapes = shapes_for(self.tokens, parts)
+            self.shapes = shapes_for(text_of(prepared).splits["train"], parts)
 
     def order(self, epoch: int) -> Order:
         """The examples of every step of an epoch."""
-        lengths, bucket = self.tokens.lengths, self.train.batching == "bucketed"
-        return epoch_order(lengths, self.train.batch, self.seed, epoch, bucket)
+        bucket = self.train.batching == "bucketed"
+        return self.examples.epoch(self.train.batch, self.seed, epoch, bucket)
 
     def __call__(self, rows: NDArray[np.int64]) -> list[Batch]:
         """This process's share of a step, in parts whose gradients are added up."""
         shares = self._shares(rows)
         if not self.packs:
-            return [
-                collate(self.tokens, part, self.pad, types=self.types, most=self.most)
-                for part in shares
-            ]
-        width = None
+            return [self.examples.collate(part) for part in shares]
+        tokens, width = text_of(self.prepared).splits["train"], None
         if self.shapes is not None:
-            most = max(int(row_lengths(self.tokens, part).sum()) for part in shares)
+            most = max(int(row_lengths(tokens, part).sum()) for part in shares)
             width = self.shapes.width(most)
         return [self._packed(part, width) for part in shares]
 
     def _packed(self, rows: NDArray[np.int64], width: int | None) -> Batch:
-        prefix = self.prefix
+        prefix, text = self.prefix, text_of(self.prepared)
         table = None if prefix is None else prefix.starts
-        batch = pack(self.tokens, rows, self.pad, types=self.types, shapes=self.shapes,
+        batch = pack(text.splits["train"], rows, text.pad, types=self.types, shapes=self.shapes,
                      width=width, table=table)  # fmt: skip
         if prefix is None or prefix.facts["where"] == "memory":
             return batch

@@ -7,33 +7,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from frostlab.recipe.settings import Every
 from frostlab.records.checkpoints import Checkpoint, keep_only, save_checkpoint
-from frostlab.training.batching import collate, epoch_order, order_digest, scored_counts
+from frostlab.training.batching import order_digest
 from frostlab.training.boundary import cross
 from frostlab.training.choosing import build_step
-from frostlab.training.distributed import World, gather_nothing, like, whole
+from frostlab.training.distributed import gather_nothing, like, whole
 from frostlab.training.evaluation import evaluate
 from frostlab.training.feed import Feed
 from frostlab.training.flowing import watch_stage
 from frostlab.training.interruptions import StopLook
 from frostlab.training.ledger import Entry, Ledger
-from frostlab.training.optimizer import (
-    build_optimizer,
-    optimizer_tensors,
-    rate_at,
-    restore_optimizer,
-)
-from frostlab.training.packing import row_lengths
+from frostlab.training.optimizer import optimizer_tensors, rate_at, restore_optimizer
 from frostlab.training.patience import reaches
 from frostlab.training.prefix import build_prefix, prefix_depth
 from frostlab.training.progress import Progress
 from frostlab.training.setting import Setting
-from frostlab.training.stages import most_steps, stage_at, steps_per_epoch
+from frostlab.training.stages import in_steps, most_steps, stage_at, steps_per_epoch
 from frostlab.training.staging import shares_of
 from frostlab.training.step import Diverged, EagerStep, seed_step
 from frostlab.training.stopwatch import Stopwatch
 from frostlab.training.telling import say_how, say_stage
 from frostlab.training.treating import wants_types
+from frostlab.training.unused import any_unused
 
 
 class Stopped(Exception):
@@ -73,9 +69,7 @@ def _train_stage(
 ) -> EagerStep:
     """Train to a stage's end or until its patience is exhausted; return the step it took."""
     recipe, world = setting.recipe, setting.world
-    tokens = setting.prepared.splits["train"]
-    scored, real = scored_counts(tokens), row_lengths(tokens)
-    per_epoch = steps_per_epoch(len(tokens), recipe.train.batch)
+    per_epoch = steps_per_epoch(len(setting.prepared.splits["train"]), recipe.train.batch)
     index, stage = progress.stage, setting.stages[progress.stage]
     end, optim = sum(progress.lengths) + stage.steps, stage.optim(recipe.optim)
     last = index == len(setting.stages) - 1
@@ -86,7 +80,7 @@ def _train_stage(
     shares = shares_of(setting.model, stage, index, setting.entered)
     step_once = build_step(
         setting.objective, optim, recipe.train, setting.precision, setting.device, world,
-        steps=stage.steps, unused=_any_unused(setting), shares=shares,
+        steps=stage.steps, unused=any_unused(setting), shares=shares,
         inside=recipe.watch is not None and recipe.watch.inside,
     )  # fmt: skip
     if state:
@@ -111,14 +105,14 @@ def _train_stage(
         seed_step(recipe.seed, progress.step, world.rank, setting.device)
         rate = rate_at(stage_step, stage.steps, optim)
         began = watch.mark()
-        outcome = step_once(parts, int(scored[rows].sum()), rate)
+        outcome = step_once(parts, feed.examples.scored(rows), rate)
         watch.lap(began)
         if said != step_once.reason:
             said = step_once.reason
             say_how(setting, progress.step, step_once, feed.packs)
         progress.step, place = progress.step + 1, place + 1
-        padded = sum(part.inputs["input_ids"].numel() for part in parts)
-        ledger.add(Entry(progress.step, outcome, rate, int(real[rows].sum()), padded, len(rows)))
+        real, held = feed.examples.read(rows), sum(part.held for part in parts)
+        ledger.add(Entry(progress.step, outcome, rate, real, held, len(rows)))
         setting.display.advance(progress.step, ledger.loss)
 
         if place == per_epoch:
@@ -169,11 +163,9 @@ def _make_feed(setting: Setting, progress: Progress) -> Feed:
                 types, setting.objective.prefix)  # fmt: skip
 
 
-def _due(every: int | str | None, step: int, per_epoch: int, total: int) -> bool:
+def _due(every: Every | None, step: int, per_epoch: int, total: int) -> bool:
     """Whether something done every so many steps, or epochs, is due; at the end it always is."""
-    if every is None:
-        return step == total
-    return step == total or step % (per_epoch if every == "epoch" else int(every)) == 0
+    return step == total or (every is not None and step % in_steps(every, per_epoch) == 0)
 
 
 def _look(setting: Setting, progress: Progress, watch: Stopwatch) -> bool:
@@ -243,18 +235,3 @@ def _keep(
             setting.folder.event("checkpoint", progress.step, best=progress.best.step)
             keep_only(path, progress.step, progress.best.step, progress.stage)
         setting.world.wait()
-
-
-def _any_unused(setting: Setting) -> bool:
-    """Whether some trainable parameter gets no gradient, which DDP must be told beforehand."""
-    if setting.world.size == 1 or setting.recipe.train.parallel == "fsdp":
-        return False
-    tokens, model = setting.prepared.splits["train"], setting.model
-    rows = epoch_order(tokens.lengths, 2, setting.recipe.seed, 0, bucket=False)[0]
-    batch = collate(tokens, rows, setting.prepared.pad, types=wants_types(model))
-    optimizer = build_optimizer(model, setting.recipe.optim, fused=False)
-    step = EagerStep(setting.objective, optimizer, setting.precision, None, World())
-    step.gradients([batch.to(setting.device)], batch.scored)
-    unused = any(p.grad is None for p in model.parameters() if p.requires_grad)
-    optimizer.zero_grad(set_to_none=True)
-    return unused

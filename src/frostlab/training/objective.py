@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from frostlab.data import Prepared
+from frostlab.data import Material, text_of
 from frostlab.errors import BadInput
 from frostlab.models.stack import Stack, take_apart
 from frostlab.training.batching import IGNORED, Batch, collate
@@ -111,7 +111,7 @@ class Objective(nn.Module):
         return [stack.read(x, ids, packing) for x in stack.states(x, packing, after, first)]
 
 
-def check_pieces(objective: Objective, prepared: Prepared, types: bool, packs: bool) -> None:
+def check_pieces(objective: Objective, prepared: Material, types: bool, packs: bool) -> None:
     """Refuse to train a model in pieces that cannot be, or whose answers would be others."""
     model, kind = objective.model, type(objective.model).__name__
     language = prepared.task == "language"
@@ -122,10 +122,11 @@ def check_pieces(objective: Objective, prepared: Prepared, types: bool, packs: b
         return
     if not packs and not language:
         return
-    tokens, training = prepared.splits["train"], objective.training
+    text, training = text_of(prepared), objective.training
+    tokens = text.splits["train"]
     rows = np.argsort(tokens.lengths, kind="stable")[[0, len(tokens) // 2]]
-    apart = collate(tokens, rows, prepared.pad, types=types)
-    form = pack(tokens, rows, prepared.pad, types=types) if packs else apart
+    apart = collate(tokens, rows, text.pad, types=types)
+    form = pack(tokens, rows, text.pad, types=types) if packs else apart
     objective.eval()
     with torch.no_grad():
         wanted = summed_loss(logits_of(model, apart.inputs), apart.targets)

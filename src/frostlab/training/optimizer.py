@@ -47,7 +47,7 @@ def rate_at(step: int, steps: int, optim: Optim) -> float:
     if step < warmup:
         return optim.lr * (step + 1) / warmup
     if isinstance(optim.schedule, StepDecay):
-        return optim.lr * optim.schedule.factor ** (step // optim.schedule.every)
+        return optim.lr * optim.schedule.factor ** (step // int(optim.schedule.every))
     if optim.schedule == "constant":
         return optim.lr
     left = (steps - step) / max(steps - warmup, 1)  # from 1 down to 1 / (steps - warmup)

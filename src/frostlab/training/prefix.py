@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import frostlab
-from frostlab.data import Prepared, Tokens
+from frostlab.data import Material, Tokens, text_of
 from frostlab.data.cache import digest_of
 from frostlab.errors import BadInput, FrostlabError
 from frostlab.models.stack import take_apart
@@ -62,7 +62,7 @@ def prefix_depth(model: nn.Module) -> int:
 
 
 def check_prefix(
-    model: nn.Module, prepared: Prepared, train: Train, precision: torch.dtype
+    model: nn.Module, prepared: Material, train: Train, precision: torch.dtype
 ) -> None:
     """Refuse a cache that could not be right, or would not fit."""
     asked, depth = "train.cache_prefix", prefix_depth(model)
@@ -71,8 +71,9 @@ def check_prefix(
             f"{asked} needs frozen layers below the first that learns, and all that comes before "
             "them frozen too, as by freeze: [all, '!layers[-1]', '!head']"
         )
-    tokens = prepared.splits["train"]
-    one, two = _two_passes(model, tokens, prepared.pad, depth)
+    text = text_of(prepared)
+    tokens = text.splits["train"]
+    one, two = _two_passes(model, tokens, text.pad, depth)
     if not torch.equal(one, two):
         raise BadInput(f"{asked} needs frozen layers without dropout; set the model's to 0")
     needed = int(row_lengths(tokens).sum()) * one.shape[-1] * precision.itemsize / _GB
@@ -115,11 +116,12 @@ def starts_of(tokens: Tokens) -> NDArray[np.int64]:
 
 
 def build_prefix(
-    model: nn.Module, prepared: Prepared, train: Train, precision: torch.dtype, types: bool
+    model: nn.Module, prepared: Material, train: Train, precision: torch.dtype, types: bool
 ) -> Prefix:
     """Compute the table in memory, or find it on disk, where it outlives the run."""
-    tokens, depth = prepared.splits["train"], prefix_depth(model)
-    filler = _Filler(model, tokens, prepared.pad, depth, precision, types)
+    text, depth = text_of(prepared), prefix_depth(model)
+    tokens = text.splits["train"]
+    filler = _Filler(model, tokens, text.pad, depth, precision, types)
     if train.cache_prefix == "memory":
         table = torch.empty(filler.shape, dtype=precision, device=filler.device)
         filler.fill(table)

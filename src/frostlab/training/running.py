@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import yaml
 
-from frostlab.data import Prepared, prepare
+from frostlab.data import Material, Prepared, Signals, prepare, text_of
 from frostlab.errors import BadInput
-from frostlab.models.building import build_model
+from frostlab.models.building import build_for
 from frostlab.models.pretrained import first_line
 from frostlab.recipe import Recipe
 from frostlab.recipe.loading import load_recipe, recipe_from, recipe_name
@@ -29,9 +29,12 @@ from frostlab.surgery import Audit
 from frostlab.training.batching import collate, evaluation_order
 from frostlab.training.devices import choose_device, choose_precision
 from frostlab.training.distributed import World, joined
+from frostlab.training.envelopes import objective_for
 from frostlab.training.interruptions import interruptions
-from frostlab.training.objective import Objective, check_pieces, logits_of
+from frostlab.training.norms import prepare_norms
+from frostlab.training.objective import check_pieces, logits_of
 from frostlab.training.progress import Display, Silent
+from frostlab.training.recordings import baseline_scores
 from frostlab.training.setting import Setting
 from frostlab.training.stages import stages_of
 from frostlab.training.staging import Entered, enter, rehearse
@@ -119,17 +122,17 @@ def _set_up(
 ) -> tuple[Setting, dict[str, Any]]:
     """Data, model and treatment: all that can be refused, before anything is written."""
     prepared = _prepare(recipe, data_dir, world)
-    model = build_model(recipe, prepared.vocabulary, prepared.classes, prepared.pad)
+    model = build_for(recipe, prepared)
     touched = treat(model, recipe)
     if isinstance(recipe.model, PretrainedModel):
-        _try_out(model, prepared, recipe.model.name)
+        _try_out(model, text_of(prepared), recipe.model.name)
     digests = {
         "data": prepared.digest,
         "weights": weight_digests(model),
         "touched": sorted(touched),
     }
     precision = choose_precision(recipe.train, device)
-    objective = Objective(model)
+    objective = objective_for(model, recipe)
     packs = recipe.train.batching == "packed" or recipe.train.cache_prefix is not None
     check_pieces(objective, prepared, wants_types(model), packs)
     stages = stages_of(recipe, len(prepared.splits["train"]))
@@ -137,6 +140,7 @@ def _set_up(
     entered = enter(model, recipe, stages[0], 0, Entered())
     objective.supervision = resolve(stages[0].supervise, model)
     model.to(device)
+    prepare_norms(model, world.size, device)
     frozen = audit_frozen(model, recipe)
     digests["frozen"] = {} if frozen is None else frozen.digests
     setting = Setting(
@@ -174,12 +178,14 @@ def _try_out(model: torch.nn.Module, prepared: Prepared, name: str) -> None:
         raise BadInput(f"model.name {name} answers with shape {shape}, not with logits")
 
 
-def _prepare(recipe: Recipe, data_dir: str | Path | None, world: World) -> Prepared:
+def _prepare(recipe: Recipe, data_dir: str | Path | None, world: World) -> Material:
     """The writing process prepares the data; the others then find it done."""
     where = None if data_dir is None else Path(data_dir)
     if not world.writes:
         world.wait()
     prepared = prepare(recipe, where)
+    if isinstance(prepared, Signals):
+        baseline_scores(prepared)
     if world.writes:
         world.wait()
     return prepared

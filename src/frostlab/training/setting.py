@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from frostlab.data import Prepared
+from frostlab.data import Material
 from frostlab.recipe import Recipe
 from frostlab.records.folder import RunFolder
 from frostlab.surgery import Audit
@@ -23,7 +23,7 @@ class Setting:
     """All that the loop works with; a boundary between stages changes the model."""
 
     recipe: Recipe
-    prepared: Prepared
+    prepared: Material
     model: nn.Module  # on its device, treated, not wrapped
     objective: Objective  # the model with its loss
     stages: tuple[Stage, ...]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from frostlab.errors import BadInput
 from frostlab.recipe import Recipe
-from frostlab.recipe.settings import Optim, Supervise, Train
+from frostlab.recipe.settings import Every, Optim, StepDecay, Supervise, Train
 from frostlab.recipe.stages import Add, StageSettings, stage_names
 
 
@@ -22,10 +22,22 @@ class Stage:
     rates: Mapping[str, float] = field(default_factory=dict)  # by selection, `new` or `old`
     supervise: Supervise = field(default_factory=Supervise)
     keep_state: bool = True
+    per_epoch: int = 1  # steps
 
     def optim(self, optim: Optim) -> Optim:
-        """The run's settings with this stage's learning rate."""
-        return optim if self.lr is None else optim.model_copy(update={"lr": self.lr})
+        """The run's settings with this stage's learning rate, its schedule counted in steps."""
+        schedule = optim.schedule
+        if isinstance(schedule, StepDecay):
+            steps = in_steps(schedule.every, self.per_epoch)
+            schedule = schedule.model_copy(update={"every": steps})
+        return optim.model_copy(update={"lr": self.lr or optim.lr, "schedule": schedule})
+
+
+def in_steps(every: Every, per_epoch: int) -> int:
+    """How many steps lie between two of what happens every so many steps or epochs."""
+    if isinstance(every, int):
+        return every
+    return per_epoch * (1 if every == "epoch" else int(every.removesuffix(" epochs")))
 
 
 def stage_at(stages: Sequence[Stage], step: int, ended: Sequence[int] = ()) -> tuple[int, int]:
@@ -93,4 +105,5 @@ def _stage(recipe: Recipe, name: str, given: StageSettings, examples: int) -> St
         rates=rates,
         supervise=given.supervise or recipe.supervise,
         keep_state=given.keep_state,
+        per_epoch=steps_per_epoch(examples, recipe.train.batch),
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from frostlab.anatomy import Rows, anatomy, survey
-from frostlab.data import Prepared
+from frostlab.data import Material
 from frostlab.errors import BadInput, UnknownArchitecture
 from frostlab.recipe import Recipe
 from frostlab.recipe.stages import WORDS
@@ -158,7 +158,7 @@ def rehearse(
     model: nn.Module,
     recipe: Recipe,
     stages: Sequence[Stage],
-    prepared: Prepared,
+    prepared: Material,
     precision: torch.dtype,
 ) -> None:
     """Go through all stages on a copy: what cannot be is refused before anything is written."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from frostlab.data import Signals
 from frostlab.records.checkpoints import Checkpoint
 from frostlab.records.environment import gpu_state
 from frostlab.records.folder import RunFolder, write_whole
@@ -14,6 +15,7 @@ from frostlab.training.failures import Failure, failure_of
 from frostlab.training.loop import measure, train
 from frostlab.training.patience import Best
 from frostlab.training.progress import Progress
+from frostlab.training.recordings import measure_recordings
 from frostlab.training.results import result
 from frostlab.training.setting import Setting
 from frostlab.training.stopwatch import Stopwatch
@@ -28,12 +30,12 @@ def work(setting: Setting, resumed: Checkpoint | None) -> None:
         go_to(setting, progress, resumed)
     where, before = str(setting.device), gpu_state(str(setting.device))
     watch = Stopwatch(setting.device, progress.seconds)
-    report, weights = None, None
+    report, scores, weights = None, None, None
     failure: Failure | None = None
     with Telemetry(where) as telemetry:
         try:
             train(setting, progress, watch, resumed)
-            report = _report(setting, progress)
+            report, scores = _report(setting, progress)
             weights = state_digest(setting.model)
         except BaseException as error:
             failure = failure_of(error, setting.recipe)
@@ -47,6 +49,7 @@ def work(setting: Setting, resumed: Checkpoint | None) -> None:
             "weights_digest": weights,
             "order_digest": progress.order,
         }
+        extra |= {} if scores is None else {"scores": scores}
         _conclude(setting, setting.folder, progress, report, failure, extra)
     if failure is not None:
         raise failure.error from None
@@ -73,7 +76,7 @@ def _conclude(
             raise
 
 
-def _report(setting: Setting, progress: Progress) -> dict[str, float]:
+def _report(setting: Setting, progress: Progress) -> tuple[dict[str, float], dict[str, Any] | None]:
     """The reported result: the best weights on the split that nothing was chosen by.
 
     With published splits the best evaluation is the report, and is labelled so.
@@ -82,20 +85,33 @@ def _report(setting: Setting, progress: Progress) -> dict[str, float]:
     load_weights(setting.model, best)
     if setting.frozen is not None:
         setting.frozen.verify(setting.model)
-    tokens, guesses = setting.prepared.splits["report"], None
-    if setting.prepared.task == "classification":
-        guesses = torch.zeros(len(tokens), dtype=torch.long, device=setting.device)
-    metrics = measure(setting, "report", progress.step, guesses)
-    if guesses is not None:
-        taken_for = (setting.world.total(guesses) - 1).tolist()
-        if setting.folder and tokens.labels is not None:
-            kept = {"split": "report", "labels": tokens.labels.tolist(), "classes": taken_for}
-            write_whole(setting.folder.path / "predictions.json", json.dumps(kept))
+    metrics, scores = _measure_report(setting, progress.step)
     verified = 0 if setting.frozen is None else len(setting.frozen.digests)
     if setting.folder:
         setting.folder.event("evaluation", progress.step, split="report", metrics=metrics,
                              checkpoint=best.step, frozen_verified=verified)  # fmt: skip
-    return metrics
+    return metrics, scores
+
+
+def _measure_report(setting: Setting, step: int) -> tuple[dict[str, float], dict[str, Any] | None]:
+    """Every metric of the reporting split, and what is summed up beside them.
+
+    What each example was taken for, or each recording decoded to, is kept in files.
+    """
+    prepared = setting.prepared
+    if isinstance(prepared, Signals):
+        return measure_recordings(setting, prepared, measure(setting, "report", step))
+    if prepared.task != "classification":
+        return measure(setting, "report", step), None
+    labels = prepared.splits["report"].labels
+    assert labels is not None
+    guesses = torch.zeros(len(labels), dtype=torch.long, device=setting.device)
+    metrics = measure(setting, "report", step, guesses)
+    taken_for = (setting.world.total(guesses) - 1).tolist()
+    if setting.folder:
+        kept = {"split": "report", "labels": labels.tolist(), "classes": taken_for}
+        write_whole(setting.folder.path / "predictions.json", json.dumps(kept))
+    return metrics, None
 
 
 def _device_memory(device: torch.device) -> int | None:

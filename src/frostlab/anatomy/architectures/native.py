@@ -7,6 +7,7 @@ from torch import nn
 from frostlab.anatomy.architectures.common import QKV, cross, under
 from frostlab.anatomy.description import Description, Table, register
 from frostlab.anatomy.parts import Heads
+from frostlab.models.conformer import Conformer
 from frostlab.models.decoder import Decoder
 from frostlab.models.gpt import GPT
 
@@ -91,3 +92,31 @@ DECODER_TABLE: Table = {
     "head": "head",
 }
 register(Decoder, Description(DECODER_TABLE, own_heads))
+
+FEED_FORWARD: Table = {"norm": "norm", "up": "up", "down": "down"}
+CONFORMER_LAYER: Table = {
+    **under("feed1", FEED_FORWARD),
+    "attention.norm": "norm",
+    "attention.qkv": QKV,
+    "attention.out": "output",
+    "attention.position": "position",  # where positions are relative
+    "attention.content_bias": "position",
+    "attention.place_bias": "position",
+    "convolution.norm": "norm",
+    "convolution.enter": "conv",
+    "convolution.depthwise": "conv",
+    "convolution.middle": "norm",
+    "convolution.leave": "conv",
+    **under("feed2", FEED_FORWARD),
+    "norm": "norm",
+}
+CONFORMER_TABLE: Table = {
+    "cnn.*.conv": "conv",
+    "cnn.*.norm": "norm",
+    "channels.**": "other",
+    "subjects": "embedding",
+    **under("blocks.{i}", CONFORMER_LAYER),
+    "gate.**": "gate",  # of the residual around the stack
+    "head.**": "head",
+}
+register(Conformer, Description(CONFORMER_TABLE, own_heads))

@@ -1,0 +1,117 @@
+"""What is done to measured signals before anything learns from them, and what is refused."""
+
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import signal
+
+from frostlab.data.eeg.recordings import Recording, Signal
+from frostlab.errors import BadInput
+
+Array = NDArray[np.float64]
+Band = tuple[float, float]
+_ORDER = 3  # of the band pass, each way
+
+
+def normalised(x: Array) -> Signal:
+    """Return every channel with mean 0 and deviation 1; a flat one is 0 throughout."""
+    centred = x - x.mean(axis=0)
+    deviation = centred.std(axis=0)
+    flat = deviation <= 1e-9 * np.abs(x).max(axis=0)
+    return (centred * np.where(flat, 0, 1 / np.where(flat, 1, deviation))).astype(np.float32)
+
+
+def referenced(eeg: Array, reference: Array | None) -> Array:
+    """Take the mean of the reference channels off every channel; None leaves it as it is."""
+    return eeg if reference is None else eeg - reference.mean(axis=1, keepdims=True)
+
+
+def resampled(x: Array, rate: float, wanted: float, name: str) -> Array:
+    """Lower the rate, keeping what the new one can hold, without a shift in time."""
+    if rate == wanted:
+        return x
+    if rate < wanted:
+        raise BadInput(f"{name} is at {rate:g} Hz and data.rate is {wanted:g} Hz; set it lower")
+    ratio = Fraction(wanted / rate).limit_denominator(1000)
+    if abs(float(ratio) * rate - wanted) > 1e-6 * wanted:
+        raise BadInput(f"{name} is at {rate:g} Hz, which has no simple ratio to {wanted:g} Hz")
+    shown: Array = signal.resample_poly(
+        x, ratio.numerator, ratio.denominator, axis=0, padtype="line"
+    )
+    return shown
+
+
+def in_band(x: Array, rate: float, band: Band | None, name: str) -> Array:
+    """Keep a band of frequencies, without a shift in time."""
+    if band is None:
+        return x
+    sections = signal.butter(_ORDER, band, "bandpass", fs=rate, output="sos")
+    pad = min(len(x) - 1, int(3 * rate / band[0]))
+    if len(x) < rate / band[0]:
+        raise BadInput(
+            f"{name} has {len(x) / rate:.1f} s, too short for a band from {band[0]:g} Hz"
+        )
+    kept: Array = signal.sosfiltfilt(sections, x, axis=0, padlen=pad)
+    return kept
+
+
+def checked(name: str, eeg: Array, channels: tuple[str, ...], envelope: Array) -> None:
+    """Refuse signals nothing can be learned from, or that would spoil what is."""
+    if eeg.ndim != 2 or envelope.ndim != 1:
+        raise BadInput(
+            f"{name}: the EEG has shape {eeg.shape} and the envelope {envelope.shape}, "
+            "not (samples, channels) and (samples,)"
+        )
+    if min(eeg.size, len(envelope)) == 0:
+        raise BadInput(f"{name}: the EEG has shape {eeg.shape}, the envelope {envelope.shape}")
+    if eeg.shape[1] != len(channels):
+        raise BadInput(f"{name} has {eeg.shape[1]} channels and {len(channels)} channel names")
+    finite = np.isfinite(eeg).all(axis=0)
+    if not finite.all():
+        bad = [channels[i] for i in np.flatnonzero(~finite)]
+        shown = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
+        raise BadInput(f"{name}: NaN or infinity in channel{'s' * (len(bad) > 1)} {shown}")
+    if not np.isfinite(envelope).all():
+        raise BadInput(f"{name}: NaN or infinity in the envelope")
+    if np.ptp(envelope) <= 1e-9 * np.abs(envelope).max():
+        raise BadInput(f"{name}: the envelope is flat, {envelope[0]:g} throughout")
+    if not np.ptp(eeg, axis=0).any():
+        raise BadInput(f"{name}: every channel of the EEG is flat")
+
+
+def same_length(name: str, eeg: int, envelope: int, rates: tuple[float, float]) -> None:
+    """Refuse signals that do not last equally long, by more than a sample of the slower one."""
+    if abs(eeg / rates[0] - envelope / rates[1]) > (rates[0] != rates[1]) / min(rates) + 1e-9:
+        raise BadInput(
+            f"{name}: the EEG has {eeg} samples at {rates[0]:g} Hz and the envelope {envelope} at "
+            f"{rates[1]:g} Hz, {eeg / rates[0]:.2f} s and {envelope / rates[1]:.2f} s"
+        )
+
+
+def prepared(
+    name: str,
+    subject: str,
+    eeg: Array,
+    envelope: Array,
+    *,
+    channels: tuple[str, ...],
+    rates: tuple[float, float],
+    rate: float,
+    band: Band | None,
+    reference: Array | None = None,
+    other: Array | None = None,
+) -> Recording:
+    """Make a recording of signals as they were measured; `rates` are of EEG and envelope."""
+    speakers = [envelope] if other is None else [envelope, other]
+    for heard in speakers:
+        checked(name, eeg, channels, heard)
+        same_length(name, len(eeg), len(heard), rates)
+
+    def ready(x: Array, measured: float) -> Array:
+        return in_band(resampled(x, measured, rate, name), rate, band, name)
+
+    signals = [ready(referenced(eeg, reference), rates[0])]
+    signals += [ready(heard, rates[1]) for heard in speakers]
+    samples = min(map(len, signals))
+    return Recording(name, subject, *(normalised(x[:samples]) for x in signals))

@@ -1,0 +1,208 @@
+"""Folders of recordings as they come: found and paired by name, read one at a time."""
+
+import os
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import io
+
+from frostlab.data.eeg.division import Heading
+from frostlab.data.eeg.geometry import channel_names
+from frostlab.data.eeg.recordings import Recording
+from frostlab.data.eeg.signals import prepared
+from frostlab.errors import BadInput, nearest
+from frostlab.recipe.eeg import ChallengeEEG, MatlabEEG
+
+MATLAB_RATE = 128.0  # Hz; the files do not say
+_ROLES = {"train": "train", "val": "tune", "test": "report"}
+_CUT = "_-_"
+_TRIAL = re.compile(r"([12])_(\d+)\.mat")
+_BLOCKS = {1: ("F_env", "M_env", "blk1_M_Order"), 2: ("M_env", "F_env", "blk2_F_Order")}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A recording that was found and not yet read."""
+
+    heading: Heading
+    files: tuple[Path, ...]
+    read: Callable[[], tuple[Recording, tuple[str, ...]]]  # with the channels' names
+
+
+def find_folder(path: str, data_dir: Path | None) -> Path:
+    """Return a folder by its path, else under the data folder, or say where it was looked for."""
+    given = data_dir or (Path(env) if (env := os.environ.get("FROSTLAB_DATA")) else None)
+    places = [Path(path).expanduser()]
+    if given is not None and not places[0].is_absolute():
+        places.append(given.expanduser() / path)
+    for place in places:
+        if place.is_dir():
+            return place
+    looked = " nor ".join(str(place.absolute()) for place in places)
+    beside = [p.name for place in places if place.parent.is_dir() for p in place.parent.iterdir()]
+    hint = nearest(places[0].name, beside)
+    more = "" if given or hint else "; name its parent with --data-dir or FROSTLAB_DATA"
+    raise BadInput(f"data.path {path}: there is no folder {looked}{hint}{more}")
+
+
+def load_array(path: Path) -> NDArray[np.float64]:
+    """Read a .npy file of numbers."""
+    try:
+        array = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise BadInput(f"{path} cannot be read: {str(error).partition(chr(10))[0]}") from error
+    if array.dtype.kind not in "fiu" or array.ndim == 0:
+        raise BadInput(f"{path} holds {array.dtype} of shape {array.shape}, not samples")
+    return array.astype(np.float64)
+
+
+def flat(path: Path, envelope: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return an envelope of one column as a line."""
+    if envelope.ndim == 2 and 1 in envelope.shape:
+        return envelope.reshape(-1)
+    if envelope.ndim != 1:
+        raise BadInput(f"{path} has shape {envelope.shape}; an envelope is one line of samples")
+    return envelope
+
+
+def paired(folder: Path, endings: Iterable[str]) -> list[tuple[list[str], Path, Path]]:
+    """Return the parts of each recording's name, its EEG file and its envelope's, by name."""
+    marks = tuple(f"{_CUT}eeg{ending}" for ending in endings)
+    wanted = f"…{_CUT}SUBJECT{_CUT}STIMULUS{marks[0]}"
+    found = []
+    for path in sorted(folder.iterdir()):
+        if path.name.endswith(f"{_CUT}envelope.npy"):
+            stem = path.name.removesuffix("envelope.npy")
+            if not any((folder / f"{stem}eeg{ending}").exists() for ending in endings):
+                raise BadInput(f"{path} has no partner {stem}eeg{marks[0].rpartition('eeg')[2]}")
+        mark = next((mark for mark in marks if path.name.endswith(mark)), None)
+        if mark is None:
+            continue
+        stem = path.name.removesuffix(mark)
+        partner = folder / f"{stem}{_CUT}envelope.npy"
+        if not partner.exists():
+            raise BadInput(f"{path} has no partner {partner.name}")
+        found.append((stem.split(_CUT), path, partner))
+    if not found:
+        raise BadInput(f"{folder} has no file {wanted}")
+    return found
+
+
+def challenge_sources(data: ChallengeEEG, folder: Path) -> list[Source]:
+    """Find `ROLE_-_SUBJECT_-_STIMULUS_-_eeg.npy`; other features of the stimuli are ignored."""
+    sources = []
+    for parts, eeg, envelope in paired(folder, [".npy"]):
+        if len(parts) < 3 or parts[0] not in _ROLES:
+            raise BadInput(
+                f"{eeg} is not named {'|'.join(_ROLES)}{_CUT}SUBJECT{_CUT}STIMULUS{_CUT}eeg.npy"
+            )
+        heading = Heading(_CUT.join(parts), parts[1], _CUT.join(parts[2:]), _ROLES[parts[0]])
+        sources.append(Source(heading, (eeg, envelope), _reader(data, heading, eeg, envelope)))
+    return sources
+
+
+def _reader(
+    data: ChallengeEEG, heading: Heading, eeg: Path, envelope: Path
+) -> Callable[[], tuple[Recording, tuple[str, ...]]]:
+    def read() -> tuple[Recording, tuple[str, ...]]:
+        measured = load_array(eeg)
+        channels = channel_names(measured.shape[-1])
+        recording = prepared(
+            heading.name,
+            heading.subject,
+            measured,
+            flat(envelope, load_array(envelope)),
+            channels=channels,
+            rates=(data.file_rate, data.file_rate),
+            rate=data.rate,
+            band=data.band,
+            reference=measured if data.reference == "average" else None,
+        )
+        return recording, channels
+
+    return read
+
+
+def matlab_sources(data: MatlabEEG, folder: Path) -> list[Source]:
+    """Find `BLOCK_TRIAL.mat`: in block 1 F is attended to, in block 2 M.
+
+    The attended speaker's story has the trial's number, the other's is listed in
+    `competing_speaker_order.mat`. Folders within are subjects of their own.
+    """
+    names = ("F_env", "M_env", "competing_speaker_order")
+    shared = {name: folder / f"{name}.mat" for name in names}
+    for name, path in shared.items():
+        if not path.exists():
+            raise BadInput(f"{folder} has no {name}.mat")
+    order = _load_mat(shared["competing_speaker_order"], "blk1_M_Order", "blk2_F_Order")
+    stories = {name: _load_mat(shared[name], "stim1")["stim1"].ravel() for name in names[:2]}
+    sources = []
+    for path in sorted(folder.rglob("*.mat"), key=_trial):
+        if not (found := _TRIAL.fullmatch(path.name)):
+            continue
+        block, trial = int(found[1]), int(found[2])
+        attended, ignored, listed = _BLOCKS[block]
+        numbers = order[listed].ravel()
+        if not 1 <= trial <= min(len(numbers), len(stories[attended])):
+            raise BadInput(
+                f"{path}: trial {trial}, but {shared['competing_speaker_order'].name} lists "
+                f"{len(numbers)}"
+            )
+        subject = "sub-001" if path.parent == folder else path.parent.name
+        heading = Heading(f"{subject}{_CUT}{block}_{trial}", subject, f"{attended[0]}{trial}")
+        heard = (stories[attended][trial - 1], stories[ignored][int(numbers[trial - 1]) - 1])
+        files = (path, *shared.values())
+        sources.append(Source(heading, files, _matlab_reader(data, heading, path, heard)))
+    if not sources:
+        raise BadInput(f"{folder} has no BLOCK_TRIAL.mat, such as 1_1.mat")
+    return sources
+
+
+def _matlab_reader(
+    data: MatlabEEG,
+    heading: Heading,
+    path: Path,
+    heard: tuple[NDArray[np.float64], NDArray[np.float64]],
+) -> Callable[[], tuple[Recording, tuple[str, ...]]]:
+    def read() -> tuple[Recording, tuple[str, ...]]:
+        held = _load_mat(path, "eeg", "mast")
+        measured = held["eeg"].astype(np.float64)
+        references = {"average": measured, "mastoids": held["mast"].astype(float), "none": None}
+        channels = channel_names(measured.shape[1])
+        recording = prepared(
+            heading.name,
+            heading.subject,
+            measured,
+            heard[0].ravel().astype(np.float64),
+            channels=channels,
+            rates=(MATLAB_RATE, MATLAB_RATE),
+            rate=data.rate,
+            band=data.band,
+            reference=references[data.reference],
+            other=heard[1].ravel().astype(np.float64),
+        )
+        return recording, channels
+
+    return read
+
+
+def _trial(path: Path) -> tuple[str, int, int]:
+    found = _TRIAL.fullmatch(path.name)
+    return (str(path.parent), int(found[1]), int(found[2])) if found else (str(path.parent), 0, 0)
+
+
+def _load_mat(path: Path, *keys: str) -> dict[str, Any]:
+    try:
+        held: dict[str, Any] = io.loadmat(path, variable_names=keys)
+    except Exception as error:  # scipy raises whatever a broken file makes it stumble over
+        raise BadInput(f"{path} cannot be read: {str(error).partition(chr(10))[0]}") from error
+    for key in keys:
+        if key not in held:
+            there = ", ".join(name for name, _, _ in io.whosmat(path))
+            raise BadInput(f"{path} has no variable {key}; it has {there}")
+    return held

@@ -1,0 +1,117 @@
+"""Comparisons of decoders: subjects as pairs, the ridge decoder beside, steps on the clock."""
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from frostlab.compare.comparing import Comparison, compare
+from frostlab.compare.planning import make_plan
+from frostlab.compare.table import show
+from frostlab.compare.timing import time_arms
+from frostlab.data import prepare
+from frostlab.errors import BadInput
+from frostlab.flow.diagnosis import diagnose
+from frostlab.recipe.loading import recipe_from
+from frostlab.records.scores import read_scores
+from hearing import hearing
+
+VARY = ["model.residual", "model.head", "model.gradient_scale"]
+PLAIN = {"model.residual": "none", "model.head": "linear", "model.gradient_scale": 1.0}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    return compare(
+        {
+            "recipe": hearing(data__subjects=3, train__epochs=1, watch={"every": 1}),
+            "vary": VARY,
+            "arms": [{"name": "v1", "set": PLAIN}, {"name": "v2", "set": {}}],
+            "contrasts": [{"question": "Better?", "arm": "v2", "against": "v1"}],
+            "clock": None,
+        },
+        seeds=2,
+        out=tmp_path_factory.mktemp("compared") / "it",
+    )
+
+
+def test_subjects_are_pairs(made: Comparison) -> None:
+    found = made.evidence["subjects"]
+    assert set(found) == {"report", "unseen"}
+    test = found["report"]["subjects"]["v2"]
+    z = {}
+    for arm in ("v1", "v2"):
+        scores = [read_scores(made.folder / "runs" / f"{arm}-s{s}")["report"] for s in (0, 1)]
+        of_seeds = [[np.arctanh(each.r) for each in one["model"].subjects] for one in scores]
+        z[arm] = np.mean(of_seeds, axis=0)
+    assert (test["n"], test["seeds"]) == (3, 2)
+    assert test["better"] == (z["v2"] > z["v1"]).sum()
+    assert test["z"]["effect"] == pytest.approx((z["v2"] - z["v1"]).mean())
+    assert test["p"] == pytest.approx(stats.ttest_rel(z["v2"], z["v1"]).pvalue)
+    apart = np.tanh(z["v2"]) - np.tanh(z["v1"])
+    assert test["p_signed"] == pytest.approx(stats.wilcoxon(apart).pvalue)
+
+
+def test_every_arm_stands_beside_the_ridge_decoder(made: Comparison) -> None:
+    ridge = made.evidence["subjects"]["report"]["ridge"]["v1"]
+    runs = [run["metrics"] for run in made.evidence["arms"]["v1"]["runs"]]
+    apart = [metrics["pearson"] - metrics["ridge"] for metrics in runs]
+    assert ridge["effect"] == pytest.approx(np.mean(apart))
+    assert ridge["n"] == 2
+    text = made.page.read_text()
+    assert "## Subjects" in text
+    assert "r − ridge, over seeds" in text
+
+
+def test_the_terminal_shows_its_own_questions(made: Comparison) -> None:
+    said = show(made.evidence, made.page)
+    assert "Better? too few seeds" in said
+    assert "Is orthogonality needed?" not in said
+
+
+def test_gradients_of_the_front_stand_beside(made: Comparison) -> None:
+    found = made.evidence["flow"]
+    for arm in ("v1", "v2"):
+        runs = [diagnose(made.folder / "runs" / f"{arm}-s{s}") for s in (0, 1)]
+        ratios = [list(run.flows.values())[-1].ends().front_ratio for run in runs]
+        assert found[arm]["front_ratio"]["spread"]["mean"] == pytest.approx(np.mean(ratios))
+        assert found[arm]["update"]["spread"]["mean"] > 0
+    assert found["v1"]["front_ratio"]["against"] is None
+    means = [found[arm]["weight_change"]["spread"] for arm in ("v1", "v2")]
+    against = found["v2"]["weight_change"]["against"]
+    assert against["n"] == 2
+    assert against["effect"] == pytest.approx(means[1]["mean"] / means[0]["mean"], rel=0.2)
+    assert "front/output gradient" in made.page.read_text()
+
+
+def test_pearson_is_better_when_higher(made: Comparison) -> None:
+    rules = made.evidence["plan"]["rules"]
+    assert (rules["metric"], rules["lower_is_better"], rules["log"]) == ("pearson", False, False)
+
+
+@pytest.mark.slow
+def test_steps_on_windows_are_timed() -> None:
+    recipes = {
+        name: recipe_from(hearing(model__layers=n)) for name, n in (("a", 1), ("b", 2))
+    }
+    timing = time_arms(
+        recipes, prepare(recipes["a"]), baseline="a", device=torch.device("cpu"), seconds=0.5
+    )
+    assert all(timing.arms[name].ms_median > 0 for name in recipes)
+    assert timing.arms["a"].trainable < timing.arms["b"].trainable
+
+
+@pytest.mark.parametrize(("name", "arms"), [("eeg-ablation", 6), ("eeg-scales", 4)])
+def test_the_shipped_ones_vary_what_they_say(name: str, arms: int) -> None:
+    plan = make_plan(name, seeds=6)
+    assert len(plan.arms) == arms
+    assert not any(plan.confounds().values())
+    models = {plan.recipe_of(arm, 0).model for arm in plan.arms}
+    assert len(models) == arms
+
+
+def test_a_preset_cannot_hide_in_an_arm() -> None:
+    """The recipe's own values would win over it, so that it did nothing."""
+    arms = [{"name": "one", "set": {}}, {"name": "two", "set": {"model.preset": "v1"}}]
+    with pytest.raises(BadInput, match="arm two: set.model.preset .*; set what it stands for"):
+        make_plan({"recipe": hearing(), "vary": VARY, "arms": arms}, seeds=1)

@@ -1,0 +1,45 @@
+"""Windows stay inside their recordings; a grid covers every sample, a draw repeats by its seed."""
+
+import numpy as np
+import pytest
+
+from frostlab.data.eeg import Recording, windows
+from frostlab.errors import BadInput
+
+
+def recordings(*lengths: int) -> list[Recording]:
+    return [
+        Recording(f"r{n}", "s", np.zeros((n, 2), np.float32), np.zeros(n, np.float32))
+        for n in lengths
+    ]
+
+
+@pytest.mark.parametrize("hop", [1, 7, 32, 64])
+def test_a_grid_covers_every_sample_once_or_more(hop: int) -> None:
+    three = recordings(64, 100, 300)
+    found = windows(three, 64, hop)
+    assert len(np.unique(found, axis=0)) == len(found)
+    for place, one in enumerate(three):
+        starts = found[found[:, 0] == place, 1]
+        assert np.diff(starts).max(initial=0) <= hop
+        assert starts[0] == 0
+        assert starts[-1] + 64 == len(one)
+
+
+def test_drawn_windows() -> None:
+    three = recordings(64, 640, 1000)
+    first = windows(three, 64, seed=3, epoch=0)
+    assert np.bincount(first[:, 0]).tolist() == [1, 10, 15]
+    np.testing.assert_array_equal(first, windows(three, 64, seed=3, epoch=0))
+    assert not np.array_equal(first, windows(three, 64, seed=3, epoch=1))
+    assert not np.array_equal(first, windows(three, 64, seed=4, epoch=0))
+    every = np.concatenate([windows(three, 64, seed=3, epoch=e) for e in range(400)])
+    for place, one in enumerate(three):
+        starts = every[every[:, 0] == place, 1]
+        assert starts.min() == 0
+        assert starts.max() + 64 == len(one)
+
+
+def test_a_recording_shorter_than_a_window() -> None:
+    with pytest.raises(BadInput, match="r50 has 50 samples, a window 64; set data.length to 50"):
+        windows(recordings(100, 50), 64)
