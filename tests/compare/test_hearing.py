@@ -91,9 +91,7 @@ def test_pearson_is_better_when_higher(made: Comparison) -> None:
 
 @pytest.mark.slow
 def test_steps_on_windows_are_timed() -> None:
-    recipes = {
-        name: recipe_from(hearing(model__layers=n)) for name, n in (("a", 1), ("b", 2))
-    }
+    recipes = {name: recipe_from(hearing(model__layers=n)) for name, n in (("a", 1), ("b", 2))}
     timing = time_arms(
         recipes, prepare(recipes["a"]), baseline="a", device=torch.device("cpu"), seconds=0.5
     )
