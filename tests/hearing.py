@@ -1,7 +1,8 @@
 """A run on simulated EEG small enough for every test."""
 
-import copy
 from typing import Any
+
+from tiny import changed
 
 HEARING: dict[str, Any] = {
     "data": {
@@ -19,11 +20,4 @@ HEARING: dict[str, Any] = {
 
 def hearing(**changes: Any) -> dict[str, Any]:
     """The recipe with `section__key=value` or `section={…}` changed."""
-    recipe = copy.deepcopy(HEARING)
-    for name, value in changes.items():
-        section, _, key = name.partition("__")
-        if key:
-            recipe.setdefault(section, {})[key] = value
-        else:
-            recipe[section] = value
-    return recipe
+    return changed(HEARING, changes)

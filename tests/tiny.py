@@ -16,14 +16,19 @@ TINY: dict[str, Any] = {
 
 def tiny(**changes: Any) -> dict[str, Any]:
     """The tiny recipe with `section__key=value` or `section={…}` changed."""
-    recipe = copy.deepcopy(TINY)
+    return changed(TINY, changes)
+
+
+def changed(recipe: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a recipe with `section__key=value` or `section={…}` changed."""
+    made = copy.deepcopy(recipe)
     for name, value in changes.items():
         section, _, key = name.partition("__")
         if key:
-            recipe.setdefault(section, {})[key] = value
+            made.setdefault(section, {})[key] = value
         else:
-            recipe[section] = value
-    return recipe
+            made[section] = value
+    return made
 
 
 def frozen_and_not() -> dict[str, Recipe]:

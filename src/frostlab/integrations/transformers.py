@@ -1,39 +1,17 @@
 """Gradient flow in the Hugging Face Trainer: `Trainer(…, callbacks=[fl.GradFlowCallback()])`."""
 
-from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 
-from frostlab.flow import Watch, watch
-from frostlab.flow.watching import Tell
+from frostlab.integrations.watching import Watching
 
 
-class GradFlowCallback(TrainerCallback):
+class GradFlowCallback(Watching, TrainerCallback):
     """Watches a Trainer's model; `.flow` is what was seen, also written to `path` at the end.
 
     The Trainer clips before anything is called, so norms before clipping are not known here.
     """
-
-    flow: Watch
-
-    def __init__(
-        self,
-        every: int = 10,
-        path: str | Path | None = None,
-        *,
-        change: bool = False,
-        agreement: bool = False,
-        units: bool = False,
-        entropy: bool = False,
-        verify: bool = True,
-        tell: Tell | None = None,
-    ) -> None:
-        self.every, self.path = every, path
-        self.options: dict[str, Any] = {
-            "change": change, "agreement": agreement, "units": units, "entropy": entropy,
-            "verify": verify, "tell": tell,
-        }  # fmt: skip
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **more: Any
@@ -42,12 +20,8 @@ class GradFlowCallback(TrainerCallback):
         inner: Any = optimizer
         while hasattr(inner, "accelerator_state"):
             inner = inner.optimizer
-        self.flow = watch(model, inner, self.every, **self.options)
-        self.flow.step = state.global_step
-        self.flow.start()
+        self.begin(model, inner, state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """End watching, and write."""
-        self.flow.stop()
-        if self.path is not None and state.is_world_process_zero:
-            self.flow.save(self.path)
+        self.end(state.is_world_process_zero)
