@@ -36,7 +36,8 @@ class Evidence:
     def _learned(self, report: Report, part: int) -> float:
         """Update over weight, as it would be at the highest learning rate, and without decay.
 
-        Where decay explains what moved, the gradient says how much was learned at most.
+        Where decay explains what moved, the gradient says how much was learned at most; where
+        decay was added to the gradient, how much of the sum it was.
         """
         facts, ratio = self.flow.parts[part], report.ratio(part)
         if report.of("weight", part) == report.of("update", part) == 0.0:
@@ -48,10 +49,14 @@ class Evidence:
         rate, told = report.rates[group], self.flow.groups[group]
         if rate <= 0.0:
             return math.nan
-        if 0.0 < ratio <= self.rules.decayed * rate * told.decay:
-            size, weight = report.of("gradient", part), report.of("weight", part)
+        size, weight = report.of("gradient", part), report.of("weight", part)
+        normalises = self.flow.optimizer in self.rules.normalising
+        if told.coupled and told.decay and weight > 0.0 and not math.isnan(size):
+            share = size / (size + told.decay * weight)
+            ratio *= 1.0 if normalises and share > self.rules.drowned else share
+        elif 0.0 < ratio <= self.rules.decayed * rate * told.decay:
             moved = size / (1.0 - min(told.momentum, 0.99))
-            if self.flow.optimizer in self.rules.normalising:
+            if normalises:
                 spread = math.sqrt(facts.elements)
                 moved = spread * (size / (size + told.eps * spread) if size else 0.0)
             ratio = min(ratio, rate * moved / weight)

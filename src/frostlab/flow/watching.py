@@ -58,8 +58,11 @@ class Watch(Flow):
         self._collect(wait=True)  # reports belong to the parts they were made of
         watched = look(self._model, self._optimizers)
         self.parts, self._flags = watched.parts, watched.flags
-        groups = [group for each in self._optimizers for group in each.param_groups]
-        self.groups = tuple(GroupFacts.of(group) for group in groups)
+        self.groups = tuple(
+            GroupFacts.of(group, type(each).__name__)
+            for each in self._optimizers
+            for group in each.param_groups
+        )
         if not watched.parameters:
             raise BadInput("watch: nothing requires a gradient; freeze less, or nothing will learn")
         former, self._probe = self._probe, Probe(watched, self._optimizers, **self._settings)
