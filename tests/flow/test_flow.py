@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Adafactor
 
 import frostlab as fl
 from flowing import adamw, batch, loss_at, tiny_gpt, watched
@@ -145,6 +146,19 @@ def test_a_tensor_as_learning_rate_is_read_on_the_device() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3))
     flow = watched(model, optimizer, steps=1)
     assert flow.reports[0].rates == pytest.approx((1e-3,))
+
+
+def test_an_optimizer_without_a_learning_rate_is_watched() -> None:
+    """Such as Adafactor, which makes its own from the weights."""
+    model = tiny_gpt()
+    lost = {id(p) for p in model.blocks[1].up.parameters()}
+    kept = [p for p in model.parameters() if id(p) not in lost]
+    flow = watched(model, Adafactor(kept), steps=6)
+    assert all(math.isnan(rate) for report in flow.reports for rate in report.rates)
+    assert list(flow.frozen_by_accident()) == ["layers[1].up"]
+    words = {v.word for n, v in flow.verdicts().items() if n != "layers[1].up"}
+    assert words == {"learning"}
+    assert "of its weights" in flow.verdicts()["head"].why
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ class Evidence:
         self.flow, self.rules = flow, rules
         self.reports = flow.reports[-rules.window :]
         self.highest = [  # learning rate of every group; later groups are not in early reports
-            max((r.rates[g] for r in flow.reports if g < len(r.rates)), default=0.0)
+            max(known(r.rates[g] for r in flow.reports if g < len(r.rates)), default=0.0)
             for g in range(len(flow.groups))
         ]
         self.learning = [i for i, part in enumerate(flow.parts) if part.state == "trainable"]
@@ -42,7 +42,7 @@ class Evidence:
         facts, ratio = self.flow.parts[part], report.ratio(part)
         if report.of("weight", part) == report.of("update", part) == 0.0:
             ratio = 0.0
-        groups = [g for g in facts.groups if g < len(report.rates)]
+        groups = [g for g in facts.groups if g < len(report.rates) and report.rates[g] >= 0.0]
         if not groups:
             return ratio
         group = max(groups, key=lambda g: report.rates[g] * self.flow.groups[g].decay)
@@ -77,8 +77,8 @@ class Evidence:
 
     def rate(self, part: PartFacts) -> float:
         """The largest learning rate a part had in the last reports."""
-        rates = [r.rates[g] for r in self.reports for g in part.groups if g < len(r.rates)]
-        return max(rates, default=math.nan)
+        rates = (r.rates[g] for r in self.reports for g in part.groups if g < len(r.rates))
+        return max(known(rates), default=math.nan)
 
     def vanishes(self, part: int) -> bool:
         """Whether its gradient is lost on the way; zero is, where others are hardly above it."""

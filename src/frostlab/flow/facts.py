@@ -77,7 +77,7 @@ class Report:
 
     step: int
     values: dict[str, tuple[float, ...]]
-    rates: tuple[float, ...]  # the learning rate of every group
+    rates: tuple[float, ...]  # the learning rate of every group, NaN for one that has none
     unreached: tuple[str, ...] = ()  # tensors that learn and got no gradient at all
     largest: dict[str, float] = field(default_factory=dict)  # front, back, output: mean of max |g|
     ranges: dict[str, float] = field(default_factory=dict)  # max - min of each front tensor
