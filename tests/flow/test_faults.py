@@ -243,6 +243,59 @@ def test_freezing_while_watched_is_seen() -> None:
     assert not flow.frozen_by_accident()
 
 
+def train_on(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        loss_at(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_what_is_frozen_while_watched_is_proven_from_then_on() -> None:
+    model = tiny_gpt()
+    optimizer = adamw(model)
+    with fl.watch(model, optimizer, every=2) as flow:
+        train_on(model, optimizer, range(2))
+        model.blocks[0].requires_grad_(False)
+        train_on(model, optimizer, range(2, 4))
+        model.blocks[0].up.weight.data[0] += 1
+    assert flow.moved == ("layers[0].up",)
+    assert flow.verdicts()["layers[0].down"].word == FROZEN
+
+
+def test_what_is_thawed_while_watched_may_move() -> None:
+    """Also after the last report."""
+    model = tiny_gpt()
+    model.blocks[0].requires_grad_(False)
+    optimizer = adamw(model)
+    with fl.watch(model, optimizer, every=10) as flow:
+        train_on(model, optimizer, range(2))
+        model.blocks[0].requires_grad_(True)
+        train_on(model, optimizer, range(2, 4))
+    assert flow.moved == ()
+    assert {v.word for v in flow.verdicts().values()} == {LEARNING}
+
+
+def test_a_tensor_in_the_place_of_another_is_seen() -> None:
+    """A head made anew after the optimizer was built never learns."""
+    model = tiny_gpt()
+    optimizer = adamw(model)
+    with fl.watch(model, optimizer, every=1) as flow:
+        train_on(model, optimizer, range(2))
+        model.head = nn.Linear(16, 2, bias=False)
+        train_on(model, optimizer, range(2, 4))
+    assert list(flow.frozen_by_accident()) == ["head"]
+    assert flow.verdicts()["head"].why == "it is missing from the optimizer"
+
+
+def test_a_model_frozen_as_a_whole_at_the_end() -> None:
+    model = tiny_gpt()
+    optimizer = adamw(model)
+    with fl.watch(model, optimizer, every=1) as flow:
+        train_on(model, optimizer, range(2))
+        model.requires_grad_(False)
+    assert len(flow.reports) == 2
+
+
 def test_what_begins_at_zero_is_no_measure_for_others() -> None:
     """Biases that learn alone move by more than they are; the head beside them is not slow."""
     model = tiny_gpt()

@@ -71,9 +71,12 @@ class _Held:
 
 
 def flags_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[int, ...]:
-    """Who requires a gradient now, and how many parameters each of the optimizers' groups holds."""
+    """Who requires a gradient now, and how many parameters each of the optimizers' groups holds.
+
+    What learns is known by its identity: another tensor in its place is another one.
+    """
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    flags = (p.requires_grad for p in unwrapped(model).parameters())
+    flags = (id(p) if p.requires_grad else 0 for p in unwrapped(model).parameters())
     return (*flags, *(len(group["params"]) for group in groups))
 
 
