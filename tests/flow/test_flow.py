@@ -177,7 +177,7 @@ def test_a_compiled_model_gives_the_same_numbers() -> None:
 def test_dead_and_saturated_units() -> None:
     made = torch.randn(4, 3, 8).relu() + 0.1
     made[..., :2] = 0.0
-    assert float(dead_share(made)) == 0.25
+    assert float(dead_share(made)) == float(dead_share(made[0, 0])) == 0.25
     assert float(saturated_share(torch.tensor([0.001, 0.5, 0.999, 0.2]), 0.0, 1.0)) == 0.5
     model = tiny_gpt()
     with torch.no_grad():
@@ -249,6 +249,16 @@ def test_what_no_anatomy_knows_is_watched_by_module() -> None:
     assert words == ["learning", "frozen on purpose", "learning"]
     assert "its bits did not change" in flow.verdicts()["2"].why
     assert flow.ends().output > 0
+
+
+def test_layers_with_activations_between_them_are_counted_as_layers() -> None:
+    made = [nn.Linear(4, 4) if i % 2 == 0 else nn.ReLU() for i in range(9)]
+    model = nn.Sequential(*made)
+    found = look(model, [adamw(model)])
+    names = [[found.names[i] for i in end] for end in (found.front, found.back, found.output)]
+    assert [name for end in names for name in end if name.endswith("weight")] == [
+        "0.weight", "2.weight", "4.weight", "6.weight", "8.weight",
+    ]  # fmt: skip
 
 
 def test_a_group_added_while_watched_is_seen() -> None:

@@ -52,3 +52,8 @@ class GradFlowCallback(Callback):
         self.flow.stop()
         if self.path is not None and trainer.is_global_zero:
             self.flow.save(self.path)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """End watching too where training ends early."""
+        if hasattr(self, "flow"):
+            self.on_train_end(trainer, pl_module)
