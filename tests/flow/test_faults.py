@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -185,6 +186,37 @@ def test_a_slow_layer_is_told_from_its_peers(last: float) -> None:
     assert f"its learning rate is {3e-6 * last:.1e}" in flow.verdicts()["layers[1].value"].why
 
 
+def altered(
+    flow: fl.Flow, quantity: str, parts: list[int], factor: Callable[[int], float]
+) -> fl.Flow:
+    """The same flow, with one quantity of some parts multiplied."""
+    made = fl.Flow(flow.model, flow.optimizer)
+    made.parts, made.groups = flow.parts, flow.groups
+    for report in flow.reports:
+        own = tuple(
+            x * factor(report.step) if i in parts else x
+            for i, x in enumerate(report.values[quantity])
+        )
+        made.reports.append(replace(report, values=report.values | {quantity: own}))
+    return made
+
+
+def test_a_gradient_that_grows_and_a_step_that_leaps() -> None:
+    model = tiny_gpt()
+    flow = watched(model, adamw(model), steps=14)
+    everything = list(range(len(flow.parts)))
+    grown = altered(flow, "gradient", everything, lambda step: 1e5 if step > 2 else 1.0)
+    assert {v.word for v in grown.verdicts().values()} == {EXPLODING}
+    assert "its gradient grew from" in grown.verdicts()["head"].why
+    alone = altered(flow, "gradient", everything[3:4], lambda step: 1e4 if step > 2 else 1.0)
+    assert {v.word for v in alone.verdicts().values()} == {LEARNING}
+    (head,) = (i for i, part in enumerate(flow.parts) if part.name == "head")
+    far = 3.0 / flow.reports[-1].ratio(head)
+    leaps = altered(flow, "update", [head], lambda step: far).verdicts()
+    assert [n for n, v in leaps.items() if v.word == EXPLODING] == ["head"]
+    assert "a step moves it by" in leaps["head"].why
+
+
 def test_a_gradient_scale_that_adam_undoes() -> None:
     model = tiny_gpt(layers=5)
     for parameter in model.blocks[2].parameters():
@@ -195,6 +227,12 @@ def test_a_gradient_scale_that_adam_undoes() -> None:
     assert scaled
     assert scaled <= layer(flow, 2)
     assert {"layers[2].value", "layers[2].output", "layers[2].up", "layers[2].down"} <= scaled
+    own = [i for i, part in enumerate(flow.parts) if part.layer == 2]
+    for spoilt in (
+        altered(flow, "gradient", own, lambda step: 0.2 if step > 5 else 1.0),  # not steady
+        altered(flow, "update", own, lambda step: 10.0),  # its updates have the factor too
+    ):
+        assert SCALED not in {v.word for v in spoilt.verdicts().values()}
     sgd = watched(model, torch.optim.SGD(model.parameters(), lr=1e-4), lambda _: loss_at(model, 0))
     assert SCALED not in {v.word for v in sgd.verdicts().values()}
 

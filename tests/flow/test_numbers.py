@@ -203,6 +203,7 @@ def test_a_loop_may_drive_it_without_hooks_and_clip_in_its_kernel() -> None:
     same(flow, reference)
     for mine, theirs in zip(flow.reports, reference.reports, strict=True):
         assert mine.values["before_clip"] == pytest.approx(theirs.values["before_clip"], rel=1e-3)
+        assert mine.largest == pytest.approx(theirs.largest, rel=1e-3)
 
 
 def test_a_graph_may_hold_the_probe() -> None:
