@@ -1,6 +1,7 @@
 """`frostlab diagnose`: a run that was watched, a recipe that is tried out, and what is refused."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -103,6 +104,7 @@ def test_stages_are_judged_one_by_one(runs: Path, in_this_process: Command) -> N
         (("unseen",), "was not watched: run it with --set watch.every=10, or `frostlab diagnose"),
         (("watched", "--steps", "9"), "--steps is for a recipe"),
         (("watched", "--set", "seed=1"), "--set is for a recipe"),
+        (("majority-gpt", "--steps", "0"), "--steps is 0; a whole number"),
         (("wached-explicit-s0",), "no recipe; did you mean `watched-explicit-s0`?"),
         (("majority-gtp",), "no recipe; did you mean `majority-gpt`?"),
         (("",), "`` is no run in"),
@@ -119,6 +121,29 @@ def test_bad_input(
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert message in done.stderr
     assert sorted(runs.iterdir()) == before
+
+
+DAMAGE: dict[str, Any] = {
+    "too few numbers": {"gradient": [1.0]},
+    "no numbers": {"weight": ["a"] * 16},
+    "no list": {"ends": 3},
+    "no such part": {"broken": [99]},
+    "no module": {"entropy": [1]},
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_events_are_one_line(
+    damage: str, runs: Path, tmp_path: Path, in_this_process: Command
+) -> None:
+    whole = runs / "watched-explicit-s0"
+    shutil.copytree(whole, tmp_path / "spoilt")
+    events = [json.loads(line) for line in (whole / "events.jsonl").read_text().splitlines()]
+    spoilt = [e | (DAMAGE[damage] if e["kind"] == "flow" else {}) for e in events]
+    (tmp_path / "spoilt" / "events.jsonl").write_text("\n".join(map(json.dumps, spoilt)))
+    done = in_this_process("diagnose", str(tmp_path / "spoilt"))
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert "holds no whole flow" in done.stderr
 
 
 def plant(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +197,10 @@ def test_a_run_that_diverges_is_looked_at_all_the_same(
 def test_the_sentence_names_what_is_wrong(runs: Path) -> None:
     flow = diagnose(runs / "watched-explicit-s0").flows["train"]
     assert sentence_of(Flow("GPT", "AdamW")) == "no step has been measured yet"
+    early = Flow("GPT", "AdamW")
+    early.parts, early.groups = flow.parts, flow.groups
+    early.reports.append(flow.reports[0])
+    assert sentence_of(early).startswith("one step has been measured, and who learns is told")
     flow.moved = ("layers[0].query",)
     assert sentence_of(flow) == (
         "1 of 18 parts moved though it is frozen: layers[0].query; 1 is frozen on purpose"

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Adafactor
 
 import frostlab as fl
 from flowing import adamw, batch, loss_at, tiny_gpt, watched
@@ -147,6 +148,19 @@ def test_a_tensor_as_learning_rate_is_read_on_the_device() -> None:
     assert flow.reports[0].rates == pytest.approx((1e-3,))
 
 
+def test_an_optimizer_without_a_learning_rate_is_watched() -> None:
+    """Such as Adafactor, which makes its own from the weights."""
+    model = tiny_gpt()
+    lost = {id(p) for p in model.blocks[1].up.parameters()}
+    kept = [p for p in model.parameters() if id(p) not in lost]
+    flow = watched(model, Adafactor(kept), steps=6)
+    assert all(math.isnan(rate) for report in flow.reports for rate in report.rates)
+    assert list(flow.frozen_by_accident()) == ["layers[1].up"]
+    words = {v.word for n, v in flow.verdicts().items() if n != "layers[1].up"}
+    assert words == {"learning"}
+    assert "of its weights" in flow.verdicts()["head"].why
+
+
 @pytest.mark.slow
 def test_a_compiled_model_gives_the_same_numbers() -> None:
     plain, compiled = tiny_gpt(), tiny_gpt()
@@ -163,7 +177,7 @@ def test_a_compiled_model_gives_the_same_numbers() -> None:
 def test_dead_and_saturated_units() -> None:
     made = torch.randn(4, 3, 8).relu() + 0.1
     made[..., :2] = 0.0
-    assert float(dead_share(made)) == 0.25
+    assert float(dead_share(made)) == float(dead_share(made[0, 0])) == 0.25
     assert float(saturated_share(torch.tensor([0.001, 0.5, 0.999, 0.2]), 0.0, 1.0)) == 0.5
     model = tiny_gpt()
     with torch.no_grad():
@@ -235,6 +249,16 @@ def test_what_no_anatomy_knows_is_watched_by_module() -> None:
     assert words == ["learning", "frozen on purpose", "learning"]
     assert "its bits did not change" in flow.verdicts()["2"].why
     assert flow.ends().output > 0
+
+
+def test_layers_with_activations_between_them_are_counted_as_layers() -> None:
+    made = [nn.Linear(4, 4) if i % 2 == 0 else nn.ReLU() for i in range(9)]
+    model = nn.Sequential(*made)
+    found = look(model, [adamw(model)])
+    names = [[found.names[i] for i in end] for end in (found.front, found.back, found.output)]
+    assert [name for end in names for name in end if name.endswith("weight")] == [
+        "0.weight", "2.weight", "4.weight", "6.weight", "8.weight",
+    ]  # fmt: skip
 
 
 def test_a_group_added_while_watched_is_seen() -> None:

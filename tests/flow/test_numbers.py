@@ -82,6 +82,12 @@ def test_norms_are_those_of_a_plain_loop(name: str, frozen: tuple[str, ...]) -> 
             close(flow, "update", naive(model, moved), step)
             change = {n: far[n] / norms[n] for n in far if norms[n]}
             close(flow, "change", change, step)
+            lengths = naive(model, now)
+            cosine = {
+                n: (lengths[n] ** 2 + norms[n] ** 2 - far[n] ** 2) / (2 * lengths[n] * norms[n])
+                for n in change
+            }
+            close(flow, "cosine", cosine, step)
             if last:
                 sums = naive(model, {k: gradients[k] + last[k] for k in gradients})
                 own, old = naive(model, gradients), naive(model, last)
@@ -197,6 +203,7 @@ def test_a_loop_may_drive_it_without_hooks_and_clip_in_its_kernel() -> None:
     same(flow, reference)
     for mine, theirs in zip(flow.reports, reference.reports, strict=True):
         assert mine.values["before_clip"] == pytest.approx(theirs.values["before_clip"], rel=1e-3)
+        assert mine.largest == pytest.approx(theirs.largest, rel=1e-3)
 
 
 def test_a_graph_may_hold_the_probe() -> None:
@@ -230,6 +237,52 @@ def test_gradients_may_lie_elsewhere() -> None:
         optimizer.step()
     expected = naive(model, halves)
     close(flow, "gradient", expected, 1)
+
+
+class Odd(nn.Module):
+    """Embeddings whose gradient is sparse, and a complex weight in each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(30, 4, sparse=True)
+        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=torch.complex64) for _ in range(2))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids).mean(1).to(torch.complex64)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x.abs())
+
+
+def test_sparse_and_complex_tensors_are_measured() -> None:
+    torch.manual_seed(0)
+    model = Odd()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    modules = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    with fl.watch(model, optimizer, every=1, change=True, agreement=True) as flow:
+        last: dict[str, Tensor] = {}
+        for step in (1, 2):
+            ids, classes = batch(step)
+            F.cross_entropy(model(ids), classes).backward()
+            made = {n: p.grad.to_dense().clone() for n, p in model.named_parameters()}  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+            for name in modules:
+                own = [g for n, g in made.items() if n.rpartition(".")[0] == name]
+                size = math.sqrt(sum(float(g.abs().square().sum()) for g in own))
+                assert flow.series(name, "gradient")[step] == pytest.approx(size, rel=1e-4)
+                assert flow.series(name, "update")[step] == pytest.approx(0.5 * size, rel=1e-3)
+                if step == 2:
+                    old = [g for n, g in last.items() if n.rpartition(".")[0] == name]
+                    product = sum(
+                        float((a.conj() * b).sum().real) for a, b in zip(own, old, strict=True)
+                    )
+                    before = math.sqrt(sum(float(g.abs().square().sum()) for g in old))
+                    found = flow.series(name, "agreement")[2]
+                    assert found == pytest.approx(product / (size * before), abs=1e-4)
+            last = made
+    assert flow.ends().weight_change > 0
 
 
 def test_a_closure_makes_the_gradients_inside_the_step() -> None:

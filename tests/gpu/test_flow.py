@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import frostlab as fl
 from flowing import adamw, batch, tiny_gpt
@@ -68,23 +69,39 @@ def test_a_captured_measurement_is_the_eager_one(asked: dict[str, Any]) -> None:
         probe.after_step()
         optimizer.zero_grad()
 
+    start = [p.detach().clone() for p in model.parameters()]
+    torch.cuda.synchronize()  # side streams do not wait for this one
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(3):
             step()
     torch.cuda.synchronize()
+    torch.nn.functional.cross_entropy(model(ids), classes).backward()
+    size = sum(float(p.grad.double().square().sum()) for p in model.parameters())  # type: ignore[union-attr]
+    optimizer.zero_grad()
     weights = [p.detach().clone() for p in model.parameters()]
+    held = sum(float(w.double().square().sum()) for w in weights)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side):
         step()
     graph.replay()
     torch.cuda.synchronize()
-    moved = sum(
-        float((p.detach() - w).double().square().sum())
-        for p, w in zip(model.parameters(), weights, strict=True)
-    )
-    assert float(probe.views["update"].sum()) == pytest.approx(moved, rel=1e-3)
-    assert moved > 0
+
+    def distance(others: list[Tensor]) -> float:
+        pairs = zip(model.parameters(), others, strict=True)
+        return sum(float((p.detach() - other).double().square().sum()) for p, other in pairs)
+
+    found = {name: float(view.sum()) for name, view in probe.views.items()}
+    assert distance(weights) > 0
+    assert found["update"] == pytest.approx(distance(weights), rel=1e-3)
+    assert found["weight"] == pytest.approx(held, rel=1e-4)
+    assert found["gradient"] == pytest.approx(size, rel=1e-2)
+    if asked:
+        assert found["moved"] == pytest.approx(distance(start), rel=1e-3)
+        assert found["energy"] == pytest.approx(size, rel=1e-2)
+        before = found["energy"]
+        graph.replay()
+        assert float(probe.views["former"].sum()) == pytest.approx(before, rel=1e-6)
 
 
 def watched_run(folder: Path, **changes: Any) -> fl.RunRecord:

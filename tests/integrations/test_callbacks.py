@@ -105,3 +105,33 @@ def test_lightning_sees_both_sides_of_clipping(tmp_path: Path) -> None:
     same(callback.flow, expected, "gradient", "before_clip", "weight", "update")
     assert callback.flow.norms("before_clip")[1] > 2 * callback.flow.norms()[1]
     assert fl.load_flow(tmp_path / "flow.json").norms() == callback.flow.norms()
+
+
+def test_lightning_that_fails_is_watched_no_more(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning")
+    from frostlab.integrations.lightning import GradFlowCallback
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model_of("bert")
+
+        def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+            if index == 2:
+                raise ValueError("spoilt")
+            return self.inner(**batch).loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            self.made = torch.optim.AdamW(self.parameters(), lr=1e-3)
+            return self.made
+
+    callback, module = GradFlowCallback(every=1, path=tmp_path / "flow.json"), Module()
+    trainer = lightning.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+        callbacks=[callback],
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="spoilt"):
+        trainer.fit(module, DataLoader(examples(), batch_size=4))
+    assert not module.made._optimizer_step_pre_hooks
+    assert [report.step for report in fl.load_flow(tmp_path / "flow.json").reports] == [1, 2]

@@ -23,7 +23,7 @@ def diagnose(
         str, typer.Argument(metavar="RUN|RECIPE", help="A watched run, or a recipe to try out.")
     ],
     steps: Annotated[
-        int | None, typer.Option(min=1, help=f"To train a recipe for; {_STEPS} if not given.")
+        int | None, typer.Option(help=f"To train a recipe for; {_STEPS} if not given.")
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="key=value on top of a recipe.")
@@ -42,6 +42,8 @@ def diagnose(
     """
     from frostlab.flow.diagnosis import diagnose as read
 
+    if steps is not None and steps < 1:
+        raise BadInput(f"--steps is {steps}; a whole number of steps from 1 on, such as {_STEPS}")
     folder = _run_named(source, runs)
     if folder is not None:
         given = {"--steps": steps, "--set": settings, "--device": device}

@@ -127,7 +127,7 @@ def _before_down(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def dead_share(made: Tensor) -> Tensor:
     """The share of units (last axis) that no example moves off zero."""
-    size = made.abs().flatten(0, -2).amax(0)  # (units,)
+    size = made.abs().reshape(-1, made.shape[-1]).amax(0)  # (units,)
     return (size <= _NOTHING * size.max()).float().mean()
 
 

@@ -19,7 +19,7 @@ class Evidence:
         self.flow, self.rules = flow, rules
         self.reports = flow.reports[-rules.window :]
         self.highest = [  # learning rate of every group; later groups are not in early reports
-            max((r.rates[g] for r in flow.reports if g < len(r.rates)), default=0.0)
+            max(known(r.rates[g] for r in flow.reports if g < len(r.rates)), default=0.0)
             for g in range(len(flow.groups))
         ]
         self.learning = [i for i, part in enumerate(flow.parts) if part.state == "trainable"]
@@ -36,22 +36,27 @@ class Evidence:
     def _learned(self, report: Report, part: int) -> float:
         """Update over weight, as it would be at the highest learning rate, and without decay.
 
-        Where decay explains what moved, the gradient says how much was learned at most.
+        Where decay explains what moved, the gradient says how much was learned at most; where
+        decay was added to the gradient, how much of the sum it was.
         """
         facts, ratio = self.flow.parts[part], report.ratio(part)
         if report.of("weight", part) == report.of("update", part) == 0.0:
             ratio = 0.0
-        groups = [g for g in facts.groups if g < len(report.rates)]
+        groups = [g for g in facts.groups if g < len(report.rates) and report.rates[g] >= 0.0]
         if not groups:
             return ratio
         group = max(groups, key=lambda g: report.rates[g] * self.flow.groups[g].decay)
         rate, told = report.rates[group], self.flow.groups[group]
         if rate <= 0.0:
             return math.nan
-        if 0.0 < ratio <= self.rules.decayed * rate * told.decay:
-            size, weight = report.of("gradient", part), report.of("weight", part)
+        size, weight = report.of("gradient", part), report.of("weight", part)
+        normalises = self.flow.optimizer in self.rules.normalising
+        if told.coupled and told.decay and weight > 0.0 and not math.isnan(size):
+            share = size / (size + told.decay * weight)
+            ratio *= 1.0 if normalises and share > self.rules.drowned else share
+        elif 0.0 < ratio <= self.rules.decayed * rate * told.decay:
             moved = size / (1.0 - min(told.momentum, 0.99))
-            if self.flow.optimizer in self.rules.normalising:
+            if normalises:
                 spread = math.sqrt(facts.elements)
                 moved = spread * (size / (size + told.eps * spread) if size else 0.0)
             ratio = min(ratio, rate * moved / weight)
@@ -72,8 +77,8 @@ class Evidence:
 
     def rate(self, part: PartFacts) -> float:
         """The largest learning rate a part had in the last reports."""
-        rates = [r.rates[g] for r in self.reports for g in part.groups if g < len(r.rates)]
-        return max(rates, default=math.nan)
+        rates = (r.rates[g] for r in self.reports for g in part.groups if g < len(r.rates))
+        return max(known(rates), default=math.nan)
 
     def vanishes(self, part: int) -> bool:
         """Whether its gradient is lost on the way; zero is, where others are hardly above it."""

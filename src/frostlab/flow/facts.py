@@ -35,6 +35,10 @@ class PartFacts:
         return cls(**read)
 
 
+# Those of torch's optimizers whose groups do not say it themselves
+_COUPLED = ("SGD", "ASGD", "RMSprop", "Adagrad", "Adadelta", "Adamax")
+
+
 @dataclass(frozen=True)
 class GroupFacts:
     """What an optimizer was told about a group of parameters."""
@@ -42,15 +46,17 @@ class GroupFacts:
     decay: float
     momentum: float
     eps: float
+    coupled: bool = False  # decay is added to the gradient, and goes the way it goes
 
     @classmethod
-    def of(cls, group: dict[str, Any]) -> "GroupFacts":
+    def of(cls, group: dict[str, Any], optimizer: str) -> "GroupFacts":
         """Read them from one of `optimizer.param_groups`."""
         momentum, eps = group.get("momentum", 0.0), group.get("eps", 0.0)
         return cls(
             float(group.get("weight_decay", 0.0)),
             float(momentum) if isinstance(momentum, float | int) else 0.0,
             float(eps) if isinstance(eps, float | int) else 0.0,
+            not group.get("decoupled_weight_decay", optimizer not in _COUPLED),
         )
 
 
@@ -71,7 +77,7 @@ class Report:
 
     step: int
     values: dict[str, tuple[float, ...]]
-    rates: tuple[float, ...]  # the learning rate of every group
+    rates: tuple[float, ...]  # the learning rate of every group, NaN for one that has none
     unreached: tuple[str, ...] = ()  # tensors that learn and got no gradient at all
     largest: dict[str, float] = field(default_factory=dict)  # front, back, output: mean of max |g|
     ranges: dict[str, float] = field(default_factory=dict)  # max - min of each front tensor

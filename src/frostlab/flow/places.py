@@ -76,9 +76,12 @@ class _Held:
 
 
 def flags_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[int, ...]:
-    """Who requires a gradient now, and how many parameters each of the optimizers' groups holds."""
+    """Who requires a gradient now, and how many parameters each of the optimizers' groups holds.
+
+    What learns is known by its identity: another tensor in its place is another one.
+    """
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    flags = (p.requires_grad for p in unwrapped(model).parameters())
+    flags = (id(p) if p.requires_grad else 0 for p in unwrapped(model).parameters())
     return (*flags, *(len(group["params"]) for group in groups))
 
 
@@ -228,7 +231,10 @@ def _ends(held: list[_Held]) -> tuple[list[_Held], list[_Held], list[_Held]]:
     def inside(stack: str) -> list[_Held]:
         return [h for h in held if h.place.stack == stack and h.place.layers and not h.head]
 
+    def numbers(some: list[_Held]) -> list[int]:  # modules without weights leave gaps
+        return sorted({index for h in some for index in h.place.layers})
+
     first, last = inside(stacks[0]), inside(stacks[-1])
-    top = max(index for h in last for index in h.place.layers)
-    front = [h for h in first if min(h.place.layers) <= 1]
-    return front, [h for h in last if max(h.place.layers) >= top - 1], output
+    bottom, top = set(numbers(first)[:2]), set(numbers(last)[-2:])
+    front = [h for h in first if bottom & set(h.place.layers)]
+    return front, [h for h in last if top & set(h.place.layers)], output

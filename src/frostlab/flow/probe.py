@@ -202,8 +202,11 @@ class Probe:
         """Learning rates, and whether the optimizer was told to stand still."""
         groups = self._groups()
         for place, group in zip(self.views["rates"].unbind(), groups, strict=True):
-            rate = group["lr"]
-            place.copy_(rate) if isinstance(rate, Tensor) else place.fill_(rate)
+            rate = group.get("lr")
+            if isinstance(rate, Tensor):
+                place.copy_(rate)
+            else:
+                place.fill_(torch.nan if rate is None else rate)
         stopped = getattr(self.optimizers[0], "found_inf", None)
         if isinstance(stopped, Tensor):
             self.views["stopped"].copy_(stopped)

@@ -58,7 +58,7 @@ def flows_of(folder: str | Path) -> dict[str, Flow]:
         raise BadInput(f"flow_of: {path} is no run: it has no events")
     try:
         return _read(events)
-    except (KeyError, TypeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise BadInput(f"flow_of: {path}/events.jsonl holds no whole flow: {error!r}") from None
 
 
@@ -114,7 +114,7 @@ def _report(event: dict[str, Any], parts: Sequence[PartFacts], front: Sequence[s
         unreached=tuple(event.get("unreached", ())),
         largest={end: _long(x) for end, x in zip(_ENDS, event["ends"], strict=True)},
         ranges={name: _long(x) for name, x in zip(front, event["ranges"], strict=True)},
-        broken=tuple(event.get("broken", ())),
+        broken=tuple(range(len(parts))[i] for i in event.get("broken", ())),
         dead=event.get("dead", {}),
         saturated=event.get("saturated", {}),
         entropy={name: tuple(heads) for name, heads in event.get("entropy", {}).items()},
@@ -135,4 +135,4 @@ def _short(value: float, digits: int = 5) -> float | None:
 
 
 def _long(value: float | None) -> float:
-    return math.nan if value is None else value
+    return math.nan if value is None else float(value)

@@ -20,6 +20,7 @@ class Rules:
     fewest: int = 2  # reports before a part is said to stand still: zeros hold others up at first
     still: float = 1e-6  # below: not learning, if others move
     decayed: float = 2.0  # times what decay alone would move: up to here decay may explain it
+    drowned: float = 1e-4  # gradient, of its sum with decay: below, normalised decay explains it
     slow: float = 0.01  # of the median of its peers
     apart: float = 1e-3  # of the median of all others, for parts that are not alike
     vanishing: float = 1e-4  # gradient, of the largest in the model: the cause is named

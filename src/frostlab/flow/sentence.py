@@ -13,6 +13,7 @@ from frostlab.flow.rules import (
     SCALED,
     SLOW,
     STILL,
+    Rules,
 )
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ _ODD = {
     SLOW: ("is slow", "are slow"),
     SCALED: ("has a gradient scale that is undone", "have a gradient scale that is undone"),
 }
+_TOO_EARLY = "one step has been measured, and who learns is told from the second on"
 _NAMED = 5  # parts in a sentence
 
 
@@ -71,7 +73,9 @@ def sentence_of(flow: "Flow") -> str:
     if (broken := flow.first_broken()) is not None:
         said.append(f"NaN or infinity was first seen at step {broken[0]}, in {broken[1]}")
     if not any(word in BAD for word in words.values()):
-        said.insert(0, f"all {learning} parts that should learn do")
+        told = len(flow.reports) >= Rules().fewest
+        first = f"all {learning} parts that should learn do" if told else _TOO_EARLY
+        said.insert(0, first)
     if frozen:
         said.append(f"{frozen} {'is' if frozen == 1 else 'are'} frozen on purpose")
     return "; ".join(said)

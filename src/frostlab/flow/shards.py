@@ -54,8 +54,11 @@ def is_sharded(parameter: Any) -> bool:
 
 
 def local(tensor: Any) -> Tensor:
-    """What this process holds of a tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
+    """What this process holds of a tensor, as plain real numbers."""
+    held: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
+    if held.layout != torch.strided:
+        held = held.to_dense()
+    return torch.view_as_real(held.resolve_conj()) if held.is_complex() else held
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:

@@ -1,7 +1,7 @@
 """`watch`: measures every n-th optimizer step of any loop, through the optimizer's own hooks."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import Any
 
@@ -58,17 +58,31 @@ class Watch(Flow):
         self._collect(wait=True)  # reports belong to the parts they were made of
         watched = look(self._model, self._optimizers)
         self.parts, self._flags = watched.parts, watched.flags
-        groups = [group for each in self._optimizers for group in each.param_groups]
-        self.groups = tuple(GroupFacts.of(group) for group in groups)
+        self.groups = tuple(
+            GroupFacts.of(group, type(each).__name__)
+            for each in self._optimizers
+            for group in each.param_groups
+        )
         if not watched.parameters:
             raise BadInput("watch: nothing requires a gradient; freeze less, or nothing will learn")
         former, self._probe = self._probe, Probe(watched, self._optimizers, **self._settings)
-        if former is not None:
-            self._probe.start_as(former)
-            if [p.name for p in former.watched.parts] != [p.name for p in watched.parts]:
-                places = former_places(former.watched, watched)  # layers were added
-                self._reports = [report.at(places) for report in self._reports]
         self._changes = changes()
+        if former is None:
+            return
+        self._probe.start_as(former)
+        if [p.name for p in former.watched.parts] != [p.name for p in watched.parts]:
+            places = former_places(former.watched, watched)  # layers were added
+            self._reports = [report.at(places) for report in self._reports]
+        elif self._proof is not None:
+            self._prove()
+        if self._proof is not None:
+            self._proof = Proof(self._model)  # of what is frozen from now on
+
+    def _prove(self) -> None:
+        """Compare what is still frozen with its digests."""
+        assert self._proof is not None
+        found = self._proof.moved(self._model, self.parts)
+        self.moved = tuple(dict.fromkeys((*self.moved, *found)))
 
     def __enter__(self) -> "Watch":
         return self.start()
@@ -104,7 +118,9 @@ class Watch(Flow):
         self._hooks = []
         self._collect(wait=True)
         if self._proof is not None:
-            self.moved = tuple(self._proof.moved(self._model, self.parts))
+            with suppress(BadInput):  # nothing learns any more
+                self.refresh()
+            self._prove()
             self.verified, self._proof = True, None
         self._probe = None
 

@@ -26,3 +26,8 @@ class GradFlowCallback(Watching, Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """End watching, and write."""
         self.end(trainer.is_global_zero)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """End watching too where training ends early."""
+        if hasattr(self, "flow"):
+            self.on_train_end(trainer, pl_module)
