@@ -99,7 +99,7 @@ def test_hooks_and_copies_go_with_the_watch() -> None:
         loss_at(model, 0).backward()
         optimizer.step()
         assert flow._probe is not None
-        assert flow._probe._before == []
+        assert flow._probe._updates._before == []
     assert flow._probe is None
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks

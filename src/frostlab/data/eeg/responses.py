@@ -5,7 +5,6 @@ from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import signal
 
 from frostlab.data.eeg import spectra
 from frostlab.data.eeg.geometry import topographies
@@ -45,6 +44,8 @@ def drive(envelope: Array, rate: float, responses: str) -> Array:
 
 def _adapted(envelope: Array, rate: float) -> Array:
     """A power law, then onsets, the weaker the louder it has been just before."""
+    from scipy import signal
+
     loud = np.exp(_EXPONENT * envelope)
     step = np.exp(-1 / (_ADAPTATION * rate))
     before: Array = signal.lfilter([0, 1 - step], [1, -step], loud)
@@ -64,6 +65,8 @@ class _Measured:
 
 @cache
 def _measured(rate: float) -> _Measured:
+    from scipy import signal
+
     heard = spectra.draw("envelope", (1 << 20,), rate, np.random.default_rng(202))
     answered = _adapted(heard, rate)
     heard, answered = (x[round(MEMORY * rate) :] for x in (heard, answered))

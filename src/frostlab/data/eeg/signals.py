@@ -4,7 +4,6 @@ from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import signal
 
 from frostlab.data.eeg.recordings import Recording, Signal
 from frostlab.errors import BadInput
@@ -29,6 +28,8 @@ def referenced(eeg: Array, reference: Array | None) -> Array:
 
 def resampled(x: Array, rate: float, wanted: float, name: str) -> Array:
     """Lower the rate, keeping what the new one can hold, without a shift in time."""
+    from scipy import signal
+
     if rate == wanted:
         return x
     if rate < wanted:
@@ -44,6 +45,8 @@ def resampled(x: Array, rate: float, wanted: float, name: str) -> Array:
 
 def in_band(x: Array, rate: float, band: Band | None, name: str) -> Array:
     """Keep a band of frequencies, without a shift in time."""
+    from scipy import signal
+
     if band is None:
         return x
     sections = signal.butter(_ORDER, band, "bandpass", fs=rate, output="sos")

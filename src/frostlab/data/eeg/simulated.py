@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import signal
 
 from frostlab.data.eeg import spectra
 from frostlab.data.eeg.geometry import BIOSEMI64
@@ -30,6 +29,8 @@ def simulate(
     head: Head, samples: int, rate: float, responses: str, random: np.random.Generator
 ) -> tuple[Array, Array]:
     """Draw an envelope (samples,) and the EEG (samples, 64) of a head that hears it."""
+    from scipy import signal
+
     before = round(MEMORY * rate) + len(head.response) - 1
     heard = spectra.draw("envelope", (before + samples,), rate, random)
     answered = drive(heard, rate, responses)[round(MEMORY * rate) :]

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import io
 
 from frostlab.data.eeg.division import Heading
 from frostlab.data.eeg.geometry import channel_names
@@ -197,6 +196,8 @@ def _trial(path: Path) -> tuple[str, int, int]:
 
 
 def _load_mat(path: Path, *keys: str) -> dict[str, Any]:
+    from scipy import io
+
     try:
         held: dict[str, Any] = io.loadmat(path, variable_names=keys)
     except Exception as error:  # scipy raises whatever a broken file makes it stumble over

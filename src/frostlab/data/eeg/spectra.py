@@ -7,7 +7,6 @@ from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import fft
 
 Array = NDArray[np.float64]
 
@@ -57,6 +56,8 @@ def power(kind: str, f: Array, rate: float) -> Array:
 
 def draw(kind: str, shape: tuple[int, ...], rate: float, random: np.random.Generator) -> Array:
     """Draw Gaussian signals of one rhythm and variance 1, time along the last axis."""
+    from scipy import fft
+
     samples = shape[-1]
     whole = fft.next_fast_len(samples + round(8 * rate), real=True)  # ends do not meet in time
     white = fft.rfft(random.standard_normal((*shape[:-1], whole)))
