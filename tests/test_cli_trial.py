@@ -37,6 +37,7 @@ def test_a_trial_is_watched_for_fifty_epochs_and_judged(tmp_path: Path) -> None:
     assert f"trial: {'pass' if kept['passed'] else 'fail'}" in done.output
 
 
+@pytest.mark.slow
 def test_what_the_user_sets_comes_on_top_and_a_failed_trial_exits_with_1(tmp_path: Path) -> None:
     done = trial(tmp_path, hearing(optim__lr=1e-6), "--set", "train.epochs=1")
     assert done.exit_code == 1

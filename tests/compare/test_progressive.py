@@ -143,6 +143,7 @@ def test_it_is_called_what_it_ships_as() -> None:
     assert make_plan("progressive").name == "progressive"
 
 
+@pytest.mark.slow
 def test_a_stages_rate_is_tuned_at_the_best_of_the_run(tmp_path: Path) -> None:
     grids = {"optim.lr": [1e-4, 1e-2], "stages.1.lr": [1e-4, 1e-2]}
     found = fl.compare(

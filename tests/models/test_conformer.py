@@ -284,6 +284,7 @@ def test_it_learns_to_undo_a_delay(changes: dict[str, Any]) -> None:
     assert min(found) > 0.8
 
 
+@pytest.mark.slow
 def test_electrodes_that_are_listened_to_are_important() -> None:
     model, eeg = made(dropout=0.5).train(), torch.randn(4, 12, 5)
     with torch.no_grad():

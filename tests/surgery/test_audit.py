@@ -38,8 +38,14 @@ def train(model: nn.Module, inputs: dict, optimizers: list[Optimizer], steps: in
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS)
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        pytest.param(name, make, marks=pytest.mark.slow if make is muon and name != "gpt2" else ())
+        for name in EVERY
+        for make in OPTIMIZERS
+    ],
+)
 def test_no_optimizer_moves_a_frozen_bit(
     name: str, make: Callable[[list[nn.Parameter]], list[Optimizer]]
 ) -> None:

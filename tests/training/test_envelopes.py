@@ -364,6 +364,7 @@ def test_a_path_in_place_of_simulated_data_is_the_challenges_folder(tmp_path: Pa
         run(recipe, out=tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_the_challenges_folder_trains_and_reports(tmp_path: Path) -> None:
     _, data = prepared()
     names = {"train": "train", "tune": "val", "report": "test"}

@@ -72,9 +72,10 @@ def test_an_oracle_reaches_the_best_r_of_linear_responses(snr: float) -> None:
     assert known.linear <= known.best < known.linear + 0.002  # blinks hardly matter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("responses", "least"),
-    [pytest.param("linear", 0.98, marks=pytest.mark.slow), ("nonlinear", 0.95)],
+    [("linear", 0.98), ("nonlinear", 0.95)],
 )
 def test_a_fitted_linear_decoder_comes_close_from_below(responses: str, least: float) -> None:
     one = head(-10.0, responses)
