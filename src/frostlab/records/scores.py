@@ -8,11 +8,11 @@ from typing import Any
 from frostlab.errors import BadInput
 
 SCORES = "scores.json"
-REPORTED = ("report", "unseen")
-_SPLITS = {
+SPLITS = {  # that are reported, and what they are
     "report": "other recordings of subjects trained on",
     "unseen": "subjects not trained on",
 }
+REPORTED = tuple(SPLITS)
 _BEST = {"report": "best_r", "unseen": "best_r_unseen"}  # what is known beforehand, by split
 
 
@@ -54,7 +54,7 @@ def scores_lines(folder: Path) -> list[str]:
         scores = read_scores(folder)
         best = json.loads((folder / SCORES).read_text(encoding="utf-8")).get("best", {})
         tables = [
-            (_SPLITS.get(split, split), scores_table(decoders, best.get(split)))
+            (SPLITS.get(split, split), scores_table(decoders, best.get(split)))
             for split, decoders in scores.items()
         ]
     except BadInput as error:

@@ -35,12 +35,13 @@ def eeg_page(
     kernels: Rows | None = None,
     importance: tuple[Sequence[str], ArrayLike] | None = None,
     caution: str | None = None,
+    titles: Mapping[str, str] | None = None,
 ) -> Path:
     """Write `index.html` and a PNG of each figure into the folder, and return the page.
 
     `scores` and `best` go by split, then `scores` by decoder; `excerpts` are rows by title, as
     `excerpt_rows` makes them; `kernels` are `kernel_rows`; `importance` is channel names and one
-    value each.
+    value each; `titles` call the splits by other names.
     """
     if not scores:
         raise BadInput("an EEG page needs the scores of at least one split")
@@ -50,7 +51,7 @@ def eeg_page(
     for split, decoders in scores.items():
         reach = (best or {}).get(split)
         table = escape(scores_table(decoders, reach))
-        parts.append(f"<h2>{escape(split)}</h2>\n<pre>{table}</pre>")
+        parts.append(f"<h2>{escape((titles or {}).get(split, split))}</h2>\n<pre>{table}</pre>")
         parts.append(_figure(folder, f"r-{split}", draw_subjects(subject_rows(decoders), reach)))
     for place, (title, rows) in enumerate((excerpts or {}).items(), 1):
         parts.append(_figure(folder, f"excerpt-{place}", draw_excerpt(rows, title)))

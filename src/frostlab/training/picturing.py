@@ -10,7 +10,7 @@ from frostlab.data import Signals, prepare
 from frostlab.errors import BadInput
 from frostlab.models.conformer import Conformer, electrode_importance
 from frostlab.records.record import RunRecord
-from frostlab.records.scores import SCORES, read_scores
+from frostlab.records.scores import SCORES, SPLITS, read_scores
 from frostlab.scoring.drawing import Rows, excerpt_rows, kernel_rows
 from frostlab.scoring.page import eeg_page
 from frostlab.training.best import best_model, recipe_of
@@ -41,6 +41,7 @@ def draw_run(folder: Path, data_dir: Path | None = None) -> Path:
         kernels=kernel_rows(kernels.numpy(), signals.rate, first=-(kernels.shape[-1] // 2)),
         importance=(signals.channels, _importance(model, signals)),
         caution=record.result["caution"],
+        titles=SPLITS,
     )
 
 
@@ -48,13 +49,13 @@ def _excerpts(folder: Path, signals: Signals) -> dict[str, Rows]:
     """The middle of each split's first recording: what was heard, and what was decoded."""
     found = {}
     with np.load(folder / "decoded.npz") as decoded:
-        for split in ("report", "unseen"):
+        for split, meaning in SPLITS.items():
             if split in signals.splits:
                 first = signals.splits[split].recordings[0]
                 shown = {"heard": first.envelope, "decoded": decoded[first.name]}
                 seconds = min(10.0, len(first) / signals.rate)
                 start = (len(first) / signals.rate - seconds) / 2
-                found[f"{first.name} ({split})"] = excerpt_rows(
+                found[f"{first.name} ({meaning})"] = excerpt_rows(
                     shown, signals.rate, start=start, seconds=seconds
                 )
     return found
