@@ -121,10 +121,12 @@ def test_others_on_the_gpu_are_all_but_one(monkeypatch: pytest.MonkeyPatch) -> N
 def seen(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[bytes]]:
     """What each arm's step is given, in order."""
     given: dict[int, list[bytes]] = {}
+    kept: list[EagerStep] = []  # so that no step gets the identity of one that is gone
     real: Callable[..., Any] = EagerStep.__call__
 
     def recorded(self: EagerStep, parts: Any, scored: int, rate: float) -> Any:
         ids = b"".join(t.numpy().tobytes() for part in parts for t in part.tensors())
+        kept.append(self)
         given.setdefault(id(self), []).append(ids + torch.rand(1).numpy().tobytes())
         return real(self, parts, scored, rate)
 
