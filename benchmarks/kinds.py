@@ -1,5 +1,7 @@
 """Kinds of step: eager, captured, and captured with its layers compiled, in turn; CUDA only.
 
+`faster` is how often a way fits into the eager step of the same round: median [least, most].
+
 Preparing counts from building the step to the end of its sixth: compiling (cold, its cache is put
 into an empty folder) and capturing are in it, against six eager steps.
 
@@ -16,57 +18,82 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
 from common import device_name, report, timed
+from frostlab.models.conformer import Conformer, ConformerConfig
 from frostlab.models.gpt import GPT, GPTConfig
+from frostlab.recipe.conformer import EnvelopeLoss
 from frostlab.recipe.settings import Optim, StepKind, Train
 from frostlab.training.batching import Batch
 from frostlab.training.choosing import WORTH_COMPILING, build_step
 from frostlab.training.distributed import World
+from frostlab.training.envelopes import EnvelopeObjective
 from frostlab.training.objective import Objective
 from frostlab.training.step import EagerStep
 
 CUDA = torch.device("cuda", 0)
-KINDS: dict[str, tuple[StepKind, int]] = {
-    "eager": ("eager", 1),
-    "captured": ("captured", 1),
-    "compiled and captured": ("captured", WORTH_COMPILING),
+KINDS: dict[str, tuple[StepKind, int, torch.dtype]] = {
+    "eager": ("eager", 1, torch.bfloat16),
+    "eager in float32": ("eager", 1, torch.float32),
+    "captured": ("captured", 1, torch.bfloat16),
+    "compiled and captured": ("captured", WORTH_COMPILING, torch.bfloat16),
 }
 
 
-def bert() -> nn.Module:
-    return BertForSequenceClassification(BertConfig(num_labels=2))
+def bert() -> Objective:
+    return Objective(BertForSequenceClassification(BertConfig(num_labels=2)))
 
 
-def gpt(classes: int) -> nn.Module:
-    return GPT(GPTConfig(50304, dropout=0.0, classes=classes, causal=not classes))
+def gpt(classes: int) -> Objective:
+    return Objective(GPT(GPTConfig(50304, dropout=0.0, classes=classes, causal=not classes)))
 
 
-CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, int], bool]] = {
-    "bert": (bert, (32, 128), False),
-    "gpt classifies": (lambda: gpt(2), (16, 512), False),
-    "gpt language 8": (lambda: gpt(0), (8, 512), True),
-    "gpt language 64": (lambda: gpt(0), (64, 512), True),
-}
+def conformer() -> Objective:
+    return EnvelopeObjective(Conformer(ConformerConfig()), EnvelopeLoss())
 
 
-def drawn(shape: tuple[int, int], language: bool) -> Batch:
-    ids = torch.randint(5, 30000, (shape[0], shape[1] + language))
-    targets = ids[:, 1:].contiguous() if language else torch.randint(2, shape[:1])
+def texts(rows: int, length: int, language: bool = False) -> Batch:
+    ids = torch.randint(5, 30000, (rows, length + language))
+    targets = ids[:, 1:].contiguous() if language else torch.randint(2, (rows,))
     inputs = ids[:, :-1].contiguous() if language else ids
-    return Batch({"input_ids": inputs}, targets, shape[0], inputs.numel(), targets.numel())
+    return Batch({"input_ids": inputs}, targets, rows, inputs.numel(), targets.numel())
 
 
-def prepare(build: Callable[[], nn.Module], kind: StepKind, steps: int, batch: Batch) -> EagerStep:
+def signals(rows: int, length: int) -> Batch:
+    config = ConformerConfig()
+    eeg, subject = (
+        torch.randn(rows, length, config.channels),
+        torch.randint(config.subjects, (rows,)),
+    )
+    inputs = {"eeg": eeg, "subject": subject}
+    return Batch(inputs, torch.randn(rows, length), rows, rows * length, rows)
+
+
+words = functools.partial(texts, language=True)
+CASES: dict[str, tuple[Callable[[], Objective], Callable[[int, int], Batch], tuple[int, int]]] = {
+    "bert": (bert, texts, (32, 128)),
+    "gpt classifies": (lambda: gpt(2), texts, (16, 512)),
+    "gpt language 8": (lambda: gpt(0), words, (8, 512)),
+    "gpt language 64": (lambda: gpt(0), words, (64, 512)),
+    "conformer": (conformer, signals, (64, 640)),
+}
+
+
+def prepare(
+    build: Callable[[], Objective],
+    batch: Batch,
+    kind: StepKind = "captured",
+    steps: int = WORTH_COMPILING,
+    precision: torch.dtype = torch.bfloat16,
+) -> EagerStep:
     torch.manual_seed(0)
     torch.compiler.reset()
-    objective = Objective(build().to(CUDA).train())
+    objective = build().to(CUDA).train()
     with tempfile.TemporaryDirectory() as cold:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cold
         step = build_step(
-            objective, Optim(), Train(step=kind), torch.bfloat16, CUDA, World(), steps=steps
+            objective, Optim(), Train(step=kind), precision, CUDA, World(), steps=steps
         )
         take(step, batch, 6)
     return step
@@ -79,18 +106,19 @@ def take(step: EagerStep, batch: Batch, times: int) -> None:
 
 
 def compare(case: str, rounds: int) -> None:
-    build, shape, language = CASES[case]
-    batch = drawn(shape, language)
+    build, draw, shape = CASES[case]
+    batch = draw(*shape)
     sides: dict[str, EagerStep] = {}
     prepared, times = {}, {name: list[float]() for name in KINDS}
-    for name, (kind, steps) in KINDS.items():
+    for name, way in KINDS.items():
         began = time.perf_counter()
-        sides[name] = prepare(build, kind, steps, batch)
+        sides[name] = prepare(build, batch, *way)
         prepared[name] = time.perf_counter() - began
     for _ in range(rounds):
         for name, step in sides.items():
             times[name].append(100 * timed(functools.partial(take, step, batch, 10), CUDA))
     for name, step in sides.items():
+        faster = [eager / own for eager, own in zip(times["eager"], times[name], strict=True)]
         facts: dict[str, Any] = {
             "case": case,
             "shape": shape,
@@ -99,6 +127,7 @@ def compare(case: str, rounds: int) -> None:
             "ms": round(statistics.median(times[name]), 3),
             "low": round(min(times[name]), 3),
             "high": round(max(times[name]), 3),
+            "faster": [round(f(faster), 3) for f in (statistics.median, min, max)],
             "prepare_s": round(prepared[name], 2),
         }
         report("kinds", facts | {"device": device_name(CUDA), "torch": torch.__version__})

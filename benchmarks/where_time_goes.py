@@ -11,17 +11,18 @@ from torch.profiler import ProfilerActivity, profile
 
 import frostlab as fl
 from common import device_name, report
-from frostlab.training.choosing import WORTH_COMPILING
-from kinds import CASES, CUDA, drawn, prepare, take
+from frostlab.training.objective import Objective
+from kinds import CASES, CUDA, prepare, take
 
 STEPS = 5
 KINDS = {
+    "compiled elementwise and sums": ("triton_",),
+    "convolutions": ("conv", "fprop", "wgrad", "dgrad", "cnn"),
     "matmul": ("nvjet", "gemm", "splitkreduce"),
     "attention": ("sdpa", "cudnn", "flash"),
     "optimizer": ("fusedopt", "fusedadam", "_adamw"),
     "norm of the gradient": ("lpnorm", "tensorlistmetadata"),
     "copies": ("memcpy", "memset"),
-    "compiled elementwise and sums": ("triton_",),
     "softmax of the head": ("_rows",),
 }
 
@@ -38,16 +39,16 @@ def main() -> None:
     parser.add_argument("--batch", type=int)
     parser.add_argument("--top", type=int, default=0)
     options = parser.parse_args()
-    build, (batch, length), language = CASES[options.case]
-    given = drawn((options.batch or batch, length), language)
+    build, draw, (batch, length) = CASES[options.case]
+    given = draw(options.batch or batch, length)
 
-    def model() -> torch.nn.Module:
+    def objective() -> Objective:
         made = build()
         if options.freeze:
-            fl.freeze(made, *options.freeze.split(","))
+            fl.freeze(made.model, *options.freeze.split(","))
         return made
 
-    step = prepare(model, "captured", WORTH_COMPILING, given)
+    step = prepare(objective, given)
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         take(step, given, STEPS)
     spent, count = Counter[str](), Counter[str]()

@@ -1,0 +1,77 @@
+"""Every recording held out once: what a recipe's decoder and the ridge decoder reach on it.
+
+A run for each held-out trial and seed, under --runs (finished ones are not run again). A trial's r
+is the mean over seeds by Fisher's z, and `chance` what 95 % of shifted envelopes stay below.
+
+    python benchmarks/leave_one_out.py --data-dir D [--recipe eeg-cocktail] [--trials 5] [--seeds 3]
+        [--set key=value] [--runs folder] [--out record.json]
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import frostlab as fl
+from common import device_name
+from frostlab.records.scores import read_scores
+from frostlab.scoring.correlation import fisher_mean
+from frostlab.training.devices import choose_device
+
+DECODERS = ("model", "ridge")
+
+
+def score(options: argparse.Namespace, trial: int, seed: int) -> dict[str, Any]:
+    """Train with one trial held out and return both decoders' scores on it."""
+    settings = [*options.settings, f"data.held_out={trial}"]
+    folder = options.runs / f"trial-{trial}-seed-{seed}"
+    if not (folder / "result.json").exists():
+        recipe = fl.load_recipe(options.recipe, settings, seed=seed)
+        fl.run(recipe, out=folder, data_dir=options.data_dir, resume=folder.exists())
+    found = {"trial": trial, "seed": seed}
+    for name, each in read_scores(folder)["report"].items():
+        told = each.summary
+        found[name] = {
+            "attended": told.mean, "other": told.mean_other, "chance": told.null.high,
+            "p": told.null.p, "told": [told.attended.right, told.attended.decisions],
+        }  # fmt: skip
+    return found
+
+
+def row(runs: list[dict[str, Any]], decoder: str, which: str) -> list[float]:
+    """One number a trial, the mean over seeds by Fisher's z, and that of all trials last."""
+    trials = sorted({run["trial"] for run in runs})
+    r = [float(fisher_mean([run[decoder][which] for run in runs if run["trial"] == trial]))
+         for trial in trials]  # fmt: skip
+    return [*r, float(fisher_mean(np.array(r)))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--recipe", default="eeg-cocktail")
+    parser.add_argument("--trials", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--set", action="append", default=[], dest="settings")
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--runs", type=Path, default=Path("runs/leave-one-out"))
+    parser.add_argument("--out", type=Path, help="write a JSON record here")
+    options = parser.parse_args()
+    trials = range(1, options.trials + 1)
+    runs = [score(options, trial, seed) for trial in trials for seed in range(options.seeds)]
+    print(f"| r | {' | '.join(f'trial {t}' for t in trials)} | mean |")
+    print("|---" * (len(trials) + 2) + "|")
+    for decoder in DECODERS:
+        for which in ("attended", "other", "chance"):
+            cells = " | ".join(f"{r:.3f}" for r in row(runs, decoder, which))
+            print(f"| {decoder}, {which} | {cells} |")
+    if options.out:
+        where = device_name(choose_device("auto"))
+        settings = {"recipe": options.recipe, "settings": options.settings, "device": where}
+        record = {"benchmark": "leave_one_out", **settings, "runs": runs}
+        options.out.write_text(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    main()
