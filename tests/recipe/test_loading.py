@@ -48,6 +48,25 @@ def test_another_kind_starts_its_section_anew() -> None:
     assert same.model.width == 128
 
 
+def test_a_preset_replaces_what_was_spelled_out_and_settings_beside_it_win(tmp_path: Path) -> None:
+    stored = tmp_path / "stored.yaml"  # as a run's own, which has no preset any more
+    model = "{kind: conformer, residual: gated, head: mlp, gradient_scale: 2.0, layers: 3}"
+    stored.write_text(f"data: {{name: eeg-simulated}}\nmodel: {model}\n")
+    child = tmp_path / "child.yaml"
+    child.write_text("extends: stored.yaml\nmodel: {preset: v1, head: mlp}\n")
+
+    def switches(name: Path, *settings: str) -> tuple[object, ...]:
+        values = load_recipe(str(name), settings).model.model_dump()
+        assert values["layers"] == 3
+        return values["residual"], values["head"], values["gradient_scale"]
+
+    assert switches(stored, "model.preset=v1") == ("none", "linear", 1.0)
+    assert switches(child) == ("none", "mlp", 1.0)
+    for order in (1, -1):
+        beside = ("model.preset=conservative", "model.gradient_scale=3")[::order]
+        assert switches(stored, *beside) == ("plain", "mlp", 3.0)
+
+
 def test_steps_replace_epochs_and_epochs_steps() -> None:
     assert load_recipe("docstrings-gpt", ["train.steps=9"]).train.epochs is None
     assert load_recipe("imdb-lm-gpt", ["train.epochs=2"]).train.steps is None

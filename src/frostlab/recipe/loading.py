@@ -1,14 +1,8 @@
-"""Recipes from YAML: shipped or a user's own, with `extends:` and `--set` on top.
+"""Recipes from YAML: shipped or a user's own, with `extends:` and `--set` on top."""
 
-A section that names another kind (`model.kind`, `tokenizer.kind`, `data.name`) starts anew:
-nothing of the parent's section is kept.
-"""
-
-import copy
 import json
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -18,11 +12,9 @@ from pydantic import ValidationError
 
 from frostlab.errors import BadInput, nearest
 from frostlab.recipe.complaint import first_complaint
+from frostlab.recipe.layers import Layers
 from frostlab.recipe.whole import Recipe
 
-_KIND = {"model": "kind", "tokenizer": "kind", "data": "name"}
-_BY_PATH = {"eeg-simulated": "eeg-challenge"}  # what a path means beside data that are made
-_KEY = re.compile(r"\b[a-z]+\.[a-z_]+\b|\btokenizer\b")
 _NAME = re.compile(r"[\w.-]+")
 
 
@@ -48,65 +40,6 @@ _Loader.add_implicit_resolver(
 )
 
 
-@dataclass
-class _Layers:
-    """A recipe's keys so far, and where each came from."""
-
-    values: dict[str, Any] = field(default_factory=dict)
-    sources: dict[tuple[str, ...], str] = field(default_factory=dict)
-
-    def add(self, values: dict[str, Any], source: str) -> None:
-        values = self._found_by_path(values)
-        for section, kind in _KIND.items():
-            given, known = values.get(section), self.values.get(section)
-            if isinstance(given, dict) and isinstance(known, dict) and kind in given:
-                self.values[section] = known if given[kind] == known.get(kind) else {}
-        self._forget_duration(values.get("train"))
-        self._merge(self.values, values, source, ())
-
-    def _found_by_path(self, values: dict[str, Any]) -> dict[str, Any]:
-        """A path given to data that are made names the kind of data that lie at paths."""
-        given, known = values.get("data"), self.values.get("data")
-        if isinstance(given, dict) and "path" in given and "name" not in given:
-            made = known.get("name") if isinstance(known, dict) else None
-            if made in _BY_PATH:
-                return values | {"data": {"name": _BY_PATH[made]} | given}
-        return values
-
-    def _forget_duration(self, given: Any) -> None:
-        """Epochs replace a parent's steps, and steps its epochs."""
-        known = self.values.get("train")
-        if isinstance(given, dict) and isinstance(known, dict):
-            for new, old in (("steps", "epochs"), ("epochs", "steps")):
-                if given.get(new) is not None and given.get(old) is None:
-                    known.pop(old, None)
-
-    def _merge(
-        self, into: dict[str, Any], values: dict[str, Any], source: str, path: tuple[str, ...]
-    ) -> None:
-        for key, value in values.items():
-            here = (*path, str(key))
-            self.sources.pop(here, None)
-            self.sources[here] = source  # last given, last listed
-            if isinstance(value, dict) and isinstance(into.get(key), dict):
-                self._merge(into[key], value, source, here)
-            else:
-                into[key] = copy.deepcopy(value)
-
-    def source_of(self, path: Sequence[Any]) -> str:
-        for end in range(len(path), 0, -1):
-            found = self.sources.get(tuple(map(str, path[:end])))
-            if found is not None:
-                return found
-        return next(reversed(self.sources.values()), "recipe")
-
-    def source_of_any(self, text: str) -> str:
-        """Where the last given of the keys that a text names came from."""
-        named = {tuple(key.split(".")) for key in _KEY.findall(text)}
-        found = [source for path, source in self.sources.items() if path in named]
-        return found[-1] if found else self.source_of(())
-
-
 def shipped_recipes() -> dict[str, str]:
     """Every recipe that ships, with its line of description, parents included."""
     return {name: values.get("about", "") for name, values in _shipped("frostlab.recipes").items()}
@@ -125,7 +58,7 @@ def _shipped(package: str) -> dict[str, dict[str, Any]]:
 
 def load_recipe(name: str, settings: Iterable[str] = (), seed: int | None = None) -> Recipe:
     """Read a recipe by shipped name or path, put `a.b=c` settings on top, and check it whole."""
-    layers = _Layers()
+    layers = Layers()
     _read(name, layers, origin=None, seen=())
     _put_on_top(settings, layers)
     if seed is not None:
@@ -137,13 +70,13 @@ def recipe_from(
     values: dict[str, Any], source: str = "recipe", settings: Iterable[str] = ()
 ) -> Recipe:
     """Check plain values, as they stand in a YAML file or in a run's record; settings on top."""
-    layers = _Layers()
+    layers = Layers()
     _layer(values, source, layers, origin=None, seen=())
     _put_on_top(settings, layers)
     return _checked(layers)
 
 
-def _put_on_top(settings: Iterable[str], layers: "_Layers") -> None:
+def _put_on_top(settings: Iterable[str], layers: Layers) -> None:
     for setting in settings:
         layers.add(_setting(setting), f"--set {setting}")
 
@@ -161,7 +94,7 @@ def recipe_name(name: str) -> str:
     return "".join(_NAME.findall(stem)) or "recipe"
 
 
-def _checked(layers: _Layers) -> Recipe:
+def _checked(layers: Layers) -> Recipe:
     try:
         text = json.dumps(layers.values)
     except (TypeError, ValueError) as error:
@@ -174,7 +107,7 @@ def _checked(layers: _Layers) -> Recipe:
         raise BadInput(f"{source}: {problem}") from None
 
 
-def _read(name: str, layers: _Layers, origin: Path | None, seen: tuple[str, ...]) -> None:
+def _read(name: str, layers: Layers, origin: Path | None, seen: tuple[str, ...]) -> None:
     """Read a recipe file into layers, its parents first."""
     text, label, folder = _find(name, origin)
     if label in seen:
@@ -185,7 +118,7 @@ def _read(name: str, layers: _Layers, origin: Path | None, seen: tuple[str, ...]
 def _layer(
     values: dict[str, Any],
     label: str,
-    layers: _Layers,
+    layers: Layers,
     origin: Path | None,
     seen: tuple[str, ...],
 ) -> None:
