@@ -331,6 +331,11 @@ WRONG = [
     ({"data": {"name": "majority"}}, "model.kind conformer reads EEG, not majority"),
     ({"data__subject": 3}, "data.subject is not a key; did you mean `subjects`?"),
     ({"loss": {"kind": "pearsn"}}, "did you mean `pearson`?"),
+    (
+        {"loss": {"kind": "multiscale", "scales": [1, 33]}},
+        "loss.scales has 33, which leaves no two samples of data.length 64; the largest",
+    ),
+    ({"loss": {"kind": "multiscale"}, "data__length": 15}, "the largest that fits is 7"),
     ({"evaluate__every": "two epochs"}, "should be a number of steps, epoch, or such as 10 epochs"),
 ]
 

@@ -14,6 +14,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "aggressive": {"residual": "gated", "head": "mlp", "gradient_scale": 3.0},  # > 10 layers
 }
 
+SCALES = (1, 2, 4, 8)  # samples that are averaged into one, where none are given
+
 
 class ConformerModel(Strict):
     """frostlab's Conformer, from scratch: EEG to a speech envelope; the defaults are v2's."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from frostlab.recipe.conformer import ConformerModel, EnvelopeLoss
+from frostlab.recipe.conformer import SCALES, ConformerModel, EnvelopeLoss
 from frostlab.recipe.data import (
     BPE,
     PAIRS,
@@ -105,6 +105,13 @@ def _impossible_signals(recipe: "Recipe") -> Iterator[str]:
         yield f"model.kind {model.kind} reads tokens; data.name {data.name} needs conformer"
     if not isinstance(data, EEGData):
         yield f"model.kind conformer reads EEG, not {data.name}; there are {', '.join(EEG)}"
+    if recipe.loss is not None and recipe.loss.kind == "multiscale":
+        largest = max(recipe.loss.scales or SCALES)
+        if data.length < 2 * largest:
+            yield (
+                f"loss.scales has {largest}, which leaves no two samples of data.length "
+                f"{data.length}; the largest that fits is {data.length // 2}"
+            )
     if train.batching == "packed":
         yield "train.batching packed is for text; windows of signals are all of one length"
     if train.cache_prefix is not None:

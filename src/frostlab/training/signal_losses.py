@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from frostlab.errors import BadInput, nearest
+from frostlab.recipe.conformer import SCALES
 
 LossKind = Literal["pearson", "pearson-l1", "mse-pearson", "multiscale"]
 KINDS = ("pearson", "pearson-l1", "mse-pearson", "multiscale")
-SCALES = (1, 2, 4, 8)
 _FLAT = 16.0  # a spread of so many rounding errors is none
 _TINY = 1e-30
 
@@ -109,7 +109,11 @@ def _check(
         raise BadInput(f"envelope_loss: weight {weight} is given, but {kind} has one term only")
     if scales is not None and kind != "multiscale":
         raise BadInput(f"envelope_loss: scales are given, but kind is {kind}, not multiscale")
-    chosen = (scales or SCALES) if kind == "multiscale" else (1,)
+    chosen = (SCALES if scales is None else scales) if kind == "multiscale" else (1,)
+    if not chosen or min(chosen) < 1:
+        raise BadInput(
+            f"envelope_loss: scales {tuple(chosen)} are no samples to average; from 1 on"
+        )
     if prediction.shape[1] < 2 * max(chosen):
         raise BadInput(
             f"envelope_loss: a window of {prediction.shape[1]} samples leaves no two at scale "
