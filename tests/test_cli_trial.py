@@ -68,3 +68,10 @@ def test_trials_that_cannot_be_are_refused(
     done = CliRunner().invoke(app, ["run", str(path), "--stage", stage])
     assert isinstance(done.exception, BadInput)
     assert said in str(done.exception)
+
+
+def test_a_trial_that_nobody_watches_is_refused_before_it_begins(tmp_path: Path) -> None:
+    done = trial(tmp_path, hearing(), "--set", "watch=null")
+    assert isinstance(done.exception, BadInput)
+    assert "--stage trial is judged by what watch measures" in str(done.exception)
+    assert not (tmp_path / "run").exists()

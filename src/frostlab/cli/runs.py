@@ -60,11 +60,12 @@ def run(
     asked = list(settings or [])
     if device is not None:
         asked.append(f"train.device={device}")
-    loaded = load_recipe(recipe, asked, seed)
-    if stage is not None:
-        from frostlab.cli.trial import trial_settings
+    if stage is None:
+        loaded = load_recipe(recipe, asked, seed)
+    else:
+        from frostlab.cli.trial import load_trial
 
-        loaded = load_recipe(recipe, [*trial_settings(stage, loaded), *asked], seed)
+        loaded = load_trial(stage, recipe, asked, seed)
     check_data_dir(data_dir)
     from frostlab.cli.progress import display
     from frostlab.records.listing import show

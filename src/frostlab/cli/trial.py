@@ -14,8 +14,18 @@ _EPOCHS = 50
 _TRIALS = ("trial",)
 
 
-def trial_settings(stage: str, recipe: "Recipe") -> list[str]:
-    """What a trial changes in a recipe; what the user sets comes on top."""
+def load_trial(stage: str, name: str, asked: list[str], seed: int | None) -> "Recipe":
+    """A recipe as a trial trains it; what the user sets comes on top."""
+    from frostlab.recipe.loading import load_recipe
+
+    settings = _settings(stage, load_recipe(name, asked, seed))
+    loaded = load_recipe(name, [*settings, *asked], seed)
+    if loaded.watch is None:
+        raise BadInput("--stage trial is judged by what watch measures; leave out watch = null")
+    return loaded
+
+
+def _settings(stage: str, recipe: "Recipe") -> list[str]:
     if stage not in _TRIALS:
         raise BadInput(f"--stage {stage} is none{nearest(stage, _TRIALS)}; there is trial")
     if recipe.metric != "pearson":
