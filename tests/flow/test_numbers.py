@@ -344,6 +344,17 @@ def test_the_ends_are_as_defined() -> None:
     assert ends.word == "weak" or ends.front_ratio >= 0.1
 
 
+def test_one_report_tells_of_no_change() -> None:
+    model = tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with fl.watch(model, optimizer, every=1) as flow:
+        ids, classes = batch(0)
+        F.cross_entropy(model(ids), classes).backward()
+        optimizer.step()
+    assert flow.ends().front_ratio > 0
+    assert math.isnan(flow.ends().weight_change), "0 would say that the front stood still"
+
+
 def test_rows_within_what_is_held() -> None:
     held = Rows(12, 2, ((0, 4), (8, 12)))  # query and value of an interleaved weight
     assert within(held, Rows(12, 2, ((8, 12),))) == Rows(8, 2, ((4, 8),))

@@ -17,7 +17,7 @@ class Ends:
 
     A tensor's gradient size is max |g| at the last report, a group's the mean over its tensors.
     Weight change is the mean over front tensors of |range - first range| / first range, where a
-    tensor had a range (all ones has none).
+    tensor had a range (all ones has none); one report alone tells of no change.
     """
 
     front: float
@@ -58,7 +58,7 @@ def ends_of(reports: Sequence[Report]) -> Ends:
     changes = [
         abs(last[name] - start) / start for name, start in first.items() if name in last and start
     ]
-    change = sum(changes) / len(changes) if changes else math.nan
+    change = sum(changes) / len(changes) if changes and len(reports) > 1 else math.nan
     return Ends(**reports[-1].largest, weight_change=change)
 
 
