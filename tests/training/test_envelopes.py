@@ -14,7 +14,9 @@ from frostlab.data import Signals, Windows, prepare
 from frostlab.data.eeg import Recording
 from frostlab.errors import BadInput
 from frostlab.models.building import build_for
+from frostlab.recipe.conformer import EnvelopeLoss
 from frostlab.recipe.loading import load_recipe, recipe_from, shipped_recipes
+from frostlab.recipe.settings import StepDecay
 from frostlab.records.listing import show
 from frostlab.records.record import RunRecord
 from frostlab.records.scores import SCORES, read_scores
@@ -400,7 +402,11 @@ def test_published_recipes_are_the_sources() -> None:
     ]  # fmt: skip
     assert [model[key] for key in ("residual", "head", "gradient_scale")] == ["gated", "mlp", 2.0]
     assert (recipe.optim.betas, recipe.optim.eps, recipe.optim.decay) == ((0.9, 0.98), 1e-9, 0.0)
-    assert recipe.optim.clip is None
-    assert recipe.data.length == 640
+    assert (recipe.optim.lr, recipe.optim.warmup, recipe.optim.clip) == (1e-4, 0.0, None)
+    assert recipe.optim.schedule == StepDecay(every="50 epochs", factor=0.9)
+    assert recipe.loss == EnvelopeLoss(kind="mse-pearson")
+    assert (recipe.train.batch, recipe.train.epochs) == (64, 1000)
+    assert (recipe.evaluate.every, recipe.metric) == ("10 epochs", "pearson")
+    assert (recipe.data.length, recipe.data.rate, recipe.data.subjects) == (640, 64.0, 71)
     plain = load_recipe("eeg-conformer-v1-published").model.model_dump()
     assert [plain[key] for key in ("residual", "head", "gradient_scale")] == ["none", "linear", 1.0]
