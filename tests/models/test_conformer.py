@@ -227,7 +227,26 @@ def test_it_compiles_in_one_graph(attention: str) -> None:
 
 def test_dropout_is_everywhere_it_should_be_and_off_in_evaluation() -> None:
     model, inputs = Conformer(replace(CONFORMER, dropout=0.5)), recordings()
+    reads = [f"blocks.{i}.{feed}.down" for i in range(2) for feed in ("feed1", "feed2")]
+    says = [f"blocks.{i}.{part}" for i in range(2)
+            for part in ("feed1", "attention", "convolution", "feed2")]  # fmt: skip
+    caught: dict[str, Tensor] = {}
+    for name in (*reads, "cnn.1", "cnn.2", "channels", "blocks.0.feed1.norm", "head.4"):
+        module = model.get_submodule(name)
+        module.register_forward_pre_hook(lambda _, x, n=name: caught.update({f"into {n}": x[0]}))
+    for name in says:
+        module = model.get_submodule(name)
+        module.register_forward_hook(lambda _, __, x, n=name: caught.update({n: x}))
     assert not torch.equal(model(**inputs), model(**inputs))
+    for name, found in caught.items():
+        assert 0.3 < float((found == 0).float().mean()) < 0.7, name
+    assert len(caught) == 4 + 5 + 8
+    attention = model.blocks[0].attention
+    mixed: list[Tensor] = []  # weights of attention are dropped too, before `out`
+    attention.out.register_forward_pre_hook(lambda _, x: mixed.append(x[0]))
+    for _ in range(2):
+        attention(torch.ones(1, 12, 32), None)
+    assert not torch.equal(*mixed)
     model.eval()
     assert torch.equal(model(**inputs), model(**inputs))
 
@@ -325,3 +344,5 @@ def test_impossible_shapes_are_refused(changes: dict[str, Any], said: str) -> No
 def test_another_number_of_channels_is_refused() -> None:
     with pytest.raises(fl.BadInput, match="the EEG has 7 channels, the model 5"):
         made()(torch.randn(1, 12, 7))
+    with pytest.raises(fl.BadInput, match=r"the EEG is \(12, 5\), not \(B, T, channels\)"):
+        made()(torch.randn(12, 5))

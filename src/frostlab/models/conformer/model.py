@@ -116,6 +116,8 @@ class Conformer(nn.Module):
 
     def embed(self, eeg: Tensor, subject: Tensor | None) -> Tensor:
         """What the stack is given: features, whose they are, and when: (B, T, width)."""
+        if eeg.dim() != 3:
+            raise BadInput(f"the EEG is {tuple(eeg.shape)}, not (B, T, channels)")
         if eeg.shape[-1] != self.config.channels:
             raise BadInput(
                 f"the EEG has {eeg.shape[-1]} channels, the model {self.config.channels}"
