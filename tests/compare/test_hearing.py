@@ -1,11 +1,15 @@
 """Comparisons of decoders: subjects as pairs, the ridge decoder beside, steps on the clock."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 
 from frostlab.compare.comparing import Comparison, compare
+from frostlab.compare.comparing import _shortened as shortened
+from frostlab.compare.folder import ComparisonFolder
 from frostlab.compare.planning import make_plan
 from frostlab.compare.table import show
 from frostlab.compare.timing import time_arms
@@ -13,6 +17,7 @@ from frostlab.data import prepare
 from frostlab.errors import BadInput
 from frostlab.flow.diagnosis import diagnose
 from frostlab.recipe.loading import recipe_from
+from frostlab.recipe.settings import Watch
 from frostlab.records.scores import read_scores
 from hearing import hearing
 
@@ -113,3 +118,13 @@ def test_a_preset_cannot_hide_in_an_arm() -> None:
     arms = [{"name": "one", "set": {}}, {"name": "two", "set": {"model.preset": "v1"}}]
     with pytest.raises(BadInput, match="arm two: set.model.preset .*; set what it stands for"):
         make_plan({"recipe": hearing(), "vary": VARY, "arms": arms}, seeds=1)
+
+
+@pytest.mark.parametrize(("steps", "every"), [(11, 1), (60, 3), (900, 20)])
+def test_a_quick_look_is_watched_as_often_as_it_needs(
+    steps: int, every: int, tmp_path: Path
+) -> None:
+    folder = ComparisonFolder(tmp_path)
+    folder.write("quick.json", {"steps": steps, "of": 1000})
+    plan = shortened(make_plan("eeg-ablation", quick=True), folder, None, None)
+    assert plan.recipe_of(plan.baseline, 0).watch == Watch(every=every)

@@ -19,6 +19,7 @@ from frostlab.compare.tuning import chosen, tune_all
 from frostlab.data import prepare
 from frostlab.errors import FrostlabError
 from frostlab.recipe import Recipe
+from frostlab.recipe.shortening import looks_every
 from frostlab.records.folder import write_whole
 from frostlab.training.stages import total_steps
 
@@ -181,4 +182,6 @@ def _shortened(
     values["train"] |= {"steps": known["steps"], "epochs": None}
     if known["steps"] < known["of"]:
         values["evaluate"]["every"] = known["steps"]
+        if recipe.watch is not None:
+            values["watch"]["every"] = min(recipe.watch.every, looks_every(known["steps"]))
     return plan.model_copy(update={"recipe": values})

@@ -15,7 +15,7 @@ def shortened(recipe: Recipe, steps: int) -> list[str]:
     settings = [
         f"train.steps={each}",
         f"evaluate.every={each}",
-        f"watch.every={max(1, each // _LOOKS)}",
+        f"watch.every={looks_every(each)}",
     ]
     if recipe.stages:
         stages = [stage.model_dump(mode="json", exclude_defaults=True) for stage in recipe.stages]
@@ -28,3 +28,8 @@ def shortened(recipe: Recipe, steps: int) -> list[str]:
         limit = min(recipe.data.evaluation_limit or _EXAMPLES, _EXAMPLES)
         settings.append(f"data.evaluation_limit={limit}")
     return settings
+
+
+def looks_every(steps: int) -> int:
+    """How often so many steps are watched."""
+    return max(1, steps // _LOOKS)
