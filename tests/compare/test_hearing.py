@@ -1,6 +1,7 @@
 """Comparisons of decoders: subjects as pairs, the ridge decoder beside, steps on the clock."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -104,13 +105,24 @@ def test_steps_on_windows_are_timed() -> None:
     assert timing.arms["a"].trainable < timing.arms["b"].trainable
 
 
-@pytest.mark.parametrize(("name", "arms"), [("eeg-ablation", 6), ("eeg-scales", 4)])
-def test_the_shipped_ones_vary_what_they_say(name: str, arms: int) -> None:
+ABLATION = {
+    "v1": ("none", "linear", 1.0),
+    "v2": ("gated", "mlp", 2.0),
+    "gate": ("gated", "linear", 1.0),
+    "mlp-head": ("none", "mlp", 1.0),
+    "gradient-scale": ("none", "linear", 2.0),
+    "v2-unscaled": ("gated", "mlp", 1.0),
+}
+SCALES = {f"scale-{scale:g}": ("gated", "mlp", scale) for scale in (1.0, 1.5, 2.0, 3.0)}
+
+
+@pytest.mark.parametrize(("name", "arms"), [("eeg-ablation", ABLATION), ("eeg-scales", SCALES)])
+def test_the_shipped_ones_vary_what_they_say(name: str, arms: dict[str, Any]) -> None:
     plan = make_plan(name, seeds=6)
-    assert len(plan.arms) == arms
+    models = {arm.name: plan.recipe_of(arm, 0).model.model_dump() for arm in plan.arms}
+    switches = ("residual", "head", "gradient_scale")
+    assert {arm: tuple(model[key] for key in switches) for arm, model in models.items()} == arms
     assert not any(plan.confounds().values())
-    models = {plan.recipe_of(arm, 0).model for arm in plan.arms}
-    assert len(models) == arms
 
 
 def test_a_preset_cannot_hide_in_an_arm() -> None:

@@ -1,12 +1,14 @@
 """Runs on recordings: windows, the loss, what is reported, resuming, two processes."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from scipy.stats import pearsonr
 
 from forked import attempt, outcome
@@ -177,6 +179,20 @@ def test_recordings_are_decoded_without_dropout_from_windows_that_overlap(
     wanted = stitch(torch.stack(parts).numpy(), starts, len(each))
     decoded = np.load(finished.folder / "decoded.npz")[each.name]
     assert np.abs(decoded - wanted).max() < 1e-5
+
+
+def test_weights_that_were_not_reported_are_refused(finished: RunRecord, tmp_path: Path) -> None:
+    recipe, data = prepared()
+    shutil.copytree(finished.folder, tmp_path / "run")
+    moved = tmp_path / "run" / finished.result["checkpoint"] / "model.safetensors"
+    weights = load_file(moved)
+    weights["head.4.bias"] += 1e-3
+    save_file(weights, moved)
+    with pytest.raises(BadInput, match="is not what was reported"):
+        best_model(RunRecord(tmp_path / "run"), recipe, data)
+    other = prepared(data__seed=1)[1]
+    with pytest.raises(BadInput, match="cannot be made again: they changed"):
+        best_model(finished, recipe, other)
 
 
 def test_a_run_shows_its_scores_and_refuses_edited_ones(finished: RunRecord) -> None:
@@ -408,5 +424,21 @@ def test_published_recipes_are_the_sources() -> None:
     assert (recipe.train.batch, recipe.train.epochs) == (64, 1000)
     assert (recipe.evaluate.every, recipe.metric) == ("10 epochs", "pearson")
     assert (recipe.data.length, recipe.data.rate, recipe.data.subjects) == (640, 64.0, 71)
-    plain = load_recipe("eeg-conformer-v1-published").model.model_dump()
-    assert [plain[key] for key in ("residual", "head", "gradient_scale")] == ["none", "linear", 1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "switches"),
+    [
+        ("v1-published", 8, ["none", "linear", 1.0]),
+        ("v1", 4, ["none", "linear", 1.0]),
+        ("v2", 4, ["gated", "mlp", 2.0]),
+        ("conservative", 4, ["plain", "mlp", 1.5]),
+        ("aggressive", 12, ["gated", "mlp", 3.0]),
+    ],
+)
+def test_recipes_have_the_switches_they_are_called_by(
+    name: str, layers: int, switches: list[Any]
+) -> None:
+    model = load_recipe(f"eeg-conformer-{name}").model.model_dump()
+    assert [model[key] for key in ("residual", "head", "gradient_scale")] == switches
+    assert model["layers"] == layers
