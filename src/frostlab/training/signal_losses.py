@@ -46,26 +46,24 @@ def window_losses(
     """The loss of each of (B, T) windows, as `envelope_loss` sums them: (B,)."""
     _check(kind, prediction, target, weight, scales)
     share = 1.0 if weight is None else weight
-    with torch.autocast(prediction.device.type, enabled=False):
-        x, y = _exact(prediction), _exact(target)
-        if kind == "multiscale":
-            chosen = SCALES if scales is None else scales
-            pooled = [pearson(_pool(x, scale), _pool(y, scale)) for scale in chosen]
-            return -torch.stack(pooled).mean(0)
-        r = pearson(x, y)
-        if kind == "mse-pearson":
-            return (x - y).square().mean(-1) + share * (1 - r).square()
-        return -r if kind == "pearson" else share * (x - y).abs().mean(-1) - r
+    x, y = _exact(prediction), _exact(target)
+    if kind == "multiscale":
+        chosen = SCALES if scales is None else scales
+        pooled = [pearson(_pool(x, scale), _pool(y, scale)) for scale in chosen]
+        return -torch.stack(pooled).mean(0)
+    r = pearson(x, y)
+    if kind == "mse-pearson":
+        return (x - y).square().mean(-1) + share * (1 - r).square()
+    return -r if kind == "pearson" else share * (x - y).abs().mean(-1) - r
 
 
 def pearson(prediction: Tensor, target: Tensor) -> Tensor:
     """Pearson's r along the last axis; 0, with a gradient of 0, where either is constant."""
-    with torch.autocast(prediction.device.type, enabled=False):
-        x, flat_x = _centred(_exact(prediction))
-        y, flat_y = _centred(_exact(target))
-        product, sizes = (x * y).sum(-1), x.square().sum(-1) * y.square().sum(-1)
-        flat = flat_x | flat_y
-        return torch.where(flat, 0.0, product * torch.where(flat, 1.0, sizes).rsqrt())
+    x, flat_x = _centred(_exact(prediction))
+    y, flat_y = _centred(_exact(target))
+    product, sizes = (x * y).sum(-1), x.square().sum(-1) * y.square().sum(-1)
+    flat = flat_x | flat_y
+    return torch.where(flat, 0.0, product * torch.where(flat, 1.0, sizes).rsqrt())
 
 
 def _centred(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,6 +83,7 @@ def _centred(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _exact(x: Tensor) -> Tensor:
+    """At least float32, which autocast leaves alone: there is no matrix product here."""
     return x if x.dtype == torch.float64 else x.float()
 
 
