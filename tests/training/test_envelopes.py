@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from frostlab.records.scores import SCORES, read_scores
 from frostlab.scoring import fit_ridge, stitch, window_starts
 from frostlab.training.batching import order_digest
 from frostlab.training.best import best_model
+from frostlab.training.compiled import CompiledStep
 from frostlab.training.distributed import World
 from frostlab.training.envelopes import EnvelopeObjective, objective_for
 from frostlab.training.evaluation import evaluate
@@ -32,11 +34,13 @@ from frostlab.training.examples import WindowExamples
 from frostlab.training.feed import Feed
 from frostlab.training.metrics import tally_for
 from frostlab.training.norms import same_buffers
+from frostlab.training.optimizer import build_optimizer
 from frostlab.training.picturing import draw_run
 from frostlab.training.running import run
 from frostlab.training.signal_losses import pearson, window_losses
 from frostlab.training.stages import stages_of
 from frostlab.training.staging import Entered, enter, shares_of
+from frostlab.training.unused import any_unused
 from hearing import hearing
 from tiny import tiny
 
@@ -289,6 +293,16 @@ def test_a_pass_that_tries_something_out_moves_no_statistics() -> None:
         objective(batch)
     assert before
     assert all(map(torch.equal, before, objective.buffers()))
+    setting: Any = SimpleNamespace(
+        recipe=recipe, prepared=data, model=objective.model, objective=objective, device=CPU,
+        world=World(size=2), precision=torch.float32,
+    )  # fmt: skip
+    assert not any_unused(setting)
+    assert all(map(torch.equal, before, objective.buffers())), "looking for unused ones"
+    optimizer = build_optimizer(objective.model, recipe.optim, fused=False)
+    step = CompiledStep(objective, optimizer, torch.float32, None, World(), compiles=False)
+    step._prove([batch], batch.scored)
+    assert all(map(torch.equal, before, objective.buffers())), "trying out compiled code"
     objective(batch)
     assert not all(map(torch.equal, before, objective.buffers()))
 
