@@ -48,6 +48,15 @@ def test_another_kind_starts_its_section_anew() -> None:
     assert same.model.width == 128
 
 
+def test_settings_hold_in_any_order() -> None:
+    settings = ["data.length=64", "data.path=/nowhere"]
+    one, two = (load_recipe("eeg-conformer-v2", found) for found in (settings, settings[::-1]))
+    assert one == two
+    assert (one.data.name, one.data.length) == ("eeg-challenge", 64)
+    with pytest.raises(BadInput, match="--set data.seconds=30: data.seconds is not a key"):
+        load_recipe("eeg-conformer-v2", ["data.seconds=30", "data.path=/nowhere"])
+
+
 def test_a_preset_replaces_what_was_spelled_out_and_settings_beside_it_win(tmp_path: Path) -> None:
     stored = tmp_path / "stored.yaml"  # as a run's own, which has no preset any more
     model = "{kind: conformer, residual: gated, head: mlp, gradient_scale: 2.0, layers: 3}"

@@ -1,7 +1,7 @@
 """What lies on top of what in a recipe.
 
 A section that names another kind (`model.kind`, `tokenizer.kind`, `data.name`) starts anew:
-nothing of the parent's section is kept.
+nothing of the parent's section is kept. Settings hold in whatever order they are given.
 """
 
 import copy
@@ -29,7 +29,8 @@ class Layers:
         for section, kind in _KIND.items():
             given, known = values.get(section), self.values.get(section)
             if isinstance(given, dict) and isinstance(known, dict) and kind in given:
-                self.values[section] = known if given[kind] == known.get(kind) else {}
+                anew = {key: known[key] for key in known if self._was_set(section, key)}
+                self.values[section] = known if given[kind] == known.get(kind) else anew
         self._forget_duration(values.get("train"))
         self._forget_switches(values.get("model"))
         self._merge(self.values, values, source, ())
@@ -56,8 +57,11 @@ class Layers:
         known = self.values.get("model")
         if isinstance(given, dict) and isinstance(known, dict):
             for key in PRESETS.get(str(given.get("preset")), {}):
-                if not self.sources.get(("model", key), "").startswith("--set "):
+                if not self._was_set("model", key):
                     known.pop(key, None)
+
+    def _was_set(self, section: str, key: str) -> bool:
+        return self.sources.get((section, str(key)), "").startswith("--set ")
 
     def _merge(
         self, into: dict[str, Any], values: dict[str, Any], source: str, path: tuple[str, ...]
