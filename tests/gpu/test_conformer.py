@@ -1,10 +1,14 @@
-"""The Conformer on CUDA: captured steps and their BatchNorm statistics, whole runs, precision."""
+"""The Conformer on CUDA: captured steps and their BatchNorm statistics, runs, precision, DDP."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 import frostlab as fl
 from frostlab.models.conformer import Conformer, ConformerConfig
@@ -101,3 +105,26 @@ def test_a_captured_run_ends_as_an_eager_one(tmp_path: Path) -> None:
     assert found["eager", "float32"] > 0.1, "it learns"
     for way, r in found.items():
         assert r == pytest.approx(found["eager", "float32"], abs=0.05), way
+
+
+def losses(record: fl.RunRecord) -> list[float]:
+    return [x for e in record.events() if e["kind"] == "step" for x in e["loss"]]
+
+
+def test_two_processes_share_the_statistics_of_batch_norm(tmp_path: Path, free_port: int) -> None:
+    recipe = hearing(model__norm="batch", model__dropout=0.0, train__precision="float32")
+    alone = fl.run(recipe, out=tmp_path / "alone")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
+            "--master_addr=127.0.0.1", f"--master_port={free_port}",
+            "-m", "frostlab", "run", str(path), "--out", str(tmp_path / "run"),
+        ],
+        capture_output=True, text=True, timeout=240, env=dict(os.environ),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    together = fl.RunRecord(tmp_path / "run")
+    assert losses(together) == pytest.approx(losses(alone), rel=5e-3, abs=1e-3)
+    assert together.metrics["pearson"] == pytest.approx(alone.metrics["pearson"], abs=0.02)
