@@ -112,7 +112,8 @@ def prepared(
         same_length(name, len(eeg), len(heard), rates)
 
     def ready(x: Array, measured: float) -> Array:
-        return in_band(resampled(x, measured, rate, name), rate, band, name)
+        # Less its first sample a flat channel is exactly 0; a filter leaves rounding of the rest.
+        return in_band(resampled(x - x[0], measured, rate, name), rate, band, name)
 
     signals = [ready(referenced(eeg, reference), rates[0])]
     signals += [ready(heard, rates[1]) for heard in speakers]
