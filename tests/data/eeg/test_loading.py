@@ -161,6 +161,11 @@ def break_words(folder: Path) -> None:
     np.save(folder / "val_-_sub-001_-_audiobook_1_-_eeg.npy", np.array([["a"]]))
 
 
+def break_kind(folder: Path) -> None:
+    with (folder / "val_-_sub-001_-_audiobook_1_-_eeg.npy").open("wb") as file:
+        np.savez(file, eeg=np.ones((640, 64)))
+
+
 def break_envelope(folder: Path) -> None:
     np.save(folder / "val_-_sub-001_-_audiobook_1_-_envelope.npy", np.ones((640, 2)))
 
@@ -182,6 +187,7 @@ def lose(kind: str) -> Any:
         (break_channels, "test_-_sub-002_-_audiobook_1 has 63 channels, train_-_sub-001.* has 64"),
         (break_file, "audiobook_1_-_eeg.npy cannot be read"),
         (break_words, "holds <U1"),
+        (break_kind, "audiobook_1_-_eeg.npy cannot be read: the magic string"),
         (break_envelope, "has shape \\(640, 2\\); an envelope is one line"),
         (break_length, "640 samples at 64 Hz and the envelope 1280 at 64 Hz"),
     ],
@@ -208,6 +214,9 @@ def test_where_a_folder_is_looked_for(
     wrong = ChallengeEEG(name="eeg-challenge", path="split_dat")
     with pytest.raises(BadInput, match="nor .*split_dat; did you mean `split_data`"):
         load_recordings(wrong, cache=tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match="there is no folder .*/file$"):
+        load_recordings(challenge(tmp_path / "file"), cache=tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(BadInput, match="empty has no file …_-_SUBJECT_-_STIMULUS_-_eeg.npy"):
         load_recordings(challenge(tmp_path / "empty"), cache=tmp_path)

@@ -43,7 +43,8 @@ def find_folder(path: str, data_dir: Path | None) -> Path:
         if place.is_dir():
             return place
     looked = " nor ".join(str(place.absolute()) for place in places)
-    beside = [p.name for place in places if place.parent.is_dir() for p in place.parent.iterdir()]
+    around = [p for place in places if place.parent.is_dir() for p in place.parent.iterdir()]
+    beside = [p.name for p in around if p.is_dir()]
     hint = nearest(places[0].name, beside)
     more = "" if given or hint else "; name its parent with --data-dir or FROSTLAB_DATA"
     raise BadInput(f"data.path {path}: there is no folder {looked}{hint}{more}")
@@ -52,7 +53,8 @@ def find_folder(path: str, data_dir: Path | None) -> Path:
 def load_array(path: Path) -> NDArray[np.float64]:
     """Read a .npy file of numbers."""
     try:
-        array = np.load(path, allow_pickle=False)
+        with path.open("rb") as file:
+            array = np.lib.format.read_array(file, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise BadInput(f"{path} cannot be read: {str(error).partition(chr(10))[0]}") from error
     if array.dtype.kind not in "fiu" or array.ndim == 0:
