@@ -111,6 +111,12 @@ def prepared(
         checked(name, eeg, channels, heard)
         same_length(name, len(eeg), len(heard), rates)
 
+    if reference is not None and (len(reference) != len(eeg) or not np.isfinite(reference).all()):
+        raise BadInput(
+            f"{name}: the reference must be {len(eeg)} finite samples, as the EEG has; it has "
+            f"{len(reference)}"
+        )
+
     def ready(x: Array, measured: float) -> Array:
         # Less its first sample a flat channel is exactly 0; a filter leaves rounding of the rest.
         return in_band(resampled(x - x[0], measured, rate, name), rate, band, name)

@@ -152,7 +152,12 @@ def matlab_sources(data: MatlabEEG, folder: Path) -> list[Source]:
         if not 1 <= trial <= min(len(numbers), len(stories[attended])):
             raise BadInput(
                 f"{path}: trial {trial}, but {shared['competing_speaker_order'].name} lists "
-                f"{len(numbers)}"
+                f"{len(numbers)}, and {attended}.mat has {len(stories[attended])}"
+            )
+        if numbers[trial - 1] not in range(1, len(stories[ignored]) + 1):
+            raise BadInput(
+                f"{shared['competing_speaker_order']}: {listed} names story {numbers[trial - 1]} "
+                f"for trial {trial}, but {ignored}.mat has 1 to {len(stories[ignored])}"
             )
         subject = "sub-001" if path.parent == folder else path.parent.name
         heading = Heading(f"{subject}{_CUT}{block}_{trial}", subject, f"{attended[0]}{trial}")
@@ -172,6 +177,9 @@ def _matlab_reader(
 ) -> Callable[[], tuple[Recording, tuple[str, ...]]]:
     def read() -> tuple[Recording, tuple[str, ...]]:
         held = _load_mat(path, "eeg", "mast")
+        for key, array in held.items():
+            if array.dtype.kind not in "fiu":
+                raise BadInput(f"{path}: {key} holds {array.dtype}, not samples")
         measured = held["eeg"].astype(np.float64)
         references = {"average": measured, "mastoids": held["mast"].astype(float), "none": None}
         channels = channel_names(measured.shape[1])
@@ -208,4 +216,4 @@ def _load_mat(path: Path, *keys: str) -> dict[str, Any]:
         if key not in held:
             there = ", ".join(name for name, _, _ in io.whosmat(path))
             raise BadInput(f"{path} has no variable {key}; it has {there}")
-    return held
+    return {key: held[key] for key in keys}
