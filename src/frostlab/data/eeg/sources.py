@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from frostlab.data.eeg.division import Heading
+from frostlab.data.eeg.division import PREFIXES, Heading
 from frostlab.data.eeg.geometry import channel_names
 from frostlab.data.eeg.recordings import Recording
 from frostlab.data.eeg.signals import prepared
@@ -18,7 +18,7 @@ from frostlab.errors import BadInput, nearest
 from frostlab.recipe.eeg import ChallengeEEG, MatlabEEG
 
 MATLAB_RATE = 128.0  # Hz; the files do not say
-_ROLES = {"train": "train", "val": "tune", "test": "report"}
+_ROLES = {prefix: role for role, prefix in PREFIXES.items()}
 _CUT = "_-_"
 _TRIAL = re.compile(r"([12])_(\d+)\.mat")
 _BLOCKS = {1: ("F_env", "M_env", "blk1_M_Order"), 2: ("M_env", "F_env", "blk2_F_Order")}
