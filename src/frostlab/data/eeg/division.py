@@ -90,9 +90,7 @@ def _by_files(
     """As the files' names say; of held-out subjects only what nobody else's training holds."""
     for role, key in (("tune", rule.tune), ("report", rule.report)):
         if key is not None:
-            raise BadInput(
-                f"data.{role} {key} is given, but {place} has train, val and test files"
-            )
+            raise BadInput(f"data.{role} {key} is given, but {place} has train, val and test files")
     for heading in headings:
         assert heading.role is not None
         if heading.subject in seen:
