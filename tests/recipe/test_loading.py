@@ -1,6 +1,7 @@
 """Recipes: what ships is valid, layers stack, and what is wrong is said in one line."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,6 +47,17 @@ def test_another_kind_starts_its_section_anew() -> None:
     assert recipe.model.width == 64, "the decoder's own default, not the GPT's 128"
     same = load_recipe("docstrings-lm", ["model.kind=gpt"])
     assert same.model.width == 128
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_settings_of_a_section_begun_anew_are_kept_in_any_order(turned: bool) -> None:
+    def data(*settings: str) -> Any:
+        return load_recipe("eeg-conformer-v2", settings[::-1] if turned else settings).data
+
+    found = data("data.length=100", "data.path=x", "data.file_rate=128")
+    assert (found.name, found.length, found.file_rate) == ("eeg-challenge", 100, 128)
+    found = data("data.path=x", "data.name=eeg-mne", "data.tune=2")
+    assert (found.name, found.path, found.tune) == ("eeg-mne", "x", 2)
 
 
 def test_steps_replace_epochs_and_epochs_steps() -> None:

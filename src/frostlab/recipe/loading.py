@@ -1,7 +1,7 @@
 """Recipes from YAML: shipped or a user's own, with `extends:` and `--set` on top.
 
 A section that names another kind (`model.kind`, `tokenizer.kind`, `data.name`) starts anew:
-nothing of the parent's section is kept.
+nothing of the parent's section is kept. Of `--set` such keys come first, in whatever order.
 """
 
 import copy
@@ -22,6 +22,7 @@ from frostlab.recipe.whole import Recipe
 
 _KIND = {"model": "kind", "tokenizer": "kind", "data": "name"}
 _BY_PATH = {"eeg-simulated": "eeg-challenge"}  # what a path means beside data that are made
+_FIRST = {"model.kind": 0, "tokenizer.kind": 0, "data.name": 0, "data.path": 1}  # of --set
 _KEY = re.compile(r"\b[a-z]+\.[a-z_]+\b|\btokenizer\b")
 _NAME = re.compile(r"[\w.-]+")
 
@@ -144,7 +145,7 @@ def recipe_from(
 
 
 def _put_on_top(settings: Iterable[str], layers: "_Layers") -> None:
-    for setting in settings:
+    for setting in sorted(settings, key=lambda text: _FIRST.get(text.partition("=")[0].strip(), 2)):
         layers.add(_setting(setting), f"--set {setting}")
 
 
