@@ -183,13 +183,18 @@ def test_a_run_shows_its_scores_and_refuses_edited_ones(finished: RunRecord) -> 
         assert line in shown
     path = finished.folder / SCORES
     text = path.read_text()
-    said = json.loads(text)
-    said["splits"]["report"]["model"]["recordings"][0]["r"] += 0.1
-    path.write_text(json.dumps(said))
+    moved, swapped, lost = (json.loads(text) for _ in range(3))
+    moved["splits"]["report"]["model"]["recordings"][0]["r"] += 0.1
+    swapped["splits"]["report"] = dict(
+        zip(("ridge", "model"), swapped["splits"]["report"].values(), strict=True)
+    )
+    del lost["splits"]["unseen"]
     try:
-        assert "these scores were edited" in show(finished.folder)
-        with pytest.raises(BadInput, match="scores.json: these scores were edited"):
-            read_scores(finished.folder)
+        for said in (moved, swapped, lost):
+            path.write_text(json.dumps(said))
+            assert "these scores were edited" in show(finished.folder)
+            with pytest.raises(BadInput, match="scores.json: these scores were edited"):
+                read_scores(finished.folder)
     finally:
         path.write_text(text)
 
