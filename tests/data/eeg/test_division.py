@@ -46,7 +46,9 @@ def test_unseen_subjects_are_nowhere_else() -> None:
         name for role in ("train", "tune", "report") for name in found[role] if "s2" in name
     ]
     found, _ = divide(headings(10, 3), Rule(unseen=0.3), "here")
-    assert len({name.split("_")[1] for name in found["unseen"]}) == 3
+    drawn = {name.split("_")[1] for name in found["unseen"]}
+    assert len(drawn) == 3
+    assert drawn != {"s1", "s10", "s2"}, "by lot, not the first"
     assert (
         divide(headings(10, 3)[::-1], Rule(unseen=0.3), "here")[0]["unseen"][::-1]
         == (found["unseen"])

@@ -140,9 +140,27 @@ def test_resampled_and_in_band(tmp_path: Path) -> None:
     found = load_recordings(data, cache=tmp_path)
     one = found.splits["train"][0]
     assert one.eeg.shape == (640, 5)
-    power = np.abs(np.fft.rfft(one.eeg[:, 0])) ** 2
-    assert power[:101].sum() / power.sum() > 0.95  # up to 10 Hz
+    for signal in (one.eeg[:, 0], one.envelope):
+        power = np.abs(np.fft.rfft(signal)) ** 2
+        assert power[:101].sum() / power.sum() > 0.95  # up to 10 Hz
     assert found.channels == ("1", "2", "3", "4", "5")
+    whole = load_recordings(data.model_copy(update={"band": None}), cache=tmp_path)
+    assert whole.digest != found.digest, "not what the cache holds of another band"
+
+
+def test_a_folder_that_changes_while_it_is_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = loading_module.Store.add
+
+    def disturbed(self: Any, role: str, recording: Recording) -> None:
+        write_pair(folder, "train_-_sub-001_-_audiobook_1", 99)
+        add(self, role, recording)
+
+    monkeypatch.setattr(loading_module.Store, "add", disturbed)
+    with pytest.raises(BadInput, match="split_data changed while it was read; run it again"):
+        load_recordings(challenge(folder), cache=tmp_path / "cache")
+    assert not [p for p in (tmp_path / "cache" / "eeg").iterdir() if p.is_dir()]
 
 
 def break_name(folder: Path) -> None:

@@ -30,6 +30,10 @@ def test_only_eeg_channels_at_one_rate() -> None:
     found = from_mne(raw(), envelope(1280), subject="s", name="s_-_a")
     assert found.eeg.shape == (640, 4)
     assert (found.name, found.subject) == ("s_-_a", "s")
+    marked = raw()
+    marked.info["bads"] = ["Cz"]
+    same = from_mne(marked, envelope(1280), subject="s", name="a")
+    np.testing.assert_array_equal(same.eeg, found.eeg, "bad channels are not left out")
     slow = from_mne(raw(), envelope(640), subject="s", name="a", envelope_rate=64.0)
     np.testing.assert_allclose(np.corrcoef(slow.envelope, envelope(640))[0, 1], 1, atol=1e-6)
 

@@ -8,7 +8,7 @@ import pytest
 from frostlab.data.eeg import Recording, windows
 from frostlab.data.signals import load_signals
 from frostlab.errors import BadInput
-from frostlab.recipe.eeg import ChallengeEEG
+from frostlab.recipe.eeg import ChallengeEEG, SimulatedEEG
 
 
 def recordings(*lengths: int) -> list[Recording]:
@@ -60,3 +60,13 @@ def test_a_short_recording_of_any_split_is_refused_at_once(tmp_path: Path, short
     data = ChallengeEEG(name="eeg-challenge", path=str(tmp_path), length=64)
     with pytest.raises(BadInput, match=f"{short}_-_.* has 60 samples, a window 64"):
         load_signals(data, None, tmp_path / "cache")
+
+
+def test_only_training_windows_are_drawn_or_hop(tmp_path: Path) -> None:
+    data = SimulatedEEG(
+        name="eeg-simulated", subjects=1, unseen=1, recordings=3, seconds=6.5, length=64, hop=16
+    )
+    splits = load_signals(data, None, tmp_path).splits
+    assert {role: split.hop for role, split in splits.items()} == {
+        "train": 16, "tune": 64, "report": 64, "unseen": 64,
+    }  # fmt: skip
