@@ -214,6 +214,18 @@ def test_a_page_is_drawn_from_a_run(finished: RunRecord, tmp_path: Path) -> None
         draw_run(text_run.folder)
 
 
+def test_a_page_without_what_was_decoded(finished: RunRecord) -> None:
+    path = finished.folder / "decoded.npz"
+    kept = path.read_bytes()
+    try:
+        for damage in (path.unlink, lambda: path.write_bytes(b"PK\x03\x04 no archive")):
+            damage()
+            with pytest.raises(BadInput, match="decoded.npz cannot be read"):
+                draw_run(finished.folder)
+    finally:
+        path.write_bytes(kept)
+
+
 def test_other_loss_other_weights(finished: RunRecord, tmp_path: Path) -> None:
     other = run(hearing(loss={"kind": "pearson"}), out=tmp_path / "run")
     assert other.result["weights_digest"] != finished.result["weights_digest"]
