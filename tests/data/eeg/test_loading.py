@@ -1,5 +1,6 @@
 """Simulated recordings are made once, from settings alone; folders anew when they change."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +252,10 @@ def test_gathering_recordings_in_memory() -> None:
     found = gather(four, 64.0, ("Fz", "Cz"), unseen=("b",))
     assert [one.name for one in found.splits["unseen"]] == ["3"]
     assert found.subjects == ("a",)
+    assert found.caution is None
+    again = [*four[:3], replace(made("3", "b"), envelope=four[0].envelope)]
+    caution = gather(again, 64.0, ("Fz", "Cz"), unseen=("b",)).caution
+    assert caution == "speech of 1 of 1 unseen recordings was also heard in training, by others"
     other = [*four[:3], made("3", "b")]
     assert gather(other, 64.0, ("Fz", "Cz"), unseen=("b",)).digest != found.digest
     with pytest.raises(BadInput, match="2 recordings are called 1"):
