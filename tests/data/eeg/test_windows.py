@@ -37,6 +37,8 @@ def test_drawn_windows() -> None:
     np.testing.assert_array_equal(first, windows(three, 64, seed=3, epoch=0))
     assert not np.array_equal(first, windows(three, 64, seed=3, epoch=1))
     assert not np.array_equal(first, windows(three, 64, seed=4, epoch=0))
+    twins = windows(recordings(640, 640), 64, seed=3)[:, 1]
+    assert not np.array_equal(twins[:10], twins[10:])
     every = np.concatenate([windows(three, 64, seed=3, epoch=e) for e in range(400)])
     for place, one in enumerate(three):
         starts = every[every[:, 0] == place, 1]
