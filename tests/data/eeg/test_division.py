@@ -85,7 +85,7 @@ def test_speech_heard_in_training_by_others_is_told() -> None:
         (headings(1, 3) * 2, Rule(), "2 recordings are called x_s1_1"),
         (told(), Rule(tune=1), "data.tune 1 is given, but here has train, val and test files"),
         (told()[:-6], Rule(), "here has no test_-_ file"),
-        ([one for one in told() if one.role != "tune"], Rule(), "here has no val_-_ file"),
+        ([h for h in told() if h.role != "tune"], Rule(tune=1), "here has no val_-_ file"),
         (headings(4, 3), Rule(("s1", "s2", "s3"), 0.5), "is 2 of the 4 .* data.seen leaves 1"),
         ([*told(), Heading("n", "s9", "n", "tune")], Rule(), "s9 has no train_-_ file"),
         ([*told(), Heading("n", "s9", "n", "tune")], Rule(unseen=("s9",)), "s9 of data.unseen has"),

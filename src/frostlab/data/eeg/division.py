@@ -88,9 +88,6 @@ def _by_files(
     place: str,
 ) -> None:
     """As the files' names say; of held-out subjects only what nobody else's training holds."""
-    for role, key in (("tune", rule.tune), ("report", rule.report)):
-        if key is not None:
-            raise BadInput(f"data.{role} {key} is given, but {place} has train, val and test files")
     for heading in headings:
         assert heading.role is not None
         if heading.subject in seen:
@@ -104,6 +101,9 @@ def _by_files(
                 f"{place} has no {PREFIXES[role]}_-_ file of the subjects to train on; of train, "
                 "val and test all are needed, or train alone"
             )
+    for role, key in (("tune", rule.tune), ("report", rule.report)):
+        if key is not None:
+            raise BadInput(f"data.{role} {key} is given, but {place} has train, val and test files")
     for heading in headings:
         if heading.subject in seen and heading.subject not in trained:
             raise BadInput(

@@ -111,11 +111,13 @@ def prepared(
         checked(name, eeg, channels, heard)
         same_length(name, len(eeg), len(heard), rates)
 
-    if reference is not None and (len(reference) != len(eeg) or not np.isfinite(reference).all()):
-        raise BadInput(
-            f"{name}: the reference must be {len(eeg)} finite samples, as the EEG has; it has "
-            f"{len(reference)}"
-        )
+    if reference is not None:
+        finite = int(np.isfinite(reference).all(axis=1).sum())
+        if not len(reference) == len(eeg) == finite:
+            raise BadInput(
+                f"{name}: the EEG has {len(eeg)} samples and the reference {len(reference)}, "
+                f"{finite} of them finite"
+            )
 
     def ready(x: Array, measured: float) -> Array:
         # Less its first sample a flat channel is exactly 0; a filter leaves rounding of the rest.
