@@ -12,6 +12,7 @@ from frostlab.compare.comparing import Comparison, compare
 from frostlab.compare.comparing import _shortened as shortened
 from frostlab.compare.folder import ComparisonFolder
 from frostlab.compare.planning import make_plan
+from frostlab.compare.subjects import subject_tests
 from frostlab.compare.table import show
 from frostlab.compare.timing import time_arms
 from frostlab.data import prepare
@@ -19,6 +20,7 @@ from frostlab.errors import BadInput
 from frostlab.flow.diagnosis import diagnose
 from frostlab.recipe.loading import recipe_from
 from frostlab.recipe.settings import Watch
+from frostlab.records.record import RunRecord
 from frostlab.records.scores import read_scores
 from hearing import hearing
 
@@ -26,36 +28,59 @@ VARY = ["model.residual", "model.head", "model.gradient_scale"]
 PLAIN = {"model.residual": "none", "model.head": "linear", "model.gradient_scale": 1.0}
 
 
+SPEC = {
+    "recipe": hearing(
+        data__subjects=3, data__unseen=2, model__layers=3, train__epochs=1, watch={"every": 1}
+    ),
+    "vary": VARY,
+    "arms": [
+        {"name": "v1", "set": PLAIN},
+        {"name": "v2", "set": {}},
+        {"name": "head", "set": PLAIN | {"model.head": "mlp"}},
+    ],
+    "contrasts": [{"question": "Better?", "arm": "v2", "against": "v1"}],
+    "clock": None,
+}
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
-    return compare(
-        {
-            "recipe": hearing(data__subjects=3, train__epochs=1, watch={"every": 1}),
-            "vary": VARY,
-            "arms": [{"name": "v1", "set": PLAIN}, {"name": "v2", "set": {}}],
-            "contrasts": [{"question": "Better?", "arm": "v2", "against": "v1"}],
-            "clock": None,
-        },
-        seeds=2,
-        out=tmp_path_factory.mktemp("compared") / "it",
-    )
+    return compare(SPEC, seeds=2, out=tmp_path_factory.mktemp("compared") / "it")
 
 
-def test_subjects_are_pairs(made: Comparison) -> None:
+@pytest.mark.parametrize(("split", "people"), [("report", 3), ("unseen", 2)])
+def test_subjects_are_pairs(made: Comparison, split: str, people: int) -> None:
     found = made.evidence["subjects"]
     assert set(found) == {"report", "unseen"}
-    test = found["report"]["subjects"]["v2"]
+    test, other = (found[split]["subjects"][arm] for arm in ("v2", "head"))
     z = {}
     for arm in ("v1", "v2"):
-        scores = [read_scores(made.folder / "runs" / f"{arm}-s{s}")["report"] for s in (0, 1)]
+        scores = [read_scores(made.folder / "runs" / f"{arm}-s{s}")[split] for s in (0, 1)]
         of_seeds = [[np.arctanh(each.r) for each in one["model"].subjects] for one in scores]
         z[arm] = np.mean(of_seeds, axis=0)
-    assert (test["n"], test["seeds"]) == (3, 2)
+    assert (test["n"], test["seeds"]) == (people, 2)
+    assert test["r"] == pytest.approx(np.tanh(z["v2"].mean()) - np.tanh(z["v1"].mean()))
+    low, high = sorted([test["p"], other["p"]])
+    holm = {low: min(1, 2 * low), high: min(1, max(2 * low, high))}
+    assert [each["p_adjusted"] for each in (test, other)] == [holm[test["p"]], holm[other["p"]]]
     assert test["better"] == (z["v2"] > z["v1"]).sum()
     assert test["z"]["effect"] == pytest.approx((z["v2"] - z["v1"]).mean())
     assert test["p"] == pytest.approx(stats.ttest_rel(z["v2"], z["v1"]).pvalue)
     apart = np.tanh(z["v2"]) - np.tanh(z["v1"])
     assert test["p_signed"] == pytest.approx(stats.wilcoxon(apart).pvalue)
+
+
+def test_a_refused_run_is_no_pair(made: Comparison) -> None:
+    plan = make_plan(SPEC, seeds=2)
+    runs = {
+        (arm.name, s): RunRecord(made.folder / "runs" / f"{arm.name}-s{s}")
+        for arm in plan.arms
+        for s in plan.seeds
+    }
+    found = subject_tests(plan, runs, [{"arm": "v2", "seed": 0}])["report"]
+    assert [found["subjects"][arm]["seeds"] for arm in ("v2", "head")] == [1, 2]
+    of_both = [runs[arm, 1].metrics["pearson"] for arm in ("v2", "v1")]
+    assert found["subjects"]["v2"]["r"] == pytest.approx(of_both[0] - of_both[1])
 
 
 def test_every_arm_stands_beside_the_ridge_decoder(made: Comparison) -> None:
@@ -81,7 +106,14 @@ def test_gradients_of_the_front_stand_beside(made: Comparison) -> None:
         runs = [diagnose(made.folder / "runs" / f"{arm}-s{s}") for s in (0, 1)]
         ratios = [list(run.flows.values())[-1].ends().front_ratio for run in runs]
         assert found[arm]["front_ratio"]["spread"]["mean"] == pytest.approx(np.mean(ratios))
-        assert found[arm]["update"]["spread"]["mean"] > 0
+        updates = []
+        for run in runs:
+            flow = list(run.flows.values())[-1]
+            front = [i for i, part in enumerate(flow.parts) if part.layer in (0, 1)]
+            updates.append(
+                np.median([np.median([r.ratio(i) for i in front]) for r in flow.reports])
+            )
+        assert found[arm]["update"]["spread"]["mean"] == pytest.approx(np.mean(updates))
     assert found["v1"]["front_ratio"]["against"] is None
     means = [found[arm]["weight_change"]["spread"] for arm in ("v1", "v2")]
     against = found["v2"]["weight_change"]["against"]

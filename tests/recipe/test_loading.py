@@ -1,6 +1,7 @@
 """Recipes: what ships is valid, layers stack, and what is wrong is said in one line."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,6 +75,17 @@ def test_a_preset_replaces_what_was_spelled_out_and_settings_beside_it_win(tmp_p
     for order in (1, -1):
         beside = ("model.preset=conservative", "model.gradient_scale=3")[::order]
         assert switches(stored, *beside) == ("plain", "mlp", 3.0)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_settings_of_a_section_begun_anew_are_kept_in_any_order(turned: bool) -> None:
+    def data(*settings: str) -> Any:
+        return load_recipe("eeg-conformer-v2", settings[::-1] if turned else settings).data
+
+    found = data("data.length=100", "data.path=x", "data.file_rate=128")
+    assert (found.name, found.length, found.file_rate) == ("eeg-challenge", 100, 128)
+    found = data("data.path=x", "data.name=eeg-mne", "data.tune=2")
+    assert (found.name, found.path, found.tune) == ("eeg-mne", "x", 2)
 
 
 def test_steps_replace_epochs_and_epochs_steps() -> None:

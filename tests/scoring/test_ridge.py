@@ -181,7 +181,7 @@ A = made("a", "s", seed=0, samples=100)
 @pytest.mark.parametrize(
     ("train", "settings", "said"),
     [
-        ([A], {}, "one recording (a) cannot choose λ; give two or more, or a single λ"),
+        ([A], {}, "one recording to train on (a) cannot choose the ridge decoder's λ; give two"),
         ([], {}, "there is no recording here; at least one is needed"),
         ([A, A], {}, "two recordings are called a; names must differ"),
         ([A], {"per": "subjects"}, "per must be subject or all, not 'subjects'; did you mean"),

@@ -13,7 +13,6 @@ from frostlab.errors import BadInput
 from frostlab.scoring import (
     EnvelopeScores,
     fit_ridge,
-    pair_subjects,
     score_recordings,
     scores_table,
 )
@@ -160,30 +159,6 @@ def test_the_table_shows_model_baseline_chance_and_best() -> None:
     assert "attended" in head
     assert "attended" not in alone
     assert "best" not in alone
-
-
-def test_pairs_are_scipys_tests_over_subjects() -> None:
-    found = pair_subjects(SCORES, WORSE)
-    ours, theirs = ([each.r for each in scores.subjects] for scores in (SCORES, WORSE))
-    expected = stats.ttest_rel(np.arctanh(ours), np.arctanh(theirs))
-    interval = expected.confidence_interval(0.95)
-    assert found.p == pytest.approx(expected.pvalue)
-    assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
-    assert found.p_signed == pytest.approx(stats.wilcoxon(ours, theirs).pvalue)
-    assert all(type(value) in (int, float) for value in vars(found).values())
-    assert (found.subjects, found.better) == (4, 4)
-    assert found.difference == pytest.approx(SCORES.summary.mean - WORSE.summary.mean)
-    back = pair_subjects(WORSE, SCORES)
-    assert (back.better, back.z, back.p) == (0, pytest.approx(-found.z), pytest.approx(found.p))
-
-
-def test_pairs_of_the_same_scores_or_of_one_subject() -> None:
-    same = pair_subjects(SCORES, SCORES)
-    assert (same.p, same.p_signed, same.difference, same.better) == (1.0, 1.0, 0.0, 0)
-    one = score_recordings({"s0_0": GOOD["s0_0"]}, PEOPLE[:1], RATE)
-    assert pair_subjects(one, one).p is pair_subjects(one, one).p_signed is None
-    with pytest.raises(BadInput, match="^pairs need the same recordings: s0_1 is on one side only"):
-        pair_subjects(one, SCORES)
 
 
 ONE = PEOPLE[0]

@@ -205,13 +205,18 @@ def test_a_run_shows_its_scores_and_refuses_edited_ones(finished: RunRecord) -> 
         assert line in shown
     path = finished.folder / SCORES
     text = path.read_text()
-    said = json.loads(text)
-    said["splits"]["report"]["model"]["recordings"][0]["r"] += 0.1
-    path.write_text(json.dumps(said))
+    moved, swapped, lost = (json.loads(text) for _ in range(3))
+    moved["splits"]["report"]["model"]["recordings"][0]["r"] += 0.1
+    swapped["splits"]["report"] = dict(
+        zip(("ridge", "model"), swapped["splits"]["report"].values(), strict=True)
+    )
+    del lost["splits"]["unseen"]
     try:
-        assert "these scores were edited" in show(finished.folder)
-        with pytest.raises(BadInput, match="scores.json: these scores were edited"):
-            read_scores(finished.folder)
+        for said in (moved, swapped, lost):
+            path.write_text(json.dumps(said))
+            assert "these scores were edited" in show(finished.folder)
+            with pytest.raises(BadInput, match="scores.json: these scores were edited"):
+                read_scores(finished.folder)
     finally:
         path.write_text(text)
 
@@ -229,6 +234,18 @@ def test_a_page_is_drawn_from_a_run(finished: RunRecord, tmp_path: Path) -> None
     text_run = run(tiny(train__epochs=1), out=tmp_path / "text")
     with pytest.raises(BadInput, match="a run for classification; this page is for envelopes"):
         draw_run(text_run.folder)
+
+
+def test_a_page_without_what_was_decoded(finished: RunRecord) -> None:
+    path = finished.folder / "decoded.npz"
+    kept = path.read_bytes()
+    try:
+        for damage in (path.unlink, lambda: path.write_bytes(b"PK\x03\x04 no archive")):
+            damage()
+            with pytest.raises(BadInput, match="decoded.npz cannot be read"):
+                draw_run(finished.folder)
+    finally:
+        path.write_bytes(kept)
 
 
 def test_other_loss_other_weights(finished: RunRecord, tmp_path: Path) -> None:

@@ -41,8 +41,6 @@ def subject_tests(
 
 
 def _split(plan: Plan, scores: Mapping[tuple[str, int], Mapping[str, Any]]) -> dict[str, Any]:
-    from frostlab.scoring.pairs import subject_z
-
     base, tests, beside = plan.baseline.name, {}, {}
     for arm in plan.arms:
         mine = {seed: each for (name, seed), each in scores.items() if name == arm.name}
@@ -51,13 +49,20 @@ def _split(plan: Plan, scores: Mapping[tuple[str, int], Mapping[str, Any]]) -> d
         if arm.name != base:
             theirs = {seed: each for (name, seed), each in scores.items() if name == base}
             both = [seed for seed in mine if seed in theirs]
-            tables = ({s: subject_z(each[s]["model"]) for s in both} for each in (mine, theirs))
+            tables = ({s: _z(each[s]["model"]) for s in both} for each in (mine, theirs))
             tests[arm.name] = _test(*tables)
     adjusted = holm({name: math.nan if t["p"] is None else t["p"] for name, t in tests.items()})
     return {
         "subjects": {name: test | {"p_adjusted": adjusted[name]} for name, test in tests.items()},
         "ridge": beside,
     }
+
+
+def _z(scores: Any) -> dict[str, float]:
+    """Fisher's z of every subject: what may be averaged, and tested."""
+    from frostlab.scoring.correlation import fisher
+
+    return {each.subject: float(fisher(each.r)) for each in scores.subjects}
 
 
 def _test(ours: Table, theirs: Table) -> dict[str, Any]:

@@ -99,6 +99,7 @@ def load_signals(data: EEGData, data_dir: Path | None, cache: Path) -> Signals:
         subjects = tuple(rows.get(each.subject, UNSEEN) for each in recordings)
         digest = digest_of([found.digest, role, data.length, hop])
         splits[role] = Windows(recordings, subjects, data.length, hop, digest)
+        len(splits[role])  # refuses a recording shorter than a window, before anything begins
     return Signals(
         splits=splits,
         rate=found.rate,

@@ -48,6 +48,8 @@ class SimulatedEEG(EEGData):
             )
         if self.rate < 32:
             raise ValueError(f"rate {self.rate:g} Hz is too low for speech rhythm; 32 is the least")
+        if self.rate > 512:  # spectra are compared on a grid that is too coarse beyond
+            raise ValueError(f"rate {self.rate:g} Hz is too high to know best_r; 512 is the most")
         if round(self.seconds * self.rate) < self.length:
             raise ValueError(
                 f"seconds {self.seconds:g} at {self.rate:g} Hz are "

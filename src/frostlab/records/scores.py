@@ -1,11 +1,12 @@
 """The scores of decoded envelopes in a run's folder: written once, and refused when edited."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from frostlab.errors import BadInput
+from frostlab.records.record import RunRecord
 
 SCORES = "scores.json"
 SPLITS = {  # that are reported, and what they are
@@ -29,19 +30,27 @@ def scores_file(scores: Mapping[str, Mapping[str, Any]], known: Mapping[str, flo
 
 
 def read_scores(folder: Path) -> dict[str, dict[str, Any]]:
-    """A run's scores by split and decoder, checked against their digests."""
+    """A run's scores by split and decoder, checked against their digests and the run's result."""
     from frostlab.scoring.scores import EnvelopeScores
 
     try:
         said = json.loads((folder / SCORES).read_text(encoding="utf-8"))
-        return {
+        found = {
             split: {name: EnvelopeScores.from_dict(each) for name, each in decoders.items()}
             for split, decoders in said["splits"].items()
         }
+        kept = RunRecord(folder).result["scores"]
+        if _digests(kept, lambda each: each["digest"]) != _digests(found, lambda each: each.digest):
+            raise BadInput("these scores were edited: they are not those of result.json")
+        return found
     except BadInput as error:
         raise BadInput(f"{folder / SCORES}: {error}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadInput(f"{folder / SCORES} cannot be read ({error})") from None
+
+
+def _digests(scores: Mapping[str, Mapping[str, Any]], digest: Callable[[Any], str]) -> Any:
+    return {split: {name: digest(each) for name, each in d.items()} for split, d in scores.items()}
 
 
 def scores_lines(folder: Path) -> list[str]:

@@ -2,7 +2,6 @@
 
 from frostlab.scoring.measuring import score_recordings
 from frostlab.scoring.page import eeg_page
-from frostlab.scoring.pairs import pair_subjects, subject_z
 from frostlab.scoring.ridge import fit_ridge
 from frostlab.scoring.scores import EnvelopeScores
 from frostlab.scoring.stitching import stitch, window_starts
@@ -12,10 +11,8 @@ __all__ = [
     "EnvelopeScores",
     "eeg_page",
     "fit_ridge",
-    "pair_subjects",
     "score_recordings",
     "scores_table",
     "stitch",
-    "subject_z",
     "window_starts",
 ]

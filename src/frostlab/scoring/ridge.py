@@ -174,7 +174,8 @@ def _checked(
         raise BadInput(f"lags from {lags[0]:g} s to {lags[1]:g} s run backwards; e.g. 0 to 0.25")
     if len(train) == 1 and len(lambdas) > 1:
         raise BadInput(
-            f"one recording ({train[0].name}) cannot choose λ; give two or more, or a single λ"
+            f"one recording to train on ({train[0].name}) cannot choose the ridge decoder's λ; "
+            "give two or more"
         )
     for each in train:
         _checked_shape(each, train[0], taps)

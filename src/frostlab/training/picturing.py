@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 from frostlab.data import Signals, prepare
 from frostlab.errors import BadInput
 from frostlab.models.conformer import Conformer, electrode_importance
+from frostlab.models.pretrained import first_line
 from frostlab.records.record import RunRecord
 from frostlab.records.scores import SCORES, SPLITS, read_scores
 from frostlab.scoring.drawing import Rows, excerpt_rows, kernel_rows
@@ -47,18 +49,25 @@ def draw_run(folder: Path, data_dir: Path | None = None) -> Path:
 
 def _excerpts(folder: Path, signals: Signals) -> dict[str, Rows]:
     """The middle of each split's first recording: what was heard, and what was decoded."""
-    found = {}
-    with np.load(folder / "decoded.npz") as decoded:
-        for split, meaning in SPLITS.items():
-            if split in signals.splits:
-                first = signals.splits[split].recordings[0]
-                shown = {"heard": first.envelope, "decoded": decoded[first.name]}
-                seconds = min(10.0, len(first) / signals.rate)
-                start = (len(first) / signals.rate - seconds) / 2
-                found[f"{first.name} ({meaning})"] = excerpt_rows(
-                    shown, signals.rate, start=start, seconds=seconds
-                )
+    found, decoded = {}, _decoded(folder / "decoded.npz")
+    for split, meaning in SPLITS.items():
+        if split in signals.splits:
+            first = signals.splits[split].recordings[0]
+            shown = {"heard": first.envelope, "decoded": decoded[first.name]}
+            seconds = min(10.0, len(first) / signals.rate)
+            start = (len(first) / signals.rate - seconds) / 2
+            found[f"{first.name} ({meaning})"] = excerpt_rows(
+                shown, signals.rate, start=start, seconds=seconds
+            )
     return found
+
+
+def _decoded(path: Path) -> dict[str, NDArray[np.float32]]:
+    try:
+        with path.open("rb") as file, np.load(file) as held:
+            return dict(held)
+    except (OSError, ValueError, EOFError, BadZipFile) as error:
+        raise BadInput(f"{path} cannot be read ({first_line(error)})") from None
 
 
 def _importance(model: Conformer, signals: Signals) -> NDArray[np.float32]:

@@ -46,7 +46,9 @@ def test_unseen_subjects_are_nowhere_else() -> None:
         name for role in ("train", "tune", "report") for name in found[role] if "s2" in name
     ]
     found, _ = divide(headings(10, 3), Rule(unseen=0.3), "here")
-    assert len({name.split("_")[1] for name in found["unseen"]}) == 3
+    drawn = {name.split("_")[1] for name in found["unseen"]}
+    assert len(drawn) == 3
+    assert drawn != {"s1", "s10", "s2"}, "by lot, not the first"
     assert (
         divide(headings(10, 3)[::-1], Rule(unseen=0.3), "here")[0]["unseen"][::-1]
         == (found["unseen"])
@@ -81,9 +83,11 @@ def test_speech_heard_in_training_by_others_is_told() -> None:
         (headings(2, 3), Rule(seen=("s1",), unseen=("s1",)), "s1 is both in data.seen and in"),
         (headings(2, 3), Rule(unseen=("s1", "s2")), "leaves no subject of here to train on"),
         (headings(1, 3) * 2, Rule(), "2 recordings are called x_s1_1"),
-        (told(), Rule(tune=1), "data.tune 1 is given, but here has tune files of its own"),
-        (told()[:-6], Rule(), "here has no report file"),
-        ([*told(), Heading("n", "s9", "n", "tune")], Rule(), "s9 has no train file"),
+        (told(), Rule(tune=1), "data.tune 1 is given, but here has train, val and test files"),
+        (told()[:-6], Rule(), "here has no test_-_ file"),
+        ([h for h in told() if h.role != "tune"], Rule(tune=1), "here has no val_-_ file"),
+        (headings(4, 3), Rule(("s1", "s2", "s3"), 0.5), "is 2 of the 4 .* data.seen leaves 1"),
+        ([*told(), Heading("n", "s9", "n", "tune")], Rule(), "s9 has no train_-_ file"),
         ([*told(), Heading("n", "s9", "n", "tune")], Rule(unseen=("s9",)), "s9 of data.unseen has"),
     ],
 )

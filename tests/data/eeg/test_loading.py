@@ -1,5 +1,6 @@
 """Simulated recordings are made once, from settings alone; folders anew when they change."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,9 +141,27 @@ def test_resampled_and_in_band(tmp_path: Path) -> None:
     found = load_recordings(data, cache=tmp_path)
     one = found.splits["train"][0]
     assert one.eeg.shape == (640, 5)
-    power = np.abs(np.fft.rfft(one.eeg[:, 0])) ** 2
-    assert power[:101].sum() / power.sum() > 0.95  # up to 10 Hz
+    for signal in (one.eeg[:, 0], one.envelope):
+        power = np.abs(np.fft.rfft(signal)) ** 2
+        assert power[:101].sum() / power.sum() > 0.95  # up to 10 Hz
     assert found.channels == ("1", "2", "3", "4", "5")
+    whole = load_recordings(data.model_copy(update={"band": None}), cache=tmp_path)
+    assert whole.digest != found.digest, "not what the cache holds of another band"
+
+
+def test_a_folder_that_changes_while_it_is_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = loading_module.Store.add
+
+    def disturbed(self: Any, role: str, recording: Recording) -> None:
+        write_pair(folder, "train_-_sub-001_-_audiobook_1", 99)
+        add(self, role, recording)
+
+    monkeypatch.setattr(loading_module.Store, "add", disturbed)
+    with pytest.raises(BadInput, match="split_data changed while it was read; run it again"):
+        load_recordings(challenge(folder), cache=tmp_path / "cache")
+    assert not [p for p in (tmp_path / "cache" / "eeg").iterdir() if p.is_dir()]
 
 
 def break_name(folder: Path) -> None:
@@ -159,6 +178,11 @@ def break_file(folder: Path) -> None:
 
 def break_words(folder: Path) -> None:
     np.save(folder / "val_-_sub-001_-_audiobook_1_-_eeg.npy", np.array([["a"]]))
+
+
+def break_kind(folder: Path) -> None:
+    with (folder / "val_-_sub-001_-_audiobook_1_-_eeg.npy").open("wb") as file:
+        np.savez(file, eeg=np.ones((640, 64)))
 
 
 def break_envelope(folder: Path) -> None:
@@ -182,6 +206,7 @@ def lose(kind: str) -> Any:
         (break_channels, "test_-_sub-002_-_audiobook_1 has 63 channels, train_-_sub-001.* has 64"),
         (break_file, "audiobook_1_-_eeg.npy cannot be read"),
         (break_words, "holds <U1"),
+        (break_kind, "audiobook_1_-_eeg.npy cannot be read: the magic string"),
         (break_envelope, "has shape \\(640, 2\\); an envelope is one line"),
         (break_length, "640 samples at 64 Hz and the envelope 1280 at 64 Hz"),
     ],
@@ -208,6 +233,9 @@ def test_where_a_folder_is_looked_for(
     wrong = ChallengeEEG(name="eeg-challenge", path="split_dat")
     with pytest.raises(BadInput, match="nor .*split_dat; did you mean `split_data`"):
         load_recordings(wrong, cache=tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match="there is no folder .*/file$"):
+        load_recordings(challenge(tmp_path / "file"), cache=tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(BadInput, match="empty has no file …_-_SUBJECT_-_STIMULUS_-_eeg.npy"):
         load_recordings(challenge(tmp_path / "empty"), cache=tmp_path)
@@ -224,6 +252,10 @@ def test_gathering_recordings_in_memory() -> None:
     found = gather(four, 64.0, ("Fz", "Cz"), unseen=("b",))
     assert [one.name for one in found.splits["unseen"]] == ["3"]
     assert found.subjects == ("a",)
+    assert found.caution is None
+    again = [*four[:3], replace(made("3", "b"), envelope=four[0].envelope)]
+    caution = gather(again, 64.0, ("Fz", "Cz"), unseen=("b",)).caution
+    assert caution == "speech of 1 of 1 unseen recordings was also heard in training, by others"
     other = [*four[:3], made("3", "b")]
     assert gather(other, 64.0, ("Fz", "Cz"), unseen=("b",)).digest != found.digest
     with pytest.raises(BadInput, match="2 recordings are called 1"):
@@ -240,6 +272,7 @@ def test_gathering_recordings_in_memory() -> None:
         ({"name": "eeg-simulated", "recordings": 2}, "recordings 2 leaves none to train on"),
         ({"name": "eeg-simulated", "seconds": 9.0}, "576 samples; a window has 640"),
         ({"name": "eeg-simulated", "rate": 20.0}, "32 is the least"),
+        ({"name": "eeg-simulated", "rate": 1024.0}, "512 is the most"),
         ({"name": "eeg-simulated", "path": "x"}, "Extra inputs"),
         ({"name": "eeg-challenge", "path": "x", "band": [1.0, 40.0]}, "ends above 32 Hz"),
         ({"name": "eeg-matlab", "band": [9.0, 1.0]}, "band 9–1 Hz does not rise"),

@@ -86,9 +86,32 @@ def test_leave_one_out(folder: Path, tmp_path: Path) -> None:
         load_recordings(matlab(folder, held_out=4), cache=tmp_path)
 
 
+@pytest.mark.parametrize("listed", [[6, 9, 7, 5], [6, 0, 7, 5], [6, 1.5, 7, 5]])
+def test_a_story_that_is_not_there(folder: Path, tmp_path: Path, listed: list[float]) -> None:
+    io.savemat(folder / "competing_speaker_order.mat", ORDER | {"blk1_M_Order": listed})
+    said = rf"blk1_M_Order names story {listed[1]}(\.0)? for trial 2, but M_env.mat has 1 to 8"
+    with pytest.raises(BadInput, match=said):
+        load_recordings(matlab(folder), cache=tmp_path)
+
+
+def test_references_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
+    held = {key: io.loadmat(folder / "1_1.mat")[key] for key in ("eeg", "mast")}
+    io.savemat(folder / "1_1.mat", held | {"mast": held["mast"][:1200]})
+    with pytest.raises(BadInput, match="1280 samples and the reference 1200, 1200 of them"):
+        load_recordings(matlab(folder, reference="mastoids"), cache=tmp_path)
+    io.savemat(folder / "1_1.mat", held | {"mast": np.full((1280, 2), np.nan)})
+    with pytest.raises(BadInput, match="1280 samples and the reference 1280, 0 of them finite"):
+        load_recordings(matlab(folder, reference="mastoids"), cache=tmp_path)
+    io.savemat(folder / "1_1.mat", held | {"eeg": "words"})
+    with pytest.raises(BadInput, match="1_1.mat: eeg holds <U5, not samples"):
+        load_recordings(matlab(folder), cache=tmp_path)
+
+
 def test_bad_files(folder: Path, tmp_path: Path) -> None:
     io.savemat(folder / "1_9.mat", {"eeg": np.ones((3, 2)), "mast": np.ones((3, 2))})
-    with pytest.raises(BadInput, match="trial 9, but competing_speaker_order.mat lists 4"):
+    with pytest.raises(
+        BadInput, match="trial 9, but competing_speaker_order.mat lists 4, and F_env.mat has 8"
+    ):
         load_recordings(matlab(folder), cache=tmp_path)
     (folder / "1_9.mat").unlink()
     io.savemat(folder / "1_1.mat", {"data": np.ones((3, 2))})

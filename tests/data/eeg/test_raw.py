@@ -30,6 +30,10 @@ def test_only_eeg_channels_at_one_rate() -> None:
     found = from_mne(raw(), envelope(1280), subject="s", name="s_-_a")
     assert found.eeg.shape == (640, 4)
     assert (found.name, found.subject) == ("s_-_a", "s")
+    marked = raw()
+    marked.info["bads"] = ["Cz"]
+    same = from_mne(marked, envelope(1280), subject="s", name="a")
+    np.testing.assert_array_equal(same.eeg, found.eeg, "bad channels are not left out")
     slow = from_mne(raw(), envelope(640), subject="s", name="a", envelope_rate=64.0)
     np.testing.assert_allclose(np.corrcoef(slow.envelope, envelope(640))[0, 1], 1, atol=1e-6)
 
@@ -47,6 +51,11 @@ def test_references() -> None:
         measured, envelope(1280), subject="s", name="a", rate=128.0, reference="average"
     )
     assert np.corrcoef(found.eeg[:, 0], data[0] - data[:4].mean(0))[0, 1] > 0.99999
+    settings: Any = {"subject": "s", "name": "a", "rate": 128.0}
+    one = from_mne(measured, envelope(1280), reference="M1", **settings)
+    same = from_mne(measured, envelope(1280), reference=("M1",), **settings)
+    assert one.eeg.shape == (1280, 3)
+    np.testing.assert_array_equal(one.eeg, same.eeg)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +66,7 @@ def test_references() -> None:
         ({"reference": ("M3",)}, "a has no channel M3 to refer to"),
         ({"reference": "averag"}, "averag to refer to; did you mean `average`"),
         ({"raw": {"types": "misc"}}, "a has no EEG channel"),
+        ({"reference": ("Fz", "Cz", "M1", "M2")}, "no EEG channel beside the reference Fz, Cz"),
     ],
 )
 def test_what_does_not_fit(settings: dict[str, Any], said: str) -> None:
@@ -101,6 +111,15 @@ def test_bad_folders(folder: Path, tmp_path: Path) -> None:
     (folder / "sub-001_-_story2_-_eeg.fif").write_bytes(b"no file of MNE's, but long enough" * 9)
     with pytest.raises(BadInput, match="story2_-_eeg.fif cannot be read"):
         load_recordings(mne_data(folder), cache=tmp_path)
+
+
+@pytest.mark.parametrize("kept", [0, 10_000])
+def test_files_that_end_early(folder: Path, tmp_path: Path, kept: int) -> None:
+    path = folder / "sub-001_-_story2_-_eeg.fif"
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(BadInput, match="story2_-_eeg.fif cannot be read") as caught:
+        load_recordings(mne_data(folder), cache=tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 def test_without_mne(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

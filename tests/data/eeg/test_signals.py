@@ -47,6 +47,20 @@ def recorded(rate: float = 64, rates: tuple[float, float] = (64, 64), **changed:
     return prepared("one", "s", **signals, channels=("Fz", "Cz"), rates=rates, rate=rate, band=None)
 
 
+@pytest.mark.parametrize("measured", [64.0, 128.0])
+def test_a_flat_channel_is_0_after_a_band_too(measured: float) -> None:
+    random = np.random.default_rng(0)
+    eeg = random.normal(size=(1280, 3))
+    eeg[:, 1], eeg[:, 2] = 5.3, 3.7e-6
+    rates = (measured, measured)
+    found = prepared(
+        "one", "s", eeg, random.random(1280), channels=("Fz", "Cz", "Oz"), rates=rates, rate=64.0,
+        band=(1.0, 9.0),
+    )  # fmt: skip
+    assert found.eeg[:, 0].std() == pytest.approx(1)
+    assert not found.eeg[:, 1:].any()
+
+
 def with_nan(shape: tuple[int, ...], at: tuple[int, ...]) -> Array:
     array = np.random.default_rng(0).normal(size=shape)
     array[at] = np.nan

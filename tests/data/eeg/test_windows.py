@@ -1,10 +1,14 @@
 """Windows stay inside their recordings; a grid covers every sample, a draw repeats by its seed."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from frostlab.data.eeg import Recording, windows
+from frostlab.data.signals import load_signals
 from frostlab.errors import BadInput
+from frostlab.recipe.eeg import ChallengeEEG, SimulatedEEG
 
 
 def recordings(*lengths: int) -> list[Recording]:
@@ -33,6 +37,8 @@ def test_drawn_windows() -> None:
     np.testing.assert_array_equal(first, windows(three, 64, seed=3, epoch=0))
     assert not np.array_equal(first, windows(three, 64, seed=3, epoch=1))
     assert not np.array_equal(first, windows(three, 64, seed=4, epoch=0))
+    twins = windows(recordings(640, 640), 64, seed=3)[:, 1]
+    assert not np.array_equal(twins[:10], twins[10:])
     every = np.concatenate([windows(three, 64, seed=3, epoch=e) for e in range(400)])
     for place, one in enumerate(three):
         starts = every[every[:, 0] == place, 1]
@@ -43,3 +49,26 @@ def test_drawn_windows() -> None:
 def test_a_recording_shorter_than_a_window() -> None:
     with pytest.raises(BadInput, match="r50 has 50 samples, a window 64; set data.length to 50"):
         windows(recordings(100, 50), 64)
+
+
+@pytest.mark.parametrize("short", ["train", "val", "test"])
+def test_a_short_recording_of_any_split_is_refused_at_once(tmp_path: Path, short: str) -> None:
+    random = np.random.default_rng(0)
+    for role in ("train", "val", "test"):
+        samples = 60 if role == short else 100
+        stem = tmp_path / f"{role}_-_sub-001_-_story_-_"
+        np.save(f"{stem}eeg.npy", random.normal(size=(samples, 2)))
+        np.save(f"{stem}envelope.npy", random.random(samples))
+    data = ChallengeEEG(name="eeg-challenge", path=str(tmp_path), length=64)
+    with pytest.raises(BadInput, match=f"{short}_-_.* has 60 samples, a window 64"):
+        load_signals(data, None, tmp_path / "cache")
+
+
+def test_only_training_windows_are_drawn_or_hop(tmp_path: Path) -> None:
+    data = SimulatedEEG(
+        name="eeg-simulated", subjects=1, unseen=1, recordings=3, seconds=6.5, length=64, hop=16
+    )
+    splits = load_signals(data, None, tmp_path).splits
+    assert {role: split.hop for role, split in splits.items()} == {
+        "train": 16, "tune": 64, "report": 64, "unseen": 64,
+    }  # fmt: skip

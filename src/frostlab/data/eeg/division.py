@@ -8,6 +8,8 @@ from frostlab.data.cache import digest_of
 from frostlab.data.eeg.recordings import ROLES
 from frostlab.errors import BadInput, nearest
 
+PREFIXES = {"train": "train", "tune": "val", "report": "test"}  # of files that say their role
+
 
 @dataclass(frozen=True)
 class Heading:
@@ -62,6 +64,11 @@ def _subjects(there: list[str], rule: Rule, place: str) -> tuple[tuple[str, ...]
     if isinstance(unseen, float):
         count = max(1, round(unseen * len(there)))
         among = [name for name in there if name not in (rule.seen or ())]
+        if len(among) < count:
+            raise BadInput(
+                f"data.unseen {unseen:g} is {count} of the {len(there)} subjects of {place}, but "
+                f"data.seen leaves {len(among)}"
+            )
         unseen = tuple(sorted(sorted(among, key=digest_of)[:count]))  # by lot, fixed by the names
     unseen = unseen or ()
     if both := [name for name in rule.seen or () if name in unseen]:
@@ -81,9 +88,6 @@ def _by_files(
     place: str,
 ) -> None:
     """As the files' names say; of held-out subjects only what nobody else's training holds."""
-    for role, key in (("tune", rule.tune), ("report", rule.report)):
-        if key is not None:
-            raise BadInput(f"data.{role} {key} is given, but {place} has {role} files of its own")
     for heading in headings:
         assert heading.role is not None
         if heading.subject in seen:
@@ -93,16 +97,22 @@ def _by_files(
     trained = {h.subject for h in headings if h.role == "train" and h.subject in seen}
     for role in ("train", "tune", "report"):
         if not found[role]:
-            raise BadInput(f"{place} has no {role} file of the subjects to train on")
+            raise BadInput(
+                f"{place} has no {PREFIXES[role]}_-_ file of the subjects to train on; of train, "
+                "val and test all are needed, or train alone"
+            )
+    for role, key in (("tune", rule.tune), ("report", rule.report)):
+        if key is not None:
+            raise BadInput(f"data.{role} {key} is given, but {place} has train, val and test files")
     for heading in headings:
         if heading.subject in seen and heading.subject not in trained:
             raise BadInput(
-                f"{place}: {heading.subject} has no train file; name it in data.unseen, or leave "
-                "it out of data.seen"
+                f"{place}: {heading.subject} has no train_-_ file; name it in data.unseen, or "
+                "leave it out of data.seen"
             )
     for subject in unseen:
         if not any(h.subject == subject and h.role == "report" for h in headings):
-            raise BadInput(f"{place}: {subject} of data.unseen has no report file")
+            raise BadInput(f"{place}: {subject} of data.unseen has no test_-_ file")
 
 
 def _carve(subject: str, names: list[str], rule: Rule, found: Division) -> None:

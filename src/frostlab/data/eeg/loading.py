@@ -1,5 +1,6 @@
 """A recipe's recordings: simulated or read once, then found as they were."""
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -57,7 +58,11 @@ def gather(
         raise BadInput("there are no recordings to divide")
     for one in recordings:
         same_channels(one.name, one.eeg.shape[1], "the list of names", len(channels))
-    headings = [Heading(one.name, one.subject, one.name) for one in recordings]
+    heard = [hashlib.sha256(one.envelope.tobytes()).hexdigest() for one in recordings]
+    headings = [
+        Heading(one.name, one.subject, speech)
+        for one, speech in zip(recordings, heard, strict=True)
+    ]
     division, caution = divide(headings, Rule(None, unseen, tune, report), "these recordings")
     named = {one.name: one for one in recordings}
     splits = {role: tuple(named[name] for name in names) for role, names in division.items()}

@@ -59,8 +59,14 @@ def from_mne(
 def eeg_channels(raw: Any, reference: str | tuple[str, ...] = "none") -> tuple[str, ...]:
     """Return the names of a Raw's EEG channels less the reference; bad ones are not left out."""
     picked = raw.copy().pick("eeg", exclude=()).ch_names
-    named = reference if isinstance(reference, tuple) else ()
-    return tuple(name for name in picked if name not in named)
+    return tuple(name for name in picked if name not in _named(reference))
+
+
+def _named(reference: str | tuple[str, ...]) -> tuple[str, ...]:
+    """The channels of a reference."""
+    if isinstance(reference, tuple):
+        return reference
+    return () if reference in ("none", "average") else (reference,)
 
 
 def _signals(raw: Any, name: str, reference: str | tuple[str, ...]) -> tuple[Any, Any, Any]:
@@ -69,17 +75,16 @@ def _signals(raw: Any, name: str, reference: str | tuple[str, ...]) -> tuple[Any
         channels = eeg_channels(raw, reference)
     except ValueError as error:
         raise BadInput(f"{name} has no EEG channel") from error
-    eeg = raw.get_data(picks=list(channels)).T
-    if reference == "none":
-        return eeg, channels, None
-    if reference == "average":
-        return eeg, channels, eeg
-    named = [reference] if isinstance(reference, str) else list(reference)
+    named = _named(reference)
     for one in named:
         if one not in raw.ch_names:
             choices = [*raw.ch_names, "none", "average"]
             raise BadInput(f"{name} has no channel {one} to refer to{nearest(one, choices)}")
-    return eeg, channels, raw.get_data(picks=named).T
+    if not channels:
+        raise BadInput(f"{name} has no EEG channel beside the reference {', '.join(named)}")
+    eeg = raw.get_data(picks=list(channels)).T
+    taken = raw.get_data(picks=list(named)).T if named else eeg
+    return eeg, channels, None if reference == "none" else taken
 
 
 def mne_sources(data: MneEEG, folder: Path) -> list[Source]:
@@ -100,8 +105,8 @@ def _reader(
     def read() -> tuple[Recording, tuple[str, ...]]:
         mne = import_mne(f"reading {eeg}")
         try:
-            raw = mne.io.read_raw(eeg, verbose="ERROR")
-        except (OSError, ValueError, RuntimeError) as error:
+            raw = mne.io.read_raw(eeg, preload=True, verbose="ERROR")
+        except Exception as error:  # MNE raises whatever a broken file makes it stumble over
             said = str(error).partition("\n")[0]
             raise BadInput(f"{eeg} cannot be read: {said}") from error
         recording = from_mne(

@@ -111,8 +111,17 @@ def prepared(
         checked(name, eeg, channels, heard)
         same_length(name, len(eeg), len(heard), rates)
 
+    if reference is not None:
+        finite = int(np.isfinite(reference).all(axis=1).sum())
+        if not len(reference) == len(eeg) == finite:
+            raise BadInput(
+                f"{name}: the EEG has {len(eeg)} samples and the reference {len(reference)}, "
+                f"{finite} of them finite"
+            )
+
     def ready(x: Array, measured: float) -> Array:
-        return in_band(resampled(x, measured, rate, name), rate, band, name)
+        # Less its first sample a flat channel is exactly 0; a filter leaves rounding of the rest.
+        return in_band(resampled(x - x[0], measured, rate, name), rate, band, name)
 
     signals = [ready(referenced(eeg, reference), rates[0])]
     signals += [ready(heard, rates[1]) for heard in speakers]

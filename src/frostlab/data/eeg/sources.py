@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from frostlab.data.eeg.division import Heading
+from frostlab.data.eeg.division import PREFIXES, Heading
 from frostlab.data.eeg.geometry import channel_names
 from frostlab.data.eeg.recordings import Recording
 from frostlab.data.eeg.signals import prepared
@@ -18,7 +18,7 @@ from frostlab.errors import BadInput, nearest
 from frostlab.recipe.eeg import ChallengeEEG, MatlabEEG
 
 MATLAB_RATE = 128.0  # Hz; the files do not say
-_ROLES = {"train": "train", "val": "tune", "test": "report"}
+_ROLES = {prefix: role for role, prefix in PREFIXES.items()}
 _CUT = "_-_"
 _TRIAL = re.compile(r"([12])_(\d+)\.mat")
 _BLOCKS = {1: ("F_env", "M_env", "blk1_M_Order"), 2: ("M_env", "F_env", "blk2_F_Order")}
@@ -43,7 +43,8 @@ def find_folder(path: str, data_dir: Path | None) -> Path:
         if place.is_dir():
             return place
     looked = " nor ".join(str(place.absolute()) for place in places)
-    beside = [p.name for place in places if place.parent.is_dir() for p in place.parent.iterdir()]
+    around = [p for place in places if place.parent.is_dir() for p in place.parent.iterdir()]
+    beside = [p.name for p in around if p.is_dir()]
     hint = nearest(places[0].name, beside)
     more = "" if given or hint else "; name its parent with --data-dir or FROSTLAB_DATA"
     raise BadInput(f"data.path {path}: there is no folder {looked}{hint}{more}")
@@ -52,7 +53,8 @@ def find_folder(path: str, data_dir: Path | None) -> Path:
 def load_array(path: Path) -> NDArray[np.float64]:
     """Read a .npy file of numbers."""
     try:
-        array = np.load(path, allow_pickle=False)
+        with path.open("rb") as file:
+            array = np.lib.format.read_array(file, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise BadInput(f"{path} cannot be read: {str(error).partition(chr(10))[0]}") from error
     if array.dtype.kind not in "fiu" or array.ndim == 0:
@@ -150,7 +152,12 @@ def matlab_sources(data: MatlabEEG, folder: Path) -> list[Source]:
         if not 1 <= trial <= min(len(numbers), len(stories[attended])):
             raise BadInput(
                 f"{path}: trial {trial}, but {shared['competing_speaker_order'].name} lists "
-                f"{len(numbers)}"
+                f"{len(numbers)}, and {attended}.mat has {len(stories[attended])}"
+            )
+        if numbers[trial - 1] not in range(1, len(stories[ignored]) + 1):
+            raise BadInput(
+                f"{shared['competing_speaker_order']}: {listed} names story {numbers[trial - 1]} "
+                f"for trial {trial}, but {ignored}.mat has 1 to {len(stories[ignored])}"
             )
         subject = "sub-001" if path.parent == folder else path.parent.name
         heading = Heading(f"{subject}{_CUT}{block}_{trial}", subject, f"{attended[0]}{trial}")
@@ -170,6 +177,9 @@ def _matlab_reader(
 ) -> Callable[[], tuple[Recording, tuple[str, ...]]]:
     def read() -> tuple[Recording, tuple[str, ...]]:
         held = _load_mat(path, "eeg", "mast")
+        for key, array in held.items():
+            if array.dtype.kind not in "fiu":
+                raise BadInput(f"{path}: {key} holds {array.dtype}, not samples")
         measured = held["eeg"].astype(np.float64)
         references = {"average": measured, "mastoids": held["mast"].astype(float), "none": None}
         channels = channel_names(measured.shape[1])
@@ -206,4 +216,4 @@ def _load_mat(path: Path, *keys: str) -> dict[str, Any]:
         if key not in held:
             there = ", ".join(name for name, _, _ in io.whosmat(path))
             raise BadInput(f"{path} has no variable {key}; it has {there}")
-    return held
+    return {key: held[key] for key in keys}
