@@ -231,7 +231,8 @@ def test_a_captured_step_notices_that_other_layers_are_supervised() -> None:
 
         return replay
 
-    assert losses_of(CapturedStep, compiles=False, record=record) == losses_of(EagerStep)
+    captured = losses_of(CapturedStep, compiles=False, record=record)
+    assert captured == pytest.approx(losses_of(EagerStep), rel=1e-5)
     assert len(recorded) == 2
 
 
