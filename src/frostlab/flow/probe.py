@@ -96,9 +96,10 @@ class Probe:
         if gradients:
             self._measure_gradients(share)
         self._updates.before(self.reached if gradients else None)
-        for name, values in zip(("high", "low"), self._ranges(), strict=True):
-            if values:
-                self.views[name].copy_(torch.stack(values))
+        if self.watched.front:
+            lowest, highest = zip(*map(self._range, self.watched.front), strict=True)
+            self.views["high"].copy_(torch.stack(highest))
+            self.views["low"].copy_(torch.stack(lowest).neg())
 
     @torch.no_grad()
     def after_step(self, gradients: bool = False) -> None:
@@ -145,18 +146,14 @@ class Probe:
         scale = getattr(self.optimizers[0], "grad_scale", None)
         return 1.0 / scale.to(self.device, self.wide) if isinstance(scale, Tensor) else None
 
-    def _ranges(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The largest and the negative smallest weight of every tensor of the front."""
-        high, low = [], []
-        nothing = torch.full((), -torch.inf, dtype=self.wide, device=self.device)
-        for i in self.watched.front:
-            smallest, largest = -nothing, nothing
-            weight = local(self.watched.parameters[i]).detach()
-            if weight.numel():
-                smallest, largest = weight.aminmax()
-            high.append(largest.to(self.device, self.wide))
-            low.append(-smallest.to(self.device, self.wide))
-        return high, low
+    def _range(self, place: int) -> tuple[Tensor, Tensor]:
+        """The smallest and the largest weight of a tensor; of one without any, infinities."""
+        weight = local(self.watched.parameters[place]).detach()
+        if not weight.numel():
+            nothing = torch.full((), torch.inf, dtype=self.wide, device=self.device)
+            return nothing, -nothing
+        smallest, largest = weight.aminmax()
+        return smallest.to(self.device), largest.to(self.device)
 
     def _compare(self, found: list[Tensor]) -> None:
         """The product of this gradient with the last one, which it then replaces.

@@ -29,6 +29,9 @@ class Updates:
 
     def __init__(self, watched: Watched, optimizers: Sequence[Any], totals: Totals) -> None:
         self._watched, self._totals = watched, totals
+        self._nothing = [
+            stand_in(local(p)) for p in watched.parameters
+        ]  # made once, no kernel each
         self._before: list[Tensor] = []
         self._copied: list[int] = []  # parameters of which there are copies
         self._squares: Tensor | None = None  # of the copies
@@ -57,7 +60,7 @@ class Updates:
         weights = [local(p).detach() for p in self._watched.parameters]
         has_one = reached or [False] * len(weights)
         self._copied = [i for i, has in enumerate(has_one) if i not in self._told or not has]
-        self._before = [stand_in(weight) for weight in weights]
+        self._before = list(self._nothing)
         for i in self._copied:
             self._before[i] = torch.empty_like(weights[i])
         if self._copied:

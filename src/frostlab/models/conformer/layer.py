@@ -88,6 +88,23 @@ def by_distance(scores: Tensor) -> Tensor:
     return moved[..., 1:, :].flatten(-2).unflatten(-1, (length, -1))[..., :length]
 
 
+class Depthwise(nn.Conv1d):
+    """A convolution along time, a channel each, of (B, T, width) as it lies in memory.
+
+    To torch it is an image of one row with its channels last: CUDA's kernels for that are three
+    times as fast as those for (B, width, T).
+    """
+
+    def __init__(self, width: int, kernel: int) -> None:
+        super().__init__(width, width, kernel, padding=kernel // 2, groups=width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, weight = x.transpose(1, 2)[:, :, None], self.weight[:, :, None]
+        padding = (0, self.weight.shape[-1] // 2)
+        mixed = F.conv2d(rows, weight, self.bias, padding=padding, groups=self.groups)
+        return mixed[:, :, 0].transpose(1, 2)
+
+
 class Convolution(nn.Module):
     """A gated linear unit, a convolution along time a channel, a norm, swish, and back."""
 
@@ -96,19 +113,19 @@ class Convolution(nn.Module):
         width, self.dropout = config.width, config.dropout
         self.norm = nn.LayerNorm(width)
         self.enter = nn.Linear(width, 2 * width)
-        self.depthwise = nn.Conv1d(
-            width, width, config.kernel, padding=config.kernel // 2, groups=width
-        )
+        self.depthwise = Depthwise(width, config.kernel)
         self.middle = _norm(config.norm, width)
         self.leave = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.glu(self.enter(self.norm(x)), -1)
-        x = self.depthwise(x.transpose(1, 2))  # (B, width, T)
-        if isinstance(self.middle, nn.LayerNorm):
-            x = self.middle(x.transpose(1, 2))
-        else:
-            x = self.middle(x).transpose(1, 2)
+        x = self.depthwise(x)
+        if isinstance(self.middle, nn.GroupNorm):
+            x = self.middle(x.transpose(1, 2)).transpose(1, 2)
+        elif isinstance(self.middle, nn.LayerNorm):
+            x = self.middle(x)
+        else:  # a batch's statistics are those of all its samples
+            x = self.middle(x.flatten(0, 1)).view_as(x)
         return F.dropout(self.leave(F.silu(x)), self.dropout, self.training)
 
 
