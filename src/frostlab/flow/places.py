@@ -81,7 +81,8 @@ def flags_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[int, ..
     What learns is known by its identity: another tensor in its place is another one.
     """
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    flags = (id(p) if p.requires_grad else 0 for p in unwrapped(model).parameters())
+    held = (p for module in unwrapped(model).modules() for p in module._parameters.values())
+    flags = (id(p) if p.requires_grad else 0 for p in held if p is not None)
     return (*flags, *(len(group["params"]) for group in groups))
 
 

@@ -163,19 +163,19 @@ class Watch(Flow):
     def after_step(self, gradients: bool = False) -> None:
         """The step has been taken."""
         self._inside = False
-        if self._measuring:
+        if self._measuring and self._probe is not None:
             self._measuring = False
-            self.probe.after_step(gradients)
-            self._send()
+            self._probe.after_step(gradients)  # the one that has seen what was before
+            self._send(self._probe)
 
     def count(self, measured: bool) -> None:
         """A step has been taken, and a graph has run the probe in it, or one without."""
         self.step += 1
         if measured:
-            self._send()
+            self._send(self.probe)
 
-    def _send(self) -> None:
-        self._mailbox.send(self.step, self.probe, self._activity.numbers(), self._activity.read())
+    def _send(self, probe: Probe) -> None:
+        self._mailbox.send(self.step, probe, self._activity.numbers(), self._activity.read())
         self._collect(wait=False)
 
     @property

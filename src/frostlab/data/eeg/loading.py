@@ -21,7 +21,7 @@ from frostlab.data.eeg.sources import Source, challenge_sources, find_folder, ma
 from frostlab.errors import BadInput
 from frostlab.recipe.eeg import ChallengeEEG, EEGData, MatlabEEG, MneEEG, RecordedEEG, SimulatedEEG
 
-FORMAT = 1  # raise it when what is simulated or stored, or how it is made, changes
+FORMAT = 2  # raise it when what is simulated or stored, or how it is made, changes
 
 
 def load_recordings(
