@@ -1,8 +1,5 @@
 """Kinds of step: eager, captured, and captured with its layers compiled, in turn; CUDA only.
 
-Beside them a plain loop, as it is usually written: autocast, clipping and AdamW of torch, and the
-Conformer's convolutions along (B, width, T).
-
 `faster` is how often a way fits into the eager step of the same round: median [least, most].
 
 Preparing counts from building the step to the end of its sixth: compiling (cold, its cache is put
@@ -21,12 +18,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
 from common import device_name, report, timed
 from frostlab.models.conformer import Conformer, ConformerConfig
-from frostlab.models.conformer.layer import Depthwise
 from frostlab.models.gpt import GPT, GPTConfig
 from frostlab.recipe.conformer import EnvelopeLoss
 from frostlab.recipe.settings import Optim, StepKind, Train
@@ -40,41 +35,10 @@ from frostlab.training.step import EagerStep
 CUDA = torch.device("cuda", 0)
 KINDS: dict[str, tuple[StepKind, int, torch.dtype]] = {
     "eager": ("eager", 1, torch.bfloat16),
-    "plain loop": ("eager", 1, torch.bfloat16),
     "eager in float32": ("eager", 1, torch.float32),
     "captured": ("captured", 1, torch.bfloat16),
     "compiled and captured": ("captured", WORTH_COMPILING, torch.bfloat16),
 }
-
-
-class PlainLoop:
-    """The step of a loop that knows nothing of frostlab."""
-
-    kind = "plain"
-
-    def __init__(self, objective: Objective) -> None:
-        self.objective = objective.to(CUDA).train()
-        for module in objective.modules():
-            if isinstance(module, Depthwise):
-                module.forward = functools.partial(turned, module)  # type: ignore[method-assign]
-        self.optimizer = torch.optim.AdamW(objective.parameters(), lr=1e-5)
-
-    def __call__(self, parts: list[Batch], scored: int, rate: float) -> None:
-        self.optimizer.zero_grad()
-        for part in parts:
-            with torch.autocast("cuda", torch.bfloat16):
-                loss = self.objective(part.to(CUDA)) / scored
-            loss.backward()
-        if (most := Optim().clip) is not None:
-            torch.nn.utils.clip_grad_norm_(self.objective.parameters(), most)
-        self.optimizer.step()
-
-
-def turned(module: Depthwise, x: Tensor) -> Tensor:
-    return torch.nn.Conv1d.forward(module, x.transpose(1, 2)).transpose(1, 2)
-
-
-Side = EagerStep | PlainLoop
 
 
 def bert() -> Objective:
@@ -122,25 +86,20 @@ def prepare(
     kind: StepKind = "captured",
     steps: int = WORTH_COMPILING,
     precision: torch.dtype = torch.bfloat16,
-    plain: bool = False,
-) -> Any:
+) -> EagerStep:
     torch.manual_seed(0)
     torch.compiler.reset()
     objective = build().to(CUDA).train()
     with tempfile.TemporaryDirectory() as cold:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cold
-        step: Side = (
-            PlainLoop(objective)
-            if plain
-            else build_step(
-                objective, Optim(), Train(step=kind), precision, CUDA, World(), steps=steps
-            )
+        step = build_step(
+            objective, Optim(), Train(step=kind), precision, CUDA, World(), steps=steps
         )
         take(step, batch, 6)
     return step
 
 
-def take(step: Side, batch: Batch, times: int) -> None:
+def take(step: EagerStep, batch: Batch, times: int) -> None:
     for _ in range(times):
         step([batch], batch.scored, 1e-5)
     torch.cuda.synchronize()
@@ -149,11 +108,11 @@ def take(step: Side, batch: Batch, times: int) -> None:
 def compare(case: str, rounds: int) -> None:
     build, draw, shape = CASES[case]
     batch = draw(*shape)
-    sides: dict[str, Side] = {}
+    sides: dict[str, EagerStep] = {}
     prepared, times = {}, {name: list[float]() for name in KINDS}
     for name, way in KINDS.items():
         began = time.perf_counter()
-        sides[name] = prepare(build, batch, *way, plain=name == "plain loop")
+        sides[name] = prepare(build, batch, *way)
         prepared[name] = time.perf_counter() - began
     for _ in range(rounds):
         for name, step in sides.items():
