@@ -1,7 +1,9 @@
 """Every recording held out once: what a recipe's decoder and the ridge decoder reach on it.
 
 A run for each held-out trial and seed, under --runs (finished ones are not run again). A trial's r
-is the mean over seeds by Fisher's z, and `chance` what 95 % of shifted envelopes stay below.
+is the mean over seeds by Fisher's z, and `chance` what 95 % of shifted envelopes stay below. A run
+keeps one trial more out, to choose its weights by, and its ridge decoder is fitted without that
+one, too; `ridge, all others` has it, as a study without a model to tune would.
 
     python benchmarks/leave_one_out.py --data-dir D [--recipe eeg-cocktail] [--trials 5] [--seeds 3]
         [--set key=value] [--runs folder] [--out record.json]
@@ -9,6 +11,7 @@ is the mean over seeds by Fisher's z, and `chance` what 95 % of shifted envelope
 
 import argparse
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +19,46 @@ import numpy as np
 
 import frostlab as fl
 from common import device_name
+from frostlab.data import Signals, prepare
 from frostlab.records.scores import read_scores
 from frostlab.scoring.correlation import fisher_mean
+from frostlab.scoring.measuring import score_recordings
+from frostlab.scoring.ridge import fit_ridge
+from frostlab.scoring.scores import EnvelopeScores
 from frostlab.training.devices import choose_device
 
-DECODERS = ("model", "ridge")
+DECODERS = ("model", "ridge", "ridge, all others")
 
 
 def score(options: argparse.Namespace, trial: int, seed: int) -> dict[str, Any]:
     """Train with one trial held out and return both decoders' scores on it."""
     settings = [*options.settings, f"data.held_out={trial}"]
     folder = options.runs / f"trial-{trial}-seed-{seed}"
+    recipe = fl.load_recipe(options.recipe, settings, seed=seed)
     if not (folder / "result.json").exists():
-        recipe = fl.load_recipe(options.recipe, settings, seed=seed)
         fl.run(recipe, out=folder, data_dir=options.data_dir, resume=folder.exists())
     found = {"trial": trial, "seed": seed}
-    for name, each in read_scores(folder)["report"].items():
+    scores = dict(read_scores(folder)["report"])
+    scores["ridge, all others"] = ridge_of_all_others(recipe, options.data_dir)
+    for name, each in scores.items():
         told = each.summary
         found[name] = {
             "attended": told.mean, "other": told.mean_other, "chance": told.null.high,
             "p": told.null.p, "told": [told.attended.right, told.attended.decisions],
         }  # fmt: skip
     return found
+
+
+@cache
+def ridge_of_all_others(recipe: fl.Recipe, data_dir: Path | None) -> EnvelopeScores:
+    """The ridge decoder's scores where it has the trial too that chooses a model's weights."""
+    signals = prepare(recipe, data_dir)
+    assert isinstance(signals, Signals)
+    splits = signals.splits
+    ridge = fit_ridge([*splits["train"].recordings, *splits["tune"].recordings], signals.rate)
+    held_out = splits["report"].recordings
+    decoded = {each.name: ridge.predict(each) for each in held_out}
+    return score_recordings(decoded, held_out, signals.rate)
 
 
 def row(runs: list[dict[str, Any]], decoder: str, which: str) -> list[float]:

@@ -235,12 +235,12 @@ def plant(path: Path, **values: Any) -> None:
 
 def test_a_caution_is_shown_and_other_data_are_not_paired(tmp_path: Path) -> None:
     found = compare(tmp_path / "c")
-    assert "What follows is" not in found.page.read_text()
+    assert "Caution" not in found.page.read_text()
     for name in ("baseline", "oelm"):
         plant(tmp_path / "c" / "runs" / f"{name}-s0" / "result.json", caution="selected on it")
         plant(tmp_path / "c" / "runs" / f"{name}-s1" / "digests.json", data="another")
     again = compare(tmp_path / "c")
-    assert "What follows is selected on it." in again.page.read_text()
+    assert "Caution: selected on it." in again.page.read_text()
     (refused,) = again.evidence["refused_pairs"]
     assert (refused["seed"], refused["reason"]) == (1, "the data are no longer those of seed 0")
     assert again.verdicts["oelm"]["paired"]["n"] == 1

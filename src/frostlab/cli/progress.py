@@ -40,7 +40,7 @@ class Bar:
     def begin(self, step: int, steps: int, per_epoch: int, caution: str | None) -> None:
         """Show an empty bar."""
         if caution:
-            self._progress.console.print(f"what follows is {caution}", highlight=False)
+            self._progress.console.print(f"caution: {caution}", highlight=False)
         self._per_epoch, self._began, self._first = per_epoch, time.monotonic(), step
         self._stage = 0
         self._task = self._progress.add_task(
@@ -89,7 +89,7 @@ class Lines:
     def begin(self, step: int, steps: int, per_epoch: int, caution: str | None) -> None:
         """Say how much there is to do."""
         if caution:
-            _say(f"what follows is {caution}")
+            _say(f"caution: {caution}")
         self._steps, self._per_epoch, self._stage = steps, per_epoch, 0
         self._began = self._said = time.monotonic()
         self._first = step

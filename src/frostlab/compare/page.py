@@ -22,7 +22,7 @@ def page(evidence: dict[str, Any]) -> str:
     arms = ", ".join(evidence["arms"])
     parts = [
         f"# {plan['name']}: {arms}",
-        f"What follows is {evidence['caution']}." if evidence["caution"] else "",
+        f"Caution: {evidence['caution']}." if evidence["caution"] else "",
         _quickly(plan),
         _verdicts(evidence),
         _questions(evidence),

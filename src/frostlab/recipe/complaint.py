@@ -92,6 +92,8 @@ def _line(path: list[Any], errors: list[ErrorDetails], values: dict[str, Any]) -
         return f"{key} is not a key{_nearest_key(path, values)}"
     if kind == "missing":
         return f"{key} is missing"
+    if kind == "too_long":
+        return f"{key} = {value!r} is {len(value)} values, not {errors[0]['ctx']['max_length']}"
     if kind == "union_tag_not_found":
         tag = errors[0]["ctx"]["discriminator"].strip("'")
         return f"{key}.{tag} is missing"

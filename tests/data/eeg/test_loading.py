@@ -53,7 +53,7 @@ def test_what_is_known_is_of_these_subjects(tmp_path: Path) -> None:
     found = load_recordings(alone, cache=tmp_path)
     assert set(found.known) == {"best_r", "best_linear_r"}
     assert "unseen" not in found.splits
-    assert "need not be reachable" in (found.caution or "")
+    assert "rate and distortion" in (found.caution or "")
 
 
 def test_simulated_once_and_by_its_settings(

@@ -16,7 +16,7 @@ from frostlab.recipe.eeg import SimulatedEEG
 Array = NDArray[np.float64]
 _HEAD, _RECORDING = 0, 1  # what a stream of random numbers is for
 
-BOUND = "best_r is a bound (rate and distortion) that need not be reachable: responses: nonlinear"
+BOUND = "with nonlinear responses best_r is a bound (rate and distortion), perhaps out of reach"
 
 
 def head_of(data: SimulatedEEG, unseen: bool, subject: int) -> Head:
