@@ -12,7 +12,13 @@ from transformers.models.wav2vec2_conformer.modeling_wav2vec2_conformer import (
 )
 
 from frostlab.models.conformer import ConformerLayer
-from frostlab.models.conformer.layer import Attention, by_distance, distances, sinusoids
+from frostlab.models.conformer.layer import (
+    Attention,
+    Depthwise,
+    by_distance,
+    distances,
+    sinusoids,
+)
 from zoo import CONFORMER, widen
 
 WIDTH, HEADS, LENGTH = CONFORMER.width, CONFORMER.heads, 9
@@ -98,8 +104,19 @@ def test_a_layer_equals_torchs_own_modules(norm: str, training: bool) -> None:
     found.backward(pull)
     wanted.backward(pull)
     torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-4)
+    ours, theirs = layer.convolution.depthwise, reference.depthwise
+    for name in ("weight", "bias"):
+        found, wanted = (module.get_parameter(name).grad for module in (ours, theirs))
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     for name, buffer in reference.middle.named_buffers():
         torch.testing.assert_close(layer.convolution.middle.get_buffer(name), buffer)
+
+
+@pytest.mark.parametrize("length", [1, LENGTH])
+def test_the_convolution_leaves_its_input_as_it_lies(length: int) -> None:
+    made = Depthwise(WIDTH, 5)(torch.randn(3, length, WIDTH))
+    assert made.shape == (3, length, WIDTH)
+    assert made.is_contiguous(), "no copy is made for the norm that follows"
 
 
 def relative() -> Attention:
