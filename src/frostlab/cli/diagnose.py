@@ -65,7 +65,7 @@ def diagnose(
         typer.echo(json.dumps(found.to_dict(), indent=1))
     else:
         _show(found)
-    if not found.healthy:
+    if found.healthy is False:
         raise typer.Exit(1)
 
 

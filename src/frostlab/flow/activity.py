@@ -54,10 +54,10 @@ class Activity:
         made: list[Any] = []
         if self._units:
             for name, module in _before_down(self._model):
-                made.append(module.register_forward_pre_hook(self._input(name)))
+                made.append(module.register_forward_pre_hook(self._input(name, module)))
             for name, module in self._model.named_modules():
                 if isinstance(module, ONE_SIDED) or type(module) in BOUNDED:
-                    made.append(module.register_forward_hook(self._output(name)))
+                    made.append(module.register_forward_hook(self._output(name, module)))
         return made
 
     def listening(self) -> AbstractContextManager[Any]:
@@ -84,16 +84,16 @@ class Activity:
 
         return told
 
-    def _input(self, name: str) -> Callable[..., None]:
+    def _input(self, name: str, own: nn.Module) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if self._looks(module):
+            if module is own and self._looks(module):  # a copy of the model has its hooks, too
                 self._found["dead", name] = dead_share(args[0].detach())
 
         return hook
 
-    def _output(self, name: str) -> Callable[..., None]:
+    def _output(self, name: str, own: nn.Module) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, made: Tensor) -> None:
-            if not self._looks(module):
+            if module is not own or not self._looks(module):
                 return
             if type(module) in BOUNDED:
                 share = saturated_share(made.detach(), *BOUNDED[type(module)])

@@ -26,10 +26,12 @@ class Diagnosis:
     flows: dict[str, Flow]
 
     @property
-    def healthy(self) -> bool:
-        """Whether all that should learn does, as far as it was measured, and nothing blew up."""
+    def healthy(self) -> bool | None:
+        """Whether all that should learn does, and nothing blew up; None if no step was measured."""
         words = {v.word for flow in self.flows.values() for v in flow.verdicts().values()}
-        return self.status != "diverged" and not words & set(BAD)
+        if self.status == "diverged" or words & set(BAD):
+            return False
+        return True if any(flow.reports for flow in self.flows.values()) else None
 
     @property
     def sentences(self) -> list[str]:

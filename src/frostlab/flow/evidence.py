@@ -33,6 +33,12 @@ class Evidence:
         """Whether more than a first step was measured, in which much is zero by design."""
         return len(self.reports) >= self.rules.fewest
 
+    @property
+    def asleep(self) -> bool:
+        """Whether nothing moves at all."""
+        ratios = known(self.ratios.values())
+        return bool(ratios) and max(ratios) < self.rules.asleep
+
     def _learned(self, report: Report, part: int) -> float:
         """Update over weight, as it would be at the highest learning rate, and without decay.
 

@@ -116,9 +116,7 @@ class Flow:
 
     def save(self, path: str | Path) -> Path:
         """Write the flow as JSON, whole or not at all."""
-        target = Path(path)
-        if not target.parent.is_dir():
-            raise BadInput(f"save: the folder {target.parent} does not exist")
+        target = can_save(path)
         write_whole(target, json.dumps(self.to_dict(), allow_nan=False))
         return target
 
@@ -129,6 +127,16 @@ class Flow:
         if part not in names:
             raise BadInput(f"series: no part `{part}`{nearest(part, names)}")
         return names.index(part)
+
+
+def can_save(path: str | Path) -> Path:
+    """Where a flow is to be written; refused before there is one."""
+    target = Path(path)
+    if target.is_dir():
+        raise BadInput(f"save: {target} is a folder; name a file in it, such as flow.json")
+    if not target.parent.is_dir():
+        raise BadInput(f"save: the folder {target.parent} does not exist")
+    return target
 
 
 def load_flow(path: str | Path) -> Flow:
@@ -147,7 +155,7 @@ def load_flow(path: str | Path) -> Flow:
         flow.groups = tuple(GroupFacts(**group) for group in data["groups"])
         flow.moved, flow.verified = tuple(data["moved"]), data["verified"]
         flow._reports = [_report(values) for values in data["reports"]]
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise BadInput(f"load_flow: {path} is not a whole flow: {error}") from None
     return flow
 

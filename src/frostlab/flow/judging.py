@@ -16,6 +16,7 @@ from frostlab.flow.rules import (
     SCALED,
     SLOW,
     STILL,
+    UNKNOWN,
     Rules,
     Verdict,
 )
@@ -44,12 +45,14 @@ def _judge(seen: Evidence, i: int, part: PartFacts) -> Verdict:
             FROZEN, f"{'the architecture fixes it' if fixed else 'it requires no gradient'}{proof}"
         )
     if not seen.reports:
-        return Verdict(LEARNING, "nothing has been measured yet")
+        return Verdict(UNKNOWN, "no step has been measured yet")
     for rule in (_broken, _left_out, _decaying, _still, _exploding, _slow, _scaled):
         if (found := rule(seen, i, part)) is not None:
             return found
     if math.isnan(seen.ratios[i]):
-        return Verdict(LEARNING, "no step with a learning rate above 0 has been measured yet")
+        return Verdict(
+            UNKNOWN, "no step in which it has a learning rate above 0 has been measured yet"
+        )
     return Verdict(LEARNING, f"a step moves it by {seen.ratios[i]:.1e} of its weights")
 
 
@@ -78,7 +81,9 @@ def _left_out(seen: Evidence, i: int, part: PartFacts) -> Verdict | None:
             f"no gradient arrives: {_some(cut, part)} detached from the loss",
             "look for detach(), no_grad(), or an output that the loss does not use",
         )
-    if seen.rate(part) == 0.0 and any(rate > 0 for r in seen.reports for rate in r.rates):
+    some = any(rate > 0 for r in seen.reports for rate in r.rates)
+    never = seen.enough and not any(seen.highest)
+    if seen.rate(part) == 0.0 and (some or never):
         return Verdict(STILL, "its learning rate is 0", "look at its group in the optimizer")
     return None
 
@@ -104,7 +109,7 @@ def _still(seen: Evidence, i: int, part: PartFacts) -> Verdict | None:
     left_behind = (bool(like) and ratio < rules.slow * max(like)) or (
         bool(others) and ratio < rules.apart * median(others)
     )
-    if not left_behind:
+    if not left_behind and not seen.asleep:
         return None
     why, hint = cause_of(seen, i, part)
     return Verdict(STILL, f"a step moves it by {ratio:.1e} of its weights: {why}", hint)

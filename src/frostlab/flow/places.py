@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from frostlab.anatomy import Part, Rows, Slot, survey, unwrapped
@@ -76,14 +77,14 @@ class _Held:
 
 
 def flags_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[int, ...]:
-    """Who requires a gradient now, and how many parameters each of the optimizers' groups holds.
+    """Who requires a gradient now, and whom each of the optimizers' groups holds.
 
-    What learns is known by its identity: another tensor in its place is another one.
+    A tensor is known by its identity: another one in its place is another one.
     """
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     held = (p for module in unwrapped(model).modules() for p in module._parameters.values())
     flags = (id(p) if p.requires_grad else 0 for p in held if p is not None)
-    return (*flags, *(len(group["params"]) for group in groups))
+    return (*flags, *map(len, groups), *(id(p) for group in groups for p in group))
 
 
 def former_places(old: Watched, new: Watched) -> list[int | None]:
@@ -99,12 +100,16 @@ def former_places(old: Watched, new: Watched) -> list[int | None]:
 
 def look(model: nn.Module, optimizers: Sequence[Optimizer]) -> Watched:
     """See a model's parts by its anatomy or, where that is unknown, by its modules."""
+    for name, parameter in unwrapped(model).named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise BadInput(f"watch: {name} has no shape yet; give the model a batch first")
     try:
         anatomy, slots = survey(model)
     except UnknownArchitecture:
-        held = list(_by_module(unwrapped(model)))
+        every = list(_by_module(unwrapped(model)))
     else:
-        held = [_by_anatomy(part, slots[part.name]) for part in anatomy.parts]
+        every = [_by_anatomy(part, slots[part.name]) for part in anatomy.parts]
+    held = [each for each in every if each.parameter.numel()]  # of nothing nothing is learned
     if not held:
         raise BadInput(f"watch: {type(model).__name__} has no parameters to watch")
     groups = _groups(optimizers)

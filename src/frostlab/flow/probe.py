@@ -4,7 +4,7 @@ Nothing here waits for the device or looks at a value, so that all of it may be 
 graph. A step is measured by calling `before_step` and `after_step` around the optimizer's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -60,14 +60,33 @@ class Probe:
         sizes |= {"rates": len(groups), "stopped": 1}
         self.values = torch.zeros(sum(sizes.values()), dtype=self.wide, device=self.device)
         self.views = dict(zip(sizes, self.values.split(list(sizes.values())), strict=True))
-        self._updates = Updates(watched, self.optimizers, self._totals)
+        # made once: a zero filled for each at every report is a kernel for each
+        self._nothing = [stand_in(local(p)) for p in watched.parameters]
+        self._updates = Updates(watched, self.optimizers, self._totals, self._nothing)
+        self._turns = self._whose()
         self._clip_seen = False
         self._start = [local(p).detach().clone() for p in watched.parameters] if change else []
-        self._last = [torch.zeros_like(local(p)) for p in watched.parameters] if agreement else []
+        self._last = [  # products of halves would overflow
+            torch.zeros_like(local(p), dtype=_exact(local(p).dtype))
+            for p in (watched.parameters if agreement else ())
+        ]
         self._energy = torch.zeros_like(self.views["energy"])
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def _whose(self) -> list[dict[int, None]]:
+        """The parameters that each optimizer steps with; those of none come with the first."""
+        turns: list[dict[int, None]] = [{} for _ in self.optimizers]
+        owner = {
+            id(p): turn
+            for turn, optimizer in enumerate(self.optimizers)
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+        for i, parameter in enumerate(self.watched.parameters):
+            turns[owner.get(id(parameter), 0)][i] = None
+        return turns
 
     def start_as(self, former: "Probe") -> None:
         """Keep the start of what another probe has watched before."""
@@ -94,7 +113,7 @@ class Probe:
         `gradients` they do not exist yet (a closure makes them) and are measured afterwards.
         """
         if gradients:
-            self._measure_gradients(share)
+            self.measure_gradients(0, share)
         self._updates.before(self.reached if gradients else None)
         if self.watched.front:
             lowest, highest = zip(*map(self._range, self.watched.front), strict=True)
@@ -105,7 +124,8 @@ class Probe:
     def after_step(self, gradients: bool = False) -> None:
         """Measure what the step changed."""
         if gradients:
-            self._measure_gradients(None)
+            for turn in range(len(self.optimizers)):
+                self.measure_gradients(turn)
         for name, values in zip(("weight", "update"), self._updates.after(), strict=True):
             self.views[name].copy_(values)
         if self._start:
@@ -116,34 +136,44 @@ class Probe:
         self._clip_seen = False
         self._note_rates()
 
-    def _measure_gradients(self, share: Tensor | None) -> None:
-        found = self._gradients()
-        self.views["gradient"].copy_(self._totals.squares(found))
+    @torch.no_grad()
+    def measure_gradients(self, turn: int, share: Tensor | None = None) -> None:
+        """Add what an optimizer is about to step with; the first one's turn begins anew."""
+        own = self._turns[turn]
+        found = self._gradients(own)
+        squares = self._totals.squares(found)
+        if turn == 0:
+            self.views["gradient"].zero_()
+            self.views["largest"].zero_()
+        if self.agreement:
+            self._compare(own, found, squares, turn == 0)
+        if share is not None:  # one pass serves both
+            self.views["before_clip"].copy_(squares)
+            self._clip_seen = True
+        factor = share if share is not None else self._unscaling(turn)
+        self.views["gradient"].add_(squares if factor is None else squares * factor.square())
         if self.ends:
             norms = self._totals.norms([found[i] for i in self.ends], torch.inf)
-            self.views["largest"].copy_(norms)
-        if self.agreement:
-            self._compare(found)
-        if share is not None:  # one pass serves both
-            self.views["before_clip"].copy_(self.views["gradient"])
-            self._clip_seen = True
-        factor = share if share is not None else self._unscaling()
-        if factor is not None:
-            self.views["gradient"].mul_(factor.square())
-            self.views["largest"].mul_(factor)
+            largest = self.views["largest"]
+            torch.maximum(largest, norms if factor is None else norms * factor, out=largest)
 
-    def _gradients(self) -> list[Tensor]:
-        """Every gradient, or this process's share of it; a zero stands in for none."""
-        found, self.reached = [], []
-        for parameter in self.watched.parameters:
-            gradient = self.gradient(parameter)
-            self.reached.append(gradient is not None)
-            found.append(stand_in(local(parameter)) if gradient is None else local(gradient))
+    def _gradients(self, own: Collection[int] | None = None) -> list[Tensor]:
+        """Every gradient, or this process's share of it; a zero stands in for none.
+
+        And for those of others, where only some are wanted.
+        """
+        found = []
+        for i, parameter in enumerate(self.watched.parameters):
+            gradient = None
+            if own is None or i in own:
+                gradient = self.gradient(parameter)
+                self.reached[i] = gradient is not None
+            found.append(self._nothing[i] if gradient is None else local(gradient))
         return found
 
-    def _unscaling(self) -> Tensor | None:
+    def _unscaling(self, turn: int) -> Tensor | None:
         """What a fused optimizer will multiply gradients with, as GradScaler asks it to."""
-        scale = getattr(self.optimizers[0], "grad_scale", None)
+        scale = getattr(self.optimizers[turn], "grad_scale", None)
         return 1.0 / scale.to(self.device, self.wide) if isinstance(scale, Tensor) else None
 
     def _range(self, place: int) -> tuple[Tensor, Tensor]:
@@ -155,19 +185,25 @@ class Probe:
         smallest, largest = weight.aminmax()
         return smallest.to(self.device), largest.to(self.device)
 
-    def _compare(self, found: list[Tensor]) -> None:
+    def _compare(
+        self, own: Collection[int], found: list[Tensor], squares: Tensor, begins: bool
+    ) -> None:
         """The product of this gradient with the last one, which it then replaces.
 
         The first has none before it: zeros, of no norm and so without a cosine.
         """
-        torch._foreach_mul_(self._last, found)
-        products = self._totals.add_up(lambda views: [v.sum() for v in views[0]], self._last)
-        self.views["agree"].copy_(products)
-        torch._foreach_copy_(self._last, found)
-        energy = self.views["gradient"]
-        self.views["former"].copy_(self._energy)
-        self.views["energy"].copy_(energy)
-        self._energy.copy_(energy)
+        if begins:
+            self.views["former"].copy_(self._energy)
+            self.views["agree"].zero_()
+            self._energy.zero_()
+        mine = [self._last[i] for i in own]
+        torch._foreach_mul_(mine, [found[i] for i in own])
+        products = [self._last[i] if i in own else zero for i, zero in enumerate(self._nothing)]
+        added = self._totals.add_up(lambda views: [v.sum() for v in views[0]], products)
+        self.views["agree"].add_(added)
+        torch._foreach_copy_(mine, [found[i] for i in own])
+        self._energy.add_(squares)
+        self.views["energy"].copy_(self._energy)
 
     def _since_start(self, now: list[Tensor]) -> None:
         """How far from the start, and along it: view by view, so that no copy is made."""
@@ -176,7 +212,8 @@ class Probe:
             return [(a - b).float().norm().square() for a, b in zip(*views, strict=True)]
 
         def along(views: list[list[Tensor]]) -> list[Tensor]:
-            return [(a * b).sum(dtype=self.wide) for a, b in zip(*views, strict=True)]
+            pairs = zip(*views, strict=True)
+            return [(a.to(_exact(a.dtype)) * b).sum(dtype=self.wide) for a, b in pairs]
 
         self.views["origin"].copy_(self._totals.squares(self._start))
         self.views["moved"].copy_(self._totals.add_up(apart, now, self._start))
@@ -209,3 +246,8 @@ class Probe:
             self.views["stopped"].copy_(stopped)
         else:
             self.views["stopped"].zero_()
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    """What products of such numbers are made in."""
+    return torch.promote_types(dtype, torch.float32)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 LEARNING, SLOW, STILL = "learning", "slow", "not learning"
 EXPLODING, FROZEN, SCALED = "exploding", "frozen on purpose", "scaled away by the optimizer"
 DECAYING, MOVED = "moved by weight decay alone", "frozen, yet moved"
-WORDS = (LEARNING, SLOW, STILL, EXPLODING, FROZEN, SCALED, DECAYING, MOVED)
+UNKNOWN = "not measured yet"
+WORDS = (LEARNING, SLOW, STILL, EXPLODING, FROZEN, SCALED, DECAYING, MOVED, UNKNOWN)
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Rules:
     window: int = 5  # reports
     fewest: int = 2  # reports before a part is said to stand still: zeros hold others up at first
     still: float = 1e-6  # below: not learning, if others move
+    asleep: float = 1e-9  # below, everywhere: nothing learns
     decayed: float = 2.0  # times what decay alone would move: up to here decay may explain it
     drowned: float = 1e-4  # gradient, of its sum with decay: below, normalised decay explains it
     slow: float = 0.01  # of the median of its peers
@@ -64,4 +66,4 @@ class Verdict:
     @property
     def alarming(self) -> bool:
         """Whether somebody should look."""
-        return self.word not in (LEARNING, FROZEN, SCALED)
+        return self.word not in (LEARNING, FROZEN, SCALED, UNKNOWN)

@@ -13,6 +13,7 @@ from frostlab.flow.rules import (
     SCALED,
     SLOW,
     STILL,
+    UNKNOWN,
     Rules,
 )
 
@@ -28,6 +29,7 @@ BAD = {  # a word, said of one part and of several; these are what a healthy run
 _ODD = {
     SLOW: ("is slow", "are slow"),
     SCALED: ("has a gradient scale that is undone", "have a gradient scale that is undone"),
+    UNKNOWN: ("is not known yet", "are not known yet"),
 }
 _TOO_EARLY = "one step has been measured, and who learns is told from the second on"
 _NAMED = 5  # parts in a sentence
@@ -72,7 +74,7 @@ def sentence_of(flow: "Flow") -> str:
             said.append(f"{len(names)} of {count} parts {verb}: {listed(names, _NAMED)}")
     if (broken := flow.first_broken()) is not None:
         said.append(f"NaN or infinity was first seen at step {broken[0]}, in {broken[1]}")
-    if not any(word in BAD for word in words.values()):
+    if not any(word in BAD or word == UNKNOWN for word in words.values()):
         told = len(flow.reports) >= Rules().fewest
         first = f"all {learning} parts that should learn do" if told else _TOO_EARLY
         said.insert(0, first)

@@ -27,11 +27,15 @@ class Updates:
     optimizer measures itself.
     """
 
-    def __init__(self, watched: Watched, optimizers: Sequence[Any], totals: Totals) -> None:
+    def __init__(
+        self,
+        watched: Watched,
+        optimizers: Sequence[Any],
+        totals: Totals,
+        nothing: Sequence[Tensor],  # a zero shaped as each of what learns
+    ) -> None:
         self._watched, self._totals = watched, totals
-        self._nothing = [
-            stand_in(local(p)) for p in watched.parameters
-        ]  # made once, no kernel each
+        self._nothing = nothing
         self._before: list[Tensor] = []
         self._copied: list[int] = []  # parameters of which there are copies
         self._squares: Tensor | None = None  # of the copies

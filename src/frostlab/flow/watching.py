@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -57,14 +58,14 @@ class Watch(Flow):
         """See which parts there are, and who learns now."""
         self._collect(wait=True)  # reports belong to the parts they were made of
         watched = look(self._model, self._optimizers)
+        if not watched.parameters:
+            raise BadInput("watch: nothing requires a gradient; freeze less, or nothing will learn")
         self.parts, self._flags = watched.parts, watched.flags
         self.groups = tuple(
             GroupFacts.of(group, type(each).__name__)
             for each in self._optimizers
             for group in each.param_groups
         )
-        if not watched.parameters:
-            raise BadInput("watch: nothing requires a gradient; freeze less, or nothing will learn")
         former, self._probe = self._probe, Probe(watched, self._optimizers, **self._settings)
         self._changes = changes()
         if former is None:
@@ -106,6 +107,10 @@ class Watch(Flow):
             return self
         self._hooks = [
             self._optimizers[0].register_step_pre_hook(self._before),
+            *(
+                each.register_step_pre_hook(partial(self._between, turn))
+                for turn, each in enumerate(self._optimizers[1:], 1)
+            ),
             self._optimizers[-1].register_step_post_hook(self._after),
             *self._activity.hooks(),
         ]
@@ -148,8 +153,8 @@ class Watch(Flow):
 
     def before_clip(self) -> None:
         """Call this before clipping, and the gradient's norm before it is known too."""
-        if self.is_due():
-            self.probe.before_clip()
+        if self.is_due() and (probe := self._awake()) is not None:
+            probe.before_clip()
 
     def before_step(self, share: Tensor | None = None, gradients: bool = True) -> None:
         """A step is about to be taken; hooks call this, or a loop that has none (see `Probe`)."""
@@ -157,8 +162,10 @@ class Watch(Flow):
         self._measuring = self.is_due()
         self.step += 1
         self._inside = True
-        if self._measuring:
-            self.probe.before_step(share, gradients)
+        probe = self._awake() if self._measuring else None
+        self._measuring = probe is not None
+        if probe is not None:
+            probe.before_step(share, gradients)
 
     def after_step(self, gradients: bool = False) -> None:
         """The step has been taken."""
@@ -177,6 +184,13 @@ class Watch(Flow):
     def _send(self, probe: Probe) -> None:
         self._mailbox.send(self.step, probe, self._activity.numbers(), self._activity.read())
         self._collect(wait=False)
+
+    def _awake(self) -> Probe | None:
+        """What measures, unless all of the model has been frozen meanwhile."""
+        try:
+            return self.probe
+        except BadInput:
+            return None
 
     @property
     def probe(self) -> Probe:
@@ -198,9 +212,14 @@ class Watch(Flow):
         return self._measuring if self._inside else (self.step - self.first) % self.every == 0
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        given = [*args[1:], *kwargs.values()]  # the first is the optimizer itself
-        self._closed_over = any(callable(each) for each in given)
+        self._closed_over = _has_closure(args, kwargs)
         self.before_step(gradients=not self._closed_over)
+
+    def _between(self, turn: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """The gradients of an optimizer that steps after others may not have been there before."""
+        self._closed_over |= _has_closure(args, kwargs)
+        if self._measuring and self._probe is not None and not self._closed_over:
+            self._probe.measure_gradients(turn)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.after_step(gradients=self._closed_over)
@@ -228,7 +247,7 @@ def watch(
     `gradient` says where a parameter's gradient lies, if it is not in `.grad`. `tell` is called
     with each report as it arrives, such as `TensorBoard(folder).flow`.
     """
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    optimizers: list[Any] = [*optimizer] if isinstance(optimizer, Sequence) else [optimizer]
     if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
         raise BadInput("watch: the optimizer is no torch.optim.Optimizer; give the one that steps")
     if not isinstance(every, int) or every < 1:
@@ -238,6 +257,11 @@ def watch(
     return Watch(
         model, optimizers, every, change, agreement, units, entropy, verify, gradient, tell
     )
+
+
+def _has_closure(args: Any, kwargs: Any) -> bool:
+    given = [*args[1:], *kwargs.values()]  # the first is the optimizer itself
+    return any(callable(each) for each in given)
 
 
 def _is_compiled(model: nn.Module) -> bool:

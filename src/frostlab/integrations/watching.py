@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from frostlab.flow import Watch, watch
+from frostlab.flow.flow import can_save
 from frostlab.flow.watching import Tell
 
 
@@ -32,6 +33,8 @@ class Watching:
 
     def begin(self, model: Any, optimizer: Any, step: int) -> None:
         """Begin to watch, so many steps after the first."""
+        if self.path is not None:
+            can_save(self.path)  # training that ends in an error would be lost
         self.flow = watch(model, optimizer, self.every, **self.options)
         self.flow.step = step
         self.flow.start()

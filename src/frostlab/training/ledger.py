@@ -44,6 +44,7 @@ class Ledger:
         if self._first is None:
             self._first = entry.step
         self._entries.append(entry)
+        self._write_flow()
         if self._waits:
             if len(self._entries) >= 2 * _BLOCK:
                 self._settle(_BLOCK)
