@@ -60,7 +60,8 @@ def test_what_is_thawed_while_watched_may_move() -> None:
         train_on(model, optimizer, range(2, 4))
     assert flow.moved == ()
     thawed = {n for n, v in flow.verdicts().items() if v.word == UNKNOWN}
-    assert thawed and all(name.startswith("layers[0].") for name in thawed)
+    assert thawed
+    assert all(name.startswith("layers[0].") for name in thawed)
     assert {v.word for v in flow.verdicts().values()} == {LEARNING, UNKNOWN}
 
 

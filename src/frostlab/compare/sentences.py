@@ -14,12 +14,12 @@ def effect_of(pair: Paired | None) -> str:
     return f"{shown.format(pair.effect)} ({level}: {' to '.join(_ends(pair))})"
 
 
-def probability(p: float, arms: int) -> str:
-    """The p value, and over how many arms it was adjusted."""
+def probability(p: float, count: int, things: str) -> str:
+    """The p value, and over how many arms or questions it was adjusted."""
     if p != p:
         return "no p"
     shown = "p < 0.0001" if p < 0.0001 else f"p = {p:.3g}"
-    return f"{shown} after Holm over {arms} arms" if arms > 1 else shown
+    return f"{shown} after Holm over {count} {things}" if count > 1 else shown
 
 
 def seeds_of(n: int) -> str:

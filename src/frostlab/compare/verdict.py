@@ -66,13 +66,14 @@ def judge_family(
     family: Mapping[str, tuple[str, str]],
     rules: Rules,
     *,
+    things: str = "arms",
     confounds: Mapping[str, Sequence[str]] = _NONE,
     failed: Mapping[str, Sequence[int]] = _NONE,
     unproven: Mapping[str, str] = _NONE,
 ) -> dict[str, Verdict]:
     """Judge pairs of arms, each under a name, Holm over all of them.
 
-    `confounds` and `unproven` go by the pairs' names.
+    `things` is what a sentence calls the pairs; `confounds` and `unproven` go by their names.
     """
     usable, lost = usable_values(arms, failed, rules)
     found = {name: _pair(usable[a], usable[b], rules) for name, (a, b) in family.items()}
@@ -80,7 +81,7 @@ def judge_family(
     verdicts = {}
     for name, pair in found.items():
         arm, baseline = family[name]
-        case = _Case(arm, baseline, rules, pair, adjusted[name], len(found))
+        case = _Case(arm, baseline, rules, pair, adjusted[name], len(found), things)
         answer = _noninferior(usable[arm], usable[baseline], rules)
         notes = [*lost.get(baseline, ()), *lost.get(arm, ())]
         notes += without_partner(arm, baseline, arms, failed)
@@ -120,6 +121,7 @@ class _Case:
     pair: Paired | None
     p: float
     arms: int
+    things: str
 
     @property
     def n(self) -> int:
@@ -137,7 +139,8 @@ class _Case:
     ) -> tuple[Word, str, tuple[str, ...]]:
         """The word, its sentence, and notes."""
         on = f"on {self.rules.metric}"
-        numbers = f"{effect_of(self.pair)}, {probability(self.p, self.arms)}, {seeds_of(self.n)}"
+        p = probability(self.p, self.arms, self.things)
+        numbers = f"{effect_of(self.pair)}, {p}, {seeds_of(self.n)}"
         if mixed:
             said = f"{self.arm} is confounded by {', '.join(mixed)} {on}: {numbers}; "
             return "confounded", said + "the treatment is not all that differs.", ()

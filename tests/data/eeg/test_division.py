@@ -70,7 +70,7 @@ def test_speech_heard_in_training_by_others_is_told() -> None:
     shared = [Heading(f"s{s}_{n}", f"s{s}", f"story{n + s % 2}") for s in (1, 2) for n in (1, 2, 3)]
     found, caution = divide(shared, Rule(), "here")
     assert found["train"] == ["s1_1", "s2_1"]  # stories 2 and 1; s2 tunes on 2
-    assert caution == "speech of 1 of 2 tune recordings was also heard in training, by others"
+    assert caution == "speech of 1 of 2 tune recordings was also heard in training"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from frostlab.data.eeg import Recording, gather, load_recordings
 from frostlab.data.eeg import loading as loading_module
+from frostlab.data.eeg import simulated
 from frostlab.data.eeg.optimum import mean_r, optimum
 from frostlab.data.eeg.simulated import head_of
 from frostlab.errors import BadInput
@@ -72,6 +73,18 @@ def test_simulated_once_and_by_its_settings(
     assert not np.array_equal(other.splits["tune"][0].envelope, first.splits["tune"][0].envelope)
 
 
+def test_the_digest_is_of_the_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = load_recordings(SMALL, cache=tmp_path / "a")
+    plain = simulated.simulate
+
+    def louder(*given: Any) -> Any:
+        envelope, eeg = plain(*given)
+        return envelope, eeg + 0.01 * envelope[:, None]
+
+    monkeypatch.setattr(simulated, "simulate", louder)
+    assert load_recordings(SMALL, cache=tmp_path / "b").digest != first.digest
+
+
 def write_pair(folder: Path, stem: str, seed: int, samples: int = 640, channels: int = 64) -> None:
     folder.mkdir(exist_ok=True)
     random = np.random.default_rng(seed)
@@ -112,6 +125,15 @@ def test_the_challenges_folder(folder: Path, tmp_path: Path) -> None:
     referred = raw - raw.mean(axis=1, keepdims=True)
     assert np.corrcoef(average.splits["report"][1].eeg[:, 5], referred[:, 5])[0, 1] > 0.9999
     assert average.digest != found.digest
+
+
+def test_speech_that_was_trained_on_is_found_by_its_numbers(folder: Path, tmp_path: Path) -> None:
+    assert load_recordings(challenge(folder), cache=tmp_path).caution is None
+    for kind in ("eeg", "envelope"):
+        known = np.load(folder / f"train_-_sub-001_-_audiobook_1_-_{kind}.npy")
+        np.save(folder / f"test_-_sub-002_-_audiobook_1_-_{kind}.npy", known)
+    found = load_recordings(challenge(folder), cache=tmp_path)
+    assert found.caution == "speech of 1 of 2 report recordings was also heard in training"
 
 
 def test_held_out_subjects_of_a_folder(folder: Path, tmp_path: Path) -> None:
@@ -255,7 +277,7 @@ def test_gathering_recordings_in_memory() -> None:
     assert found.caution is None
     again = [*four[:3], replace(made("3", "b"), envelope=four[0].envelope)]
     caution = gather(again, 64.0, ("Fz", "Cz"), unseen=("b",)).caution
-    assert caution == "speech of 1 of 1 unseen recordings was also heard in training, by others"
+    assert caution == "speech of 1 of 1 unseen recordings was also heard in training"
     other = [*four[:3], made("3", "b")]
     assert gather(other, 64.0, ("Fz", "Cz"), unseen=("b",)).digest != found.digest
     with pytest.raises(BadInput, match="2 recordings are called 1"):

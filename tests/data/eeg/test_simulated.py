@@ -32,6 +32,20 @@ def random(seed: int = 0) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
+def test_signs_that_a_library_chooses_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, found = head(), []
+    eigh = np.linalg.eigh
+
+    def turned(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        values, vectors = eigh(matrix)
+        return values, vectors * np.where(np.arange(len(values)) % 2, 1.0, -1.0)
+
+    for solver in (eigh, turned):
+        monkeypatch.setattr(np.linalg, "eigh", solver)
+        found.append(simulate(one, 128, RATE, "linear", random())[1])
+    np.testing.assert_array_equal(*found)
+
+
 def test_the_envelope_has_the_rhythm_of_syllables() -> None:
     envelope = spectra.draw("envelope", (LONG,), RATE, random())
     f, power = signal.welch(envelope, RATE, nperseg=512)

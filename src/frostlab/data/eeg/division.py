@@ -1,7 +1,7 @@
 """Which recordings train, tune and report: whole recordings and whole subjects, never windows."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from frostlab.data.cache import digest_of
@@ -51,7 +51,9 @@ def divide(headings: Sequence[Heading], rule: Rule, place: str) -> tuple[Divisio
             _carve(subject, [h.name for h in headings if h.subject == subject], rule, found)
         found["unseen"] = [h.name for h in headings if h.subject in unseen]
     division = {role: names for role, names in found.items() if names}
-    return division, _shared(headings, division, place, told)
+    if told:  # parts of a recording, cut at the same times for everybody
+        return division, None
+    return division, shared({heading.name: heading.stimulus for heading in headings}, division)
 
 
 def _subjects(there: list[str], rule: Rule, place: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -135,14 +137,8 @@ def _carve(subject: str, names: list[str], rule: Rule, found: Division) -> None:
     found["report"] += names[count - report :]
 
 
-def _shared(headings: Sequence[Heading], division: Division, place: str, told: bool) -> str | None:
-    """Say how many held-out recordings are of speech that somebody heard in training.
-
-    Files with a role of their own are parts of a recording, cut at the same times for everybody.
-    """
-    if told:
-        return None
-    stimuli = {heading.name: heading.stimulus for heading in headings}
+def shared(stimuli: Mapping[str, str], division: Division) -> str | None:
+    """Say how many held-out recordings are of speech that somebody heard in training."""
     trained = {stimuli[name] for name in division["train"]}
     said = [
         f"{count} of {len(names)} {role}"
@@ -151,4 +147,4 @@ def _shared(headings: Sequence[Heading], division: Division, place: str, told: b
     ]
     if not said:
         return None
-    return f"speech of {' and '.join(said)} recordings was also heard in training, by others"
+    return f"speech of {' and '.join(said)} recordings was also heard in training"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from frostlab.data.cache import build_once, cache_folder, digest_of
-from frostlab.data.eeg.division import Heading, Rule, divide
+from frostlab.data.eeg.division import Heading, Rule, divide, shared
 from frostlab.data.eeg.raw import mne_sources
 from frostlab.data.eeg.recordings import (
     Recording,
@@ -31,8 +31,8 @@ def load_recordings(
     place = cache_folder(cache) / "eeg"
     settings = [FORMAT, data.model_dump(mode="json", exclude={"path", "length", "hop"})]
     if isinstance(data, SimulatedEEG):
-        digest = digest_of(settings)
-        folder = build_once(place / digest[:32], lambda part: write_simulated(data, part, digest))
+        name = digest_of(settings)[:32]
+        folder = build_once(place / name, lambda part: write_simulated(data, part))
         return load_store(folder)
     assert isinstance(data, RecordedEEG)
     source = find_folder(data.path, data_dir)
@@ -58,11 +58,7 @@ def gather(
         raise BadInput("there are no recordings to divide")
     for one in recordings:
         same_channels(one.name, one.eeg.shape[1], "the list of names", len(channels))
-    heard = [hashlib.sha256(one.envelope.tobytes()).hexdigest() for one in recordings]
-    headings = [
-        Heading(one.name, one.subject, speech)
-        for one, speech in zip(recordings, heard, strict=True)
-    ]
+    headings = [Heading(one.name, one.subject, _heard(one)) for one in recordings]
     division, caution = divide(headings, Rule(None, unseen, tune, report), "these recordings")
     named = {one.name: one for one in recordings}
     splits = {role: tuple(named[name] for name in names) for role, names in division.items()}
@@ -112,6 +108,7 @@ def _write(
     named = {one.heading.name: one for one in sources}
     store = Store(part)
     channels: tuple[str, ...] = ()
+    heard: dict[str, str] = {}
     for role, names in division.items():
         for name in names:
             recording, found = named[name].read()
@@ -122,6 +119,7 @@ def _write(
                 raise BadInput(f"{name} has channel {other[0]} where others have {other[1]}")
             channels = channels or found
             store.add(role, recording)
+            heard[name] = _heard(recording)
     if [_stamp(file) for one in sources for file in one.files] != list(stamp):
         raise BadInput(f"{folder} changed while it was read; run it again")
     origin = {
@@ -129,7 +127,12 @@ def _write(
         + _count(len({named[name].heading.subject for name in names}), "subject")
         for role, names in division.items()
     }
-    store.finish(data.rate, channels, origin, caution=caution)
+    store.finish(data.rate, channels, origin, caution=caution or shared(heard, division))
+
+
+def _heard(recording: Recording) -> str:
+    """Tell one speech from another, whatever their files are called."""
+    return hashlib.sha256(recording.envelope.tobytes()).hexdigest()
 
 
 def _count(number: int, thing: str) -> str:

@@ -57,7 +57,7 @@ def from_mne(
 
 
 def eeg_channels(raw: Any, reference: str | tuple[str, ...] = "none") -> tuple[str, ...]:
-    """Return the names of a Raw's EEG channels less the reference; bad ones are not left out."""
+    """Return the names of a Raw's EEG channels less the reference, bad ones, too."""
     picked = raw.copy().pick("eeg", exclude=()).ch_names
     return tuple(name for name in picked if name not in _named(reference))
 
@@ -82,6 +82,10 @@ def _signals(raw: Any, name: str, reference: str | tuple[str, ...]) -> tuple[Any
             raise BadInput(f"{name} has no channel {one} to refer to{nearest(one, choices)}")
     if not channels:
         raise BadInput(f"{name} has no EEG channel beside the reference {', '.join(named)}")
+    if bad := [one for one in (*channels, *named) if one in raw.info["bads"]]:
+        raise BadInput(
+            f"{name} has channels marked as bad: {', '.join(bad)}; interpolate or drop them first"
+        )
     eeg = raw.get_data(picks=list(channels)).T
     taken = raw.get_data(picks=list(named)).T if named else eeg
     return eeg, channels, None if reference == "none" else taken

@@ -92,9 +92,8 @@ class Store:
         origin: dict[str, str],
         known: dict[str, float] | None = None,
         caution: str | None = None,
-        digest: str | None = None,
     ) -> None:
-        """Write what is said once; without a digest, that of the signals is taken."""
+        """Write what is said once."""
         same_channels("the list of names", len(channels), *(self._first or ("", 0)))
         save_facts(
             self.folder,
@@ -105,7 +104,7 @@ class Store:
                 "known": known or {},
                 "origin": origin,
                 "caution": caution,
-                "digest": digest or digest_of([rate, channels, self._marks]),
+                "digest": digest_of([rate, channels, self._marks]),
             },
         )
 

@@ -39,6 +39,8 @@ def simulate(
     for kind, pattern in (("background", head.background), ("alpha", head.alpha)):
         # Fewer signals than dipoles have the same spread: that of the channels' covariance.
         values, vectors = np.linalg.eigh(pattern @ pattern.T)
+        largest = np.abs(vectors).argmax(0)  # signs are the library's choice, and must not matter
+        vectors = vectors * np.sign(vectors[largest, np.arange(len(values))])
         kept = values > 1e-12 * values[-1]
         spread = vectors[:, kept] * np.sqrt(values[kept])  # (64, rank)
         drawn = spectra.draw(kind, (spread.shape[1], samples), rate, random)
@@ -47,7 +49,7 @@ def simulate(
     return heard[before:], eeg
 
 
-def write_simulated(data: SimulatedEEG, folder: Path, digest: str) -> None:
+def write_simulated(data: SimulatedEEG, folder: Path) -> None:
     """Draw all subjects and recordings, and what can be known of them."""
     store = Store(folder)
     samples = round(data.seconds * data.rate)
@@ -76,4 +78,4 @@ def write_simulated(data: SimulatedEEG, folder: Path, digest: str) -> None:
     if data.unseen:
         origin["unseen"] = f"{about}; {data.report} of each of {data.unseen} others"
     caution = BOUND if data.responses == "nonlinear" else None
-    store.finish(data.rate, BIOSEMI64, origin, known, caution, digest)
+    store.finish(data.rate, BIOSEMI64, origin, known, caution)
