@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from frostlab.data.eeg import Recording, gather, load_recordings
+from frostlab.data.eeg import Recording, gather, load_recordings, simulated
 from frostlab.data.eeg import loading as loading_module
-from frostlab.data.eeg import simulated
 from frostlab.data.eeg.optimum import mean_r, optimum
 from frostlab.data.eeg.simulated import head_of
 from frostlab.errors import BadInput
