@@ -1,4 +1,4 @@
-"""`watch`: measures every n-th optimizer step of any loop, through the optimizer's own hooks."""
+"""Measures every n-th optimizer step of any loop, through the optimizer's own hooks."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -15,7 +15,7 @@ from frostlab.flow.activity import Activity
 from frostlab.flow.facts import GroupFacts, PartFacts, Report
 from frostlab.flow.flow import Flow
 from frostlab.flow.places import flags_of, former_places, look
-from frostlab.flow.probe import Gradient, Probe, own_gradient
+from frostlab.flow.probe import Gradient, Probe
 from frostlab.flow.proof import Proof
 from frostlab.flow.reading import Mailbox
 from frostlab.surgery.stale import changes
@@ -225,47 +225,6 @@ class Watch(Flow):
         self.after_step(gradients=self._closed_over)
 
 
-def watch(
-    model: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer],
-    every: int = 10,
-    *,
-    change: bool = False,
-    agreement: bool = False,
-    units: bool = False,
-    entropy: bool = False,
-    verify: bool = True,
-    gradient: Gradient = own_gradient,
-    tell: Tell | None = None,
-) -> Watch:
-    """Watch which parts of a model learn: `with fl.watch(model, optimizer) as flow: train()`.
-
-    Steps 1, 1 + every, 1 + 2 every … are measured: gradient, weight and update norms a part.
-    `change` adds the distance from the start and keeps a copy of what learns; `agreement` the
-    cosine between successive gradients and keeps a copy of them; `units` dead and saturated units;
-    `entropy` that of every attention head. `verify` compares digests of what is frozen at the end.
-    `gradient` says where a parameter's gradient lies, if it is not in `.grad`. `tell` is called
-    with each report as it arrives, such as `TensorBoard(folder).flow`.
-    """
-    optimizers: list[Any] = [*optimizer] if isinstance(optimizer, Sequence) else [optimizer]
-    if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
-        raise BadInput("watch: the optimizer is no torch.optim.Optimizer; give the one that steps")
-    if not isinstance(every, int) or every < 1:
-        raise BadInput(f"watch: every is {every}; a whole number of steps from 1 on, such as 10")
-    if (units or entropy) and _is_compiled(model):
-        raise BadInput("watch: units and entropy need the model as it was before torch.compile")
-    return Watch(
-        model, optimizers, every, change, agreement, units, entropy, verify, gradient, tell
-    )
-
-
 def _has_closure(args: Any, kwargs: Any) -> bool:
     given = [*args[1:], *kwargs.values()]  # the first is the optimizer itself
     return any(callable(each) for each in given)
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    return any(
-        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-        for module in model.modules()
-    )

@@ -4,10 +4,11 @@ from pathlib import Path
 
 from torch import nn
 
+from frostlab.flow.beginning import watch
 from frostlab.flow.probe import own_gradient
 from frostlab.flow.recorded import parts_event
 from frostlab.flow.shards import local
-from frostlab.flow.watching import Watch, watch
+from frostlab.flow.watching import Watch
 from frostlab.records.checkpoints import load_tensors, save_tensors
 from frostlab.training.distributed import like, whole
 from frostlab.training.progress import Progress
