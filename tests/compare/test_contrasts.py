@@ -78,13 +78,14 @@ def test_each_pair_is_judged_and_holm_counts_the_family() -> None:
         "b": {s: 0.52 + 0.011 * s for s in range(6)},
         "c": {s: 0.52 + 0.0105 * s + (0.004 if s % 2 else 0) for s in range(6)},
     }
-    found = judge_family(arms, {"one": ("b", "a"), "two": ("c", "b")}, rules)
+    found = judge_family(arms, {"one": ("b", "a"), "two": ("c", "b")}, rules, "questions")
     alone = {"one": judge(_only(arms, "b", "a"), "a", rules)["b"],
              "two": judge(_only(arms, "c", "b"), "b", rules)["c"]}  # fmt: skip
     adjusted = holm({name: verdict.paired.p for name, verdict in alone.items() if verdict.paired})
     for name, verdict in found.items():
         assert verdict.paired == alone[name].paired
         assert verdict.p_adjusted == pytest.approx(adjusted[name])
+        assert "after Holm over 2 questions" in verdict.sentence
     assert found["one"].word == "better"
     assert (found["two"].arm, found["two"].baseline) == ("c", "b")
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import frostlab as fl
 from frostlab.errors import BadInput
+from frostlab.flow.diagnosis import Diagnosis
 from frostlab.flow.sentence import sentence_of
 from frostlab.integrations.transformers import GradFlowCallback
 
@@ -75,6 +76,9 @@ def test_before_anything_is_measured_nothing_is_said_to_learn() -> None:
     assert {v.word for v in flow.verdicts().values()} == {"not measured yet"}
     assert not flow.frozen_by_accident()
     assert sentence_of(flow) == "no step has been measured yet"
+    told = Diagnosis(Path("run"), "running", None, 0, None, None, {"1": flow})
+    assert told.healthy is None
+    assert told.to_dict()["healthy"] is None
 
 
 class Pair(nn.Module):

@@ -208,6 +208,12 @@ def test_a_killed_run_ends_with_the_flow_of_one_that_was_not(tmp_path: Path) -> 
     assert flow_of(tmp_path / "run").reports == whole.reports
 
 
+def test_reports_are_on_disk_when_a_run_is_killed(tmp_path: Path) -> None:
+    recipe = tiny(watch={"every": 2}, model__dropout=0.0)
+    assert attempt(recipe, tmp_path / "run", "update", 6) == -9  # long before a block of steps
+    assert [report.step for report in flow_of(tmp_path / "run").reports] == [1, 3, 5]
+
+
 def test_every_stage_is_watched_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = progressive(watch={"every": 3, "change": True})
     plain = fl.run(progressive(), out=tmp_path / "plain")

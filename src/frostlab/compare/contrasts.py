@@ -33,8 +33,8 @@ def _family(
         values,
         {contrast.question: (contrast.arm, contrast.against) for contrast in asked},
         rules.model_copy(update={"noninferior": None}),
+        "questions",
         confounds={question: [str(one) for one in found] for question, found in mixed.items()},
-        things="questions",
         failed=failed,
         unproven={question: reason for question, reason in apart.items() if reason},
     )

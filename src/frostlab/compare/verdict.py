@@ -58,15 +58,17 @@ def judge(
     """
     check(arms, baseline, confounds, failed, unproven)
     family = {arm: (arm, baseline) for arm in arms if arm != baseline}
-    return judge_family(arms, family, rules, confounds=confounds, failed=failed, unproven=unproven)
+    return judge_family(
+        arms, family, rules, "arms", confounds=confounds, failed=failed, unproven=unproven
+    )
 
 
 def judge_family(
     arms: Mapping[str, Values],
     family: Mapping[str, tuple[str, str]],
     rules: Rules,
+    things: str,
     *,
-    things: str = "arms",
     confounds: Mapping[str, Sequence[str]] = _NONE,
     failed: Mapping[str, Sequence[int]] = _NONE,
     unproven: Mapping[str, str] = _NONE,
