@@ -15,7 +15,8 @@ import transformers
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+torch.set_warn_always(True)  # not once a process: which test comes first must not matter
 
 
 @pytest.fixture(autouse=True)

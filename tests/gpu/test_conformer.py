@@ -25,6 +25,7 @@ from stepping import train
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # the compiler's own
 ]
 CUDA = torch.device("cuda", 0)
 HALF, FULL = torch.bfloat16, torch.float32

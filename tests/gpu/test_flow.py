@@ -1,6 +1,8 @@
 """Measuring on a GPU: the numbers of the CPU, in a CUDA graph too, and nothing waits."""
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,25 +31,24 @@ pytestmark = [
 ]
 
 
-def flow_on(device: str, waits: str) -> fl.Flow:
+NoWaiting = Callable[[], AbstractContextManager[None]]
+
+
+def flow_on(device: str, allowed: NoWaiting) -> fl.Flow:
     model = tiny_gpt().to(device)
     optimizer = adamw(model, foreach=True)
     batches = [tuple(t.to(device) for t in batch(step)) for step in range(4)]
-    with fl.watch(model, optimizer, every=1, change=True, agreement=True) as flow:
-        torch.cuda.set_sync_debug_mode(waits)
-        try:
-            for ids, classes in batches:
-                torch.nn.functional.cross_entropy(model(ids), classes).backward()
-                flow.before_clip()
-                optimizer.step()
-                optimizer.zero_grad()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    with fl.watch(model, optimizer, every=1, change=True, agreement=True) as flow, allowed():
+        for ids, classes in batches:
+            torch.nn.functional.cross_entropy(model(ids), classes).backward()
+            flow.before_clip()
+            optimizer.step()
+            optimizer.zero_grad()
     return flow
 
 
-def test_a_gpu_gives_the_numbers_of_the_cpu_without_waiting() -> None:
-    found, expected = flow_on("cuda", "error"), flow_on("cpu", "default")
+def test_a_gpu_gives_the_numbers_of_the_cpu_without_waiting(no_waiting: NoWaiting) -> None:
+    found, expected = flow_on("cuda", no_waiting), flow_on("cpu", nullcontext)
     for mine, theirs in zip(found.reports, expected.reports, strict=True):
         for quantity in ("gradient", "before_clip", "weight", "update"):
             assert mine.values[quantity] == pytest.approx(
@@ -176,7 +177,7 @@ def test_every_stage_of_a_captured_run_is_measured(tmp_path: Path) -> None:
     assert not any(flow.frozen_by_accident() for flow in flows.values())
 
 
-def test_measuring_waits_for_nothing() -> None:
+def test_measuring_waits_for_nothing(no_waiting: NoWaiting) -> None:
     """A captured and measured step is sent off; nobody looks at a value of it."""
     model = build("gpt classifier").train()
     step = build_step(Objective(model.cuda()), Optim(), Train(step="captured"), torch.bfloat16,
@@ -186,12 +187,9 @@ def test_measuring_waits_for_nothing() -> None:
     (parts,) = epochs("gpt classifier", 1, packed=True)
     for _ in range(6):  # seen, captured both ways, replayed
         step(parts, parts[0].scored, 1e-3)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         for _ in range(4):
             step(parts, parts[0].scored, 1e-3)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert step.kind == "captured", step.reason
     assert isinstance(step, CapturedStep)
     assert {measured for _, measured in step._graphs} == {False, True}

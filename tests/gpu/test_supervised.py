@@ -15,6 +15,7 @@ from stepping import epochs, train
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # the compiler's own
 ]
 CUDA = torch.device("cuda", 0)
 DEEP = Supervise(layers="all", weights=(0.5, 1.5))
@@ -42,6 +43,7 @@ def test_supervised_steps_in_graphs_equal_eager_ones(
         step.objective.supervision = None  # type: ignore[assignment]
         losses.append(found + train(step, steps[:8]))
         assert step.kind == kind, step.reason
+        assert getattr(step, "compiles", False) == (compiles and kind == "captured"), step.reason
     tolerance = 2e-3 if precision == torch.float32 else 3e-2
     assert losses[1] == pytest.approx(losses[0], rel=tolerance)
     assert losses[0][59] < losses[0][0]
