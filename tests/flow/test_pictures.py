@@ -209,6 +209,26 @@ def test_the_picture_is_a_picture(page: Path) -> None:
     assert len(colours) > 50
 
 
+def scaled() -> fl.Flow:
+    """A layer whose gradients are multiplied by a factor that Adam undoes."""
+    model = tiny_gpt(layers=5)
+    for parameter in model.blocks[2].parameters():
+        parameter.register_hook(lambda g: g * 300.0)
+    return watched(model, adamw(model, lr=1e-4), lambda _: loss_at(model, 0))
+
+
+def test_the_page_alarms_of_what_its_table_alarms_of(faulty: fl.Flow, tmp_path: Path) -> None:
+    model = tiny_gpt()
+    early = watched(model, adamw(model, lr=0.0), steps=1, every=1)
+    for number, flow in enumerate((faulty, early, scaled())):
+        text = flow_page(flow, tmp_path / str(number))[0].read_text()
+        said = re.findall(r'<strong class="alarm">(.*?)</strong>', text)
+        shown = re.findall(r'<td class="alarm">(.*?)</td>', text)
+        words = {verdict.word for verdict in flow.verdicts().values() if verdict.alarming}
+        assert set(said) == set(shown) == words
+    assert "scaled away by the optimizer" in text
+
+
 def test_rows_keep_their_order_in_the_page(faulty: fl.Flow, page: Path) -> None:
     shown = re.findall(r">([\w.\[\]]+)</text>", page.read_text())
     names = [part.name for part in faulty.parts]

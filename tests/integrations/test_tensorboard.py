@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import frostlab as fl
 from flowing import adamw, loss_at, tiny_gpt, watched
 from frostlab.integrations.tensorboard import TensorBoard, export_run, tag_of
+from stages import progressive
 from tiny import tiny
 
 
@@ -109,6 +110,18 @@ def test_a_finished_run_is_written_at_the_times_it_happened(tmp_path: Path) -> N
     with pytest.raises(fl.BadInput, match="holds no events"):
         export_run(tmp_path / "nothing", tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+def test_every_supervised_layer_has_its_metrics(tmp_path: Path) -> None:
+    record = fl.run(progressive(supervise={"layers": "all"}), out=tmp_path / "run")
+    read = events(export_run(record.folder, tmp_path / "board"))
+    looked = [e for e in record.events() if e["kind"] == "evaluation" and "checkpoint" not in e]
+    assert "2" in looked[-1]["metrics"]["layers"], "a layer was added"
+    for number in ("1", "2"):
+        with_it = [e for e in looked if number in e["metrics"]["layers"]]
+        wanted = {e["step"]: e["metrics"]["layers"][number]["perplexity"] for e in with_it}
+        assert scalars(read, f"Validation/layer_{number}/perplexity") == pytest.approx(wanted)
+    assert not [tag for tag in read.Tags()["scalars"] if tag.startswith("Validation/layers")]
 
 
 def test_names_keep_to_the_alphabet() -> None:

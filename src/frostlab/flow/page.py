@@ -70,10 +70,12 @@ def page_of(flow: "Flow") -> str:
 def _told(flow: "Flow") -> str:
     rows = []
     for each in findings_of(flow):
-        calm = each.word in (LEARNING, FROZEN)
-        word = escape(each.word) if calm else f'<strong class="alarm">{escape(each.word)}</strong>'
+        word = escape(each.word)
+        if each.alarming:
+            word = f'<strong class="alarm">{word}</strong>'
         count = f"{len(each.parts)} part" + "s" * (len(each.parts) != 1)
-        names = escape(listed(each.parts, 3 if calm else len(each.parts)))
+        expected = each.word in (LEARNING, FROZEN)
+        names = escape(listed(each.parts, 3 if expected else len(each.parts)))
         why = "" if each.word == LEARNING else escape(each.why)
         hint = escape(each.hint)
         rows.append(

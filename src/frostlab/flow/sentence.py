@@ -42,6 +42,7 @@ class Finding:
     word: str
     why: str
     hint: str
+    alarming: bool
     parts: tuple[str, ...]
 
 
@@ -52,7 +53,7 @@ def findings_of(flow: "Flow") -> list[Finding]:
     for name, verdict in verdicts.items():
         found.setdefault((verdict.word, verdict.hint), []).append(name)
     made = [
-        Finding(word, verdicts[names[0]].why, hint, tuple(names))
+        Finding(word, verdicts[names[0]].why, hint, verdicts[names[0]].alarming, tuple(names))
         for (word, hint), names in found.items()
     ]
     return sorted(made, key=lambda each: (LEARNING, FROZEN).count(each.word))

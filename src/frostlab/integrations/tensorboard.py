@@ -66,10 +66,17 @@ class TensorBoard:
         if not math.isnan(front):
             self._scalar("Ends/front_over_output", front, step, at)
 
-    def metrics(self, step: int, metrics: Mapping[str, float], at: float | None = None) -> None:
-        """Write what an evaluation measured, as `Validation/<metric>`."""
-        for name, value in metrics.items():
-            self._scalar(f"Validation/{name}", value, step, at)
+    def metrics(self, step: int, metrics: Mapping[str, Any], at: float | None = None) -> None:
+        """Write the metrics of an evaluation as `Validation/<metric>`; null is NaN.
+
+        Metrics of supervised layers are `Validation/layer_<number>/<metric>`.
+        """
+        layers = metrics.get("layers", {})
+        groups = {"Validation": {k: v for k, v in metrics.items() if k != "layers"}}
+        groups |= {f"Validation/layer_{number}": own for number, own in layers.items()}
+        for group, own in groups.items():
+            for name, value in own.items():
+                self._scalar(f"{group}/{name}", math.nan if value is None else value, step, at)
 
     def histograms(self, step: int, model: nn.Module, gradient: Gradient = own_gradient) -> None:
         """Write `Weight/<parameter>` and, where there is one, `Gradient/<parameter>`.
@@ -114,11 +121,8 @@ def export_run(run: str | Path, out: str | Path, flows: Iterable[Flow] = ()) -> 
     times = {event["step"]: event["at"] for event in events}
     with TensorBoard(out) as board:
         for event in events:
-            step, at = event["step"], event["at"]
             if event["kind"] == "evaluation" and "checkpoint" not in event:
-                nan = math.nan  # which JSON writes as null
-                numbers = {k: nan if v is None else v for k, v in event["metrics"].items()}
-                board.metrics(step, numbers, at)
+                board.metrics(event["step"], event["metrics"], event["at"])
         for flow in flows:
             for report in flow.reports:
                 board.flow(report.step, report, flow.parts, times.get(report.step))
