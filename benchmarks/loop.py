@@ -130,7 +130,8 @@ def ours(model: Any, tokens: Tokens, steps: int, turns: Turns, where: torch.devi
     with tempfile.TemporaryDirectory() as folder:
         made = RunFolder.create(Path(folder) / "run", {}, name="bench")
         setting = Setting(recipe, prepared, model, Objective(model), (Stage("train", steps + 1),),
-                          where, precision, World(), made, None, turns, turns.over)  # fmt: skip
+                          where, precision, World(), made, None, turns, turns.over,
+                          made.path)  # fmt: skip
         with made, suppress(_Enough):
             train(setting, Progress(Best("accuracy")), Stopwatch(where), None)
 

@@ -41,14 +41,15 @@ def main() -> None:
         def run() -> float:
             torch.cuda.synchronize()
             began = time.perf_counter()
+            laps = []
             for _ in range(BLOCK):
                 mark = watch.mark() if timed else None
                 step(parts, options.batch, 1e-5)
                 if timed:
-                    watch.lap(mark)
+                    laps.append((mark, watch.mark()))
             torch.cuda.synchronize()
             spent = time.perf_counter() - began
-            watch.laps(BLOCK)
+            watch.milliseconds(laps)
             return spent / BLOCK
 
         return run
@@ -63,7 +64,7 @@ def main() -> None:
         pairs.append((one, other))
     began = time.perf_counter()
     for _ in range(2000):
-        watch.lap(watch.mark())
+        watch.mark(), watch.mark()
     marks = 1e6 * (time.perf_counter() - began) / 2000
     facts = {"model": "BERT-base", "batch": f"{options.batch} × 128", "device": device_name(where)}
     facts |= {"torch": torch.__version__, "rounds": options.rounds, "block": BLOCK}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import frostlab
-from frostlab.cli import main
+from frostlab.cli import app, main
 from zoo import build
 
 
@@ -99,6 +99,9 @@ def test_inspect_shows_every_kind(name: str, in_this_process: Command) -> None:
         (("inspect", "deepseek_v2"), "low-rank attention"),
         (("inspect", "detr"), "frostlab: "),
         (("inspect", "x" * 300), "is no folder, no architecture"),
+        (("inspect", "/nope"), "/nope does not exist; no name like it is in /\n"),
+        (("inspect", "/nope/deep"), "/nope/deep does not exist; there is nothing below /\n"),
+        (("inspect", "somebody/xopt"), "not to be had from the hub"),
         (("inspect", "gpt2", "--length", "0"), "--length"),
         (("inspekt", "gpt2"), "inspekt"),
     ],
@@ -117,6 +120,25 @@ def test_bad_input_ends_the_program_so() -> None:
     result = frostlab_command("inspect", "gpt2", "--freeze", "querry")
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == "frostlab: `querry` is not a role; did you mean `query`?\n"
+
+
+def test_a_path_is_compared_with_its_neighbours(tmp_path: Path, in_this_process: Command) -> None:
+    (tmp_path / "my-model").mkdir()
+    result = in_this_process("inspect", str(tmp_path / "my-modle"))
+    assert result.stderr.endswith("my-modle does not exist; did you mean `my-model`?\n")
+
+
+def test_somebodys_model_is_no_misspelt_architecture(in_this_process: Command) -> None:
+    assert "did you mean" not in in_this_process("inspect", "somebody/xopt").stderr
+    assert "did you mean `bert`?" in in_this_process("inspect", "somebody/bert-tuned").stderr
+
+
+@pytest.mark.parametrize("command", ["", *sorted(c.name or "" for c in app.registered_commands)])
+def test_flags_are_shown_without_a_value(command: str, in_this_process: Command) -> None:
+    result = in_this_process(*filter(None, [command]), "--help")
+    assert result.returncode == 0, result.stderr
+    assert "--help" in result.stdout
+    assert "bool" not in result.stdout.lower()
 
 
 def test_a_folder_that_is_no_model(tmp_path: Path, in_this_process: Command) -> None:

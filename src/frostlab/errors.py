@@ -39,7 +39,7 @@ class NothingLearns(UserWarning):
     """Every parameter is frozen: training would change nothing."""
 
 
-def nearest(value: str, choices: Iterable[str]) -> str:
-    """Return ", did you mean `x`?" for the closest choice, or "" when none is close."""
-    found = difflib.get_close_matches(value.lower(), list(choices), n=1, cutoff=0.5)
+def nearest(value: str, choices: Iterable[str], likeness: float = 0.5) -> str:
+    """Return "; did you mean `x`?" for the closest choice, or "" when none is that much alike."""
+    found = difflib.get_close_matches(value.lower(), list(choices), n=1, cutoff=likeness)
     return f"; did you mean `{found[0]}`?" if found else ""

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
+import frostlab as fl
 from frostlab.bench import BENCHMARKS, Benchmark, Target, chosen, running
 from frostlab.bench.ceilings import Ceilings, Work, measure_ceilings, step_work
 from frostlab.bench.checking import SidesDiffer, agree, sharpened, step_losses
@@ -138,6 +139,22 @@ def test_the_work_of_a_step_is_what_the_flop_counter_sees(classes: int) -> None:
         model(ids).sum().backward()
     assert step_work(model, 16, 32).flops == pytest.approx(counter.get_total_flops())
     assert step_work(model, 16, 32).parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("freeze", [(), ("all", "!head")])
+def test_the_work_of_attention_that_looks_back_is_half(freeze: tuple[str, ...]) -> None:
+    """Forward and backward where something learns, forward alone where nothing does."""
+    sizes, ids = (400, 16, 32, 2, 2, 64, 0.0), torch.randint(0, 400, (2, 16))
+    models = [GPT(GPTConfig(*sizes, causal=causal, classes=3)) for causal in (True, False)]
+    for model in models:
+        if freeze:
+            fl.freeze(model, *freeze)
+    back, both = (step_work(model, 16, 32).flops for model in models)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        models[1](ids).sum().backward()
+    assert both == pytest.approx(counter.get_total_flops())
+    products = 2 * 2 * 16 * 32 * 2 * (1 if freeze else 3)  # a token
+    assert both - back == pytest.approx(products / 2 * 32)
 
 
 def test_sides_that_differ_are_refused(setting: Setting) -> None:

@@ -10,7 +10,9 @@ import yaml
 
 import frostlab as fl
 from frostlab.compare import comparing, runner
+from frostlab.compare.answers import answers
 from frostlab.compare.sameness import why_unpaired
+from frostlab.recipe.loading import recipe_from
 from frostlab.records.record import RunRecord
 from tiny import tiny
 
@@ -61,8 +63,10 @@ def test_the_missions_keys(made: fl.Comparison) -> None:
     }  # fmt: skip
     timing = {"total_seconds", "formatted", "per_epoch_avg", "per_step_avg", "validation_total"}
     assert set(found["baseline"]["timing"]) == timing
-    assert set(found["oelm_freeze"]) == {*found["baseline"], "vs_baseline"}
-    assert set(found["oelm_random"]) == {*found["oelm_freeze"], "parameter_efficiency"}
+    for arm in ("oelm_freeze", "oelm_random"):
+        assert set(found[arm]) == {*found["baseline"], "vs_baseline", "parameter_efficiency"}
+        share = found[arm]["trainable_params"].partition(" ")[0]
+        assert found[arm]["parameter_efficiency"] == f"{share} trainable"
     assert set(found["oelm_freeze"]["vs_baseline"]) == {
         "ppl_gap", "time_gap", "per_step_gap", "params_saved",
     }  # fmt: skip
@@ -74,6 +78,39 @@ def test_the_missions_keys(made: fl.Comparison) -> None:
     assert set(times) == {"baseline", "oelm_freeze", "oelm_random", "comparison"}
     assert set(times["baseline"]) == {*timing, "total_formatted"}
     assert found["baseline"]["performance"]["best_ppl"] is None
+
+
+def test_every_file_is_about_the_arm_of_the_questions(tmp_path: Path) -> None:
+    """OELM, though another arm comes before it."""
+    found = compare(tmp_path / "c", arms=["baseline", "oelm-random", "oelm"])
+    (sentence,) = (v["sentence"] for n, v in found.verdicts.items() if n == "oelm")
+    assert answers(found.evidence)[0] == ("How large is the gap?", sentence)
+    whole = json.loads((found.folder / "comparison.json").read_text())
+    assert whole["comparison"]["conclusion"] == sentence
+    seconds = {arm: whole[arm]["timing"]["total_seconds"] for arm in ("baseline", "oelm_freeze")}
+    gap = seconds["oelm_freeze"] - seconds["baseline"]
+    assert whole["comparison"]["time_analysis"]["total_gap_seconds"] == pytest.approx(gap)
+    times = json.loads((found.folder / "timing.json").read_text())["timing"]
+    assert times["comparison"]["time_difference_seconds"] == pytest.approx(gap)
+
+
+def test_the_time_left_of_alternating_rounds_is_of_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "take", lambda task, data_dir: ("done", 60.0))
+    lines: list[str] = []
+    recipe = recipe_from(SMALL)
+    tasks = [runner.Task("arm", seed, recipe, tmp_path / str(seed), "") for seed in range(4)]
+    runner.Runner(None, lines.append, jobs=3).run_all(tasks, alone=True)
+    assert [line.rpartition("; ")[2] for line in lines] == [
+        "3 min left", "2 min left", "60 s left", "0 s left",
+    ]  # fmt: skip
+
+
+def test_a_comparison_is_read_from_a_folder_by_name(made: fl.Comparison) -> None:
+    again = fl.Comparison(str(made.folder))  # type: ignore[arg-type]
+    assert again == made
+    assert again.page == made.folder / "comparison.md"
 
 
 def test_the_page_says_what_was_found(made: fl.Comparison) -> None:

@@ -153,7 +153,7 @@ def make_own(folder: Path, write: Write, sentences: Draw) -> None:
 
 
 BAD = [
-    ({"report": "tesd"}, "data.report tesd is not a split of {f}/blind.jsonl; did you mean `test`"),
+    ({"report": "tesd"}, "data.report tesd is not a split of {f}; did you mean `test`"),
     ({"train": "trian"}, "data.train trian is not a split of"),
     ({"tune": "test"}, "data.tune and data.report are both test; choose two"),
     ({"report": "train"}, "data.train and data.report are both train; choose two"),

@@ -47,6 +47,30 @@ def test_a_run_uses_the_gpu_in_bf16_and_says_so(tmp_path: Path) -> None:
     print("telemetry", result["telemetry"])
 
 
+def test_the_peak_of_memory_is_the_runs_own(tmp_path: Path) -> None:
+    """Not that of what the process did before, nor of what it still holds."""
+    first = fl.run(tiny(), runs=tmp_path).result["device_memory_peak"]
+    held, gone = (torch.zeros(2**28, device="cuda") for _ in range(2))  # a GiB each
+    del gone
+    again = fl.run(tiny(), runs=tmp_path).result["device_memory_peak"]
+    assert held.numel() == 2**28
+    assert 0 < again < 2**28
+    assert again == pytest.approx(first, rel=0.5)
+
+
+def test_training_takes_at_least_its_steps(tmp_path: Path) -> None:
+    """Batches are made while the GPU works: their time is not taken off."""
+    result = fl.run(tiny(train__epochs=30, train__checkpoint=1000), runs=tmp_path).result
+    clocks = result["clocks"]
+    assert clocks["data_overlapped_seconds"] > 0
+    steps = clocks["step_ms"]["count"] * clocks["step_ms"]["mean"] + sum(clocks["warmup_ms"])
+    assert clocks["train_seconds"] >= 1e-3 * steps
+    assert sum(clocks["epoch_seconds"]) >= 1e-3 * steps
+    parts = ("train", "validation", "checkpoint", "data")
+    total = sum(clocks[f"{part}_seconds"] for part in parts) - clocks["data_overlapped_seconds"]
+    assert total == pytest.approx(clocks["total_seconds"], abs=1e-3)
+
+
 def test_float32_on_cuda_follows_the_cpu(tmp_path: Path) -> None:
     recipe = tiny(model__dropout=0.0, train__precision="float32")
     one = fl.run({**recipe, "train": {**recipe["train"], "device": "cpu"}}, runs=tmp_path)
@@ -77,8 +101,7 @@ def test_a_broken_gradient_moves_nothing_though_nobody_waits() -> None:
     def take(number: int) -> None:
         began = watch.mark()
         outcome = step([], 1, 0.1)
-        watch.lap(began)
-        ledger.add(Entry(number, outcome, 0.1, 1, 1, 1))
+        ledger.add(Entry(number, outcome, 0.1, 1, 1, 1, (began, watch.mark())))
 
     take(1)
     before = [p.clone() for p in model.parameters()]

@@ -17,7 +17,7 @@ from frostlab.recipe.settings import Optim
 from frostlab.records.checkpoints import checkpoints_in, resumable
 from frostlab.records.record import RunRecord
 from frostlab.training.distributed import like
-from frostlab.training.optimizer import build_optimizer, restore_optimizer
+from frostlab.training.optimizer import build_optimizer, optimizer_tensors, restore_optimizer
 from frostlab.training.stages import stages_of
 from frostlab.training.staging import Entered, enter, kept_state, survivors
 from frostlab.training.treating import count_parameters
@@ -45,6 +45,24 @@ def crossed(model: nn.Module, second: dict[str, Any]) -> tuple[dict[str, Tensor]
     stage = stages_of(recipe, 64)[1]
     entered = enter(model, recipe, stage, 1, Entered())
     return survivors(model, entered, kept), optimizer
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.SGD])
+def test_the_state_of_another_optimizer_is_put_back(kind: Any) -> None:
+    """Not every optimizer has a fused form."""
+    model = decoder()
+    more = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    one, other = (kind(model.parameters(), lr=0.1, **more) for _ in range(2))
+    one.defaults.pop("fused", None)
+    other.defaults.pop("fused", None)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    one.step()
+    restore_optimizer(model, other, optimizer_tensors(model, one), like)
+    for p in model.parameters():
+        assert other.state[p].keys() == one.state[p].keys() != set()
+        for key, value in one.state[p].items():
+            assert torch.equal(other.state[p][key], value)
 
 
 @pytest.mark.parametrize(("at", "place"), [("top", 2), ("bottom", 0), (1, 1)])

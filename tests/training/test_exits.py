@@ -15,6 +15,7 @@ from frostlab.data import prepare
 from frostlab.models.building import build_model
 from frostlab.models.decoder import Decoder, DecoderConfig
 from frostlab.recipe.loading import recipe_from
+from frostlab.training import exits
 from frostlab.training.distributed import World
 from frostlab.training.evaluation import evaluate
 from frostlab.training.exits import measure_exits
@@ -172,6 +173,20 @@ def test_the_exits_of_a_run_are_those_of_its_report(deep: fl.RunRecord) -> None:
     written = json.loads((deep.folder / "exits.json").read_text())
     assert [e["loss"] for e in written["exits"]] == [e.loss for e in exits.values()]
     assert written["checkpoint"] == deep.result["checkpoint"]
+
+
+def test_a_metric_that_exits_do_not_show_is_no_error(
+    deep: fl.RunRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = exits.evaluate
+
+    def with_more(*given: Any, **more: Any) -> dict[str, Any]:
+        found = measure(*given, **more)
+        layers = {n: metrics | {"bits": 1.0} for n, metrics in found["layers"].items()}
+        return {**found, "layers": layers}
+
+    monkeypatch.setattr(exits, "evaluate", with_more)
+    assert [e.loss for e in fl.early_exits(deep)][2] == deep.metrics["loss"]
 
 
 def test_the_command(deep: fl.RunRecord) -> None:

@@ -61,7 +61,7 @@ def test_a_broken_gradient_is_found_at_its_step_and_moves_nothing() -> None:
     ledger = Ledger(step, Stopwatch(torch.device("cpu")), World(), None)
 
     def take(number: int) -> None:
-        ledger.add(Entry(number, step([], 1, 0.1), 0.1, 1, 1, 1))
+        ledger.add(Entry(number, step([], 1, 0.1), 0.1, 1, 1, 1, (0.0, 0.001)))
 
     take(1)
     before = [p.clone() for p in model.parameters()]
@@ -145,6 +145,55 @@ def test_out_of_memory_is_one_line(tmp_path: Path) -> None:
     said = limited(resource.RLIMIT_AS, 1_500_000_000, recipe, tmp_path / "run")
     assert said.startswith("out of memory; a lower train.batch 32 or data.length 12")
     assert fl.RunRecord(tmp_path / "run").status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "failed"),
+        (ZeroDivisionError("a bug"), "failed"),
+        (KeyboardInterrupt(), "stopped"),  # the second Ctrl-C
+    ],
+    ids=["memory", "bug", "interrupted"],
+)
+def test_the_steps_before_a_failure_are_written(
+    error: BaseException, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summed, taken = EagerStep.gradients, []
+
+    def fail(self: EagerStep, *args: Any) -> torch.Tensor:
+        taken.append(1)
+        if len(taken) == 7:
+            raise error
+        return summed(self, *args)
+
+    monkeypatch.setattr(EagerStep, "gradients", fail)
+    with pytest.raises((fl.RunFailed, ZeroDivisionError)):
+        fl.run(tiny(watch={"every": 2}), out=tmp_path / "run")
+    record = fl.RunRecord(tmp_path / "run")
+    assert (record.status, record.result["steps"]) == (status, 6)
+    (block,) = (event for event in record.events() if event["kind"] == "step")
+    assert (block["first"], block["step"]) == (1, 6)
+    assert len(block["loss"]) == len(block["ms"]) == 6
+    assert record.result["clocks"]["tokens"] == block["tokens"] > 0
+    assert [e["step"] for e in record.events() if e["kind"] == "flow"] == [1, 3, 5]
+
+
+def test_a_device_that_cannot_be_read_does_not_hide_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(self: Ledger, count: int) -> None:
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(Ledger, "_settle", lost)
+    monkeypatch.setattr(EagerStep, "name_of", lambda self, index: "")
+
+    def fail(self: EagerStep, *args: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(EagerStep, "gradients", fail)
+    with pytest.raises(fl.RunFailed, match="^out of memory; "):
+        fl.run(tiny(), out=tmp_path / "run")
 
 
 @pytest.fixture

@@ -3,7 +3,8 @@
 A trained matrix costs three matmuls: forward, input gradient, weight gradient. Freezing it
 removes the third. The second disappears too where nothing below learns. Attention's own two
 products (scores, mixing) cost as much again per token as the sequence is long, and their
-backward is needed as long as anything below or in the attention learns.
+backward is needed as long as anything below or in the attention learns. Causal attention, in a
+kernel that skips what is masked, needs half of them.
 """
 
 from collections.abc import Sequence
@@ -47,25 +48,28 @@ class Savings:
         }
 
 
-def savings(anatomy: Anatomy, length: int) -> Savings:
-    """Compute what the frozen parts of an anatomy can save on sequences of a length."""
+def savings(anatomy: Anatomy, length: int, *, causal: bool = False) -> Savings:
+    """Compute what the frozen parts of an anatomy can save on sequences of a length.
+
+    `causal`: attention only looks back, in a kernel that skips the other half of its products.
+    """
     trainable, possible = anatomy.count("trainable"), anatomy.count("trainable", "frozen")
     return Savings(
         length,
-        _flops(anatomy.with_frozen(), length),
-        _flops(anatomy, length),
+        _flops(anatomy.with_frozen(), length, causal),
+        _flops(anatomy, length, causal),
         3 * _BYTES * possible,
         3 * _BYTES * trainable,
     )
 
 
-def _flops(anatomy: Anatomy, length: float) -> float:
+def _flops(anatomy: Anatomy, length: int, causal: bool) -> float:
     """Matmul operations a token of one training step: forward and backward."""
     encoder_learns = any(_learns(p) for p in anatomy.parts if p.stack == "encoder")
     below = {stack: _input_learns(anatomy, stack) for stack in {p.stack for p in anatomy.parts}}
     total = 0.0
     for layer in anatomy.layers:
-        total += _layer_flops(layer, below[layer.stack], encoder_learns, length)
+        total += _layer_flops(layer, below[layer.stack], encoder_learns, length, causal)
         below[layer.stack] |= any(map(_learns, layer.parts))
     sizes = (p.shape[0] for p in anatomy.parts if p.role == "embedding" and p.shape)
     vocabulary = max(sizes, default=0)  # types of tokens have embeddings, too
@@ -78,11 +82,13 @@ def _flops(anatomy: Anatomy, length: float) -> float:
     return total
 
 
-def forward_flops(anatomy: Anatomy, length: float) -> tuple[list[float], float]:
+def forward_flops(
+    anatomy: Anatomy, length: int, *, causal: bool = False
+) -> tuple[list[float], float]:
     """Matmul operations a token of a forward pass: of each layer, and of what is outside them."""
     frozen = anatomy.with_frozen("all")
-    layers = [_layer_flops(layer, False, False, length) for layer in frozen.layers]
-    return layers, _flops(frozen, length) - sum(layers)
+    layers = [_layer_flops(layer, False, False, length, causal) for layer in frozen.layers]
+    return layers, _flops(frozen, length, causal) - sum(layers)
 
 
 def _input_learns(anatomy: Anatomy, stack: str) -> bool:
@@ -98,7 +104,9 @@ def _input_learns(anatomy: Anatomy, stack: str) -> bool:
     )
 
 
-def _layer_flops(layer: Layer, below: bool, encoder_learns: bool, length: float) -> float:
+def _layer_flops(
+    layer: Layer, below: bool, encoder_learns: bool, length: int, causal: bool
+) -> float:
     total = 0.0
     heads: dict[bool, int] = {}
     learning: dict[bool, bool] = {}
@@ -116,7 +124,8 @@ def _layer_flops(layer: Layer, below: bool, encoder_learns: bool, length: float)
             upstream = below or inside
         total += 2 * part.parameters * (1 + upstream + _learns(part))
     for cross, width in heads.items():
-        total += 2 * 2 * length * width * (3 if learning[cross] else 1)
+        seen = length / 2 if causal and not cross else length
+        total += 2 * 2 * seen * width * (3 if learning[cross] else 1)
     return total
 
 

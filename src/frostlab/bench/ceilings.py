@@ -15,8 +15,8 @@ from torch import nn
 
 from frostlab.anatomy import anatomy
 from frostlab.anatomy.savings import savings
-from frostlab.models.decoder import Decoder
-from frostlab.models.gpt import GPT
+from frostlab.models.stack import is_causal
+from frostlab.training.stopwatch import synchronize
 
 ADAM_BYTES = 28  # a trainable parameter
 FORMULA = (
@@ -91,19 +91,8 @@ def _best(work: Callable[[], object], device: torch.device) -> float:
     return min(found[1:])
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def step_work(model: nn.Module, length: int, tokens: float) -> Work:
-    """The work of a step over `tokens` in sequences of a length, as the model is frozen now.
-
-    Attention that only looks back needs half of its products.
-    """
-    flops = savings(anatomy(model), length).flops
-    if (isinstance(model, GPT) and model.config.causal) or isinstance(model, Decoder):
-        flops -= 6 * length * model.config.width * model.config.layers
+    """The work of a step over `tokens` in sequences of a length, as the model is frozen now."""
+    flops = savings(anatomy(model), length, causal=is_causal(model)).flops
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return Work(flops * tokens, trainable)

@@ -113,11 +113,11 @@ def _frozen_prefix(setting: Setting, build: Build, batch: int, length: int, clas
     times = setting.interleave(lambda: built(True), lambda: looped(built(False)), rounds=40)
     model = build(setting, 1)
     name = type(model).__name__.removesuffix("ForSequenceClassification")
-    least, whole = (savings(anatomy(m), length).flops for m in (model, build(setting, layers)))
+    work, whole = (step_work(m, length, batch * length) for m in (model, build(setting, layers)))
     return result_of(
         setting,
         times,
-        step_work(model, length, batch * length),
+        work,
         batch,
         case=f"{name} d {_width(model)}, {batch} × {length}",
         check=check,
@@ -126,7 +126,7 @@ def _frozen_prefix(setting: Setting, build: Build, batch: int, length: int, clas
             "no dropout; filling the cache is in our prepare_s, and in no step",
             "the ceiling is that of the last layer alone",
         ),
-        extra={"theirs_step": kept[1].how[0], "flop_bound": whole / least},
+        extra={"theirs_step": kept[1].how[0], "flop_bound": whole.flops / work.flops},
     )
 
 

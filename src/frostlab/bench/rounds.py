@@ -1,6 +1,5 @@
 """Two sides in turn: a few steps of one, then of the other, who goes first alternating."""
 
-import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from frostlab.bench.ceilings import synchronize
+from frostlab.training.stopwatch import Meter, synchronize
 
 Step = Callable[[], object]
 After = Callable[[], bool]  # called after each step; True: enough
@@ -125,27 +124,6 @@ class Turns:
     def _now(self) -> float:
         synchronize(self.device)
         return time.perf_counter()
-
-
-class Meter:
-    """Seconds and peak memory from here on, the memory of what was there before left out."""
-
-    def __init__(self, device: torch.device) -> None:
-        synchronize(device)
-        self.device, self.before = device, 0
-        if device.type == "cuda":
-            gc.collect()
-            self.before = torch.cuda.memory_allocated(device)
-            torch.cuda.reset_peak_memory_stats(device)
-        self.began = time.perf_counter()
-
-    def read(self) -> tuple[float, int | None]:
-        """Seconds, and bytes on CUDA."""
-        synchronize(self.device)
-        seconds = time.perf_counter() - self.began
-        if self.device.type != "cuda":
-            return seconds, None
-        return seconds, torch.cuda.max_memory_allocated(self.device) - self.before
 
 
 def interleave(

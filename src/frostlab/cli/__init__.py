@@ -3,15 +3,37 @@
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from frostlab import __version__
 from frostlab.cli import bench, compare, diagnose, runs
 from frostlab.errors import BadInput, FrostlabError
 
+
+def _bare_flags(params: list[Any]) -> list[Any]:
+    """Show `--json`, not `--json <bool>`: a flag takes no value."""
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.metavar = ""
+    return params
+
+
+class _Command(TyperCommand):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _bare_flags(super().get_params(ctx))
+
+
+class _Group(TyperGroup):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _bare_flags(super().get_params(ctx))
+
+
 app = typer.Typer(
+    cls=_Group,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -35,7 +57,6 @@ def commands(
     """Which weights of a transformer learn, and what does it change?"""
 
 
-@app.command()
 def inspect(
     model: Annotated[
         str, typer.Argument(help="A model folder, an architecture such as gpt2, or a hub name.")
@@ -79,15 +100,20 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
-app.command("bench")(bench.bench)
-app.command("compare")(compare.compare)
-app.command("diagnose")(diagnose.diagnose)
-app.command("envelopes")(runs.envelopes)
-app.command("exits")(runs.exits)
-app.command("recipes")(runs.recipes)
-app.command("run")(runs.run)
-app.command("runs")(runs.list_runs)
-app.command("show")(runs.show_run)
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "inspect": inspect,
+    "bench": bench.bench,
+    "compare": compare.compare,
+    "diagnose": diagnose.diagnose,
+    "envelopes": runs.envelopes,
+    "exits": runs.exits,
+    "recipes": runs.recipes,
+    "run": runs.run,
+    "runs": runs.list_runs,
+    "show": runs.show_run,
+}
+for _name, _command in _COMMANDS.items():
+    app.command(_name, cls=_Command)(_command)
 
 
 def main() -> None:

@@ -37,15 +37,18 @@ class Bar:
         self._task: Any = None
         self._drawn = 0.0
 
-    def begin(self, step: int, steps: int, per_epoch: int, caution: str | None) -> None:
+    def begin(
+        self, step: int, steps: int, per_epoch: int, caution: str | None, stage_began: int
+    ) -> None:
         """Show an empty bar."""
         if caution:
             self._progress.console.print(f"caution: {caution}", highlight=False)
         self._per_epoch, self._began, self._first = per_epoch, time.monotonic(), step
-        self._stage = 0
+        self._stage = stage_began
         self._task = self._progress.add_task(
-            "", total=steps, completed=step, epoch="1", loss="–", speed="– steps/s"
-        )
+            "", total=steps, completed=step, epoch=self._epoch(step + 1), loss="–",
+            speed="– steps/s",
+        )  # fmt: skip
         self._progress.start()
 
     def say(self, line: str) -> None:
@@ -68,10 +71,13 @@ class Bar:
         self._progress.update(
             self._task,
             completed=step,
-            epoch=f"{(step - self._stage - 1) // self._per_epoch + 1}",
+            epoch=self._epoch(step),
             loss="–" if loss is None else f"{loss:.4f}",
             speed=f"{speed:.1f} steps/s",
         )
+
+    def _epoch(self, step: int) -> str:
+        return str((step - self._stage - 1) // self._per_epoch + 1)
 
     def evaluated(self, step: int, metrics: dict[str, float], best: bool) -> None:
         """Print an evaluation above the bar."""
@@ -86,11 +92,13 @@ class Bar:
 class Lines:
     """A line every few seconds and at every evaluation."""
 
-    def begin(self, step: int, steps: int, per_epoch: int, caution: str | None) -> None:
+    def begin(
+        self, step: int, steps: int, per_epoch: int, caution: str | None, stage_began: int
+    ) -> None:
         """Say how much there is to do."""
         if caution:
             _say(f"caution: {caution}")
-        self._steps, self._per_epoch, self._stage = steps, per_epoch, 0
+        self._steps, self._per_epoch, self._stage = steps, per_epoch, stage_began
         self._began = self._said = time.monotonic()
         self._first = step
         _say(f"step {step} of {steps}, {per_epoch} an epoch")

@@ -32,6 +32,9 @@ class Comparison:
 
     folder: Path
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", Path(self.folder))  # a str will do
+
     @property
     def evidence(self) -> dict[str, Any]:
         """Everything that was found."""
@@ -48,7 +51,7 @@ class Comparison:
 
     @property
     def page(self) -> Path:
-        """The page in Markdown."""
+        """Path of the page, a Markdown file."""
         return self.folder / "comparison.md"
 
     def to_frame(self) -> Any:

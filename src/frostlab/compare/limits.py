@@ -9,12 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from frostlab.anatomy import Anatomy, anatomy
+from frostlab.anatomy import anatomy
 from frostlab.anatomy.savings import Savings, savings
 from frostlab.bench.ceilings import ADAM_BYTES
 from frostlab.compare.estimating import Ratio
-from frostlab.models.decoder import Decoder
-from frostlab.models.gpt import GPT
+from frostlab.models.stack import is_causal
 
 _BALANCE = 300.0  # FLOPs a byte moved: an H100 in bf16, more than other devices
 _FEW = 2048  # tokens a step, below which launching kernels may take longer than computing
@@ -55,30 +54,17 @@ def limits(model: nn.Module, length: int, tokens: float, *, causal: bool | None 
     """
     found = anatomy(model)
     free = found.with_frozen()
-    if causal is None:
-        causal = isinstance(model, Decoder) or (isinstance(model, GPT) and model.config.causal)
-    saved = savings(found, length)
-    less, less_all = (_attention(a, length) / 2 if causal else 0.0 for a in (found, free))
+    saved = savings(found, length, causal=is_causal(model) if causal is None else causal)
     return Limits(
         length=length,
-        flops_all=(saved.flops_all - less_all) * tokens,
-        flops=(saved.flops - less) * tokens,
+        flops_all=saved.flops_all * tokens,
+        flops=saved.flops * tokens,
         bytes_all=saved.bytes_all,
         bytes=saved.bytes,
         tokens=tokens,
         traffic_all=ADAM_BYTES * free.count("trainable"),
         traffic=ADAM_BYTES * found.count("trainable"),
     )
-
-
-def _attention(found: Anatomy, length: int) -> float:
-    """The products of attention a token: what grows with the length.
-
-    A token costs m + h / length + a · length, h being a head that reads one token; three lengths
-    tell a · length from the rest.
-    """
-    one, two, four = (savings(found, n * length).flops for n in (1, 2, 4))
-    return (2 * (four - two) - (two - one)) / 3
 
 
 def flag(ratio: Ratio, found: Limits, proven: bool, reasons: tuple[str, ...] = ()) -> str | None:

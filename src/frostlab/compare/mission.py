@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from frostlab.compare.answers import main_arm
 from frostlab.compare.plan import Plan, key_of
 from frostlab.records.record import RunRecord
 
@@ -25,12 +26,12 @@ def comparison_json(
     }
     for arm in plan.others:
         one = arms[arm.name]
-        key = key_of(arm.name, name)
-        made[key] = _arm(one) | {"vs_baseline": _against(one, base)}
-        if key != "oelm_freeze":
-            share = _share(one)
-            made[key]["parameter_efficiency"] = None if share is None else f"{share:.1%} trainable"
-    other = plan.others[0].name
+        share = _share(one)
+        made[key_of(arm.name, name)] = _arm(one) | {
+            "vs_baseline": _against(one, base),
+            "parameter_efficiency": None if share is None else f"{share:.1%} trainable",
+        }
+    other = main_arm(evidence)
     verdict = evidence["verdicts"][plan.rules.metric][other]
     made["comparison"] = {
         "accuracy_gap": _gap(arms[other], base, "accuracy"),
@@ -47,8 +48,7 @@ def timing_json(evidence: dict[str, Any]) -> dict[str, Any]:
     for arm, found in arms.items():
         times = _timing(found)
         timing[key_of(arm, name)] = {**times, "total_formatted": _formatted(times["total_seconds"])}
-    other = next(arm for arm in arms if arm != name)
-    gap = _time_analysis(arms[other], arms[name])
+    gap = _time_analysis(arms[main_arm(evidence)], arms[name])
     timing["comparison"] = {
         "time_difference_seconds": gap["total_gap_seconds"],
         "time_difference_percent": _percent(gap["total_gap_percent"], digits=2),

@@ -41,11 +41,10 @@ class Stopped(RunFailed):
 
 
 class Runner:
-    """Takes tasks in turn, says where it is, and remembers how long runs take."""
+    """Takes tasks in turn, and says where it is and how long the rest will take."""
 
     def __init__(self, data_dir: Path | None, say: Say, jobs: int = 1) -> None:
         self.data_dir, self._say, self.jobs = data_dir, say, jobs
-        self._spent, self._ran = 0.0, 0
 
     def run_all(
         self, tasks: Sequence[Task], *, alone: bool = False
@@ -57,11 +56,12 @@ class Runner:
         left = [task for task in tasks if not _is_done(task)]
         if len(left) < len(tasks):
             self._say(f"{len(tasks) - len(left)} of {len(tasks)} runs are there already")
-        for count, (task, outcome, seconds) in enumerate(self._outcomes(left, alone), 1):
+        at_once, spent = 1 if alone else self.jobs, 0.0
+        for count, (task, outcome, seconds) in enumerate(self._outcomes(left, at_once), 1):
             if outcome is None:
                 raise Stopped("stopped; the same command goes on")
-            self._spent, self._ran = self._spent + seconds, self._ran + 1
-            remaining = self._spent / self._ran * (len(left) - count) / self.jobs
+            spent += seconds
+            remaining = spent / count * (len(left) - count) / at_once
             self._say(
                 f"run {count} of {len(left)}  {task.about}  {outcome}  {seconds:.0f} s; "
                 f"{_duration(remaining)} left"
@@ -69,14 +69,14 @@ class Runner:
         return {(task.arm, task.seed): RunRecord(task.path) for task in tasks}
 
     def _outcomes(
-        self, tasks: Sequence[Task], alone: bool
+        self, tasks: Sequence[Task], at_once: int
     ) -> Iterator[tuple[Task, str | None, float]]:
-        if self.jobs == 1 or alone or len(tasks) < 2:
+        if at_once == 1 or len(tasks) < 2:
             for task in tasks:
                 yield (task, *take(task, self.data_dir))
             return
         fresh = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(self.jobs, fresh)
+        pool = ProcessPoolExecutor(at_once, fresh)
         try:
             going = {pool.submit(take, task, self.data_dir): task for task in tasks}
             for done in as_completed(going):

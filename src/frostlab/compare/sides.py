@@ -14,7 +14,6 @@ from time import perf_counter
 import torch
 from torch import nn
 
-from frostlab.bench.rounds import Meter
 from frostlab.compare.turns import BATCHES, Clock
 from frostlab.data import Material
 from frostlab.errors import BadInput, nearest
@@ -32,6 +31,7 @@ from frostlab.training.optimizer import optimizer_tensors
 from frostlab.training.prefix import build_prefix, check_prefix
 from frostlab.training.stages import total_steps
 from frostlab.training.step import Diverged, Outcome, seed_step
+from frostlab.training.stopwatch import Meter
 from frostlab.training.supervision import resolve
 from frostlab.training.treating import treat, wants_types
 

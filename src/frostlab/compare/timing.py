@@ -37,7 +37,7 @@ from frostlab.data import Material
 from frostlab.errors import BadInput
 from frostlab.recipe import Recipe
 from frostlab.training.choosing import choose
-from frostlab.training.devices import choose_device
+from frostlab.training.devices import choose_device, with_threads
 from frostlab.training.distributed import World
 from frostlab.training.stages import total_steps
 from frostlab.training.treating import count_parameters
@@ -121,7 +121,8 @@ def time_arms(
         raise BadInput(f"time_arms: a block of {block} steps; at least 1")
     device = choose_device(str(device))
     clock = Clock(device)
-    with _threads(recipes[baseline]), _room_to_compile(recipes.values(), prepared, device):
+    threads = recipes[baseline].train.threads  # those that a run would compute with
+    with with_threads(threads), _room_to_compile(recipes.values(), prepared, device):
         arms = treat_all(recipes, prepared, baseline)
         sides = build_sides(arms, prepared, device, say)
         block = block or block_for(sides, clock)
@@ -220,17 +221,6 @@ def _arm(
         checkpoint_bytes=side.model_bytes(learns=True),
         model_bytes=side.model_bytes(learns=False),
     )
-
-
-@contextmanager
-def _threads(recipe: Recipe) -> Iterator[None]:
-    """Compute with the threads that a run would compute with."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(recipe.train.threads or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextmanager

@@ -7,8 +7,8 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from frostlab.bench.ceilings import synchronize
 from frostlab.compare.estimating import FEWEST, Ratio, Rule, ratio_of
+from frostlab.training.stopwatch import synchronize
 
 BATCHES = 16  # different batches at most: each shape of them must have been met before
 _STARTS = 4  # places in the list of batches where blocks begin
@@ -33,7 +33,7 @@ class Clock:
     def block(self, work: Callable[[], object]) -> Spent:
         """Time some work, and all that it leaves to the device."""
         cuda = self.device.type == "cuda"
-        self._wait()
+        synchronize(self.device)
         began = perf_counter()
         if cuda:
             stream = torch.cuda.current_stream(self.device)
@@ -42,14 +42,9 @@ class Clock:
         work()
         if cuda:
             last.record(stream)
-        self._wait()
+        synchronize(self.device)
         host = perf_counter() - began
         return Spent(first.elapsed_time(last) / 1e3 if cuda else host, host)
-
-    def _wait(self) -> None:
-        if self.device.type == "mps":
-            torch.mps.synchronize()
-        synchronize(self.device)
 
 
 @dataclass

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,11 +51,18 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
     prefix = f"{folder.name}.part-"
     for left in folder.parent.glob(f"{prefix}*"):  # of a killed builder: the lock is ours now
         shutil.rmtree(left)
-    part = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
+    part = folder.with_name(f"{prefix}{os.getpid()}")
+    part.mkdir()
     try:
         build(part)
-        part.chmod(0o755)
         part.rename(folder)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
+
+
+def like_any_file(path: Path) -> None:
+    """Give a file the mode of any new file; safetensors lets its owner alone read what it wrote."""
+    mask = os.umask(0o077)  # the one way to read it is to set it
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)

@@ -184,4 +184,7 @@ def _part(parts: dict[str, Part], key: str, split: str) -> Part:
         return parts[split]
     hint = nearest(split, parts) or f"; there are {', '.join(sorted(parts))}"
     first = next(iter(parts.values()))
-    raise BadInput(f"{key} {split} is not a split of {first.place}{hint}")
+    where = first.place.removesuffix(f": {first.split}")  # as the hub's are called
+    if len(parts) > 1 and where == first.place:  # a folder with a file for each split
+        where = str(Path(where).parent)
+    raise BadInput(f"{key} {split} is not a split of {where}{hint}")

@@ -43,6 +43,8 @@ def find_config(name: str) -> tuple[Any, str]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     path = Path(name)
+    if looks_like_path(name) and not os.path.exists(path):
+        raise BadInput(f"{name} does not exist{nearest_path(path)}")
     if os.path.exists(path):
         if not (path / "config.json").is_file():
             raise BadInput(f"{name} is not a model folder (no config.json)")
@@ -65,6 +67,22 @@ def find_config(name: str) -> tuple[Any, str]:
         ) from None
 
 
+def looks_like_path(name: str) -> bool:
+    """Whether a name can only be a place on this machine: the hub's have one slash, inside."""
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith("/")
+
+
+def nearest_path(path: Path) -> str:
+    """A hint at what there is: a neighbour of a similar name, or the last folder that exists."""
+    there = next((folder for folder in path.parents if folder.is_dir()), None)
+    if there is None:
+        return ""
+    if there != path.parent:
+        return f"; there is nothing below {there}"
+    names = sorted(each.name for each in there.iterdir())
+    return nearest(path.name, names, 0.7) or f"; no name like it is in {there}"
+
+
 def hub_answers() -> bool:
     """Whether the hub's name can be looked up, so that being offline costs no retries."""
     from huggingface_hub import constants
@@ -80,7 +98,9 @@ def _nearest_architecture(name: str, known: Iterable[str]) -> str:
     """`bert-base-uncased` is nearest to `bert`, the longest architecture it begins with."""
     choices, last = [*known, *OWN], name.rpartition("/")[2].lower()
     begins = max((kind for kind in choices if last.startswith(kind)), key=len, default="")
-    return f"; did you mean `{begins}`?" if begins else nearest(last, choices)
+    if begins or "/" in name:  # somebody's model is no misspelt architecture
+        return f"; did you mean `{begins}`?" if begins else ""
+    return nearest(last, choices)
 
 
 def first_line(error: Exception) -> str:

@@ -125,6 +125,11 @@ def take_apart(model: nn.Module) -> Stack | None:
     return None if stack is None or any(map(_is_hooked, stack.passed_over())) else stack
 
 
+def is_causal(model: nn.Module) -> bool:
+    """Whether attention only looks back, in a kernel that skips what it does not see."""
+    return isinstance(model, Decoder) or (isinstance(model, GPT) and model.config.causal)
+
+
 def _is_hooked(module: nn.Module) -> bool:
     """Whether somebody wants to know when a module is called."""
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from frostlab.data.cache import like_any_file
 from frostlab.errors import FrostlabError
 
 _NAME = re.compile(r"step-(\d{9})(?:-stage-(\d+))?")
@@ -139,6 +140,7 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
     """Write tensors; what the operating system refuses is its error, not safetensors'."""
     try:
         save_file(_plain(tensors), path)
+        like_any_file(path)
     except SafetensorError as error:
         if code := re.search(r"os error (\d+)", str(error)):
             raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from None

@@ -19,8 +19,10 @@ _SECONDS = {  # how show names the clocks; others keep their own names
     "total_seconds": "total",
     "train_seconds": "train",
     "validation_seconds": "validation",
-    "data_seconds": "data wait",
+    "data_seconds": "data",
+    "data_overlapped_seconds": "data while training",
     "checkpoint_seconds": "checkpoints",
+    "setup_seconds": "set-up before it",
     "epoch_seconds": "per epoch",
 }
 

@@ -15,6 +15,9 @@ class RunRecord:
 
     folder: Path
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", Path(self.folder))  # a str will do
+
     @property
     def result(self) -> dict[str, Any]:
         """The result, once there is one."""

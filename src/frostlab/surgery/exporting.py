@@ -2,13 +2,14 @@
 
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from torch import nn
 
 from frostlab.anatomy import survey
+from frostlab.data.cache import like_any_file
 from frostlab.errors import BadInput
 from frostlab.surgery.checks import refuse_untouchable, refuse_wrapped
 
@@ -32,10 +33,12 @@ def export(model: nn.Module, folder: str | Path) -> Path:
     if target.is_dir() and any(target.iterdir()) and not (target / "config.json").exists():
         raise BadInput(f"export: {target} holds something else; choose an empty folder")
     target.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    made = target.with_name(f".{target.name}-{uuid4().hex}")
+    made.mkdir()
     try:
         save(made, state_dict=model.state_dict())
-        made.chmod(0o755)
+        for path in made.glob("*.safetensors"):
+            like_any_file(path)
         if not target.exists():
             made.rename(target)
             return target

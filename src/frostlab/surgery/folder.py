@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from frostlab.data.cache import like_any_file
 from frostlab.errors import BadInput
 from frostlab.surgery.origin import Origin
 
@@ -50,6 +51,7 @@ def write_delta(folder: Path, tensors: dict[str, Tensor], manifest: dict[str, An
     try:
         started.append(folder / f".tensors-{os.getpid()}.tmp")
         save_file(tensors, started[0])
+        like_any_file(started[0])
         digest = _file_digest(started[0])
         name = f"trainable-{digest[:12]}.safetensors"
         manifest = {**manifest, "tensors": {"file": name, "sha256": digest}}

@@ -1,6 +1,8 @@
 """Where a run computes, with how many threads, and how precisely."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -36,6 +38,17 @@ def choose_device(wanted: str) -> torch.device:
     elif device.type not in ("cpu", "mps"):
         raise BadInput(f"train.device {wanted} is not supported; auto, cpu, cuda, mps are")
     return device
+
+
+@contextmanager
+def with_threads(count: int | None) -> Iterator[None]:
+    """Within this, compute with as many threads; None: with as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def choose_precision(train: Train, device: torch.device) -> torch.dtype:

@@ -81,16 +81,22 @@ def measure_exits(
         Objective(model), prepared, prepared.splits["report"], batch, device=device,
         precision=precision, world=World(), types=wants_types(model), layers=layers,
     )["layers"]  # fmt: skip
-    # a token looks back at half of its example, on average
-    each, rest = forward_flops(anatomy(model), _length(prepared) / 2)
+    each, rest = forward_flops(anatomy(model), _length(prepared), causal=True)
     costs = [rest + sum(each[:number]) for number in layers]
     sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
     total = count_parameters(model)["total"]
     return tuple(
-        Exit(number, **metrics[str(number)], flops=cost, share=cost / costs[-1],
-             parameters=total - sum(sizes[number:]))
+        Exit(
+            layer=number,
+            loss=metrics[str(number)]["loss"],
+            perplexity=metrics[str(number)]["perplexity"],
+            token_accuracy=metrics[str(number)]["token_accuracy"],
+            flops=cost,
+            share=cost / costs[-1],
+            parameters=total - sum(sizes[number:]),
+        )
         for number, cost in zip(layers, costs, strict=True)
-    )  # fmt: skip
+    )
 
 
 def exits_table(exits: tuple[Exit, ...]) -> str:

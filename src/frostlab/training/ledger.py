@@ -1,7 +1,9 @@
 """Collects what steps leave on the device and reads it in blocks, so that no step waits."""
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -9,7 +11,7 @@ from frostlab.flow.recorded import report_event
 from frostlab.records.folder import RunFolder
 from frostlab.training.distributed import World
 from frostlab.training.step import Diverged, EagerStep, Outcome
-from frostlab.training.stopwatch import Stopwatch
+from frostlab.training.stopwatch import Lap, Stopwatch
 
 _BLOCK = 50
 WARMUP = 5  # steps after a start whose times are marked
@@ -25,6 +27,7 @@ class Entry:
     tokens: int
     padded: int  # what this process's rows hold, filler and all
     examples: int
+    lap: Lap
 
 
 class Ledger:
@@ -56,14 +59,29 @@ class Ledger:
         if self._entries:
             self._settle(len(self._entries))
 
-    def close(self) -> None:
-        """Settle, and end watching."""
-        self.settle()
-        if self._step.flow is not None:
-            self._step.flow.stop()
+    def __enter__(self) -> "Ledger":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, *trace: object) -> None:
+        """Settle, and end watching; after an error, as far as the device still answers.
+
+        Processes add up their losses, so one of several that fails leaves its last block unwritten.
+        """
+        if error is None:
+            self._close()
+        elif self._world.size == 1:
+            with suppress(Exception):  # a device that failed may not be read, a disk may be full
+                self._close()
+
+    def _close(self) -> None:
+        try:
+            self.settle()
+        finally:
+            if self._step.flow is not None:
+                self._step.flow.stop()
 
     def _settle(self, count: int) -> None:
-        block, self._entries = self._entries[:count], self._entries[count:]
+        block = self._entries[:count]
         outcomes = [entry.outcome for entry in block]
         values = torch.stack([outcome.values for outcome in outcomes])
         held = values.new_tensor([entry.padded for entry in block])  # as exact as 2**24 is
@@ -71,7 +89,7 @@ class Ledger:
         _, norms, broken = values.T.tolist()
         self.loss = next((x for x in reversed(losses) if math.isfinite(x)), None)
         assert self._first is not None
-        times = self._watch.laps(count)  # waits for these steps, on a GPU
+        times = self._watch.milliseconds([entry.lap for entry in block])
         self._write_flow()
         if self._folder is not None:
             self._folder.event(
@@ -87,6 +105,7 @@ class Ledger:
                 examples=sum(entry.examples for entry in block),
                 warmup=max(0, min(count, self._first + WARMUP - block[0].step)),
             )
+        del self._entries[:count]
         for entry, index, loss in zip(block, broken, losses, strict=True):
             if index >= 0:
                 raise Diverged(

@@ -42,7 +42,9 @@ def train(
     """Train stage after stage to the end, to exhausted patience, or until asked to stop."""
     per_epoch = steps_per_epoch(len(setting.prepared.splits["train"]), setting.recipe.train.batch)
     total = most_steps(setting.stages, progress.lengths)
-    setting.display.begin(progress.step, total, per_epoch, setting.prepared.caution)
+    setting.display.begin(
+        progress.step, total, per_epoch, setting.prepared.caution, sum(progress.lengths)
+    )
     watch.start()
     state = {} if resumed is None else resumed.optimizer()
     asked = StopLook(setting.asked_to_stop, setting.world, setting.device)
@@ -77,74 +79,73 @@ def _train_stage(
     setting.objective.train()
     with watch.phase("data", device=True):
         feed = _make_feed(setting, progress)  # while the model is whole
-    shares = shares_of(setting.model, stage, index, setting.entered)
-    step_once = build_step(
-        setting.objective, optim, recipe.train, setting.precision, setting.device, world,
-        steps=stage.steps, unused=any_unused(setting), shares=shares,
-        inside=recipe.watch is not None and recipe.watch.inside,
-    )  # fmt: skip
-    if state:
-        restore_optimizer(setting.model, step_once.optimizer, state, like,
-                          partly=not progress.place)  # fmt: skip
-    watch_stage(setting, progress, step_once)
-    said = ""
-    ledger = Ledger(step_once, watch, world, setting.folder)
-
+    with watch.setup():
+        shares = shares_of(setting.model, stage, index, setting.entered)
+        step_once = build_step(
+            setting.objective, optim, recipe.train, setting.precision, setting.device, world,
+            steps=stage.steps, unused=any_unused(setting), shares=shares,
+            inside=recipe.watch is not None and recipe.watch.inside,
+        )  # fmt: skip
+        if state:
+            restore_optimizer(setting.model, step_once.optimizer, state, like,
+                              partly=not progress.place)  # fmt: skip
+        watch_stage(setting, progress, step_once)
     epoch_began = watch.training_seconds() - progress.epoch_seconds
     epoch, place = divmod(progress.place, per_epoch)
     before = sum(-(-steps // per_epoch) for steps in progress.lengths)  # stages begin a new one
     order = feed.order(before + epoch)  # however it is cut into stages, a run sees the same
-    while progress.step < end and not progress.stopped_early:
-        _, stage_step = stage_at(setting.stages, progress.step, progress.lengths)
-        if stage_step == 0:
-            say_stage(setting, progress)
+    said = ""
+    with Ledger(step_once, watch, world, setting.folder) as ledger:
+        while progress.step < end and not progress.stopped_early:
+            _, stage_step = stage_at(setting.stages, progress.step, progress.lengths)
+            if stage_step == 0:
+                say_stage(setting, progress)
 
-        with watch.phase("data"):
-            rows = order[place]
-            parts = feed(rows)
-        seed_step(recipe.seed, progress.step, world.rank, setting.device)
-        rate = rate_at(stage_step, stage.steps, optim)
-        began = watch.mark()
-        outcome = step_once(parts, feed.examples.scored(rows), rate)
-        watch.lap(began)
-        if said != step_once.reason:
-            said = step_once.reason
-            say_how(setting, progress.step, step_once, feed.packs)
-        progress.step, place = progress.step + 1, place + 1
-        real, held = feed.examples.read(rows), sum(part.held for part in parts)
-        ledger.add(Entry(progress.step, outcome, rate, real, held, len(rows)))
-        setting.display.advance(progress.step, ledger.loss)
+            with watch.phase("data"):
+                rows = order[place]
+                parts = feed(rows)
+            seed_step(recipe.seed, progress.step, world.rank, setting.device)
+            rate = rate_at(stage_step, stage.steps, optim)
+            began = watch.mark()
+            outcome = step_once(parts, feed.examples.scored(rows), rate)
+            lap = (began, watch.mark())
+            if said != step_once.reason:
+                said = step_once.reason
+                say_how(setting, progress.step, step_once, feed.packs)
+            progress.step, place = progress.step + 1, place + 1
+            real, held = feed.examples.read(rows), sum(part.held for part in parts)
+            ledger.add(Entry(progress.step, outcome, rate, real, held, len(rows), lap))
+            setting.display.advance(progress.step, ledger.loss)
 
-        if place == per_epoch:
-            watch.wait_for_device()
-            spent = watch.training_seconds() - epoch_began
-            progress.order = order_digest(order, progress.order)
-            ledger.settle()
-            if setting.folder:
-                setting.folder.event("epoch", progress.step, epoch=epoch, seconds=round(spent, 4),
-                                     order=progress.order)  # fmt: skip
-            epoch, place, epoch_began = epoch + 1, 0, watch.training_seconds()
-            if progress.step < end:
-                with watch.phase("data"):
-                    order = feed.order(before + epoch)
+            if place == per_epoch:
+                watch.wait_for_device()
+                spent = watch.training_seconds() - epoch_began
+                progress.order = order_digest(order, progress.order)
+                ledger.settle()
+                if setting.folder:
+                    setting.folder.event("epoch", progress.step, epoch=epoch, order=progress.order,
+                                         seconds=round(spent, 4))  # fmt: skip
+                epoch, place, epoch_began = epoch + 1, 0, watch.training_seconds()
+                if progress.step < end:
+                    with watch.phase("data"):
+                        order = feed.order(before + epoch)
 
-        improved = False
-        looks = _due(recipe.evaluate.every, progress.place, per_epoch, stage.steps)
-        if looks:
-            ledger.settle()
-            improved = _look(setting, progress, watch)
-            if progress.best.exhausted(stage.patience):
-                progress.stopped_early = True
-        stop = asked(progress.step)
-        if (looks and (improved or recipe.train.checkpoint is None)) or stop or _due(
-            recipe.train.checkpoint, progress.place, per_epoch, stage.steps
-        ):  # fmt: skip
-            ledger.settle()
-            progress.epoch_seconds = watch.training_seconds() - epoch_began
-            _keep(setting, progress, watch, step_once.optimizer)
-        if stop and not (last and (progress.step == end or progress.stopped_early)):
-            raise Stopped
-    ledger.close()
+            improved = False
+            looks = _due(recipe.evaluate.every, progress.place, per_epoch, stage.steps)
+            if looks:
+                ledger.settle()
+                improved = _look(setting, progress, watch)
+                if progress.best.exhausted(stage.patience):
+                    progress.stopped_early = True
+            stop = asked(progress.step)
+            if (looks and (improved or recipe.train.checkpoint is None)) or stop or _due(
+                recipe.train.checkpoint, progress.place, per_epoch, stage.steps
+            ):  # fmt: skip
+                ledger.settle()
+                progress.epoch_seconds = watch.training_seconds() - epoch_began
+                _keep(setting, progress, watch, step_once.optimizer)
+            if stop and not (last and (progress.step == end or progress.stopped_early)):
+                raise Stopped
     watch.wait_for_device()
     return step_once
 

@@ -95,7 +95,7 @@ def restore_optimizer(
         raise FrostlabError(f"the checkpoint's optimizer does not know {missing[0]}")
     for name, state in states.items():
         held_by = parameters[name]
-        place = held_by.device if optimizer.defaults["fused"] else torch.device("cpu")
+        place = held_by.device if optimizer.defaults.get("fused") else torch.device("cpu")
         optimizer.state[held_by] = {
             key: like(value, held_by) if value.ndim else value.to(place)
             for key, value in state.items()

@@ -49,7 +49,9 @@ class Progress:
 class Display(Protocol):
     """Who is shown how a run goes; frostlab itself prints nothing."""
 
-    def begin(self, step: int, steps: int, per_epoch: int, caution: str | None) -> None: ...
+    def begin(
+        self, step: int, steps: int, per_epoch: int, caution: str | None, stage_began: int
+    ) -> None: ...
     def say(self, line: str) -> None: ...
     def stage(self, line: str, step: int, steps: int) -> None: ...
     def advance(self, step: int, loss: float | None) -> None: ...
@@ -60,7 +62,9 @@ class Display(Protocol):
 class Silent:
     """Shows nothing."""
 
-    def begin(self, step: int, steps: int, per_epoch: int, caution: str | None) -> None:
+    def begin(
+        self, step: int, steps: int, per_epoch: int, caution: str | None, stage_began: int
+    ) -> None:
         """Say nothing."""
 
     def say(self, line: str) -> None:

@@ -10,6 +10,7 @@ from frostlab.records.folder import SCHEMA, RunFolder
 from frostlab.training.boundary import stage_facts
 from frostlab.training.progress import Progress
 from frostlab.training.setting import Setting
+from frostlab.training.stopwatch import OVERLAPPED, SETUP, training_seconds
 from frostlab.training.treating import count_parameters
 
 
@@ -57,19 +58,20 @@ def clocks(events: list[dict[str, Any]], seconds: dict[str, float]) -> dict[str,
     """Totals, steps and rates; warm-up steps are counted apart."""
     blocks = [event for event in events if event["kind"] == "step"]
     times = [ms for block in blocks for ms in block["ms"][block["warmup"] :]]
-    total = seconds.get("total", 0.0)
-    apart = {name: value for name, value in seconds.items() if name != "total"}
-    training = total - sum(apart.values())
+    training = training_seconds(seconds)
+    data, overlapped = seconds.get("data", 0.0), seconds.get(OVERLAPPED, 0.0)
     real, padded = (sum(block[key] for block in blocks) for key in ("tokens", "padded"))
     packed = any(event.get("packed") for event in events)
     examples = sum(block["examples"] for block in blocks)
     epochs = [event["seconds"] for event in events if event["kind"] == "epoch"]
     return {
-        "total_seconds": round(total, 4),
+        "total_seconds": round(seconds.get("total", 0.0), 4),
         "train_seconds": round(training, 4),
-        "validation_seconds": round(apart.get("validation", 0.0), 4),
-        "data_seconds": round(apart.get("data", 0.0), 4),
-        "checkpoint_seconds": round(apart.get("checkpoint", 0.0), 4),
+        "validation_seconds": round(seconds.get("validation", 0.0), 4),
+        "data_seconds": round(data + overlapped, 4),
+        "data_overlapped_seconds": round(overlapped, 4),
+        "checkpoint_seconds": round(seconds.get("checkpoint", 0.0), 4),
+        "setup_seconds": round(seconds.get(SETUP, 0.0), 4),
         "epoch_seconds": epochs,
         "step_ms": spread(times),
         "warmup_ms": [ms for block in blocks for ms in block["ms"][: block["warmup"]]],

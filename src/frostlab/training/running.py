@@ -27,7 +27,7 @@ from frostlab.records.places import (
 from frostlab.records.record import RunRecord
 from frostlab.surgery import Audit
 from frostlab.training.batching import collate, evaluation_order
-from frostlab.training.devices import choose_device, choose_precision
+from frostlab.training.devices import choose_device, choose_precision, with_threads
 from frostlab.training.distributed import World, joined
 from frostlab.training.envelopes import objective_for
 from frostlab.training.interruptions import interruptions
@@ -38,6 +38,7 @@ from frostlab.training.recordings import baseline_scores
 from frostlab.training.setting import Setting
 from frostlab.training.stages import stages_of
 from frostlab.training.staging import Entered, enter, rehearse
+from frostlab.training.stopwatch import Meter
 from frostlab.training.supervision import resolve
 from frostlab.training.treating import audit_frozen, treat, wants_types, weight_digests
 from frostlab.training.work import work
@@ -71,8 +72,9 @@ def run(
             )
         path, resumes = world.agree(_choose_folder(recipe, name, out, Path(runs), resume))
         folder = stack.enter_context(RunFolder(path).open()) if world.writes and resumes else None
-        _set_threads(recipe, path if resumes else None)
-        setting, digests = _set_up(recipe, data_dir, device, world, display or Silent())
+        stack.enter_context(with_threads(_threads(recipe, path if resumes else None)))
+        meter = Meter(device)
+        setting, digests = _set_up(recipe, data_dir, device, world, display or Silent(), path)
         if resumes:
             setting.folder = folder
             checkpoint = _go_on(setting, path, digests)
@@ -80,12 +82,11 @@ def run(
             checkpoint = None
             if world.writes:
                 setting.folder = stack.enter_context(_begin(setting, name, path, digests, out))
-            path = world.agree(setting.folder.path if setting.folder else None)
+            setting.path = world.agree(setting.folder.path if setting.folder else None)
         stack.callback(setting.display.close)
         setting.asked_to_stop = stack.enter_context(interruptions())
-        setting.path = path
-        work(setting, checkpoint)
-    return RunRecord(path)
+        work(setting, checkpoint, meter)
+    return RunRecord(setting.path)
 
 
 def _resolve(recipe: Recipe | str | Path | dict[str, Any], name: str | None) -> tuple[Recipe, str]:
@@ -104,13 +105,11 @@ def _choose_folder(
     return own_folder(runs, f"{name}-{recipe.treatment_name}-s{recipe.seed}", resume, recipe.digest)
 
 
-def _set_threads(recipe: Recipe, resumed: Path | None) -> None:
-    """Compute with the threads that were asked for, or that the run began with."""
-    threads = recipe.train.threads
-    if threads is None and resumed is not None:
-        threads = next(read_events(resumed / "events.jsonl"))["threads"]
-    if threads is not None:
-        torch.set_num_threads(threads)
+def _threads(recipe: Recipe, resumed: Path | None) -> int | None:
+    """The threads that were asked for, or that a resumed run began with."""
+    if recipe.train.threads is None and resumed is not None:
+        return int(next(read_events(resumed / "events.jsonl"))["threads"])
+    return recipe.train.threads
 
 
 def _set_up(
@@ -119,6 +118,7 @@ def _set_up(
     device: torch.device,
     world: World,
     display: Display,
+    path: Path,
 ) -> tuple[Setting, dict[str, Any]]:
     """Data, model and treatment: all that can be refused, before anything is written."""
     prepared = _prepare(recipe, data_dir, world)
@@ -156,6 +156,7 @@ def _set_up(
         frozen=frozen,
         display=display,
         asked_to_stop=lambda: False,
+        path=path,
         entered=entered,
     )
     return setting, digests

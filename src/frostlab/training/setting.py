@@ -34,5 +34,5 @@ class Setting:
     frozen: Audit | None
     display: Display
     asked_to_stop: Callable[[], bool]
+    path: Path  # the run's folder, for all processes to read
     entered: Entered = field(default_factory=Entered)  # the stage that the model is in
-    path: Path = field(default_factory=Path)  # the run's folder, for all processes to read

@@ -18,12 +18,15 @@ from frostlab.training.progress import Progress
 from frostlab.training.recordings import measure_recordings
 from frostlab.training.results import result
 from frostlab.training.setting import Setting
-from frostlab.training.stopwatch import Stopwatch
+from frostlab.training.stopwatch import Meter, Stopwatch
 from frostlab.training.treating import state_digest
 
 
-def work(setting: Setting, resumed: Checkpoint | None) -> None:
-    """Train, report, and write the result, whatever happens on the way."""
+def work(setting: Setting, resumed: Checkpoint | None, meter: Meter) -> None:
+    """Train, report, and write the result, whatever happens on the way.
+
+    `meter` has measured the device's memory since before the model was built.
+    """
     progress = Progress(Best(setting.recipe.metric))
     if resumed is not None:
         progress = Progress.from_dict(resumed.progress())
@@ -45,7 +48,7 @@ def work(setting: Setting, resumed: Checkpoint | None) -> None:
             "gpu_before": before,
             "gpu_after": gpu_state(where),
             "telemetry": telemetry.summary(),
-            "device_memory_peak": _device_memory(setting.device),
+            "device_memory_peak": meter.peak_bytes(),
             "weights_digest": weights,
             "order_digest": progress.order,
         }
@@ -112,7 +115,3 @@ def _measure_report(setting: Setting, step: int) -> tuple[dict[str, float], dict
         kept = {"split": "report", "labels": labels.tolist(), "classes": taken_for}
         write_whole(setting.folder.path / "predictions.json", json.dumps(kept))
     return metrics, None
-
-
-def _device_memory(device: torch.device) -> int | None:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
