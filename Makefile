@@ -5,6 +5,7 @@ PYTHON ?= python3
 export ONEDNN_MAX_CPU_ISA := AVX512_CORE_BF16
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: test slow gpu demo bench setup clean
 

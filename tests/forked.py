@@ -1,16 +1,21 @@
-"""Runs in child processes that start at once: a server has imported everything already.
+"""Runs and programs in child processes that start at once: a server has imported everything.
 
-A child may be told to die by kill -9 at a chosen moment; `resume=True` then goes on.
+A program is what `python -m frostlab …` or `python file.py …` runs, with its own arguments,
+environment, output and exit code; two processes of it are those that torchrun would start. A run
+may be told to die by kill -9 at a chosen moment; `resume=True` then goes on.
 """
 
 import contextlib
 import multiprocessing
 import os
 import resource
+import runpy
 import signal
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +25,100 @@ from frostlab.records.checkpoints import checkpoints_in
 from frostlab.records.record import RunRecord
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["frostlab.training.running", "torch._dynamo"])
+SERVER.set_forkserver_preload(
+    [
+        "frostlab.training.running",
+        "frostlab.compare.comparing",
+        "frostlab.cli",
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "transformers.modeling_utils",
+        "frozen_heap",
+    ]
+)
+
+
+def _program(arguments: list[str], environment: dict[str, str], cwd: str, outputs: str) -> None:
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, name in ((1, "out"), (2, "err")):
+        with open(f"{outputs}.{name}", "w") as file:
+            os.dup2(file.fileno(), number)
+    sys.orig_argv = [sys.executable, *arguments]
+    sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, closefd=False) for n in (1, 2))
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+class Program:
+    """`python ARGUMENTS` in one process, or in several that know of each other by a port."""
+
+    def __init__(
+        self,
+        *arguments: str,
+        processes: int = 1,
+        port: int = 0,
+        cwd: Path | None = None,
+        env: Mapping[str, str] = os.environ,
+    ) -> None:
+        self.arguments = list(arguments)
+        self._outputs = tempfile.TemporaryDirectory()
+        self._children = []
+        for rank in range(processes):
+            environment = dict(env)
+            if processes > 1:  # as torchrun says it
+                environment |= {
+                    "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes),
+                    "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                }  # fmt: skip
+            outputs = str(Path(self._outputs.name) / str(rank))
+            given = (self.arguments, environment, str(cwd or Path.cwd()), outputs)
+            self._children.append(SERVER.Process(target=_program, args=given))
+        for child in self._children:
+            child.start()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to every process."""
+        for child in self._children:
+            assert child.pid is not None
+            os.kill(child.pid, number)
+
+    def wait(self, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+        """Wait for the end; the exit code is the first that is not 0, outputs come by rank."""
+        ends = time.monotonic() + timeout
+        try:
+            while any(child.is_alive() for child in self._children):
+                if time.monotonic() > ends:
+                    raise TimeoutError(f"{self.arguments} did not end")
+                if any(child.exitcode for child in self._children):  # the others wait for it
+                    time.sleep(1.0)
+                    break
+                time.sleep(0.01)
+        finally:
+            for child in self._children:
+                if child.is_alive():
+                    child.kill()
+                child.join()
+        codes = [child.exitcode for child in self._children]
+        out, err = (
+            "".join(path.read_text() for path in sorted(Path(self._outputs.name).glob(f"*.{name}")))
+            for name in ("out", "err")
+        )
+        self._outputs.cleanup()
+        code = next((code for code in codes if code), 0)
+        return subprocess.CompletedProcess(self.arguments, code, out, err)
+
+
+def frostlab_command(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run `frostlab ARGUMENTS`."""
+    return Program("-m", "frostlab", *arguments, cwd=cwd).wait()
 
 
 def die() -> None:
@@ -175,10 +273,11 @@ def limited(limit: int, size: int, recipe: dict[str, Any], folder: Path) -> str:
     return folder.with_suffix(".error").read_text()
 
 
-def command(folder: Path, recipe: dict[str, Any], *more: str) -> list[str]:
+def run_command(folder: Path, recipe: dict[str, Any], *more: str, **given: Any) -> Program:
+    """Start `frostlab run` of a recipe that is written to a folder first."""
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
-    return [sys.executable, "-m", "frostlab", "run", str(path), *more]
+    return Program("-m", "frostlab", "run", str(path), *more, **given)
 
 
 def wait_for(path: Path, text: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from test_cli import frostlab_command
+from forked import frostlab_command
 from tiny import tiny
 
 SMALL = tiny(data__examples=96, train__epochs=1, train__batch=16, model__layers=1)

@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 import frostlab as fl
+from forked import frostlab_command
 from frostlab.recipe.loading import shipped_comparisons, shipped_recipes
 from stages import progressive
-from test_cli import frostlab_command
 from tiny import tiny
 
 
@@ -94,10 +94,7 @@ def test_listing_needs_no_torch(finished: Path) -> None:
     ],
 )
 def test_bad_input(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "frostlab", *arguments],
-        capture_output=True, text=True, cwd=tmp_path, timeout=120,
-    )  # fmt: skip
+    done = frostlab_command(*arguments, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

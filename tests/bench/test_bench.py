@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 import frostlab as fl
+from forked import frostlab_command
 from frostlab.bench import BENCHMARKS, Benchmark, Target, chosen, running
 from frostlab.bench.ceilings import Ceilings, Work, measure_ceilings, step_work
 from frostlab.bench.checking import SidesDiffer, agree, sharpened, step_losses
@@ -27,7 +28,6 @@ from frostlab.data import Tokens
 from frostlab.models.gpt import GPT, GPTConfig
 from frostlab.recipe.settings import Optim
 from frostlab.training.batching import Batch, collate
-from test_cli import frostlab_command
 
 CPU = torch.device("cpu")
 MEASURED = ("bert-finetune", "sst2-epoch", "gpt-language-8", "gpt-language-64", "gpt-imdb",

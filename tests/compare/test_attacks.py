@@ -64,15 +64,6 @@ def test_bad_input_is_one_line(given: dict[Any, Any], said: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-def _keep_one_tuning_as_it_was(folder: Path) -> None:
-    """As folders have it from before several settings could be tuned: no lists of one."""
-    (tuning,) = json.loads((folder / "tuning.json").read_text())
-    (folder / "tuning.json").write_text(json.dumps(tuning))
-    stored = json.loads((folder / "plan.json").read_text())
-    (stored["plan"]["tune"],) = stored["plan"]["tune"]
-    (folder / "plan.json").write_text(json.dumps(stored))
-
-
 def test_what_tuning_chose_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tuning run fails once; when seeds are added it would succeed, and choose otherwise."""
     run = runner.run
@@ -86,7 +77,6 @@ def test_what_tuning_chose_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patch:
         patch.setattr(runner, "run", failing)
         first = compare(tmp_path / "c", tune=grid, metric="loss", seeds=1)
-    _keep_one_tuning_as_it_was(tmp_path / "c")
     again = compare(tmp_path / "c", tune=grid, metric="loss", seeds=2)
     assert again.evidence["tuning"] == first.evidence["tuning"]
     folders = [
@@ -124,16 +114,6 @@ def test_a_quick_one_tunes_quickly(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(runs) >= 2 * (3 + 1)
     assert {RunRecord(run).result["steps"] for run in runs} == {quick["steps"]}
     assert quick["steps"] < quick["of"]
-
-
-def test_a_timing_of_arms_built_once_is_made_again(tmp_path: Path) -> None:
-    clock = {"seconds": 0.1}
-    first = compare(tmp_path / "c", seeds=1, clock=clock).evidence["timing"]
-    kept = tmp_path / "c" / "steps.json"
-    old = {key: value for key, value in first.items() if key != "builds"}
-    kept.write_text(json.dumps(old | {"seconds": -1.0}))
-    again = compare(tmp_path / "c", seeds=1, clock=clock).evidence["timing"]
-    assert (again["builds"] >= 2, again["seconds"] > 0) == (True, True)
 
 
 def test_data_that_are_not_there_leave_nothing_behind(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 def small(name: str, **more: Any) -> dict[str, Any]:
-    return {"kind": "pretrained", "name": name, "weights": False, "config": {**SMALL[name], **more}}
+    config = {"vocab_size": 64, **SMALL[name], **more}
+    return {"kind": "pretrained", "name": name, "weights": False, "config": config}
 
 
 @pytest.mark.parametrize("name", SMALL)

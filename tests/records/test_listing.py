@@ -148,8 +148,10 @@ def test_a_run_is_shown_in_fixed_form(tmp_path: Path) -> None:
         "  total             1:02:05 (3725 s)",
         "  train             0:50:00 (3000 s)",
         "  validation        0:10:00 (600 s)",
-        "  data wait         –",
+        "  data              –",
+        "  data overlapped   –",
         "  checkpoints       –",
+        "  set-up            –",
         "  per epoch         0:30:00 (1800 s), 0:31:40 (1900 s)",
         "  step              median 40.1, mean 41.25, p95 50 ms, cv 0.1; "
         "5 warm-up steps not counted",
@@ -202,7 +204,7 @@ def test_an_unfinished_run_says_its_latest(tmp_path: Path) -> None:
     assert "  status          interrupted" in lines
     assert "  latest  accuracy 0.7" in lines
     assert "  damaged events  2" in lines
-    assert "  total        –" in lines
+    assert "  total            –" in lines
 
 
 def test_all_of_a_run_as_plain_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,7 @@ def test_weights_that_learned_after_surgery_are_not_mistaken_for_their_seed(tmp_
         fl.load_trainable(build("bert")[0], tmp_path / "delta")
 
 
+@pytest.mark.slow
 def test_size_of_bert_base(tmp_path: Path) -> None:
     model = BertForSequenceClassification(BertConfig(num_labels=3))
     fl.orthogonalize(model, "query", "key", source="gaussian")

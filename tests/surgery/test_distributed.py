@@ -1,27 +1,15 @@
 """Frozen models under DDP and FSDP2, in two real processes."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
+from forked import Program
 
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("gpt_neox", marks=pytest.mark.slow)])
 def test_two_processes(name: str, free_port: int) -> None:
-    result = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
-            "--master_addr=127.0.0.1", f"--master_port={free_port}",
-            str(HERE / "distributed_program.py"), name,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=os.environ | {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    program = str(Path(__file__).parent / "distributed_program.py")
+    result = Program(program, name, processes=2, port=free_port).wait()
     assert result.returncode == 0, result.stderr[-4000:]
     assert result.stdout.count("fine") == 2

@@ -1,4 +1,4 @@
-"""torchrun with two processes: the same losses as one, one writer, checkpoints that load in one."""
+"""Two processes: the same losses as one, one writer, checkpoints that load in one."""
 
 import os
 import signal
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from forked import run_command
 from frostlab.flow import Flow, flow_of
 from frostlab.records.record import RunRecord
 from frostlab.training.running import run
@@ -38,7 +39,12 @@ def launch(recipe: dict[str, Any], folder: Path, port: int) -> list[str]:
     ]  # fmt: skip
 
 
-def torchrun(recipe: dict[str, Any], folder: Path, port: int) -> Any:
+def in_two(recipe: dict[str, Any], folder: Path, port: int) -> Any:
+    given = ("--out", str(folder))
+    return run_command(folder.parent, recipe, *given, processes=2, port=port).wait()
+
+
+def by_torchrun(recipe: dict[str, Any], folder: Path, port: int) -> Any:
     return subprocess.run(
         launch(recipe, folder, port), capture_output=True, text=True, timeout=200, env=ENVIRONMENT
     )
@@ -56,7 +62,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("way", ["ddp", SHARDED])
 def test_two_processes_train_as_one(way: str, alone: Path, tmp_path: Path, free_port: int) -> None:
     recipe = {**RECIPE, "train": {**RECIPE["train"], "parallel": way, "processes": 2}}
-    done = torchrun(recipe, tmp_path / "run", free_port)
+    done = by_torchrun(recipe, tmp_path / "run", free_port)
     assert done.returncode == 0, done.stderr[-3000:]
     one, two = RunRecord(alone), RunRecord(tmp_path / "run")
     assert len(losses(alone)) == 21, "the last batch of an epoch has 18 examples, not 32"
@@ -130,7 +136,7 @@ def test_packed_and_cached_in_two_processes(tmp_path: Path, free_port: int) -> N
         "treatment": {"freeze": ["embedding", "position", "layers[0]"]},
     }  # fmt: skip
     alone = run(recipe, out=tmp_path / "alone")
-    done = torchrun(recipe, tmp_path / "run", free_port)
+    done = in_two(recipe, tmp_path / "run", free_port)
     assert done.returncode == 0, done.stderr[-3000:]
     two = RunRecord(tmp_path / "run")
     assert losses(two.folder) == pytest.approx(losses(alone.folder), rel=1e-4, abs=1e-5)
@@ -147,7 +153,7 @@ def test_epochs_that_end_without_an_evaluation(tmp_path: Path, free_port: int) -
         "evaluate": {"every": 4},
     }
     alone = run(recipe, out=tmp_path / "alone")
-    done = torchrun(recipe, tmp_path / "run", free_port)
+    done = in_two(recipe, tmp_path / "run", free_port)
     assert done.returncode == 0, done.stderr[-3000:]
     assert losses(tmp_path / "run") == pytest.approx(losses(alone.folder), rel=1e-4, abs=1e-5)
     assert RunRecord(tmp_path / "run").metrics == pytest.approx(alone.metrics, rel=1e-3)
@@ -167,7 +173,7 @@ def test_supervised_layers_in_two_processes(way: str, tmp_path: Path, free_port:
         "train": {"batch": 16, "accumulate": 2, "steps": 6, "threads": 1, "parallel": way},
     }
     alone = run(recipe, out=tmp_path / "alone")
-    done = torchrun(recipe, tmp_path / "run", free_port)
+    done = in_two(recipe, tmp_path / "run", free_port)
     assert done.returncode == 0, done.stderr[-3000:]
     two = RunRecord(tmp_path / "run")
     assert losses(two.folder) == pytest.approx(losses(alone.folder), rel=1e-4, abs=1e-5)
@@ -181,7 +187,7 @@ def test_two_processes_go_through_stages_as_one(way: str, tmp_path: Path, free_p
     """Layers are added, frozen and thawed: the model is shared anew at each boundary."""
     alone = run(progressive(), out=tmp_path / "alone")
     train = {**progressive()["train"], "parallel": way, "processes": 2}
-    done = torchrun(progressive(train=train), tmp_path / "run", free_port)
+    done = in_two(progressive(train=train), tmp_path / "run", free_port)
     assert done.returncode == 0, done.stderr[-3000:]
     two = RunRecord(tmp_path / "run")
     assert losses(two.folder) == pytest.approx(losses(alone.folder), rel=1e-4)
@@ -192,7 +198,7 @@ def test_two_processes_go_through_stages_as_one(way: str, tmp_path: Path, free_p
 
 def test_another_number_of_processes_is_refused(tmp_path: Path, free_port: int) -> None:
     recipe = {**RECIPE, "train": {**RECIPE["train"], "processes": 4, "batch": 64}}
-    done = torchrun(recipe, tmp_path / "run", free_port)
+    done = in_two(recipe, tmp_path / "run", free_port)
     assert done.returncode != 0
     assert "train.processes asks for 4, and 2 run" in done.stderr
     assert not (tmp_path / "run").exists()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import frostlab as fl
+from forked import frostlab_command
 from frostlab.compare.sides import Side
 from frostlab.data import prepare
 from frostlab.models.building import build_model
@@ -22,7 +23,6 @@ from frostlab.training.exits import measure_exits
 from frostlab.training.metrics import Tally
 from frostlab.training.objective import Objective
 from packed import VOCABULARY, build, prepared
-from test_cli import frostlab_command
 from tiny import tiny
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import frostlab as fl
-from forked import attempt, command, limited, outcome, wait_for
+from forked import attempt, limited, outcome, run_command, wait_for
 from frostlab.records.checkpoints import checkpoints_in
 from frostlab.training.batching import Batch
 from frostlab.training.distributed import World
@@ -108,19 +108,17 @@ def test_an_interrupted_run_stops_with_a_checkpoint_and_goes_on(
 ) -> None:
     recipe = tiny(train={"batch": 8, "epochs": 20, "threads": 1}, evaluate={"every": 200})
     whole, folder = tmp_path / "whole", tmp_path / "run"
-    process = subprocess.Popen(
-        command(tmp_path, recipe, "--out", str(folder)), stderr=subprocess.PIPE, text=True
-    )
+    process = run_command(tmp_path, recipe, "--out", str(folder))
     wait_for(folder / "events.jsonl", '"kind": "step"')
-    process.send_signal(signals)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert errors.strip().splitlines()[-1] == "frostlab: stopped; `--resume` goes on"
-    assert "Traceback" not in errors
+    process.signal(signals)
+    done = process.wait()
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1] == "frostlab: stopped; `--resume` goes on"
+    assert "Traceback" not in done.stderr
     record = fl.RunRecord(folder)
     assert record.status == "stopped"
     assert checkpoints_in(folder)[-1].step == record.result["steps"]
-    again = subprocess.run(command(tmp_path, recipe, "--out", str(folder), "--resume"), timeout=120)
+    again = run_command(tmp_path, recipe, "--out", str(folder), "--resume").wait()
     assert again.returncode == 0
     assert (folder / "result-1.json").exists(), "the first attempt's result is kept"
     assert attempt(recipe, whole) == 0
@@ -141,8 +139,8 @@ def test_a_file_that_cannot_grow_loses_nothing_that_was_finished(tmp_path: Path)
 
 
 def test_out_of_memory_is_one_line(tmp_path: Path) -> None:
-    recipe = tiny(model__width=2048, model__layers=4, train__steps=3, train__epochs=None)
-    said = limited(resource.RLIMIT_AS, 1_500_000_000, recipe, tmp_path / "run")
+    recipe = tiny(model__width=1024, model__layers=4, train__steps=3, train__epochs=None)
+    said = limited(resource.RLIMIT_AS, 600_000_000, recipe, tmp_path / "run")
     assert said.startswith("out of memory; a lower train.batch 32 or data.length 12")
     assert fl.RunRecord(tmp_path / "run").status == "failed"
 
@@ -212,9 +210,7 @@ def small_disk(tmp_path: Path) -> Any:
 def test_a_full_disk_is_one_line(small_disk: Path, tmp_path: Path) -> None:
     recipe = tiny(train__epochs=4)
     (small_disk / "ballast").write_bytes(bytes(900_000))
-    done = subprocess.run(
-        command(tmp_path, recipe, "--out", str(small_disk / "run")), capture_output=True, text=True
-    )
+    done = run_command(tmp_path, recipe, "--out", str(small_disk / "run")).wait()
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "the disk is full" in done.stderr.strip().splitlines()[-1]

@@ -1,21 +1,19 @@
 """What a run refuses: one line, and nothing half-written."""
 
-import subprocess
+import signal
 from pathlib import Path
 
 import pytest
 
 import frostlab as fl
-from forked import command, wait_for
+from forked import run_command, wait_for
 from tiny import tiny
 
 
 def test_two_runs_in_one_folder(tmp_path: Path) -> None:
     recipe = tiny(train={"batch": 8, "epochs": 200, "threads": 1})
     folder = tmp_path / "run"
-    first = subprocess.Popen(
-        command(tmp_path, recipe, "--out", str(folder)), stderr=subprocess.DEVNULL
-    )
+    first = run_command(tmp_path, recipe, "--out", str(folder))
     try:
         wait_for(folder / "events.jsonl", '"kind": "stage"')
         with pytest.raises(fl.BadInput, match="holds a run already; add --resume"):
@@ -23,7 +21,7 @@ def test_two_runs_in_one_folder(tmp_path: Path) -> None:
         with pytest.raises(fl.BadInput, match="another process is running in it"):
             fl.run(recipe, out=folder, resume=True)
     finally:
-        first.kill()
+        first.signal(signal.SIGKILL)
         first.wait()
 
 

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -121,12 +121,27 @@ def main() -> None:
     _quiet_libraries()
     try:
         app()
+    except SystemExit as end:
+        _leave(end.code if isinstance(end.code, int) else 0 if end.code is None else 1)
     except FrostlabError as error:
         typer.echo(f"frostlab: {error}", err=True)
-        sys.exit(2 if isinstance(error, BadInput) else 1)
+        _leave(2 if isinstance(error, BadInput) else 1)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        _leave(1)
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit; one of several processes at once.
+
+    DDP keeps gloo's threads alive after the process group is destroyed. One that frees a tensor
+    while the interpreter shuts down aborts it, and torchrun then calls a finished run failed.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -125,8 +125,6 @@ def _work(plan: Plan, folder: ComparisonFolder, runner: Runner, say: Say) -> Non
         tuning = tune_all(plan, folder.path, runner)
         if tuning:
             folder.write("tuning.json", tuning)
-    elif isinstance(tuning, dict):  # from before several settings could be tuned
-        tuning = [tuning]
     tuned = chosen(plan, tuning)
     records = runner.run_all(result_tasks(plan, folder.path, tuned))
     rounds = runner.run_all(round_tasks(plan, folder.path, tuned), alone=True)
@@ -154,7 +152,7 @@ def _timing(
         say("steps are not timed against each other: those of every stage are others")
         return None
     known = folder.read("steps.json")
-    if known is not None and "builds" in known:  # not one of arms that were built once
+    if known is not None:
         return dict(known)
     from frostlab.compare.stepping import time_steps
 

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterable
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,15 @@ def shipped_comparisons() -> dict[str, dict[str, Any]]:
 
 
 def _shipped(package: str) -> dict[str, dict[str, Any]]:
-    folder = resources.files(package)
-    files = sorted((f for f in folder.iterdir() if f.name.endswith(".yaml")), key=lambda f: f.name)
-    return {f.name.removesuffix(".yaml"): _parse(f.read_text("utf-8"), f.name) for f in files}
+    files = _files(package).items()
+    return {name: _parse(file.read_text("utf-8"), file.name) for name, file in files}
+
+
+def _files(package: str) -> dict[str, Traversable]:
+    """The YAML files of a package by name, in order."""
+    found = {file.name: file for file in resources.files(package).iterdir()}
+    names = sorted(name for name in found if name.endswith(".yaml"))
+    return {name.removesuffix(".yaml"): found[name] for name in names}
 
 
 def load_recipe(name: str, settings: Iterable[str] = (), seed: int | None = None) -> Recipe:
@@ -142,21 +149,17 @@ def _find(name: str, origin: Path | None) -> tuple[str, str, Path | None]:
             raise BadInput(f"{path}: not a text file") from None
         except OSError as error:
             raise BadInput(f"{path}: cannot be read ({error.strerror})") from None
-    shipped = shipped_recipes()
+    shipped = _files("frostlab.recipes")
     if name not in shipped:
         raise BadInput(
             f"no recipe is called `{name}`{_instead(name, shipped)}"
             " (`frostlab recipes` lists them; a file of your own ends in .yaml)"
         )
-    return (
-        resources.files("frostlab.recipes").joinpath(f"{name}.yaml").read_text("utf-8"),
-        name,
-        None,
-    )
+    return shipped[name].read_text("utf-8"), name, None
 
 
 def _instead(name: str, shipped: Iterable[str]) -> str:
-    if name in shipped_comparisons():
+    if name in _files("frostlab.comparisons"):
         return f"; it is a comparison: `frostlab compare {name}`"
     return nearest(name, shipped)
 

@@ -20,9 +20,9 @@ _SECONDS = {  # how show names the clocks; others keep their own names
     "train_seconds": "train",
     "validation_seconds": "validation",
     "data_seconds": "data",
-    "data_overlapped_seconds": "data while training",
+    "data_overlapped_seconds": "data overlapped",
     "checkpoint_seconds": "checkpoints",
-    "setup_seconds": "set-up before it",
+    "setup_seconds": "set-up",
     "epoch_seconds": "per epoch",
 }
 
