@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,20 @@ SERVER.set_forkserver_preload(
         "frozen_heap",
     ]
 )
+
+
+def _process(target: Callable[..., object], *arguments: Any) -> Any:
+    """A child of the server, not yet started; the server finds the tests' own modules, too."""
+    before = os.environ.get("PYTHONPATH")
+    places = [str(Path(__file__).parent), *filter(None, [before])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(places)
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["PYTHONPATH"]
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
+    return SERVER.Process(target=target, args=arguments)
 
 
 def _program(arguments: list[str], environment: dict[str, str], cwd: str, outputs: str) -> None:
@@ -80,7 +95,7 @@ class Program:
                 }  # fmt: skip
             outputs = str(Path(self._outputs.name) / str(rank))
             given = (self.arguments, environment, str(cwd or Path.cwd()), outputs)
-            self._children.append(SERVER.Process(target=_program, args=given))
+            self._children.append(_process(_program, *given))
         for child in self._children:
             child.start()
 
@@ -205,7 +220,7 @@ def _child(recipe: dict[str, Any], out: str, moment: str | None, count: int) -> 
 
 def attempt(recipe: dict[str, Any], out: Path, moment: str | None = None, count: int = 1) -> int:
     """Run or go on with a recipe in a child; return its exit code (−9: killed)."""
-    child = SERVER.Process(target=_child, args=(recipe, str(out), moment, count))
+    child = _process(_child, recipe, str(out), moment, count)
     child.start()
     child.join(120)
     if child.is_alive():
@@ -218,7 +233,7 @@ def attempt(recipe: dict[str, Any], out: Path, moment: str | None = None, count:
 
 def attempt_for(recipe: dict[str, Any], out: Path, seconds: float) -> int:
     """Run in a child and kill it from outside after some seconds, wherever it then is."""
-    child = SERVER.Process(target=_child, args=(recipe, str(out), None, 0))
+    child = _process(_child, recipe, str(out), None, 0)
     child.start()
     child.join(seconds)
     child.kill()
@@ -266,7 +281,7 @@ def _limited(limit: int, size: int, recipe: dict[str, Any], out: str) -> None:
 
 def limited(limit: int, size: int, recipe: dict[str, Any], folder: Path) -> str:
     """Run with less of something than the run needs; return what it said."""
-    child = SERVER.Process(target=_limited, args=(limit, size, recipe, str(folder)))
+    child = _process(_limited, limit, size, recipe, str(folder))
     child.start()
     child.join(120)
     assert child.exitcode == 1

@@ -7,6 +7,7 @@ PROGRESSIVE: dict[str, Any] = {
     "model": {"kind": "decoder", "width": 16, "layers": 1, "heads": 2},
     "optim": {"lr": 3e-3, "warmup": 0.0, "schedule": "constant"},
     "train": {"batch": 32, "epochs": 2, "threads": 1},
+    "evaluate": {"batch": 256},
     "stages": [
         {},
         {"name": "grown", "add": {}, "train": ["layers[1]", "head"], "lr": 1e-3, "epochs": 1},

@@ -11,6 +11,7 @@ TINY: dict[str, Any] = {
     "model": {"kind": "gpt", "width": 16, "layers": 2, "heads": 2, "dropout": 0.1},
     "optim": {"lr": 3e-3},
     "train": {"batch": 32, "epochs": 2, "threads": 1},
+    "evaluate": {"batch": 256},
 }
 
 

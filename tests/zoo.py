@@ -1,10 +1,11 @@
 """Every architecture that is claimed, as a small model with inputs: the tests' ground."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
@@ -313,6 +314,19 @@ OWN: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
     "torch-unbiased": (lambda: TorchModel(bias=False), vectors),
 }
 EVERY = (*ALL, *OWN)
+# One architecture for each way in which weights lie: apart, shared, fused one after another, fused
+# per head, grouped, one key for all, with an encoder beside, as images or sound. The others are of
+# one of these layouts; what is done with a layout is tested on them in the slow tests.
+LAYOUTS = {
+    "bert", "albert", "deberta-v2", "gpt2", "gpt_neox", "falcon", "falcon-one-kv", "gpt_bigcode",
+    "llama", "phi3", "t5", "whisper", "clip", "wav2vec2-conformer", *OWN,
+}  # fmt: skip
+
+
+def slow_unless_layout(names: Iterable[str] = EVERY) -> list[Any]:
+    """Parameters of a test: one name a layout by default, every name in the slow tests."""
+    slow = pytest.mark.slow
+    return [pytest.param(name, marks=() if name in LAYOUTS else slow) for name in names]
 
 
 def build(name: str) -> tuple[nn.Module, Inputs]:

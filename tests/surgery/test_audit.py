@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
 import frostlab as fl
-from zoo import EVERY, build, loss_of
+from zoo import EVERY, LAYOUTS, build, loss_of
 
 
 def adamw(parameters: list[nn.Parameter]) -> list[Optimizer]:
@@ -25,7 +25,7 @@ def muon(parameters: list[nn.Parameter]) -> list[Optimizer]:
     return [Muon(matrices, lr=1e-2, weight_decay=0.1), *(adamw(rest) if rest else [])]
 
 
-LONG = ("bert", "gpt2", "gpt_neox", "llama")  # one a layout: apart, fused two ways, grouped
+LONG = ("bert", "gpt2", "gpt_neox", "llama")  # apart, fused two ways, grouped
 
 
 def train(model: nn.Module, inputs: dict, optimizers: list[Optimizer], steps: int) -> None:
@@ -37,17 +37,12 @@ def train(model: nn.Module, inputs: dict, optimizers: list[Optimizer], steps: in
             optimizer.zero_grad()
 
 
-def _is_slow(name: str, make: Callable[[list[nn.Parameter]], list[Optimizer]]) -> bool:
-    """Every architecture has an optimizer by default, every layout has each of them."""
-    return name != "gpt2" if make is muon else make is sgd and name not in LONG
-
-
 @pytest.mark.parametrize(
     ("name", "make"),
     [
-        pytest.param(name, make, marks=pytest.mark.slow if _is_slow(name, make) else ())
+        pytest.param(name, make, marks=() if name in names else pytest.mark.slow)
+        for make, names in ((adamw, LAYOUTS), (sgd, LONG), (muon, ("gpt2",)))
         for name in EVERY
-        for make in (adamw, sgd, muon)
     ],
 )
 def test_no_optimizer_moves_a_frozen_bit(

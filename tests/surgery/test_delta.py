@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import BertConfig, BertForSequenceClassification
 
 import frostlab as fl
-from zoo import EVERY, build, loss_of, outputs
+from zoo import build, loss_of, outputs, slow_unless_layout
 
 
 def trained(name: str, treat: object = None) -> tuple[torch.nn.Module, dict]:
@@ -35,7 +35,7 @@ TREATMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", slow_unless_layout())
 def test_a_delta_restores_the_model_on_its_base(name: str, tmp_path: Path) -> None:
     model, inputs = trained(name, TREATMENTS["gaussian"])
     fl.save_trainable(model, tmp_path / "delta")

@@ -8,10 +8,10 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, GPT2LMHeadModel
 
 import frostlab as fl
-from zoo import CASES, build, outputs, text
+from zoo import CASES, build, outputs, slow_unless_layout, text
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_unless_layout(CASES))
 def test_exported_models_load_with_equal_outputs(name: str, tmp_path: Path) -> None:
     model, inputs = build(name)
     fl.orthogonalize(model, "query", "key")

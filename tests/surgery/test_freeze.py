@@ -11,7 +11,7 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2Config, 
 import frostlab as fl
 from frostlab.anatomy.parts import Split
 from frostlab.surgery.split import SplitProjection
-from zoo import EVERY, build, grads, loss_of, outputs
+from zoo import build, grads, loss_of, outputs, slow_unless_layout
 
 FUSED = [
     "gpt2",
@@ -40,7 +40,7 @@ SELECTIONS = [
 ]
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", slow_unless_layout())
 def test_freezing_changes_no_output_and_only_the_gradients_it_should(name: str) -> None:
     model, inputs = build(name)
     expected = [o.detach() for o in outputs(model, inputs)]
@@ -78,7 +78,7 @@ def test_freezing_changes_no_output_and_only_the_gradients_it_should(name: str) 
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", slow_unless_layout())
 def test_every_parameter_is_stated_and_calls_are_idempotent(name: str) -> None:
     model, _ = build(name)
     fl.freeze(model, "query", "key")
@@ -95,7 +95,7 @@ def test_every_parameter_is_stated_and_calls_are_idempotent(name: str) -> None:
     assert {p.state for p in fl.anatomy(model).parts} <= {"trainable", "fixed"}
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", slow_unless_layout())
 def test_checkpoints_are_interchangeable(name: str) -> None:
     model, inputs = build(name)
     other, _ = build(name)

@@ -12,7 +12,7 @@ from torch import Tensor
 import frostlab as fl
 from frostlab.anatomy import Part, survey
 from frostlab.surgery.factor import householder, orthonormal
-from zoo import EVERY, build
+from zoo import build, slow_unless_layout
 
 
 def plain_qr(rows: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def orthogonality_error(matrix: Tensor) -> float:
     return float((gram - torch.eye(gram.shape[-1]).double()).abs().max())
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", slow_unless_layout())
 def test_every_layout_equals_a_plain_qr_of_each_head(name: str) -> None:
     model, _ = build(name)
     parts = fl.anatomy(model).select("query.weight", "key.weight")

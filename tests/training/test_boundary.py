@@ -146,7 +146,7 @@ def test_a_run_keeps_the_state_or_does_not(keep: bool, tmp_path: Path) -> None:
 
 # Stage 1 ends early after step 5, with its best at 4; checkpoints 5 and 11 are of boundaries.
 KILLED = progressive(
-    evaluate={"every": 1, "patience": 1},
+    evaluate={"every": 1, "patience": 1, "batch": 256},
     train={"batch": 32, "steps": 5, "threads": 1, "checkpoint": 2},
     stages=[{"lr": 0.3, "steps": 12}, {"add": {}, "train": ["layers[1]", "head"]},
             {"add": {"layers": 2}, "lr": {"new": 1e-3, "old": 1e-4}}],

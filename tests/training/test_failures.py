@@ -106,7 +106,7 @@ def test_clipping_equals_torch() -> None:
 def test_an_interrupted_run_stops_with_a_checkpoint_and_goes_on(
     signals: signal.Signals, tmp_path: Path
 ) -> None:
-    recipe = tiny(train={"batch": 8, "epochs": 20, "threads": 1}, evaluate={"every": 200})
+    recipe = tiny(train={"batch": 8, "epochs": 8, "threads": 1}, evaluate={"every": 200})
     whole, folder = tmp_path / "whole", tmp_path / "run"
     process = run_command(tmp_path, recipe, "--out", str(folder))
     wait_for(folder / "events.jsonl", '"kind": "step"')
