@@ -29,22 +29,28 @@ def plain(
 
 
 def inputs(
-    classes: int, width: int, shape: tuple[int, ...], layers: int = 1, scale: float = 1.0
+    classes: int,
+    width: int,
+    shape: tuple[int, ...],
+    layers: int = 1,
+    scale: float = 1.0,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    hidden = [torch.randn(*shape, width, requires_grad=True) for _ in range(layers)]
-    weight = (scale * torch.randn(classes, width)).requires_grad_()
-    return hidden, weight, torch.randn(classes, requires_grad=True), torch.randint(classes, shape)
+    hidden = [torch.randn(*shape, width, dtype=dtype, requires_grad=True) for _ in range(layers)]
+    weight = (scale * torch.randn(classes, width, dtype=dtype)).requires_grad_()
+    bias = torch.randn(classes, dtype=dtype, requires_grad=True)
+    return hidden, weight, bias, torch.randint(classes, shape)
 
 
 def gradients(total: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
     return list(torch.autograd.grad(total, leaves))
 
 
-def assert_same(
-    ours: Sequence[Tensor], theirs: Sequence[Tensor], tolerance: float = 1e-5, floor: float = 1e-6
-) -> None:
-    """Relative to the largest entry; terms of size one that cancel leave rounding, the floor."""
+def assert_same(ours: Sequence[Tensor], theirs: Sequence[Tensor], tolerance: float = 1e-10) -> None:
+    """Relative to the largest entry; terms of size one that cancel leave rounding."""
     for a, b in zip(ours, theirs, strict=True):
         assert a.shape == b.shape
         assert a.dtype == b.dtype
-        torch.testing.assert_close(a, b, rtol=0, atol=tolerance * float(b.abs().max()) + floor)
+        torch.testing.assert_close(
+            a, b, rtol=0, atol=tolerance * (1 + float(b.detach().abs().max()))
+        )

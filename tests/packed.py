@@ -68,6 +68,11 @@ def build(name: str, seed: int = 0) -> nn.Module:
     return MODELS[name]()
 
 
+def exactly(name: str) -> nn.Module:
+    """The model in float64, in which another order of the same sums shows from 1e-12 on."""
+    return build(name).double()
+
+
 def classifies(name: str) -> bool:
     return "classifier" in name
 

@@ -340,6 +340,13 @@ def build(name: str) -> tuple[nn.Module, Inputs]:
     return model.eval(), inputs()
 
 
+def exactly(name: str) -> tuple[nn.Module, Inputs]:
+    """The same in float64, where another order of the same sums stays below 1e-10."""
+    model, inputs = build(name)
+    wide = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
+    return model.double(), wide
+
+
 def outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
     """Every floating-point tensor a model returns."""
     result = model(**inputs)
@@ -351,7 +358,10 @@ def outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
 
 def loss_of(model: nn.Module, inputs: Inputs) -> Tensor:
     """Something every model can be trained on."""
-    return sum(o.float().square().mean() for o in outputs(model, inputs))  # type: ignore[return-value]
+    found = outputs(model, inputs)
+    return sum(  # type: ignore[return-value]
+        o.to(torch.promote_types(o.dtype, torch.float32)).square().mean() for o in found
+    )
 
 
 def grads(model: nn.Module) -> dict[str, Tensor]:
@@ -359,7 +369,7 @@ def grads(model: nn.Module) -> dict[str, Tensor]:
     found = {}
     _, slots = survey(model)
     for slot in slots.values():
-        whole = torch.zeros(slot.shape)
+        whole = torch.zeros(slot.shape, dtype=slot.pieces[0].parameter.dtype)
         for piece in slot.pieces:
             if piece.parameter.grad is not None and slot.shape:
                 piece.rows.put(whole, piece.parameter.grad, slot.axis)

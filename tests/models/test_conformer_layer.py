@@ -79,6 +79,7 @@ def copied(layer: ConformerLayer, norm: nn.Module) -> Reference:
     return reference
 
 
+EXACT = {"rtol": 1e-10, "atol": 1e-10}
 NORMS = {
     "batch": lambda: nn.BatchNorm1d(WIDTH),
     "layer": lambda: nn.LayerNorm(WIDTH),
@@ -95,21 +96,22 @@ def test_a_layer_equals_torchs_own_modules(norm: str, training: bool) -> None:
         layer.convolution.middle.running_mean.normal_()
         layer.convolution.middle.running_var.uniform_(0.5, 2.0)
     reference = copied(layer, NORMS[norm]()).train(training)
-    layer.train(training)
-    x = torch.randn(3, LENGTH, WIDTH, requires_grad=True)
+    reference, layer = reference.double(), layer.double().train(training)
+    x = torch.randn(3, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True)
     y = x.detach().clone().requires_grad_()
     found, wanted = layer(x), reference(y)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, wanted, **EXACT)
     pull = torch.randn_like(found)
     found.backward(pull)
     wanted.backward(pull)
-    torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(x.grad, y.grad, **EXACT)
     ours, theirs = layer.convolution.depthwise, reference.depthwise
     for name in ("weight", "bias"):
         found, wanted = (module.get_parameter(name).grad for module in (ours, theirs))
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found, wanted, **EXACT)
     for name, buffer in reference.middle.named_buffers():
-        torch.testing.assert_close(layer.convolution.middle.get_buffer(name), buffer)
+        found = layer.convolution.middle.get_buffer(name)
+        torch.testing.assert_close(found, buffer, **EXACT)
 
 
 @pytest.mark.parametrize("length", [1, LENGTH])

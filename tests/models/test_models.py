@@ -33,10 +33,10 @@ def test_gpt_equals_gpt2_with_the_same_weights() -> None:
     theirs = GPT2LMHeadModel(
         GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=99, n_positions=16, bos_token_id=1,
                    eos_token_id=2)
-    ).eval()  # fmt: skip
+    ).double().eval()  # fmt: skip
     for parameter in theirs.parameters():
         parameter.add_(0.02 * torch.randn_like(parameter))  # biases are no longer zero
-    ours = GPT(GPTConfig(99, 16, 32, 2, 4, 128)).eval()
+    ours = GPT(GPTConfig(99, 16, 32, 2, 4, 128)).double().eval()
     ours.load_state_dict(gpt_from_gpt2(theirs.state_dict()))
     ids = torch.randint(0, 99, (2, 10))
     torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=1e-5, atol=1e-5)
@@ -64,12 +64,13 @@ def test_decoder_with_the_norm_before_equals_llama(final_norm: bool) -> None:
     theirs = LlamaForCausalLM(
         LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=99,
                     intermediate_size=64, max_position_embeddings=32, rms_norm_eps=1e-6)
-    ).eval()  # fmt: skip
+    ).double().eval()  # fmt: skip
     for parameter in theirs.parameters():
         parameter.add_(0.05 * torch.randn_like(parameter))  # gains are no longer one
     if not final_norm:
         theirs.model.norm = torch.nn.Identity()
-    ours = Decoder(DecoderConfig(99, 32, 2, 4, 64, norm="before", final_norm=final_norm)).eval()
+    ours = Decoder(DecoderConfig(99, 32, 2, 4, 64, norm="before", final_norm=final_norm))
+    ours = ours.double().eval()
     ours.load_state_dict(decoder_from_llama(theirs.state_dict()))
     ids = torch.randint(0, 99, (2, 10))
     torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=1e-5, atol=1e-5)
@@ -81,7 +82,7 @@ def test_weights_without_a_place_are_refused() -> None:
 
 
 def test_a_bidirectional_classifier_sees_the_end_and_ignores_padding() -> None:
-    model = GPT(GPTConfig(99, 16, 32, 2, 4, 64, causal=False, classes=3)).eval()
+    model = GPT(GPTConfig(99, 16, 32, 2, 4, 64, causal=False, classes=3)).double().eval()
     ids = torch.randint(0, 99, (1, 8))
     mask = torch.tensor([[1] * 5 + [0] * 3])
     short = model(ids[:, :5])

@@ -15,9 +15,10 @@ from frostlab.models.stack import take_apart
 from frostlab.training.batching import Batch, collate
 from frostlab.training.objective import Objective, logits_of
 from frostlab.training.packing import Shapes, pack
-from packed import MODELS, PAD, VOCABULARY, build, classifies, tokens
+from packed import MODELS, PAD, VOCABULARY, build, classifies, exactly, tokens
 
 ROWS = np.array([4, 11, 7, 30, 31, 2, 19, 8, 55, 40])
+EXACT = {"rtol": 1e-10, "atol": 1e-10}
 FILLED = Shapes((512,), 14, 33)  # four places without an example, a row with much filler
 
 
@@ -37,19 +38,19 @@ def each(logits: Tensor, batch: Batch) -> list[Tensor]:
 @pytest.mark.parametrize("shapes", [None, FILLED], ids=["tight", "filled up"])
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_logits_equal_the_unpacked_ones(name: str, shapes: Shapes | None) -> None:
-    model, data = build(name).eval(), tokens(labels=classifies(name))
+    model, data = exactly(name).eval(), tokens(labels=classifies(name))
     together = pack(data, ROWS, PAD, shapes=shapes)
     with torch.no_grad():
         found = each(packed_logits(model, together), together)
         for row, logits in zip(ROWS, found, strict=True):
             alone = logits_of(model, collate(data, np.array([row]), PAD).inputs)[0]
-            torch.testing.assert_close(logits, alone, rtol=1e-5, atol=2e-6)
+            torch.testing.assert_close(logits, alone, **EXACT)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_full_rows_in_pieces_equal_the_model(name: str) -> None:
     """Rows of one length have no mask; some tokens are the one that fills up elsewhere."""
-    model = build(name).eval()
+    model = exactly(name).eval()
     data = tokens([9] * 12, labels=classifies(name), pairs=True)
     data.ids[[17, 52, 53]] = PAD
     inputs = collate(data, np.arange(12), PAD, types=name == "bert classifier")
@@ -57,13 +58,13 @@ def test_full_rows_in_pieces_equal_the_model(name: str) -> None:
     assert take_apart(model) is not None
     with torch.no_grad():
         found, wanted = packed_logits(model, inputs), logits_of(model, inputs.inputs)
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(found, wanted, **EXACT)
 
 
 @pytest.mark.parametrize("shapes", [None, FILLED], ids=["tight", "filled up"])
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_gradients_equal_the_unpacked_ones(name: str, shapes: Shapes | None) -> None:
-    model, data = build(name).eval(), tokens(labels=classifies(name))
+    model, data = exactly(name).eval(), tokens(labels=classifies(name))
 
     def gradients(batch: Batch) -> dict[str, Tensor]:
         model.zero_grad()
@@ -75,9 +76,7 @@ def test_packed_gradients_equal_the_unpacked_ones(name: str, shapes: Shapes | No
     )  # fmt: skip
     assert apart.keys() == together.keys()
     for parameter, gradient in apart.items():
-        torch.testing.assert_close(
-            together[parameter], gradient, rtol=1e-4, atol=1e-5, msg=parameter
-        )
+        torch.testing.assert_close(together[parameter], gradient, **EXACT, msg=parameter)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -96,11 +95,11 @@ def test_sequences_do_not_see_each_other(name: str) -> None:
 
 
 def test_types_of_pairs_are_packed() -> None:
-    model, data = build("bert classifier").eval(), tokens(labels=True, pairs=True)
+    model, data = exactly("bert classifier").eval(), tokens(labels=True, pairs=True)
     apart, together = collate(data, ROWS, PAD, types=True), pack(data, ROWS, PAD, types=True)
     with torch.no_grad():
         found = packed_logits(model, together)
-        torch.testing.assert_close(found, logits_of(model, apart.inputs), rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(found, logits_of(model, apart.inputs), **EXACT)
         blind = packed_logits(model, pack(data, ROWS, PAD))
     assert not torch.allclose(found, blind, atol=1e-4), "the types say something"
 
@@ -140,7 +139,7 @@ def test_a_packed_model_drops_out_while_it_trains(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in MODELS if not classifies(n)])
 def test_rows_without_a_packing_are_read_as_the_model_reads_them(name: str) -> None:
-    model, data = build(name).eval(), tokens(labels=False)
+    model, data = exactly(name).eval(), tokens(labels=False)
     batch = collate(data, ROWS, PAD)
     stack = take_apart(model)
     assert stack is not None
@@ -148,7 +147,7 @@ def test_rows_without_a_packing_are_read_as_the_model_reads_them(name: str) -> N
         ids = batch.inputs["input_ids"]
         mine = stack.head(stack.read(stack.run(stack.embed(ids, None, None), None), ids, None))
         theirs = logits_of(model, batch.inputs)
-    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(mine, theirs, **EXACT)
 
 
 def test_a_model_keeps_its_own_attention() -> None:
@@ -161,7 +160,7 @@ def test_a_model_keeps_its_own_attention() -> None:
 @pytest.mark.parametrize("name", ["gpt2 classifier", "llama classifier"])
 def test_a_padding_token_at_the_end_is_passed_over(name: str) -> None:
     """As the model itself does, which takes it for padding."""
-    model, data = build(name).eval(), tokens([5, 9, 4, 7], labels=True)
+    model, data = exactly(name).eval(), tokens([5, 9, 4, 7], labels=True)
     ids = data.ids.copy()
     ids[data.stops - 1] = PAD
     ids[data.starts[2] : data.stops[2]] = PAD  # nothing but padding: the first counts
@@ -170,7 +169,7 @@ def test_a_padding_token_at_the_end_is_passed_over(name: str) -> None:
         together = packed_logits(model, pack(data, np.arange(4), PAD))
         for row in range(4):
             alone = logits_of(model, collate(data, np.array([row]), PAD).inputs)[0]
-            torch.testing.assert_close(together[row], alone, rtol=1e-5, atol=2e-6)
+            torch.testing.assert_close(together[row], alone, **EXACT)
 
 
 @pytest.mark.parametrize("place", ["model", "head", "body"])
@@ -225,23 +224,22 @@ def _packed_by_hand(model: nn.Module, mask: Tensor | None) -> tuple[Tensor, list
 
 def test_a_boolean_mask_misleads_eager_attention() -> None:
     """It is added to the scores as 0 and 1; the same mask in floats is right."""
-    model: Any = build("bert decoder").eval()
+    model: Any = exactly("bert decoder").eval()
     model.set_attn_implementation("eager")
     owners = torch.tensor([0] * 6 + [1] * 9)
     places = torch.arange(15)
     seen = ((owners[:, None] == owners) & (places[:, None] >= places))[None, None]
     wrong, alone = _packed_by_hand(model, seen)
     assert not torch.allclose(wrong[:, :6], alone[0], atol=1e-3)
-    lowest = torch.finfo(torch.float32).min
-    right, _ = _packed_by_hand(model, torch.where(seen, 0.0, lowest))
-    torch.testing.assert_close(right[:, 6:], alone[1], rtol=1e-4, atol=1e-5)
+    right, _ = _packed_by_hand(model, torch.where(seen, 0.0, -1e30).double())
+    torch.testing.assert_close(right[:, 6:], alone[1], **EXACT)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_positions_alone_do_not_separate(name: str, attention: str) -> None:
-    model: Any = build(name).eval()
+    model: Any = exactly(name).eval()
     model.set_attn_implementation(attention)
     together, alone = _packed_by_hand(model, None)
-    torch.testing.assert_close(together[:, :6], alone[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(together[:, :6], alone[0], **EXACT)
     assert not torch.allclose(together[:, 6:], alone[1], atol=1e-3), "it saw the first sequence"

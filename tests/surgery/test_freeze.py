@@ -11,7 +11,7 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2Config, 
 import frostlab as fl
 from frostlab.anatomy.parts import Split
 from frostlab.surgery.split import SplitProjection
-from zoo import build, grads, loss_of, outputs, slow_unless_layout
+from zoo import build, exactly, grads, loss_of, outputs, slow_unless_layout
 
 FUSED = [
     "gpt2",
@@ -42,7 +42,7 @@ SELECTIONS = [
 
 @pytest.mark.parametrize("name", slow_unless_layout())
 def test_freezing_changes_no_output_and_only_the_gradients_it_should(name: str) -> None:
-    model, inputs = build(name)
+    model, inputs = exactly(name)
     expected = [o.detach() for o in outputs(model, inputs)]
     loss_of(model, inputs).backward()
     reference = grads(model)
@@ -60,7 +60,7 @@ def test_freezing_changes_no_output_and_only_the_gradients_it_should(name: str) 
         model.zero_grad()
         found = outputs(model, inputs)
         for a, b in zip(expected, found, strict=True):
-            torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4)
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
         loss_of(model, inputs).backward()
         now = grads(model)
         for part in anatomy.parts:
@@ -69,7 +69,7 @@ def test_freezing_changes_no_output_and_only_the_gradients_it_should(name: str) 
                 old, new = part.rows.take(old, part.axis), part.rows.take(new, part.axis)
             if part.state == "trainable":
                 scale = reference[part.name].abs().max().clamp(min=1e-3)
-                assert (old - new).abs().max() <= 1e-3 * scale, (selection, part.key)
+                assert (old - new).abs().max() <= 1e-9 * scale, (selection, part.key)
             else:
                 assert not new.any(), (selection, part.key)
     fl.thaw(model)
@@ -184,25 +184,28 @@ def test_a_frozen_batch_norm_keeps_its_statistics() -> None:
 
 def test_torch_encoder_leaves_its_fused_inference_path_while_split() -> None:
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0)
-    encoder = nn.TransformerEncoder(layer, 2).eval()
-    x, mask = torch.randn(2, 5, 32), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    encoder = nn.TransformerEncoder(layer, 2).double().eval()
+    x = torch.randn(2, 5, 32, dtype=torch.float64)
+    mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
     with torch.no_grad():
         slow = encoder(x)
         fl.freeze(encoder, "query", "key")
         assert encoder.use_nested_tensor is False
-        torch.testing.assert_close(encoder(x), slow, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(encoder(x), slow, rtol=1e-10, atol=1e-10)
         encoder(x, src_key_padding_mask=mask)
     fl.thaw(encoder)
     assert encoder.use_nested_tensor is True
 
 
 def test_attention_with_other_key_widths_splits_its_bias() -> None:
-    attention = nn.MultiheadAttention(32, 4, kdim=16, vdim=8, batch_first=True)
+    attention = nn.MultiheadAttention(32, 4, kdim=16, vdim=8, batch_first=True).double()
     nn.init.normal_(attention.in_proj_bias)  # torch starts it at 0, which any order of rows passes
-    query, key, value = torch.randn(2, 3, 32), torch.randn(2, 5, 16), torch.randn(2, 5, 8)
+    sizes = ((2, 3, 32), (2, 5, 16), (2, 5, 8))
+    query, key, value = (torch.randn(*size, dtype=torch.float64) for size in sizes)
     expected = attention(query, key, value)[0]
     fl.freeze(attention, "query", "key")
-    torch.testing.assert_close(attention(query, key, value)[0], expected, rtol=1e-6, atol=1e-6)
+    found = attention(query, key, value)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
     attention(query, key, value)[0].sum().backward()
     assert attention.q_proj_weight.grad is None
     assert attention.v_proj_weight.grad is not None
@@ -235,7 +238,7 @@ def test_freezing_everything_warns() -> None:
 
 
 def test_a_projection_that_layers_share_is_one_part_and_is_replaced_everywhere() -> None:
-    model, inputs = build("gpt2")
+    model, inputs = exactly("gpt2")
     model.h[1].attn.c_attn = model.h[0].attn.c_attn
     expected = outputs(model, inputs)
     with pytest.raises(fl.BadInput, match="share one set of weights"):
@@ -244,7 +247,7 @@ def test_a_projection_that_layers_share_is_one_part_and_is_replaced_everywhere()
     assert model.h[1].attn.c_attn is model.h[0].attn.c_attn
     assert isinstance(model.h[0].attn.c_attn, SplitProjection)
     for a, b in zip(expected, outputs(model, inputs), strict=True):
-        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
 def test_two_modules_tied_to_one_fused_weight_cannot_be_split() -> None:

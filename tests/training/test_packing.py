@@ -22,7 +22,7 @@ from frostlab.training.distributed import World
 from frostlab.training.feed import Feed
 from frostlab.training.objective import Objective
 from frostlab.training.packing import Shapes, _fewest_wasted, pack, row_lengths, shapes_for
-from packed import PAD, build, classifies, prepared, tokens
+from packed import PAD, build, classifies, exactly, prepared, tokens
 from tiny import tiny
 
 
@@ -133,7 +133,7 @@ def test_packed_steps_train_as_padded_ones(name: str, parts: int) -> None:
     data, device, world = prepared(labels=classifies(name)), torch.device("cpu"), World()
 
     def losses(batching: str) -> list[float]:
-        objective = Objective(build(name).eval())  # no dropout
+        objective = Objective(exactly(name).eval())  # no dropout
         train = Train.model_validate({"batch": 12, "accumulate": parts, "batching": batching})
         step = build_step(objective, Optim(lr=3e-3), train, torch.float32, device, world, steps=5)
         feed = Feed(data, train, 0, world, device, types=False)
@@ -146,7 +146,7 @@ def test_packed_steps_train_as_padded_ones(name: str, parts: int) -> None:
         return made
 
     padded = losses("padded")
-    assert losses("packed") == pytest.approx(padded, rel=1e-4)
+    assert losses("packed") == pytest.approx(padded, rel=1e-6)  # losses are rounded to float32
     assert len(set(padded)) == 5, "the weights move"
 
 

@@ -17,7 +17,7 @@ from frostlab.training.objective import Objective
 from frostlab.training.packing import pack
 from frostlab.training.prefix import build_prefix, prefix_depth
 from frostlab.training.tables import kept_table
-from packed import PAD, build, classifies, prepared
+from packed import PAD, build, classifies, exactly, prepared
 from tiny import tiny
 
 LEARNED = ("embedding", "position", "layers[0]")
@@ -29,7 +29,7 @@ FROZEN = {
 
 
 def frozen(name: str) -> torch.nn.Module:
-    model = build(name).eval()  # no dropout
+    model = exactly(name).eval()  # no dropout
     fl.freeze(model, *FROZEN[name])
     return model
 
@@ -67,7 +67,7 @@ def test_cached_layers_change_no_loss_and_no_gradient(name: str, where: str) -> 
     model, data = frozen(name), prepared(labels=classifies(name), pairs="bert" in name)
     objective, types = Objective(model), "bert" in name
     train = Train.model_validate({"cache_prefix": where})
-    kept = build_prefix(model, data, train, torch.float32, types=types)
+    kept = build_prefix(model, data, train, torch.float64, types=types)
     tokens = data.splits["train"]
     calls: list[int] = []
     stack = take_apart(model)
@@ -82,7 +82,7 @@ def test_cached_layers_change_no_loss_and_no_gradient(name: str, where: str) -> 
             loss.backward()
             made.append([loss.detach(), *(p.grad for p in model.parameters() if p.requires_grad)])
         for plain, cached in zip(*made, strict=True):
-            torch.testing.assert_close(cached, plain, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(cached, plain, rtol=1e-10, atol=1e-10)
     assert len(calls) == 4, "cached, the first layer is not called"
 
 
@@ -204,10 +204,10 @@ def test_a_disk_without_room_is_one_line(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_examples_without_a_token_to_read_spoil_no_other_row() -> None:
     model, data = frozen("decoder"), prepared(lengths=[9] * 32 + [1, 1], labels=False)
-    kept = build_prefix(model, data, Train(cache_prefix="memory"), torch.float32, types=False)
+    kept = build_prefix(model, data, Train(cache_prefix="memory"), torch.float64, types=False)
     alone = prepared(lengths=[9] * 32, labels=False)
-    usual = build_prefix(model, alone, Train(cache_prefix="memory"), torch.float32, types=False)
-    torch.testing.assert_close(kept.table, usual.table)
+    usual = build_prefix(model, alone, Train(cache_prefix="memory"), torch.float64, types=False)
+    torch.testing.assert_close(kept.table, usual.table, rtol=1e-10, atol=1e-10)
 
 
 def test_a_thawed_layer_is_not_looked_up() -> None:

@@ -66,7 +66,7 @@ FROZEN = {"gpt": ("embedding", "position", "layers[0]"), "llama": ("embedding", 
 
 def made(name: str) -> Any:
     torch.manual_seed(0)
-    model = MODELS[name]().eval()
+    model = MODELS[name]().double().eval()
     for p in model.parameters():  # norms and biases that do something
         if p.ndim == 1:
             p.data.add_(0.2 * torch.randn_like(p))
@@ -105,7 +105,7 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 
 def assert_equal(model: nn.Module, ours: Tensor, theirs: Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=0)
     wanted, found = gradients(model, theirs), gradients(model, ours)
     assert found.keys() == wanted.keys()
     assert_same(list(found.values()), list(wanted.values()))
@@ -177,7 +177,7 @@ def test_cached_first_layers_change_no_loss_and_no_gradient(name: str) -> None:
     fl.freeze(model, *FROZEN[name])
     objective = objective_of(model, supervise())
     assert objective.supervised == (2, 3)
-    kept = build_prefix(model, data, Train(cache_prefix="memory"), torch.float32, types=False)
+    kept = build_prefix(model, data, Train(cache_prefix="memory"), torch.float64, types=False)
     plain = objective(pack(data.splits["train"], ROWS, PAD))
     objective.prefix = kept
     cached = objective(pack(data.splits["train"], ROWS, PAD, table=kept.starts))
@@ -186,7 +186,7 @@ def test_cached_first_layers_change_no_loss_and_no_gradient(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt", "gpt2", "llama", "decoder before"])
 def test_copies_in_bf16_give_the_gradients_of_autocast_to_the_bit(name: str) -> None:
-    model, batch, found = made(name), collate(tokens(labels=False), ROWS, PAD), []
+    model, batch, found = made(name).float(), collate(tokens(labels=False), ROWS, PAD), []
     halves = Halves(model)
     assert halves
     optimizer = torch.optim.AdamW(model.parameters())

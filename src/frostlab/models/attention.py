@@ -34,9 +34,10 @@ class Packing:
     def mean(self, x: Tensor) -> Tensor:
         """(T, width) averaged over each sequence, as a product that always adds in one order."""
         numbers = torch.arange(len(self.bounds) - 2, device=x.device)
-        chosen = (self.owners == numbers[:, None]).float()  # (N, T)
+        exact = torch.promote_types(x.dtype, torch.float32)
+        chosen = (self.owners == numbers[:, None]).to(exact)  # (N, T)
         with torch.autocast(x.device.type, enabled=False):
-            return chosen @ x.float() / chosen.sum(1, keepdim=True).clamp(min=1.0)
+            return chosen @ x.to(exact) / chosen.sum(1, keepdim=True).clamp(min=1.0)
 
 
 def attend(

@@ -26,8 +26,8 @@ def logits_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy in float32, summed over what is scored."""
-    flat = logits.flatten(0, -2).float()
+    """Cross-entropy, in float32 at least, summed over what is scored."""
+    flat = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
