@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: test slow gpu demo bench setup clean
+.PHONY: test slow portable gpu demo bench setup clean
 
 setup: $(VENV)/.ready
 
@@ -25,13 +25,16 @@ test: setup
 	$(BIN)/mypy
 	@command -v chromium > /dev/null || command -v google-chrome > /dev/null || \
 		echo "no chromium here: the tests that open pages are skipped"
-	$(BIN)/pytest -n 2 -m "not slow and not gpu"
+	$(BIN)/pytest -n 2 --dist worksteal -m "not slow and not gpu"
 
 slow: setup
-	$(BIN)/pytest -n 2 -m slow
+	$(BIN)/pytest -n 2 --dist worksteal -m slow
+
+portable: setup
+	$(BIN)/python tests/portable.py
 
 gpu: setup
-	$(BIN)/pytest -m gpu
+	$(BIN)/pytest -n 6 tests/gpu
 
 demo: setup
 	$(BIN)/frostlab inspect gpt2 --freeze query,key

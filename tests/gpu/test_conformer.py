@@ -26,6 +26,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # the compiler's own
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
 ]
 CUDA = torch.device("cuda", 0)
 HALF, FULL = torch.bfloat16, torch.float32

@@ -12,12 +12,17 @@ import yaml
 from torch import nn
 
 import frostlab as fl
+from frostlab.recipe.settings import Optim, StepKind, Train
 from frostlab.records.checkpoints import checkpoints_in
 from frostlab.training.captured import CapturedStep
+from frostlab.training.choosing import build_step
 from frostlab.training.distributed import World
 from frostlab.training.ledger import Entry, Ledger
+from frostlab.training.objective import Objective
 from frostlab.training.step import Diverged, EagerStep
 from frostlab.training.stopwatch import Stopwatch
+from packed import build
+from stepping import epochs
 from tiny import tiny
 
 pytestmark = [
@@ -56,6 +61,28 @@ def test_the_peak_of_memory_is_the_runs_own(tmp_path: Path) -> None:
     assert held.numel() == 2**28
     assert 0 < again < 2**28
     assert again == pytest.approx(first, rel=0.5)
+
+
+@pytest.mark.parametrize("kind", ["eager", "captured"])
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float32], ids=["bf16", "float32"])
+def test_warming_up_changes_nothing(kind: StepKind, precision: torch.dtype) -> None:
+    """Not the weights, the moments, the generator, nor the steps that follow."""
+    model = build("bert classifier").cuda().train()
+    step = build_step(Objective(model), Optim(), Train(step=kind), precision,
+                      torch.device("cuda", 0), World(), steps=10)  # fmt: skip
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    drawn = torch.cuda.get_rng_state()
+    (parts,) = epochs("bert classifier", 1, packed=True)
+    step.warm_up(parts, parts[0].scored)
+    assert torch.equal(torch.cuda.get_rng_state(), drawn)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    for state in step.optimizer.state.values():
+        assert not any(bool(value.any()) for value in state.values())
+    assert all(p.grad is None for p in model.parameters())
+    step(parts, parts[0].scored, 1e-3)
+    assert {float(state["step"]) for state in step.optimizer.state.values()} == {1.0}
+    assert not torch.equal(model.state_dict()["classifier.weight"], before["classifier.weight"])
 
 
 def test_training_takes_at_least_its_steps(tmp_path: Path) -> None:

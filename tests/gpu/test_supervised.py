@@ -16,6 +16,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # the compiler's own
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
 ]
 CUDA = torch.device("cuda", 0)
 DEEP = Supervise(layers="all", weights=(0.5, 1.5))

@@ -232,7 +232,7 @@ def test_a_boolean_mask_misleads_eager_attention() -> None:
     wrong, alone = _packed_by_hand(model, seen)
     assert not torch.allclose(wrong[:, :6], alone[0], atol=1e-3)
     right, _ = _packed_by_hand(model, torch.where(seen, 0.0, -1e30).double())
-    torch.testing.assert_close(right[:, 6:], alone[1], **EXACT)
+    torch.testing.assert_close(right[:, 6:], alone[1], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -241,5 +241,6 @@ def test_positions_alone_do_not_separate(name: str, attention: str) -> None:
     model: Any = exactly(name).eval()
     model.set_attn_implementation(attention)
     together, alone = _packed_by_hand(model, None)
-    torch.testing.assert_close(together[:, :6], alone[0], **EXACT)
+    # its eager attention takes the softmax in float32
+    torch.testing.assert_close(together[:, :6], alone[0], rtol=1e-6, atol=1e-6)
     assert not torch.allclose(together[:, 6:], alone[1], atol=1e-3), "it saw the first sequence"

@@ -12,7 +12,6 @@ from frostlab.surgery.stale import changes
 from frostlab.training.batching import Batch
 from frostlab.training.distributed import blocks
 from frostlab.training.joining import joined
-from frostlab.training.norms import same_buffers
 from frostlab.training.objective import Objective
 from frostlab.training.step import EagerStep
 
@@ -65,25 +64,29 @@ class CompiledStep(EagerStep):
         if compiles:
             compile_layers(self.objective)
 
+    def warm_up(self, parts: list[Batch], scored: int) -> None:
+        """Compile for the first shape; then as any step."""
+        self._prove([part.to(self.device) for part in parts], scored)
+        super().warm_up(parts, scored)
+
     def work(self, parts: list[Batch], scored: int | Tensor) -> Tensor:
         self._look_for_changes()
-        shape = shape_of(parts)
-        if self.compiles and shape not in self._proven:
-            self._prove(parts, scored)
-            self._proven.add(shape)
+        self._prove(parts, scored)
         return super().work(parts, scored)
 
     def _prove(self, parts: list[Batch], scored: int | Tensor) -> None:
-        """Try a shape out: compiling may fail, and the step must then see the same dropout."""
-        on = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(on), same_buffers(self.objective):
-            try:
-                self.gradients(parts, scored)
-            except Exception as error:  # a compiler fails in ways of its own
-                uncompile(self.objective)
-                self.compiles = False
-                self.fall_back(f"compiling failed: {first_line(error)}")
-            self.optimizer.zero_grad(set_to_none=True)
+        """Try a new shape out: compiling may fail."""
+        shape = shape_of(parts)
+        if not self.compiles or shape in self._proven:
+            return
+        try:
+            self.try_out(parts, scored)
+        except Exception as error:  # a compiler fails in ways of its own
+            uncompile(self.objective)
+            self.compiles = False
+            self.fall_back(f"compiling failed: {first_line(error)}")
+        self.optimizer.zero_grad(set_to_none=True)
+        self._proven.add(shape)
 
     def fall_back(self, reason: str) -> None:
         """Go on in a plainer way, and say why."""

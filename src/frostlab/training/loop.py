@@ -89,11 +89,12 @@ def _train_stage(
         if state:
             restore_optimizer(setting.model, step_once.optimizer, state, like,
                               partly=not progress.place)  # fmt: skip
+        epoch, place = divmod(progress.place, per_epoch)
+        before = sum(-(-steps // per_epoch) for steps in progress.lengths)  # stages begin a new one
+        order = feed.order(before + epoch)  # however it is cut into stages, a run sees the same
+        step_once.warm_up(feed(order[place]), feed.examples.scored(order[place]))
         watch_stage(setting, progress, step_once)
     epoch_began = watch.training_seconds() - progress.epoch_seconds
-    epoch, place = divmod(progress.place, per_epoch)
-    before = sum(-(-steps // per_epoch) for steps in progress.lengths)  # stages begin a new one
-    order = feed.order(before + epoch)  # however it is cut into stages, a run sees the same
     said = ""
     with Ledger(step_once, watch, world, setting.folder) as ledger:
         while progress.step < end and not progress.stopped_early:

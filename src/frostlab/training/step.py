@@ -13,6 +13,7 @@ from frostlab.flow.watching import Watch
 from frostlab.training.batching import Batch
 from frostlab.training.distributed import World, accumulating, whole
 from frostlab.training.halves import Halves
+from frostlab.training.norms import same_buffers
 
 
 class Diverged(FrostlabError):
@@ -96,6 +97,25 @@ class EagerStep:
         self._update(share, broken)
         self.optimizer.zero_grad(set_to_none=True)
         return torch.stack([loss, norm, broken.to(norm.dtype)])
+
+    def warm_up(self, parts: list[Batch], scored: int) -> None:
+        """Take a step that moves nothing on a GPU, which loads kernels when they are first used.
+
+        Weights, moments, statistics and the generator are afterwards what they were.
+        """
+        if self.device.type != "cuda":
+            return
+        self.try_out([part.to(self.device) for part in parts], scored)
+        fused: Any = self.optimizer
+        fused.grad_scale = fused.found_inf = torch.ones((), device=self.device)  # so it stops
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def try_out(self, parts: list[Batch], scored: int | Tensor) -> None:
+        """Compute gradients of parts on the device; the step that follows sees the same dropout."""
+        on = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(on), same_buffers(self.objective):
+            self.gradients(parts, scored)
 
     def gradients(self, parts: list[Batch], scored: int | Tensor) -> Tensor:
         """Add up the gradients of the mean loss; return this process's share of it."""
