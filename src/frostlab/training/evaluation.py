@@ -1,6 +1,7 @@
 """Metrics of a model over a split, shared by all processes."""
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -27,12 +28,14 @@ def evaluate(
     types: bool = False,
     guesses: Tensor | None = None,
     layers: Sequence[int] = (),
+    most: int | None = None,
 ) -> dict[str, Any]:
     """Every metric of the task over a split; the model's mode is put back afterwards.
 
     `guesses`, zeros for every example, get the class each was taken for, counted from 1; every
     process fills in its own. `layers`, counted from 1, are measured too, each as if the model
-    ended there, in the same pass: theirs are under `layers`, by number.
+    ended there, in the same pass: theirs are under `layers`, by number. `most` batches are read,
+    if not all.
     """
     below = [number for number in layers if number != objective.depth]
     tally, *others = (tally_for(objective, prepared, device) for _ in (0, *below))
@@ -46,7 +49,7 @@ def evaluate(
     objective.eval()
     try:
         with torch.no_grad(), uncompiled():
-            for rows in examples.sweep(batch):
+            for rows in islice(examples.sweep(batch), most):
                 (part,) = shared(rows, world.rank, world.size, parts=1)
                 seen = examples.collate(part).to(device)
                 with torch.autocast(

@@ -93,6 +93,8 @@ def _train_stage(
         before = sum(-(-steps // per_epoch) for steps in progress.lengths)  # stages begin a new one
         order = feed.order(before + epoch)  # however it is cut into stages, a run sees the same
         step_once.warm_up(feed(order[place]), feed.examples.scored(order[place]))
+        if setting.device.type == "cuda":  # the first look of a process loads kernels, too
+            _evaluate(setting, _selecting(setting), most=1)
         watch_stage(setting, progress, step_once)
     epoch_began = watch.training_seconds() - progress.epoch_seconds
     said = ""
@@ -172,8 +174,7 @@ def _due(every: Every | None, step: int, per_epoch: int, total: int) -> bool:
 
 def _look(setting: Setting, progress: Progress, watch: Stopwatch) -> bool:
     """Evaluate on the split that selects; prove that what is frozen has not moved."""
-    prepared, recipe = setting.prepared, setting.recipe
-    split = "tune" if "tune" in prepared.splits else "report"
+    recipe, split = setting.recipe, _selecting(setting)
     before = watch.seconds["total"]
     with watch.phase("validation", device=True):
         metrics = measure(setting, split, progress.step)
@@ -199,7 +200,18 @@ def measure(
     setting: Setting, split: str, step: int, guesses: Tensor | None = None
 ) -> dict[str, Any]:
     """Every metric of a split, over all processes, the selecting one first."""
-    train, metric = setting.recipe.train, setting.recipe.metric
+    metric = setting.recipe.metric
+    metrics = _evaluate(setting, split, guesses)
+    if not math.isfinite(metrics["loss"]):
+        spoilt = (n for n, p in setting.model.named_parameters() if not whole(p).isfinite().all())
+        raise Diverged(step, next(spoilt, "the loss of an evaluation"), metrics["loss"])
+    return {metric: metrics[metric], **metrics}
+
+
+def _evaluate(
+    setting: Setting, split: str, guesses: Tensor | None = None, most: int | None = None
+) -> dict[str, Any]:
+    train = setting.recipe.train
     metrics = evaluate(
         setting.objective,
         setting.prepared,
@@ -211,12 +223,15 @@ def measure(
         types=wants_types(setting.model),
         guesses=guesses,
         layers=setting.objective.supervised,
+        most=most,
     )
     gather_nothing(setting.objective)  # who reads a gathered tensor keeps it from being let go
-    if not math.isfinite(metrics["loss"]):
-        spoilt = (n for n, p in setting.model.named_parameters() if not whole(p).isfinite().all())
-        raise Diverged(step, next(spoilt, "the loss of an evaluation"), metrics["loss"])
-    return {metric: metrics[metric], **metrics}
+    return metrics
+
+
+def _selecting(setting: Setting) -> str:
+    """The split by which the best weights are chosen."""
+    return "tune" if "tune" in setting.prepared.splits else "report"
 
 
 def _keep(

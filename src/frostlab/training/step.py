@@ -106,8 +106,10 @@ class EagerStep:
         if self.device.type != "cuda":
             return
         self.try_out([part.to(self.device) for part in parts], scored)
+        _, share, _ = self._measure()
         fused: Any = self.optimizer
-        fused.grad_scale = fused.found_inf = torch.ones((), device=self.device)  # so it stops
+        fused.grad_scale = None if self.clip is None else 1.0 / share
+        fused.found_inf = torch.ones((), device=self.device)  # the kernel stops
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 Lap = tuple[Any, Any]  # the marks at the beginning and at the end of a step
 OVERLAPPED = "overlapped"  # host work while the device works; part of the training time
@@ -120,6 +121,9 @@ class Meter:
         synchronize(device)
         self.device, self.before = device, 0
         if device.type == "cuda":
+            one = torch.ones(1, 1, device=device, requires_grad=True)
+            F.linear(one, one, one[0]).sum().backward()  # cuBLAS takes workspaces once a process
+            del one
             gc.collect()
             self.before = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
