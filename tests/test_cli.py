@@ -125,6 +125,20 @@ def test_a_path_is_compared_with_its_neighbours(tmp_path: Path, in_this_process:
     assert result.stderr.endswith("my-modle does not exist; did you mean `my-model`?\n")
 
 
+def test_a_folder_that_may_not_be_listed_gives_no_hint(
+    tmp_path: Path, in_this_process: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    result = in_this_process("inspect", str(tmp_path / "nothing"))
+    assert (result.returncode, result.stderr) == (
+        2,
+        f"frostlab: {tmp_path}/nothing does not exist\n",
+    )
+
+
 def test_somebodys_model_is_no_misspelt_architecture(in_this_process: Command) -> None:
     assert "did you mean" not in in_this_process("inspect", "somebody/xopt").stderr
     assert "did you mean `bert`?" in in_this_process("inspect", "somebody/bert-tuned").stderr

@@ -79,7 +79,10 @@ def nearest_path(path: Path) -> str:
         return ""
     if there != path.parent:
         return f"; there is nothing below {there}"
-    names = sorted(each.name for each in there.iterdir())
+    try:
+        names = sorted(each.name for each in there.iterdir())
+    except OSError:  # a folder that may not be listed
+        return ""
     return nearest(path.name, names, 0.7) or f"; no name like it is in {there}"
 
 
