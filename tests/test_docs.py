@@ -108,14 +108,14 @@ def test_every_architecture_is_in_the_readme() -> None:
 
 def test_the_document_of_runs_names_every_key_event_and_treatment() -> None:
     from frostlab.recipe import complaint
-    from frostlab.recipe.treatment import NAMED
+    from frostlab.recipe.treatment import TREATMENTS
     from frostlab.records.folder import KINDS
 
     text = (ROOT / "docs" / "runs.md").read_text()
     words = set(re.findall(r"[\w-]+", text))
     keys = {key for kind in complaint._KINDS.values() for key in kind.model_fields}
     keys |= {key for kind in complaint._SECTIONS.values() for key in kind.model_fields}
-    keys |= set(complaint._DATA_NAMES) | set(NAMED) | set(KINDS)
+    keys |= set(complaint._DATA_NAMES) | set(TREATMENTS) | set(KINDS)
     assert keys - words == set()
 
 

@@ -8,7 +8,7 @@ import pytest
 from frostlab import BadInput
 from frostlab.recipe import Recipe
 from frostlab.recipe.loading import load_recipe, recipe_from, recipe_name, shipped_recipes
-from frostlab.recipe.treatment import NAMED
+from frostlab.recipe.treatment import TREATMENTS
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
@@ -36,7 +36,7 @@ def test_a_child_says_only_what_differs(tmp_path: Path) -> None:
 def test_settings_come_on_top_and_numbers_are_numbers() -> None:
     recipe = load_recipe("docstrings-gpt", ["optim.lr=1e-4", "treatment=oelm"], seed=3)
     assert recipe.optim.lr == 1e-4
-    assert recipe.surgery == NAMED["oelm"]
+    assert recipe.surgery == TREATMENTS["oelm"]
     assert recipe.seed == 3
     assert load_recipe("docstrings-gpt", ["train.batch=16", "train.batch=64"]).train.batch == 64
 
@@ -277,7 +277,7 @@ def test_files_that_are_not_there() -> None:
 
 
 def test_the_named_treatments() -> None:
-    assert set(NAMED) == {
+    assert set(TREATMENTS) == {
         "none", "oelm", "oelm-gaussian", "oelm-k", "oelm-q", "oelm-global", "oelm-random",
         "oelm-random-matched", "frozen-qk", "orthogonal-trainable", "baseline", "frozen-embedding",
         "head", "norms", "bitfit",

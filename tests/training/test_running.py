@@ -12,7 +12,7 @@ import yaml
 
 import frostlab as fl
 from frostlab.recipe.loading import recipe_from
-from frostlab.recipe.treatment import NAMED, SAME
+from frostlab.recipe.treatment import TREATMENTS, SAME
 from frostlab.training.step import EagerStep
 from tiny import tiny
 
@@ -72,10 +72,10 @@ def test_early_stopping_in_a_run_is_exact(
 @pytest.fixture(scope="module")
 def treated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, fl.RunRecord]:
     runs = tmp_path_factory.mktemp("treated")
-    return {name: fl.run(tiny(treatment=name), runs=runs) for name in NAMED}
+    return {name: fl.run(tiny(treatment=name), runs=runs) for name in TREATMENTS}
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", TREATMENTS)
 def test_treatments_leave_everything_else_as_it_was(
     name: str, treated: dict[str, fl.RunRecord]
 ) -> None:
@@ -85,7 +85,7 @@ def test_treatments_leave_everything_else_as_it_was(
     assert weights.keys() == before.keys()
     assert {key for key in weights if weights[key] != before[key]} == touched
     assert this.result["order_digest"] == plain.result["order_digest"]
-    surgery = NAMED[name]
+    surgery = TREATMENTS[name]
     assert bool(touched) == bool(surgery.init)
     if set(surgery.freeze) <= {"query", "key"}:  # test_peers.py has the others
         size = 16 * 16 + 16
@@ -95,7 +95,7 @@ def test_treatments_leave_everything_else_as_it_was(
 def test_treatments_differ(treated: dict[str, fl.RunRecord]) -> None:
     final = {name: record.result["weights_digest"] for name, record in treated.items()}
     assert final["baseline"] == final["none"]
-    assert len(set(final.values())) == len(NAMED) - len(SAME)
+    assert len(set(final.values())) == len(TREATMENTS) - len(SAME)
 
 
 def test_an_explicit_treatment_equals_the_named_one(

@@ -1,5 +1,6 @@
 """Questions that pairs of arms answer, the arms having been chosen before the first run."""
 
+from frostlab.compare.verdict import Records
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,6 @@ from frostlab.compare.sameness import why_unpaired
 from frostlab.compare.verdict import judge_family
 from frostlab.records.record import RunRecord
 
-Records = Mapping[tuple[str, int], RunRecord]
 
 
 def contrasts(plan: Plan, records: Records, rules: Rules) -> list[dict[str, Any]]:

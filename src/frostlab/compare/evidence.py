@@ -1,6 +1,7 @@
 """Everything a comparison found, as plain values: what verdicts, tables and pages are made from."""
 
 import json
+from frostlab.compare.verdict import Records
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +19,6 @@ from frostlab.compare.verdict import Verdict, judge
 from frostlab.recipe import METRICS
 from frostlab.records.record import RunRecord
 
-Records = Mapping[tuple[str, int], RunRecord]
 _RANDOM = ("oelm-random-matched", "oelm-random")
 
 

@@ -9,7 +9,7 @@ Numbers = NDArray[np.float64]
 
 FEWEST = 6  # pairs; with 5 the smallest p is 0.0625
 MOST = 16  # pairs of which every flip is tried; beyond, a sample of them
-_DRAWS = 2**15
+_SIGN_DRAWS = 2**15
 _AT_ONCE = 2**22  # sums held in memory
 
 
@@ -20,7 +20,7 @@ def signs(n: int) -> Numbers:
         bits = np.arange(2 ** (n - 1))[:, None] >> np.arange(n)[::-1] & 1
         found = (1 - 2 * bits).astype(np.float64)
     else:
-        found = np.random.default_rng(n).choice(np.array([-1.0, 1.0]), (_DRAWS, n))
+        found = np.random.default_rng(n).choice(np.array([-1.0, 1.0]), (_SIGN_DRAWS, n))
     found.setflags(write=False)
     return found
 
@@ -47,4 +47,4 @@ def flip_p(differences: Numbers, rounding: float = 0.0) -> Numbers:
 
 def smallest_flip_p(n: int) -> float:
     """The smallest p that n pairs can give."""
-    return 2.0 ** (1 - n) if n <= MOST else 1 / (1 + _DRAWS)
+    return 2.0 ** (1 - n) if n <= MOST else 1 / (1 + _SIGN_DRAWS)

@@ -1,6 +1,7 @@
 """What arms do to the gradients of watched runs: the front against the output, and its steps."""
 
 import math
+from frostlab.compare.verdict import Records
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +14,6 @@ from frostlab.compare.words import effect, markdown, mean_and_std
 from frostlab.flow import Flow, flows_of
 from frostlab.records.record import RunRecord
 
-Records = Mapping[tuple[str, int], RunRecord]
 _FRONT = (0, 1)  # layers
 _SAID = {
     "front_ratio": "front/output gradient",

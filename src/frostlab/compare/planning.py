@@ -19,7 +19,7 @@ from frostlab.recipe.loading import (
     recipe_name,
     shipped_comparisons,
 )
-from frostlab.recipe.treatment import NAMED, Strict
+from frostlab.recipe.treatment import TREATMENTS, Strict
 
 _RULES = ("alpha", "minimum_effect", "noninferior", "looks")
 _TUNABLE = {"lr": "optim.lr", "decay": "optim.decay"}
@@ -155,7 +155,7 @@ def _listed(given: Any) -> list[Any]:
 def _arm(given: Any, label: str) -> dict[str, Any]:
     if isinstance(given, dict) and "name" in given:
         name = given["name"]
-        own = "none" if "set" in given and name not in NAMED else name
+        own = "none" if "set" in given and name not in TREATMENTS else name
         return {**given, "treatment": _treatment(given.get("treatment", own), label)}
     if not isinstance(given, str):
         raise BadInput(f"{label}: arm {given!r} is neither a treatment's name nor has a name")
@@ -163,8 +163,8 @@ def _arm(given: Any, label: str) -> dict[str, Any]:
 
 
 def _treatment(given: Any, label: str) -> Any:
-    if isinstance(given, str) and given not in NAMED:
-        raise BadInput(f"{label}: no arm is called `{given}`{nearest(given, NAMED)}")
+    if isinstance(given, str) and given not in TREATMENTS:
+        raise BadInput(f"{label}: no arm is called `{given}`{nearest(given, TREATMENTS)}")
     return given
 
 

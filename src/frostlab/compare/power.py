@@ -9,7 +9,7 @@ from scipy.optimize import brentq
 from frostlab.compare.flips import FEWEST, signs, smallest_flip_p
 
 POWER = 0.8
-_DRAWS = 4_000
+_POWER_DRAWS = 4_000
 _SAME = 10  # pairs; with more the sign-flip test costs about 1 % and is left out
 
 
@@ -38,7 +38,7 @@ def seen_by_rule(n: int, level: float, arms: int = 1) -> float:
     least = seen_by_t(n, level / arms)
     if n > _SAME or not flips_count(n, level):
         return least
-    noise = np.random.default_rng(0).standard_normal((_DRAWS, n))
+    noise = np.random.default_rng(0).standard_normal((_POWER_DRAWS, n))
     ways = signs(n)
     swung, shifts = noise @ ways.T, ways.sum(-1)
     mean, std = noise.mean(-1), noise.std(-1, ddof=1)
@@ -48,7 +48,7 @@ def seen_by_rule(n: int, level: float, arms: int = 1) -> float:
         by_t = np.abs(mean + effect) * np.sqrt(n) > edge * std
         seen = n * np.abs(mean + effect)[by_t, None] - 1e-9
         p = (np.abs(swung[by_t] + effect * shifts) >= seen).mean(-1)
-        return np.count_nonzero(p <= level) / _DRAWS - POWER
+        return np.count_nonzero(p <= level) / _POWER_DRAWS - POWER
 
     low, high = least, 2 * least
     if lacking(low) >= 0:

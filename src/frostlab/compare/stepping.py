@@ -30,7 +30,7 @@ def time_steps(plan: Plan, data_dir: Path | None, say: Callable[[str], None]) ->
         seconds=plan.clock.seconds, width=plan.clock.width, say=say,
     )  # fmt: skip
     bounds = {name: limits_of(recipe, prepared) for name, recipe in recipes.items()}
-    arms = {name: _arm(name, timing, bounds.get(name)) for name in timing.arms}
+    arms = {name: _arm_facts(name, timing, bounds.get(name)) for name in timing.arms}
     return timing.to_dict() | {"arms": arms, "control": arms[CONTROL]}
 
 
@@ -45,7 +45,7 @@ def limits_of(recipe: Recipe, prepared: Material) -> Limits | None:
         return None
 
 
-def _arm(name: str, timing: Timing, bound: Limits | None) -> dict[str, Any]:
+def _arm_facts(name: str, timing: Timing, bound: Limits | None) -> dict[str, Any]:
     arm = timing.arms[name]
     ratio = arm.ratio
     word, sentence = (None, None) if ratio is None else judge_time(ratio, bound, timing)

@@ -1,6 +1,7 @@
 """Decoders of envelopes compared over subjects, and with the ridge decoder of every run."""
 
 import math
+from frostlab.compare.verdict import Records
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -14,7 +15,6 @@ from frostlab.records.record import RunRecord
 from frostlab.records.scores import REPORTED, SCORES, read_scores
 from frostlab.records.words import number
 
-Records = Mapping[tuple[str, int], RunRecord]
 Table = dict[int, dict[str, float]]  # z by seed and subject
 
 

@@ -165,7 +165,7 @@ def time_arms(
     return Timing(
         baseline=baseline,
         arms={
-            name: _arm(sides[name], first[name], rounds.spent[name], ratios.get(name), block)
+            name: _arm_timing(sides[name], first[name], rounds.spent[name], ratios.get(name), block)
             for name in arms
         },
         proven=not reasons,
@@ -198,7 +198,7 @@ def doubts(rounds: Rounds, control: Ratio, drift: Drift, watched: Watched) -> tu
     return (*found, *watched.complaints())
 
 
-def _arm(
+def _arm_timing(
     side: Side,
     first: tuple[float, int | None],
     spent: list[Spent],

@@ -11,10 +11,12 @@ from frostlab.compare.power import flips_count, seen_by_rule
 from frostlab.compare.rules import LEAST_SEEDS, Rules
 from frostlab.compare.sentences import effect_of, probability, seeds_of, size_of
 from frostlab.compare.statistics import NonInferiority, Paired, holm, noninferior, paired
+from frostlab.records.record import RunRecord
 
 Word = Literal[
     "better", "worse", "no difference found", "too few seeds", "confounded", "unproven"
 ]  # fmt: skip
+Records = Mapping[tuple[str, int], RunRecord]  # by arm and seed
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from frostlab.data import synthetic
+from frostlab.data.synthetic import SYNTHETIC_SEEDS, known_answer, synthetic_vocabulary, write_synthetic
 from frostlab.data.cache import FORMAT, build_once, cache_folder, digest_of
 from frostlab.data.division import Portion, divide, limited
 from frostlab.data.encode import encode_labelled, encode_running
@@ -43,7 +43,7 @@ def _synthetic(data: Synthetic, cache: Path) -> Prepared:
     digest = digest_of([FORMAT, data.model_dump(mode="json")])
 
     def build(folder: Path) -> None:
-        save_facts(folder, {"tokens": synthetic.write_synthetic(data, folder)})
+        save_facts(folder, {"tokens": write_synthetic(data, folder)})
 
     folder = build_once(cache / "prepared" / digest[:32], build)
     tokens: dict[str, str] = load_facts(folder)["tokens"]
@@ -51,12 +51,12 @@ def _synthetic(data: Synthetic, cache: Path) -> Prepared:
     return Prepared(
         task=data.task,
         classes=0 if data.task == "language" else data.symbols,
-        vocabulary=synthetic.vocabulary(data),
-        pad=synthetic.vocabulary(data) - 1,
+        vocabulary=synthetic_vocabulary(data),
+        pad=synthetic_vocabulary(data) - 1,
         splits={role: load_tokens(folder, role, tokens[role]) for role in roles},
-        origin={role: f"{data.name}, drawn from seed {synthetic.SEEDS[role]}" for role in roles},
+        origin={role: f"{data.name}, drawn from seed {SYNTHETIC_SEEDS[role]}" for role in roles},
         caution=None,
-        known=synthetic.known(data),
+        known=known_answer(data),
         digest=digest,
         tokenizer=None,
     )

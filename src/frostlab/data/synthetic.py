@@ -11,17 +11,17 @@ from frostlab.errors import BadInput
 from frostlab.recipe.data import Synthetic
 
 Ids = npt.NDArray[np.int64]
-SEEDS = {"report": 101, "tune": 202, "train": 303}
+SYNTHETIC_SEEDS = {"report": 101, "tune": 202, "train": 303}
 TRIES = 50  # draws without a new example before giving up
 DRAWN = 8192  # examples drawn at once
 
 
-def vocabulary(data: Synthetic) -> int:
+def synthetic_vocabulary(data: Synthetic) -> int:
     """Return the symbols, for recall once as keys and once as values, and the padding."""
     return (2 if data.name == "recall" else 1) * data.symbols + 1
 
 
-def known(data: Synthetic) -> dict[str, float]:
+def known_answer(data: Synthetic) -> dict[str, float]:
     """Return what guessing reaches, and what a perfect model does."""
     best = "best_token_accuracy" if data.name == "induction" else "best_accuracy"
     return {"chance": 1 / data.symbols, best: 1.0}
@@ -77,11 +77,11 @@ def write_synthetic(data: Synthetic, folder: Path) -> dict[str, str]:
     held = max(256, data.examples // 8)
     seen: set[bytes] = set()
     digests: dict[str, str] = {}
-    for role, seed in SEEDS.items():
+    for role, seed in SYNTHETIC_SEEDS.items():
         count = data.examples if role == "train" else held
         ids, answers = _draw(data, count, np.random.Generator(np.random.PCG64(seed)), seen)
         seen |= {row.tobytes() for row in ids} if role != "train" else set()
-        with Writer(folder, role, vocabulary(data)) as writer:
+        with Writer(folder, role, synthetic_vocabulary(data)) as writer:
             writer.append(ids.ravel())
         width = ids.shape[1]
         starts = np.arange(count, dtype=np.int64) * width

@@ -154,13 +154,13 @@ def load_flow(path: str | Path) -> Flow:
         flow.parts = tuple(PartFacts.from_dict(part) for part in data["parts"])
         flow.groups = tuple(GroupFacts(**group) for group in data["groups"])
         flow.moved, flow.verified = tuple(data["moved"]), data["verified"]
-        flow._reports = [_report(values) for values in data["reports"]]
+        flow._reports = [_saved_report(values) for values in data["reports"]]
     except (AttributeError, KeyError, TypeError) as error:
         raise BadInput(f"load_flow: {path} is not a whole flow: {error}") from None
     return flow
 
 
-def _report(values: dict[str, Any]) -> Report:
+def _saved_report(values: dict[str, Any]) -> Report:
     read = {field.name: _numbers(values[field.name]) for field in fields(Report)}
     return Report(**read)
 

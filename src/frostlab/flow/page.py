@@ -52,7 +52,7 @@ def page_of(flow: "Flow") -> str:
         f"<p>{escape(flow.optimizer)}, {len(flow.reports)} reports, steps {first} to {last}</p>",
         f'<p class="verdict{" alarm" * alarm}">{escape(sentence_of(flow))}</p>',
         _told(flow),
-        _ends(flow),
+        _ends_table(flow),
         _heat(flow),
         _lines(flow),
         _numbers(flow),
@@ -88,7 +88,7 @@ def _told(flow: "Flow") -> str:
     )
 
 
-def _ends(flow: "Flow") -> str:
+def _ends_table(flow: "Flow") -> str:
     ends = flow.ends()
     if math.isnan(ends.front_ratio):
         return ""

@@ -85,7 +85,7 @@ def _read(events: Iterable[dict[str, Any]]) -> dict[str, Flow]:
             flows[stage] = _flow(event)
             reports.setdefault(stage, {})
         elif event["kind"] == "flow":
-            reports[stage][event["step"]] = _report(event, flows[stage].parts, front)
+            reports[stage][event["step"]] = _event_report(event, flows[stage].parts, front)
         elif event["kind"] == "evaluation" and stage:
             flows[stage].verified |= event.get("frozen_verified", 0) > 0
     for name, flow in flows.items():
@@ -100,7 +100,7 @@ def _flow(event: dict[str, Any]) -> Flow:
     return flow
 
 
-def _report(event: dict[str, Any], parts: Sequence[PartFacts], front: Sequence[str]) -> Report:
+def _event_report(event: dict[str, Any], parts: Sequence[PartFacts], front: Sequence[str]) -> Report:
     values, learning = {}, _learning(parts)
     for name in QUANTITIES:
         numbers = [math.nan] * len(parts)

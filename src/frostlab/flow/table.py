@@ -39,10 +39,10 @@ def as_text(flow: "Flow") -> str:
     for (word, hint), names in told.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         lines += ["", f"{names[0]}{more}: {word}: {verdicts[names[0]].why}", f"  try: {hint}"]
-    return "\n".join([*lines, *_ends(flow)])
+    return "\n".join([*lines, *_ends_lines(flow)])
 
 
-def _ends(flow: "Flow") -> list[str]:
+def _ends_lines(flow: "Flow") -> list[str]:
     ends = flow.ends()
     if math.isnan(ends.front_ratio):
         return []

@@ -6,44 +6,49 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from frostlab.errors import nearest
-from frostlab.recipe import conformer, data, eeg, settings, stages, treatment
+from frostlab.recipe.conformer import ConformerModel, EnvelopeLoss
+from frostlab.recipe.data import BPE, NAMED, SYNTHETIC, Docstrings, Named, Own, PretrainedTokenizer, Synthetic, Words, data_kind
+from frostlab.recipe.eeg import EEG, ChallengeEEG, MatlabEEG, MneEEG, SimulatedEEG
+from frostlab.recipe.settings import DecoderModel, Evaluate, GPTModel, Optim, PretrainedModel, StepDecay, Supervise, Train, Watch
+from frostlab.recipe.stages import Add, StageSettings
+from frostlab.recipe.treatment import LowRank, Orthogonalize, Randomize, Scales, Treatment
 from frostlab.recipe.whole import Recipe
 
 _KINDS: dict[tuple[str, Any], type[BaseModel]] = {
-    ("data", "docstrings"): data.Docstrings,
-    ("data", "synthetic"): data.Synthetic,
-    ("data", "named"): data.Named,
-    ("data", "own"): data.Own,
-    ("data", "eeg-simulated"): eeg.SimulatedEEG,
-    ("data", "eeg-challenge"): eeg.ChallengeEEG,
-    ("data", "eeg-matlab"): eeg.MatlabEEG,
-    ("data", "eeg-mne"): eeg.MneEEG,
-    ("tokenizer", "bpe"): data.BPE,
-    ("tokenizer", "words"): data.Words,
-    ("tokenizer", "pretrained"): data.PretrainedTokenizer,
-    ("model", "gpt"): settings.GPTModel,
-    ("model", "decoder"): settings.DecoderModel,
-    ("model", "pretrained"): settings.PretrainedModel,
-    ("model", "conformer"): conformer.ConformerModel,
-    ("init", "orthogonalize"): treatment.Orthogonalize,
-    ("init", "randomize"): treatment.Randomize,
-    ("peft", "lora"): treatment.LowRank,
-    ("peft", "dora"): treatment.LowRank,
-    ("peft", "ia3"): treatment.Scales,
+    ("data", "docstrings"): Docstrings,
+    ("data", "synthetic"): Synthetic,
+    ("data", "named"): Named,
+    ("data", "own"): Own,
+    ("data", "eeg-simulated"): SimulatedEEG,
+    ("data", "eeg-challenge"): ChallengeEEG,
+    ("data", "eeg-matlab"): MatlabEEG,
+    ("data", "eeg-mne"): MneEEG,
+    ("tokenizer", "bpe"): BPE,
+    ("tokenizer", "words"): Words,
+    ("tokenizer", "pretrained"): PretrainedTokenizer,
+    ("model", "gpt"): GPTModel,
+    ("model", "decoder"): DecoderModel,
+    ("model", "pretrained"): PretrainedModel,
+    ("model", "conformer"): ConformerModel,
+    ("init", "orthogonalize"): Orthogonalize,
+    ("init", "randomize"): Randomize,
+    ("peft", "lora"): LowRank,
+    ("peft", "dora"): LowRank,
+    ("peft", "ia3"): Scales,
 }
 _SECTIONS: dict[str, type[BaseModel]] = {
-    "treatment": treatment.Treatment,
-    "optim": settings.Optim,
-    "schedule": settings.StepDecay,
-    "train": settings.Train,
-    "loss": conformer.EnvelopeLoss,
-    "supervise": settings.Supervise,
-    "evaluate": settings.Evaluate,
-    "watch": settings.Watch,
-    "stages": stages.StageSettings,
-    "add": stages.Add,
+    "treatment": Treatment,
+    "optim": Optim,
+    "schedule": StepDecay,
+    "train": Train,
+    "loss": EnvelopeLoss,
+    "supervise": Supervise,
+    "evaluate": Evaluate,
+    "watch": Watch,
+    "stages": StageSettings,
+    "add": Add,
 }
-_DATA_NAMES = ("docstrings", "docstrings-pairs", *data.SYNTHETIC, *data.NAMED, "own", *eeg.EEG)
+_DATA_NAMES = ("docstrings", "docstrings-pairs", *SYNTHETIC, *NAMED, "own", *EEG)
 _WANTED = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -142,7 +147,7 @@ def _class_of(path: list[Any], values: dict[str, Any]) -> type[BaseModel] | None
         return Recipe
     there, section = _at(values, path), names[-1]
     if section == "data":
-        return _KINDS["data", data.data_kind(there)]
+        return _KINDS["data", data_kind(there)]
     key = "method" if section in ("init", "peft") else "kind"
     tag = there.get(key) if isinstance(there, dict) else None
     return _KINDS.get((section, tag)) or _SECTIONS.get(section)

@@ -1,12 +1,12 @@
 """What a recipe can say about EEG recordings and the speech envelopes heard with them."""
 
+from frostlab.recipe.data import Share
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from frostlab.recipe.treatment import Positive, Strict
 
-Share = Annotated[float, Field(gt=0, lt=1)]
 Rate = Annotated[float, Field(gt=0)]
 Subjects = Annotated[tuple[str, ...], Field(min_length=1)]
 EEG = ("eeg-simulated", "eeg-challenge", "eeg-matlab", "eeg-mne")

@@ -86,7 +86,7 @@ def _orthogonal(*roles: str, scope: str = "head", source: str = "weights") -> Or
 
 _QK = ("query", "key")
 
-NAMED = {
+TREATMENTS = {
     "none": Treatment(),
     "oelm": Treatment(init=(_orthogonal(*_QK),), freeze=_QK),
     "oelm-gaussian": Treatment(init=(_orthogonal(*_QK, source="gaussian"),), freeze=_QK),

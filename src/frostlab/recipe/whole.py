@@ -34,7 +34,7 @@ from frostlab.recipe.settings import (
     Watch,
 )
 from frostlab.recipe.stages import StageSettings, stage_names
-from frostlab.recipe.treatment import NAMED as TREATMENTS
+from frostlab.recipe.treatment import TREATMENTS
 from frostlab.recipe.treatment import SAME, Strict, Treatment
 
 METRICS: dict[Task, tuple[Metric, ...]] = {

@@ -5,7 +5,7 @@ from typing import Any
 from frostlab.records.index import part, typed
 from frostlab.records.words import number, plain
 
-_COLUMNS = ("stage", "trainable", "of", "steps", "epochs", "best at", "best", "seconds", "ended")
+_STAGE_COLUMNS = ("stage", "trainable", "of", "steps", "epochs", "best at", "best", "seconds", "ended")
 
 
 def stages_table(stages: Any) -> list[str]:
@@ -13,12 +13,12 @@ def stages_table(stages: Any) -> list[str]:
     known = [stage for stage in typed(stages, list) or [] if isinstance(stage, dict)]
     if len(known) < 2:
         return []
-    rows = [list(_COLUMNS), *map(_row, known)]
+    rows = [list(_STAGE_COLUMNS), *map(_stage_row, known)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(_cells(row, widths)).rstrip() for row in rows]
 
 
-def _row(stage: dict[str, Any]) -> list[str]:
+def _stage_row(stage: dict[str, Any]) -> list[str]:
     best = part(stage, "best")
     counts = (typed(stage.get(key), int) for key in ("trainable", "total"))
     return [
@@ -37,5 +37,5 @@ def _cells(row: list[str], widths: list[int]) -> list[str]:
     words = ("stage", "best at", "best", "ended")
     return [
         cell.ljust(width) if name in words else cell.rjust(width)
-        for name, cell, width in zip(_COLUMNS, row, widths, strict=True)
+        for name, cell, width in zip(_STAGE_COLUMNS, row, widths, strict=True)
     ]

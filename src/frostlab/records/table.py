@@ -6,7 +6,7 @@ from frostlab.records.index import Summary
 from frostlab.records.words import hms, number, plain, short
 
 WIDTH = 100
-_COLUMNS = ("name", "status", "treatment", "seed", "steps", "best", "report", "step ms", "total")
+_RUN_COLUMNS = ("name", "status", "treatment", "seed", "steps", "best", "report", "step ms", "total")
 _NUMBERS = ("seed", "steps", "step ms", "total")
 _MARKS = "*†‡§"
 
@@ -18,8 +18,8 @@ def runs_table(summaries: Iterable[Summary]) -> str:
         return "no runs"
     cautions = list(dict.fromkeys(run.caution for run in runs if run.caution))
     marks = {text: _MARKS[i] if i < 4 else f"[{i + 1}]" for i, text in enumerate(cautions)}
-    rows = [_row(run, marks.get(run.caution or "", "")) for run in runs]
-    lines = _aligned([list(_COLUMNS), *rows])
+    rows = [_run_row(run, marks.get(run.caution or "", "")) for run in runs]
+    lines = _aligned([list(_RUN_COLUMNS), *rows])
     lines += [f"{mark} {plain(text)}" for text, mark in marks.items()]
     wrong = [run for run in runs if run.error]
     lines += [short(plain(f"{run.name}: {run.error}"), WIDTH) for run in wrong[:10]]
@@ -27,7 +27,7 @@ def runs_table(summaries: Iterable[Summary]) -> str:
     return "\n".join(lines)
 
 
-def _row(run: Summary, mark: str) -> list[str]:
+def _run_row(run: Summary, mark: str) -> list[str]:
     best = f"{run.metric}={number(run.value)}{mark}" if run.metric else None
     value = (run.report or {}).get(run.metric or "")
     report = None if value is None else number(value) + mark
@@ -41,7 +41,7 @@ def _aligned(rows: list[list[str]]) -> list[str]:
     widths[2] = max(min(widths[2], 10), widths[2] - max(0, over))  # the name is needed whole
     lines = []
     for row in rows:
-        cells = zip(_COLUMNS, map(short, row, widths), widths, strict=True)
+        cells = zip(_RUN_COLUMNS, map(short, row, widths), widths, strict=True)
         text = (c.rjust(w) if name in _NUMBERS else c.ljust(w) for name, c, w in cells)
         lines.append("  ".join(text).rstrip())
     return lines

@@ -5,7 +5,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy import signal
 
-from frostlab.data.eeg import spectra
+from frostlab.data.eeg.spectra import GRID, SHAPES, draw_blinks, draw_rhythm, frequency_grid, rhythm_power
 from frostlab.data.eeg.optimum import least_distortion, mean_r, noise_power, optimum
 from frostlab.data.eeg.responses import MEMORY, Head, drive, drive_spectra
 from frostlab.data.eeg.simulated import head_of, simulate
@@ -29,8 +29,8 @@ def decoded(eeg: Array, kernels: Array) -> Array:
 
 def true_filter(one: Head) -> Array:
     """The Wiener filter of linear responses, written out from the true model."""
-    f = spectra.frequencies(RATE)
-    power = spectra.power("envelope", f, RATE)
+    f = frequency_grid(RATE)
+    power = rhythm_power("envelope", f, RATE)
     answer = np.fft.rfft(one.response, 2 * len(f) - 2, axis=0)
     noise = noise_power(one, RATE, blinks=True)
     kernels = np.empty_like(answer)
@@ -97,7 +97,7 @@ def nonlinear_r(responses: str, snr: float) -> tuple[float, float, float]:
     features, targets = [], []
     for seed in (4, 5):
         envelope, eeg = simulate(one, samples, RATE, responses, np.random.default_rng(seed))
-        whole = spectra.draw("envelope", (before + samples,), RATE, np.random.default_rng(seed))
+        whole = draw_rhythm("envelope", (before + samples,), RATE, np.random.default_rng(seed))
         answered = drive(whole, RATE, responses)[before:]
         kernels = fitted_filter(answered, eeg) if kernels is None else kernels
         found = decoded(eeg, kernels)
@@ -130,7 +130,7 @@ def test_rate_and_distortion() -> None:
     assert least_distortion(flat, 8.0, f) == pytest.approx(np.exp(-8 / 32), rel=1e-6)
     one = head(-15.0, "linear")
     known = optimum(one, RATE, "linear")
-    grid = spectra.frequencies(RATE)
+    grid = frequency_grid(RATE)
     power, _, _ = drive_spectra(RATE, "linear")
     answer = np.fft.rfft(one.response, 2 * len(grid) - 2, axis=0)
     noise = noise_power(one, RATE, blinks=False)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import signal
 
-from frostlab.data.eeg import spectra
+from frostlab.data.eeg.spectra import GRID, SHAPES, draw_blinks, draw_rhythm, frequency_grid, rhythm_power
 from frostlab.data.eeg.geometry import BIOSEMI64
 from frostlab.data.eeg.optimum import noise_power
 from frostlab.data.eeg.responses import MEMORY, Head, drive
@@ -47,7 +47,7 @@ def test_signs_that_a_library_chooses_do_not_matter(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_envelope_has_the_rhythm_of_syllables() -> None:
-    envelope = spectra.draw("envelope", (LONG,), RATE, random())
+    envelope = draw_rhythm("envelope", (LONG,), RATE, random())
     f, power = signal.welch(envelope, RATE, nperseg=512)
     assert 3 < f[power.argmax()] < 8
     assert power[(f >= 3) & (f <= 8)].sum() / power.sum() > 0.7
@@ -61,7 +61,7 @@ def test_a_response_follows_what_was_heard(responses: str) -> None:
     assert len(one.response) == 26  # 0 … 25 samples of 64 Hz
     heard, eeg = simulate(one, 400, RATE, responses, random())
     before = round(MEMORY * RATE) + 25
-    whole = spectra.draw("envelope", (before + 400,), RATE, random())
+    whole = draw_rhythm("envelope", (before + 400,), RATE, random())
     np.testing.assert_array_equal(heard, whole[before:])
     answered = drive(whole, RATE, responses)
     for t in (0, 100, 399):
@@ -83,7 +83,7 @@ def test_the_noise_has_the_spectra_it_is_judged_by() -> None:
     one = head()
     one = replace(one, response=0 * one.response)
     _, noise = simulate(one, 2 * LONG, RATE, "linear", random())
-    f = spectra.frequencies(RATE)
+    f = frequency_grid(RATE)
     powers = noise_power(one, RATE, blinks=True)
     wanted = np.trapezoid(powers, f, axis=0)
     off = np.linalg.norm(np.cov(noise.T) - wanted) / np.linalg.norm(wanted)
@@ -135,7 +135,7 @@ def test_only_nonlinear_subjects_differ_in_their_delay() -> None:
 
 def test_the_drive_of_nonlinear_responses() -> None:
     """It rises with onsets, is skewed, and is weaker after a loud stretch."""
-    heard = spectra.draw("envelope", (LONG,), RATE, random())
+    heard = draw_rhythm("envelope", (LONG,), RATE, random())
     answered = drive(heard, RATE, "nonlinear")[128:]
     assert ((answered - answered.mean()) ** 3).mean() > 0.5
     assert answered.std() == pytest.approx(1, abs=0.05)

@@ -5,16 +5,16 @@ decoder of all, and its r is known. With non-linear ones no closed form is: ther
 that of rate and distortion, above every decoder, which need not be reachable.
 """
 
+from frostlab.data.eeg.geometry import Array
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from frostlab.data.eeg import spectra
+from frostlab.data.eeg.spectra import GRID, SYLLABLES, draw_blinks, draw_rhythm, frequency_grid, rhythm_power
 from frostlab.data.eeg.responses import Head, drive_spectra
 
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Optimum:
 
 def optimum(head: Head, rate: float, responses: str) -> Optimum:
     """Return the best r with one head, over all decoders and over linear ones."""
-    f = spectra.frequencies(rate)
+    f = frequency_grid(rate)
     envelope, answered, coherence = drive_spectra(rate, responses)
     ratio = signal_to_noise(head, rate, blinks=True) * answered
     linear = np.trapezoid(envelope * coherence * ratio / (1 + ratio), f)
@@ -41,18 +41,18 @@ def optimum(head: Head, rate: float, responses: str) -> Optimum:
 
 def noise_power(head: Head, rate: float, blinks: bool) -> Array:
     """Return the noise's cross power between channels: (frequencies, 64, 64)."""
-    f = spectra.frequencies(rate)
+    f = frequency_grid(rate)
     parts = {"background": head.background, "alpha": head.alpha}
     parts |= {"blinks": head.blinks[:, None]} if blinks else {}
     noise = np.broadcast_to(head.sensors**2 * np.eye(64) * 2 / rate, (len(f), 64, 64)).copy()
     for kind, pattern in parts.items():
-        noise += spectra.power(kind, f, rate)[:, None, None] * (pattern @ pattern.T)
+        noise += rhythm_power(kind, f, rate)[:, None, None] * (pattern @ pattern.T)
     return noise
 
 
 def signal_to_noise(head: Head, rate: float, blinks: bool) -> Array:
     """Return, for a drive of power 1 per Hz, the ratio at the output of the best spatial filter."""
-    heard = np.fft.rfft(head.response, 2 * (spectra.GRID - 1), axis=0)  # (frequencies, 64)
+    heard = np.fft.rfft(head.response, 2 * (GRID - 1), axis=0)  # (frequencies, 64)
     parts = np.stack([heard.real, heard.imag], axis=2)  # the noise's cross power is real
     filters = np.linalg.solve(noise_power(head, rate, blinks), parts)
     ratio: Array = (parts * filters).sum(axis=(1, 2))

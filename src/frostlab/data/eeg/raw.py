@@ -99,11 +99,11 @@ def mne_sources(data: MneEEG, folder: Path) -> list[Source]:
         if len(parts) < 2:
             raise BadInput(f"{eeg} is not named SUBJECT_-_STIMULUS_-_eeg{eeg.suffix}")
         heading = Heading("_-_".join(parts), parts[0], "_-_".join(parts[1:]))
-        sources.append(Source(heading, (eeg, envelope), _reader(data, heading, eeg, envelope)))
+        sources.append(Source(heading, (eeg, envelope), _mne_reader(data, heading, eeg, envelope)))
     return sources
 
 
-def _reader(
+def _mne_reader(
     data: MneEEG, heading: Heading, eeg: Path, envelope: Path
 ) -> Callable[[], tuple[Recording, tuple[str, ...]]]:
     def read() -> tuple[Recording, tuple[str, ...]]:

@@ -1,15 +1,15 @@
 """What of an envelope a simulated brain answers to, and each subject's own head."""
 
+from frostlab.data.eeg.geometry import Array
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from frostlab.data.eeg import spectra
+from frostlab.data.eeg.spectra import GRID, SYLLABLES, draw_blinks, draw_rhythm, frequency_grid, rhythm_power
 from frostlab.data.eeg.geometry import topographies
 
-Array = NDArray[np.float64]
 
 SPAN = 0.4  # s, the longest a response lasts
 MEMORY = 2.0  # s, after which the adaptation has forgotten
@@ -49,7 +49,7 @@ def _adapted(envelope: Array, rate: float) -> Array:
     loud = np.exp(_EXPONENT * envelope)
     step = np.exp(-1 / (_ADAPTATION * rate))
     before: Array = signal.lfilter([0, 1 - step], [1, -step], loud)
-    rise = np.maximum(np.diff(loud, prepend=loud[:1]), 0) * rate / (2 * np.pi * spectra.SYLLABLES)
+    rise = np.maximum(np.diff(loud, prepend=loud[:1]), 0) * rate / (2 * np.pi * SYLLABLES)
     return rise / (before + 0.5) + _SUSTAINED * loud
 
 
@@ -67,22 +67,22 @@ class _Measured:
 def _measured(rate: float) -> _Measured:
     from scipy import signal
 
-    heard = spectra.draw("envelope", (1 << 20,), rate, np.random.default_rng(202))
+    heard = draw_rhythm("envelope", (1 << 20,), rate, np.random.default_rng(202))
     answered = _adapted(heard, rate)
     heard, answered = (x[round(MEMORY * rate) :] for x in (heard, answered))
     mean, deviation = float(answered.mean()), float(answered.std())
     answered = (answered - mean) / deviation
-    how = {"fs": rate, "nperseg": 2 * (spectra.GRID - 1), "detrend": False}
+    how = {"fs": rate, "nperseg": 2 * (GRID - 1), "detrend": False}
     _, cross = signal.csd(heard, answered, **how)
     (_, one), (_, other) = (signal.welch(x, **how) for x in (heard, answered))
     coherence = np.minimum(np.abs(cross) ** 2 / (one * other), 1)
-    power = other / np.trapezoid(other, spectra.frequencies(rate))
+    power = other / np.trapezoid(other, frequency_grid(rate))
     return _Measured(mean, deviation, power, coherence)
 
 
 def drive_spectra(rate: float, responses: str) -> tuple[Array, Array, Array]:
     """Return the powers of envelope and drive and their coherence, on the grid."""
-    envelope = spectra.power("envelope", spectra.frequencies(rate), rate)
+    envelope = rhythm_power("envelope", frequency_grid(rate), rate)
     if responses == "linear":
         return envelope, envelope, np.ones_like(envelope)
     measured = _measured(rate)
@@ -94,8 +94,8 @@ def draw_head(rate: float, snr: float, responses: str, random: np.random.Generat
     response = _draw_response(rate, responses, random)
     noise = _draw_noise(random)
     _, answered, _ = drive_spectra(rate, responses)
-    f = spectra.frequencies(rate)
-    gain = np.abs(np.fft.rfft(response, 2 * (spectra.GRID - 1), axis=0)) ** 2
+    f = frequency_grid(rate)
+    gain = np.abs(np.fft.rfft(response, 2 * (GRID - 1), axis=0)) ** 2
     received = np.trapezoid(gain.mean(axis=1) * answered, f)
     return Head(response * np.sqrt(10 ** (snr / 10) / received), *noise)
 

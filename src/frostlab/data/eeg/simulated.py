@@ -1,11 +1,12 @@
 """Simulated EEG: speech-like envelopes, each subject's own responses, and a head's noise."""
 
+from frostlab.data.eeg.geometry import Array
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from frostlab.data.eeg import spectra
+from frostlab.data.eeg.spectra import GRID, SYLLABLES, draw_blinks, draw_rhythm, frequency_grid, rhythm_power
 from frostlab.data.eeg.geometry import BIOSEMI64
 from frostlab.data.eeg.optimum import mean_r, optimum
 from frostlab.data.eeg.recordings import Recording, Store
@@ -13,7 +14,6 @@ from frostlab.data.eeg.responses import MEMORY, Head, draw_head, drive
 from frostlab.data.eeg.signals import normalised
 from frostlab.recipe.eeg import SimulatedEEG
 
-Array = NDArray[np.float64]
 _HEAD, _RECORDING = 0, 1  # what a stream of random numbers is for
 
 BOUND = "with nonlinear responses best_r is a bound (rate and distortion), perhaps out of reach"
@@ -32,10 +32,10 @@ def simulate(
     from scipy import signal
 
     before = round(MEMORY * rate) + len(head.response) - 1
-    heard = spectra.draw("envelope", (before + samples,), rate, random)
+    heard = draw_rhythm("envelope", (before + samples,), rate, random)
     answered = drive(heard, rate, responses)[round(MEMORY * rate) :]
     eeg: Array = signal.oaconvolve(answered[:, None], head.response, "valid", axes=0)
-    eeg += head.blinks * spectra.draw_blinks(samples, rate, random)[:, None]
+    eeg += head.blinks * draw_blinks(samples, rate, random)[:, None]
     for kind, pattern in (("background", head.background), ("alpha", head.alpha)):
         # Fewer signals than dipoles have the same spread: that of the channels' covariance.
         values, vectors = np.linalg.eigh(pattern @ pattern.T)
@@ -43,7 +43,7 @@ def simulate(
         vectors = vectors * np.sign(vectors[largest, np.arange(len(values))])
         kept = values > 1e-12 * values[-1]
         spread = vectors[:, kept] * np.sqrt(values[kept])  # (64, rank)
-        drawn = spectra.draw(kind, (spread.shape[1], samples), rate, random)
+        drawn = draw_rhythm(kind, (spread.shape[1], samples), rate, random)
         eeg += (spread @ drawn).T
     eeg += head.sensors * random.standard_normal((samples, 64))
     return heard[before:], eeg

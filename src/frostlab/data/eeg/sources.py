@@ -103,11 +103,11 @@ def challenge_sources(data: ChallengeEEG, folder: Path) -> list[Source]:
                 f"{eeg} is not named {'|'.join(_ROLES)}{_CUT}SUBJECT{_CUT}STIMULUS{_CUT}eeg.npy"
             )
         heading = Heading(_CUT.join(parts), parts[1], _CUT.join(parts[2:]), _ROLES[parts[0]])
-        sources.append(Source(heading, (eeg, envelope), _reader(data, heading, eeg, envelope)))
+        sources.append(Source(heading, (eeg, envelope), _challenge_reader(data, heading, eeg, envelope)))
     return sources
 
 
-def _reader(
+def _challenge_reader(
     data: ChallengeEEG, heading: Heading, eeg: Path, envelope: Path
 ) -> Callable[[], tuple[Recording, tuple[str, ...]]]:
     def read() -> tuple[Recording, tuple[str, ...]]:

@@ -3,12 +3,12 @@
 Every power is one-sided, per Hz, and sums to 1 up to half the rate.
 """
 
+from frostlab.data.eeg.geometry import Array
 from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
 
 GRID = 257  # frequencies on which spectra are compared
 SYLLABLES = 4.8  # Hz, the middle of the envelope's rhythm; most of it lies between 3 and 8
@@ -17,7 +17,7 @@ _BLINK = 0.08  # s, deviation of a blink's bell
 _BLINK_SPREAD = 0.2  # of its height
 
 
-def frequencies(rate: float, count: int = GRID) -> Array:
+def frequency_grid(rate: float, count: int = GRID) -> Array:
     """Return frequencies from 0 to half the rate."""
     return np.linspace(0, rate / 2, count)
 
@@ -45,23 +45,23 @@ SHAPES = {"envelope": _envelope, "background": _background, "alpha": _alpha, "bl
 
 @cache
 def _total(kind: str, rate: float) -> float:
-    f = frequencies(rate, 16385)
+    f = frequency_grid(rate, 16385)
     return float(np.trapezoid(SHAPES[kind](f), f))
 
 
-def power(kind: str, f: Array, rate: float) -> Array:
+def rhythm_power(kind: str, f: Array, rate: float) -> Array:
     """Return the power of one rhythm at some frequencies."""
     return SHAPES[kind](f) / _total(kind, rate)
 
 
-def draw(kind: str, shape: tuple[int, ...], rate: float, random: np.random.Generator) -> Array:
+def draw_rhythm(kind: str, shape: tuple[int, ...], rate: float, random: np.random.Generator) -> Array:
     """Draw Gaussian signals of one rhythm and variance 1, time along the last axis."""
     from scipy import fft
 
     samples = shape[-1]
     whole = fft.next_fast_len(samples + round(8 * rate), real=True)  # ends do not meet in time
     white = fft.rfft(random.standard_normal((*shape[:-1], whole)))
-    gain = np.sqrt(power(kind, fft.rfftfreq(whole, 1 / rate), rate) * rate / 2)
+    gain = np.sqrt(rhythm_power(kind, fft.rfftfreq(whole, 1 / rate), rate) * rate / 2)
     drawn: Array = fft.irfft(white * gain, whole)
     return drawn[..., :samples]
 
