@@ -11,7 +11,7 @@ import torch
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 from common import report
-from frostlab.anatomy import anatomy
+from frostlab.roles.read import anatomy
 
 
 def main() -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from common import device, device_name, report
-from frostlab.recipe.loading import load_recipe
-from frostlab.training.running import run
+from frostlab.recipe.load import load_recipe
+from frostlab.training.run import run
 
 FROZEN = ("model.layers=4", "treatment={freeze: [all, '!layers[-1]', '!head']}")
 WAYS = {

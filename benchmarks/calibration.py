@@ -15,9 +15,7 @@ import numpy as np
 from scipy import special
 
 from common import report
-from frostlab.compare.flips import flip_p
-from frostlab.compare.power import seen_by_rule, seen_by_t
-from frostlab.compare.statistics import t_test
+from frostlab.comparison.statistics import flip_p, seen_by_rule, seen_by_t, t_test
 
 LEVEL = 0.05
 RESAMPLES = 1_000

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from common import report
-from frostlab.data import Tokens
-from frostlab.training.batching import collate, epoch_order
+from frostlab.data.tokens import Tokens
+from frostlab.training.batches.batch import collate, epoch_order
 
 BATCH = 32
 
@@ -71,7 +71,7 @@ PREPARE = r"""
 import re, sys, time
 from pathlib import Path
 from frostlab.data import prepare
-from frostlab.recipe.loading import recipe_from
+from frostlab.recipe.load import recipe_from
 recipe = recipe_from({"data": {"name": "own", "path": sys.argv[1], "task": "language"}})
 def high_water():
     return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from common import device, interleaved, report
-from frostlab.surgery.factor import orthonormal_each
+from frostlab.surgery.orthogonal import orthonormal_each
 
 HEADS, SIZE, WIDTH = 32, 128, 4096
 

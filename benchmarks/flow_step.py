@@ -16,16 +16,16 @@ import transformers
 import frostlab as fl
 from common import device, device_name, report, timed
 from flow import SMALL
-from frostlab.bench.made import drawn
-from frostlab.bench.rounds import Meter
+from frostlab.bench.workloads import drawn
 from frostlab.flow.probe import own_gradient
 from frostlab.recipe.settings import Optim, Train
-from frostlab.training.batching import collate
-from frostlab.training.choosing import build_step
-from frostlab.training.devices import choose_device
+from frostlab.timing.clock import Meter
+from frostlab.training.batches.batch import collate
 from frostlab.training.distributed import World
-from frostlab.training.objective import Objective
-from frostlab.training.step import seed_step
+from frostlab.training.setup import choose_device
+from frostlab.training.step import build_step
+from frostlab.training.step.eager import seed_step
+from frostlab.training.step.objective import Objective
 
 
 class Side:

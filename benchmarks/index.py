@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from common import report
-from frostlab.training.running import run
+from frostlab.training.run import run
 
 RECIPE = {
     "data": {"name": "majority", "examples": 64},

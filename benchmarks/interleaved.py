@@ -17,15 +17,13 @@ import numpy as np
 import torch
 
 from common import device, device_name, report
-from frostlab.compare import timing
-from frostlab.compare.estimating import FEWEST, Ratio, paired_logs, ratio_of
-from frostlab.compare.limits import flag
-from frostlab.compare.sides import Side
-from frostlab.compare.stepping import limits_of
-from frostlab.compare.turns import Clock
-from frostlab.data import prepare
-from frostlab.recipe import Recipe
-from frostlab.recipe.loading import load_recipe
+from frostlab.comparison import timed_arms as timing
+from frostlab.comparison.timed_arms import Side, limits_of
+from frostlab.data.prepare import prepare
+from frostlab.recipe.load import load_recipe
+from frostlab.recipe.recipe import Recipe
+from frostlab.timing.flops import flag
+from frostlab.timing.interleave import FEWEST, Clock, Ratio, paired_logs, ratio_of
 
 TOGETHER = 20  # calls timed as one: a GPU is then never waiting for the host
 

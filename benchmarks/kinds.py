@@ -23,14 +23,14 @@ from transformers import BertConfig, BertForSequenceClassification
 from common import device_name, report, timed
 from frostlab.models.conformer import Conformer, ConformerConfig
 from frostlab.models.gpt import GPT, GPTConfig
-from frostlab.recipe.conformer import EnvelopeLoss
+from frostlab.recipe.model import EnvelopeLoss
 from frostlab.recipe.settings import Optim, StepKind, Train
-from frostlab.training.batching import Batch
-from frostlab.training.choosing import WORTH_COMPILING, build_step
+from frostlab.training.batches.batch import Batch
 from frostlab.training.distributed import World
-from frostlab.training.envelopes import EnvelopeObjective
-from frostlab.training.objective import Objective
-from frostlab.training.step import EagerStep
+from frostlab.training.step import WORTH_COMPILING, build_step
+from frostlab.training.step.eager import EagerStep
+from frostlab.training.step.envelope_loss import EnvelopeObjective
+from frostlab.training.step.objective import Objective
 
 CUDA = torch.device("cuda", 0)
 KINDS: dict[str, tuple[StepKind, int, torch.dtype]] = {

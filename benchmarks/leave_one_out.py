@@ -19,13 +19,13 @@ import numpy as np
 
 import frostlab as fl
 from common import device_name
-from frostlab.data import Signals, prepare
-from frostlab.records.scores import read_scores
-from frostlab.scoring.correlation import fisher_mean
-from frostlab.scoring.measuring import score_recordings
-from frostlab.scoring.ridge import fit_ridge
-from frostlab.scoring.scores import EnvelopeScores
-from frostlab.training.devices import choose_device
+from frostlab.data.eeg.recordings import Signals
+from frostlab.data.prepare import prepare
+from frostlab.envelopes.correlation import fisher_mean
+from frostlab.envelopes.ridge import fit_ridge
+from frostlab.envelopes.scores import EnvelopeScores, score_recordings
+from frostlab.records.folder import read_scores
+from frostlab.training.setup import choose_device
 
 DECODERS = ("model", "ridge", "ridge, all others")
 

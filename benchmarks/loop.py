@@ -29,18 +29,16 @@ from transformers import (
 )
 
 from common import device, device_name, report
-from frostlab.data import Prepared, Tokens
-from frostlab.recipe.loading import recipe_from
+from frostlab.data.tokens import Prepared, Tokens
+from frostlab.recipe.load import recipe_from
 from frostlab.records.folder import RunFolder
-from frostlab.training.batching import collate, epoch_order
+from frostlab.timing.clock import Stopwatch
+from frostlab.training.batches.batch import collate, epoch_order
 from frostlab.training.distributed import World
 from frostlab.training.loop import train
-from frostlab.training.objective import Objective
-from frostlab.training.patience import Best
-from frostlab.training.progress import Progress, Silent
-from frostlab.training.setting import Setting
 from frostlab.training.stages import Stage
-from frostlab.training.stopwatch import Stopwatch
+from frostlab.training.state import Best, Progress, Setting, Silent
+from frostlab.training.step.objective import Objective
 
 BATCH, LENGTH = 32, 64
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from common import device, interleaved, report
-from frostlab.training.losses import head_loss
+from frostlab.training.step.head_loss import head_loss
 
 MIB = 2**20
 

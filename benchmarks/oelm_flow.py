@@ -23,17 +23,17 @@ import torch
 
 import frostlab as fl
 from common import device_name
-from frostlab.data import prepare
-from frostlab.models.building import build_model
-from frostlab.recipe import Recipe
-from frostlab.training.batching import scored_counts
-from frostlab.training.devices import choose_device, choose_precision
+from frostlab.data.prepare import prepare
+from frostlab.models.build import build_model
+from frostlab.recipe.recipe import Recipe
+from frostlab.training.batches.batch import scored_counts
+from frostlab.training.batches.feed import Feed
 from frostlab.training.distributed import World
-from frostlab.training.feed import Feed
-from frostlab.training.objective import Objective
-from frostlab.training.optimizer import build_optimizer, rate_at
-from frostlab.training.step import EagerStep, seed_step
-from frostlab.training.treating import treat, wants_types
+from frostlab.training.setup import choose_device, choose_precision
+from frostlab.training.step.eager import EagerStep, seed_step
+from frostlab.training.step.objective import Objective
+from frostlab.training.step.optimizer import build_optimizer, rate_at
+from frostlab.training.treatment import treat, wants_types
 
 ARMS = ("oelm", "oelm-k", "oelm-q", "frozen-qk", "orthogonal-trainable")
 ROLES = ("query", "key", "value", "output", "up", "down")

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import frostlab as fl
-from frostlab.flow.charts import heat_png
-from frostlab.flow.pictures import flow_map_text, flow_page
-from frostlab.flow.sentence import sentence_of
-from frostlab.models import GPT, GPTConfig
+from frostlab.flow.diagnosis import sentence_of
+from frostlab.flow.figures import heat_png
+from frostlab.flow.show import flow_map_text, flow_page
+from frostlab.models.gpt import GPT, GPTConfig
 
 SYMBOLS, STEPS, EVERY = 50, 40, 2
 

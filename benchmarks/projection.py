@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from common import device, interleaved, repeated, report
-from frostlab.anatomy import Rows
-from frostlab.surgery.projection import Plan
-from frostlab.surgery.split import SplitProjection
+from frostlab.roles.parts import Rows
+from frostlab.surgery.split import Plan, SplitProjection
 
 WIDTH, TOKENS, HEADS = 768, (32, 128), 12
 CEILING = 7 / 9

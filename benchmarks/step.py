@@ -14,7 +14,7 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2Config, 
 
 import frostlab as fl
 from common import device, interleaved, repeated, report
-from frostlab.anatomy.savings import savings
+from frostlab.timing.flops import savings
 
 
 def build(name: str, layers: int) -> nn.Module:

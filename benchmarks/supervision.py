@@ -12,18 +12,17 @@ import argparse
 import torch
 
 from common import device, interleaved, repeated, report
-from frostlab.bench.ceilings import step_work
-from frostlab.bench.checking import tidy
-from frostlab.bench.classifying import PRETRAINING
-from frostlab.bench.made import drawn_feed
-from frostlab.bench.supervision import decoder_config, deep_work, supervised
+from frostlab.bench.cases import PRETRAINING, decoder_config, deep_work, supervised
+from frostlab.bench.peers import tidy
+from frostlab.bench.workloads import drawn_feed
 from frostlab.models.decoder import Decoder, DecoderConfig
 from frostlab.recipe.settings import Supervise, Train
-from frostlab.training.choosing import build_step
-from frostlab.training.devices import choose_precision
+from frostlab.timing.flops import step_work
 from frostlab.training.distributed import World
-from frostlab.training.objective import Objective
-from frostlab.training.step import EagerStep
+from frostlab.training.setup import choose_precision
+from frostlab.training.step import build_step
+from frostlab.training.step.eager import EagerStep
+from frostlab.training.step.objective import Objective
 
 DEEP, STANDARD = Supervise(layers="all"), Supervise()
 

@@ -11,11 +11,11 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification
 
 from common import device, device_name, report
-from frostlab.training.batching import Batch
+from frostlab.timing.clock import Stopwatch
+from frostlab.training.batches.batch import Batch
 from frostlab.training.distributed import World
-from frostlab.training.objective import Objective
-from frostlab.training.step import EagerStep
-from frostlab.training.stopwatch import Stopwatch
+from frostlab.training.step.eager import EagerStep
+from frostlab.training.step.objective import Objective
 from loop import ratio
 
 BLOCK = 20

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import frostlab as fl
 from common import device_name, report
-from frostlab.training.objective import Objective
+from frostlab.training.step.objective import Objective
 from kinds import CASES, CUDA, prepare, take
 
 STEPS = 5

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import frostlab as fl
-from frostlab.models import GPT, GPTConfig
+from frostlab.models.gpt import GPT, GPTConfig
 
 SYMBOLS = 30
 

@@ -22,14 +22,14 @@ from typing import Any
 
 import yaml
 
-from frostlab.records.checkpoints import checkpoints_in
-from frostlab.records.record import RunRecord
+from frostlab.records.checkpoint import checkpoints_in
+from frostlab.records.folder import RunRecord
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
-        "frostlab.training.running",
-        "frostlab.compare.comparing",
+        "frostlab.training.run",
+        "frostlab.comparison.run",
         "frostlab.cli",
         "torch._dynamo",
         "torch.distributed.fsdp",
@@ -153,8 +153,12 @@ def _after(count: int, act: Callable[[], None] = die) -> Callable[[], None]:
 
 def plant(moment: str, count: int) -> None:
     """Make this process die at the `count`-th time that a moment comes."""
-    from frostlab.records import checkpoints, folder
-    from frostlab.training import loop, metrics, step, work
+    from frostlab.records import checkpoint as checkpoints
+    from frostlab.records import folder
+    from frostlab.training import evaluate as metrics
+    from frostlab.training import loop
+    from frostlab.training import run as work
+    from frostlab.training.step import eager as step
 
     tick = _after(count)
 
@@ -211,7 +215,7 @@ def plant(moment: str, count: int) -> None:
 
 
 def _child(recipe: dict[str, Any], out: str, moment: str | None, count: int) -> None:
-    from frostlab.training.running import run
+    from frostlab.training.run import run
 
     if moment is not None:
         plant(moment, count)
@@ -270,7 +274,7 @@ def _limited(limit: int, size: int, recipe: dict[str, Any], out: str) -> None:
         with open("/proc/self/statm") as file:
             size += int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(limit, (size, resource.RLIM_INFINITY))
-    from frostlab.training import RunFailed, run
+    from frostlab.training.run import RunFailed, run
 
     try:
         run(recipe, out=out, resume=True)

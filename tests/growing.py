@@ -7,7 +7,8 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from frostlab.models import GPT, Decoder, DecoderConfig, GPTConfig
+from frostlab.models.decoder import Decoder, DecoderConfig
+from frostlab.models.gpt import GPT, GPTConfig
 from zoo import GPT_SIZES, GROUPED, SIZES, SPECIAL
 
 LAYERS = 3

@@ -18,7 +18,7 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from frostlab.data import Prepared, Tokens
+from frostlab.data.tokens import Prepared, Tokens
 from frostlab.models.decoder import Decoder, DecoderConfig
 from frostlab.models.gpt import GPT, GPTConfig
 

@@ -6,9 +6,10 @@ import transformers
 from torch import nn
 
 import frostlab as fl
-from frostlab.models import GPT, Decoder, DecoderConfig, GPTConfig
-from frostlab.recipe.loading import recipe_from
-from frostlab.training.treating import treat
+from frostlab.models.decoder import Decoder, DecoderConfig
+from frostlab.models.gpt import GPT, GPTConfig
+from frostlab.recipe.load import recipe_from
+from frostlab.training.treatment import treat
 from tiny import tiny
 from zoo import GPT_SIZES, GROUPED, SIZES
 

@@ -5,10 +5,9 @@ import random
 from pathlib import Path
 from typing import Any
 
-from frostlab.recipe import Recipe
-from frostlab.recipe.loading import load_recipe
-from frostlab.recipe.settings import PretrainedModel
-from frostlab.recipe.shortening import shortened
+from frostlab.recipe.load import load_recipe, shortened
+from frostlab.recipe.model import PretrainedModel
+from frostlab.recipe.recipe import Recipe
 
 _BERT = {
     "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": 6,

@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
-from frostlab.training.batching import Batch, collate, epoch_order
-from frostlab.training.packing import pack, shapes_for
-from frostlab.training.step import EagerStep, seed_step
+from frostlab.training.batches.batch import Batch, collate, epoch_order
+from frostlab.training.batches.packing import pack, shapes_for
+from frostlab.training.step.eager import EagerStep, seed_step
 from packed import PAD, classifies, tokens
 
 

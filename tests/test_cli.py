@@ -10,7 +10,7 @@ import pytest
 
 import frostlab
 from forked import frostlab_command
-from frostlab.cli import app, main
+from frostlab.cli.main import app, main
 from zoo import build
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -35,7 +35,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixtur
 def test_help_and_version_without_torch() -> None:
     program = (
         "import sys; sys.argv = ['frostlab', {!r}]\n"
-        "from frostlab.cli import main\n"
+        "from frostlab.cli.main import main\n"
         "try: main()\n"
         "except SystemExit as e: assert not e.code, e.code\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"

@@ -11,13 +11,11 @@ import pytest
 import yaml
 
 import frostlab as fl
-from frostlab.flow.diagnosis import Diagnosis, diagnose
-from frostlab.flow.flow import Flow
-from frostlab.flow.rules import STILL
-from frostlab.flow.sentence import sentence_of
-from frostlab.recipe.loading import load_recipe, shipped_recipes
-from frostlab.recipe.shortening import shortened
-from frostlab.training import flowing
+from frostlab.flow.diagnosis import Diagnosis, diagnose, sentence_of
+from frostlab.flow.judge import STILL
+from frostlab.flow.measurements import Flow
+from frostlab.recipe.load import load_recipe, shipped_recipes, shortened
+from frostlab.training import loop as flowing
 from frostlab.training.stages import stages_of
 from stages import progressive
 from test_cli import Command, in_this_process
@@ -71,7 +69,7 @@ def test_everything_as_json_without_torch(runs: Path) -> None:
     program = (
         "import sys\n"
         "sys.argv = ['frostlab', 'diagnose', 'watched', '--json', '--runs', sys.argv[1]]\n"
-        "from frostlab.cli import main\n"
+        "from frostlab.cli.main import main\n"
         "try: main()\n"
         "except SystemExit as e: assert not e.code, e.code\n"
         "assert 'torch' not in sys.modules"

@@ -13,7 +13,7 @@ import yaml
 
 import frostlab as fl
 from forked import frostlab_command
-from frostlab.recipe.loading import shipped_comparisons, shipped_recipes
+from frostlab.recipe.load import shipped_comparisons, shipped_recipes
 from stages import progressive
 from tiny import tiny
 
@@ -66,7 +66,7 @@ def test_runs_and_show(finished: Path) -> None:
 def test_listing_needs_no_torch(finished: Path) -> None:
     program = (
         "import sys\nsys.argv = ['frostlab', *{!r}]\n"
-        "from frostlab.cli import main\n"
+        "from frostlab.cli.main import main\n"
         "try: main()\n"
         "except SystemExit as e: assert not e.code, e.code\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
@@ -125,7 +125,7 @@ def test_the_epoch_of_a_stage_is_counted_after_resuming_in_it(
 ) -> None:
     """Stages of two and of one epoch of 4 steps; stopped at step 10, the second of the second."""
     from frostlab.cli import progress
-    from frostlab.training import running
+    from frostlab.training import run as running
 
     monkeypatch.setattr(progress, "_EVERY", 0.0)
     asked = iter([False] * 9 + [True] * 100)

@@ -8,9 +8,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from frostlab.cli import app
+from frostlab.cli.main import app
 from frostlab.errors import BadInput
-from frostlab.flow.targets import Target, targets_table
+from frostlab.flow.diagnosis import Target, targets_table
 from hearing import hearing
 from tiny import tiny
 

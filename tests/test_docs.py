@@ -7,7 +7,7 @@ import pytest
 import transformers
 
 import frostlab as fl
-from frostlab.anatomy.description import _by_class
+from frostlab.roles.description import _by_class
 from tiny import tiny
 from zoo import SIZES
 
@@ -83,8 +83,8 @@ def test_the_conformer_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_gradient_flow_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    from frostlab.flow.facts import QUANTITIES
-    from frostlab.flow.rules import WORDS
+    from frostlab.flow.judge import WORDS
+    from frostlab.flow.measurements import QUANTITIES
 
     text = (ROOT / "docs/gradient-flow.md").read_text()
     assert [word for word in (*WORDS, *QUANTITIES) if word not in text] == []
@@ -97,7 +97,7 @@ def test_the_gradient_flow_example_runs(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_every_architecture_is_in_the_readme() -> None:
-    from frostlab.anatomy import known_types
+    from frostlab.roles.description import known_types
 
     text = (ROOT / "README.md").read_text()
     listed = text.split("## Architectures")[1].split("##")[0]
@@ -107,7 +107,7 @@ def test_every_architecture_is_in_the_readme() -> None:
 
 
 def test_the_document_of_runs_names_every_key_event_and_treatment() -> None:
-    from frostlab.recipe import complaint
+    from frostlab.recipe import load as complaint
     from frostlab.recipe.treatment import TREATMENTS
     from frostlab.records.folder import KINDS
 

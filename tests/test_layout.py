@@ -1,7 +1,8 @@
-"""The package keeps its own rules: who imports whom, how long a file gets, what is public."""
+"""The house keeps its rules: import order, length and number of files, names, the README's map."""
 
 import ast
 import re
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -14,47 +15,85 @@ SOURCE = ROOT / "src" / "frostlab"
 # Each room imports only from itself and from the rooms before it.
 ORDER = (
     "errors",
+    "text",
+    "storage",
     "recipe",
     "recipes",
     "comparisons",
     "data",
-    "scoring",
+    "envelopes",
     "models",
-    "anatomy",
+    "roles",
     "surgery",
     "records",
+    "timing",
     "flow",
     "training",
+    "comparison",
     "bench",
-    "compare",
-    "report",
+    "pages",
     "integrations",
     "cli",
     "__main__",
 )
+STRANGERS = {"bench": "comparison"}  # neither imports the other
+TRAINING = (
+    "distributed",
+    "batches",
+    "step",
+    "treatment",
+    "stages",
+    "state",
+    "setup",
+    "evaluate",
+    "eeg_report",
+    "step_log",
+    "loop",
+    "run",
+)
+MOST_LINES = 600
+MOST_MODULES = 14  # in one folder
+# Base names that several rooms use, each for the same role.
+SAME_ROLE = {
+    "load", "show", "figures", "run", "runner", "splits", "treatment",
+}  # fmt: skip
 FILES = sorted(SOURCE.rglob("*.py"))
+MODULES = [path for path in FILES if path.name not in ("__init__.py", "__main__.py")]
 
 
 def room_of(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-def imported_rooms(tree: ast.AST) -> set[str]:
-    """The rooms a module imports, wherever in it the import stands."""
-    names: list[str] = []
+def imported_modules(tree: ast.AST) -> set[str]:
+    """What a module imports of frostlab, wherever in it the import stands."""
+    names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
-            names += [f"{node.module}.{alias.name}" for alias in node.names]
-    rooms = {name.split(".")[1] for name in names if name.startswith("frostlab.")}
-    return rooms - {"__version__"}
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in names if name.startswith("frostlab.")} - {"frostlab.__version__"}
 
 
 def out_of_order(path: Path, text: str) -> set[str]:
-    place = ORDER.index(room_of(path))
-    return {room for room in imported_rooms(ast.parse(text)) if ORDER.index(room) > place}
+    """The imports that go down the order of rooms, or of modules inside training."""
+    room, wrong = room_of(path), set()
+    for name in imported_modules(ast.parse(text)):
+        other = name.split(".")[1]
+        if ORDER.index(other) > ORDER.index(room) or STRANGERS.get(room) == other:
+            wrong.add(other)
+        if other == room == "training":
+            wrong |= _out_of_order_in_training(path, name.split(".")[2])
+    return wrong
+
+
+def _out_of_order_in_training(path: Path, other: str) -> set[str]:
+    own = path.relative_to(SOURCE / "training").parts[0].removesuffix(".py")
+    if own == "__init__" or other not in TRAINING:
+        return set()
+    return {other} if TRAINING.index(other) > TRAINING.index(own) else set()
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
@@ -66,29 +105,61 @@ def test_rooms_import_only_from_those_above(path: Path) -> None:
 
 
 def test_the_order_test_can_fail() -> None:
-    wrong = "def f():\n    from frostlab.surgery import freeze\n"
-    assert out_of_order(SOURCE / "anatomy" / "x.py", wrong) == {"surgery"}
-    assert out_of_order(SOURCE / "models" / "x.py", "import frostlab.anatomy.rows") == {"anatomy"}
+    wrong = "def f():\n    from frostlab.surgery.freeze import freeze\n"
+    assert out_of_order(SOURCE / "roles" / "x.py", wrong) == {"surgery"}
+    assert out_of_order(SOURCE / "models" / "x.py", "import frostlab.roles.parts") == {"roles"}
+    apart = "from frostlab.comparison.plan import Plan"
+    assert out_of_order(SOURCE / "bench" / "x.py", apart) == {"comparison"}
+    later = "from frostlab.training.loop import train"
+    assert out_of_order(SOURCE / "training" / "setup.py", later) == {"loop"}
 
 
-def test_files_stay_short() -> None:
+def test_every_module_of_training_has_its_place_in_the_order() -> None:
+    there = {path.relative_to(SOURCE / "training").parts[0].removesuffix(".py") for path in MODULES
+             if room_of(path) == "training"}  # fmt: skip
+    assert there == set(TRAINING)
+
+
+def test_files_stay_readable() -> None:
     lengths = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in FILES}
-    long = {name: count for name, count in lengths.items() if count > 260}
-    assert not long
+    assert not {name: count for name, count in lengths.items() if count > MOST_LINES}
+
+
+def test_folders_stay_small() -> None:
+    folders: dict[Path, int] = defaultdict(int)
+    for path in MODULES:
+        folders[path.parent] += 1
+    assert not {str(folder): count for folder, count in folders.items() if count > MOST_MODULES}
+
+
+def test_a_base_name_recurs_only_for_the_same_role() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in MODULES:
+        places[path.stem].append(str(path.relative_to(SOURCE)))
+    twice = {name: where for name, where in places.items() if len(where) > 1}
+    assert not {name: where for name, where in twice.items() if name not in SAME_ROLE}
+    assert set(twice) >= SAME_ROLE, "a name in the list no longer recurs"
+
+
+def test_no_public_name_is_a_package_too() -> None:
+    rooms = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    rooms |= {path.stem for path in SOURCE.glob("*.py")}
+    assert not rooms & set(fl.__all__)
 
 
 def test_every_public_name_is_there_and_documented() -> None:
     for name in fl.__all__:
         assert getattr(fl, name).__doc__, name
     assert "anatomy" in dir(fl)
+    assert list(fl.__all__) == sorted(fl._HOMES), "the two tables name the same"
     with pytest.raises(AttributeError, match="no attribute 'freze'"):
         fl.freze  # noqa: B018
 
 
-def test_the_readme_maps_every_file() -> None:
-    """Each file or its folder has a line in the README's map."""
+def test_the_readme_maps_every_room() -> None:
+    """Each room, or module outside the rooms, has a line in the README's map."""
     text = (ROOT / "README.md").read_text()
-    named = set(re.findall(r"^ *([\w./-]+?)/? {2,}", text, re.MULTILINE))
+    named = set(re.findall(r"^ {2}([\w.]+?)/? {2,}", text.partition("\nsrc/frostlab/\n")[2], re.M))
     for path in FILES:
-        parts = path.relative_to(SOURCE).parts
-        assert parts[-1] in named or (len(parts) > 1 and parts[0] in named), path
+        first = path.relative_to(SOURCE).parts[0]
+        assert first in named, f"{first} is not in the README's map"

@@ -3,8 +3,8 @@
 import copy
 from typing import Any
 
-from frostlab.recipe import Recipe
-from frostlab.recipe.loading import recipe_from
+from frostlab.recipe.load import recipe_from
+from frostlab.recipe.recipe import Recipe
 
 TINY: dict[str, Any] = {
     "data": {"name": "majority", "examples": 256, "length": 12, "symbols": 4},

@@ -10,15 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
-from frostlab.anatomy import survey
-from frostlab.models import (
-    GPT,
-    Conformer,
-    ConformerConfig,
-    Decoder,
-    DecoderConfig,
-    GPTConfig,
-)
+from frostlab.models.conformer import Conformer, ConformerConfig
+from frostlab.models.decoder import Decoder, DecoderConfig
+from frostlab.models.gpt import GPT, GPTConfig
+from frostlab.roles.read import survey
 
 Inputs = dict[str, Tensor]
 SIZES = {

@@ -1,18 +1,15 @@
 """frostlab: which weights of a transformer learn, and what does it change?
 
-Names are loaded when first used, so that `frostlab --help` need not wait for torch.
+Public names are loaded when first used, so that `frostlab --help` need not wait for torch.
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from frostlab.anatomy import Anatomy, Heads, Part, anatomy, describe, fused
-    from frostlab.compare import Comparison, compare
+    from frostlab.comparison.run import Comparison, compare
     from frostlab.errors import (
         BadInput,
         FrostlabError,
@@ -22,25 +19,63 @@ if TYPE_CHECKING:
         StaleOptimizer,
         UnknownArchitecture,
     )
-    from frostlab.flow import Flow, flow_of, load_flow, watch
+    from frostlab.flow.measurements import Flow, flow_of, load_flow
+    from frostlab.flow.watch import watch
     from frostlab.integrations.transformers import GradFlowCallback
-    from frostlab.recipe import Recipe
-    from frostlab.recipe.loading import load_recipe
-    from frostlab.records.record import RunRecord
-    from frostlab.surgery import (
-        Audit,
-        Growth,
-        audit,
-        export,
-        freeze,
-        grow,
-        load_trainable,
-        orthogonalize,
-        randomize,
-        save_trainable,
-        thaw,
-    )
-    from frostlab.training import RunFailed, early_exits, run
+    from frostlab.recipe.load import load_recipe
+    from frostlab.recipe.recipe import Recipe
+    from frostlab.records.folder import RunRecord
+    from frostlab.roles.description import describe, fused
+    from frostlab.roles.parts import Heads, Part
+    from frostlab.roles.read import anatomy
+    from frostlab.roles.snapshot import Anatomy
+    from frostlab.surgery.audit import Audit, audit
+    from frostlab.surgery.freeze import freeze, thaw
+    from frostlab.surgery.grow import Growth, grow
+    from frostlab.surgery.orthogonal import orthogonalize, randomize
+    from frostlab.surgery.save import export, load_trainable, save_trainable
+    from frostlab.training.evaluate import early_exits
+    from frostlab.training.run import RunFailed, run
+
+_HOMES = {
+    "Anatomy": "roles.snapshot",
+    "Audit": "surgery.audit",
+    "BadInput": "errors",
+    "Comparison": "comparison.run",
+    "Flow": "flow.measurements",
+    "FrostlabError": "errors",
+    "FrozenWeightsMoved": "errors",
+    "GradFlowCallback": "integrations.transformers",
+    "Growth": "surgery.grow",
+    "Heads": "roles.parts",
+    "LeftOutOfOptimizer": "errors",
+    "NothingLearns": "errors",
+    "Part": "roles.parts",
+    "Recipe": "recipe.recipe",
+    "RunFailed": "training.run",
+    "RunRecord": "records.folder",
+    "StaleOptimizer": "errors",
+    "UnknownArchitecture": "errors",
+    "anatomy": "roles.read",
+    "audit": "surgery.audit",
+    "compare": "comparison.run",
+    "describe": "roles.description",
+    "early_exits": "training.evaluate",
+    "export": "surgery.save",
+    "flow_of": "flow.measurements",
+    "freeze": "surgery.freeze",
+    "fused": "roles.description",
+    "grow": "surgery.grow",
+    "load_flow": "flow.measurements",
+    "load_recipe": "recipe.load",
+    "load_trainable": "surgery.save",
+    "orthogonalize": "surgery.orthogonal",
+    "randomize": "surgery.orthogonal",
+    "run": "training.run",
+    "save_trainable": "surgery.save",
+    "thaw": "surgery.freeze",
+    "watch": "flow.watch",
+}
 
 __all__ = [
     "Anatomy",
@@ -82,32 +117,15 @@ __all__ = [
     "watch",
 ]
 
-_ROOMS = (
-    "errors", "recipe", "anatomy", "surgery", "records", "flow", "training", "compare",
-    "integrations",
-)  # fmt: skip
 
-
-class _Package(ModuleType):
-    """Lets `frostlab.anatomy` be the function, though a folder of that name is imported too."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in __all__:
-            raise AttributeError(f"module 'frostlab' has no attribute '{name}'")
-        for room in _ROOMS:
-            module = import_module(f"frostlab.{room}")
-            if hasattr(module, name):
-                self.__dict__[name] = getattr(module, name)
-                return self.__dict__[name]
+def __getattr__(name: str) -> Any:
+    """Load a public name from its module."""
+    if name not in _HOMES:
         raise AttributeError(f"module 'frostlab' has no attribute '{name}'")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in __all__ and isinstance(value, ModuleType):
-            return
-        super().__setattr__(name, value)
-
-    def __dir__(self) -> list[str]:
-        return [*__all__, "__version__"]
+    value = getattr(import_module(f"frostlab.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
 
 
-sys.modules[__name__].__class__ = _Package
+def __dir__() -> list[str]:
+    return [*_HOMES, "__version__"]

@@ -1,5 +1,5 @@
 """`python -m frostlab` is the command `frostlab`."""
 
-from frostlab.cli import main
+from frostlab.cli.main import main
 
 main()

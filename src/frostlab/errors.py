@@ -1,7 +1,9 @@
 """What can go wrong, one class an idea; each message is one line a user can act on."""
 
 import difflib
+import importlib
 from collections.abc import Iterable
+from typing import Any
 
 
 class FrostlabError(Exception):
@@ -43,3 +45,18 @@ def nearest(value: str, choices: Iterable[str], likeness: float = 0.5) -> str:
     """Return "; did you mean `x`?" for the closest choice, or "" when none is that much alike."""
     found = difflib.get_close_matches(value.lower(), list(choices), n=1, cutoff=likeness)
     return f"; did you mean `{found[0]}`?" if found else ""
+
+
+def optional(module: str, purpose: str) -> Any:
+    """Import a package of the `data` extra, or say in one line how to get it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise BadInput(
+            f"{purpose} needs the package {module}: pip install 'frostlab[data]'"
+        ) from error
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its kind."""
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__

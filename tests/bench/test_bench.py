@@ -16,18 +16,17 @@ from typer.testing import CliRunner
 
 import frostlab as fl
 from forked import frostlab_command
-from frostlab.bench import BENCHMARKS, Benchmark, Target, chosen, running
-from frostlab.bench.ceilings import Ceilings, Work, measure_ceilings, step_work
-from frostlab.bench.checking import SidesDiffer, agree, sharpened, step_losses
-from frostlab.bench.made import bert, drawn, only_first, padding_collator
-from frostlab.bench.rounds import interleave, looped, schedule
-from frostlab.bench.setting import Setting
-from frostlab.bench.sides import Ours
-from frostlab.cli import app
-from frostlab.data import Tokens
+from frostlab.bench import runner as running
+from frostlab.bench.catalogue import BENCHMARKS, Benchmark, Target, chosen
+from frostlab.bench.peers import Ours, SidesDiffer, agree, sharpened, step_losses
+from frostlab.bench.workloads import Setting, bert, drawn, only_first, padding_collator
+from frostlab.cli.main import app
+from frostlab.data.tokens import Tokens
 from frostlab.models.gpt import GPT, GPTConfig
 from frostlab.recipe.settings import Optim
-from frostlab.training.batching import Batch, collate
+from frostlab.timing.flops import Ceilings, Work, measure_ceilings, step_work
+from frostlab.timing.interleave import interleave, looped, schedule
+from frostlab.training.batches.batch import Batch, collate
 
 CPU = torch.device("cpu")
 MEASURED = ("bert-finetune", "sst2-epoch", "gpt-language-8", "gpt-language-64", "gpt-imdb",
@@ -236,7 +235,7 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
 def test_listing_needs_no_torch() -> None:
     program = (
         "import sys\nsys.argv = ['frostlab', 'bench', *{!r}]\n"
-        "from frostlab.cli import main\n"
+        "from frostlab.cli.main import main\n"
         "try: main()\n"
         "except SystemExit as e: assert e.code == {}, e.code\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from frostlab.recipe import Recipe
+from frostlab.recipe.recipe import Recipe
 
 Rows = list[dict[str, Any]]
 

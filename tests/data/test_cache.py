@@ -11,24 +11,27 @@ from pathlib import Path
 
 import pytest
 
-from frostlab.data import Prepared, encode, prepare, survey
-from frostlab.data.cache import build_once, cache_folder
+from frostlab.data import splits as survey
+from frostlab.data.prepare import prepare
+from frostlab.data.tokens import Prepared, Writer
 from frostlab.errors import BadInput
-from frostlab.recipe import Recipe
+from frostlab.recipe.recipe import Recipe
+from frostlab.storage import build_once, cache_folder
 
 PROGRAM = """
 import json, sys, time
 from pathlib import Path
-from frostlab.data import encode, prepare
-from frostlab.recipe import Recipe
+from frostlab.data.prepare import prepare
+from frostlab.data.tokens import Writer
+from frostlab.recipe.recipe import Recipe
 path, cache, log, wait = sys.argv[1:]
-real = encode.Writer.append
+real = Writer.append
 def logged(self, ids):
     with open(log, "a") as file:
         file.write(self.role + "\\n")
     real(self, ids)
     time.sleep(float(wait))
-encode.Writer.append = logged
+Writer.append = logged
 found = prepare(
     Recipe.model_validate({"data": {"name": "own", "path": path}, "tokenizer": {"kind": "words"}}),
     cache=Path(cache),
@@ -98,7 +101,7 @@ def test_a_second_call_reads_no_text(
         raise AssertionError("read again")
 
     monkeypatch.setattr(survey.Part, "rows", fail)
-    monkeypatch.setattr(encode.Writer, "append", fail)
+    monkeypatch.setattr(Writer, "append", fail)
     second = prepare(wanted, cache=cache)
     assert digests(second) == digests(first)
     assert second.origin == first.origin
@@ -175,12 +178,12 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_file_that_changes_meanwhile_is_refused(
     own: Path, cache: Path, wanted: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = encode.Writer.append
+    real = Writer.append
 
-    def touching(self: encode.Writer, ids: object) -> None:
+    def touching(self: Writer, ids: object) -> None:
         own.write_bytes(own.read_bytes() + b"\n")
         real(self, ids)
 
-    monkeypatch.setattr(encode.Writer, "append", touching)
+    monkeypatch.setattr(Writer, "append", touching)
     with pytest.raises(BadInput, match=r"own\.jsonl changed while it was read"):
         prepare(wanted, cache=cache)

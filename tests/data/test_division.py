@@ -6,13 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from frostlab.data import prepare
-from frostlab.data.division import carve, divide, limited
-from frostlab.data.rows import Columns, Part
-from frostlab.data.sources import Plan
-from frostlab.data.survey import class_numbers, classes_of, survey
+from frostlab.data.prepare import prepare
+from frostlab.data.sources import Columns, Part, Plan
+from frostlab.data.splits import carve, class_numbers, classes_of, divide, limited, survey
 from frostlab.errors import BadInput
-from frostlab.recipe import Recipe
+from frostlab.recipe.recipe import Recipe
 
 LABELLED = Columns(("text",), "label")
 

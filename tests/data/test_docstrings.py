@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from frostlab.data import docstrings, prepare
-from frostlab.data.docstrings import SHARES, clean, docstring_files, near_key, split_of
+from frostlab.data import builtin as docstrings
+from frostlab.data.builtin import SHARES, clean, docstring_files, near_key, split_of
+from frostlab.data.prepare import prepare
 from frostlab.errors import BadInput
-from frostlab.recipe import Recipe
+from frostlab.recipe.recipe import Recipe
 
 NAMES = re.compile(r"\b(numpy|np|scipy|torch|pytorch|transformers|huggingface|hugging face)\b")
 
@@ -78,7 +79,7 @@ def test_prepared_for_every_task(shared: Path, recipe: Callable[..., Recipe]) ->
 def test_equal_in_another_process(shared: Path, tmp_path: Path) -> None:
     here = {k: p.read_bytes() for k, p in docstring_files(60, pairs=False, cache=shared).items()}
     program = (
-        "import sys; from pathlib import Path; from frostlab.data.docstrings import *;"
+        "import sys; from pathlib import Path; from frostlab.data.builtin import *;"
         "docstring_files(60, pairs=False, cache=Path(sys.argv[1]));"
         "assert not {'torch', 'scipy', 'transformers'} & set(sys.modules)"
     )

@@ -8,9 +8,12 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, ByT5Tokenizer
 
-from frostlab.data import Tokens, files, prepare, vocabulary
+from frostlab.data import files
+from frostlab.data import tokenizers as vocabulary
+from frostlab.data.prepare import prepare
+from frostlab.data.tokens import Tokens
 from frostlab.errors import BadInput
-from frostlab.recipe import Recipe
+from frostlab.recipe.recipe import Recipe
 
 Make = Callable[..., Recipe]
 Write = Callable[..., Path]

@@ -11,7 +11,7 @@ import pytest
 
 from frostlab.data import files
 from frostlab.data.files import MARK, read_lines, read_pieces, split_files
-from frostlab.data.rows import Columns, Part
+from frostlab.data.sources import Columns, Part
 from frostlab.errors import BadInput
 
 TEXTS = ["plain", 'a "quoted", comma', "naïve café 東京 🧊", "tab\tand\nnewline", ""]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from frostlab.data import prepare
-from frostlab.recipe import Recipe
+from frostlab.data.prepare import prepare
+from frostlab.recipe.recipe import Recipe
 
 WORDS = {"kind": "words"}
 

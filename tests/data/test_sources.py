@@ -9,12 +9,12 @@ from pathlib import Path
 import datasets
 import pytest
 
-from frostlab.data import prepare, sources
-from frostlab.data.hub import unreachable
-from frostlab.data.sources import KNOWN, plan
+from frostlab.data import sources
+from frostlab.data.prepare import prepare
+from frostlab.data.sources import KNOWN, plan, unreachable
 from frostlab.errors import BadInput
-from frostlab.recipe import Recipe
 from frostlab.recipe.data import NAMED
+from frostlab.recipe.recipe import Recipe
 
 Make = Callable[..., Recipe]
 Write = Callable[..., Path]

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from frostlab.data import Prepared, prepare
+from frostlab.data.prepare import prepare
+from frostlab.data.tokens import Prepared
 from frostlab.errors import BadInput
-from frostlab.recipe import Recipe
+from frostlab.recipe.recipe import Recipe
 
 SIZES = [{}, {"symbols": 8, "length": 9, "examples": 300}, {"symbols": 40, "length": 8}]
 

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from frostlab.data import prepare, vocabulary
+from frostlab.data import tokenizers as vocabulary
+from frostlab.data.prepare import prepare
 from frostlab.errors import BadInput
-from frostlab.recipe import Recipe
 from frostlab.recipe.data import BPE, PretrainedTokenizer, Words
+from frostlab.recipe.recipe import Recipe
 
 Make = Callable[..., Recipe]
 

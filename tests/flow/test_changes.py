@@ -8,7 +8,7 @@ from torch import nn
 
 import frostlab as fl
 from flowing import adamw, loss_at, tiny_gpt
-from frostlab.flow.rules import FROZEN, LEARNING, UNKNOWN
+from frostlab.flow.judge import FROZEN, LEARNING, UNKNOWN
 
 
 def test_freezing_while_watched_is_seen() -> None:

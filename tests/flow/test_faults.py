@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import frostlab as fl
 from flowing import adamw, loss_at, tiny_gpt, watched
-from frostlab.flow.rules import DECAYING, EXPLODING, FROZEN, LEARNING, MOVED, SCALED, SLOW, STILL
+from frostlab.flow.judge import DECAYING, EXPLODING, FROZEN, LEARNING, MOVED, SCALED, SLOW, STILL
 
 
 def layer(flow: fl.Flow, index: int) -> set[str]:

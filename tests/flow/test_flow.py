@@ -15,8 +15,8 @@ from transformers import Adafactor
 import frostlab as fl
 from flowing import adamw, batch, loss_at, tiny_gpt, watched
 from frostlab.flow.activity import _chances, dead_share, entropy, saturated_share
-from frostlab.flow.places import look
 from frostlab.flow.probe import Probe
+from frostlab.flow.tensors import look
 
 
 def test_a_saved_flow_is_the_same_flow(tmp_path: Path) -> None:

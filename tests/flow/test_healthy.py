@@ -11,8 +11,8 @@ from transformers import AutoModelForSequenceClassification
 
 import frostlab as fl
 from flowing import SYMBOLS, adamw, batch, tiny_gpt
-from frostlab.flow.rules import LEARNING, UNKNOWN
-from frostlab.models import Decoder, DecoderConfig
+from frostlab.flow.judge import LEARNING, UNKNOWN
+from frostlab.models.decoder import Decoder, DecoderConfig
 from zoo import CASES
 
 

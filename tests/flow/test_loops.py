@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import frostlab as fl
 from frostlab.errors import BadInput
-from frostlab.flow.diagnosis import Diagnosis
-from frostlab.flow.sentence import sentence_of
+from frostlab.flow.diagnosis import Diagnosis, sentence_of
 from frostlab.integrations.transformers import GradFlowCallback
 
 

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 import frostlab as fl
 from flowing import batch, tiny_gpt
-from frostlab.anatomy import Part, Rows, survey
-from frostlab.flow.places import within
-from frostlab.models import GPT
+from frostlab.flow.tensors import within
+from frostlab.models.gpt import GPT
+from frostlab.roles.parts import Part, Rows
+from frostlab.roles.read import survey
 from zoo import build, loss_of
 
 Numbers = dict[str, dict[str, float]]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import frostlab as fl
-from frostlab.recipe.loading import recipe_from
+from frostlab.recipe.load import recipe_from
 from tiny import tiny
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

@@ -16,11 +16,10 @@ from torch import Tensor
 
 import frostlab as fl
 from flowing import adamw, loss_at, tiny_gpt, watched
-from frostlab.flow.facts import Report
-from frostlab.flow.front import front_ratios
-from frostlab.flow.grid import BROKEN, FROZEN, NONE, NUMBER, ZERO, Cell, grid_of, rows_of
-from frostlab.flow.pictures import SHADES, flow_map_text, flow_page
-from frostlab.flow.sentence import findings_of, sentence_of
+from frostlab.flow.diagnosis import findings_of, front_ratios, sentence_of
+from frostlab.flow.figures import BROKEN, FROZEN, NONE, NUMBER, ZERO, Cell, grid_of, rows_of
+from frostlab.flow.measurements import Report
+from frostlab.flow.show import SHADES, flow_map_text, flow_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -238,7 +237,7 @@ def test_rows_keep_their_order_in_the_page(faulty: fl.Flow, page: Path) -> None:
 def test_without_altair_one_line_names_the_extra(
     faulty: fl.Flow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("frostlab.flow.charts", "frostlab.flow.page"):
+    for name in ("frostlab.flow.figures", "frostlab.flow.show"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "altair", None)
     with pytest.raises(fl.FrostlabError, match=r"pip install 'frostlab\[report\]'$"):

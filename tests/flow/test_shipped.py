@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 import frostlab as fl
-from frostlab.flow import flows_of
-from frostlab.flow.rules import FROZEN, LEARNING
-from frostlab.recipe.loading import shipped_recipes
+from frostlab.flow.judge import FROZEN, LEARNING
+from frostlab.flow.measurements import flows_of
+from frostlab.recipe.load import shipped_recipes
 from shrunken import shrunken, write_data
 
 STEPS = 80

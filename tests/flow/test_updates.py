@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from frostlab.flow.places import look
 from frostlab.flow.probe import Probe
+from frostlab.flow.tensors import look
 from zoo import build, loss_of
 
 

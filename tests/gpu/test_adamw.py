@@ -8,13 +8,11 @@ import torch
 from torch import nn
 
 from frostlab.recipe.settings import Optim, Train
-from frostlab.training.adamw import KernelAdamW
-from frostlab.training.choosing import build_step
 from frostlab.training.distributed import World
-from frostlab.training.halves import Halves
-from frostlab.training.objective import Objective
-from frostlab.training.optimizer import build_optimizer
-from frostlab.training.step import EagerStep
+from frostlab.training.step import build_step
+from frostlab.training.step.eager import EagerStep
+from frostlab.training.step.objective import Objective
+from frostlab.training.step.optimizer import Halves, KernelAdamW, build_optimizer
 from packed import build
 from stepping import epochs, train
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from frostlab.bench import chosen
-from frostlab.bench.running import run_benchmarks
+from frostlab.bench.catalogue import chosen
+from frostlab.bench.runner import run_benchmarks
 
 pytestmark = [
     pytest.mark.gpu,

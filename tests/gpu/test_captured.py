@@ -13,13 +13,13 @@ from torch import nn
 import frostlab as fl
 from frostlab.models.attention import attend
 from frostlab.recipe.settings import Optim, StepKind, Train
-from frostlab.training import running
-from frostlab.training.captured import CapturedStep
-from frostlab.training.choosing import build_step
+from frostlab.training import run as running
+from frostlab.training.batches.packing import pack, shapes_for
 from frostlab.training.distributed import World
-from frostlab.training.objective import Objective
-from frostlab.training.packing import pack, shapes_for
-from frostlab.training.step import EagerStep, seed_step
+from frostlab.training.step import build_step
+from frostlab.training.step.captured import CapturedStep
+from frostlab.training.step.eager import EagerStep, seed_step
+from frostlab.training.step.objective import Objective
 from packed import PAD, build, classifies, tokens
 from stepping import epochs, train
 from tiny import tiny

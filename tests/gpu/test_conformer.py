@@ -12,13 +12,13 @@ import yaml
 
 import frostlab as fl
 from frostlab.models.conformer import Conformer, ConformerConfig
-from frostlab.recipe.conformer import EnvelopeLoss
+from frostlab.recipe.model import EnvelopeLoss
 from frostlab.recipe.settings import Optim, StepKind, Train
-from frostlab.training.batching import Batch
-from frostlab.training.choosing import build_step
+from frostlab.training.batches.batch import Batch
 from frostlab.training.distributed import World
-from frostlab.training.envelopes import EnvelopeObjective
-from frostlab.training.step import EagerStep
+from frostlab.training.step import build_step
+from frostlab.training.step.eager import EagerStep
+from frostlab.training.step.envelope_loss import EnvelopeObjective
 from hearing import hearing
 from stepping import train
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import frostlab as fl
-from frostlab.surgery.factor import orthonormal, orthonormal_each
+from frostlab.surgery.orthogonal import orthonormal, orthonormal_each
 from zoo import build, loss_of, outputs
 
 pytestmark = [

@@ -12,14 +12,14 @@ from torch import Tensor
 
 import frostlab as fl
 from flowing import adamw, batch, tiny_gpt
-from frostlab.flow import flow_of, flows_of
-from frostlab.flow.places import look
+from frostlab.flow.measurements import flow_of, flows_of
 from frostlab.flow.probe import Probe, own_gradient
+from frostlab.flow.tensors import look
 from frostlab.recipe.settings import Optim, Train
-from frostlab.training.captured import CapturedStep
-from frostlab.training.choosing import build_step
 from frostlab.training.distributed import World
-from frostlab.training.objective import Objective
+from frostlab.training.step import build_step
+from frostlab.training.step.captured import CapturedStep
+from frostlab.training.step.objective import Objective
 from packed import build
 from stages import progressive
 from stepping import epochs

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from frostlab.training import sweeping
-from frostlab.training.losses import head_loss
+from frostlab.training.step import head_loss as sweeping
+from frostlab.training.step.head_loss import head_loss
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,14 +13,14 @@ from torch import nn
 
 import frostlab as fl
 from frostlab.recipe.settings import Optim, StepKind, Train
-from frostlab.records.checkpoints import checkpoints_in
-from frostlab.training.captured import CapturedStep
-from frostlab.training.choosing import build_step
+from frostlab.records.checkpoint import checkpoints_in
+from frostlab.timing.clock import Stopwatch
 from frostlab.training.distributed import World
-from frostlab.training.ledger import Entry, Ledger
-from frostlab.training.objective import Objective
-from frostlab.training.step import Diverged, EagerStep
-from frostlab.training.stopwatch import Stopwatch
+from frostlab.training.step import build_step
+from frostlab.training.step.captured import CapturedStep
+from frostlab.training.step.eager import Diverged, EagerStep
+from frostlab.training.step.objective import Objective
+from frostlab.training.step_log import Entry, Ledger
 from packed import build
 from stepping import epochs
 from tiny import tiny

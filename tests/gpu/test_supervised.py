@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from frostlab.recipe.settings import Optim, StepKind, Supervise, Train
-from frostlab.training.choosing import build_step
 from frostlab.training.distributed import World
-from frostlab.training.objective import Objective
-from frostlab.training.step import EagerStep
-from frostlab.training.supervision import resolve
+from frostlab.training.step import build_step
+from frostlab.training.step.eager import EagerStep
+from frostlab.training.step.objective import Objective, resolve
 from packed import build
 from stepping import epochs, train
 

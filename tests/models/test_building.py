@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 import frostlab as fl
-from frostlab.models.building import build_model
-from frostlab.recipe.loading import recipe_from
-from frostlab.training.treating import wants_types
+from frostlab.models.build import build_model
+from frostlab.recipe.load import recipe_from
+from frostlab.training.treatment import wants_types
 from tiny import tiny
 
 SMALL: dict[str, dict[str, Any]] = {

@@ -9,10 +9,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import frostlab as fl
-from frostlab.models import Conformer, ConformerConfig
-from frostlab.models.conformer import UNSEEN, electrode_importance
-from frostlab.models.conformer.model import Gate, scale_gradient
-from frostlab.training.signal_losses import envelope_loss, pearson
+from frostlab.models.conformer import (
+    UNSEEN,
+    Conformer,
+    ConformerConfig,
+    Gate,
+    electrode_importance,
+    scale_gradient,
+)
+from frostlab.training.step.envelope_loss import envelope_loss, pearson
 from zoo import CONFORMER, recordings, widen
 
 V1 = {"residual": "none", "head": "linear", "gradient_scale": 1.0}

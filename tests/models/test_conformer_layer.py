@@ -11,9 +11,9 @@ from transformers.models.wav2vec2_conformer.modeling_wav2vec2_conformer import (
     Wav2Vec2ConformerSelfAttention,
 )
 
-from frostlab.models.conformer import ConformerLayer
-from frostlab.models.conformer.layer import (
+from frostlab.models.conformer import (
     Attention,
+    ConformerLayer,
     Depthwise,
     by_distance,
     distances,

@@ -7,8 +7,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import frostlab as fl
 from frostlab import BadInput
-from frostlab.models import GPT, Decoder, DecoderConfig, GPTConfig
-from frostlab.models.mapping import decoder_from_llama, gpt_from_gpt2
+from frostlab.models.decoder import Decoder, DecoderConfig
+from frostlab.models.gpt import GPT, GPTConfig
+from mapping import decoder_from_llama, gpt_from_gpt2
 
 
 def test_the_progressive_decoder_has_its_published_counts() -> None:

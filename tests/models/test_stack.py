@@ -12,9 +12,9 @@ from transformers import RobertaConfig, RobertaForSequenceClassification
 from frostlab.models.attention import attend
 from frostlab.models.gpt import GPT
 from frostlab.models.stack import take_apart
-from frostlab.training.batching import Batch, collate
-from frostlab.training.objective import Objective, logits_of
-from frostlab.training.packing import Shapes, pack
+from frostlab.training.batches.batch import Batch, collate
+from frostlab.training.batches.packing import Shapes, pack
+from frostlab.training.step.objective import Objective, logits_of
 from packed import MODELS, PAD, VOCABULARY, build, classifies, exactly, tokens
 
 ROWS = np.array([4, 11, 7, 30, 31, 2, 19, 8, 55, 40])

@@ -7,7 +7,7 @@ import torch
 from pydantic import ValidationError
 
 from frostlab.models.conformer import ConformerConfig, build_conformer
-from frostlab.recipe.conformer import PRESETS, ConformerModel, EnvelopeLoss
+from frostlab.recipe.model import PRESETS, ConformerModel, EnvelopeLoss
 
 
 def settings(**given: Any) -> ConformerModel:

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from frostlab import BadInput
-from frostlab.recipe import Recipe
-from frostlab.recipe.loading import load_recipe, recipe_from, recipe_name, shipped_recipes
+from frostlab.recipe.load import load_recipe, recipe_from, recipe_name, shipped_recipes
+from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.treatment import TREATMENTS
 
 

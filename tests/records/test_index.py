@@ -386,7 +386,7 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_listing_needs_no_heavy_library() -> None:
-    code = "import sys, frostlab.records.listing\n"
+    code = "import sys, frostlab.records.show\n"
     code += "print(*{'torch', 'pydantic', 'yaml'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "\n"

@@ -10,11 +10,10 @@ import pytest
 import yaml
 
 from frostlab.errors import BadInput
-from frostlab.recipe import Recipe
+from frostlab.recipe.recipe import Recipe
 from frostlab.records.index import Summary, read_run
-from frostlab.records.listing import show, show_json
-from frostlab.records.table import runs_table
-from frostlab.records.words import hms
+from frostlab.records.show import runs_table, show, show_json
+from frostlab.text import hms
 
 CAUTION = "selected on the reporting split"
 RUN = Summary("imdb-gpt-1", Path("imdb-gpt-1"), "finished", seed=3, treatment="oelm", steps=1200)

@@ -99,7 +99,7 @@ def test_one_bit_is_enough(name: str) -> None:
     fl.freeze(model, "query", "key")
     proof = fl.audit(model)
     proof.verify(model)
-    from frostlab.anatomy import survey
+    from frostlab.roles.read import survey
 
     anatomy, slots = survey(model)
     part = anatomy.select("layers[0].key")[0]

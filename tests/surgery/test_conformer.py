@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import AdamW
 
 import frostlab as fl
-from frostlab.anatomy import survey
+from frostlab.roles.read import survey
 from frostlab.surgery.split import SplitProjection
 from zoo import build, loss_of, recordings
 

@@ -142,7 +142,7 @@ def test_a_failed_save_keeps_the_old_delta(tmp_path: Path, monkeypatch: pytest.M
     def full_disk(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("frostlab.surgery.folder.os.replace", full_disk)
+    monkeypatch.setattr("frostlab.surgery.save.os.replace", full_disk)
     with pytest.raises(OSError, match="No space left"):
         fl.save_trainable(model, tmp_path)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
@@ -160,7 +160,7 @@ def test_two_saves_at_once_leave_a_whole_delta(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other process finishes between our tensors and our manifest."""
-    from frostlab.surgery import folder
+    from frostlab.surgery import save as folder
 
     ours, _ = trained("gpt2")
     theirs, _ = trained("gpt2")

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2Model
 
 import frostlab as fl
-from frostlab.anatomy.parts import Split
+from frostlab.roles.parts import Split
 from frostlab.surgery.split import SplitProjection
 from zoo import build, exactly, grads, loss_of, outputs, slow_unless_layout
 

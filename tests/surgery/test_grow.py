@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import frostlab as fl
-from frostlab.models import Decoder, DecoderConfig
+from frostlab.models.decoder import Decoder, DecoderConfig
+from frostlab.surgery.grow import find_trunk
 from frostlab.surgery.split import SplitProjection
-from frostlab.surgery.trunk import find_trunk
 from growing import ALL, ENDS_IN_A_NORM, LAYERS, OWN, answers, build, distance
 
 PLACES = ("top", "bottom", 1)
@@ -287,7 +287,7 @@ def test_a_layer_that_cannot_be_built_leaves_the_model(
     def fail(trunk: Any, index: int, beside: nn.Module) -> nn.Module:
         raise MemoryError
 
-    monkeypatch.setattr("frostlab.surgery.growing.build_layer", fail)
+    monkeypatch.setattr("frostlab.surgery.grow.build_layer", fail)
     with pytest.raises(MemoryError):
         fl.grow(model)
     assert model.config == config

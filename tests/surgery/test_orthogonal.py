@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import frostlab as fl
-from frostlab.anatomy import Part, survey
-from frostlab.surgery.factor import householder, orthonormal
+from frostlab.roles.parts import Part
+from frostlab.roles.read import survey
+from frostlab.surgery.orthogonal import householder, orthonormal
 from zoo import build, slow_unless_layout
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import frostlab as fl
-from frostlab.anatomy.parts import Split
+from frostlab.roles.parts import Split
 from frostlab.surgery.split import SplitProjection
 from zoo import build, exactly, grads, loss_of, outputs
 

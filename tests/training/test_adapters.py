@@ -10,9 +10,9 @@ from torch import nn
 
 import frostlab as fl
 from forked import attempt, outcome
-from frostlab.training import step as steps
-from frostlab.training.objective import logits_of
-from frostlab.training.treating import weight_digests
+from frostlab.training.step import eager as steps
+from frostlab.training.step.objective import logits_of
+from frostlab.training.treatment import weight_digests
 from peers import HEADS, TIED, build, learning, longer, losses, named, trained, treated
 from tiny import tiny
 from zoo import SIZES
@@ -111,7 +111,7 @@ def test_the_draw_is_the_seeds_own() -> None:
     model = build("decoder")
     before = torch.get_rng_state()
     from frostlab.recipe.treatment import LowRank
-    from frostlab.training.adapting import adapt
+    from frostlab.training.treatment import adapt
 
     adapt(model, LowRank(method="lora"), seed=0)
     assert torch.equal(torch.get_rng_state(), before)

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frostlab.data import Tokens
-from frostlab.training.batching import (
+from frostlab.data.tokens import Tokens
+from frostlab.training.batches.batch import (
     IGNORED,
     collate,
     epoch_order,

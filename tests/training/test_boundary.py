@@ -12,15 +12,14 @@ import frostlab as fl
 from forked import attempt, outcome
 from frostlab.models.decoder import Decoder, DecoderConfig
 from frostlab.models.gpt import GPT, GPTConfig
-from frostlab.recipe.loading import load_recipe, recipe_from
+from frostlab.recipe.load import load_recipe, recipe_from
 from frostlab.recipe.settings import Optim
-from frostlab.records.checkpoints import checkpoints_in, resumable
-from frostlab.records.record import RunRecord
+from frostlab.records.checkpoint import checkpoints_in, resumable
+from frostlab.records.folder import RunRecord
 from frostlab.training.distributed import like
-from frostlab.training.optimizer import build_optimizer, optimizer_tensors, restore_optimizer
-from frostlab.training.stages import stages_of
-from frostlab.training.staging import Entered, enter, kept_state, survivors
-from frostlab.training.treating import count_parameters
+from frostlab.training.stages import Entered, enter, kept_state, stages_of, survivors
+from frostlab.training.step.optimizer import build_optimizer, optimizer_tensors, restore_optimizer
+from frostlab.training.treatment import count_parameters
 from stages import progressive
 
 

@@ -7,9 +7,9 @@ import torch
 
 import frostlab as fl
 from frostlab.recipe.settings import StepKind
-from frostlab.training.choosing import choose
 from frostlab.training.distributed import World
-from frostlab.training.progress import Silent
+from frostlab.training.state import Silent
+from frostlab.training.step import choose
 from tiny import tiny
 
 

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 import frostlab as fl
-from frostlab.data import prepare
-from frostlab.recipe.loading import recipe_from
-from frostlab.training import loop, stopwatch
-from frostlab.training.batching import epoch_order
-from frostlab.training.results import clocks
-from frostlab.training.step import EagerStep
-from frostlab.training.stopwatch import Stopwatch
+from frostlab.data.prepare import prepare
+from frostlab.recipe.load import recipe_from
+from frostlab.timing import clock as stopwatch
+from frostlab.timing.clock import Stopwatch
+from frostlab.training import loop
+from frostlab.training.batches.batch import epoch_order
+from frostlab.training.step.eager import EagerStep
+from frostlab.training.step_log import clocks
 from stages import progressive
 from tiny import tiny
 

@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from forked import run_command
-from frostlab.flow import Flow, flow_of
-from frostlab.records.record import RunRecord
-from frostlab.training.running import run
+from frostlab.flow.measurements import Flow, flow_of
+from frostlab.records.folder import RunRecord
+from frostlab.training.run import run
 from stages import progressive
 
 RECIPE: dict[str, Any] = {

@@ -13,34 +13,33 @@ from safetensors.torch import load_file, save_file
 from scipy.stats import pearsonr
 
 from forked import attempt, outcome
-from frostlab.data import Signals, Windows, prepare
-from frostlab.data.eeg import Recording
+from frostlab.data.eeg.recordings import Recording, Signals, Windows
+from frostlab.data.prepare import prepare
+from frostlab.envelopes.correlation import stitch, window_starts
+from frostlab.envelopes.ridge import fit_ridge
 from frostlab.errors import BadInput
-from frostlab.models.building import build_for
-from frostlab.recipe.conformer import EnvelopeLoss
-from frostlab.recipe.loading import load_recipe, recipe_from, shipped_recipes
+from frostlab.models.build import build_for
+from frostlab.recipe.load import load_recipe, recipe_from, shipped_recipes
+from frostlab.recipe.model import EnvelopeLoss
 from frostlab.recipe.settings import StepDecay
-from frostlab.records.listing import show
-from frostlab.records.record import RunRecord
-from frostlab.records.scores import SCORES, read_scores
-from frostlab.scoring import fit_ridge, stitch, window_starts
-from frostlab.training.batching import order_digest
-from frostlab.training.best import best_model
-from frostlab.training.compiled import CompiledStep
-from frostlab.training.distributed import World
-from frostlab.training.envelopes import EnvelopeObjective, objective_for
-from frostlab.training.evaluation import evaluate
-from frostlab.training.examples import WindowExamples
-from frostlab.training.feed import Feed
-from frostlab.training.metrics import tally_for
-from frostlab.training.norms import same_buffers
-from frostlab.training.optimizer import build_optimizer
-from frostlab.training.picturing import draw_run
-from frostlab.training.running import run
-from frostlab.training.signal_losses import pearson, window_losses
-from frostlab.training.stages import stages_of
-from frostlab.training.staging import Entered, enter, shares_of
-from frostlab.training.unused import any_unused
+from frostlab.records.folder import SCORES, RunRecord, read_scores
+from frostlab.records.show import show
+from frostlab.training.batches.batch import WindowExamples, order_digest
+from frostlab.training.batches.feed import Feed
+from frostlab.training.distributed import World, same_buffers
+from frostlab.training.eeg_report import draw_run
+from frostlab.training.evaluate import evaluate, tally_for
+from frostlab.training.run import run
+from frostlab.training.setup import any_unused, best_model
+from frostlab.training.stages import Entered, enter, shares_of, stages_of
+from frostlab.training.step.compiled import CompiledStep
+from frostlab.training.step.envelope_loss import (
+    EnvelopeObjective,
+    objective_for,
+    pearson,
+    window_losses,
+)
+from frostlab.training.step.optimizer import build_optimizer
 from hearing import hearing
 from tiny import tiny
 

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from forked import run_command
-from frostlab.records.record import RunRecord
-from frostlab.records.scores import read_scores
-from frostlab.training.running import run
+from frostlab.records.folder import RunRecord, read_scores
+from frostlab.training.run import run
 from hearing import hearing
 
 

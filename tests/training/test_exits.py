@@ -11,17 +11,15 @@ import torch
 
 import frostlab as fl
 from forked import frostlab_command
-from frostlab.compare.sides import Side
-from frostlab.data import prepare
-from frostlab.models.building import build_model
+from frostlab.comparison.timed_arms import Side
+from frostlab.data.prepare import prepare
+from frostlab.models.build import build_model
 from frostlab.models.decoder import Decoder, DecoderConfig
-from frostlab.recipe.loading import recipe_from
-from frostlab.training import exits
+from frostlab.recipe.load import recipe_from
+from frostlab.training import evaluate as exits
 from frostlab.training.distributed import World
-from frostlab.training.evaluation import evaluate
-from frostlab.training.exits import measure_exits
-from frostlab.training.metrics import Tally
-from frostlab.training.objective import Objective
+from frostlab.training.evaluate import Tally, evaluate, measure_exits
+from frostlab.training.step.objective import Objective
 from packed import VOCABULARY, build, prepared
 from tiny import tiny
 

@@ -12,13 +12,13 @@ from torch import nn
 
 import frostlab as fl
 from forked import attempt, limited, outcome, run_command, wait_for
-from frostlab.records.checkpoints import checkpoints_in
-from frostlab.training.batching import Batch
+from frostlab.records.checkpoint import checkpoints_in
+from frostlab.timing.clock import Stopwatch
+from frostlab.training.batches.batch import Batch
 from frostlab.training.distributed import World
-from frostlab.training.ledger import Entry, Ledger
-from frostlab.training.objective import Objective
-from frostlab.training.step import Diverged, EagerStep
-from frostlab.training.stopwatch import Stopwatch
+from frostlab.training.step.eager import Diverged, EagerStep
+from frostlab.training.step.objective import Objective
+from frostlab.training.step_log import Entry, Ledger
 from tiny import tiny
 
 

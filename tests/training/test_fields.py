@@ -7,8 +7,10 @@ import pytest
 from pydantic import BaseModel
 
 import frostlab as fl
-from frostlab.recipe import Recipe, settings
 from frostlab.recipe import data as data_settings
+from frostlab.recipe import settings
+from frostlab.recipe.model import GPTModel
+from frostlab.recipe.recipe import Recipe
 from tiny import tiny
 
 # One other value for every field; the tiny run must come out differently.
@@ -81,7 +83,7 @@ def fields(kind: type[BaseModel], prefix: str) -> set[str]:
 
 def test_every_field_has_its_test() -> None:
     sections = {
-        "data.": data_settings.Synthetic, "model.": settings.GPTModel, "optim.": settings.Optim,
+        "data.": data_settings.Synthetic, "model.": GPTModel, "optim.": settings.Optim,
         "train.": settings.Train, "evaluate.": settings.Evaluate, "supervise.": settings.Supervise,
         "watch.": settings.Watch,
     }  # fmt: skip

@@ -13,22 +13,22 @@ import torch.nn.functional as F
 
 import frostlab as fl
 from forked import attempt
-from frostlab.compare.planning import make_plan
-from frostlab.data import prepare
-from frostlab.flow import flow_of, flows_of
-from frostlab.flow.rules import FROZEN
-from frostlab.models.building import build_model
-from frostlab.recipe.loading import recipe_from
+from frostlab.comparison.load import make_plan
+from frostlab.data.prepare import prepare
+from frostlab.flow.judge import FROZEN
+from frostlab.flow.measurements import flow_of, flows_of
+from frostlab.models.build import build_model
+from frostlab.recipe.load import recipe_from
 from frostlab.recipe.settings import Optim, Train
-from frostlab.training import running
-from frostlab.training.captured import CapturedStep
-from frostlab.training.choosing import build_step
+from frostlab.training import run as running
+from frostlab.training.batches.feed import Feed
 from frostlab.training.distributed import World
-from frostlab.training.feed import Feed
-from frostlab.training.objective import Objective, logits_of
-from frostlab.training.optimizer import build_optimizer, rate_at
-from frostlab.training.step import EagerStep, seed_step
-from frostlab.training.treating import treat
+from frostlab.training.step import build_step
+from frostlab.training.step.captured import CapturedStep
+from frostlab.training.step.eager import EagerStep, seed_step
+from frostlab.training.step.objective import Objective, logits_of
+from frostlab.training.step.optimizer import build_optimizer, rate_at
+from frostlab.training.treatment import treat
 from packed import build
 from stages import progressive
 from stepping import epochs

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import frostlab as fl
-from frostlab.training.batching import Batch, collate
+from frostlab.training.batches.batch import Batch, collate
 from frostlab.training.distributed import World
-from frostlab.training.halves import Halves
-from frostlab.training.objective import Objective
-from frostlab.training.step import EagerStep
+from frostlab.training.step.eager import EagerStep
+from frostlab.training.step.objective import Objective
+from frostlab.training.step.optimizer import Halves
 from packed import MODELS, PAD, build, classifies, tokens
 
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 import frostlab as fl
-from frostlab.data import prepare
-from frostlab.models.building import build_model
-from frostlab.recipe.loading import recipe_from
-from frostlab.records.checkpoints import checkpoints_in
+from frostlab.data.prepare import prepare
+from frostlab.models.build import build_model
+from frostlab.recipe.load import recipe_from
+from frostlab.records.checkpoint import checkpoints_in
 from frostlab.training import loop
-from frostlab.training.batching import collate
-from frostlab.training.boundary import load_weights
-from frostlab.training.optimizer import build_optimizer
-from frostlab.training.step import EagerStep, seed_step
-from frostlab.training.treating import treat
+from frostlab.training.batches.batch import collate
+from frostlab.training.setup import load_weights
+from frostlab.training.step.eager import EagerStep, seed_step
+from frostlab.training.step.optimizer import build_optimizer
+from frostlab.training.treatment import treat
 from tiny import tiny
 
 
@@ -155,7 +155,7 @@ def test_a_spoilt_model_is_never_reported(lr: float, tmp_path: Path) -> None:
 def test_two_runs_that_begin_together_both_find_a_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from frostlab.training import running
+    from frostlab.training import run as running
 
     fl.run(tiny(train={"steps": 1, "threads": 1}), runs=tmp_path)
     monkeypatch.setattr(

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import frostlab as fl
 from frostlab.models.stack import take_apart
-from frostlab.training.joining import join_products, joined, partly_frozen
+from frostlab.training.step.compiled import join_products, joined, partly_frozen
 from packed import build, exactly
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from frostlab.errors import BadInput, FrostlabError
-from frostlab.training import sweeping
-from frostlab.training.losses import head_loss
+from frostlab.training.step import head_loss as sweeping
+from frostlab.training.step.head_loss import head_loss
 from heads import assert_same, gradients, inputs, plain
 
 

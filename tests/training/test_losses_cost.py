@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from frostlab.training import losses, sweeping
-from frostlab.training.losses import head_loss
+from frostlab.training.step import head_loss as losses
+from frostlab.training.step import head_loss as sweeping
+from frostlab.training.step.head_loss import head_loss
 from heads import assert_same, gradients, inputs, plain
 
 ROOT = Path(__file__).parents[2]

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torchmetrics.functional.classification import multiclass_f1_score
 
-from frostlab.training.batching import IGNORED, Batch
+from frostlab.training.batches.batch import IGNORED, Batch
 from frostlab.training.distributed import World
-from frostlab.training.metrics import Tally
-from frostlab.training.objective import summed_loss
+from frostlab.training.evaluate import Tally
+from frostlab.training.step.objective import summed_loss
 
 CPU = torch.device("cpu")
 

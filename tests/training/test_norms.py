@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import frostlab as fl
-from frostlab.models import Conformer
-from frostlab.training.norms import prepare_norms
+from frostlab.models.conformer import Conformer
+from frostlab.training.distributed import prepare_norms
 from zoo import CONFORMER, recordings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import frostlab as fl
-from frostlab.data import Tokens
+from frostlab.data.tokens import Tokens
 from frostlab.models.stack import GPTStack
 from frostlab.recipe.settings import Optim, Train
-from frostlab.training.batching import IGNORED, epoch_order, shared
-from frostlab.training.choosing import build_step
-from frostlab.training.compiled import shape_of
+from frostlab.training.batches.batch import IGNORED, epoch_order, row_lengths, shared
+from frostlab.training.batches.feed import Feed
+from frostlab.training.batches.packing import Shapes, _fewest_wasted, pack, shapes_for
 from frostlab.training.distributed import World
-from frostlab.training.feed import Feed
-from frostlab.training.objective import Objective
-from frostlab.training.packing import Shapes, _fewest_wasted, pack, row_lengths, shapes_for
+from frostlab.training.step import build_step
+from frostlab.training.step.compiled import shape_of
+from frostlab.training.step.objective import Objective
 from packed import PAD, build, classifies, exactly, prepared, tokens
 from tiny import tiny
 

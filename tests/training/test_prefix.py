@@ -9,14 +9,13 @@ import pytest
 import torch
 
 import frostlab as fl
-from frostlab.data.cache import cache_folder
 from frostlab.models.stack import take_apart
 from frostlab.recipe.settings import Train
-from frostlab.training.batching import evaluation_order
-from frostlab.training.objective import Objective
-from frostlab.training.packing import pack
-from frostlab.training.prefix import build_prefix, prefix_depth
-from frostlab.training.tables import kept_table
+from frostlab.storage import cache_folder
+from frostlab.training.batches.batch import evaluation_order
+from frostlab.training.batches.packing import pack
+from frostlab.training.batches.prefix import build_prefix, kept_table, prefix_depth
+from frostlab.training.step.objective import Objective
 from packed import PAD, build, classifies, exactly, prepared
 from tiny import tiny
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from frostlab import BadInput
-from frostlab.recipe.loading import recipe_from
+from frostlab.recipe.load import recipe_from
 from frostlab.recipe.settings import Optim, StepDecay, Train
-from frostlab.training.optimizer import rate_at, warmup_steps
-from frostlab.training.patience import Best, reaches
 from frostlab.training.stages import Stage, most_steps, stage_at, stages_of, total_steps
+from frostlab.training.state import Best, reaches
+from frostlab.training.step.optimizer import rate_at, warmup_steps
 
 
 @pytest.mark.parametrize("patience", [1, 2, 3, 5])

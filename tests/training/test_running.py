@@ -11,9 +11,9 @@ import torch
 import yaml
 
 import frostlab as fl
-from frostlab.recipe.loading import recipe_from
-from frostlab.recipe.treatment import TREATMENTS, SAME
-from frostlab.training.step import EagerStep
+from frostlab.recipe.load import recipe_from
+from frostlab.recipe.treatment import SAME, TREATMENTS
+from frostlab.training.step.eager import EagerStep
 from tiny import tiny
 
 

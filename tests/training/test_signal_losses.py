@@ -8,8 +8,8 @@ from scipy.stats import pearsonr
 from torch import Tensor
 
 import frostlab as fl
-from frostlab.recipe.conformer import EnvelopeLoss
-from frostlab.training.signal_losses import KINDS, envelope_loss, pearson, window_losses
+from frostlab.recipe.model import EnvelopeLoss
+from frostlab.training.step.envelope_loss import KINDS, envelope_loss, pearson, window_losses
 
 
 def windows(batch: int = 3, length: int = 40) -> tuple[Tensor, Tensor]:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 import frostlab as fl
-from frostlab.data import prepare
-from frostlab.recipe.loading import recipe_from
-from frostlab.records.listing import show
+from frostlab.data.prepare import prepare
+from frostlab.recipe.load import recipe_from
+from frostlab.records.show import show
 from frostlab.training import loop
-from frostlab.training.batching import epoch_order, order_digest
-from frostlab.training.staging import Entered
+from frostlab.training.batches.batch import epoch_order, order_digest
+from frostlab.training.stages import Entered
 from stages import progressive
 
 Seen = dict[tuple[int, int], dict[str, Tensor]]

@@ -16,16 +16,15 @@ from torch import Tensor, nn
 import frostlab as fl
 from frostlab.errors import StaleOptimizer
 from frostlab.recipe.settings import Optim, StepKind, Train
-from frostlab.training import captured
-from frostlab.training.batching import Batch, collate, epoch_order
-from frostlab.training.captured import CapturedStep
-from frostlab.training.choosing import build_step
-from frostlab.training.compiled import CompiledStep
+from frostlab.training.batches.batch import Batch, collate, epoch_order
+from frostlab.training.batches.packing import pack, shapes_for
 from frostlab.training.distributed import World
-from frostlab.training.objective import Objective
-from frostlab.training.optimizer import build_optimizer
-from frostlab.training.packing import pack, shapes_for
-from frostlab.training.step import EagerStep, seed_step
+from frostlab.training.step import build_step, captured
+from frostlab.training.step.captured import CapturedStep
+from frostlab.training.step.compiled import CompiledStep
+from frostlab.training.step.eager import EagerStep, seed_step
+from frostlab.training.step.objective import Objective
+from frostlab.training.step.optimizer import build_optimizer
 from packed import PAD, build, classifies, exactly, tokens
 
 CPU = torch.device("cpu")

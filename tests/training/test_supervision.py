@@ -22,17 +22,15 @@ import frostlab as fl
 from frostlab.models.decoder import Decoder, DecoderConfig
 from frostlab.models.gpt import GPT, GPTConfig
 from frostlab.recipe.settings import Optim, Supervise, Train
-from frostlab.training.batching import IGNORED, Batch, collate
-from frostlab.training.captured import CapturedStep
-from frostlab.training.compiled import CompiledStep
+from frostlab.training.batches.batch import IGNORED, Batch, collate
+from frostlab.training.batches.packing import pack
+from frostlab.training.batches.prefix import build_prefix
 from frostlab.training.distributed import World
-from frostlab.training.halves import Halves
-from frostlab.training.objective import Objective
-from frostlab.training.optimizer import build_optimizer
-from frostlab.training.packing import pack
-from frostlab.training.prefix import build_prefix
-from frostlab.training.step import EagerStep
-from frostlab.training.supervision import Supervision, resolve
+from frostlab.training.step.captured import CapturedStep
+from frostlab.training.step.compiled import CompiledStep
+from frostlab.training.step.eager import EagerStep
+from frostlab.training.step.objective import Objective, Supervision, resolve
+from frostlab.training.step.optimizer import Halves, build_optimizer
 from heads import assert_same
 from packed import PAD, VOCABULARY, build, prepared, tokens
 

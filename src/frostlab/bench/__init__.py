@@ -1,5 +1,1 @@
-"""Benchmarks: whole training steps of two sides, interleaved, with the ceiling beside them."""
-
-from frostlab.bench.catalogue import BENCHMARKS, Benchmark, NotAvailable, Target, chosen
-
-__all__ = ["BENCHMARKS", "Benchmark", "NotAvailable", "Target", "chosen"]
+"""Benchmarks: whole training steps against other ways to take them, interleaved, with ceilings."""

@@ -56,7 +56,7 @@ class Benchmark:
     against: str
     unit: Literal["examples", "tokens"]
     target: Target
-    function: str  # module:name in frostlab.bench
+    function: str  # its name in frostlab.bench.cases
     needs: tuple[str, ...] = ()  # libraries, and data sets as data:NAME
 
     def missing(self, scale: Scale, data_dir: Path | None, cuda: bool) -> str | None:
@@ -86,7 +86,7 @@ BENCHMARKS = {
             f"{_TRAINER}, same model and batches",
             "examples",
             Target(faster=5, ours_ms=7),
-            "classifying:bert_finetune",
+            "bert_finetune",
             ("accelerate",),
         ),
         Benchmark(
@@ -95,7 +95,7 @@ BENCHMARKS = {
             f"{_TRAINER}, dynamic padding, group_by_length, fused AdamW, torch_compile",
             "examples",
             Target(faster=4),
-            "classifying:sst2_epoch",
+            "sst2_epoch",
             ("accelerate", "data:sst2"),
         ),
         Benchmark(
@@ -104,7 +104,7 @@ BENCHMARKS = {
             _NANO,
             "tokens",
             Target(faster=2.5),
-            "language:gpt_language_8",
+            "gpt_language_8",
         ),
         Benchmark(
             "gpt-language-64",
@@ -112,7 +112,7 @@ BENCHMARKS = {
             _NANO,
             "tokens",
             Target(faster=1.15),
-            "language:gpt_language_64",
+            "gpt_language_64",
         ),
         Benchmark(
             "gpt-imdb",
@@ -120,7 +120,7 @@ BENCHMARKS = {
             "frostlab's eager step",
             "examples",
             Target(faster=4),
-            "classifying:gpt_imdb",
+            "gpt_imdb",
         ),
         Benchmark(
             "frozen-qk",
@@ -128,7 +128,7 @@ BENCHMARKS = {
             "everything trained, same captured step",
             "examples",
             Target(gain_share=0.8),
-            "freezing:frozen_qk",
+            "frozen_qk",
         ),
         Benchmark(
             "deep-supervision",
@@ -136,7 +136,7 @@ BENCHMARKS = {
             "the same with plain logits",
             "tokens",
             Target(faster=2, memory=0.25),
-            "supervision:deep_supervision",
+            "deep_supervision",
         ),
         Benchmark(
             "frozen-prefix",
@@ -144,7 +144,7 @@ BENCHMARKS = {
             "the same uncached",
             "examples",
             Target(faster=3),
-            "freezing:frozen_prefix",
+            "frozen_prefix",
         ),
     )
 }

@@ -44,8 +44,7 @@ def bench(
             json_file.open("a").close()
         except OSError as error:
             raise BadInput(f"--json {json_file} cannot be written: {error.strerror}") from None
-    from frostlab.bench.running import append, run_benchmarks
-    from frostlab.bench.table import show
+    from frostlab.bench.runner import append, run_benchmarks, show
 
     results = []
     for result in run_benchmarks(

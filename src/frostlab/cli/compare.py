@@ -55,7 +55,7 @@ def compare(
     asked = list(settings or [])
     if device is not None:
         asked.append(f"train.device={device}")
-    from frostlab.compare.planning import make_plan
+    from frostlab.comparison.load import make_plan
 
     given: dict[str, Any] = {
         "arms": arms,
@@ -67,8 +67,8 @@ def compare(
     }
     given = {key: value for key, value in given.items() if value is not None}
     make_plan(source, settings=asked, quick=quick, **given)  # what is wrong is said at once
-    from frostlab.compare.comparing import compare as run_comparison
-    from frostlab.compare.table import show
+    from frostlab.comparison.page import show
+    from frostlab.comparison.run import compare as run_comparison
 
     made = run_comparison(
         source, settings=asked, quick=quick, data_dir=data_dir, out=out, jobs=jobs,

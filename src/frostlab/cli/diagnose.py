@@ -13,7 +13,8 @@ from frostlab.errors import BadInput, FrostlabError, nearest
 
 if TYPE_CHECKING:
     from frostlab.flow.diagnosis import Diagnosis
-    from frostlab.recipe import Recipe
+    from frostlab.recipe.recipe import Recipe
+
 
 _STEPS = 200
 
@@ -71,7 +72,7 @@ def diagnose(
 
 def _run_named(source: str, runs: Path) -> Path | None:
     """The run that is meant, or None if it is a recipe; a run's whole name comes first."""
-    from frostlab.recipe.loading import shipped_recipes
+    from frostlab.recipe.load import shipped_recipes
     from frostlab.records.index import find_run, is_run
 
     recipes = shipped_recipes()
@@ -89,8 +90,7 @@ def _run_named(source: str, runs: Path) -> Path | None:
 
 def _train(source: str, steps: int, asked: list[str], data_dir: Path | None, runs: Path) -> Path:
     """Train a recipe for a few steps, watched, into a run of its own."""
-    from frostlab.recipe.loading import load_recipe, recipe_name
-    from frostlab.recipe.shortening import shortened
+    from frostlab.recipe.load import load_recipe, recipe_name, shortened
 
     for text in asked:
         if text.partition("=")[0].strip() in ("train.steps", "train.epochs"):
@@ -101,11 +101,11 @@ def _train(source: str, steps: int, asked: list[str], data_dir: Path | None, run
 
 def _run(recipe: "Recipe", name: str, data_dir: Path | None, runs: Path) -> Path:
     from frostlab.cli.progress import display
-    from frostlab.flow import flows_of
-    from frostlab.records.places import new_folder
-    from frostlab.training import RunFailed
-    from frostlab.training.progress import Silent
-    from frostlab.training.running import run as run_recipe
+    from frostlab.flow.measurements import flows_of
+    from frostlab.records.folder import new_folder
+    from frostlab.training.run import RunFailed
+    from frostlab.training.run import run as run_recipe
+    from frostlab.training.state import Silent
 
     if recipe.watch is None:
         raise BadInput("--set watch=null: a diagnosis watches; leave it out")
@@ -121,7 +121,7 @@ def _run(recipe: "Recipe", name: str, data_dir: Path | None, runs: Path) -> Path
 
 def _show(found: "Diagnosis") -> None:
     """The sentence, then a table and a heat map a stage, then where the pictures are."""
-    from frostlab.flow.pictures import flow_map_text, flow_page
+    from frostlab.flow.show import flow_map_text, flow_page
 
     for line in found.sentences:
         typer.echo(line)

@@ -3,11 +3,15 @@
 import json
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from frostlab.errors import BadInput
+from frostlab.errors import BadInput, nearest
+
+if TYPE_CHECKING:
+    from frostlab.recipe.recipe import Recipe
+
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
 DataDir = Annotated[
@@ -20,7 +24,7 @@ RunsFolder = Annotated[
 
 def recipes(as_json: AsJson = False) -> None:
     """List the recipes and comparisons that ship, one line each."""
-    from frostlab.recipe.loading import shipped_comparisons, shipped_recipes
+    from frostlab.recipe.load import shipped_comparisons, shipped_recipes
 
     found = shipped_recipes()
     if as_json:
@@ -55,7 +59,7 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Train what a recipe says, and record everything about it."""
-    from frostlab.recipe.loading import load_recipe, recipe_name
+    from frostlab.recipe.load import load_recipe, recipe_name
 
     asked = list(settings or [])
     if device is not None:
@@ -63,14 +67,12 @@ def run(
     if stage is None:
         loaded = load_recipe(recipe, asked, seed)
     else:
-        from frostlab.cli.trial import load_trial
-
         loaded = load_trial(stage, recipe, asked, seed)
     check_data_dir(data_dir)
     from frostlab.cli.progress import display
-    from frostlab.records.listing import show
-    from frostlab.training.progress import Silent
-    from frostlab.training.running import run as run_recipe
+    from frostlab.records.show import show
+    from frostlab.training.run import run as run_recipe
+    from frostlab.training.state import Silent
 
     record = run_recipe(
         loaded,
@@ -84,8 +86,6 @@ def run(
     if os.environ.get("RANK", "0") == "0":
         typer.echo(json.dumps(record.result, indent=1) if as_json else show(record.folder))
         if stage is not None:
-            from frostlab.cli.trial import judge
-
             judge(record.folder, as_json)
 
 
@@ -100,7 +100,7 @@ def list_runs(runs: RunsFolder = Path("runs"), as_json: AsJson = False) -> None:
     from dataclasses import asdict
 
     from frostlab.records.index import list_runs as read_runs
-    from frostlab.records.table import runs_table
+    from frostlab.records.show import runs_table
 
     found = read_runs(runs)
     if as_json:
@@ -116,7 +116,7 @@ def show_run(
 ) -> None:
     """Show one run: configuration, results, clocks, environment."""
     from frostlab.records.index import find_run
-    from frostlab.records.listing import show, show_json
+    from frostlab.records.show import show, show_json
 
     folder = find_run(runs, run)
     typer.echo(json.dumps(show_json(folder), indent=1) if as_json else show(folder))
@@ -135,7 +135,7 @@ def envelopes(
 
     folder = find_run(runs, run)
     check_data_dir(data_dir)
-    from frostlab.training.picturing import draw_run
+    from frostlab.training.eeg_report import draw_run
 
     typer.echo(draw_run(folder, data_dir))
 
@@ -155,8 +155,50 @@ def exits(
 
     folder = find_run(runs, run)
     check_data_dir(data_dir)
-    from frostlab.training.exits import early_exits, exits_table
+    from frostlab.training.evaluate import early_exits, exits_table
 
     found = early_exits(folder, data_dir=data_dir, device=device)
     text = (folder / "exits.json").read_text("utf-8") if as_json else exits_table(found)
     typer.echo(text.rstrip())
+
+
+_EPOCHS = 50
+_TRIALS = ("trial",)
+
+
+def load_trial(stage: str, name: str, asked: list[str], seed: int | None) -> "Recipe":
+    """A recipe as a trial trains it; what the user sets comes on top."""
+    from frostlab.recipe.load import load_recipe
+
+    settings = _settings(stage, load_recipe(name, asked, seed))
+    loaded = load_recipe(name, [*settings, *asked], seed)
+    if loaded.watch is None:
+        raise BadInput("--stage trial is judged by what watch measures; leave out watch = null")
+    return loaded
+
+
+def _settings(stage: str, recipe: "Recipe") -> list[str]:
+    if stage not in _TRIALS:
+        raise BadInput(f"--stage {stage} is none{nearest(stage, _TRIALS)}; there is trial")
+    if recipe.metric != "pearson":
+        raise BadInput(f"--stage trial is judged by pearson; this recipe has {recipe.metric}")
+    own = next((i for i, s in enumerate(recipe.stages) if s.epochs or s.steps), None)
+    if own is not None:
+        raise BadInput(f"--stage trial: stages.{own} says itself how long it trains")
+    watched = [] if recipe.watch is not None else ["watch.every=10"]
+    return [f"train.epochs={_EPOCHS}", *watched]
+
+
+def judge(folder: Path, as_json: bool) -> None:
+    """Say pass or fail on every target, and keep it beside the run; exit code 1 for fail."""
+    from frostlab.flow.diagnosis import diagnose, targets_of, targets_table
+    from frostlab.records.folder import RunFolder
+
+    found = diagnose(folder)
+    targets = targets_of(found)
+    passed = all(target.reached for target in targets)
+    said = {"passed": passed, "targets": [t.to_dict() for t in targets], "said": found.sentences}
+    RunFolder(folder).write("trial.json", said)
+    typer.echo("\n".join(["", *found.sentences, targets_table(targets)]), err=as_json)
+    if not passed:
+        raise typer.Exit(1)

@@ -3,7 +3,6 @@
 import codecs
 import csv
 import gzip
-import importlib
 import io
 import json
 import re
@@ -12,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
-from frostlab.errors import BadInput
+from frostlab.errors import BadInput, optional
 
 FORMATS = ("jsonl", "csv", "tsv", "txt", "parquet")
 PIECE = 1 << 16  # characters of running text handled at once
@@ -24,16 +23,6 @@ _FAULTS = (OSError, EOFError, zlib.error)
 
 Line = tuple[int, Mapping[str, Any]]
 Piece = tuple[str, bool]  # text, and whether its document ends here
-
-
-def optional(module: str, purpose: str) -> Any:
-    """Import a package of the `data` extra, or say in one line how to get it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise BadInput(
-            f"{purpose} needs the package {module}: pip install 'frostlab[data]'"
-        ) from error
 
 
 def format_of(path: Path) -> str | None:

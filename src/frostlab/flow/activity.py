@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from frostlab.anatomy import survey, unwrapped
 from frostlab.errors import UnknownArchitecture
+from frostlab.roles.read import survey, unwrapped
 
 ONE_SIDED = (nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish)
 BOUNDED: dict[type[nn.Module], tuple[float, float]] = {

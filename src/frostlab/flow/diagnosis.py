@@ -1,16 +1,27 @@
 """A diagnosis: what the flow of a run says, in one sentence first."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from frostlab.errors import BadInput
-from frostlab.flow.flow import Flow
-from frostlab.flow.front import WANTED
-from frostlab.flow.recorded import flows_of
-from frostlab.flow.sentence import BAD, sentence_of
-from frostlab.records.folder import finite
+from frostlab.flow.judge import (
+    DECAYING,
+    EXPLODING,
+    FROZEN,
+    LEARNING,
+    MOVED,
+    SCALED,
+    SLOW,
+    STILL,
+    UNKNOWN,
+    Rules,
+)
+from frostlab.flow.measurements import Flow, Report, flows_of
 from frostlab.records.index import read_run
+from frostlab.storage import finite
 
 
 @dataclass(frozen=True)
@@ -87,3 +98,187 @@ def diagnose(folder: Path) -> Diagnosis:
 
 def _reached(value: float, wanted: float) -> str:
     return f"wanted > {wanted:g}, {'reached' if value > wanted else 'not reached'}"
+
+
+BAD = {  # a word, said of one part and of several; these are what a healthy run has none of
+    STILL: ("does not learn", "do not learn"),
+    DECAYING: ("is moved by weight decay alone", "are moved by weight decay alone"),
+    EXPLODING: ("explodes", "explode"),
+    MOVED: ("moved though it is frozen", "moved though they are frozen"),
+}
+_ODD = {
+    SLOW: ("is slow", "are slow"),
+    SCALED: ("has a gradient scale that is undone", "have a gradient scale that is undone"),
+    UNKNOWN: ("is not known yet", "are not known yet"),
+}
+_TOO_EARLY = "one step has been measured, and who learns is told from the second on"
+_NAMED = 5  # parts in a sentence
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Parts that got the same word and the same advice; why is that of the first one."""
+
+    word: str
+    why: str
+    hint: str
+    alarming: bool
+    parts: tuple[str, ...]
+
+
+def findings_of(flow: "Flow") -> list[Finding]:
+    """What the verdicts say, gathered; what learns or is frozen on purpose comes last."""
+    found: dict[tuple[str, str], list[str]] = {}
+    verdicts = flow.verdicts()
+    for name, verdict in verdicts.items():
+        found.setdefault((verdict.word, verdict.hint), []).append(name)
+    made = [
+        Finding(word, verdicts[names[0]].why, hint, verdicts[names[0]].alarming, tuple(names))
+        for (word, hint), names in found.items()
+    ]
+    return sorted(made, key=lambda each: (LEARNING, FROZEN).count(each.word))
+
+
+def sentence_of(flow: "Flow") -> str:
+    """How many parts do not learn, and which: "7 of 24 parts do not learn: layers[1].norm, …"."""
+    if not flow.reports:
+        return "no step has been measured yet"
+    words = {name: verdict.word for name, verdict in flow.verdicts().items()}
+    frozen = sum(word == FROZEN for word in words.values())
+    learning = sum(part.state == "trainable" for part in flow.parts)
+    said = []
+    for word, (one, many) in (BAD | _ODD).items():
+        names = [name for name, found in words.items() if found == word]
+        count = len(flow.parts) if word == MOVED else learning
+        if names:
+            verb = one if len(names) == 1 else many
+            said.append(f"{len(names)} of {count} parts {verb}: {listed(names, _NAMED)}")
+    if (broken := flow.first_broken()) is not None:
+        said.append(f"NaN or infinity was first seen at step {broken[0]}, in {broken[1]}")
+    if not any(word in BAD or word == UNKNOWN for word in words.values()):
+        told = len(flow.reports) >= Rules().fewest
+        first = f"all {learning} parts that should learn do" if told else _TOO_EARLY
+        said.insert(0, first)
+    if frozen:
+        said.append(f"{frozen} {'is' if frozen == 1 else 'are'} frozen on purpose")
+    return "; ".join(said)
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """The first few of many names."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+WANTED = {"front_ratio": 0.1, "weight_change": 0.01, "pearson": 0.3}  # more than this
+WORDS = ((0.01, "vanishing"), (0.1, "weak"), (0.5, "fair"))
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Front: layers 0 and 1; back: the last two; output: the head. NaN where there is none.
+
+    A tensor's gradient size is max |g| at the last report, a group's the mean over its tensors.
+    Weight change is the mean over front tensors of |range - first range| / first range, where a
+    tensor had a range (all ones has none); one report alone tells of no change.
+    """
+
+    front: float
+    back: float
+    output: float
+    weight_change: float
+
+    @property
+    def front_ratio(self) -> float:
+        """Gradient of the front over that of the output."""
+        return _over(self.front, self.output)
+
+    @property
+    def back_ratio(self) -> float:
+        """Gradient of the back over that of the output."""
+        return _over(self.back, self.output)
+
+    @property
+    def word(self) -> str:
+        """Vanishing, weak, fair or good."""
+        ratio = self.front_ratio
+        if math.isnan(ratio):
+            return "unknown"
+        return next((word for limit, word in WORDS if ratio < limit), "good")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON, with the ratios and their word."""
+        return asdict(self) | {
+            "front_ratio": self.front_ratio, "back_ratio": self.back_ratio, "word": self.word
+        }  # fmt: skip
+
+
+def ends_of(reports: Sequence[Report]) -> Ends:
+    """See the ends at the last report, and the front's weights since the first."""
+    if not reports:
+        return Ends(math.nan, math.nan, math.nan, math.nan)
+    first, last = reports[0].ranges, reports[-1].ranges
+    changes = [
+        abs(last[name] - start) / start for name, start in first.items() if name in last and start
+    ]
+    change = sum(changes) / len(changes) if changes and len(reports) > 1 else math.nan
+    return Ends(**reports[-1].largest, weight_change=change)
+
+
+def front_ratios(reports: Sequence[Report]) -> dict[int, float]:
+    """The front's gradient over the output's by step; NaN where either is unknown."""
+    return {r.step: Ends(**r.largest, weight_change=math.nan).front_ratio for r in reports}
+
+
+def _over(size: float, output: float) -> float:
+    return size / output if output else math.nan
+
+
+_NAMES = {
+    "front_ratio": "front/output gradient",
+    "weight_change": "front weight change",
+    "pearson": "validation pearson",
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """What was measured, and what more than was wanted; None where it could not be measured."""
+
+    name: str
+    value: float | None
+    wanted: float
+
+    @property
+    def reached(self) -> bool:
+        """Whether it was measured and is above."""
+        return self.value is not None and self.value > self.wanted
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {**vars(self), "reached": self.reached}
+
+
+def targets_of(found: Diagnosis) -> tuple[Target, ...]:
+    """The targets of a run's last stage."""
+    ends = list(found.flows.values())[-1].ends()
+    values = {
+        "front_ratio": ends.front_ratio,
+        "weight_change": ends.weight_change,
+        found.metric: found.value,
+    }
+    known = {name: v for name, v in values.items() if v is not None and math.isfinite(v)}
+    return tuple(Target(name, known.get(name), wanted) for name, wanted in WANTED.items())
+
+
+def targets_table(targets: tuple[Target, ...]) -> str:
+    """A line a target, under pass or fail."""
+    rows = [
+        (_NAMES[t.name], "–" if t.value is None else f"{t.value:.4g}", f"wanted > {t.wanted:g}",
+         "pass" if t.reached else "fail")
+        for t in targets
+    ]  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
+    said = "pass" if all(t.reached for t in targets) else "fail"
+    return "\n  ".join([f"trial: {said}", *(line.rstrip() for line in lines)])

@@ -4,18 +4,16 @@ Nothing here waits for the device or looks at a value, so that all of it may be 
 graph. A step is measured by calling `before_step` and `after_step` around the optimizer's.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from frostlab.flow.places import Watched
-from frostlab.flow.shards import local
-from frostlab.flow.totals import Totals
-from frostlab.flow.updates import Updates, stand_in
+from frostlab.flow.tensors import Watched, is_sharded, local, shard_group, wide_dtype
 
 Gradient = Callable[[nn.Parameter], Tensor | None]
 SUMS = (
@@ -251,3 +249,157 @@ class Probe:
 def _exact(dtype: torch.dtype) -> torch.dtype:
     """What products of such numbers are made in."""
     return torch.promote_types(dtype, torch.float32)
+
+
+Views = list[list[Tensor]]
+
+
+class Totals:
+    """Sums a part over lists of tensors that are shaped as what learns.
+
+    Of a sharded model a process adds up its own share; the sum over processes is the whole.
+    """
+
+    def __init__(self, watched: Watched) -> None:
+        self.device = watched.parameters[0].device
+        self.wide = wide_dtype(self.device)
+        self.group = shard_group(watched.parameters)
+        self._size = len(watched.parts)
+        self._nothing = torch.zeros((), dtype=self.wide, device=self.device)
+        shards = [is_sharded(p) for p in watched.parameters]
+        self._bits = [
+            [bit for bit in watched.bits if shards[bit.parameter] == shard]
+            for shard in (False, True)
+        ]
+        self._owners = []  # of whole tensors and of shards: which part each view belongs to
+        for bits in self._bits:
+            held = [(bit, local(watched.parameters[bit.parameter])) for bit in bits]
+            owners = [bit.part for bit, tensor in held for _ in bit.of(tensor)]
+            self._owners.append(torch.tensor(owners, dtype=torch.long, device=self.device))
+
+    def squares(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The squared norm of every part."""
+        return self._add_up(lambda views: self.norms(views[0]).square(), tensors)
+
+    def add_up(self, numbers: Callable[[Views], list[Tensor]], *lists: Sequence[Tensor]) -> Tensor:
+        """The sum over every part of one number a view; `numbers` sees the views of each list."""
+
+        def stacked(views: Views) -> Tensor:
+            return torch.stack([n.to(self.device, self.wide) for n in numbers(views)])
+
+        return self._add_up(stacked, *lists)
+
+    def _add_up(self, numbers: Callable[[Views], Tensor], *lists: Sequence[Tensor]) -> Tensor:
+        total = torch.zeros(self._size, dtype=self.wide, device=self.device)
+        for bits, owners, shard in zip(self._bits, self._owners, (False, True), strict=True):
+            if not len(owners):
+                continue
+            made = numbers([[v for b in bits for v in b.of(own[b.parameter])] for own in lists])
+            if not shard and self.group is not None:  # every process will add it
+                made = made / dist.get_world_size(self.group)
+            total.index_add_(0, owners, made)
+        return total
+
+    def norms(self, tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
+        """Norms in order, those of a kind in one kernel."""
+        kinds: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
+        made = [self._nothing] * len(tensors)
+        for i, tensor in enumerate(tensors):
+            stands_in = tensor.ndim > 0 and not any(tensor.stride())
+            if tensor.numel() and not stands_in:
+                key = (tensor.device, tensor.dtype, tensor.is_contiguous())
+                kinds.setdefault(key, []).append(i)
+        for (_, dtype, _), places in kinds.items():
+            wider = torch.float32 if dtype.itemsize < 4 else None
+            norms = torch._foreach_norm([tensors[i] for i in places], order, dtype=wider)
+            stacked = torch.stack(norms).to(self.device, self.wide)
+            if len(places) == len(tensors):  # all of a kind: in order already
+                return stacked
+            for i, norm in zip(places, stacked.unbind(), strict=True):
+                made[i] = norm
+        return torch.stack(made)
+
+
+class Measuring(Protocol):
+    """An optimizer whose own kernel measures what it moves, so that no copy is needed."""
+
+    param_groups: list[dict[str, Any]]
+    sums: Tensor | None  # (its parameters, 2): squared norms of weights before, and of changes
+    measures: bool  # whether a step writes them
+
+
+class Updates:
+    """Squared norms a part, of weights before a step and of what it changed.
+
+    Between `before` and `after` it holds a copy of what learns, but for whole parameters that the
+    optimizer measures itself.
+    """
+
+    def __init__(
+        self,
+        watched: Watched,
+        optimizers: Sequence[Any],
+        totals: Totals,
+        nothing: Sequence[Tensor],  # a zero shaped as each of what learns
+    ) -> None:
+        self._watched, self._totals = watched, totals
+        self._nothing = nothing
+        self._before: list[Tensor] = []
+        self._copied: list[int] = []  # parameters of which there are copies
+        self._squares: Tensor | None = None  # of the copies
+        only = optimizers[0] if len(optimizers) == 1 and totals.group is None else None
+        self._optimizer: Measuring | None = only if hasattr(only, "measures") else None
+        self._told: set[int] = set()  # parameters whose optimizer says all that is wanted
+        if self._optimizer is not None:
+            self._begin(self._optimizer)
+
+    def _begin(self, optimizer: Measuring) -> None:
+        """Find out whose numbers are whose part's, outside of any graph."""
+        bits, parts = self._watched.bits, len(self._watched.parts)
+        counts = Counter(bit.parameter for bit in bits)
+        alone = [bit for bit in bits if counts[bit.parameter] == 1 and bit.whole]
+        part_of = {bit.parameter: bit.part for bit in alone}
+        places = {id(p): i for i, p in enumerate(self._watched.parameters)}
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        owners = [part_of.get(places.get(id(p), -1), parts) for p in held]  # `parts`: nobody's
+        device, wide = self._totals.device, self._totals.wide
+        self._owners = torch.tensor(owners, device=device)
+        optimizer.sums = torch.zeros(len(held), 2, dtype=wide, device=device)
+        self._told = set(part_of)
+
+    def before(self, reached: Sequence[bool] | None) -> None:
+        """A step is about to be taken; `reached` says who has a gradient, if that is known yet."""
+        weights = [local(p).detach() for p in self._watched.parameters]
+        has_one = reached or [False] * len(weights)
+        self._copied = [i for i, has in enumerate(has_one) if i not in self._told or not has]
+        self._before = list(self._nothing)
+        for i in self._copied:
+            self._before[i] = torch.empty_like(weights[i])
+        if self._copied:
+            torch._foreach_copy_(self._copies(), [weights[i] for i in self._copied])
+        self._squares = self._totals.squares(self._before)
+        if self._optimizer is not None:
+            self._optimizer.measures = True
+
+    def after(self) -> tuple[Tensor, Tensor]:
+        """The step has been taken: what the weights were, and what it changed; copies go."""
+        assert self._squares is not None, "before comes first"
+        if self._copied:
+            now = [local(self._watched.parameters[i]).detach() for i in self._copied]
+            torch._foreach_sub_(self._copies(), now)
+        weights, changes = self._squares, self._totals.squares(self._before)
+        self._before, self._squares = [], None
+        if self._optimizer is None or self._optimizer.sums is None:
+            return weights, changes
+        self._optimizer.measures = False
+        told = torch.zeros(len(weights) + 1, 2, dtype=weights.dtype, device=weights.device)
+        told.index_add_(0, self._owners, self._optimizer.sums)
+        return weights + told[:-1, 0], changes + told[:-1, 1]
+
+    def _copies(self) -> list[Tensor]:
+        return [self._before[i] for i in self._copied]
+
+
+def stand_in(like: Tensor) -> Tensor:
+    """A zero of any shape, which takes no memory."""
+    return torch.zeros((), dtype=like.dtype, device=like.device).expand_as(like)

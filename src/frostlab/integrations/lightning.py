@@ -2,14 +2,14 @@
 
 from typing import Any
 
+from frostlab.integrations.transformers import Watching
+
 try:
     from lightning import Callback
 except ImportError:
     from frostlab.errors import FrostlabError
 
     raise FrostlabError("this callback needs Lightning: pip install lightning") from None
-
-from frostlab.integrations.watching import Watching
 
 
 class GradFlowCallback(Watching, Callback):

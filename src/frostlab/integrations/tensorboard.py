@@ -8,14 +8,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from frostlab.anatomy import unwrapped
 from frostlab.errors import BadInput, FrostlabError
-from frostlab.flow import Flow
-from frostlab.flow.facts import PartFacts, Report
-from frostlab.flow.front import ends_of
+from frostlab.flow.diagnosis import ends_of
+from frostlab.flow.measurements import Flow, PartFacts, Report
 from frostlab.flow.probe import Gradient, own_gradient
-from frostlab.flow.shards import local
+from frostlab.flow.tensors import local
 from frostlab.records.folder import effective, read_events
+from frostlab.roles.read import unwrapped
 
 _VALUES, _BINS = 10_000, 64  # of one histogram
 

@@ -23,41 +23,6 @@ def _regular(every: int | str) -> int | str:
 Every = Annotated[int | str, AfterValidator(_regular)]
 
 
-class GPTModel(Strict):
-    """frostlab's GPT, from scratch."""
-
-    kind: Literal["gpt"]
-    width: Positive = 512
-    layers: Positive = 6
-    heads: Positive = 8
-    hidden: Positive | None = None  # null: four times the width
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    bias: bool = True
-    causal: bool | None = None  # null: causal for language, bidirectional for classification
-    positions: Positive | None = None  # null: the data's length
-
-
-class DecoderModel(Strict):
-    """frostlab's decoder, from scratch: rotary positions, RMSNorm, gated feed-forward."""
-
-    kind: Literal["decoder"]
-    width: Positive = 64
-    layers: Positive = 4
-    heads: Positive = 4
-    hidden: Positive | None = None
-    norm: Literal["before", "after"] = "after"
-    final_norm: bool = False
-
-
-class PretrainedModel(Strict):
-    """A Hugging Face model by folder, hub name or architecture."""
-
-    kind: Literal["pretrained"]
-    name: str
-    weights: bool = True  # false: the config only, weights drawn from the seed
-    config: dict[str, Any] = Field(default_factory=dict)  # what to change in its config
-
-
 class StepDecay(Strict):
     """Multiply the rate by `factor` every so many steps or epochs."""
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from frostlab.errors import BadInput, nearest
+from frostlab.text import typed
 
 RESULT, EVENTS, LOCK, INDEX = "result.json", "events.jsonl", "run.lock", ".index.json"
 ENDINGS = ("finished", "stopped", "failed", "diverged")
@@ -208,11 +209,6 @@ def parse(text: bytes) -> dict[str, Any] | None:
     with contextlib.suppress(ValueError, RecursionError):
         return typed(json.loads(text), dict)
     return None
-
-
-def typed(value: Any, *kinds: type) -> Any:
-    """Return the value if it is of one of these types, else None; True is no number."""
-    return value if isinstance(value, kinds) and not isinstance(value, bool) else None
 
 
 def part(record: dict[str, Any], key: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 import psutil  # type: ignore[import-untyped]
@@ -247,3 +248,70 @@ class Telemetry:
         with self._lock:
             self._errors += 1
             self._last_error = f"{name}: {reason}"
+
+
+_BUSY = 0.1  # of all cores
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What others did meanwhile, and what the sampler saw."""
+
+    cores: int
+    cores_of_others: float | None  # busy on average with other processes; None: not known
+    others_on_gpu: int | None  # processes; None: no GPU, or NVML does not say
+    telemetry: dict[str, Any]
+
+    def complaints(self) -> list[str]:
+        """Why a timing among such company proves nothing."""
+        found = []
+        if self.cores_of_others is not None and self.cores_of_others > _BUSY * self.cores:
+            found.append(
+                f"other processes kept {self.cores_of_others:.1f} of {self.cores} cores busy"
+            )
+        if self.others_on_gpu:
+            found.append(f"other processes on the GPU: {self.others_on_gpu}")
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return asdict(self)
+
+
+class Watching:
+    """Looks around while its `with` block runs."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._telemetry = Telemetry(self._device)
+        self._on_gpu: list[int | None] = []
+
+    def __enter__(self) -> Self:
+        self._on_gpu.append(others_on_gpu(self._device))
+        self._telemetry.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._telemetry.__exit__(*error)
+        self._on_gpu.append(others_on_gpu(self._device))
+
+    def watched(self) -> Watched:
+        """All that was seen."""
+        seen = self._telemetry.summary()
+        cores = psutil.cpu_count() or 1
+        ours, all_of_it = (seen[f"{who}_cpu_percent"]["mean"] for who in ("process", "system"))
+        others = None
+        if ours is not None and all_of_it is not None:
+            others = max(0.0, (all_of_it * cores - ours) / 100)
+        known = [count for count in self._on_gpu if count is not None]
+        return Watched(cores, others, max(known, default=None), seen)
+
+
+def others_on_gpu(device: str) -> int | None:
+    """How many other processes hold the GPU; in a container ours has another number there."""
+    try:
+        gpu = Gpu(wanted_gpu(device))
+        on_it = {p.pid for p in gpu.ask("nvmlDeviceGetComputeRunningProcesses")}
+    except Exception:  # a driver fails in ways of its own
+        return None
+    return max(0, len(on_it) - 1)

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from frostlab.anatomy import Piece, Rows
-from frostlab.anatomy.parts import Held, Split
-from frostlab.surgery.state import load_pieces, save_pieces
+from frostlab.roles.parts import Held, Piece, Rows, Split
+from frostlab.surgery.split import load_pieces, save_pieces
 
 _LETTERS = ("q", "k", "v")
 _ORDER = (

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from frostlab.anatomy import Part, Slot
+from frostlab.roles.parts import Part, Slot
 
 _ATTRIBUTE = "_frostlab_origins"
 _PROJECTIONS = 4

@@ -2,34 +2,175 @@
 
 import gc
 import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from frostlab.flow.measurements import parts_event
+from frostlab.flow.probe import own_gradient
+from frostlab.flow.tensors import local
+from frostlab.flow.watch import Watch, watch
 from frostlab.recipe.settings import Every
-from frostlab.records.checkpoints import Checkpoint, keep_only, save_checkpoint
-from frostlab.training.batching import order_digest
-from frostlab.training.boundary import cross
-from frostlab.training.choosing import build_step
-from frostlab.training.distributed import gather_nothing, like, whole
-from frostlab.training.evaluation import evaluate
-from frostlab.training.feed import Feed
-from frostlab.training.flowing import watch_stage
-from frostlab.training.interruptions import StopLook
-from frostlab.training.ledger import Entry, Ledger
-from frostlab.training.optimizer import optimizer_tensors, rate_at, restore_optimizer
-from frostlab.training.patience import reaches
-from frostlab.training.prefix import build_prefix, prefix_depth
-from frostlab.training.progress import Progress
-from frostlab.training.setting import Setting
-from frostlab.training.stages import in_steps, most_steps, stage_at, steps_per_epoch
-from frostlab.training.staging import shares_of
-from frostlab.training.step import Diverged, EagerStep, seed_step
-from frostlab.training.stopwatch import Stopwatch
-from frostlab.training.telling import say_how, say_stage
-from frostlab.training.treating import wants_types
-from frostlab.training.unused import any_unused
+from frostlab.records.checkpoint import (
+    Checkpoint,
+    keep_only,
+    load_tensors,
+    save_checkpoint,
+    save_tensors,
+)
+from frostlab.timing.clock import Stopwatch
+from frostlab.training.batches.batch import order_digest
+from frostlab.training.batches.feed import Feed
+from frostlab.training.batches.prefix import build_prefix, prefix_depth
+from frostlab.training.distributed import World, gather_nothing, like, whole
+from frostlab.training.evaluate import evaluate
+from frostlab.training.setup import any_unused, cross
+from frostlab.training.stages import (
+    Stage,
+    in_steps,
+    most_steps,
+    shares_of,
+    stage_at,
+    steps_per_epoch,
+)
+from frostlab.training.state import Progress, Setting, reaches
+from frostlab.training.step import build_step
+from frostlab.training.step.eager import Diverged, EagerStep, seed_step
+from frostlab.training.step.optimizer import optimizer_tensors, rate_at, restore_optimizer
+from frostlab.training.step_log import Entry, Ledger
+from frostlab.training.treatment import count_parameters, wants_types
+
+
+def say_stage(setting: Setting, progress: Progress) -> None:
+    """Record and show what a stage trains, before its first step."""
+    recipe, stage = setting.recipe, setting.stages[progress.stage]
+    counts = count_parameters(setting.model)
+    supervision = setting.objective.supervision
+    best = progress.ended[-1]["best"] if progress.ended else None
+    if setting.folder:
+        setting.folder.event(
+            "stage", progress.step, name=stage.name, steps=stage.steps, patience=stage.patience,
+            train=None if stage.train is None else list(stage.train),
+            freeze=list(recipe.surgery.frozen), changed=list(setting.entered.changed),
+            added=list(setting.entered.new) if stage.add else [], trainable=counts["trainable"],
+            total=counts["total"], lr=dict(stage.rates) or stage.optim(recipe.optim).lr,
+            best_before=best, supervise=supervision and supervision.to_dict(),
+        )  # fmt: skip
+    if recipe.stages:
+        line = _stage_line(setting, progress.stage, stage, counts)
+        setting.display.stage(line, progress.step, most_steps(setting.stages, progress.lengths))
+
+
+def _stage_line(setting: Setting, index: int, stage: Stage, counts: dict[str, int]) -> str:
+    rates: Any = stage.rates or {"": stage.optim(setting.recipe.optim).lr}
+    lr = ", ".join(f"{name} {rate:g}".strip() for name, rate in rates.items())
+    added = f"{stage.add.layers} added, " if stage.add else ""
+    return (
+        f"stage {index + 1} of {len(setting.stages)}, {stage.name}: {added}"
+        f"{counts['trainable']:,} of {counts['total']:,} parameters learn, lr {lr}"
+    )
+
+
+def say_how(setting: Setting, step: int, step_once: EagerStep, packed: bool) -> None:
+    """Record and show which kind of step is taken, and why, when that changes."""
+    setting.display.say(f"{step_once.kind} steps: {step_once.reason}")
+    if setting.folder:
+        setting.folder.event("stepping", step, how=step_once.kind, reason=step_once.reason,
+                             packed=packed)  # fmt: skip
+
+
+START = "flow-start.safetensors"
+
+
+def watch_stage(setting: Setting, progress: Progress, step: EagerStep) -> None:
+    """Let a stage's step measure what the recipe asks for; steps are counted over the run."""
+    asked = setting.recipe.watch
+    if asked is None:
+        return
+    flow = watch(
+        setting.model, step.optimizer, asked.every, change=asked.change,
+        agreement=asked.agreement, units=asked.units, entropy=asked.entropy, verify=False,
+        gradient=own_gradient if step.halves is None else step.halves.gradient,
+    )  # fmt: skip
+    flow.step, flow.first = progress.step, sum(progress.lengths)
+    if asked.change:
+        _begin_where_the_stage_began(setting, progress, flow)
+    if setting.folder is not None:
+        watched = flow.probe.watched
+        front = [watched.names[i] for i in watched.front]
+        name = setting.stages[progress.stage].name
+        event = parts_event(flow, asked.every, front)
+        setting.folder.event("flow_parts", progress.step, stage=name, **event)
+    step.flow = flow.start(by_hand=True)
+
+
+def _begin_where_the_stage_began(setting: Setting, progress: Progress, flow: Watch) -> None:
+    """Keep the weights a stage begins with; one that goes on is measured from them."""
+    path = Path(setting.path) / START
+    names = {id(p): name for name, p in setting.model.named_parameters()}
+    learning: dict[str, nn.Parameter] = {names[id(p)]: p for p in flow.probe.watched.parameters}
+    if progress.place == 0:
+        weights = {name: whole(p.detach()) for name, p in learning.items()}
+        if setting.folder is not None:
+            save_tensors(path, weights)
+        setting.world.wait()
+        return
+    stored = load_tensors(path)
+    flow.probe.start_at([local(like(stored[name], p)) for name, p in learning.items()])
+
+
+_SECONDS = 2.0  # between looks at whether any of several processes was asked to stop
+_STEPS = 50
+
+
+@contextmanager
+def interruptions() -> Iterator[Callable[[], bool]]:
+    """Within this, signals are remembered; yields whether one has come."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked.is_set
+        return
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    before = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked.is_set
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class StopLook:
+    """Whether to stop after a step; several processes agree, every few seconds at most."""
+
+    def __init__(self, asked: Callable[[], bool], world: World, device: torch.device) -> None:
+        self._asked, self._world, self._device = asked, world, device
+        self._next, self._last, self._at = 1, 0, time.monotonic()
+
+    def __call__(self, step: int) -> bool:
+        if self._world.size == 1:
+            return self._asked()
+        if step < self._next:
+            return False
+        now = time.monotonic()
+        pace = (now - self._at) / max(step - self._last, 1) if self._world.writes else 0.0
+        said = torch.tensor([float(self._asked()), pace], device=self._device)
+        asked, pace = self._world.total(said).tolist()
+        self._next = step + max(1, min(_STEPS, int(_SECONDS / max(pace, 1e-9))))
+        self._last, self._at = step, now
+        return asked > 0
 
 
 class Stopped(Exception):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from frostlab.data.eeg.division import Heading, Rule, divide
+from frostlab.data.eeg.splits import Heading, Rule, divide
 from frostlab.errors import BadInput
 
 

@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from frostlab.data.eeg import Recording, load_recordings
-from frostlab.data.eeg import loading as loading_module
+from frostlab.data.eeg import load as loading_module
+from frostlab.data.eeg.load import load_recordings
+from frostlab.data.eeg.recordings import Recording
 from frostlab.errors import BadInput
-from frostlab.recipe.eeg import ChallengeEEG
+from frostlab.recipe.data import ChallengeEEG
 
 
 def write_pair(folder: Path, stem: str, seed: int, samples: int = 640, channels: int = 64) -> None:

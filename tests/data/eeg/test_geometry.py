@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from frostlab.data.eeg.geometry import BIOSEMI64, channel_names, positions, topographies
+from frostlab.data.eeg.simulate import BIOSEMI64, channel_names, positions, topographies
 
 
 def test_the_cap_is_that_of_mne() -> None:

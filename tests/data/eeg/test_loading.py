@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from frostlab.data.eeg import Recording, gather, load_recordings, simulated
-from frostlab.data.eeg import loading as loading_module
-from frostlab.data.eeg.optimum import mean_r, optimum
-from frostlab.data.eeg.simulated import head_of
+from frostlab.data.eeg import load as loading_module
+from frostlab.data.eeg import simulate as simulated
+from frostlab.data.eeg.load import gather, load_recordings
+from frostlab.data.eeg.recordings import Recording
+from frostlab.data.eeg.simulate import head_of, mean_r, optimum
 from frostlab.errors import BadInput
-from frostlab.recipe.eeg import EEG, AnyEEG, EEGData, SimulatedEEG
+from frostlab.recipe.data import EEG, AnyEEG, EEGData, SimulatedEEG
 
 SMALL = SimulatedEEG(
     name="eeg-simulated", subjects=2, unseen=1, recordings=4, report=2, seconds=10.0, snr=-5.0

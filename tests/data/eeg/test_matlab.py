@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from scipy import io
 
-from frostlab.data.eeg import Recording, load_recordings
-from frostlab.data.eeg.signals import normalised, resampled
+from frostlab.data.eeg.load import load_recordings
+from frostlab.data.eeg.preprocess import normalised, resampled
+from frostlab.data.eeg.recordings import Recording
 from frostlab.errors import BadInput
-from frostlab.recipe.eeg import MatlabEEG
+from frostlab.recipe.data import MatlabEEG
 
 ORDER = {"blk1_M_Order": [6, 8, 7, 5], "blk2_F_Order": [7, 5, 8, 6]}
 

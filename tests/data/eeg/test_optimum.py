@@ -5,11 +5,22 @@ import pytest
 from numpy.typing import NDArray
 from scipy import signal
 
-from frostlab.data.eeg.spectra import GRID, SHAPES, draw_blinks, draw_rhythm, frequency_grid, rhythm_power
-from frostlab.data.eeg.optimum import least_distortion, mean_r, noise_power, optimum
-from frostlab.data.eeg.responses import MEMORY, Head, drive, drive_spectra
-from frostlab.data.eeg.simulated import head_of, simulate
-from frostlab.recipe.eeg import SimulatedEEG
+from frostlab.data.eeg.simulate import (
+    MEMORY,
+    Head,
+    draw_rhythm,
+    drive,
+    drive_spectra,
+    frequency_grid,
+    head_of,
+    least_distortion,
+    mean_r,
+    noise_power,
+    optimum,
+    rhythm_power,
+    simulate,
+)
+from frostlab.recipe.data import SimulatedEEG
 
 RATE = 64.0
 Array = NDArray[np.float64]

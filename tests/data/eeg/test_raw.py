@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from frostlab.data.eeg import from_mne, load_recordings
+from frostlab.data.eeg.load import load_recordings
+from frostlab.data.eeg.readers import from_mne
 from frostlab.errors import BadInput
-from frostlab.recipe.eeg import MneEEG
+from frostlab.recipe.data import MneEEG
 
 
 def raw(rate: float = 128.0, seconds: int = 10, seed: int = 0, types: Any = "eeg") -> Any:

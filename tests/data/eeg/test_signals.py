@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from frostlab.data.eeg.signals import in_band, normalised, prepared, referenced, resampled
+from frostlab.data.eeg.preprocess import in_band, normalised, prepared, referenced, resampled
 from frostlab.errors import BadInput
 
 Array = NDArray[np.float64]

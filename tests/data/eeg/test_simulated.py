@@ -6,12 +6,18 @@ import numpy as np
 import pytest
 from scipy import signal
 
-from frostlab.data.eeg.spectra import GRID, SHAPES, draw_blinks, draw_rhythm, frequency_grid, rhythm_power
-from frostlab.data.eeg.geometry import BIOSEMI64
-from frostlab.data.eeg.optimum import noise_power
-from frostlab.data.eeg.responses import MEMORY, Head, drive
-from frostlab.data.eeg.simulated import head_of, simulate
-from frostlab.recipe.eeg import SimulatedEEG
+from frostlab.data.eeg.simulate import (
+    BIOSEMI64,
+    MEMORY,
+    Head,
+    draw_rhythm,
+    drive,
+    frequency_grid,
+    head_of,
+    noise_power,
+    simulate,
+)
+from frostlab.recipe.data import SimulatedEEG
 
 RATE = 64.0
 LONG = 64 * 600

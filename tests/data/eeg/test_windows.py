@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from frostlab.data.eeg import Recording, windows
-from frostlab.data.signals import load_signals
+from frostlab.data.eeg.load import load_signals
+from frostlab.data.eeg.recordings import Recording, windows
 from frostlab.errors import BadInput
-from frostlab.recipe.eeg import ChallengeEEG, SimulatedEEG
+from frostlab.recipe.data import ChallengeEEG, SimulatedEEG
 
 
 def recordings(*lengths: int) -> list[Recording]:

@@ -1,8 +1,7 @@
 """EEG with the envelope of the speech that was heard: simulated, or recordings of a folder."""
 
-from frostlab.data.eeg.loading import gather, load_recordings
-from frostlab.data.eeg.raw import from_mne
-from frostlab.data.eeg.recordings import Recording, Recordings
-from frostlab.data.eeg.windows import windows
+from frostlab.data.eeg.load import gather, load_recordings
+from frostlab.data.eeg.readers import from_mne
+from frostlab.data.eeg.recordings import Recording, Recordings, windows
 
 __all__ = ["Recording", "Recordings", "from_mne", "gather", "load_recordings", "windows"]

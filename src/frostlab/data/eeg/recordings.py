@@ -1,16 +1,19 @@
 """Recordings and their splits, written once and read through the page cache."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from frostlab.data.cache import digest_of
-from frostlab.data.tokens import load_facts, save_facts
+from frostlab.data.tokens import Prepared, load_facts, save_facts
 from frostlab.errors import BadInput
+from frostlab.storage import digest_of
 
 Signal = NDArray[np.float32]
 ROLES = ("train", "tune", "report", "unseen")
@@ -137,3 +140,119 @@ def load_store(folder: Path) -> Recordings:
 def subjects_of(recordings: Iterable[Recording]) -> tuple[str, ...]:
     """Return the subjects, each once, in the order of their names."""
     return tuple(sorted({recording.subject for recording in recordings}))
+
+
+Starts = NDArray[np.int64]  # (windows, 2): the recording's place in the list, the first sample
+
+
+def windows(
+    recordings: Sequence[Recording],
+    length: int = 640,
+    hop: int | None = None,
+    seed: int = 0,
+    epoch: int = 0,
+) -> Starts:
+    """Return where the windows of recordings begin.
+
+    With a hop they begin every `hop` samples, the last where it ends with the recording, so that
+    every sample is in one. Without, as many as fit side by side are drawn from seed and epoch,
+    one from each equal share of the possible beginnings: their number never changes.
+    """
+    found: list[Starts] = []
+    for place, recording in enumerate(recordings):
+        spare = len(recording) - length
+        if spare < 0:
+            raise BadInput(
+                f"{recording.name} has {len(recording)} samples, a window {length}; "
+                f"set data.length to {len(recording)} or less"
+            )
+        if hop is None:
+            random = np.random.default_rng([seed, epoch, place])
+            count = len(recording) // length
+            starts = (np.arange(count) + random.random(count)) * (spare + 1) / count
+            starts = starts.astype(np.int64)
+        else:
+            starts = np.unique(np.append(np.arange(0, spare + 1, hop), spare))
+        found.append(np.stack([np.full_like(starts, place), starts], axis=1))
+    return np.concatenate(found) if found else np.empty((0, 2), dtype=np.int64)
+
+
+UNSEEN = -1  # the row of subjects that are not trained on
+
+
+@dataclass(frozen=True)
+class Windows:
+    """One split; a window is known by its first sample, counted through all recordings."""
+
+    recordings: tuple[Recording, ...]
+    subjects: tuple[int, ...]  # each recording's row of the embedding; −1: not among the trained
+    length: int  # samples
+    hop: int | None  # samples from one window to the next; None: drawn anew for every epoch
+    digest: str
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Samples of each window of an epoch."""
+        return np.full(len(self), self.length)
+
+    @cached_property
+    def bounds(self) -> NDArray[np.int64]:
+        """Where each recording begins, and where the last one ends."""
+        return np.array([0, *accumulate(map(len, self.recordings))])
+
+    def draw(self, seed: int, epoch: int) -> NDArray[np.int64]:
+        """The windows of an epoch, in the order of the recordings."""
+        starts = windows(self.recordings, self.length, self.hop, seed, epoch)
+        return self.bounds[starts[:, 0]] + starts[:, 1]
+
+    @cached_property
+    def _first(self) -> NDArray[np.int64]:
+        return self.draw(0, 0)
+
+    @property
+    def grid(self) -> NDArray[np.int64]:
+        """All windows, where they lie a hop apart."""
+        assert self.hop is not None
+        return self._first
+
+    def owners(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The recording that each window is of."""
+        return np.searchsorted(self.bounds, rows, side="right") - 1
+
+    def cut(
+        self, rows: NDArray[np.int64]
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
+        """(B, T, channels) EEG, (B, T) envelopes and (B,) subjects of windows."""
+        owners = self.owners(rows)
+        places = list(zip(owners, rows - self.bounds[owners], strict=True))
+        kept = [(self.recordings[n], slice(at, at + self.length)) for n, at in places]
+        eeg = np.stack([each.eeg[here] for each, here in kept])
+        envelopes = np.stack([each.envelope[here] for each, here in kept])
+        return eeg, envelopes, np.array(self.subjects)[owners]
+
+
+@dataclass(frozen=True)
+class Signals:
+    """A recipe's recordings, ready to be batched: what `Prepared` is for tokens."""
+
+    splits: dict[str, Windows]  # train, tune, report and, where subjects are held out, unseen
+    rate: float  # Hz
+    channels: tuple[str, ...]
+    subjects: tuple[str, ...]  # of the training split, in the order of the embedding
+    origin: dict[str, str]
+    caution: str | None
+    known: dict[str, float]
+    digest: str
+    task: Literal["envelope"] = "envelope"
+
+
+Material = Prepared | Signals
+
+
+def text_of(prepared: Material) -> Prepared:
+    """Data of tokens: what packing, cached layers and early exits are for; recipes see to it."""
+    assert isinstance(prepared, Prepared)
+    return prepared

@@ -1,0 +1,1 @@
+"""Envelopes: predicted speech envelopes scored against real ones, and a linear baseline."""

@@ -1,0 +1,391 @@
+"""The shape of a Conformer, and what can be switched in it."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from frostlab.errors import BadInput
+from frostlab.models.attention import attend
+from frostlab.recipe.model import ConformerModel
+
+Residual = Literal["none", "plain", "gated"]
+Head = Literal["linear", "mlp"]
+Norm = Literal["batch", "layer", "group"]
+Attending = Literal["plain", "relative"]
+Unseen = Literal["mean", "none"]
+
+
+@dataclass(frozen=True)
+class ConformerConfig:
+    """The shape of a Conformer; the defaults are the published v2's.
+
+    v1 is `residual="none"`, `head="linear"`, `gradient_scale=1.0`.
+    """
+
+    channels: int = 64  # of the EEG
+    subjects: int = 71  # that are trained on, each with a row of its own
+    width: int = 256
+    layers: int = 8
+    heads: int = 4
+    hidden: int = 1024  # of each feed-forward network
+    kernel: int = 31  # of the depthwise convolution, in samples
+    dropout: float = 0.3
+    residual: Residual = "gated"  # from the stack's input to its output
+    gate_bias: float = 0.0  # where the gate's bias starts: 0 is half open, 4 nearly all stack
+    gradient_scale: float = 2.0  # of what flows back into the stack, not of the residual
+    head: Head = "mlp"
+    norm: Norm = "batch"  # in the convolution module
+    attention: Attending = "plain"  # sinusoids are added once, or enter every attention
+    unseen: Unseen = "mean"  # an unseen subject's row: the mean of all rows, or zeros
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} is not a multiple of {self.heads} heads")
+        if self.width % 2:
+            raise ValueError(f"width {self.width} is odd; sines and cosines come in pairs")
+        if self.kernel % 2 == 0:
+            raise ValueError(f"kernel {self.kernel} is even; odd ones have a middle")
+
+
+def sinusoids(places: Tensor, width: int) -> Tensor:
+    """Return (T, width) sines and cosines of places, in turn, as Vaswani et al. (2017)."""
+    pairs = torch.arange(0, width, 2, device=places.device).float()
+    angles = places.float()[:, None] * torch.exp(pairs * (-math.log(10000.0) / width))
+    return torch.stack([angles.sin(), angles.cos()], -1).flatten(1)
+
+
+def distances(length: int, device: torch.device) -> Tensor:
+    """How far a key can lie before a query: length − 1 down to 1 − length."""
+    return torch.arange(length - 1, -length, -1, device=device)
+
+
+class FeedForward(nn.Module):
+    """A norm, a wide hidden layer with swish, and back."""
+
+    def __init__(self, config: ConformerConfig) -> None:
+        super().__init__()
+        self.dropout = config.dropout
+        self.norm = nn.LayerNorm(config.width)
+        self.up = nn.Linear(config.width, config.hidden)
+        self.down = nn.Linear(config.hidden, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.dropout(F.silu(self.up(self.norm(x))), self.dropout, self.training)
+        return F.dropout(self.down(hidden), self.dropout, self.training)
+
+
+class Attention(nn.Module):
+    """Self-attention over the window; relative positions are Transformer-XL's (Dai et al. 2019).
+
+    Then query i scores key j with (q_i + content_bias)·k_j + (q_i + place_bias)·p_{i−j}.
+    """
+
+    def __init__(self, config: ConformerConfig) -> None:
+        super().__init__()
+        width, self.heads, self.dropout = config.width, config.heads, config.dropout
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.relative = config.attention == "relative"
+        if self.relative:
+            self.position = nn.Linear(width, width, bias=False)
+            self.content_bias = nn.Parameter(torch.zeros(self.heads, width // self.heads))
+            self.place_bias = nn.Parameter(torch.zeros(self.heads, width // self.heads))
+
+    def forward(self, x: Tensor, places: Tensor | None) -> Tensor:
+        """Mix (B, T, width); `places` are the sinusoids of all distances, if they are relative."""
+        qkv = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1))
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, T, size)
+        bias = None
+        if places is not None:
+            bias = self._bias(query, places)
+            query = query + self.content_bias[:, None].to(query.dtype)
+        dropout = self.dropout if self.training else 0.0
+        mixed = attend(query, key, value, mask=bias, dropout=dropout)
+        return F.dropout(self.out(mixed.flatten(2)), self.dropout, self.training)
+
+    def _bias(self, query: Tensor, places: Tensor) -> Tensor:
+        """(B, heads, T, T): what each query adds to a key's score for its distance."""
+        at = self.position(places).unflatten(-1, (self.heads, -1))  # (2T − 1, heads, size)
+        scores = (query + self.place_bias[:, None].to(query.dtype)) @ at.permute(1, 2, 0)
+        bias = by_distance(scores) * query.shape[-1] ** -0.5
+        return bias.to(query.dtype)
+
+
+def by_distance(scores: Tensor) -> Tensor:
+    """Turn (…, T, 2T − 1), where [i, d] is of distance T − 1 − d, into (…, T, T) of i − j.
+
+    Row i has to move left by T − 1 − i: one column more at the left, read with rows one shorter.
+    """
+    length = scores.shape[-2]
+    moved = F.pad(scores, (1, 0)).flatten(-2).unflatten(-1, (2 * length, length))
+    return moved[..., 1:, :].flatten(-2).unflatten(-1, (length, -1))[..., :length]
+
+
+class Depthwise(nn.Conv1d):
+    """A convolution along time, a channel each, of (B, T, width) as it lies in memory.
+
+    To torch it is an image of one row with its channels last: CUDA's kernels for that are three
+    times as fast as those for (B, width, T).
+    """
+
+    def __init__(self, width: int, kernel: int) -> None:
+        super().__init__(width, width, kernel, padding=kernel // 2, groups=width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, weight = x.transpose(1, 2)[:, :, None], self.weight[:, :, None]
+        padding = (0, self.weight.shape[-1] // 2)
+        mixed = F.conv2d(rows, weight, self.bias, padding=padding, groups=self.groups)
+        return mixed[:, :, 0].transpose(1, 2)
+
+
+class Convolution(nn.Module):
+    """A gated linear unit, a convolution along time a channel, a norm, swish, and back."""
+
+    def __init__(self, config: ConformerConfig) -> None:
+        super().__init__()
+        width, self.dropout = config.width, config.dropout
+        self.norm = nn.LayerNorm(width)
+        self.enter = nn.Linear(width, 2 * width)
+        self.depthwise = Depthwise(width, config.kernel)
+        self.middle = _norm(config.norm, width)
+        self.leave = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.glu(self.enter(self.norm(x)), -1)
+        x = self.depthwise(x)
+        if isinstance(self.middle, nn.GroupNorm):
+            x = self.middle(x.transpose(1, 2)).transpose(1, 2)
+        elif isinstance(self.middle, nn.LayerNorm):
+            x = self.middle(x)
+        else:  # a batch's statistics are those of all its samples
+            x = self.middle(x.flatten(0, 1)).view_as(x)
+        return F.dropout(self.leave(F.silu(x)), self.dropout, self.training)
+
+
+def _norm(kind: Norm, width: int) -> nn.Module:
+    if kind == "layer":
+        return nn.LayerNorm(width)
+    return nn.BatchNorm1d(width) if kind == "batch" else nn.GroupNorm(math.gcd(8, width), width)
+
+
+class ConformerLayer(nn.Module):
+    """Feed-forward halves around attention and convolution, each added to its input; a norm."""
+
+    def __init__(self, config: ConformerConfig) -> None:
+        super().__init__()
+        self.feed1 = FeedForward(config)
+        self.attention = Attention(config)
+        self.convolution = Convolution(config)
+        self.feed2 = FeedForward(config)
+        self.norm = nn.LayerNorm(config.width)
+
+    def forward(self, x: Tensor, places: Tensor | None = None) -> Tensor:
+        x = x + 0.5 * self.feed1(x)
+        x = x + self.attention(x, places)
+        x = x + self.convolution(x)
+        return self.norm(x + 0.5 * self.feed2(x))
+
+
+KERNELS = (7, 5, 3)
+UNSEEN = -1  # the index of a subject that was not trained on
+
+
+class ConvolutionBlock(nn.Module):
+    """A convolution along time over all channels, a norm, LeakyReLU, dropout."""
+
+    def __init__(self, channels: int, width: int, kernel: int, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.conv = nn.Conv1d(channels, width, kernel, padding=kernel // 2)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x.transpose(1, 2)).transpose(1, 2)  # (B, T, width)
+        return F.dropout(F.leaky_relu(self.norm(x)), self.dropout, self.training)
+
+
+class ChannelAttention(nn.Module):
+    """Squeeze and excitation: a weight a channel, from all channels' means (Hu et al. 2018)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.squeeze = nn.Linear(width, max(1, width // 16))
+        self.excite = nn.Linear(max(1, width // 16), width)
+
+    def weights(self, x: Tensor) -> Tensor:
+        """(B, T, width) to (B, width), between 0 and 1."""
+        return torch.sigmoid(self.excite(F.relu(self.squeeze(x.mean(1)))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weights(x).unsqueeze(1)
+
+
+class Gate(nn.Module):
+    """How much of the stack's output a channel keeps, from the output's mean over time."""
+
+    def __init__(self, width: int, bias: float) -> None:
+        super().__init__()
+        self.down = nn.Linear(width, max(1, width // 4))
+        self.up = nn.Linear(max(1, width // 4), width)
+        nn.init.constant_(self.up.bias, bias)
+
+    def share(self, out: Tensor) -> Tensor:
+        """(B, T, width) to (B, 1, width), between 0 and 1."""
+        return torch.sigmoid(self.up(F.relu(self.down(out.mean(1))))).unsqueeze(1)
+
+    def forward(self, out: Tensor, into: Tensor) -> Tensor:
+        share = self.share(out)
+        return share * out + (1 - share) * into
+
+
+class _GradientScale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.scale, None
+
+
+def scale_gradient(x: Tensor, scale: float) -> Tensor:
+    """Return x itself; what flows back through it is multiplied."""
+    return x if scale == 1.0 else _GradientScale.apply(x, scale)
+
+
+class Conformer(nn.Module):
+    """EEG to a speech envelope, sample by sample."""
+
+    def __init__(self, config: ConformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.width
+        wide = (config.channels, width, width)
+        self.cnn = nn.Sequential(
+            *(
+                ConvolutionBlock(channels, width, kernel, config.dropout)
+                for channels, kernel in zip(wide, KERNELS, strict=True)
+            )
+        )
+        self.channels = ChannelAttention(width)
+        self.subjects = nn.Embedding(config.subjects, width)
+        nn.init.normal_(self.subjects.weight, std=0.02)
+        self.blocks = nn.ModuleList(ConformerLayer(config) for _ in range(config.layers))
+        if config.residual == "gated":
+            self.gate = Gate(width, config.gate_bias)
+        self.head = _head(config)
+
+    def forward(self, eeg: Tensor, subject: Tensor | None = None) -> Tensor:
+        """Decode (B, T, channels) of subjects (B,) into (B, T); None is unseen subjects only."""
+        into = self.embed(eeg, subject)
+        places = None
+        if self.config.attention == "relative":
+            places = self.waves(distances(eeg.shape[1], eeg.device))
+        out = into
+        for block in self.blocks:
+            out = block(out, places)
+        out = self.join(scale_gradient(out, self.config.gradient_scale), into)
+        with torch.autocast(eeg.device.type, enabled=False):  # r sees small differences
+            envelope = self.head(out.to(self.subjects.weight.dtype)).squeeze(-1)
+        return envelope.to(torch.promote_types(envelope.dtype, torch.float32))
+
+    def embed(self, eeg: Tensor, subject: Tensor | None) -> Tensor:
+        """What the stack is given: features, whose they are, and when: (B, T, width)."""
+        if eeg.dim() != 3:
+            raise BadInput(f"the EEG is {tuple(eeg.shape)}, not (B, T, channels)")
+        if eeg.shape[-1] != self.config.channels:
+            raise BadInput(
+                f"the EEG has {eeg.shape[-1]} channels, the model {self.config.channels}"
+            )
+        x = self.channels(self.cnn(eeg)) + self.rows(subject)
+        if self.config.attention == "plain":
+            x = x + self.waves(torch.arange(eeg.shape[1], device=eeg.device))
+        return F.dropout(x, self.config.dropout, self.training)
+
+    def waves(self, places: Tensor) -> Tensor:
+        """The sinusoids of places, as precise as the weights are."""
+        return sinusoids(places, self.config.width).to(self.subjects.weight.dtype)
+
+    def rows(self, subject: Tensor | None) -> Tensor:
+        """The subjects' embeddings, (B, 1, width), or (width,) for unseen subjects only."""
+        table = self.subjects.weight
+        unseen = table.mean(0) if self.config.unseen == "mean" else torch.zeros_like(table[0])
+        if subject is None:
+            return unseen
+        known = self.subjects(subject.clamp(min=0))  # (B, width)
+        return torch.where((subject < 0)[:, None], unseen, known).unsqueeze(1)
+
+    def join(self, out: Tensor, into: Tensor) -> Tensor:
+        """The stack's output with its input, as the residual says."""
+        if self.config.residual == "gated":
+            return self.gate(out, into)
+        return out + into if self.config.residual == "plain" else out
+
+
+def _head(config: ConformerConfig) -> nn.Module:
+    width = config.width
+    if config.head == "linear":
+        return nn.Linear(width, 1)
+    return nn.Sequential(
+        nn.LayerNorm(width),
+        nn.Linear(width, width // 2),
+        nn.GELU(),
+        nn.Dropout(config.dropout),
+        nn.Linear(width // 2, 1),
+    )
+
+
+def electrode_importance(
+    model: Conformer, eeg: Tensor, subject: Tensor | None = None, *, probes: int = 8, seed: int = 0
+) -> Tensor:
+    """Say how much the decoded envelope moves with each electrode of (B, T, channels).
+
+    The root mean square of the envelope's derivatives, all samples by all samples, times the
+    electrode's own deviation; estimated with random signs (Hutchinson 1990). Channel attention
+    weighs features, which mix electrodes, so it is asked through the whole model. Returns
+    (channels,), sum 1.
+    """
+    training = model.training
+    model.eval()
+    eeg = eeg.detach().requires_grad_()
+    draw = torch.Generator().manual_seed(seed)
+    with torch.enable_grad():
+        envelope = model(eeg, subject)
+    squares = torch.zeros_like(eeg[0, 0])
+    for _ in range(probes):
+        signs = torch.randint(0, 2, envelope.shape, generator=draw).to(envelope) * 2 - 1
+        (moved,) = torch.autograd.grad(envelope, eeg, signs, retain_graph=True)
+        squares += moved.square().mean((0, 1))
+    model.train(training)
+    strength = squares.sqrt() * eeg.detach().std((0, 1))
+    return strength / strength.sum()
+
+
+def build_conformer(settings: ConformerModel, channels: int, subjects: int, seed: int) -> Conformer:
+    """Build it on the CPU for so many EEG channels and training subjects; a seed, its weights."""
+    torch.manual_seed(seed)
+    return Conformer(
+        ConformerConfig(
+            channels=channels,
+            subjects=subjects,
+            width=settings.width,
+            layers=settings.layers,
+            heads=settings.heads,
+            hidden=settings.hidden or 4 * settings.width,
+            kernel=settings.kernel,
+            dropout=settings.dropout,
+            residual=settings.residual,
+            gate_bias=settings.gate_bias,
+            gradient_scale=settings.gradient_scale,
+            head=settings.head,
+            norm=settings.norm,
+            attention=settings.attention,
+            unseen=settings.unseen,
+        )
+    )

@@ -1,0 +1,46 @@
+"""What the tables of the architectures share."""
+
+from typing import Any
+
+from frostlab.roles.description import Entry, Fused, Table
+from frostlab.roles.parts import Heads
+
+QKV = Fused(("query", "key", "value"))
+QKV_PER_HEAD = Fused(("query", "key", "value"), interleaved=True)
+GATE_UP = Fused(("gate", "up"))
+
+
+def under(prefix: str, table: Table) -> dict[str, Entry]:
+    """Move a table below a path."""
+    return {f"{prefix}.{path}": entry for path, entry in table.items()}
+
+
+def cross(table: Table) -> dict[str, Entry]:
+    """Turn the attention of a table into cross-attention."""
+    return {path: _crossed(entry) for path, entry in table.items()}
+
+
+def _crossed(entry: Entry) -> Entry:
+    if isinstance(entry, Fused):
+        return Fused(entry.roles, entry.interleaved, cross=True)
+    return f"cross.{entry}" if isinstance(entry, str) else entry
+
+
+def heads_from(config: Any) -> Heads:
+    """Read the heads from a Hugging Face config's standard names."""
+    count = config.num_attention_heads
+    kv = getattr(config, "num_key_value_heads", None) or count
+    size = getattr(config, "head_dim", None) or config.hidden_size // count
+    return Heads(count, kv, size)
+
+
+def config_heads(module: Any, stack: str) -> Heads:
+    """The heads of a model with one stack."""
+    return heads_from(module.config)
+
+
+def two_sided_heads(module: Any, stack: str) -> Heads:
+    """The heads of a model whose config counts encoder and decoder heads apart."""
+    config = module.config
+    count = getattr(config, f"{stack}_attention_heads")
+    return Heads(count, count, config.d_model // count)

@@ -1,0 +1,78 @@
+"""Values as words on one line."""
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+NONE = "–"
+
+
+def hms(seconds: Any) -> str:
+    """Write seconds as h:mm:ss, rounded."""
+    if typed(seconds, int, float) is None or not math.isfinite(seconds):
+        return NONE
+    whole = round(abs(seconds))
+    return f"{'-' * (seconds < 0)}{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+
+
+def plain(value: Any) -> str:
+    """Write a value on one line of printable characters."""
+    if value is None:
+        return NONE
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
+
+
+def number(value: Any) -> str:
+    """Write a number to four digits."""
+    return NONE if typed(value, int, float) is None else f"{value:.4g}"
+
+
+def short(text: str, width: int) -> str:
+    """Cut a text to a width."""
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def effect(paired: dict[str, Any] | None) -> str:
+    """A paired effect with its interval, where it has one."""
+    if paired is None or paired["effect"] is None:
+        return "–"
+    sign, unit = ("", " ×") if paired["log"] else ("+", "")
+    between = [paired["low"], paired["high"]]
+    interval = "" if None in between else " [" + ", ".join(f"{x:{sign}.4g}" for x in between) + "]"
+    return f"{paired['effect']:{sign}.4g}{interval}{unit}"
+
+
+def ratio(values: dict[str, Any] | None) -> str:
+    """A ratio with its interval."""
+    if values is None or values["ratio"] is None:
+        return "–"
+    between = [values["low"], values["high"]]
+    interval = "" if None in between else f" [{between[0]:.4f}, {between[1]:.4f}]"
+    return f"{values['ratio']:.4f}{interval}"
+
+
+def mean_and_std(spread: dict[str, Any] | None) -> str:
+    """A mean, and the standard deviation where there are several."""
+    if spread is None:
+        return "–"
+    return f"{spread['mean']:.4g}" + ("" if spread["n"] < 2 else f" ± {spread['std']:.2g}")
+
+
+def mebibytes(value: float | None) -> str:
+    """Bytes as MiB."""
+    return "–" if value is None else f"{value / 2**20:,.0f} MiB"
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def typed(value: Any, *kinds: type) -> Any:
+    """Return the value if it is of one of these types, else None; True is no number."""
+    return value if isinstance(value, kinds) and not isinstance(value, bool) else None

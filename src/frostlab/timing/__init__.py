@@ -1,0 +1,1 @@
+"""Timing: clocks, interleaved measurements, and the work that bounds a step."""

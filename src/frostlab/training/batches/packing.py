@@ -1,0 +1,129 @@
+"""Examples of different lengths in one row, and the few row widths a run needs."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from frostlab.data.tokens import Tokens
+from frostlab.models.attention import Packing
+from frostlab.training.batches.batch import IGNORED, Batch, Order, row_lengths
+
+_GRAIN = 64  # widths are multiples of this
+_WIDTHS = 8
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The shapes packed rows are filled up to, so that a device meets only few of them."""
+
+    widths: tuple[int, ...]  # tokens of a row, ascending
+    examples: int
+    longest: int
+
+    def width(self, tokens: int) -> int:
+        """The narrowest row that holds so many tokens."""
+        return next((w for w in self.widths if w >= tokens), int(_grains(tokens)))
+
+
+def shapes_for(tokens: Tokens, parts: Order) -> Shapes:
+    """At most eight widths that these parts of batches waste the fewest tokens in."""
+    lengths = row_lengths(tokens)
+    sums = np.array([int(lengths[rows].sum()) for rows in parts])
+    needed, counts = np.unique(_grains(sums), return_counts=True)
+    most = max(len(rows) for rows in parts)
+    return Shapes(_fewest_wasted(needed, counts), most, int(_grains(lengths.max())))
+
+
+def _grains(count: Any) -> Any:
+    return -(-count // _GRAIN) * _GRAIN
+
+
+def _fewest_wasted(needed: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[int, ...]:
+    """Choose widths so that rows of the needed ones, each so often, are filled up the least."""
+    held = np.concatenate([[0], np.cumsum(counts)])
+    used = np.concatenate([[0], np.cumsum(counts * needed)])
+    last = np.arange(1, len(needed) + 1)
+    # waste[i, j]: what rows i…j−1 waste in the width of row j−1
+    waste = (held[last] - held[:, None]) * needed - (used[last] - used[:, None])
+    waste = np.where(np.arange(len(needed) + 1)[:, None] < last, waste, np.inf)
+    best = np.concatenate([[0.0], np.full(len(needed), np.inf)])
+    choices = []
+    for _ in range(min(_WIDTHS, len(needed))):
+        total = best[:, None] + waste
+        choices.append(total.argmin(0))
+        best = np.concatenate([[0.0], total.min(0)])
+    widths, end = [], len(needed)
+    for choice in reversed(choices):
+        if end:
+            widths.append(int(needed[end - 1]))
+            end = int(choice[end - 1])
+    return tuple(sorted(widths))
+
+
+def pack(
+    tokens: Tokens,
+    rows: NDArray[np.int64],
+    pad: int,
+    *,
+    types: bool = False,
+    shapes: Shapes | None = None,
+    width: int | None = None,
+    table: NDArray[np.int64] | None = None,
+) -> Batch:
+    """Put examples behind each other in one row; `shapes` fills it up to one of few shapes.
+
+    `table` says where examples begin in a table of all tokens: the batch then has their places.
+    No rows make a row of filler that counts for nothing, so that every process takes every step.
+    """
+    lengths = row_lengths(tokens, rows)
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(rows) else 0
+    if width is None:
+        width = max(total, 1) if shapes is None else shapes.width(total)
+    examples = max(len(rows), 1) if shapes is None else shapes.examples
+    longest = int(lengths.max(initial=1))
+    if shapes is not None:  # doubled until it covers the filler, too: few different ones
+        longest = shapes.longest
+        while longest < width - total:
+            longest *= 2
+    longest = max(longest, width - total)
+
+    owner = np.repeat(np.arange(len(rows)), lengths)  # of each real token
+    place = np.arange(total) - np.repeat(ends - lengths, lengths)
+    at = np.repeat(tokens.starts[rows], lengths) + place
+    ids = np.full(width, pad, np.int64)
+    owners, places = np.full(width, examples, np.int64), np.zeros(width, np.int64)
+    ids[:total], owners[:total], places[:total] = np.take(tokens.ids, at), owner, place
+    bounds = np.full(examples + 2, total, np.int32)
+    bounds[0], bounds[1 : len(rows) + 1], bounds[-1] = 0, ends, width
+
+    if tokens.labels is not None:
+        targets = np.full(examples, IGNORED, np.int64)
+        targets[: len(rows)] = tokens.labels[rows]
+    else:
+        targets = np.full(width, IGNORED, np.int64)
+        targets[:total] = np.take(tokens.ids, at + 1)
+        if tokens.scored_from is not None:
+            targets[:total][place + 1 < tokens.scored_from[rows][owner]] = IGNORED
+    inputs = {"input_ids": torch.from_numpy(ids[None])}
+    if types and tokens.second is not None:
+        second = np.zeros((1, width), np.int64)
+        second[0, :total] = place >= tokens.second[rows][owner]
+        inputs["token_type_ids"] = torch.from_numpy(second)
+    if table is not None:
+        cached = np.zeros((1, width), np.int64)
+        cached[0, :total] = np.repeat(table[rows], lengths) + place
+        inputs["cached"] = torch.from_numpy(cached)
+    return Batch(
+        inputs,
+        torch.from_numpy(targets if tokens.labels is not None else targets[None]),
+        examples=len(rows),
+        tokens=total,
+        scored=int((targets != IGNORED).sum()),
+        packing=Packing(
+            torch.from_numpy(bounds), torch.from_numpy(owners), torch.from_numpy(places), longest
+        ),
+    )

@@ -1,0 +1,177 @@
+"""Whole recordings decoded and scored, with the linear baseline beside: what a run reports."""
+
+import json
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from frostlab.data.eeg.recordings import Signals, Windows
+from frostlab.data.prepare import prepare
+from frostlab.envelopes.correlation import stitch, window_starts
+from frostlab.envelopes.figures import Rows, eeg_page, excerpt_rows, kernel_rows
+from frostlab.envelopes.ridge import fit_ridge
+from frostlab.envelopes.scores import EnvelopeScores, score_recordings
+from frostlab.errors import BadInput, first_line
+from frostlab.models.conformer import Conformer, electrode_importance
+from frostlab.records.folder import REPORTED, SCORES, SPLITS, RunRecord, read_scores, scores_file
+from frostlab.storage import build_once, cache_folder, write_whole
+from frostlab.training.batches.batch import WindowExamples, cut, shared
+from frostlab.training.setup import best_model, recipe_of
+from frostlab.training.state import Setting
+from frostlab.training.step.compiled import uncompiled
+
+_FORMAT = 1  # raise it when the baseline, or how it is scored, changes
+
+Scores = dict[str, EnvelopeScores]  # by split
+
+
+def baseline_scores(signals: Signals) -> Scores:
+    """The ridge decoder's scores, fitted once for the same data, whoever asks.
+
+    Before a run begins this also finds out whether its recordings can be scored at all.
+    """
+
+    def build(folder: Path) -> None:
+        ridge = fit_ridge(signals.splits["train"].recordings, signals.rate)
+        found = {}
+        for split in reported(signals):
+            recordings = signals.splits[split].recordings
+            decoded = {each.name: ridge.predict(each) for each in recordings}
+            found[split] = score_recordings(decoded, recordings, signals.rate).to_dict()
+        (folder / SCORES).write_text(json.dumps(found))
+
+    place = cache_folder(None) / "ridge" / f"{signals.digest[:32]}-{_FORMAT}"
+    kept = json.loads((build_once(place, build) / SCORES).read_text())
+    return {split: EnvelopeScores.from_dict(said) for split, said in kept.items()}
+
+
+def reported(signals: Signals) -> tuple[str, ...]:
+    """The splits that nothing was chosen by."""
+    return tuple(split for split in REPORTED if split in signals.splits)
+
+
+def measure_recordings(
+    setting: Setting, signals: Signals, quick: dict[str, Any]
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Score whole recordings of every reported split; return metrics, and a summary for the record.
+
+    Beside them in the metrics is what single windows gave: the loss, and their mean r.
+    """
+    ridge, decoded, model = baseline_scores(signals), {}, {}
+    for split in reported(signals):
+        windows = signals.splits[split]
+        decoded[split] = decode(setting, windows)
+        model[split] = score_recordings(decoded[split], windows.recordings, signals.rate)
+    scores = {split: {"model": model[split], "ridge": ridge[split]} for split in model}
+    if setting.folder:
+        arrays = {
+            name: each.astype(np.float32) for d in decoded.values() for name, each in d.items()
+        }
+        np.savez(setting.folder.path / "decoded.npz", **arrays)  # type: ignore[arg-type]
+        text = json.dumps(scores_file(scores, signals.known))
+        write_whole(setting.folder.path / SCORES, text)
+    metrics = {"pearson": model["report"].summary.mean, "loss": quick["loss"]}
+    for split, found in model.items():
+        ending = "" if split == "report" else f"_{split}"
+        metrics[f"pearson{ending}"] = found.summary.mean
+        metrics[f"ridge{ending}"] = ridge[split].summary.mean
+        metrics[f"chance{ending}"] = found.summary.null.high
+        if (matched := found.summary.match.accuracy) is not None:
+            metrics[f"match{ending}"] = matched
+    metrics["window_pearson"] = quick["pearson"]
+    return metrics, {
+        split: {
+            name: each.to_dict()["summary"] | {"digest": each.digest} for name, each in d.items()
+        }
+        for split, d in scores.items()
+    }
+
+
+@torch.no_grad()
+def decode(setting: Setting, windows: Windows) -> dict[str, NDArray[np.float64]]:
+    """Each recording's envelope, by name, from windows of which half overlaps."""
+    recipe, device, world = setting.recipe, setting.device, setting.world
+    batch = recipe.evaluate.batch or recipe.train.batch // recipe.train.accumulate
+    examples, half = WindowExamples(windows), max(1, windows.length // 2)
+    starts = [window_starts(len(each), windows.length, half) for each in windows.recordings]
+    rows = np.concatenate([b + s for b, s in zip(windows.bounds[:-1], starts, strict=True)])
+    decoded = torch.zeros(len(rows), windows.length, device=device)
+    setting.objective.eval()
+    with uncompiled():
+        for places in cut(np.arange(len(rows)), batch):
+            (mine,) = shared(places, world.rank, world.size, parts=1)
+            bf16 = setting.precision == torch.bfloat16
+            with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+                found = setting.objective(examples.collate(rows[mine]).to(device), want="logits")
+            decoded[torch.from_numpy(mine).to(device)] = found[: len(mine)].float()
+    ends = np.cumsum([len(each) for each in starts])[:-1]
+    parts = np.split(world.total(decoded).cpu().numpy(), ends)
+    return {
+        each.name: stitch(part, at, len(each))
+        for each, part, at in zip(windows.recordings, parts, starts, strict=True)
+    }
+
+
+_WINDOWS = 32  # that electrodes are judged by
+
+
+def draw_run(folder: Path, data_dir: Path | None = None) -> Path:
+    """Write a page with figures of a finished run into its folder, and return the page."""
+    record = RunRecord(folder)
+    if record.status != "finished":
+        raise BadInput(f"{folder} is {record.status}; a page needs a finished run")
+    recipe = recipe_of(record)
+    if recipe.data.task != "envelope":
+        raise BadInput(f"{folder} is a run for {recipe.data.task}; this page is for envelopes")
+    scores = read_scores(folder)
+    signals = prepare(recipe, data_dir)
+    assert isinstance(signals, Signals)
+    model = best_model(record, recipe, signals)
+    assert isinstance(model, Conformer)
+    kernels = model.get_parameter("cnn.0.conv.weight").detach()  # (filters, channels, taps)
+    return eeg_page(
+        folder / "envelopes",
+        scores,
+        best=json.loads((folder / SCORES).read_text("utf-8"))["best"],
+        excerpts=_excerpts(folder, signals),
+        kernels=kernel_rows(kernels.numpy(), signals.rate, first=-(kernels.shape[-1] // 2)),
+        importance=(signals.channels, _importance(model, signals)),
+        caution=record.result["caution"],
+        titles=SPLITS,
+    )
+
+
+def _excerpts(folder: Path, signals: Signals) -> dict[str, Rows]:
+    """The middle of each split's first recording: what was heard, and what was decoded."""
+    found, decoded = {}, _decoded(folder / "decoded.npz")
+    for split, meaning in SPLITS.items():
+        if split in signals.splits:
+            first = signals.splits[split].recordings[0]
+            shown = {"heard": first.envelope, "decoded": decoded[first.name]}
+            seconds = min(10.0, len(first) / signals.rate)
+            start = (len(first) / signals.rate - seconds) / 2
+            found[f"{first.name} ({meaning})"] = excerpt_rows(
+                shown, signals.rate, start=start, seconds=seconds
+            )
+    return found
+
+
+def _decoded(path: Path) -> dict[str, NDArray[np.float32]]:
+    try:
+        with path.open("rb") as file, np.load(file) as held:
+            return dict(held)
+    except (OSError, ValueError, EOFError, BadZipFile) as error:
+        raise BadInput(f"{path} cannot be read ({first_line(error)})") from None
+
+
+def _importance(model: Conformer, signals: Signals) -> NDArray[np.float32]:
+    """How much every electrode moves what is decoded, over windows of the reporting split."""
+    examples = WindowExamples(signals.splits["report"])
+    rows = signals.splits["report"].grid
+    some = rows[np.linspace(0, len(rows) - 1, min(_WINDOWS, len(rows))).round().astype(int)]
+    inputs = examples.collate(some).inputs
+    return electrode_importance(model, inputs["eeg"], inputs["subject"]).numpy()

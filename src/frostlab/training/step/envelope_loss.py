@@ -1,0 +1,150 @@
+"""A decoder of envelopes and its loss: what a step differentiates and an evaluation reads."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from frostlab.errors import BadInput, nearest
+from frostlab.recipe.model import SCALES, EnvelopeLoss
+from frostlab.recipe.recipe import Recipe
+from frostlab.training.batches.batch import Batch
+from frostlab.training.step.objective import Exits, Objective
+
+
+class EnvelopeObjective(Objective):
+    """Calls a model that answers (B, T, channels) of EEG with (B, T) of envelope."""
+
+    def __init__(self, model: nn.Module, loss: EnvelopeLoss) -> None:
+        super().__init__(model)
+        self.loss = loss
+
+    def forward(self, batch: Batch, want: Literal["loss", "logits"] | Exits = "loss") -> Tensor:
+        """The loss, summed over windows, or the prediction."""
+        prediction: Tensor = self.model(**batch.inputs)
+        return prediction if want == "logits" else self.loss_of(prediction, batch)
+
+    def loss_of(self, prediction: Tensor, batch: Batch) -> Tensor:
+        """The loss of a prediction; a window that stands in for none counts for nothing."""
+        kind, weight, scales = self.loss.kind, self.loss.weight, self.loss.scales
+        found = envelope_loss(kind, prediction, batch.targets, weight=weight, scales=scales)
+        return found if batch.scored else 0.0 * found
+
+
+def objective_for(model: nn.Module, recipe: Recipe) -> Objective:
+    """A model with the loss of its task."""
+    if recipe.data.task == "envelope":
+        return EnvelopeObjective(model, recipe.loss or EnvelopeLoss())
+    return Objective(model)
+
+
+LossKind = Literal["pearson", "pearson-l1", "mse-pearson", "multiscale"]
+KINDS = ("pearson", "pearson-l1", "mse-pearson", "multiscale")
+_FLAT = 16.0  # a spread of so many rounding errors is none
+_TINY = 1e-30
+
+
+def envelope_loss(
+    kind: LossKind,
+    prediction: Tensor,
+    target: Tensor,
+    *,
+    weight: float | None = None,
+    scales: Sequence[int] | None = None,
+) -> Tensor:
+    """The losses of (B, T) windows, summed over the windows.
+
+    Args:
+        kind: "pearson" −r, "pearson-l1" −r + weight·L1, "mse-pearson" MSE + weight·(1 − r)²,
+            "multiscale" the mean of −r over average-pooled scales.
+        weight: of the second term, 1 where not given.
+        scales: samples that are averaged into one, 1, 2, 4 and 8 where not given.
+    """
+    return window_losses(kind, prediction, target, weight=weight, scales=scales).sum()
+
+
+def window_losses(
+    kind: LossKind,
+    prediction: Tensor,
+    target: Tensor,
+    *,
+    weight: float | None = None,
+    scales: Sequence[int] | None = None,
+) -> Tensor:
+    """The loss of each of (B, T) windows, as `envelope_loss` sums them: (B,)."""
+    _check(kind, prediction, target, weight, scales)
+    share = 1.0 if weight is None else weight
+    x, y = _exact(prediction), _exact(target)
+    if kind == "multiscale":
+        chosen = SCALES if scales is None else scales
+        pooled = [pearson(_pool(x, scale), _pool(y, scale)) for scale in chosen]
+        return -torch.stack(pooled).mean(0)
+    r = pearson(x, y)
+    if kind == "mse-pearson":
+        return (x - y).square().mean(-1) + share * (1 - r).square()
+    return -r if kind == "pearson" else share * (x - y).abs().mean(-1) - r
+
+
+def pearson(prediction: Tensor, target: Tensor) -> Tensor:
+    """Pearson's r along the last axis; 0, with a gradient of 0, where either is constant."""
+    x, flat_x = _centred(_exact(prediction))
+    y, flat_y = _centred(_exact(target))
+    product, sizes = (x * y).sum(-1), x.square().sum(-1) * y.square().sum(-1)
+    flat = flat_x | flat_y
+    return torch.where(flat, 0.0, product * torch.where(flat, 1.0, sizes).rsqrt())
+
+
+def _centred(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A signal without its mean, its largest value 1, and whether it was constant: then zeros.
+
+    r does not depend on the scale, so dividing by one that is held fixed leaves its gradient
+    right, and squares neither vanish nor overflow.
+    """
+    with torch.no_grad():
+        noise = (_FLAT * torch.finfo(x.dtype).eps * x.abs().amax(-1, keepdim=True)).clamp(min=_TINY)
+    x = x - x.mean(-1, keepdim=True)
+    with torch.no_grad():
+        largest = x.abs().amax(-1, keepdim=True)
+        flat = largest <= noise
+        scale = torch.where(flat, 0.0, 1.0 / largest.clamp(min=_TINY))
+    return x * scale, flat.squeeze(-1)
+
+
+def _exact(x: Tensor) -> Tensor:
+    """At least float32, which autocast leaves alone: there is no matrix product here."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _pool(x: Tensor, scale: int) -> Tensor:
+    """Average (B, T) over steps of `scale` samples; what is left at the end is left out."""
+    return F.avg_pool1d(x.unsqueeze(1), scale).squeeze(1)
+
+
+def _check(
+    kind: str,
+    prediction: Tensor,
+    target: Tensor,
+    weight: float | None,
+    scales: Sequence[int] | None,
+) -> None:
+    if kind not in KINDS:
+        raise BadInput(f"envelope_loss: `{kind}` is not a loss{nearest(kind, KINDS)}")
+    if prediction.shape != target.shape or prediction.dim() != 2:
+        shapes = f"{tuple(prediction.shape)} and {tuple(target.shape)}"
+        raise BadInput(f"envelope_loss: prediction and target are {shapes}, not both (B, T)")
+    if weight is not None and kind in ("pearson", "multiscale"):
+        raise BadInput(f"envelope_loss: weight {weight} is given, but {kind} has one term only")
+    if scales is not None and kind != "multiscale":
+        raise BadInput(f"envelope_loss: scales are given, but kind is {kind}, not multiscale")
+    chosen = (SCALES if scales is None else scales) if kind == "multiscale" else (1,)
+    if not chosen or min(chosen) < 1:
+        raise BadInput(
+            f"envelope_loss: scales {tuple(chosen)} are no samples to average; from 1 on"
+        )
+    if prediction.shape[1] < 2 * max(chosen):
+        raise BadInput(
+            f"envelope_loss: a window of {prediction.shape[1]} samples leaves no two at scale "
+            f"{max(chosen)}; the largest that fits is {prediction.shape[1] // 2}"
+        )

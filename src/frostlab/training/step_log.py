@@ -1,0 +1,173 @@
+"""Collects what steps leave on the device and reads it in blocks, so that no step waits."""
+
+import math
+import statistics
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from frostlab.flow.measurements import report_event
+from frostlab.records.folder import RunFolder
+from frostlab.timing.clock import OVERLAPPED, SETUP, Lap, Stopwatch, training_seconds
+from frostlab.training.distributed import World
+from frostlab.training.step.eager import Diverged, EagerStep, Outcome
+
+
+def clocks(events: list[dict[str, Any]], seconds: dict[str, float]) -> dict[str, Any]:
+    """Totals, steps and rates; warm-up steps are counted apart."""
+    blocks = [event for event in events if event["kind"] == "step"]
+    times = [ms for block in blocks for ms in block["ms"][block["warmup"] :]]
+    training = training_seconds(seconds)
+    data, overlapped = seconds.get("data", 0.0), seconds.get(OVERLAPPED, 0.0)
+    real, padded = (sum(block[key] for block in blocks) for key in ("tokens", "padded"))
+    packed = any(event.get("packed") for event in events)
+    examples = sum(block["examples"] for block in blocks)
+    epochs = [event["seconds"] for event in events if event["kind"] == "epoch"]
+    return {
+        "total_seconds": round(seconds.get("total", 0.0), 4),
+        "train_seconds": round(training, 4),
+        "validation_seconds": round(seconds.get("validation", 0.0), 4),
+        "data_seconds": round(data + overlapped, 4),
+        "data_overlapped_seconds": round(overlapped, 4),
+        "checkpoint_seconds": round(seconds.get("checkpoint", 0.0), 4),
+        "setup_seconds": round(seconds.get(SETUP, 0.0), 4),
+        "epoch_seconds": epochs,
+        "step_ms": spread(times),
+        "warmup_ms": [ms for block in blocks for ms in block["ms"][: block["warmup"]]],
+        "tokens": real,
+        "tokens_per_second": round(real / training, 1) if training > 0 else None,
+        "examples_per_second": round(examples / training, 2) if training > 0 else None,
+        "padding_share": round(1 - real / padded, 4) if padded else None,
+        "packing_efficiency": round(real / padded, 4) if packed and padded else None,
+    }
+
+
+def spread(times: list[float]) -> dict[str, float | int] | None:
+    """Median, mean, 95th percentile and coefficient of variation of some milliseconds."""
+    if not times:
+        return None
+    mean = statistics.fmean(times)
+    ordered = sorted(times)
+    return {
+        "count": len(times),
+        "median": round(statistics.median(times), 4),
+        "mean": round(mean, 4),
+        "p95": round(ordered[min(len(times) - 1, math.ceil(0.95 * len(times)) - 1)], 4),
+        "cv": round(statistics.pstdev(times) / mean, 4) if mean else 0.0,
+    }
+
+
+_BLOCK = 50
+WARMUP = 5  # steps after a start whose times are marked
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One step: what it left, and what it was given."""
+
+    step: int
+    outcome: Outcome
+    rate: float
+    tokens: int
+    padded: int  # what this process's rows hold, filler and all
+    examples: int
+    lap: Lap
+
+
+class Ledger:
+    """Turns steps into events; finds, at the latest a block later, that a run has diverged."""
+
+    def __init__(
+        self, step: EagerStep, watch: Stopwatch, world: World, folder: RunFolder | None
+    ) -> None:
+        self._step, self._watch, self._world, self._folder = step, watch, world, folder
+        self._waits = step.device.type != "cpu"
+        self._entries: list[Entry] = []
+        self._first: int | None = None
+        self.loss: float | None = None
+
+    def add(self, entry: Entry) -> None:
+        """Take in a step; on the CPU what is broken is noticed at once."""
+        if self._first is None:
+            self._first = entry.step
+        self._entries.append(entry)
+        self._write_flow()
+        if self._waits:
+            if len(self._entries) >= 2 * _BLOCK:
+                self._settle(_BLOCK)
+        elif len(self._entries) >= _BLOCK or int(entry.outcome.broken) >= 0:
+            self._settle(len(self._entries))
+
+    def settle(self) -> None:
+        """Read and write down every step that is not yet written down."""
+        if self._entries:
+            self._settle(len(self._entries))
+
+    def __enter__(self) -> "Ledger":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, *trace: object) -> None:
+        """Settle, and end watching; after an error, as far as the device still answers.
+
+        Processes add up their losses, so one of several that fails leaves its last block unwritten.
+        """
+        if error is None:
+            self._close()
+        elif self._world.size == 1:
+            with suppress(Exception):  # a device that failed may not be read, a disk may be full
+                self._close()
+
+    def _close(self) -> None:
+        try:
+            self.settle()
+        finally:
+            if self._step.flow is not None:
+                self._step.flow.stop()
+
+    def _settle(self, count: int) -> None:
+        block = self._entries[:count]
+        outcomes = [entry.outcome for entry in block]
+        values = torch.stack([outcome.values for outcome in outcomes])
+        held = values.new_tensor([entry.padded for entry in block])  # as exact as 2**24 is
+        losses, padded = self._world.total(torch.stack([values[:, 0], held])).tolist()
+        _, norms, broken = values.T.tolist()
+        self.loss = next((x for x in reversed(losses) if math.isfinite(x)), None)
+        assert self._first is not None
+        times = self._watch.milliseconds([entry.lap for entry in block])
+        self._write_flow()
+        if self._folder is not None:
+            self._folder.event(
+                "step",
+                block[-1].step,
+                first=block[0].step,
+                loss=[_short(value) for value in losses],
+                norm=[_short(value) for value in norms],
+                ms=[round(value, 4) for value in times],
+                rate=block[-1].rate,
+                tokens=sum(entry.tokens for entry in block),
+                padded=round(sum(padded)),
+                examples=sum(entry.examples for entry in block),
+                warmup=max(0, min(count, self._first + WARMUP - block[0].step)),
+            )
+        del self._entries[:count]
+        for entry, index, loss in zip(block, broken, losses, strict=True):
+            if index >= 0:
+                raise Diverged(
+                    entry.step, f"the gradient of {self._step.name_of(int(index))}", loss
+                )
+
+    def _write_flow(self) -> None:
+        """Write down which measurements have arrived; every process lets go of its own."""
+        if self._step.flow is None:
+            return
+        for report in self._step.flow.take():
+            if self._folder is not None:
+                event = report_event(report, self._step.flow.parts)
+                self._folder.event("flow", report.step, **event)
+
+
+def _short(value: float) -> float | None:
+    """A number as it is, to 7 digits; JSON has no NaN."""
+    return float(f"{value:.7g}") if math.isfinite(value) else None

@@ -1,0 +1,177 @@
+"""A treatment applied to a model, and digests that prove what it left alone."""
+
+import hashlib
+import re
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from frostlab.errors import BadInput, FrostlabError, UnknownArchitecture
+from frostlab.recipe.recipe import Recipe
+from frostlab.recipe.treatment import LowRank, Orthogonalize, Scales
+from frostlab.roles.parts import Part, Slot
+from frostlab.roles.read import anatomy, survey
+from frostlab.roles.snapshot import Anatomy
+from frostlab.surgery.audit import Audit, audit
+from frostlab.surgery.freeze import freeze
+from frostlab.surgery.origin import digest
+from frostlab.surgery.orthogonal import orthogonalize, randomize
+from frostlab.training.distributed import whole
+
+
+def treat(model: nn.Module, recipe: Recipe) -> set[str]:
+    """Do what the recipe's treatment says; return the keys of what got new values or is new.
+
+    Surgery draws from generators of its own, so everything else is as without it.
+    """
+    surgery, touched = recipe.surgery, set[str]()
+    for change in surgery.init:
+        touched |= {p.key for p in anatomy(model).select(*change.select) if p.kind == "weight"}
+        if isinstance(change, Orthogonalize):
+            orthogonalize(
+                model, *change.select, scope=change.scope, source=change.source, seed=recipe.seed
+            )
+        else:
+            randomize(model, *change.select, std=change.std, seed=recipe.seed)
+    if surgery.peft is not None:
+        touched |= adapt(model, surgery.peft, recipe.seed)
+    if surgery.frozen:
+        _freeze(model, recipe)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise BadInput("treatment.freeze leaves nothing that learns")
+    return touched
+
+
+def _freeze(model: nn.Module, recipe: Recipe) -> None:
+    """Freeze what the treatment says; a named one did not write the selection it is told of."""
+    try:
+        freeze(model, *recipe.surgery.frozen)
+    except UnknownArchitecture:
+        raise
+    except BadInput as error:
+        raise BadInput(f"treatment {recipe.treatment_name}: {error}") from None
+
+
+def weight_digests(model: nn.Module) -> dict[str, str]:
+    """A digest of every part, so that two runs can be compared weight by weight."""
+    try:
+        found, slots = survey(model)
+    except UnknownArchitecture:
+        return {name: digest(tensor)[:16] for name, tensor in model.state_dict().items()}
+    return {part.key: digest(slots[part.name].read(part.rows))[:16] for part in found.parts}
+
+
+def state_digest(model: nn.Module) -> str:
+    """One digest of all of a model's weights and buffers."""
+    made = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        made.update(f"{name} {digest(whole(value))}".encode())
+    return made.hexdigest()[:16]
+
+
+def audit_frozen(model: nn.Module, recipe: Recipe) -> Audit | None:
+    """Digests of what the treatment or a stage froze, or nothing if nothing is."""
+    by_stage = recipe.stages and not all(p.requires_grad for p in model.parameters())
+    return audit(model) if recipe.surgery.frozen or by_stage else None
+
+
+def count_parameters(model: nn.Module) -> dict[str, int]:
+    """How many parameters there are, learn, and are frozen; a tied one counts once."""
+    total = sum(p.numel() for p in model.parameters())
+    learn = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return {"total": total, "trainable": learn, "frozen": total - learn}
+
+
+def wants_types(model: Any) -> bool:
+    """Whether a model can tell the second text of a pair from the first."""
+    config = getattr(model, "config", None)
+    return getattr(config, "type_vocab_size", 0) > 1
+
+
+_WHERE = "treatment.peft.select"
+
+
+def adapt(model: nn.Module, wanted: LowRank | Scales, seed: int) -> set[str]:
+    """Put adapters into a model, in place, and return their keys; its outputs stay what they were.
+
+    PEFT draws from torch's generator, which is set aside meanwhile: nothing else is drawn anew.
+    """
+    peft = _peft()
+    found, slots = survey(model)
+    chosen = _chosen(found, slots, wanted.select)
+    targets = {part.name.rpartition(".")[0]: part for part in chosen}
+    config = _config(peft, wanted, targets, transposed=any(part.axis for part in chosen))
+    with torch.random.fork_rng([]):
+        torch.manual_seed(_seed(seed))
+        peft.inject_adapter_in_model(config, model)
+    found, slots = survey(model)
+    if {s.adapts for s in slots.values() if s.adapts is not None} != targets.keys():
+        raise FrostlabError(f"{_WHERE}: PEFT adapted other modules than it was asked to")
+    return {part.key for part in found.select("adapter")}
+
+
+def _peft() -> ModuleType:
+    try:
+        import peft
+    except ImportError:
+        raise BadInput("treatment.peft needs PEFT: pip install 'frostlab[peft]'") from None
+    return peft
+
+
+def _chosen(found: Anatomy, slots: dict[str, Slot], selections: tuple[str, ...]) -> list[Part]:
+    """The weights a selection names: whole projections, for adapters go around those."""
+    try:
+        chosen = [part for part in found.select(*selections) if part.kind == "weight"]
+    except BadInput as error:
+        raise BadInput(f"{_WHERE}: {error}") from None
+    if not chosen:
+        raise BadInput(f"{_WHERE}: names biases alone; adapters go around weights")
+    keys = {part.key for part in chosen}
+    for part in chosen:
+        if part.role == "head":
+            raise BadInput(f"{_WHERE}: {part.name} is of the head, which learns as a whole")
+        projection = isinstance(slots[part.name].owner, nn.Linear) or part.axis == 1
+        if not part.matmul or not projection or part.ties:
+            raise BadInput(
+                f"{_WHERE}: {part.name} ({part.role}) is no projection of its own; "
+                "select among query, key, value, output, up, gate, down"
+            )
+        held = [other for other in found.parts if other.name == part.name]
+        if not {other.key for other in held} <= keys:
+            roles = ", ".join(other.role for other in held)
+            raise BadInput(
+                f"{_WHERE}: {part.name} holds {roles} in one; select all of them, or none"
+            )
+    return chosen
+
+
+def _config(peft: Any, wanted: LowRank | Scales, targets: dict[str, Part], transposed: bool) -> Any:
+    """PEFT's own settings; patterns match whole paths, where lists would match endings."""
+    every = _pattern(targets)
+    if isinstance(wanted, LowRank):
+        return peft.LoraConfig(
+            r=wanted.r,
+            lora_alpha=wanted.alpha,
+            lora_dropout=wanted.dropout,
+            target_modules=every,
+            use_dora=wanted.method == "dora",
+            fan_in_fan_out=transposed,
+        )
+    down = [path for path, part in targets.items() if part.role == "down"]
+    return peft.IA3Config(
+        target_modules=every,
+        feedforward_modules=_pattern(down) if down else [],
+        fan_in_fan_out=transposed,
+    )
+
+
+def _pattern(paths: Iterable[str]) -> str:
+    return "|".join(map(re.escape, paths))
+
+
+def _seed(seed: int) -> int:
+    """A seed for adapters alone: none that the model, the data or a step is seeded with."""
+    return int.from_bytes(hashlib.sha256(f"adapters {seed}".encode()).digest()[:8], "big") >> 1

@@ -1,0 +1,96 @@
+"""Rules: what they accept, the direction of metrics, and what each look spends."""
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+from scipy import stats
+
+from frostlab.comparison.plan import Rules, rules_for, spent
+from frostlab.comparison.statistics import t_test
+from frostlab.errors import BadInput
+
+
+@pytest.mark.parametrize(
+    ("metric", "lower", "log"),
+    [
+        ("accuracy", False, False),
+        ("macro_f1", False, False),
+        ("loss", True, False),
+        ("perplexity", True, True),
+        ("train_seconds", True, True),
+        ("step_ms", True, True),
+        ("peak_bytes", True, True),
+    ],
+)
+def test_a_known_metric_brings_its_direction_and_scale(metric: str, lower: bool, log: bool) -> None:
+    rules = rules_for(metric)
+    assert (rules.lower_is_better, rules.log) == (lower, log)
+    assert (rules.alpha, rules.level, rules.history()) == (0.05, 0.05, None)
+
+
+def test_an_unknown_metric_is_refused_with_the_nearest() -> None:
+    with pytest.raises(BadInput, match="`acuracy` has no known .*did you mean `accuracy`"):
+        rules_for("acuracy")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"alpha": 0.0},
+        {"alpha": 0.5},
+        {"minimum_effect": 0.0},
+        {"noninferior": 0.95},
+        {"look": 0},
+        {"looks": 0},
+        {"seeds": 6},
+        {"metric": ""},
+        {"log": "yes"},
+    ],
+)
+def test_bad_rules_are_refused(wrong: dict[str, object]) -> None:
+    good = {"metric": "loss", "lower_is_better": True}
+    with pytest.raises(ValidationError):
+        Rules.model_validate(good | wrong)
+
+
+def test_rules_never_change() -> None:
+    with pytest.raises(ValidationError):
+        rules_for("loss").alpha = 0.1  # type: ignore[misc]
+
+
+def test_what_each_look_spends() -> None:
+    assert spent(0.05, 1) == 0.05
+    assert [spent(0.05, k, 3) for k in (1, 2, 3)] == [0.025, 0.0125, 0.00625]
+    assert [spent(0.05, k, 1) for k in (2, 3)] == [0.0125, 0.00625]
+    assert sum(spent(0.05, k, 2) for k in range(1, 60)) <= 0.05
+    assert sum(spent(0.05, k, 1) for k in range(1, 60)) <= 0.075
+
+
+def test_the_history_says_when_alpha_was_spent_before() -> None:
+    planned = rules_for("loss", looks=2, look=2)
+    assert planned.history() == (
+        "look 2, looked at before: this look spends 0.0125, all looks together at most 0.05"
+    )
+    assert rules_for("loss", looks=2).history() == "look 1 of 2 planned: it spends 0.025 of 0.05"
+    further = rules_for("loss", looks=2, look=5)
+    assert "at most 0.05" in (further.history() or "")
+    extended = rules_for("loss", look=2)
+    assert extended.risk == pytest.approx(0.0625)
+    assert "it had spent all of 0.05" in (extended.history() or "")
+    assert "up to 6.25%" in (extended.history() or "")
+
+
+def test_looks_together_raise_no_more_false_alarms_than_alpha() -> None:
+    """Seeds added twice, 6 then 9 then 12, without an effect; any look may call it one."""
+    trials = 100_000
+    data = np.random.default_rng(0).standard_normal((trials, 12))
+    p = [t_test(data[:, :n])[2] for n in (6, 9, 12)]
+
+    def alarms(levels: list[float]) -> int:
+        return int(np.any([x <= level for x, level in zip(p, levels, strict=True)], 0).sum())
+
+    most = stats.binom.ppf(0.999, trials, 0.05)
+    assert alarms([spent(0.05, k, 3) for k in (1, 2, 3)]) <= most
+    assert alarms([0.05] * 3) > most  # looking again without paying for it
+    extended = alarms([spent(0.05, k, 1) for k in (1, 2, 3)])
+    assert most < extended <= stats.binom.ppf(0.999, trials, 0.06875)

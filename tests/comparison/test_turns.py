@@ -1,0 +1,247 @@
+"""Who goes when, and what is found on a simulated clock.
+
+The simulations go through the real turns, estimator and stop rule; only what a block takes is
+made up.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+import numpy as np
+import pytest
+from scipy.stats import binom
+
+from frostlab.comparison.timed_arms import CONTROL
+from frostlab.timing import interleave as turns
+from frostlab.timing.interleave import (
+    FEWEST,
+    Ratio,
+    Rounds,
+    Rule,
+    Spent,
+    drift_of,
+    orders,
+    paired_logs,
+    pairs_for,
+    places,
+    ratio_of,
+    take_turns,
+)
+
+
+class FakeClock:
+    """Advances only when a step is taken: what it costs, times noise that may be correlated."""
+
+    def __init__(
+        self,
+        costs: dict[str, float],
+        noise: float,
+        seed: int,
+        correlation: float = 0.0,
+        drift: float = 0.0,
+        memory: float = 0.0,
+    ) -> None:
+        self.now, self.costs, self.drift, self.memory = 0.0, costs, drift, memory
+        self.draw = np.random.default_rng(seed)
+        self.noise = self._correlated(self.draw, noise, correlation)
+        self.build_anew()
+
+    def build_anew(self) -> None:
+        """Where an arm's memory lies makes all its blocks faster or slower."""
+        self.place = {name: float(self.memory * self.draw.normal()) for name in self.costs}
+
+    @staticmethod
+    def _correlated(draw: np.random.Generator, noise: float, rho: float) -> Iterator[float]:
+        level = noise * draw.normal()
+        while True:
+            for fresh in draw.normal(size=256):
+                yield level
+                level = rho * level + noise * float(np.sqrt(1 - rho**2)) * fresh
+
+    def __call__(self) -> float:
+        return self.now
+
+    def block(self, name: str, at: Sequence[int]) -> Spent:
+        """One block: its noise is common to its steps."""
+        factor = float(np.exp(next(self.noise) + self.place[name] + self.drift * self.now))
+        spent = len(at) * self.costs[name] * factor
+        self.now += spent
+        return Spent(spent, spent)
+
+
+def simulate(
+    monkeypatch: pytest.MonkeyPatch,
+    clock: FakeClock,
+    seconds: float = 600.0,
+    width: float = 0.01,
+    pairs: int = 4,
+) -> Rounds:
+    monkeypatch.setattr(turns, "perf_counter", clock)
+    return take_turns(
+        tuple(clock.costs), "all", clock.block, Rule(seconds, width),
+        pairs=pairs, build_anew=clock.build_anew, block=4, batches=16, seed=0,
+        say=lambda line: None,
+    )  # fmt: skip
+
+
+def test_each_round_is_followed_by_its_reverse_and_positions_balance() -> None:
+    names = ("all", CONTROL, "a", "b", "c")
+    seen = list(islice(orders(names, seed=3), 40))
+    for first, second in zip(seen[::2], seen[1::2], strict=True):
+        assert second == first[::-1]
+        assert sorted(first) == sorted(names)
+    middle = (len(names) - 1) / 2
+    for name in names:
+        assert np.mean([order.index(name) for order in seen]) == middle
+    assert len(set(seen)) > 10
+    assert seen == list(islice(orders(names, seed=3), 40))
+    assert seen != list(islice(orders(names, seed=4), 40))
+
+
+def test_two_sides_go_abba() -> None:
+    for first, second in zip(*[islice(orders(("a", "b"), 0), 8)] * 2, strict=True):
+        assert "".join(first + second) in ("abba", "baab")
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 4, 5, 8, 16, 20, 64])
+def test_blocks_come_back_to_the_same_batches(block: int) -> None:
+    seen = [places(pair, block, 16) for pair in range(40)]
+    assert all(len(at) == block and max(at) < 16 for at in seen)
+    assert len(set(seen)) <= 4  # so that like is compared with like
+    counts = Counter(place for at in seen for place in at)
+    assert len(counts) == min(16, 4 * block, block * max(1, 16 // block))
+
+
+@pytest.mark.parametrize("slower", [0.01, 0.02, 0.05])
+def test_known_slowdowns_are_found_on_a_simulated_clock(
+    monkeypatch: pytest.MonkeyPatch, slower: float
+) -> None:
+    """Within the interval in at least as many of 200 timings as 95 % allow, and no bias."""
+    held, control, found = 0, 0, []
+    for seed in range(200):
+        costs = {"all": 0.05, CONTROL: 0.05, "slow": 0.05 * (1 + slower)}
+        rounds = simulate(monkeypatch, FakeClock(costs, 0.01, seed, 0.5))
+        ratios = rounds.ratios("all")
+        held += ratios["slow"].holds(1 + slower)
+        control += ratios[CONTROL].holds(1.0)
+        found.append(ratios["slow"].estimate - 1)
+        assert rounds.stopped_by == "width"
+    fewest = binom.ppf(0.001, 200, 0.95)
+    assert held >= fewest
+    assert control >= fewest
+    assert np.mean(found) == pytest.approx(slower, abs=4 * np.std(found) / np.sqrt(200))
+
+
+@pytest.mark.parametrize(
+    ("noise", "memory", "pairs"),
+    [
+        pytest.param(0.005, 0.0, 4, marks=pytest.mark.slow),
+        pytest.param(0.019, 0.0, 4, marks=pytest.mark.slow),
+        (0.003, 0.0025, 4),
+        pytest.param(0.011, 0.0, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_false_alarms_of_2000_timings_of_nothing_are_5_percent(
+    monkeypatch: pytest.MonkeyPatch, noise: float, memory: float, pairs: int
+) -> None:
+    """The second and the fourth noise are the worst: stopping when it is narrow costs 1 % there."""
+    alarms = 0
+    for seed in range(2000):
+        clock = FakeClock({"all": 0.05, CONTROL: 0.05}, noise, seed, memory=memory)
+        rounds = simulate(monkeypatch, clock, pairs=pairs)
+        alarms += not rounds.ratios("all")[CONTROL].holds(1.0)
+    low, high = binom.ppf([0.005, 0.995], 2000, 0.05)
+    assert low <= alarms <= high
+
+
+def test_copies_in_other_memory_differ_and_no_number_of_rounds_would_tell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Had the arms been built once, most timings of nothing would have found a difference."""
+    alarms = 0
+    for seed in range(100):
+        clock = FakeClock({"all": 0.05, CONTROL: 0.05}, 0.003, seed, memory=0.0025)
+        once = simulate(monkeypatch, clock, seconds=0.0, pairs=20)
+        arm, base = (once.device_seconds(name)[:40] for name in (CONTROL, "all"))
+        alarms += not ratio_of(arm, base).holds(1.0)
+    assert alarms > 50
+
+
+def spread(monkeypatch: pytest.MonkeyPatch, rho: float, paired: bool) -> tuple[float, float]:
+    """Of 300 A/A timings of 20 rounds: the spread of the estimate, and the false alarms."""
+    found, alarms = [], 0
+    for seed in range(300):
+        clock = FakeClock({"all": 0.05, CONTROL: 0.05}, 0.03, seed, rho)
+        rounds = simulate(monkeypatch, clock, seconds=8.0, width=0.0, pairs=1)
+        arm, base = rounds.device_seconds(CONTROL), rounds.device_seconds("all")
+        if not paired:  # one arm after the other, as two runs would be
+            both = [clock.block("all", range(4)).device for _ in range(2 * len(arm))]
+            arm, base = both[: len(arm)], both[len(arm) :]
+        ratio = ratio_of(arm, base)
+        found.append(float(np.log(ratio.estimate)))
+        alarms += not ratio.holds(1.0)
+    return float(np.std(found)), alarms / 300
+
+
+def test_pairing_helps_where_noise_lasts_longer_than_a_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """How far: at a correlation of 0.95 from block to block the spread is a fifth or less of
+    that of one arm after the other, whose own interval is then wrong most of the time."""
+    turn, alarms = spread(monkeypatch, 0.95, paired=True)
+    after, wrong = spread(monkeypatch, 0.95, paired=False)
+    assert turn < after / 5
+    assert alarms <= binom.ppf(0.999, 300, 0.05) / 300
+    assert wrong > 0.4
+    independent, _ = spread(monkeypatch, 0.0, paired=True)
+    assert turn < independent / 2
+
+
+def test_a_steady_drift_cancels_in_a_round_and_its_reverse(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = {"all": 0.05, CONTROL: 0.05, "slow": 0.051}
+    rounds = simulate(monkeypatch, FakeClock(costs, 0.0, 0, drift=0.01))
+    ratios = rounds.ratios("all")
+    assert ratios[CONTROL].estimate == pytest.approx(1.0, abs=1e-4)
+    assert ratios["slow"].estimate == pytest.approx(1.02, abs=1e-4)
+    logs = np.log(np.divide(rounds.device_seconds(CONTROL), rounds.device_seconds("all")))
+    assert np.abs(logs).max() > 1e-3  # in one round alone it does not
+    drift = drift_of(rounds.device_seconds("all"), rounds.began, rounds.starts)
+    assert drift.per_minute == pytest.approx(0.6, rel=0.05)
+    assert drift.drifted
+
+
+def test_the_rule_wants_eight_builds_and_then_four_more() -> None:
+    narrow, wide = Ratio(1.0, 0.999, 1.001), Ratio(1.0, 0.98, 1.02)
+    rule = Rule(100, 0.01)
+    said = [rule.stopped_by(build, [narrow], 0.0) for build in range(1, 13)]
+    assert said == [None] * (FEWEST + 3) + ["width"]
+    assert Rule(100, 0.01).stopped_by(50, [narrow, wide], 0.0) is None
+    assert Rule(100, 0.01).stopped_by(3, [wide], 100.0) == "time"
+    assert Rule(0, 0.01).stopped_by(1, [], 1.0) is None  # one build has no interval
+
+
+def test_the_fewest_builds_fit_into_the_time() -> None:
+    assert pairs_for(60.0, 0.4) == 4
+    assert pairs_for(60.0, 1.2) == 2  # 8 builds of 4 rounds: 38 s
+    assert pairs_for(20.0, 1.6) == 1
+    assert pairs_for(1.0, 10.0) == 1
+
+
+def test_the_estimate_by_hand() -> None:
+    arm, base = [1.1, 1.2, 1.0, 1.3], [1.0, 1.0, 1.0, 1.0]
+    logs = paired_logs(arm, base)
+    assert logs == pytest.approx([np.log(1.1 * 1.2) / 2, np.log(1.3) / 2])
+    half = 12.7062047 * abs(logs[1] - logs[0]) / 2  # t of one degree of freedom
+    found = ratio_of(arm, base)
+    assert found.estimate == pytest.approx(np.exp(logs.mean()))
+    assert (np.log(found.low), np.log(found.high)) == pytest.approx(
+        (logs.mean() - half, logs.mean() + half)
+    )
+
+
+def test_a_builds_pairs_count_once() -> None:
+    arm, base = [1.1, 1.2, 1.0, 1.3, 1.1, 1.1, 1.4, 1.0], [1.0] * 8
+    logs = paired_logs(arm, base, pairs=2)
+    assert logs == pytest.approx([np.log(arm[:4]).mean(), np.log(arm[4:]).mean()])
+    assert ratio_of(arm, base, pairs=2).estimate == pytest.approx(np.exp(np.log(arm).mean()))
