@@ -153,8 +153,10 @@ def _after(count: int, act: Callable[[], None] = die) -> Callable[[], None]:
 
 def plant(moment: str, count: int) -> None:
     """Make this process die at the `count`-th time that a moment comes."""
-    from frostlab.records import checkpoint as checkpoints
-    from frostlab.records import folder
+    import safetensors.torch
+
+    from frostlab import storage
+    from frostlab.records import checkpoint, folder
     from frostlab.training import evaluate as metrics
     from frostlab.training import loop
     from frostlab.training import run as work
@@ -180,13 +182,20 @@ def plant(moment: str, count: int) -> None:
     elif moment == "report":
         before(work, "_report")
     elif moment == "rename":
-        before(checkpoints, "_flush")
+        original_flush = storage.flush
+
+        def flush(path: Path) -> None:
+            if "checkpoints" in path.parts:
+                tick()
+            original_flush(path)
+
+        storage.flush = checkpoint.flush = flush
     elif moment == "clean-up":
         before(loop, "keep_only")
     elif moment == "boundary":  # a stage has ended, the next has not begun
         before(loop, "cross")
     elif moment == "half a file":
-        original_save = checkpoints.save_file
+        original_save = safetensors.torch.save_file
 
         def half(tensors: Any, path: Path) -> None:
             original_save(tensors, path)
@@ -194,7 +203,7 @@ def plant(moment: str, count: int) -> None:
             tick()
             original_save(tensors, path)
 
-        checkpoints.save_file = half
+        safetensors.torch.save_file = half
     elif moment == "half an event":
         original_event = folder.RunFolder.event
 

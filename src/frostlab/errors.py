@@ -1,7 +1,8 @@
-"""What can go wrong, one class an idea; each message is one line a user can act on."""
+"""The errors a user can see; each message is one line that can be acted on."""
 
 import difflib
 import importlib
+import importlib.util
 from collections.abc import Iterable
 from typing import Any
 
@@ -47,13 +48,16 @@ def nearest(value: str, choices: Iterable[str], likeness: float = 0.5) -> str:
     return f"; did you mean `{found[0]}`?" if found else ""
 
 
-def optional(module: str, purpose: str) -> Any:
-    """Import a package of the `data` extra, or say in one line how to get it."""
+def require(package: str, extra: str, purpose: str) -> Any:
+    """Import an optional package, or say in one line which extra brings it."""
     try:
-        return importlib.import_module(module)
+        return importlib.import_module(package)
     except ImportError as error:
+        if importlib.util.find_spec(package.partition(".")[0]) is not None:
+            reason = f"{package} is installed but cannot be imported ({first_line(error)})"
+            raise BadInput(f"{purpose}: {reason}") from error
         raise BadInput(
-            f"{purpose} needs the package {module}: pip install 'frostlab[data]'"
+            f"{purpose} needs the package {package}: pip install 'frostlab[{extra}]'"
         ) from error
 
 

@@ -1,21 +1,167 @@
-"""A folder of finished things: made once, whole or not at all, whoever asks at the same time."""
+"""Files and folders that are written whole or not at all, locks, digests, seeds, the cache."""
 
-import fcntl
 import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, TYPE_CHECKING, Any
 
-from filelock import FileLock
+from frostlab.errors import BadInput, FrostlabError
 
-from frostlab.errors import BadInput
+if TYPE_CHECKING:
+    from torch import Tensor
 
-FORMAT = 1  # raise it when what is written, or how text becomes numbers, changes
+FORMAT = 1  # of the cache; raise it when what is written, or how text becomes numbers, changes
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path to write; flush it and rename it to `path` when all went well."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        flush(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Yield a new temporary folder to fill; rename it to `path` when all went well."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file, whole or not at all."""
+    with whole_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def flush(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def load_tensors(path: Path) -> "dict[str, Tensor]":
+    """Read a safetensors file."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise FrostlabError(f"{path} is damaged ({error})") from None
+
+
+def save_tensors(path: Path, tensors: "dict[str, Tensor]") -> None:
+    """Write a safetensors file, whole or not at all."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    with whole_file(path) as temporary:
+        try:
+            save_file(_plain_tensors(tensors), temporary)
+        except SafetensorError as error:  # what the operating system refuses is its own error
+            if code := re.search(r"os error (\d+)", str(error)):
+                raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from None
+            raise
+        use_default_mode(temporary)
+
+
+def _plain_tensors(tensors: "dict[str, Tensor]") -> "dict[str, Tensor]":
+    """Return tensors that safetensors can write: on the CPU, contiguous, each storage once."""
+    seen: dict[tuple[int, int], str] = {}
+    plain = {}
+    for name, tensor in tensors.items():
+        if tensor.numel() and seen.setdefault((tensor.data_ptr(), tensor.numel()), name) != name:
+            continue
+        plain[name] = tensor.detach().cpu().contiguous()
+    return plain
+
+
+def use_default_mode(path: Path) -> None:
+    """Give a file the mode of any new file; safetensors makes its files readable by the owner."""
+    mask = os.umask(0o077)  # the one way to read it is to set it
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
+
+
+class Lock:
+    """A file that one process at a time holds; the system frees it even after kill -9."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: IO[str] | None = None
+
+    def acquire(self, seconds: float = math.inf) -> bool:
+        """Take the lock, waiting at most so long; return whether it was taken."""
+        fcntl = _fcntl()
+        file = self.path.open("a")
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                if time.monotonic() >= deadline:
+                    file.close()
+                    return False
+                time.sleep(0.01)
+            else:
+                self._file = file
+                return True
+
+    def release(self) -> None:
+        """Let the next process take it."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> "Lock":
+        self.acquire()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock; a file that cannot be read is not known to be held."""
+    fcntl = _fcntl()
+    with suppress(OSError), path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _fcntl() -> Any:
+    try:
+        import fcntl
+    except ImportError:
+        raise FrostlabError(
+            "frostlab's records need POSIX file locks, which this system lacks; "
+            "on Windows, use it inside WSL"
+        ) from None
+    return fcntl
 
 
 def cache_folder(given: Path | None) -> Path:
@@ -28,19 +174,13 @@ def cache_folder(given: Path | None) -> Path:
     return Path(home).expanduser() / "frostlab"
 
 
-def digest_of(value: object) -> str:
-    """Name a plain value by what it says, stably."""
-    text = json.dumps(value, sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
-    """Return `folder`, first built in a temporary place and renamed when it is not there yet."""
+    """Return `folder`; if it is not there yet, build it elsewhere and rename it."""
     if folder.is_dir():
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_name(folder.name + ".lock")):
+        with Lock(folder.with_name(folder.name + ".lock")):
             if not folder.is_dir():
                 _build(folder, build)
     except OSError as error:
@@ -52,54 +192,34 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
 
 
 def _build(folder: Path, build: Callable[[Path], None]) -> None:
-    prefix = f"{folder.name}.part-"
-    for left in folder.parent.glob(f"{prefix}*"):  # of a killed builder: the lock is ours now
+    for left in folder.parent.glob(f".{folder.name}.*.tmp"):  # a killed process left it
         shutil.rmtree(left)
-    part = folder.with_name(f"{prefix}{os.getpid()}")
-    part.mkdir()
-    try:
-        build(part)
-        part.rename(folder)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
+    with whole_folder(folder) as temporary:
+        build(temporary)
 
 
-def like_any_file(path: Path) -> None:
-    """Give a file the mode of any new file; safetensors lets its owner alone read what it wrote."""
-    mask = os.umask(0o077)  # the one way to read it is to set it
-    os.umask(mask)
-    path.chmod(0o666 & ~mask)
+def digest_of(value: object) -> str:
+    """Return the sha256 of a plain value's JSON."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """Return the sha256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def derive_seed(*parts: object) -> int:
+    """Return a 63-bit seed that depends on all parts: a run's seed and what it is for."""
+    text = "/".join(map(str, parts))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 def finite(value: Any) -> Any:
-    """Plain values without NaN and infinity, which JSON does not have."""
+    """Return plain values with None for NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _locked(file: TextIO, tries: int = 20) -> bool:
-    """Take a lock; a listing may hold it for a moment to see who does."""
-    for _ in range(tries):
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except OSError:
-            time.sleep(0.01)
-    return False
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file under another name, then rename it: whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

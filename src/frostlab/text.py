@@ -1,8 +1,8 @@
-"""Values as words on one line."""
+"""Numbers, durations and tables as text."""
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 NONE = "–"
@@ -29,6 +29,18 @@ def plain(value: Any) -> str:
 def number(value: Any) -> str:
     """Write a number to four digits."""
     return NONE if typed(value, int, float) is None else f"{value:.4g}"
+
+
+def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Set rows as lines of aligned columns, those numbered in `right` flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if index in right else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def short(text: str, width: int) -> str:

@@ -86,10 +86,10 @@ def test_a_killed_preparer_leaves_nothing_to_be_mistaken(
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    assert list((cache / "prepared").glob("*.part-*"))
+    assert list((cache / "prepared").glob(".*.tmp"))
     found = prepare(wanted, cache=cache)
     assert digests(found) == digests(prepare(wanted, cache=tmp_path / "other"))
-    assert not list(cache.glob("*/*.part-*"))
+    assert not list(cache.glob("*/.*.tmp"))
 
 
 def test_a_second_call_reads_no_text(

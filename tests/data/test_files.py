@@ -12,7 +12,7 @@ import pytest
 from frostlab.data import files
 from frostlab.data.files import MARK, read_lines, read_pieces, split_files
 from frostlab.data.sources import Columns, Part
-from frostlab.errors import BadInput
+from frostlab.errors import BadInput, require
 
 TEXTS = ["plain", 'a "quoted", comma', "naïve café 東京 🧊", "tab\tand\nnewline", ""]
 ROWS = [{"text": text, "label": number} for number, text in enumerate(TEXTS)]
@@ -157,4 +157,4 @@ def test_two_files_of_one_split_are_refused(tmp_path: Path, write: Callable[...,
 
 def test_a_missing_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadInput, match=r"x needs the package no_such: pip install 'frostlab\[data"):
-        files.optional("no_such", "x")
+        require("no_such", "data", "x")

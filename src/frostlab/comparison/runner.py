@@ -1,6 +1,5 @@
 """Runs that a plan asks for and that are not there yet, one after another."""
 
-import fcntl
 import json
 import multiprocessing
 import time
@@ -17,7 +16,7 @@ from frostlab.comparison.plan import SCHEMA, Arm, Plan
 from frostlab.errors import BadInput, FrostlabError, first_line
 from frostlab.recipe.recipe import Recipe
 from frostlab.records.folder import RunRecord, differences, finished_status
-from frostlab.storage import finite, write_whole
+from frostlab.storage import Lock, finite, write_whole
 from frostlab.text import number
 from frostlab.training.run import RunFailed, run
 from frostlab.training.state import Silent
@@ -170,15 +169,16 @@ class ComparisonFolder:
             raise BadInput(f"{self.path} is not empty and holds no comparison; choose another")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / _LOCK).open("a")
+            lock = Lock(self.path / _LOCK)
+            taken = lock.acquire(seconds=0)
         except OSError as error:
             raise BadInput(f"{self.path} cannot be written ({error.strerror})") from None
-        with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise BadInput(f"{self.path}: another process is comparing in it") from None
+        if not taken:
+            raise BadInput(f"{self.path}: another process is comparing in it")
+        try:
             yield self._agree(plan)
+        finally:
+            lock.release()
 
     def _agree(self, plan: Plan) -> Plan:
         stored = self.read(_PLAN)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
-from frostlab.errors import BadInput, optional
+from frostlab.errors import BadInput, require
 
 FORMATS = ("jsonl", "csv", "tsv", "txt", "parquet")
 PIECE = 1 << 16  # characters of running text handled at once
@@ -129,8 +129,8 @@ def _table(path: Path, file: IO[bytes], *, tabs: bool) -> Iterator[Line]:
 
 
 def _parquet(path: Path, file: IO[bytes]) -> Iterator[Line]:
-    parquet = optional("pyarrow.parquet", f"reading {path}")
-    arrow = optional("pyarrow", f"reading {path}")
+    parquet = require("pyarrow.parquet", "data", f"reading {path}")
+    arrow = require("pyarrow", "data", f"reading {path}")
     try:
         table = parquet.ParquetFile(file)
         number = 0

@@ -11,7 +11,7 @@ from urllib.parse import urlparse
 
 from frostlab.data.builtin import docstring_files
 from frostlab.data.files import FORMATS, format_of, read_lines, read_pieces, split_files
-from frostlab.errors import BadInput, nearest, optional
+from frostlab.errors import BadInput, nearest, require
 from frostlab.recipe.data import Docstrings, Named, Own
 
 Label = int | str
@@ -316,7 +316,7 @@ def unreachable() -> str | None:
 
 def hub_parts(name: str, config: str | None, revision: str | None) -> dict[str, Part]:
     """Return the splits of a hub set, or raise BadInput saying why there are none."""
-    datasets = optional("datasets", f"the hub's {name}")
+    datasets = require("datasets", "data", f"the hub's {name}")
     reason = None if Path(name).is_dir() else unreachable()
     if reason is not None:
         raise BadInput(reason)

@@ -30,6 +30,7 @@ from frostlab.envelopes.correlation import (
     to_samples,
 )
 from frostlab.errors import BadInput, nearest
+from frostlab.storage import derive_seed
 
 
 @dataclass(frozen=True)
@@ -290,8 +291,7 @@ def _score(
 
 
 def _random(settings: Settings, name: str) -> np.random.Generator:
-    text = hashlib.sha256(f"{settings.seed}/{name}".encode()).digest()
-    return np.random.default_rng(int.from_bytes(text[:8], "big"))
+    return np.random.default_rng(derive_seed(settings.seed, name))
 
 
 def _check(settings: Settings) -> None:

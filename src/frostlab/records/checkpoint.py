@@ -4,19 +4,16 @@ The newest and the best are kept; the best keeps its weights only.
 """
 
 import json
-import os
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from frostlab.errors import FrostlabError
-from frostlab.storage import like_any_file
+from frostlab.storage import flush, load_tensors, save_tensors, whole_folder, write_whole
 
 _NAME = re.compile(r"step-(\d{9})(?:-stage-(\d+))?")
 
@@ -38,14 +35,11 @@ class Checkpoint:
 
     def model(self) -> dict[str, Tensor]:
         """The model's tensors; a tied one appears once."""
-        return self._tensors("model.safetensors")
+        return load_tensors(self.folder / "model.safetensors")
 
     def optimizer(self) -> dict[str, Tensor]:
         """The optimizer's tensors."""
-        return self._tensors("optimizer.safetensors")
-
-    def _tensors(self, name: str) -> dict[str, Tensor]:
-        return load_tensors(self.folder / name)
+        return load_tensors(self.folder / "optimizer.safetensors")
 
 
 def checkpoint_name(step: int, stage: int) -> str:
@@ -79,23 +73,14 @@ def save_checkpoint(
 ) -> Checkpoint:
     """Write a checkpoint beside its place, flush it to disk, and rename it there."""
     target = folder / "checkpoints" / checkpoint_name(step, stage)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     remove_leftovers(folder)
-    temporary.mkdir(parents=True)
-    try:
-        _save(model, temporary / "model.safetensors")
-        _save(optimizer, temporary / "optimizer.safetensors")
-        text = json.dumps(progress, indent=1)
-        (temporary / "progress.json").write_text(text, encoding="utf-8")
-        for path in temporary.iterdir():
-            _flush(path)
+    with whole_folder(target) as temporary:
+        save_tensors(temporary / "model.safetensors", model)
+        save_tensors(temporary / "optimizer.safetensors", optimizer)
+        write_whole(temporary / "progress.json", json.dumps(progress, indent=1))
         if target.exists():  # the same step, left by a run that was killed and went back
             shutil.rmtree(target)
-        os.replace(temporary, target)
-        _flush(target.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    flush(target.parent)
     return Checkpoint(target, step, stage)
 
 
@@ -115,52 +100,3 @@ def remove_leftovers(folder: Path) -> None:
     """Remove what a save that was killed left behind."""
     for path in (folder / "checkpoints").glob(".step-*.tmp"):
         shutil.rmtree(path, ignore_errors=True)
-
-
-def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Read tensors that were saved."""
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise FrostlabError(f"{path} is damaged ({error})") from None
-
-
-def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write tensors beside their place and rename them there: whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        _save(tensors, temporary)
-        _flush(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write tensors; what the operating system refuses is its error, not safetensors'."""
-    try:
-        save_file(_plain(tensors), path)
-        like_any_file(path)
-    except SafetensorError as error:
-        if code := re.search(r"os error (\d+)", str(error)):
-            raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from None
-        raise
-
-
-def _plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors that safetensors can write: on the CPU, contiguous, each storage once."""
-    seen: dict[tuple[int, int], str] = {}
-    plain = {}
-    for name, tensor in tensors.items():
-        if tensor.numel() and seen.setdefault((tensor.data_ptr(), tensor.numel()), name) != name:
-            continue
-        plain[name] = tensor.detach().cpu().contiguous()
-    return plain
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

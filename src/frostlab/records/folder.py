@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from frostlab.errors import BadInput, FrostlabError
-from frostlab.storage import _locked, finite, write_whole
+from frostlab.storage import Lock, finite, write_whole
 
 SCHEMA = 1
 KINDS = (
@@ -27,7 +27,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock: TextIO | None = None
+        self._lock: Lock | None = None
         self._events: TextIO | None = None
 
     @classmethod
@@ -56,22 +56,24 @@ class RunFolder:
         """Take the folder; refuse one that another process holds."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / "run.lock").open("a")
+            lock = Lock(self.path / "run.lock")
+            taken = lock.acquire(seconds=0.2)  # a listing may hold it for a moment
         except OSError as error:
             raise BadInput(f"{self.path}: cannot be written ({error.strerror})") from None
-        if not _locked(self._lock):
-            self._lock.close()
+        if not taken:
             raise BadInput(f"{self.path}: another process is running in it")
+        self._lock = lock
         mend_events(self.path / "events.jsonl")
         self._events = (self.path / "events.jsonl").open("a", encoding="utf-8")
         return self
 
     def close(self) -> None:
         """Let go of the folder, even one that can no longer be written."""
-        for file in (self._events, self._lock):
-            if file is not None:
-                with suppress(OSError):
-                    file.close()
+        if self._events is not None:
+            with suppress(OSError):
+                self._events.close()
+        if self._lock is not None:
+            self._lock.release()
         self._events = self._lock = None
 
     def __enter__(self) -> "RunFolder":

@@ -1,7 +1,6 @@
 """The runs of a folder, through an index that only saves time: without it the answer is equal."""
 
 import contextlib
-import fcntl
 import json
 import os
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from frostlab.errors import BadInput, nearest
+from frostlab.storage import is_locked
 from frostlab.text import typed
 
 RESULT, EVENTS, LOCK, INDEX = "result.json", "events.jsonl", "run.lock", ".index.json"
@@ -72,16 +72,6 @@ def is_run(folder: Path) -> bool:
     return any(os.path.exists(folder / file) for file in (RESULT, EVENTS, LOCK))
 
 
-def is_locked(folder: Path) -> bool:
-    """Say whether a living process holds the run."""
-    with contextlib.suppress(OSError), open(folder / LOCK, "rb") as file:
-        try:  # shared for microseconds only; who locks a run should still try more than once
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
-
-
 def find_run(root: Path, text: str) -> Path:
     """Return the run that `text` names: a run folder's path, its name in `root`, or a prefix."""
     if text and is_run(Path(text)):
@@ -121,7 +111,7 @@ def read_run(folder: Path) -> Summary:
 
 
 def _with_lock(run: Summary) -> Summary:
-    lasting = run.status in ("finished", "damaged") or not is_locked(run.folder)
+    lasting = run.status in ("finished", "damaged") or not is_locked(run.folder / LOCK)
     return run if lasting else replace(run, status="running", error=None)
 
 

@@ -1,6 +1,5 @@
 """New values for weights: orthonormal bases or random draws, per head or over the matrix."""
 
-import hashlib
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from frostlab.errors import BadInput, nearest
 from frostlab.roles.parts import Part, Slot
 from frostlab.roles.read import survey
+from frostlab.storage import derive_seed
 from frostlab.surgery.freeze import refuse_untouchable, refuse_wrapped
 from frostlab.surgery.origin import Origin, record_origin
 
@@ -137,8 +137,7 @@ def _stacked(part: Part, rows: Tensor, origin: Origin) -> Tensor:
 def _random(part: Part, there: Tensor, origin: Origin) -> Tensor:
     """Draw in float64 on the CPU with one thread, so that the bits do not depend on either."""
     assert origin.seed is not None
-    name = hashlib.sha256(f"{origin.seed}/{part.key}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(name[:8], "little") >> 1)
+    generator = torch.Generator().manual_seed(derive_seed(origin.seed, part.key))
     with _one_thread(), torch.no_grad():
         draw = torch.randn(there.shape, generator=generator, dtype=torch.float64)
         if origin.method == "orthogonalize":

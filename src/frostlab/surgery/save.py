@@ -4,7 +4,6 @@ Frozen weights are not stored: they are kept as the base has them, or made again
 and a fingerprint tells whether they came out the same.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -23,7 +22,7 @@ from frostlab.errors import BadInput
 from frostlab.roles.parts import Part, Slot
 from frostlab.roles.read import survey
 from frostlab.roles.snapshot import Anatomy
-from frostlab.storage import like_any_file
+from frostlab.storage import file_digest, use_default_mode
 from frostlab.surgery.freeze import frozen_statistics, refuse_untouchable, refuse_wrapped
 from frostlab.surgery.origin import Origin, fingerprint, origin_of, same_fingerprint
 from frostlab.surgery.orthogonal import renewed
@@ -61,8 +60,8 @@ def write_delta(folder: Path, tensors: dict[str, Tensor], manifest: dict[str, An
     try:
         started.append(folder / f".tensors-{os.getpid()}.tmp")
         save_file(tensors, started[0])
-        like_any_file(started[0])
-        digest = _file_digest(started[0])
+        use_default_mode(started[0])
+        digest = file_digest(started[0])
         name = f"trainable-{digest[:12]}.safetensors"
         manifest = {**manifest, "tensors": {"file": name, "sha256": digest}}
         os.replace(started[0], folder / name)
@@ -92,11 +91,6 @@ def _named_before(folder: Path) -> str | None:
     return found if isinstance(found, str) and Path(found).name == found else None
 
 
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def read_delta(folder: Path) -> Delta:
     """Read a delta folder, or say in one line what is wrong with it."""
     path = folder / _MANIFEST
@@ -119,7 +113,7 @@ def read_delta(folder: Path) -> Delta:
         raise BadInput(f"load_trainable: {path} has format {version}, this frostlab reads 1")
     if not file.is_file() or file.parent != folder:
         raise BadInput(f"load_trainable: {file} is missing")
-    if _file_digest(file) != sha:
+    if file_digest(file) != sha:
         raise BadInput(f"load_trainable: {file} was truncated or changed (its digest differs)")
     try:
         return Delta(folder, manifest, load_file(file))
@@ -304,7 +298,7 @@ def export(model: nn.Module, folder: str | Path) -> Path:
     try:
         save(made, state_dict=model.state_dict())
         for path in made.glob("*.safetensors"):
-            like_any_file(path)
+            use_default_mode(path)
         if not target.exists():
             made.rename(target)
             return target

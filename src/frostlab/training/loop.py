@@ -22,10 +22,9 @@ from frostlab.recipe.settings import Every
 from frostlab.records.checkpoint import (
     Checkpoint,
     keep_only,
-    load_tensors,
     save_checkpoint,
-    save_tensors,
 )
+from frostlab.storage import load_tensors, save_tensors
 from frostlab.timing.clock import Stopwatch
 from frostlab.training.batches.batch import order_digest
 from frostlab.training.batches.feed import Feed

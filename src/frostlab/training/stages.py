@@ -1,7 +1,6 @@
 """A run is a list of stages; which stage a step is in is a pure function."""
 
 import copy
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ from frostlab.recipe.recipe import WORDS, Add, Recipe, StageSettings, stage_name
 from frostlab.recipe.settings import Every, Optim, StepDecay, Supervise, Train
 from frostlab.roles.parts import Rows
 from frostlab.roles.read import anatomy, survey
+from frostlab.storage import derive_seed
 from frostlab.surgery.freeze import learn_only, thaw
 from frostlab.surgery.grow import grow
 from frostlab.training.batches.prefix import check_prefix, prefix_depth
@@ -155,12 +155,11 @@ def enter(model: nn.Module, recipe: Recipe, stage: Stage, index: int, last: Ente
 def _grow(model: nn.Module, recipe: Recipe, stage: Stage, index: int) -> Entered:
     add = stage.add
     assert add is not None
-    text = hashlib.sha256(f"{recipe.seed}/stage {index}".encode()).digest()
     try:
         thaw(model)
         before = list(survey(model)[1])
         with torch.random.fork_rng([]):
-            torch.manual_seed(int.from_bytes(text[:8], "little") >> 1)
+            torch.manual_seed(derive_seed(recipe.seed, f"stage {index}"))
             grown = grow(model, add.layers, add.at, add.init)
     except BadInput as error:
         raise _at(f"stages.{index}.add", error) from None

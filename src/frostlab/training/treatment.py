@@ -15,6 +15,7 @@ from frostlab.recipe.treatment import LowRank, Orthogonalize, Scales
 from frostlab.roles.parts import Part, Slot
 from frostlab.roles.read import anatomy, survey
 from frostlab.roles.snapshot import Anatomy
+from frostlab.storage import derive_seed
 from frostlab.surgery.audit import Audit, audit
 from frostlab.surgery.freeze import freeze
 from frostlab.surgery.origin import digest
@@ -105,7 +106,7 @@ def adapt(model: nn.Module, wanted: LowRank | Scales, seed: int) -> set[str]:
     targets = {part.name.rpartition(".")[0]: part for part in chosen}
     config = _config(peft, wanted, targets, transposed=any(part.axis for part in chosen))
     with torch.random.fork_rng([]):
-        torch.manual_seed(_seed(seed))
+        torch.manual_seed(derive_seed("adapters", seed))
         peft.inject_adapter_in_model(config, model)
     found, slots = survey(model)
     if {s.adapts for s in slots.values() if s.adapts is not None} != targets.keys():
@@ -170,8 +171,3 @@ def _config(peft: Any, wanted: LowRank | Scales, targets: dict[str, Part], trans
 
 def _pattern(paths: Iterable[str]) -> str:
     return "|".join(map(re.escape, paths))
-
-
-def _seed(seed: int) -> int:
-    """A seed for adapters alone: none that the model, the data or a step is seeded with."""
-    return int.from_bytes(hashlib.sha256(f"adapters {seed}".encode()).digest()[:8], "big") >> 1

@@ -3,7 +3,6 @@
 Only where nothing random happens in them; the table is exact for float32, rounded once for bf16.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -16,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from filelock import FileLock
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -26,7 +24,7 @@ from frostlab.data.tokens import Tokens
 from frostlab.errors import BadInput, FrostlabError
 from frostlab.models.stack import take_apart
 from frostlab.recipe.settings import Train
-from frostlab.storage import cache_folder, digest_of
+from frostlab.storage import Lock, cache_folder, digest_of, file_digest
 from frostlab.surgery.origin import digest
 from frostlab.training.batches.batch import evaluation_order, row_lengths
 from frostlab.training.batches.packing import pack
@@ -215,7 +213,7 @@ def kept_table(
     folder, needed = parent / key, shape[0] * shape[1] * dtype.itemsize
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(parent / "lock"):
+        with Lock(parent / "lock"):
             for left in parent.glob("*.part"):  # of a killed process: the lock is ours now
                 shutil.rmtree(left)
             reused = _is_whole(folder, needed)
@@ -250,7 +248,7 @@ def _write(
                 os.posix_fallocate(file.fileno(), 0, needed)
             file.truncate(needed)
         fill(_mapped(path, shape, dtype, shared=True))
-        about = {"bytes": needed, "sha256": _digest(path)}
+        about = {"bytes": needed, "sha256": file_digest(path)}
         (folder / "about.json").write_text(json.dumps(about))
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -261,14 +259,9 @@ def _is_whole(folder: Path, needed: int) -> bool:
     try:
         about = json.loads((folder / "about.json").read_text())
         path = folder / "vectors"
-        return path.stat().st_size == needed and about["sha256"] == _digest(path)
+        return path.stat().st_size == needed and about["sha256"] == file_digest(path)
     except (OSError, ValueError, KeyError, TypeError):
         return False
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _make_room(parent: Path, needed: int, limit: int) -> None:

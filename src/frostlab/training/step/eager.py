@@ -1,6 +1,5 @@
 """One optimizer step: forward, backward over every part, clipping, update."""
 
-import hashlib
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from frostlab.errors import FrostlabError
 from frostlab.flow.watch import Watch
+from frostlab.storage import derive_seed
 from frostlab.training.batches.batch import Batch
 from frostlab.training.distributed import World, accumulating, same_buffers, whole
 from frostlab.training.step.optimizer import Halves
@@ -52,8 +52,7 @@ def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
 
     The generators are seeded one by one: torch.manual_seed takes a millisecond.
     """
-    text = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
-    number = int.from_bytes(text[:8], "little") >> 1
+    number = derive_seed(seed, step, rank)
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(number)
