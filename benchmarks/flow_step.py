@@ -17,12 +17,12 @@ import frostlab as fl
 from common import device, device_name, report, timed
 from flow import SMALL
 from frostlab.bench.workloads import drawn
+from frostlab.devices import choose_device
 from frostlab.flow.probe import own_gradient
 from frostlab.recipe.settings import Optim, Train
 from frostlab.timing.clock import Meter
 from frostlab.training.batches.batch import collate
-from frostlab.training.distributed import World
-from frostlab.training.setup import choose_device
+from frostlab.training.distributed import Compute
 from frostlab.training.step import build_step
 from frostlab.training.step.eager import seed_step
 from frostlab.training.step.objective import Objective
@@ -37,13 +37,13 @@ class Side:
         config = transformers.BertConfig(**(SMALL if options.small else {}))
         model = transformers.BertForSequenceClassification(config).to(self.where).train()
         precision = torch.bfloat16 if self.where.type == "cuda" else torch.float32
-        self.step = build_step(Objective(model), Optim(lr=1e-5), Train(step="auto"), precision,
-                               self.where, World(), steps=options.steps)  # fmt: skip
+        self.step = build_step(Objective(model), Optim(lr=1e-5), Train(step="auto"),
+                               Compute(self.where, precision), steps=options.steps)  # fmt: skip
         tokens = drawn(options.batch, options.length, config.vocab_size, 2)
         self.batch = collate(tokens, range(options.batch), 0)
         if watched:
-            halves = self.step.halves
-            gradient = own_gradient if halves is None else halves.gradient
+            copies = self.step.copies
+            gradient = own_gradient if copies is None else copies.gradient
             flow = fl.watch(model, self.step.optimizer, self.every, verify=False, gradient=gradient)
             self.step.flow = flow.start(by_hand=True)
 

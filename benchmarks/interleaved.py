@@ -18,12 +18,13 @@ import torch
 
 from common import device, device_name, report
 from frostlab.comparison import timed_arms as timing
-from frostlab.comparison.timed_arms import Side, limits_of
+from frostlab.comparison.timed_arms import TimedArm
 from frostlab.data.prepare import prepare
 from frostlab.recipe.load import load_recipe
 from frostlab.recipe.recipe import Recipe
+from frostlab.timing.clock import BlockClock
 from frostlab.timing.flops import flag
-from frostlab.timing.interleave import FEWEST, Clock, Ratio, paired_logs, ratio_of
+from frostlab.timing.interleave import FEWEST, Ratio, paired_logs, ratio_of
 
 TOGETHER = 20  # calls timed as one: a GPU is then never waiting for the host
 
@@ -31,7 +32,7 @@ TOGETHER = 20  # calls timed as one: a GPU is then never waiting for the host
 class Extra:
     """Matmuls that take about as long as they are told to."""
 
-    def __init__(self, seconds: float, clock: Clock) -> None:
+    def __init__(self, seconds: float, clock: BlockClock) -> None:
         self.clock, where = clock, clock.device
         size, dtype = (2048, torch.bfloat16) if where.type == "cuda" else (256, torch.float32)
         self.left, self.right = (torch.randn(size, size, device=where, dtype=dtype) for _ in "lr")
@@ -53,7 +54,7 @@ class Extra:
             self()
 
 
-def burden(side: Side, extra: Callable[[], None]) -> None:
+def burden(side: TimedArm, extra: Callable[[], None]) -> None:
     """Let an arm do more at every step."""
     take = side.take
 
@@ -98,9 +99,9 @@ def measure(
 ) -> None:
     extras: dict[str, Extra] = {}
     before: dict[str, float] = {}
-    clock, build = Clock(where), timing.build_sides
+    clock, build = BlockClock(where), timing.place_arms
 
-    def build_burdened(*given: Any, **again: Any) -> dict[str, Side]:
+    def build_burdened(*given: Any, **again: Any) -> dict[str, TimedArm]:
         sides = build(*given, **again)
         if not extras:
             base, every = sides["all"], range(len(sides["all"].order))
@@ -112,7 +113,7 @@ def measure(
             burden(sides[name], extra)
         return sides
 
-    timing.build_sides = build_burdened
+    timing.place_arms = build_burdened
     prepared = prepare(recipe, options.data_dir)
     found = timing.time_arms(
         {"all": recipe, **dict.fromkeys(more, recipe), **treated}, prepared, baseline="all",
@@ -135,7 +136,7 @@ def measure(
             costs = (before[name], extras[name].cost())
             shares = [found.steps_per_block * cost / np.array(base) for cost in costs]
             told = {"expected": [round(float(np.exp(np.log1p(s).mean())), 4) for s in shares]}
-        if name in treated and (bound := limits_of(treated[name], prepared)) is not None:
+        if name in treated and (bound := arm.limits) is not None:
             told = {
                 "ceiling": round(1 / bound.speed_up, 4),
                 "flag": flag(arm.ratio, bound, found.proven, found.reasons),

@@ -26,7 +26,7 @@ from frostlab.models.gpt import GPT, GPTConfig
 from frostlab.recipe.model import EnvelopeLoss
 from frostlab.recipe.settings import Optim, StepKind, Train
 from frostlab.training.batches.batch import Batch
-from frostlab.training.distributed import World
+from frostlab.training.distributed import Compute
 from frostlab.training.step import WORTH_COMPILING, build_step
 from frostlab.training.step.eager import EagerStep
 from frostlab.training.step.envelope_loss import EnvelopeObjective
@@ -93,7 +93,7 @@ def prepare(
     with tempfile.TemporaryDirectory() as cold:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cold
         step = build_step(
-            objective, Optim(), Train(step=kind), precision, CUDA, World(), steps=steps
+            objective, Optim(), Train(step=kind), Compute(CUDA, precision), steps=steps
         )
         take(step, batch, 6)
     return step

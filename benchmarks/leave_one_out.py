@@ -21,11 +21,11 @@ import frostlab as fl
 from common import device_name
 from frostlab.data.eeg.recordings import Signals
 from frostlab.data.prepare import prepare
+from frostlab.devices import choose_device
 from frostlab.envelopes.correlation import fisher_mean
 from frostlab.envelopes.ridge import fit_ridge
 from frostlab.envelopes.scores import EnvelopeScores, score_recordings
 from frostlab.records.folder import read_scores
-from frostlab.training.setup import choose_device
 
 DECODERS = ("model", "ridge", "ridge, all others")
 

@@ -34,11 +34,12 @@ from frostlab.recipe.load import recipe_from
 from frostlab.records.folder import RunFolder
 from frostlab.timing.clock import Stopwatch
 from frostlab.training.batches.batch import collate, epoch_order
-from frostlab.training.distributed import World
+from frostlab.training.distributed import Compute
 from frostlab.training.loop import train
-from frostlab.training.stages import Stage
-from frostlab.training.state import Best, Progress, Setting, Silent
+from frostlab.training.stages import Entered, Stage
+from frostlab.training.state import Best, Progress, RunContext, Silent, StageModel
 from frostlab.training.step.objective import Objective
+from frostlab.training.tasks import TASKS
 
 BATCH, LENGTH = 32, 64
 
@@ -127,11 +128,12 @@ def ours(model: Any, tokens: Tokens, steps: int, turns: Turns, where: torch.devi
     precision = torch.bfloat16 if where.type == "cuda" else torch.float32
     with tempfile.TemporaryDirectory() as folder:
         made = RunFolder.create(Path(folder) / "run", {}, name="bench")
-        setting = Setting(recipe, prepared, model, Objective(model), (Stage("train", steps + 1),),
-                          where, precision, World(), made, None, turns, turns.over,
-                          made.path)  # fmt: skip
+        stage, compute = Stage("train", steps + 1), Compute(where, precision)
+        current = StageModel(0, stage, Entered(), Objective(model))
+        context = RunContext(recipe, prepared, TASKS["classification"], (stage,), compute,
+                             made.path, made, turns, turns.over, current)  # fmt: skip
         with made, suppress(_Enough):
-            train(setting, Progress(Best("accuracy")), Stopwatch(where), None)
+            train(context, Progress(Best("accuracy")), Stopwatch(where), None)
 
 
 class _Batches(torch.utils.data.IterableDataset[Any]):

@@ -24,12 +24,13 @@ import torch
 import frostlab as fl
 from common import device_name
 from frostlab.data.prepare import prepare
+from frostlab.devices import choose_device
 from frostlab.models.build import build_model
 from frostlab.recipe.recipe import Recipe
-from frostlab.training.batches.batch import scored_counts
+from frostlab.training.batches.batch import scored_counts, token_examples
 from frostlab.training.batches.feed import Feed
-from frostlab.training.distributed import World
-from frostlab.training.setup import choose_device, choose_precision
+from frostlab.training.distributed import Compute
+from frostlab.training.setup import choose_precision
 from frostlab.training.step.eager import EagerStep, seed_step
 from frostlab.training.step.objective import Objective
 from frostlab.training.step.optimizer import build_optimizer, rate_at
@@ -51,9 +52,10 @@ def train(recipe: Recipe, steps: int, every: int, data_dir: Path | None) -> tupl
     treat(model, recipe)
     objective = Objective(model.to(device)).train()
     optimizer = build_optimizer(model, recipe.optim, fused=device.type == "cuda")
-    precision, world = choose_precision(recipe.train, device), World()
-    step_once = EagerStep(objective, optimizer, precision, recipe.optim.clip, world)
-    feed = Feed(prepared, recipe.train, recipe.seed, world, device, wants_types(model))
+    compute = Compute(device, choose_precision(recipe.train, device))
+    step_once = EagerStep(objective, optimizer, compute, recipe.optim.clip)
+    examples = token_examples(prepared, prepared.splits["train"], device, wants_types(model))
+    feed = Feed(examples, recipe.train, recipe.seed, compute)
     scored = scored_counts(prepared.splits["train"])
     losses, epoch, order = [], 0, feed.order(0)
     with fl.watch(model, optimizer, every=every, change=True) as flow:

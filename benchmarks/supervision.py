@@ -18,7 +18,7 @@ from frostlab.bench.workloads import drawn_feed
 from frostlab.models.decoder import Decoder, DecoderConfig
 from frostlab.recipe.settings import Supervise, Train
 from frostlab.timing.flops import step_work
-from frostlab.training.distributed import World
+from frostlab.training.distributed import Compute
 from frostlab.training.setup import choose_precision
 from frostlab.training.step import build_step
 from frostlab.training.step.eager import EagerStep
@@ -34,7 +34,7 @@ class Side:
         where = device()
         objective = supervised(Objective, config, layers).to(where).train()
         self.step: EagerStep = build_step(
-            objective, PRETRAINING, Train(), choose_precision(Train(), where), where, World(),
+            objective, PRETRAINING, Train(), Compute(where, choose_precision(Train(), where)),
             steps=10**5,
         )  # fmt: skip
         self.feed, self.taken = drawn_feed(batch, length + 1, config.vocabulary, 0), 0

@@ -13,7 +13,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from common import device, device_name, report
 from frostlab.timing.clock import Stopwatch
 from frostlab.training.batches.batch import Batch
-from frostlab.training.distributed import World
+from frostlab.training.distributed import Compute
 from frostlab.training.step.eager import EagerStep
 from frostlab.training.step.objective import Objective
 from loop import ratio
@@ -31,7 +31,9 @@ def main() -> None:
         raise SystemExit("this benchmark needs a GPU")
     model = BertForSequenceClassification(BertConfig(num_labels=2)).to(where)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    step = EagerStep(Objective(model), optimizer, torch.bfloat16, 1.0, World())
+    step = EagerStep(
+        Objective(model), optimizer, Compute(next(model.parameters()).device, torch.bfloat16), 1.0
+    )
     ids = torch.randint(1000, 20000, (options.batch, 128), device=where)
     labels = torch.zeros(options.batch, dtype=torch.long, device=where)
     parts = [Batch({"input_ids": ids}, labels, options.batch, ids.numel(), options.batch)]

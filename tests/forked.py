@@ -176,9 +176,9 @@ def plant(moment: str, count: int) -> None:
     if moment == "step":
         before(step.EagerStep, "_measure")
     elif moment == "update":  # the weights have moved, nobody knows yet
-        before(loop.Ledger, "add")
+        before(loop.StepLog, "add")
     elif moment == "evaluation":
-        before(metrics.Tally, "add")
+        before(metrics.TextTally, "add")
     elif moment == "report":
         before(work, "_report")
     elif moment == "rename":
@@ -193,7 +193,7 @@ def plant(moment: str, count: int) -> None:
     elif moment == "clean-up":
         before(loop, "keep_only")
     elif moment == "boundary":  # a stage has ended, the next has not begun
-        before(loop, "cross")
+        before(loop, "next_stage")
     elif moment == "half a file":
         original_save = safetensors.torch.save_file
 

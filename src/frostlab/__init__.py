@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from frostlab.surgery.grow import Growth, grow
     from frostlab.surgery.orthogonal import orthogonalize, randomize
     from frostlab.surgery.save import export, load_trainable, save_trainable
-    from frostlab.training.evaluate import early_exits
+    from frostlab.training.exits import early_exits
     from frostlab.training.run import RunFailed, run
 
 _HOMES = {
@@ -60,7 +60,7 @@ _HOMES = {
     "audit": "surgery.audit",
     "compare": "comparison.run",
     "describe": "roles.description",
-    "early_exits": "training.evaluate",
+    "early_exits": "training.exits",
     "export": "surgery.save",
     "flow_of": "flow.measurements",
     "freeze": "surgery.freeze",

@@ -13,8 +13,10 @@ from frostlab.comparison.timed_arms import CONTROL, time_arms
 from frostlab.data.prepare import prepare
 from frostlab.errors import BadInput
 from frostlab.recipe.load import recipe_from
-from frostlab.timing.interleave import Clock, Rule, Spent
-from frostlab.training.distributed import World
+from frostlab.timing.clock import BlockClock
+from frostlab.timing.interleave import Rule, Spent
+from frostlab.training import setup
+from frostlab.training.distributed import Compute
 from frostlab.training.step.captured import CapturedStep
 from frostlab.training.step.optimizer import build_optimizer
 from tiny import frozen_and_not as arms
@@ -33,10 +35,10 @@ def test_captured_steps_are_captured_before_the_timing(monkeypatch: pytest.Monke
 
     def captured(objective: Any, optim: Any, *rest: Any, **more: Any) -> CapturedStep:
         optimizer = build_optimizer(objective.model, optim, fused=True)
-        settings = (objective, optimizer, torch.float32, optim.clip, World())
-        return CapturedStep(*settings, compiles=False, record=again)
+        compute = Compute(CPU, torch.float32)
+        return CapturedStep(objective, optimizer, compute, optim.clip, compiles=False, record=again)
 
-    monkeypatch.setattr(sides, "build_step", captured)
+    monkeypatch.setattr(setup, "build_step", captured)
     recipes = arms()
     monkeypatch.setattr(timing, "block_for", lambda *given: captures.append("built") or 3)
     found = time_arms(recipes, prepare(recipes["all"]), baseline="all", device=CPU, seconds=0.1)
@@ -53,18 +55,18 @@ def test_captured_steps_are_captured_before_the_timing(monkeypatch: pytest.Monke
 def test_a_block_is_long_enough_for_the_clock(device: str, step_ms: float, block: int) -> None:
     """0.2 s on the CPU, 0.05 s on CUDA, for the fastest arm; whole passes where it is long."""
 
-    class Taken(Clock):
+    class Taken(BlockClock):
         def block(self, work: Callable[[], object]) -> Spent:
             return Spent(0.0, float(str(work())))
 
-    class Fixed(sides.Side):
+    class Fixed(sides.TimedArm):
         def __init__(self, ms: float) -> None:
             self.order, self.ms = [np.arange(2)] * 16, ms
 
         def take(self, places: Any) -> Any:
             return len(places) * self.ms / 1e3
 
-    both: dict[str, sides.Side] = {"fast": Fixed(step_ms), "slow": Fixed(3 * step_ms)}
+    both: dict[str, sides.TimedArm] = {"fast": Fixed(step_ms), "slow": Fixed(3 * step_ms)}
     assert sides.block_for(both, Taken(torch.device(device))) == block
 
 
@@ -73,16 +75,16 @@ def test_slow_steps_are_timed_on_fewer_batches(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sides, "perf_counter", lambda: next(ticks))
     recipe = arms()["all"]
     prepared = prepare(recipe)
-    treated = sides.treat_all({"all": recipe}, prepared, "all")
-    found = sides.build_sides(treated, prepared, CPU)
+    treated = sides.build_arms({"all": recipe}, prepared, "all")
+    found = sides.place_arms(treated, prepared, CPU)
     assert [len(side.order) for side in found.values()] == [5, 5]
 
 
 def test_sides_are_built_anew_in_another_order_and_other_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    names, places, kept = list[tuple[str, ...]](), list[int](), list[sides.Side]()
-    real = timing.build_sides
+    names, places, kept = list[tuple[str, ...]](), list[int](), list[sides.TimedArm]()
+    real = timing.place_arms
 
     def watched(arms: Any, *given: Any, **more: Any) -> Any:
         made = real(arms, *given, **more)
@@ -95,7 +97,7 @@ def test_sides_are_built_anew_in_another_order_and_other_memory(
         def stopped_by(self, builds: int, *ratios: Any) -> str | None:
             return "time" if builds == 4 else None
 
-    monkeypatch.setattr(timing, "build_sides", watched)
+    monkeypatch.setattr(timing, "place_arms", watched)
     monkeypatch.setattr(timing, "Rule", Four)
     recipes = arms()
     found = time_arms(recipes, prepare(recipes["all"]), baseline="all", device=CPU, block=1)
@@ -111,14 +113,14 @@ def test_sides_are_built_anew_in_another_order_and_other_memory(
 def test_a_sides_copy_is_the_treated_model(treatment: Any) -> None:
     recipe = recipe_from(tiny(treatment=treatment))
     prepared = prepare(recipe)
-    (name, arm), *_ = sides.treat_all({"all": recipe}, prepared, "all").items()
-    side = sides.build_sides({name: arm}, prepared, CPU)[name]
-    theirs = dict(arm.model.named_parameters())
+    (name, arm), *_ = sides.build_arms({"all": recipe}, prepared, "all").items()
+    side = sides.place_arms({name: arm}, prepared, CPU)[name]
+    theirs = dict(arm.built.model.named_parameters())
     for key, p in side.model.named_parameters():
         assert torch.equal(p, theirs[key])
         assert p.requires_grad == theirs[key].requires_grad
         assert p is not theirs[key]
-    assert side.model.state_dict().keys() == arm.model.state_dict().keys()
+    assert side.model.state_dict().keys() == arm.built.model.state_dict().keys()
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from frostlab.comparison.timed_arms import CONTROL, doubts, time_arms
 from frostlab.data.prepare import prepare
 from frostlab.records import telemetry as watching
 from frostlab.records.telemetry import Watched
-from frostlab.timing import interleave as turns
-from frostlab.timing.interleave import Clock, Drift, Ratio, Rounds, Spent, drift_of
+from frostlab.timing import clock
+from frostlab.timing.clock import BlockClock
+from frostlab.timing.interleave import Drift, Ratio, Rounds, Spent, drift_of
 from frostlab.training.step.eager import EagerStep
 from tiny import frozen_and_not as arms
 
@@ -59,8 +60,8 @@ def test_drift_compares_blocks_of_the_same_batches(change: float, drifted: bool)
 
 def test_a_clock_waits_and_counts_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([10.0, 10.25])
-    monkeypatch.setattr(turns, "perf_counter", lambda: next(moments))
-    assert Clock(CPU).block(lambda: None) == Spent(0.25, 0.25)
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: next(moments))
+    assert BlockClock(CPU).block(lambda: None) == Spent(0.25, 0.25)
 
 
 def test_a_clock_on_cuda_times_between_events_on_the_stream(
@@ -83,8 +84,8 @@ def test_a_clock_on_cuda_times_between_events_on_the_stream(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "its stream")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("wait"))
     moments = iter([10.0, 10.25])
-    monkeypatch.setattr(turns, "perf_counter", lambda: next(moments))
-    spent = Clock(torch.device("cuda", 0)).block(lambda: done.append("work"))
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: next(moments))
+    spent = BlockClock(torch.device("cuda", 0)).block(lambda: done.append("work"))
     assert spent == Spent(0.04, 0.25)
     record = "record on its stream"
     assert done == ["wait", record, "work", record, "wait", "read"]

@@ -45,9 +45,9 @@ class FakeClock:
         self.now, self.costs, self.drift, self.memory = 0.0, costs, drift, memory
         self.draw = np.random.default_rng(seed)
         self.noise = self._correlated(self.draw, noise, correlation)
-        self.build_anew()
+        self.rebuild()
 
-    def build_anew(self) -> None:
+    def rebuild(self) -> None:
         """Where an arm's memory lies makes all its blocks faster or slower."""
         self.place = {name: float(self.memory * self.draw.normal()) for name in self.costs}
 
@@ -80,7 +80,7 @@ def simulate(
     monkeypatch.setattr(turns, "perf_counter", clock)
     return take_turns(
         tuple(clock.costs), "all", clock.block, Rule(seconds, width),
-        pairs=pairs, build_anew=clock.build_anew, block=4, batches=16, seed=0,
+        pairs=pairs, rebuild=clock.rebuild, block=4, batches=16, seed=0,
         say=lambda line: None,
     )  # fmt: skip
 

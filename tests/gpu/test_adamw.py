@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from frostlab.recipe.settings import Optim, Train
-from frostlab.training.distributed import World
+from frostlab.training.distributed import Compute, World
 from frostlab.training.step import build_step
 from frostlab.training.step.eager import EagerStep
 from frostlab.training.step.objective import Objective
-from frostlab.training.step.optimizer import Halves, KernelAdamW, build_optimizer
+from frostlab.training.step.optimizer import Bf16Copies, KernelAdamW, build_optimizer
 from packed import build
 from stepping import epochs, train
 
@@ -36,8 +36,8 @@ def pair(shares: dict[str, float] | None = None) -> list[tuple[nn.Module, torch.
     for ours in (True, False):
         model = Several().to(CUDA)
         optim = Optim(lr=1e-2, decay=0.1, betas=(0.9, 0.95))
-        halves = Halves(model) if ours else None
-        made.append((model, build_optimizer(model, optim, True, True, halves, shares)))
+        copies = Bf16Copies(model) if ours else None
+        made.append((model, build_optimizer(model, optim, True, True, copies, shares)))
     return made
 
 
@@ -62,7 +62,7 @@ def test_it_is_torchs(scale: float | None, shares: dict[str, float] | None) -> N
         give(sides, without=2 if number < 5 else None)  # one begins to learn later
         for _, optimizer in sides:
             for group in optimizer.param_groups:
-                group["lr"] = torch.tensor(1e-2 * group["share"], device=CUDA)
+                group["lr"] = torch.tensor(1e-2 * group["lr_scale"], device=CUDA)
             fused: Any = optimizer
             fused.grad_scale = None if scale is None else torch.tensor(scale, device=CUDA)
             fused.found_inf = torch.tensor(float(number == 7), device=CUDA)
@@ -99,13 +99,13 @@ def test_steps_with_copies_are_steps_without(name: str) -> None:
                 Objective(model), Optim(lr=1e-3), Train(step="eager"), torch.bfloat16, CUDA,
                 World(), steps=60,
             )  # fmt: skip
-            assert step.halves
+            assert step.copies
         else:
             optimizer = build_optimizer(model, Optim(lr=1e-3), True)
-            step = EagerStep(Objective(model), optimizer, torch.bfloat16, 1.0, World())
+            step = EagerStep(Objective(model), optimizer, Compute(CUDA, torch.bfloat16), 1.0)
         losses.append(train(step, steps))
         if ours:
-            for place in step.halves._places:  # type: ignore[union-attr]
+            for place in step.copies._entries:  # type: ignore[union-attr]
                 assert torch.equal(place.half, place.own.bfloat16()), place.name
     assert losses[0] == pytest.approx(losses[1], abs=5e-3)
 

@@ -15,7 +15,7 @@ from frostlab.models.attention import attend
 from frostlab.recipe.settings import Optim, StepKind, Train
 from frostlab.training import run as running
 from frostlab.training.batches.packing import pack, shapes_for
-from frostlab.training.distributed import World
+from frostlab.training.distributed import Compute
 from frostlab.training.step import build_step
 from frostlab.training.step.captured import CapturedStep
 from frostlab.training.step.eager import EagerStep, seed_step
@@ -51,8 +51,8 @@ def make(
     rate: float = 1e-3,
 ) -> EagerStep:
     """With fewer than three thousand steps, what is captured is not compiled."""
-    return build_step(Objective(model.to(CUDA)), Optim(lr=rate), Train(step=kind), precision, CUDA,
-                      World(), steps=steps)  # fmt: skip
+    return build_step(Objective(model.to(CUDA)), Optim(lr=rate), Train(step=kind),
+                      Compute(CUDA, precision), steps=steps)  # fmt: skip
 
 
 @pytest.mark.parametrize("precision", [HALF, FULL], ids=["bf16", "float32"])

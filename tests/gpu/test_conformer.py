@@ -15,7 +15,7 @@ from frostlab.models.conformer import Conformer, ConformerConfig
 from frostlab.recipe.model import EnvelopeLoss
 from frostlab.recipe.settings import Optim, StepKind, Train
 from frostlab.training.batches.batch import Batch
-from frostlab.training.distributed import World
+from frostlab.training.distributed import Compute
 from frostlab.training.step import build_step
 from frostlab.training.step.eager import EagerStep
 from frostlab.training.step.envelope_loss import EnvelopeObjective
@@ -54,7 +54,7 @@ def stepping(
     fl.freeze(model, "layers[1]")  # its BatchNorm keeps its statistics
     objective = EnvelopeObjective(model, EnvelopeLoss()).to(CUDA).train()
     optim = Optim(lr=1e-3, decay=0.0)
-    step = build_step(objective, optim, Train(step=kind), precision, CUDA, World(), steps=steps)
+    step = build_step(objective, optim, Train(step=kind), Compute(CUDA, precision), steps=steps)
     return step, model
 
 

@@ -16,7 +16,7 @@ from frostlab.flow.measurements import flow_of, flows_of
 from frostlab.flow.probe import Probe, own_gradient
 from frostlab.flow.tensors import look
 from frostlab.recipe.settings import Optim, Train
-from frostlab.training.distributed import World
+from frostlab.training.distributed import Compute
 from frostlab.training.step import build_step
 from frostlab.training.step.captured import CapturedStep
 from frostlab.training.step.objective import Objective
@@ -180,9 +180,9 @@ def test_every_stage_of_a_captured_run_is_measured(tmp_path: Path) -> None:
 def test_measuring_waits_for_nothing(no_waiting: NoWaiting) -> None:
     """A captured and measured step is sent off; nobody looks at a value of it."""
     model = build("gpt classifier").train()
-    step = build_step(Objective(model.cuda()), Optim(), Train(step="captured"), torch.bfloat16,
-                      torch.device("cuda", 0), World(), steps=10)  # fmt: skip
-    gradient = own_gradient if step.halves is None else step.halves.gradient
+    step = build_step(Objective(model.cuda()), Optim(), Train(step="captured"),
+                      Compute(torch.device("cuda", 0), torch.bfloat16), steps=10)  # fmt: skip
+    gradient = own_gradient if step.copies is None else step.copies.gradient
     step.flow = fl.watch(model, step.optimizer, every=2, gradient=gradient).start(by_hand=True)
     (parts,) = epochs("gpt classifier", 1, packed=True)
     for _ in range(6):  # seen, captured both ways, replayed

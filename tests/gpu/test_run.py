@@ -15,12 +15,12 @@ import frostlab as fl
 from frostlab.recipe.settings import Optim, StepKind, Train
 from frostlab.records.checkpoint import checkpoints_in
 from frostlab.timing.clock import Stopwatch
-from frostlab.training.distributed import World
+from frostlab.training.distributed import Compute, World
 from frostlab.training.step import build_step
 from frostlab.training.step.captured import CapturedStep
 from frostlab.training.step.eager import Diverged, EagerStep
 from frostlab.training.step.objective import Objective
-from frostlab.training.step_log import Entry, Ledger
+from frostlab.training.step_log import Entry, StepLog
 from packed import build
 from stepping import epochs
 from tiny import tiny
@@ -68,8 +68,8 @@ def test_the_peak_of_memory_is_the_runs_own(tmp_path: Path) -> None:
 def test_warming_up_changes_nothing(kind: StepKind, precision: torch.dtype) -> None:
     """Not the weights, the moments, the generator, nor the steps that follow."""
     model = build("bert classifier").cuda().train()
-    step = build_step(Objective(model), Optim(), Train(step=kind), precision,
-                      torch.device("cuda", 0), World(), steps=10)  # fmt: skip
+    step = build_step(Objective(model), Optim(), Train(step=kind),
+                      Compute(torch.device("cuda", 0), precision), steps=10)  # fmt: skip
     before = {name: value.clone() for name, value in model.state_dict().items()}
     drawn = torch.cuda.get_rng_state()
     (parts,) = epochs("bert classifier", 1, packed=True)
@@ -114,7 +114,7 @@ def test_the_same_run_twice(tmp_path: Path) -> None:
 def test_a_broken_gradient_moves_nothing_though_nobody_waits() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    step = EagerStep(model, optimizer, torch.float32, 1.0, World())
+    step = EagerStep(model, optimizer, Compute(torch.device("cuda", 0), torch.float32), 1.0)
 
     def backward(parts: Any, scored: int) -> torch.Tensor:
         loss = model(torch.ones(2, 4, device="cuda")).square().mean()
@@ -123,7 +123,7 @@ def test_a_broken_gradient_moves_nothing_though_nobody_waits() -> None:
 
     step.gradients = backward  # type: ignore[method-assign]
     watch = Stopwatch(torch.device("cuda", 0))
-    ledger = Ledger(step, watch, World(), None)
+    ledger = StepLog(step, watch, World(), None)
 
     def take(number: int) -> None:
         began = watch.mark()
@@ -136,7 +136,7 @@ def test_a_broken_gradient_moves_nothing_though_nobody_waits() -> None:
     for number in range(2, 6):
         take(number)  # nothing is read yet
     with pytest.raises(Diverged, match="step 2: the gradient of 1.weight is not finite"):
-        ledger.settle()
+        ledger.flush()
     for old, new in zip(before, model.parameters(), strict=True):
         assert torch.equal(old, new)
 

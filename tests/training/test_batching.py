@@ -12,10 +12,10 @@ from frostlab.training.batches.batch import (
     collate,
     epoch_order,
     evaluation_order,
+    micro_batches,
     order_digest,
     padded_width,
     scored_counts,
-    shared,
 )
 
 
@@ -83,7 +83,7 @@ def test_evaluation_takes_the_longest_first() -> None:
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 4))
 def test_processes_share_a_batch_in_equally_many_parts(count: int, size: int, parts: int) -> None:
     rows = np.arange(count)
-    shares = [shared(rows, rank, size, parts) for rank in range(size)]
+    shares = [micro_batches(rows, rank, size, parts) for rank in range(size)]
     assert len({len(share) for share in shares}) == 1
     assert len(shares[0]) <= parts
     assert sorted(np.concatenate([r for share in shares for r in share])) == list(range(count))

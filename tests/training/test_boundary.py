@@ -16,7 +16,6 @@ from frostlab.recipe.load import load_recipe, recipe_from
 from frostlab.recipe.settings import Optim
 from frostlab.records.checkpoint import checkpoints_in, resumable
 from frostlab.records.folder import RunRecord
-from frostlab.training.distributed import like
 from frostlab.training.stages import Entered, enter, kept_state, stages_of, survivors
 from frostlab.training.step.optimizer import build_optimizer, optimizer_tensors, restore_optimizer
 from frostlab.training.treatment import count_parameters
@@ -57,7 +56,7 @@ def test_the_state_of_another_optimizer_is_put_back(kind: Any) -> None:
     for p in model.parameters():
         p.grad = torch.randn_like(p)
     one.step()
-    restore_optimizer(model, other, optimizer_tensors(model, one), like)
+    restore_optimizer(model, other, optimizer_tensors(model, one))
     for p in model.parameters():
         assert other.state[p].keys() == one.state[p].keys() != set()
         for key, value in one.state[p].items():
@@ -124,7 +123,7 @@ def test_the_rows_of_a_split_projection_keep_their_own_moments() -> None:
     assert value is not None
     assert torch.equal(value, optimizer.state[whole]["exp_avg"][16:])
     fresh = build_optimizer(model, Optim(), fused=False)
-    restore_optimizer(model, fresh, found, like, partly=True)
+    restore_optimizer(model, fresh, found, partly=True)
     held = fresh.state[model.get_parameter(name.rpartition("//")[0])]
     assert held["exp_avg"].shape == (8, 8)
     assert float(held["step"]) == 1

@@ -44,13 +44,13 @@ def test_building_the_step_is_no_training_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first AdamW of a process takes a second: the first run must not pay for it."""
-    build = loop.build_step
+    build = loop.make_step
 
     def slow(*given: Any, **more: Any) -> EagerStep:
         time.sleep(0.2)
         return build(*given, **more)
 
-    monkeypatch.setattr(loop, "build_step", slow)
+    monkeypatch.setattr(loop, "make_step", slow)
     clocks = fl.run(progressive(), runs=tmp_path).result["clocks"]
     assert clocks["setup_seconds"] >= 3 * 0.2
     parts = ("train", "validation", "data", "checkpoint")

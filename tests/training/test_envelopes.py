@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,22 +25,25 @@ from frostlab.records.folder import SCORES, RunRecord, read_scores
 from frostlab.records.show import show
 from frostlab.training.batches.batch import WindowExamples, order_digest
 from frostlab.training.batches.feed import Feed
-from frostlab.training.distributed import World, same_buffers
+from frostlab.training.distributed import Compute, World, preserve_buffers
 from frostlab.training.eeg_report import draw_run
-from frostlab.training.evaluate import evaluate, tally_for
+from frostlab.training.evaluate import evaluate
 from frostlab.training.run import run
-from frostlab.training.setup import any_unused, best_model
-from frostlab.training.stages import Entered, enter, shares_of, stages_of
+from frostlab.training.setup import _has_unused, best_model
+from frostlab.training.stages import Entered, Stage, enter, lr_scales, stages_of
+from frostlab.training.state import StageModel
 from frostlab.training.step.compiled import CompiledStep
 from frostlab.training.step.envelope_loss import (
     EnvelopeObjective,
-    objective_for,
     pearson,
     window_losses,
 )
 from frostlab.training.step.optimizer import build_optimizer
+from frostlab.training.tasks import TASKS
 from hearing import hearing
 from tiny import tiny
+
+TASK = TASKS["envelope"]
 
 CPU = torch.device("cpu")
 
@@ -78,7 +80,7 @@ def test_windows_stay_inside_a_recording_and_keep_its_subject(hop: int | None) -
             owners = split.owners(rows)
             assert batch.inputs["subject"].tolist() == [(1, 0, -1)[n] for n in owners]
             assert batch.scored == batch.examples == len(rows)
-            assert batch.tokens == batch.held == 10 * len(rows)
+            assert batch.tokens == batch.padded_tokens == 10 * len(rows)
             firsts = batch.inputs["eeg"][:, 0, 0]
             seen += [(int(n), int(at)) for n, at in zip(owners, firsts, strict=True)]
     assert max(at for n, at in seen if n == 0) <= 40
@@ -106,7 +108,7 @@ def test_the_order_follows_seed_and_epoch_down_to_the_sample() -> None:
 
 def test_no_rows_make_a_window_that_counts_for_nothing() -> None:
     recipe, data = prepared()
-    objective = objective_for(build_for(recipe, data), recipe).eval()
+    objective = TASK.objective(build_for(recipe, data), recipe).eval()
     examples = WindowExamples(data.splits["tune"])
     nothing, some = (examples.collate(np.array(rows, np.int64)) for rows in ([], [3, 70]))
     assert (nothing.scored, nothing.tokens, nothing.inputs["eeg"].shape[0]) == (0, 0, 1)
@@ -114,7 +116,7 @@ def test_no_rows_make_a_window_that_counts_for_nothing() -> None:
     lost.backward()
     assert lost.item() == 0.0
     assert all(not p.grad.any() for p in objective.parameters() if p.grad is not None)
-    one, two = (tally_for(objective, data, CPU) for _ in range(2))
+    one, two = (TASK.tally(objective, data, CPU) for _ in range(2))
     with torch.no_grad():
         one.add(objective(some, want="logits"), some)
         for batch in (some, nothing):
@@ -125,7 +127,7 @@ def test_no_rows_make_a_window_that_counts_for_nothing() -> None:
 @pytest.mark.parametrize("kind", ["pearson", "pearson-l1", "mse-pearson", "multiscale"])
 def test_the_loss_a_recipe_names_is_what_is_differentiated(kind: str) -> None:
     recipe, data = prepared(loss={"kind": kind})
-    objective = objective_for(build_for(recipe, data), recipe).eval()
+    objective = TASK.objective(build_for(recipe, data), recipe).eval()
     assert isinstance(objective, EnvelopeObjective)
     examples = WindowExamples(data.splits["tune"])
     rows = examples.sweep(5)[0]
@@ -133,8 +135,8 @@ def test_the_loss_a_recipe_names_is_what_is_differentiated(kind: str) -> None:
     said = objective(batch, want="logits")
     wanted = window_losses(kind, said, batch.targets)  # type: ignore[arg-type]
     assert torch.allclose(objective(batch), wanted.sum())
-    metrics = evaluate(objective, data, data.splits["tune"], 5, device=CPU,
-                       precision=torch.float32, world=World())  # fmt: skip
+    metrics = evaluate(TASK, objective, data, data.splits["tune"], 5,
+                       Compute(CPU, torch.float32))  # fmt: skip
     whole = examples.collate(data.splits["tune"].grid)
     said = objective(whole, want="logits").detach()
     loss = window_losses(kind, said, whole.targets).mean()  # type: ignore[arg-type]
@@ -302,21 +304,19 @@ def test_surgery_works_on_decoders_of_recordings(finished: RunRecord, tmp_path: 
 
 def test_a_pass_that_tries_something_out_moves_no_statistics() -> None:
     recipe, data = prepared(model__norm="batch")
-    objective = objective_for(build_for(recipe, data), recipe).train()
+    objective = TASK.objective(build_for(recipe, data), recipe).train()
     batch = WindowExamples(data.splits["tune"]).collate(np.array([0, 64]))
     before = [buffer.clone() for buffer in objective.buffers()]
-    with same_buffers(objective):
+    with preserve_buffers(objective):
         objective(batch)
     assert before
     assert all(map(torch.equal, before, objective.buffers()))
-    setting: Any = SimpleNamespace(
-        recipe=recipe, prepared=data, model=objective.model, objective=objective, device=CPU,
-        world=World(size=2), precision=torch.float32,
-    )  # fmt: skip
-    assert not any_unused(setting)
+    current = StageModel(0, Stage("train", 1), Entered(), objective)
+    two = Compute(CPU, torch.float32, World(size=2))
+    assert not _has_unused(current, recipe, data, TASK, two)
     assert all(map(torch.equal, before, objective.buffers())), "looking for unused ones"
     optimizer = build_optimizer(objective.model, recipe.optim, fused=False)
-    step = CompiledStep(objective, optimizer, torch.float32, None, World(), compiles=False)
+    step = CompiledStep(objective, optimizer, Compute(CPU, torch.float32), None, compiles=False)
     step._prove([batch], batch.scored)
     assert all(map(torch.equal, before, objective.buffers())), "trying out compiled code"
     objective(batch)
@@ -345,7 +345,7 @@ def test_front_and_head_have_rates_of_their_own() -> None:
     model = build_for(recipe, data)
     (stage,) = stages_of(recipe, len(data.splits["train"]))
     enter(model, recipe, stage, 0, Entered())
-    shares = shares_of(model, stage, 0, Entered())
+    shares = lr_scales(model, stage, 0, Entered())
     assert stage.optim(recipe.optim).lr == 1e-3
     for name, share in shares.items():
         part = name.split(".")[0] if not name.startswith("blocks") else name[:8]
@@ -357,7 +357,7 @@ def test_front_and_head_have_rates_of_their_own() -> None:
 def test_a_gpu_meets_two_shapes_at_most() -> None:
     """A captured step has a graph a shape: whole batches, and an epoch's last."""
     recipe, data = prepared()
-    feed = Feed(data, recipe.train, 0, World(), CPU, types=False)
+    feed = Feed(WindowExamples(data.splits["train"]), recipe.train, 0, Compute(CPU, torch.float32))
     shapes = {
         tuple(tuple(t.shape) for t in part.tensors())
         for epoch in range(3)

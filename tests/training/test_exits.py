@@ -11,15 +11,17 @@ import torch
 
 import frostlab as fl
 from forked import frostlab_command
-from frostlab.comparison.timed_arms import Side
+from frostlab.comparison.timed_arms import BuiltArm, TimedArm
 from frostlab.data.prepare import prepare
-from frostlab.models.build import build_model
 from frostlab.models.decoder import Decoder, DecoderConfig
 from frostlab.recipe.load import recipe_from
 from frostlab.training import evaluate as exits
-from frostlab.training.distributed import World
-from frostlab.training.evaluate import Tally, evaluate, measure_exits
+from frostlab.training.distributed import Compute
+from frostlab.training.evaluate import TextTally, evaluate
+from frostlab.training.exits import measure_exits
+from frostlab.training.setup import build_model
 from frostlab.training.step.objective import Objective
+from frostlab.training.tasks import TASKS
 from packed import VOCABULARY, build, prepared
 from tiny import tiny
 
@@ -49,8 +51,8 @@ def cut(model: Decoder, layers: int) -> Decoder:
 def measured(model: torch.nn.Module, precision: torch.dtype, **more: Any) -> dict[str, Any]:
     data = prepared(labels=False)
     return evaluate(
-        Objective(model), data, data.splits["report"], 8, device=CPU, precision=precision,
-        world=World(), **more,
+        TASKS["language"], Objective(model), data, data.splits["report"], 8,
+        Compute(CPU, precision), **more,
     )  # fmt: skip
 
 
@@ -67,19 +69,19 @@ def test_a_layers_metrics_are_those_of_a_model_that_ends_there(precision: torch.
 
 def test_only_one_layers_logits_exist_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[weakref.ref[Any]] = []
-    add = Tally.add
+    add = TextTally.add
 
-    def watched(self: Tally, logits: torch.Tensor, batch: Any) -> None:
+    def watched(self: TextTally, logits: torch.Tensor, batch: Any) -> None:
         assert not any(ref() is not None for ref in seen[-2:]), "an earlier layer's are still there"
         seen.append(weakref.ref(logits))
         add(self, logits, batch)
 
-    monkeypatch.setattr(Tally, "add", watched)
+    monkeypatch.setattr(TextTally, "add", watched)
     model, data = build("decoder"), prepared(labels=False)
     calls: list[int] = []
     model.blocks[0].register_forward_hook(lambda *given: calls.append(1))  # type: ignore[union-attr, index]
-    evaluate(Objective(model), data, data.splits["report"], 60, device=CPU,
-             precision=torch.float32, world=World(), layers=(1, 2))  # fmt: skip
+    evaluate(TASKS["language"], Objective(model), data, data.splits["report"], 60,
+             Compute(CPU, torch.float32), layers=(1, 2))  # fmt: skip
     assert (len(seen), len(calls)) == (2, 1), "one pass"
 
 
@@ -87,7 +89,7 @@ def test_only_one_layers_logits_exist_at_a_time(monkeypatch: pytest.MonkeyPatch)
 def test_what_an_exit_costs(name: str) -> None:
     """Counted by hand for one layer of each shape; the last exit is the whole model."""
     model, data = build(name), prepared(labels=False)
-    first, last = measure_exits(model, data, 16, CPU, torch.float32)
+    first, last = measure_exits(model, data, 16, Compute(CPU, torch.float32))
     length = int(data.splits["report"].lengths.max()) - 1
     matrices = {
         "gpt": 4 * 32**2 + 2 * 32 * 48, "decoder": 4 * 32**2 + 3 * 32 * 48,
@@ -139,8 +141,7 @@ def test_every_key_changes_a_run(tmp_path: Path) -> None:
 def test_an_arm_is_timed_with_the_loss_it_is_trained_with(deep: fl.RunRecord) -> None:
     whole = recipe_from(recipe(supervise={"layers": [1, 3], "weights": [0.5, 2.0]}))
     data = prepare(whole)
-    model = build_model(whole, data.vocabulary, data.classes, data.pad)
-    side = Side(whole, model, data, CPU)
+    side = TimedArm(BuiltArm(whole, build_model(whole, data), None), data, CPU)
     losses = [x for e in deep.events() if e["kind"] == "step" for x in e["loss"]]
     assert float(side.take([0]).loss) == pytest.approx(losses[0])
 

@@ -15,11 +15,13 @@ from forked import attempt, limited, outcome, run_command, wait_for
 from frostlab.records.checkpoint import checkpoints_in
 from frostlab.timing.clock import Stopwatch
 from frostlab.training.batches.batch import Batch
-from frostlab.training.distributed import World
+from frostlab.training.distributed import Compute, World
 from frostlab.training.step.eager import Diverged, EagerStep
 from frostlab.training.step.objective import Objective
-from frostlab.training.step_log import Entry, Ledger
+from frostlab.training.step_log import Entry, StepLog
 from tiny import tiny
+
+COMPUTE = Compute(torch.device("cpu"), torch.float32)
 
 
 def test_a_diverged_run_names_step_and_parameter(
@@ -56,9 +58,9 @@ def test_a_diverged_run_names_step_and_parameter(
 def test_a_broken_gradient_is_found_at_its_step_and_moves_nothing() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    step = EagerStep(model, optimizer, torch.float32, 1.0, World())
+    step = EagerStep(model, optimizer, COMPUTE, 1.0)
     step.gradients = lambda parts, scored: _backward(model)  # type: ignore[method-assign]
-    ledger = Ledger(step, Stopwatch(torch.device("cpu")), World(), None)
+    ledger = StepLog(step, Stopwatch(torch.device("cpu")), World(), None)
 
     def take(number: int) -> None:
         ledger.add(Entry(number, step([], 1, 0.1), 0.1, 1, 1, 1, (0.0, 0.001)))
@@ -83,9 +85,7 @@ def test_clipping_equals_torch() -> None:
         torch.manual_seed(1)
         model = nn.Linear(5, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        step = EagerStep(
-            Objective(model), optimizer, torch.float32, 0.5 if clip == "ours" else None, World()
-        )
+        step = EagerStep(Objective(model), optimizer, COMPUTE, 0.5 if clip == "ours" else None)
         batch = Batch({"input": torch.randn(4, 5) * 9}, torch.tensor([0, 1, 2, 0]), 4, 4, 4)
         step.gradients([batch], 4)
         if clip == "torch":
@@ -180,10 +180,10 @@ def test_the_steps_before_a_failure_are_written(
 def test_a_device_that_cannot_be_read_does_not_hide_the_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lost(self: Ledger, count: int) -> None:
+    def lost(self: StepLog, count: int) -> None:
         raise RuntimeError("the device is lost")
 
-    monkeypatch.setattr(Ledger, "_settle", lost)
+    monkeypatch.setattr(StepLog, "_write", lost)
     monkeypatch.setattr(EagerStep, "name_of", lambda self, index: "")
 
     def fail(self: EagerStep, *args: Any) -> torch.Tensor:

@@ -21,8 +21,9 @@ from frostlab.models.build import build_model
 from frostlab.recipe.load import recipe_from
 from frostlab.recipe.settings import Optim, Train
 from frostlab.training import run as running
+from frostlab.training.batches.batch import token_examples
 from frostlab.training.batches.feed import Feed
-from frostlab.training.distributed import World
+from frostlab.training.distributed import Compute
 from frostlab.training.step import build_step
 from frostlab.training.step.captured import CapturedStep
 from frostlab.training.step.eager import EagerStep, seed_step
@@ -61,7 +62,8 @@ def plain_flow(recipe_values: dict[str, Any], every: int = 3) -> fl.Flow:
     treat(model, recipe)
     optimizer = build_optimizer(model, recipe.optim, fused=False)
     plain = recipe.train.model_copy(update={"accumulate": 1})
-    feed = Feed(prepared, plain, recipe.seed, World(), CPU, types=False)
+    examples = token_examples(prepared, prepared.splits["train"], CPU)
+    feed = Feed(examples, plain, recipe.seed, Compute(CPU, torch.float32))
     assert recipe.train.epochs is not None
     batches = [rows for epoch in range(recipe.train.epochs) for rows in feed.order(epoch)]
     half = recipe.train.precision == "bf16"
@@ -252,7 +254,7 @@ def taken(kind: type[EagerStep], parts: int, **more: Any) -> tuple[fl.Flow, Eage
     """A watched step over batches of a few shapes."""
     model = build("gpt classifier").train()
     optimizer = build_optimizer(model, Optim(), fused=True)
-    step = kind(Objective(model), optimizer, torch.float32, 0.5, World(), **more)
+    step = kind(Objective(model), optimizer, Compute(CPU, torch.float32), 0.5, **more)
     step.flow = fl.watch(model, optimizer, every=3, change=True, agreement=True).start(by_hand=True)
     for i, batch in enumerate(epochs("gpt classifier", 14, packed=True)):
         seed_step(0, i, 0, CPU)
@@ -294,7 +296,7 @@ def test_only_measured_steps_may_fail_to_be_captured() -> None:
                 raise RuntimeError("out of memory\nand more")
 
         with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng():
-            patch.setattr(holder[0], "_update", lambda share, broken: refuse(share))
+            patch.setattr(holder[0], "_update", lambda factor, broken: refuse(factor))
             work()
         return work
 
@@ -310,8 +312,8 @@ def test_only_measured_steps_may_fail_to_be_captured() -> None:
 
 def test_looking_inside_takes_eager_steps() -> None:
     model = build("gpt classifier")
-    step = build_step(Objective(model), Optim(), Train(step="compiled"), torch.float32, CPU,
-                      World(), steps=9, inside=True)  # fmt: skip
+    step = build_step(Objective(model), Optim(), Train(step="compiled"),
+                      Compute(CPU, torch.float32), steps=9, inside=True)  # fmt: skip
     assert (step.kind, step.reason) == (
         "eager", "watch.units and watch.entropy look into eager steps only",
     )  # fmt: skip

@@ -9,20 +9,22 @@ from torch import Tensor, nn
 
 import frostlab as fl
 from frostlab.training.batches.batch import Batch, collate
-from frostlab.training.distributed import World
+from frostlab.training.distributed import Compute
 from frostlab.training.step.eager import EagerStep
 from frostlab.training.step.objective import Objective
-from frostlab.training.step.optimizer import Halves
+from frostlab.training.step.optimizer import Bf16Copies
 from packed import MODELS, PAD, build, classifies, tokens
+
+CPU = torch.device("cpu")
 
 
 def batch(name: str) -> Batch:
     return collate(tokens(labels=classifies(name)), np.arange(8), PAD)
 
 
-def step_with(model: nn.Module, halves: Halves | None) -> EagerStep:
+def step_with(model: nn.Module, copies: Bf16Copies | None) -> EagerStep:
     optimizer = torch.optim.AdamW(model.parameters())
-    return EagerStep(Objective(model), optimizer, torch.bfloat16, None, World(), halves=halves)
+    return EagerStep(Objective(model), optimizer, Compute(CPU, torch.bfloat16), None, copies=copies)
 
 
 def all_gradients(step: EagerStep, parts: list[Batch]) -> dict[str, Tensor]:
@@ -30,8 +32,8 @@ def all_gradients(step: EagerStep, parts: list[Batch]) -> dict[str, Tensor]:
     step.gradients(parts, sum(part.scored for part in parts))
     named = ((name, step._gradient(p)) for name, p in step.objective.named_parameters())
     found = {name: gradient.float() for name, gradient in named if gradient is not None}
-    if step.halves is not None:
-        step.halves.clear()
+    if step.copies is not None:
+        step.copies.clear()
     return found
 
 
@@ -41,10 +43,10 @@ def test_gradients_are_those_of_autocast_to_the_bit(name: str, frozen: bool) -> 
     model = build(name).eval()
     if frozen:
         fl.freeze(model, "query", "key")
-    halves = Halves(model)
-    assert halves
+    copies = Bf16Copies(model)
+    assert copies
     wanted = all_gradients(step_with(model, None), [batch(name)])
-    found = all_gradients(step_with(model, halves), [batch(name)])
+    found = all_gradients(step_with(model, copies), [batch(name)])
     assert found.keys() == wanted.keys()
     for key, gradient in wanted.items():
         assert torch.equal(found[key], gradient), key
@@ -57,7 +59,7 @@ def test_what_is_copied() -> None:
     model.blocks[0].up.weight.register_hook(lambda gradient: gradient)
     model.blocks[1].down.weight = model.blocks[0].down.weight
     model.blocks[1].out.bfloat16()
-    copied = {names[id(place.own)] for place in Halves(model)._places}
+    copied = {names[id(entry.own)] for entry in Bf16Copies(model)._entries}
     layer = {
         f"{part}.{kind}" for part in ("qkv", "out", "up", "down") for kind in ("weight", "bias")
     }
@@ -65,23 +67,23 @@ def test_what_is_copied() -> None:
     left_out = {"blocks.0.up.weight", "blocks.0.down.weight", "blocks.1.down.weight",
                 "blocks.1.out.weight", "blocks.1.out.bias"}  # fmt: skip
     assert copied == expected - left_out
-    assert not Halves(nn.Sequential(nn.Linear(2, 2)))  # a model that is not known
+    assert not Bf16Copies(nn.Sequential(nn.Linear(2, 2)))  # a model that is not known
 
 
 def test_copies_follow_their_weights() -> None:
     model: Any = build("gpt classifier")
-    halves, up = Halves(model), model.blocks[0].up
+    copies, up = Bf16Copies(model), model.blocks[0].up
     up.requires_grad_(False)
     with torch.no_grad():
         whole = up.weight.add_(1.0).clone()
-    with halves.in_place():
+    with copies.in_place():
         assert up.weight.dtype == torch.bfloat16
         assert not up.weight.requires_grad
         assert torch.equal(up.weight, whole.bfloat16())
     up.requires_grad_(True)
     model.load_state_dict(build("gpt classifier", seed=1).state_dict())
-    halves.refresh()
-    copy = halves.of(up.weight)
+    copies.refresh()
+    copy = copies.of(up.weight)
     assert copy is not None
     assert copy.requires_grad
     assert torch.equal(copy, up.weight.bfloat16())
@@ -92,7 +94,7 @@ def test_a_model_is_whole_again_whatever_happens() -> None:
     before = dict(model.named_parameters())
 
     def fail() -> None:
-        with Halves(model).in_place():
+        with Bf16Copies(model).in_place():
             assert any(p.dtype == torch.bfloat16 for p in model.parameters())
             raise RuntimeError("stop")
 
@@ -104,6 +106,6 @@ def test_a_model_is_whole_again_whatever_happens() -> None:
 def test_several_parts_are_added_up_in_float32() -> None:
     model = build("gpt classifier").eval()
     parts = [collate(tokens(labels=True), rows, PAD) for rows in np.arange(8).reshape(2, 4)]
-    step = step_with(model, Halves(model))
+    step = step_with(model, Bf16Copies(model))
     step.gradients(parts, 8)
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())

@@ -9,7 +9,7 @@ from torchmetrics.functional.classification import multiclass_f1_score
 
 from frostlab.training.batches.batch import IGNORED, Batch
 from frostlab.training.distributed import World
-from frostlab.training.evaluate import Tally
+from frostlab.training.evaluate import TextTally
 from frostlab.training.step.objective import summed_loss
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ def batch_of(targets: torch.Tensor) -> Batch:
 @pytest.mark.parametrize("sizes", [[40], [1, 39], [13, 13, 14]])
 def test_classification(sizes: list[int]) -> None:
     logits, targets = torch.randn(40, 4), torch.randint(0, 3, (40,))  # class 3 never occurs
-    tally = Tally("classification", 4, CPU)
+    tally = TextTally("classification", 4, CPU)
     for one, other in zip(logits.split(sizes), targets.split(sizes), strict=True):
         tally.add(one, batch_of(other))
     metrics = tally.metrics(World())
@@ -37,7 +37,7 @@ def test_classification(sizes: list[int]) -> None:
 def test_language_weighs_tokens_not_batches() -> None:
     logits, targets = torch.randn(3, 5, 11), torch.randint(0, 11, (3, 5))
     targets[0, 2:] = IGNORED
-    tally = Tally("language", 0, CPU)
+    tally = TextTally("language", 0, CPU)
     for i in range(3):
         tally.add(logits[i : i + 1], batch_of(targets[i : i + 1]))
     metrics = tally.metrics(World())
@@ -50,13 +50,13 @@ def test_language_weighs_tokens_not_batches() -> None:
 
 
 def test_nothing_that_does_not_count_is_counted() -> None:
-    tally = Tally("classification", 2, CPU)
+    tally = TextTally("classification", 2, CPU)
     tally.add(torch.randn(1, 2), batch_of(torch.tensor([IGNORED])))
     assert tally.metrics(World()) == {}
     assert float(summed_loss(torch.randn(1, 2), torch.tensor([IGNORED]))) == 0.0
 
 
 def test_a_hopeless_perplexity_is_infinite() -> None:
-    tally = Tally("language", 0, CPU)
+    tally = TextTally("language", 0, CPU)
     tally.add(torch.tensor([[[0.0, 2000.0]]]), batch_of(torch.tensor([[0]])))
     assert tally.metrics(World())["perplexity"] == math.inf

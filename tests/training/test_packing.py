@@ -15,10 +15,16 @@ import frostlab as fl
 from frostlab.data.tokens import Tokens
 from frostlab.models.stack import GPTStack
 from frostlab.recipe.settings import Optim, Train
-from frostlab.training.batches.batch import IGNORED, epoch_order, row_lengths, shared
+from frostlab.training.batches.batch import (
+    IGNORED,
+    epoch_order,
+    micro_batches,
+    row_lengths,
+    token_examples,
+)
 from frostlab.training.batches.feed import Feed
 from frostlab.training.batches.packing import Shapes, _fewest_wasted, pack, shapes_for
-from frostlab.training.distributed import World
+from frostlab.training.distributed import Compute
 from frostlab.training.step import build_step
 from frostlab.training.step.compiled import shape_of
 from frostlab.training.step.objective import Objective
@@ -105,7 +111,7 @@ def test_widths_waste_as_little_as_any_eight_could(rows: dict[int, int]) -> None
 def test_rows_of_an_epoch_fit_few_shapes(most: int, batch: int) -> None:
     data = tokens(np.random.default_rng(1).integers(2, most, 1000).tolist(), labels=True)
     order = epoch_order(data.lengths, batch, 0, 0, bucket=False)
-    parts = [part for rows in order for part in shared(rows, 0, 1, 1)]
+    parts = [part for rows in order for part in micro_batches(rows, 0, 1, 1)]
     shapes = shapes_for(data, parts)
     made = [pack(data, part, PAD, shapes=shapes) for part in parts]
     assert {b.inputs["input_ids"].shape[1] for b in made} <= set(shapes.widths)
@@ -130,13 +136,15 @@ def test_no_rows_make_a_row_that_counts_for_nothing() -> None:
 @pytest.mark.parametrize("name", ["gpt classifier", "decoder", "bert classifier", "gpt2"])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_packed_steps_train_as_padded_ones(name: str, parts: int) -> None:
-    data, device, world = prepared(labels=classifies(name)), torch.device("cpu"), World()
+    data = prepared(labels=classifies(name))
+    compute = Compute(torch.device("cpu"), torch.float32)
 
     def losses(batching: str) -> list[float]:
         objective = Objective(exactly(name).eval())  # no dropout
         train = Train.model_validate({"batch": 12, "accumulate": parts, "batching": batching})
-        step = build_step(objective, Optim(lr=3e-3), train, torch.float32, device, world, steps=5)
-        feed = Feed(data, train, 0, world, device, types=False)
+        step = build_step(objective, Optim(lr=3e-3), train, compute, steps=5)
+        examples = token_examples(data, data.splits["train"], compute.device)
+        feed = Feed(examples, train, 0, compute)
         made = []
         for rows in feed.order(0):
             batches = feed(rows)

@@ -184,7 +184,7 @@ def test_threads_are_recorded_and_restored(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("device", "problem"),
     [("cuda:7", "no CUDA device is available"), ("mps", "mps is not available"),
-     ("gpu", "is no device"), ("meta", "is not supported")],
+     ("gpu", "is not a device"), ("meta", "is not supported")],
 )  # fmt: skip
 def test_devices_that_are_not_there(device: str, problem: str, tmp_path: Path) -> None:
     if torch.cuda.is_available() or torch.backends.mps.is_available():

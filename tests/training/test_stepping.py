@@ -18,7 +18,7 @@ from frostlab.errors import StaleOptimizer
 from frostlab.recipe.settings import Optim, StepKind, Train
 from frostlab.training.batches.batch import Batch, collate, epoch_order
 from frostlab.training.batches.packing import pack, shapes_for
-from frostlab.training.distributed import World
+from frostlab.training.distributed import Compute
 from frostlab.training.step import build_step, captured
 from frostlab.training.step.captured import CapturedStep
 from frostlab.training.step.compiled import CompiledStep
@@ -37,8 +37,8 @@ Work = Callable[[], None]
 def make(
     kind: type[EagerStep], model: nn.Module, shares: dict[str, float] | None = None, **more: Any
 ) -> EagerStep:
-    optimizer = build_optimizer(model, Optim(decay=0.1), fused=True, shares=shares)
-    return kind(Objective(model), optimizer, torch.float32, 0.5, World(), **more)
+    optimizer = build_optimizer(model, Optim(decay=0.1), fused=True, lr_scales=shares)
+    return kind(Objective(model), optimizer, Compute(CPU, torch.float32), 0.5, **more)
 
 
 def stand_in(model: nn.Module, record: Callable[[Work], Work] | None = None) -> CapturedStep:
@@ -265,8 +265,8 @@ def test_compiled_steps_give_the_numbers_of_eager_ones(name: str) -> None:
     kinds: tuple[StepKind, StepKind] = ("eager", "compiled")
     for kind, each in zip(kinds, (plain, model), strict=True):
         torch._dynamo.utils.counters.clear()
-        step = build_step(Objective(each), Optim(lr=1e-3), Train(step=kind), torch.float32, CPU,
-                          World(), steps=9)  # fmt: skip
+        step = build_step(Objective(each), Optim(lr=1e-3), Train(step=kind),
+                          Compute(CPU, torch.float32), steps=9)  # fmt: skip
         late = [each.get_parameter(p.name) for p in fl.anatomy(each).select("layers[1]")]
         for parameter in late:
             parameter.requires_grad_(False)

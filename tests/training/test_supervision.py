@@ -25,14 +25,16 @@ from frostlab.recipe.settings import Optim, Supervise, Train
 from frostlab.training.batches.batch import IGNORED, Batch, collate
 from frostlab.training.batches.packing import pack
 from frostlab.training.batches.prefix import build_prefix
-from frostlab.training.distributed import World
+from frostlab.training.distributed import Compute
 from frostlab.training.step.captured import CapturedStep
 from frostlab.training.step.compiled import CompiledStep
 from frostlab.training.step.eager import EagerStep
 from frostlab.training.step.objective import Objective, Supervision, resolve
-from frostlab.training.step.optimizer import Halves, build_optimizer
+from frostlab.training.step.optimizer import Bf16Copies, build_optimizer
 from heads import assert_same
 from packed import PAD, VOCABULARY, build, prepared, tokens
+
+CPU = torch.device("cpu")
 
 ROWS = np.array([4, 11, 7, 30, 31, 2])
 _GPT2: dict[str, Any] = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 3, "n_head": 4,
@@ -185,17 +187,17 @@ def test_cached_first_layers_change_no_loss_and_no_gradient(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt", "gpt2", "llama", "decoder before"])
 def test_copies_in_bf16_give_the_gradients_of_autocast_to_the_bit(name: str) -> None:
     model, batch, found = made(name).float(), collate(tokens(labels=False), ROWS, PAD), []
-    halves = Halves(model)
-    assert halves
+    every_copy = Bf16Copies(model)
+    assert every_copy
     optimizer = torch.optim.AdamW(model.parameters())
-    for copies in (None, halves):
+    for copies in (None, every_copy):
         objective = objective_of(model, supervise())
-        step = EagerStep(objective, optimizer, torch.bfloat16, None, World(), halves=copies)
+        step = EagerStep(objective, optimizer, Compute(CPU, torch.bfloat16), None, copies=copies)
         optimizer.zero_grad()
         step.gradients([batch], batch.scored)
         each = [g.float() for p in model.parameters() if (g := step._gradient(p)) is not None]
         found.append(each)
-        halves.clear()
+        every_copy.clear()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
@@ -204,7 +206,7 @@ def losses_of(kind: type[EagerStep], **more: Any) -> list[float]:
     model = made("decoder after").train()
     objective = objective_of(model, supervise())
     optimizer = build_optimizer(model, Optim(), fused=True)
-    step = kind(objective, optimizer, torch.float32, 1.0, World(), **more)
+    step = kind(objective, optimizer, Compute(CPU, torch.float32), 1.0, **more)
     batch, seen = collate(tokens(labels=False), ROWS, PAD), []
     for i in range(8):
         if i == 4:

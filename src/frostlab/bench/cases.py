@@ -41,7 +41,7 @@ from frostlab.roles.read import anatomy
 from frostlab.surgery.freeze import freeze
 from frostlab.timing.flops import Work, savings, step_work
 from frostlab.timing.interleave import Driver, Step, looped
-from frostlab.training.batches.batch import Batch, collate, epoch_order, widest
+from frostlab.training.batches.batch import Batch, collate, epoch_order, padding_limit
 from frostlab.training.step.objective import (
     Objective,
     Supervision,
@@ -104,10 +104,10 @@ def sst2_epoch(setting: Setting) -> Iterator[Result]:
         return HuggingFace(
             bert(setting), examples_of(tokens), FINE_TUNING, setting,
             collator=padding_collator(prepared.pad), batch=batch,
-            **grouped(), torch_compile=setting.cuda,
+            **grouped(), torch_compile=setting.on_gpu,
         ).drive  # fmt: skip
 
-    every, warm = setting.every, 30 if setting.cuda else 3
+    every, warm = setting.every, 30 if setting.on_gpu else 3
     times = setting.interleave(ours, theirs, max(1, (len(order) - warm) // every), warm)
     mean = float(tokens.lengths.mean())
     covered = len(times.ours) * every / len(order)
@@ -122,7 +122,7 @@ def sst2_epoch(setting: Setting) -> Iterator[Result]:
         notes=(
             f"{covered:.1%} of the epoch was timed, after {warm} steps of warm-up",
             "byte pairs learned from the set, not BERT's own word pieces",
-            *(() if setting.cuda else ("the Trainer does not compile on the CPU here",)),
+            *(() if setting.on_gpu else ("the Trainer does not compile on the CPU here",)),
         ),
         whole=True,
         extra={"mean_length": mean, "epoch_timed": covered},
@@ -146,7 +146,7 @@ def gpt_imdb(setting: Setting) -> Iterator[Result]:
     if setting.data_dir is not None and (setting.data_dir / "imdb").is_dir():
         prepared = text(setting, "imdb", length, 16000)
         tokens, pad, vocabulary = prepared.splits["train"], prepared.pad, prepared.vocabulary
-        most = widest(tokens, setting.device)
+        most = padding_limit(tokens, setting.device)
         order = epoch_order(tokens.lengths, batch, 0, 0, True)
         order = [rows for rows in order if len(rows) == batch]
         mean, note = float(tokens.lengths.mean()), "IMDB at its real lengths: ours packed"
@@ -240,7 +240,7 @@ def _language(setting: Setting, batch: int) -> Result:
         step=kept[0].how,
         notes=(
             "drawn ids, no dropout; causal attention counts half",
-            *(() if setting.cuda else ("the plain loop does not compile on the CPU here",)),
+            *(() if setting.on_gpu else ("the plain loop does not compile on the CPU here",)),
         ),
     )
 

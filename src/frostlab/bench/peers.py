@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from frostlab.bench.catalogue import NotAvailable
 from frostlab.bench.workloads import Feed, Setting
+from frostlab.devices import release_cached_memory
 from frostlab.errors import FrostlabError
 from frostlab.recipe.settings import Optim, StepKind, Train
 from frostlab.timing.interleave import After
 from frostlab.training.batches.batch import IGNORED, Batch
 from frostlab.training.batches.prefix import Prefix
-from frostlab.training.distributed import World
 from frostlab.training.step import build_step
 from frostlab.training.step.eager import seed_step
 from frostlab.training.step.objective import Objective
@@ -43,9 +43,8 @@ class Ours:
         objective.to(setting.device).train()
         objective.prefix, self.rate = prefix, optim.lr
         self._step = build_step(
-            objective, optim, Train(step=wanted), setting.precision, setting.device, World(),
-            steps=_PLENTY,
-        )  # fmt: skip
+            objective, optim, Train(step=wanted), setting.compute, steps=_PLENTY
+        )
 
     def step(self) -> Tensor:
         """Take the next step; the loss stays on the device."""
@@ -91,7 +90,7 @@ class Plain:
         self.raw = model.to(setting.device).train()
         self.optimizer = build_optimizer(self.raw, optim, fused=True)
         self.model: Any = _WithLoss(self.raw)
-        if setting.cuda:
+        if setting.on_gpu:
             self.model = torch.compile(self.model)
         self.ahead = self._next()
 
@@ -144,7 +143,7 @@ class HuggingFace:
     ) -> None:
         from transformers import PrinterCallback, Trainer, TrainingArguments
 
-        if setting.cuda and torch.cuda.device_count() > 1:
+        if setting.on_gpu and torch.cuda.device_count() > 1:
             raise NotAvailable("a Trainer takes every GPU it sees; set CUDA_VISIBLE_DEVICES=0")
         _forget_compiling()
         self.losses: list[Tensor] = []
@@ -161,8 +160,8 @@ class HuggingFace:
             self.folder.name, max_steps=_PLENTY, learning_rate=optim.lr, weight_decay=optim.decay,
             lr_scheduler_type="constant", optim="adamw_torch_fused", max_grad_norm=optim.clip or 0,
             logging_strategy="no", save_strategy="no", report_to=[], disable_tqdm=True,
-            use_cpu=not setting.cuda, bf16=bf16, per_device_train_batch_size=batch,
-            dataloader_pin_memory=setting.cuda, **arguments,
+            use_cpu=not setting.on_gpu, bf16=bf16, per_device_train_batch_size=batch,
+            dataloader_pin_memory=setting.on_gpu, **arguments,
         )  # fmt: skip
         self.trainer = Watched(
             model,
@@ -262,5 +261,4 @@ def tidy() -> None:
     """Forget compiled code and give memory back, so that one measurement leaves the next alone."""
     torch._dynamo.reset()  # it also forgets how often it compiled, which has a limit
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    release_cached_memory()

@@ -15,6 +15,7 @@ from rich.text import Text
 from frostlab.bench.catalogue import Benchmark, NotAvailable, Scale
 from frostlab.bench.peers import tidy
 from frostlab.bench.workloads import Setting
+from frostlab.devices import captures_graphs, device_name
 from frostlab.errors import FrostlabError, first_line
 from frostlab.records.environment import environment
 from frostlab.timing.flops import FORMULA, Ceilings, Work, measure_ceilings
@@ -68,7 +69,7 @@ def result_of(
         "notes": list(notes),
     }
     result["target"] = str(benchmark.target)
-    comparable = setting.cuda and not setting.small
+    comparable = setting.on_gpu and not setting.small
     result["reached"] = benchmark.target.reached(result) if comparable else None
     return result
 
@@ -84,7 +85,7 @@ def run_benchmarks(
 ) -> Iterator[Result]:
     """Measure the ceilings, then each benchmark; yield results as they come."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    reasons = {b.name: b.missing(scale, data_dir, device.type == "cuda") for b in benchmarks}
+    reasons = {b.name: b.missing(scale, data_dir, captures_graphs(device)) for b in benchmarks}
     where: dict[str, Any] = facts(device)
     ceilings: Ceilings | None = None
     for benchmark in benchmarks:
@@ -148,10 +149,9 @@ def facts(device: torch.device) -> dict[str, Any]:
     """Where this was measured."""
     found = environment(str(device))
     gpu = found["gpu"] or {}
-    cuda = device.type == "cuda"
     host = f"{found['host']['cpu']}, {found['host']['torch_threads']} threads"
     return {
-        "device": torch.cuda.get_device_name(device) if cuda else host,
+        "device": device_name(device) or host,
         "driver": gpu.get("driver"),
         "torch": torch.__version__,
         "transformers": found["versions"]["transformers"],

@@ -13,6 +13,7 @@ from frostlab.bench.catalogue import Benchmark
 from frostlab.data.eeg.recordings import text_of
 from frostlab.data.prepare import prepare
 from frostlab.data.tokens import Prepared, Tokens
+from frostlab.devices import captures_graphs, default_precision
 from frostlab.models.gpt import GPT, GPTConfig
 from frostlab.recipe.data import Task
 from frostlab.recipe.load import recipe_from
@@ -22,6 +23,7 @@ from frostlab.timing.interleave import Driver, Step, Times, interleave
 from frostlab.training.batches.batch import Batch, Order, collate, row_lengths
 from frostlab.training.batches.packing import pack, shapes_for
 from frostlab.training.batches.prefix import Prefix, build_prefix
+from frostlab.training.distributed import Compute
 
 Feed = Callable[[int], Batch]  # the batch of a step, made when it is asked for
 
@@ -39,17 +41,24 @@ class Setting:
     ceilings: Ceilings
 
     @property
-    def cuda(self) -> bool:
-        return self.device.type == "cuda"
+    def compute(self) -> Compute:
+        """Return where and how precisely it computes."""
+        return Compute(self.device, default_precision(self.device))
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it runs on a GPU, where graphs are captured."""
+        return captures_graphs(self.device)
 
     @property
     def precision(self) -> torch.dtype:
-        return torch.bfloat16 if self.cuda else torch.float32
+        """Return the precision of both sides."""
+        return self.compute.precision
 
     @property
     def every(self) -> int:
-        """Steps of one side before it is the other's turn."""
-        return 10 if self.cuda else 2
+        """Return the steps of one side before it is the other's turn."""
+        return 10 if self.on_gpu else 2
 
     def interleave(
         self,

@@ -155,7 +155,7 @@ def exits(
 
     folder = find_run(runs, run)
     check_data_dir(data_dir)
-    from frostlab.training.evaluate import early_exits, exits_table
+    from frostlab.training.exits import early_exits, exits_table
 
     found = early_exits(folder, data_dir=data_dir, device=device)
     text = (folder / "exits.json").read_text("utf-8") if as_json else exits_table(found)

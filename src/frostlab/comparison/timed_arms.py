@@ -1,7 +1,7 @@
-"""Whole training steps of several arms in one process, in turn, beside a copy of the baseline.
+"""Whole training steps of several arms, timed in turn in one process against a control.
 
-The copy is the control: it differs in nothing but where its memory lies, so a timing that finds a
-difference there proves nothing about the arms.
+The control is a copy of the baseline that differs in nothing but where its memory lies. A timing
+that finds a difference there proves nothing about the arms.
 """
 
 import gc
@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -18,26 +18,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from frostlab.comparison.plan import Plan
 from frostlab.data.eeg.recordings import Material
 from frostlab.data.prepare import prepare
+from frostlab.devices import choose_device, default_precision, release_cached_memory, runs_ahead
 from frostlab.errors import BadInput, UnknownArchitecture, nearest
-from frostlab.models.build import build_for
 from frostlab.recipe.recipe import Recipe
 from frostlab.records.telemetry import Watched, Watching
-from frostlab.timing.clock import Meter
+from frostlab.timing.clock import BlockClock, Meter, Spent
 from frostlab.timing.flops import Limits, flag, limits
 from frostlab.timing.interleave import (
     BATCHES,
     FEWEST,
-    Clock,
     Drift,
     Ratio,
     Rounds,
     Rule,
-    Spent,
     different,
     drift_of,
     pairs_for,
@@ -45,59 +42,65 @@ from frostlab.timing.interleave import (
     take_turns,
 )
 from frostlab.training.batches.batch import Order
-from frostlab.training.batches.feed import Feed
-from frostlab.training.batches.prefix import build_prefix, check_prefix
-from frostlab.training.distributed import World
-from frostlab.training.setup import choose_device, choose_precision, with_threads
-from frostlab.training.stages import total_steps
-from frostlab.training.step import build_step, choose
+from frostlab.training.distributed import Compute
+from frostlab.training.setup import (
+    BuiltModel,
+    build_model,
+    check_model,
+    choose_precision,
+    make_feed,
+    make_step,
+    place_model,
+    with_threads,
+)
+from frostlab.training.stages import stages_of, total_steps
+from frostlab.training.step import choose
 from frostlab.training.step.compiled import shape_of
 from frostlab.training.step.eager import Diverged, Outcome, seed_step
-from frostlab.training.step.envelope_loss import objective_for
-from frostlab.training.step.objective import check_pieces, resolve
 from frostlab.training.step.optimizer import optimizer_tensors
-from frostlab.training.treatment import count_parameters, treat, wants_types
+from frostlab.training.tasks import TASKS
+from frostlab.training.treatment import count_parameters
 
 CONTROL = "baseline again"
-_LEAST = {"cuda": 0.05, "mps": 0.05}  # seconds a block; elsewhere:
-_LEAST_ELSEWHERE = 0.2
-_TRIED = 4  # batches
+_SHORTEST_BLOCK = 0.2  # seconds; a device with a clock of its own needs less:
+_SHORTEST_BLOCK_AHEAD = 0.05
+_TRIED = 4  # batches that tell how long a step takes
 _PATIENCE = 10.0  # seconds to meet more batches than these
 
 
-class Side:
-    """One arm on its device: model, optimizer, step and feed; warmed up while it is alone."""
+@dataclass(frozen=True)
+class BuiltArm:
+    """An arm's model on the CPU, treated; timed arms work with copies of it."""
+
+    recipe: Recipe
+    built: BuiltModel
+    limits: Limits | None  # what its treatment can save; None for a model without an anatomy
+
+
+class TimedArm:
+    """One arm on its device: model, optimizer, step and batches, warmed up while it is alone."""
 
     def __init__(
         self,
-        recipe: Recipe,
-        model: nn.Module,
+        arm: BuiltArm,
         prepared: Material,
         device: torch.device,
         order: Order | None = None,
-        again: bool = False,
     ) -> None:
-        self.recipe, self.model, self.device = recipe, model, device
-        train = recipe.train
+        self.recipe, self.device = arm.recipe, device
+        recipe, task = arm.recipe, TASKS[arm.recipe.data.task]
         meter = Meter(device)
-        precision, types = choose_precision(train, device), wants_types(self.model)
-        objective, packs = objective_for(self.model, recipe), train.batching == "packed"
-        check_pieces(objective, prepared, types, packs or train.cache_prefix is not None)
-        if train.cache_prefix is not None:
-            check_prefix(self.model, prepared, train, precision)
-        objective.supervision = resolve(recipe.supervise, self.model)
-        self.model.to(device)
-        objective.train()
-        if train.cache_prefix is not None:
-            objective.prefix = build_prefix(self.model, prepared, train, precision, types)
-        self.feed = Feed(prepared, train, recipe.seed, World(), device, types, objective.prefix)
-        self.step = build_step(
-            objective, recipe.optim, train, precision, device, World(),
-            steps=total_steps(train, len(self.feed.examples)),
-        )  # fmt: skip
+        compute = Compute(device, choose_precision(recipe.train, device))
+        stage = stages_of(recipe, len(prepared.splits["train"]))[0]
+        built = replace(arm.built, model=deepcopy(arm.built.model))
+        current = place_model(built, recipe, stage, 0, task, compute)
+        self.model = current.model
+        current.objective.train()
+        self.feed = make_feed(current, recipe, prepared, task, compute)
+        self.step = make_step(current, recipe, prepared, task, compute)
         self.order = self.feed.order(0)[:BATCHES] if order is None else order
         self.scored = [self.feed.examples.scored(rows) for rows in self.order]
-        if not again or self.step.kind != "eager":
+        if order is None or self.step.kind != "eager":
             self._meet_every_shape(shorten=order is None)
         self.prepare_seconds, self.peak_bytes = meter.read()
 
@@ -131,17 +134,17 @@ class Side:
                 raise Diverged(place, "the loss", loss)
 
     def first_places(self) -> list[int]:
-        """Few batches that tell how long a step takes."""
+        """Return few batches that tell how long a step takes."""
         return [place % len(self.order) for place in range(_TRIED)]
 
     @property
     def optimizer_bytes(self) -> int:
-        """What the optimizer keeps beside weights and gradients."""
+        """Return the size of the optimizer's state."""
         return sum(t.nbytes for t in optimizer_tensors(self.model, self.step.optimizer).values())
 
-    def model_bytes(self, learns: bool) -> int:
-        """The parameters, all or those that learn; a tied one counts once."""
-        return sum(p.nbytes for p in self.model.parameters() if p.requires_grad or not learns)
+    def model_bytes(self, trainable: bool) -> int:
+        """Return the size of all parameters, or of the trainable ones; a tied one counts once."""
+        return sum(p.nbytes for p in self.model.parameters() if p.requires_grad or not trainable)
 
 
 def check_arms(recipes: Mapping[str, Recipe], baseline: str) -> None:
@@ -167,57 +170,56 @@ def check_arms(recipes: Mapping[str, Recipe], baseline: str) -> None:
                 )
 
 
-@dataclass(frozen=True)
-class Treated:
-    """An arm's model on the CPU, with the treatment done; sides work with copies of it."""
-
-    recipe: Recipe
-    model: nn.Module
-
-
-def treat_all(
+def build_arms(
     recipes: Mapping[str, Recipe], prepared: Material, baseline: str
-) -> dict[str, Treated]:
-    """Build the models of the baseline, of its control and of every other arm.
-
-    All are treated before any takes a step: a treatment makes every graph be captured anew.
-    """
-    made: dict[str, Treated] = {}
+) -> dict[str, BuiltArm]:
+    """Build the models of the baseline, of its control and of every other arm, once."""
+    arms: dict[str, BuiltArm] = {}
     for name in (baseline, *(name for name in recipes if name != baseline)):
         recipe = recipes[name]
-        model = build_for(recipe, prepared)
-        treat(model, recipe)
-        made[name] = Treated(recipe, model)
-        made.setdefault(CONTROL, made[baseline])
-    return made
+        built = build_model(recipe, prepared)
+        precision = choose_precision(recipe.train, choose_device(recipe.train.device))
+        check_model(built, recipe, prepared, TASKS[recipe.data.task], precision)
+        arms[name] = BuiltArm(recipe, built, limits_of(built, recipe, prepared))
+        arms.setdefault(CONTROL, arms[baseline])
+    return arms
 
 
-def build_sides(
-    arms: Mapping[str, Treated],
+def limits_of(built: BuiltModel, recipe: Recipe, prepared: Material) -> Limits | None:
+    """Return what a treatment can save at the recipe's batch; None without an anatomy."""
+    length = float(prepared.splits["train"].lengths.mean())
+    try:
+        return limits(built.model, round(length), recipe.train.batch * length)
+    except UnknownArchitecture:
+        return None
+
+
+def place_arms(
+    arms: Mapping[str, BuiltArm],
     prepared: Material,
     device: torch.device,
     say: Callable[[str], None] = lambda line: None,
     order: Order | None = None,
-) -> dict[str, Side]:
-    """Build a side for every arm, one after another, each warmed up while it is alone.
+) -> dict[str, TimedArm]:
+    """Bring every arm to the device, one after another, each warmed up while it is alone.
 
     Args:
-        order: of the batches, where sides are built anew; the first ones make it.
+        order: of the batches, where arms are built again; the first arm decides it.
     """
-    sides: dict[str, Side] = {}
-    again = order is not None
+    timed: dict[str, TimedArm] = {}
     for name, arm in arms.items():
-        side = Side(arm.recipe, deepcopy(arm.model), prepared, device, order, again)
-        sides[name], order = side, side.order
-        say(f"{name}: {side.step.kind} steps ({side.step.reason}), {side.prepare_seconds:.1f} s")
-    return sides
+        timed[name] = placed = TimedArm(arm, prepared, device, order)
+        order = placed.order if order is None else order
+        kind = f"{placed.step.kind} steps ({placed.step.reason})"
+        say(f"{name}: {kind}, {placed.prepare_seconds:.1f} s")
+    return timed
 
 
-def block_for(sides: Mapping[str, Side], clock: Clock) -> int:
-    """Steps a block, so that the fastest arm's is long enough for the clock."""
-    least = _LEAST.get(clock.device.type, _LEAST_ELSEWHERE)
-    spent = min(clock.block(partial(s.take, s.first_places())).host for s in sides.values())
-    needed = least * _TRIED / spent
+def block_for(timed: Mapping[str, TimedArm], clock: BlockClock) -> int:
+    """Return the steps of a block, so that the fastest arm's is long enough for the clock."""
+    shortest = _SHORTEST_BLOCK_AHEAD if runs_ahead(clock.device) else _SHORTEST_BLOCK
+    spent = min(clock.block(partial(a.take, a.first_places())).host for a in timed.values())
+    needed = shortest * _TRIED / spent
     if needed > BATCHES:
         return BATCHES * math.ceil(needed / BATCHES)
     return 1 << math.ceil(math.log2(max(1.0, needed)))
@@ -244,6 +246,7 @@ class ArmTiming:
     trainable: int  # parameters
     checkpoint_bytes: int  # of the parameters that learn
     model_bytes: int  # of all parameters
+    limits: Limits | None  # what the treatment can save
 
 
 @dataclass(frozen=True)
@@ -301,38 +304,37 @@ def time_arms(
     if block is not None and block < 1:
         raise BadInput(f"time_arms: a block of {block} steps; at least 1")
     device = choose_device(str(device))
-    clock = Clock(device)
-    threads = recipes[baseline].train.threads  # those that a run would compute with
+    clock = BlockClock(device)
+    threads = recipes[baseline].train.threads  # as a run would compute
     with with_threads(threads), _room_to_compile(recipes.values(), prepared, device):
-        arms = treat_all(recipes, prepared, baseline)
-        sides = build_sides(arms, prepared, device, say)
-        block = block or block_for(sides, clock)
-        order, draw = sides[baseline].order, np.random.default_rng(seed)
-        first = {name: (side.prepare_seconds, side.peak_bytes) for name, side in sides.items()}
+        arms = build_arms(recipes, prepared, baseline)
+        timed = place_arms(arms, prepared, device, say)
+        block = block or block_for(timed, clock)
+        order, draw = timed[baseline].order, np.random.default_rng(seed)
+        first = {name: (arm.prepare_seconds, arm.peak_bytes) for name, arm in timed.items()}
 
         def measure(name: str, at: Sequence[int]) -> Spent:
-            return clock.block(lambda: sides[name].take(at))
+            return clock.block(lambda: timed[name].take(at))
 
         def warm_up(blocks: int) -> float:
             for number in range(blocks):
                 at = places(number, block, len(order))
-                spent = sum(measure(name, at).host for name in sides)
+                spent = sum(measure(name, at).host for name in timed)
             return spent
 
-        def build_anew() -> None:
-            sides.clear()
+        def rebuild() -> None:
+            timed.clear()
             gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            release_cached_memory()
             names = [tuple(arms)[i] for i in draw.permutation(len(arms))]
-            sides.update(build_sides({n: arms[n] for n in names}, prepared, device, order=order))
+            timed.update(place_arms({n: arms[n] for n in names}, prepared, device, order=order))
             warm_up(1)
 
         pairs = pairs_for(seconds, warm_up(max(_WARM, different(block))))
         with Watching(str(device)) as watching:
             rounds = take_turns(
                 tuple(arms), baseline, measure, Rule(seconds, width), pairs=pairs,
-                build_anew=build_anew, block=block, batches=len(order), seed=seed, say=say,
+                rebuild=rebuild, block=block, batches=len(order), seed=seed, say=say,
             )  # fmt: skip
     used = {place for n in range(len(rounds.starts) // 2) for place in places(n, block, len(order))}
     drift = drift_of(rounds.device_seconds(baseline), rounds.began, rounds.starts)
@@ -346,7 +348,9 @@ def time_arms(
     return Timing(
         baseline=baseline,
         arms={
-            name: _arm_timing(sides[name], first[name], rounds.spent[name], ratios.get(name), block)
+            name: _arm_timing(
+                timed[name], arms[name], first[name], rounds.spent[name], ratios.get(name), block
+            )
             for name in arms
         },
         proven=not reasons,
@@ -365,42 +369,44 @@ def time_arms(
 
 
 def doubts(rounds: Rounds, control: Ratio, drift: Drift, watched: Watched) -> tuple[str, ...]:
-    """Why a timing proves nothing; none: it does."""
-    found = []
+    """Return why a timing proves nothing; nothing if it does."""
+    reasons = []
     if not control.holds(1.0):
-        found.append(
+        reasons.append(
             f"the control differs from the baseline: {control.estimate:.4f} "
             f"[{control.low:.4f}, {control.high:.4f}]"
         )
     if drift.drifted:
-        found.append(f"the baseline drifted: its second half took {drift.halves - 1:+.1%}")
+        reasons.append(f"the baseline drifted: its second half took {drift.halves - 1:+.1%}")
     if rounds.builds < FEWEST:
-        found.append(f"too few builds: {rounds.builds} of {FEWEST}")
-    return (*found, *watched.complaints())
+        reasons.append(f"too few builds: {rounds.builds} of {FEWEST}")
+    return (*reasons, *watched.complaints())
 
 
 def _arm_timing(
-    side: Side,
+    timed: TimedArm,
+    arm: BuiltArm,
     first: tuple[float, int | None],
     spent: list[Spent],
     ratio: Ratio | None,
     block: int,
 ) -> ArmTiming:
-    seconds = [one.device for one in spent]
+    seconds = [block_time.device for block_time in spent]
     return ArmTiming(
         ratio=ratio,
         ms_median=1e3 * statistics.median(seconds) / block,
         ms_mean=1e3 * statistics.fmean(seconds) / block,
-        host_ms_median=1e3 * statistics.median(one.host for one in spent) / block,
+        host_ms_median=1e3 * statistics.median(block_time.host for block_time in spent) / block,
         blocks=tuple(seconds),
-        step=side.step.kind,
-        step_reason=side.step.reason,
+        step=timed.step.kind,
+        step_reason=timed.step.reason,
         prepare_seconds=first[0],
         peak_bytes=first[1],
-        optimizer_bytes=side.optimizer_bytes,
-        trainable=count_parameters(side.model)["trainable"],
-        checkpoint_bytes=side.model_bytes(learns=True),
-        model_bytes=side.model_bytes(learns=False),
+        optimizer_bytes=timed.optimizer_bytes,
+        trainable=count_parameters(timed.model)["trainable"],
+        checkpoint_bytes=timed.model_bytes(trainable=True),
+        model_bytes=timed.model_bytes(trainable=False),
+        limits=arm.limits,
     )
 
 
@@ -410,8 +416,9 @@ def _room_to_compile(
 ) -> Iterator[None]:
     """Let every arm compile as often as it may alone."""
     examples = len(prepared.splits["train"])
+    compute = Compute(device, default_precision(device))
     steps = ((recipe.train.step, total_steps(recipe.train, examples)) for recipe in recipes)
-    if not any(choose(kind, device, World(), count).compiles for kind, count in steps):
+    if not any(choose(kind, compute, count).compiles for kind, count in steps):
         yield
         return
     import torch._dynamo  # takes seconds
@@ -432,28 +439,17 @@ def time_steps(plan: Plan, data_dir: Path | None, say: Callable[[str], None]) ->
         recipes, prepared, baseline=plan.baseline.name, device=choose_device(base.train.device),
         seconds=plan.clock.seconds, width=plan.clock.width, say=say,
     )  # fmt: skip
-    bounds = {name: limits_of(recipe, prepared) for name, recipe in recipes.items()}
-    arms = {name: _arm_facts(name, timing, bounds.get(name)) for name in timing.arms}
+    arms = {name: _arm_facts(name, timing) for name in timing.arms}
     return timing.to_dict() | {"arms": arms, "control": arms[CONTROL]}
 
 
-def limits_of(recipe: Recipe, prepared: Material) -> Limits | None:
-    """The bound of a recipe's treatment at its batch; None for a model without an anatomy."""
-    model = build_for(recipe, prepared)
-    treat(model, recipe)
-    length = float(prepared.splits["train"].lengths.mean())
-    try:
-        return limits(model, round(length), recipe.train.batch * length)
-    except UnknownArchitecture:
-        return None
-
-
-def _arm_facts(name: str, timing: Timing, bound: Limits | None) -> dict[str, Any]:
+def _arm_facts(name: str, timing: Timing) -> dict[str, Any]:
+    """Return one arm's timing for the evidence; the control has no limits of its own."""
     arm = timing.arms[name]
-    ratio = arm.ratio
+    ratio, bound = arm.ratio, None if name == CONTROL else arm.limits
     word, sentence = (None, None) if ratio is None else judge_time(ratio, bound, timing)
     flagged = None
-    if ratio is not None and bound is not None and name != CONTROL:
+    if ratio is not None and bound is not None:
         flagged = flag(ratio, bound, timing.proven, timing.reasons)
     return {
         "ms": arm.ms_median,

@@ -9,31 +9,34 @@ apart from the total, because the first step of a process is far more expensive 
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from frostlab.devices import (
+    allocated_bytes,
+    has_events,
+    peak_bytes,
+    prepares_kernels,
+    reset_peak,
+    runs_ahead,
+    synchronize,
+)
 
 Lap = tuple[Any, Any]  # the marks at the beginning and at the end of a step
 OVERLAPPED = "overlapped"  # host work while the device works; part of the training time
 SETUP = "setup"  # building steps; no part of the total
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was asked to do."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
-
-
 class Stopwatch:
     """Times steps on the device and phases on the host."""
 
     def __init__(self, device: torch.device, seconds: dict[str, float] | None = None) -> None:
-        self._cuda = device.type == "cuda"
+        self._events = has_events(device)
         self._device = device
         self._before = dict(seconds or {})
         self._phases: dict[str, float] = {}
@@ -62,7 +65,7 @@ class Stopwatch:
 
     def mark(self) -> Any:
         """A moment on the device's own clock."""
-        if not self._cuda:
+        if not self._events:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -70,7 +73,7 @@ class Stopwatch:
 
     def milliseconds(self, laps: Sequence[Lap]) -> list[float]:
         """How long each step took; waits for the last one on a GPU."""
-        if self._cuda and laps:
+        if self._events and laps:
             laps[-1][1].synchronize()
             return [began.elapsed_time(ended) for began, ended in laps]
         return [1e3 * (ended - began) for began, ended in laps]
@@ -80,7 +83,7 @@ class Stopwatch:
         """Time a phase on the host; `device` waits for the device's work before and after."""
         if device:
             self.wait_for_device()
-        elif self._device.type != "cpu":
+        elif runs_ahead(self._device):
             name = OVERLAPPED
         began = time.perf_counter()
         try:
@@ -119,14 +122,14 @@ class Meter:
 
     def __init__(self, device: torch.device) -> None:
         synchronize(device)
-        self.device, self.before = device, 0
-        if device.type == "cuda":
-            one = torch.ones(1, 1, device=device, requires_grad=True)
-            F.linear(one, one, one[0]).sum().backward()  # cuBLAS takes workspaces once a process
-            del one
+        self.device = device
+        if prepares_kernels(device):
+            weight = torch.ones(1, 1, device=device, requires_grad=True)
+            F.linear(weight, weight, weight[0]).sum().backward()  # cuBLAS takes its workspaces
+            del weight
             gc.collect()
-            self.before = torch.cuda.memory_allocated(device)
-            torch.cuda.reset_peak_memory_stats(device)
+        self.before = allocated_bytes(device)
+        reset_peak(device)
         self.began = time.perf_counter()
 
     def read(self) -> tuple[float, int | None]:
@@ -136,6 +139,36 @@ class Meter:
 
     def peak_bytes(self) -> int | None:
         """The most memory allocated at once, on CUDA."""
-        if self.device.type != "cuda":
-            return None
-        return torch.cuda.max_memory_allocated(self.device) - self.before
+        peak = peak_bytes(self.device)
+        return None if peak is None else peak - self.before
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of a block, on the device's own clock and on the host's."""
+
+    device: float
+    host: float
+
+
+class BlockClock:
+    """Times a block from an idle device to an idle device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def block(self, work: Callable[[], object]) -> Spent:
+        """Time some work, and all that it leaves to the device."""
+        events = has_events(self.device)
+        synchronize(self.device)
+        began = time.perf_counter()
+        if events:
+            stream = torch.cuda.current_stream(self.device)
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record(stream)
+        work()
+        if events:
+            last.record(stream)
+        synchronize(self.device)
+        host = time.perf_counter() - began
+        return Spent(first.elapsed_time(last) / 1e3 if events else host, host)

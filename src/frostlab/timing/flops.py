@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from frostlab.devices import default_precision, device_name, runs_ahead, synchronize
 from frostlab.models.stack import is_causal
 from frostlab.roles.parts import ATTENTION_INPUTS, Part
 from frostlab.roles.read import anatomy
 from frostlab.roles.snapshot import Anatomy, Layer
-from frostlab.timing.clock import synchronize
 from frostlab.timing.interleave import Ratio
 
 _BYTES = 4
@@ -269,17 +269,17 @@ class Work:
 
 def measure_ceilings(device: torch.device, small: bool = False) -> Ceilings:
     """Time a large matmul and a large copy; the best of several."""
-    cuda = device.type == "cuda"
-    size = 512 if small else 8192 if cuda else 2048
-    words = 1 << (22 if small else 29 if cuda else 26)
-    kind = torch.bfloat16 if cuda else torch.float32
+    large = runs_ahead(device)
+    size = 512 if small else 8192 if large else 2048
+    words = 1 << (22 if small else 29 if large else 26)
+    kind = default_precision(device)
     left, right = (torch.randn(size, size, device=device, dtype=kind) for _ in range(2))
     out = torch.empty_like(left)
     seconds = _best(lambda: torch.mm(left, right, out=out), device)
     source = torch.ones(words, device=device)
     target = torch.empty_like(source)
     copied = _best(lambda: target.copy_(source), device)
-    name = torch.cuda.get_device_name(device) if cuda else ""
+    name = device_name(device)
     spec = next((rate for key, rate in _SPEC.items() if key in name), None)
     how = f"{size}³ {str(kind).removeprefix('torch.')} matmul; copy of {4 * words >> 20} MiB"
     return Ceilings(2 * size**3 / seconds, 8 * words / copied, how, spec)
@@ -287,7 +287,7 @@ def measure_ceilings(device: torch.device, small: bool = False) -> Ceilings:
 
 def _best(work: Callable[[], object], device: torch.device) -> float:
     """Seconds of one call, the best of five groups; long enough for the clock."""
-    times = 10 if device.type == "cuda" else 2
+    times = 10 if runs_ahead(device) else 2
     found = []
     for _ in range(6):  # the first warms up
         synchronize(device)

@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats
 
-from frostlab.timing.clock import Meter, synchronize
+from frostlab.devices import synchronize
+from frostlab.timing.clock import Meter, Spent
 
 FEWEST = 8  # builds
 _MORE = 4  # builds after the width is reached: a calm spell must not be all that counts
@@ -85,38 +86,7 @@ class Rule:
 BATCHES = 16  # different batches at most: each shape of them must have been met before
 _STARTS = 4  # places in the list of batches where blocks begin
 _SAYS = 10.0  # seconds
-Measure = Callable[[str, Sequence[int]], "Spent"]
-
-
-@dataclass(frozen=True)
-class Spent:
-    """Seconds of a block, on the device's own clock and on the host's."""
-
-    device: float
-    host: float
-
-
-class Clock:
-    """Times a block from an idle device to an idle device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def block(self, work: Callable[[], object]) -> Spent:
-        """Time some work, and all that it leaves to the device."""
-        cuda = self.device.type == "cuda"
-        synchronize(self.device)
-        began = perf_counter()
-        if cuda:
-            stream = torch.cuda.current_stream(self.device)
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record(stream)
-        work()
-        if cuda:
-            last.record(stream)
-        synchronize(self.device)
-        host = perf_counter() - began
-        return Spent(first.elapsed_time(last) / 1e3 if cuda else host, host)
+Measure = Callable[[str, Sequence[int]], Spent]
 
 
 @dataclass
@@ -178,7 +148,7 @@ def take_turns(
     rule: Rule,
     *,
     pairs: int,
-    build_anew: Callable[[], None],
+    rebuild: Callable[[], None],
     block: int,
     batches: int,
     seed: int,
@@ -193,7 +163,7 @@ def take_turns(
     said = start
     while not rounds.stopped_by:
         if rounds.starts:
-            build_anew()
+            rebuild()
         for pair in range(rounds.builds * pairs, (rounds.builds + 1) * pairs):
             batch_places = places(pair, block, batches)
             for _ in range(2):

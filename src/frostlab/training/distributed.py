@@ -1,4 +1,4 @@
-"""One process or several: who am I, what do all of us have, and how is a model shared."""
+"""Where a run computes: its device and precision, its processes, and models wrapped for them."""
 
 import os
 from collections.abc import Iterator
@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from frostlab.devices import uses_nccl
 from frostlab.errors import BadInput
 from frostlab.recipe.settings import Train
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among those that train together."""
+    """This process among the processes that train together."""
 
     rank: int = 0
     size: int = 1
@@ -25,32 +26,50 @@ class World:
 
     @property
     def writes(self) -> bool:
-        """Whether this process is the one that writes."""
+        """Whether this process writes the run's folder."""
         return self.rank == 0
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum of a tensor over all processes."""
+        """Return the sum of a tensor over all processes."""
         if self.size > 1:
             dist.all_reduce(values)
         return values
 
     def agree(self, value: Any) -> Any:
-        """What the writing process says, for everyone."""
+        """Return the writing process's value in every process."""
         if self.size == 1:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
 
     def wait(self) -> None:
-        """Wait until every process is here."""
+        """Wait until every process has come this far."""
         if self.size > 1:
             dist.barrier()
 
 
+@dataclass(frozen=True)
+class Compute:
+    """Where and how precisely a run computes."""
+
+    device: torch.device
+    precision: torch.dtype
+    world: World = World()
+
+    @property
+    def half(self) -> bool:
+        """Whether matrix products are computed in bf16."""
+        return self.precision == torch.bfloat16
+
+    def autocast(self) -> torch.autocast:
+        """Return the context in which a forward pass has the run's precision."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.half)
+
+
 @contextmanager
-def joined(device: torch.device, train: Train) -> Iterator[World]:
-    """Join the processes that torchrun started, if they are as many as the recipe insists on."""
+def process_group(device: torch.device, train: Train) -> Iterator[World]:
+    """Join the processes that torchrun started; refuse another number than the recipe's."""
     asked = train.processes
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if asked is not None and asked != size:
@@ -61,34 +80,39 @@ def joined(device: torch.device, train: Train) -> Iterator[World]:
     if size == 1:
         yield World()
         return
-    ours = not dist.is_initialized()
-    if ours:
-        cuda, enough = device.type == "cuda", torch.cuda.device_count() >= _neighbours()
-        if cuda and not enough and train.parallel == "fsdp":
+    initialize = not dist.is_initialized()
+    if initialize:
+        gpus, enough = torch.cuda.device_count(), torch.cuda.device_count() >= _local_processes()
+        if uses_nccl(device) and not enough and train.parallel == "fsdp":
             raise BadInput(
-                f"train.parallel fsdp needs a GPU for each process; {_neighbours()} share "
-                f"{torch.cuda.device_count()}: use ddp"
+                f"train.parallel fsdp needs a GPU for each process; {_local_processes()} share "
+                f"{gpus}: use ddp"
             )
-        dist.init_process_group("nccl" if cuda and enough else "gloo")
+        dist.init_process_group("nccl" if uses_nccl(device) and enough else "gloo")
     try:
         if dist.get_world_size() != size:
             raise BadInput(f"WORLD_SIZE is {size}, but {dist.get_world_size()} processes joined")
         yield World(dist.get_rank(), size, int(os.environ.get("LOCAL_RANK", "0")))
     finally:
-        if ours and dist.is_initialized():
+        if initialize and dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _neighbours() -> int:
-    """How many processes share this machine."""
+def _local_processes() -> int:
+    """Return how many processes share this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
 
 
-def share(model: nn.Module, world: World, way: Literal["ddp", "fsdp"], unused: bool) -> nn.Module:
-    """Wrap a model, already frozen and on its device, for all processes."""
+def wrap_model(
+    model: nn.Module, world: World, parallel: Literal["ddp", "fsdp"], unused: bool
+) -> nn.Module:
+    """Wrap a model, already frozen and on its device, for all processes.
+
+    `unused`: some trainable parameters get no gradient, which DDP has to know.
+    """
     if world.size == 1:
         return model
-    if way == "fsdp":
+    if parallel == "fsdp":
         from torch.distributed.fsdp import fully_shard
 
         for block in blocks(model):
@@ -100,22 +124,22 @@ def share(model: nn.Module, world: World, way: Literal["ddp", "fsdp"], unused: b
     return DistributedDataParallel(model, find_unused_parameters=unused)
 
 
-def gather_nothing(model: nn.Module) -> None:
-    """Let go of what sharded layers have gathered: their parameters are the optimizer's again."""
+def reshard(model: nn.Module) -> None:
+    """Reshard FSDP modules so that parameters are the optimizer's shards again."""
     for module in model.modules():
         if type(module).__name__.startswith("FSDP"):
             module.reshard()  # type: ignore[operator]
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers of every stack: the children of the model's longest module lists."""
+    """Return the layers of every stack: the children of the model's longest module lists."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     longest = max((len(stack) for stack in lists), default=0)
     return [block for stack in lists if len(stack) == longest for block in stack]
 
 
 @contextmanager
-def _deferred(model: Any) -> Iterator[None]:
+def _without_sync(model: Any) -> Iterator[None]:
     model.set_requires_gradient_sync(False)
     try:
         yield
@@ -123,23 +147,23 @@ def _deferred(model: Any) -> Iterator[None]:
         model.set_requires_gradient_sync(True)
 
 
-def accumulating(model: Any, last: bool) -> Any:
-    """Within this, gradients of one part are added up; only the last part's are exchanged."""
+def accumulate_gradients(model: Any, last: bool) -> Any:
+    """Return the context of one micro-batch: processes exchange gradients after the last only."""
     if last:
         return nullcontext()
     if hasattr(model, "no_sync"):
         return model.no_sync()
-    return _deferred(model) if hasattr(model, "set_requires_gradient_sync") else nullcontext()
+    return _without_sync(model) if hasattr(model, "set_requires_gradient_sync") else nullcontext()
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor in one piece, gathered if it is sharded."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return a tensor in one piece, gathered if it is sharded."""
     gather = getattr(tensor, "full_tensor", None)
     return gather() if gather is not None else tensor
 
 
-def like(value: Tensor, tensor: Tensor) -> Tensor:
-    """A whole value, sharded and placed as `tensor` is."""
+def place_like(value: Tensor, tensor: Tensor) -> Tensor:
+    """Return a full value on the device of `tensor`, sharded as that is."""
     value = value.to(tensor.device, tensor.dtype)
     if not hasattr(tensor, "full_tensor"):
         return value
@@ -150,21 +174,21 @@ def like(value: Tensor, tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def same_buffers(model: nn.Module) -> Iterator[None]:
-    """Put buffers back afterwards: a pass that only tries something out counts for no norm."""
-    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+def preserve_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore buffers afterwards, so that a trial pass leaves no trace in running statistics."""
+    copies = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, before in kept:
-                buffer.copy_(before)
+            for buffer, copy in copies:
+                buffer.copy_(copy)
 
 
-def prepare_norms(model: nn.Module, world_size: int, device: torch.device) -> None:
-    """Let the BatchNorms that learn count over all processes; frozen ones count nothing.
+def sync_batch_norms(model: nn.Module, world_size: int, device: torch.device) -> None:
+    """Make BatchNorms that learn synchronised ones; frozen ones use running statistics.
 
-    In place, before the model is wrapped, and again after each freeze or thaw.
+    Call it before the model is wrapped, and again after each freeze or thaw.
     """
     if world_size == 1:
         return
@@ -174,7 +198,7 @@ def prepare_norms(model: nn.Module, world_size: int, device: torch.device) -> No
                 continue
             if not any(p.requires_grad for p in norm.parameters()):
                 continue
-            if device.type != "cuda":
+            if not uses_nccl(device):
                 raise BadInput(
                     f"model.norm batch cannot count over {world_size} processes on "
                     f"{device.type}, only on GPUs; use layer or group"

@@ -1,4 +1,4 @@
-"""Whole recordings decoded and scored, with the linear baseline beside: what a run reports."""
+"""The report of an EEG run: whole recordings decoded and scored against a linear baseline."""
 
 import json
 from pathlib import Path
@@ -19,9 +19,9 @@ from frostlab.errors import BadInput, first_line
 from frostlab.models.conformer import Conformer, electrode_importance
 from frostlab.records.folder import REPORTED, SCORES, SPLITS, RunRecord, read_scores, scores_file
 from frostlab.storage import build_once, cache_folder, write_whole
-from frostlab.training.batches.batch import WindowExamples, cut, shared
+from frostlab.training.batches.batch import WindowExamples, in_batches, micro_batches
 from frostlab.training.setup import best_model, recipe_of
-from frostlab.training.state import Setting
+from frostlab.training.state import RunContext
 from frostlab.training.step.compiled import uncompiled
 
 _FORMAT = 1  # raise it when the baseline, or how it is scored, changes
@@ -30,51 +30,48 @@ Scores = dict[str, EnvelopeScores]  # by split
 
 
 def baseline_scores(signals: Signals) -> Scores:
-    """The ridge decoder's scores, fitted once for the same data, whoever asks.
-
-    Before a run begins this also finds out whether its recordings can be scored at all.
-    """
+    """Return the ridge decoder's scores by split; it is fitted once for the same data."""
 
     def build(folder: Path) -> None:
         ridge = fit_ridge(signals.splits["train"].recordings, signals.rate)
-        found = {}
+        scores = {}
         for split in reported(signals):
             recordings = signals.splits[split].recordings
             decoded = {each.name: ridge.predict(each) for each in recordings}
-            found[split] = score_recordings(decoded, recordings, signals.rate).to_dict()
-        (folder / SCORES).write_text(json.dumps(found))
+            scores[split] = score_recordings(decoded, recordings, signals.rate).to_dict()
+        (folder / SCORES).write_text(json.dumps(scores))
 
-    place = cache_folder(None) / "ridge" / f"{signals.digest[:32]}-{_FORMAT}"
-    kept = json.loads((build_once(place, build) / SCORES).read_text())
-    return {split: EnvelopeScores.from_dict(said) for split, said in kept.items()}
+    folder = cache_folder(None) / "ridge" / f"{signals.digest[:32]}-{_FORMAT}"
+    scores = json.loads((build_once(folder, build) / SCORES).read_text())
+    return {split: EnvelopeScores.from_dict(values) for split, values in scores.items()}
 
 
 def reported(signals: Signals) -> tuple[str, ...]:
-    """The splits that nothing was chosen by."""
+    """Return the splits by which nothing was chosen."""
     return tuple(split for split in REPORTED if split in signals.splits)
 
 
 def measure_recordings(
-    setting: Setting, signals: Signals, quick: dict[str, Any]
+    context: RunContext, signals: Signals, window_metrics: dict[str, float]
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Score whole recordings of every reported split; return metrics, and a summary for the record.
 
-    Beside them in the metrics is what single windows gave: the loss, and their mean r.
+    The metrics keep the loss and the mean r of single windows, too.
     """
     ridge, decoded, model = baseline_scores(signals), {}, {}
     for split in reported(signals):
         windows = signals.splits[split]
-        decoded[split] = decode(setting, windows)
+        decoded[split] = decode(context, windows)
         model[split] = score_recordings(decoded[split], windows.recordings, signals.rate)
     scores = {split: {"model": model[split], "ridge": ridge[split]} for split in model}
-    if setting.folder:
+    if context.folder:
         arrays = {
             name: each.astype(np.float32) for d in decoded.values() for name, each in d.items()
         }
-        np.savez(setting.folder.path / "decoded.npz", **arrays)  # type: ignore[arg-type]
+        np.savez(context.folder.path / "decoded.npz", **arrays)  # type: ignore[arg-type]
         text = json.dumps(scores_file(scores, signals.known))
-        write_whole(setting.folder.path / SCORES, text)
-    metrics = {"pearson": model["report"].summary.mean, "loss": quick["loss"]}
+        write_whole(context.folder.path / SCORES, text)
+    metrics = {"pearson": model["report"].summary.mean, "loss": window_metrics["loss"]}
     for split, found in model.items():
         ending = "" if split == "report" else f"_{split}"
         metrics[f"pearson{ending}"] = found.summary.mean
@@ -82,7 +79,7 @@ def measure_recordings(
         metrics[f"chance{ending}"] = found.summary.null.high
         if (matched := found.summary.match.accuracy) is not None:
             metrics[f"match{ending}"] = matched
-    metrics["window_pearson"] = quick["pearson"]
+    metrics["window_pearson"] = window_metrics["pearson"]
     return metrics, {
         split: {
             name: each.to_dict()["summary"] | {"digest": each.digest} for name, each in d.items()
@@ -92,22 +89,22 @@ def measure_recordings(
 
 
 @torch.no_grad()
-def decode(setting: Setting, windows: Windows) -> dict[str, NDArray[np.float64]]:
-    """Each recording's envelope, by name, from windows of which half overlaps."""
-    recipe, device, world = setting.recipe, setting.device, setting.world
-    batch = recipe.evaluate.batch or recipe.train.batch // recipe.train.accumulate
+def decode(context: RunContext, windows: Windows) -> dict[str, NDArray[np.float64]]:
+    """Return each recording's decoded envelope, by name, from windows that overlap by half."""
+    device, world = context.compute.device, context.world
     examples, half = WindowExamples(windows), max(1, windows.length // 2)
     starts = [window_starts(len(each), windows.length, half) for each in windows.recordings]
     rows = np.concatenate([b + s for b, s in zip(windows.bounds[:-1], starts, strict=True)])
     decoded = torch.zeros(len(rows), windows.length, device=device)
-    setting.objective.eval()
+    context.objective.eval()
     with uncompiled():
-        for places in cut(np.arange(len(rows)), batch):
-            (mine,) = shared(places, world.rank, world.size, parts=1)
-            bf16 = setting.precision == torch.bfloat16
-            with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                found = setting.objective(examples.collate(rows[mine]).to(device), want="logits")
-            decoded[torch.from_numpy(mine).to(device)] = found[: len(mine)].float()
+        for places in in_batches(np.arange(len(rows)), context.evaluation_batch):
+            (own,) = micro_batches(places, world.rank, world.size, count=1)
+            with context.compute.autocast():
+                prediction = context.objective(
+                    examples.collate(rows[own]).to(device), want="logits"
+                )
+            decoded[torch.from_numpy(own).to(device)] = prediction[: len(own)].float()
     ends = np.cumsum([len(each) for each in starts])[:-1]
     parts = np.split(world.total(decoded).cpu().numpy(), ends)
     return {

@@ -3,7 +3,7 @@
 import errno
 import json
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,10 @@ from typing import Any
 import torch
 import yaml
 
-from frostlab.data.eeg.recordings import Material, Signals, text_of
-from frostlab.data.prepare import prepare
-from frostlab.data.tokens import Prepared
-from frostlab.errors import BadInput, FrostlabError, first_line
-from frostlab.models.build import build_for
+from frostlab.data.eeg.recordings import text_of
+from frostlab.devices import choose_device
+from frostlab.errors import BadInput, FrostlabError
 from frostlab.recipe.load import load_recipe, recipe_from, recipe_name
-from frostlab.recipe.model import PretrainedModel
 from frostlab.recipe.recipe import Recipe
 from frostlab.records.checkpoint import Checkpoint, checkpoint_name, resumable
 from frostlab.records.environment import environment, gpu_state
@@ -35,33 +32,31 @@ from frostlab.records.telemetry import Telemetry
 from frostlab.storage import write_whole
 from frostlab.surgery.audit import Audit
 from frostlab.timing.clock import Meter, Stopwatch
-from frostlab.training.batches.batch import collate, evaluation_order
-from frostlab.training.distributed import World, joined, prepare_norms
-from frostlab.training.eeg_report import baseline_scores, measure_recordings
+from frostlab.training.distributed import Compute, process_group
 from frostlab.training.loop import Stopped, interruptions, measure, train
 from frostlab.training.setup import (
+    Assembly,
+    assemble,
     best_checkpoint,
-    choose_device,
     choose_precision,
-    go_to,
     load_weights,
+    restore,
     stage_facts,
     with_threads,
 )
-from frostlab.training.stages import Entered, enter, rehearse, stages_of
-from frostlab.training.state import Best, Display, Progress, Setting, Silent
-from frostlab.training.step.eager import Diverged
-from frostlab.training.step.envelope_loss import objective_for
-from frostlab.training.step.objective import check_pieces, logits_of, resolve
-from frostlab.training.step_log import clocks
-from frostlab.training.treatment import (
-    audit_frozen,
-    count_parameters,
-    state_digest,
-    treat,
-    wants_types,
-    weight_digests,
+from frostlab.training.state import (
+    Best,
+    Display,
+    Progress,
+    Report,
+    RunContext,
+    Silent,
+    StageModel,
 )
+from frostlab.training.step.eager import Diverged
+from frostlab.training.step_log import clocks
+from frostlab.training.tasks import TASKS
+from frostlab.training.treatment import count_parameters, state_digest
 
 
 def run(
@@ -84,7 +79,7 @@ def run(
     recipe, name = _resolve(recipe, name)
     device = choose_device(recipe.train.device)
     with ExitStack() as stack:
-        world = stack.enter_context(joined(device, recipe.train))
+        world = stack.enter_context(process_group(device, recipe.train))
         if recipe.train.batch % (world.size * recipe.train.accumulate):
             raise BadInput(
                 f"train.batch {recipe.train.batch} cannot be shared by {world.size} processes × "
@@ -94,19 +89,31 @@ def run(
         folder = stack.enter_context(RunFolder(path).open()) if world.writes and resumes else None
         stack.enter_context(with_threads(_threads(recipe, path if resumes else None)))
         meter = Meter(device)
-        setting, digests = _set_up(recipe, data_dir, device, world, display or Silent(), path)
+        compute = Compute(device, choose_precision(recipe.train, device), world)
+        task = TASKS[recipe.data.task]
+        assembly = assemble(recipe, data_dir, task, compute)
+        current, checkpoint = assembly.current, None
         if resumes:
-            setting.folder = folder
-            checkpoint = _go_on(setting, path, digests)
-        else:
-            checkpoint = None
-            if world.writes:
-                setting.folder = stack.enter_context(_begin(setting, name, path, digests, out))
-            setting.path = world.agree(setting.folder.path if setting.folder else None)
-        stack.callback(setting.display.close)
-        setting.asked_to_stop = stack.enter_context(interruptions())
-        work(setting, checkpoint, meter)
-    return RunRecord(setting.path)
+            current, checkpoint = _continue(path, folder, assembly, compute)
+        elif world.writes:
+            folder = stack.enter_context(_create_folder(recipe, name, path, assembly, compute, out))
+        path = world.agree(folder.path if folder else None)
+        display = display or Silent()
+        stack.callback(display.close)
+        context = RunContext(
+            recipe=recipe,
+            prepared=assembly.prepared,
+            task=task,
+            stages=assembly.stages,
+            compute=compute,
+            path=path,
+            folder=folder,
+            display=display,
+            asked_to_stop=stack.enter_context(interruptions()),
+            current=current,
+        )
+        _train_and_report(context, checkpoint, meter)
+    return RunRecord(path)
 
 
 def _resolve(recipe: Recipe | str | Path | dict[str, Any], name: str | None) -> tuple[Recipe, str]:
@@ -126,107 +133,32 @@ def _choose_folder(
 
 
 def _threads(recipe: Recipe, resumed: Path | None) -> int | None:
-    """The threads that were asked for, or that a resumed run began with."""
+    """Return the threads that were asked for, or that a resumed run began with."""
     if recipe.train.threads is None and resumed is not None:
         return int(next(read_events(resumed / "events.jsonl"))["threads"])
     return recipe.train.threads
 
 
-def _set_up(
+def _create_folder(
     recipe: Recipe,
-    data_dir: str | Path | None,
-    device: torch.device,
-    world: World,
-    display: Display,
+    name: str,
     path: Path,
-) -> tuple[Setting, dict[str, Any]]:
-    """Data, model and treatment: all that can be refused, before anything is written."""
-    prepared = _prepare(recipe, data_dir, world)
-    model = build_for(recipe, prepared)
-    touched = treat(model, recipe)
-    if isinstance(recipe.model, PretrainedModel):
-        _try_out(model, text_of(prepared), recipe.model.name)
-    digests = {
-        "data": prepared.digest,
-        "weights": weight_digests(model),
-        "touched": sorted(touched),
-    }
-    precision = choose_precision(recipe.train, device)
-    objective = objective_for(model, recipe)
-    packs = recipe.train.batching == "packed" or recipe.train.cache_prefix is not None
-    check_pieces(objective, prepared, wants_types(model), packs)
-    stages = stages_of(recipe, len(prepared.splits["train"]))
-    rehearse(model, recipe, stages, prepared, precision)
-    entered = enter(model, recipe, stages[0], 0, Entered())
-    objective.supervision = resolve(stages[0].supervise, model)
-    model.to(device)
-    prepare_norms(model, world.size, device)
-    frozen = audit_frozen(model, recipe)
-    digests["frozen"] = {} if frozen is None else frozen.digests
-    setting = Setting(
-        recipe=recipe,
-        prepared=prepared,
-        model=model,
-        objective=objective,
-        stages=stages,
-        device=device,
-        precision=precision,
-        world=world,
-        folder=None,
-        frozen=frozen,
-        display=display,
-        asked_to_stop=lambda: False,
-        path=path,
-        entered=entered,
-    )
-    return setting, digests
-
-
-def _try_out(model: torch.nn.Module, prepared: Prepared, name: str) -> None:
-    """Show a strange model the longest example, so that what it cannot take is said at once."""
-    tokens = prepared.splits["train"]
-    rows = evaluation_order(tokens.lengths, 2)[0]
-    batch = collate(tokens, rows, prepared.pad, types=wants_types(model))
-    model.eval()
-    try:
-        with torch.no_grad():
-            shape = tuple(logits_of(model, batch.inputs).shape)
-    except Exception as error:  # models fail in ways of their own
-        length = int(tokens.lengths.max())
-        problem = f"model.name {name} cannot take an example of {length} tokens"
-        raise BadInput(f"{problem} ({first_line(error)})") from None
-    if len(shape) != (2 if prepared.classes else 3):
-        raise BadInput(f"model.name {name} answers with shape {shape}, not with logits")
-
-
-def _prepare(recipe: Recipe, data_dir: str | Path | None, world: World) -> Material:
-    """The writing process prepares the data; the others then find it done."""
-    where = None if data_dir is None else Path(data_dir)
-    if not world.writes:
-        world.wait()
-    prepared = prepare(recipe, where)
-    if isinstance(prepared, Signals):
-        baseline_scores(prepared)
-    if world.writes:
-        world.wait()
-    return prepared
-
-
-def _begin(
-    setting: Setting, name: str, path: Path, digests: dict[str, Any], out: str | Path | None
+    assembly: Assembly,
+    compute: Compute,
+    out: str | Path | None,
 ) -> RunFolder:
-    """Make the run's folder, with all that it starts from; another run may have taken its name."""
-    recipe, prepared = setting.recipe, setting.prepared
+    """Create the run's folder with its first files; another run may have just taken the name."""
+    prepared = assembly.prepared
     files = {
         "recipe.yaml": yaml.safe_dump(recipe.to_dict(), sort_keys=False),
-        "environment.json": json.dumps(environment(str(setting.device)), indent=1),
-        "digests.json": json.dumps(digests, indent=1),
+        "environment.json": json.dumps(environment(str(compute.device)), indent=1),
+        "digests.json": json.dumps(assembly.digests, indent=1),
     }
     facts = dict(
         schema=SCHEMA, name=name, recipe_digest=recipe.digest, seed=recipe.seed,
         treatment=recipe.treatment_name, data=recipe.data.name, model=recipe.model.kind,
         origin=prepared.origin, caution=prepared.caution, known=prepared.known,
-        **_shape(setting),
+        **_shape(compute),
     )  # fmt: skip
     while True:
         try:
@@ -237,30 +169,32 @@ def _begin(
             path = new_folder(path.parent, path.name)
 
 
-def _go_on(setting: Setting, path: Path, digests: dict[str, Any]) -> Checkpoint | None:
-    """Check that data and frozen weights are what the run began with; find its last checkpoint."""
-    known = RunRecord(path).digests
-    for what in ("data", "weights"):
-        if known[what] != digests[what]:
-            raise BadInput(f"--resume: the {what} of {path} cannot be made again: they changed")
-    if setting.frozen is not None:
-        setting.frozen = Audit(setting.frozen.model, known["frozen"])
-    checkpoint: Checkpoint | None = setting.world.agree(resumable(path))
-    if setting.folder is not None:
-        supersede_result(setting.folder)
+def _continue(
+    path: Path, folder: RunFolder | None, assembly: Assembly, compute: Compute
+) -> tuple[StageModel, Checkpoint | None]:
+    """Check that data and weights are those the run began with; find its newest checkpoint."""
+    recorded, current = RunRecord(path).digests, assembly.current
+    for name in ("data", "weights"):
+        if recorded[name] != assembly.digests[name]:
+            raise BadInput(f"--resume: the {name} of {path} cannot be made again: they changed")
+    if current.audit is not None:
+        current = replace(current, audit=Audit(current.audit.model, recorded["frozen"]))
+    checkpoint: Checkpoint | None = compute.world.agree(resumable(path))
+    if folder is not None:
+        supersede_result(folder)
         step = 0 if checkpoint is None else checkpoint.step
         number = 1 + len(list(path.glob("environment-*.json")))
-        setting.folder.write(f"environment-{number}.json", environment(str(setting.device)))
-        setting.folder.event("resume", step, **_shape(setting))
-    return checkpoint
+        folder.write(f"environment-{number}.json", environment(str(compute.device)))
+        folder.event("resume", step, **_shape(compute))
+    return current, checkpoint
 
 
-def _shape(setting: Setting) -> dict[str, Any]:
-    """What decides the bits of a result beside the recipe."""
+def _shape(compute: Compute) -> dict[str, Any]:
+    """Return what decides the bits of a result, apart from the recipe."""
     return {
-        "device": str(setting.device),
-        "precision": str(setting.precision).removeprefix("torch."),
-        "processes": setting.world.size,
+        "device": str(compute.device),
+        "precision": str(compute.precision).removeprefix("torch."),
+        "processes": compute.world.size,
         "threads": torch.get_num_threads(),
     }
 
@@ -274,14 +208,14 @@ class RunFailed(FrostlabError):
 
 @dataclass(frozen=True)
 class Failure:
-    """A status for the record, and the error for the caller."""
+    """The status for the record, and the error for the caller."""
 
     status: str
     error: BaseException
 
 
 def failure_of(error: BaseException, recipe: Recipe) -> Failure:
-    """What a user can act on, as one line; what nobody expected, as it is."""
+    """Turn an expected error into one line a user can act on; others stay as they are."""
     line = str(error).strip().partition("\n")[0]
     if isinstance(error, Stopped | KeyboardInterrupt):
         return Failure("stopped", RunFailed("stopped; `--resume` goes on"))
@@ -299,103 +233,98 @@ def failure_of(error: BaseException, recipe: Recipe) -> Failure:
     return Failure("failed", error)
 
 
-def work(setting: Setting, resumed: Checkpoint | None, meter: Meter) -> None:
+def _train_and_report(context: RunContext, resumed: Checkpoint | None, meter: Meter) -> None:
     """Train, report, and write the result, whatever happens on the way.
 
     `meter` has measured the device's memory since before the model was built.
     """
-    progress = Progress(Best(setting.recipe.metric))
+    progress = Progress(Best(context.recipe.metric))
     if resumed is not None:
         progress = Progress.from_dict(resumed.progress())
-        go_to(setting, progress, resumed)
-    where, before = str(setting.device), gpu_state(str(setting.device))
-    watch = Stopwatch(setting.device, progress.seconds)
-    report, scores, weights = None, None, None
+        restore(context, progress, resumed)
+    device = str(context.compute.device)
+    gpu_before = gpu_state(device)
+    clock = Stopwatch(context.compute.device, progress.seconds)
+    metrics, scores, weights = None, None, None
     failure: Failure | None = None
-    with Telemetry(where) as telemetry:
+    with Telemetry(device) as telemetry:
         try:
-            train(setting, progress, watch, resumed)
-            report, scores = _report(setting, progress)
-            weights = state_digest(setting.model)
+            train(context, progress, clock, resumed)
+            metrics, scores = _report(context, progress)
+            weights = state_digest(context.model)
         except BaseException as error:
-            failure = failure_of(error, setting.recipe)
-            progress.seconds = watch.seconds
-    if setting.folder is not None:
+            failure = failure_of(error, context.recipe)
+            progress.seconds = clock.seconds
+    if context.folder is not None:
         extra = {
-            "gpu_before": before,
-            "gpu_after": gpu_state(where),
+            "gpu_before": gpu_before,
+            "gpu_after": gpu_state(device),
             "telemetry": telemetry.summary(),
             "device_memory_peak": meter.peak_bytes(),
             "weights_digest": weights,
             "order_digest": progress.order,
         }
         extra |= {} if scores is None else {"scores": scores}
-        _conclude(setting, setting.folder, progress, report, failure, extra)
+        _write_end(context, context.folder, progress, metrics, failure, extra)
     if failure is not None:
         raise failure.error from None
 
 
-def _conclude(
-    setting: Setting,
+def _write_end(
+    context: RunContext,
     folder: RunFolder,
     progress: Progress,
     report: dict[str, float] | None,
     failure: Failure | None,
     extra: dict[str, Any],
 ) -> None:
-    """Write the end; a disk that is full must not hide why the run ended."""
+    """Write the end and the result; a full disk must not hide why the run ended."""
     status = "finished" if failure is None else failure.status
     error = None if failure is None else str(failure.error)
     try:
         folder.event("end", progress.step, status=status, error=error)
         folder.write("result.json", result(
-            setting, folder, progress, status=status, error=error, report=report, extra=extra
+            context, folder, progress, status=status, error=error, report=report, extra=extra
         ))  # fmt: skip
     except OSError:
         if failure is None:
             raise
 
 
-def _report(setting: Setting, progress: Progress) -> tuple[dict[str, float], dict[str, Any] | None]:
-    """The reported result: the best weights on the split that nothing was chosen by.
+def _report(context: RunContext, progress: Progress) -> Report:
+    """Measure the best weights on the split by which nothing was chosen.
 
     With published splits the best evaluation is the report, and is labelled so.
     """
-    best = best_checkpoint(setting, progress)
-    load_weights(setting.model, best)
-    if setting.frozen is not None:
-        setting.frozen.verify(setting.model)
-    metrics, scores = _measure_report(setting, progress.step)
-    verified = 0 if setting.frozen is None else len(setting.frozen.digests)
-    if setting.folder:
-        setting.folder.event("evaluation", progress.step, split="report", metrics=metrics,
+    best, audit = best_checkpoint(context.path, progress), context.current.audit
+    load_weights(context.model, best)
+    if audit is not None:
+        audit.verify(context.model)
+    metrics, scores = _measure_report(context, progress.step)
+    if context.folder:
+        verified = 0 if audit is None else len(audit.digests)
+        context.folder.event("evaluation", progress.step, split="report", metrics=metrics,
                              checkpoint=best.step, frozen_verified=verified)  # fmt: skip
     return metrics, scores
 
 
-def _measure_report(setting: Setting, step: int) -> tuple[dict[str, float], dict[str, Any] | None]:
-    """Every metric of the reporting split, and what is summed up beside them.
-
-    What each example was taken for, or each recording decoded to, is kept in files.
-    """
-    prepared = setting.prepared
-    if isinstance(prepared, Signals):
-        return measure_recordings(setting, prepared, measure(setting, "report", step))
-    if prepared.task != "classification":
-        return measure(setting, "report", step), None
-    labels = prepared.splits["report"].labels
+def _measure_report(context: RunContext, step: int) -> Report:
+    """Return the metrics of the reported split and a summary; write predictions to files."""
+    if not context.task.predicts_classes:
+        return context.task.report(context, measure(context, "report", step))
+    labels = text_of(context.prepared).splits["report"].labels
     assert labels is not None
-    guesses = torch.zeros(len(labels), dtype=torch.long, device=setting.device)
-    metrics = measure(setting, "report", step, guesses)
-    taken_for = (setting.world.total(guesses) - 1).tolist()
-    if setting.folder:
-        kept = {"split": "report", "labels": labels.tolist(), "classes": taken_for}
-        write_whole(setting.folder.path / "predictions.json", json.dumps(kept))
-    return metrics, None
+    classes = torch.zeros(len(labels), dtype=torch.long, device=context.compute.device)
+    metrics = measure(context, "report", step, classes)
+    predicted = (context.world.total(classes) - 1).tolist()
+    if context.folder:
+        values = {"split": "report", "labels": labels.tolist(), "classes": predicted}
+        write_whole(context.folder.path / "predictions.json", json.dumps(values))
+    return context.task.report(context, metrics)
 
 
 def result(
-    setting: Setting,
+    context: RunContext,
     folder: RunFolder,
     progress: Progress,
     *,
@@ -404,8 +333,8 @@ def result(
     report: dict[str, float] | None,
     extra: dict[str, Any],
 ) -> dict[str, Any]:
-    """Everything `result.json` says."""
-    events, recipe = folder.events(), setting.recipe
+    """Return the contents of `result.json`."""
+    events, recipe = folder.events(), context.recipe
     start = next(event for event in events if event["kind"] == "start")
     best, name = progress.best, checkpoint_name(progress.best.step or 0, progress.stage)
     return {
@@ -422,13 +351,13 @@ def result(
         "stopped_early": progress.stopped_early,
         "best": {"metric": best.metric, "value": best.value, "step": best.step},
         "report": report,
-        "caution": setting.prepared.caution,
+        "caution": context.prepared.caution,
         "last": progress.last or None,
         "target": progress.target,
         "stepping": [event for event in events if event["kind"] == "stepping"],
         "clocks": clocks(events, progress.seconds),
-        "parameters": count_parameters(setting.model),
-        "stages": [*progress.ended, stage_facts(setting, progress)],
+        "parameters": count_parameters(context.model),
+        "stages": [*progress.ended, stage_facts(context, progress)],
         "checkpoint": None if best.step is None else f"checkpoints/{name}",
         **extra,
     }

@@ -1,39 +1,64 @@
-"""Where a run computes, with how many threads, and how precisely."""
+"""The assembly line: from recipe, data and device to a model that can take a step.
 
-import os
+    prepared = prepare(recipe, data_dir)              data
+    built    = build_model(recipe, prepared, stages)  a model on the CPU, treated and grown
+    current  = place_model(built, …)                  on its device, with its loss
+    feed     = make_feed(current, …)                  its batches
+    step     = make_step(current, …)                  its optimizer and kind of step
+
+Runs, later stages, resumed runs, timed arms, benchmarks and ceilings all come this way.
+"""
+
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 from torch import Tensor, nn
 
-from frostlab.data.eeg.recordings import Material
-from frostlab.errors import BadInput, FrostlabError
+from frostlab.data.eeg.recordings import Material, text_of
+from frostlab.data.prepare import prepare
+from frostlab.data.tokens import Prepared
+from frostlab.devices import default_precision
+from frostlab.errors import BadInput, FrostlabError, first_line
 from frostlab.models.build import build_for
 from frostlab.recipe.load import recipe_from
+from frostlab.recipe.model import PretrainedModel
 from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.settings import Train
 from frostlab.records.checkpoint import Checkpoint, checkpoints_in
 from frostlab.records.folder import RunRecord
 from frostlab.surgery.audit import Audit
-from frostlab.training.batches.batch import examples_of
-from frostlab.training.distributed import World, gather_nothing, like, prepare_norms, same_buffers
+from frostlab.training.batches.batch import collate, evaluation_order
+from frostlab.training.batches.feed import Feed, packs_examples
+from frostlab.training.batches.prefix import build_prefix, check_prefix, prefix_depth
+from frostlab.training.distributed import (
+    Compute,
+    World,
+    place_like,
+    preserve_buffers,
+    reshard,
+    sync_batch_norms,
+)
 from frostlab.training.stages import (
     Entered,
     Stage,
     enter,
     kept_state,
+    lr_scales,
+    rehearse,
     stages_of,
     steps_per_epoch,
     survivors,
 )
-from frostlab.training.state import Best, Progress, Setting
+from frostlab.training.state import Best, Progress, RunContext, StageModel, Task
+from frostlab.training.step import build_step
 from frostlab.training.step.compiled import uncompile
 from frostlab.training.step.eager import EagerStep
-from frostlab.training.step.envelope_loss import objective_for
-from frostlab.training.step.objective import resolve
+from frostlab.training.step.objective import check_pieces, logits_of, resolve
 from frostlab.training.step.optimizer import build_optimizer
 from frostlab.training.treatment import (
     audit_frozen,
@@ -41,42 +66,20 @@ from frostlab.training.treatment import (
     state_digest,
     treat,
     wants_types,
+    weight_digests,
 )
 
 
-def choose_device(wanted: str) -> torch.device:
-    """`auto` is CUDA, then MPS, then the CPU; with several processes each takes its own GPU."""
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    if wanted in ("auto", "cuda"):
-        if torch.cuda.is_available():
-            device = torch.device("cuda", local % torch.cuda.device_count())
-            torch.cuda.set_device(device)
-            return device
-        if wanted == "cuda":
-            raise BadInput("train.device cuda: no CUDA device is available; `cpu` is")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    try:
-        device = torch.device(wanted)
-    except RuntimeError:
-        raise BadInput(f"train.device {wanted} is no device; auto, cpu, cuda, cuda:0 …") from None
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise BadInput(f"train.device {wanted}: no CUDA device is available; `cpu` is")
-        if (device.index or 0) >= torch.cuda.device_count():
-            last = torch.cuda.device_count() - 1
-            raise BadInput(f"train.device {wanted} does not exist; the last one is cuda:{last}")
-        device = torch.device("cuda", device.index or 0)
-        torch.cuda.set_device(device)
-    elif device.type == "mps" and not torch.backends.mps.is_available():
-        raise BadInput("train.device mps is not available; `cpu` is")
-    elif device.type not in ("cpu", "mps"):
-        raise BadInput(f"train.device {wanted} is not supported; auto, cpu, cuda, mps are")
-    return device
+def choose_precision(train: Train, device: torch.device) -> torch.dtype:
+    """Return the precision a recipe asks for; `auto` is bf16 on CUDA, float32 elsewhere."""
+    if train.precision == "auto":
+        return default_precision(device)
+    return torch.bfloat16 if train.precision == "bf16" else torch.float32
 
 
 @contextmanager
 def with_threads(count: int | None) -> Iterator[None]:
-    """Within this, compute with as many threads; None: with as many as before."""
+    """Compute with so many threads inside this context; None leaves their number as it is."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:
@@ -85,141 +88,241 @@ def with_threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def choose_precision(train: Train, device: torch.device) -> torch.dtype:
-    """bf16 on CUDA unless told otherwise, float32 elsewhere."""
-    if train.precision == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if train.precision == "bf16" else torch.float32
+def prepare_data(recipe: Recipe, data_dir: str | Path | None, task: Task, world: World) -> Material:
+    """Prepare the data in the writing process; the others then find it in the cache."""
+    folder = None if data_dir is None else Path(data_dir)
+    if not world.writes:
+        world.wait()
+    prepared = prepare(recipe, folder)
+    task.check(prepared)
+    if world.writes:
+        world.wait()
+    return prepared
 
 
-def recipe_of(record: RunRecord) -> Recipe:
-    """What a run trained."""
-    path = record.folder / "recipe.yaml"
-    try:
-        values: dict[str, Any] = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise BadInput(f"{path} cannot be read ({error})") from None
-    return recipe_from(values, str(path))
+@dataclass(frozen=True)
+class BuiltModel:
+    """A recipe's model on the CPU, treated, after entering some stages."""
+
+    model: nn.Module
+    touched: frozenset[str]  # keys of the parts that the treatment gave new values
+    entered: Entered
 
 
-def best_model(record: RunRecord, recipe: Recipe, prepared: Material) -> torch.nn.Module:
-    """The model that was reported, down to its digest; its data must be what they were."""
-    if prepared.digest != record.digests["data"]:
-        raise BadInput(f"the data of {record.folder} cannot be made again: they changed")
-    stages = stages_of(recipe, len(prepared.splits["train"]))
-    model, _ = build_grown(recipe, prepared, stages)
-    result = record.result
-    load_weights(model, Checkpoint(record.folder / result["checkpoint"], result["best"]["step"]))
-    if state_digest(model) != result["weights_digest"]:
-        raise BadInput(f"{record.folder}/{result['checkpoint']} is not what was reported")
-    return model
+def build_model(recipe: Recipe, prepared: Material, stages: Sequence[Stage] = ()) -> BuiltModel:
+    """Build the recipe's model, treat it, and enter these stages, with its first weights."""
+    model = build_for(recipe, prepared)
+    touched = treat(model, recipe)
+    entered = Entered()
+    for index, stage in enumerate(stages):
+        entered = enter(model, recipe, stage, index, entered)
+    return BuiltModel(model, frozenset(touched), entered)
 
 
-CPU = torch.device("cpu")
+def place_model(
+    built: BuiltModel, recipe: Recipe, stage: Stage, index: int, task: Task, compute: Compute
+) -> StageModel:
+    """Give a stage's model its loss and bring it to its device."""
+    objective = task.objective(built.model, recipe)
+    objective.supervision = resolve(stage.supervise, built.model)
+    objective.to(compute.device)
+    sync_batch_norms(built.model, compute.world.size, compute.device)
+    return StageModel(index, stage, built.entered, objective)
 
 
-def any_unused(setting: Setting) -> bool:
-    """Whether some trainable parameter gets no gradient, which DDP must be told beforehand."""
-    if setting.world.size == 1 or setting.recipe.train.parallel == "fsdp":
+def make_feed(
+    current: StageModel, recipe: Recipe, prepared: Material, task: Task, compute: Compute
+) -> Feed:
+    """Return the training batches, past the outputs of frozen layers if the recipe caches those.
+
+    Call it before `make_step`: a cached prefix is computed by the model in one piece.
+    """
+    model, train = current.model, recipe.train
+    types = wants_types(model)
+    if train.cache_prefix is not None and (not recipe.stages or prefix_depth(model)):
+        current.objective.prefix = build_prefix(model, prepared, train, compute.precision, types)
+    examples = task.examples(prepared, prepared.splits["train"], compute.device, types)
+    return Feed(examples, train, recipe.seed, compute, current.objective.prefix)
+
+
+def make_step(
+    current: StageModel,
+    recipe: Recipe,
+    prepared: Material,
+    task: Task,
+    compute: Compute,
+    *,
+    watches_inside: bool = False,
+) -> EagerStep:
+    """Return the step of a stage, with its optimizer, of the fastest kind that works.
+
+    `watches_inside`: gradient flow looks into the forward pass.
+    """
+    current.objective.train()
+    return build_step(
+        current.objective,
+        current.stage.optim(recipe.optim),
+        recipe.train,
+        compute,
+        steps=current.stage.steps,
+        unused=_has_unused(current, recipe, prepared, task, compute),
+        lr_scales=lr_scales(current.model, current.stage, current.index, current.entered),
+        inside=watches_inside,
+    )
+
+
+def _has_unused(
+    current: StageModel, recipe: Recipe, prepared: Material, task: Task, compute: Compute
+) -> bool:
+    """Return whether a trainable parameter gets no gradient, which DDP has to know before."""
+    if compute.world.size == 1 or recipe.train.parallel == "fsdp":
         return False
-    prepared, model = setting.prepared, setting.model
-    examples = examples_of(prepared, prepared.splits["train"], CPU, wants_types(model))
-    batch = examples.collate(examples.epoch(2, setting.recipe.seed, 0, bucket=False)[0])
-    optimizer = build_optimizer(model, setting.recipe.optim, fused=False)
-    step = EagerStep(setting.objective, optimizer, setting.precision, None, World())
-    with same_buffers(model):
-        step.gradients([batch.to(setting.device)], batch.scored)
+    model, types = current.model, wants_types(current.model)
+    examples = task.examples(prepared, prepared.splits["train"], torch.device("cpu"), types)
+    batch = examples.collate(examples.epoch(2, recipe.seed, 0, bucket=False)[0])
+    optimizer = build_optimizer(model, recipe.optim, fused=False)
+    alone = replace(compute, world=World())
+    step = EagerStep(current.objective, optimizer, alone, clip=None)
+    with preserve_buffers(model):
+        step.gradients([batch.to(compute.device)], batch.scored)
     unused = any(p.grad is None for p in model.parameters() if p.requires_grad)
     optimizer.zero_grad(set_to_none=True)
     return unused
 
 
-def cross(setting: Setting, progress: Progress, step: EagerStep) -> dict[str, Tensor]:
-    """End a stage and enter the next; return the optimizer's state that goes on."""
-    gather_nothing(setting.objective)
-    kept = kept_state(setting.model, step.optimizer)
+def check_model(
+    built: BuiltModel, recipe: Recipe, prepared: Material, task: Task, precision: torch.dtype
+) -> None:
+    """Refuse a model that cannot read the data, or not in the form the recipe asks for."""
+    model = built.model
+    if isinstance(recipe.model, PretrainedModel):
+        _try_longest_example(model, text_of(prepared), recipe.model.name)
+    packs = packs_examples(recipe.train)
+    check_pieces(task.objective(model, recipe), prepared, wants_types(model), packs)
+    if recipe.train.cache_prefix is not None and not recipe.stages:
+        check_prefix(model, prepared, recipe.train, precision)
+
+
+def _try_longest_example(model: nn.Module, prepared: Prepared, name: str) -> None:
+    """Refuse a downloaded model at once if it cannot read the longest example."""
+    tokens = prepared.splits["train"]
+    rows = evaluation_order(tokens.lengths, 2)[0]
+    batch = collate(tokens, rows, prepared.pad, types=wants_types(model))
+    model.eval()
+    try:
+        with torch.no_grad():
+            shape = tuple(logits_of(model, batch.inputs).shape)
+    except Exception as error:  # models fail in ways of their own
+        length = int(tokens.lengths.max())
+        problem = f"model.name {name} cannot take an example of {length} tokens"
+        raise BadInput(f"{problem} ({first_line(error)})") from None
+    if len(shape) != (2 if prepared.classes else 3):
+        raise BadInput(f"model.name {name} answers with shape {shape}, not with logits")
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """A recipe with its data and the model of its first stage, before anything is written."""
+
+    prepared: Material
+    stages: tuple[Stage, ...]
+    current: StageModel
+    digests: dict[str, Any]  # of data, weights, touched parts and frozen weights
+
+
+def assemble(recipe: Recipe, data_dir: str | Path | None, task: Task, compute: Compute) -> Assembly:
+    """Prepare data, model and treatment; refuse everything that can be refused beforehand."""
+    prepared = prepare_data(recipe, data_dir, task, compute.world)
+    stages = stages_of(recipe, len(prepared.splits["train"]))
+    built = build_model(recipe, prepared)
+    digests = {
+        "data": prepared.digest,
+        "weights": weight_digests(built.model),
+        "touched": sorted(built.touched),
+    }
+    check_model(built, recipe, prepared, task, compute.precision)
+    rehearse(built.model, recipe, stages, prepared, compute.precision)
+    entered = enter(built.model, recipe, stages[0], 0, built.entered)
+    built = replace(built, entered=entered)
+    current = _audited(place_model(built, recipe, stages[0], 0, task, compute), recipe)
+    digests["frozen"] = {} if current.audit is None else current.audit.digests
+    return Assembly(prepared, stages, current, digests)
+
+
+def _audited(current: StageModel, recipe: Recipe) -> StageModel:
+    return replace(current, audit=audit_frozen(current.model, recipe))
+
+
+def next_stage(context: RunContext, progress: Progress, step: EagerStep) -> dict[str, Tensor]:
+    """End the current stage and enter the next; return the optimizer state that survives."""
+    reshard(context.objective)
+    state = kept_state(context.model, step.optimizer)
     if getattr(step, "compiles", False):
-        uncompile(setting.objective)
-    best = best_checkpoint(setting, progress)
-    progress.ended.append(stage_facts(setting, progress))
-    progress.best, progress.stopped_early = Best(setting.recipe.metric), False
+        uncompile(context.objective)
+    best = best_checkpoint(context.path, progress)
+    progress.ended.append(stage_facts(context, progress))
+    progress.best, progress.stopped_early = Best(context.recipe.metric), False
     progress.epoch_seconds, progress.metrics = 0.0, {}
     progress.began = progress.seconds["total"]
-    _build(setting, progress.stage - 1)  # on the CPU, where all processes draw the same
-    load_weights(setting.model, best)
-    stage = setting.stages[progress.stage]
-    setting.entered = enter(setting.model, setting.recipe, stage, progress.stage, setting.entered)
-    _place(setting, progress.stage)
-    progress.frozen = {} if setting.frozen is None else setting.frozen.digests
-    setting.world.wait()  # nobody reads the checkpoint any more
-    return survivors(setting.model, setting.entered, kept) if stage.keep_state else {}
+    index = progress.stage
+    built = build_model(context.recipe, context.prepared, context.stages[:index])
+    load_weights(built.model, best)  # on the CPU, where all processes draw the same new layers
+    stage = context.stages[index]
+    entered = enter(built.model, context.recipe, stage, index, built.entered)
+    _replace_model(context, replace(built, entered=entered), index)
+    audit = context.current.audit
+    progress.frozen = {} if audit is None else audit.digests
+    context.world.wait()  # until every process has read the checkpoint
+    return survivors(context.model, entered, state) if stage.keep_state else {}
 
 
-def go_to(setting: Setting, progress: Progress, checkpoint: Checkpoint) -> None:
-    """Bring a model into a checkpoint's stage, and its weights into the model."""
+def restore(context: RunContext, progress: Progress, checkpoint: Checkpoint) -> None:
+    """Bring the model into a checkpoint's stage and load its weights."""
     if progress.stage:
-        _build(setting, progress.stage)
-        _place(setting, progress.stage)
-        if setting.frozen is not None:
-            setting.frozen = Audit(setting.frozen.model, progress.frozen)
-    load_weights(setting.model, checkpoint)
+        stages = context.stages[: progress.stage + 1]
+        built = build_model(context.recipe, context.prepared, stages)
+        _replace_model(context, built, progress.stage)
+        if (audit := context.current.audit) is not None:
+            context.current = replace(context.current, audit=Audit(audit.model, progress.frozen))
+    load_weights(context.model, checkpoint)
 
 
-def _build(setting: Setting, last: int) -> None:
-    """The recipe's model, treated and grown as in the given stage, its weights as at the start."""
-    stages = setting.stages[: last + 1]
-    setting.model, setting.entered = build_grown(setting.recipe, setting.prepared, stages)
-    setting.objective = objective_for(setting.model, setting.recipe)
-
-
-def build_grown(
-    recipe: Recipe, prepared: Material, stages: Sequence[Stage]
-) -> tuple[nn.Module, Entered]:
-    """The recipe's model, treated, after entering these stages; its weights are the first ones."""
-    model = build_for(recipe, prepared)
-    treat(model, recipe)
-    entered = Entered()
-    for index, stage in enumerate(stages):
-        entered = enter(model, recipe, stage, index, entered)
-    return model, entered
-
-
-def _place(setting: Setting, index: int) -> None:
-    """Bring a stage's model to its device, give it its losses, take what is frozen's digests."""
-    setting.objective.supervision = resolve(setting.stages[index].supervise, setting.model)
-    setting.model.to(setting.device)
-    prepare_norms(setting.model, setting.world.size, setting.device)
-    setting.frozen = audit_frozen(setting.model, setting.recipe)
+def _replace_model(context: RunContext, built: BuiltModel, index: int) -> None:
+    """Make a built model that of the current stage."""
+    placed = place_model(
+        built, context.recipe, context.stages[index], index, context.task, context.compute
+    )
+    context.current = _audited(placed, context.recipe)
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Put a checkpoint's weights into a model, sharded or not; a tied one is stored once."""
     stored = checkpoint.model()
     state = model.state_dict()
-    wanted = {name: like(stored[name], state[name]) for name in stored if name in state}
-    missing, unexpected = model.load_state_dict(wanted, strict=False)
+    weights = {name: place_like(stored[name], state[name]) for name in stored if name in state}
+    missing, unexpected = model.load_state_dict(weights, strict=False)
     tied = {n for n in missing if any(state[n].data_ptr() == state[k].data_ptr() for k in stored)}
     if unexpected or set(stored) - set(state) or set(missing) - tied:
         raise FrostlabError(f"{checkpoint.folder} does not fit the model")
 
 
-def best_checkpoint(setting: Setting, progress: Progress) -> Checkpoint:
-    """The weights that this stage hands on."""
+def best_checkpoint(folder: Path, progress: Progress) -> Checkpoint:
+    """Return the checkpoint that the current stage hands on."""
     if progress.best.step is None:
         raise FrostlabError(f"no evaluation gave a number for {progress.best.metric}")
     place = (progress.best.step, progress.stage)
-    return next(c for c in checkpoints_in(setting.path) if (c.step, c.stage) == place)
+    return next(c for c in checkpoints_in(folder) if (c.step, c.stage) == place)
 
 
-def stage_facts(setting: Setting, progress: Progress) -> dict[str, Any]:
-    """What the stage came to, for the record; epochs are counted from its beginning."""
-    best, counts = progress.best, count_parameters(setting.model)
-    per_epoch = steps_per_epoch(len(setting.prepared.splits["train"]), setting.recipe.train.batch)
+def stage_facts(context: RunContext, progress: Progress) -> dict[str, Any]:
+    """Return the record of the current stage; epochs are counted from its beginning."""
+    best, counts = progress.best, count_parameters(context.model)
+    per_epoch = steps_per_epoch(len(context.prepared.splits["train"]), context.recipe.train.batch)
     began = sum(progress.lengths)
     return {
-        "name": setting.stages[progress.stage].name,
-        "steps": progress.place,
-        "epochs": round(progress.place / per_epoch, 3),
+        "name": context.stages[progress.stage].name,
+        "steps": progress.stage_step,
+        "epochs": round(progress.stage_step / per_epoch, 3),
         "stopped_early": progress.stopped_early,
         "best": {
             "metric": best.metric,
@@ -232,3 +335,26 @@ def stage_facts(setting: Setting, progress: Progress) -> dict[str, Any]:
         "trainable": counts["trainable"],
         "total": counts["total"],
     }
+
+
+def recipe_of(record: RunRecord) -> Recipe:
+    """Read the recipe of a run."""
+    path = record.folder / "recipe.yaml"
+    try:
+        values: dict[str, Any] = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise BadInput(f"{path} cannot be read ({error})") from None
+    return recipe_from(values, str(path))
+
+
+def best_model(record: RunRecord, recipe: Recipe, prepared: Material) -> nn.Module:
+    """Build the model that a run reported, checked by its digest; the data must be unchanged."""
+    if prepared.digest != record.digests["data"]:
+        raise BadInput(f"the data of {record.folder} cannot be made again: they changed")
+    stages = stages_of(recipe, len(prepared.splits["train"]))
+    model = build_model(recipe, prepared, stages).model
+    result = record.result
+    load_weights(model, Checkpoint(record.folder / result["checkpoint"], result["best"]["step"]))
+    if state_digest(model) != result["weights_digest"]:
+        raise BadInput(f"{record.folder}/{result['checkpoint']} is not what was reported")
+    return model

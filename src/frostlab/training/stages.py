@@ -18,7 +18,7 @@ from frostlab.storage import derive_seed
 from frostlab.surgery.freeze import learn_only, thaw
 from frostlab.surgery.grow import grow
 from frostlab.training.batches.prefix import check_prefix, prefix_depth
-from frostlab.training.distributed import whole
+from frostlab.training.distributed import full_tensor
 from frostlab.training.step.objective import resolve
 
 
@@ -180,8 +180,8 @@ def _learning(model: nn.Module, recipe: Recipe, stage: Stage, index: int) -> set
     return chosen - {part.key for part in found.select(*frozen)} if frozen else chosen
 
 
-def shares_of(model: nn.Module, stage: Stage, index: int, entered: Entered) -> dict[str, float]:
-    """Each trainable parameter's share of the stage's rate, by name; empty: all of it.
+def lr_scales(model: nn.Module, stage: Stage, index: int, entered: Entered) -> dict[str, float]:
+    """Return each trainable parameter's part of the stage's learning rate; empty: all of it.
 
     A selection's rate comes before that of `new` and `old`; two that overlap are refused.
     """
@@ -222,7 +222,7 @@ def kept_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Kept:
     """The optimizer's state, whole, by the slots of the model and the rows it is of."""
     return {
         slot.name: [
-            (piece.rows, {key: whole(value) for key, value in state.items()})
+            (piece.rows, {key: full_tensor(value) for key, value in state.items()})
             for piece in slot.pieces
             if (state := optimizer.state.get(piece.parameter))
         ]
@@ -262,9 +262,6 @@ def rehearse(
 ) -> None:
     """Go through all stages on a copy: what cannot be is refused before anything is written."""
     if not recipe.stages:
-        if recipe.train.cache_prefix is not None:
-            check_prefix(model, prepared, recipe.train, precision)
-        resolve(recipe.supervise, model)
         return
     copied, entered, cached = copy.deepcopy(model), Entered(), False
     for index, stage in enumerate(stages):
@@ -272,7 +269,7 @@ def rehearse(
             entered = enter(copied, recipe, stage, index, entered)
         except UnknownArchitecture as error:
             raise _at("stages", error) from None
-        shares_of(copied, stage, index, entered)
+        lr_scales(copied, stage, index, entered)
         try:
             resolve(stage.supervise, copied)
         except BadInput as error:

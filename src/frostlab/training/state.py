@@ -1,4 +1,4 @@
-"""All that the loop works with."""
+"""The state of a run: the model of its stage, how far it came, and what it works with."""
 
 import math
 from collections.abc import Callable
@@ -7,21 +7,22 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from frostlab.data.eeg.recordings import Material
 from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.settings import LOWER_IS_BETTER, Metric
 from frostlab.records.folder import RunFolder
 from frostlab.surgery.audit import Audit
-from frostlab.training.distributed import World
+from frostlab.training.batches.batch import Batch, Examples, Split
+from frostlab.training.distributed import Compute, World
 from frostlab.training.stages import Entered, Stage
 from frostlab.training.step.objective import Objective
 
 
 @dataclass
 class Best:
-    """The best value of a metric; `since` counts evaluations that did not improve on it."""
+    """The best value of a metric, for early stopping; `since` counts evaluations without a gain."""
 
     metric: Metric
     value: float | None = None
@@ -29,7 +30,7 @@ class Best:
     since: int = 0
 
     def see(self, value: float, step: int) -> bool:
-        """Take in an evaluation; say whether it is the best so far. NaN never is."""
+        """Take in an evaluation; return whether it is the best so far. NaN never is."""
         better = self.value is None or reaches(self.metric, value, self.value, strictly=True)
         if math.isnan(value) or not better:
             self.since += 1
@@ -51,7 +52,7 @@ def reaches(metric: Metric, value: float, target: float, strictly: bool = False)
 
 @dataclass
 class Progress:
-    """The state of a run between two steps; everything else follows from recipe and data."""
+    """How far a run came, between two steps; everything else follows from recipe and data."""
 
     best: Best  # of this stage
     step: int = 0
@@ -68,17 +69,17 @@ class Progress:
 
     @property
     def stage(self) -> int:
-        """The number of the stage it is in, from 0."""
+        """Return the index of the current stage."""
         return len(self.ended)
 
     @property
     def lengths(self) -> list[int]:
-        """How many steps the stages took that have ended."""
+        """Return how many steps each ended stage took."""
         return [stage["steps"] for stage in self.ended]
 
     @property
-    def place(self) -> int:
-        """How many steps this stage has taken."""
+    def stage_step(self) -> int:
+        """Return how many steps the current stage has taken."""
         return self.step - sum(self.lengths)
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,7 +91,7 @@ class Progress:
 
 
 class Display(Protocol):
-    """Who is shown how a run goes; frostlab itself prints nothing."""
+    """Shows how a run goes; the library itself prints nothing."""
 
     def begin(
         self, step: int, steps: int, per_epoch: int, caution: str | None, stage_began: int
@@ -108,39 +109,104 @@ class Silent:
     def begin(
         self, step: int, steps: int, per_epoch: int, caution: str | None, stage_began: int
     ) -> None:
-        """Say nothing."""
+        """Show nothing."""
 
     def say(self, line: str) -> None:
-        """Say nothing."""
+        """Show nothing."""
 
     def stage(self, line: str, step: int, steps: int) -> None:
-        """Say nothing."""
+        """Show nothing."""
 
     def advance(self, step: int, loss: float | None) -> None:
-        """Say nothing."""
+        """Show nothing."""
 
     def evaluated(self, step: int, metrics: dict[str, float], best: bool) -> None:
-        """Say nothing."""
+        """Show nothing."""
 
     def close(self) -> None:
-        """Say nothing."""
+        """Show nothing."""
+
+
+@dataclass(frozen=True)
+class StageModel:
+    """The model of one stage, on its device and with its loss; replaced whole at a boundary."""
+
+    index: int
+    stage: Stage
+    entered: Entered  # which layers are new in this stage
+    objective: Objective  # the model with its loss
+    audit: Audit | None = None  # digests of the frozen weights
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the model, treated and not wrapped."""
+        return self.objective.model
+
+
+class Tally(Protocol):
+    """Adds up what the metrics of a task are computed from, batch by batch, on the device."""
+
+    def add(self, logits: Tensor, batch: Batch) -> None:
+        """Count a batch."""
+
+    def metrics(self, world: World) -> dict[str, float]:
+        """Return every metric of the task, over all processes."""
+
+
+Report = tuple[dict[str, float], dict[str, Any] | None]  # metrics; a summary for the record
+
+
+@dataclass(frozen=True)
+class Task:
+    """What differs between tasks; `training/tasks.py` has the table of them."""
+
+    examples: Callable[[Material, Split, torch.device, bool], Examples]
+    objective: Callable[[nn.Module, Recipe], Objective]
+    tally: Callable[[Objective, Material, torch.device], Tally]
+    predicts_classes: bool = False  # whether the record keeps each example's predicted class
+    report: Callable[["RunContext", dict[str, float]], Report] = lambda context, metrics: (
+        metrics,
+        None,
+    )  # completes the metrics of the reported split
+    check: Callable[[Material], object] = lambda prepared: None  # refuses data before a run
 
 
 @dataclass
-class Setting:
-    """All that the loop works with; a boundary between stages changes the model."""
+class RunContext:
+    """Everything the loop works with, complete when made; only `current` is ever replaced."""
 
     recipe: Recipe
     prepared: Material
-    model: nn.Module  # on its device, treated, not wrapped
-    objective: Objective  # the model with its loss
+    task: Task
     stages: tuple[Stage, ...]
-    device: torch.device
-    precision: torch.dtype
-    world: World
+    compute: Compute
+    path: Path  # the run's folder, for all processes to read
     folder: RunFolder | None  # None in processes that do not write
-    frozen: Audit | None
     display: Display
     asked_to_stop: Callable[[], bool]
-    path: Path  # the run's folder, for all processes to read
-    entered: Entered = field(default_factory=Entered)  # the stage that the model is in
+    current: StageModel  # replaced at a stage boundary
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the current stage's model."""
+        return self.current.model
+
+    @property
+    def objective(self) -> Objective:
+        """Return the current stage's model with its loss."""
+        return self.current.objective
+
+    @property
+    def world(self) -> World:
+        """Return this process's place among all."""
+        return self.compute.world
+
+    @property
+    def evaluation_batch(self) -> int:
+        """Return how many examples an evaluation reads at a time."""
+        return evaluation_batch(self.recipe)
+
+
+def evaluation_batch(recipe: Recipe) -> int:
+    """Return how many examples an evaluation reads at a time."""
+    return recipe.evaluate.batch or recipe.train.batch // recipe.train.accumulate

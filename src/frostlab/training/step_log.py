@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from frostlab.devices import runs_ahead
 from frostlab.flow.measurements import report_event
 from frostlab.records.folder import RunFolder
 from frostlab.timing.clock import OVERLAPPED, SETUP, Lap, Stopwatch, training_seconds
@@ -65,53 +66,53 @@ WARMUP = 5  # steps after a start whose times are marked
 
 @dataclass(frozen=True)
 class Entry:
-    """One step: what it left, and what it was given."""
+    """One step: its outcome and its inputs."""
 
     step: int
     outcome: Outcome
     rate: float
     tokens: int
-    padded: int  # what this process's rows hold, filler and all
+    padded: int  # tokens of this process's batches, padding included
     examples: int
     lap: Lap
 
 
-class Ledger:
-    """Turns steps into events; finds, at the latest a block later, that a run has diverged."""
+class StepLog:
+    """Writes steps as events in blocks, and finds at most a block later that a run diverged."""
 
     def __init__(
         self, step: EagerStep, watch: Stopwatch, world: World, folder: RunFolder | None
     ) -> None:
         self._step, self._watch, self._world, self._folder = step, watch, world, folder
-        self._waits = step.device.type != "cpu"
+        self._waits = runs_ahead(step.device)
         self._entries: list[Entry] = []
         self._first: int | None = None
         self.loss: float | None = None
 
     def add(self, entry: Entry) -> None:
-        """Take in a step; on the CPU what is broken is noticed at once."""
+        """Take in a step; on the CPU a broken gradient is noticed at once."""
         if self._first is None:
             self._first = entry.step
         self._entries.append(entry)
         self._write_flow()
         if self._waits:
             if len(self._entries) >= 2 * _BLOCK:
-                self._settle(_BLOCK)
+                self._write(_BLOCK)
         elif len(self._entries) >= _BLOCK or int(entry.outcome.broken) >= 0:
-            self._settle(len(self._entries))
+            self._write(len(self._entries))
 
-    def settle(self) -> None:
-        """Read and write down every step that is not yet written down."""
+    def flush(self) -> None:
+        """Write every step that is not written yet."""
         if self._entries:
-            self._settle(len(self._entries))
+            self._write(len(self._entries))
 
-    def __enter__(self) -> "Ledger":
+    def __enter__(self) -> "StepLog":
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, *trace: object) -> None:
-        """Settle, and end watching; after an error, as far as the device still answers.
+        """Flush, and end the gradient flow; after an error, as far as the device still answers.
 
-        Processes add up their losses, so one of several that fails leaves its last block unwritten.
+        Processes add up losses, so one of several that fails leaves its last block unwritten.
         """
         if error is None:
             self._close()
@@ -121,17 +122,17 @@ class Ledger:
 
     def _close(self) -> None:
         try:
-            self.settle()
+            self.flush()
         finally:
             if self._step.flow is not None:
                 self._step.flow.stop()
 
-    def _settle(self, count: int) -> None:
+    def _write(self, count: int) -> None:
         block = self._entries[:count]
         outcomes = [entry.outcome for entry in block]
         values = torch.stack([outcome.values for outcome in outcomes])
-        held = values.new_tensor([entry.padded for entry in block])  # as exact as 2**24 is
-        losses, padded = self._world.total(torch.stack([values[:, 0], held])).tolist()
+        places = values.new_tensor([entry.padded for entry in block])  # exact up to 2**24
+        losses, padded = self._world.total(torch.stack([values[:, 0], places])).tolist()
         _, norms, broken = values.T.tolist()
         self.loss = next((x for x in reversed(losses) if math.isfinite(x)), None)
         assert self._first is not None
@@ -159,7 +160,7 @@ class Ledger:
                 )
 
     def _write_flow(self) -> None:
-        """Write down which measurements have arrived; every process lets go of its own."""
+        """Write the gradient flow that has arrived; every process drops its own."""
         if self._step.flow is None:
             return
         for report in self._step.flow.take():
@@ -169,5 +170,5 @@ class Ledger:
 
 
 def _short(value: float) -> float | None:
-    """A number as it is, to 7 digits; JSON has no NaN."""
+    """Round a number to 7 digits; JSON has no NaN."""
     return float(f"{value:.7g}") if math.isfinite(value) else None

@@ -20,7 +20,7 @@ from frostlab.surgery.audit import Audit, audit
 from frostlab.surgery.freeze import freeze
 from frostlab.surgery.origin import digest
 from frostlab.surgery.orthogonal import orthogonalize, randomize
-from frostlab.training.distributed import whole
+from frostlab.training.distributed import full_tensor
 
 
 def treat(model: nn.Module, recipe: Recipe) -> set[str]:
@@ -69,7 +69,7 @@ def state_digest(model: nn.Module) -> str:
     """One digest of all of a model's weights and buffers."""
     made = hashlib.sha256()
     for name, value in model.state_dict().items():
-        made.update(f"{name} {digest(whole(value))}".encode())
+        made.update(f"{name} {digest(full_tensor(value))}".encode())
     return made.hexdigest()[:16]
 
 

@@ -1,4 +1,4 @@
-"""Which examples each step sees, as pure functions, and the tensors they become."""
+"""Which examples each step sees, as pure functions of the seed, and the tensors they become."""
 
 import hashlib
 from dataclasses import dataclass, replace
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from frostlab.data.eeg.recordings import Material, Windows, text_of
 from frostlab.data.tokens import Tokens
+from frostlab.devices import prepares_kernels, to_device
 from frostlab.models.attention import Packing
 
 IGNORED = -100
@@ -22,10 +23,10 @@ Order = list[NDArray[np.int64]]
 def epoch_order(
     lengths: NDArray[np.int64], batch: int, seed: int, epoch: int, bucket: bool
 ) -> Order:
-    """The examples of every step of an epoch, the last step's perhaps fewer.
+    """Return the examples of every step of an epoch; the last step may have fewer.
 
-    Bucketed, examples of like length share a batch: a shuffled pool of batches is sorted by
-    length and cut, and the batches are shuffled again.
+    With `bucket`, examples of similar length share a batch: a shuffled pool of batches is sorted
+    by length and cut, and the batches are shuffled again.
     """
     draw = np.random.default_rng([seed, epoch])
     rows = draw.permutation(len(lengths))
@@ -39,42 +40,42 @@ def epoch_order(
 
 
 def evaluation_order(lengths: NDArray[np.int64], batch: int) -> Order:
-    """Every example once, longest first, so that running out of memory happens at once."""
+    """Return every example once, longest first, so that running out of memory happens at once."""
     rows = np.argsort(-lengths, kind="stable")
     return [rows[i : i + batch] for i in range(0, len(rows), batch)]
 
 
 def scored_counts(tokens: Tokens) -> NDArray[np.int64]:
-    """How many targets of each example count."""
+    """Return how many targets of each example are scored."""
     if tokens.labels is not None:
         return np.ones(len(tokens), np.int64)
     first = 1 if tokens.scored_from is None else np.maximum(tokens.scored_from, 1)
     return np.maximum(tokens.lengths - first, 0)
 
 
-def widest(tokens: Tokens, device: torch.device) -> int | None:
-    """What `collate` may fill up to on a device; None: only to the longest of each batch."""
-    return int(tokens.lengths.max()) if device.type == "cuda" else None
+def padding_limit(tokens: Tokens, device: torch.device) -> int | None:
+    """Return the width `collate` may pad to; None: only to the longest example of each batch."""
+    return int(tokens.lengths.max()) if prepares_kernels(device) else None
 
 
 def order_digest(order: Order, before: str = "") -> str:
-    """A digest of the order of examples, chained to that of the epochs before."""
-    made = hashlib.sha256(before.encode())
+    """Return a digest of the order of examples, chained to that of the epochs before."""
+    digest = hashlib.sha256(before.encode())
     for rows in order:
-        made.update(len(rows).to_bytes(8, "little"))
-        made.update(np.ascontiguousarray(rows, dtype="<i8").data)
-    return made.hexdigest()[:16]
+        digest.update(len(rows).to_bytes(8, "little"))
+        digest.update(np.ascontiguousarray(rows, dtype="<i8").data)
+    return digest.hexdigest()[:16]
 
 
-def shared(rows: NDArray[np.int64], rank: int, size: int, parts: int) -> Order:
-    """One process's share of a step's examples, in as many parts as every other's.
+def micro_batches(rows: NDArray[np.int64], rank: int, size: int, count: int) -> Order:
+    """Cut a process's part of a step's examples into as many micro-batches as every other's.
 
-    A part may be empty: that process then computes nothing that counts.
+    A micro-batch may be empty: that process then computes nothing that counts.
     """
     longest = -(-len(rows) // size)
-    mine = rows[rank::size]
-    width = -(-longest // min(parts, longest))
-    return [mine[i : i + width] for i in range(0, longest, width)]
+    own_rows = rows[rank::size]
+    width = -(-longest // min(count, longest))
+    return [own_rows[i : i + width] for i in range(0, longest, width)]
 
 
 @dataclass(frozen=True)
@@ -89,24 +90,24 @@ class Batch:
     packing: Packing | None = None  # where examples lie that share one row
 
     def to(self, device: torch.device) -> "Batch":
-        """The same batch on a device; the copy does not wait."""
+        """Return the batch on a device; the copy does not wait."""
         if self.targets.device.type == device.type:
             return self
-        return self.with_tensors([_moved(tensor, device) for tensor in self.tensors()])
+        return self.with_tensors([to_device(tensor, device) for tensor in self.tensors()])
 
     @property
-    def held(self) -> int:
-        """Places for tokens or samples, filler and all."""
+    def padded_tokens(self) -> int:
+        """Return the places for tokens or samples, padding included."""
         return next(iter(self.inputs.values())).shape[:2].numel()
 
     def tensors(self) -> list[Tensor]:
-        """Everything in it that lies on a device, always in one order."""
+        """Return every tensor of the batch, always in the same order."""
         packing = self.packing
         places = [] if packing is None else [packing.bounds, packing.owners, packing.places]
         return [*self.inputs.values(), self.targets, *places]
 
     def with_tensors(self, tensors: list[Tensor]) -> "Batch":
-        """The same batch with other tensors, in the order of `tensors`."""
+        """Return the batch with other tensors, in the order of `tensors`."""
         inputs = dict(zip(self.inputs, tensors, strict=False))
         targets, *places = tensors[len(inputs) :]
         packing = self.packing
@@ -114,11 +115,6 @@ class Batch:
             bounds, owners, in_own = places
             packing = replace(packing, bounds=bounds, owners=owners, places=in_own)
         return replace(self, inputs=inputs, targets=targets, packing=packing)
-
-
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    source = tensor.pin_memory() if device.type == "cuda" else tensor
-    return source.to(device, non_blocking=True)
 
 
 def padded_width(longest: int, most: int) -> int:
@@ -138,11 +134,11 @@ def collate(
     types: bool = False,
     most: int | None = None,
 ) -> Batch:
-    """Fill up to the longest example, without a loop over examples.
+    """Pad examples to the longest one, without a loop over examples.
 
-    `types` tells the second text of a pair from the first, for models that want to know; `most`
-    fills up a little further, to few different widths, for devices that want that.
-    No rows make one example that counts for nothing, so that every process takes every step.
+    `types` marks the second text of a pair for models that have token types. `most` allows to pad
+    further, to few different widths, for devices that prepare kernels for every width. No rows
+    give one example that counts for nothing, so that every process takes every step.
     """
     counts = bool(len(rows))
     rows = rows if counts else np.zeros(1, np.int64)
@@ -184,30 +180,30 @@ Rows = NDArray[np.int64]
 
 
 class Examples(Protocol):
-    """What the loop, an evaluation and a timing ask of a split; examples are told by numbers."""
+    """A split as training and evaluation use it; examples are numbered rows."""
 
     def __len__(self) -> int:
-        """How many examples an epoch has."""
+        """Return how many examples an epoch has."""
 
     def epoch(self, batch: int, seed: int, epoch: int, bucket: bool) -> Order:
-        """The examples of every step of an epoch."""
+        """Return the examples of every step of an epoch."""
 
     def sweep(self, batch: int) -> Order:
-        """Every example once, for an evaluation."""
+        """Return every example once, in batches, for an evaluation."""
 
     def scored(self, rows: Rows) -> int:
-        """How many targets of examples count."""
+        """Return how many targets of these examples are scored."""
 
-    def read(self, rows: Rows) -> int:
-        """How many tokens or samples of examples are read."""
+    def tokens_read(self, rows: Rows) -> int:
+        """Return how many tokens or samples of these examples the model reads."""
 
     def collate(self, rows: Rows) -> Batch:
-        """Examples as tensors; no rows make one that counts for nothing."""
+        """Return examples as tensors; no rows give one example that counts for nothing."""
 
 
 @dataclass(frozen=True)
 class TokenExamples:
-    """Tokens, padded."""
+    """Examples of token ids, padded."""
 
     tokens: Tokens
     pad: int
@@ -226,7 +222,7 @@ class TokenExamples:
     def scored(self, rows: Rows) -> int:
         return int(self._scored[rows].sum())
 
-    def read(self, rows: Rows) -> int:
+    def tokens_read(self, rows: Rows) -> int:
         return int(self._read[rows].sum())
 
     def collate(self, rows: Rows) -> Batch:
@@ -243,7 +239,7 @@ class TokenExamples:
 
 @dataclass(frozen=True)
 class WindowExamples:
-    """Windows of recordings; those of an epoch are drawn anew, those of a sweep lie on a grid."""
+    """Windows of recordings: drawn at random for an epoch, on a grid for an evaluation."""
 
     windows: Windows
 
@@ -252,15 +248,15 @@ class WindowExamples:
 
     def epoch(self, batch: int, seed: int, epoch: int, bucket: bool) -> Order:
         rows = self.windows.draw(seed, epoch)
-        return cut(np.random.default_rng([seed, epoch]).permutation(rows), batch)
+        return in_batches(np.random.default_rng([seed, epoch]).permutation(rows), batch)
 
     def sweep(self, batch: int) -> Order:
-        return cut(self.windows.grid, batch)
+        return in_batches(self.windows.grid, batch)
 
     def scored(self, rows: Rows) -> int:
         return len(rows)
 
-    def read(self, rows: Rows) -> int:
+    def tokens_read(self, rows: Rows) -> int:
         return len(rows) * self.windows.length
 
     def collate(self, rows: Rows) -> Batch:
@@ -270,23 +266,30 @@ class WindowExamples:
             {"eeg": torch.from_numpy(eeg), "subject": torch.from_numpy(subjects)},
             torch.from_numpy(envelopes),
             examples=count,
-            tokens=self.read(rows),
+            tokens=self.tokens_read(rows),
             scored=count,
         )
 
 
-def cut(rows: Rows, batch: int) -> Order:
-    """Examples in the order they have, so many a step."""
+def in_batches(rows: Rows, batch: int) -> Order:
+    """Cut rows into batches, in the order they have."""
     return [rows[i : i + batch] for i in range(0, len(rows), batch)]
 
 
-def examples_of(
+def token_examples(
     prepared: Material, split: Split, device: torch.device, types: bool = False
 ) -> Examples:
-    """A split in the form its kind of data has; `types` is for models that tell two texts apart."""
-    if isinstance(split, Windows):
-        return WindowExamples(split)
-    return TokenExamples(split, text_of(prepared).pad, types, widest(split, device))
+    """Return a split of text; `types` is for models that tell two texts apart."""
+    assert isinstance(split, Tokens)
+    return TokenExamples(split, text_of(prepared).pad, types, padding_limit(split, device))
+
+
+def window_examples(
+    prepared: Material, split: Split, device: torch.device, types: bool = False
+) -> Examples:
+    """Return a split of recordings."""
+    assert isinstance(split, Windows)
+    return WindowExamples(split)
 
 
 def row_lengths(tokens: Tokens, rows: NDArray[np.int64] | slice = slice(None)) -> NDArray[np.int64]:

@@ -6,14 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from frostlab.devices import captures_graphs, runs_ahead
 from frostlab.recipe.settings import Optim, StepKind, Train
-from frostlab.training.distributed import World, share
+from frostlab.training.distributed import Compute, wrap_model
 from frostlab.training.step.captured import CapturedStep
 from frostlab.training.step.compiled import CompiledStep
 from frostlab.training.step.eager import EagerStep
 from frostlab.training.step.head_loss import has_kernel
 from frostlab.training.step.objective import Objective
-from frostlab.training.step.optimizer import Halves, build_optimizer
+from frostlab.training.step.optimizer import Bf16Copies, build_optimizer
 
 WORTH_COMPILING = 3000  # steps: it takes seconds and saves milliseconds (benchmarks/kinds.py)
 
@@ -27,22 +28,20 @@ class Choice:
     reason: str
 
 
-def choose(
-    wanted: StepKind, device: torch.device, world: World, steps: int, inside: bool = False
-) -> Choice:
-    """The fastest kind known to work; one that was asked for and cannot be had is named.
+def choose(wanted: StepKind, compute: Compute, steps: int, inside: bool = False) -> Choice:
+    """Return the fastest kind of step that works; name what stands in the way of a wanted one.
 
-    `inside`: somebody looks into the forward pass.
+    `inside`: gradient flow looks into the forward pass.
     """
     if wanted == "eager":
         return Choice("eager", False, "asked for")
     obstacle = None
     if inside:
         obstacle = "watch.units and watch.entropy look into eager steps only"
-    elif world.size > 1:
-        obstacle = f"with {world.size} processes steps are neither compiled nor captured"
-    elif device.type != "cuda" and wanted != "compiled":
-        obstacle = f"graphs are captured on CUDA, not on {device.type}"
+    elif compute.world.size > 1:
+        obstacle = f"with {compute.world.size} processes steps are neither compiled nor captured"
+    elif not captures_graphs(compute.device) and wanted != "compiled":
+        obstacle = f"graphs are captured on CUDA, not on {compute.device.type}"
     if obstacle is not None:
         return Choice("eager", False, obstacle)
     if wanted == "compiled":
@@ -57,42 +56,47 @@ def build_step(
     objective: Objective,
     optim: Optim,
     train: Train,
-    precision: torch.dtype,
-    device: torch.device,
-    world: World,
+    compute: Compute,
     *,
     steps: int,
     unused: bool = False,
-    shares: Mapping[str, float] | None = None,
+    lr_scales: Mapping[str, float] | None = None,
     inside: bool = False,
 ) -> EagerStep:
-    """The step a run takes, with its optimizer; `unused`: some that learn get no gradient."""
-    choice = choose(train.step, device, world, steps, inside)
-    wrapped = share(objective, world, train.parallel, unused)
+    """Return the step a run takes, with its optimizer, for a stage of so many steps.
+
+    Args:
+        unused: some trainable parameters get no gradient.
+        lr_scales: by parameter name, where one learns at less than the whole learning rate.
+        inside: gradient flow looks into the forward pass.
+    """
+    world = compute.world
+    choice = choose(train.step, compute, steps, inside)
+    wrapped = wrap_model(objective, world, train.parallel, unused)
     sharded = world.size > 1 and train.parallel == "fsdp"
-    halves = None
-    if world.size == 1 and precision == torch.bfloat16 and has_kernel(device, precision):
-        halves = _halves(objective.model)
+    copies = None
+    if world.size == 1 and compute.half and has_kernel(compute.device, compute.precision):
+        copies = _bf16_copies(objective.model)
     optimizer = build_optimizer(
         objective.model,
         optim,
-        fused=not (sharded and device.type == "cpu"),  # one kernel, where parameters are whole
+        fused=runs_ahead(compute.device) or not sharded,  # sharded on the CPU it has no kernel
         capturable=choice.kind == "captured",
-        halves=halves,
-        shares=shares,
+        copies=copies,
+        lr_scales=lr_scales,
     )
-    settings = (wrapped, optimizer, precision, optim.clip, world)
     if choice.kind == "captured":
         return CapturedStep(
-            *settings, compiles=choice.compiles, reason=choice.reason, halves=halves
+            wrapped, optimizer, compute, optim.clip, choice.reason, copies, choice.compiles
         )
-    kind = CompiledStep if choice.kind == "compiled" else EagerStep
-    return kind(*settings, reason=choice.reason, halves=halves)
+    if choice.kind == "compiled":
+        return CompiledStep(wrapped, optimizer, compute, optim.clip, choice.reason, copies)
+    return EagerStep(wrapped, optimizer, compute, optim.clip, choice.reason, copies)
 
 
-def _halves(model: nn.Module) -> Halves | None:
-    """Copies in bf16, where all that learns is float32, whole and in one piece."""
-    learning = [p for p in model.parameters() if p.requires_grad]
-    if any(p.dtype != torch.float32 or not p.is_contiguous() for p in learning):
+def _bf16_copies(model: nn.Module) -> Bf16Copies | None:
+    """Return bf16 copies if every trainable tensor is float32 and contiguous."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if any(p.dtype != torch.float32 or not p.is_contiguous() for p in trainable):
         return None
-    return Halves(model) or None
+    return Bf16Copies(model) or None

@@ -109,11 +109,11 @@ class CapturedStep(CompiledStep):
 
     kind = "captured"
 
-    def __init__(self, *settings: Any, record: Record | None = None, **more: Any) -> None:
-        super().__init__(*settings, **more)
-        shares = {group.get("share", 1.0) for group in self.optimizer.param_groups}
+    def __init__(self, *settings: Any, record: Record | None = None, **options: Any) -> None:
+        super().__init__(*settings, **options)
+        scales = {group.get("lr_scale", 1.0) for group in self.optimizer.param_groups}
         self._rates = {  # the optimizer reads them
-            share: torch.zeros((), device=self.device) for share in sorted(shares)
+            scale: torch.zeros((), device=self.device) for scale in sorted(scales)
         }
         self._graphs: dict[Any, _Captured] = {}
         self._seen: set[Any] = set()
@@ -125,8 +125,8 @@ class CapturedStep(CompiledStep):
         """Replay the graph of this shape; the first time, take the step without one."""
         if self._look_for_changes():
             self._graphs, self._seen = {}, set()
-        if self.halves is not None:
-            self.halves.refresh()
+        if self.copies is not None:
+            self.copies.refresh()
         shape, measured = shape_of(parts), self.flow is not None and self.flow.is_due()
         graph = self._graphs.get((shape, measured))
         if graph is None and self._captures and shape in self._seen:
@@ -141,10 +141,10 @@ class CapturedStep(CompiledStep):
         return Outcome(graph.outputs.clone())
 
     def _without(self, parts: list[Batch], scored: int, rate: float) -> Outcome:
-        for share, held in self._rates.items():
-            held.fill_(rate * share)
+        for scale, lr in self._rates.items():
+            lr.fill_(rate * scale)
         for group in self.optimizer.param_groups:
-            group["lr"] = self._rates[group.get("share", 1.0)]
+            group["lr"] = self._rates[group.get("lr_scale", 1.0)]
         return Outcome(self.work([part.to(self.device) for part in parts], scored))
 
     def _capture(self, parts: list[Batch], shape: Any, measured: bool) -> _Captured | None:
@@ -159,8 +159,8 @@ class CapturedStep(CompiledStep):
 
         def step() -> None:
             mine, numbers = inputs.views(parts)
-            for share, held in self._rates.items():
-                held.copy_(numbers[0] if share == 1 else numbers[0] * share)
+            for scale, lr in self._rates.items():
+                lr.copy_(numbers[0] if scale == 1 else numbers[0] * scale)
             self._recording = measured
             try:
                 outputs.copy_(self.work(mine, numbers[1]))
@@ -191,11 +191,11 @@ class CapturedStep(CompiledStep):
             self._captures = False
             self.fall_back(f"capturing failed: {problem}")
 
-    def _before_step(self, share: Tensor) -> None:
+    def _before_step(self, clip_factor: Tensor) -> None:
         if self._recording is None:
-            super()._before_step(share)
+            super()._before_step(clip_factor)
         elif self._recording and self.flow is not None:
-            self.flow.probe.before_step(share)
+            self.flow.probe.before_step(clip_factor)
 
     def _after_step(self) -> None:
         if self._recording is None:

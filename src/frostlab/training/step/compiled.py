@@ -15,9 +15,10 @@ from torch.fx import Graph, GraphModule, Node
 from frostlab.errors import first_line
 from frostlab.surgery.stale import changes
 from frostlab.training.batches.batch import Batch
-from frostlab.training.distributed import blocks
+from frostlab.training.distributed import Compute, blocks
 from frostlab.training.step.eager import EagerStep
 from frostlab.training.step.objective import Objective
+from frostlab.training.step.optimizer import Bf16Copies
 
 
 def compile_layers(objective: nn.Module) -> None:
@@ -60,8 +61,17 @@ class CompiledStep(EagerStep):
 
     kind = "compiled"
 
-    def __init__(self, *settings: Any, compiles: bool = True, **more: Any) -> None:
-        super().__init__(*settings, **more)
+    def __init__(
+        self,
+        objective: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        compute: Compute,
+        clip: float | None,
+        reason: str = "",
+        copies: Bf16Copies | None = None,
+        compiles: bool = True,
+    ) -> None:
+        super().__init__(objective, optimizer, compute, clip, reason, copies)
         self._known = list(self.objective.parameters())
         self._learning = self._what_learns()
         self.compiles, self._proven = compiles, set[Any]()
@@ -84,7 +94,7 @@ class CompiledStep(EagerStep):
         if not self.compiles or shape in self._proven:
             return
         try:
-            self.try_out(parts, scored)
+            self.dry_run(parts, scored)
         except Exception as error:  # a compiler fails in ways of its own
             uncompile(self.objective)
             self.compiles = False

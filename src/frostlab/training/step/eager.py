@@ -1,4 +1,4 @@
-"""One optimizer step: forward, backward over every part, clipping, update."""
+"""One optimizer step: forward and backward of every micro-batch, clipping, update."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -7,12 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from frostlab.devices import forked_devices, prepares_kernels, seed_generators
 from frostlab.errors import FrostlabError
 from frostlab.flow.watch import Watch
 from frostlab.storage import derive_seed
 from frostlab.training.batches.batch import Batch
-from frostlab.training.distributed import World, accumulating, same_buffers, whole
-from frostlab.training.step.optimizer import Halves
+from frostlab.training.distributed import (
+    Compute,
+    accumulate_gradients,
+    full_tensor,
+    preserve_buffers,
+)
+from frostlab.training.step.optimizer import Bf16Copies, apply_update, prepare_update, skip_update
 
 
 class Diverged(FrostlabError):
@@ -27,37 +33,29 @@ class Diverged(FrostlabError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step leaves on the device: read later, so that nothing waits."""
+    """The numbers a step leaves on the device; they are read later, so that nothing waits."""
 
     values: Tensor  # (3,): the three below
 
     @property
     def loss(self) -> Tensor:
-        """This process's share of the mean loss."""
+        """Return this process's part of the mean loss."""
         return self.values[0]
 
     @property
     def norm(self) -> Tensor:
-        """The norm of the whole gradient, before clipping."""
+        """Return the norm of the whole gradient, before clipping."""
         return self.values[1]
 
     @property
     def broken(self) -> Tensor:
-        """Index of the first parameter whose gradient is not finite, or −1."""
+        """Return the index of the first parameter whose gradient is not finite, or −1."""
         return self.values[2]
 
 
 def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
-    """Make dropout a pure function of seed, step and process, so that resuming repeats it.
-
-    The generators are seeded one by one: torch.manual_seed takes a millisecond.
-    """
-    number = derive_seed(seed, step, rank)
-    torch.default_generator.manual_seed(number)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index].manual_seed(number)
-    elif device.type == "mps":
-        torch.mps.manual_seed(number)
+    """Make dropout a pure function of seed, step and process, so that resuming repeats it."""
+    seed_generators(derive_seed(seed, step, rank), device)
 
 
 class EagerStep:
@@ -69,123 +67,108 @@ class EagerStep:
         self,
         objective: nn.Module,
         optimizer: torch.optim.Optimizer,
-        precision: torch.dtype,
+        compute: Compute,
         clip: float | None,
-        world: World,
         reason: str = "",
-        halves: Halves | None = None,
+        copies: Bf16Copies | None = None,
     ) -> None:
-        self.objective, self.optimizer, self.world = objective, optimizer, world
-        self.clip, self.precision, self.reason, self.halves = clip, precision, reason, halves
+        self.objective, self.optimizer, self.compute = objective, optimizer, compute
+        self.clip, self.reason, self.copies = clip, reason, copies
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.reached = self.parameters
+        self.reached = self.parameters  # those that got a gradient in the last step
         self.flow: Watch | None = None  # measures some of the steps
         self.device = self.parameters[0].device
 
     def __call__(self, parts: list[Batch], scored: int, rate: float) -> Outcome:
-        """Take a step over this process's parts of a batch with `scored` targets in all."""
+        """Take a step over this process's micro-batches of a batch with `scored` targets in all."""
         for group in self.optimizer.param_groups:
-            group["lr"] = rate * group.get("share", 1.0)
+            group["lr"] = rate * group.get("lr_scale", 1.0)
         return Outcome(self.work([part.to(self.device) for part in parts], scored))
 
     def work(self, parts: list[Batch], scored: int | Tensor) -> Tensor:
-        """The step itself, over parts on the device: its outcome's three values."""
+        """Take the step over micro-batches on the device; return the outcome's three values."""
         loss = self.gradients(parts, scored)
-        norm, share, broken = self._measure()
-        self._update(share, broken)
+        norm, clip_factor, broken = self._measure()
+        self._update(clip_factor, broken)
         self.optimizer.zero_grad(set_to_none=True)
         return torch.stack([loss, norm, broken.to(norm.dtype)])
 
     def warm_up(self, parts: list[Batch], scored: int) -> None:
-        """Take a step that moves nothing on a GPU, which loads kernels when they are first used.
+        """Load the kernels of a step on a GPU, by a step that moves nothing.
 
-        Weights, moments, statistics and the generator are afterwards what they were.
+        Weights, moments, statistics and generators are unchanged afterwards.
         """
-        if self.device.type != "cuda":
+        if not prepares_kernels(self.device):
             return
-        self.try_out([part.to(self.device) for part in parts], scored)
-        _, share, _ = self._measure()
-        fused: Any = self.optimizer
-        fused.grad_scale = None if self.clip is None else 1.0 / share
-        fused.found_inf = torch.ones((), device=self.device)  # the kernel stops
-        self.optimizer.step()
+        self.dry_run([part.to(self.device) for part in parts], scored)
+        _, clip_factor, _ = self._measure()
+        skip_update(self.optimizer, self.device, None if self.clip is None else clip_factor)
         self.optimizer.zero_grad(set_to_none=True)
 
-    def try_out(self, parts: list[Batch], scored: int | Tensor) -> None:
-        """Compute gradients of parts on the device; the step that follows sees the same dropout."""
-        on = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(on), same_buffers(self.objective):
+    def dry_run(self, parts: list[Batch], scored: int | Tensor) -> None:
+        """Compute gradients without a trace: the step that follows has the same dropout."""
+        with torch.random.fork_rng(forked_devices(self.device)), preserve_buffers(self.objective):
             self.gradients(parts, scored)
 
     def gradients(self, parts: list[Batch], scored: int | Tensor) -> Tensor:
-        """Add up the gradients of the mean loss; return this process's share of it."""
-        if self.halves is not None and len(parts) == 1:  # several are added up in float32
-            with self.halves.in_place():
-                return self._add_up(parts, scored)
-        return self._add_up(parts, scored)
+        """Add up the gradients of the mean loss; return this process's part of that loss."""
+        if self.copies is not None and len(parts) == 1:  # several are added up in float32
+            with self.copies.in_place():
+                return self._backward(parts, scored)
+        return self._backward(parts, scored)
 
-    def _add_up(self, parts: list[Batch], scored: int | Tensor) -> Tensor:
+    def _backward(self, parts: list[Batch], scored: int | Tensor) -> Tensor:
         total = torch.zeros((), device=self.device)
         for i, part in enumerate(parts):
-            with accumulating(self.objective, last=i == len(parts) - 1):
-                half = self.precision == torch.bfloat16
-                with torch.autocast(self.device.type, torch.bfloat16, half), self._listening():
+            with accumulate_gradients(self.objective, last=i == len(parts) - 1):
+                with self.compute.autocast(), self._listening():
                     loss = self.objective(part) / scored
-                (loss * self.world.size).backward()  # processes average their gradients
+                (loss * self.compute.world.size).backward()  # processes average gradients
             total += loss.detach()
         return total
 
     def _measure(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradient's norm, the share of it that clipping keeps, and the first broken one."""
-        kinds: dict[torch.dtype, list[tuple[nn.Parameter, Tensor]]] = {}
+        """Return the gradient's norm, the factor of clipping, and the first broken gradient."""
+        by_dtype: dict[torch.dtype, list[tuple[nn.Parameter, Tensor]]] = {}
         for p in self.parameters:
             if (gradient := self._gradient(p)) is not None:
-                kinds.setdefault(gradient.dtype, []).append((p, gradient))
-        self.reached = [p for pairs in kinds.values() for p, _ in pairs]
-        made: list[Tensor] = []
-        for dtype, pairs in kinds.items():  # one kernel for those of a kind
+                by_dtype.setdefault(gradient.dtype, []).append((p, gradient))
+        self.reached = [p for pairs in by_dtype.values() for p, _ in pairs]
+        each: list[Tensor] = []
+        for dtype, pairs in by_dtype.items():  # one kernel a dtype
             wide = torch.float32 if dtype.itemsize < 4 else None
-            made += torch._foreach_norm([g for _, g in pairs], dtype=wide)
-        norms = whole(torch.stack(made))
+            each += torch._foreach_norm([gradient for _, gradient in pairs], dtype=wide)
+        norms = full_tensor(torch.stack(each))
         total = torch.linalg.vector_norm(norms)
-        bad = ~norms.isfinite()
-        broken = torch.where(bad.any(), bad.int().argmax(), -1)
+        not_finite = ~norms.isfinite()
+        broken = torch.where(not_finite.any(), not_finite.int().argmax(), -1)
         return total, torch.clamp((self.clip or torch.inf) / (total + 1e-6), max=1.0), broken
 
     def _gradient(self, p: nn.Parameter) -> Tensor | None:
-        return p.grad if self.halves is None else self.halves.gradient(p)
+        return p.grad if self.copies is None else self.copies.gradient(p)
 
-    def _update(self, share: Tensor, broken: Tensor) -> None:
-        """Step, unless a gradient is not finite: weights are never spoilt.
-
-        On a GPU the optimizer's one kernel also clips, and looks whether to step.
-        """
-        fused: Any = self.optimizer
-        if self.device.type == "cuda":
-            fused.grad_scale = None if self.clip is None else 1.0 / share
-            fused.found_inf = (broken >= 0).float()
-        elif int(broken) >= 0:
+    def _update(self, clip_factor: Tensor, broken: Tensor) -> None:
+        """Step, unless a gradient is not finite: weights are never spoilt."""
+        clipping = None if self.clip is None else clip_factor
+        if not prepare_update(self.optimizer, self.device, clipping, broken):
             return
-        self._before_step(share)  # gradients are not clipped yet
-        if self.device.type != "cuda" and float(share) < 1.0:
-            gradients: list[Any] = [p.grad for p in self.reached]
-            torch._foreach_mul_(gradients, share)
-        self.optimizer.step()
+        self._before_step(clip_factor)  # gradients are not clipped yet
+        apply_update(self.optimizer, self.device, self.reached, clip_factor)
         self._after_step()
 
     def _listening(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.flow is None else self.flow.listening()
 
-    def _before_step(self, share: Tensor) -> None:
+    def _before_step(self, clip_factor: Tensor) -> None:
         if self.flow is not None:
-            self.flow.before_step(share)
+            self.flow.before_step(clip_factor)
 
     def _after_step(self) -> None:
         if self.flow is not None:
             self.flow.after_step()
 
     def name_of(self, index: int) -> str:
-        """The name of the parameter whose gradient has this place."""
+        """Return the name of the parameter at an index of `Outcome.broken`."""
         names = {id(p): name for name, p in self.objective.named_parameters()}
-        found = names[id(self.reached[index])]
-        return found.removeprefix("module.").removeprefix("model.")
+        name = names[id(self.reached[index])]
+        return name.removeprefix("module.").removeprefix("model.")

@@ -1,4 +1,4 @@
-"""A decoder of envelopes and its loss: what a step differentiates and an evaluation reads."""
+"""The losses of decoded speech envelopes, and a model with such a loss."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from frostlab.errors import BadInput, nearest
 from frostlab.recipe.model import SCALES, EnvelopeLoss
-from frostlab.recipe.recipe import Recipe
 from frostlab.training.batches.batch import Batch
 from frostlab.training.step.objective import Exits, Objective
 
@@ -31,13 +30,6 @@ class EnvelopeObjective(Objective):
         kind, weight, scales = self.loss.kind, self.loss.weight, self.loss.scales
         found = envelope_loss(kind, prediction, batch.targets, weight=weight, scales=scales)
         return found if batch.scored else 0.0 * found
-
-
-def objective_for(model: nn.Module, recipe: Recipe) -> Objective:
-    """A model with the loss of its task."""
-    if recipe.data.task == "envelope":
-        return EnvelopeObjective(model, recipe.loss or EnvelopeLoss())
-    return Objective(model)
 
 
 LossKind = Literal["pearson", "pearson-l1", "mse-pearson", "multiscale"]

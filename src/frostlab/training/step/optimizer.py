@@ -1,8 +1,8 @@
-"""AdamW over exactly what learns, and the learning rate of every step as a pure function."""
+"""The optimizer: its groups, its learning rate at every step, its update, and its saved state."""
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,76 +10,82 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from frostlab.devices import updates_conditionally
 from frostlab.errors import FrostlabError
 from frostlab.models.stack import take_apart
 from frostlab.recipe.settings import Optim, StepDecay
+from frostlab.training.distributed import place_like
 
 
 @dataclass
-class _Place:
-    """Where a weight is used, the weight, its copy, and the weight's version when it was copied."""
+class _Copy:
+    """A parameter of a module, its bf16 copy, and the parameter's version when it was copied."""
 
     module: nn.Module
     name: str
     own: nn.Parameter
-    half: nn.Parameter
+    copy: nn.Parameter
     version: int = -1
 
 
-class Halves:
-    """The copies of the weights and biases of every layer's linear maps."""
+class Bf16Copies:
+    """Bf16 copies of the weights and biases of every layer's linear maps.
+
+    A step computes with the copies, so that autocast casts nothing; the optimizer updates the
+    float32 weights and their copies in one kernel.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._places = [
-            _Place(module, name, own, nn.Parameter(own.detach().bfloat16(), own.requires_grad))
-            for module, name, own in _multiplied(model)
+        self._entries = [
+            _Copy(module, name, own, nn.Parameter(own.detach().bfloat16(), own.requires_grad))
+            for module, name, own in _linear_parameters(model)
         ]
-        self._of = {id(place.own): place.half for place in self._places}
+        self._by_id = {id(entry.own): entry.copy for entry in self._entries}
 
     def __bool__(self) -> bool:
-        return bool(self._places)
+        return bool(self._entries)
 
     def of(self, own: nn.Parameter) -> nn.Parameter | None:
-        """A weight's copy."""
-        return self._of.get(id(own))
+        """Return a parameter's copy."""
+        return self._by_id.get(id(own))
 
     def gradient(self, own: nn.Parameter) -> Tensor | None:
-        """The gradient of a weight, which may be its copy's, in bf16."""
-        half = self.of(own)
-        return own.grad if half is None or half.grad is None else half.grad
+        """Return the gradient of a parameter, which may be its copy's, in bf16."""
+        copy = self.of(own)
+        return own.grad if copy is None or copy.grad is None else copy.grad
 
     def refresh(self) -> None:
-        """Copy what was changed by anything but the optimizer, and learn who learns."""
-        stale = [place for place in self._places if place.own._version != place.version]
+        """Copy parameters that anything but the optimizer changed, and their requires_grad."""
+        stale = [entry for entry in self._entries if entry.own._version != entry.version]
         if stale:
             with torch.no_grad():
-                torch._foreach_copy_([p.half.data for p in stale], [p.own.data for p in stale])
-        for place in stale:
-            place.version = place.own._version
-        for place in self._places:
-            if place.half.requires_grad != place.own.requires_grad:
-                place.half.requires_grad_(place.own.requires_grad)
+                torch._foreach_copy_([e.copy.data for e in stale], [e.own.data for e in stale])
+        for entry in stale:
+            entry.version = entry.own._version
+        for entry in self._entries:
+            if entry.copy.requires_grad != entry.own.requires_grad:
+                entry.copy.requires_grad_(entry.own.requires_grad)
 
     def clear(self) -> None:
-        """Forget the gradients."""
-        for place in self._places:
-            place.half.grad = None
+        """Drop the gradients."""
+        for entry in self._entries:
+            entry.copy.grad = None
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within this, layers compute with the copies."""
+        """Let layers compute with the copies inside this context."""
         self.refresh()
-        for place in self._places:
-            place.module._parameters[place.name] = place.half
+        for entry in self._entries:
+            entry.module._parameters[entry.name] = entry.copy
         try:
             yield
         finally:
-            for place in self._places:
-                place.module._parameters[place.name] = place.own
+            for entry in self._entries:
+                entry.module._parameters[entry.name] = entry.own
 
 
-def _multiplied(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """What linear maps in the layers multiply with, and nobody else uses or watches."""
+def _linear_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Yield the parameters of linear maps in the layers that nothing else uses or watches."""
     stack = take_apart(model)
     modules = [m for layer in (stack.layers if stack else []) for m in layer.modules()]
     uses = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
@@ -99,31 +105,64 @@ def build_optimizer(
     optim: Optim,
     fused: bool,
     capturable: bool = False,
-    halves: Halves | None = None,
-    shares: Mapping[str, float] | None = None,
-) -> torch.optim.AdamW:
-    """Matrices decay, vectors do not, whatever their shape; frozen tensors are absent.
+    copies: Bf16Copies | None = None,
+    lr_scales: Mapping[str, float] | None = None,
+) -> torch.optim.Optimizer:
+    """Return AdamW over the trainable tensors; matrices decay, vectors do not.
 
-    `shares` of the learning rate, by name, are for tensors that have less than all of it.
+    `lr_scales`, by name, are for tensors that learn at less than the whole learning rate.
     """
-    learning = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    kinds: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    grouped: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for is_vector in (False, True):
-        for name, p in learning:
+        for name, p in trainable:
             if (sum(size > 1 for size in p.shape) < 2) == is_vector:
-                kinds.setdefault((is_vector, (shares or {}).get(name, 1.0)), []).append(p)
+                grouped.setdefault((is_vector, (lr_scales or {}).get(name, 1.0)), []).append(p)
     groups = [
-        {"params": found, "weight_decay": 0.0 if is_vector else optim.decay, "share": share}
-        for (is_vector, share), found in kinds.items()
+        {"params": members, "weight_decay": 0.0 if is_vector else optim.decay, "lr_scale": scale}
+        for (is_vector, scale), members in grouped.items()
     ]
-    given: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
-    if halves is not None:
-        return KernelAdamW(groups, halves, **given, capturable=capturable)
-    return torch.optim.AdamW(groups, **given, fused=fused, capturable=capturable)
+    options: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
+    if copies is not None:
+        return KernelAdamW(groups, copies, **options, capturable=capturable)
+    return torch.optim.AdamW(groups, **options, fused=fused, capturable=capturable)
+
+
+def prepare_update(
+    optimizer: Any, device: torch.device, clip_factor: Tensor | None, broken: Tensor
+) -> bool:
+    """Prepare an update; return False if a gradient is broken and the step must be skipped.
+
+    On a GPU the optimizer's own kernel clips and skips, so that the host never waits.
+    """
+    if not updates_conditionally(device):
+        return int(broken) < 0
+    optimizer.grad_scale = None if clip_factor is None else 1.0 / clip_factor
+    optimizer.found_inf = (broken >= 0).float()
+    return True
+
+
+def apply_update(
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    reached: Sequence[nn.Parameter],
+    clip_factor: Tensor,
+) -> None:
+    """Clip the gradients, where the optimizer's kernel does not, and take the step."""
+    if not updates_conditionally(device) and float(clip_factor) < 1.0:
+        gradients: list[Any] = [p.grad for p in reached]
+        torch._foreach_mul_(gradients, clip_factor)
+    optimizer.step()
+
+
+def skip_update(optimizer: Any, device: torch.device, clip_factor: Tensor | None) -> None:
+    """Run the kernels of an update without changing a weight or a moment."""
+    prepare_update(optimizer, device, clip_factor, torch.zeros((), device=device))
+    optimizer.step()
 
 
 def rate_at(step: int, steps: int, optim: Optim) -> float:
-    """The learning rate of a step (from 0) of a stage of `steps`: warm-up, then the schedule."""
+    """Return the learning rate of a step (from 0) of a stage: warm-up, then the schedule."""
     warmup = warmup_steps(steps, optim)
     if step < warmup:
         return optim.lr * (step + 1) / warmup
@@ -136,14 +175,14 @@ def rate_at(step: int, steps: int, optim: Optim) -> float:
 
 
 def warmup_steps(steps: int, optim: Optim) -> int:
-    """How many steps the warm-up takes: a share of the stage, or as many as were given."""
+    """Return the steps of the warm-up: a fraction of the stage, or a number of steps."""
     return int(optim.warmup) if optim.warmup >= 1 else int(optim.warmup * steps)
 
 
 def optimizer_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, torch.Tensor]:
-    """The optimizer's state by parameter name, as `name//key`."""
+    """Return the optimizer's state by parameter name, as `name//key`."""
     names = {id(p): name for name, p in model.named_parameters()}
     return {
         f"{names[id(p)]}//{key}": value
@@ -156,12 +195,11 @@ def restore_optimizer(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     tensors: dict[str, torch.Tensor],
-    like: Any,
     partly: bool = False,
 ) -> None:
-    """Put saved state back; `like` places and shards a tensor as its parameter is.
+    """Load saved state, placed and sharded as the parameters are.
 
-    `partly`: some tensors start without, as new layers do.
+    `partly`: some parameters start without state, as those of new layers do.
     """
     parameters = dict(model.named_parameters())
     states: dict[str, dict[str, torch.Tensor]] = {}
@@ -178,7 +216,7 @@ def restore_optimizer(
         held_by = parameters[name]
         place = held_by.device if optimizer.defaults.get("fused") else torch.device("cpu")
         optimizer.state[held_by] = {
-            key: like(value, held_by) if value.ndim else value.to(place)
+            key: place_like(value, held_by) if value.ndim else value.to(place)
             for key, value in state.items()
         }
 
@@ -199,16 +237,16 @@ class KernelAdamW(torch.optim.AdamW):
     sums: Tensor | None = None
     measures = False
 
-    def __init__(self, groups: Any, halves: Halves, **options: Any) -> None:
+    def __init__(self, groups: Any, copies: Bf16Copies, **options: Any) -> None:
         super().__init__(groups, **options, fused=True)
-        self.halves = halves
+        self.copies = copies
         self._awaited: list[tuple[Tensor, list[int]]] = []
         self._spare: list[Tensor] = []
         self._cuts: dict[Any, list[Tensor]] = {}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        self.halves.clear()
+        self.copies.clear()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -217,7 +255,7 @@ class KernelAdamW(torch.optim.AdamW):
         place = 0
         for group in self.param_groups:
             for p in group["params"]:
-                gradient = self.halves.gradient(p)
+                gradient = self.copies.gradient(p)
                 if gradient is not None:
                     rows.append(_Row(p, gradient, group, place))
                 place += 1
@@ -240,7 +278,7 @@ class KernelAdamW(torch.optim.AdamW):
             torch._foreach_sub_(steps, [stopped] * len(steps))
         values = []
         for row, state in zip(rows, states, strict=True):
-            p, gradient, half = row.p, row.gradient, self.halves.of(row.p)
+            p, gradient, half = row.p, row.gradient, self.copies.of(row.p)
             values += [
                 p.data_ptr(), state["exp_avg"].data_ptr(), state["exp_avg_sq"].data_ptr(),
                 gradient.data_ptr(), 0 if half is None else half.data_ptr(), p.numel(),

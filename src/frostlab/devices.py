@@ -1,0 +1,138 @@
+"""What a device can do: the one module that tells CUDA, MPS and the CPU apart."""
+
+import os
+
+import torch
+from torch import Tensor
+
+from frostlab.errors import BadInput
+
+
+def choose_device(wanted: str) -> torch.device:
+    """Return the device a recipe asks for; `auto` is CUDA, then MPS, then the CPU.
+
+    With several processes each takes its own GPU.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if wanted in ("auto", "cuda"):
+        if torch.cuda.is_available():
+            device = torch.device("cuda", local_rank % torch.cuda.device_count())
+            torch.cuda.set_device(device)
+            return device
+        if wanted == "cuda":
+            raise BadInput("train.device cuda: no CUDA device is available; `cpu` is")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise BadInput(
+            f"train.device {wanted} is not a device; choose from auto, cpu, cuda, cuda:0 …"
+        ) from None
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise BadInput(f"train.device {wanted}: no CUDA device is available; `cpu` is")
+        if (device.index or 0) >= torch.cuda.device_count():
+            last = torch.cuda.device_count() - 1
+            raise BadInput(f"train.device {wanted} does not exist; the last one is cuda:{last}")
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+    elif device.type == "mps" and not torch.backends.mps.is_available():
+        raise BadInput("train.device mps is not available; `cpu` is")
+    elif device.type not in ("cpu", "mps"):
+        raise BadInput(f"train.device {wanted} is not supported; choose from auto, cpu, cuda, mps")
+    return device
+
+
+def default_precision(device: torch.device) -> torch.dtype:
+    """Return bf16 where the hardware is made for it, else float32."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def exact_dtype(device: torch.device) -> torch.dtype:
+    """Return the widest floating-point type; MPS has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def runs_ahead(device: torch.device) -> bool:
+    """Whether the host goes on while the device still works."""
+    return device.type != "cpu"
+
+
+def has_events(device: torch.device) -> bool:
+    """Whether the device's own clock can be read through events."""
+    return device.type == "cuda"
+
+
+def captures_graphs(device: torch.device) -> bool:
+    """Whether a step can be captured as a graph and replayed."""
+    return device.type == "cuda"
+
+
+def prepares_kernels(device: torch.device) -> bool:
+    """Whether kernels are loaded, or tuned for a shape, when they are first used."""
+    return device.type == "cuda"
+
+
+def updates_conditionally(device: torch.device) -> bool:
+    """Whether a fused optimizer clips, and skips a broken step, inside its kernel."""
+    return device.type == "cuda"
+
+
+def uses_nccl(device: torch.device) -> bool:
+    """Whether processes that each have such a device of their own talk through NCCL."""
+    return device.type == "cuda"
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to a device without waiting for the copy."""
+    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+    return pinned.to(device, non_blocking=True)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seed the CPU's generator and the device's own; torch.manual_seed takes a millisecond."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)
+    elif device.type == "mps":
+        torch.mps.manual_seed(seed)
+
+
+def forked_devices(device: torch.device) -> list[torch.device]:
+    """Return the devices whose generators `torch.random.fork_rng` has to save."""
+    return [device] if device.type == "cuda" else []
+
+
+def release_cached_memory() -> None:
+    """Give memory that torch keeps for later back to the device."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Return the memory allocated now; 0 where torch does not count it."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def reset_peak(device: torch.device) -> None:
+    """Measure the peak of allocated memory from now on."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Return the peak of allocated memory since the last reset; None where it is not counted."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def device_name(device: torch.device) -> str:
+    """Return the GPU's name; empty for other devices."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""

@@ -1,0 +1,121 @@
+"""Early exits: a finished language model measured as if it ended after each of its layers."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from frostlab.data.eeg.recordings import text_of
+from frostlab.data.prepare import prepare
+from frostlab.data.tokens import Prepared
+from frostlab.devices import choose_device
+from frostlab.errors import BadInput
+from frostlab.records.folder import RunFolder, RunRecord
+from frostlab.roles.read import anatomy
+from frostlab.text import columns
+from frostlab.timing.flops import forward_flops
+from frostlab.training.batches.batch import row_lengths
+from frostlab.training.distributed import Compute
+from frostlab.training.evaluate import evaluate
+from frostlab.training.setup import best_model, choose_precision, recipe_of
+from frostlab.training.state import evaluation_batch
+from frostlab.training.step.objective import Objective, language_stack
+from frostlab.training.tasks import TASKS
+from frostlab.training.treatment import count_parameters
+
+
+@dataclass(frozen=True)
+class Exit:
+    """A model that ends after a layer, counted from 1."""
+
+    layer: int
+    loss: float
+    perplexity: float
+    token_accuracy: float
+    flops: float  # matmul operations a token of the forward pass, head included
+    share: float  # of the whole model's
+    parameters: int  # embedding, the layers so far, final norm and head
+
+
+def early_exits(
+    run: RunRecord | str | Path,
+    *,
+    data_dir: str | Path | None = None,
+    device: str | None = None,
+) -> tuple[Exit, ...]:
+    """Measure a finished run's best weights at every layer, on the reported split.
+
+    One pass over the split; the result is also written to the run's folder as `exits.json`.
+    """
+    record = run if isinstance(run, RunRecord) else RunRecord(Path(run))
+    if record.status != "finished":
+        raise BadInput(f"{record.folder} is {record.status}; early exits need a finished run")
+    recipe = recipe_of(record)
+    if recipe.data.task != "language":
+        raise BadInput(f"{record.folder} is a run for {recipe.data.task}; early exits for language")
+    chosen = choose_device(device or recipe.train.device)
+    compute = Compute(chosen, choose_precision(recipe.train, chosen))
+    prepared = text_of(prepare(recipe, None if data_dir is None else Path(data_dir)))
+    model = best_model(record, recipe, prepared).to(chosen)
+    exits = measure_exits(model, prepared, evaluation_batch(recipe), compute)
+    RunFolder(record.folder).write("exits.json", {
+        "split": "report",
+        "checkpoint": record.result["checkpoint"],
+        "length": _length(prepared),
+        "device": str(chosen),
+        "precision": str(compute.precision).removeprefix("torch."),
+        "exits": [asdict(layer) for layer in exits],
+    })  # fmt: skip
+    return exits
+
+
+def measure_exits(
+    model: torch.nn.Module, prepared: Prepared, batch: int, compute: Compute
+) -> tuple[Exit, ...]:
+    """Return every layer's metrics on the reported split, from one pass, and its cost."""
+    blocks = language_stack(model, "an early exit").layers
+    layers = range(1, len(blocks) + 1)
+    metrics = evaluate(
+        TASKS["language"], Objective(model), prepared, prepared.splits["report"], batch, compute,
+        layers=layers,
+    )["layers"]  # fmt: skip
+    layer_flops, rest = forward_flops(anatomy(model), _length(prepared), causal=True)
+    costs = [rest + sum(layer_flops[:number]) for number in layers]
+    sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
+    total = count_parameters(model)["total"]
+    return tuple(
+        Exit(
+            layer=number,
+            loss=metrics[str(number)]["loss"],
+            perplexity=metrics[str(number)]["perplexity"],
+            token_accuracy=metrics[str(number)]["token_accuracy"],
+            flops=cost,
+            share=cost / costs[-1],
+            parameters=total - sum(sizes[number:]),
+        )
+        for number, cost in zip(layers, costs, strict=True)
+    )
+
+
+def exits_table(exits: tuple[Exit, ...]) -> str:
+    """Return exits as a table."""
+    head = [
+        "layer",
+        "loss",
+        "perplexity",
+        "token accuracy",
+        "MFLOPs a token",
+        "share",
+        "parameters",
+    ]
+    rows = [
+        [str(e.layer), f"{e.loss:.4f}", f"{e.perplexity:.2f}", f"{e.token_accuracy:.2%}",
+         f"{e.flops / 1e6:.4g}", f"{e.share:.1%}", f"{e.parameters:,}"]
+        for e in exits
+    ]  # fmt: skip
+    return "\n".join(columns([head, *rows], right=range(len(head))))
+
+
+def _length(prepared: Prepared) -> int:
+    """Return how many tokens of the longest example are read."""
+    return int(row_lengths(prepared.splits["report"]).max())

@@ -1,0 +1,45 @@
+"""The table of tasks: for each its examples, its loss, its metrics and its report."""
+
+from torch import nn
+
+from frostlab.data.eeg.recordings import Material, Signals
+from frostlab.recipe.model import EnvelopeLoss
+from frostlab.recipe.recipe import Recipe
+from frostlab.training.batches.batch import token_examples, window_examples
+from frostlab.training.eeg_report import baseline_scores, measure_recordings
+from frostlab.training.evaluate import envelope_tally, text_tally
+from frostlab.training.state import Report, RunContext, Task
+from frostlab.training.step.envelope_loss import EnvelopeObjective
+from frostlab.training.step.objective import Objective
+
+
+def _cross_entropy(model: nn.Module, recipe: Recipe) -> Objective:
+    return Objective(model)
+
+
+def _envelope_loss(model: nn.Module, recipe: Recipe) -> Objective:
+    return EnvelopeObjective(model, recipe.loss or EnvelopeLoss())
+
+
+def _check_recordings(prepared: Material) -> None:
+    """Fit the linear baseline, which finds out whether the recordings can be scored at all."""
+    assert isinstance(prepared, Signals)
+    baseline_scores(prepared)
+
+
+def _report_recordings(context: RunContext, metrics: dict[str, float]) -> Report:
+    assert isinstance(context.prepared, Signals)
+    return measure_recordings(context, context.prepared, metrics)
+
+
+TASKS = {
+    "classification": Task(token_examples, _cross_entropy, text_tally, predicts_classes=True),
+    "language": Task(token_examples, _cross_entropy, text_tally),
+    "envelope": Task(
+        window_examples,
+        _envelope_loss,
+        envelope_tally,
+        report=_report_recordings,
+        check=_check_recordings,
+    ),
+}
