@@ -69,3 +69,17 @@ def test_other_weights_of_one_size_are_still_no_pair(tmp_path: Path) -> None:
     (tmp_path / "c" / "evidence.json").unlink()
     (refused,) = fl.compare(values, out=tmp_path / "c").evidence.refused_pairs
     assert refused.reason == "only one of the two runs has the weights more"
+
+
+def test_the_facts_of_a_run_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders: list[str] = []
+    real = PairingFacts.of
+
+    def counted(record: RunRecord) -> PairingFacts:
+        folders.append(record.folder.name)
+        return real(record)
+
+    monkeypatch.setattr(PairingFacts, "of", counted)
+    fl.compare(LAYERS | {"seeds": 2}, out=tmp_path / "c")
+    names = ("one", "two", "two-frozen")
+    assert sorted(folders) == sorted(f"{name}-s{seed}" for name in names for seed in (0, 1))

@@ -211,7 +211,7 @@ class TuningPoint:
 
     value: float
     mean: float | None  # over the tuning seeds; None if a run failed
-    each: tuple[float | None, ...]
+    scores: tuple[float | None, ...]  # by tuning seed
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def gather(
             for arm in plan.others
             for seed in plan.seeds
         ),
-        confounds={arm: tuple(map(str, found)) for arm, found in plan.confounds().items()},
+        confounds={arm: tuple(map(str, keys)) for arm, keys in plan.confounds().items()},
         tuning=tuple(tuning),
         arms={arm.name: _arm(runs, arm.name, metrics) for arm in plan.arms},
         refused_pairs=runs.refused,
@@ -227,7 +227,7 @@ def _verdicts(runs: Runs, rules: Rules) -> dict[str, ArmVerdict]:
     plan = runs.plan
     left_out = [(pair.arm, pair.seed) for pair in runs.refused]
     values, failed = runs.values([arm.name for arm in plan.arms], rules.metric, left_out)
-    mixed = {arm: [str(confound) for confound in found] for arm, found in plan.confounds().items()}
+    mixed = {arm: list(map(str, keys)) for arm, keys in plan.confounds().items()}
     verdicts = judge(values, plan.baseline.name, rules, confounds=mixed, failed=failed)
     return {arm: stored(ArmVerdict, verdict) for arm, verdict in verdicts.items()}
 
@@ -316,8 +316,8 @@ def _orthogonality(runs: Runs, rules: Rules) -> ArmVerdict | None:
             left_out.append((arm, seed))
     values, failed = runs.values(names, rules.metric, left_out)
     tuned = [tune.key for tune in plan.tune]
-    found = confounds(plan.recipe_of(arms[random], 0), plan.recipe_of(arms[arm], 0))
-    mixed = [str(confound) for confound in found if confound.key not in tuned]
+    differing = confounds(plan.recipe_of(arms[random], 0), plan.recipe_of(arms[arm], 0))
+    mixed = [str(confound) for confound in differing if confound.key not in tuned]
     verdicts = judge(values, random, rules, confounds={arm: mixed}, failed=failed)
     return stored(ArmVerdict, verdicts[arm])
 
@@ -334,7 +334,7 @@ def _prediction_tests(runs: Runs) -> dict[str, tuple[PredictionTest, ...]]:
             if ours is not None and theirs is not None and (arm.name, seed) not in left_out:
                 test = PredictionTest(seed=seed, **vars(mcnemar(ours, theirs)))
                 tests.setdefault(arm.name, []).append(test)
-    return {arm: tuple(found) for arm, found in tests.items()}
+    return {arm: tuple(of_arm) for arm, of_arm in tests.items()}
 
 
 def _right_predictions(folder: Path) -> list[bool] | None:
@@ -384,7 +384,7 @@ def subject_tests(
     }
     tests = {}
     for split in REPORTED:
-        of_split = {key: found[split] for key, found in scores.items() if split in found}
+        of_split = {key: splits[split] for key, splits in scores.items() if split in splits}
         if of_split:
             tests[split] = _split_tests(plan, of_split)
     return tests
@@ -392,12 +392,12 @@ def subject_tests(
 
 def _split_tests(plan: Plan, scores: Mapping[tuple[str, int], Mapping[str, Any]]) -> SplitTests:
     by_arm = {
-        arm.name: {seed: found for (name, seed), found in scores.items() if name == arm.name}
+        arm.name: {seed: decoders for (name, seed), decoders in scores.items() if name == arm.name}
         for arm in plan.arms
     }
     ridge = {
         arm: stored(Effect, paired(*(
-            [found[decoder].summary.mean for found in by_seed.values()]
+            [decoders[decoder].summary.mean for decoders in by_seed.values()]
             for decoder in ("model", "ridge")
         )))
         for arm, by_seed in by_arm.items()
@@ -498,7 +498,7 @@ def _front_update(flow: Flow) -> float:
 def _quantity(
     own: Mapping[int, dict[str, float]], baseline: Mapping[int, dict[str, float]], name: str
 ) -> Quantity:
-    values = {seed: found[name] for seed, found in own.items() if name in found}
+    values = {seed: flow[name] for seed, flow in own.items() if name in flow}
     both = [seed for seed in values if name in baseline.get(seed, {})]
     ratio = paired([values[s] for s in both], [baseline[s][name] for s in both], log=True)
     return Quantity(

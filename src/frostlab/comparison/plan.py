@@ -263,8 +263,8 @@ class Plan(Strict):
                 raise BadInput(f"vary {key}: arms must see the same data")
         self._check_contrasts()
         self._check_quick()
-        for name, found in self.confounds().items():
-            check_confounds(self.baseline.name, name, found, self.allow_confounds)
+        for name, differing in self.confounds().items():
+            check_confounds(self.baseline.name, name, differing, self.allow_confounds)
         self._check_tuning()
 
     def _check_arms(self) -> None:

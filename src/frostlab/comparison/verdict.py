@@ -10,7 +10,7 @@ from frostlab.comparison.plan import LEAST_SEEDS, Rules
 from frostlab.comparison.statistics import (
     NonInferiority,
     Paired,
-    flips_count,
+    flips_can_decide,
     holm,
     noninferior,
     paired,
@@ -193,7 +193,7 @@ class _Case:
         """
         if self.pair is None or self.pair.p_flip is None:
             return None
-        can_decide = flips_count(self.n, self.rules.level)
+        can_decide = flips_can_decide(self.n, self.rules.level)
         return self.pair.p_flip <= self.rules.level if can_decide else None
 
     def _disagreement(self, by_t: bool, by_flips: bool | None) -> str:
@@ -206,7 +206,7 @@ class _Case:
         return f"; the {yes} test sees one and the {no} test does not ({flips}): they disagree"
 
     def _note_without_flips(self) -> tuple[str, ...]:
-        if flips_count(self.n, self.rules.level):
+        if flips_can_decide(self.n, self.rules.level):
             return ()
         at = f"at {self.rules.level:.4g}"
         return (
