@@ -34,7 +34,7 @@ def test_the_same_command_again_repeats_nothing(made: Path) -> None:
         "compare", str(made / "comparison.yaml"), "--seeds", "2", "--out", str(made / "out"),
         "--json",
     )  # fmt: skip
-    assert "4 of 4 runs are there already" in done.stderr
+    assert "4 of 4 runs are done already" in done.stderr
     evidence = json.loads(done.stdout)
     assert set(evidence["arms"]) == {"baseline", "oelm"}
 

@@ -11,7 +11,7 @@ from scipy import stats
 
 from frostlab.comparison.statistics import (
     flip_p,
-    flips_count,
+    flips_can_decide,
     holm,
     mcnemar,
     noninferior,
@@ -92,9 +92,9 @@ def test_flips_wait_for_six_pairs() -> None:
     arm, base = drawn(6, shift=50)
     assert paired(arm[:5], base[:5]).p_flip is None
     assert paired(arm, base).p_flip == 2 / 2**6 == smallest_flip_p(6)
-    assert not flips_count(5, 0.05)
-    assert flips_count(6, 0.05)
-    assert not flips_count(6, 0.025)
+    assert not flips_can_decide(5, 0.05)
+    assert flips_can_decide(6, 0.05)
+    assert not flips_can_decide(6, 0.025)
 
 
 def test_beyond_16_pairs_flips_are_sampled_with_the_same_result_each_time() -> None:

@@ -1,19 +1,26 @@
-"""Verdicts: every word, its sentence, and what failed seeds and confounds do to it."""
+"""Verdicts: every word, its sentence, and how often the rule is wrong where truth is known."""
 
 import json
 import math
 from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from frostlab.comparison.plan import Rules, rules_for
-from frostlab.comparison.statistics import paired, seen_by_rule
-from frostlab.comparison.verdict import Verdict, judge
+from frostlab.comparison.statistics import flip_p, holm, paired, seen_by_rule, t_test
+from frostlab.comparison.verdict import MEANINGS, Verdict, Word, judge, judge_family
 from frostlab.errors import BadInput
 
 BASE = {s: 0.80 + 0.01 * math.sin(s) for s in range(6)}
+
+
 WOBBLE = (0.001, -0.002, 0.0015, -0.001, 0.002, -0.0015, 0.0012, -0.0008)
+
+
 ACCURACY = rules_for("accuracy")
 
 
@@ -149,7 +156,7 @@ def test_failed_seeds_are_named_and_cost_pairs() -> None:
     found = one(arm, failed={"oelm": [4, 2]})
     assert found.word == "too few seeds"
     assert found.notes == (
-        "failed seeds of oelm: 2, 4: fewer pairs, and what is said holds for runs that finished",
+        "failed seeds of oelm: 2, 4: fewer pairs, and the verdict holds for runs that finished",
     )
     wild = one(shifted(0.02) | {3: math.inf})
     assert (wild.word, wild.paired and wild.paired.n) == ("better", 5)
@@ -235,3 +242,100 @@ def test_a_verdict_is_plain_json_and_always_the_same(n: int) -> None:
 def test_numpy_values_are_taken() -> None:
     arm = {s: np.float64(x) for s, x in shifted(0.02).items()}
     assert one(arm) == one(shifted(0.02))
+
+
+def test_each_pair_is_judged_and_holm_counts_the_family() -> None:
+    rules = rules_for("accuracy")
+    arms = {
+        "a": {s: 0.5 + 0.01 * s for s in range(6)},
+        "b": {s: 0.52 + 0.011 * s for s in range(6)},
+        "c": {s: 0.52 + 0.0105 * s + (0.004 if s % 2 else 0) for s in range(6)},
+    }
+    found = judge_family(arms, {"one": ("b", "a"), "two": ("c", "b")}, rules, "questions")
+    alone = {"one": judge(_only(arms, "b", "a"), "a", rules)["b"],
+             "two": judge(_only(arms, "c", "b"), "b", rules)["c"]}  # fmt: skip
+    adjusted = holm({name: verdict.paired.p for name, verdict in alone.items() if verdict.paired})
+    for name, verdict in found.items():
+        assert verdict.paired == alone[name].paired
+        assert verdict.p_adjusted == pytest.approx(adjusted[name])
+        assert "after Holm over 2 questions" in verdict.sentence
+    assert found["one"].word == "better"
+    assert (found["two"].arm, found["two"].baseline) == ("c", "b")
+
+
+def _only(arms: dict[str, dict[int, float]], *names: str) -> dict[str, dict[int, float]]:
+    return {name: arms[name] for name in names}
+
+
+TRIALS = 2_000
+
+
+SEEDS = 6
+
+
+def most(rate: float, trials: int = TRIALS) -> float:
+    """The count that a true rate exceeds once in a thousand."""
+    return stats.binom.ppf(0.999, trials, rate)
+
+
+def least(rate: float, trials: int = TRIALS) -> float:
+    return stats.binom.ppf(0.001, trials, rate)
+
+
+def words(values: np.ndarray, rules: Rules) -> list[list[str]]:
+    """Verdicts of comparisons of a baseline and arms: values are (trials, arms, seeds)."""
+    found = []
+    for trial in values.tolist():
+        arms = {str(i): dict(enumerate(each)) for i, each in enumerate(trial)}
+        found.append([verdict.word for verdict in judge(arms, "0", rules).values()])
+    return found
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "step_ms"])
+def test_equal_arms_are_seldom_told_apart(metric: str) -> None:
+    values = np.random.default_rng(1).normal(0, 0.05, (TRIALS, 3, SEEDS))
+    values = np.exp(values) if metric == "step_ms" else 0.7 + values
+    found = words(values, rules_for(metric))
+    assert {word for trial in found for word in trial} == {"better", "worse", "no difference found"}
+    alarms = sum("better" in trial or "worse" in trial for trial in found)
+    assert TRIALS * 0.01 < alarms <= most(0.05)
+
+
+def test_the_rule_is_both_tests_after_holm() -> None:
+    values = np.random.default_rng(2).normal(0, 1, (300, 3, SEEDS))
+    values[:, 1] += 1.5
+    differences = values[:, 1:] - values[:, :1]
+    p = t_test(differences)[2]
+    smaller, larger = np.minimum(p[:, :1], p[:, 1:]), np.maximum(p[:, :1], p[:, 1:])
+    by_holm = np.where(p == smaller, 2 * p, np.maximum(2 * smaller, larger)) <= 0.05
+    decided = by_holm & (flip_p(differences) <= 0.05)
+    found = words(values, Rules(metric="m", lower_is_better=False))
+    assert [
+        [word != "no difference found" for word in trial] for trial in found
+    ] == decided.tolist()
+    assert 20 < decided.sum() < 580
+
+
+@pytest.mark.parametrize("n", [5, 6, 8])
+def test_intervals_cover_the_truth_as_often_as_they_say(n: int) -> None:
+    differences = np.random.default_rng(n).normal(0.3, 1, (TRIALS, n))
+    zero = np.zeros(n)
+    found = [paired(each, zero) for each in differences]
+    assert least(0.95) <= sum(each.low <= 0.3 <= each.high for each in found) <= most(0.95)
+
+
+def test_what_could_have_been_seen_is_seen_in_80_of_100() -> None:
+    """The spread is known here; the simulated answer itself is off by about 1 in 100."""
+    rng = np.random.default_rng(4)
+    effect = seen_by_rule(SEEDS, 0.05)
+    values = np.stack([np.zeros((TRIALS, SEEDS)), rng.normal(effect, 1, (TRIALS, SEEDS))], 1)
+    found = words(values, Rules(metric="m", lower_is_better=False))
+    better = sum(word == "better" for (word,) in found)
+    assert least(0.78) <= better <= most(0.82)
+
+
+def test_every_word_has_a_meaning_that_the_document_has() -> None:
+    assert tuple(MEANINGS) == get_args(Word)
+    text = (Path(__file__).parents[2] / "docs" / "compare.md").read_text()
+    table = [f"| *{word}* | {meaning} |" for word, meaning in MEANINGS.items()]
+    assert "\n".join(table) in text

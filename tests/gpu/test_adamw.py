@@ -96,7 +96,8 @@ def test_steps_with_copies_are_steps_without(name: str) -> None:
         model = build(name).to(CUDA).eval()
         if ours:
             step: EagerStep = build_step(
-                Objective(model), Optim(lr=1e-3), Train(step="eager"), Compute(CUDA, torch.bfloat16), steps=60,
+                Objective(model), Optim(lr=1e-3), Train(step="eager"),
+                Compute(CUDA, torch.bfloat16), steps=60,
             )  # fmt: skip
             assert step.copies
         else:
@@ -105,7 +106,7 @@ def test_steps_with_copies_are_steps_without(name: str) -> None:
         losses.append(train(step, steps))
         if ours:
             for place in step.copies._entries:  # type: ignore[union-attr]
-                assert torch.equal(place.half, place.own.bfloat16()), place.name
+                assert torch.equal(place.copy, place.own.bfloat16()), place.name
     assert losses[0] == pytest.approx(losses[1], abs=5e-3)
 
 

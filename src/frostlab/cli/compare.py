@@ -57,7 +57,7 @@ def compare(
         asked.append(f"train.device={device}")
     from frostlab.comparison.load import make_plan
 
-    given: dict[str, Any] = {
+    changes: dict[str, Any] = {
         "arms": arms,
         "seeds": seeds,
         "metric": metric,
@@ -65,16 +65,16 @@ def compare(
         "rounds": rounds,
         "allow_confounds": allow or None,
     }
-    given = {key: value for key, value in given.items() if value is not None}
-    make_plan(source, settings=asked, quick=quick, **given)  # what is wrong is said at once
-    from frostlab.comparison.page import show
-    from frostlab.comparison.run import compare as run_comparison
+    changes = {key: value for key, value in changes.items() if value is not None}
+    plan = make_plan(source, changes, settings=asked, quick=quick)
+    from frostlab.comparison.page import show  # these import torch, the plan does without
+    from frostlab.comparison.run import run_plan
+    from frostlab.comparison.runner import Runner
 
-    made = run_comparison(
-        source, settings=asked, quick=quick, data_dir=data_dir, out=out, jobs=jobs,
-        say=lambda line: typer.echo(line, err=True), **given,
-    )  # fmt: skip
+    comparison = run_plan(
+        plan, Runner(data_dir, lambda line: typer.echo(line, err=True), jobs), out
+    )
     if as_json:
-        typer.echo(json.dumps(made.evidence, indent=1))
+        typer.echo(json.dumps(comparison.evidence.to_dict(), indent=1))
     else:
-        typer.echo(show(made.evidence, made.page))
+        typer.echo(show(comparison.evidence, comparison.page))

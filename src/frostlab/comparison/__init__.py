@@ -1,1 +1,1 @@
-"""Comparisons: arms that differ in one thing, what it changes, and how sure that is."""
+"""Comparisons of arms that differ in one thing: plans, runs, statistics, verdicts and pages."""

@@ -1,14 +1,13 @@
-"""From what a user says to a plan: a recipe with arms, or a comparison's own file."""
+"""Make a plan from a recipe, or from a comparison's file or values, and check it whole."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from frostlab.comparison.plan import DEFAULT_SEEDS, Plan, Rules, rules_for
+from frostlab.comparison.plan import DEFAULT_SEEDS, Plan, scale_of
 from frostlab.errors import BadInput, nearest
 from frostlab.recipe.load import (
     load_recipe,
@@ -18,190 +17,194 @@ from frostlab.recipe.load import (
     shipped_comparisons,
 )
 from frostlab.recipe.recipe import METRICS, Recipe
-from frostlab.recipe.treatment import TREATMENTS, Strict
+from frostlab.recipe.treatment import TREATMENTS
 
-_RULES = ("alpha", "minimum_effect", "noninferior", "looks")
+Source = str | Path | dict[str, Any] | Recipe
+Settings = Mapping[str, Any] | Iterable[str]
+
+_RULES = ("metric", "alpha", "minimum_effect", "noninferior", "looks")
+_SET_HERE = ("name", "rules", "quick")  # keys of a plan that a comparison does not have
+KEYS = ("about", "set", *_RULES, *(key for key in Plan.model_fields if key not in _SET_HERE))
 _TUNABLE = {"lr": "optim.lr", "decay": "optim.decay"}
-_STEPS = (1 / 3, 1.0, 3.0)  # of the recipe's own value
-
-
-class Said(Strict):
-    """The keys of a comparison, as a user gives them."""
-
-    about: str = ""
-    recipe: str | dict[str, Any] = ""
-    set: dict[str, Any] | None = None
-    arms: str | tuple[Any, ...] = ()
-    seeds: int | tuple[int, ...] | None = None
-    metric: str | None = None
-    alpha: float = 0.05
-    minimum_effect: float | None = None
-    noninferior: float | None = None
-    looks: int = 1
-    tune: str | dict[str, Any] | tuple[dict[str, Any], ...] | None = None
-    allow_confounds: str | tuple[str, ...] | None = None
-    vary: str | tuple[str, ...] | None = None
-    contrasts: tuple[dict[str, Any], ...] = ()
-    rounds: int = 0
-    clock: dict[str, Any] | None = None
-
-
-def _as_json(values: dict[str, Any], label: str) -> str:
-    try:
-        return json.dumps(values, default=list)
-    except TypeError as error:
-        raise BadInput(f"{label}: not plain values ({error})") from None
+_GRID = (1 / 3, 1.0, 3.0)  # times the recipe's own value
+_QUICK_SEEDS, _QUICK_TIMING = 3, {"seconds": 20.0}
 
 
 def make_plan(
-    source: str | Path | dict[str, Any] | Recipe,
+    source: Source,
+    changes: Mapping[str, Any] | None = None,
     *,
-    settings: Iterable[str] = (),
+    settings: Settings = (),
     quick: bool = False,
-    **given: Any,
 ) -> Plan:
-    """Read a recipe or a comparison, put what was given on top, and check it whole.
+    """Return the checked plan of a comparison, or of a recipe with arms.
 
-    `given`: any of a comparison's keys.
+    Args:
+        source: a recipe or a comparison: a shipped name, a YAML file, or values.
+        changes: keys of a comparison that replace those of the source.
+        settings: of the recipe, for every arm: `{"optim.lr": 1e-4}` or `["optim.lr=1e-4"]`.
+        quick: plan fewer seeds and less timing.
     """
-    values, label = _values(source)
-    values |= given
-    unknown = next((str(key) for key in values if key not in Said.model_fields), None)
-    if unknown is not None:
-        known = nearest(unknown, Said.model_fields)
-        raise BadInput(f"{label}: {unknown} is no key of a comparison{known}")
-    with _in_one_line(label):
-        Said.model_validate_json(_as_json(values, label))
-    recipe, name = _recipe(values.get("recipe"), [*_set(values.get("set")), *settings], label)
-    name = label if label in shipped_comparisons() else name
+    values, label = _read(source)
+    values |= changes or {}
+    for key in map(str, values):
+        if key not in KEYS:
+            raise BadInput(f"{label}: {key} is not a key of a comparison{nearest(key, KEYS)}")
+    _check_kind(values, "about", str, "a text", label)
+    _check_kind(values, "set", dict, "a mapping of settings", label)
+    recipe, name = _recipe(
+        values.get("recipe"), [*_as_strings(values.get("set") or {}), *_as_strings(settings)], label
+    )
     rules = _rules(values, recipe)
     base = recipe.to_dict() | {"treatment": "none", "seed": 0}
-    base["evaluate"]["metric"] = rules.metric  # what is compared also chooses checkpoints
-    plan = {
-        "name": name,
+    base["evaluate"]["metric"] = rules["metric"]  # the metric that is compared chooses checkpoints
+    plan_values = {
+        "name": label if label in shipped_comparisons() else name,
         "recipe": base,
-        "arms": [_arm(arm, label) for arm in _listed(values.get("arms"))],
+        "arms": _arms(values.get("arms"), label),
         "seeds": _seeds(values.get("seeds"), quick),
-        "rules": rules.model_dump(mode="json"),
+        "rules": rules,
         "tune": _tune(values.get("tune"), recipe),
-        "allow": _listed(values.get("allow_confounds")),
-        "vary": _listed(values.get("vary")),
-        "contrasts": _listed(values.get("contrasts")),
+        "allow_confounds": _as_list(values.get("allow_confounds")),
+        "vary": _as_list(values.get("vary")),
+        "contrasts": _as_list(values.get("contrasts")),
         "rounds": values.get("rounds", 0),
         "quick": quick,
     }
     if "clock" in values:
-        plan["clock"] = values["clock"]
+        plan_values["clock"] = values["clock"] or None  # false: steps are not timed
     elif quick:
-        plan["clock"] = {"seconds": 20.0}
-    with _in_one_line(label):
-        made = Plan.model_validate_json(json.dumps(plan))
-    made.check()
-    return made
+        plan_values["clock"] = _QUICK_TIMING
+    plan = _validated(plan_values, label)
+    plan.check()
+    from frostlab.comparison.oelm_json import check_names  # imports scipy
+
+    check_names([arm.name for arm in plan.arms], plan.baseline.name)
+    return plan
 
 
-@contextmanager
-def _in_one_line(label: str) -> Iterator[None]:
-    """What is wrong with a value, where, and why."""
-    try:
-        yield
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise BadInput(f"{label}: {where} {first.get('input')!r}: {first['msg']}") from None
-
-
-def _values(source: str | Path | dict[str, Any] | Recipe) -> tuple[dict[str, Any], str]:
-    """A comparison's keys; a recipe alone is one of them."""
+def _read(source: Source) -> tuple[dict[str, Any], str]:
+    """Return a comparison's keys, and its name in errors; a recipe alone is its key `recipe`."""
     if isinstance(source, Recipe):
         return {"recipe": source.to_dict()}, "comparison"
     if isinstance(source, dict):
-        whole = "arms" in source or "recipe" in source
-        return (dict(source) if whole else {"recipe": source}), "comparison"
+        is_comparison = "arms" in source or "recipe" in source
+        return (dict(source) if is_comparison else {"recipe": source}), "comparison"
     name = str(source)
     shipped = shipped_comparisons()
     if name in shipped:
-        return shipped[name], name
-    if name.endswith((".yaml", ".yml")):
+        return dict(shipped[name]), name
+    if _is_file(name):
         values = read_values(name)
         if "arms" in values or "recipe" in values:
-            if isinstance(values.get("recipe"), str) and values["recipe"].endswith(
-                (".yaml", ".yml")
-            ):
-                values["recipe"] = str(Path(name).parent / values["recipe"])
+            recipe = values.get("recipe")
+            if isinstance(recipe, str) and _is_file(recipe):
+                values["recipe"] = str(Path(name).parent / recipe)
             return values, name
     return {"recipe": name}, name
 
 
-def _recipe(given: Any, settings: Sequence[str], label: str) -> tuple[Recipe, str]:
-    if isinstance(given, str):
-        return load_recipe(given, settings), recipe_name(given)
-    if isinstance(given, dict):
-        return recipe_from(given, label, settings), "comparison"
+def _is_file(name: str) -> bool:
+    return name.endswith((".yaml", ".yml"))
+
+
+def _check_kind(values: dict[str, Any], key: str, kind: type, wanted: str, label: str) -> None:
+    if values.get(key) is not None and not isinstance(values[key], kind):
+        raise BadInput(f"{label}: {key} {values[key]!r} should be {wanted}")
+
+
+def _validated(values: dict[str, Any], label: str) -> Plan:
+    """Return the values as a plan, or refuse the first that does not fit in one line."""
+    try:
+        text = json.dumps(values, default=list)
+    except TypeError as error:
+        raise BadInput(f"{label}: not plain values ({error})") from None
+    try:
+        return Plan.model_validate_json(text)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(map(str, problem["loc"])).removeprefix("rules.")
+        raise BadInput(f"{label}: {key} {problem.get('input')!r}: {problem['msg']}") from None
+
+
+def _recipe(recipe: Any, settings: Sequence[str], label: str) -> tuple[Recipe, str]:
+    """Return the recipe of every arm, and its name."""
+    if isinstance(recipe, str) and recipe:
+        return load_recipe(recipe, settings), recipe_name(recipe)
+    if isinstance(recipe, dict):
+        return recipe_from(recipe, label, settings), "comparison"
     raise BadInput(f"{label}: recipe is missing; name a shipped one or a YAML file")
 
 
-def _set(given: Any) -> list[str]:
-    return [f"{key}={json.dumps(value)}" for key, value in (given or {}).items()]
+def _as_strings(settings: Settings) -> list[str]:
+    if isinstance(settings, Mapping):
+        return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    return list(settings)
 
 
-def _listed(given: Any) -> list[Any]:
-    if given is None:
+def _as_list(value: Any) -> Any:
+    """Split `a,b` into a list; None is empty, and anything else is left to validation."""
+    if value is None:
         return []
-    return [part.strip() for part in given.split(",")] if isinstance(given, str) else list(given)
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",")]
+    return value if isinstance(value, dict) or not isinstance(value, Iterable) else list(value)
 
 
-def _arm(given: Any, label: str) -> dict[str, Any]:
-    if isinstance(given, dict) and "name" in given:
-        name = given["name"]
-        own = "none" if "set" in given and name not in TREATMENTS else name
-        return {**given, "treatment": _treatment(given.get("treatment", own), label)}
-    if not isinstance(given, str):
-        raise BadInput(f"{label}: arm {given!r} is neither a treatment's name nor has a name")
-    return {"name": given, "treatment": _treatment(given, label)}
+def _arms(value: Any, label: str) -> Any:
+    arms = _as_list(value)
+    return [_arm(arm, label) for arm in arms] if isinstance(arms, list) else arms
 
 
-def _treatment(given: Any, label: str) -> Any:
-    if isinstance(given, str) and given not in TREATMENTS:
-        raise BadInput(f"{label}: no arm is called `{given}`{nearest(given, TREATMENTS)}")
-    return given
+def _arm(value: Any, label: str) -> dict[str, Any]:
+    if isinstance(value, str):
+        value = {"name": value, "treatment": value}
+    if not isinstance(value, dict) or "name" not in value:
+        raise BadInput(f"{label}: arm {value!r} is neither a treatment's name nor has a name")
+    name = value["name"]
+    default = "none" if "set" in value and name not in TREATMENTS else name
+    treatment = value.get("treatment", default)
+    if isinstance(treatment, str) and treatment not in TREATMENTS:
+        hint = nearest(treatment, TREATMENTS)
+        raise BadInput(f"{label}: no treatment is called `{treatment}`{hint}")
+    return {**value, "treatment": treatment}
 
 
-def _seeds(given: Any, quick: bool) -> list[int]:
-    if given is None:
-        return list(range(3 if quick else DEFAULT_SEEDS))
-    if isinstance(given, int) and not isinstance(given, bool):
-        if given < 1:
-            raise BadInput(f"seeds {given}: a comparison needs at least one")
-        return list(range(given))
-    return list(given)
+def _seeds(value: Any, quick: bool) -> Any:
+    """Return the seeds 0, 1, … for a number of them; anything else is left to validation."""
+    if value is None:
+        value = _QUICK_SEEDS if quick else DEFAULT_SEEDS
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value < 1:
+            raise BadInput(f"seeds {value}: a comparison needs at least one")
+        return list(range(value))
+    return _as_list(value)
 
 
-def _rules(values: dict[str, Any], recipe: Recipe) -> Rules:
+def _rules(values: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
     metric, task = values.get("metric") or recipe.metric, recipe.data.task
-    if metric not in METRICS[task]:
-        listed = ", ".join(METRICS[task])
+    if not isinstance(metric, str) or metric not in METRICS[task]:
         raise BadInput(
-            f"metric {metric} does not exist for {task}{nearest(metric, METRICS[task])}; "
-            f"there are {listed}"
+            f"metric {metric} does not exist for {task}{nearest(str(metric), METRICS[task])}; "
+            f"choose from: {', '.join(METRICS[task])}"
         )
-    given = {key: values[key] for key in _RULES if key in values}
+    rules = {key: values[key] for key in _RULES if key in values}
     if metric == "perplexity":
-        given = {"noninferior": 1.05} | given
-    with _in_one_line("rules"):
-        return rules_for(metric, **given)
+        rules = {"noninferior": 1.05} | rules
+    return rules | {"metric": metric} | scale_of(metric)
 
 
-def _tune(given: Any, recipe: Recipe) -> list[dict[str, Any]]:
-    if given is None:
-        return []
-    if isinstance(given, dict):
-        return [given]
-    if not isinstance(given, str):
-        return list(given)
-    if given not in _TUNABLE:
-        raise BadInput(f"--tune {given}: cannot be tuned{nearest(given, _TUNABLE)}; there are "
-                       f"{', '.join(_TUNABLE)}")  # fmt: skip
-    key = _TUNABLE[given]
-    own = getattr(recipe.optim, key.rpartition(".")[2])
-    return [{"key": key, "values": [float(f"{own * step:.3g}") for step in _STEPS]}]
+def _tune(value: Any, recipe: Recipe) -> Any:
+    """Return the settings to tune; a name alone gets a grid around the recipe's own value."""
+    if isinstance(value, dict):
+        return [value]
+    if not isinstance(value, str):
+        return _as_list(value)
+    if value not in _TUNABLE:
+        raise BadInput(
+            f"--tune {value}: cannot be tuned{nearest(value, _TUNABLE)}; "
+            f"choose from: {', '.join(_TUNABLE)}"
+        )
+    key = _TUNABLE[value]
+    own_value = getattr(recipe.optim, key.rpartition(".")[2])
+    return [{"key": key, "values": [float(f"{own_value * factor:.3g}") for factor in _GRID]}]

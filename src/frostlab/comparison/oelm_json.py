@@ -1,160 +1,262 @@
-"""A comparison in the keys that the experiments' own records have; seconds everywhere."""
+"""The study of OELM: its five questions, and comparison.json and timing.json as its scripts wrote.
 
-from collections.abc import Mapping, Sequence
+The original scripts kept one record a comparison. Here its numbers are means over seeds, times are
+in seconds, and an unknown value is null.
+"""
+
+from collections.abc import Collection, Sequence
 from statistics import fmean
 from typing import Any
 
-from frostlab.comparison.page import main_arm
-from frostlab.comparison.plan import Plan, key_of
+from frostlab.comparison.evidence import ArmEvidence, Evidence, RunSummary
+from frostlab.comparison.verdict import Word
+from frostlab.errors import BadInput
 from frostlab.records.folder import RunRecord
 
-Arm = dict[str, Any]
+QUESTIONS = (
+    "How large is the gap?",
+    "Is the parameter saving worth it?",
+    "Is it faster?",
+    "Is orthogonality needed?",
+    "Does it carry from BERT to GPT?",
+)
+_OELM = "oelm"
+_RANDOM = ("oelm-random-matched", "oelm-random")  # the first has the scale of the weights
+_KEYS = {_OELM: "oelm_freeze"}  # of arms in comparison.json
+_OTHER_KEYS = ("dataset", "model", "environment", "comparison")  # of comparison.json
+_COST: dict[Word, str] = {  # of the parameters saved, by verdict
+    "better": "it is also better, so there is nothing to weigh",
+    "worse": "it pays for them: see the gap",
+    "no difference found": "no cost was found, as far as these seeds could have seen one",
+}
 
 
-def comparison_json(
-    evidence: dict[str, Any], records: Mapping[tuple[str, int], RunRecord], plan: Plan
-) -> dict[str, Any]:
-    """Means over seeds of what finished; what is not known is null."""
-    name, arms = evidence["baseline"], evidence["arms"]
-    base = arms[name]
-    first = records[name, plan.seeds[0]]
-    made: dict[str, Any] = {
-        "dataset": plan.recipe["data"]["name"],
-        "model": plan.recipe["model"].get("name") or plan.recipe["model"]["kind"],
+def arm_key(arm: str, baseline: str) -> str:
+    """Return the key of an arm in comparison.json."""
+    return "baseline" if arm == baseline else _KEYS.get(arm, arm.replace("-", "_"))
+
+
+def check_names(arms: Sequence[str], baseline: str) -> None:
+    """Refuse an arm whose key in comparison.json is taken."""
+    taken = set(_OTHER_KEYS)
+    for arm in arms:
+        key = arm_key(arm, baseline)
+        if key in taken:
+            raise BadInput(f"arm {arm}: its name is taken in comparison.json; choose another")
+        taken.add(key)
+
+
+def orthogonality_arms(arms: Collection[str]) -> tuple[str, str] | None:
+    """Return the arms that show what orthogonality does, or None where one is missing.
+
+    They are OELM and random weights, of the same scale if there is such an arm.
+    """
+    random = next((arm for arm in _RANDOM if arm in arms), None)
+    return None if _OELM not in arms or random is None else (_OELM, random)
+
+
+def main_arm(evidence: Evidence) -> str:
+    """Return the arm that the questions are about: OELM, else the first after the baseline."""
+    others = [arm for arm in evidence.arms if arm != evidence.baseline]
+    named = [arm for arm in others if arm_key(arm, evidence.baseline) == _KEYS[_OELM]]
+    return (named or others)[0]
+
+
+def answers(evidence: Evidence) -> list[tuple[str, str]]:
+    """Return the five questions with their answers for the main arm."""
+    arm = main_arm(evidence)
+    texts = (
+        evidence.primary[arm].sentence,
+        _saving(evidence, arm),
+        _speed(evidence, arm),
+        _orthogonality(evidence),
+        _transfer(evidence),
+    )
+    return list(zip(QUESTIONS, texts, strict=True))
+
+
+def _saving(evidence: Evidence, arm: str) -> str:
+    ours = evidence.arms[arm].parameters
+    theirs = evidence.arms[evidence.baseline].parameters
+    if ours is None or theirs is None:
+        return "Not known: an arm has no finished run."
+    saved = 1 - ours.trainable / theirs.trainable
+    if saved <= 0:
+        return f"{arm} trains as many parameters as the baseline, or more: there is no saving."
+    word = evidence.primary[arm].word
+    return (
+        f"{arm} trains {saved:.1%} fewer parameters ({ours.trainable:,} of {theirs.trainable:,}), "
+        "and needs that much less memory for gradients and Adam's moments; "
+        f"{_COST.get(word, f'the cost is not known ({word})')}."
+    )
+
+
+def _speed(evidence: Evidence, arm: str) -> str:
+    if evidence.timing is None:
+        return "Steps were not timed against each other."
+    return str(evidence.timing.arms[arm].sentence)
+
+
+def _orthogonality(evidence: Evidence) -> str:
+    verdict = evidence.orthogonality
+    if verdict is None:
+        return "Not asked: it needs the arms oelm and oelm-random-matched (or oelm-random)."
+    scale = "" if verdict.baseline == _RANDOM[0] else (
+        " oelm-random also has another scale; oelm-random-matched would tell the two apart."
+    )  # fmt: skip
+    return f"{verdict.sentence}{scale}"
+
+
+def _transfer(evidence: Evidence) -> str:
+    return (
+        f"Not answered by one model: this comparison has {_model_name(evidence)} alone; "
+        "run the other one too."
+    )
+
+
+def _model_name(evidence: Evidence) -> str:
+    model = evidence.plan.recipe["model"]
+    return str(model.get("name") or model["kind"])
+
+
+def comparison_json(evidence: Evidence, first: RunRecord) -> dict[str, Any]:
+    """Return the values of comparison.json; `first` is the run whose environment is written."""
+    baseline = evidence.arms[evidence.baseline]
+    values: dict[str, Any] = {
+        "dataset": evidence.plan.recipe["data"]["name"],
+        "model": _model_name(evidence),
         "environment": _environment(first),
-        "baseline": _arm(base),
+        "baseline": _arm_values(baseline),
     }
-    for arm in plan.others:
-        one = arms[arm.name]
-        share = _share(one)
-        made[key_of(arm.name, name)] = _arm(one) | {
-            "vs_baseline": _against(one, base),
-            "parameter_efficiency": None if share is None else f"{share:.1%} trainable",
+    for name in (arm.name for arm in evidence.plan.others):
+        arm = evidence.arms[name]
+        fraction = _trainable_fraction(arm)
+        values[arm_key(name, evidence.baseline)] = _arm_values(arm) | {
+            "vs_baseline": _against_baseline(arm, baseline),
+            "parameter_efficiency": None if fraction is None else f"{fraction:.1%} trainable",
         }
-    other = main_arm(evidence)
-    verdict = evidence["verdicts"][plan.rules.metric][other]
-    made["comparison"] = {
-        "accuracy_gap": _gap(arms[other], base, "accuracy"),
-        "time_analysis": _time_analysis(arms[other], base),
-        "conclusion": verdict["sentence"],
+    main = main_arm(evidence)
+    accuracies = (_mean_metric(arm, "accuracy") for arm in (evidence.arms[main], baseline))
+    values["comparison"] = {
+        "accuracy_gap": _gap(*accuracies),
+        "time_analysis": _time_analysis(evidence.arms[main], baseline),
+        "conclusion": evidence.primary[main].sentence,
     }
-    return made
+    return values
 
 
-def timing_json(evidence: dict[str, Any]) -> dict[str, Any]:
-    """Times alone, in the form of the experiments' own `timing.json`."""
-    name, arms = evidence["baseline"], evidence["arms"]
-    timing: dict[str, Any] = {}
-    for arm, found in arms.items():
-        times = _timing(found)
-        timing[key_of(arm, name)] = {**times, "total_formatted": _formatted(times["total_seconds"])}
-    gap = _time_analysis(arms[main_arm(evidence)], arms[name])
-    timing["comparison"] = {
-        "time_difference_seconds": gap["total_gap_seconds"],
-        "time_difference_percent": _percent(gap["total_gap_percent"], digits=2),
-        "speedup_ratio": gap["speedup_ratio"],
+def timing_json(evidence: Evidence) -> dict[str, Any]:
+    """Return the values of timing.json."""
+    values: dict[str, Any] = {}
+    for name, arm in evidence.arms.items():
+        times = _times(arm)
+        values[arm_key(name, evidence.baseline)] = {
+            **times,
+            "total_formatted": times["formatted"],
+        }
+    main, baseline = evidence.arms[main_arm(evidence)], evidence.arms[evidence.baseline]
+    analysis = _time_analysis(main, baseline)
+    values["comparison"] = {
+        "time_difference_seconds": analysis["total_gap_seconds"],
+        "time_difference_percent": _percent(analysis["total_gap_percent"], digits=2),
+        "speedup_ratio": analysis["speedup_ratio"],
     }
-    return {"timing": timing}
+    return {"timing": values}
 
 
 def _environment(record: RunRecord) -> dict[str, Any]:
-    found, result = record.environment, record.result
+    environment, result = record.environment, record.result
     return {
-        "gpu": (found["gpu"] or {}).get("name"),
-        "cuda_version": found["versions"].get("cuda"),
-        "pytorch_version": found["versions"].get("torch"),
+        "gpu": (environment["gpu"] or {}).get("name"),
+        "cuda_version": environment["versions"].get("cuda"),
+        "pytorch_version": environment["versions"].get("torch"),
         "gpu_temp_start": (result.get("gpu_before") or {}).get("temperature_c"),
         "gpu_temp_end": (result.get("gpu_after") or {}).get("temperature_c"),
     }
 
 
-def _arm(arm: Arm) -> Arm:
-    runs = _finished(arm)
-    parameters = arm["parameters"]
-    share = _share(arm)
+def _arm_values(arm: ArmEvidence) -> dict[str, Any]:
+    fraction, parameters = _trainable_fraction(arm), arm.parameters
+    trainable = None
+    if fraction is not None and parameters is not None:
+        trainable = f"{fraction:.1%} ({parameters.trainable / 1e6:.1f}M)"
     return {
         "performance": {
-            "best_accuracy": _mean(runs, "accuracy"),
-            "best_ppl": _mean(runs, "perplexity"),
-            "final_loss": _average([(run["last"] or {}).get("loss") for run in runs]),
-            "epochs": max((len(run["clocks"]["epoch_seconds"]) for run in runs), default=None),
+            "best_accuracy": _mean_metric(arm, "accuracy"),
+            "best_ppl": _mean_metric(arm, "perplexity"),
+            "final_loss": _mean([run.final_loss for run in arm.finished]),
+            "epochs": max((len(run.epoch_seconds) for run in arm.finished), default=None),
         },
-        "trainable_params": None
-        if share is None
-        else f"{share:.1%} ({parameters['trainable'] / 1e6:.1f}M)".replace("100.0%", "100%"),
-        "timing": _timing(arm),
+        "trainable_params": trainable and trainable.replace("100.0%", "100%"),
+        "timing": _times(arm),
     }
 
 
-def _timing(arm: Arm) -> dict[str, Any]:
-    clocks = [run["clocks"] for run in _finished(arm)]
-    total = _average([clock["total_seconds"] for clock in clocks])
-    steps = [clock["step_ms"]["mean"] / 1e3 for clock in clocks if clock["step_ms"]]
+def _times(arm: ArmEvidence) -> dict[str, Any]:
+    runs: Sequence[RunSummary] = arm.finished
+    total = _mean([run.total_seconds for run in runs])
     return {
         "total_seconds": total,
-        "formatted": _formatted(total),
-        "per_epoch_avg": _average([s for clock in clocks for s in clock["epoch_seconds"]]),
-        "per_step_avg": _average(steps),
-        "validation_total": _average([clock["validation_seconds"] for clock in clocks]),
+        "formatted": _duration(total),
+        "per_epoch_avg": _mean([seconds for run in runs for seconds in run.epoch_seconds]),
+        "per_step_avg": _mean([run.step_ms / 1e3 for run in runs if run.step_ms is not None]),
+        "validation_total": _mean([run.validation_seconds for run in runs]),
     }
 
 
-def _against(arm: Arm, base: Arm) -> dict[str, Any]:
-    one, other = _timing(arm), _timing(base)
-    share, whole = _share(arm), _share(base)
+def _against_baseline(arm: ArmEvidence, baseline: ArmEvidence) -> dict[str, Any]:
+    ours, theirs = _times(arm), _times(baseline)
+    perplexities = (_mean_metric(each, "perplexity") for each in (arm, baseline))
+    fraction, base_fraction = _trainable_fraction(arm), _trainable_fraction(baseline)
+    saved = None if fraction is None or not base_fraction else 1 - fraction / base_fraction
     return {
-        "ppl_gap": _percent(_relative(*(_mean(_finished(a), "perplexity") for a in (arm, base)))),
-        "time_gap": _percent(_relative(one["total_seconds"], other["total_seconds"])),
-        "per_step_gap": _percent(_relative(one["per_step_avg"], other["per_step_avg"])),
-        "params_saved": None if share is None or not whole else f"{1 - share / whole:.1%}",
+        "ppl_gap": _percent(_relative_gap(*perplexities)),
+        "time_gap": _percent(_relative_gap(ours["total_seconds"], theirs["total_seconds"])),
+        "per_step_gap": _percent(_relative_gap(ours["per_step_avg"], theirs["per_step_avg"])),
+        "params_saved": None if saved is None else f"{saved:.1%}",
     }
 
 
-def _time_analysis(arm: Arm, base: Arm) -> dict[str, Any]:
-    one, other = _timing(arm), _timing(base)
-    total, whole = one["total_seconds"], other["total_seconds"]
-    known = total is not None and whole
-    steps = (one["per_step_avg"], other["per_step_avg"])
+def _time_analysis(arm: ArmEvidence, baseline: ArmEvidence) -> dict[str, Any]:
+    ours, theirs = _times(arm), _times(baseline)
+    total, base_total = ours["total_seconds"], theirs["total_seconds"]
+    known = total is not None and base_total
     return {
-        "total_gap_seconds": total - whole if known else None,
-        "total_gap_percent": _relative(total, whole),
-        "per_step_gap": None if None in steps else steps[0] - steps[1],
-        "speedup_ratio": whole / total if known and total else None,
+        "total_gap_seconds": total - base_total if known else None,
+        "total_gap_percent": _relative_gap(total, base_total),
+        "per_step_gap": _gap(ours["per_step_avg"], theirs["per_step_avg"]),
+        "speedup_ratio": base_total / total if known and total else None,
     }
 
 
-def _finished(arm: Arm) -> list[dict[str, Any]]:
-    return [run for run in arm["runs"] if run["status"] == "finished"]
+def _mean_metric(arm: ArmEvidence, metric: str) -> float | None:
+    return _mean([run.metrics.get(metric) for run in arm.finished])
 
 
-def _mean(runs: Sequence[dict[str, Any]], metric: str) -> float | None:
-    return _average([(run["metrics"] or {}).get(metric) for run in runs])
-
-
-def _average(values: Sequence[float | None]) -> float | None:
+def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
 
 
-def _gap(arm: Arm, base: Arm, metric: str) -> float | None:
-    one, other = (_mean(_finished(each), metric) for each in (arm, base))
-    return None if one is None or other is None else one - other
+def _gap(value: float | None, base: float | None) -> float | None:
+    return None if value is None or base is None else value - base
 
 
-def _relative(one: float | None, other: float | None) -> float | None:
-    return None if one is None or not other else 100 * (one - other) / other
+def _relative_gap(value: float | None, base: float | None) -> float | None:
+    """Return the gap in percent of the baseline's value."""
+    return None if value is None or not base else 100 * (value - base) / base
 
 
 def _percent(value: float | None, digits: int = 1) -> str | None:
     return None if value is None else f"{value:+.{digits}f}%"
 
 
-def _share(arm: Arm) -> float | None:
-    parameters = arm["parameters"]
-    return None if parameters is None else parameters["trainable"] / parameters["total"]
+def _trainable_fraction(arm: ArmEvidence) -> float | None:
+    parameters = arm.parameters
+    return None if parameters is None else parameters.trainable / parameters.total
 
 
-def _formatted(seconds: float | None) -> str | None:
+def _duration(seconds: float | None) -> str | None:
     if seconds is None:
         return None
     hours, rest = divmod(round(seconds), 3600)

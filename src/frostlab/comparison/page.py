@@ -1,410 +1,415 @@
-"""A comparison as a page in Markdown: verdicts first, then the numbers they rest on."""
+"""Show a comparison: its page in Markdown, and a few lines for the terminal.
+
+The page is a list of sections; each is a title and a function that returns the text below it, or
+nothing where it does not apply.
+"""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
-from frostlab.comparison.evidence import gradients_page, subjects_page
-from frostlab.comparison.plan import Rules, key_of
+from frostlab.comparison.evidence import (
+    Effect,
+    Evidence,
+    Limit,
+    Parameters,
+    RunSummary,
+    StageSummary,
+    Summary,
+    TimedArm,
+    TunedSetting,
+)
+from frostlab.comparison.oelm_json import answers
+from frostlab.comparison.verdict import MEANINGS
 from frostlab.recipe.settings import LOWER_IS_BETTER
-from frostlab.text import effect, markdown, mean_and_std, mebibytes, number, ratio
+from frostlab.text import NONE, columns, markdown, number
 
-_GAIN = "(By what the last stage made of the first one's best.) "
-_BAR = 30  # characters of the widest bar of a curve
-
-
-def page(evidence: dict[str, Any]) -> str:
-    """The whole page."""
-    plan = evidence["plan"]
-    arms = ", ".join(evidence["arms"])
-    parts = [
-        f"# {plan['name']}: {arms}",
-        f"Caution: {evidence['caution']}." if evidence["caution"] else "",
-        _quickly(plan),
-        _verdicts(evidence),
-        _questions(evidence),
-        _performance(evidence),
-        subjects_page(evidence),
-        gradients_page(evidence),
-        stages_table(evidence),
-        _timing(evidence),
-        _whole_runs(evidence),
-        _tuning(evidence),
-        _fairness(evidence),
-        _runs(evidence),
-    ]  # fmt: skip
-    return "\n\n".join(part for part in parts if part) + "\n"
+_BAR = 30  # characters of the widest bar of a tuning curve
+_GAIN = "(By how much the last stage improved on the first one's best.) "
+_FLOW = {  # quantities of gradient flow, and their columns
+    "front_ratio": "front/output gradient",
+    "weight_change": "front weight change",
+    "update": "front update/weight",
+}
 
 
-def _quickly(plan: dict[str, Any]) -> str:
-    if not plan["quick"]:
-        return ""
-    return "A quick look, its runs cut short: is it worth a real run?"
+def page(evidence: Evidence) -> str:
+    """Return the whole page in Markdown."""
+    parts = [f"# {evidence.plan.name}: {', '.join(evidence.arms)}"]
+    if evidence.caution:
+        parts.append(f"Caution: {evidence.caution}.")
+    if evidence.plan.quick:
+        parts.append("A quick look, its runs cut short: is it worth a real run?")
+    for title, section in SECTIONS:
+        if text := section(evidence):
+            parts.append(f"## {title}\n\n{text}")
+    return "\n\n".join(parts) + "\n"
 
 
-def _verdicts(evidence: dict[str, Any]) -> str:
-    rules = Rules.model_validate(evidence["plan"]["rules"] | {"look": evidence["look"]})
-    found = evidence["verdicts"][rules.metric]
-    lines = [f"- **{name}**: {each['sentence']}" for name, each in found.items()]
-    for name, each in found.items():
-        lines += [f"  - {name}: {note}" for note in each["notes"]]
-        limit = each["noninferior"]
+def show(evidence: Evidence, page: Path) -> str:
+    """Return the main results as lines for the terminal."""
+    metric, verdicts, timing = evidence.plan.rules.metric, evidence.primary, evidence.timing
+    rows = [["arm", metric, "against baseline", "trainable", "ms a step", "ratio", "verdict"]]
+    for name, arm in evidence.arms.items():
+        verdict = verdicts.get(name)
+        timed = None if timing is None else timing.arms.get(name)
+        rows.append([
+            name,
+            _mean_and_std(arm.metrics.get(metric)),
+            "" if verdict is None else _effect(verdict.paired),
+            _trainable(arm.parameters),
+            number(None if timed is None else timed.ms),
+            "" if name == evidence.baseline else _ratio(timed),
+            "" if verdict is None else verdict.word,
+        ])  # fmt: skip
+    lines = [*columns(rows), ""]
+    lines += [f"{name}: {verdict.sentence}" for name, verdict in verdicts.items()]
+    if timing is not None and not timing.proven:
+        lines.append(f"timing is unproven: {'; '.join(timing.reasons)}")
+    planned = [(answer.question, answer.verdict.sentence) for answer in evidence.contrasts]
+    lines += ["", *(f"{question} {text}" for question, text in planned or answers(evidence))]
+    return "\n".join([*lines, "", f"page: {page}"])
+
+
+def _verdicts(evidence: Evidence) -> str:
+    rules, verdicts, timing = evidence.rules, evidence.primary, evidence.timing
+    lines = [f"- **{name}**: {verdict.sentence}" for name, verdict in verdicts.items()]
+    for name, verdict in verdicts.items():
+        lines += [f"  - {name}: {note}" for note in verdict.notes]
+        limit = verdict.noninferior
         if limit is not None:
             lines.append(
-                f"- {name}: {rules.metric} within {limit['limit']:g} × the baseline's? "
-                f"**{limit['answer']}** (ratio {ratio(limit)})"
-                + (f"; {limit['reason']}" if limit["reason"] else "")
+                f"- {name}: {rules.metric} within {limit.limit:g} × the baseline's? "
+                f"**{limit.answer}** (ratio {_ratio(limit)})"
+                + (f"; {limit.reason}" if limit.reason else "")
             )
-    timing = evidence["timing"]
     if timing is not None:
-        for name in found:
-            also = ", ".join(evidence["confounds"].get(name, []))
-            marked = f" Confounded by {also}." if also else ""
-            lines.append(f"- **time, {name}**: {timing['arms'][name]['sentence']}{marked}")
+        for name in verdicts:
+            mixed = ", ".join(evidence.confounds.get(name, ()))
+            mark = f" Confounded by {mixed}." if mixed else ""
+            lines.append(f"- **time, {name}**: {timing.arms[name].sentence}{mark}")
     history = rules.history()
     if history is not None:
         lines.append(f"- {history}")
-    return "## Verdicts\n\n" + "\n".join(lines)
+    return "\n".join(lines)
 
 
-def _questions(evidence: dict[str, Any]) -> str:
-    """The questions a comparison was made for; by default the five that freezing raises."""
-    own = evidence["contrasts"]
-    if not own:
-        title, asked = "The five questions", answers(evidence)
-    else:
-        title = "The questions"
-        asked = [
-            (each["question"], f"{_GAIN if each['of'] == 'gain' else ''}{each['sentence']}")
-            for each in own
-        ]
-    lines = [f"{n}. **{question}** {said}" for n, (question, said) in enumerate(asked, 1)]
-    return f"## {title}\n\n" + "\n".join(lines)
+def _planned_questions(evidence: Evidence) -> str:
+    return _numbered(
+        (answer.question, f"{_GAIN if answer.of == 'gain' else ''}{answer.verdict.sentence}")
+        for answer in evidence.contrasts
+    )
 
 
-def _level(evidence: dict[str, Any]) -> float:
-    """The false-alarm rate that this look spends."""
-    rules = evidence["plan"]["rules"] | {"look": evidence["look"]}
-    return Rules.model_validate(rules).level
+def _default_questions(evidence: Evidence) -> str:
+    """Answer the five questions of freezing where the plan asks none of its own."""
+    return "" if evidence.contrasts else _numbered(answers(evidence))
 
 
-def _performance(evidence: dict[str, Any]) -> str:
-    arms, metrics = evidence["arms"], list(evidence["verdicts"])
-    head = ["arm", "seeds", *metrics, "cv", "trainable"]
+def _numbered(answers: Iterable[tuple[str, str]]) -> str:
+    lines = [f"{n}. **{question}** {text}" for n, (question, text) in enumerate(answers, 1)]
+    return "\n".join(lines)
+
+
+def _performance(evidence: Evidence) -> str:
+    metrics = list(evidence.verdicts)
     rows = []
-    for name, arm in arms.items():
-        parameters = arm["parameters"] or {}
-        finished = [run for run in arm["runs"] if run["status"] == "finished"]
-        mark = " (confounded)" if evidence["confounds"].get(name) else ""
+    for name, arm in evidence.arms.items():
+        primary = arm.metrics.get(metrics[0])
+        mark = " (confounded)" if evidence.confounds.get(name) else ""
         rows.append([
             name + mark,
-            f"{len(finished)} of {len(arm['runs'])}",
-            *(mean_and_std(arm["metrics"].get(metric)) for metric in metrics),
-            number((arm["metrics"].get(metrics[0]) or {}).get("cv")),
-            f"{parameters['trainable'] / parameters['total']:.1%}" if parameters else "–",
+            f"{len(arm.finished)} of {len(arm.runs)}",
+            *(_mean_and_std(arm.metrics.get(metric)) for metric in metrics),
+            number(None if primary is None else primary.cv),
+            _trainable(arm.parameters),
         ])  # fmt: skip
-    table = markdown(head, rows)
-    paired = [
-        [name, metric, effect(each["paired"]), number(each["p_adjusted"]), each["word"]]
-        for metric, found in evidence["verdicts"].items()
-        for name, each in found.items()
+    verdicts = [
+        [name, metric, _effect(verdict.paired), number(verdict.p_adjusted), verdict.word]
+        for metric, by_arm in evidence.verdicts.items()
+        for name, verdict in by_arm.items()
     ]
-    beside = markdown(["arm", "metric", "against the baseline", "p (Holm)", "verdict"], paired)
-    said = (
+    used = {row[-1] for row in verdicts}
+    note = (
         "Mean ± standard deviation over seeds; cv: of the first metric. Below: paired over seeds, "
-        f"{100 * (1 - _level(evidence)):.4g} % t interval; a ratio for perplexity. Only the first "
-        "metric was chosen beforehand."
+        f"{100 * (1 - evidence.rules.level):.4g} % t interval; a ratio for perplexity. Only the "
+        "first metric was chosen beforehand."
     )
-    return f"## Performance\n\n{table}\n\n{said}\n\n{beside}"
+    return "\n\n".join([
+        markdown(["arm", "seeds", *metrics, "cv", "trainable"], rows),
+        note,
+        markdown(["arm", "metric", "against the baseline", "p (Holm)", "verdict"], verdicts),
+        " ".join(f"*{word}*: {text}." for word, text in MEANINGS.items() if word in used),
+    ])  # fmt: skip
 
 
-def _timing(evidence: dict[str, Any]) -> str:
-    timing = evidence["timing"]
-    if timing is None:
+def _subjects(evidence: Evidence) -> str:
+    parts = []
+    for split, tests in evidence.subjects.items():
+        rows = [
+            [name, f"{test.better} of {test.n}", number(test.r), _effect(test.z), number(test.p),
+             number(test.p_signed), number(test.p_adjusted)]
+            for name, test in tests.subjects.items()
+        ]  # fmt: skip
+        head = ["arm", "subjects better", "r", "z [95 %]", "p", "p signed ranks", "p (Holm)"]
+        ridge = [[name, _effect(test), number(test.p)] for name, test in tests.ridge.items()]
+        parts.append(
+            f"### {split}\n\n{markdown(head, rows)}\n\n"
+            f"{markdown(['arm', 'r − ridge, over seeds [95 %]', 'p'], ridge)}"
+        )
+    if not parts:
         return ""
-    rows = [
-        [
-            name,
-            number(arm["ms"]),
-            ratio(arm) if name != evidence["baseline"] else "1",
-            number(arm.get("ceiling")),
-            arm.get("flag") or "",
-            mebibytes(arm.get("peak_bytes")),
-            mebibytes(arm.get("optimizer_bytes")),
-            mebibytes(arm.get("checkpoint_bytes")),
-        ]
-        for name, arm in timing["arms"].items()
-    ]
-    head = ["arm", "ms a step", "ratio [95 %]", "FLOPs allow", "", "peak memory", "optimizer",
-            "trained weights"]  # fmt: skip
-    control = timing["control"]
-    proof = "proven" if timing["proven"] else f"**unproven**: {'; '.join(timing['reasons'])}"
-    said = (
-        f"Interleaved in one process, {timing['builds']} builds, {timing['rounds']} rounds, "
-        f"{timing['seconds']:.0f} s, "
-        f"stopped by {timing['stopped_by']}. A/A control (the baseline again): "
-        f"{ratio(control)}: {proof}."
+    note = (
+        f"Against {evidence.baseline}, each subject is a pair: its mean Fisher z over the seeds. "
+        "`report`: other recordings of subjects trained on; `unseen`: subjects not trained on. "
+        "The ridge decoder is the same for every seed."
     )
-    return f"## Time of a step\n\n{markdown(head, rows)}\n\n{said}"
+    return "\n\n".join([note, *parts])
 
 
-def _whole_runs(evidence: dict[str, Any]) -> str:
-    rows = []
-    for name, arm in evidence["arms"].items():
-        times = [run["clocks"] for run in arm["runs"] if run["status"] == "finished"]
-        if times:
-            rounds = evidence["rounds"].get(name, {"seconds": [], "paired": None})
-            rows.append([
-                name, mean_and_std(arm["seconds"]), number(arm["seconds"]["cv"]),
-                number(fmean(t["validation_seconds"] for t in times)),
-                ", ".join(number(value) for value in rounds["seconds"]) or "–",
-                effect(rounds["paired"]),
-            ])  # fmt: skip
-    if not rows:
+def _gradients(evidence: Evidence) -> str:
+    if not evidence.flow:
         return ""
-    head = ["arm", "total s", "cv", "of it validation s", "alternating rounds s", "ratio of these"]
-    beside = "" if evidence["jobs"] == 1 else (
-        f"\n\nUp to {evidence['jobs']} runs at once: totals say little; the rounds ran alone."
-    )  # fmt: skip
-    return f"## Time of whole runs\n\n{markdown(head, rows)}{beside}"
-
-
-def _tuning(evidence: dict[str, Any]) -> str:
-    curves = "\n\n".join(map(_curves, evidence["tuning"]))
-    return f"## Tuning\n\n{curves}" if curves else ""
-
-
-def _curves(tuning: dict[str, Any]) -> str:
-    lines = []
-    for name, curve in tuning["curves"].items():
-        means = [point["mean"] for point in curve if point["mean"] is not None]
-        low, high = (min(means), max(means)) if means else (0.0, 1.0)
-        lines.append(f"{name}")
-        for point in curve:
-            best = point["value"] == tuning["best"][name]
-            lines.append(f"  {point['value']:<10g} {_drawn(point['mean'], low, high)}"
-                         f"{'  ← best' if best else ''}")  # fmt: skip
-    edges = [name for name, on_edge in tuning["on_edge"].items() if on_edge]
-    said = f"{tuning['key']}, the mean over tuning seeds on the tune split, the same grid for all."
-    if tuning["extended"]:
-        said += " The grid was extended once."
-    if edges:
-        said += f" On the edge of the grid still: {', '.join(edges)}."
-    drawn = "\n".join(lines)
-    return f"{said}\n\n```\n{drawn}\n```"
-
-
-def _fairness(evidence: dict[str, Any]) -> str:
-    lines = _varied(evidence["plan"])
-    lines += [
-        f"- {name}: confounded by {', '.join(found)}"
-        for name, found in evidence["confounds"].items()
-        if found
-    ]
-    lines += [
-        f"- {each['arm']} seed {each['seed']} is not paired: {each['reason']}"
-        for each in evidence["refused_pairs"]
-    ]
-    for tuning in evidence["tuning"]:
-        chosen = ", ".join(f"{name} {value:g}" for name, value in tuning["best"].items())
-        lines.append(f"- {tuning['key']} was tuned for each on an equal budget: {chosen}")
-    if not evidence["pairs"]:
-        lines.append("- No pair of runs finished, so nothing could be compared.")
-    if not lines:
-        lines = ["- The arms differ in the treatment alone: data, order of examples, untouched "
-                 "weights, device and precision are equal for every seed, by digest."]  # fmt: skip
-    return "## What differs between the arms\n\n" + "\n".join(lines)
-
-
-def _varied(plan: dict[str, Any]) -> list[str]:
-    """What each arm sets of what is compared here beside treatments."""
-    if not plan["vary"]:
-        return []
-    lines = [f"- What is compared: {', '.join(plan['vary'])}. All else is equal for every seed."]
-    if any(key.partition(".")[0] == "model" for key in plan["vary"]):
-        lines.append("- Models of other sizes begin with other weights, drawn from the same seed.")
-    for arm in plan["arms"]:
-        said = "; ".join(f"{key} {json.dumps(value)}" for key, value in arm["set"].items())
-        lines.append(f"- {arm['name']}: {said or 'as the recipe has it'}")
-    return lines
-
-
-def _runs(evidence: dict[str, Any]) -> str:
-    metric = evidence["plan"]["rules"]["metric"]
+    head = ["arm", *(cell for column in _FLOW.values() for cell in (column, "ratio [95 %]"))]
     rows = [
-        [name, str(run["seed"]), _status(run), number((run["metrics"] or {}).get(metric)),
-         f"[{run['folder']}]({run['folder']})"]
-        for name, arm in evidence["arms"].items()
-        for run in arm["runs"]
+        [name, *(cell for key in _FLOW
+                 for cell in (_mean_and_std(flow[key].summary), _effect(flow[key].against)))]
+        for name, flow in evidence.flow.items()
     ]  # fmt: skip
-    return f"## Runs\n\n{markdown(['arm', 'seed', 'status', metric, 'record'], rows)}"
+    note = (
+        "Means over seeds, and ratios to the baseline paired over them. Front: layers 0 and 1. "
+        "Gradients are the largest of each tensor at the last measured step, as the source took "
+        "them; update/weight is the median over the front's parts and all measured steps."
+    )
+    return f"{note}\n\n{markdown(head, rows)}"
 
 
-def _status(run: dict[str, Any]) -> str:
-    said = run["status"] if run["error"] is None else f"{run['status']}: {run['error']}"
-    return said if run["attempts"] == 1 else f"{said}, attempt {run['attempts']}"
-
-
-def _drawn(value: float | None, low: float, high: float) -> str:
-    if value is None:
-        return "failed"
-    share = (value - low) / (high - low) if high > low else 1.0
-    return f"{'▇' * (1 + round(share * (_BAR - 1))):<{_BAR}} {value:.4g}"
-
-
-_HEAD = ["arm", "stage", "trainable", "best on the tune split", "best epoch", "seconds", "change"]
-
-
-def stages_table(evidence: dict[str, Any]) -> str:
-    """A row a stage of every arm that has several; nothing where none has."""
+def _stages(evidence: Evidence) -> str:
     rows: list[list[str]] = []
-    for name, arm in evidence["arms"].items():
-        runs = [run["stages"] for run in arm["runs"] if run["status"] == "finished"]
+    for name, arm in evidence.arms.items():
+        runs = [run.stages for run in arm.finished]
         if runs and len(runs[0]) > 1:
-            rows += _rows(name, runs)
+            rows += _stage_rows(name, runs)
     if not rows:
         return ""
-    said = (
+    head = ["arm", "stage", "trainable", "best on the tune split", "best epoch", "seconds",
+            "change"]  # fmt: skip
+    note = (
         "Means over seeds. Change: of the best value against that of the stage before, positive "
         "where it is better."
     )
-    return f"## Stages\n\n{markdown(_HEAD, rows)}\n\n{said}"
+    return f"{markdown(head, rows)}\n\n{note}"
 
 
-def _rows(name: str, runs: Sequence[list[dict[str, Any]]]) -> list[list[str]]:
-    rows, before = [], None
-    for stages in zip(*runs, strict=True):  # the same one of every seed
-        best = fmean(stage["best"]["value"] for stage in stages)
+def _stage_rows(name: str, runs: Sequence[Sequence[StageSummary]]) -> list[list[str]]:
+    rows: list[list[str]] = []
+    before: float | None = None
+    for stages in zip(*runs, strict=True):  # the same stage of every run
+        first = stages[0]
+        best = _mean(stage.best for stage in stages)
         rows.append([
-            name if before is None else "",
-            stages[0]["name"],
-            f"{stages[0]['trainable']:,} of {stages[0]['total']:,}",
+            name if not rows else "",
+            first.name,
+            f"{first.trainable:,} of {first.total:,}",
             number(best),
-            number(fmean(stage["best"]["epoch"] for stage in stages)),
-            number(fmean(stage["seconds"] for stage in stages)),
-            "" if before is None else f"{_better(before, best, stages[0]['best']['metric']):+.2%}",
+            number(_mean(stage.epoch for stage in stages)),
+            number(fmean(stage.seconds for stage in stages)),
+            "" if before is None or best is None else f"{_gain(before, best, first.metric):+.2%}",
         ])  # fmt: skip
         before = best
     return rows
 
 
-def _better(before: float, after: float, metric: str) -> float:
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def _gain(before: float, after: float, metric: str) -> float:
+    """Return the relative change, positive where the metric got better."""
     change = after / before - 1
     return -change if metric in LOWER_IS_BETTER else change
 
 
-QUESTIONS = (
-    "How large is the gap?",
-    "Is the parameter saving worth it?",
-    "Is it faster?",
-    "Is orthogonality needed?",
-    "Does it carry from BERT to GPT?",
-)
-
-
-def answers(evidence: dict[str, Any]) -> list[tuple[str, str]]:
-    """Question and answer, for the arm that the comparison is about."""
-    arm = main_arm(evidence)
-    said = (
-        _gap(evidence, arm),
-        _saving(evidence, arm),
-        _speed(evidence, arm),
-        _orthogonality(evidence),
-        _carries(evidence),
-    )
-    return list(zip(QUESTIONS, said, strict=True))
-
-
-def main_arm(evidence: dict[str, Any]) -> str:
-    """OELM if it is there, else the first that is not the baseline."""
-    others = [name for name in evidence["arms"] if name != evidence["baseline"]]
-    named = [name for name in others if key_of(name, evidence["baseline"]) == "oelm_freeze"]
-    return (named or others)[0]
-
-
-def _verdict(evidence: dict[str, Any], arm: str) -> dict[str, Any]:
-    found: dict[str, Any] = evidence["verdicts"][evidence["plan"]["rules"]["metric"]][arm]
-    return found
-
-
-def _gap(evidence: dict[str, Any], arm: str) -> str:
-    return str(_verdict(evidence, arm)["sentence"])
-
-
-def _saving(evidence: dict[str, Any], arm: str) -> str:
-    one, whole = (evidence["arms"][name]["parameters"] for name in (arm, evidence["baseline"]))
-    if one is None or whole is None:
-        return "Not known: an arm has no finished run."
-    saved = 1 - one["trainable"] / whole["trainable"]
-    if saved <= 0:
-        return f"{arm} trains as many parameters as the baseline, or more: there is no saving."
-    said = (
-        f"{arm} trains {saved:.1%} fewer parameters ({one['trainable']:,} of "
-        f"{whole['trainable']:,}), and so much less memory for gradients and Adam's moments"
-    )
-    cost = {
-        "better": "it is also better, so there is nothing to weigh",
-        "worse": "it pays for them: see the gap",
-        "no difference found": "no cost was found, as far as these seeds could have seen one",
-    }
-    word = _verdict(evidence, arm)["word"]
-    return f"{said}; {cost.get(word, f'what it costs is not known ({word})')}."
-
-
-def _speed(evidence: dict[str, Any], arm: str) -> str:
-    timing = evidence["timing"]
+def _step_times(evidence: Evidence) -> str:
+    timing = evidence.timing
     if timing is None:
-        return "Steps were not timed against each other."
-    return str(timing["arms"][arm]["sentence"])
-
-
-def _orthogonality(evidence: dict[str, Any]) -> str:
-    found = evidence["orthogonality"]
-    if found is None:
-        return "Not asked: it needs the arms oelm and oelm-random-matched (or oelm-random)."
-    scale = "" if found["baseline"] == "oelm-random-matched" else (
-        " oelm-random also has another scale; oelm-random-matched would tell the two apart."
-    )  # fmt: skip
-    return f"{found['sentence']}{scale}"
-
-
-def _carries(evidence: dict[str, Any]) -> str:
-    model = evidence["plan"]["recipe"]["model"]
-    name = model.get("name") or model["kind"]
-    return f"Not answered by one model: this comparison has {name} alone; make the other one, too."
-
-
-def show(evidence: dict[str, Any], page: Path) -> str:
-    """A few lines that say what was found."""
-    metric = evidence["plan"]["rules"]["metric"]
-    verdicts = evidence["verdicts"][metric]
-    timing = evidence["timing"]
-    rows = []
-    for name, arm in evidence["arms"].items():
-        found, parameters = arm["metrics"].get(metric), arm["parameters"]
-        verdict = verdicts.get(name)
-        timed = None if timing is None else timing["arms"].get(name)
-        rows.append([
+        return ""
+    rows = [
+        [
             name,
-            mean_and_std(found),
-            "" if verdict is None else effect(verdict["paired"]),
-            "–" if parameters is None else f"{parameters['trainable'] / parameters['total']:.1%}",
-            number(None if timed is None else timed["ms"]),
-            "" if name == evidence["baseline"] else ratio(timed),
-            "" if verdict is None else verdict["word"],
+            number(arm.ms),
+            _ratio(arm) if name != evidence.baseline else "1",
+            number(arm.ceiling),
+            arm.flag or "",
+            _mebibytes(arm.peak_bytes),
+            _mebibytes(arm.optimizer_bytes),
+            _mebibytes(arm.checkpoint_bytes),
+        ]
+        for name, arm in timing.arms.items()
+    ]
+    head = ["arm", "ms a step", "ratio [95 %]", "FLOPs allow", "", "peak memory", "optimizer",
+            "trained weights"]  # fmt: skip
+    proof = "proven" if timing.proven else f"**unproven**: {'; '.join(timing.reasons)}"
+    note = (
+        f"Interleaved in one process, {timing.builds} builds, {timing.rounds} rounds, "
+        f"{timing.seconds:.0f} s, stopped by {timing.stopped_by}. A/A control (the baseline "
+        f"again): {_ratio(timing.control)}: {proof}."
+    )
+    return f"{markdown(head, rows)}\n\n{note}"
+
+
+def _run_times(evidence: Evidence) -> str:
+    rows = []
+    for name, arm in evidence.arms.items():
+        if arm.seconds is None:
+            continue
+        rounds = evidence.rounds.get(name)
+        rows.append([
+            name, _mean_and_std(arm.seconds), number(arm.seconds.cv),
+            number(fmean(run.validation_seconds for run in arm.finished)),
+            ", ".join(map(number, rounds.seconds)) if rounds is not None else NONE,
+            _effect(None if rounds is None else rounds.paired),
         ])  # fmt: skip
-    head = ["arm", metric, "against baseline", "trainable", "ms a step", "ratio", "verdict"]
-    lines = [*_aligned([head, *rows]), ""]
-    lines += [f"{name}: {verdict['sentence']}" for name, verdict in verdicts.items()]
-    if timing is not None and not timing["proven"]:
-        lines.append(f"timing is unproven: {'; '.join(timing['reasons'])}")
-    own = [(each["question"], each["sentence"]) for each in evidence["contrasts"]]
-    lines += ["", *(f"{question} {said}" for question, said in own or answers(evidence))]
-    return "\n".join([*lines, "", f"page: {page}"])
+    if not rows:
+        return ""
+    head = ["arm", "total s", "cv", "of it validation s", "alternating rounds s", "ratio of these"]
+    note = "" if evidence.jobs == 1 else (
+        f"\n\nUp to {evidence.jobs} runs at once: totals say little; the rounds ran alone."
+    )  # fmt: skip
+    return f"{markdown(head, rows)}{note}"
 
 
-def _aligned(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+def _tuning(evidence: Evidence) -> str:
+    return "\n\n".join(map(_tuning_curves, evidence.tuning))
+
+
+def _tuning_curves(setting: TunedSetting) -> str:
+    lines = []
+    for name, curve in setting.curves.items():
+        means = [point.mean for point in curve if point.mean is not None]
+        low, high = (min(means), max(means)) if means else (0.0, 1.0)
+        lines.append(name)
+        for point in curve:
+            mark = "  ← best" if point.value == setting.best[name] else ""
+            lines.append(f"  {point.value:<10g} {_bar(point.mean, low, high)}{mark}")
+    edges = [name for name, on_edge in setting.on_edge.items() if on_edge]
+    note = f"{setting.key}, the mean over tuning seeds on the tune split, the same grid for all."
+    if setting.extended:
+        note += " The grid was extended once."
+    if edges:
+        note += f" On the edge of the grid still: {', '.join(edges)}."
+    curves = "\n".join(lines)
+    return f"{note}\n\n```\n{curves}\n```"
+
+
+def _bar(value: float | None, low: float, high: float) -> str:
+    if value is None:
+        return "failed"
+    height = (value - low) / (high - low) if high > low else 1.0
+    return f"{'▇' * (1 + round(height * (_BAR - 1))):<{_BAR}} {value:.4g}"
+
+
+def _differences(evidence: Evidence) -> str:
+    lines = _varied_settings(evidence)
+    lines += [
+        f"- {name}: confounded by {', '.join(confounds)}"
+        for name, confounds in evidence.confounds.items()
+        if confounds
+    ]
+    lines += [
+        f"- {pair.arm} seed {pair.seed} is not paired: {pair.reason}"
+        for pair in evidence.refused_pairs
+    ]
+    for setting in evidence.tuning:
+        values = ", ".join(f"{name} {value:g}" for name, value in setting.best.items())
+        lines.append(f"- {setting.key} was tuned for each on an equal budget: {values}")
+    if not evidence.pairs:
+        lines.append("- No pair of runs finished, so nothing could be compared.")
+    if not lines:
+        lines = ["- The arms differ in the treatment alone: data, order of examples, untouched "
+                 "weights, device and precision are equal for every seed, by digest."]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _varied_settings(evidence: Evidence) -> list[str]:
+    """List the settings that the plan compares like treatments, and their values by arm."""
+    plan = evidence.plan
+    if not plan.vary:
+        return []
+    lines = [f"- What is compared: {', '.join(plan.vary)}. All else is equal for every seed."]
+    if any(key.partition(".")[0] == "model" for key in plan.vary):
+        lines.append("- Models of other sizes begin with other weights, drawn from the same seed.")
+    for arm in plan.arms:
+        values = "; ".join(f"{key} {json.dumps(value)}" for key, value in arm.set.items())
+        lines.append(f"- {arm.name}: {values or 'as the recipe has it'}")
+    return lines
+
+
+def _runs(evidence: Evidence) -> str:
+    metric = evidence.plan.rules.metric
+    rows = [
+        [name, str(run.seed), _status(run), number(run.metrics.get(metric)),
+         f"[{run.folder}]({run.folder})"]
+        for name, arm in evidence.arms.items()
+        for run in arm.runs
+    ]  # fmt: skip
+    return markdown(["arm", "seed", "status", metric, "record"], rows)
+
+
+def _status(run: RunSummary) -> str:
+    status = run.status if run.error is None else f"{run.status}: {run.error}"
+    return status if run.attempts == 1 else f"{status}, attempt {run.attempts}"
+
+
+def _effect(effect: Effect | None) -> str:
+    """Write a paired effect with its interval, where it has one."""
+    if effect is None or effect.effect is None:
+        return NONE
+    sign, unit = ("", " ×") if effect.log else ("+", "")
+    interval = ""
+    if effect.low is not None and effect.high is not None:
+        interval = f" [{effect.low:{sign}.4g}, {effect.high:{sign}.4g}]"
+    return f"{effect.effect:{sign}.4g}{interval}{unit}"
+
+
+def _ratio(values: Limit | TimedArm | None) -> str:
+    """Write a ratio with its interval, where it has one."""
+    if values is None or values.ratio is None:
+        return NONE
+    interval = ""
+    if values.low is not None and values.high is not None:
+        interval = f" [{values.low:.4f}, {values.high:.4f}]"
+    return f"{values.ratio:.4f}{interval}"
+
+
+def _mean_and_std(summary: Summary | None) -> str:
+    """Write a mean, and the standard deviation of several values."""
+    if summary is None:
+        return NONE
+    return f"{summary.mean:.4g}" + ("" if summary.n < 2 else f" ± {summary.std:.2g}")
+
+
+def _trainable(parameters: Parameters | None) -> str:
+    return NONE if parameters is None else f"{parameters.trainable / parameters.total:.1%}"
+
+
+def _mebibytes(value: float | None) -> str:
+    return NONE if value is None else f"{value / 2**20:,.0f} MiB"
+
+
+SECTIONS: tuple[tuple[str, Callable[[Evidence], str]], ...] = (
+    ("Verdicts", _verdicts),
+    ("The questions", _planned_questions),
+    ("The five questions", _default_questions),
+    ("Performance", _performance),
+    ("Subjects", _subjects),
+    ("Gradients", _gradients),
+    ("Stages", _stages),
+    ("Time of a step", _step_times),
+    ("Time of whole runs", _run_times),
+    ("Tuning", _tuning),
+    ("What differs between the arms", _differences),
+    ("Runs", _runs),
+)

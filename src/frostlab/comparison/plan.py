@@ -1,8 +1,6 @@
-"""A comparison as data: one recipe, its arms, seeds and rules, fixed before the first run."""
+"""A comparison as data: one recipe, its arms, seeds and rules, all fixed before the first run."""
 
 import copy
-import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
@@ -15,19 +13,24 @@ from frostlab.recipe.recipe import METRICS, Recipe
 from frostlab.recipe.settings import LOWER_IS_BETTER
 from frostlab.recipe.treatment import Positive, Strict
 from frostlab.records.folder import differences
+from frostlab.storage import digest_of
 
-LEAST_SEEDS = 5  # with fewer pairs an arm is never called better or worse
+SCHEMA = 2  # of plan.json
+LEAST_SEEDS = 5  # with fewer pairs no arm is called better or worse
 DEFAULT_SEEDS = 6  # from here on the sign-flip test can reach 5 %
-_TIMES = ("_seconds", "_ms")
-_SMALLER = (*_TIMES, "_bytes")
+TUNING_SEED = 900_000  # tuning runs take seeds from here on, results never do
+_LOWER_IS_BETTER_ENDINGS = ("_seconds", "_ms", "_bytes")
+_NO_CONFOUNDS = ("about", "treatment", "seed")  # sections that every arm or run has its own of
+_SAME_FOR_ALL = ("data", "tokenizer")  # arms that see other data cannot be compared
+_NOT_IN_SET = ("seed", "treatment")  # an arm has other keys for these
 
 
 class Rules(Strict):
-    """What is compared, and what it takes to call an arm better or worse.
+    """The metric that is compared, and the conditions for calling an arm better or worse.
 
     `minimum_effect` is the smallest effect of interest, in the metric's unit or, on log scale, as
-    a ratio − 1. `noninferior` is the limit of "no more than 1.05 times as bad". `looks` is how
-    many looks were planned, `look` which of them this is.
+    a ratio − 1. `noninferior` is the limit of "no more than 1.05 times as bad". `looks` is the
+    planned number of looks at the results, `look` is the number of this one.
     """
 
     metric: Annotated[str, Field(min_length=1)]
@@ -42,31 +45,33 @@ class Rules(Strict):
     @property
     def level(self) -> float:
         """The false-alarm rate that this look may spend."""
-        return spent(self.alpha, self.look, self.looks)
+        return alpha_spent(self.alpha, self.look, self.looks)
 
     @property
     def risk(self) -> float:
-        """What all looks so far have spent: alpha at most, unless one look was planned and more
-        were taken."""
-        return sum(spent(self.alpha, k, self.looks) for k in range(1, self.look + 1))
+        """The false-alarm rate of all looks so far.
+
+        It is at most alpha, unless one look was planned and more were taken.
+        """
+        return sum(alpha_spent(self.alpha, k, self.looks) for k in range(1, self.look + 1))
 
     def history(self) -> str | None:
-        """Say that the comparison was, or may be, looked at more than once."""
+        """Describe the looks taken and planned; None for a single look."""
         if self.look == 1:
             if self.looks == 1:
                 return None
             return f"look 1 of {self.looks} planned: it spends {self.level:.4g} of {self.alpha:.4g}"
-        said = f"look {self.look}, looked at before: this look spends {self.level:.4g}"
+        text = f"look {self.look}, looked at before: this look spends {self.level:.4g}"
         if self.risk <= self.alpha:
-            return f"{said}, all looks together at most {self.alpha:.4g}"
+            return f"{text}, all looks together at most {self.alpha:.4g}"
         return (
-            f"{said}; one look was planned and it had spent all of {self.alpha:.4g}, "
+            f"{text}; one look was planned and it had spent all of {self.alpha:.4g}, "
             f"so together the looks so far raise a false alarm in up to {self.risk:.2%}"
         )
 
 
-def spent(alpha: float, look: int, looks: int = 1) -> float:
-    """The share of alpha that look number `look` spends where `looks` were planned.
+def alpha_spent(alpha: float, look: int, looks: int = 1) -> float:
+    """Return the part of alpha that look number `look` spends where `looks` were planned.
 
     A plan of one look spends alpha on it. Any other look k spends alpha / 2**k: these sum to less
     than alpha however many are taken, so a plan of two or more looks can be extended without end.
@@ -74,6 +79,20 @@ def spent(alpha: float, look: int, looks: int = 1) -> float:
     grows, to less than 1.5 alpha.
     """
     return alpha if look == looks == 1 else alpha / 2**look
+
+
+def scale_of(metric: str) -> dict[str, bool]:
+    """Return the direction and the scale of a known metric: perplexity and times are ratios."""
+    higher = {name for names in METRICS.values() for name in names} - set(LOWER_IS_BETTER)
+    lower = metric in LOWER_IS_BETTER or metric.endswith(_LOWER_IS_BETTER_ENDINGS)
+    if not lower and metric not in higher:
+        names = (*LOWER_IS_BETTER, *sorted(higher))
+        raise BadInput(
+            f"metric `{metric}` has no known direction (known: {', '.join(names)}, and names that "
+            f"end in {', '.join(_LOWER_IS_BETTER_ENDINGS)}){nearest(metric, names)}"
+        )
+    log = metric == "perplexity" or metric.endswith(_LOWER_IS_BETTER_ENDINGS)
+    return {"lower_is_better": lower, "log": log}
 
 
 def rules_for(
@@ -85,29 +104,16 @@ def rules_for(
     looks: int = 1,
     look: int = 1,
 ) -> Rules:
-    """Rules with the direction and the scale of a known metric: perplexity and times are ratios."""
-    higher = {name for names in METRICS.values() for name in names} - set(LOWER_IS_BETTER)
-    lower = metric in LOWER_IS_BETTER or metric.endswith(_SMALLER)
-    if not lower and metric not in higher:
-        known = (*LOWER_IS_BETTER, *sorted(higher))
-        raise BadInput(
-            f"metric `{metric}` has no known direction (known: {', '.join(known)}, and what ends "
-            f"in {', '.join(_SMALLER)}){nearest(metric, known)}"
-        )
+    """Return rules with the direction and the scale of a known metric."""
     return Rules(
         metric=metric,
-        lower_is_better=lower,
-        log=metric == "perplexity" or metric.endswith(_SMALLER),
+        **scale_of(metric),
         alpha=alpha,
         minimum_effect=minimum_effect,
         noninferior=noninferior,
         looks=looks,
         look=look,
     )
-
-
-_OWN = ("about", "treatment", "seed")  # what arms and their runs may differ in
-NEVER = ("data", "tokenizer")  # arms that saw other data are not comparable at all
 
 
 @dataclass(frozen=True)
@@ -119,71 +125,41 @@ class Confound:
     arm: Any
 
     def within(self, keys: Iterable[str]) -> bool:
-        """Whether it is one of these settings, or below one."""
+        """Return whether the setting is one of these, or below one."""
         return any(self.key == key or self.key.startswith(f"{key}.") for key in keys)
 
     def __str__(self) -> str:
-        return f"{self.key} {_shown(self.baseline)} → {_shown(self.arm)}"
+        return f"{self.key} {_as_text(self.baseline)} → {_as_text(self.arm)}"
 
 
 def confounds(baseline: Recipe, arm: Recipe) -> tuple[Confound, ...]:
-    """Every setting in which an arm differs from the baseline."""
-    one, other = baseline.to_dict(), arm.to_dict()
-    keys = [key for key in differences(one, other) if key.partition(".")[0] not in _OWN]
-    return tuple(Confound(key, _at(one, key), _at(other, key)) for key in sorted(keys))
+    """Return every setting in which an arm differs from the baseline."""
+    ours, theirs = baseline.to_dict(), arm.to_dict()
+    keys = [key for key in differences(ours, theirs) if _section(key) not in _NO_CONFOUNDS]
+    return tuple(
+        Confound(key, _value_at(ours, key), _value_at(theirs, key)) for key in sorted(keys)
+    )
 
 
 def check_confounds(
-    baseline: str, arm: str, found: Iterable[Confound], allowed: Iterable[str]
+    baseline: str, arm: str, confounds: Iterable[Confound], allowed: Iterable[str]
 ) -> None:
-    """Refuse what differs and was not declared; other data can not be declared."""
+    """Refuse a confound that was not declared; other data cannot be declared."""
     permitted = set(allowed)
-    for confound in found:
-        where = f"{arm} differs from {baseline} in {confound}"
-        if confound.key.partition(".")[0] in NEVER:
-            raise BadInput(f"{where}: arms must see the same data")
+    for confound in confounds:
+        problem = f"{arm} differs from {baseline} in {confound}"
+        if _section(confound.key) in _SAME_FOR_ALL:
+            raise BadInput(f"{problem}: arms must see the same data")
         section, _, short = confound.key.partition(".")
         if not permitted & {confound.key, section, short, short.rpartition(".")[2]}:
             raise BadInput(
-                f"{where}: a confound; give both the same, tune it for both (--tune), "
+                f"{problem}: a confound; give both the same, tune it for both (--tune), "
                 f"or declare it (--allow-confound {short})"
             )
 
 
-def check_known(said: str, keys: Iterable[str], recipe: Recipe) -> None:
-    """Refuse to name a setting that there is not."""
-    paths = _paths(recipe.to_dict())
-    known = {*recipe.to_dict(), *paths, *(path.rpartition(".")[2] for path in paths)}
-    for name in keys:
-        if name not in known:
-            raise BadInput(f"{said} {name}: no setting is called that{nearest(name, known)}")
-
-
-def _paths(values: Any, path: str = "") -> list[str]:
-    if not isinstance(values, dict) or not values:
-        return [path]
-    return [found for key in values for found in _paths(values[key], f"{path}.{key}".strip("."))]
-
-
-def _at(values: Any, key: str) -> Any:
-    for name in key.split("."):
-        values = values.get(name) if isinstance(values, dict) else None
-    return values
-
-
-def _shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-SCHEMA = 1
-_KEYS = {"oelm": "oelm_freeze"}
-_RESERVED = ("dataset", "model", "environment", "comparison")
-_NOT_SET = ("seed", "treatment")
-TUNING_SEED = 900_000  # tuning runs take seeds from here on, results never do
-
-
 class Arm(Strict):
-    """A treatment under a name, and what else it changes, which is a confound."""
+    """A treatment under a name, and further settings, each of them a confound unless varied."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.+-]*$")]
     treatment: str | dict[str, Any]
@@ -191,7 +167,7 @@ class Arm(Strict):
 
 
 class Tune(Strict):
-    """A setting that every arm gets its own best value of, on an equal budget."""
+    """A setting that is tuned for every arm, on an equal budget."""
 
     key: str = "optim.lr"
     values: Annotated[tuple[float, ...], Field(min_length=2)]
@@ -205,8 +181,10 @@ class Tune(Strict):
 
 
 class Contrast(Strict):
-    """A question that two arms answer; `gain` asks by how much each improved since its first
-    stage."""
+    """A question that two arms answer.
+
+    `of: gain` compares how much each arm improved from its first stage to its last.
+    """
 
     question: str
     arm: str
@@ -214,27 +192,27 @@ class Contrast(Strict):
     of: Literal["value", "gain"] = "value"
 
 
-class Clock(Strict):
-    """How long steps are timed against each other."""
+class TimingPlan(Strict):
+    """How long the arms' steps are timed against each other."""
 
     seconds: Annotated[float, Field(gt=0)] = 60.0
-    width: Annotated[float, Field(gt=0, lt=1)] = 0.01  # of the interval, when it is enough
+    width: Annotated[float, Field(gt=0, lt=1)] = 0.01  # of the interval at which timing may stop
 
 
 class Plan(Strict):
-    """Everything about a comparison that is decided before it begins."""
+    """Every decision about a comparison, made before it begins."""
 
     name: str
     recipe: dict[str, Any]
     arms: tuple[Arm, ...]
     seeds: tuple[int, ...]
     rules: Rules
-    tune: tuple[Tune, ...] = ()  # one after another, each at the best of those before
-    allow: tuple[str, ...] = ()
-    vary: tuple[str, ...] = ()  # settings that are the treatment here, such as stages
+    tune: tuple[Tune, ...] = ()  # in this order, each at the best values of those before
+    allow_confounds: tuple[str, ...] = ()
+    vary: tuple[str, ...] = ()  # settings that are compared like treatments, such as stages
     contrasts: tuple[Contrast, ...] = ()
     rounds: Annotated[int, Field(ge=0)] = 0  # whole runs that alternate, for their time
-    clock: Clock | None = Clock()
+    clock: TimingPlan | None = TimingPlan()  # None: steps are not timed
     quick: bool = False
 
     @property
@@ -244,88 +222,81 @@ class Plan(Strict):
 
     @property
     def others(self) -> tuple[Arm, ...]:
+        """Every arm but the baseline."""
         return tuple(arm for arm in self.arms if arm is not self.baseline)
 
     @property
     def digest(self) -> str:
-        """A name for the plan without its seeds: more of them may be added."""
-        values = self.model_dump(mode="json", exclude={"seeds"})
-        if len(self.tune) < 2:  # the same
-            values["tune"] = values["tune"][0] if self.tune else None
-        for key in ("vary", "contrasts"):  # plans from before there were such keys
-            values = values if values[key] else {k: v for k, v in values.items() if k != key}
-        for key in ("watch", "loss"):  # the same
-            if self.recipe.get(key, "") is None:
-                values["recipe"] = {k: v for k, v in values["recipe"].items() if k != key}
-        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+        """A digest of the plan without its seeds, since seeds may be added."""
+        return digest_of(self.model_dump(mode="json", exclude={"seeds"}))[:16]
 
     def recipe_of(self, arm: Arm, seed: int, tuned: Mapping[str, float] | None = None) -> Recipe:
-        """What a run of an arm trains."""
+        """Return the recipe of an arm's run at a seed, with tuned settings on top."""
         values = copy.deepcopy(self.recipe)
         values["treatment"], values["seed"] = arm.treatment, seed
-        for key, value in copy.deepcopy(arm.set).items():
-            put(values, key, value)
-        for key, value in (tuned or {}).items():
-            put(values, key, value)
+        for key, value in (*copy.deepcopy(arm.set).items(), *(tuned or {}).items()):
+            set_nested(values, key, value)
         return recipe_from(values, source=f"arm {arm.name}")
 
     def confounds(self) -> dict[str, tuple[Confound, ...]]:
-        """What each arm differs in beside its treatment; what is tuned for all is none."""
-        return {arm.name: self.between(self.baseline, arm) for arm in self.others}
+        """Return the confounds of every arm but the baseline."""
+        return {arm.name: self.confounds_between(self.baseline, arm) for arm in self.others}
 
-    def between(self, one: Arm, other: Arm) -> tuple[Confound, ...]:
-        """What two arms differ in that is neither treatment, nor tuned for all."""
-        found = confounds(self.recipe_of(one, 0), self.recipe_of(other, 0))
+    def confounds_between(self, baseline: Arm, arm: Arm) -> tuple[Confound, ...]:
+        """Return the settings in which two arms differ that are neither varied nor tuned."""
         tuned = [tune.key for tune in self.tune]
-        return tuple(c for c in found if c.key not in tuned and not c.within(self.vary))
+        return tuple(
+            confound
+            for confound in confounds(self.recipe_of(baseline, 0), self.recipe_of(arm, 0))
+            if confound.key not in tuned and not confound.within(self.vary)
+        )
 
     def check(self) -> None:
-        """Refuse what cannot be compared."""
-        _check_arms(self)
-        base = self.recipe_of(self.baseline, 0)
-        if self.seeds and min(self.seeds) < 0:
-            raise BadInput(f"seeds {list(self.seeds)}: none below 0")
+        """Refuse a plan whose arms cannot be compared."""
+        self._check_arms()
+        self._check_seeds()
+        recipe = self.recipe_of(self.baseline, 0)
+        check_settings_exist("--allow-confound", self.allow_confounds, recipe)
+        check_settings_exist("vary", self.vary, recipe)
+        for key in self.vary:
+            if _section(key) in _SAME_FOR_ALL:
+                raise BadInput(f"vary {key}: arms must see the same data")
+        self._check_contrasts()
+        self._check_quick()
+        for name, differing in self.confounds().items():
+            check_confounds(self.baseline.name, name, differing, self.allow_confounds)
+        self._check_tuning()
+
+    def _check_arms(self) -> None:
+        names = [arm.name for arm in self.arms]
+        if len(names) < 2:
+            listed = ", ".join(names) or "none"
+            raise BadInput(f"arms: {listed}: a comparison needs two, such as baseline,oelm")
+        for i, arm in enumerate(self.arms):
+            misplaced = next((key for key in arm.set if _section(key) in _NOT_IN_SET), None)
+            if misplaced is not None:
+                raise BadInput(f"arm {arm.name}: set.{misplaced} is not possible here")
+            if "model.preset" in arm.set:
+                raise BadInput(
+                    f"arm {arm.name}: set.model.preset is spelled out in the recipe already; "
+                    "set what it stands for, such as model.residual"
+                )
+            for other in self.arms[:i]:
+                if arm.name == other.name:
+                    raise BadInput(f"arms: {arm.name} is given twice")
+                ours, theirs = self.recipe_of(arm, 0), self.recipe_of(other, 0)
+                if ours.surgery == theirs.surgery and not confounds(ours, theirs):
+                    raise BadInput(f"arms: {other.name} and {arm.name} are the same treatment")
+
+    def _check_seeds(self) -> None:
         if not self.seeds:
             raise BadInput("seeds 0: a comparison needs at least one")
+        if min(self.seeds) < 0:
+            raise BadInput(f"seeds {list(self.seeds)}: a seed is 0 or more")
         if max(self.seeds) >= TUNING_SEED:
             raise BadInput(f"seeds from {TUNING_SEED} on are kept for tuning")
         if len(set(self.seeds)) < len(self.seeds):
             raise BadInput(f"seeds {list(self.seeds)}: one is given twice")
-        check_known("--allow-confound", self.allow, base)
-        check_known("vary", self.vary, base)
-        for key in self.vary:
-            if key.partition(".")[0] in NEVER:
-                raise BadInput(f"vary {key}: arms must see the same data")
-        self._check_contrasts()
-        self._check_quick()
-        for name, found in self.confounds().items():
-            check_confounds(self.baseline.name, name, found, self.allow)
-        self._check_tuning()
-
-    def _check_tuning(self) -> None:
-        keys = [tune.key for tune in self.tune]
-        if twice := [key for i, key in enumerate(keys) if key in keys[:i]]:
-            raise BadInput(f"tune: {twice[0]} is given twice")
-        for arm in self.arms if self.tune else ():
-            for tune in self.tune:
-                for value in tune.values:
-                    self.recipe_of(arm, 0, {tune.key: value})
-            own = any(stage.lr is not None for stage in self.recipe_of(arm, 0).stages)
-            if own and "optim.lr" in keys:
-                raise BadInput(
-                    f"arm {arm.name}: a stage has an lr of its own, which tuning optim.lr "
-                    "would not reach; leave it out"
-                )
-
-    def _check_quick(self) -> None:
-        for arm in self.arms if self.quick else ():
-            own = [key for key in arm.set if key in ("train", "train.steps", "train.epochs")]
-            if own or self.recipe_of(arm, 0).stages:
-                what = f"set.{own[0]}" if own else "its stages"
-                raise BadInput(
-                    f"--quick: arm {arm.name} says itself how long it trains ({what}), "
-                    "so that its runs cannot be cut short"
-                )
 
     def _check_contrasts(self) -> None:
         arms = {arm.name: arm for arm in self.arms}
@@ -337,13 +308,47 @@ class Plan(Strict):
                 raise BadInput(f"contrasts: {contrast.arm} against itself")
             for name in (contrast.arm, contrast.against):
                 if name not in arms:
-                    raise BadInput(f"contrasts: {name} is no arm here{nearest(name, arms)}")
+                    raise BadInput(f"contrasts: {name} is not an arm{nearest(name, arms)}")
                 if contrast.of == "gain" and len(self.recipe_of(arms[name], 0).stages) < 2:
-                    raise BadInput(f"contrasts: a gain is asked of {name}, which has one stage")
+                    raise BadInput(f"contrasts: a gain needs two stages, and {name} has one")
+
+    def _check_quick(self) -> None:
+        for arm in self.arms if self.quick else ():
+            lengths = [key for key in arm.set if key in ("train", "train.steps", "train.epochs")]
+            if lengths or self.recipe_of(arm, 0).stages:
+                setting = f"set.{lengths[0]}" if lengths else "its stages"
+                raise BadInput(
+                    f"--quick: arm {arm.name} sets its own length of training ({setting}), "
+                    "so its runs cannot be cut short"
+                )
+
+    def _check_tuning(self) -> None:
+        keys = [tune.key for tune in self.tune]
+        if twice := [key for i, key in enumerate(keys) if key in keys[:i]]:
+            raise BadInput(f"tune: {twice[0]} is given twice")
+        for arm in self.arms if self.tune else ():
+            for tune in self.tune:
+                for value in tune.values:
+                    self.recipe_of(arm, 0, {tune.key: value})
+            stages = self.recipe_of(arm, 0).stages
+            if "optim.lr" in keys and any(stage.lr is not None for stage in stages):
+                raise BadInput(
+                    f"arm {arm.name}: a stage has an lr of its own, which tuning optim.lr "
+                    "would not reach; leave it out"
+                )
 
 
-def put(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set `a.b` in nested values; of a list, as in `a.0.b`, what is there."""
+def check_settings_exist(option: str, keys: Iterable[str], recipe: Recipe) -> None:
+    """Refuse a key that names no setting of the recipe."""
+    paths = _paths(recipe.to_dict())
+    names = {*recipe.to_dict(), *paths, *(path.rpartition(".")[2] for path in paths)}
+    for key in keys:
+        if key not in names:
+            raise BadInput(f"{option} {key}: no setting has this name{nearest(key, names)}")
+
+
+def set_nested(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set `a.b` in nested values, or `a.0.b` in an existing item of a list."""
     *path, last = key.split(".")
     inner: Any = values
     for name in path:
@@ -358,32 +363,22 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
     inner[last] = value
 
 
-def key_of(arm: str, baseline: str) -> str:
-    """What an arm is called in `comparison.json`."""
-    return "baseline" if arm == baseline else _KEYS.get(arm, arm.replace("-", "_"))
+def _section(key: str) -> str:
+    return key.partition(".")[0]
 
 
-def _check_arms(plan: Plan) -> None:
-    names = [arm.name for arm in plan.arms]
-    if len(names) < 2:
-        listed = ", ".join(names) or "none"
-        raise BadInput(f"arms: {listed}: a comparison needs two, such as baseline,oelm")
-    for i, arm in enumerate(plan.arms):
-        own = next((key for key in arm.set if key.partition(".")[0] in _NOT_SET), None)
-        if own is not None:
-            raise BadInput(f"arm {arm.name}: set.{own} cannot be: it is given apart")
-        if "model.preset" in arm.set:
-            raise BadInput(
-                f"arm {arm.name}: set.model.preset is spelled out in the recipe already; "
-                "set what it stands for, such as model.residual"
-            )
-        key = key_of(arm.name, plan.baseline.name)
-        taken = [key_of(other.name, plan.baseline.name) for other in plan.arms[:i]]
-        if key in (*taken, *_RESERVED) and names.count(arm.name) == 1:
-            raise BadInput(f"arm {arm.name}: its name is taken in comparison.json; choose another")
-        for other in plan.arms[:i]:
-            if arm.name == other.name:
-                raise BadInput(f"arms: {arm.name} is given twice")
-            one, two = (plan.recipe_of(each, 0) for each in (arm, other))
-            if one.surgery == two.surgery and not confounds(one, two):
-                raise BadInput(f"arms: {other.name} and {arm.name} are the same treatment")
+def _paths(values: Any, path: str = "") -> list[str]:
+    """Return the dotted key of every leaf."""
+    if not isinstance(values, dict) or not values:
+        return [path]
+    return [leaf for key in values for leaf in _paths(values[key], f"{path}.{key}".strip("."))]
+
+
+def _value_at(values: Any, key: str) -> Any:
+    for name in key.split("."):
+        values = values.get(name) if isinstance(values, dict) else None
+    return values
+
+
+def _as_text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,28 +1,39 @@
-"""`fl.compare`: a plan in, verdicts out; interrupted, it goes on where it was."""
+"""`fl.compare`: make a plan, carry it out in a folder, and read the result.
+
+The same call again continues where the last one stopped, and repeats nothing.
+"""
 
 import copy
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from frostlab.comparison.evidence import gather
-from frostlab.comparison.load import make_plan
+from frostlab.comparison.evidence import (
+    ArmVerdict,
+    Evidence,
+    StepTiming,
+    TunedSetting,
+    read_evidence,
+)
+from frostlab.comparison.gather import gather
+from frostlab.comparison.load import Settings, Source, make_plan
 from frostlab.comparison.oelm_json import comparison_json, timing_json
 from frostlab.comparison.page import page
 from frostlab.comparison.plan import Plan
 from frostlab.comparison.runner import ComparisonFolder, Runner, Say, result_tasks, round_tasks
-from frostlab.comparison.tuning import chosen, tune_all
+from frostlab.comparison.tuning import tune_all, tuned_values
 from frostlab.data.prepare import prepare
-from frostlab.errors import FrostlabError
+from frostlab.errors import FrostlabError, require
 from frostlab.recipe.load import looks_every
-from frostlab.recipe.recipe import Recipe
+from frostlab.records.schema import read
 from frostlab.storage import write_whole
 from frostlab.training.stages import total_steps
 
 _QUICK_SECONDS, _QUICK_LEAST = 60.0, 10  # of training in all; steps a run
+_DEFAULT_PARENT = Path("comparisons")
 
 
 @dataclass(frozen=True)
@@ -32,21 +43,20 @@ class Comparison:
     folder: Path
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "folder", Path(self.folder))  # a str will do
+        object.__setattr__(self, "folder", Path(self.folder))  # accept a str
 
     @property
-    def evidence(self) -> dict[str, Any]:
-        """Everything that was found."""
-        found = ComparisonFolder(self.folder).read("evidence.json")
-        if found is None:
+    def evidence(self) -> Evidence:
+        """Everything that was measured and decided."""
+        evidence = read_evidence(self.folder / "evidence.json")
+        if evidence is None:
             raise FrostlabError(f"{self.folder} has no verdicts yet")
-        return dict(found)
+        return evidence
 
     @property
-    def verdicts(self) -> dict[str, dict[str, Any]]:
-        """For the metric it was made for: every arm's verdict, with its numbers."""
-        evidence = self.evidence
-        return dict(evidence["verdicts"][evidence["plan"]["rules"]["metric"]])
+    def verdicts(self) -> dict[str, ArmVerdict]:
+        """The verdict on every arm for the metric that decides, with its numbers."""
+        return self.evidence.primary
 
     @property
     def page(self) -> Path:
@@ -54,57 +64,80 @@ class Comparison:
         return self.folder / "comparison.md"
 
     def to_frame(self) -> Any:
-        """One row a run, as a pandas DataFrame."""
-        try:
-            import pandas
-        except ImportError:
-            raise FrostlabError("to_frame needs pandas: pip install pandas") from None
+        """Return one row a run, as a pandas DataFrame."""
+        pandas = require("pandas", "data", "Comparison.to_frame")
         rows = [
-            {"arm": name, "seed": run["seed"], "status": run["status"], **(run["metrics"] or {}),
-             "total_seconds": run["clocks"]["total_seconds"], "folder": run["folder"]}
-            for name, arm in self.evidence["arms"].items()
-            for run in arm["runs"]
+            {"arm": name, "seed": run.seed, "status": run.status, **run.metrics,
+             "total_seconds": run.total_seconds, "folder": run.folder}
+            for name, arm in self.evidence.arms.items()
+            for run in arm.runs
         ]  # fmt: skip
         return pandas.DataFrame(rows)
 
 
 def compare(
-    source: str | Path | dict[str, Any] | Recipe,
+    source: Source,
     *,
-    arms: Iterable[Any] | str | None = None,
+    arms: str | Iterable[str | Mapping[str, Any]] | None = None,
     seeds: int | Iterable[int] | None = None,
-    out: str | Path | None = None,
-    comparisons: str | Path = "comparisons",
-    data_dir: str | Path | None = None,
-    settings: Iterable[str] = (),
+    metric: str | None = None,
+    alpha: float | None = None,
+    minimum_effect: float | None = None,
+    noninferior: float | None = None,
+    tune: str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    allow_confounds: str | Iterable[str] | None = None,
+    rounds: int | None = None,
+    clock: Mapping[str, float] | Literal[False] | None = None,
+    settings: Settings = (),
     quick: bool = False,
+    out: str | Path | None = None,
+    data_dir: str | Path | None = None,
     jobs: int = 1,
     say: Say = lambda line: None,
-    **rules: Any,
 ) -> Comparison:
-    """Compare arms of one recipe that differ in nothing but the treatment.
+    """Compare arms of one recipe that differ in the treatment alone.
+
+    None keeps the value of the comparison's file, or the default. `vary`, `contrasts` and `looks`
+    are keys of a comparison's file or values only.
 
     Args:
-        source: a recipe (a shipped name, a YAML file, values), or a comparison's YAML file.
-        arms: treatments by name, or `{name, treatment, set}`; `baseline` trains everything.
-        seeds: how many, or which; more can be added to a finished comparison.
-        out: the comparison's own folder; by default one under `comparisons`.
-        jobs: runs at once, for a GPU with room for several; steps are timed alone all the same.
-        rules: metric, alpha, minimum_effect, noninferior, tune, allow_confounds, rounds, clock.
+        source: a recipe or a comparison: a shipped name, a YAML file, or values.
+        arms: names of treatments, or `{name, treatment, set}`; `baseline` trains everything.
+        seeds: their number, or a list; more can be added to a finished comparison.
+        metric: the metric that decides; by default the recipe's.
+        alpha: false alarms allowed, over all arms.
+        minimum_effect: the smallest effect of interest.
+        noninferior: ask whether an arm is at most this many times as bad.
+        tune: `lr`, `decay`, `{key, values, seeds}` or a list of these, tuned for every arm.
+        allow_confounds: settings in which arms may differ.
+        rounds: whole runs that alternate, for their time.
+        clock: `{seconds, width}` of timing steps; False does not time them.
+        settings: of the recipe, for every arm: `{"optim.lr": 1e-4}` or `["optim.lr=1e-4"]`.
+        quick: cut runs and timing short, to see whether a real comparison is worth it.
+        out: the comparison's folder; by default one under `comparisons`.
+        data_dir: folder of the data sets.
+        jobs: runs at once, for a GPU with room for several; steps are still timed alone.
+        say: called with each line of progress.
     """
-    given = {"arms": arms, "seeds": seeds}
-    given = {key: value for key, value in given.items() if value is not None}
-    plan = make_plan(source, settings=settings, quick=quick, **given, **rules)
-    where = Path(out) if out is not None else Path(comparisons) / _folder_name(plan)
-    if not where.exists():  # data that are not there are refused before anything is written
-        prepare(
-            plan.recipe_of(plan.baseline, plan.seeds[0]),
-            None if data_dir is None else Path(data_dir),
-        )
-    folder = ComparisonFolder(where.resolve())
-    with folder.open(plan) as agreed:
-        runner = Runner(None if data_dir is None else Path(data_dir), say, jobs)
-        _work(agreed, folder, runner, say)
+    changes = {
+        "arms": arms, "seeds": seeds, "metric": metric, "alpha": alpha,
+        "minimum_effect": minimum_effect, "noninferior": noninferior, "tune": tune,
+        "allow_confounds": allow_confounds, "rounds": rounds, "clock": clock,
+    }  # fmt: skip
+    changes = {key: value for key, value in changes.items() if value is not None}
+    plan = make_plan(source, changes, settings=settings, quick=quick)
+    runner = Runner(None if data_dir is None else Path(data_dir), say, jobs)
+    return run_plan(plan, runner, None if out is None else Path(out))
+
+
+def run_plan(plan: Plan, runner: Runner, out: Path | None = None) -> Comparison:
+    """Carry out a checked plan in its folder, or continue it there."""
+    path = _DEFAULT_PARENT / _folder_name(plan) if out is None else out
+    if not path.exists():  # refuse missing data before anything is written
+        prepare(plan.recipe_of(plan.baseline, plan.seeds[0]), runner.data_dir)
+    folder = ComparisonFolder(path.resolve())
+    with folder.open(plan) as plan_with_seeds:
+        _carry_out(plan_with_seeds, folder, runner)
     return Comparison(folder.path)
 
 
@@ -114,74 +147,78 @@ def _folder_name(plan: Plan) -> str:
     return (name if len(name) <= 100 else plan.name) + ("-quick" if plan.quick else "")
 
 
-def _work(plan: Plan, folder: ComparisonFolder, runner: Runner, say: Say) -> None:
-    timing = _timing(plan, folder, runner.data_dir, say)
-    whole = plan
-    if plan.quick:
-        plan = _shortened(plan, folder, timing, runner.data_dir)
-    tuning = folder.read("tuning.json")  # what was chosen once stays
-    if tuning is None:
-        tuning = tune_all(plan, folder.path, runner)
-        if tuning:
-            folder.write("tuning.json", tuning)
-    tuned = chosen(plan, tuning)
-    records = runner.run_all(result_tasks(plan, folder.path, tuned))
-    rounds = runner.run_all(round_tasks(plan, folder.path, tuned), alone=True)
+def _carry_out(plan: Plan, folder: ComparisonFolder, runner: Runner) -> None:
+    timing = _time_steps(plan, folder, runner)
+    short = _shortened(plan, folder, timing, runner.data_dir) if plan.quick else plan
+    tuning = _tune(short, folder, runner)
+    tuned = tuned_values(short, tuning)
+    records = runner.run_all(result_tasks(short, folder.path, tuned))
+    rounds = runner.run_all(round_tasks(short, folder.path, tuned), alone=True)
     evidence = gather(
-        plan, folder.path, records, look=folder.look(whole), tuning=tuning, timing=timing,
-        rounds=rounds, jobs=runner.jobs,
+        short, folder.path, records, rounds,
+        look=folder.look(plan), jobs=runner.jobs, tuning=tuning, timing=timing,
     )  # fmt: skip
-    folder.write("evidence.json", evidence)
-    evidence = folder.read("evidence.json")  # as it is kept: without NaN
-    folder.write("comparison.json", comparison_json(evidence, records, plan))
+    folder.write("evidence.json", evidence.to_dict())
+    first = records[plan.baseline.name, plan.seeds[0]]
+    folder.write("comparison.json", comparison_json(evidence, first))
     folder.write("timing.json", timing_json(evidence))
     write_whole(folder.path / "comparison.md", page(evidence))
 
 
-def _timing(
-    plan: Plan, folder: ComparisonFolder, data_dir: Path | None, say: Say
-) -> dict[str, Any] | None:
-    """Time the arms' steps against each other, once; None if the plan does not want it.
+def _tune(plan: Plan, folder: ComparisonFolder, runner: Runner) -> list[TunedSetting]:
+    """Tune the plan's settings once; later calls keep the values that were chosen."""
+    values = folder.read("tuning.json")
+    if values is not None:
+        return [read(TunedSetting, value, folder.path / "tuning.json") for value in values]
+    tuning = tune_all(plan, folder.path, runner)
+    if tuning:
+        folder.write("tuning.json", [asdict(setting) for setting in tuning])
+    return tuning
 
-    What is tuned does not change a step's time.
+
+def _time_steps(plan: Plan, folder: ComparisonFolder, runner: Runner) -> StepTiming | None:
+    """Time the arms' steps against each other, once; None if they are not timed.
+
+    Tuned settings do not change the time of a step, so timing comes first.
     """
     if plan.clock is None:
         return None
     if any(plan.recipe_of(arm, plan.seeds[0]).stages for arm in plan.arms):
-        say("steps are not timed against each other: those of every stage are others")
+        runner.say("step timing is skipped: the stages take different steps")
         return None
-    known = folder.read("steps.json")
-    if known is not None:
-        return dict(known)
-    from frostlab.comparison.timed_arms import time_steps
+    values = folder.read("steps.json")
+    if values is None:
+        from frostlab.comparison.timed_arms import time_steps
 
-    try:
-        found = time_steps(plan, data_dir, say)
-    except torch.OutOfMemoryError:
-        raise FrostlabError(
-            "out of memory while all arms are timed at once; a lower train.batch, or clock: null"
-        ) from None
-    folder.write("steps.json", found)
-    return found
+        try:
+            folder.write("steps.json", time_steps(plan, runner.data_dir, runner.say))
+        except torch.OutOfMemoryError:
+            raise FrostlabError(
+                "out of memory while all arms are timed at once; lower train.batch, or set "
+                "clock: null"
+            ) from None
+        values = folder.read("steps.json")
+    return read(StepTiming, values, folder.path / "steps.json")
 
 
 def _shortened(
-    plan: Plan, folder: ComparisonFolder, timing: dict[str, Any] | None, data_dir: Path | None
+    plan: Plan, folder: ComparisonFolder, timing: StepTiming | None, data_dir: Path | None
 ) -> Plan:
-    """A plan whose runs take a minute together, evaluations aside; none longer than it was."""
+    """Return a plan whose runs train for a minute together; no run gets longer than it was."""
     recipe = plan.recipe_of(plan.baseline, plan.seeds[0])
-    known = folder.read("quick.json")
-    if known is None:
-        slowest = max(arm["ms"] for arm in timing["arms"].values()) if timing else 1e3
-        tried = sum(len(tune.values) * tune.seeds for tune in plan.tune)
-        share = _QUICK_SECONDS * 1e3 / slowest / (len(plan.arms) * (len(plan.seeds) + tried))
-        whole = total_steps(recipe.train, len(prepare(recipe, data_dir).splits["train"]))
-        known = {"steps": min(whole, max(_QUICK_LEAST, int(share))), "of": whole}
-        folder.write("quick.json", known)
+    quick = folder.read("quick.json")
+    if quick is None:
+        slowest_ms = max(arm.ms for arm in timing.arms.values()) if timing else 1e3
+        tuning_runs = sum(len(tune.values) * tune.seeds for tune in plan.tune)
+        runs = len(plan.arms) * (len(plan.seeds) + tuning_runs)
+        affordable = int(_QUICK_SECONDS * 1e3 / slowest_ms / runs)
+        full = total_steps(recipe.train, len(prepare(recipe, data_dir).splits["train"]))
+        quick = {"steps": min(full, max(_QUICK_LEAST, affordable)), "of": full}
+        folder.write("quick.json", quick)
     values = copy.deepcopy(plan.recipe)
-    values["train"] |= {"steps": known["steps"], "epochs": None}
-    if known["steps"] < known["of"]:
-        values["evaluate"]["every"] = known["steps"]
+    values["train"] |= {"steps": quick["steps"], "epochs": None}
+    if quick["steps"] < quick["of"]:
+        values["evaluate"]["every"] = quick["steps"]
         if recipe.watch is not None:
-            values["watch"]["every"] = min(recipe.watch.every, looks_every(known["steps"]))
+            values["watch"]["every"] = min(recipe.watch.every, looks_every(quick["steps"]))
     return plan.model_copy(update={"recipe": values})

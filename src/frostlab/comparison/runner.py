@@ -1,4 +1,4 @@
-"""Runs that a plan asks for and that are not there yet, one after another."""
+"""Carry out the runs of a plan that are still missing, and keep the comparison's folder."""
 
 import json
 import multiprocessing
@@ -22,73 +22,75 @@ from frostlab.training.run import RunFailed, run
 from frostlab.training.state import Silent
 
 Say = Callable[[str], None]
-Tuned = dict[str, dict[str, float]]  # what was chosen, by arm and setting
+Tuned = dict[str, dict[str, float]]  # best values by arm and setting
+_PLAN, _LOCK = "plan.json", "compare.lock"
 
 
 @dataclass(frozen=True)
 class Task:
-    """One run: what it trains, where it lies, and what to call it."""
+    """One run of an arm."""
 
     arm: str
-    seed: int
+    number: int  # its seed or round
     recipe: Recipe
-    path: Path
-    about: str
+    path: Path  # the run's folder
+    about: str  # its name in progress lines
 
 
 class Stopped(RunFailed):
-    """Somebody asked the comparison to stop; what is finished stays."""
+    """The comparison was asked to stop; finished runs stay."""
 
 
 class Runner:
-    """Takes tasks in turn, and says where it is and how long the rest will take."""
+    """Runs tasks in order, and reports progress and the time left."""
 
     def __init__(self, data_dir: Path | None, say: Say, jobs: int = 1) -> None:
-        self.data_dir, self._say, self.jobs = data_dir, say, jobs
+        self.data_dir, self.say, self.jobs = data_dir, say, jobs
 
     def run_all(
         self, tasks: Sequence[Task], *, alone: bool = False
     ) -> dict[tuple[str, int], RunRecord]:
-        """Every task's record; a run that failed has one, too, and the others go on.
+        """Run the tasks that are not done, and return the record of every task.
 
-        `alone`: one at a time, for their times.
+        A failed run has a record too, and the others go on. With `alone`, one task runs at a time,
+        so that its time is its own.
         """
         left = [task for task in tasks if not _is_done(task)]
         if len(left) < len(tasks):
-            self._say(f"{len(tasks) - len(left)} of {len(tasks)} runs are there already")
-        at_once, spent = 1 if alone else self.jobs, 0.0
+            self.say(f"{len(tasks) - len(left)} of {len(tasks)} runs are done already")
+        at_once, total = 1 if alone else self.jobs, 0.0
         for count, (task, outcome, seconds) in enumerate(self._outcomes(left, at_once), 1):
             if outcome is None:
-                raise Stopped("stopped; the same command goes on")
-            spent += seconds
-            remaining = spent / count * (len(left) - count) / at_once
-            self._say(
+                raise Stopped("stopped; the same command continues it")
+            total += seconds
+            remaining = total / count * (len(left) - count) / at_once
+            self.say(
                 f"run {count} of {len(left)}  {task.about}  {outcome}  {seconds:.0f} s; "
                 f"{_duration(remaining)} left"
             )
-        return {(task.arm, task.seed): RunRecord(task.path) for task in tasks}
+        return {(task.arm, task.number): RunRecord(task.path) for task in tasks}
 
     def _outcomes(
         self, tasks: Sequence[Task], at_once: int
     ) -> Iterator[tuple[Task, str | None, float]]:
+        """Return each task with its outcome and seconds, as they end."""
         if at_once == 1 or len(tasks) < 2:
             for task in tasks:
-                yield (task, *take(task, self.data_dir))
+                yield (task, *run_task(task, self.data_dir))
             return
-        fresh = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(at_once, fresh)
+        pool = ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn"))
         try:
-            going = {pool.submit(take, task, self.data_dir): task for task in tasks}
-            for done in as_completed(going):
-                yield (going[done], *done.result())
+            running = {pool.submit(run_task, task, self.data_dir): task for task in tasks}
+            for done in as_completed(running):
+                yield (running[done], *done.result())
         except BrokenProcessPool:
-            raise FrostlabError("a run's process was killed; the same command goes on") from None
+            raise FrostlabError("a run's process was killed; the same command continues") from None
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def take(task: Task, data_dir: Path | None) -> tuple[str | None, float]:
-    """Run a task: what came of it in words, None if it was asked to stop, and its seconds."""
+def run_task(task: Task, data_dir: Path | None) -> tuple[str | None, float]:
+    """Run a task; return its outcome in words, or None if it was asked to stop, and seconds."""
     began = time.monotonic()
     try:
         record = run(
@@ -108,7 +110,7 @@ def take(task: Task, data_dir: Path | None) -> tuple[str | None, float]:
 
 
 def _is_done(task: Task) -> bool:
-    """Whether a task has its record; one of another recipe is refused."""
+    """Return whether a task has its record; refuse the record of another recipe."""
     if finished_status(task.path) not in ("finished", "diverged"):
         return False
     if RunRecord(task.path).result["recipe_digest"] != task.recipe.digest:
@@ -117,27 +119,28 @@ def _is_done(task: Task) -> bool:
 
 
 def result_tasks(plan: Plan, folder: Path, tuned: Tuned) -> list[Task]:
-    """Every arm at every seed; arms alternate, forwards and backwards."""
+    """Return the runs of every arm at every seed; the order of arms alternates."""
     return [
         Task(arm.name, seed, plan.recipe_of(arm, seed, tuned.get(arm.name)),
              folder / "runs" / f"{arm.name}-s{seed}", f"{arm.name} seed {seed}")
-        for number, seed in enumerate(plan.seeds)
-        for arm in turns(plan.arms, number)
+        for index, seed in enumerate(plan.seeds)
+        for arm in alternated(plan.arms, index)
     ]  # fmt: skip
 
 
 def round_tasks(plan: Plan, folder: Path, tuned: Tuned) -> list[Task]:
-    """Whole runs at one seed that alternate, for their time alone."""
+    """Return whole runs at one seed that alternate, for their time alone."""
     return [
-        Task(arm.name, number, plan.recipe_of(arm, plan.seeds[0], tuned.get(arm.name)),
-             folder / "rounds" / f"{arm.name}-r{number + 1}", f"{arm.name} round {number + 1}")
-        for number in range(plan.rounds)
-        for arm in turns(plan.arms, number)
+        Task(arm.name, index, plan.recipe_of(arm, plan.seeds[0], tuned.get(arm.name)),
+             folder / "rounds" / f"{arm.name}-r{index + 1}", f"{arm.name} round {index + 1}")
+        for index in range(plan.rounds)
+        for arm in alternated(plan.arms, index)
     ]  # fmt: skip
 
 
-def turns(arms: Sequence[Arm], number: int) -> Sequence[Arm]:
-    return arms if number % 2 == 0 else arms[::-1]
+def alternated(arms: Sequence[Arm], index: int) -> Sequence[Arm]:
+    """Return the arms in their order, or reversed for an odd index."""
+    return arms if index % 2 == 0 else arms[::-1]
 
 
 def _duration(seconds: float) -> str:
@@ -146,61 +149,57 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-_PLAN, _LOCK = "plan.json", "compare.lock"
-
-
 class ComparisonFolder:
-    """Where a comparison's plan, runs and answers lie."""
+    """The folder of a comparison's plan, runs and evidence; one process writes it at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @contextmanager
     def open(self, plan: Plan) -> Iterator[Plan]:
-        """Take the folder and write the plan, or find the one it was begun with.
+        """Lock the folder and write the plan, or check it against the plan that is there.
 
-        The plan that comes back has every seed that was ever asked for.
+        The plan returned has every seed that was ever asked for.
         """
         if self.path.exists() and not self.path.is_dir():
             raise BadInput(f"{self.path} is a file, not a folder")
-        known = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
-        begun = {name for name in known if name == _LOCK or name.startswith(f".{_PLAN}")}
-        if known - begun and _PLAN not in known:
+        names = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
+        begun = {name for name in names if name == _LOCK or name.startswith(f".{_PLAN}")}
+        if names - begun and _PLAN not in names:
             raise BadInput(f"{self.path} is not empty and holds no comparison; choose another")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = Lock(self.path / _LOCK)
-            taken = lock.acquire(seconds=0)
+            locked = lock.acquire(seconds=0)
         except OSError as error:
             raise BadInput(f"{self.path} cannot be written ({error.strerror})") from None
-        if not taken:
+        if not locked:
             raise BadInput(f"{self.path}: another process is comparing in it")
         try:
-            yield self._agree(plan)
+            yield self._with_stored_seeds(plan)
         finally:
             lock.release()
 
-    def _agree(self, plan: Plan) -> Plan:
-        stored = self.read(_PLAN)
+    def _with_stored_seeds(self, plan: Plan) -> Plan:
+        """Return the plan with the seeds of the stored one in front; refuse another plan."""
+        values = self.read(_PLAN)
         looks: list[dict[str, Any]] = []
-        if stored is not None or (self.path / _PLAN).exists():
-            known = self._known(stored)
-            if known.digest != plan.digest:
-                changed = differences(known.model_dump(mode="json"), plan.model_dump(mode="json"))
-                named = ", ".join(key for key in changed if key != "seeds")
-                raise BadInput(f"{self.path} was made by another plan ({named} differ)")
-            seeds = (*known.seeds, *(seed for seed in plan.seeds if seed not in known.seeds))
-            looks = stored["looks"]
+        if values is not None or (self.path / _PLAN).exists():
+            before = self._stored_plan(values)
+            if before.digest != plan.digest:
+                changed = differences(before.model_dump(mode="json"), plan.model_dump(mode="json"))
+                keys = ", ".join(key for key in changed if key != "seeds")
+                raise BadInput(f"{self.path} was made by another plan ({keys} differ)")
+            seeds = (*before.seeds, *(seed for seed in plan.seeds if seed not in before.seeds))
+            looks = values["looks"]
             plan = plan.model_copy(update={"seeds": seeds})
         self._write_plan(plan, looks)
         return plan
 
-    def _known(self, stored: Any) -> Plan:
+    def _stored_plan(self, values: Any) -> Plan:
         try:
-            if stored["schema"] == SCHEMA and isinstance(stored["looks"], list):
-                tune = stored["plan"]["tune"] or []  # a list since several can be tuned
-                tune = [tune] if isinstance(tune, dict) else tune
-                return Plan.model_validate_json(json.dumps(stored["plan"] | {"tune": tune}))
+            if values["schema"] == SCHEMA and isinstance(values["looks"], list):
+                return Plan.model_validate_json(json.dumps(values["plan"]))
         except (KeyError, TypeError, ValueError):
             pass
         raise BadInput(f"{self.path / _PLAN} is damaged, or of another version")
@@ -212,19 +211,19 @@ class ComparisonFolder:
         )
 
     def look(self, plan: Plan) -> int:
-        """Which look at the results this is: each number of seeds that was judged is one."""
-        stored = self.read(_PLAN)
-        assert stored is not None, "the plan is written first"
-        looks = stored["looks"]
-        known = [look["seeds"] for look in looks]
-        if len(plan.seeds) not in known:
+        """Return the number of this look; every number of seeds that is judged is one look."""
+        values = self.read(_PLAN)
+        assert values is not None, "the plan is written first"
+        looks = values["looks"]
+        judged = [look["seeds"] for look in looks]
+        if len(plan.seeds) not in judged:
             looks.append({"seeds": len(plan.seeds), "at": round(time.time(), 3)})
             self._write_plan(plan, looks)
-            known.append(len(plan.seeds))
-        return known.index(len(plan.seeds)) + 1
+            judged.append(len(plan.seeds))
+        return judged.index(len(plan.seeds)) + 1
 
     def read(self, name: str) -> Any:
-        """A JSON file of the folder, or None."""
+        """Read a JSON file of the folder; None if it does not exist."""
         path = self.path / name
         try:
             return json.loads(path.read_text(encoding="utf-8"))

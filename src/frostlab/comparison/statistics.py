@@ -1,4 +1,4 @@
-"""Paired statistics over seeds: effects, intervals and p values, never a warning."""
+"""Paired statistics over seeds: effects with intervals, tests, and the effects they can find."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,50 +15,14 @@ from frostlab.errors import BadInput
 
 Numbers = NDArray[np.float64]
 
-FEWEST = 6  # pairs; with 5 the smallest p is 0.0625
-MOST = 16  # pairs of which every flip is tried; beyond, a sample of them
+POWER = 0.8  # of the smallest effects that are reported
+NAN = math.nan
+_FEWEST_FLIPPED = 6  # pairs; with 5 the smallest sign-flip p is 0.0625
+_MOST_EXACT = 16  # pairs of which every flip is tried; beyond, a sample of them
 _SIGN_DRAWS = 2**15
 _AT_ONCE = 2**22  # sums held in memory
-
-
-@cache
-def signs(n: int) -> Numbers:
-    """Ways to flip n differences, a row each; the first is never flipped, as p is two-sided."""
-    if n <= MOST:
-        bits = np.arange(2 ** (n - 1))[:, None] >> np.arange(n)[::-1] & 1
-        found = (1 - 2 * bits).astype(np.float64)
-    else:
-        found = np.random.default_rng(n).choice(np.array([-1.0, 1.0]), (_SIGN_DRAWS, n))
-    found.setflags(write=False)
-    return found
-
-
-def flip_p(differences: Numbers, rounding: float = 0.0) -> Numbers:
-    """Two-sided p of the mean along the last axis: exact to 16 pairs, then a seeded sample.
-
-    Sums nearer than `rounding` to the one seen count as equal to it.
-    """
-    n = differences.shape[-1]
-    rows = differences.reshape(-1, n)
-    ways = signs(n)
-    counted = np.empty(len(rows))
-    step = max(1, _AT_ONCE // len(ways))
-    for start in range(0, len(rows), step):
-        part = rows[start : start + step]
-        slack = rounding + 1e-12 * np.abs(part).sum(-1, keepdims=True)
-        seen = np.abs(part.sum(-1, keepdims=True)) - slack
-        counted[start : start + step] = (np.abs(part @ ways.T) >= seen).sum(-1)
-    extra = 0 if n <= MOST else 1  # the signs as they are belong to the sample
-    p = (counted + extra) / (len(ways) + extra)
-    return p.reshape(differences.shape[:-1])
-
-
-def smallest_flip_p(n: int) -> float:
-    """The smallest p that n pairs can give."""
-    return 2.0 ** (1 - n) if n <= MOST else 1 / (1 + _SIGN_DRAWS)
-
-
-NAN = math.nan
+_POWER_DRAWS = 4_000
+_MOST_SIMULATED = 10  # pairs; with more the sign-flip test costs about 1 % of power
 
 
 @dataclass(frozen=True)
@@ -66,9 +30,9 @@ class Paired:
     """An arm against the baseline over the seeds both have.
 
     `effect` is the mean of arm − base; on log scale the ratio of their geometric means. `low` and
-    `high` bound it with confidence 1 − alpha. `smallest_seen` is what the t test finds in 80 of
-    100 comparisons of this size and spread; on log scale a ratio − 1. `std` is that of the
-    differences, on log scale of the log ratios.
+    `high` bound it with confidence 1 − alpha. `std` is the standard deviation of the differences,
+    on log scale of the log ratios. `smallest_seen` is the effect that the t test finds in 80 of
+    100 comparisons of this size and spread; on log scale a ratio − 1.
     """
 
     n: int
@@ -84,7 +48,7 @@ class Paired:
 
 
 def paired(arm: ArrayLike, base: ArrayLike, *, alpha: float = 0.05, log: bool = False) -> Paired:
-    """Compare values of the same seeds: the paired t test, and sign flips from 6 pairs on."""
+    """Compare values of the same seeds with the t test, and with sign flips from 6 pairs on."""
     differences, rounding = _differences(arm, base, log)
     n = len(differences)
     back = _exp if log else float
@@ -102,16 +66,16 @@ def paired(arm: ArrayLike, base: ArrayLike, *, alpha: float = 0.05, log: bool = 
         low=back(mean - reach),
         high=back(mean + reach),
         p=p,
-        p_flip=float(flip_p(differences, n * rounding)) if n >= FEWEST else None,
+        p_flip=float(flip_p(differences, n * rounding)) if n >= _FEWEST_FLIPPED else None,
         std=std,
         smallest_seen=back(least) - 1 if log else least,
     )
 
 
 def t_test(differences: Numbers, rounding: float = 0.0) -> tuple[Numbers, Numbers, Numbers]:
-    """Mean, standard deviation and two-sided p of the t test along the last axis.
+    """Return mean, standard deviation and two-sided p of the t test along the last axis.
 
-    What is smaller than `rounding` is zero: equal differences give p 1 if they are zero, else 0.
+    Values below `rounding` are zero: equal differences give p 1 if they are zero, else 0.
     """
     n = differences.shape[-1]
     mean, std = differences.mean(-1), differences.std(-1, ddof=1)
@@ -123,8 +87,54 @@ def t_test(differences: Numbers, rounding: float = 0.0) -> tuple[Numbers, Number
     return mean, std, p
 
 
+@cache
+def signs(n: int) -> Numbers:
+    """Return sign patterns for n differences, a row each: all of them, or a seeded sample.
+
+    The first difference is never flipped where all are tried, as p is two-sided.
+    """
+    if n <= _MOST_EXACT:
+        bits = np.arange(2 ** (n - 1))[:, None] >> np.arange(n)[::-1] & 1
+        patterns = (1 - 2 * bits).astype(np.float64)
+    else:
+        patterns = np.random.default_rng(n).choice(np.array([-1.0, 1.0]), (_SIGN_DRAWS, n))
+    patterns.setflags(write=False)
+    return patterns
+
+
+def flip_p(differences: Numbers, rounding: float = 0.0) -> Numbers:
+    """Sign-flip permutation test of the mean along the last axis, two-sided.
+
+    It is exact to 16 pairs and samples beyond. Sums nearer than `rounding` to the observed one
+    count as equal to it.
+    """
+    n = differences.shape[-1]
+    rows = differences.reshape(-1, n)
+    patterns = signs(n)
+    counts = np.empty(len(rows))
+    step = max(1, _AT_ONCE // len(patterns))
+    for start in range(0, len(rows), step):
+        chunk = rows[start : start + step]
+        slack = rounding + 1e-12 * np.abs(chunk).sum(-1, keepdims=True)
+        observed = np.abs(chunk.sum(-1, keepdims=True)) - slack
+        counts[start : start + step] = (np.abs(chunk @ patterns.T) >= observed).sum(-1)
+    extra = 0 if n <= _MOST_EXACT else 1  # the observed signs belong to the sample
+    p = (counts + extra) / (len(patterns) + extra)
+    return p.reshape(differences.shape[:-1])
+
+
+def smallest_flip_p(n: int) -> float:
+    """Return the smallest sign-flip p that n pairs can give."""
+    return 2.0 ** (1 - n) if n <= _MOST_EXACT else 1 / (1 + _SIGN_DRAWS)
+
+
+def flips_can_decide(n: int, level: float) -> bool:
+    """Return whether n pairs are enough for the sign-flip test to reach this level."""
+    return n >= _FEWEST_FLIPPED and smallest_flip_p(n) <= level
+
+
 def holm(p_by_name: Mapping[str, float]) -> dict[str, float]:
-    """Holm's adjusted p values; a p that is NaN counts as one of the family, and stays NaN."""
+    """Return Holm's adjusted p values; a NaN counts as a member of the family, and stays NaN."""
     adjusted: dict[str, float] = {}
     largest = 0.0
     order = sorted(p_by_name, key=lambda name: (math.isnan(p_by_name[name]), p_by_name[name]))
@@ -137,7 +147,7 @@ def holm(p_by_name: Mapping[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Spread:
-    """How one arm's values lie: `low` and `high` are the smallest and the largest of them."""
+    """The spread of one arm's values; `low` and `high` are the smallest and the largest."""
 
     n: int
     mean: float
@@ -148,19 +158,19 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Mean, standard deviation and coefficient of variation of one arm's values."""
-    found = _finite(values, "values")
-    if not len(found):
+    """Return mean, standard deviation and coefficient of variation of one arm's values."""
+    numbers = _finite(values, "values")
+    if not len(numbers):
         return Spread(0, NAN, NAN, NAN, NAN, NAN)
-    mean = float(found.mean())
-    std = float(found.std(ddof=1)) if len(found) > 1 else NAN
+    mean = float(numbers.mean())
+    std = float(numbers.std(ddof=1)) if len(numbers) > 1 else NAN
     cv = std / abs(mean) if mean else NAN
-    return Spread(len(found), mean, std, cv, float(found.min()), float(found.max()))
+    return Spread(len(numbers), mean, std, cv, float(numbers.min()), float(numbers.max()))
 
 
 @dataclass(frozen=True)
 class McNemar:
-    """Two trained models on the same examples: who alone was right how often, and p."""
+    """Two trained models on the same examples: how often both, one or neither was right, and p."""
 
     both: int
     arm_only: int
@@ -170,16 +180,17 @@ class McNemar:
 
 
 def mcnemar(arm_right: ArrayLike, base_right: ArrayLike) -> McNemar:
-    """The exact test on examples that one model got right and the other wrong.
+    """McNemar's exact test on the examples that one of two models got right.
 
-    It compares two trained models, not two treatments: for information, never for a verdict.
+    It compares two trained models, not two treatments, so no verdict uses it.
     """
     arm, base = np.asarray(arm_right, bool), np.asarray(base_right, bool)
     if arm.ndim != 1 or arm.shape != base.shape:
         raise BadInput(f"examples must be the same on both sides, not {arm.shape} and {base.shape}")
-    mine, theirs = int((arm & ~base).sum()), int((base & ~arm).sum())
-    p = min(1.0, 2 * float(special.bdtr(min(mine, theirs), mine + theirs, 0.5)))
-    return McNemar(int((arm & base).sum()), mine, theirs, int((~arm & ~base).sum()), p)
+    arm_only, base_only = int((arm & ~base).sum()), int((base & ~arm).sum())
+    fewer, differing = min(arm_only, base_only), arm_only + base_only
+    p = min(1.0, 2 * float(special.bdtr(fewer, differing, 0.5)))
+    return McNemar(int((arm & base).sum()), arm_only, base_only, int((~arm & ~base).sum()), p)
 
 
 @dataclass(frozen=True)
@@ -198,9 +209,10 @@ class NonInferiority:
 def noninferior(
     arm: ArrayLike, base: ArrayLike, limit: float, *, lower_is_better: bool, alpha: float = 0.05
 ) -> NonInferiority:
-    """Ask for arm ≤ limit × base where lower is better, arm ≥ base / limit where higher is.
+    """Test arm ≤ limit × base where lower is better, and arm ≥ base / limit where higher is.
 
-    Yes if the whole 1 − alpha interval of the ratio is within the limit, no if all is beyond.
+    The answer is yes if the whole 1 − alpha interval of the ratio is within the limit, and no if
+    the whole interval is beyond it.
     """
     if not limit >= 1:
         raise BadInput(f"limit {limit:g} of non-inferiority must be 1 or more, e.g. 1.05")
@@ -208,20 +220,20 @@ def noninferior(
     if (values <= 0).any():
         reason = f"a ratio needs values above 0, and {values.min():g} is among them"
         return NonInferiority("not shown", limit, len(values) // 2, NAN, NAN, NAN, reason)
-    found = paired(arm, base, alpha=alpha, log=True)
-    if found.n < 2:
-        reason = f"{found.n} paired seeds give no interval"
-        return NonInferiority("not shown", limit, found.n, found.effect, NAN, NAN, reason)
+    pair = paired(arm, base, alpha=alpha, log=True)
+    if pair.n < 2:
+        reason = f"{pair.n} paired seeds give no interval"
+        return NonInferiority("not shown", limit, pair.n, pair.effect, NAN, NAN, reason)
     if lower_is_better:
-        inside, beyond = found.high <= limit, found.low > limit
+        inside, beyond = pair.high <= limit, pair.low > limit
     else:
-        inside, beyond = found.low >= 1 / limit, found.high < 1 / limit
+        inside, beyond = pair.low >= 1 / limit, pair.high < 1 / limit
     answer: Literal["yes", "no", "not shown"] = "yes" if inside else "no" if beyond else "not shown"
-    return NonInferiority(answer, limit, found.n, found.effect, found.low, found.high)
+    return NonInferiority(answer, limit, pair.n, pair.effect, pair.low, pair.high)
 
 
 def _differences(arm: ArrayLike, base: ArrayLike, log: bool) -> tuple[Numbers, float]:
-    """Arm − base, of logs on log scale, and how far rounding alone can move one of them."""
+    """Return arm − base, of logs on log scale, and the rounding error of a difference."""
     ours, theirs = _finite(arm, "arm"), _finite(base, "base")
     if len(ours) != len(theirs):
         raise BadInput(
@@ -239,30 +251,25 @@ def _differences(arm: ArrayLike, base: ArrayLike, log: bool) -> tuple[Numbers, f
 
 
 def _finite(values: ArrayLike, side: str) -> Numbers:
-    found = np.asarray(values, float)
-    if found.ndim != 1 or not np.isfinite(found).all():
+    numbers = np.asarray(values, float)
+    if numbers.ndim != 1 or not np.isfinite(numbers).all():
         raise BadInput(f"{side} must be a list of finite numbers, not {values!r}")
-    return found
+    return numbers
 
 
 def _exp(x: float) -> float:
     return math.exp(x) if x < 709 else math.inf
 
 
-POWER = 0.8
-_POWER_DRAWS = 4_000
-_SAME = 10  # pairs; with more the sign-flip test costs about 1 % and is left out
-
-
 @cache
 def seen_by_t(n: int, alpha: float) -> float:
-    """What the paired t test sees, in standard deviations of the differences."""
-    edge = special.stdtrit(n - 1, 1 - alpha / 2)
+    """Return the effect that the t test finds with 80 % power, in standard deviations."""
+    critical = special.stdtrit(n - 1, 1 - alpha / 2)
 
     def lacking(effect: float) -> float:
         shift = effect * np.sqrt(n)
-        wrong_way = np.nan_to_num(special.nctdtr(n - 1, shift, -edge))  # NaN where it vanishes
-        return 1 - special.nctdtr(n - 1, shift, edge) + wrong_way - POWER
+        wrong_way = np.nan_to_num(special.nctdtr(n - 1, shift, -critical))  # NaN for almost 0
+        return 1 - special.nctdtr(n - 1, shift, critical) + wrong_way - POWER
 
     high = 1.0
     while lacking(high) < 0:
@@ -272,23 +279,24 @@ def seen_by_t(n: int, alpha: float) -> float:
 
 @cache
 def seen_by_rule(n: int, level: float, arms: int = 1) -> float:
-    """What the whole rule sees: the t test at Holm's strictest, and the sign-flip test beside it.
+    """Return the effect that both tests find with 80 % power, in standard deviations.
 
-    Up to 10 pairs it is found by simulating normal differences, the same at every call.
+    The t test is taken at Holm's strictest step. Up to 10 pairs the power is simulated with normal
+    differences, the same at every call; with more, the t test alone decides.
     """
     least = seen_by_t(n, level / arms)
-    if n > _SAME or not flips_count(n, level):
+    if n > _MOST_SIMULATED or not flips_can_decide(n, level):
         return least
     noise = np.random.default_rng(0).standard_normal((_POWER_DRAWS, n))
-    ways = signs(n)
-    swung, shifts = noise @ ways.T, ways.sum(-1)
+    patterns = signs(n)
+    flipped_sums, shifts = noise @ patterns.T, patterns.sum(-1)
     mean, std = noise.mean(-1), noise.std(-1, ddof=1)
-    edge = special.stdtrit(n - 1, 1 - level / arms / 2)
+    critical = special.stdtrit(n - 1, 1 - level / arms / 2)
 
     def lacking(effect: float) -> float:
-        by_t = np.abs(mean + effect) * np.sqrt(n) > edge * std
-        seen = n * np.abs(mean + effect)[by_t, None] - 1e-9
-        p = (np.abs(swung[by_t] + effect * shifts) >= seen).mean(-1)
+        by_t = np.abs(mean + effect) * np.sqrt(n) > critical * std
+        observed = n * np.abs(mean + effect)[by_t, None] - 1e-9
+        p = (np.abs(flipped_sums[by_t] + effect * shifts) >= observed).mean(-1)
         return np.count_nonzero(p <= level) / _POWER_DRAWS - POWER
 
     low, high = least, 2 * least
@@ -300,8 +308,3 @@ def seen_by_rule(n: int, level: float, arms: int = 1) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if lacking(middle) < 0 else (low, middle)
     return high
-
-
-def flips_count(n: int, level: float) -> bool:
-    """Whether n pairs are enough for the sign-flip test to have a say at this level."""
-    return n >= FEWEST and smallest_flip_p(n) <= level

@@ -1,60 +1,65 @@
-"""Nuisance settings, such as the learning rate, chosen for every arm on an equal budget."""
+"""Tune nuisance settings, such as the learning rate, for every arm on an equal budget."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from frostlab.comparison.evidence import TunedSetting, TuningPoint
 from frostlab.comparison.plan import TUNING_SEED, Plan, Tune
-from frostlab.comparison.runner import Runner, Task, Tuned, turns
+from frostlab.comparison.runner import Runner, Task, Tuned, alternated
 from frostlab.errors import BadInput
 from frostlab.recipe.settings import LOWER_IS_BETTER
 from frostlab.records.folder import RunRecord, finished_status
 
 
-def tune_all(plan: Plan, folder: Path, runner: Runner) -> list[dict[str, Any]]:
-    """What is tuned, one setting after another, each at the best of those before."""
-    made: list[dict[str, Any]] = []
+def tune_all(plan: Plan, folder: Path, runner: Runner) -> list[TunedSetting]:
+    """Tune the plan's settings in order, each at the best values of those before."""
+    settings: list[TunedSetting] = []
     for tune in plan.tune:
-        made.append(_Tuning(plan, tune, chosen(plan, made), folder, runner).result())
-    return made
+        settings.append(_Search(plan, tune, tuned_values(plan, settings), folder, runner).result())
+    return settings
 
 
-def chosen(plan: Plan, tuning: Sequence[Mapping[str, Any]]) -> Tuned:
-    """What every arm is run with, by arm and setting."""
-    return {arm.name: {each["key"]: each["best"][arm.name] for each in tuning} for arm in plan.arms}
+def tuned_values(plan: Plan, settings: Sequence[TunedSetting]) -> Tuned:
+    """Return the best values by arm and setting."""
+    return {
+        arm.name: {setting.key: setting.best[arm.name] for setting in settings} for arm in plan.arms
+    }
 
 
 @dataclass(frozen=True)
-class _Tuning:
-    """Each arm's best value of one setting, on the tune split, with seeds used nowhere else."""
+class _Search:
+    """A grid search of one setting on the tune split, with seeds that are used nowhere else."""
 
     plan: Plan
     tune: Tune
-    before: Tuned  # what has been chosen already
+    before: Tuned  # settings that were tuned before
     folder: Path
     runner: Runner
 
-    def result(self) -> dict[str, Any]:
-        """If any arm's best lies on an edge the grid grows by one value there, for all, once."""
+    def result(self) -> TunedSetting:
+        """Search the grid; if any arm's best is on an edge, extend it there for all arms, once."""
         values, extended = list(self.tune.values), False
         while True:
             curves = self._curves(values)
-            best = {name: _best(curve, self.plan.rules.metric) for name, curve in curves.items()}
-            low, high = (
-                any(value == edge for value in best.values()) for edge in (values[0], values[-1])
-            )
+            best = {arm: _best(curve, self.plan.rules.metric) for arm, curve in curves.items()}
+            low, high = (edge in best.values() for edge in (values[0], values[-1]))
             if extended or not (low or high):
-                edges = {name: value in (values[0], values[-1]) for name, value in best.items()}
-                return {"key": self.tune.key, "values": values, "extended": extended,
-                        "best": best, "on_edge": edges, "curves": curves}  # fmt: skip
+                return TunedSetting(
+                    key=self.tune.key,
+                    values=tuple(values),
+                    extended=extended,
+                    best=best,
+                    on_edge={arm: value in (values[0], values[-1]) for arm, value in best.items()},
+                    curves=curves,
+                )
             step = values[1] / values[0] if values[0] else 3.0
-            below = self._possible(values[0] / step) if low and values[0] else []
-            above = self._possible(values[-1] * step) if high else []
+            below = self._if_valid(values[0] / step) if low and values[0] else []
+            above = self._if_valid(values[-1] * step) if high else []
             values, extended = [*below, *values, *above], True
 
-    def _possible(self, value: float) -> list[float]:
-        """A value, if a recipe can have it."""
+    def _if_valid(self, value: float) -> list[float]:
+        """Return the value in a list, which is empty if a recipe cannot have it."""
         rounded = float(f"{value:.3g}")
         try:
             self.plan.recipe_of(self.plan.baseline, TUNING_SEED, {self.tune.key: rounded})
@@ -62,47 +67,59 @@ class _Tuning:
             return []
         return [rounded]
 
-    def _curves(self, values: Sequence[float]) -> dict[str, list[dict[str, Any]]]:
-        """What every value gave every arm: the mean over the tuning seeds, and each."""
+    def _curves(self, values: Sequence[float]) -> dict[str, tuple[TuningPoint, ...]]:
+        """Return the scores of every value by arm, averaged over the tuning seeds."""
         tasks = dict(self._tasks(values))
         self.runner.run_all(list(tasks.values()))
-        curves: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in self.plan.arms}
-        for arm in self.plan.arms:
-            for value in values:
-                each = [
+        return {
+            arm.name: tuple(
+                _point(value, [
                     _score(task.path)
                     for (name, tried, _), task in tasks.items()
                     if name == arm.name and tried == value
-                ]
-                known = [score for score in each if score is not None]
-                mean = sum(known) / len(known) if len(known) == len(each) else None
-                curves[arm.name].append({"value": value, "mean": mean, "each": each})
-        return curves
+                ])
+                for value in values
+            )
+            for arm in self.plan.arms
+        }  # fmt: skip
 
     def _tasks(self, values: Sequence[float]) -> Iterator[tuple[tuple[str, float, int], Task]]:
+        """Return the runs by arm, value and number of the tuning seed."""
         key = self.tune.key
-        several = f"-{key}" if len(self.plan.tune) > 1 else ""
+        infix = f"-{key}" if len(self.plan.tune) > 1 else ""
         for number in range(self.tune.seeds):
+            seed = TUNING_SEED + number
             for value in values:
-                for arm in turns(self.plan.arms, number):
-                    seed, tuned = TUNING_SEED + number, {**self.before[arm.name], key: value}
-                    yield (arm.name, value, number), Task(
-                        f"{arm.name}@{value:g}", seed, self.plan.recipe_of(arm, seed, tuned),
-                        self.folder / "tuning" / f"{arm.name}{several}-{value:g}-s{seed}",
-                        f"tuning {arm.name} {key} {value:g}",
-                    )  # fmt: skip
+                for arm in alternated(self.plan.arms, number):
+                    tuned = {**self.before[arm.name], key: value}
+                    yield (
+                        (arm.name, value, number),
+                        Task(
+                            arm=f"{arm.name}@{value:g}",
+                            number=seed,
+                            recipe=self.plan.recipe_of(arm, seed, tuned),
+                            path=self.folder / "tuning" / f"{arm.name}{infix}-{value:g}-s{seed}",
+                            about=f"tuning {arm.name} {key} {value:g}",
+                        ),
+                    )
+
+
+def _point(value: float, scores: Sequence[float | None]) -> TuningPoint:
+    known = [score for score in scores if score is not None]
+    mean = sum(known) / len(known) if len(known) == len(scores) else None
+    return TuningPoint(value, mean, tuple(scores))
 
 
 def _score(path: Path) -> float | None:
-    """The best evaluation on the tune split, if the run finished."""
+    """Return the best evaluation on the tune split; None if the run did not finish."""
     if finished_status(path) != "finished":
         return None
     value = RunRecord(path).result["best"]["value"]
     return None if value is None else float(value)
 
 
-def _best(curve: list[dict[str, Any]], metric: str) -> float:
-    """The value with the best mean; one whose run failed is never it, unless all did."""
+def _best(curve: Sequence[TuningPoint], metric: str) -> float:
+    """Return the value with the best mean; a value whose run failed loses, unless all failed."""
     sign = 1.0 if metric in LOWER_IS_BETTER else -1.0
-    known = [point for point in curve if point["mean"] is not None]
-    return float(min(known or curve, key=lambda point: sign * (point["mean"] or 0.0))["value"])
+    known = [point for point in curve if point.mean is not None]
+    return min(known or curve, key=lambda point: sign * (point.mean or 0.0)).value

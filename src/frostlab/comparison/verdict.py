@@ -1,95 +1,43 @@
-"""Verdicts: one word and one sentence for each arm, from values by seed and the rules."""
+"""Judge arms: one word and one sentence for each, from values by seed and the plan's rules."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from frostlab.comparison.plan import LEAST_SEEDS, Contrast, Plan, Rules
+from frostlab.comparison.plan import LEAST_SEEDS, Rules
 from frostlab.comparison.statistics import (
     NonInferiority,
     Paired,
-    flips_count,
+    flips_can_decide,
     holm,
     noninferior,
     paired,
     seen_by_rule,
 )
 from frostlab.errors import BadInput, nearest
-from frostlab.records.folder import RunRecord
-
-Values = Mapping[int, float]
-
-
-def check(
-    arms: Mapping[str, Values],
-    baseline: str,
-    confounds: Mapping[str, Sequence[str]],
-    failed: Mapping[str, Sequence[int]],
-    unproven: Mapping[str, str],
-) -> None:
-    """Refuse names that are no arm, one arm alone, and a seed that failed with a value."""
-    if baseline not in arms:
-        raise BadInput(f"baseline `{baseline}` is not among the arms{nearest(baseline, arms)}")
-    if len(arms) < 2:
-        raise BadInput(f"baseline `{baseline}` is the only arm; a comparison needs another")
-    said = {"confounds": confounds, "failed": failed, "unproven": unproven}
-    for what, mapping in said.items():
-        for arm in mapping:
-            if arm not in arms or (arm == baseline and what != "failed"):
-                raise BadInput(f"{what} names `{arm}`, which is no arm here{nearest(arm, arms)}")
-    for arm, seeds in failed.items():
-        if both := sorted(set(seeds) & set(arms[arm])):
-            raise BadInput(f"seed {both[0]} of `{arm}` failed and has a value: it cannot be both")
-
-
-def usable_values(
-    arms: Mapping[str, Values], failed: Mapping[str, Sequence[int]], rules: Rules
-) -> tuple[dict[str, dict[int, float]], dict[str, list[str]]]:
-    """Finite values, and a note for each arm of the seeds that gave none."""
-    usable, lost = {}, {}
-    for arm, values in arms.items():
-        usable[arm] = {seed: value for seed, value in values.items() if math.isfinite(value)}
-        for seed, value in usable[arm].items():
-            if rules.log and value <= 0:
-                said = f"seed {seed} of `{arm}` has {rules.metric} {value:g}"
-                raise BadInput(f"{said}: on log scale values must be above 0")
-        wild = {
-            seed: f"{seed} ({value})" for seed, value in values.items() if seed not in usable[arm]
-        }
-        names = [str(seed) for seed in sorted(failed.get(arm, ()))]
-        names += [wild[seed] for seed in sorted(wild)]
-        if names:
-            kept = "fewer pairs, and what is said holds for runs that finished"
-            lost[arm] = [f"failed seeds of {arm}: {', '.join(names)}: {kept}"]
-    return usable, lost
-
-
-def without_partner(
-    arm: str, baseline: str, arms: Mapping[str, Values], failed: Mapping[str, Sequence[int]]
-) -> list[str]:
-    """A note of seeds that only one side was run with."""
-    ours = {*arms[arm], *failed.get(arm, ())}
-    theirs = {*arms[baseline], *failed.get(baseline, ())}
-    notes = []
-    for name, seeds in ((arm, ours - theirs), (baseline, theirs - ours)):
-        if seeds:
-            listed = ", ".join(str(seed) for seed in sorted(seeds))
-            notes.append(f"seeds of {name} without a partner, left out: {listed}")
-    return notes
-
+from frostlab.storage import finite
 
 Word = Literal[
     "better", "worse", "no difference found", "too few seeds", "confounded", "unproven"
 ]  # fmt: skip
-Records = Mapping[tuple[str, int], RunRecord]  # by arm and seed
-_NONE: Mapping[str, Any] = MappingProxyType({})
+# Every word in the order of the documents, with its meaning for them and for pages.
+MEANINGS: dict[Word, str] = {
+    "better": "the t test finds a difference for the arm; the sign-flip test does not disagree",
+    "worse": "the t test finds a difference against the arm; the sign-flip test does not disagree",
+    "no difference found": "the tests find none; the sentence gives the effect they could see",
+    "too few seeds": f"fewer than {LEAST_SEEDS} pairs of runs",
+    "confounded": "a setting differs that is not compared",
+    "unproven": "the runs differ in more than what is compared, or the timing cannot be trusted",
+}
+Values = Mapping[int, float]  # by seed
+_EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What can be said of one arm on one metric, and what it rests on.
+    """The verdict on one arm and one metric, and the numbers it rests on.
 
     `could_have_seen` is the effect that the whole rule finds in 80 of 100 comparisons of this size
     and spread, in the metric's unit or, on log scale, as a ratio − 1.
@@ -107,8 +55,9 @@ class Verdict:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; what is not a number, or not finite, is None."""
-        return _plain(asdict(self))
+        """Return plain values for JSON, with None for a number that is not finite."""
+        values: dict[str, Any] = finite(asdict(self))
+        return values
 
 
 def judge(
@@ -116,16 +65,17 @@ def judge(
     baseline: str,
     rules: Rules,
     *,
-    confounds: Mapping[str, Sequence[str]] = _NONE,
-    failed: Mapping[str, Sequence[int]] = _NONE,
-    unproven: Mapping[str, str] = _NONE,
+    confounds: Mapping[str, Sequence[str]] = _EMPTY,
+    failed: Mapping[str, Sequence[int]] = _EMPTY,
+    unproven: Mapping[str, str] = _EMPTY,
 ) -> dict[str, Verdict]:
     """Judge every arm against the baseline on the rules' metric, over the seeds both have.
 
-    Holm's family is every arm, also one without a verdict of its own: it was fixed before the first
-    run. `failed` names seeds without a value, `unproven` says why an arm's values prove nothing.
+    Holm's family is every arm, including an arm with too few values: it was fixed before the first
+    run. `failed` has the seeds without a value by arm, `unproven` the reason why an arm's values
+    prove nothing.
     """
-    check(arms, baseline, confounds, failed, unproven)
+    _check_names(arms, baseline, confounds, failed, unproven)
     family = {arm: (arm, baseline) for arm in arms if arm != baseline}
     return judge_family(
         arms, family, rules, "arms", confounds=confounds, failed=failed, unproven=unproven
@@ -136,37 +86,38 @@ def judge_family(
     arms: Mapping[str, Values],
     family: Mapping[str, tuple[str, str]],
     rules: Rules,
-    things: str,
+    members: str,
     *,
-    confounds: Mapping[str, Sequence[str]] = _NONE,
-    failed: Mapping[str, Sequence[int]] = _NONE,
-    unproven: Mapping[str, str] = _NONE,
+    confounds: Mapping[str, Sequence[str]] = _EMPTY,
+    failed: Mapping[str, Sequence[int]] = _EMPTY,
+    unproven: Mapping[str, str] = _EMPTY,
 ) -> dict[str, Verdict]:
-    """Judge pairs of arms, each under a name, Holm over all of them.
+    """Judge named pairs of arms, with Holm over all of them.
 
-    `things` is what a sentence calls the pairs; `confounds` and `unproven` go by their names.
+    `members` is the word for the pairs in a sentence. The keys of `confounds` and `unproven` are
+    names of pairs.
     """
-    usable, lost = usable_values(arms, failed, rules)
-    found = {name: _pair(usable[a], usable[b], rules) for name, (a, b) in family.items()}
-    adjusted = holm({name: math.nan if pair is None else pair.p for name, pair in found.items()})
+    usable, losses = _usable_values(arms, failed, rules)
+    pairs = {name: _pair(usable[a], usable[b], rules) for name, (a, b) in family.items()}
+    adjusted = holm({name: math.nan if pair is None else pair.p for name, pair in pairs.items()})
     verdicts = {}
-    for name, pair in found.items():
+    for name, pair in pairs.items():
         arm, baseline = family[name]
-        case = _Case(arm, baseline, rules, pair, adjusted[name], len(found), things)
-        answer = _noninferior(usable[arm], usable[baseline], rules)
-        notes = [*lost.get(baseline, ()), *lost.get(arm, ())]
-        notes += without_partner(arm, baseline, arms, failed)
+        case = _Case(arm, baseline, rules, pair, adjusted[name], len(pairs), members)
+        limit = _noninferior(usable[arm], usable[baseline], rules)
+        notes = [*losses.get(baseline, ()), *losses.get(arm, ())]
+        notes += _notes_on_unpaired_seeds(arm, baseline, arms, failed)
         history = rules.history()
         notes += [history] if history else []
         if reason := unproven.get(name):
             notes += [f"unproven: {reason}"]
-            answer = answer and replace(answer, answer="not shown", reason=f"unproven: {reason}")
+            limit = limit and replace(limit, answer="not shown", reason=f"unproven: {reason}")
         if mixed := confounds.get(name, ()):
             notes += [f"confounded by {', '.join(mixed)}"]
-            answer = answer and replace(
-                answer, reason="; ".join(filter(None, (answer.reason, notes[-1])))
+            limit = limit and replace(
+                limit, reason="; ".join(filter(None, (limit.reason, notes[-1])))
             )
-        word, sentence, more = case.decided(tuple(mixed), reason)
+        word, sentence, more_notes = case.decide(tuple(mixed), reason)
         verdicts[name] = Verdict(
             arm=arm,
             baseline=baseline,
@@ -176,23 +127,23 @@ def judge_family(
             paired=pair,
             p_adjusted=None if math.isnan(adjusted[name]) else adjusted[name],
             could_have_seen=case.could_have_seen,
-            noninferior=answer,
-            notes=(*notes, *more),
+            noninferior=limit,
+            notes=(*notes, *more_notes),
         )
     return verdicts
 
 
 @dataclass(frozen=True)
 class _Case:
-    """One arm's numbers on the way to a word."""
+    """The numbers of one pair of arms, from which its word and sentence follow."""
 
     arm: str
     baseline: str
     rules: Rules
     pair: Paired | None
-    p: float
-    arms: int
-    things: str
+    p: float  # after Holm
+    family_size: int
+    members: str
 
     @property
     def n(self) -> int:
@@ -202,44 +153,48 @@ class _Case:
     def could_have_seen(self) -> float | None:
         if self.pair is None or self.n < LEAST_SEEDS:
             return None
-        least = seen_by_rule(self.n, self.rules.level, self.arms) * self.pair.std
+        least = seen_by_rule(self.n, self.rules.level, self.family_size) * self.pair.std
         return math.expm1(min(least, 700)) if self.rules.log else least
 
-    def decided(
+    def decide(
         self, mixed: tuple[str, ...], unproven: str | None
     ) -> tuple[Word, str, tuple[str, ...]]:
-        """The word, its sentence, and notes."""
-        on = f"on {self.rules.metric}"
-        p = probability(self.p, self.arms, self.things)
-        numbers = f"{effect_of(self.pair)}, {p}, {seeds_of(self.n)}"
+        """Return the word, its sentence and further notes."""
+        arm, baseline, on = self.arm, self.baseline, f"on {self.rules.metric}"
+        p = _p_text(self.p, self.family_size, self.members)
+        numbers = f"{_effect_text(self.pair)}, {p}, {_seeds_text(self.n)}"
         if mixed:
-            said = f"{self.arm} is confounded by {', '.join(mixed)} {on}: {numbers}; "
-            return "confounded", said + "the treatment is not all that differs.", ()
+            sentence = f"{arm} is confounded by {', '.join(mixed)} {on}: {numbers}; "
+            return "confounded", f"{sentence}the treatment is not all that differs.", ()
         if unproven:
-            said = f"{self.arm} against {self.baseline} {on} is unproven, {unproven}: {numbers}."
-            return "unproven", said, ()
+            sentence = f"{arm} against {baseline} {on} is unproven, {unproven}: {numbers}."
+            return "unproven", sentence, ()
         if self.pair is None or self.n < LEAST_SEEDS:
-            said = f"too few seeds to judge {self.arm} against {self.baseline} {on}: {numbers}; "
-            return "too few seeds", said + f"{LEAST_SEEDS} is the least.", ()
+            sentence = f"too few seeds to judge {arm} against {baseline} {on}: {numbers}; "
+            return "too few seeds", f"{sentence}{LEAST_SEEDS} is the least.", ()
         by_t, by_flips = self.p <= self.rules.level, self._by_flips()
         if by_t and by_flips is not False:
             higher = self.pair.effect > (1 if self.rules.log else 0)
             word: Word = "worse" if higher == self.rules.lower_is_better else "better"
-            said = f"{self.arm} is {word} than {self.baseline} {on}: {numbers}"
-            return word, f"{said}{self._small()}.", self._silent_flips()
-        said = f"no difference found between {self.arm} and {self.baseline} {on}: {numbers}"
+            sentence = f"{arm} is {word} than {baseline} {on}: {numbers}"
+            return word, f"{sentence}{self._small_effect()}.", self._note_without_flips()
         seen = self.could_have_seen or 0.0
-        said += self._disagreement(by_t, by_flips)
-        said += f"; could have seen ≥ {size_of(seen, self.rules.log)}."
-        return "no difference found", said, self._missed(seen)
+        sentence = (
+            f"no difference found between {arm} and {baseline} {on}: {numbers}"
+            f"{self._disagreement(by_t, by_flips)}; could have seen ≥ "
+            f"{_size_text(seen, self.rules.log)}."
+        )
+        return "no difference found", sentence, self._note_on_missed_effect(seen)
 
     def _by_flips(self) -> bool | None:
-        """What the sign-flip test says, unadjusted: Holm would leave 6 seeds nothing to say."""
+        """Return whether the sign-flip test finds a difference; None where it cannot.
+
+        Its p is not adjusted: after Holm, 6 seeds could never find one.
+        """
         if self.pair is None or self.pair.p_flip is None:
             return None
-        return (
-            self.pair.p_flip <= self.rules.level if flips_count(self.n, self.rules.level) else None
-        )
+        can_decide = flips_can_decide(self.n, self.rules.level)
+        return self.pair.p_flip <= self.rules.level if can_decide else None
 
     def _disagreement(self, by_t: bool, by_flips: bool | None) -> str:
         assert self.pair is not None
@@ -250,15 +205,15 @@ class _Case:
         flips = f"sign-flip p = {self.pair.p_flip:.3g}"
         return f"; the {yes} test sees one and the {no} test does not ({flips}): they disagree"
 
-    def _silent_flips(self) -> tuple[str, ...]:
-        if flips_count(self.n, self.rules.level):
+    def _note_without_flips(self) -> tuple[str, ...]:
+        if flips_can_decide(self.n, self.rules.level):
             return ()
         at = f"at {self.rules.level:.4g}"
         return (
             f"{self.n} pairs are too few for the sign-flip test {at}: the t test decided alone",
         )
 
-    def _small(self) -> str:
+    def _small_effect(self) -> str:
         least = self.rules.minimum_effect
         if least is None or self.pair is None:
             return ""
@@ -266,14 +221,76 @@ class _Case:
             small = abs(math.log(self.pair.effect)) < math.log1p(least)
         else:
             small = abs(self.pair.effect) < least
-        said = f"; smaller than the smallest effect of interest, {size_of(least, self.rules.log)}"
-        return said if small else ""
+        text = (
+            f"; smaller than the smallest effect of interest, {_size_text(least, self.rules.log)}"
+        )
+        return text if small else ""
 
-    def _missed(self, seen: float) -> tuple[str, ...]:
+    def _note_on_missed_effect(self, seen: float) -> tuple[str, ...]:
         least = self.rules.minimum_effect
         if least is None or seen <= least:
             return ()
-        return (f"an effect of interest, {size_of(least, self.rules.log)}, may have been missed",)
+        return (
+            f"an effect of interest, {_size_text(least, self.rules.log)}, may have been missed",
+        )
+
+
+def _check_names(
+    arms: Mapping[str, Values],
+    baseline: str,
+    confounds: Mapping[str, Sequence[str]],
+    failed: Mapping[str, Sequence[int]],
+    unproven: Mapping[str, str],
+) -> None:
+    """Refuse unknown arms, a single arm, and a failed seed that has a value."""
+    if baseline not in arms:
+        raise BadInput(f"baseline `{baseline}` is not among the arms{nearest(baseline, arms)}")
+    if len(arms) < 2:
+        raise BadInput(f"baseline `{baseline}` is the only arm; a comparison needs another")
+    parameters = {"confounds": confounds, "failed": failed, "unproven": unproven}
+    for parameter, mapping in parameters.items():
+        for arm in mapping:
+            if arm not in arms or (arm == baseline and parameter != "failed"):
+                hint = nearest(arm, arms)
+                raise BadInput(f"{parameter} names `{arm}`, which is not an arm to judge{hint}")
+    for arm, seeds in failed.items():
+        if both := sorted(set(seeds) & set(arms[arm])):
+            raise BadInput(f"seed {both[0]} of `{arm}` failed and has a value: it cannot be both")
+
+
+def _usable_values(
+    arms: Mapping[str, Values], failed: Mapping[str, Sequence[int]], rules: Rules
+) -> tuple[dict[str, dict[int, float]], dict[str, list[str]]]:
+    """Return the finite values by arm and seed, and by arm a note on the seeds without one."""
+    usable, losses = {}, {}
+    for arm, values in arms.items():
+        usable[arm] = {seed: value for seed, value in values.items() if math.isfinite(value)}
+        for seed, value in usable[arm].items():
+            if rules.log and value <= 0:
+                raise BadInput(
+                    f"seed {seed} of `{arm}` has {rules.metric} {value:g}: "
+                    "on log scale values must be above 0"
+                )
+        lost = [str(seed) for seed in sorted(failed.get(arm, ()))]
+        lost += [f"{seed} ({values[seed]})" for seed in sorted(set(values) - set(usable[arm]))]
+        if lost:
+            effect = "fewer pairs, and the verdict holds for runs that finished"
+            losses[arm] = [f"failed seeds of {arm}: {', '.join(lost)}: {effect}"]
+    return usable, losses
+
+
+def _notes_on_unpaired_seeds(
+    arm: str, baseline: str, arms: Mapping[str, Values], failed: Mapping[str, Sequence[int]]
+) -> list[str]:
+    """Return a note on the seeds that only one of two arms was run with."""
+    ours = {*arms[arm], *failed.get(arm, ())}
+    theirs = {*arms[baseline], *failed.get(baseline, ())}
+    notes = []
+    for name, seeds in ((arm, ours - theirs), (baseline, theirs - ours)):
+        if seeds:
+            listed = ", ".join(str(seed) for seed in sorted(seeds))
+            notes.append(f"seeds of {name} without a partner, left out: {listed}")
+    return notes
 
 
 def _pair(arm: Values, base: Values, rules: Rules) -> Paired | None:
@@ -288,7 +305,7 @@ def _noninferior(arm: Values, base: Values, rules: Rules) -> NonInferiority | No
     if rules.noninferior is None:
         return None
     seeds = sorted(set(arm) & set(base))
-    answer = noninferior(
+    limit = noninferior(
         [arm[seed] for seed in seeds],
         [base[seed] for seed in seeds],
         rules.noninferior,
@@ -296,164 +313,35 @@ def _noninferior(arm: Values, base: Values, rules: Rules) -> NonInferiority | No
         alpha=rules.level,
     )
     if len(seeds) >= LEAST_SEEDS:
-        return answer
-    reason = f"{seeds_of(len(seeds))}; {LEAST_SEEDS} is the least"
-    return replace(answer, answer="not shown", reason=reason)
+        return limit
+    reason = f"{_seeds_text(len(seeds))}; {LEAST_SEEDS} is the least"
+    return replace(limit, answer="not shown", reason=reason)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-_SHAPE = ("device", "precision", "processes", "threads")
-
-
-def why_unpaired(one: RunRecord, other: RunRecord, vary: Iterable[str] = ()) -> str | None:
-    """The first thing that keeps two runs from being a pair, or None.
-
-    Where arms vary in their model, they begin with other weights.
-    """
-    models_vary = any(key.partition(".")[0] == "model" for key in vary)
-    return next(_differences(one, other, weights=not models_vary), None)
-
-
-def _differences(one: RunRecord, other: RunRecord, weights: bool) -> Iterator[str]:
-    if one.result["seed"] != other.result["seed"]:
-        yield f"the seeds differ ({one.result['seed']} and {other.result['seed']})"
-    mine, theirs = one.digests, other.digests
-    if mine["data"] != theirs["data"]:
-        yield f"the data differ ({mine['data']} and {theirs['data']})"
-    if weights:
-        yield from _other_weights(mine, theirs)
-    for epoch, (a, b) in enumerate(zip(_orders(one), _orders(other), strict=False)):
-        if a != b:
-            yield f"the order of examples differs in epoch {epoch + 1} ({a} and {b})"
-    for key in _SHAPE:
-        a, b = (sorted({str(began[key]) for began in _begun(each)}) for each in (one, other))
-        if a != b:
-            yield f"{key} differs ({' then '.join(a)} and {' then '.join(b)})"
-
-
-def _other_weights(mine: dict[str, Any], theirs: dict[str, Any]) -> Iterator[str]:
-    touched = {*mine["touched"], *theirs["touched"]}
-    for key, value in mine["weights"].items():
-        if key not in touched and theirs["weights"].get(key) != value:
-            yield f"the initial weights of {key} differ, which neither treatment touches"
-    strange = [key for key in theirs["weights"] if key not in {*mine["weights"], *touched}]
-    if strange:
-        yield f"only one has the weights {strange[0]}"
-
-
-def _orders(record: RunRecord) -> list[Any]:
-    return [event["order"] for event in record.events() if event["kind"] == "epoch"]
-
-
-def _begun(record: RunRecord) -> list[dict[str, Any]]:
-    return [event for event in record.events() if event["kind"] in ("start", "resume")]
-
-
-def contrasts(plan: Plan, records: Records, rules: Rules) -> list[dict[str, Any]]:
-    """Every question with its verdict; Holm over those that ask for the same thing."""
-    answered: dict[str, dict[str, Any]] = {}
-    for of in ("value", "gain"):
-        asked = [contrast for contrast in plan.contrasts if contrast.of == of]
-        if asked:
-            answered |= _family(plan, asked, records, rules)
-    return [contrast.model_dump() | answered[contrast.question] for contrast in plan.contrasts]
-
-
-def _family(
-    plan: Plan, asked: list[Contrast], records: Records, rules: Rules
-) -> dict[str, dict[str, Any]]:
-    values, failed = _values(plan, asked, records, rules)
-    arms = {arm.name: arm for arm in plan.arms}
-    apart = {c.question: _apart(plan, c, records) for c in asked}
-    mixed = {c.question: plan.between(arms[c.against], arms[c.arm]) for c in asked}
-    verdicts = judge_family(
-        values,
-        {contrast.question: (contrast.arm, contrast.against) for contrast in asked},
-        rules.model_copy(update={"noninferior": None}),
-        "questions",
-        confounds={question: [str(one) for one in found] for question, found in mixed.items()},
-        failed=failed,
-        unproven={question: reason for question, reason in apart.items() if reason},
-    )
-    return {question: verdict.to_dict() for question, verdict in verdicts.items()}
-
-
-def _values(
-    plan: Plan, asked: list[Contrast], records: Records, rules: Rules
-) -> tuple[dict[str, dict[int, float]], dict[str, list[int]]]:
-    """What each arm gave at each seed, and the seeds that gave nothing."""
-    names = {name for contrast in asked for name in (contrast.arm, contrast.against)}
-    found = {
-        name: {seed: _value(records[name, seed], rules, asked[0].of) for seed in plan.seeds}
-        for name in names
-    }
-    values = {
-        name: {seed: value for seed, value in each.items() if value is not None}
-        for name, each in found.items()
-    }
-    failed = {
-        name: [s for s, value in each.items() if value is None] for name, each in found.items()
-    }
-    return values, failed
-
-
-def _apart(plan: Plan, contrast: Contrast, records: Records) -> str | None:
-    """Why the runs of a contrast are no pairs, if any is not."""
-    for seed in plan.seeds:
-        one, other = records[contrast.against, seed], records[contrast.arm, seed]
-        if one.status == other.status == "finished":
-            reason = why_unpaired(one, other, plan.vary)
-            if reason is not None:
-                return f"seed {seed}: {reason}"
-    return None
-
-
-def _value(record: RunRecord, rules: Rules, of: str) -> float | None:
-    """A run's result; or what its last stage made of its first one's, where stages are chosen."""
-    if record.status != "finished":
-        return None
-    if of == "value":
-        return record.metrics.get(rules.metric)
-    bests = [stage["best"]["value"] for stage in record.result["stages"]]
-    return float(bests[-1] / bests[0] if rules.log else bests[-1] - bests[0])
-
-
-def effect_of(pair: Paired | None) -> str:
-    """The effect and its interval: "+0.012 (95 %: +0.004 to +0.02)", as a ratio "0.93 ×"."""
+def _effect_text(pair: Paired | None) -> str:
+    """Return the effect and its interval: "+0.012 (95 %: +0.004 to +0.02)", or "0.93 × (…)"."""
     if pair is None:
         return "no pair of values"
-    shown = "{:.4g} ×" if pair.log else "{:+.4g}"
+    number, effect = ("{:.4g}", "{:.4g} ×") if pair.log else ("{:+.4g}", "{:+.4g}")
     if pair.n < 2:
-        return shown.format(pair.effect)
+        return effect.format(pair.effect)
     level = f"{100 * (1 - pair.alpha):.4g} %"
-    return f"{shown.format(pair.effect)} ({level}: {' to '.join(_ends(pair))})"
+    ends = f"{number.format(pair.low)} to {number.format(pair.high)}"
+    return f"{effect.format(pair.effect)} ({level}: {ends})"
 
 
-def probability(p: float, count: int, things: str) -> str:
-    """The p value, and over how many arms or questions it was adjusted."""
-    if p != p:
+def _p_text(p: float, family_size: int, members: str) -> str:
+    """Return the p value, and the size of the family that it was adjusted for."""
+    if math.isnan(p):
         return "no p"
-    shown = "p < 0.0001" if p < 0.0001 else f"p = {p:.3g}"
-    return f"{shown} after Holm over {count} {things}" if count > 1 else shown
+    text = "p < 0.0001" if p < 0.0001 else f"p = {p:.3g}"
+    return f"{text} after Holm over {family_size} {members}" if family_size > 1 else text
 
 
-def seeds_of(n: int) -> str:
-    """ "6 paired seeds"."""
+def _seeds_text(n: int) -> str:
     return f"{n} paired seed{'s' * (n != 1)}"
 
 
-def size_of(effect: float, log: bool) -> str:
-    """An effect without its sign: "0.012", or "3.4 %" of a ratio."""
+def _size_text(effect: float, log: bool) -> str:
+    """Return an effect without its sign: "0.012", or "3.4 %" of a ratio."""
     return f"{100 * effect:.3g} %" if log else f"{effect:.3g}"
-
-
-def _ends(pair: Paired) -> tuple[str, str]:
-    shown = "{:.4g}" if pair.log else "{:+.4g}"
-    return shown.format(pair.low), shown.format(pair.high)

@@ -1,11 +1,14 @@
-"""Rules: what they accept, the direction of metrics, and what each look spends."""
+"""Plans: rules and what each look spends, arms, confounds, digests."""
 
 import numpy as np
 import pytest
 from pydantic import ValidationError
 from scipy import stats
 
-from frostlab.comparison.plan import Rules, rules_for, spent
+import frostlab as fl
+from comparing import HOT, LAYERS, plan
+from frostlab.comparison.load import make_plan
+from frostlab.comparison.plan import Rules, alpha_spent, rules_for
 from frostlab.comparison.statistics import t_test
 from frostlab.errors import BadInput
 
@@ -59,11 +62,11 @@ def test_rules_never_change() -> None:
 
 
 def test_what_each_look_spends() -> None:
-    assert spent(0.05, 1) == 0.05
-    assert [spent(0.05, k, 3) for k in (1, 2, 3)] == [0.025, 0.0125, 0.00625]
-    assert [spent(0.05, k, 1) for k in (2, 3)] == [0.0125, 0.00625]
-    assert sum(spent(0.05, k, 2) for k in range(1, 60)) <= 0.05
-    assert sum(spent(0.05, k, 1) for k in range(1, 60)) <= 0.075
+    assert alpha_spent(0.05, 1) == 0.05
+    assert [alpha_spent(0.05, k, 3) for k in (1, 2, 3)] == [0.025, 0.0125, 0.00625]
+    assert [alpha_spent(0.05, k, 1) for k in (2, 3)] == [0.0125, 0.00625]
+    assert sum(alpha_spent(0.05, k, 2) for k in range(1, 60)) <= 0.05
+    assert sum(alpha_spent(0.05, k, 1) for k in range(1, 60)) <= 0.075
 
 
 def test_the_history_says_when_alpha_was_spent_before() -> None:
@@ -90,7 +93,51 @@ def test_looks_together_raise_no_more_false_alarms_than_alpha() -> None:
         return int(np.any([x <= level for x, level in zip(p, levels, strict=True)], 0).sum())
 
     most = stats.binom.ppf(0.999, trials, 0.05)
-    assert alarms([spent(0.05, k, 3) for k in (1, 2, 3)]) <= most
+    assert alarms([alpha_spent(0.05, k, 3) for k in (1, 2, 3)]) <= most
     assert alarms([0.05] * 3) > most  # looking again without paying for it
-    extended = alarms([spent(0.05, k, 1) for k in (1, 2, 3)])
+    extended = alarms([alpha_spent(0.05, k, 1) for k in (1, 2, 3)])
     assert most < extended <= stats.binom.ppf(0.999, trials, 0.06875)
+
+
+def test_an_arm_differs_in_its_treatment_alone() -> None:
+    made = plan(arms=["baseline", "oelm", {"name": "keys", "treatment": {"freeze": ["key"]}}])
+    recipes = [made.recipe_of(arm, 3) for arm in made.arms]
+    assert [r.treatment_name for r in recipes] == ["baseline", "oelm", "explicit"]
+    values = [r.to_dict() | {"treatment": None} for r in recipes]
+    assert values[0] == values[1] == values[2]
+    assert all(r.seed == 3 for r in recipes)
+
+
+@pytest.mark.parametrize("name", ["lr", "optim.lr"])
+def test_a_declared_confound_is_listed_with_both_values(name: str) -> None:
+    made = plan(arms=["baseline", HOT], allow_confounds=[name])
+    (found,) = made.confounds()["hot"]
+    assert (found.key, found.baseline, found.arm) == ("optim.lr", 0.003, 0.01)
+    assert str(found) == "optim.lr 0.003 → 0.01"
+
+
+def test_what_is_tuned_for_all_is_no_confound() -> None:
+    assert plan(arms=["baseline", HOT], tune="lr").confounds() == {"hot": ()}
+
+
+def test_a_plan_keeps_its_name_when_seeds_are_added() -> None:
+    assert plan(seeds=3).digest == plan(seeds=5).digest
+    assert plan(seeds=3).digest != plan(seeds=3, alpha=0.01).digest
+
+
+def test_what_varies_is_no_confound_and_all_else_still_is() -> None:
+    plan = make_plan(LAYERS)
+    assert not any(plan.confounds().values())
+    arms = [*LAYERS["arms"], {"name": "hot", "set": {"optim.lr": 1.0}}]
+    with pytest.raises(
+        fl.BadInput, match=r"hot differs from one in optim.lr 0.003 → 1: a confound"
+    ):
+        make_plan(LAYERS | {"arms": arms})
+    with pytest.raises(fl.BadInput, match=r"two differs from one in model.layers 1 → 2"):
+        make_plan({key: value for key, value in LAYERS.items() if key != "vary"})
+
+
+def test_what_varies_and_is_asked_changes_the_digest() -> None:
+    whole = make_plan(LAYERS)
+    assert whole.digest != whole.model_copy(update={"vary": ("model",)}).digest
+    assert whole.digest != whole.model_copy(update={"contrasts": whole.contrasts[:1]}).digest

@@ -1,0 +1,507 @@
+"""Gather the evidence: read every run once, then pair, judge and test."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from frostlab.comparison.evidence import (
+    SCHEMA,
+    Answer,
+    ArmEvidence,
+    ArmVerdict,
+    Effect,
+    Evidence,
+    Parameters,
+    PredictionTest,
+    Quantity,
+    RefusedPair,
+    RoundTimes,
+    RunSummary,
+    SplitTests,
+    StageSummary,
+    StepTiming,
+    SubjectTest,
+    Summary,
+    TunedSetting,
+    stored,
+)
+from frostlab.comparison.oelm_json import orthogonality_arms
+from frostlab.comparison.pairing import PairingFacts, why_unpaired
+from frostlab.comparison.plan import Contrast, Plan, Rules, confounds, rules_for
+from frostlab.comparison.statistics import holm, mcnemar, paired, spread
+from frostlab.comparison.verdict import judge, judge_family
+from frostlab.flow.measurements import Flow, flows_of
+from frostlab.recipe.recipe import METRICS
+from frostlab.records.folder import REPORTED, SCORES, RunRecord, read_scores
+from frostlab.records.schema import read
+from frostlab.storage import finite
+
+Records = Mapping[tuple[str, int], RunRecord]  # by arm and seed, or by arm and round
+_FRONT = (0, 1)  # layers
+_QUANTITIES = ("front_ratio", "weight_change", "update")  # of gradient flow
+
+
+def gather(
+    plan: Plan,
+    folder: Path,
+    records: Records,
+    rounds: Records,
+    *,
+    look: int,
+    jobs: int,
+    tuning: Sequence[TunedSetting],
+    timing: StepTiming | None,
+) -> Evidence:
+    """Return all evidence: runs, pairs, summaries, verdicts for every metric, times."""
+    runs = Runs.read(plan, records, folder)
+    metrics = METRICS[plan.recipe_of(plan.baseline, plan.seeds[0]).data.task]
+    primary = plan.rules.metric
+    rules = _rules_for(plan, primary, look)
+    others = [metric for metric in metrics if metric != primary]
+    return Evidence(
+        schema=SCHEMA,
+        plan=plan,
+        baseline=plan.baseline.name,
+        look=look,
+        jobs=jobs,
+        caution=next(run.caution for run in runs.summaries.values()),
+        pairs=sum(
+            runs.summaries[arm.name, seed].finished
+            and runs.summaries[plan.baseline.name, seed].finished
+            for arm in plan.others
+            for seed in plan.seeds
+        ),
+        confounds={arm: tuple(map(str, keys)) for arm, keys in plan.confounds().items()},
+        tuning=tuple(tuning),
+        arms={arm.name: _arm(runs, arm.name, metrics) for arm in plan.arms},
+        refused_pairs=runs.refused,
+        verdicts={
+            metric: _verdicts(runs, _rules_for(plan, metric, look)) for metric in (primary, *others)
+        },
+        contrasts=contrasts(runs, rules),
+        orthogonality=_orthogonality(runs, rules),
+        mcnemar=_prediction_tests(runs),
+        subjects=subject_tests(plan, records, runs.refused),
+        flow=_gradient_flow(plan, records, runs),
+        timing=timing,
+        rounds=_round_times(
+            plan, {key: summarize(record, folder) for key, record in rounds.items()}
+        ),
+    )
+
+
+def _rules_for(plan: Plan, metric: str, look: int) -> Rules:
+    """Return the plan's rules for its own metric; other metrics have no limits of their own."""
+    if metric == plan.rules.metric:
+        return plan.rules.model_copy(update={"look": look})
+    return rules_for(metric, alpha=plan.rules.alpha, looks=plan.rules.looks, look=look)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The runs of a comparison by arm and seed, each read once."""
+
+    plan: Plan
+    records: Records
+    summaries: dict[tuple[str, int], RunSummary]
+    facts: dict[tuple[str, int], PairingFacts]  # of finished runs
+    refused: tuple[RefusedPair, ...]  # runs that are no pair with the baseline's
+
+    @classmethod
+    def read(cls, plan: Plan, records: Records, folder: Path) -> "Runs":
+        """Read every run, and decide which are pairs with the baseline's."""
+        keys = [(arm.name, seed) for arm in plan.arms for seed in plan.seeds]
+        summaries = {key: summarize(records[key], folder) for key in keys}
+        facts = {key: PairingFacts.of(records[key]) for key in keys if summaries[key].finished}
+        return cls(plan, records, summaries, facts, tuple(_refused_pairs(plan, facts)))
+
+    def values(
+        self, arms: Iterable[str], metric: str, left_out: Iterable[tuple[str, int]]
+    ) -> tuple[dict[str, dict[int, float]], dict[str, list[int]]]:
+        """Return a metric by arm and seed, and by arm the seeds without a value.
+
+        Runs that are left out by arm and seed are in neither.
+        """
+        left_out = set(left_out)
+        values: dict[str, dict[int, float]] = {arm: {} for arm in arms}
+        failed: dict[str, list[int]] = {arm: [] for arm in values}
+        for arm in values:
+            for seed in self.plan.seeds:
+                run = self.summaries[arm, seed]
+                value = run.metrics.get(metric)
+                if not run.finished or value is None:
+                    failed[arm].append(seed)
+                elif (arm, seed) not in left_out:
+                    values[arm][seed] = value
+        return values, failed
+
+
+def summarize(record: RunRecord, folder: Path) -> RunSummary:
+    """Return the facts of a run that a comparison uses."""
+    result = record.result
+    clocks, best, last = result["clocks"], result["best"], result["last"]
+    parameters = result["parameters"]
+    step_ms = clocks["step_ms"]
+    return RunSummary(
+        seed=result["seed"],
+        folder=str(record.folder.relative_to(folder)),
+        status=result["status"],
+        error=result["error"],
+        attempts=1 + len(list(record.folder.glob("result-*.json"))),
+        metrics=dict(record.metrics),
+        best=None if best is None else best["value"],
+        final_loss=None if last is None else last.get("loss"),
+        steps=result["steps"],
+        stages=tuple(_stage(stage) for stage in result["stages"]),
+        parameters=None
+        if parameters is None
+        else Parameters(total=parameters["total"], trainable=parameters["trainable"]),
+        total_seconds=clocks["total_seconds"],
+        train_seconds=clocks["train_seconds"],
+        validation_seconds=clocks["validation_seconds"],
+        epoch_seconds=tuple(clocks["epoch_seconds"]),
+        step_ms=None if step_ms is None else step_ms["mean"],
+        weights_digest=result["weights_digest"],
+        recipe_digest=result["recipe_digest"],
+        caution=result["caution"],
+    )
+
+
+def _stage(stage: Mapping[str, Any]) -> StageSummary:
+    best = stage["best"]
+    return StageSummary(
+        name=stage["name"],
+        metric=best["metric"],
+        best=best["value"],
+        epoch=best["epoch"],
+        seconds=stage["seconds"],
+        trainable=stage["trainable"],
+        total=stage["total"],
+    )
+
+
+def _refused_pairs(
+    plan: Plan, facts: Mapping[tuple[str, int], PairingFacts]
+) -> Iterable[RefusedPair]:
+    baseline = {seed: facts[arm, seed] for arm, seed in facts if arm == plan.baseline.name}
+    first = next(iter(baseline), None)
+    for arm in plan.others:
+        for seed, theirs in baseline.items():
+            ours = facts.get((arm.name, seed))
+            if ours is None or first is None:
+                continue
+            reason = why_unpaired(theirs, ours, plan.vary)
+            if theirs.data != baseline[first].data:
+                reason = f"the data are no longer those of seed {first}"
+            if reason is not None:
+                yield RefusedPair(arm.name, seed, reason)
+
+
+def _arm(runs: Runs, name: str, metrics: Sequence[str]) -> ArmEvidence:
+    own_runs = tuple(runs.summaries[name, seed] for seed in runs.plan.seeds)
+    finished = [run for run in own_runs if run.finished]
+    values = {
+        metric: [value for run in finished if (value := run.metrics[metric]) is not None]
+        for metric in metrics
+    }
+    return ArmEvidence(
+        runs=own_runs,
+        metrics={metric: _summary(numbers) for metric, numbers in values.items() if numbers},
+        parameters=next((run.parameters for run in finished), None),
+        seconds=_summary([run.total_seconds for run in finished]) if finished else None,
+    )
+
+
+def _summary(values: Sequence[float]) -> Summary:
+    return stored(Summary, spread(values))
+
+
+def _verdicts(runs: Runs, rules: Rules) -> dict[str, ArmVerdict]:
+    """Judge every arm against the baseline on one metric."""
+    plan = runs.plan
+    left_out = [(pair.arm, pair.seed) for pair in runs.refused]
+    values, failed = runs.values([arm.name for arm in plan.arms], rules.metric, left_out)
+    mixed = {arm: list(map(str, keys)) for arm, keys in plan.confounds().items()}
+    verdicts = judge(values, plan.baseline.name, rules, confounds=mixed, failed=failed)
+    return {arm: stored(ArmVerdict, verdict) for arm, verdict in verdicts.items()}
+
+
+def contrasts(runs: Runs, rules: Rules) -> tuple[Answer, ...]:
+    """Answer the plan's questions, with Holm over those that ask for the same thing."""
+    verdicts: dict[str, ArmVerdict] = {}
+    for of in ("value", "gain"):
+        asked = [contrast for contrast in runs.plan.contrasts if contrast.of == of]
+        if asked:
+            verdicts |= _judge_contrasts(runs, asked, rules)
+    return tuple(
+        Answer(contrast.question, contrast.of, verdicts[contrast.question])
+        for contrast in runs.plan.contrasts
+    )
+
+
+def _judge_contrasts(runs: Runs, asked: Sequence[Contrast], rules: Rules) -> dict[str, ArmVerdict]:
+    plan = runs.plan
+    arms = {arm.name: arm for arm in plan.arms}
+    names = {name for contrast in asked for name in (contrast.arm, contrast.against)}
+    values: dict[str, dict[int, float]] = {name: {} for name in names}
+    failed: dict[str, list[int]] = {name: [] for name in names}
+    for name in names:
+        for seed in plan.seeds:
+            value = _contrast_value(runs.summaries[name, seed], rules, asked[0].of)
+            if value is None:
+                failed[name].append(seed)
+            else:
+                values[name][seed] = value
+    unproven = {contrast.question: _unpaired_seed(runs, contrast) for contrast in asked}
+    verdicts = judge_family(
+        values,
+        {contrast.question: (contrast.arm, contrast.against) for contrast in asked},
+        rules.model_copy(update={"noninferior": None}),
+        "questions",
+        confounds={
+            contrast.question: [
+                str(confound)
+                for confound in plan.confounds_between(arms[contrast.against], arms[contrast.arm])
+            ]
+            for contrast in asked
+        },
+        failed=failed,
+        unproven={question: reason for question, reason in unproven.items() if reason},
+    )
+    return {question: stored(ArmVerdict, verdict) for question, verdict in verdicts.items()}
+
+
+def _contrast_value(run: RunSummary, rules: Rules, of: str) -> float | None:
+    """Return a run's metric, or its gain from the best of the first stage to that of the last."""
+    if not run.finished:
+        return None
+    if of == "value":
+        return run.metrics.get(rules.metric)
+    first, last = run.stages[0].best, run.stages[-1].best
+    if first is None or last is None:
+        return None
+    return last / first if rules.log else last - first
+
+
+def _unpaired_seed(runs: Runs, contrast: Contrast) -> str | None:
+    """Return the first seed at which the runs of a contrast are no pair, with the reason."""
+    for seed in runs.plan.seeds:
+        ours = runs.facts.get((contrast.arm, seed))
+        theirs = runs.facts.get((contrast.against, seed))
+        if ours is not None and theirs is not None:
+            reason = why_unpaired(theirs, ours, runs.plan.vary)
+            if reason is not None:
+                return f"seed {seed}: {reason}"
+    return None
+
+
+def _orthogonality(runs: Runs, rules: Rules) -> ArmVerdict | None:
+    """Judge OELM against random weights, where both are arms."""
+    plan = runs.plan
+    arms = {arm.name: arm for arm in plan.arms}
+    names = orthogonality_arms(arms)
+    if names is None:
+        return None
+    arm, random = names
+    left_out = [(pair.arm, pair.seed) for pair in runs.refused]
+    for seed in plan.seeds:
+        ours, theirs = runs.facts.get((arm, seed)), runs.facts.get((random, seed))
+        if ours is not None and theirs is not None and why_unpaired(theirs, ours):
+            left_out.append((arm, seed))
+    values, failed = runs.values(names, rules.metric, left_out)
+    tuned = [tune.key for tune in plan.tune]
+    differing = confounds(plan.recipe_of(arms[random], 0), plan.recipe_of(arms[arm], 0))
+    mixed = [str(confound) for confound in differing if confound.key not in tuned]
+    verdicts = judge(values, random, rules, confounds={arm: mixed}, failed=failed)
+    return stored(ArmVerdict, verdicts[arm])
+
+
+def _prediction_tests(runs: Runs) -> dict[str, tuple[PredictionTest, ...]]:
+    """Test every pair of runs with predictions; this compares two models, not two treatments."""
+    plan = runs.plan
+    left_out = {(pair.arm, pair.seed) for pair in runs.refused}
+    right = {key: _right_predictions(record.folder) for key, record in runs.records.items()}
+    tests: dict[str, list[PredictionTest]] = {}
+    for arm in plan.others:
+        for seed in plan.seeds:
+            ours, theirs = right[arm.name, seed], right[plan.baseline.name, seed]
+            if ours is not None and theirs is not None and (arm.name, seed) not in left_out:
+                test = PredictionTest(seed=seed, **vars(mcnemar(ours, theirs)))
+                tests.setdefault(arm.name, []).append(test)
+    return {arm: tuple(of_arm) for arm, of_arm in tests.items()}
+
+
+def _right_predictions(folder: Path) -> list[bool] | None:
+    """Return for every example whether the run predicted its label; None without predictions."""
+    try:
+        kept = json.loads((folder / "predictions.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return [label == guess for label, guess in zip(kept["labels"], kept["classes"], strict=True)]
+
+
+def _round_times(plan: Plan, rounds: Mapping[tuple[str, int], RunSummary]) -> dict[str, RoundTimes]:
+    """Return the seconds of every whole run that alternated with the others, paired by round."""
+    if not rounds:
+        return {}
+    seconds = {
+        arm.name: [rounds[arm.name, number].total_seconds for number in range(plan.rounds)]
+        for arm in plan.arms
+    }
+    baseline = plan.baseline.name
+    return {
+        arm: RoundTimes(
+            seconds=tuple(own),
+            paired=None
+            if arm == baseline
+            else stored(Effect, paired(own, seconds[baseline], log=True)),
+            finished=all(rounds[arm, number].finished for number in range(plan.rounds)),
+        )
+        for arm, own in seconds.items()
+    }
+
+
+def subject_tests(
+    plan: Plan, records: Records, refused: Iterable[RefusedPair]
+) -> dict[str, SplitTests]:
+    """Test every split and arm over subjects against the baseline, and over seeds against ridge.
+
+    A subject counts once, with its mean z over the seeds that both arms have. Runs without scores
+    of recordings have no tests.
+    """
+    left_out = {(pair.arm, pair.seed) for pair in refused}
+    scores = {
+        (arm.name, seed): read_scores(records[arm.name, seed].folder)
+        for arm in plan.arms
+        for seed in plan.seeds
+        if (records[arm.name, seed].folder / SCORES).exists() and (arm.name, seed) not in left_out
+    }
+    tests = {}
+    for split in REPORTED:
+        of_split = {key: splits[split] for key, splits in scores.items() if split in splits}
+        if of_split:
+            tests[split] = _split_tests(plan, of_split)
+    return tests
+
+
+def _split_tests(plan: Plan, scores: Mapping[tuple[str, int], Mapping[str, Any]]) -> SplitTests:
+    by_arm = {
+        arm.name: {seed: decoders for (name, seed), decoders in scores.items() if name == arm.name}
+        for arm in plan.arms
+    }
+    ridge = {
+        arm: stored(Effect, paired(*(
+            [decoders[decoder].summary.mean for decoders in by_seed.values()]
+            for decoder in ("model", "ridge")
+        )))
+        for arm, by_seed in by_arm.items()
+    }  # fmt: skip
+    tests = {}
+    for arm in plan.others:
+        ours, theirs = by_arm[arm.name], by_arm[plan.baseline.name]
+        both = [seed for seed in ours if seed in theirs]
+        tests[arm.name] = _subject_test(
+            [_subject_z(ours[seed]["model"]) for seed in both],
+            [_subject_z(theirs[seed]["model"]) for seed in both],
+        )
+    adjusted = holm(
+        {arm: math.nan if (p := test["p"]) is None else p for arm, test in tests.items()}
+    )
+    return SplitTests(
+        subjects={
+            arm: read(SubjectTest, finite(test | {"p_adjusted": adjusted[arm]}), "subjects")
+            for arm, test in tests.items()
+        },
+        ridge=ridge,
+    )
+
+
+def _subject_z(scores: Any) -> dict[str, float]:
+    """Return Fisher's z of every subject; unlike r, it may be averaged and tested."""
+    from frostlab.envelopes.correlation import fisher
+
+    return {score.subject: float(fisher(score.r)) for score in scores.subjects}
+
+
+def _subject_test(
+    ours: Sequence[dict[str, float]], theirs: Sequence[dict[str, float]]
+) -> dict[str, Any]:
+    """Test subjects as pairs, given their z by seed: t on z, Wilcoxon's signed ranks on r."""
+    from scipy import stats
+
+    subjects = sorted(ours[0]) if ours else []
+    a, b = (
+        np.array([np.mean([z[subject] for z in by_seed]) for subject in subjects])
+        for by_seed in (ours, theirs)
+    )
+    test = paired(a, b)
+    gaps = np.tanh(a) - np.tanh(b)
+    has_ranks = len(subjects) > 1 and gaps.any()
+    return {
+        "n": len(subjects),
+        "seeds": len(ours),
+        "better": int((a > b).sum()),
+        "r": float(np.tanh(a.mean()) - np.tanh(b.mean())) if subjects else None,
+        "z": asdict(test),
+        "p": None if math.isnan(test.p) else test.p,
+        "p_signed": float(stats.wilcoxon(gaps).pvalue) if has_ranks else None,
+    }
+
+
+def _gradient_flow(plan: Plan, records: Records, runs: Runs) -> dict[str, dict[str, Quantity]]:
+    """Return what the last stage of watched runs measured, by arm and quantity."""
+    if plan.recipe_of(plan.baseline, plan.seeds[0]).watch is None:
+        return {}
+    measured = {
+        arm.name: {
+            seed: _measure_flow(records[arm.name, seed].folder)
+            for seed in plan.seeds
+            if runs.summaries[arm.name, seed].finished
+        }
+        for arm in plan.arms
+    }
+    baseline = measured[plan.baseline.name]
+    return {
+        arm: {name: _quantity(own, baseline, name) for name in _QUANTITIES}
+        for arm, own in measured.items()
+    }
+
+
+def _measure_flow(folder: Path) -> dict[str, float]:
+    """Return the positive, finite quantities of a run's last stage."""
+    flow = list(flows_of(folder).values())[-1]
+    ends = flow.ends()
+    values = (ends.front_ratio, ends.weight_change, _front_update(flow))
+    return {
+        name: value
+        for name, value in zip(_QUANTITIES, values, strict=True)
+        if math.isfinite(value) and value > 0
+    }
+
+
+def _front_update(flow: Flow) -> float:
+    """Return the median over reports of the median update/weight of the front's parts."""
+    front = [i for i, part in enumerate(flow.parts) if part.layer in _FRONT]
+    medians = []
+    for report in flow.reports:
+        ratios = [ratio for ratio in map(report.ratio, front) if not math.isnan(ratio)]
+        medians += [median(ratios)] if ratios else []
+    return median(medians) if medians else math.nan
+
+
+def _quantity(
+    own: Mapping[int, dict[str, float]], baseline: Mapping[int, dict[str, float]], name: str
+) -> Quantity:
+    values = {seed: flow[name] for seed, flow in own.items() if name in flow}
+    both = [seed for seed in values if name in baseline.get(seed, {})]
+    ratio = paired([values[s] for s in both], [baseline[s][name] for s in both], log=True)
+    return Quantity(
+        summary=_summary(list(values.values())) if values else None,
+        against=None if own is baseline else stored(Effect, ratio),
+    )

@@ -1,0 +1,69 @@
+"""Decide whether two runs are a pair: equal in everything but the treatment, by digest."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from frostlab.records.folder import RunRecord
+
+_MACHINE = ("device", "precision", "processes", "threads")
+
+
+@dataclass(frozen=True)
+class PairingFacts:
+    """The facts about a run that decide with which runs it can be paired."""
+
+    seed: int
+    data: str  # digest
+    weights: dict[str, str]  # digest of each tensor at the start
+    touched: frozenset[str]  # tensors that the treatment gave new values
+    orders: tuple[str, ...]  # digest of the order of examples, by epoch
+    machine: dict[str, tuple[str, ...]]  # by key, every value that a start or resume had
+
+    @classmethod
+    def of(cls, record: RunRecord) -> "PairingFacts":
+        """Read the facts of a run; its files are parsed once."""
+        digests, events = record.digests, record.events()
+        starts = [event for event in events if event["kind"] in ("start", "resume")]
+        return cls(
+            seed=record.result["seed"],
+            data=digests["data"],
+            weights=digests["weights"],
+            touched=frozenset(digests["touched"]),
+            orders=tuple(event["order"] for event in events if event["kind"] == "epoch"),
+            machine={key: tuple(sorted({str(start[key]) for start in starts})) for key in _MACHINE},
+        )
+
+
+def why_unpaired(ours: PairingFacts, theirs: PairingFacts, vary: Iterable[str] = ()) -> str | None:
+    """Return the first difference that keeps two runs from being a pair, or None.
+
+    Weights may differ where the arms vary in their model.
+    """
+    same_model = not any(key.partition(".")[0] == "model" for key in vary)
+    return next(_differences(ours, theirs, same_model), None)
+
+
+def _differences(ours: PairingFacts, theirs: PairingFacts, same_model: bool) -> Iterator[str]:
+    if ours.seed != theirs.seed:
+        yield f"the seeds differ ({ours.seed} and {theirs.seed})"
+    if ours.data != theirs.data:
+        yield f"the data differ ({ours.data} and {theirs.data})"
+    if same_model:
+        yield from _weight_differences(ours, theirs)
+    for epoch, (a, b) in enumerate(zip(ours.orders, theirs.orders, strict=False), 1):
+        if a != b:
+            yield f"the order of examples differs in epoch {epoch} ({a} and {b})"
+    for key in _MACHINE:
+        a, b = (" then ".join(facts.machine[key]) for facts in (ours, theirs))
+        if a != b:
+            yield f"{key} differs ({a} and {b})"
+
+
+def _weight_differences(ours: PairingFacts, theirs: PairingFacts) -> Iterator[str]:
+    touched = ours.touched | theirs.touched
+    for name, digest in ours.weights.items():
+        if name not in touched and theirs.weights.get(name) != digest:
+            yield f"the initial weights of {name} differ, which neither treatment touches"
+    for name in theirs.weights:
+        if name not in ours.weights and name not in touched:
+            yield f"only one of the two runs has the weights {name}"

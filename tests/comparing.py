@@ -1,0 +1,79 @@
+"""Small comparisons for tests: a few arms of tiny models that train for a moment."""
+
+from pathlib import Path
+from typing import Any
+
+import frostlab as fl
+from frostlab.comparison.load import make_plan
+from frostlab.comparison.plan import Plan
+from hearing import hearing
+from stages import progressive
+from tiny import tiny
+
+SMALL = tiny(data__examples=96, train__epochs=1, train__batch=16, model__layers=1)
+LANGUAGE = tiny(
+    data={"name": "induction", "examples": 96, "length": 16, "symbols": 16},
+    train__epochs=1, train__batch=16, model__layers=1,
+)  # fmt: skip
+ARMS = ["baseline", "oelm"]
+HOT = {"name": "hot", "treatment": "oelm", "set": {"optim.lr": 0.01}}
+
+ASKED = [
+    {"question": "Do two layers help?", "arm": "two", "against": "one"},
+    {"question": "Does freezing hurt with two?", "arm": "two-frozen", "against": "two"},
+]
+LAYERS: dict[str, Any] = {  # arms of one and two layers, and their questions
+    "recipe": SMALL,
+    "arms": [
+        {"name": "one", "set": {}},
+        {"name": "two", "set": {"model.layers": 2}},
+        {"name": "two-frozen", "treatment": "oelm", "set": {"model.layers": 2}},
+    ],
+    "vary": "model.layers",
+    "contrasts": ASKED,
+    "clock": None,
+}
+
+STAGES = [{"name": "one layer"}, {"name": "grown", "add": {}, "train": ["layers[1]", "head"]}]
+ALL = [{"name": "one layer"}, {"name": "grown", "add": {}}]
+GROWN: dict[str, Any] = {  # arms with stages
+    "recipe": progressive(stages=[]),
+    "vary": ["model.layers", "stages", "supervise", "train.epochs"],
+    "arms": [
+        {"name": "scratch", "set": {"model.layers": 2, "train.epochs": 4}},
+        {"name": "grown", "set": {"stages": STAGES}},
+        {"name": "deep", "set": {"stages": ALL, "supervise.layers": "all"}},
+    ],
+    "contrasts": [
+        {"question": "Is it better?", "arm": "grown", "against": "scratch"},
+        {"question": "Is it easier?", "arm": "deep", "against": "grown", "of": "gain"},
+    ],
+    "seeds": 2,
+}
+
+VARY = ["model.residual", "model.head", "model.gradient_scale"]
+PLAIN = {"model.residual": "none", "model.head": "linear", "model.gradient_scale": 1.0}
+HEARING: dict[str, Any] = {  # decoders of EEG, watched
+    "recipe": hearing(
+        data__subjects=3, data__unseen=2, model__layers=3, train__epochs=1, watch={"every": 1}
+    ),
+    "vary": VARY,
+    "arms": [
+        {"name": "v1", "set": PLAIN},
+        {"name": "v2", "set": {}},
+        {"name": "head", "set": PLAIN | {"model.head": "mlp"}},
+    ],
+    "contrasts": [{"question": "Better?", "arm": "v2", "against": "v1"}],
+    "clock": None,
+}
+
+
+def compare(folder: Path, jobs: int = 1, **changes: Any) -> fl.Comparison:
+    """Compare arms of the small recipe, without timing."""
+    values = {"recipe": SMALL, "arms": ARMS, "seeds": 2, "clock": None, **changes}
+    return fl.compare(values, out=folder, jobs=jobs)
+
+
+def plan(**changes: Any) -> Plan:
+    """Plan a comparison of the tiny recipe."""
+    return make_plan({"recipe": tiny(), "arms": ARMS, **changes})

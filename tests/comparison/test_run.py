@@ -1,0 +1,114 @@
+"""`fl.compare` from a plan to its result: extended, failing, quick."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import frostlab as fl
+from comparing import compare
+from frostlab.comparison import run as comparing
+from frostlab.comparison.load import make_plan
+from frostlab.comparison.run import _shortened as shortened
+from frostlab.comparison.runner import ComparisonFolder
+from frostlab.recipe.settings import Watch
+from frostlab.records.folder import RunRecord
+from tiny import tiny
+
+
+def test_a_comparison_is_read_from_a_folder_by_name(made: fl.Comparison) -> None:
+    again = fl.Comparison(str(made.folder))  # type: ignore[arg-type]
+    assert again == made
+    assert again.page == made.folder / "comparison.md"
+
+
+def test_a_frame_has_a_row_a_run(made: fl.Comparison) -> None:
+    pytest.importorskip("pandas")
+    frame = made.to_frame()
+    assert len(frame) == 18
+    assert set(frame["arm"]) == {"baseline", "oelm", "oelm-random"}
+
+
+def test_seeds_can_be_added_and_the_page_says_so(tmp_path: Path) -> None:
+    first = compare(tmp_path / "c", seeds=2)
+    assert first.evidence.look == 1
+    assert "looked at before" not in first.page.read_text()
+    again = compare(tmp_path / "c", seeds=3)
+    assert again.evidence.look == 2
+    assert "looked at before" in again.page.read_text()
+    assert len(again.evidence.arms["oelm"].runs) == 3
+    fewer = compare(tmp_path / "c", seeds=1)
+    assert len(fewer.evidence.arms["oelm"].runs) == 3, "what was run counts"
+
+
+def test_a_run_that_failed_is_shown_and_counted(tmp_path: Path) -> None:
+    hot = {"name": "hot", "treatment": "oelm", "set": {"optim.lr": 1e30, "optim.clip": None}}
+    found = compare(tmp_path / "c", arms=["baseline", hot], seeds=1, allow_confounds=["lr", "clip"])
+    (run,) = found.evidence.arms["hot"].runs
+    assert run.status in ("diverged", "failed")
+    assert found.verdicts["hot"].word in ("confounded", "too few seeds")
+    text = found.page.read_text()
+    assert "diverged: " in text
+    assert "optim.lr 0.003 → 1e+30" in text
+
+
+@pytest.mark.parametrize("epochs", [50, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_quick_one_is_short_and_times_steps(
+    epochs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparing, "_QUICK_SECONDS", 0.5)
+    recipe = tiny(train__epochs=epochs, data__examples=256, model__layers=1)
+    values = {"recipe": recipe, "arms": ["baseline", "oelm"], "clock": {"seconds": 0.5}, "seeds": 1}
+    found = fl.compare(values, out=tmp_path / "c", quick=True)
+    quick = json.loads((tmp_path / "c" / "quick.json").read_text())
+    runs = [run for arm in found.evidence.arms.values() for run in arm.runs]
+    assert {run.steps for run in runs} == {quick["steps"]}
+    assert quick["of"] == 8 * epochs >= quick["steps"]
+    timing = found.evidence.timing
+    assert set(timing.arms) == {"baseline", "baseline again", "oelm"}
+    assert timing.proven is False
+    assert any("too few builds" in reason for reason in timing.reasons)
+    assert timing.arms["oelm"].ceiling < 1 == timing.arms["baseline"].ceiling
+    assert timing.arms["oelm"].word == "unproven"
+    assert "**time, oelm**: unproven: a step took" in found.page.read_text()
+
+
+def test_a_quick_one_can_be_asked_for_again(tmp_path: Path) -> None:
+    values = {"recipe": tiny(data__examples=96, train__epochs=50, model__layers=1),
+              "arms": ["baseline", "oelm"], "seeds": 1, "clock": None}  # fmt: skip
+    for seeds in (1, 2):
+        fl.compare({**values, "seeds": seeds}, out=tmp_path / "q", quick=True)
+    plan = json.loads((tmp_path / "q" / "plan.json").read_text())
+    assert plan["plan"]["recipe"]["train"]["epochs"] == 50
+
+
+def test_a_quick_one_tunes_quickly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparing, "_QUICK_SECONDS", 20.0)  # two arms, a second a step is assumed
+    values = {"recipe": tiny(data__examples=96, train__epochs=50, model__layers=1),
+              "arms": ["baseline", "oelm"], "seeds": 1, "clock": None, "tune": "lr"}  # fmt: skip
+    fl.compare(values, out=tmp_path / "q", quick=True)
+    quick = json.loads((tmp_path / "q" / "quick.json").read_text())
+    runs = [*(tmp_path / "q" / "tuning").iterdir(), *(tmp_path / "q" / "runs").iterdir()]
+    assert len(runs) >= 2 * (3 + 1)
+    assert {RunRecord(run).result["steps"] for run in runs} == {quick["steps"]}
+    assert quick["steps"] < quick["of"]
+
+
+def test_data_that_are_not_there_leave_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    values = {"recipe": "wikitext2-decoder", "arms": ["baseline", "oelm"]}
+    with pytest.raises(fl.BadInput, match="wikitext2 was not found"):
+        fl.compare(values, data_dir=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("steps", "every"), [(11, 1), (60, 3), (900, 20)])
+def test_a_quick_look_is_watched_as_often_as_it_needs(
+    steps: int, every: int, tmp_path: Path
+) -> None:
+    folder = ComparisonFolder(tmp_path)
+    folder.write("quick.json", {"steps": steps, "of": 1000})
+    plan = shortened(make_plan("eeg-ablation", quick=True), folder, None, None)
+    assert plan.recipe_of(plan.baseline, 0).watch == Watch(every=every)

@@ -1,0 +1,120 @@
+"""Running tasks: interrupted, repeated, failing, several at once; and the folder."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import frostlab as fl
+from comparing import SMALL, compare
+from frostlab.comparison import runner
+from frostlab.recipe.load import recipe_from
+from frostlab.training import loop
+
+
+def test_the_time_left_of_alternating_rounds_is_of_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "run_task", lambda task, data_dir: ("done", 60.0))
+    lines: list[str] = []
+    recipe = recipe_from(SMALL)
+    tasks = [runner.Task("arm", seed, recipe, tmp_path / str(seed), "") for seed in range(4)]
+    runner.Runner(None, lines.append, jobs=3).run_all(tasks, alone=True)
+    assert [line.rpartition("; ")[2] for line in lines] == [
+        "3 min left", "2 min left", "60 s left", "0 s left",
+    ]  # fmt: skip
+
+
+def test_interrupted_it_goes_on_and_repeats_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began: list[str] = []
+    run = runner.run
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        began.append(kwargs["out"].name)
+        if len(began) == 3:
+            raise KeyboardInterrupt
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(runner, "run", counted)
+    with pytest.raises(KeyboardInterrupt):
+        compare(tmp_path / "c")
+    assert (tmp_path / "c" / "plan.json").exists()
+    assert not (tmp_path / "c" / "evidence.json").exists()
+    compare(tmp_path / "c")
+    assert began == ["baseline-s0", "oelm-s0", "oelm-s1", "oelm-s1", "baseline-s1"]
+    compare(tmp_path / "c")
+    assert len(began) == 5
+
+
+@pytest.mark.slow
+def test_several_runs_at_once_give_the_same(tmp_path: Path) -> None:
+    one, two = (compare(tmp_path / f"{jobs}", jobs=jobs) for jobs in (1, 2))
+    for name, arm in one.evidence.arms.items():
+        for run, other in zip(arm.runs, two.evidence.arms[name].runs, strict=True):
+            assert run.weights_digest == other.weights_digest
+
+
+def test_a_folder_of_another_plan_is_refused(tmp_path: Path) -> None:
+    compare(tmp_path / "c", seeds=1)
+    with pytest.raises(fl.BadInput, match=r"made by another plan \(rules.alpha differ\)"):
+        compare(tmp_path / "c", seeds=1, alpha=0.01)
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "x").write_text("")
+    with pytest.raises(fl.BadInput, match="is not empty and holds no comparison"):
+        compare(tmp_path / "d")
+
+
+def test_a_run_of_another_recipe_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    compare(tmp_path / "c", seeds=1)
+    result = tmp_path / "c" / "runs" / "oelm-s0" / "result.json"
+    result.write_text(json.dumps({**json.loads(result.read_text()), "recipe_digest": "other"}))
+    with pytest.raises(fl.BadInput, match="holds a run of another recipe"):
+        compare(tmp_path / "c", seeds=1)
+
+
+def test_a_bug_in_one_arm_is_shown_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = loop.measure
+
+    def buggy(context: Any, *given: Any) -> Any:
+        if context.current.audit is not None:
+            raise ZeroDivisionError("a bug of its own")
+        return real(context, *given)
+
+    monkeypatch.setattr(loop, "measure", buggy)
+    found = compare(tmp_path / "c", seeds=1)
+    assert found.evidence.arms["baseline"].runs[0].status == "finished"
+    assert found.evidence.arms["oelm"].runs[0].status == "failed"
+    kept = (tmp_path / "c" / "runs" / "oelm-s0" / "traceback.txt").read_text()
+    assert "ZeroDivisionError: a bug of its own" in kept
+    assert "failed" in found.page.read_text()
+
+
+def test_a_folder_that_was_barely_begun_can_be_used(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "compare.lock").touch()
+    compare(tmp_path / "c", seeds=1)
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "null", '{"schema": 2, "plan": {}, "looks": []}'])
+def test_a_damaged_plan_is_said_to_be(text: str, tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "plan.json").write_text(text)
+    with pytest.raises(fl.BadInput, match="is damaged, or of another version"):
+        compare(tmp_path / "c")
+
+
+def test_rounds_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Result runs may share the machine (here: would crash); rounds never do."""
+    monkeypatch.setattr(runner, "ProcessPoolExecutor", None)
+    values = {"recipe": SMALL, "arms": ["baseline", "oelm"], "clock": None, "rounds": 1}
+    fl.compare({**values, "seeds": 1}, out=tmp_path / "c")
+    shutil.rmtree(tmp_path / "c" / "rounds")
+    fl.compare({**values, "seeds": 1}, out=tmp_path / "c", jobs=2)
+    with pytest.raises(TypeError):
+        fl.compare({**values, "seeds": 2}, out=tmp_path / "c", jobs=2)
