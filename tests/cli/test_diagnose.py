@@ -14,6 +14,7 @@ import yaml
 
 import frostlab as fl
 from forked import Command
+from frostlab.cli import diagnose as diagnose_command
 from frostlab.flow.diagnosis import (
     Diagnosis,
     Target,
@@ -65,8 +66,8 @@ def test_event_files_for_tensorboard(runs: Path, tmp_path: Path, in_this_process
         assert done.returncode == 0, done.stderr
     read = EventAccumulator(str(tmp_path / "watched")).Reload()
     flow = fl.flow_of(runs / "watched-explicit-s0")
-    found = {event.step: event.value for event in read.Scalars("Gradient/norm")}
-    assert found == pytest.approx(flow.norms())
+    norms = {event.step: event.value for event in read.Scalars("Gradient/norm")}
+    assert norms == pytest.approx(flow.norms())
     assert read.Scalars("Validation/accuracy")
     grown = EventAccumulator(str(tmp_path / "grown")).Reload()
     stages = fl.flow_of(runs / "grown-none-s0").reports
@@ -113,8 +114,8 @@ def test_stages_are_judged_one_by_one(runs: Path, in_this_process: Command) -> N
         (("watched", "--epochs", "9"), "--epochs is for a recipe"),
         (("watched", "--seed", "0"), "--seed is for a recipe"),
         (("watched", "--out", "x"), "--out is for a recipe"),
-        (("majority-gpt", "--steps", "0"), "--steps 0: must be a whole number from 1 on"),
-        (("majority-gpt", "--epochs", "0"), "--epochs 0: must be a whole number from 1 on"),
+        (("majority-gpt", "--steps", "0"), "--steps 0: must be at least 1"),
+        (("majority-gpt", "--epochs", "0"), "--epochs 0: must be at least 1"),
         (("majority-gpt", "--epochs", "1", "--steps", "1"), "--epochs and --steps exclude each"),
         (("wached-explicit-s0",), "nor a recipe; did you mean `watched-explicit-s0`?"),
         (("majority-gtp",), "nor a recipe; did you mean `majority-gpt`?"),
@@ -292,9 +293,9 @@ def test_the_sentence_names_what_is_wrong(runs: Path) -> None:
     assert sentence_of(flow) == (
         "1 of 18 parts moved though it is frozen: layers[0].query; 1 is frozen on purpose"
     )
-    told = Diagnosis(runs, "running", None, 7, "pearson", 0.25, {"train": flow})
-    assert told.validation == "validation pearson 0.25 (wanted > 0.3, not reached)"
-    assert not told.healthy
+    running = Diagnosis(runs, "running", None, 7, "pearson", 0.25, {"train": flow})
+    assert running.validation == "validation pearson 0.25 (wanted > 0.3, not reached)"
+    assert not running.healthy
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
@@ -309,3 +310,11 @@ def test_every_shipped_recipe_can_be_cut_short(name: str) -> None:
     assert short.watch.every == max(1, stages[0].steps // 20)
     assert short.model == whole.model
     assert short.optim.lr == whole.optim.lr
+    long, run_name = diagnose_command._shortened(name, 12, None, [], None)
+    stages = stages_of(long, 10_000)
+    per_epoch = -(-10_000 // long.train.batch)
+    assert {stage.steps for stage in stages} == {12 // len(stages) * per_epoch}
+    assert [stage.name for stage in stages] == [stage.name for stage in stages_of(whole, 10**6)]
+    assert long.watch is not None
+    assert long.watch.every == 10
+    assert run_name == f"diagnose-{name}"

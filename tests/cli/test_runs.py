@@ -61,13 +61,15 @@ def test_runs_and_show(finished: Path) -> None:
     record = fl.RunRecord(finished / "mine-oelm-s3")
     for text in ("oelm", record.result["recipe_digest"], "0:00:0", "finished", "macro_f1"):
         assert text in shown
-    found = json.loads(frostlab_command("show", "mine", "--runs", str(finished), "--json").stdout)
-    assert found["result"]["report"] == record.metrics
+    shown_json = json.loads(
+        frostlab_command("show", "mine", "--runs", str(finished), "--json").stdout
+    )
+    assert shown_json["result"]["report"] == record.metrics
 
 
 def test_no_runs_yet(tmp_path: Path, finished: Path) -> None:
-    for made in (False, True):
-        assert (tmp_path / "runs").is_dir() is made
+    for exists in (False, True):
+        assert (tmp_path / "runs").is_dir() is exists
         done = frostlab_command("runs", cwd=tmp_path)
         assert (done.returncode, done.stdout, done.stderr) == (0, "no runs yet\n", "")
         assert json.loads(frostlab_command("runs", "--json", cwd=tmp_path).stdout) == []

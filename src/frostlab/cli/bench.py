@@ -14,7 +14,7 @@ from frostlab.text import columns
 def bench(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME]...", help="Benchmarks to run (default: all that can)."),
+        typer.Argument(metavar="NAME", help="Benchmarks to run (default: all that can)."),
     ] = None,
     only_list: Annotated[
         bool, typer.Option("--list", help="List the benchmarks and exit.")
@@ -25,11 +25,13 @@ def bench(
     ] = "full",
     rounds: Annotated[
         int | None,
-        typer.Option(min=1, help="Timed rounds of each side (default: the benchmark's own)."),
+        typer.Option(
+            min=1, metavar="N", help="Timed rounds of each side (default: the benchmark's own)."
+        ),
     ] = None,
     seconds: Annotated[
         float | None,
-        typer.Option(min=0, help="Stop a benchmark's rounds after this many seconds."),
+        typer.Option(min=0, metavar="S", help="Stop a benchmark's rounds after this many seconds."),
     ] = None,
     data_dir: DataDir = None,
     out: Annotated[

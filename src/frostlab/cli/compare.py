@@ -30,7 +30,9 @@ def compare(
     ] = None,
     seeds: Annotated[
         int | None,
-        typer.Option(help="Number of seeds; a later call with more seeds adds the missing runs."),
+        typer.Option(
+            metavar="N", help="Number of seeds; a later call with more seeds adds the missing runs."
+        ),
     ] = None,
     metric: Annotated[
         str | None,
@@ -45,7 +47,9 @@ def compare(
     ] = None,
     rounds: Annotated[
         int | None,
-        typer.Option(min=0, help="Extra complete runs of every arm, in turn, to time them."),
+        typer.Option(
+            min=0, metavar="N", help="Extra complete runs of every arm, in turn, to time them."
+        ),
     ] = None,
     allow: Annotated[
         list[str] | None,
@@ -61,7 +65,8 @@ def compare(
         typer.Option("--quick", help="Three seeds, short runs, little timing: a first look."),
     ] = False,
     jobs: Annotated[
-        int, typer.Option(min=1, help="Runs at a time, for a GPU with room for several.")
+        int,
+        typer.Option(min=1, metavar="N", help="Runs at a time, for a GPU with room for several."),
     ] = 1,
     data_dir: DataDir = None,
     out: Annotated[

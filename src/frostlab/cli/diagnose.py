@@ -34,11 +34,14 @@ def diagnose(
         typer.Argument(metavar="RUN|RECIPE", help="A run that was watched, or a recipe to try."),
     ],
     epochs: Annotated[
-        int | None, typer.Option(help="For a recipe: train for this many epochs in all.")
+        int | None,
+        typer.Option(metavar="N", help="For a recipe: train for this many epochs in all."),
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option(help=f"For a recipe: train for this many steps in all (default: {_STEPS})."),
+        typer.Option(
+            metavar="N", help=f"For a recipe: train for this many steps in all (default: {_STEPS})."
+        ),
     ] = None,
     settings: Settings = None,
     seed: Seed = None,
@@ -125,7 +128,7 @@ def _shortened(
 
     for option, value in (("--epochs", epochs), ("--steps", steps)):
         if value is not None and value < 1:
-            raise BadInput(f"{option} {value}: must be a whole number from 1 on")
+            raise BadInput(f"{option} {value}: must be at least 1")
     if epochs is not None and steps is not None:
         raise BadInput("--epochs and --steps exclude each other")
     for change in changes:

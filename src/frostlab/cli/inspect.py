@@ -28,13 +28,14 @@ def inspect(
         typer.Option(
             metavar="SELECTIONS",
             help="Show these parts as frozen, e.g. query,key or layers[0:3],!norm "
-            "(default: what the recipe freezes).",
+            "(default: the parts that the recipe freezes).",
         ),
     ] = "",
     length: Annotated[
         int | None,
         typer.Option(
             min=1,
+            metavar="N",
             help=f"Sequence length for the savings (default: the recipe's, else {_LENGTH}).",
         ),
     ] = None,

@@ -35,7 +35,9 @@ RunsFolder = Annotated[
 ]
 Seed = Annotated[
     int | None,
-    typer.Option(help="Seed of weights, data order and dropout (default: the recipe's)."),
+    typer.Option(
+        metavar="N", help="Seed of weights, data order and dropout (default: the recipe's)."
+    ),
 ]
 Settings = Annotated[
     list[str] | None,
