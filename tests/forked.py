@@ -30,7 +30,7 @@ SERVER.set_forkserver_preload(
     [
         "frostlab.training.run",
         "frostlab.comparison.run",
-        "frostlab.cli",
+        "frostlab.cli.main",
         "torch._dynamo",
         "torch.distributed.fsdp",
         "transformers.modeling_utils",
@@ -129,6 +129,9 @@ class Program:
         self._outputs.cleanup()
         code = next((code for code in codes if code), 0)
         return subprocess.CompletedProcess(self.arguments, code, out, err)
+
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def frostlab_command(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -20,24 +20,24 @@ def blocks(document: str) -> list[str]:
 
 def test_the_readme_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, _ = blocks("README.md")
-    asked: list[str] = []
+    loaded: list[str] = []
 
     def small(name: str) -> transformers.PreTrainedModel:
-        asked.append(name)
+        loaded.append(name)
         return transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES))
 
-    chosen = transformers.AutoModelForSequenceClassification
-    monkeypatch.setattr(chosen, "from_pretrained", small)
+    auto_class = transformers.AutoModelForSequenceClassification
+    monkeypatch.setattr(auto_class, "from_pretrained", small)
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     exec(code, names)
-    assert asked == ["bert-base-uncased"]
+    assert loaded == ["bert-base-uncased"]
     assert {p.name for p in tmp_path.iterdir()} == {"delta", "plain-hf-checkpoint"}
     assert fl.anatomy(names["model"]).count("frozen") > 0  # type: ignore[arg-type]
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning")
-def test_the_readme_trainer_script_prints_what_it_shows(
+def test_the_readme_trainer_script_prints_the_table_of_the_readme(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = (ROOT / "README.md").read_text().split("## What learns")[1].split("\n## ")[0]
@@ -59,27 +59,27 @@ def shape(line: str) -> str:
 
 def test_the_description_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = blocks("docs/describe.md")
-    known = dict(_by_class)
+    registered = dict(_by_class)
     try:
         exec(code, {})
     finally:
         _by_class.clear()
-        _by_class.update(known)
+        _by_class.update(registered)
     assert "layers[0:4]  4 alike" in capsys.readouterr().out
 
 
 def test_the_growing_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = blocks("docs/grow.md")
     exec(code, {})
-    (said,) = re.findall(r"print\(.*\)  # (.*)", code)
-    assert capsys.readouterr().out == f"{said}\n"
+    (comment,) = re.findall(r"print\(.*\)  # (.*)", code)
+    assert capsys.readouterr().out == f"{comment}\n"
 
 
 def test_the_conformer_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = blocks("docs/conformer.md")
     exec(code, {})
-    every, learning = map(int, capsys.readouterr().out.split())
-    assert 0 < learning < every
+    total, trainable = map(int, capsys.readouterr().out.split())
+    assert 0 < trainable < total
 
 
 def test_the_gradient_flow_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,8 +91,8 @@ def test_the_gradient_flow_example_runs(capsys: pytest.CaptureFixture[str]) -> N
     (code,) = blocks("docs/gradient-flow.md")
     exec(code, {})
     out = capsys.readouterr().out
-    (said,) = re.findall(r"print\(.*\)  # (.*)", code)
-    assert out.splitlines()[-1] == said
+    (comment,) = re.findall(r"print\(.*\)  # (.*)", code)
+    assert out.splitlines()[-1] == comment
     assert "layers[2].up: not learning: it is missing from the optimizer" in out
 
 
@@ -119,7 +119,7 @@ def test_the_document_of_runs_names_every_key_event_and_treatment() -> None:
     assert keys - words == set()
 
 
-def test_the_document_of_runs_says_what_a_result_holds(tmp_path: Path) -> None:
+def test_the_document_of_runs_names_every_key_of_a_result(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "runs.md").read_text()
     result = fl.run(tiny(), runs=tmp_path).result
     missing = [key for key in (*result, *result["clocks"]) if key not in text]
@@ -134,6 +134,6 @@ def test_the_recordings_example_runs(
     monkeypatch.setenv("FROSTLAB_CACHE", str(tmp_path))
     (code,) = blocks("docs/eeg-data.md")
     exec(code, {})
-    said = capsys.readouterr().out
-    assert "{'train': 2, 'tune': 2, 'report': 2, 'unseen': 1} ('sub-001', 'sub-002')" in said
-    assert "(4, 2)" in said
+    printed = capsys.readouterr().out
+    assert "{'train': 2, 'tune': 2, 'report': 2, 'unseen': 1} ('sub-001', 'sub-002')" in printed
+    assert "(4, 2)" in printed

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from frostlab.comparison.run import Comparison, compare
+    from frostlab.comparison.run import Comparison, compare, load_comparison
     from frostlab.errors import (
         BadInput,
         FrostlabError,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from frostlab.integrations.transformers import GradFlowCallback
     from frostlab.recipe.load import load_recipe
     from frostlab.recipe.recipe import Recipe
-    from frostlab.records.folder import RunRecord
+    from frostlab.records.folder import RunRecord, load_run
     from frostlab.roles.description import describe, fused
     from frostlab.roles.parts import Heads, Part
     from frostlab.roles.read import anatomy
@@ -66,8 +66,10 @@ _HOMES = {
     "freeze": "surgery.freeze",
     "fused": "roles.description",
     "grow": "surgery.grow",
+    "load_comparison": "comparison.run",
     "load_flow": "flow.measurements",
     "load_recipe": "recipe.load",
+    "load_run": "records.folder",
     "load_trainable": "surgery.save",
     "orthogonalize": "surgery.orthogonal",
     "randomize": "surgery.orthogonal",
@@ -106,8 +108,10 @@ __all__ = [
     "freeze",
     "fused",
     "grow",
+    "load_comparison",
     "load_flow",
     "load_recipe",
+    "load_run",
     "load_trainable",
     "orthogonalize",
     "randomize",

@@ -59,7 +59,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     record = folder / "record.jsonl"
     done = CliRunner().invoke(
         app, ["bench", "--scale", "small", "--rounds", "2", "--data-dir", str(folder),
-              "--json", str(record)], catch_exceptions=False,
+              "--out", str(record)], catch_exceptions=False,
     )  # fmt: skip
     assert done.exit_code == 0
     assert "theirs ms" in done.stdout
@@ -255,8 +255,8 @@ def test_listing_needs_no_torch() -> None:
         (("gpt-imbd",), "gpt-imbd is no benchmark; did you mean `gpt-imdb`?"),
         (("qqqq",), "there are bert-finetune, sst2-epoch"),
         (("gpt-imdb", "--data-dir", "nowhere"), "--data-dir nowhere is not a folder"),
-        (("gpt-imdb", "--json", "nowhere/x.jsonl"), "nowhere/x.jsonl cannot be written: No such"),
-        (("gpt-imdb", "--json", "/"), "--json / cannot be written: Is a directory"),
+        (("gpt-imdb", "--out", "nowhere/x.jsonl"), "nowhere/x.jsonl cannot be written: No such"),
+        (("gpt-imdb", "--out", "/"), "--out / cannot be written: Is a directory"),
     ],
 )
 def test_bad_input_is_one_line(arguments: tuple[str, ...], message: str) -> None:

@@ -1,1 +1,1 @@
-"""The commands; thin. torch is imported only by the commands that need it."""
+"""The commands of `frostlab`: thin, and importing torch only where a command needs it."""

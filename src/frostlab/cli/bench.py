@@ -1,4 +1,4 @@
-"""`frostlab bench`."""
+"""`frostlab bench`: frostlab's training steps timed against other ways to take them."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,56 +6,66 @@ from typing import Annotated
 import typer
 
 from frostlab.bench.catalogue import Scale, chosen
+from frostlab.cli.options import DataDir, check_data_dir
 from frostlab.errors import BadInput, FrostlabError
+from frostlab.text import columns
 
 
 def bench(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]…", help="Which; none: all that can run.")
+        list[str] | None,
+        typer.Argument(metavar="NAME", help="Benchmarks to run (default: all that can)."),
     ] = None,
+    only_list: Annotated[
+        bool, typer.Option("--list", help="List the benchmarks and exit.")
+    ] = False,
+    scale: Annotated[
+        Scale,
+        typer.Option(help="full: the sizes that the targets are for; small: seconds on a CPU."),
+    ] = "full",
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="Turns of each side; none: as many as fit the work.")
-    ] = None,
-    data_dir: Annotated[
-        Path | None, typer.Option(envvar="FROSTLAB_DATA", help="Data sets as NAME/SPLIT.jsonl …")
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Append each result to this file, one a line.")
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Timed rounds of each side (default: the benchmark's own)."
+        ),
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option(min=0, help="Seconds of timed rounds a result at most.")
+        float | None,
+        typer.Option(min=0, metavar="S", help="Stop a benchmark's rounds after this many seconds."),
     ] = None,
-    scale: Annotated[
-        Scale, typer.Option(help="full: what is to be reached; small: seconds, also on a CPU.")
-    ] = "full",
-    listed: Annotated[bool, typer.Option("--list", help="Say what there is, and stop.")] = False,
+    data_dir: DataDir = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Append every result to this file, as a line of JSON."),
+    ] = None,
 ) -> None:
-    """Measure training steps against other ways to take them, with the ceiling beside."""
-    wanted = chosen(names or [])
-    if listed:
-        width = max(len(one.name) for one in wanted)
-        for one in wanted:
-            typer.echo(f"{one.name:{width}}  {one.work}; against {one.against}; {one.target}")
+    """Time frostlab's training steps against other training loops, and show the device's limit."""
+    benchmarks = chosen(names or [])
+    if only_list:
+        rows = [
+            (benchmark.name, f"{benchmark.work}; against {benchmark.against}; {benchmark.target}")
+            for benchmark in benchmarks
+        ]
+        typer.echo("\n".join(columns(rows)))
         return
-    if data_dir is not None and not data_dir.is_dir():
-        raise BadInput(f"--data-dir {data_dir} is not a folder")
-    if json_file is not None:
+    check_data_dir(data_dir)
+    if out is not None:
         try:
-            json_file.open("a").close()
+            out.open("a").close()
         except OSError as error:
-            raise BadInput(f"--json {json_file} cannot be written: {error.strerror}") from None
+            raise BadInput(f"--out {out} cannot be written: {error.strerror}") from None
     from frostlab.bench.runner import append, run_benchmarks, show
 
     results = []
     for result in run_benchmarks(
-        wanted, scale=scale, rounds=rounds, seconds=seconds, data_dir=data_dir,
+        benchmarks, scale=scale, rounds=rounds, seconds=seconds, data_dir=data_dir,
         say=lambda line: typer.echo(line, err=True),
     ):  # fmt: skip
         results.append(result)
-        if json_file is not None:
-            append(json_file, result)
+        if out is not None:
+            append(out, result)
     show(results)
     failed = [result["benchmark"] for result in results if result["status"] == "failed"]
-    absent = [result["benchmark"] for result in results if result["status"] == "skipped"]
-    if failed or (names and absent):
-        raise FrostlabError(f"not measured: {', '.join(failed + absent)}")
+    skipped = [result["benchmark"] for result in results if result["status"] == "skipped"]
+    if failed or (names and skipped):
+        raise FrostlabError(f"not measured: {', '.join(failed + skipped)}")

@@ -1,4 +1,4 @@
-"""`frostlab compare`."""
+"""`frostlab compare`: arms of one recipe that differ in the treatment alone."""
 
 import json
 from pathlib import Path
@@ -6,58 +6,87 @@ from typing import Annotated, Any
 
 import typer
 
-from frostlab.cli.runs import AsJson
-from frostlab.errors import BadInput
+from frostlab.cli.options import (
+    AsJson,
+    DataDir,
+    Device,
+    Settings,
+    check_data_dir,
+    settings_from,
+)
 
 
 def compare(
     source: Annotated[
-        str, typer.Argument(metavar="COMPARISON", help="A recipe, or a comparison's YAML file.")
+        str,
+        typer.Argument(
+            metavar="COMPARISON",
+            help="Name of a shipped comparison or recipe, or a YAML file of either.",
+        ),
     ],
     arms: Annotated[
-        str | None, typer.Option(help="Treatments, e.g. baseline,oelm,oelm-random.")
+        str | None,
+        typer.Option(metavar="NAMES", help="Treatments to compare, e.g. baseline,oelm."),
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(help="How many; more can be added to a finished one.")
+        int | None,
+        typer.Option(
+            metavar="N", help="Number of seeds; a later call with more seeds adds the missing runs."
+        ),
     ] = None,
-    metric: Annotated[str | None, typer.Option(help="What decides; none: the recipe's.")] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Metric that decides (default: the recipe's)."),
+    ] = None,
     tune: Annotated[
-        str | None, typer.Option(help="lr or decay: each arm's best, on an equal budget.")
+        str | None,
+        typer.Option(
+            metavar="SETTING",
+            help="Tune lr or decay for each arm first, with the same number of tries.",
+        ),
     ] = None,
     rounds: Annotated[
-        int | None, typer.Option(min=0, help="Whole runs that alternate, for their time.")
+        int | None,
+        typer.Option(
+            min=0, metavar="N", help="Extra complete runs of every arm, in turn, to time them."
+        ),
     ] = None,
     allow: Annotated[
-        list[str] | None, typer.Option("--allow-confound", help="A setting that may differ.")
+        list[str] | None,
+        typer.Option(
+            "--allow-confound",
+            metavar="KEY",
+            help="Setting in which arms may differ besides the treatment; can be repeated.",
+        ),
     ] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="key=value for every arm.")
-    ] = None,
+    settings: Settings = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Three seeds, little timing: is it worth a real run?")
+        bool,
+        typer.Option("--quick", help="Three seeds, short runs, little timing: a first look."),
     ] = False,
     jobs: Annotated[
-        int, typer.Option(min=1, help="Runs at once, on a GPU with room for several.")
+        int,
+        typer.Option(min=1, metavar="N", help="Runs at a time, for a GPU with room for several."),
     ] = 1,
-    data_dir: Annotated[
-        Path | None, typer.Option(envvar="FROSTLAB_DATA", help="Data sets as NAME/SPLIT.jsonl …")
+    data_dir: DataDir = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Folder of this comparison (default: one in comparisons/)."
+        ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="The comparison's own folder.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:2, mps.")] = None,
+    device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train arms that differ in nothing but the treatment, and say what it changed.
+    """Train arms that differ only in the treatment, and report what the treatment changed.
 
-    The same command again goes on where it was; with more seeds it adds them.
-    """
-    if data_dir is not None and not data_dir.is_dir():
-        raise BadInput(f"--data-dir {data_dir} is not a folder")
-    asked = list(settings or [])
-    if device is not None:
-        asked.append(f"train.device={device}")
+    Run the same command again to continue an interrupted comparison.
+    """  # fmt: skip
+    check_data_dir(data_dir)
+    changes = settings_from(settings, device)
     from frostlab.comparison.load import make_plan
 
-    changes: dict[str, Any] = {
+    options: dict[str, Any] = {
         "arms": arms,
         "seeds": seeds,
         "metric": metric,
@@ -65,8 +94,8 @@ def compare(
         "rounds": rounds,
         "allow_confounds": allow or None,
     }
-    changes = {key: value for key, value in changes.items() if value is not None}
-    plan = make_plan(source, changes, settings=asked, quick=quick)
+    rules = {key: value for key, value in options.items() if value is not None}
+    plan = make_plan(source, rules, settings=changes, quick=quick)
     from frostlab.comparison.page import show  # these import torch, the plan does without
     from frostlab.comparison.run import run_plan
     from frostlab.comparison.runner import Runner

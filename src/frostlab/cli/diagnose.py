@@ -1,77 +1,109 @@
-"""`frostlab diagnose`."""
+"""`frostlab diagnose`: which parts of a run, or of a recipe that it trains first, do not learn."""
 
 import json
-import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from frostlab.cli.runs import AsJson, DataDir, RunsFolder, check_data_dir
+from frostlab.cli.options import (
+    AsJson,
+    DataDir,
+    Device,
+    RunsFolder,
+    Seed,
+    Settings,
+    check_data_dir,
+    is_first_process,
+    settings_from,
+)
 from frostlab.errors import BadInput, FrostlabError, nearest
 
 if TYPE_CHECKING:
-    from frostlab.flow.diagnosis import Diagnosis
+    from frostlab.flow.diagnosis import Diagnosis, Target
     from frostlab.recipe.recipe import Recipe
 
-
 _STEPS = 200
+_WATCH_EVERY = 10  # steps, of a recipe trained for epochs that does not say it
 
 
 def diagnose(
     source: Annotated[
-        str, typer.Argument(metavar="RUN|RECIPE", help="A watched run, or a recipe to try out.")
+        str,
+        typer.Argument(metavar="RUN|RECIPE", help="A run that was watched, or a recipe to try."),
     ],
+    epochs: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="For a recipe: train for this many epochs in all."),
+    ] = None,
     steps: Annotated[
-        int | None, typer.Option(help=f"To train a recipe for; {_STEPS} if not given.")
+        int | None,
+        typer.Option(
+            metavar="N", help=f"For a recipe: train for this many steps in all (default: {_STEPS})."
+        ),
     ] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="key=value on top of a recipe.")
-    ] = None,
+    settings: Settings = None,
+    seed: Seed = None,
     data_dir: DataDir = None,
-    device: Annotated[str | None, typer.Option(help="For a recipe: cpu, cuda, cuda:2 …")] = None,
+    device: Device = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="For a recipe: folder of its run (default: a new one in --runs).",
+        ),
+    ] = None,
     tensorboard: Annotated[
-        Path | None, typer.Option(help="Write event files for TensorBoard to this folder.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Also write TensorBoard event files to this folder."),
     ] = None,
     runs: RunsFolder = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """Say which parts of a model do not learn, and why; a recipe is trained a little first.
+    """Report which parts of a model do not learn, and why.
 
-    Exit code 1: a part does not learn though nobody asked for that, or the run blew up.
+    A run is only read. A recipe is trained first, for --epochs or --steps, and then also judged
+    by its targets: the gradient and the weight change of the first layers, and for EEG the
+    validation correlation.
+
+    Exit code 1: a part does not learn though it is not frozen, the run diverged, or a recipe
+    misses a target.
     """
-    from frostlab.flow.diagnosis import diagnose as read
-
-    if steps is not None and steps < 1:
-        raise BadInput(f"--steps is {steps}; a whole number of steps from 1 on, such as {_STEPS}")
-    folder = _run_named(source, runs)
+    folder = _find_run(source, runs)
+    recipe_options = {"--epochs": epochs, "--steps": steps, "--set": settings, "--seed": seed,
+                      "--device": device, "--out": out}  # fmt: skip
     if folder is not None:
-        given = {"--steps": steps, "--set": settings, "--device": device}
-        for option, value in given.items():
-            if value:
+        for option, value in recipe_options.items():
+            if value is not None and value != []:
                 raise BadInput(f"{option} is for a recipe; {folder} is a run, which is only read")
+        diagnosis, targets = _read(folder), None
     else:
-        asked = [*(settings or []), *([] if device is None else [f"train.device={device}"])]
+        changes = settings_from(settings, device)
+        recipe, name = _shortened(source, epochs, steps, changes, seed)
         check_data_dir(data_dir)
-        folder = _train(source, _STEPS if steps is None else steps, asked, data_dir, runs)
-        if os.environ.get("RANK", "0") != "0":
+        folder = _train(recipe, name, data_dir, runs, out)
+        if not is_first_process():
             return
-    found = read(folder)
+        diagnosis = _read(folder)
+        targets = _judge(diagnosis)
     if tensorboard is not None:
         from frostlab.integrations.tensorboard import export_run
 
-        export_run(folder, tensorboard, found.flows.values())
-    if as_json:
-        typer.echo(json.dumps(found.to_dict(), indent=1))
-    else:
-        _show(found)
-    if found.healthy is False:
+        export_run(folder, tensorboard, diagnosis.flows.values())
+    _show(diagnosis, targets, as_json)
+    if diagnosis.healthy is False or not all(target.reached for target in targets or ()):
         raise typer.Exit(1)
 
 
-def _run_named(source: str, runs: Path) -> Path | None:
-    """The run that is meant, or None if it is a recipe; a run's whole name comes first."""
+def _read(folder: Path) -> "Diagnosis":
+    from frostlab.flow.diagnosis import diagnose as read_diagnosis
+
+    return read_diagnosis(folder)
+
+
+def _find_run(source: str, runs: Path) -> Path | None:
+    """Return the run that `source` names, None for a recipe; a run's complete name comes first."""
     from frostlab.recipe.load import shipped_recipes
     from frostlab.records.index import find_run, is_run
 
@@ -85,59 +117,119 @@ def _run_named(source: str, runs: Path) -> Path | None:
     if source and any(name.startswith(source) for name in names):
         return find_run(runs, source)
     hint = nearest(source, [*names, *recipes])
-    raise BadInput(f"`{source}` is no run in {runs} and no recipe{hint}")
+    raise BadInput(f"`{source}` is neither a run in {runs} nor a recipe{hint}")
 
 
-def _train(source: str, steps: int, asked: list[str], data_dir: Path | None, runs: Path) -> Path:
-    """Train a recipe for a few steps, watched, into a run of its own."""
+def _shortened(
+    source: str, epochs: int | None, steps: int | None, changes: list[str], seed: int | None
+) -> tuple["Recipe", str]:
+    """Load a recipe that trains for so many epochs or steps, watched, and the name of its run."""
     from frostlab.recipe.load import load_recipe, recipe_name, shortened
 
-    for text in asked:
-        if text.partition("=")[0].strip() in ("train.steps", "train.epochs"):
-            raise BadInput(f"--set {text}: a diagnosis trains for --steps; say --steps N")
-    short = load_recipe(source, [*shortened(load_recipe(source, asked), steps), *asked])
-    return _run(short, f"diagnose-{recipe_name(source)}", data_dir, runs)
+    for option, value in (("--epochs", epochs), ("--steps", steps)):
+        if value is not None and value < 1:
+            raise BadInput(f"{option} {value}: must be at least 1")
+    if epochs is not None and steps is not None:
+        raise BadInput("--epochs and --steps exclude each other")
+    for change in changes:
+        if change.partition("=")[0].strip() in ("train.steps", "train.epochs"):
+            raise BadInput(f"--set {change}: say how long to train with --epochs or --steps")
+    whole = load_recipe(source, changes, seed)
+    if epochs is not None:
+        duration = _for_epochs(whole, epochs)
+    else:
+        duration = shortened(whole, _STEPS if steps is None else steps)
+    recipe = load_recipe(source, [*duration, *changes], seed)
+    if recipe.watch is None:
+        raise BadInput("--set watch=null: a diagnosis needs the measurements; leave it out")
+    return recipe, f"diagnose-{recipe_name(source)}"
 
 
-def _run(recipe: "Recipe", name: str, data_dir: Path | None, runs: Path) -> Path:
+def _for_epochs(recipe: "Recipe", epochs: int) -> list[str]:
+    """Return settings for so many epochs in all, shared among the stages, and watched."""
+    per_stage = max(1, epochs // max(1, len(recipe.stages)))
+    settings = [f"train.epochs={per_stage}"]
+    if recipe.watch is None:
+        settings.append(f"watch.every={_WATCH_EVERY}")
+    if recipe.stages:
+        stages = [stage.model_dump(mode="json", exclude_defaults=True) for stage in recipe.stages]
+        cut = [{**stage, "epochs": per_stage, "steps": None} for stage in stages]
+        settings.append(f"stages={json.dumps(cut)}")
+    warmup = recipe.optim.warmup
+    if warmup >= 1:  # counted in steps: keep its share of the whole run
+        settings.append(f"optim.warmup={min(0.5, warmup / (recipe.train.steps or 10 * warmup)):g}")
+    return settings
+
+
+def _train(
+    recipe: "Recipe", name: str, data_dir: Path | None, runs: Path, out: Path | None
+) -> Path:
+    """Train a recipe into a folder of its own; a run that fails is kept if it was measured."""
     from frostlab.cli.progress import display
     from frostlab.flow.measurements import flows_of
     from frostlab.records.folder import new_folder
     from frostlab.training.run import RunFailed
     from frostlab.training.run import run as run_recipe
-    from frostlab.training.state import Silent
 
-    if recipe.watch is None:
-        raise BadInput("--set watch=null: a diagnosis watches; leave it out")
-    folder = new_folder(runs, f"{name}-{recipe.treatment_name}-s{recipe.seed}")
-    shown = display() if os.environ.get("RANK", "0") == "0" else Silent()
+    folder = out or new_folder(runs, f"{name}-{recipe.treatment_name}-s{recipe.seed}")
     try:
-        return run_recipe(recipe, name=name, out=folder, data_dir=data_dir, display=shown).folder
+        return run_recipe(
+            recipe, name=name, out=folder, data_dir=data_dir, display=display()
+        ).folder  # fmt: skip
     except RunFailed:
         if not any(flow.reports for flow in flows_of(folder).values()):
             raise
-    return folder  # what it saw until then tells why
+    return folder  # the measurements until then show why it failed
 
 
-def _show(found: "Diagnosis") -> None:
-    """The sentence, then a table and a heat map a stage, then where the pictures are."""
+def _judge(diagnosis: "Diagnosis") -> tuple["Target", ...]:
+    """Compare a recipe's run with its targets, and keep the outcome in its folder."""
+    from frostlab.flow.diagnosis import targets_of
+    from frostlab.records.folder import RunFolder
+
+    targets = targets_of(diagnosis)
+    outcome = {
+        "passed": all(target.reached for target in targets),
+        "targets": [target.to_dict() for target in targets],
+        "verdict": diagnosis.sentences,
+    }
+    RunFolder(diagnosis.folder).write("targets.json", outcome)
+    return targets
+
+
+def _show(diagnosis: "Diagnosis", targets: tuple["Target", ...] | None, as_json: bool) -> None:
+    if as_json:
+        values: dict[str, Any] = diagnosis.to_dict()
+        if targets is not None:
+            values["targets"] = [target.to_dict() for target in targets]
+        typer.echo(json.dumps(values, indent=1))
+        return
+    from frostlab.flow.diagnosis import targets_table
+
+    _show_flows(diagnosis)
+    if targets:
+        typer.echo(f"\n{targets_table(targets)}")
+
+
+def _show_flows(diagnosis: "Diagnosis") -> None:
+    """Print the sentences, then of every stage a table, a heat map, and the paths of its pages."""
     from frostlab.flow.show import flow_map_text, flow_page
 
-    for line in found.sentences:
+    for line in diagnosis.sentences:
         typer.echo(line)
-    where = f"{found.folder}, {found.status}, step {found.step}"
-    typer.echo(where if found.validation is None else f"{where}: {found.validation}")
-    width, several = shutil.get_terminal_size((100, 24)).columns, len(found.flows) > 1
-    for number, (name, flow) in enumerate(found.flows.items(), 1):
+    where = f"{diagnosis.folder}, {diagnosis.status}, step {diagnosis.step}"
+    typer.echo(where if diagnosis.validation is None else f"{where}: {diagnosis.validation}")
+    width, several = shutil.get_terminal_size((100, 24)).columns, len(diagnosis.flows) > 1
+    for number, (name, flow) in enumerate(diagnosis.flows.items(), 1):
         typer.echo(f"\nstage {name}" if several else "")
         typer.echo(flow.table())
         if not flow.reports:
             continue
         typer.echo(f"\n{flow_map_text(flow, width)}")
-        folder = found.folder / "flow" / str(number) if several else found.folder / "flow"
+        folder = diagnosis.folder / "flow" / (str(number) if several else "")
         try:
             pages = flow_page(flow, folder)
-        except FrostlabError as error:  # what draws may not be installed
+        except FrostlabError as error:  # matplotlib may be missing
             typer.echo(f"\nno picture: {error}")
         else:
             typer.echo("\n" + "\n".join(map(str, pages)))

@@ -1,6 +1,5 @@
-"""The commands; thin. torch is imported only by the commands that need it."""
+"""The program `frostlab`: its commands, its one-line errors and its exit codes."""
 
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -10,11 +9,11 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from frostlab import __version__
-from frostlab.cli import bench, compare, diagnose, runs
+from frostlab.cli import bench, compare, diagnose, inspect, runs
 from frostlab.errors import BadInput, FrostlabError
 
 
-def _bare_flags(params: list[Any]) -> list[Any]:
+def _without_value(params: list[Any]) -> list[Any]:
     """Show `--json`, not `--json <bool>`: a flag takes no value."""
     for param in params:
         if getattr(param, "is_flag", False):
@@ -24,25 +23,21 @@ def _bare_flags(params: list[Any]) -> list[Any]:
 
 class _Command(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
-        return _bare_flags(super().get_params(ctx))
+        return _without_value(super().get_params(ctx))
 
 
 class _Group(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:
-        return _bare_flags(super().get_params(ctx))
+        return _without_value(super().get_params(ctx))
 
 
 app = typer.Typer(
-    cls=_Group,
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help="Which weights of a transformer learn, and what does it change?",
+    cls=_Group, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False
 )
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"frostlab {__version__}")
         raise typer.Exit
 
@@ -51,66 +46,28 @@ def _show_version(asked: bool) -> None:
 def commands(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Say the version."),
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
-    """Which weights of a transformer learn, and what does it change?"""
+    """Which weights of a transformer learn, and what does it change?
 
-
-def inspect(
-    model: Annotated[
-        str, typer.Argument(help="A model folder, an architecture such as gpt2, or a hub name.")
-    ],
-    freeze: Annotated[
-        str, typer.Option(help="Selections to freeze, e.g. query,key or layers[0:3],!norm.")
-    ] = "",
-    length: Annotated[
-        int, typer.Option(min=1, help="Sequence length for what freezing can save.")
-    ] = 128,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
-) -> None:
-    """Show a model's anatomy, what is trainable, and what freezing could save at most.
-
-    Nothing is downloaded but a config, and nothing is changed: --freeze is computed.
+    Exit codes: 0 success; 1 the work failed, or a diagnosis found a fault; 2 bad input.
     """
-    from frostlab.models.build import blueprint
-    from frostlab.roles.read import anatomy
-    from frostlab.timing.flops import describe_savings, savings
-
-    built, source = blueprint(model)
-    found = anatomy(built)
-    if selections := [text for text in freeze.split(",") if text.strip()]:
-        found = found.with_frozen(*selections)
-    elif freeze:
-        raise BadInput(f"--freeze {freeze!r} is empty; try --freeze query,key")
-    if as_json:
-        report: dict[str, Any] = {"source": source, **found.to_dict()}
-        report["savings"] = savings(found, length).to_dict()
-        typer.echo(json.dumps(report, indent=1))
-        return
-    typer.echo(f"{model}: {source}\n{found.table()}")
-    if selections:
-        typer.echo("\nwhat freezing this can save at most")
-        typer.echo("\n".join(describe_savings(found, length)))
 
 
-def _quiet_libraries() -> None:
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-
-
-_COMMANDS: dict[str, Callable[..., None]] = {
-    "inspect": inspect,
-    "bench": bench.bench,
-    "compare": compare.compare,
-    "diagnose": diagnose.diagnose,
-    "envelopes": runs.envelopes,
-    "exits": runs.exits,
+_COMMANDS: dict[str, Callable[..., None]] = {  # in the order of --help
     "recipes": runs.recipes,
+    "inspect": inspect.inspect,
     "run": runs.run,
     "runs": runs.list_runs,
     "show": runs.show_run,
+    "diagnose": diagnose.diagnose,
+    "compare": compare.compare,
+    "exits": runs.exits,
+    "envelopes": runs.envelopes,
+    "bench": bench.bench,
 }
 for _name, _command in _COMMANDS.items():
     app.command(_name, cls=_Command)(_command)
@@ -131,11 +88,18 @@ def main() -> None:
         _leave(1)
 
 
-def _leave(code: int) -> NoReturn:
-    """Exit; one of several processes at once.
+def _quiet_libraries() -> None:
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
-    DDP keeps gloo's threads alive after the process group is destroyed. One that frees a tensor
-    while the interpreter shuts down aborts it, and torchrun then calls a finished run failed.
+
+def _leave(code: int) -> NoReturn:
+    """Exit; in a distributed run without the interpreter's shutdown.
+
+    DDP keeps gloo's threads alive after the process group is destroyed. A thread that frees a
+    tensor while the interpreter shuts down aborts it, and torchrun then calls a finished run
+    failed.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""How a run goes, shown: a live bar on a terminal, plain lines elsewhere."""
+"""A run's progress on stderr: a live bar on a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -6,11 +6,20 @@ from typing import Any
 
 import typer
 
+from frostlab.cli.options import is_first_process
+
 _EVERY = 10.0  # seconds between plain lines
 
 
+def display() -> "Bar | Lines | None":
+    """Return a bar on a terminal, else lines; None in all but the first process of a run."""
+    if not is_first_process():
+        return None
+    return Bar() if sys.stderr.isatty() else Lines()
+
+
 class Bar:
-    """Epoch, loss, speed and remaining time on one line that moves."""
+    """One moving line with epoch, steps, loss, speed and the time left."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -35,16 +44,16 @@ class Bar:
             console=Console(stderr=True),
         )
         self._task: Any = None
-        self._drawn = 0.0
+        self._last_drawn = 0.0
 
     def begin(
         self, step: int, steps: int, per_epoch: int, caution: str | None, stage_began: int
     ) -> None:
-        """Show an empty bar."""
+        """Show the bar, at `step` of `steps`."""
         if caution:
-            self._progress.console.print(f"caution: {caution}", highlight=False)
-        self._per_epoch, self._began, self._first = per_epoch, time.monotonic(), step
-        self._stage = stage_began
+            self.say(f"caution: {caution}")
+        self._per_epoch, self._started, self._first_step = per_epoch, time.monotonic(), step
+        self._stage_began = stage_began
         self._task = self._progress.add_task(
             "", total=steps, completed=step, epoch=self._epoch(step + 1), loss="–",
             speed="– steps/s",
@@ -56,18 +65,18 @@ class Bar:
         self._progress.console.print(line, highlight=False, markup=False)
 
     def stage(self, line: str, step: int, steps: int) -> None:
-        """Say which stage begins; the one before may have ended early."""
+        """Announce a stage; `steps` may have shrunk because the stage before ended early."""
         self.say(line)
-        self._stage = step
+        self._stage_began = step
         self._progress.update(self._task, total=steps)
 
     def advance(self, step: int, loss: float | None) -> None:
         """Move the bar, at most ten times a second."""
         now = time.monotonic()
-        if now - self._drawn < 0.1:
+        if now - self._last_drawn < 0.1:
             return
-        self._drawn = now
-        speed = (step - self._first) / max(now - self._began, 1e-9)
+        self._last_drawn = now
+        speed = (step - self._first_step) / max(now - self._started, 1e-9)
         self._progress.update(
             self._task,
             completed=step,
@@ -77,15 +86,15 @@ class Bar:
         )
 
     def _epoch(self, step: int) -> str:
-        return str((step - self._stage - 1) // self._per_epoch + 1)
+        return str(_epoch_of(step, self._stage_began, self._per_epoch))
 
     def evaluated(self, step: int, metrics: dict[str, float], best: bool) -> None:
         """Print an evaluation above the bar."""
         self._progress.update(self._task, completed=step)
-        self._progress.console.print(_line(step, metrics, best), highlight=False)
+        self.say(_evaluation_line(step, metrics, best))
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Stop the bar and leave it on the screen."""
         self._progress.stop()
 
 
@@ -95,52 +104,48 @@ class Lines:
     def begin(
         self, step: int, steps: int, per_epoch: int, caution: str | None, stage_began: int
     ) -> None:
-        """Say how much there is to do."""
+        """Print how many steps there are."""
         if caution:
-            _say(f"caution: {caution}")
-        self._steps, self._per_epoch, self._stage = steps, per_epoch, stage_began
-        self._began = self._said = time.monotonic()
-        self._first = step
-        _say(f"step {step} of {steps}, {per_epoch} an epoch")
+            self.say(f"caution: {caution}")
+        self._steps, self._per_epoch, self._stage_began = steps, per_epoch, stage_began
+        self._started = self._last_printed = time.monotonic()
+        self._first_step = step
+        self.say(f"step {step} of {steps}, {per_epoch} per epoch")
 
     def say(self, line: str) -> None:
         """Print a line."""
-        _say(line)
+        typer.echo(line, err=True)
 
     def stage(self, line: str, step: int, steps: int) -> None:
-        """Say which stage begins; the one before may have ended early."""
-        _say(line)
-        self._stage, self._steps = step, steps
+        """Announce a stage; `steps` may have shrunk because the stage before ended early."""
+        self.say(line)
+        self._stage_began, self._steps = step, steps
 
     def advance(self, step: int, loss: float | None) -> None:
-        """Say where it is, now and then."""
+        """Print step, epoch, loss and speed, unless a line was printed a moment ago."""
         now = time.monotonic()
-        if now - self._said < _EVERY:
+        if now - self._last_printed < _EVERY:
             return
-        self._said = now
-        speed = (step - self._first) / (now - self._began)
+        self._last_printed = now
+        speed = (step - self._first_step) / (now - self._started)
         left = (self._steps - step) / speed if speed else 0.0
-        shown = "" if loss is None else f"  loss {loss:.4f}"
-        epoch = (step - self._stage - 1) // self._per_epoch + 1
-        _say(f"step {step}  epoch {epoch}{shown}  {speed:.1f} steps/s  {left:.0f} s left")
+        loss_text = "" if loss is None else f"  loss {loss:.4f}"
+        epoch = _epoch_of(step, self._stage_began, self._per_epoch)
+        self.say(f"step {step}  epoch {epoch}{loss_text}  {speed:.1f} steps/s  {left:.0f} s left")
 
     def evaluated(self, step: int, metrics: dict[str, float], best: bool) -> None:
-        """Say what an evaluation gave."""
-        _say(_line(step, metrics, best))
+        """Print an evaluation."""
+        self.say(_evaluation_line(step, metrics, best))
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """Do nothing: lines need no closing."""
 
 
-def display() -> Bar | Lines:
-    """A bar if somebody watches, else lines."""
-    return Bar() if sys.stderr.isatty() else Lines()
+def _epoch_of(step: int, stage_began: int, per_epoch: int) -> int:
+    """Return the epoch of a step, counted from 1 at the beginning of its stage."""
+    return (step - stage_began - 1) // per_epoch + 1
 
 
-def _line(step: int, metrics: dict[str, float], best: bool) -> str:
-    shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name != "layers")
-    return f"step {step}  {shown}{'  (best)' if best else ''}"
-
-
-def _say(line: str) -> None:
-    typer.echo(line, err=True)
+def _evaluation_line(step: int, metrics: dict[str, float], best: bool) -> str:
+    values = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name != "layers")
+    return f"step {step}  {values}{'  (best)' if best else ''}"

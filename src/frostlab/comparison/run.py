@@ -26,7 +26,7 @@ from frostlab.comparison.plan import Plan
 from frostlab.comparison.runner import ComparisonFolder, Runner, Say, result_tasks, round_tasks
 from frostlab.comparison.tuning import tune_all, tuned_values
 from frostlab.data.prepare import prepare
-from frostlab.errors import FrostlabError, require
+from frostlab.errors import BadInput, FrostlabError, require
 from frostlab.recipe.load import looks_every
 from frostlab.records.schema import read
 from frostlab.storage import write_whole
@@ -73,6 +73,15 @@ class Comparison:
             for run in arm.runs
         ]  # fmt: skip
         return pandas.DataFrame(rows)
+
+
+def load_comparison(folder: str | Path) -> Comparison:
+    """Return the finished comparison in a folder."""
+    path = Path(folder)
+    if not path.is_dir() or ComparisonFolder(path).read("evidence.json") is None:
+        problem = "it has no evidence.json" if path.is_dir() else "it is not a folder"
+        raise BadInput(f"{path} does not hold a finished comparison: {problem}")
+    return Comparison(path)
 
 
 def compare(

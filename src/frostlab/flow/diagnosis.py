@@ -22,6 +22,7 @@ from frostlab.flow.judge import (
 from frostlab.flow.measurements import Flow, Report, flows_of
 from frostlab.records.index import read_run
 from frostlab.storage import finite
+from frostlab.text import columns, number
 
 
 @dataclass(frozen=True)
@@ -260,25 +261,37 @@ class Target:
 
 
 def targets_of(found: Diagnosis) -> tuple[Target, ...]:
-    """The targets of a run's last stage."""
-    ends = list(found.flows.values())[-1].ends()
+    """Return the targets that apply to a run, as its last stage measured them.
+
+    Pearson applies where it chooses the checkpoint; the gradient and the weight change of the
+    front where its layers learn, the gradient only beside a head that learns.
+    """
+    flow = list(found.flows.values())[-1]
+    ends, reports = flow.ends(), flow.reports
+    front = not reports or any(report.ranges for report in reports)
+    output = not reports or any(math.isfinite(report.largest["output"]) for report in reports)
     values = {
         "front_ratio": ends.front_ratio,
         "weight_change": ends.weight_change,
         found.metric: found.value,
     }
+    applies = {
+        "front_ratio": front and output,
+        "weight_change": front,
+        "pearson": found.metric == "pearson",
+    }
     known = {name: v for name, v in values.items() if v is not None and math.isfinite(v)}
-    return tuple(Target(name, known.get(name), wanted) for name, wanted in WANTED.items())
+    return tuple(
+        Target(name, known.get(name), wanted) for name, wanted in WANTED.items() if applies[name]
+    )
 
 
 def targets_table(targets: tuple[Target, ...]) -> str:
-    """A line a target, under pass or fail."""
+    """Format the targets, one line each, under the outcome."""
     rows = [
-        (_NAMES[t.name], "–" if t.value is None else f"{t.value:.4g}", f"wanted > {t.wanted:g}",
-         "pass" if t.reached else "fail")
-        for t in targets
+        (_NAMES[target.name], number(target.value), f"wanted > {target.wanted:g}",
+         "pass" if target.reached else "fail")
+        for target in targets
     ]  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
-    said = "pass" if all(t.reached for t in targets) else "fail"
-    return "\n  ".join([f"trial: {said}", *(line.rstrip() for line in lines)])
+    outcome = "pass" if all(target.reached for target in targets) else "fail"
+    return "\n  ".join([f"targets: {outcome}", *columns(rows)])

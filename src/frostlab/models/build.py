@@ -10,11 +10,15 @@ from urllib.parse import urlsplit
 import torch
 from torch import nn
 
+from frostlab.data.builtin import PACKAGES, synthetic_vocabulary
 from frostlab.data.eeg.recordings import Material, Signals
+from frostlab.data.sources import KNOWN
+from frostlab.data.tokenizers import definition
 from frostlab.errors import BadInput, first_line, nearest
-from frostlab.models.conformer import build_conformer
+from frostlab.models.conformer import ConformerConfig, build_conformer
 from frostlab.models.decoder import Decoder, DecoderConfig
 from frostlab.models.gpt import GPT, GPTConfig
+from frostlab.recipe.data import Docstrings, Named, PretrainedTokenizer, SimulatedEEG, Synthetic
 from frostlab.recipe.model import ConformerModel, DecoderModel, GPTModel, PretrainedModel
 from frostlab.recipe.recipe import Recipe
 
@@ -151,6 +155,82 @@ def blueprint(name: str) -> tuple[nn.Module, str]:
         raise BadInput(f"{name}: its config builds no model ({first_line(error)})") from None
 
 
+def recipe_blueprint(recipe: Recipe) -> tuple[nn.Module, str]:
+    """Build a recipe's model on the meta device, and describe the sizes that its data decide.
+
+    No data are read. Where the recipe does not fix the vocabulary, the classes, or the channels
+    and subjects of an EEG, a common size stands in and the description says "assumed".
+    """
+    model = recipe.model
+    if isinstance(model, ConformerModel):
+        default = ConformerConfig()
+        subjects, certainty = default.subjects, _ASSUMED
+        if isinstance(recipe.data, SimulatedEEG):
+            subjects, certainty = recipe.data.subjects, ""
+        with torch.device("meta"):
+            conformer = build_conformer(model, default.channels, subjects, recipe.seed)
+        size = f"{default.channels} channels and {subjects} subjects{certainty}"
+        return conformer, f"the recipe's model; {size}"
+    sizes, vocabulary = list[str](), 0
+    if isinstance(model, PretrainedModel):
+        name, certainty = _config_at_hand(model.name)
+        sizes.append(f"{model.name}{certainty}")
+        model = model.model_copy(update={"weights": False, "name": name})
+        recipe = recipe.model_copy(update={"model": model})
+    else:
+        vocabulary, certainty = _vocabulary(recipe)
+        sizes.append(f"vocabulary {vocabulary:,}{certainty}")
+    classes, certainty = _classes(recipe)
+    if classes:
+        sizes.append(f"{classes} classes{certainty}")
+    with torch.device("meta"):
+        built = build_model(recipe, vocabulary, classes, pad=0)
+    return built, f"the recipe's model; {', '.join(sizes)}"
+
+
+_ASSUMED, _AT_MOST = " (assumed)", " at most"
+
+
+def _config_at_hand(name: str) -> tuple[str, str]:
+    """Return a model whose config can be read: offline, a hub model's architecture stands in."""
+    try:
+        find_config(name)
+    except BadInput:
+        architecture = "" if looks_like_path(name) or Path(name).exists() else _beginning(name)
+        if not architecture:
+            raise
+        return architecture, f" (not at hand; {architecture}'s default config is assumed)"
+    return name, ""
+
+
+def _vocabulary(recipe: Recipe) -> tuple[int, str]:
+    """Return the size of a recipe's vocabulary, and how certain it is."""
+    if isinstance(recipe.data, Synthetic):
+        return synthetic_vocabulary(recipe.data), ""
+    tokenizer = definition(recipe)
+    if isinstance(tokenizer, PretrainedTokenizer):
+        try:
+            return int(find_config(tokenizer.name)[0].get_text_config().vocab_size), ""
+        except BadInput:  # the tokenizer has no config at hand
+            return GPTConfig().vocabulary, _ASSUMED
+    if tokenizer.size is None:  # as many as the training split has words
+        return DecoderConfig().vocabulary, _ASSUMED
+    return tokenizer.size, _AT_MOST
+
+
+def _classes(recipe: Recipe) -> tuple[int, str]:
+    """Return how many classes a recipe tells apart, and how certain it is; 0: none."""
+    data = recipe.data
+    if data.task != "classification":
+        return 0, ""
+    if isinstance(data, Synthetic):
+        return data.symbols, ""
+    if isinstance(data, Docstrings):
+        return (len(PACKAGES), _AT_MOST) if data.name == "docstrings" else (2, "")
+    known = KNOWN[data.name].classes if isinstance(data, Named) else None
+    return (2, _ASSUMED) if known is None else (known, "")
+
+
 def find_config(name: str) -> tuple[Any, str]:
     """A model's config by folder, architecture or hub name, and where it came from."""
     from transformers import AutoConfig
@@ -214,10 +294,19 @@ def hub_answers() -> bool:
 def _nearest_architecture(name: str, known: Iterable[str]) -> str:
     """`bert-base-uncased` is nearest to `bert`, the longest architecture it begins with."""
     choices, last = [*known, *OWN], name.rpartition("/")[2].lower()
-    begins = max((kind for kind in choices if last.startswith(kind)), key=len, default="")
+    begins = _beginning(name)
     if begins or "/" in name:  # somebody's model is no misspelt architecture
         return f"; did you mean `{begins}`?" if begins else ""
     return nearest(last, choices)
+
+
+def _beginning(name: str) -> str:
+    """Return the longest architecture that a model's name begins with, or ""."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    last = name.rpartition("/")[2].lower()
+    begins = (kind for kind in (*CONFIG_MAPPING_NAMES, *OWN) if last.startswith(kind))
+    return max(begins, key=len, default="")
 
 
 def _model_class(config: Any) -> Any:

@@ -293,6 +293,15 @@ class RunRecord:
             raise BadInput(f"{path} is damaged ({error})") from None
 
 
+def load_run(folder: str | Path) -> RunRecord:
+    """Return the record of the run in a folder, finished or still running."""
+    path = Path(folder)
+    if not (path / "events.jsonl").is_file():
+        problem = "it has no events.jsonl" if path.is_dir() else "it is not a folder"
+        raise BadInput(f"{path} does not hold a run: {problem}")
+    return RunRecord(path)
+
+
 SCORES = "scores.json"
 SPLITS = {  # that are reported, and what they are
     "report": "other recordings of subjects trained on",

@@ -2,6 +2,7 @@
 
 import errno
 import json
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -61,7 +62,9 @@ from frostlab.training.treatment import count_parameters, state_digest
 
 def run(
     recipe: Recipe | str | Path | dict[str, Any],
+    settings: Mapping[str, Any] | None = None,
     *,
+    seed: int | None = None,
     name: str | None = None,
     out: str | Path | None = None,
     runs: str | Path = "runs",
@@ -69,14 +72,19 @@ def run(
     resume: bool = False,
     display: Display | None = None,
 ) -> RunRecord:
-    """Train what a recipe says and return its record.
+    """Train a recipe and return the record of its run.
 
     Args:
-        recipe: a shipped recipe's name, a YAML file, plain values, or a Recipe.
-        out: the run's own folder; by default a new one under `runs`.
-        resume: go on where the newest unfinished run of this very recipe stopped.
+        recipe: the name of a shipped recipe, a YAML file, plain values, or a Recipe.
+        settings: changes to the recipe by dotted key, such as `{"optim.lr": 1e-4}`.
+        seed: the seed of weights, data order and dropout; None: the recipe's.
+        name: the first part of the folder's name; None: the recipe's name.
+        out: the folder of the run; None: a new one in `runs`.
+        data_dir: the folder with the data sets.
+        resume: continue the newest unfinished run of this recipe.
+        display: an object that shows the progress; None: nothing is shown.
     """
-    recipe, name = _resolve(recipe, name)
+    recipe, name = _resolve(recipe, settings or {}, seed, name)
     device = choose_device(recipe.train.device)
     with ExitStack() as stack:
         world = stack.enter_context(process_group(device, recipe.train))
@@ -116,12 +124,26 @@ def run(
     return RunRecord(path)
 
 
-def _resolve(recipe: Recipe | str | Path | dict[str, Any], name: str | None) -> tuple[Recipe, str]:
+def _resolve(
+    recipe: Recipe | str | Path | dict[str, Any],
+    settings: Mapping[str, Any],
+    seed: int | None,
+    name: str | None,
+) -> tuple[Recipe, str]:
+    """Return the recipe with its settings and seed, and the name of its runs."""
+    try:
+        changes = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    except TypeError as error:
+        raise BadInput(f"settings: not plain values ({error})") from None
+    if not isinstance(recipe, Recipe | dict):
+        return load_recipe(str(recipe), changes, seed), name or recipe_name(str(recipe))
+    if seed is not None:
+        changes.append(f"seed={seed}")
     if isinstance(recipe, Recipe):
-        return recipe, name or "run"
-    if isinstance(recipe, dict):
-        return recipe_from(recipe), name or "run"
-    return load_recipe(str(recipe)), name or recipe_name(str(recipe))
+        if not changes:
+            return recipe, name or "run"
+        recipe = recipe.to_dict()
+    return recipe_from(recipe, settings=changes), name or "run"
 
 
 def _choose_folder(

@@ -1,11 +1,8 @@
 """`frostlab recipes`, `run`, `runs`, `show`, as programs."""
 
 import json
-import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,8 +10,8 @@ import yaml
 
 import frostlab as fl
 from forked import frostlab_command
+from frostlab.cli.main import app
 from frostlab.recipe.load import shipped_comparisons, shipped_recipes
-from stages import progressive
 from tiny import tiny
 
 
@@ -37,8 +34,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_recipes_are_listed() -> None:
     lines = frostlab_command("recipes").stdout.splitlines()
     names = [line.split()[0] for line in lines if line]
-    assert names == [*shipped_recipes(), "for", *shipped_comparisons()]
-    assert json.loads(frostlab_command("recipes", "--json").stdout) == shipped_recipes()
+    assert names == [*shipped_recipes(), "comparisons,", *shipped_comparisons()]
+    listed = json.loads(frostlab_command("recipes", "--json").stdout)
+    by_kind: dict[str, dict[str, str]] = {}
+    for entry in listed:
+        by_kind.setdefault(entry["kind"], {})[entry["name"]] = entry["about"]
+    about = {name: values["about"] for name, values in shipped_comparisons().items()}
+    assert by_kind == {"recipe": shipped_recipes(), "comparison": about}
 
 
 def test_a_run_by_command_has_its_settings(finished: Path) -> None:
@@ -59,8 +61,21 @@ def test_runs_and_show(finished: Path) -> None:
     record = fl.RunRecord(finished / "mine-oelm-s3")
     for text in ("oelm", record.result["recipe_digest"], "0:00:0", "finished", "macro_f1"):
         assert text in shown
-    found = json.loads(frostlab_command("show", "mine", "--runs", str(finished), "--json").stdout)
-    assert found["result"]["report"] == record.metrics
+    shown_json = json.loads(
+        frostlab_command("show", "mine", "--runs", str(finished), "--json").stdout
+    )
+    assert shown_json["result"]["report"] == record.metrics
+
+
+def test_no_runs_yet(tmp_path: Path, finished: Path) -> None:
+    for exists in (False, True):
+        assert (tmp_path / "runs").is_dir() is exists
+        done = frostlab_command("runs", cwd=tmp_path)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "no runs yet\n", "")
+        assert json.loads(frostlab_command("runs", "--json", cwd=tmp_path).stdout) == []
+        (tmp_path / "runs").mkdir(exist_ok=True)
+    done = frostlab_command("runs", "--runs", str(tmp_path / "runs"))
+    assert (done.returncode, done.stdout) == (0, "no runs yet\n")
 
 
 def test_listing_needs_no_torch(finished: Path) -> None:
@@ -72,7 +87,10 @@ def test_listing_needs_no_torch(finished: Path) -> None:
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     runs = ["--runs", str(finished)]
-    for arguments in (["recipes"], ["runs", *runs], ["show", "mine", *runs], ["run", "--help"]):
+    for arguments in (
+        ["recipes"], ["recipes", "--json"], ["runs", *runs], ["show", "mine", *runs],
+        *([command.name, "--help"] for command in app.registered_commands),
+    ):  # fmt: skip
         done = subprocess.run(
             [sys.executable, "-c", program.format(arguments)], capture_output=True, text=True
         )
@@ -91,6 +109,7 @@ def test_listing_needs_no_torch(finished: Path) -> None:
         (("run", "sst2-bert", "--set", "data.name=majority"), "set model.weights to false"),
         (("show", "nothing", "--runs", "nowhere"), "nowhere"),
         (("runs", "--runs", "nowhere"), "nowhere"),
+        (("runs", "--runs", "runs"), "runs"),
     ],
 )
 def test_bad_input(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
@@ -99,52 +118,3 @@ def test_bad_input(arguments: tuple[str, ...], message: str, tmp_path: Path) -> 
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not list(tmp_path.iterdir()), "nothing is half-written"
-
-
-def test_the_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """rich draws epoch, loss, speed and remaining time."""
-    import io
-
-    from rich.console import Console
-
-    from frostlab.cli import progress
-
-    bar, screen = progress.Bar(), io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=120)
-    bar._progress.live.console = console
-    bar.begin(0, 20, 10, None, 0)
-    bar.advance(5, 1.25)
-    bar.evaluated(10, {"accuracy": 0.5}, best=True)
-    bar.close()
-    for text in ("epoch", "10/20", "loss", "1.2500", "steps/s", "left", "accuracy 0.5000  (best)"):
-        assert text in screen.getvalue()
-
-
-def test_the_epoch_of_a_stage_is_counted_after_resuming_in_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """Stages of two and of one epoch of 4 steps; stopped at step 10, the second of the second."""
-    from frostlab.cli import progress
-    from frostlab.training import run as running
-
-    monkeypatch.setattr(progress, "_EVERY", 0.0)
-    asked = iter([False] * 9 + [True] * 100)
-
-    @contextmanager
-    def interrupted() -> Iterator[Callable[[], bool]]:
-        yield lambda: next(asked)
-
-    recipe = progressive(stages=[{}, {"add": {}, "epochs": 2}])
-    with monkeypatch.context() as patch:
-        patch.setattr(running, "interruptions", interrupted)
-        with pytest.raises(fl.RunFailed):
-            fl.run(recipe, out=tmp_path / "run", display=progress.Lines())
-    capsys.readouterr()
-    fl.run(recipe, out=tmp_path / "run", resume=True, display=progress.Lines())
-    shown = re.findall(r"step (\d+)  epoch (\d+)", capsys.readouterr().err)
-    assert [int(epoch) for _, epoch in shown] == [1 + (int(s) - 9) // 4 for s, _ in shown]
-    assert shown
-    bar = progress.Bar()
-    bar.begin(10, 16, 4, None, 8)
-    assert bar._progress.tasks[0].fields["epoch"] == "1"
-    bar.close()

@@ -1,9 +1,11 @@
-"""`frostlab diagnose`: a run that was watched, a recipe that is tried out, and what is refused."""
+"""`frostlab diagnose`: a watched run, a recipe that is trained and judged, and bad input."""
 
 import json
+import math
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +13,24 @@ import pytest
 import yaml
 
 import frostlab as fl
-from frostlab.flow.diagnosis import Diagnosis, diagnose, sentence_of
+from forked import Command
+from frostlab.cli import diagnose as diagnose_command
+from frostlab.flow.diagnosis import (
+    Diagnosis,
+    Target,
+    diagnose,
+    sentence_of,
+    targets_of,
+    targets_table,
+)
 from frostlab.flow.judge import STILL
 from frostlab.flow.measurements import Flow
 from frostlab.recipe.load import load_recipe, shipped_recipes, shortened
 from frostlab.training import loop as flowing
 from frostlab.training.stages import stages_of
+from hearing import hearing
 from stages import progressive
-from test_cli import Command, in_this_process
 from tiny import tiny
-
-__all__ = ["in_this_process"]
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +66,8 @@ def test_event_files_for_tensorboard(runs: Path, tmp_path: Path, in_this_process
         assert done.returncode == 0, done.stderr
     read = EventAccumulator(str(tmp_path / "watched")).Reload()
     flow = fl.flow_of(runs / "watched-explicit-s0")
-    found = {event.step: event.value for event in read.Scalars("Gradient/norm")}
-    assert found == pytest.approx(flow.norms())
+    norms = {event.step: event.value for event in read.Scalars("Gradient/norm")}
+    assert norms == pytest.approx(flow.norms())
     assert read.Scalars("Validation/accuracy")
     grown = EventAccumulator(str(tmp_path / "grown")).Reload()
     stages = fl.flow_of(runs / "grown-none-s0").reports
@@ -102,13 +111,19 @@ def test_stages_are_judged_one_by_one(runs: Path, in_this_process: Command) -> N
         (("unseen",), "was not watched: run it with --set watch.every=10, or `frostlab diagnose"),
         (("watched", "--steps", "9"), "--steps is for a recipe"),
         (("watched", "--set", "seed=1"), "--set is for a recipe"),
-        (("majority-gpt", "--steps", "0"), "--steps is 0; a whole number"),
-        (("wached-explicit-s0",), "no recipe; did you mean `watched-explicit-s0`?"),
-        (("majority-gtp",), "no recipe; did you mean `majority-gpt`?"),
-        (("",), "`` is no run in"),
-        (("majority-gpt", "--set", "watch=null"), "a diagnosis watches"),
+        (("watched", "--epochs", "9"), "--epochs is for a recipe"),
+        (("watched", "--seed", "0"), "--seed is for a recipe"),
+        (("watched", "--out", "x"), "--out is for a recipe"),
+        (("majority-gpt", "--steps", "0"), "--steps 0: must be at least 1"),
+        (("majority-gpt", "--epochs", "0"), "--epochs 0: must be at least 1"),
+        (("majority-gpt", "--epochs", "1", "--steps", "1"), "--epochs and --steps exclude each"),
+        (("wached-explicit-s0",), "nor a recipe; did you mean `watched-explicit-s0`?"),
+        (("majority-gtp",), "nor a recipe; did you mean `majority-gpt`?"),
+        (("",), "`` is neither a run in"),
+        (("majority-gpt", "--set", "watch=null"), "a diagnosis needs the measurements"),
+        (("majority-gpt", "--epochs", "1", "--set", "watch=null"), "needs the measurements"),
         (("majority-gpt", "--set", "optim.lt=1"), "did you mean `lr`?"),
-        (("majority-gpt", "--set", "train.epochs=1"), "a diagnosis trains for --steps"),
+        (("majority-gpt", "--set", "train.epochs=1"), "how long to train with --epochs or --steps"),
     ],
 )
 def test_bad_input(
@@ -182,6 +197,81 @@ def test_a_recipe_is_tried_out_and_its_fault_found(
     assert found.flows["train"].verdicts()["layers[0].up"].word == STILL
 
 
+def test_an_eeg_recipe_is_trained_for_epochs_and_judged_by_three_targets(
+    tmp_path: Path, in_this_process: Command
+) -> None:
+    recipe = hearing(data__seconds=9, data__unseen=0, data__length=128, train__epochs=1)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    run = tmp_path / "run"
+    done = in_this_process(
+        "diagnose", str(tmp_path / "recipe.yaml"), "--epochs", "50", "--seed", "3",
+        "--out", str(run), "--json",
+    )  # fmt: skip
+    kept = json.loads((run / "targets.json").read_text())
+    shown = json.loads(done.stdout)
+    failed = not kept["passed"] or shown["healthy"] is False
+    assert done.returncode == (1 if failed else 0), done.stderr
+    used = yaml.safe_load((run / "recipe.yaml").read_text())
+    assert (used["train"]["epochs"], used["watch"]["every"], used["seed"]) == (50, 10, 3)
+    assert [t["name"] for t in kept["targets"]] == ["front_ratio", "weight_change", "pearson"]
+    assert all(t["value"] is not None for t in kept["targets"])
+    result = json.loads((run / "result.json").read_text())
+    assert kept["targets"][2]["value"] == result["best"]["value"]
+    assert kept["passed"] == all(t["value"] > t["wanted"] for t in kept["targets"])
+    assert shown["targets"] == kept["targets"]
+    assert kept["verdict"] == shown["verdict"]
+
+
+def test_a_missed_target_is_exit_code_1(tmp_path: Path, in_this_process: Command) -> None:
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tiny(optim__lr=1e-6)))
+    done = in_this_process(
+        "diagnose", str(tmp_path / "recipe.yaml"), "--epochs", "1", "--out", str(tmp_path / "run")
+    )
+    assert done.returncode == 1, done.stderr
+    assert not [line for line in done.stdout.splitlines() if "do not learn" in line]
+    assert "\n\ntargets: fail\n  front/output gradient" in done.stdout
+    assert "wanted > 0.01  fail" in done.stdout
+    assert "pearson" not in done.stdout, "a target of EEG alone"
+
+
+def test_epochs_are_shared_among_stages(tmp_path: Path, in_this_process: Command) -> None:
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(progressive(optim={"warmup": 4})))
+    done = in_this_process(
+        "diagnose", str(tmp_path / "recipe.yaml"), "--epochs", "6", "--out", str(tmp_path / "run")
+    )
+    assert done.returncode in (0, 1), done.stderr
+    used = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
+    assert [(stage["epochs"], stage["steps"]) for stage in used["stages"]] == [(2, None)] * 3
+    assert used["optim"]["warmup"] == 0.1
+
+
+def test_targets_that_do_not_apply_are_left_out(runs: Path) -> None:
+    def names(diagnosis: Diagnosis) -> list[str]:
+        return [target.name for target in targets_of(diagnosis)]
+
+    text = diagnose(runs / "watched-explicit-s0")
+    assert names(text) == ["front_ratio", "weight_change"]
+    flow = text.flows["train"]
+    measured = Flow("GPT", "AdamW")
+    measured.parts, measured.groups = flow.parts, flow.groups
+    heard = replace(text, metric="pearson", value=None, flows={"train": measured})
+    assert [target.value for target in targets_of(heard)] == [None] * 3, "nothing was measured"
+    headless = [replace(r, largest=r.largest | {"output": math.nan}) for r in flow.reports]
+    measured.reports.extend(headless)
+    assert names(replace(text, flows={"train": measured})) == ["weight_change"]
+    measured.reports[:] = [replace(report, ranges={}) for report in flow.reports]
+    assert names(replace(text, flows={"train": measured})) == [], "the front is frozen"
+
+
+def test_targets_pass_only_together() -> None:
+    good = Target("pearson", 0.31, 0.3)
+    assert targets_table((good,)) == (
+        "targets: pass\n  validation pearson  0.31  wanted > 0.3  pass"
+    )
+    for bad in (Target("pearson", 0.3, 0.3), Target("pearson", None, 0.3)):
+        assert targets_table((good, bad)).startswith("targets: fail")
+
+
 def test_a_run_that_diverges_is_looked_at_all_the_same(
     tmp_path: Path, in_this_process: Command
 ) -> None:
@@ -203,9 +293,9 @@ def test_the_sentence_names_what_is_wrong(runs: Path) -> None:
     assert sentence_of(flow) == (
         "1 of 18 parts moved though it is frozen: layers[0].query; 1 is frozen on purpose"
     )
-    told = Diagnosis(runs, "running", None, 7, "pearson", 0.25, {"train": flow})
-    assert told.validation == "validation pearson 0.25 (wanted > 0.3, not reached)"
-    assert not told.healthy
+    running = Diagnosis(runs, "running", None, 7, "pearson", 0.25, {"train": flow})
+    assert running.validation == "validation pearson 0.25 (wanted > 0.3, not reached)"
+    assert not running.healthy
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
@@ -220,3 +310,11 @@ def test_every_shipped_recipe_can_be_cut_short(name: str) -> None:
     assert short.watch.every == max(1, stages[0].steps // 20)
     assert short.model == whole.model
     assert short.optim.lr == whole.optim.lr
+    long, run_name = diagnose_command._shortened(name, 12, None, [], None)
+    stages = stages_of(long, 10_000)
+    per_epoch = -(-10_000 // long.train.batch)
+    assert {stage.steps for stage in stages} == {12 // len(stages) * per_epoch}
+    assert [stage.name for stage in stages] == [stage.name for stage in stages_of(whole, 10**6)]
+    assert long.watch is not None
+    assert long.watch.every == 10
+    assert run_name == f"diagnose-{name}"

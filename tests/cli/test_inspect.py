@@ -1,52 +1,14 @@
-"""The command line, run as a program."""
+"""`frostlab inspect`: models by name, folder and recipe, and bad input."""
 
 import json
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-import frostlab
-from forked import frostlab_command
-from frostlab.cli.main import app, main
+from forked import Command, frostlab_command
+from frostlab.recipe.load import shipped_recipes
 from zoo import build
-
-Command = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture
-def in_this_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    """The same command without the seconds a new process needs to import torch."""
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        monkeypatch.setattr(sys, "argv", ["frostlab", *arguments])
-        code: object = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code
-        return subprocess.CompletedProcess(arguments, int(code or 0), *capfd.readouterr())  # type: ignore[call-overload]
-
-    return run
-
-
-def test_help_and_version_without_torch() -> None:
-    program = (
-        "import sys; sys.argv = ['frostlab', {!r}]\n"
-        "from frostlab.cli.main import main\n"
-        "try: main()\n"
-        "except SystemExit as e: assert not e.code, e.code\n"
-        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
-    )
-    for argument in ("--help", "--version"):
-        result = subprocess.run(
-            [sys.executable, "-c", program.format(argument)], capture_output=True, text=True
-        )
-        assert result.returncode == 0, result.stderr
-        if argument == "--version":
-            assert result.stdout.strip() == f"frostlab {frostlab.__version__}"
 
 
 def test_inspect_an_architecture_offline() -> None:
@@ -75,6 +37,68 @@ def test_inspect_a_folder_as_json(tmp_path: Path) -> None:
     assert data["savings"]["matmul_flop_share"] > 0
 
 
+@pytest.mark.parametrize("recipe", shipped_recipes())
+def test_every_shipped_recipe_can_be_inspected(recipe: str, in_this_process: Command) -> None:
+    result = in_this_process("inspect", recipe)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(f"{recipe}: the recipe's model; ")
+    assert "frozen" not in result.stdout, "no shipped recipe has a treatment that freezes"
+
+
+def test_inspect_a_recipe_as_its_treatment_leaves_it(in_this_process: Command) -> None:
+    freezing = ("inspect", "imdb-gpt", "--set", "treatment=oelm")
+    result = in_this_process(*freezing)
+    assert result.returncode == 0, result.stderr
+    first = "imdb-gpt: the recipe's model; vocabulary 16,000 at most, 2 classes; treatment oelm"
+    assert result.stdout.splitlines()[0] == first
+    assert "at length 512" in result.stdout, "the length of the recipe's examples"
+    data = json.loads(in_this_process(*freezing, "--json").stdout)
+    assert {p["role"] for p in data["parts"] if p["state"] == "frozen"} == {"query", "key"}
+    data = json.loads(in_this_process(*freezing, "--freeze", "value", "--json").stdout)
+    assert {p["role"] for p in data["parts"] if p["state"] == "frozen"} == {"value"}
+
+
+def test_inspect_a_recipe_with_adapters(in_this_process: Command) -> None:
+    lora = "treatment={peft: {method: lora, select: [query, key, value]}}"
+    result = in_this_process("inspect", "docstrings-gpt", "--set", lora, "--json")
+    assert result.returncode == 0, result.stderr
+    parts = json.loads(result.stdout)["parts"]
+    assert {p["role"] for p in parts if p["state"] == "trainable"} == {"adapter", "head"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sizes"),
+    [
+        ("majority-gpt", "vocabulary 17, 16 classes"),
+        ("docstrings-lm", "vocabulary 4,000 at most"),
+        ("wikitext2-decoder", "vocabulary 69,830 (assumed)"),
+        ("tinystories-gpt", "vocabulary 50,257"),
+        ("eeg-conformer-v2", "64 channels and 8 subjects"),
+        ("eeg-cocktail", "64 channels and 71 subjects (assumed)"),
+        (
+            "sst2-bert",
+            "bert-base-uncased (not at hand; bert's default config is assumed), 2 classes",
+        ),
+    ],
+)
+def test_sizes_that_only_the_data_know_are_named(
+    recipe: str, sizes: str, in_this_process: Command
+) -> None:
+    first = in_this_process("inspect", recipe).stdout.splitlines()[0]
+    assert first == f"{recipe}: the recipe's model; {sizes}"
+
+
+def test_a_recipe_of_known_data_is_inspected_at_its_true_size(in_this_process: Command) -> None:
+    import frostlab as fl
+    from frostlab.data.prepare import prepare
+    from frostlab.models.build import build_for
+
+    recipe = fl.load_recipe("majority-gpt")
+    built = build_for(recipe, prepare(recipe))
+    data = json.loads(in_this_process("inspect", "majority-gpt", "--json").stdout)
+    assert data["parameters"] == sum(p.numel() for p in built.parameters())
+
+
 @pytest.mark.parametrize("name", ["gpt", "decoder", "whisper", "clip", "albert"])
 def test_inspect_shows_every_kind(name: str, in_this_process: Command) -> None:
     result = in_this_process("inspect", name)
@@ -98,6 +122,10 @@ def test_inspect_shows_every_kind(name: str, in_this_process: Command) -> None:
         (("inspect", "/nope/deep"), "/nope/deep does not exist; there is nothing below /\n"),
         (("inspect", "somebody/xopt"), "not to be had from the hub"),
         (("inspect", "gpt2", "--length", "0"), "--length"),
+        (("inspect", "imdb-gtp"), "did you mean `imdb-gpt`?"),
+        (("inspect", "imdb-gpt", "--set", "optim.lt=1"), "did you mean `lr`?"),
+        (("inspect", "gpt2", "--set", "seed=1"), "--set is for a recipe; gpt2 is not one"),
+        (("inspect", "nowhere.yaml"), "nowhere.yaml: cannot be read (No such file"),
         (("inspekt", "gpt2"), "inspekt"),
     ],
 )
@@ -111,14 +139,6 @@ def test_bad_input_is_exit_code_two_and_no_traceback(
     assert result.stdout == ""
 
 
-def test_bad_input_ends_the_program_so() -> None:
-    """The program itself, as a shell starts it."""
-    command = [sys.executable, "-m", "frostlab", "inspect", "gpt2", "--freeze", "querry"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == "frostlab: `querry` is not a role; did you mean `query`?\n"
-
-
 def test_a_path_is_compared_with_its_neighbours(tmp_path: Path, in_this_process: Command) -> None:
     (tmp_path / "my-model").mkdir()
     result = in_this_process("inspect", str(tmp_path / "my-modle"))
@@ -128,8 +148,12 @@ def test_a_path_is_compared_with_its_neighbours(tmp_path: Path, in_this_process:
 def test_a_folder_that_may_not_be_listed_gives_no_hint(
     tmp_path: Path, in_this_process: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(self: Path) -> None:
-        raise PermissionError(13, "Permission denied", str(self))
+    iterdir = Path.iterdir
+
+    def refuse(self: Path) -> Iterator[Path]:
+        if self == tmp_path:
+            raise PermissionError(13, "Permission denied", str(self))
+        return iterdir(self)
 
     monkeypatch.setattr(Path, "iterdir", refuse)
     result = in_this_process("inspect", str(tmp_path / "nothing"))
@@ -142,14 +166,6 @@ def test_a_folder_that_may_not_be_listed_gives_no_hint(
 def test_somebodys_model_is_no_misspelt_architecture(in_this_process: Command) -> None:
     assert "did you mean" not in in_this_process("inspect", "somebody/xopt").stderr
     assert "did you mean `bert`?" in in_this_process("inspect", "somebody/bert-tuned").stderr
-
-
-@pytest.mark.parametrize("command", ["", *sorted(c.name or "" for c in app.registered_commands)])
-def test_flags_are_shown_without_a_value(command: str, in_this_process: Command) -> None:
-    result = in_this_process(*filter(None, [command]), "--help")
-    assert result.returncode == 0, result.stderr
-    assert "--help" in result.stdout
-    assert "bool" not in result.stdout.lower()
 
 
 def test_a_folder_that_is_no_model(tmp_path: Path, in_this_process: Command) -> None:

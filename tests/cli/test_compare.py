@@ -13,7 +13,7 @@ SMALL = tiny(data__examples=96, train__epochs=1, train__batch=16, model__layers=
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("compare")
     (folder / "mine.yaml").write_text(yaml.safe_dump(SMALL))
     (folder / "comparison.yaml").write_text(
@@ -29,10 +29,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_same_command_again_repeats_nothing(made: Path) -> None:
+def test_the_same_command_again_repeats_nothing(compared: Path) -> None:
     done = frostlab_command(
-        "compare", str(made / "comparison.yaml"), "--seeds", "2", "--out", str(made / "out"),
-        "--json",
+        "compare", str(compared / "comparison.yaml"), "--seeds", "2",
+        "--out", str(compared / "out"), "--json",
     )  # fmt: skip
     assert "4 of 4 runs are done already" in done.stderr
     evidence = json.loads(done.stdout)
@@ -40,7 +40,7 @@ def test_the_same_command_again_repeats_nothing(made: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--arms", "baseline"], "arms: baseline: a comparison needs two"),
         (["--seeds", "0"], "seeds 0: a comparison needs at least one"),
@@ -48,10 +48,10 @@ def test_the_same_command_again_repeats_nothing(made: Path) -> None:
         (["--data-dir", "nowhere"], "--data-dir nowhere is not a folder"),
     ],
 )
-def test_bad_input_is_one_line(made: Path, options: list[str], said: str) -> None:
-    given = [str(made / "out") if option == "OUT" else option for option in options]
-    done = frostlab_command("compare", str(made / "comparison.yaml"), *given)
+def test_bad_input_is_one_line(compared: Path, options: list[str], message: str) -> None:
+    arguments = [str(compared / "out") if option == "OUT" else option for option in options]
+    done = frostlab_command("compare", str(compared / "comparison.yaml"), *arguments)
     assert done.returncode == 2, done.stderr
-    assert said in done.stderr
+    assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
-    assert not (made / "comparisons").exists()
+    assert not (compared / "comparisons").exists()

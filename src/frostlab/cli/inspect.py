@@ -1,0 +1,107 @@
+"""`frostlab inspect`: the anatomy of a model, or of the model that a recipe trains."""
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from frostlab.cli.options import AsJson, Settings
+from frostlab.errors import BadInput, nearest
+
+if TYPE_CHECKING:
+    from frostlab.roles.snapshot import Anatomy
+
+_LENGTH = 128
+
+
+def inspect(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A model folder, an architecture such as gpt2, a Hugging Face hub name, "
+            "or a recipe.",
+        ),
+    ],
+    freeze: Annotated[
+        str,
+        typer.Option(
+            metavar="SELECTIONS",
+            help="Show these parts as frozen, e.g. query,key or layers[0:3],!norm "
+            "(default: the parts that the recipe freezes).",
+        ),
+    ] = "",
+    length: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help=f"Sequence length for the savings (default: the recipe's, else {_LENGTH}).",
+        ),
+    ] = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a model's parts, which of them are trainable, and how much freezing can save at most.
+
+    Reads no weights and no data, and downloads at most a config.
+    """
+    selections = [text for text in freeze.split(",") if text.strip()]
+    if freeze and not selections:
+        raise BadInput(f"--freeze {freeze!r} is empty; try --freeze query,key")
+    from frostlab.recipe.load import shipped_recipes
+    from frostlab.timing.flops import describe_savings, savings
+
+    recipes = shipped_recipes()
+    if model in recipes or model.endswith((".yaml", ".yml")):
+        anatomy, source, recipe_length = _recipe_anatomy(model, settings or [])
+        length = length or recipe_length
+    elif settings:
+        raise BadInput(f"--set is for a recipe; {model} is not one{nearest(model, recipes, 0.8)}")
+    else:
+        anatomy, source = _model_anatomy(model, list(recipes))
+    if selections:
+        anatomy = anatomy.with_frozen(*selections)
+    length = length or _LENGTH
+    if as_json:
+        report: dict[str, Any] = {"source": source, **anatomy.to_dict()}
+        report["savings"] = savings(anatomy, length).to_dict()
+        typer.echo(json.dumps(report, indent=1))
+        return
+    typer.echo(f"{model}: {source}\n{anatomy.table()}")
+    if anatomy.count("frozen"):
+        typer.echo("\nfreezing saves at most")
+        typer.echo("\n".join(describe_savings(anatomy, length)))
+
+
+def _model_anatomy(name: str, recipes: list[str]) -> tuple["Anatomy", str]:
+    """Read a model by folder, architecture or hub name; a misspelt recipe gets a hint."""
+    from frostlab.models.build import blueprint
+    from frostlab.roles.read import anatomy
+
+    try:
+        model, source = blueprint(name)
+    except BadInput as error:
+        hint = "" if "/" in name else nearest(name, recipes, 0.8)
+        problem = str(error).partition("; did you mean")[0] if hint else str(error)
+        raise BadInput(f"{problem}{hint}") from None
+    return anatomy(model), source
+
+
+def _recipe_anatomy(name: str, settings: list[str]) -> tuple["Anatomy", str, int]:
+    """Read the model of a recipe as its treatment leaves it, and the length of its examples."""
+    from frostlab.models.build import recipe_blueprint
+    from frostlab.recipe.load import load_recipe
+    from frostlab.roles.read import anatomy
+
+    recipe = load_recipe(name, settings)
+    model, source = recipe_blueprint(recipe)
+    if recipe.surgery.peft is not None:
+        from frostlab.training.treatment import adapt
+
+        adapt(model, recipe.surgery.peft, recipe.seed)
+    parts = anatomy(model)
+    if recipe.surgery.frozen:
+        parts = parts.with_frozen(*recipe.surgery.frozen)
+        source += f"; treatment {recipe.treatment_name}"
+    return parts, source, recipe.data.length

@@ -1,0 +1,64 @@
+"""Arguments and options that several commands share, each with one name and one help text."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from frostlab.errors import BadInput
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+DataDir = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER", envvar="FROSTLAB_DATA",
+        help="Folder with the data sets, each as NAME/SPLIT.jsonl or another format.",
+    ),
+]  # fmt: skip
+Device = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DEVICE", help="auto, cpu, cuda, cuda:2 or mps (default: the recipe's)."
+    ),
+]  # fmt: skip
+RunName = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="Name of a run, the beginning of its name, or its folder."),
+]
+RunsFolder = Annotated[
+    Path,
+    typer.Option(
+        "--runs", metavar="FOLDER", envvar="FROSTLAB_RUNS", help="Folder that holds the runs."
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", help="Seed of weights, data order and dropout (default: the recipe's)."
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE",
+        help="Change a setting of the recipe, e.g. optim.lr=1e-4; can be repeated.",
+    ),
+]  # fmt: skip
+
+
+def settings_from(settings: Iterable[str] | None, device: str | None) -> list[str]:
+    """Return the recipe settings of a command line: those of --set, then --device."""
+    return [*(settings or ()), *([] if device is None else [f"train.device={device}"])]
+
+
+def check_data_dir(data_dir: Path | None) -> None:
+    """Refuse a data folder that does not exist."""
+    if data_dir is not None and not data_dir.is_dir():
+        raise BadInput(f"--data-dir {data_dir} is not a folder")
+
+
+def is_first_process() -> bool:
+    """Return whether this process prints: with torchrun, only rank 0 does."""
+    return os.environ.get("RANK", "0") == "0"

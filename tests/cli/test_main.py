@@ -1,0 +1,43 @@
+"""The program itself: help, version, exit codes."""
+
+import subprocess
+import sys
+
+import pytest
+
+import frostlab
+from forked import Command
+from frostlab.cli.main import app
+
+
+def test_help_and_version_without_torch() -> None:
+    program = (
+        "import sys; sys.argv = ['frostlab', {!r}]\n"
+        "from frostlab.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit as e: assert not e.code, e.code\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    for argument in ("--help", "--version"):
+        result = subprocess.run(
+            [sys.executable, "-c", program.format(argument)], capture_output=True, text=True
+        )
+        assert result.returncode == 0, result.stderr
+        if argument == "--version":
+            assert result.stdout.strip() == f"frostlab {frostlab.__version__}"
+
+
+def test_bad_input_ends_the_program_so() -> None:
+    """The program itself, as a shell starts it."""
+    command = [sys.executable, "-m", "frostlab", "inspect", "gpt2", "--freeze", "querry"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "frostlab: `querry` is not a role; did you mean `query`?\n"
+
+
+@pytest.mark.parametrize("command", ["", *sorted(c.name or "" for c in app.registered_commands)])
+def test_flags_are_shown_without_a_value(command: str, in_this_process: Command) -> None:
+    result = in_this_process(*filter(None, [command]), "--help")
+    assert result.returncode == 0, result.stderr
+    assert "--help" in result.stdout
+    assert "bool" not in result.stdout.lower()
