@@ -77,10 +77,9 @@ def test_load_comparison(tmp_path: Path) -> None:
         fl.load_comparison(tmp_path)
     with pytest.raises(fl.BadInput, match="a finished comparison: it is not a folder"):
         fl.load_comparison(tmp_path / "nowhere")
-    (tmp_path / "evidence.json").write_text(json.dumps({"name": "mine"}))
-    comparison = fl.load_comparison(str(tmp_path))
-    assert isinstance(comparison, fl.Comparison)
-    assert comparison.evidence == {"name": "mine"}
+    (tmp_path / "evidence.json").write_text(json.dumps({"schema": 1, "name": "mine"}))
+    with pytest.raises(fl.BadInput, match="has schema 1, and this frostlab reads 2"):
+        fl.load_comparison(str(tmp_path))
     (tmp_path / "evidence.json").write_text("{")
     with pytest.raises(fl.BadInput, match="is damaged"):
         fl.load_comparison(tmp_path)
