@@ -13,7 +13,7 @@ from frostlab.roles.read import anatomy, survey
 from frostlab.roles.snapshot import Anatomy
 from frostlab.surgery.multihead import SplitMultiheadAttention, put_together, take_apart
 from frostlab.surgery.split import Plan, SplitProjection
-from frostlab.surgery.stale import expect, retire
+from frostlab.surgery.stale import expect, record_change, retire
 
 _FALCON_LINEAR = "transformers.models.falcon.modeling_falcon.FalconLinear"
 
@@ -62,15 +62,17 @@ def learn_only(model: nn.Module, keys: Collection[str]) -> None:
 
 def _apply(model: nn.Module, wanted: Anatomy, slots: dict[str, Slot]) -> None:
     """Bring every parameter into the state that `wanted` gives it."""
-    plans = _plans(wanted.parts, slots)
-    for name in plans:
+    frozen_rows = _rows_to_freeze(wanted.parts)
+    for name in frozen_rows:
         _check_splittable(slots[name], slots.values())
     learned = {id(p) for p in model.parameters() if p.requires_grad}
-    if _resplit(model, plans, slots):
+    changed = _resplit(model, frozen_rows, slots)
+    if changed:
         _, slots = survey(model)
     for part in wanted.parts:
         parameter = slots[part.name].piece_of(part.rows).parameter
         learns = part.state == "trainable"
+        changed |= parameter.requires_grad != learns
         parameter.requires_grad_(learns)
         if not learns:
             parameter.grad = None
@@ -78,9 +80,11 @@ def _apply(model: nn.Module, wanted: Anatomy, slots: dict[str, Slot]) -> None:
             expect(parameter, part.name)
             learned.add(id(parameter))
     _hold_running_statistics(model)
+    if changed:
+        record_change(model)
 
 
-def _plans(parts: Iterable[Part], slots: dict[str, Slot]) -> dict[str, Rows]:
+def _rows_to_freeze(parts: Iterable[Part]) -> dict[str, Rows]:
     """The rows to freeze of each slot that is to be frozen in part."""
     frozen: dict[str, Rows] = {}
     trainable: set[str] = set()
@@ -90,8 +94,8 @@ def _plans(parts: Iterable[Part], slots: dict[str, Slot]) -> dict[str, Rows]:
         if part.state == "trainable":
             trainable.add(part.name)
         else:
-            known = frozen.get(part.name)
-            frozen[part.name] = part.rows if known is None else known | part.rows
+            rows = frozen.get(part.name)
+            frozen[part.name] = part.rows if rows is None else rows | part.rows
     return {name: rows for name, rows in frozen.items() if name in trainable}
 
 

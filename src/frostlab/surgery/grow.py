@@ -17,7 +17,7 @@ from frostlab.roles.read import survey
 from frostlab.roles.snapshot import Anatomy
 from frostlab.surgery.freeze import refuse_untouchable, refuse_wrapped
 from frostlab.surgery.origin import move_origins
-from frostlab.surgery.stale import expect
+from frostlab.surgery.stale import expect, record_change
 
 _GROWABLE = ("bert", "gpt2", "llama")  # Hugging Face model types
 _KNOWN = "frostlab's GPT and Decoder, Hugging Face's bert, gpt2 and llama"
@@ -251,6 +251,7 @@ def grow(
     for name in names:
         for local, parameter in model.get_submodule(name).named_parameters():
             expect(parameter, f"{name}.{local}")
+    record_change(model)
     return growth
 
 
