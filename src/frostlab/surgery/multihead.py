@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from frostlab.roles.parts import Held, Piece, Rows, Split
+from frostlab.roles.parts import Piece, Rows, SlotPieces, Split
 from frostlab.surgery.split import load_pieces, save_pieces
 
 _LETTERS = ("q", "k", "v")
@@ -34,10 +34,10 @@ class SplitMultiheadAttention(nn.MultiheadAttention, Split):
         biases: list[Tensor] = [bias for bias in held if bias is not None]
         return torch.cat(biases) if biases else None
 
-    def slots(self) -> dict[str, Held]:
+    def slots(self) -> dict[str, SlotPieces]:
         """The fused weight and bias, and the parameters that hold them."""
         width = self.embed_dim
-        found: dict[str, Held] = {}
+        found: dict[str, SlotPieces] = {}
         if self._was_fused:
             pieces = self._pieces([self._parameters[f"{x}_proj_weight"] for x in _LETTERS])
             found["in_proj_weight"] = ((3 * width, width), 0, pieces)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from frostlab.errors import BadInput
-from frostlab.roles.parts import Held, Piece, Rows, Split, gathered, join, read_pieces
+from frostlab.roles.parts import Piece, Rows, SlotPieces, Split, gathered, join, join_pieces
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class SplitProjection(nn.Module, Split):
         original.train(self.training)
         return original
 
-    def slots(self) -> dict[str, Held]:
+    def slots(self) -> dict[str, SlotPieces]:
         """The fused weight and bias, and the parameters that hold them."""
         found = {}
         for local, shape in self.shapes.items():
@@ -371,15 +371,15 @@ def _like(value: Tensor, tensor: Any) -> Tensor:
     return distribute_tensor(value, tensor.device_mesh, tensor.placements)
 
 
-def save_pieces(slots: dict[str, Held], destination: dict[str, Any], prefix: str) -> None:
+def save_pieces(slots: dict[str, SlotPieces], destination: dict[str, Any], prefix: str) -> None:
     """Write each slot under its canonical name, in one piece."""
     for local, (_, axis, pieces) in slots.items():
-        destination[prefix + local] = _like(read_pieces(pieces, axis), pieces[0].parameter)
+        destination[prefix + local] = _like(join_pieces(pieces, axis), pieces[0].parameter)
 
 
 def load_pieces(
     module: nn.Module,
-    slots: dict[str, Held],
+    slots: dict[str, SlotPieces],
     state_dict: dict[str, Any],
     prefix: str,
     metadata: dict[str, Any],
