@@ -1,4 +1,4 @@
-"""Teaching frostlab an architecture in a few lines, as docs/architectures.md shows it."""
+"""Architectures are registered in a few lines, as docs/architectures.md shows."""
 
 from collections.abc import Iterator
 
@@ -52,14 +52,14 @@ TABLE = {
 
 
 @pytest.fixture(autouse=True)
-def _forget() -> Iterator[None]:
-    known = dict(_by_class)
+def _unregister() -> Iterator[None]:
+    before = dict(_by_class)
     yield
     _by_class.clear()
-    _by_class.update(known)
+    _by_class.update(before)
 
 
-def test_a_described_model_can_be_seen_frozen_and_trained() -> None:
+def test_a_registered_model_can_be_read_frozen_and_trained() -> None:
     model = Mine()
     with pytest.raises(fl.UnknownArchitecture, match="Mine: cannot place `embed`"):
         fl.anatomy(model)
@@ -122,7 +122,7 @@ def test_two_known_models_side_by_side_are_two_stacks() -> None:
         ({"a..b": "head"}, "is not a path"),
     ],
 )
-def test_bad_descriptions_are_refused(table: dict[str, str], message: str) -> None:
+def test_bad_tables_are_refused(table: dict[str, str], message: str) -> None:
     with pytest.raises(fl.BadInput) as error:
         fl.register_architecture(Mine, table, heads=4)
     assert message in str(error.value)

@@ -210,19 +210,6 @@ def test_quantised_projections_are_missed_not_overlooked() -> None:
         fl.anatomy(model)
 
 
-def test_to_dict_is_plain_and_the_table_reads() -> None:
-    import json
-
-    anatomy = fl.freeze(build("gpt_neox")[0], "query", "key")
-    data = json.loads(json.dumps(anatomy.to_dict()))
-    assert data["frozen"] == anatomy.count("frozen") > 0
-    first = next(p for p in data["parts"] if p["role"] == "query")
-    assert (first["heads"], first["head_size"], first["layout"]) == (4, 8, "interleaved")
-    table = anatomy.table()
-    assert "layers[0:2]  2 alike" in table
-    assert f"{anatomy.count('frozen'):,}" in table
-
-
 def test_a_thousand_tensors_are_read_quickly() -> None:
     """A sanity bound, ten times the benchmark's limit; benchmarks/anatomy.py measures."""
     config = transformers.BertConfig(**(SIZES | {"num_hidden_layers": 62}))
