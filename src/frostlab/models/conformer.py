@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from frostlab.errors import BadInput
 from frostlab.models.attention import attend
-from frostlab.recipe.model import ConformerModel
 
 Residual = Literal["none", "plain", "gated"]
 Head = Literal["linear", "mlp"]
@@ -365,27 +364,3 @@ def electrode_importance(
     model.train(training)
     strength = squares.sqrt() * eeg.detach().std((0, 1))
     return strength / strength.sum()
-
-
-def build_conformer(settings: ConformerModel, channels: int, subjects: int, seed: int) -> Conformer:
-    """Build it on the CPU for so many EEG channels and training subjects; a seed, its weights."""
-    torch.manual_seed(seed)
-    return Conformer(
-        ConformerConfig(
-            channels=channels,
-            subjects=subjects,
-            width=settings.width,
-            layers=settings.layers,
-            heads=settings.heads,
-            hidden=settings.hidden or 4 * settings.width,
-            kernel=settings.kernel,
-            dropout=settings.dropout,
-            residual=settings.residual,
-            gate_bias=settings.gate_bias,
-            gradient_scale=settings.gradient_scale,
-            head=settings.head,
-            norm=settings.norm,
-            attention=settings.attention,
-            unseen=settings.unseen,
-        )
-    )
