@@ -130,7 +130,7 @@ def test_what_learned_is_saved_with_the_statistics_that_moved(tmp_path: Path) ->
     [
         (
             lambda m, _: fl.grow(m),
-            "grow: Conformer cannot be grown; known: frostlab's GPT and Decoder",
+            "grow: Conformer cannot be grown; supported: frostlab's GPT and Decoder",
         ),
         (lambda m, d: fl.export(m, d / "x"), "export: Conformer is not a Hugging Face model"),
     ],
