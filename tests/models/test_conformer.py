@@ -115,7 +115,7 @@ def test_the_gate_starts_at_its_bias(bias: float) -> None:
     torch.manual_seed(0)
     model = Conformer(replace(CONFORMER, gate_bias=bias))
     assert torch.equal(model.gate.up.bias, torch.full((32,), bias))
-    share = model.gate.share(torch.randn(4, 12, 32))
+    share = model.gate.opening(torch.randn(4, 12, 32))
     wanted = torch.sigmoid(torch.tensor(bias))
     torch.testing.assert_close(share.mean(), wanted, rtol=0, atol=0.05)
     out, into = torch.ones(1, 12, 32), torch.zeros(1, 12, 32)
