@@ -54,7 +54,7 @@ def test_hugging_face_models_run_from_their_config(name: str, task: str, tmp_pat
     assert record.events()[0]["model"] == "pretrained"
 
 
-def test_an_encoder_would_see_what_it_predicts(tmp_path: Path) -> None:
+def test_an_encoder_is_refused_as_a_language_model(tmp_path: Path) -> None:
     data = {"name": "induction", "examples": 64, "length": 16, "symbols": 16}
     with pytest.raises(fl.BadInput, match="sees the tokens that it predicts"):
         fl.run(tiny(model=small("bert"), data=data), runs=tmp_path)
@@ -88,7 +88,7 @@ def test_token_types_only_where_they_mean_the_second_text() -> None:
          "roberta cannot take an example of 12 tokens"),
     ],
 )  # fmt: skip
-def test_models_that_cannot_be(model: dict[str, Any], problem: str, tmp_path: Path) -> None:
+def test_impossible_models_are_refused(model: dict[str, Any], problem: str, tmp_path: Path) -> None:
     recipe = tiny(model={"kind": "pretrained", "weights": False, **model})
     with pytest.raises(fl.BadInput, match=problem):
         fl.run(recipe, runs=tmp_path)

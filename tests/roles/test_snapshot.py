@@ -6,7 +6,7 @@ import frostlab as fl
 from zoo import build
 
 
-def test_to_dict_is_plain_and_the_table_reads() -> None:
+def test_an_anatomy_as_json_and_as_a_table() -> None:
     anatomy = fl.freeze(build("gpt_neox")[0], "query", "key")
     data = json.loads(json.dumps(anatomy.to_dict()))
     assert data["frozen"] == anatomy.count("frozen") > 0

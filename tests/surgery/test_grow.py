@@ -1,4 +1,4 @@
-"""New layers: what they start from, where they stand, and what stays as it was."""
+"""New layers: their values, their places, and an unchanged rest of the model."""
 
 import copy
 from dataclasses import replace
@@ -59,8 +59,8 @@ def test_identity_between_norms_can_learn(name: str) -> None:
     """Every weight of the new layer that can matter at first gets a gradient."""
     model = build(name)
     growth = fl.grow(model, at=1)
-    said = model(torch.randint(3, 99, (3, 12)))
-    (said if torch.is_tensor(said) else said[0]).square().mean().backward()
+    output = model(torch.randint(3, 99, (3, 12)))
+    (output if torch.is_tensor(output) else output[0]).square().mean().backward()
     for part in fl.anatomy(model).select("layers[1]"):
         learns = model.get_parameter(part.name).grad.abs().max() > 0
         assert learns or part.role not in ("output", "down"), part.name
@@ -227,7 +227,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "arguments", "message"), REFUSED)
-def test_what_cannot_be_done_is_one_line(
+def test_impossible_growth_is_refused_in_one_line(
     name: str, arguments: dict[str, Any], message: str
 ) -> None:
     model = build(name)

@@ -283,6 +283,6 @@ def test_tiny_and_huge_weights(scale: float) -> None:
     torch.testing.assert_close(made, orthonormal(matrix), rtol=0, atol=1e-5)
 
 
-def test_fixed_positions_cannot_be_drawn_anew() -> None:
+def test_fixed_positions_cannot_be_drawn_again() -> None:
     with pytest.raises(fl.BadInput, match="held fixed"):
         fl.randomize(build("whisper")[0], "encoder.position")

@@ -155,7 +155,7 @@ def test_a_failed_save_keeps_the_old_delta(tmp_path: Path, monkeypatch: pytest.M
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
-def test_what_a_killed_first_save_left_behind_is_no_obstacle(tmp_path: Path) -> None:
+def test_files_of_a_killed_save_do_not_stop_the_next(tmp_path: Path) -> None:
     model, _ = trained("gpt2")
     for name in (".trainable-0.safetensors.1.tmp", ".delta.json.1.tmp", "trainable-0.safetensors"):
         (tmp_path / name).write_text("half")

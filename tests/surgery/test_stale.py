@@ -1,4 +1,4 @@
-"""An optimizer built before a freeze that replaced its parameters is noticed."""
+"""Optimizers and compiled steps notice when freeze or thaw has changed what learns."""
 
 import copy
 
@@ -46,7 +46,7 @@ def test_an_optimizer_of_separate_weights_stays_good() -> None:
     proof.verify(model)
 
 
-def test_what_is_thawed_and_in_no_optimizer_is_warned_of() -> None:
+def test_thawed_parameters_without_an_optimizer_are_warned_of() -> None:
     model, inputs = build("bert")
     fl.freeze(model, "query", "key")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
@@ -63,7 +63,7 @@ def test_what_is_thawed_and_in_no_optimizer_is_warned_of() -> None:
 
 
 def test_two_optimizers_that_share_the_work_are_fine() -> None:
-    """Warnings are errors here: none may come."""
+    """Warnings are errors in tests, so none is raised."""
     model, inputs = build("gpt_neox")
     fl.freeze(model, "query", "key")
     learning = [p for p in model.parameters() if p.requires_grad]
