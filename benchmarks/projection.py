@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from common import device, interleaved, repeated, report
 from frostlab.roles.parts import Rows
-from frostlab.surgery.split import Plan, SplitProjection
+from frostlab.surgery.split import FrozenRows, SplitProjection
 
 WIDTH, TOKENS, HEADS = 768, (32, 128), 12
 CEILING = 7 / 9
@@ -63,7 +63,7 @@ def compare(layout: str, dtype: torch.dtype, autocast: bool, graph: bool) -> Non
     fused = fused.to(where, dtype)
     axis = int(layout == "conv1d")
     rows = frozen_rows(layout == "interleaved")
-    split = SplitProjection(copy.deepcopy(fused), Plan(axis, rows, rows))
+    split = SplitProjection(copy.deepcopy(fused), FrozenRows(axis, rows, rows))
     x = torch.randn(*TOKENS, WIDTH, device=where, dtype=dtype, requires_grad=True)
     grad = torch.randn(*TOKENS, 3 * WIDTH, device=where, dtype=dtype)
     if autocast:

@@ -51,7 +51,7 @@ ENDS_IN_A_NORM = ("decoder-after", "bert", "bert-lm", "bert-classifier")
 
 
 def build(name: str, seed: int = 0) -> Any:
-    """A model whose norms and biases are not what they are drawn as."""
+    """A model whose norms and biases differ from their initial values."""
     torch.manual_seed(seed)
     model = ALL[name]().eval()
     with torch.no_grad():
@@ -62,14 +62,14 @@ def build(name: str, seed: int = 0) -> Any:
 
 
 def answers(model: nn.Module) -> Tensor:
-    """What a model says of the same few tokens."""
+    """The logits of a model for a few fixed tokens."""
     ids = torch.randint(3, 99, (3, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        said: Any = model(ids)
-    if isinstance(said, Tensor):
-        return said
-    found: Tensor = said["logits"] if "logits" in said else said[0]
-    return found
+        output: Any = model(ids)
+    if isinstance(output, Tensor):
+        return output
+    logits: Tensor = output["logits"] if "logits" in output else output[0]
+    return logits
 
 
 def distance(one: Tensor, other: Tensor) -> float:

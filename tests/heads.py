@@ -1,4 +1,4 @@
-"""A head's loss the plain way, and what to feed it."""
+"""A reference for the loss of a head, and inputs for it."""
 
 from collections.abc import Sequence
 

@@ -58,7 +58,7 @@ def shape(line: str) -> str:
 
 
 def test_the_description_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = blocks("docs/describe.md")
+    (code,) = blocks("docs/architectures.md")
     registered = dict(_by_class)
     try:
         exec(code, {})

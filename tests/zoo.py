@@ -325,7 +325,7 @@ def slow_unless_layout(names: Iterable[str] = EVERY) -> list[Any]:
 
 
 def build(name: str) -> tuple[nn.Module, Inputs]:
-    """A model of the zoo by name, with inputs for it."""
+    """Build a model of the zoo by name, and inputs for it."""
     if name in ALL:
         return ALL[name].build(), ALL[name].inputs()
     torch.manual_seed(0)
@@ -352,7 +352,7 @@ def outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
 
 
 def loss_of(model: nn.Module, inputs: Inputs) -> Tensor:
-    """Something every model can be trained on."""
+    """A loss that every model can be trained on."""
     found = outputs(model, inputs)
     return sum(  # type: ignore[return-value]
         o.to(torch.promote_types(o.dtype, torch.float32)).square().mean() for o in found

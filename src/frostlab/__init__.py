@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from frostlab.recipe.load import load_recipe
     from frostlab.recipe.recipe import Recipe
     from frostlab.records.folder import RunRecord, load_run
-    from frostlab.roles.description import describe, fused
+    from frostlab.roles.description import fused, register_architecture
     from frostlab.roles.parts import Heads, Part
     from frostlab.roles.read import anatomy
     from frostlab.roles.snapshot import Anatomy
@@ -59,7 +59,6 @@ _HOMES = {
     "anatomy": "roles.read",
     "audit": "surgery.audit",
     "compare": "comparison.run",
-    "describe": "roles.description",
     "early_exits": "training.exits",
     "export": "surgery.save",
     "flow_of": "flow.measurements",
@@ -73,6 +72,7 @@ _HOMES = {
     "load_trainable": "surgery.save",
     "orthogonalize": "surgery.orthogonal",
     "randomize": "surgery.orthogonal",
+    "register_architecture": "roles.description",
     "run": "training.run",
     "save_trainable": "surgery.save",
     "thaw": "surgery.freeze",
@@ -101,7 +101,6 @@ __all__ = [
     "anatomy",
     "audit",
     "compare",
-    "describe",
     "early_exits",
     "export",
     "flow_of",
@@ -115,6 +114,7 @@ __all__ = [
     "load_trainable",
     "orthogonalize",
     "randomize",
+    "register_architecture",
     "run",
     "save_trainable",
     "thaw",

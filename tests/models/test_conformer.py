@@ -1,4 +1,4 @@
-"""The Conformer's switches do what they say, its counts are exact, unseen subjects defined."""
+"""The Conformer's options work, its counts are exact, unseen subjects have an embedding."""
 
 from dataclasses import replace
 from typing import Any
@@ -54,14 +54,14 @@ def gradients(model: Conformer, loss: Tensor | None = None) -> dict[str, Tensor]
     ],
 )
 def test_published_settings_have_these_counts(settings: dict[str, Any], count: int) -> None:
-    """Every trainable tensor, 64 channels, 71 subjects; sinusoids and statistics are none."""
+    """All trainable tensors, for 64 channels and 71 subjects; sinusoids and statistics are not."""
     with torch.device("meta"):
         model = Conformer(ConformerConfig(**settings))
     assert fl.anatomy(model).count() == sum(p.numel() for p in model.parameters()) == count
     assert count < 12_851_729 * 1.015 or settings.get("attention")  # what v2 adds is little
 
 
-def test_the_count_of_v1_by_hand() -> None:
+def test_the_count_of_v1_equals_a_formula() -> None:
     d, hidden, kernel = 256, 1024, 31
     norm, linear = 2 * d, d * d + d
     feed = norm + d * hidden + hidden + hidden * d + d
@@ -94,7 +94,7 @@ def test_a_switch_changes_the_output(one: dict[str, Any], other: dict[str, Any])
 
 
 @torch.no_grad()
-def test_residuals_are_what_they_say() -> None:
+def test_residuals_combine_output_and_input() -> None:
     inputs = recordings()
     caught: dict[str, Tensor] = {}
     for residual in ("none", "plain", "gated"):
@@ -115,7 +115,7 @@ def test_the_gate_starts_at_its_bias(bias: float) -> None:
     torch.manual_seed(0)
     model = Conformer(replace(CONFORMER, gate_bias=bias))
     assert torch.equal(model.gate.up.bias, torch.full((32,), bias))
-    share = model.gate.share(torch.randn(4, 12, 32))
+    share = model.gate.opening(torch.randn(4, 12, 32))
     wanted = torch.sigmoid(torch.tensor(bias))
     torch.testing.assert_close(share.mean(), wanted, rtol=0, atol=0.05)
     out, into = torch.ones(1, 12, 32), torch.zeros(1, 12, 32)
@@ -140,7 +140,7 @@ def test_gradients_are_scaled_in_the_stack_and_nowhere_else() -> None:
 
 @pytest.mark.parametrize("residual", ["plain", "gated"])
 def test_the_skip_path_keeps_its_gradient(residual: str) -> None:
-    """What reaches the front is the skip's gradient and scale times the stack's."""
+    """The front gets the skip's gradient plus the stack's times the scale."""
     found = {s: gradients(made(residual=residual, gradient_scale=s)) for s in (1.0, 3.0)}
     model = made(residual=residual, gradient_scale=3.0)
     torch.manual_seed(1)
@@ -183,7 +183,7 @@ def test_subjects_do_not_touch_each_other() -> None:
 
 
 @torch.no_grad()
-def test_places_are_told_apart() -> None:
+def test_places_are_distinguished() -> None:
     """Without positions, a constant signal would come out constant away from the edges."""
     eeg = torch.ones(1, 40, 5)
     for attention in ("plain", "relative"):
@@ -309,7 +309,7 @@ def test_it_learns_to_undo_a_delay(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_electrodes_that_are_listened_to_are_important() -> None:
+def test_electrodes_that_the_model_reads_are_important() -> None:
     model, eeg = made(dropout=0.5).train(), torch.randn(4, 12, 5)
     with torch.no_grad():
         model.cnn[0].conv.weight[:, 0] = 0.0
@@ -334,15 +334,15 @@ def test_electrodes_that_are_listened_to_are_important() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"heads": 5}, "width 32 is not a multiple of 5 heads"),
         ({"width": 33, "heads": 3}, "width 33 is odd"),
         ({"kernel": 4}, "kernel 4 is even"),
     ],
 )
-def test_impossible_shapes_are_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_impossible_shapes_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         replace(CONFORMER, **changes)
 
 

@@ -51,7 +51,7 @@ def test_gpt_equals_gpt2_with_the_same_weights() -> None:
 
 
 def test_gpt_starts_as_gpt2_does() -> None:
-    """The same deviations, tensor by tensor: 0.02, and less for what is added to the stream."""
+    """The same deviations, tensor by tensor: 0.02, and less for outputs to the residual stream."""
     theirs = GPT2LMHeadModel(GPT2Config(n_embd=256, n_layer=4, n_head=4, vocab_size=999))
     ours = GPT(GPTConfig(999, 1024, 256, 4, 4, 1024)).state_dict()
     for name, value in gpt_from_gpt2(theirs.state_dict()).items():

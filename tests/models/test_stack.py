@@ -26,7 +26,7 @@ def packed_logits(model: nn.Module, batch: Batch) -> Tensor:
     return Objective(model)(batch, want="logits")
 
 
-def each(logits: Tensor, batch: Batch) -> list[Tensor]:
+def logits_by_example(logits: Tensor, batch: Batch) -> list[Tensor]:
     """The logits of each example of a packed batch."""
     assert batch.packing is not None
     if logits.ndim == 2:
@@ -41,7 +41,7 @@ def test_packed_logits_equal_the_unpacked_ones(name: str, shapes: Shapes | None)
     model, data = exactly(name).eval(), tokens(labels=classifies(name))
     together = pack(data, ROWS, PAD, shapes=shapes)
     with torch.no_grad():
-        found = each(packed_logits(model, together), together)
+        found = logits_by_example(packed_logits(model, together), together)
         for row, logits in zip(ROWS, found, strict=True):
             alone = logits_of(model, collate(data, np.array([row]), PAD).inputs)[0]
             torch.testing.assert_close(logits, alone, **EXACT)
@@ -89,7 +89,7 @@ def test_sequences_do_not_see_each_other(name: str) -> None:
     ids[0, begin:end] = (ids[0, begin:end] + 17) % VOCABULARY
     other = batch.with_tensors([ids, *batch.tensors()[1:]])
     with torch.no_grad():
-        before, after = (each(packed_logits(model, b), b) for b in (batch, other))
+        before, after = (logits_by_example(packed_logits(model, b), b) for b in (batch, other))
     for i, (old, new) in enumerate(zip(before, after, strict=True)):
         assert torch.equal(old, new) == (i != 3)
 
@@ -158,7 +158,7 @@ def test_a_model_keeps_its_own_attention() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2 classifier", "llama classifier"])
-def test_a_padding_token_at_the_end_is_passed_over(name: str) -> None:
+def test_a_padding_token_at_the_end_is_ignored(name: str) -> None:
     """As the model itself does, which takes it for padding."""
     model, data = exactly(name).eval(), tokens([5, 9, 4, 7], labels=True)
     ids = data.ids.copy()
@@ -185,7 +185,7 @@ def test_hooks_are_called(place: str) -> None:
     assert seen
 
 
-def test_a_class_of_ones_own_is_called_as_it_is() -> None:
+def test_a_users_class_is_called_as_it_is() -> None:
     class Louder(GPT):
         def forward(self, *given: Any, **named: Any) -> Tensor:
             return 2 * super().forward(*given, **named)
@@ -198,7 +198,7 @@ def test_a_class_of_ones_own_is_called_as_it_is() -> None:
         assert not torch.allclose(Objective(louder)(batch), Objective(plain)(batch), rtol=1e-4)
 
 
-def test_other_architectures_are_not_taken_apart() -> None:
+def test_other_architectures_have_no_stack() -> None:
     config = RobertaConfig(
         vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
         intermediate_size=16,

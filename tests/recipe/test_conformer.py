@@ -6,7 +6,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from frostlab.models.conformer import ConformerConfig, build_conformer
+from frostlab.models.build import build_conformer
+from frostlab.models.conformer import ConformerConfig
 from frostlab.recipe.model import PRESETS, ConformerModel, EnvelopeLoss
 
 

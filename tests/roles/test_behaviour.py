@@ -24,7 +24,7 @@ Attention = tuple[str, tuple[int, ...], bool]  # stack, layers, cross
 
 
 class Scores(TorchDispatchMode):
-    """Catches what goes into every softmax."""
+    """Records the input of every softmax."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def small_positions(slots: dict[str, Slot], parts: tuple[Part, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_rows_do_what_their_role_says(name: str) -> None:
+def test_rows_behave_as_their_role(name: str) -> None:
     model, inputs = build(name)
     anatomy, slots = survey(model)
     parts = anatomy.parts
@@ -181,7 +181,7 @@ def test_value_output_and_feed_forward_reach_the_result(name: str) -> None:
             assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)), role
 
 
-def test_every_architecture_of_the_promise_is_claimed_and_tested() -> None:
+def test_every_promised_architecture_is_registered_and_tested() -> None:
     from frostlab.roles.description import known_types
     from zoo import CASES
 
@@ -220,7 +220,7 @@ def test_every_architecture_of_the_promise_is_claimed_and_tested() -> None:
         "wav2vec2-conformer",
     ]
     assert set(promised) <= set(known_types())
-    assert set(known_types()) == set(CASES), "an architecture is claimed and not tested"
+    assert set(known_types()) == set(CASES), "an architecture is registered and not tested"
 
 
 def test_anatomy_is_the_function() -> None:

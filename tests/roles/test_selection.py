@@ -1,4 +1,4 @@
-"""The selection language: what it means, and what it says when it cannot."""
+"""The selection language: the parts that selections name, and the errors of bad ones."""
 
 import pytest
 import transformers
@@ -80,7 +80,7 @@ def test_two_stacks() -> None:
         ("que", "did you mean `query`?"),
     ],
 )
-def test_bad_selections_say_what_and_the_nearest(
+def test_bad_selections_name_the_problem_and_the_nearest(
     bert: transformers.BertModel, selection: str, message: str
 ) -> None:
     with pytest.raises(fl.BadInput) as error:
@@ -102,7 +102,7 @@ def test_nothing_left_is_an_error(bert: transformers.BertModel) -> None:
         keys(bert)
 
 
-def test_part_of_shared_layers_is_an_error_that_says_so() -> None:
+def test_part_of_shared_layers_is_an_error() -> None:
     albert = build("albert")[0]
     with pytest.raises(fl.BadInput, match="layers 0 to 1 of AlbertModel share one set of weights"):
         keys(albert, "layers[0].query")

@@ -1,4 +1,4 @@
-"""What two processes do in test_distributed: train frozen models under DDP and FSDP2."""
+"""The program of test_distributed: two processes train frozen models under DDP and FSDP2."""
 
 import copy
 import sys

@@ -127,7 +127,7 @@ def test_the_proof_survives_thawing_and_sees_a_changed_dtype() -> None:
         proof.verify(model)
 
 
-def test_nothing_frozen_proves_nothing() -> None:
+def test_nothing_frozen_cannot_be_audited() -> None:
     with pytest.raises(fl.BadInput, match="nothing is frozen"):
         fl.audit(build("bert")[0])
 

@@ -27,8 +27,8 @@ def statistics(model: nn.Module, layer: int) -> list[torch.Tensor]:
     return [b.clone() for b in model.blocks[layer].convolution.middle.buffers()]
 
 
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def test_a_frozen_layers_statistics_stand_still_and_the_audit_proves_it() -> None:
@@ -112,7 +112,7 @@ def test_roles_and_layers_are_all_there() -> None:
     assert len(relative.select("position")) == 2 * 3
 
 
-def test_what_learned_is_saved_with_the_statistics_that_moved(tmp_path: Path) -> None:
+def test_trainable_weights_are_saved_with_changed_statistics(tmp_path: Path) -> None:
     model, inputs = build("conformer")
     base = copy.deepcopy(model)
     fl.freeze(model, "layers[0]", "query")
@@ -126,16 +126,18 @@ def test_what_learned_is_saved_with_the_statistics_that_moved(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("verb", "said"),
+    ("verb", "message"),
     [
         (
             lambda m, _: fl.grow(m),
-            "grow: Conformer cannot be grown; known: frostlab's GPT and Decoder",
+            "grow: Conformer cannot be grown; supported: frostlab's GPT and Decoder",
         ),
         (lambda m, d: fl.export(m, d / "x"), "export: Conformer is not a Hugging Face model"),
     ],
 )
-def test_what_it_cannot_is_refused_in_one_line(verb: object, said: str, tmp_path: Path) -> None:
-    with pytest.raises(fl.BadInput, match=said) as error:
+def test_unsupported_calls_are_refused_in_one_line(
+    verb: object, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(fl.BadInput, match=message) as error:
         verb(build("conformer")[0], tmp_path)  # type: ignore[operator]
     assert "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""freeze states the whole answer, changes nothing but who learns, and can be undone."""
+"""freeze sets the state of every parameter, changes nothing else, and can be undone."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""New layers: what they start from, where they stand, and what stays as it was."""
+"""New layers: their values, their places, and an unchanged rest of the model."""
 
 import copy
 from dataclasses import replace
@@ -59,8 +59,8 @@ def test_identity_between_norms_can_learn(name: str) -> None:
     """Every weight of the new layer that can matter at first gets a gradient."""
     model = build(name)
     growth = fl.grow(model, at=1)
-    said = model(torch.randint(3, 99, (3, 12)))
-    (said if torch.is_tensor(said) else said[0]).square().mean().backward()
+    output = model(torch.randint(3, 99, (3, 12)))
+    (output if torch.is_tensor(output) else output[0]).square().mean().backward()
     for part in fl.anatomy(model).select("layers[1]"):
         learns = model.get_parameter(part.name).grad.abs().max() > 0
         assert learns or part.role not in ("output", "down"), part.name
@@ -195,7 +195,9 @@ def test_where_weights_came_from_is_kept_unless_it_depends_on_the_name(tmp_path:
     fl.grow(model, at=1, init="copy")
     fl.save_trainable(model, tmp_path / "delta")
     fl.grow(base, at=1, init="copy")
-    with pytest.raises(fl.BadInput, match=r"layer\.2\.attention\.self\.key\.weight was frozen as"):
+    with pytest.raises(
+        fl.BadInput, match=r"layer\.2\.attention\.self\.key\.weight was frozen and not"
+    ):
         fl.load_trainable(base, tmp_path / "delta")
     fl.freeze(model, "layers[0].query", "layers[2:4].query")
     fl.save_trainable(model, tmp_path / "delta")
@@ -214,7 +216,7 @@ def test_an_optimizer_that_lacks_the_new_layers_is_noticed() -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("gpt", {"layers": 0}, "layers=0 is not a whole number from 1"),
+    ("gpt", {"layers": 0}, "layers=0 is not a positive integer"),
     ("gpt", {"layers": True}, "layers=True"),
     ("gpt", {"at": -1}, r"at=-1 is not .* an index from 0 to 3"),
     ("gpt", {"at": 4}, r"at=4 is not .* an index from 0 to 3"),
@@ -225,7 +227,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "arguments", "message"), REFUSED)
-def test_what_cannot_be_done_is_one_line(
+def test_impossible_growth_is_refused_in_one_line(
     name: str, arguments: dict[str, Any], message: str
 ) -> None:
     model = build(name)
@@ -246,7 +248,7 @@ def test_models_whose_layers_cannot_be_found() -> None:
 
     empty = transformers.BertModel(transformers.BertConfig(**(SIZES | {"num_hidden_layers": 0})))
     for model in (nn.Linear(3, 3), TorchModel(), from_zoo("roberta")[0], from_zoo("t5")[0], empty):
-        with pytest.raises(fl.BadInput, match="known: frostlab's GPT and Decoder") as error:
+        with pytest.raises(fl.BadInput, match="supported: frostlab's GPT and Decoder") as error:
             fl.grow(model)
         assert "\n" not in str(error.value)
 
@@ -287,7 +289,7 @@ def test_a_layer_that_cannot_be_built_leaves_the_model(
     def fail(trunk: Any, index: int, beside: nn.Module) -> nn.Module:
         raise MemoryError
 
-    monkeypatch.setattr("frostlab.surgery.grow.build_layer", fail)
+    monkeypatch.setattr("frostlab.surgery.grow._build_layer", fail)
     with pytest.raises(MemoryError):
         fl.grow(model)
     assert model.config == config

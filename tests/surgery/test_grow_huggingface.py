@@ -67,7 +67,7 @@ def test_grown_models_generate_the_same_with_and_without_cache(name: str, tmp_pa
 
 
 @pytest.mark.parametrize("name", HUGGING)
-def test_every_module_knows_its_place(name: str) -> None:
+def test_every_module_has_its_index(name: str) -> None:
     model = build(name)
     fl.grow(model, 2, 1, "copy")
     fresh = type(model)(copy.deepcopy(model.config))
@@ -140,7 +140,7 @@ def test_new_layers_recompute_where_the_others_do(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*OWN, *HUGGING])
-def test_the_pieces_of_a_grown_model_give_what_it_gives(name: str) -> None:
+def test_the_stack_of_a_grown_model_equals_the_model(name: str) -> None:
     model = build(name)
     fl.grow(model, 2, 1, "copy")
     fl.orthogonalize(model, "query", "key")
@@ -155,11 +155,11 @@ def test_the_pieces_of_a_grown_model_give_what_it_gives(name: str) -> None:
     assert len(stack.layers) == LAYERS + 2
     ids = torch.randint(3, 99, (3, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        said = stack.head(stack.read(stack.run(stack.embed(ids, None, None), None), ids, None))
-    torch.testing.assert_close(said, answers(model), rtol=1e-4, atol=1e-5)
+        logits = stack.head(stack.read(stack.run(stack.embed(ids, None, None), None), ids, None))
+    torch.testing.assert_close(logits, answers(model), rtol=1e-4, atol=1e-5)
 
 
-def test_a_body_in_a_module_of_ones_own_grows() -> None:
+def test_a_body_inside_a_users_module_grows() -> None:
     class Mine(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

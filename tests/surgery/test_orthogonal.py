@@ -243,7 +243,7 @@ def test_randomize_with_a_deviation_or_the_norm_that_was_there() -> None:
         (lambda m: fl.orthogonalize(m, "query", scope="heads"), "did you mean `head`"),
         (lambda m: fl.orthogonalize(m, "query", source="gauss"), "did you mean `gaussian`"),
         (lambda m: fl.orthogonalize(m, "query", seed=1.5), "seed=1.5 is not an integer"),
-        (lambda m: fl.orthogonalize(m, "query.bias"), "biases stay"),
+        (lambda m: fl.orthogonalize(m, "query.bias"), "selects only biases"),
         (lambda m: fl.orthogonalize(m, "norm", scope="matrix"), "is not a matrix"),
         (lambda m: fl.randomize(m, "query", std=-1), "neither a positive number"),
         (lambda m: fl.randomize(m, "query", std="same"), "neither a positive number"),
@@ -283,6 +283,6 @@ def test_tiny_and_huge_weights(scale: float) -> None:
     torch.testing.assert_close(made, orthonormal(matrix), rtol=0, atol=1e-5)
 
 
-def test_fixed_positions_cannot_be_drawn_anew() -> None:
+def test_fixed_positions_cannot_be_drawn_again() -> None:
     with pytest.raises(fl.BadInput, match="held fixed"):
         fl.randomize(build("whisper")[0], "encoder.position")

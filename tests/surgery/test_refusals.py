@@ -1,4 +1,4 @@
-"""What surgery refuses: one clear line each, the model untouched."""
+"""Surgery refuses bad models in one clear line, and does not change them."""
 
 from pathlib import Path
 

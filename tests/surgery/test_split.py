@@ -221,7 +221,7 @@ def test_vectors_and_batches_of_any_rank() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neox"])
-def test_what_is_kept_between_steps_is_never_stale(name: str) -> None:
+def test_the_cache_between_steps_is_never_stale(name: str) -> None:
     """Evaluation in inference mode, new frozen values, other dtypes, functional calls."""
     model, inputs = build(name)
     fl.freeze(model, "query", "key")

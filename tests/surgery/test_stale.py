@@ -1,4 +1,4 @@
-"""An optimizer built before a freeze that replaced its parameters is noticed."""
+"""Optimizers and compiled steps notice when freeze or thaw has changed what learns."""
 
 import copy
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import frostlab as fl
+from frostlab.surgery.stale import changes
 from zoo import build, loss_of
 
 
@@ -45,7 +46,7 @@ def test_an_optimizer_of_separate_weights_stays_good() -> None:
     proof.verify(model)
 
 
-def test_what_is_thawed_and_in_no_optimizer_is_warned_of() -> None:
+def test_thawed_parameters_without_an_optimizer_are_warned_of() -> None:
     model, inputs = build("bert")
     fl.freeze(model, "query", "key")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
@@ -62,7 +63,7 @@ def test_what_is_thawed_and_in_no_optimizer_is_warned_of() -> None:
 
 
 def test_two_optimizers_that_share_the_work_are_fine() -> None:
-    """Warnings are errors here: none may come."""
+    """Warnings are errors in tests, so none is raised."""
     model, inputs = build("gpt_neox")
     fl.freeze(model, "query", "key")
     learning = [p for p in model.parameters() if p.requires_grad]
@@ -71,3 +72,35 @@ def test_two_optimizers_that_share_the_work_are_fine() -> None:
         loss_of(model, inputs).backward()
         for optimizer in pair:
             optimizer.step()
+
+
+def test_changes_are_counted_for_the_model_that_changed_only() -> None:
+    (model, _), (other, _) = build("gpt2"), build("gpt2")
+    whole = torch.nn.ModuleDict({"model": model})  # as an objective or a wrapper holds it
+    counts = [changes(module) for module in (model, whole, other)]
+    fl.freeze(other, "query", "key")
+    assert [changes(model), changes(whole)] == counts[:2]
+    assert changes(other) == counts[2] + 1
+    fl.freeze(other, "query", "key")  # nothing is different
+    assert changes(other) == counts[2] + 1
+    fl.freeze(model, "layers[0]")
+    fl.thaw(model)
+    assert [changes(model), changes(whole)] == [counts[0] + 2, counts[1] + 2]
+    fl.freeze(whole, "query")
+    assert [changes(model), changes(whole)] == [counts[0] + 3, counts[1] + 3]
+    assert changes(other) == counts[2] + 1
+
+
+def test_another_models_steps_do_not_hide_the_warning() -> None:
+    (model, inputs), (other, _) = build("bert"), build("bert")
+    fl.freeze(model, "query", "key")
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    fl.thaw(model)
+    theirs = torch.optim.SGD(other.parameters(), lr=0.1)
+    for _ in range(3):
+        loss_of(other, inputs).backward()
+        theirs.step()
+    loss_of(model, inputs).backward()
+    optimizer.step()
+    with pytest.warns(fl.LeftOutOfOptimizer, match="8 parameters"):
+        optimizer.step()

@@ -54,7 +54,7 @@ class Watch(Flow):
         self._hooks: list[Any] = []
         self._proof: Proof | None = None
         self._probe: Probe | None = None
-        self._changes = changes()
+        self._changes = changes(self._model)
         self._inside = self._measuring = self._closed_over = False
         self._look()
 
@@ -71,7 +71,7 @@ class Watch(Flow):
             for group in each.param_groups
         )
         former, self._probe = self._probe, Probe(watched, self._optimizers, **self._settings)
-        self._changes = changes()
+        self._changes = changes(self._model)
         if former is None:
             return
         self._probe.start_as(former)
@@ -205,7 +205,7 @@ class Watch(Flow):
 
     def refresh(self) -> None:
         """Look anew if freezing or thawing has changed who learns."""
-        changed = self._changes != changes() or self._flags != flags_of(
+        changed = self._changes != changes(self._model) or self._flags != flags_of(
             self._model, self._optimizers
         )
         if self._probe is None or changed:

@@ -1,4 +1,7 @@
-"""The model a recipe asks for, its weights drawn from the seed or read from a checkpoint."""
+"""Build models: the one that a recipe asks for, or one by name, without weights.
+
+Weights are drawn from the recipe's seed or read from a Hugging Face checkpoint.
+"""
 
 import os
 import socket
@@ -15,12 +18,18 @@ from frostlab.data.eeg.recordings import Material, Signals
 from frostlab.data.sources import KNOWN
 from frostlab.data.tokenizers import definition
 from frostlab.errors import BadInput, first_line, nearest
-from frostlab.models.conformer import ConformerConfig, build_conformer
+from frostlab.models.conformer import Conformer, ConformerConfig
 from frostlab.models.decoder import Decoder, DecoderConfig
 from frostlab.models.gpt import GPT, GPTConfig
 from frostlab.recipe.data import Docstrings, Named, PretrainedTokenizer, SimulatedEEG, Synthetic
 from frostlab.recipe.model import ConformerModel, DecoderModel, GPTModel, PretrainedModel
 from frostlab.recipe.recipe import Recipe
+
+OWN: dict[str, tuple[Any, Any]] = {
+    "gpt": (GPT, GPTConfig),
+    "decoder": (Decoder, DecoderConfig),
+    "conformer": (Conformer, ConformerConfig),
+}
 
 
 def build_for(recipe: Recipe, prepared: Material) -> nn.Module:
@@ -32,114 +41,109 @@ def build_for(recipe: Recipe, prepared: Material) -> nn.Module:
     return build_conformer(recipe.model, channels, subjects, recipe.seed)
 
 
-def build_model(recipe: Recipe, vocabulary: int, classes: int, pad: int) -> nn.Module:
-    """Build a recipe's model on the CPU; the same seed gives the same weights."""
-    torch.manual_seed(recipe.seed)
-    wanted = recipe.model
-    if isinstance(wanted, GPTModel):
-        return GPT(_gpt_config(recipe, wanted, vocabulary, classes))
-    if isinstance(wanted, DecoderModel):
-        return Decoder(
-            DecoderConfig(
-                vocabulary=vocabulary,
-                width=wanted.width,
-                layers=wanted.layers,
-                heads=wanted.heads,
-                hidden=wanted.hidden or 4 * wanted.width,
-                norm=wanted.norm,
-                final_norm=wanted.final_norm,
-            )
-        )
-    assert isinstance(wanted, PretrainedModel)
-    return _pretrained(wanted, vocabulary, classes, pad, recipe.data.length)
-
-
-def _gpt_config(recipe: Recipe, wanted: GPTModel, vocabulary: int, classes: int) -> GPTConfig:
-    return GPTConfig(
-        vocabulary=vocabulary,
-        positions=wanted.positions or recipe.data.length,
-        width=wanted.width,
-        layers=wanted.layers,
-        heads=wanted.heads,
-        hidden=wanted.hidden or 4 * wanted.width,
-        dropout=wanted.dropout,
-        bias=wanted.bias,
-        causal=not classes if wanted.causal is None else wanted.causal,
-        classes=classes,
+def build_conformer(settings: ConformerModel, channels: int, subjects: int, seed: int) -> Conformer:
+    """Build a Conformer on the CPU for so many EEG channels and training subjects."""
+    torch.manual_seed(seed)
+    return Conformer(
+        ConformerConfig(channels=channels, subjects=subjects, **_config_values(settings))
     )
 
 
+def build_model(recipe: Recipe, vocabulary: int, classes: int, pad: int) -> nn.Module:
+    """Build a recipe's model of tokens on the CPU; the same seed gives the same weights."""
+    torch.manual_seed(recipe.seed)
+    settings = recipe.model
+    if isinstance(settings, GPTModel):
+        values = _config_values(settings)
+        values["positions"] = settings.positions or recipe.data.length
+        values["causal"] = not classes if settings.causal is None else settings.causal
+        return GPT(GPTConfig(vocabulary=vocabulary, classes=classes, **values))
+    if isinstance(settings, DecoderModel):
+        return Decoder(DecoderConfig(vocabulary=vocabulary, **_config_values(settings)))
+    assert isinstance(settings, PretrainedModel)
+    return _pretrained(settings, vocabulary, classes, pad, recipe.data.length)
+
+
+def _config_values(settings: GPTModel | DecoderModel | ConformerModel) -> dict[str, Any]:
+    """The values of a model's section in a recipe, under the names that its config has."""
+    values = settings.model_dump(exclude={"kind"})
+    values["hidden"] = settings.hidden or 4 * settings.width
+    return values
+
+
 def _pretrained(
-    wanted: PretrainedModel, vocabulary: int, classes: int, pad: int, length: int
+    settings: PretrainedModel, vocabulary: int, classes: int, pad: int, length: int
 ) -> nn.Module:
-    """A Hugging Face model with the head the task needs; a new head is drawn from the seed."""
+    """A Hugging Face model with the head that the task needs; a new head is drawn from the seed."""
     import transformers
 
-    config, _ = find_config(wanted.name)
-    _change(config, wanted)
+    config, _ = find_config(settings.name)
+    _apply_settings(config, settings)
     if classes:
         config.num_labels = classes
     text = config.get_text_config()
-    if not wanted.weights or text.pad_token_id is None:  # some look for the last token before it
+    if not settings.weights or text.pad_token_id is None:  # some read the last token before it
         text.pad_token_id = pad
     room = getattr(text, "max_position_embeddings", None)
     if isinstance(room, int) and 0 < room < length:
-        raise BadInput(f"model.name {wanted.name} has {room} positions; data.length is {length}")
-    if not wanted.weights and vocabulary > text.vocab_size:
+        raise BadInput(f"model.name {settings.name} has {room} positions; data.length is {length}")
+    if not settings.weights and vocabulary > text.vocab_size:
         text.vocab_size = vocabulary
     elif vocabulary > text.vocab_size:
         raise BadInput(
-            f"model.name {wanted.name} knows {text.vocab_size} tokens, the tokenizer makes "
+            f"model.name {settings.name} has {text.vocab_size} tokens, the tokenizer "
             f"{vocabulary}; use the model's own tokenizer"
         )
-    if not classes and not _looks_back_only(text):
+    if not classes and not _is_causal(text):
         raise BadInput(
-            f"model.name {wanted.name} sees the tokens it is to predict; choose a causal model, "
+            f"model.name {settings.name} sees the tokens that it predicts; choose a causal model, "
             "or set model.config.is_decoder to true"
         )
     kind: Literal["SequenceClassification", "CausalLM"]
     kind = "SequenceClassification" if classes else "CausalLM"
     auto: Any = getattr(transformers, f"AutoModelFor{kind}")
     try:
-        if wanted.weights:
+        if settings.weights:
             return auto.from_pretrained(
-                wanted.name, config=config, dtype=torch.float32, local_files_only=not hub_answers()
+                settings.name,
+                config=config,
+                dtype=torch.float32,
+                local_files_only=not hub_answers(),
             )
         return auto.from_config(config, dtype=torch.float32)
-    except Exception as error:  # a checkpoint can be wrong in any way its class does not expect
-        raise BadInput(f"model.name {wanted.name}: {first_line(error)}") from None
+    except Exception as error:  # transformers raises errors of many kinds
+        raise BadInput(f"model.name {settings.name}: {first_line(error)}") from None
 
 
-def _looks_back_only(config: Any) -> bool:
-    """Whether a language model of this config is causal: encoders must be told to be."""
+def _is_causal(config: Any) -> bool:
+    """Whether a language model of this config is causal: encoders are only if `is_decoder`."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     encoder = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    both = getattr(config, "is_encoder_decoder", False)  # its decoder alone is causal
-    return bool(not encoder or both or getattr(config, "is_decoder", False))
+    two_sided = getattr(config, "is_encoder_decoder", False)  # its decoder is causal
+    return bool(not encoder or two_sided or getattr(config, "is_decoder", False))
 
 
-def _change(config: Any, wanted: PretrainedModel) -> None:
+def _apply_settings(config: Any, settings: PretrainedModel) -> None:
+    """Change the config as `model.config` of the recipe says."""
     known = config.to_dict()
-    for key, value in wanted.config.items():
+    for key, value in settings.config.items():
         if key not in known:
             raise BadInput(
-                f"model.config.{key} is not in the config of {wanted.name}{nearest(key, known)}"
+                f"model.config.{key} is not in the config of {settings.name}{nearest(key, known)}"
             )
         try:
             setattr(config, key, value)
-        except Exception as error:  # configs check what they are given, each in its own way
+        except Exception as error:  # each config has checks of its own
             raise BadInput(f"model.config.{key} = {value!r}: {first_line(error)}") from None
 
 
-OWN = {"gpt": (GPT, GPTConfig), "decoder": (Decoder, DecoderConfig)}
-
-
 def blueprint(name: str) -> tuple[nn.Module, str]:
-    """Build a model without weights, on the meta device, and say where its shape came from.
+    """Build a model without weights, on the meta device; return it and the source of its config.
 
-    A folder's config comes first, then an architecture's default config (offline), then the
-    hub's. No weights are read or downloaded.
+    The name is one of frostlab's own models (gpt, decoder, conformer), a folder with a config,
+    an architecture of transformers (its default config, offline) or a model on the hub. No
+    weights are read or downloaded.
     """
     if name in OWN:
         model, config = OWN[name]
@@ -151,7 +155,7 @@ def blueprint(name: str) -> tuple[nn.Module, str]:
             return _model_class(config)(config), source
     except BadInput:
         raise
-    except Exception as error:  # a config can be wrong in any way its model does not expect
+    except Exception as error:  # transformers raises errors of many kinds
         raise BadInput(f"{name}: its config builds no model ({first_line(error)})") from None
 
 
@@ -232,7 +236,7 @@ def _classes(recipe: Recipe) -> tuple[int, str]:
 
 
 def find_config(name: str) -> tuple[Any, str]:
-    """A model's config by folder, architecture or hub name, and where it came from."""
+    """Return a model's config by folder, architecture or hub name, and its source."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -244,7 +248,7 @@ def find_config(name: str) -> tuple[Any, str]:
             raise BadInput(f"{name} is not a model folder (no config.json)")
         try:
             return AutoConfig.from_pretrained(path), f"{path / 'config.json'}"
-        except Exception as error:  # whatever a damaged config makes transformers raise
+        except Exception as error:  # transformers raises errors of many kinds
             raise BadInput(f"{name}: its config cannot be read ({first_line(error)})") from None
     if name in CONFIG_MAPPING_NAMES:
         try:
@@ -256,32 +260,32 @@ def find_config(name: str) -> tuple[Any, str]:
         return config, "the hub's config"
     except Exception as error:  # the hub's client has errors of many kinds
         raise BadInput(
-            f"{name} is no folder, no architecture, and not to be had from the hub "
+            f"{name} is not a folder, an architecture or a model on the hub "
             f"({first_line(error)}){_nearest_architecture(name, CONFIG_MAPPING_NAMES)}"
         ) from None
 
 
 def looks_like_path(name: str) -> bool:
-    """Whether a name can only be a place on this machine: the hub's have one slash, inside."""
+    """Whether a name can only be a path: names on the hub have at most one slash, inside."""
     return name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith("/")
 
 
 def nearest_path(path: Path) -> str:
-    """A hint at what there is: a neighbour of a similar name, or the last folder that exists."""
-    there = next((folder for folder in path.parents if folder.is_dir()), None)
-    if there is None:
+    """A hint for a missing path: a similar name in its folder, or the last folder that exists."""
+    folder = next((parent for parent in path.parents if parent.is_dir()), None)
+    if folder is None:
         return ""
-    if there != path.parent:
-        return f"; there is nothing below {there}"
+    if folder != path.parent:
+        return f"; there is nothing below {folder}"
     try:
-        names = sorted(each.name for each in there.iterdir())
+        names = sorted(entry.name for entry in folder.iterdir())
     except OSError:  # a folder that may not be listed
         return ""
-    return nearest(path.name, names, 0.7) or f"; no name like it is in {there}"
+    return nearest(path.name, names, 0.7) or f"; no name like it is in {folder}"
 
 
 def hub_answers() -> bool:
-    """Whether the hub's name can be looked up, so that being offline costs no retries."""
+    """Whether the hub's host name resolves; without it, transformers would retry."""
     from huggingface_hub import constants
 
     host = urlsplit(constants.ENDPOINT).hostname
@@ -292,10 +296,13 @@ def hub_answers() -> bool:
 
 
 def _nearest_architecture(name: str, known: Iterable[str]) -> str:
-    """`bert-base-uncased` is nearest to `bert`, the longest architecture it begins with."""
+    """A hint at the architecture that a name begins with, or at the most similar one.
+
+    `bert-base-uncased` begins with `bert`; the longest such architecture wins.
+    """
     choices, last = [*known, *OWN], name.rpartition("/")[2].lower()
     begins = _beginning(name)
-    if begins or "/" in name:  # somebody's model is no misspelt architecture
+    if begins or "/" in name:  # a user's model on the hub is not a misspelt architecture
         return f"; did you mean `{begins}`?" if begins else ""
     return nearest(last, choices)
 
@@ -310,7 +317,7 @@ def _beginning(name: str) -> str:
 
 
 def _model_class(config: Any) -> Any:
-    """The class a checkpoint was saved from; else the one its kind is pretrained with."""
+    """The class that the config names; else the one that pretrains models of this kind."""
     import transformers
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -326,9 +333,9 @@ def _model_class(config: Any) -> Any:
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_MAPPING_NAMES,
     ):
-        found = mapping.get(config.model_type)
-        names += [found] if isinstance(found, str) else list(found or [])
+        classes = mapping.get(config.model_type)
+        names += [classes] if isinstance(classes, str) else list(classes or [])
     for name in names:
         if hasattr(transformers, name):
             return getattr(transformers, name)
-    raise BadInput(f"no model class is known for `{config.model_type}`")
+    raise BadInput(f"transformers has no model class for `{config.model_type}`")

@@ -1,4 +1,8 @@
-"""The shape of a Conformer, and what can be switched in it."""
+"""The Conformer for EEG: it decodes a speech envelope, sample by sample (docs/conformer.md).
+
+The layers follow Gulati et al. (2020); the residual around the stack, the gradient scale and
+the head are options of the config.
+"""
 
 import math
 from dataclasses import dataclass
@@ -10,13 +14,15 @@ from torch import Tensor, nn
 
 from frostlab.errors import BadInput
 from frostlab.models.attention import attend
-from frostlab.recipe.model import ConformerModel
 
 Residual = Literal["none", "plain", "gated"]
 Head = Literal["linear", "mlp"]
 Norm = Literal["batch", "layer", "group"]
 Attending = Literal["plain", "relative"]
 Unseen = Literal["mean", "none"]
+
+KERNELS = (7, 5, 3)  # of the convolutions before the stack
+UNSEEN = -1  # the index of a subject that was not in training
 
 
 @dataclass(frozen=True)
@@ -27,20 +33,20 @@ class ConformerConfig:
     """
 
     channels: int = 64  # of the EEG
-    subjects: int = 71  # that are trained on, each with a row of its own
+    subjects: int = 71  # in training, each with its own embedding
     width: int = 256
     layers: int = 8
     heads: int = 4
     hidden: int = 1024  # of each feed-forward network
     kernel: int = 31  # of the depthwise convolution, in samples
     dropout: float = 0.3
-    residual: Residual = "gated"  # from the stack's input to its output
-    gate_bias: float = 0.0  # where the gate's bias starts: 0 is half open, 4 nearly all stack
-    gradient_scale: float = 2.0  # of what flows back into the stack, not of the residual
+    residual: Residual = "gated"  # around the stack
+    gate_bias: float = 0.0  # the gate's bias at the start: 0 is half open, 4 nearly all stack
+    gradient_scale: float = 2.0  # of the gradient into the stack, not of the residual's
     head: Head = "mlp"
     norm: Norm = "batch"  # in the convolution module
-    attention: Attending = "plain"  # sinusoids are added once, or enter every attention
-    unseen: Unseen = "mean"  # an unseen subject's row: the mean of all rows, or zeros
+    attention: Attending = "plain"  # plain: sinusoids are added once, before the stack
+    unseen: Unseen = "mean"  # an unseen subject's embedding: the mean of all, or zeros
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
@@ -48,23 +54,23 @@ class ConformerConfig:
         if self.width % 2:
             raise ValueError(f"width {self.width} is odd; sines and cosines come in pairs")
         if self.kernel % 2 == 0:
-            raise ValueError(f"kernel {self.kernel} is even; odd ones have a middle")
+            raise ValueError(f"kernel {self.kernel} is even; choose an odd one")
 
 
 def sinusoids(places: Tensor, width: int) -> Tensor:
-    """Return (T, width) sines and cosines of places, in turn, as Vaswani et al. (2017)."""
+    """Return (T, width): alternating sines and cosines of places (Vaswani et al. 2017)."""
     pairs = torch.arange(0, width, 2, device=places.device).float()
     angles = places.float()[:, None] * torch.exp(pairs * (-math.log(10000.0) / width))
     return torch.stack([angles.sin(), angles.cos()], -1).flatten(1)
 
 
 def distances(length: int, device: torch.device) -> Tensor:
-    """How far a key can lie before a query: length − 1 down to 1 − length."""
+    """All distances from a query back to a key: length − 1 down to 1 − length."""
     return torch.arange(length - 1, -length, -1, device=device)
 
 
 class FeedForward(nn.Module):
-    """A norm, a wide hidden layer with swish, and back."""
+    """A norm and a feed-forward network with swish."""
 
     def __init__(self, config: ConformerConfig) -> None:
         super().__init__()
@@ -81,7 +87,7 @@ class FeedForward(nn.Module):
 class Attention(nn.Module):
     """Self-attention over the window; relative positions are Transformer-XL's (Dai et al. 2019).
 
-    Then query i scores key j with (q_i + content_bias)·k_j + (q_i + place_bias)·p_{i−j}.
+    With them, query i scores key j with (q_i + content_bias)·k_j + (q_i + place_bias)·p_{i−j}.
     """
 
     def __init__(self, config: ConformerConfig) -> None:
@@ -97,7 +103,7 @@ class Attention(nn.Module):
             self.place_bias = nn.Parameter(torch.zeros(self.heads, width // self.heads))
 
     def forward(self, x: Tensor, places: Tensor | None) -> Tensor:
-        """Mix (B, T, width); `places` are the sinusoids of all distances, if they are relative."""
+        """Attend over (B, T, width); relative positions need the sinusoids of all distances."""
         qkv = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1))
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, T, size)
         bias = None
@@ -109,28 +115,28 @@ class Attention(nn.Module):
         return F.dropout(self.out(mixed.flatten(2)), self.dropout, self.training)
 
     def _bias(self, query: Tensor, places: Tensor) -> Tensor:
-        """(B, heads, T, T): what each query adds to a key's score for its distance."""
-        at = self.position(places).unflatten(-1, (self.heads, -1))  # (2T − 1, heads, size)
-        scores = (query + self.place_bias[:, None].to(query.dtype)) @ at.permute(1, 2, 0)
+        """(B, heads, T, T): the score of each query for the distance of each key."""
+        keys = self.position(places).unflatten(-1, (self.heads, -1))  # (2T − 1, heads, size)
+        scores = (query + self.place_bias[:, None].to(query.dtype)) @ keys.permute(1, 2, 0)
         bias = by_distance(scores) * query.shape[-1] ** -0.5
         return bias.to(query.dtype)
 
 
 def by_distance(scores: Tensor) -> Tensor:
-    """Turn (…, T, 2T − 1), where [i, d] is of distance T − 1 − d, into (…, T, T) of i − j.
+    """Turn (…, T, 2T − 1), where [i, d] has distance T − 1 − d, into (…, T, T) with distance i − j.
 
-    Row i has to move left by T − 1 − i: one column more at the left, read with rows one shorter.
+    Row i has to move left by T − 1 − i: pad one column on the left, and read rows one shorter.
     """
     length = scores.shape[-2]
-    moved = F.pad(scores, (1, 0)).flatten(-2).unflatten(-1, (2 * length, length))
-    return moved[..., 1:, :].flatten(-2).unflatten(-1, (length, -1))[..., :length]
+    shifted = F.pad(scores, (1, 0)).flatten(-2).unflatten(-1, (2 * length, length))
+    return shifted[..., 1:, :].flatten(-2).unflatten(-1, (length, -1))[..., :length]
 
 
 class Depthwise(nn.Conv1d):
-    """A convolution along time, a channel each, of (B, T, width) as it lies in memory.
+    """A depthwise convolution along time, of (B, T, width) without a transposed copy.
 
-    To torch it is an image of one row with its channels last: CUDA's kernels for that are three
-    times as fast as those for (B, width, T).
+    torch sees an image of one row with channels last: CUDA's kernels for that are three times as
+    fast as those for (B, width, T).
     """
 
     def __init__(self, width: int, kernel: int) -> None:
@@ -144,7 +150,7 @@ class Depthwise(nn.Conv1d):
 
 
 class Convolution(nn.Module):
-    """A gated linear unit, a convolution along time a channel, a norm, swish, and back."""
+    """A gated linear unit, a depthwise convolution along time, a norm, swish and a projection."""
 
     def __init__(self, config: ConformerConfig) -> None:
         super().__init__()
@@ -162,7 +168,7 @@ class Convolution(nn.Module):
             x = self.middle(x.transpose(1, 2)).transpose(1, 2)
         elif isinstance(self.middle, nn.LayerNorm):
             x = self.middle(x)
-        else:  # a batch's statistics are those of all its samples
+        else:  # statistics over all samples of the batch
             x = self.middle(x.flatten(0, 1)).view_as(x)
         return F.dropout(self.leave(F.silu(x)), self.dropout, self.training)
 
@@ -174,7 +180,7 @@ def _norm(kind: Norm, width: int) -> nn.Module:
 
 
 class ConformerLayer(nn.Module):
-    """Feed-forward halves around attention and convolution, each added to its input; a norm."""
+    """Attention and convolution between two half feed-forward steps, all residual; then a norm."""
 
     def __init__(self, config: ConformerConfig) -> None:
         super().__init__()
@@ -191,12 +197,8 @@ class ConformerLayer(nn.Module):
         return self.norm(x + 0.5 * self.feed2(x))
 
 
-KERNELS = (7, 5, 3)
-UNSEEN = -1  # the index of a subject that was not trained on
-
-
 class ConvolutionBlock(nn.Module):
-    """A convolution along time over all channels, a norm, LeakyReLU, dropout."""
+    """A convolution along time over all channels, a norm, LeakyReLU and dropout."""
 
     def __init__(self, channels: int, width: int, kernel: int, dropout: float) -> None:
         super().__init__()
@@ -210,7 +212,7 @@ class ConvolutionBlock(nn.Module):
 
 
 class ChannelAttention(nn.Module):
-    """Squeeze and excitation: a weight a channel, from all channels' means (Hu et al. 2018)."""
+    """Squeeze and excitation: channels are weighted by all channels' means (Hu et al. 2018)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -218,7 +220,7 @@ class ChannelAttention(nn.Module):
         self.excite = nn.Linear(max(1, width // 16), width)
 
     def weights(self, x: Tensor) -> Tensor:
-        """(B, T, width) to (B, width), between 0 and 1."""
+        """The weights of the channels of (B, T, width): (B, width), between 0 and 1."""
         return torch.sigmoid(self.excite(F.relu(self.squeeze(x.mean(1)))))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -226,7 +228,7 @@ class ChannelAttention(nn.Module):
 
 
 class Gate(nn.Module):
-    """How much of the stack's output a channel keeps, from the output's mean over time."""
+    """Mixes the stack's output and input, channel by channel, by the output's mean over time."""
 
     def __init__(self, width: int, bias: float) -> None:
         super().__init__()
@@ -234,13 +236,13 @@ class Gate(nn.Module):
         self.up = nn.Linear(max(1, width // 4), width)
         nn.init.constant_(self.up.bias, bias)
 
-    def share(self, out: Tensor) -> Tensor:
-        """(B, T, width) to (B, 1, width), between 0 and 1."""
+    def opening(self, out: Tensor) -> Tensor:
+        """The fraction of the output in each channel: (B, 1, width), between 0 and 1."""
         return torch.sigmoid(self.up(F.relu(self.down(out.mean(1))))).unsqueeze(1)
 
     def forward(self, out: Tensor, into: Tensor) -> Tensor:
-        share = self.share(out)
-        return share * out + (1 - share) * into
+        opening = self.opening(out)
+        return opening * out + (1 - opening) * into
 
 
 class _GradientScale(torch.autograd.Function):
@@ -255,22 +257,22 @@ class _GradientScale(torch.autograd.Function):
 
 
 def scale_gradient(x: Tensor, scale: float) -> Tensor:
-    """Return x itself; what flows back through it is multiplied."""
+    """Return x; its gradient is multiplied by the scale."""
     return x if scale == 1.0 else _GradientScale.apply(x, scale)
 
 
 class Conformer(nn.Module):
-    """EEG to a speech envelope, sample by sample."""
+    """Decodes a speech envelope from EEG, sample by sample."""
 
     def __init__(self, config: ConformerConfig) -> None:
         super().__init__()
         self.config = config
         width = config.width
-        wide = (config.channels, width, width)
+        inputs = (config.channels, width, width)
         self.cnn = nn.Sequential(
             *(
                 ConvolutionBlock(channels, width, kernel, config.dropout)
-                for channels, kernel in zip(wide, KERNELS, strict=True)
+                for channels, kernel in zip(inputs, KERNELS, strict=True)
             )
         )
         self.channels = ChannelAttention(width)
@@ -282,7 +284,7 @@ class Conformer(nn.Module):
         self.head = _head(config)
 
     def forward(self, eeg: Tensor, subject: Tensor | None = None) -> Tensor:
-        """Decode (B, T, channels) of subjects (B,) into (B, T); None is unseen subjects only."""
+        """Decode (B, T, channels) of subjects (B,) into (B, T); None: all subjects are unseen."""
         into = self.embed(eeg, subject)
         places = None
         if self.config.attention == "relative":
@@ -291,12 +293,12 @@ class Conformer(nn.Module):
         for block in self.blocks:
             out = block(out, places)
         out = self.join(scale_gradient(out, self.config.gradient_scale), into)
-        with torch.autocast(eeg.device.type, enabled=False):  # r sees small differences
+        with torch.autocast(eeg.device.type, enabled=False):  # correlations need small differences
             envelope = self.head(out.to(self.subjects.weight.dtype)).squeeze(-1)
         return envelope.to(torch.promote_types(envelope.dtype, torch.float32))
 
     def embed(self, eeg: Tensor, subject: Tensor | None) -> Tensor:
-        """What the stack is given: features, whose they are, and when: (B, T, width)."""
+        """The stack's input (B, T, width): features plus embeddings of subject and time."""
         if eeg.dim() != 3:
             raise BadInput(f"the EEG is {tuple(eeg.shape)}, not (B, T, channels)")
         if eeg.shape[-1] != self.config.channels:
@@ -309,20 +311,20 @@ class Conformer(nn.Module):
         return F.dropout(x, self.config.dropout, self.training)
 
     def waves(self, places: Tensor) -> Tensor:
-        """The sinusoids of places, as precise as the weights are."""
+        """The sinusoids of places, in the dtype of the weights."""
         return sinusoids(places, self.config.width).to(self.subjects.weight.dtype)
 
     def rows(self, subject: Tensor | None) -> Tensor:
-        """The subjects' embeddings, (B, 1, width), or (width,) for unseen subjects only."""
+        """The subjects' embeddings, (B, 1, width), or (width,) if all are unseen."""
         table = self.subjects.weight
         unseen = table.mean(0) if self.config.unseen == "mean" else torch.zeros_like(table[0])
         if subject is None:
             return unseen
-        known = self.subjects(subject.clamp(min=0))  # (B, width)
-        return torch.where((subject < 0)[:, None], unseen, known).unsqueeze(1)
+        seen = self.subjects(subject.clamp(min=0))  # (B, width)
+        return torch.where((subject < 0)[:, None], unseen, seen).unsqueeze(1)
 
     def join(self, out: Tensor, into: Tensor) -> Tensor:
-        """The stack's output with its input, as the residual says."""
+        """Combine the stack's output with its input by the configured residual."""
         if self.config.residual == "gated":
             return self.gate(out, into)
         return out + into if self.config.residual == "plain" else out
@@ -344,11 +346,11 @@ def _head(config: ConformerConfig) -> nn.Module:
 def electrode_importance(
     model: Conformer, eeg: Tensor, subject: Tensor | None = None, *, probes: int = 8, seed: int = 0
 ) -> Tensor:
-    """Say how much the decoded envelope moves with each electrode of (B, T, channels).
+    """Return how strongly the decoded envelope depends on each electrode of (B, T, channels).
 
-    The root mean square of the envelope's derivatives, all samples by all samples, times the
-    electrode's own deviation; estimated with random signs (Hutchinson 1990). Channel attention
-    weighs features, which mix electrodes, so it is asked through the whole model. Returns
+    This is the root mean square of the derivatives of all envelope samples by all EEG samples,
+    times the electrode's standard deviation, estimated with random signs (Hutchinson 1990).
+    Channel attention alone would not do: it weighs features, which mix electrodes. Returns
     (channels,), sum 1.
     """
     training = model.training
@@ -360,32 +362,8 @@ def electrode_importance(
     squares = torch.zeros_like(eeg[0, 0])
     for _ in range(probes):
         signs = torch.randint(0, 2, envelope.shape, generator=draw).to(envelope) * 2 - 1
-        (moved,) = torch.autograd.grad(envelope, eeg, signs, retain_graph=True)
-        squares += moved.square().mean((0, 1))
+        (gradient,) = torch.autograd.grad(envelope, eeg, signs, retain_graph=True)
+        squares += gradient.square().mean((0, 1))
     model.train(training)
     strength = squares.sqrt() * eeg.detach().std((0, 1))
     return strength / strength.sum()
-
-
-def build_conformer(settings: ConformerModel, channels: int, subjects: int, seed: int) -> Conformer:
-    """Build it on the CPU for so many EEG channels and training subjects; a seed, its weights."""
-    torch.manual_seed(seed)
-    return Conformer(
-        ConformerConfig(
-            channels=channels,
-            subjects=subjects,
-            width=settings.width,
-            layers=settings.layers,
-            heads=settings.heads,
-            hidden=settings.hidden or 4 * settings.width,
-            kernel=settings.kernel,
-            dropout=settings.dropout,
-            residual=settings.residual,
-            gate_bias=settings.gate_bias,
-            gradient_scale=settings.gradient_scale,
-            head=settings.head,
-            norm=settings.norm,
-            attention=settings.attention,
-            unseen=settings.unseen,
-        )
-    )

@@ -1,4 +1,4 @@
-"""A decoder with rotary positions, RMSNorm and a gated feed-forward network, free of biases."""
+"""A decoder with rotary positions, RMSNorm and a gated feed-forward network, without biases."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -40,14 +40,14 @@ def rotary_angles(places: Tensor, size: int, base: float) -> Tensor:
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Turn (B, heads, T, size) by its positions' angles."""
+    """Rotate (B, heads, T, size) by the angles of its positions."""
     cos, sin = angles.to(x.dtype)
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
 
 
 class DecoderBlock(nn.Module):
-    """Causal attention and a gated feed-forward network; the norm comes before or after."""
+    """Causal attention and a gated feed-forward network, with the norm before or after each."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class DecoderBlock(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A causal language model with an embedding and a head of its own."""
+    """A causal language model whose head is not tied to its embedding."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -97,19 +97,19 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def initialise(self) -> None:
-        """Draw matrices from a normal cut at two deviations (std 1/√width), tokens at 0.02."""
+        """Draw matrices from a normal with std 1/√width, truncated at two std; tokens with 0.02."""
         self._draw(self)
         self.tokens.weight.normal_(0.0, 0.02)
 
     def new_block(self) -> DecoderBlock:
-        """One more block, not yet in the model, drawn as the others were."""
+        """Draw another block in the same way as the others; the model is not changed."""
         block = DecoderBlock(self.config)
         self._draw(block)
         return block
 
-    def _draw(self, inside: nn.Module) -> None:
+    def _draw(self, root: nn.Module) -> None:
         std = self.config.width**-0.5
-        for module in inside.modules():
+        for module in root.modules():
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=std, a=-2 * std, b=2 * std)
 
@@ -122,6 +122,6 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
     def angles(self, places: Tensor) -> Tensor:
-        """By how much the tokens at these places are turned."""
+        """The cosines and sines that rotate tokens at these places."""
         config = self.config
         return rotary_angles(places, config.width // config.heads, config.rotary_base)

@@ -1,4 +1,4 @@
-"""GPT: norm before the sum, learned positions, for language modelling or classification."""
+"""GPT with pre-norm blocks and learned positions, for language modelling or classification."""
 
 import math
 from dataclasses import dataclass
@@ -78,24 +78,24 @@ class GPT(nn.Module):
             self.head.weight = self.tokens.weight
 
     def initialise(self) -> None:
-        """Draw the weights as GPT-2 does: std 0.02, less for what is added to the stream."""
+        """Draw the weights as GPT-2 does: std 0.02, less for outputs to the residual stream."""
         self._draw(self)
 
     def new_block(self) -> GPTBlock:
-        """One more block, not yet in the model, drawn as one of `config.layers` is."""
+        """Draw another block, as one of `config.layers`; the model is not changed."""
         block = GPTBlock(self.config)
         self._draw(block)
         return block
 
     @torch.no_grad()
-    def _draw(self, inside: nn.Module) -> None:
-        for module in inside.modules():
+    def _draw(self, root: nn.Module) -> None:
+        for module in root.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 module.weight.normal_(0.0, 0.02)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 module.bias.zero_()
         residual = 0.02 / math.sqrt(2 * self.config.layers)
-        for module in inside.modules():
+        for module in root.modules():
             if isinstance(module, GPTBlock):
                 module.out.weight.normal_(0.0, residual)
                 module.down.weight.normal_(0.0, residual)
@@ -117,7 +117,7 @@ class GPT(nn.Module):
         return self.head(x)
 
     def embed(self, input_ids: Tensor, places: Tensor) -> Tensor:
-        """Turn (B, T) tokens at their places into vectors (B, T, width)."""
+        """Embed (B, T) tokens and their places as (B, T, width)."""
         x = self.tokens(input_ids) + self.positions(places)
         return F.dropout(x, self.config.dropout, self.training)
 

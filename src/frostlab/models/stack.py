@@ -1,6 +1,7 @@
-"""A model taken apart: tokens to vectors, layer after layer, and what its head reads.
+"""A model as a stack: its embedding, its layers one by one, and the input of its head.
 
-Packing, the fused loss and cached layers need the pieces; a model's own forward has them in one.
+Packing, the fused loss and cached layers need these steps separately, which a model's own forward
+does not offer.
 """
 
 from abc import ABC, abstractmethod
@@ -16,34 +17,36 @@ from frostlab.models.attention import Packing, attend
 from frostlab.models.decoder import Decoder
 from frostlab.models.gpt import GPT
 
+_NAME = "frostlab"  # of our attention, in transformers' registry
+
 
 class Stack(ABC):
-    """The pieces of a model, in the order of its forward; nothing is copied or changed."""
+    """The steps of a model's forward pass, in order; the model is neither copied nor changed."""
 
     model: Any
     layers: Sequence[nn.Module]
     head: Any  # weight (outputs, width), and a bias or None
-    classifies: bool
+    classifies: bool  # else it models language
 
     def run(
         self, x: Tensor, packing: Packing | None, first: int = 0, last: int | None = None
     ) -> Tensor:
-        """Take (B, T, width) through layers first to last."""
+        """Apply the layers from `first` up to, not including, `last` to (B, T, width)."""
         end = len(self.layers) if last is None else last
         return self.states(x, packing, [end], first)[0]
 
     def states(
         self, x: Tensor, packing: Packing | None, after: Sequence[int], first: int = 0
     ) -> list[Tensor]:
-        """What (B, T, width) has become after some layers, counted from 1, in one pass."""
-        found = {first: x}
+        """The hidden states after some layers, counted from 1, in one pass from `first` on."""
+        states = {first: x}
         with self.attention():
-            around = self.around(x, packing)
+            arguments = self.layer_arguments(x, packing)
             for number in range(first + 1, max(after) + 1):
-                x = self.layers[number - 1](x, **around)
+                x = self.layers[number - 1](x, **arguments)
                 if number in after:
-                    found[number] = x
-        return [found[number] for number in after]
+                    states[number] = x
+        return [states[number] for number in after]
 
     def places(self, rows: Tensor, packing: Packing | None) -> Tensor:
         """(T,) each token's place in its sequence, for rows of shape (B, T, …)."""
@@ -51,27 +54,27 @@ class Stack(ABC):
             return packing.places
         return torch.arange(rows.shape[1], device=rows.device)
 
-    def passed_over(self) -> list[nn.Module]:
-        """The modules that are not called as wholes."""
+    def bypassed_modules(self) -> list[nn.Module]:
+        """The modules whose own forward is not called, so that hooks on them would not run."""
         return [self.model, self.head]
 
     def attention(self) -> AbstractContextManager[None]:
-        """Within this, the layers attend with a packing."""
+        """A context in which the layers attend with a packing."""
         return nullcontext()
 
     @abstractmethod
     def embed(self, ids: Tensor, types: Tensor | None, packing: Packing | None) -> Tensor:
-        """Turn (B, T) tokens into vectors (B, T, width)."""
+        """Embed (B, T) tokens as (B, T, width)."""
 
     @abstractmethod
-    def around(self, x: Tensor, packing: Packing | None) -> dict[str, Any]:
-        """What every layer is called with beside its input."""
+    def layer_arguments(self, x: Tensor, packing: Packing | None) -> dict[str, Any]:
+        """The arguments of every layer besides its input."""
 
     @abstractmethod
     def read(self, x: Tensor, ids: Tensor, packing: Packing | None) -> Tensor:
-        """What the head reads of a layer's output: (B, T, width) for language, (N, width) else.
+        """The head's input from a layer's output: (B, T, width) for language, else (N, width).
 
-        Without a packing, (B, T) rows are full; those of causal models may be filled up.
+        Without a packing, rows have no padding; those of causal models may be padded at the end.
         """
 
 
@@ -85,7 +88,7 @@ class GPTStack(Stack):
     def embed(self, ids: Tensor, types: Tensor | None, packing: Packing | None) -> Tensor:
         return self.model.embed(ids, self.places(ids, packing))
 
-    def around(self, x: Tensor, packing: Packing | None) -> dict[str, Any]:
+    def layer_arguments(self, x: Tensor, packing: Packing | None) -> dict[str, Any]:
         return {"mask": None, "packing": packing}
 
     def read(self, x: Tensor, ids: Tensor, packing: Packing | None) -> Tensor:
@@ -105,36 +108,11 @@ class DecoderStack(Stack):
     def embed(self, ids: Tensor, types: Tensor | None, packing: Packing | None) -> Tensor:
         return self.model.tokens(ids)
 
-    def around(self, x: Tensor, packing: Packing | None) -> dict[str, Any]:
+    def layer_arguments(self, x: Tensor, packing: Packing | None) -> dict[str, Any]:
         return {"angles": self.model.angles(self.places(x, packing)), "packing": packing}
 
     def read(self, x: Tensor, ids: Tensor, packing: Packing | None) -> Tensor:
         return self.model.norm(x)
-
-
-def take_apart(model: nn.Module) -> Stack | None:
-    """The pieces of a model, or None where its forward is not known here, or hooked into."""
-    kinds: dict[str, Any] = {"GPT": GPTStack, "Decoder": DecoderStack}
-    if type(model).__module__.startswith("transformers.models."):
-        kinds = STACKS
-    elif type(model) not in (GPT, Decoder):
-        return None
-    kind = kinds.get(type(model).__name__)
-    stack = None if kind is None else kind(model)
-    return None if stack is None or any(map(_is_hooked, stack.passed_over())) else stack
-
-
-def is_causal(model: nn.Module) -> bool:
-    """Whether attention only looks back, in a kernel that skips what it does not see."""
-    return isinstance(model, Decoder) or (isinstance(model, GPT) and model.config.causal)
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    """Whether somebody wants to know when a module is called."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
-
-
-_NAME = "frostlab"
 
 
 def _attention(
@@ -148,7 +126,7 @@ def _attention(
     packing: Packing | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Called by their attention modules; within a stack there is never a dense mask."""
+    """The attention of Hugging Face modules within a stack, where there is no dense mask."""
     assert attention_mask is None
     mixed = attend(
         query, key, value, packing=packing, causal=bool(module.is_causal), dropout=dropout,
@@ -160,8 +138,8 @@ def _attention(
 AttentionInterface.register(_NAME, _attention)
 
 
-class HuggingStack(Stack):
-    """What the three have in common."""
+class HuggingFaceStack(Stack):
+    """The common steps of the Hugging Face models below."""
 
     def __init__(self, model: Any, body: Any, layers: Any, head: Any, classifies: bool) -> None:
         self.model, self.body, self.head = model, body, head
@@ -170,22 +148,22 @@ class HuggingStack(Stack):
     @contextmanager
     def attention(self) -> Iterator[None]:
         config = self.model.config
-        before = config._attn_implementation
+        implementation = config._attn_implementation
         config._attn_implementation = _NAME
         try:
             yield
         finally:
-            config._attn_implementation = before
+            config._attn_implementation = implementation
 
-    def passed_over(self) -> list[nn.Module]:
-        return [*super().passed_over(), self.body]
+    def bypassed_modules(self) -> list[nn.Module]:
+        return [*super().bypassed_modules(), self.body]
 
-    def around(self, x: Tensor, packing: Packing | None) -> dict[str, Any]:
+    def layer_arguments(self, x: Tensor, packing: Packing | None) -> dict[str, Any]:
         return {"attention_mask": None, "packing": packing}
 
 
-class BertStack(HuggingStack):
-    """BERT reads a sequence's first token, or each token behind a transform."""
+class BertStack(HuggingFaceStack):
+    """BERT: its head reads each sequence's first token, or each token after a transform."""
 
     def __init__(self, model: Any) -> None:
         classifies = hasattr(model, "classifier")
@@ -204,8 +182,8 @@ class BertStack(HuggingStack):
         return self.model.dropout(self.body.pooler(x))
 
 
-class CausalStack(HuggingStack):
-    """GPT-2 and Llama read each token, or a sequence's last that is no padding, behind a norm."""
+class CausalStack(HuggingFaceStack):
+    """GPT-2 and Llama: the head reads each token, or a sequence's last real token, after a norm."""
 
     def __init__(self, model: Any, body: Any, layers: Any, norm: nn.Module) -> None:
         classifies = hasattr(model, "score")
@@ -226,7 +204,7 @@ class CausalStack(HuggingStack):
 
 
 class GPT2Stack(CausalStack):
-    """GPT-2: learned positions."""
+    """GPT-2 has learned positions."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model, model.transformer, model.transformer.h, model.transformer.ln_f)
@@ -236,7 +214,7 @@ class GPT2Stack(CausalStack):
 
 
 class LlamaStack(CausalStack):
-    """Llama: rotary positions, computed once for all layers."""
+    """Llama has rotary positions, computed once for all layers."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model, model.model, model.model.layers, model.model.norm)
@@ -244,10 +222,10 @@ class LlamaStack(CausalStack):
     def embed(self, ids: Tensor, types: Tensor | None, packing: Packing | None) -> Tensor:
         return self.body.embed_tokens(ids)
 
-    def around(self, x: Tensor, packing: Packing | None) -> dict[str, Any]:
+    def layer_arguments(self, x: Tensor, packing: Packing | None) -> dict[str, Any]:
         places = self.places(x, packing)[None]
         angles = self.body.rotary_emb(x, position_ids=places)
-        return super().around(x, packing) | {"position_embeddings": angles}
+        return super().layer_arguments(x, packing) | {"position_embeddings": angles}
 
 
 STACKS: dict[str, Any] = {
@@ -258,3 +236,25 @@ STACKS: dict[str, Any] = {
     "LlamaForCausalLM": LlamaStack,
     "LlamaForSequenceClassification": LlamaStack,
 }
+
+
+def take_apart(model: nn.Module) -> Stack | None:
+    """Return a model as a stack; None if its class is unknown or hooks need its own forward."""
+    kinds: dict[str, Any] = {"GPT": GPTStack, "Decoder": DecoderStack}
+    if type(model).__module__.startswith("transformers.models."):
+        kinds = STACKS
+    elif type(model) not in (GPT, Decoder):
+        return None
+    kind = kinds.get(type(model).__name__)
+    stack = None if kind is None else kind(model)
+    return None if stack is None or any(map(_is_hooked, stack.bypassed_modules())) else stack
+
+
+def is_causal(model: nn.Module) -> bool:
+    """Whether the model's attention is causal, in a kernel that skips hidden keys."""
+    return isinstance(model, Decoder) or (isinstance(model, GPT) and model.config.causal)
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Whether calls of a module run hooks."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)

@@ -1,8 +1,8 @@
-"""How an architecture is described: a table from paths to roles, and nothing else.
+"""Descriptions of architectures: a table from parameter paths to roles for each.
 
-Paths are matched segment by segment, never by substring: `{i}` is a layer's index, `*` one
-segment, `**` (last) anything below. An entry names a module, whose weight and bias it then
-places, or a parameter.
+Paths are matched segment by segment, never by substring: `{i}` is a layer's index, `*` matches
+one segment, `**` (at the end) anything below. A path names a parameter, or a module whose weight
+and bias get the role.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,19 +28,22 @@ class Fused:
         return "interleaved" if self.interleaved else "concatenated"
 
     def rows(self, size: int, heads: Heads | None) -> dict[str, Rows]:
-        """Say which of a weight's rows belong to which role."""
+        """Return the rows of each role in a weight of `size` rows.
+
+        Roles of attention take as many rows as their heads need; other roles share the rest
+        equally.
+        """
         repeats = heads.kv if heads and self.interleaved else 1
+        period = size // repeats
         widths = {
             role: heads.rows(role) // repeats
             for role in self.roles
             if heads and role in ATTENTION_INPUTS
         }
-        others = [role for role in self.roles if role not in widths]
-        period = size // repeats
-        for role in others:
-            widths[role] = (period - sum(widths[r] for r in self.roles if r not in others)) // len(
-                others
-            )
+        without_heads = [role for role in self.roles if role not in widths]
+        remaining = period - sum(widths.values())
+        for role in without_heads:
+            widths[role] = remaining // len(without_heads)
         if sum(widths.values()) * repeats != size:
             raise ValueError(f"{size} rows are not {widths} × {repeats}")
         rows, start = {}, 0
@@ -64,24 +67,25 @@ HeadsOf = Callable[[Any, str], Heads]
 
 @dataclass(frozen=True)
 class Description:
-    """Everything the anatomy needs to know of one architecture."""
+    """The roles, heads and stacks of one architecture."""
 
     table: Table | Callable[[Any], Table]
     heads: HeadsOf
-    stacks: Mapping[str, str] = field(default_factory=dict)  # first path segment -> stack's name
-    shared: Callable[[Any, int], tuple[int, ...]] | None = None  # index in the path -> layers
+    stacks: Mapping[str, str] = field(default_factory=dict)  # first path segment → stack's name
+    shared: Callable[[Any, int], tuple[int, ...]] | None = None  # index in the path → layers
 
     def table_of(self, module: nn.Module) -> Table:
+        """Return the table for a module, whose config may decide it."""
         return self.table(module) if callable(self.table) else self.table
 
 
 _by_class: dict[type, Description] = {}
 _by_type: dict[str, Description] = {}
-REFUSED: dict[str, str] = {}  # model types we know and cannot describe, with the reason
+REFUSED: dict[str, str] = {}  # model type → why no table can describe it
 
 
 def register(target: type | str, description: Description) -> None:
-    """Make an architecture known, by its class or its Hugging Face `model_type`."""
+    """Register a description for a class or a Hugging Face `model_type`."""
     if isinstance(target, str):
         _by_type[target] = description
     else:
@@ -89,20 +93,20 @@ def register(target: type | str, description: Description) -> None:
 
 
 def known_types() -> list[str]:
-    """The Hugging Face model types that are described."""
+    """The Hugging Face model types that have a description."""
     return sorted(_by_type)
 
 
 def model_type(module: nn.Module) -> str | None:
-    """The Hugging Face model type of a module that is itself such a model."""
+    """The model type of a Hugging Face model; None for any other module."""
     if not hasattr(type(module), "base_model_prefix"):
         return None
-    found = getattr(module.__dict__.get("config"), "model_type", None)
-    return found if isinstance(found, str) and found else None
+    kind = getattr(module.__dict__.get("config"), "model_type", None)
+    return kind if isinstance(kind, str) and kind else None
 
 
 def find_description(module: nn.Module) -> Description | None:
-    """Return the description of a module's class or model type, if there is one."""
+    """Return the description of a module's class or model type, or None."""
     for cls in type(module).__mro__:
         if cls in _by_class:
             return _by_class[cls]
@@ -111,49 +115,51 @@ def find_description(module: nn.Module) -> Description | None:
 
 
 def fused(*roles: str, interleaved: bool = False) -> Fused:
-    """Describe a weight that holds several roles, such as `fused("query", "key", "value")`."""
+    """Name the roles in the rows of one weight, such as `fused("query", "key", "value")`."""
     for role in roles:
         _check_role(role, f"fused{roles}")
     return Fused(roles, interleaved)
 
 
-def describe(
+def register_architecture(
     target: type | str,
     table: Table,
     *,
     heads: int | Heads | Callable[[Any], int | Heads],
     stacks: Mapping[str, str] | None = None,
 ) -> None:
-    """Teach frostlab an architecture: which path plays which role.
+    """Register an architecture: the role of each of its parameters.
 
     Args:
         target: the model's class, or its Hugging Face `model_type`.
         table: paths to roles, e.g. `{"blocks.{i}.attn.q": "query", "lm_head": "head"}`; a
-            submodule frostlab already knows needs no entry.
+            submodule of a registered class needs no entry.
         heads: the number of heads, `Heads(count, kv, size)`, or a function of the model.
-        stacks: names for stacks, by first path segment, where a model has more than one.
+        stacks: names of stacks, by first path segment, for a model with more than one.
     """
     for path, entry in table.items():
         if not path or any(not segment for segment in path.split(".")):
-            raise BadInput(f"describe: `{path}` is not a path such as `blocks.{{i}}.attn.q`")
+            raise BadInput(
+                f"register_architecture: `{path}` is not a path such as `blocks.{{i}}.attn.q`"
+            )
         for role in entry.roles if isinstance(entry, Fused) else (role_of(entry),):
             _check_role(role.removeprefix("cross."), path)
 
     def heads_of(module: Any, stack: str) -> Heads:
-        found = heads(module) if callable(heads) else heads
-        return Heads(found, found, 0) if isinstance(found, int) else found
+        value = heads(module) if callable(heads) else heads
+        return Heads(value, value, 0) if isinstance(value, int) else value
 
     register(target, Description(dict(table), heads_of, dict(stacks or {})))
 
 
 def role_of(entry: str | Fixed) -> str:
-    """The role an entry that is not fused names, `cross.` before it where it does."""
+    """The role of an entry that is not fused, including its prefix `cross.`."""
     return entry.role if isinstance(entry, Fixed) else entry
 
 
 def _check_role(role: str, where: str) -> None:
     if role not in ROLES:
-        raise BadInput(f"describe: `{role}` at `{where}` is not a role{nearest(role, ROLES)}")
+        raise BadInput(f"`{role}` at `{where}` is not a role{nearest(role, ROLES)}")
 
 
 @dataclass
@@ -163,7 +169,7 @@ class _Node:
 
 
 class Matcher:
-    """A table compiled so that a path is found in as many steps as it has segments."""
+    """A table as a tree of path segments, so that a lookup takes as many steps as a path has."""
 
     def __init__(self, table: Table) -> None:
         self.root = _Node()
@@ -174,7 +180,7 @@ class Matcher:
             node.entry = entry
 
     def find(self, path: str) -> tuple[Entry, int | None] | None:
-        """Return the entry for a parameter's path, and the layer index in it."""
+        """Return the entry of a parameter's path, or of its module's, and the layer index."""
         segments = path.split(".")
         return self._walk(self.root, segments, None) or self._walk(self.root, segments[:-1], None)
 
@@ -183,14 +189,14 @@ class Matcher:
     ) -> tuple[Entry, int | None] | None:
         if not segments:
             return None if node.entry is None else (node.entry, index)
-        head, rest = segments[0], segments[1:]
-        steps = [(head, index), ("*", index)]
-        if head.isdecimal():
-            steps.insert(1, ("{i}", int(head)))
-        for name, found in steps:
+        segment, rest = segments[0], segments[1:]
+        branches = [(segment, index), ("*", index)]
+        if segment.isdecimal():
+            branches.insert(1, ("{i}", int(segment)))
+        for name, layer in branches:
             child = node.children.get(name)
-            result = None if child is None else self._walk(child, rest, found)
-            if result is not None:
-                return result
-        tail = node.children.get("**")
-        return None if tail is None or tail.entry is None else (tail.entry, index)
+            match = None if child is None else self._walk(child, rest, layer)
+            if match is not None:
+                return match
+        below = node.children.get("**")
+        return None if below is None or below.entry is None else (below.entry, index)

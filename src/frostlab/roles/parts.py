@@ -1,14 +1,7 @@
-"""Rows of a fused weight: which of them belong to which role.
+"""The parts of a model, and the parameters that hold them.
 
-Every layout met in practice repeats one pattern. Concatenated weights repeat it once,
-per-head ones once a head, Falcon's grouped ones once a key/value head:
-
-    concatenated   | q q q q | k k | v v |            period = all rows, 1 repeat
-    interleaved    | q k v | q k v | q k v |          period = 3 head sizes, one repeat a head
-    grouped        | q q k v | q q k v |              period = 4 head sizes, one repeat a kv head
-
-so a set of rows is the spans it takes within one period, and every operation is a view of
-(repeats, period) and a few slices: no index tensors, no loops over heads.
+A part is a parameter, or some rows of a fused one, that plays one role. Users see parts; a slot is
+where the values of a part are stored, in one parameter or in several pieces.
 """
 
 import math
@@ -19,90 +12,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-
-Span = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The same spans within each of `repeats` equal periods along one axis of a tensor."""
-
-    period: int
-    repeats: int
-    spans: tuple[Span, ...]
-
-    @classmethod
-    def whole(cls, size: int) -> "Rows":
-        """All of an axis."""
-        return cls(size, 1, ((0, size),))
-
-    @property
-    def size(self) -> int:
-        """How long the axis is that these rows are taken from."""
-        return self.period * self.repeats
-
-    def __len__(self) -> int:
-        return self.repeats * sum(stop - start for start, stop in self.spans)
-
-    def __or__(self, other: "Rows") -> "Rows":
-        if (self.period, self.repeats) != (other.period, other.repeats):
-            raise ValueError(f"rows of different patterns cannot be joined: {self} and {other}")
-        return Rows(self.period, self.repeats, _merge([*self.spans, *other.spans]))
-
-    def rest(self) -> "Rows":
-        """The rows these leave over."""
-        edges = [0, *(edge for span in self.spans for edge in span), self.period]
-        pairs = zip(edges[::2], edges[1::2], strict=True)
-        return Rows(self.period, self.repeats, tuple(p for p in pairs if p[0] < p[1]))
-
-    def ranges(self) -> list[Span]:
-        """The rows as plain (start, stop) pairs along the axis, neighbours merged."""
-        starts = range(0, self.size, self.period)
-        return list(_merge((s + a, s + b) for s in starts for a, b in self.spans))
-
-    def pieces(self, tensor: Tensor, axis: int) -> list[Tensor]:
-        """Views (…, repeats, span, …) of a tensor that has the whole axis, one a span."""
-        folded = tensor.unflatten(axis, (self.repeats, self.period))
-        return [folded.narrow(axis + 1, start, stop - start) for start, stop in self.spans]
-
-    def take(self, tensor: Tensor, axis: int = 0) -> Tensor:
-        """Return these rows in order: a view where they are one run, else a copy."""
-        pieces = self.pieces(tensor, axis)
-        joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis + 1)
-        return joined.flatten(axis, axis + 1)
-
-    def put(self, tensor: Tensor, value: Tensor, axis: int = 0) -> None:
-        """Write `value`, rows in order, into a tensor that has the whole axis."""
-        width = len(self) // self.repeats
-        folded = value.unflatten(axis, (self.repeats, width))
-        sizes = [stop - start for start, stop in self.spans]
-        for target, source in zip(
-            self.pieces(tensor, axis), folded.split(sizes, axis + 1), strict=True
-        ):
-            target.copy_(source)
-
-
-def _merge(spans: Iterable[Span]) -> tuple[Span, ...]:
-    merged: list[Span] = []
-    for start, stop in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-        else:
-            merged.append((start, stop))
-    return tuple(merged)
-
-
-def join(first: Rows, a: Tensor, b: Tensor, axis: int = 0) -> Tensor:
-    """Interleave `a` (at rows `first`) and `b` (at the rest) into one tensor, in one copy."""
-    rest = first.rest()
-    sources: list[tuple[Span, Tensor]] = []
-    for rows, tensor in ((first, a), (rest, b)):
-        folded = tensor.unflatten(axis, (rows.repeats, len(rows) // rows.repeats))
-        sizes = [stop - start for start, stop in rows.spans]
-        sources += zip(rows.spans, folded.split(sizes, axis + 1), strict=True)
-    ordered = [tensor for _, tensor in sorted(sources, key=lambda item: item[0])]
-    return torch.cat(ordered, axis + 1).flatten(axis, axis + 1)
-
 
 ROLES = (
     "embedding",
@@ -128,24 +37,119 @@ State = Literal["trainable", "frozen", "fixed"]
 
 @dataclass(frozen=True)
 class Heads:
-    """How an attention is cut into heads: query heads, key/value heads, rows a head."""
+    """The heads of an attention: query heads, key/value heads, and rows of each."""
 
     count: int
     kv: int
     size: int
 
     def of(self, role: str) -> int:
-        """How many heads a role has."""
+        """The number of heads of a role."""
         return self.count if role == "query" else self.kv
 
     def rows(self, role: str) -> int:
-        """How many rows a role has."""
+        """The number of rows of a role."""
         return self.of(role) * self.size
+
+
+Span = tuple[int, int]  # start, stop
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a fused weight that belong to one role: spans within each of equal periods.
+
+    Every layout met in practice repeats one pattern. Concatenated weights have it once,
+    interleaved ones once a head, Falcon's grouped ones once a key/value head:
+
+        concatenated   | q q q q | k k | v v |       period = all rows, 1 repeat
+        interleaved    | q k v | q k v | q k v |     period = 3 head sizes, one repeat a head
+        grouped        | q q k v | q q k v |         period = 4 head sizes, one repeat a kv head
+
+    So every operation is a view of (repeats, period) and a few slices: no index tensors, no
+    loops over heads.
+    """
+
+    period: int
+    repeats: int
+    spans: tuple[Span, ...]
+
+    @classmethod
+    def whole(cls, size: int) -> "Rows":
+        """All rows of an axis."""
+        return cls(size, 1, ((0, size),))
+
+    @property
+    def size(self) -> int:
+        """The length of the axis that these rows are taken from."""
+        return self.period * self.repeats
+
+    def __len__(self) -> int:
+        return self.repeats * sum(stop - start for start, stop in self.spans)
+
+    def __or__(self, other: "Rows") -> "Rows":
+        if (self.period, self.repeats) != (other.period, other.repeats):
+            raise ValueError(f"rows of different patterns cannot be joined: {self} and {other}")
+        return Rows(self.period, self.repeats, _merge([*self.spans, *other.spans]))
+
+    def rest(self) -> "Rows":
+        """The rows of the axis that are not among these."""
+        edges = [0, *(edge for span in self.spans for edge in span), self.period]
+        gaps = zip(edges[::2], edges[1::2], strict=True)
+        return Rows(self.period, self.repeats, tuple(gap for gap in gaps if gap[0] < gap[1]))
+
+    def ranges(self) -> list[Span]:
+        """The rows as (start, stop) pairs along the axis, adjacent ones merged."""
+        starts = range(0, self.size, self.period)
+        return list(_merge((s + a, s + b) for s in starts for a, b in self.spans))
+
+    def pieces(self, tensor: Tensor, axis: int) -> list[Tensor]:
+        """One view (…, repeats, span, …) for each span, of a tensor that has the whole axis."""
+        folded = tensor.unflatten(axis, (self.repeats, self.period))
+        return [folded.narrow(axis + 1, start, stop - start) for start, stop in self.spans]
+
+    def take(self, tensor: Tensor, axis: int = 0) -> Tensor:
+        """Return these rows in order: a view if they are contiguous, else a copy."""
+        pieces = self.pieces(tensor, axis)
+        folded = pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis + 1)
+        return folded.flatten(axis, axis + 1)
+
+    def put(self, tensor: Tensor, value: Tensor, axis: int = 0) -> None:
+        """Write `value`, rows in order, into a tensor that has the whole axis."""
+        width = len(self) // self.repeats
+        folded = value.unflatten(axis, (self.repeats, width))
+        sizes = [stop - start for start, stop in self.spans]
+        for target, source in zip(
+            self.pieces(tensor, axis), folded.split(sizes, axis + 1), strict=True
+        ):
+            target.copy_(source)
+
+
+def join(first: Rows, a: Tensor, b: Tensor, axis: int = 0) -> Tensor:
+    """Interleave `a` (at rows `first`) and `b` (at the rest) into one tensor, in one copy."""
+    rest = first.rest()
+    sources: list[tuple[Span, Tensor]] = []
+    for rows, tensor in ((first, a), (rest, b)):
+        folded = tensor.unflatten(axis, (rows.repeats, len(rows) // rows.repeats))
+        sizes = [stop - start for start, stop in rows.spans]
+        sources += zip(rows.spans, folded.split(sizes, axis + 1), strict=True)
+    ordered = [tensor for _, tensor in sorted(sources, key=lambda item: item[0])]
+    return torch.cat(ordered, axis + 1).flatten(axis, axis + 1)
+
+
+def _merge(spans: Iterable[Span]) -> tuple[Span, ...]:
+    merged: list[Span] = []
+    for start, stop in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor stands in the model, apart from its values."""
+    """The place of a tensor in the model: its role, stack and layers."""
 
     role: str
     stack: str = ""
@@ -155,7 +159,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Tie:
-    """Another name of the same tensor, and the place that name has."""
+    """Another name of the same tensor, and its place under that name."""
 
     name: str
     place: Place
@@ -163,7 +167,7 @@ class Tie:
 
 @dataclass(frozen=True)
 class Part:
-    """One parameter, or the rows of a fused one, that plays one role."""
+    """One parameter, or some rows of a fused one, that plays one role."""
 
     name: str
     place: Place
@@ -187,21 +191,22 @@ class Part:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Every layer that uses this part; several where layers share one set of weights."""
+        """The layers that use this part; several if they share one set of weights."""
         return self.place.layers
 
     @property
     def layer(self) -> int | None:
-        """The one layer this part belongs to, or None."""
+        """The only layer that uses this part, or None."""
         return self.layers[0] if len(self.layers) == 1 else None
 
     @property
     def key(self) -> str:
-        """The name by which records speak of this part: unique within a model."""
+        """The name of this part in records, unique within a model."""
         return self.name if self.rows is None else f"{self.name}[{self.role}]"
 
     @property
     def parameters(self) -> int:
+        """The number of parameters in this part."""
         return math.prod(self.shape)
 
     def to_dict(self) -> dict[str, Any]:
@@ -229,7 +234,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Piece:
-    """A parameter that holds some rows of a slot."""
+    """A parameter, and the rows of a slot that it holds."""
 
     rows: Rows
     parameter: nn.Parameter
@@ -237,37 +242,37 @@ class Piece:
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter of the untouched model, and the parameters that hold it now."""
+    """A parameter of the unmodified model, and the parameters that hold its rows now."""
 
     name: str
     owner: Any  # the module that holds it
-    local: str
+    local: str  # its name within the owner
     shape: tuple[int, ...]
     axis: int
     pieces: tuple[Piece, ...]
-    adapts: str | None = None  # the path of the module it adapts, if it is an adapter's
+    adapts: str | None = None  # for an adapter's weight: the path of the module it adapts
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The one parameter of a slot that is in one piece."""
+        """The only parameter of a slot that is not split."""
         (piece,) = self.pieces
         return piece.parameter
 
     def piece_of(self, rows: Rows | None) -> Piece:
-        """The piece that holds these rows (a role is never cut in two)."""
+        """The piece that holds these rows; a role never lies in two pieces."""
         if len(self.pieces) == 1 or rows is None:
             (piece,) = self.pieces
             return piece
         return next(p for p in self.pieces if p.rows | rows == p.rows)
 
     def read(self, rows: Rows | None = None) -> Tensor:
-        """Return the values of these rows, detached; gathered where they are sharded."""
-        whole = read_pieces(self.pieces, self.axis)
+        """Return the values of these rows (default: all), detached, gathered if sharded."""
+        whole = join_pieces(self.pieces, self.axis)
         return whole if rows is None else rows.take(whole, self.axis)
 
     @torch.no_grad()
     def write(self, value: Tensor, rows: Rows | None = None) -> None:
-        """Write values into these rows, in place, cast to the dtype that is there."""
+        """Write values into these rows (default: all), in place, cast to the parameter's dtype."""
         if rows is None and len(self.pieces) > 1:
             for piece in self.pieces:
                 piece.parameter.copy_(piece.rows.take(value, self.axis))
@@ -282,28 +287,28 @@ class Slot:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """Return the whole of a sharded tensor (a collective call), or the tensor itself."""
+    """Return a sharded tensor in one piece (a collective call), or the tensor itself."""
     full: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
     return tensor if full is None else full()
 
 
 @torch.no_grad()
-def read_pieces(pieces: tuple[Piece, ...], axis: int) -> Tensor:
-    """Assemble a slot's pieces into the tensor the untouched model would have."""
+def join_pieces(pieces: tuple[Piece, ...], axis: int) -> Tensor:
+    """Join a slot's pieces into the tensor that the unmodified model would have."""
     if len(pieces) == 1:
         return gathered(pieces[0].parameter.detach())
     values = [gathered(piece.parameter.detach()) for piece in pieces]
     if len(pieces) == 2:
         return join(pieces[0].rows, values[0], values[1], axis)
-    return torch.cat(values, axis)  # three pieces, of torch's attention, are in order
+    return torch.cat(values, axis)  # only torch's attention has three pieces, and in order
 
 
-Held = tuple[tuple[int, ...], int, tuple[Piece, ...]]  # shape, axis of the rows, pieces
+SlotPieces = tuple[tuple[int, ...], int, tuple[Piece, ...]]  # shape, axis of the rows, pieces
 
 
 class Split(ABC):
-    """A module that holds fused parameters in pieces, and can say which."""
+    """A module that holds fused parameters in pieces."""
 
     @abstractmethod
-    def slots(self) -> dict[str, Held]:
-        """Map each canonical local name to its shape, row axis and pieces."""
+    def slots(self) -> dict[str, SlotPieces]:
+        """Map the name of each fused parameter to its shape, row axis and pieces."""

@@ -4,7 +4,8 @@ A selection is a path of filters in this order, each optional, at least one give
 
     [!] [stack .] [layers[…] .] [cross | self .] [role | all] [. weight | bias]
 
-Several selections are a union; `!` takes away; only negatives take away from everything.
+Several selections are a union; `!` takes parts away from it, or from all parts if every selection
+is negative.
 """
 
 import re
@@ -15,7 +16,7 @@ from frostlab.errors import BadInput, nearest
 from frostlab.roles.parts import ROLES, Kind, Part, Place
 
 _LAYERS = re.compile(r"layers\[([^\[\]]*)\]")
-_OTHER_NAMES = {
+_SYNONYMS = {  # what users write for our names
     "q": "query",
     "k": "key",
     "v": "value",
@@ -39,7 +40,7 @@ _OTHER_NAMES = {
 
 @dataclass(frozen=True)
 class Term:
-    """One selection, parsed: what it asks for, None where it does not care."""
+    """One selection, parsed; None for a filter that it leaves out."""
 
     text: str
     negative: bool = False
@@ -50,7 +51,7 @@ class Term:
     kind: Kind | None = None
 
     def fits(self, place: Place, kind: Kind) -> bool:
-        """Whether a place is meant, its layer aside."""
+        """Whether the selection names this place, apart from its layer."""
         return (
             (self.stack is None or place.stack == self.stack)
             and (self.cross is None or (place.cross == self.cross and _is_attention(place)))
@@ -63,76 +64,12 @@ def _is_attention(place: Place) -> bool:
     return place.role in ("query", "key", "value", "output")
 
 
-def parse(text: str, stacks: Sequence[str]) -> Term:
-    """Read one selection, against the stacks a model has."""
-    if not isinstance(text, str):
-        raise BadInput(f'selections are strings, such as "query", "key"; {text!r} is not')
-    body = text.strip()
-    negative = body.startswith("!")
-    body = body.removeprefix("!").strip()
-    if not body:
-        raise BadInput(f"selection `{text}` is empty; try `query` or `layers[0]`")
-    found: dict[str, object] = {}
-    order = ("stack", "layers", "cross", "role", "kind")
-    for token in re.split(r"\.(?![^\[]*\])", body):
-        name, value = _token(token.strip(), text, stacks)
-        if any(later in found for later in order[order.index(name) :]):
-            raise BadInput(
-                f"selection `{text}`: `{token}` is out of place; the order is "
-                "stack.layers[i].cross.role.bias"
-            )
-        found[name] = value
-    if found.get("role") == "all":
-        found["role"] = None
-    return Term(text=text.strip(), negative=negative, **found)  # type: ignore[arg-type]
-
-
-def _token(token: str, text: str, stacks: Sequence[str]) -> tuple[str, object]:
-    if token in stacks:
-        return "stack", token
-    if match := _LAYERS.fullmatch(token):
-        return "layers", match[1].strip()
-    if token in ("cross", "self"):
-        return "cross", token == "cross"
-    if token in ROLES or token == "all":
-        return "role", token
-    if token in ("weight", "bias"):
-        return "kind", token
-    words = [*ROLES, "all", "cross", "self", "bias", "weight", "layers[0]", *stacks]
-    other = _OTHER_NAMES.get(token.lower())
-    hint = f"; did you mean `{other}`?" if other else nearest(token, words)
-    where = "" if token == text.strip() else f" in selection `{text}`"
-    hint = hint or f"; roles are {', '.join(ROLES)}"
-    raise BadInput(f"`{token}`{where} is not a role{hint}")
-
-
-def _indices(spec: str, count: int, term: Term, stack: str) -> set[int]:
-    """The layers of one stack that `layers[spec]` names; every end of it must exist."""
-    where = f"`{term.text}`: {f'the {stack}' if stack else 'the model'} has layers 0 to {count - 1}"
-    try:
-        numbers = [None if not s.strip() else int(s) for s in spec.split(":")]
-        if not spec or len(numbers) > 3 or (len(numbers) == 1 and numbers[0] is None):
-            raise ValueError
-        if len(numbers) == 3 and numbers[2] == 0:
-            raise ValueError
-    except ValueError:
-        raise BadInput(f"`{term.text}`: write layers[2], layers[-1] or layers[0:3]") from None
-    if len(numbers) == 1:
-        (index,) = numbers
-        assert index is not None
-        if not -count <= index < count:
-            raise BadInput(f"{where}; did you mean `layers[{count - 1 if index > 0 else 0}]`?")
-        return {index % count}
-    if any(n is not None and not -count <= n <= count for n in numbers[:2]):
-        raise BadInput(f"{where}; did you mean `layers[:]`?")
-    chosen = set(range(count)[slice(*numbers)])
-    if not chosen:
-        raise BadInput(f"{where}, so `layers[{spec}]` is empty")
-    return chosen
-
-
 def select(parts: Sequence[Part], texts: Iterable[str], model: str) -> tuple[Part, ...]:
-    """Return the parts that the selections name together, in the model's order."""
+    """Return the parts that the selections name together, in the model's order.
+
+    A selection that reaches a tensor only by a tied name (a head tied to the embedding) is an
+    error, unless another one decides about the tensor.
+    """
     stacks = sorted({p.stack for p in parts if p.stack})
     terms = [parse(text, stacks) for text in texts]
     if not terms:
@@ -148,7 +85,7 @@ def select(parts: Sequence[Part], texts: Iterable[str], model: str) -> tuple[Par
     kept_by_tie: dict[str, tuple[Term, Part, str]] = {}
     named: set[str] = set()
     for term in sorted(terms, key=lambda t: t.negative):
-        hits = _match(parts, term, counts, model)
+        hits = _matching_keys(parts, term, counts, model)
         ties = {
             part.key: (term, part, tie.name)
             for part in parts
@@ -156,7 +93,7 @@ def select(parts: Sequence[Part], texts: Iterable[str], model: str) -> tuple[Par
             if part.key not in hits and term.layers is None and term.fits(tie.place, part.kind)
         }
         if not hits and not ties:
-            raise BadInput(_matches_nothing(parts, term, model))
+            raise BadInput(_no_match(parts, term, model))
         if term.negative:
             chosen -= hits
             for key in hits:
@@ -178,17 +115,64 @@ def select(parts: Sequence[Part], texts: Iterable[str], model: str) -> tuple[Par
                 f"`{term.text}`: {name} is tied to {part.name}, which is `{part.role}`; "
                 f"add `!{part.role}` to take both away, or `{part.role}` to keep both"
             )
-    picked = tuple(part for part in parts if part.key in chosen)
-    if not picked:
+    selected = tuple(part for part in parts if part.key in chosen)
+    if not selected:
         raise BadInput(f"the selections {', '.join(f'`{t.text}`' for t in terms)} leave nothing")
-    return picked
+    return selected
 
 
-def _match(parts: Sequence[Part], term: Term, counts: dict[str, int], model: str) -> set[str]:
+def parse(text: str, stacks: Sequence[str]) -> Term:
+    """Parse one selection for a model with these stacks."""
+    if not isinstance(text, str):
+        raise BadInput(f'selections are strings, such as "query", "key"; {text!r} is not')
+    body = text.strip()
+    negative = body.startswith("!")
+    body = body.removeprefix("!").strip()
+    if not body:
+        raise BadInput(f"selection `{text}` is empty; try `query` or `layers[0]`")
+    filters: dict[str, object] = {}
+    order = ("stack", "layers", "cross", "role", "kind")
+    for token in re.split(r"\.(?![^\[]*\])", body):
+        name, value = _parse_token(token.strip(), text, stacks)
+        if any(later in filters for later in order[order.index(name) :]):
+            raise BadInput(
+                f"selection `{text}`: `{token}` is out of place; the order is "
+                "stack.layers[i].cross.role.bias"
+            )
+        filters[name] = value
+    if filters.get("role") == "all":
+        filters["role"] = None
+    return Term(text=text.strip(), negative=negative, **filters)  # type: ignore[arg-type]
+
+
+def _parse_token(token: str, text: str, stacks: Sequence[str]) -> tuple[str, object]:
+    """Return the filter that a token sets, and its value."""
+    if token in stacks:
+        return "stack", token
+    if match := _LAYERS.fullmatch(token):
+        return "layers", match[1].strip()
+    if token in ("cross", "self"):
+        return "cross", token == "cross"
+    if token in ROLES or token == "all":
+        return "role", token
+    if token in ("weight", "bias"):
+        return "kind", token
+    choices = [*ROLES, "all", "cross", "self", "bias", "weight", "layers[0]", *stacks]
+    role = _SYNONYMS.get(token.lower())
+    hint = f"; did you mean `{role}`?" if role else nearest(token, choices)
+    where = "" if token == text.strip() else f" in selection `{text}`"
+    hint = hint or f"; roles are {', '.join(ROLES)}"
+    raise BadInput(f"`{token}`{where} is not a role{hint}")
+
+
+def _matching_keys(
+    parts: Sequence[Part], term: Term, counts: dict[str, int], model: str
+) -> set[str]:
+    """The keys of the parts that one selection names; `counts` has the layers of each stack."""
     wanted: dict[str, set[int]] = {}
     if term.layers is not None:
-        within = [s for s in counts if term.stack in (None, s)]
-        wanted = {s: _indices(term.layers, counts[s], term, s) for s in within}
+        stacks = [s for s in counts if term.stack in (None, s)]
+        wanted = {s: _layer_indices(term.layers, counts[s], term, s) for s in stacks}
     hits = set()
     for part in parts:
         if not term.fits(part.place, part.kind):
@@ -196,22 +180,48 @@ def _match(parts: Sequence[Part], term: Term, counts: dict[str, int], model: str
         if term.layers is None:
             hits.add(part.key)
             continue
-        asked = wanted.get(part.stack, set()) & set(part.layers)
-        if asked and asked != set(part.layers):
+        named = wanted.get(part.stack, set()) & set(part.layers)
+        if named and named != set(part.layers):
             first, last = part.layers[0], part.layers[-1]
             raise BadInput(
                 f"`{term.text}`: layers {first} to {last} of {model} share one set of weights; "
                 f"select `layers[{first}:{last + 1}]` or a role for all of them"
             )
-        if asked:
+        if named:
             hits.add(part.key)
     return hits
 
 
-def _matches_nothing(parts: Sequence[Part], term: Term, model: str) -> str:
+def _layer_indices(spec: str, count: int, term: Term, stack: str) -> set[int]:
+    """The layers of one stack that `layers[spec]` names; both ends of a slice must exist."""
+    where = f"`{term.text}`: {f'the {stack}' if stack else 'the model'} has layers 0 to {count - 1}"
+    try:
+        numbers = [None if not s.strip() else int(s) for s in spec.split(":")]
+        if not spec or len(numbers) > 3 or (len(numbers) == 1 and numbers[0] is None):
+            raise ValueError
+        if len(numbers) == 3 and numbers[2] == 0:
+            raise ValueError
+    except ValueError:
+        raise BadInput(f"`{term.text}`: write layers[2], layers[-1] or layers[0:3]") from None
+    if len(numbers) == 1:
+        (index,) = numbers
+        assert index is not None
+        if not -count <= index < count:
+            raise BadInput(f"{where}; did you mean `layers[{count - 1 if index > 0 else 0}]`?")
+        return {index % count}
+    if any(n is not None and not -count <= n <= count for n in numbers[:2]):
+        raise BadInput(f"{where}; did you mean `layers[:]`?")
+    indices = set(range(count)[slice(*numbers)])
+    if not indices:
+        raise BadInput(f"{where}, so `layers[{spec}]` is empty")
+    return indices
+
+
+def _no_match(parts: Sequence[Part], term: Term, model: str) -> str:
+    """The message for a selection that names no part."""
     if term.kind == "bias" and not any(part.kind == "bias" for part in parts):
         return f"`{term.text}` matches nothing in {model}: it has no biases"
-    here = [role for role in ROLES if any(p.role == role for p in parts)]
-    hint = nearest(term.role, here) if term.role and term.role not in here else ""
-    hint = hint or f"; it has {', '.join(here)}"
+    roles = [role for role in ROLES if any(p.role == role for p in parts)]
+    hint = nearest(term.role, roles) if term.role and term.role not in roles else ""
+    hint = hint or f"; it has {', '.join(roles)}"
     return f"`{term.text}` matches nothing in {model}{hint}"

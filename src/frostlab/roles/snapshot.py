@@ -1,13 +1,14 @@
-"""A snapshot of a model's anatomy: what users hold and ask."""
+"""The anatomy of a model as users hold it: parts, layers, counts, selections and a table."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
 from frostlab.roles.parts import Part, State
 from frostlab.roles.selection import select
+from frostlab.text import columns
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """A snapshot of a model: its parts, in the model's order."""
+    """The parts of a model, in the model's order, as they were when it was read."""
 
     model: str
     parts: tuple[Part, ...]
@@ -29,28 +30,28 @@ class Anatomy:
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
         """The layers of every stack, in order; layers that share weights list the same parts."""
-        found: dict[str, dict[int, list[Part]]] = {}
+        stacks: dict[str, dict[int, list[Part]]] = {}
         for part in self.parts:
             for index in part.layers:
-                found.setdefault(part.stack, {}).setdefault(index, []).append(part)
+                stacks.setdefault(part.stack, {}).setdefault(index, []).append(part)
         return tuple(
             Layer(stack, index, tuple(parts))
-            for stack, layers in found.items()
+            for stack, layers in stacks.items()
             for index, parts in sorted(layers.items())
         )
 
     def select(self, *selections: str) -> tuple[Part, ...]:
-        """Return the parts that the selections name (see the selection language)."""
+        """Return the parts that the selections name (the language is in `roles/selection.py`)."""
         return select(self.parts, selections, self.model)
 
     def with_frozen(self, *selections: str) -> "Anatomy":
-        """Return this anatomy as it would be with exactly these parts frozen."""
+        """Return this anatomy with exactly the selected parts frozen; the model is not changed."""
         return self.with_state(
             {part.key for part in self.select(*selections)} if selections else ()
         )
 
     def with_state(self, frozen: Collection[str]) -> "Anatomy":
-        """Return this anatomy as it would be with exactly the parts of these keys frozen."""
+        """Return this anatomy with exactly the parts of these keys frozen."""
 
         def state(part: Part) -> State:
             if part.state == "fixed":
@@ -65,13 +66,12 @@ class Anatomy:
 
     @property
     def fixed(self) -> tuple[Part, ...]:
-        """What the architecture itself holds fixed."""
+        """The parts that the architecture itself never trains."""
         return tuple(p for p in self.parts if p.state == "fixed")
 
     def table(self) -> str:
-        """Return the anatomy as text, layers that are alike drawn once."""
-
-        return as_text(self)
+        """Return the anatomy as text; layers that are alike are shown once."""
+        return _as_text(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -87,36 +87,34 @@ class Anatomy:
 
 
 _HEADER = ("role", "shape", "heads", "layout", "parameters", "state", "weight")
-_RIGHT = (4,)
+_RIGHT = (4,)  # columns of numbers
 
 
-def as_text(anatomy: Anatomy) -> str:
-    """Draw an anatomy: what stands outside the layers, then the layers, then totals."""
+def _as_text(anatomy: Anatomy) -> str:
+    """Show the parts outside the layers, then the layers, then the totals."""
     blocks: list[tuple[str, list[tuple[str, ...]]]] = []
-    stacks = list(dict.fromkeys(layer.stack for layer in anatomy.layers))
     outside = [part for part in anatomy.parts if not part.layers]
     if outside:
         blocks.append(("outside the layers", [_row(part, part.name) for part in outside]))
-    for stack in stacks:
-        own = [layer for layer in anatomy.layers if layer.stack == stack]
-        for run in _alike(own):
-            blocks.append((_title(run), [_row(p, _inner(p)) for p in run[0].parts]))
-    rows = [_HEADER, *(row for _, block in blocks for row in block)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
-    lines = [f"{anatomy.model}", "", _line(_HEADER, widths)]
-    for title, block in blocks:
-        lines += ["", title, *(_line(row, widths) for row in block)]
-    return "\n".join([*lines, "", *totals(anatomy)])
+    for _, layers in groupby(anatomy.layers, key=lambda layer: layer.stack):
+        for alike in _runs_of_equal_layers(list(layers)):
+            blocks.append((_title(alike), [_row(p, _local_name(p)) for p in alike[0].parts]))
+    aligned = columns([_HEADER, *(row for _, rows in blocks for row in rows)], right=_RIGHT)
+    indented = (f"  {line}" for line in aligned)
+    lines = [anatomy.model, "", next(indented)]
+    for title, rows in blocks:
+        lines += ["", title, *islice(indented, len(rows))]
+    return "\n".join([*lines, "", *_totals(anatomy)])
 
 
-def totals(anatomy: Anatomy) -> list[str]:
-    """The counts, a line a state that occurs."""
-    everything = anatomy.count()
-    lines = [f"{'parameters':<12}{everything:>16,}"]
+def _totals(anatomy: Anatomy) -> list[str]:
+    """The number of parameters, in total and in each state that occurs."""
+    total = anatomy.count()
+    lines = [f"{'parameters':<12}{total:>16,}"]
     for state in ("trainable", "frozen", "fixed"):
         count = anatomy.count(state)
         if count or state == "trainable":
-            lines.append(f"{state:<12}{count:>16,}  {count / max(everything, 1):.1%}")
+            lines.append(f"{state:<12}{count:>16,}  {count / max(total, 1):.1%}")
     return lines
 
 
@@ -132,24 +130,16 @@ def _row(part: Part, name: str) -> tuple[str, ...]:
     return role, shape, heads, layout, f"{part.parameters:,}", part.state, name + tie
 
 
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    cells = (
-        text.rjust(width) if i in _RIGHT else text.ljust(width)
-        for i, (text, width) in enumerate(zip(row, widths, strict=True))
-    )
-    return ("  " + "  ".join(cells)).rstrip()
-
-
-def _inner(part: Part) -> str:
-    """A part's name below its layer: what follows the layer's number."""
+def _local_name(part: Part) -> str:
+    """A part's name within its layer: the path after the layer's number."""
     segments = part.name.split(".")
     numbers = [i for i, segment in enumerate(segments) if segment.isdecimal()]
     return ".".join(segments[numbers[0] + 1 :]) if numbers else part.name
 
 
-def _alike(layers: Sequence[Layer]) -> Iterable[list[Layer]]:
-    """Runs of neighbouring layers whose rows would read the same."""
-    for _, run in groupby(layers, key=lambda layer: [_row(p, _inner(p)) for p in layer.parts]):
+def _runs_of_equal_layers(layers: Sequence[Layer]) -> Iterator[list[Layer]]:
+    """Runs of neighbouring layers that have the same rows in the table."""
+    for _, run in groupby(layers, key=lambda layer: [_row(p, _local_name(p)) for p in layer.parts]):
         yield list(run)
 
 

@@ -1,4 +1,4 @@
-"""Proof that what is frozen never moved: a digest of every frozen tensor, checked later."""
+"""Proof that frozen tensors did not change: their digests, taken once and compared later."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +20,7 @@ class Audit:
     digests: dict[str, str] = field(repr=False)
 
     def verify(self, model: nn.Module) -> None:
-        """Raise FrozenWeightsMoved, naming them, if a single bit of a frozen tensor changed."""
+        """Raise FrozenWeightsMoved, with their names, if a bit of any frozen tensor changed."""
         now = _digests(model, only=self.digests)
         moved = [name for name, value in self.digests.items() if now.get(name) != value]
         if moved:
@@ -29,12 +29,12 @@ class Audit:
     def renewed(self, model: nn.Module, growth: Growth) -> "Audit":
         """Return this audit for the model right after it has grown.
 
-        Tensors are looked for under their new names, and those that growing itself changed are
-        taken anew; FrozenWeightsMoved is raised if any other moved.
+        Digests get the new names of their tensors; tensors that growing itself changed get new
+        digests. FrozenWeightsMoved is raised if any other tensor changed.
         """
-        known = {growth.renamed(name): value for name, value in self.digests.items()}
-        now = _digests(model, only=known)
-        moved = [n for n, v in known.items() if n not in growth.changed and now.get(n) != v]
+        before = {growth.renamed(name): value for name, value in self.digests.items()}
+        now = _digests(model, only=before)
+        moved = [n for n, v in before.items() if n not in growth.changed and now.get(n) != v]
         if moved:
             raise FrozenWeightsMoved(moved)
         return Audit(self.model, now)
@@ -45,7 +45,7 @@ class Audit:
 
 
 def audit(model: nn.Module) -> Audit:
-    """Take the sha256 of every frozen tensor, the rows of split projections included."""
+    """Take the sha256 of every frozen tensor, including frozen rows of split projections."""
     digests = _digests(model, only=None)
     if not digests:
         raise BadInput("audit: nothing is frozen; call fl.freeze first")
@@ -53,14 +53,15 @@ def audit(model: nn.Module) -> Audit:
 
 
 def _digests(model: nn.Module, only: dict[str, str] | None) -> dict[str, str]:
-    found, slots = survey(model)
+    """The digests of these tensors and buffers by name (None: of all that are frozen)."""
+    anatomy, slots = survey(model)
     inner = unwrapped(model)
-    wanted = {
+    chosen = {
         part.key: (slots[part.name], part.rows)
-        for part in found.parts
+        for part in anatomy.parts
         if (part.state != "trainable" if only is None else part.key in only)
     }
-    digests = {key: digest(slot.read(rows)) for key, (slot, rows) in wanted.items()}
+    digests = {key: digest(slot.read(rows)) for key, (slot, rows) in chosen.items()}
     statistics = frozen_statistics(inner) if only is None else dict(inner.named_buffers())
     digests |= {
         name: digest(buffer) for name, buffer in statistics.items() if only is None or name in only

@@ -1,4 +1,8 @@
-"""Freezing by structure: `requires_grad` for every parameter, fused projections split."""
+"""Freeze and thaw parts of a model.
+
+Every parameter is set to learn or not to learn, so the result does not depend on earlier calls.
+Fused projections that are frozen in part are split; a frozen BatchNorm keeps its statistics.
+"""
 
 import warnings
 from collections.abc import Collection, Iterable
@@ -11,25 +15,28 @@ from frostlab.errors import BadInput, NothingLearns
 from frostlab.roles.parts import Part, Rows, Slot, Split
 from frostlab.roles.read import anatomy, survey
 from frostlab.roles.snapshot import Anatomy
-from frostlab.surgery.multihead import SplitMultiheadAttention, put_together, take_apart
-from frostlab.surgery.split import Plan, SplitProjection
-from frostlab.surgery.stale import expect, retire
+from frostlab.surgery.multihead import SplitMultiheadAttention, join_attention, split_attention
+from frostlab.surgery.split import FrozenRows, SplitProjection
+from frostlab.surgery.stale import expect, record_change, retire
 
 _FALCON_LINEAR = "transformers.models.falcon.modeling_falcon.FalconLinear"
+_CONV1D = "transformers.pytorch_utils.Conv1D"
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
+_QUANTISED_MODULES = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "bitsandbytes")
 
 
 def freeze(model: nn.Module, *selections: str) -> Anatomy:
-    """Freeze exactly what is selected, make everything else trainable, and return the anatomy.
+    """Freeze exactly the selected parts, make all others trainable, and return the anatomy.
 
     Fused projections that are frozen in part are split, so that frozen rows have no gradient,
     no optimizer state and no weight-gradient matmul. Build the optimizer afterwards.
     """
     refuse_wrapped(model, "freeze")
-    found, slots = survey(model)
+    before, slots = survey(model)
     refuse_untouchable(model, slots.values(), "freeze")
     if not selections:
-        raise BadInput("freeze: no selection given; `query`, `layers[0]`, `all`, or fl.thaw")
-    wanted = found.with_frozen(*selections)
+        raise BadInput("freeze: no selection given; try `query`, `layers[0]` or `all`, or fl.thaw")
+    wanted = before.with_frozen(*selections)
     _apply(model, wanted, slots)
     if not wanted.count("trainable"):
         warnings.warn("everything is frozen: nothing will learn", NothingLearns, stacklevel=2)
@@ -37,40 +44,42 @@ def freeze(model: nn.Module, *selections: str) -> Anatomy:
 
 
 def thaw(model: nn.Module) -> Anatomy:
-    """Make everything trainable again (but what the architecture holds fixed), projections whole.
+    """Make everything trainable but fixed parts, and join projections that were split.
 
     Build the optimizer afterwards.
     """
     refuse_wrapped(model, "thaw")
-    found, slots = survey(model)
+    before, slots = survey(model)
     refuse_untouchable(model, slots.values(), "thaw")
-    _apply(model, found.with_frozen(), slots)
+    _apply(model, before.with_frozen(), slots)
     return anatomy(model)
 
 
 def learn_only(model: nn.Module, keys: Collection[str]) -> None:
-    """Make exactly the parts with these keys trainable (but what the architecture holds fixed).
+    """Make exactly the parts with these keys trainable, fixed parts excepted.
 
     Build the optimizer afterwards.
     """
     refuse_wrapped(model, "freeze")
-    found, slots = survey(model)
+    before, slots = survey(model)
     refuse_untouchable(model, slots.values(), "freeze")
-    frozen = {part.key for part in found.parts} - set(keys)
-    _apply(model, found.with_state(frozen), slots)
+    frozen = {part.key for part in before.parts} - set(keys)
+    _apply(model, before.with_state(frozen), slots)
 
 
 def _apply(model: nn.Module, wanted: Anatomy, slots: dict[str, Slot]) -> None:
     """Bring every parameter into the state that `wanted` gives it."""
-    plans = _plans(wanted.parts, slots)
-    for name in plans:
+    frozen_rows = _rows_to_freeze(wanted.parts)
+    for name in frozen_rows:
         _check_splittable(slots[name], slots.values())
     learned = {id(p) for p in model.parameters() if p.requires_grad}
-    if _resplit(model, plans, slots):
+    changed = _resplit(model, frozen_rows, slots)
+    if changed:
         _, slots = survey(model)
     for part in wanted.parts:
         parameter = slots[part.name].piece_of(part.rows).parameter
         learns = part.state == "trainable"
+        changed |= parameter.requires_grad != learns
         parameter.requires_grad_(learns)
         if not learns:
             parameter.grad = None
@@ -78,10 +87,12 @@ def _apply(model: nn.Module, wanted: Anatomy, slots: dict[str, Slot]) -> None:
             expect(parameter, part.name)
             learned.add(id(parameter))
     _hold_running_statistics(model)
+    if changed:
+        record_change(model)
 
 
-def _plans(parts: Iterable[Part], slots: dict[str, Slot]) -> dict[str, Rows]:
-    """The rows to freeze of each slot that is to be frozen in part."""
+def _rows_to_freeze(parts: Iterable[Part]) -> dict[str, Rows]:
+    """The rows to freeze in each slot that is frozen in part."""
     frozen: dict[str, Rows] = {}
     trainable: set[str] = set()
     for part in parts:
@@ -90,12 +101,13 @@ def _plans(parts: Iterable[Part], slots: dict[str, Slot]) -> dict[str, Rows]:
         if part.state == "trainable":
             trainable.add(part.name)
         else:
-            known = frozen.get(part.name)
-            frozen[part.name] = part.rows if known is None else known | part.rows
+            rows = frozen.get(part.name)
+            frozen[part.name] = part.rows if rows is None else rows | part.rows
     return {name: rows for name, rows in frozen.items() if name in trainable}
 
 
 def _check_splittable(slot: Slot, slots: Iterable[Slot]) -> None:
+    """Refuse to split a slot that is tied, adapted, or used by an unknown forward."""
     owner = slot.owner
     held = {id(piece.parameter) for piece in slot.pieces}
     for other in slots:
@@ -113,9 +125,7 @@ def _check_splittable(slot: Slot, slots: Iterable[Slot]) -> None:
         return
     kind = type(owner)
     plain = isinstance(owner, nn.Linear) and kind.forward is nn.Linear.forward
-    falcon = f"{kind.__module__}.{kind.__qualname__}" == _FALCON_LINEAR
-    conv1d = f"{kind.__module__}.{kind.__qualname__}" == "transformers.pytorch_utils.Conv1D"
-    if not (plain or falcon or conv1d):
+    if not plain and f"{kind.__module__}.{kind.__qualname__}" not in (_FALCON_LINEAR, _CONV1D):
         raise BadInput(
             f"freeze: {slot.name} is fused in a {kind.__name__}, which cannot be split; "
             "freeze the roles it holds together"
@@ -124,49 +134,52 @@ def _check_splittable(slot: Slot, slots: Iterable[Slot]) -> None:
         raise BadInput(f"freeze: {slot.name} is parametrized; remove the parametrization first")
 
 
-def _resplit(model: nn.Module, plans: dict[str, Rows], slots: dict[str, Slot]) -> bool:
-    """Split or join the owners of fused slots that are not as wanted; say whether any was."""
+def _resplit(model: nn.Module, frozen_rows: dict[str, Rows], slots: dict[str, Slot]) -> bool:
+    """Split or join the owners of fused slots as needed; return whether anything changed."""
     owners = {
         id(slot.owner): (slot.owner, dict[str, Slot]())
         for slot in slots.values()
-        if slot.name in plans or isinstance(slot.owner, Split)
+        if slot.name in frozen_rows or isinstance(slot.owner, Split)
     }
-    for slot in slots.values():  # a module in several places has several names; one is planned
+    for (
+        slot
+    ) in slots.values():  # a module in several places has several names; one has rows to freeze
         if id(slot.owner) in owners:
             held = owners[id(slot.owner)][1]
-            if slot.name in plans or slot.local not in held:
+            if slot.name in frozen_rows or slot.local not in held:
                 held[slot.local] = slot
     changed = False
     for owner, held in owners.values():
-        frozen = {local: plans.get(slot.name) for local, slot in held.items()}
+        frozen = {local: frozen_rows.get(slot.name) for local, slot in held.items()}
         if isinstance(owner, nn.MultiheadAttention):
-            changed |= _resplit_attention(owner, held, apart=any(frozen.values()))
+            changed |= _resplit_attention(owner, held, split=any(frozen.values()))
             continue
         weight = held["weight"]
-        plan = Plan(weight.axis, frozen["weight"], frozen.get("bias"))
-        if isinstance(owner, SplitProjection) and owner.plan == plan:
+        rows = FrozenRows(weight.axis, frozen["weight"], frozen.get("bias"))
+        if isinstance(owner, SplitProjection) and owner.frozen_rows == rows:
             continue
         _retire(held)
         module = owner.joined() if isinstance(owner, SplitProjection) else owner
-        if plan.weight is not None or plan.bias is not None:
-            module = SplitProjection(module, plan)
+        if rows.weight is not None or rows.bias is not None:
+            module = SplitProjection(module, rows)
         _replace(model, owner, module)
         changed = True
     if changed:
-        _guard_nested_tensors(model)
+        _disable_nested_tensors(model)
     return changed
 
 
 def _resplit_attention(
-    attention: nn.MultiheadAttention, held: dict[str, Slot], apart: bool
+    attention: nn.MultiheadAttention, held: dict[str, Slot], split: bool
 ) -> bool:
-    if apart == isinstance(attention, SplitMultiheadAttention):
+    """Split or join torch's attention; return whether it changed."""
+    if split == isinstance(attention, SplitMultiheadAttention):
         return False
     _retire({local: s for local, s in held.items() if local.startswith("in_proj_")})
     if isinstance(attention, SplitMultiheadAttention):
-        put_together(attention)
+        join_attention(attention)
     else:
-        take_apart(attention)
+        split_attention(attention)
     return True
 
 
@@ -177,14 +190,14 @@ def _retire(held: dict[str, Slot]) -> None:
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put a module in another's place, everywhere it is used."""
+    """Replace a module by another wherever it is used."""
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child is old:
                 parent._modules[name] = new
 
 
-def _guard_nested_tensors(model: nn.Module) -> None:
+def _disable_nested_tensors(model: nn.Module) -> None:
     """Keep torch's encoder off its fused inference path while an attention in it is split."""
     for encoder in model.modules():
         if not isinstance(encoder, nn.TransformerEncoder):
@@ -205,21 +218,21 @@ def _use_running_statistics(module: nn.Module, args: object) -> None:
 def _hold_running_statistics(model: nn.Module) -> None:
     """Make a frozen BatchNorm use its running statistics even after `model.train()`.
 
-    One without weights of its own is frozen when the whole model is.
+    A BatchNorm without weights is frozen if the whole model is.
     """
     everything = list(model.parameters())
     for module in model.modules():
         if not isinstance(module, _BatchNorm):
             continue
-        own = list(module.parameters(recurse=False)) or everything
-        frozen = not any(p.requires_grad for p in own)
-        held = [k for k, hook in module._forward_pre_hooks.items()
-                if hook is _use_running_statistics]  # fmt: skip
-        if frozen and not held:
+        deciding = list(module.parameters(recurse=False)) or everything
+        frozen = not any(p.requires_grad for p in deciding)
+        hooks = [k for k, hook in module._forward_pre_hooks.items()
+                 if hook is _use_running_statistics]  # fmt: skip
+        if frozen and not hooks:
             module.register_forward_pre_hook(_use_running_statistics)
-        elif not frozen and held:
+        elif not frozen and hooks:
             module.training = model.training
-            for key in held:
+            for key in hooks:
                 del module._forward_pre_hooks[key]
 
 
@@ -233,12 +246,8 @@ def frozen_statistics(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
-_QUANTISED_MODULES = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "bitsandbytes")
-
-
 def refuse_wrapped(model: nn.Module, verb: str) -> None:
-    """Refuse a model, or a part of one, whose parameters something else already holds."""
+    """Refuse a model that is wrapped, in whole or in part, by DDP, FSDP or torch.compile."""
     if not isinstance(model, nn.Module):
         raise BadInput(f"{verb}: {model!r} is not a model")
     for path, module in model.named_modules():
@@ -248,7 +257,7 @@ def refuse_wrapped(model: nn.Module, verb: str) -> None:
 
 
 def _wrapper(module: nn.Module) -> str:
-    """What a module is wrapped in, or nothing."""
+    """The name of the wrapper around a module, or \"\"."""
     if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
         return "torch.compile"
     for cls in type(module).__mro__:
@@ -260,7 +269,7 @@ def _wrapper(module: nn.Module) -> str:
 
 
 def refuse_untouchable(model: nn.Module, slots: Iterable[Slot], verb: str) -> None:
-    """Refuse weights that have no values here, or none that can be changed."""
+    """Refuse weights without values (meta device) and quantised ones."""
     for slot in slots:
         for piece in slot.pieces:
             parameter = piece.parameter

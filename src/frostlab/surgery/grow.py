@@ -1,4 +1,8 @@
-"""Growing: more layers for a model that is there, at the top, the bottom or in between."""
+"""Add layers to an existing model, at the top, the bottom or in between.
+
+The new layers can leave the function of the model unchanged (init="identity"), be drawn as the
+model draws its own, or copy a neighbour.
+"""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -17,17 +21,26 @@ from frostlab.roles.read import survey
 from frostlab.roles.snapshot import Anatomy
 from frostlab.surgery.freeze import refuse_untouchable, refuse_wrapped
 from frostlab.surgery.origin import move_origins
-from frostlab.surgery.stale import expect
+from frostlab.surgery.stale import expect, record_change
 
 _GROWABLE = ("bert", "gpt2", "llama")  # Hugging Face model types
-_KNOWN = "frostlab's GPT and Decoder, Hugging Face's bert, gpt2 and llama"
-_INDICES = ("layer_idx", "layer_index")
-_SCALED = "scale_attn_by_inverse_layer_idx"  # GPT-2 can divide scores by the layer's number
+_SUPPORTED = "frostlab's GPT and Decoder, Hugging Face's bert, gpt2 and llama"
+_INDICES = ("layer_idx", "layer_index")  # attributes that hold a layer's number
+_SCALED = "scale_attn_by_inverse_layer_idx"  # GPT-2's option to divide scores by the layer's number
+
+Init = Literal["identity", "random", "copy"]
+_INITS = ("identity", "random", "copy")
+_ENDS = ("top", "bottom")
+_ADDED = ("output", "down")  # the roles whose outputs are added to the input of a layer
+_ALLOWED = 8e-7  # of the promised 1e-6; the rest is left to rounding in float32
+_NEGLIGIBLE = 1e-9  # an eps that is too small to matter in a working model
+_PROBE = (4, 32)  # sequences, and tokens of each, that measure variances
+_INSTEAD = 'use init="copy" or init="random"'
 
 
 @dataclass(frozen=True)
 class Trunk:
-    """A model's one list of layers, and the module whose config counts them."""
+    """The list of a model's layers, and the module whose config counts them."""
 
     path: str
     layers: nn.ModuleList
@@ -35,158 +48,24 @@ class Trunk:
 
     @property
     def norm_after(self) -> bool:
-        """Whether a layer ends in a norm, rather than in a sum."""
+        """Whether a layer ends in a norm rather than in a sum."""
         if isinstance(self.body, Decoder):
             return self.body.config.norm == "after"
         return model_type(self.body) == "bert"
 
 
-def find_trunk(model: nn.Module, found: Anatomy) -> Trunk:
-    """Find the list that holds the layers the anatomy sees, or say what is known."""
-    name = type(model).__name__
-    if len({layer.stack for layer in found.layers}) > 1:
-        raise BadInput(f"grow: {name} has several stacks of layers; known: {_KNOWN}")
-    for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and _holds(path, module, found):
-            body = _body(model, path)
-            if isinstance(body, GPT | Decoder) or model_type(body) in _GROWABLE:
-                return Trunk(path, module, body)
-    raise BadInput(unknown(model))
-
-
-def unknown(model: nn.Module) -> str:
-    """What to say of a model that layers cannot be added to."""
-    return f"grow: {type(model).__name__} cannot be grown; known: {_KNOWN}"
-
-
-def _holds(path: str, layers: nn.ModuleList, found: Anatomy) -> bool:
-    """Whether a list has exactly the layers of the anatomy, each where its parts say."""
-    inside = [layer.index for layer in found.layers] == list(range(len(layers)))
-    return bool(found.layers) and inside and all(
-        part.name.startswith(f"{path}.{layer.index}.")
-        for layer in found.layers
-        for part in layer.parts
-    )  # fmt: skip
-
-
-def _body(model: nn.Module, path: str) -> nn.Module:
-    """The innermost model around a path."""
-    body, here = model, model
-    for segment in path.split("."):
-        if isinstance(here, GPT | Decoder) or model_type(here) is not None:
-            body = here
-        here = getattr(here, segment)
-    return body
-
-
-def set_count(model: nn.Module, trunk: Trunk, count: int, kinds: dict[str, list[str]]) -> None:
-    """Make every config of the model say how many layers there are, and of which kinds."""
-    if isinstance(trunk.body, GPT | Decoder):
-        trunk.body.config = replace(trunk.body.config, layers=count)
-        return
-    for config in _configs(model, trunk):
-        config.num_hidden_layers = count
-        for name, values in kinds.items():
-            setattr(config, name, list(values))
-
-
-def kinds_of_layers(model: nn.Module, trunk: Trunk) -> dict[str, list[str]]:
-    """The lists in a Hugging Face config that have one word for each layer."""
-    if isinstance(trunk.body, GPT | Decoder):
-        return {}
-    return {
-        name: list(value)
-        for name, value in vars(trunk.body.config).items()
-        if name.endswith("layer_types") and value is not None and len(value) == len(trunk.layers)
-    }
-
-
-def _configs(model: nn.Module, trunk: Trunk) -> Iterable[Any]:
-    """The configs of this kind that modules hold: some heads give their body a copy."""
-    kind = model_type(trunk.body)
-    held = (module.__dict__.get("config") for module in model.modules())
-    return {id(c): c for c in held if getattr(c, "model_type", None) == kind}.values()
-
-
-def build_layer(trunk: Trunk, index: int, beside: nn.Module) -> nn.Module:
-    """Draw a layer as the model draws its own, with the dtypes, device and mode of its neighbour.
-
-    Drawn on the CPU from torch's default generator, so that a seed gives the same anywhere.
-    """
-    with torch.device("cpu"):
-        if isinstance(trunk.body, GPT | Decoder):
-            layer: Any = trunk.body.new_block()
-        else:
-            layer = type(beside)(trunk.body.config, layer_idx=index)
-            layer.apply(trunk.body._initialize_weights)
-    there = dict(beside.named_buffers()) | beside.state_dict()  # whole where the layer is split
-    for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
-        tensor.data = tensor.data.to(there[name])
-    if getattr(beside, "gradient_checkpointing", False):
-        layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = beside._gradient_checkpointing_func
-    _record_alike(layer, beside)
-    return layer.train(beside.training)
-
-
-def _record_alike(layer: nn.Module, beside: nn.Module) -> None:
-    """Hang on a layer what transformers has hung on its neighbour to record hidden states."""
-    for name, module in beside.named_modules():
-        for hook in module._forward_hooks.values():
-            if getattr(hook, "__name__", "") == "output_capturing_hook":
-                layer.get_submodule(name).register_forward_hook(hook)
-
-
-def insert_layers(trunk: Trunk, at: int, new: list[nn.Module]) -> None:
-    """Put layers into the list, and tell every layer its index."""
-    for offset, layer in enumerate(new):
-        trunk.layers.insert(at + offset, layer)
-    for index, layer in enumerate(trunk.layers):
-        for module in layer.modules():
-            held: Any = module
-            if module.__dict__.get(_SCALED):
-                held.scaling *= (held.layer_idx + 1) / (index + 1)
-            for name in _INDICES:
-                if isinstance(module.__dict__.get(name), int):
-                    setattr(module, name, index)
-
-
-def keep_scales(model: nn.Module, trunk: Trunk, moved: dict[int, int]) -> list[str]:
-    """Undo, in the queries, what another index does to a layer's scores; name what was changed.
-
-    Args:
-        moved: the index of each layer that came from another place, and the index it had there.
-    """
-    if not getattr(trunk.body.config, _SCALED, False):
-        return []
-    found, slots = survey(model)
-    changed = []
-    for part in found.parts:
-        was = moved.get(-1 if part.layer is None else part.layer)
-        if part.role == "query" and was is not None and part.layer is not None:
-            slot = slots[part.name]
-            slot.write(slot.read(part.rows) * ((part.layer + 1) / (was + 1)), part.rows)
-            changed.append(part.key)
-    return changed
-
-
-Init = Literal["identity", "random", "copy"]
-_INITS = ("identity", "random", "copy")
-_ENDS = ("top", "bottom")
-
-
 @dataclass(frozen=True)
 class Growth:
-    """What growing did to a model."""
+    """The result of growing a model."""
 
     at: int
     layers: tuple[int, ...]  # the indices of the new layers
-    names: tuple[str, ...]  # their prefixes in the state dict, without the dot
-    changed: tuple[str, ...]  # parts that were there before and have other values now
-    note: str  # what else is no longer as it was, or nothing
+    names: tuple[str, ...]  # their prefixes in the state dict, without the final dot
+    changed: tuple[str, ...]  # parts of the model before whose values have changed
+    note: str  # other consequences, or ""
 
     def renamed(self, name: str) -> str:
-        """What a tensor of the model before is called now."""
+        """The new name of a tensor of the model before."""
         path = self.names[0].rpartition(".")[0]
         index, dot, rest = name.removeprefix(f"{path}.").partition(".")
         if not name.startswith(f"{path}.") or int(index) < self.at:
@@ -198,144 +77,271 @@ def grow(
     model: nn.Module, layers: int = 1, at: int | Literal["top", "bottom"] = "top",
     init: Init = "identity",
 ) -> Growth:  # fmt: skip
-    """Add layers to a model, in place, and say what that changed.
+    """Add layers to a model, in place, and return what changed.
 
-    New layers are whole and trainable, with the dtypes, device and mode of their neighbour. The
-    parameters that were there stay the same objects, frozen or not: optimizers still hold them,
-    and lack the new ones.
+    New layers are trainable and not split, with the dtypes, device and mode of their neighbour.
+    Existing parameters stay the same objects, frozen or not: optimizers still hold them, and
+    lack the new ones.
 
     Args:
-        layers: how many new layers, one above the other.
-        at: the index the first of them gets, "top" or "bottom" (0).
+        layers: the number of new layers, one above the other.
+        at: the index of the first new layer, "top" or "bottom" (0).
         init: "identity" leaves what the model computes unchanged within 1e-6 (where layers end in
-            a norm, as in BERT, the norm below gives its gain to the last new one: `changed`);
+            a norm, as in BERT, the gain of the norm below moves to the last new one: `changed`);
             "random" draws them as the model draws its own, from torch's default generator;
             "copy" copies the layer below, at the bottom the layer above.
     """
     refuse_wrapped(model, "grow")
     try:
-        found, slots = survey(model)
+        anatomy, slots = survey(model)
     except UnknownArchitecture:
-        raise BadInput(unknown(model)) from None
+        raise BadInput(_refusal(model)) from None
     refuse_untouchable(model, slots.values(), "grow")
     if any(slot.adapts is not None for slot in slots.values()):
         raise BadInput("grow: the model has adapters; grow it first, then add them")
     if init not in _INITS:
         listed = ", ".join(f'"{choice}"' for choice in _INITS)
         raise BadInput(f"grow: init={init!r} is not one of {listed}{nearest(str(init), _INITS)}")
-    trunk = find_trunk(model, found)
-    count = _count(layers)
-    first = _index(at, len(trunk.layers))
-    below = norm_below(found, first) if trunk.norm_after else None
+    trunk = find_trunk(model, anatomy)
+    count = _checked_count(layers)
+    first = _insertion_index(at, len(trunk.layers))
+    below = _norm_below(anatomy, first) if trunk.norm_after else None
     if init == "identity" and trunk.norm_after:
-        refuse_impossible(model, trunk, first, below)
+        _refuse_impossible_identity(model, trunk, first, below)
 
     _insert(model, trunk, first, count, init)
     new = tuple(range(first, first + count))
     names = tuple(f"{trunk.path}.{index}" for index in new)
     changed, notes = _keep_scales(model, trunk, new, init), list[str]()
     if changed:
-        notes.append("queries of layers that moved were multiplied, as the config divides by place")
+        notes.append(
+            "queries of moved layers were rescaled: the config divides by the layer's number"
+        )
     if init == "identity":
-        found, slots = survey(model)
-        zero_additions(found, slots, new)
+        anatomy, slots = survey(model)
+        _zero_outputs(anatomy, slots, new)
         if below is not None:
-            last = last_norm(found, new[-1])
-            changed += move_affine(model, below, last)
+            last = _last_norm(anatomy, new[-1])
+            changed += _move_affine(model, below, last)
             notes.append(
-                f"{below} is plain now and {last} has its gain, so what the model would say right "
-                "after that norm (an early exit) is not what it was"
+                f"{below} is plain now and {last} has its gain, so the output right after "
+                f"{below} (an early exit) has changed"
             )
     growth = Growth(first, new, names, tuple(changed), "; ".join(notes))
     move_origins(model, growth.renamed)
     for name in names:
         for local, parameter in model.get_submodule(name).named_parameters():
             expect(parameter, f"{name}.{local}")
+    record_change(model)
     return growth
 
 
-def _count(layers: int) -> int:
+def _checked_count(layers: int) -> int:
     if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
-        raise BadInput(f"grow: layers={layers!r} is not a whole number from 1")
+        raise BadInput(f"grow: layers={layers!r} is not a positive integer")
     return layers
 
 
-def _index(at: int | str, there: int) -> int:
+def _insertion_index(at: int | str, layers: int) -> int:
+    """The index of the first new layer, in a model of so many layers."""
     if at == "top":
-        return there
+        return layers
     if at == "bottom":
         return 0
-    if isinstance(at, int) and not isinstance(at, bool) and 0 <= at <= there:
+    if isinstance(at, int) and not isinstance(at, bool) and 0 <= at <= layers:
         return at
     close = nearest(at, _ENDS) if isinstance(at, str) else ""
     raise BadInput(
-        f'grow: at={at!r} is not "top", "bottom" or an index from 0 to {there}, '
-        f"for a model of {there} layers{close}"
+        f'grow: at={at!r} is not "top", "bottom" or an index from 0 to {layers}, '
+        f"for a model of {layers} layers{close}"
     )
 
 
-def _insert(model: nn.Module, trunk: Trunk, at: int, count: int, init: Init) -> None:
-    """Build the layers, then put them in; nothing is changed if one cannot be built."""
-    before, kinds = len(trunk.layers), kinds_of_layers(model, trunk)
-    source = max(at - 1, 0)
-    beside = trunk.layers[source]
-    more = {name: [*v[:at], *[v[source]] * count, *v[at:]] for name, v in kinds.items()}
-    set_count(model, trunk, before + count, more)
-    try:
-        with torch.random.fork_rng([], enabled=init == "copy"):  # a copy draws nothing
-            new = [build_layer(trunk, at + i, beside) for i in range(count)]
-        if init == "copy":
-            values = beside.state_dict()
-            for layer in new:
-                layer.load_state_dict(values)
-    except BaseException:
-        set_count(model, trunk, before, kinds)
-        raise
-    insert_layers(trunk, at, new)
+def find_trunk(model: nn.Module, anatomy: Anatomy) -> Trunk:
+    """Find the list that holds the layers of the anatomy, or refuse the model."""
+    name = type(model).__name__
+    if len({layer.stack for layer in anatomy.layers}) > 1:
+        raise BadInput(f"grow: {name} has several stacks of layers; supported: {_SUPPORTED}")
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and _holds(path, module, anatomy):
+            body = _body(model, path)
+            if isinstance(body, GPT | Decoder) or model_type(body) in _GROWABLE:
+                return Trunk(path, module, body)
+    raise BadInput(_refusal(model))
 
 
-def _keep_scales(model: nn.Module, trunk: Trunk, new: tuple[int, ...], init: Init) -> list[str]:
-    """Let layers that moved, and copies, attend as they did where they came from."""
-    moved = {index: index - len(new) for index in range(new[-1] + 1, len(trunk.layers))}
-    changed = keep_scales(model, trunk, moved)
-    if init == "copy":
-        source = max(new[0] - 1, 0)
-        keep_scales(model, trunk, dict.fromkeys(new, source))
+def _refusal(model: nn.Module) -> str:
+    """The message for a model that cannot grow."""
+    return f"grow: {type(model).__name__} cannot be grown; supported: {_SUPPORTED}"
+
+
+def _holds(path: str, layers: nn.ModuleList, anatomy: Anatomy) -> bool:
+    """Whether a list has exactly the layers of the anatomy, at the paths of their parts."""
+    complete = [layer.index for layer in anatomy.layers] == list(range(len(layers)))
+    return bool(anatomy.layers) and complete and all(
+        part.name.startswith(f"{path}.{layer.index}.")
+        for layer in anatomy.layers
+        for part in layer.parts
+    )  # fmt: skip
+
+
+def _body(model: nn.Module, path: str) -> nn.Module:
+    """The innermost model around a path."""
+    body, module = model, model
+    for segment in path.split("."):
+        if isinstance(module, GPT | Decoder) or model_type(module) is not None:
+            body = module
+        module = getattr(module, segment)
+    return body
+
+
+def _set_count(model: nn.Module, trunk: Trunk, count: int, kinds: dict[str, list[str]]) -> None:
+    """Set the number of layers, and their kinds, in every config of the model."""
+    if isinstance(trunk.body, GPT | Decoder):
+        trunk.body.config = replace(trunk.body.config, layers=count)
+        return
+    for config in _configs(model, trunk):
+        config.num_hidden_layers = count
+        for name, values in kinds.items():
+            setattr(config, name, list(values))
+
+
+def _kinds_of_layers(model: nn.Module, trunk: Trunk) -> dict[str, list[str]]:
+    """The lists in a Hugging Face config that have one entry for each layer."""
+    if isinstance(trunk.body, GPT | Decoder):
+        return {}
+    return {
+        name: list(value)
+        for name, value in vars(trunk.body.config).items()
+        if name.endswith("layer_types") and value is not None and len(value) == len(trunk.layers)
+    }
+
+
+def _configs(model: nn.Module, trunk: Trunk) -> Iterable[Any]:
+    """The different configs of the body's kind in the model: some heads give it a copy."""
+    kind = model_type(trunk.body)
+    configs = (module.__dict__.get("config") for module in model.modules())
+    return {id(c): c for c in configs if getattr(c, "model_type", None) == kind}.values()
+
+
+def _build_layer(trunk: Trunk, index: int, neighbour: nn.Module) -> nn.Module:
+    """Draw a layer as the model draws its own, with the dtypes, device and mode of its neighbour.
+
+    It is drawn on the CPU from torch's default generator, so that a seed gives the same weights
+    on every device.
+    """
+    with torch.device("cpu"):
+        if isinstance(trunk.body, GPT | Decoder):
+            layer: Any = trunk.body.new_block()
+        else:
+            layer = type(neighbour)(trunk.body.config, layer_idx=index)
+            layer.apply(trunk.body._initialize_weights)
+    tensors = dict(neighbour.named_buffers()) | neighbour.state_dict()  # fused even if split
+    for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+        tensor.data = tensor.data.to(tensors[name])
+    if getattr(neighbour, "gradient_checkpointing", False):
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = neighbour._gradient_checkpointing_func
+    _copy_capturing_hooks(layer, neighbour)
+    return layer.train(neighbour.training)
+
+
+def _copy_capturing_hooks(layer: nn.Module, neighbour: nn.Module) -> None:
+    """Copy the hooks by which transformers records the hidden states of a neighbour."""
+    for name, module in neighbour.named_modules():
+        for hook in module._forward_hooks.values():
+            if getattr(hook, "__name__", "") == "output_capturing_hook":
+                layer.get_submodule(name).register_forward_hook(hook)
+
+
+def _insert_layers(trunk: Trunk, at: int, new: list[nn.Module]) -> None:
+    """Put layers into the list, and number all layers again."""
+    for offset, layer in enumerate(new):
+        trunk.layers.insert(at + offset, layer)
+    for index, layer in enumerate(trunk.layers):
+        for module in layer.modules():
+            attention: Any = module
+            if module.__dict__.get(_SCALED):
+                attention.scaling *= (attention.layer_idx + 1) / (index + 1)
+            for name in _INDICES:
+                if isinstance(module.__dict__.get(name), int):
+                    setattr(module, name, index)
+
+
+def _rescale_queries(model: nn.Module, trunk: Trunk, moved: dict[int, int]) -> list[str]:
+    """Compensate in the queries for the scale of a layer's new index; return the changed parts.
+
+    Args:
+        moved: the new index of each layer that moved, and the index that it had before.
+    """
+    if not getattr(trunk.body.config, _SCALED, False):
+        return []
+    anatomy, slots = survey(model)
+    changed = []
+    for part in anatomy.parts:
+        former = moved.get(-1 if part.layer is None else part.layer)
+        if part.role == "query" and former is not None and part.layer is not None:
+            slot = slots[part.name]
+            slot.write(slot.read(part.rows) * ((part.layer + 1) / (former + 1)), part.rows)
+            changed.append(part.key)
     return changed
 
 
-_ADDED = ("output", "down")  # the roles whose products are added to what a layer was given
-_ALLOWED = 8e-7  # of the promised 1e-6; the rest is for float32's rounding
-_NEGLIGIBLE = 1e-9  # an eps that no variance of a working model makes visible
-_PROBE = (4, 32)  # sequences and tokens
-_INSTEAD = 'use init="copy" or init="random"'
+def _insert(model: nn.Module, trunk: Trunk, at: int, count: int, init: Init) -> None:
+    """Build the layers, then insert them; nothing is changed if one cannot be built."""
+    before, kinds = len(trunk.layers), _kinds_of_layers(model, trunk)
+    source = max(at - 1, 0)
+    neighbour = trunk.layers[source]
+    grown = {name: [*v[:at], *[v[source]] * count, *v[at:]] for name, v in kinds.items()}
+    _set_count(model, trunk, before + count, grown)
+    try:
+        with torch.random.fork_rng([], enabled=init == "copy"):  # a copy draws nothing
+            new = [_build_layer(trunk, at + i, neighbour) for i in range(count)]
+        if init == "copy":
+            values = neighbour.state_dict()
+            for layer in new:
+                layer.load_state_dict(values)
+    except BaseException:
+        _set_count(model, trunk, before, kinds)
+        raise
+    _insert_layers(trunk, at, new)
 
 
-def zero_additions(found: Anatomy, slots: dict[str, Slot], layers: tuple[int, ...]) -> None:
-    """Make new layers add nothing to what they are given."""
-    for part in found.parts:
+def _keep_scales(model: nn.Module, trunk: Trunk, new: tuple[int, ...], init: Init) -> list[str]:
+    """Let layers that moved, and copies, attend as they did at their former index."""
+    moved = {index: index - len(new) for index in range(new[-1] + 1, len(trunk.layers))}
+    changed = _rescale_queries(model, trunk, moved)
+    if init == "copy":
+        source = max(new[0] - 1, 0)
+        _rescale_queries(model, trunk, dict.fromkeys(new, source))
+    return changed
+
+
+def _zero_outputs(anatomy: Anatomy, slots: dict[str, Slot], layers: tuple[int, ...]) -> None:
+    """Make new layers add nothing to their input."""
+    for part in anatomy.parts:
         if part.layer in layers and part.role in _ADDED:
             slots[part.name].write(torch.zeros_like(slots[part.name].read()))
 
 
-def norm_below(found: Anatomy, at: int) -> str | None:
-    """The path of the norm whose output the layer at an index is given, if there is one."""
-    first = next(i for i, part in enumerate(found.parts) if part.layers)
-    below = [p for p in found.parts if p.layer == at - 1] if at else found.parts[:first]
+def _norm_below(anatomy: Anatomy, at: int) -> str | None:
+    """The path of the norm whose output is the input of the layer at an index, or None."""
+    first = next(i for i, part in enumerate(anatomy.parts) if part.layers)
+    below = [p for p in anatomy.parts if p.layer == at - 1] if at else anatomy.parts[:first]
     norms = [part.name.rpartition(".")[0] for part in below if part.role == "norm"]
     return norms[-1] if norms else None
 
 
-def last_norm(found: Anatomy, layer: int) -> str:
-    """The path of the norm that a layer ends in."""
-    path = norm_below(found, layer + 1)
+def _last_norm(anatomy: Anatomy, layer: int) -> str:
+    """The path of the norm at the end of a layer."""
+    path = _norm_below(anatomy, layer + 1)
     assert path is not None
     return path
 
 
 @torch.no_grad()
-def move_affine(model: nn.Module, source: str, target: str) -> list[str]:
-    """Give a norm another's gain and bias and leave that one plain; name what was changed."""
+def _move_affine(model: nn.Module, source: str, target: str) -> list[str]:
+    """Move gain and bias from one norm to another; return the names of the first's tensors."""
     old, new = model.get_submodule(source), model.get_submodule(target)
     for name, parameter in old.named_parameters():
         new.get_parameter(name).copy_(parameter)
@@ -343,13 +349,13 @@ def move_affine(model: nn.Module, source: str, target: str) -> list[str]:
     return [f"{source}.{name}" for name, _ in old.named_parameters()]
 
 
-def refuse_impossible(model: nn.Module, trunk: Trunk, at: int, below: str | None) -> None:
+def _refuse_impossible_identity(model: nn.Module, trunk: Trunk, at: int, below: str | None) -> None:
     """Refuse an identity that would not hold within 1e-6, for layers that end in a norm."""
     where = f'grow: init="identity" at {at}'
     if below is None:
         raise BadInput(
             f"{where} is impossible: layers of {type(model).__name__} end in a norm, and there is "
-            f"none below whose gain they could keep; grow above layer 0, or {_INSTEAD}"
+            f"no norm below whose gain they could take; grow above layer 0, or {_INSTEAD}"
         )
     norm: Any = model.get_submodule(below)
     if norm.weight.dtype not in (torch.float32, torch.float64):
@@ -361,47 +367,47 @@ def refuse_impossible(model: nn.Module, trunk: Trunk, at: int, below: str | None
     if change > _ALLOWED:
         raise BadInput(
             f"{where} would change outputs by {change:.1e}: the eps of {below}, {norm.eps:g}, is "
-            f"not small beside what it normalises (variance {variance:.2g}); {_INSTEAD}"
+            f"not small against the variance there, {variance:.2g}; {_INSTEAD}"
         )
 
 
 def _change_by_eps(trunk: Trunk, norm: Any) -> tuple[float, float]:
-    """The largest relative change by normalising again, and the variance it happens at.
+    """The largest relative change by normalising twice, and the variance where it happens.
 
-    A norm leaves variance v as v / (v + eps), norms after it as 1 - eps: the output, which should
-    stay what it was, is multiplied by 1 + (eps / (v + eps) - eps) / 2.
+    A norm turns variance v into v / (v + eps), and a second norm that into 1 - eps: the output,
+    which should not change, is multiplied by 1 + (eps / (v + eps) - eps) / 2.
     """
     if norm.eps <= _NEGLIGIBLE:
         return 0.0, 1.0
-    given = _inputs_of(norm, trunk).double()
-    centre = given.mean(-1, keepdim=True) if isinstance(norm, nn.LayerNorm) else 0.0
-    variance = (given - centre).square().mean(-1).flatten()
+    inputs = _inputs_of(norm, trunk).double()
+    centre = inputs.mean(-1, keepdim=True) if isinstance(norm, nn.LayerNorm) else 0.0
+    variance = (inputs - centre).square().mean(-1).flatten()
     change = (norm.eps / (variance + norm.eps) - norm.eps).abs() / 2
     worst = int(change.argmax())
     return float(change[worst]), float(variance[worst])
 
 
 def _inputs_of(norm: nn.Module, trunk: Trunk) -> Tensor:
-    """What a norm is given when the model reads random tokens."""
-    seen: list[Tensor] = []
+    """The inputs of a norm when the model reads random tokens."""
+    inputs: list[Tensor] = []
     body, (rows, length) = trunk.body, _PROBE
     size = getattr(body.config, "vocabulary", None) or body.config.vocab_size
     length = min(length, getattr(body.config, "max_position_embeddings", length))
     with torch.device("cpu"):
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(size, (rows, length), generator=generator)
-    handle = norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    handle = norm.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
     try:
-        with _evaluating(body), torch.no_grad():
+        with _eval_mode(body), torch.no_grad():
             body(ids.to(next(norm.parameters()).device))
     finally:
         handle.remove()
-    return seen[0]
+    return inputs[0]
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Within this nothing is dropped; afterwards every module is in the mode it was in."""
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model in eval mode, and every module back into its own mode afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,7 +1,7 @@
-"""nn.MultiheadAttention with its fused input projection taken apart.
+"""nn.MultiheadAttention with its fused input projection split into query, key and value.
 
-torch itself can run on separate query, key and value weights; only the bias it wants fused,
-so that is joined on the way. Checkpoints keep `in_proj_weight` and `in_proj_bias`.
+torch itself can compute with separate weights, but needs a fused bias, which is joined in each
+forward pass. Checkpoints keep `in_proj_weight` and `in_proj_bias`.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from frostlab.roles.parts import Held, Piece, Rows, Split
+from frostlab.roles.parts import Piece, Rows, SlotPieces, Split
 from frostlab.surgery.split import load_pieces, save_pieces
 
 _LETTERS = ("q", "k", "v")
@@ -23,28 +23,28 @@ _ORDER = (
 
 
 class SplitMultiheadAttention(nn.MultiheadAttention, Split):
-    """Stands in for torch's attention some of whose input rows are frozen."""
+    """torch's attention with separate parameters for queries, keys and values."""
 
     _was_fused: bool
 
     @property
     def in_proj_bias(self) -> Tensor | None:  # type: ignore[override]
-        """The fused bias torch asks for; gradients reach the trainable rows."""
-        held = [self._parameters.get(f"{letter}_bias") for letter in _LETTERS]
-        biases: list[Tensor] = [bias for bias in held if bias is not None]
+        """The fused bias that torch reads; gradients reach the trainable rows."""
+        parameters = [self._parameters.get(f"{letter}_bias") for letter in _LETTERS]
+        biases: list[Tensor] = [bias for bias in parameters if bias is not None]
         return torch.cat(biases) if biases else None
 
-    def slots(self) -> dict[str, Held]:
+    def slots(self) -> dict[str, SlotPieces]:
         """The fused weight and bias, and the parameters that hold them."""
         width = self.embed_dim
-        found: dict[str, Held] = {}
+        slots: dict[str, SlotPieces] = {}
         if self._was_fused:
             pieces = self._pieces([self._parameters[f"{x}_proj_weight"] for x in _LETTERS])
-            found["in_proj_weight"] = ((3 * width, width), 0, pieces)
+            slots["in_proj_weight"] = ((3 * width, width), 0, pieces)
         if "q_bias" in self._parameters:
             pieces = self._pieces([self._parameters[f"{x}_bias"] for x in _LETTERS])
-            found["in_proj_bias"] = ((3 * width,), 0, pieces)
-        return found
+            slots["in_proj_bias"] = ((3 * width,), 0, pieces)
+        return slots
 
     def _pieces(self, parameters: list[Any]) -> tuple[Piece, ...]:
         width = self.embed_dim
@@ -73,7 +73,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention, Split):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        known = load_pieces(
+        read_keys = load_pieces(
             self, self.slots(), state_dict, prefix, local_metadata, missing_keys, error_msgs
         )
         split = {
@@ -82,16 +82,16 @@ class SplitMultiheadAttention(nn.MultiheadAttention, Split):
             + [f"{x}_proj_weight" for x in _LETTERS if self._was_fused]
             if name in self._parameters
         }
-        others: list[str] = []
+        unexpected: list[str] = []
         super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, others, error_msgs
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected, error_msgs
         )
         self._parameters.update(split)
-        unexpected_keys += [key for key in others if key not in known]
+        unexpected_keys += [key for key in unexpected if key not in read_keys]
 
 
-def take_apart(attention: nn.MultiheadAttention) -> None:
-    """Turn torch's attention into its split form, in place."""
+def split_attention(attention: nn.MultiheadAttention) -> None:
+    """Split torch's attention, in place."""
     attention.__class__ = SplitMultiheadAttention
     assert isinstance(attention, SplitMultiheadAttention)
     attention._was_fused = attention._qkv_same_embed_dim
@@ -109,8 +109,8 @@ def take_apart(attention: nn.MultiheadAttention) -> None:
             parameters[f"{letter}_bias"] = nn.Parameter(rows.clone())
 
 
-def put_together(attention: SplitMultiheadAttention) -> None:
-    """Turn split attention back into torch's, in place."""
+def join_attention(attention: SplitMultiheadAttention) -> None:
+    """Turn a split attention back into torch's, in place."""
     parameters = attention._parameters
     for local, (_, _, pieces) in attention.slots().items():
         joined = torch.cat([piece.parameter.detach() for piece in pieces])

@@ -1,4 +1,4 @@
-"""Where frozen weights came from, so that they can be made again instead of stored."""
+"""The origin of weights, by which frozen ones can be made again instead of stored."""
 
 import hashlib
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from frostlab.roles.parts import Part, Slot
 
 _ATTRIBUTE = "_frostlab_origins"
 _PROJECTIONS = 4
+_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -26,57 +27,56 @@ class Origin:
 
     @property
     def reads_weights(self) -> bool:
-        """Whether what comes out depends on what was there."""
+        """Whether the new values depend on the old ones."""
         return self.seed is None or self.std == "match"
 
     def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON, without None."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 def digest(tensor: Tensor) -> str:
     """The sha256 of a tensor's dtype, shape and bytes."""
     plain = tensor.detach().contiguous().cpu()
-    made = hashlib.sha256(f"{plain.dtype} {tuple(plain.shape)} ".encode())
+    sha = hashlib.sha256(f"{plain.dtype} {tuple(plain.shape)} ".encode())
     if plain.numel():
-        made.update(plain.reshape(-1).view(torch.uint8).numpy().data)
-    return made.hexdigest()
+        sha.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()
 
 
 def record_origin(model: nn.Module, part: Part, slot: Slot, origin: Origin) -> None:
-    """Remember on the model how a part was made, with the digest of what came out."""
-    known = model.__dict__.setdefault(_ATTRIBUTE, {})
-    known[part.key] = (origin, digest(slot.read(part.rows)))
+    """Store on the model how a part was made, and the digest of its values."""
+    origins = model.__dict__.setdefault(_ATTRIBUTE, {})
+    origins[part.key] = (origin, digest(slot.read(part.rows)))
 
 
 def origin_of(model: nn.Module, part: Part, slot: Slot) -> Origin | None:
-    """How a part was made, if it still is what came out then."""
-    found = model.__dict__.get(_ATTRIBUTE, {}).get(part.key)
-    if found is None or found[1] != digest(slot.read(part.rows)):
-        return None
-    origin: Origin = found[0]
-    return origin
+    """How a part was made; None if unknown or if its values have changed since."""
+    origin: Origin
+    origin, made = model.__dict__.get(_ATTRIBUTE, {}).get(part.key, (None, None))
+    return origin if made is not None and made == digest(slot.read(part.rows)) else None
 
 
 def move_origins(model: nn.Module, renamed: Callable[[str], str]) -> None:
-    """Keep what is known of parts whose names have changed.
+    """Move the origins of parts to their new names.
 
-    A draw from a seed depends on the name, so that under another it could not be made again.
+    A draw from a seed depends on the name, so it is forgotten if the name has changed: under
+    the new name it could not be made again.
     """
-    known = model.__dict__.get(_ATTRIBUTE, {})
-    kept = {
-        renamed(key): (origin, made)
-        for key, (origin, made) in known.items()
-        if origin.seed is None or renamed(key) == key
-    }
-    if known:
-        model.__dict__[_ATTRIBUTE] = kept
+    origins = model.__dict__.get(_ATTRIBUTE, {})
+    if origins:
+        model.__dict__[_ATTRIBUTE] = {
+            renamed(key): (origin, made)
+            for key, (origin, made) in origins.items()
+            if origin.seed is None or renamed(key) == key
+        }
 
 
 def fingerprint(tensor: Tensor) -> list[float]:
-    """A few numbers that tell tensors apart and survive rounding.
+    """A few numbers that differ between tensors and hardly change by rounding.
 
-    The norm, and the unit tensor projected on random signs: rounding each weight by 6e-8 moves
-    a projection by about as much, another tensor moves it by about 1.
+    The norm, and projections of the normalised tensor on random signs: rounding each weight by
+    6e-8 changes a projection by about as much, another tensor changes it by about 1.
     """
     flat = tensor.detach().cpu().double().flatten()
     norm = flat.norm()
@@ -87,9 +87,9 @@ def fingerprint(tensor: Tensor) -> list[float]:
     return [float(norm), *(float(unit @ sign) for sign in signs)]
 
 
-def same_fingerprint(one: list[float], other: list[float], tolerance: float = 1e-6) -> bool:
-    """Whether two fingerprints are of the same tensor, up to rounding."""
-    if len(one) != len(other):
+def same_fingerprint(a: list[float], b: list[float]) -> bool:
+    """Whether two fingerprints belong to the same tensor, up to rounding."""
+    if len(a) != len(b):
         return False
-    norms = abs(one[0] - other[0]) <= tolerance * max(one[0], other[0], 1e-300)
-    return norms and all(abs(a - b) <= tolerance for a, b in zip(one[1:], other[1:], strict=True))
+    norms_agree = abs(a[0] - b[0]) <= _TOLERANCE * max(a[0], b[0], 1e-300)
+    return norms_agree and all(abs(x - y) <= _TOLERANCE for x, y in zip(a[1:], b[1:], strict=True))

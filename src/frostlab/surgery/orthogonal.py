@@ -1,4 +1,8 @@
-"""New values for weights: orthonormal bases or random draws, per head or over the matrix."""
+"""Give weights new values: orthonormal rows, per head or over the matrix, or random draws.
+
+`orthonormal` factorises by Cholesky: one pass for well-conditioned matrices, two for others, and
+torch's QR for nearly singular ones.
+"""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -18,6 +22,13 @@ from frostlab.surgery.origin import Origin, record_origin
 Scope = Literal["head", "matrix"]
 Source = Literal["weights", "gaussian"]
 
+_ONE_PASS = 16.0  # the condition number up to which one pass keeps full precision
+_RUN = 512  # columns that a GPU sums in one product
+_TINY = 1e-12  # squares of smaller entries would underflow
+_AT_ONCE = 2**28  # numbers that a GPU factorises together: 1 GiB of float32
+_SINGULAR = 1e6  # the condition number from which Cholesky is not trusted
+_LIMIT = {torch.float32: 2e-6, torch.float64: 1e-13}  # acceptable |Q·Qᵀ − 1|
+
 
 def orthogonalize(
     model: nn.Module,
@@ -26,11 +37,11 @@ def orthogonalize(
     source: Source = "weights",
     seed: int = 0,
 ) -> None:
-    """Give the selected weights orthonormal rows, per head or over the whole matrix; biases stay.
+    """Give the selected weights orthonormal rows, per head or over the matrix; biases are kept.
 
     Args:
         scope: "head" makes each head's rows orthonormal, "matrix" the whole matrix's.
-        source: "weights" factorises what is there, "gaussian" a new draw made from `seed`.
+        source: "weights" factorises the present values, "gaussian" a draw from `seed`.
     """
     _check_choice("scope", scope, ("head", "matrix"))
     _check_choice("source", source, ("weights", "gaussian"))
@@ -41,10 +52,10 @@ def orthogonalize(
 def randomize(
     model: nn.Module, *selections: str, seed: int = 0, std: float | Literal["match"] = 0.02
 ) -> None:
-    """Draw the selected weights from a normal distribution; biases stay.
+    """Draw the selected weights from a normal distribution; biases are kept.
 
     Args:
-        std: the deviation, or "match" to keep the Frobenius norm of what was there.
+        std: the standard deviation, or "match" to keep the Frobenius norm of the present values.
     """
     number = isinstance(std, int | float) and not isinstance(std, bool)
     if std != "match" and not (number and 0 < float(std) < math.inf):
@@ -53,6 +64,7 @@ def randomize(
 
 
 def _seed(source: str, seed: int) -> int | None:
+    """The seed of a draw; None if nothing is drawn."""
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise BadInput(f"seed={seed!r} is not an integer")
     return seed if source == "gaussian" else None
@@ -65,13 +77,14 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def _rewrite(model: nn.Module, selections: tuple[str, ...], origin: Origin) -> None:
+    """Write new values into the selected weights, and record their origin."""
     verb = origin.method
     refuse_wrapped(model, verb)
-    found, slots = survey(model)
+    anatomy, slots = survey(model)
     refuse_untouchable(model, slots.values(), verb)
-    parts = [part for part in found.select(*selections) if part.kind == "weight"]
+    parts = [part for part in anatomy.select(*selections) if part.kind == "weight"]
     if not parts:
-        raise BadInput(f"{verb}: {', '.join(selections)} selects biases only, and biases stay")
+        raise BadInput(f"{verb}: {', '.join(selections)} selects only biases, which are kept")
     for part in parts:
         _check_matrix(part, origin)
     if origin.reads_weights:
@@ -94,20 +107,20 @@ def _check_matrix(part: Part, origin: Origin) -> None:
 
 
 def renewed(part: Part, slot: Slot, origin: Origin) -> Tensor:
-    """Return what `origin` makes of a part, without writing it; the same seed gives the same."""
+    """Return the values that `origin` gives a part, without writing them."""
     if origin.reads_weights:
         _check_finite(part, slot, origin)
     return next(_renew([part], {part.name: slot}, origin))
 
 
 def _renew(parts: list[Part], slots: dict[str, Slot], origin: Origin) -> Iterator[Tensor]:
-    """The new values of parts, in turn, in the shape the parts have."""
+    """The new values of parts, one after another, in the shapes of the parts."""
     if origin.seed is None:
         stacks = (_stacked(p, _exact(_read(p, slots[p.name])), origin) for p in parts)
-        made = (stack.flatten(0, 1) for stack in orthonormal_each(stacks))
+        values = (stack.flatten(0, 1) for stack in orthonormal_each(stacks))
     else:
-        made = (_random(p, _read(p, slots[p.name]), origin) for p in parts)
-    for part, rows in zip(parts, made, strict=True):
+        values = (_random(p, _read(p, slots[p.name]), origin) for p in parts)
+    for part, rows in zip(parts, values, strict=True):
         yield rows.t() if part.axis else rows
 
 
@@ -117,38 +130,39 @@ def _check_finite(part: Part, slot: Slot, origin: Origin) -> None:
 
 
 def _read(part: Part, slot: Slot) -> Tensor:
-    """A part's values as (rows, in), whichever way the weight lies."""
+    """A part's values as (rows, in), also where the weight is (in, out)."""
     rows = slot.read(part.rows)
     return rows.t() if part.axis else rows
 
 
 def _exact(rows: Tensor) -> Tensor:
+    """At least float32."""
     return rows if rows.dtype == torch.float64 else rows.float()
 
 
 def _stacked(part: Part, rows: Tensor, origin: Origin) -> Tensor:
-    """The matrices to factorise: (heads, size, in), or the whole as (1, rows, in)."""
+    """The matrices to factorise: (heads, size, in), or one matrix as (1, rows, in)."""
     if origin.scope == "matrix":
         return rows.unsqueeze(0)
     assert part.heads is not None
     return rows.unflatten(0, (part.heads.of(part.role), part.heads.size))
 
 
-def _random(part: Part, there: Tensor, origin: Origin) -> Tensor:
-    """Draw in float64 on the CPU with one thread, so that the bits do not depend on either."""
+def _random(part: Part, present: Tensor, origin: Origin) -> Tensor:
+    """Draw in float64 on the CPU with one thread: the bits depend on neither device nor threads."""
     assert origin.seed is not None
     generator = torch.Generator().manual_seed(derive_seed(origin.seed, part.key))
     with _one_thread(), torch.no_grad():
-        draw = torch.randn(there.shape, generator=generator, dtype=torch.float64)
+        draw = torch.randn(present.shape, generator=generator, dtype=torch.float64)
         if origin.method == "orthogonalize":
             draw = orthonormal(_stacked(part, draw, origin)).flatten(0, 1)
         elif origin.std == "match":
-            norm = there.detach().to("cpu", torch.float64).norm()
+            norm = present.detach().to("cpu", torch.float64).norm()
             draw *= norm / draw.norm()
         else:
             assert isinstance(origin.std, int | float)
             draw *= origin.std
-    return draw.to(there.device)
+    return draw.to(present.device)
 
 
 @contextmanager
@@ -161,16 +175,8 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-_ONE_PASS = 16.0  # bound on the condition number up to which one pass keeps full precision
-_RUN = 512
-_TINY = 1e-12
-_AT_ONCE = 2**28  # numbers a GPU factorises together: 1 GiB of float32
-_SINGULAR = 1e6  # bound from which Cholesky is not trusted
-_LIMIT = {torch.float32: 2e-6, torch.float64: 1e-13}  # acceptable |Q·Qᵀ − 1|
-
-
 def orthonormal(matrices: Tensor) -> Tensor:
-    """Return orthonormal rows (columns, where there are more rows than columns).
+    """Return orthonormal rows, or columns if there are more rows than columns.
 
     Args:
         matrices: (batch, s, n), float32 or float64.
@@ -179,18 +185,17 @@ def orthonormal(matrices: Tensor) -> Tensor:
         return orthonormal(matrices.mT).mT
     with _exact_matmul(matrices.device):
         largest = torch.linalg.vector_norm(matrices, math.inf, (-1, -2), keepdim=True)
-        if bool(
-            ((largest < _TINY) | (largest > 1 / _TINY)).any()
-        ):  # squares would under- or overflow
+        extreme = (largest < _TINY) | (largest > 1 / _TINY)  # squares would under- or overflow
+        if bool(extreme.any()):
             matrices = matrices / torch.where(largest > 0, largest, 1.0)
         return _orthonormal_rows(matrices)
 
 
 def orthonormal_each(stacks: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Factorise stacks (batch, s, n) in turn; on a GPU several neighbours of a shape at once."""
+    """Factorise stacks (batch, s, n) in order; on a GPU neighbours of the same shape together."""
     group: list[Tensor] = []
     for stack in stacks:
-        if group and not _fits(group, stack):
+        if group and not _joins(group, stack):
             yield from _factorised(group)
             group = []
         group.append(stack)
@@ -198,7 +203,8 @@ def orthonormal_each(stacks: Iterable[Tensor]) -> Iterator[Tensor]:
         yield from _factorised(group)
 
 
-def _fits(group: list[Tensor], stack: Tensor) -> bool:
+def _joins(group: list[Tensor], stack: Tensor) -> bool:
+    """Whether a stack can be factorised together with a group."""
     first = group[0]
     alike = (first.shape[1:], first.dtype, first.device) == (
         stack.shape[1:], stack.dtype, stack.device,
@@ -207,25 +213,25 @@ def _fits(group: list[Tensor], stack: Tensor) -> bool:
 
 
 def _factorised(group: list[Tensor]) -> Iterator[Tensor]:
-    made = orthonormal(group[0] if len(group) == 1 else torch.cat(group))
-    yield from made.split([len(stack) for stack in group])
+    rows = orthonormal(group[0] if len(group) == 1 else torch.cat(group))
+    yield from rows.split([len(stack) for stack in group])
 
 
 def _orthonormal_rows(x: Tensor) -> Tensor:
-    basis, condition = _pass(x)
-    again = condition > _ONE_PASS
-    if bool(again.any()):
-        basis[again], _ = _pass(basis[again])
-        failed = again & ((condition > _SINGULAR) | (_departure(basis) > _LIMIT[x.dtype]))
+    basis, condition = _cholesky_pass(x)
+    twice = condition > _ONE_PASS
+    if bool(twice.any()):
+        basis[twice], _ = _cholesky_pass(basis[twice])
+        failed = twice & ((condition > _SINGULAR) | (_departure(basis) > _LIMIT[x.dtype]))
         if bool(failed.any()):
             basis[failed] = householder(x[failed])
     return basis
 
 
-def _pass(x: Tensor) -> tuple[Tensor, Tensor]:
-    """One Cholesky pass: the new rows, and a bound on the condition number (∞: it failed).
+def _cholesky_pass(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the new rows, and a bound on the condition number (∞ if Cholesky failed).
 
-    The small matrices are float64, so that only the large products round to x's precision.
+    The small matrices are float64, so that only the large products are rounded to x's dtype.
     """
     lower, info = torch.linalg.cholesky_ex(_gram(x))  # (B, s, s)
     identity = torch.eye(x.shape[-2], dtype=torch.float64, device=x.device).expand_as(lower)
@@ -237,7 +243,7 @@ def _pass(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gram(x: Tensor) -> Tensor:
-    """X·Xᵀ in float64; on a GPU from products over short runs, as it sums long ones plainly."""
+    """X·Xᵀ in float64; on a GPU summed from short products, as long ones would lose precision."""
     if not x.is_cuda or x.dtype == torch.float64 or x.shape[-1] % _RUN:
         return (x @ x.mT).double()
     runs = x.unflatten(-1, (-1, _RUN)).transpose(-3, -2)  # (B, n / run, s, run)
@@ -245,18 +251,19 @@ def _gram(x: Tensor) -> Tensor:
 
 
 def _norm_bound(matrix: Tensor) -> Tensor:
-    """√(‖·‖₁·‖·‖∞), never less than the spectral norm."""
+    """√(‖·‖₁·‖·‖∞), an upper bound on the spectral norm."""
     size = matrix.abs()
     return (size.sum(-1).amax(-1) * size.sum(-2).amax(-1)).sqrt()
 
 
 def _departure(rows: Tensor) -> Tensor:
+    """The largest entry of |Q·Qᵀ − 1|."""
     identity = torch.eye(rows.shape[-2], dtype=torch.float64, device=rows.device)
     return (_gram(rows) - identity).abs().amax((-1, -2))
 
 
 def householder(matrices: Tensor) -> Tensor:
-    """The same rows by torch's QR in float64; rank-deficient input still gives a basis."""
+    """Orthonormal rows by torch's QR in float64; rank-deficient input still gives a basis."""
     q, r = torch.linalg.qr(matrices.mT.double())
     diagonal = r.diagonal(dim1=-2, dim2=-1)
     sign = torch.where(diagonal < 0, -1.0, 1.0).to(q)  # the sign of 0 counts as +1
@@ -265,7 +272,7 @@ def householder(matrices: Tensor) -> Tensor:
 
 @contextmanager
 def _exact_matmul(device: torch.device) -> Iterator[None]:
-    """Full float32 products, whatever the program around us allows."""
+    """Compute matmuls in full float32, whatever precision the program has set."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

@@ -1,8 +1,8 @@
-"""A fused projection whose rows are partly frozen, held as two parameters.
+"""A fused projection of which some rows are frozen, held as two parameters.
 
-The forward is one matmul over all rows; the backward computes weight gradients for the
-trainable rows only. State dicts keep the fused names and shapes, so a checkpoint moves freely
-between split and untouched models.
+The forward pass is one matmul over all rows; the backward pass computes weight gradients for the
+trainable rows only. State dicts keep the fused names and shapes, so that split and unmodified
+models read each other's checkpoints.
 """
 
 import weakref
@@ -14,157 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from frostlab.errors import BadInput
-from frostlab.roles.parts import Held, Piece, Rows, Split, gathered, join, read_pieces
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The static table of a split: which rows are frozen, of the weight and of the bias."""
-
-    axis: int  # of the weight's rows: 0 for (out, in), 1 for Conv1D's (in, out)
-    weight: Rows | None  # None: no row is frozen
-    bias: Rows | None
-
-    learning: Rows | None = field(init=False)  # the trainable rows; None: all
-    learning_bias: Rows | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        rest = [None if rows is None else rows.rest() for rows in (self.weight, self.bias)]
-        object.__setattr__(self, "learning", rest[0])
-        object.__setattr__(self, "learning_bias", rest[1])
-
-
-class Kept:
-    """A fused tensor kept between steps, its frozen rows in place.
-
-    It costs one fused tensor of memory a projection, and saves a step the assembly of it. It is
-    only ever written in place, so that a captured graph goes on reading what is true. Frozen
-    rows written through `.data`, which torch does not count as a change, are not noticed.
-    """
-
-    def __init__(
-        self,
-        frozen_rows: Rows,
-        axis: int,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.frozen_rows, self.learning, self.axis = frozen_rows, frozen_rows.rest(), axis
-        self.whole = torch.empty(shape, dtype=dtype, device=device)
-        self.stamp: tuple[int, int] | None = None  # of the frozen rows that are in
-        self.filled: tuple[int, int] | None = None  # of the trainable rows that are in
-        self.run: Tensor | None = None  # the trainable rows, where they are one run
-        if self.learning.repeats == len(self.learning.spans) == 1:
-            start, stop = self.learning.spans[0]
-            self.run = self.whole.narrow(axis, start, stop - start)
-
-    def fill(self, trainable: Tensor, frozen: Tensor) -> None:
-        """Copy the trainable rows in, and the frozen ones if they are others than before."""
-        stamp = (frozen.data_ptr(), frozen._version)
-        if stamp != self.stamp:
-            self.frozen_rows.put(self.whole, frozen.detach(), self.axis)
-            self.stamp = stamp
-        self.filled = (trainable.data_ptr(), trainable._version)
-        if self.run is not None:
-            self.run.copy_(trainable.detach())
-        else:
-            self.learning.put(self.whole, trainable.detach(), self.axis)
-
-
-def assemble(
-    trainable: Tensor | None, frozen: Tensor | None, rows: Rows | None, axis: int
-) -> Tensor:
-    """Assemble a tensor from its two parts, in one copy where there are two."""
-    if rows is None or frozen is None:
-        assert trainable is not None
-        return trainable
-    return frozen if trainable is None else join(rows, frozen, trainable, axis)
-
-
-class Project(torch.autograd.Function):
-    """x · Wᵀ + b over all rows; gradients of W and b for the trainable rows alone."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        x: Tensor,
-        trainable: Tensor | None,
-        trainable_bias: Tensor | None,
-        frozen: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
-        plan: Plan,
-        kept: Kept | None,
-    ) -> Tensor:
-        return F.linear(x, weight.t() if plan.axis else weight, bias)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, trainable, trainable_bias, frozen, _, _, plan, kept = inputs
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, trainable, frozen)
-        ctx.plan, ctx.kept = plan, kept
-        ctx.filled = None if kept is None else kept.filled
-        ctx.bias_dtype = None if trainable_bias is None else trainable_bias.dtype
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        x, trainable, frozen = ctx.saved_tensors
-        plan: Plan = ctx.plan
-        grad_x = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            # What is kept serves if it still holds the rows of this forward; a second
-            # derivative must reach the rows themselves.
-            if ctx.kept is None or ctx.kept.filled != ctx.filled or torch.is_grad_enabled():
-                weight = assemble(trainable, frozen, plan.weight, plan.axis).to(grad.dtype)
-            else:
-                weight = ctx.kept.whole
-            grad_x = grad @ (weight.t() if plan.axis else weight)
-        flat = grad.reshape(-1, grad.shape[-1])  # (N, out)
-        parts = _columns(flat, plan.learning)
-        if ctx.needs_input_grad[1]:
-            inputs = x.reshape(-1, x.shape[-1])  # (N, in)
-            grad_weight = _as(_weight_gradient(parts, inputs, plan.axis), trainable.dtype)
-        if ctx.needs_input_grad[2]:
-            if plan.learning_bias != plan.learning:
-                parts = _columns(flat, plan.learning_bias)
-            sums = [part.sum(0) for part in parts]  # each (span,) or (repeats, span)
-            joined = sums[0] if len(sums) == 1 else torch.cat(sums, -1)
-            grad_bias = _as(joined.flatten() if joined.dim() > 1 else joined, ctx.bias_dtype)
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None
-
-
-def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)
-
-
-def _columns(grad: Tensor, rows: Rows | None) -> list[Tensor]:
-    """The trainable columns of (N, out), a view a span: (N, span), or (N, repeats, span).
-
-    Interleaved columns are gathered for float32, where one matmul over the copy beats a batched
-    one over the view; for halves on a GPU it is the other way round.
-    """
-    if rows is None:
-        return [grad]
-    if rows.repeats == 1:
-        return [grad[:, start:stop] for start, stop in rows.spans]
-    if grad.is_cuda and grad.element_size() == 2:
-        return rows.pieces(grad, 1)
-    return [rows.take(grad, 1)]
-
-
-def _weight_gradient(parts: list[Tensor], inputs: Tensor, axis: int) -> Tensor:
-    """The gradient of the trainable rows: a matmul a span of them, batched over repeats."""
-    if parts[0].dim() == 2:
-        blocks = [inputs.t() @ part if axis else part.t() @ inputs for part in parts]
-        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, axis)
-    repeated = inputs.expand(parts[0].shape[1], -1, -1)  # (repeats, N, in)
-    heads = [torch.bmm(part.permute(1, 2, 0), repeated) for part in parts]
-    whole = (heads[0] if len(heads) == 1 else torch.cat(heads, 1)).flatten(0, 1)  # (rows, in)
-    return whole.t() if axis else whole
-
+from frostlab.roles.parts import Piece, Rows, SlotPieces, Split, gathered, join, join_pieces
 
 _HOOKS = (
     "_forward_hooks",
@@ -178,58 +28,209 @@ _HOOKS = (
 )
 
 
+@dataclass(frozen=True)
+class FrozenRows:
+    """The rows of a projection that are frozen, in its weight and in its bias."""
+
+    axis: int  # of the weight's rows: 0 for (out, in), 1 for Conv1D's (in, out)
+    weight: Rows | None  # None: no row is frozen
+    bias: Rows | None
+
+    trainable: Rows | None = field(init=False)  # the other rows of the weight; None: all
+    trainable_bias: Rows | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        rest = [None if rows is None else rows.rest() for rows in (self.weight, self.bias)]
+        object.__setattr__(self, "trainable", rest[0])
+        object.__setattr__(self, "trainable_bias", rest[1])
+
+
+class FusedCache:
+    """The fused tensor of a projection, kept between steps so that frozen rows are copied once.
+
+    It costs the memory of the fused tensor and saves assembling it in each step. It is only
+    written in place, so that a captured graph keeps reading current values. Changes of frozen
+    rows through `.data`, which torch does not count as changes, go unnoticed.
+    """
+
+    def __init__(
+        self,
+        frozen_rows: Rows,
+        axis: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.frozen_rows, self.trainable_rows, self.axis = frozen_rows, frozen_rows.rest(), axis
+        self.fused = torch.empty(shape, dtype=dtype, device=device)
+        self.frozen_version: tuple[int, int] | None = None  # of the frozen rows that are in
+        self.trainable_version: tuple[int, int] | None = None  # of the trainable rows that are in
+        self.trainable_view: Tensor | None = None  # of the trainable rows, if contiguous
+        if self.trainable_rows.repeats == len(self.trainable_rows.spans) == 1:
+            start, stop = self.trainable_rows.spans[0]
+            self.trainable_view = self.fused.narrow(axis, start, stop - start)
+
+    def fill(self, trainable: Tensor, frozen: Tensor) -> None:
+        """Copy the trainable rows in, and the frozen ones if they have changed."""
+        version = (frozen.data_ptr(), frozen._version)
+        if version != self.frozen_version:
+            self.frozen_rows.put(self.fused, frozen.detach(), self.axis)
+            self.frozen_version = version
+        self.trainable_version = (trainable.data_ptr(), trainable._version)
+        if self.trainable_view is not None:
+            self.trainable_view.copy_(trainable.detach())
+        else:
+            self.trainable_rows.put(self.fused, trainable.detach(), self.axis)
+
+
+def assemble(
+    trainable: Tensor | None, frozen: Tensor | None, rows: Rows | None, axis: int
+) -> Tensor:
+    """Join trainable and frozen rows into the fused tensor, in one copy if there are both."""
+    if rows is None or frozen is None:
+        assert trainable is not None
+        return trainable
+    return frozen if trainable is None else join(rows, frozen, trainable, axis)
+
+
+class Project(torch.autograd.Function):
+    """x · Wᵀ + b over all rows, with gradients of W and b for the trainable rows only."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        trainable: Tensor | None,
+        trainable_bias: Tensor | None,
+        frozen: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        rows: FrozenRows,
+        cache: FusedCache | None,
+    ) -> Tensor:
+        return F.linear(x, weight.t() if rows.axis else weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, trainable, trainable_bias, frozen, _, _, rows, cache = inputs
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, trainable, frozen)
+        ctx.rows, ctx.cache = rows, cache
+        ctx.version = None if cache is None else cache.trainable_version
+        ctx.bias_dtype = None if trainable_bias is None else trainable_bias.dtype
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        x, trainable, frozen = ctx.saved_tensors
+        rows: FrozenRows = ctx.rows
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            # The cache serves if it still holds the rows of this forward pass; a second
+            # derivative must reach the parameters themselves.
+            cache: FusedCache | None = ctx.cache
+            if cache is None or cache.trainable_version != ctx.version or torch.is_grad_enabled():
+                weight = assemble(trainable, frozen, rows.weight, rows.axis).to(grad.dtype)
+            else:
+                weight = cache.fused
+            grad_x = grad @ (weight.t() if rows.axis else weight)
+        flat = grad.reshape(-1, grad.shape[-1])  # (N, out)
+        columns = _trainable_columns(flat, rows.trainable)
+        if ctx.needs_input_grad[1]:
+            inputs = x.reshape(-1, x.shape[-1])  # (N, in)
+            grad_weight = _as(_weight_gradient(columns, inputs, rows.axis), trainable.dtype)
+        if ctx.needs_input_grad[2]:
+            if rows.trainable_bias != rows.trainable:
+                columns = _trainable_columns(flat, rows.trainable_bias)
+            sums = [span.sum(0) for span in columns]  # each (span,) or (repeats, span)
+            joined = sums[0] if len(sums) == 1 else torch.cat(sums, -1)
+            grad_bias = _as(joined.flatten() if joined.dim() > 1 else joined, ctx.bias_dtype)
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def _trainable_columns(grad: Tensor, rows: Rows | None) -> list[Tensor]:
+    """The trainable columns of (N, out), one view for each span: (N, span) or (N, repeats, span).
+
+    Interleaved columns are copied together for float32, where one matmul over the copy is faster
+    than a batched one over the view; for half precision on a GPU the batched one is faster.
+    """
+    if rows is None:
+        return [grad]
+    if rows.repeats == 1:
+        return [grad[:, start:stop] for start, stop in rows.spans]
+    if grad.is_cuda and grad.element_size() == 2:
+        return rows.pieces(grad, 1)
+    return [rows.take(grad, 1)]
+
+
+def _weight_gradient(columns: list[Tensor], inputs: Tensor, axis: int) -> Tensor:
+    """The gradient of the trainable rows: one matmul for each span, batched over repeats."""
+    if columns[0].dim() == 2:
+        blocks = [inputs.t() @ span if axis else span.t() @ inputs for span in columns]
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, axis)
+    repeated = inputs.expand(columns[0].shape[1], -1, -1)  # (repeats, N, in)
+    blocks = [torch.bmm(span.permute(1, 2, 0), repeated) for span in columns]
+    rows = (blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)).flatten(0, 1)  # (rows, in)
+    return rows.t() if axis else rows
+
+
 class SplitProjection(nn.Module, Split):
-    """Stands in for a linear module some of whose rows are frozen."""
+    """Replaces a linear module of which some rows are frozen."""
 
     trainable_weight: nn.Parameter | None
     frozen_weight: nn.Parameter | None
     trainable_bias: nn.Parameter | None
     frozen_bias: nn.Parameter | None
 
-    def __init__(self, original: Any, plan: Plan) -> None:
+    def __init__(self, original: Any, frozen_rows: FrozenRows) -> None:
         super().__init__()
-        self.plan = plan
+        self.frozen_rows = frozen_rows
         self.shapes: dict[str, tuple[int, ...]] = {}
         for local in ("weight", "bias"):
-            whole = getattr(original, local)
-            frozen = rest = None
-            if whole is not None:
-                self.shapes[local] = tuple(whole.shape)
-                frozen, rest = self._cut(local, whole.detach())
-            self.register_parameter(f"trainable_{local}", rest)
+            fused = getattr(original, local)
+            frozen = trainable = None
+            if fused is not None:
+                self.shapes[local] = tuple(fused.shape)
+                frozen, trainable = self._cut(local, fused.detach())
+            self.register_parameter(f"trainable_{local}", trainable)
             self.register_parameter(f"frozen_{local}", frozen)
-        self.claim()
+        self._remember_own_rows()
         for name in _HOOKS:
             setattr(self, name, getattr(original, name))
         original.weight = original.bias = None
         self._original: tuple[nn.Module] = (original,)  # in a tuple, so not a submodule
         self.training = original.training
 
-    def _cut(self, local: str, whole: Tensor) -> tuple[nn.Parameter | None, nn.Parameter | None]:
+    def _cut(self, local: str, fused: Tensor) -> tuple[nn.Parameter | None, nn.Parameter | None]:
+        """Cut a fused tensor into its frozen and its trainable rows."""
         rows, axis = self._rows(local), self._axis(local)
         if rows is None:
-            return None, nn.Parameter(whole)
-        frozen = nn.Parameter(rows.take(whole, axis).clone(), requires_grad=False)
+            return None, nn.Parameter(fused)
+        frozen = nn.Parameter(rows.take(fused, axis).clone(), requires_grad=False)
         rest = rows.rest()
-        return frozen, nn.Parameter(rest.take(whole, axis).clone()) if len(rest) else None
+        return frozen, nn.Parameter(rest.take(fused, axis).clone()) if len(rest) else None
 
     def _rows(self, local: str) -> Rows | None:
-        return self.plan.weight if local == "weight" else self.plan.bias
+        return self.frozen_rows.weight if local == "weight" else self.frozen_rows.bias
 
     def _axis(self, local: str) -> int:
-        return self.plan.axis if local == "weight" else 0
+        return self.frozen_rows.axis if local == "weight" else 0
 
     def joined(self) -> nn.Module:
-        """Return the original module, whole again."""
+        """Return the original module with the rows joined again."""
         (original,) = self._original
         for local in self.shapes:
             setattr(original, local, nn.Parameter(getattr(self, local).detach().clone()))
         original.train(self.training)
         return original
 
-    def slots(self) -> dict[str, Held]:
+    def slots(self) -> dict[str, SlotPieces]:
         """The fused weight and bias, and the parameters that hold them."""
-        found = {}
+        slots = {}
         for local, shape in self.shapes.items():
             rows, axis = self._rows(local), self._axis(local)
             frozen = getattr(self, f"frozen_{local}")
@@ -241,77 +242,83 @@ class SplitProjection(nn.Module, Split):
             if trainable is not None:
                 rest = Rows.whole(shape[axis]) if rows is None else rows.rest()
                 pieces.append(Piece(rest, trainable))
-            found[local] = (shape, axis, tuple(pieces))
-        return found
+            slots[local] = (shape, axis, tuple(pieces))
+        return slots
 
     @property
     def out_features(self) -> int:
-        return self.shapes["weight"][self.plan.axis]
+        return self.shapes["weight"][self.frozen_rows.axis]
 
     @property
     def in_features(self) -> int:
-        return self.shapes["weight"][1 - self.plan.axis]
+        return self.shapes["weight"][1 - self.frozen_rows.axis]
 
     @property
     def weight(self) -> Tensor:
         """The fused weight; gradients reach the trainable rows."""
-        return assemble(self.trainable_weight, self.frozen_weight, self.plan.weight, self.plan.axis)
+        return assemble(
+            self.trainable_weight,
+            self.frozen_weight,
+            self.frozen_rows.weight,
+            self.frozen_rows.axis,
+        )
 
     @property
     def bias(self) -> Tensor | None:
         """The fused bias, if there is one; gradients reach the trainable rows."""
         if "bias" not in self.shapes:
             return None
-        return assemble(self.trainable_bias, self.frozen_bias, self.plan.bias, 0)
+        return assemble(self.trainable_bias, self.frozen_bias, self.frozen_rows.bias, 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        learning, frozen, frozen_bias = self.trainable_weight, self.frozen_weight, self.frozen_bias
-        for held in (frozen, frozen_bias):
-            if held is not None and held.requires_grad:
+        trainable, frozen = self.trainable_weight, self.frozen_weight
+        for parameter in (frozen, self.frozen_bias):
+            if parameter is not None and parameter.requires_grad:
                 raise BadInput("frozen rows were set to learn; use fl.thaw or fl.freeze for that")
-        rows = frozen if learning is None else learning
-        assert rows is not None
-        dtype, kind = rows.dtype, x.device.type
+        some = frozen if trainable is None else trainable
+        assert some is not None
+        dtype, kind = some.dtype, x.device.type
         if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(kind)
             x = x.to(dtype)
-        weight, kept = self._whole("weight", learning, frozen, dtype)
-        bias, _ = self._whole("bias", self.trainable_bias, frozen_bias, dtype)
+        weight, cache = self._fused("weight", trainable, frozen, dtype)
+        bias, _ = self._fused("bias", self.trainable_bias, self.frozen_bias, dtype)
         return Project.apply(
-            x, learning, self.trainable_bias, frozen, weight, bias, self.plan, kept
+            x, trainable, self.trainable_bias, frozen, weight, bias, self.frozen_rows, cache
         )
 
-    def _whole(
+    def _fused(
         self, local: str, trainable: Tensor | None, frozen: Tensor | None, dtype: torch.dtype
-    ) -> tuple[Tensor | None, Kept | None]:
-        """The fused tensor in a dtype, and what keeps it between steps, if anything does.
+    ) -> tuple[Tensor | None, FusedCache | None]:
+        """The fused tensor in a dtype, and its cache if there is one.
 
-        It is kept while the rows are this module's own: tensors that something else puts in
-        their place (a shard gathered for a moment, a functional call) come and go.
+        Only this module's own rows are cached: tensors that replace them for a moment (a
+        gathered shard, a functional call) are not.
         """
         if trainable is None or frozen is None:
             only = frozen if trainable is None else trainable
             return None if only is None else only.detach().to(dtype), None
         if torch.compiler.is_compiling() or not self._owns(local, trainable, frozen):
-            found = assemble(trainable, frozen, self._rows(local), self._axis(local))
-            return found.detach().to(dtype), None
-        kept = self._kept.get((local, dtype))
-        if kept is None:
+            fused = assemble(trainable, frozen, self._rows(local), self._axis(local))
+            return fused.detach().to(dtype), None
+        cache = self._caches.get((local, dtype))
+        if cache is None:
             rows = self._rows(local)
             assert rows is not None
             with torch.inference_mode(False):
-                kept = Kept(rows, self._axis(local), self.shapes[local], dtype, frozen.device)
-            self._kept[local, dtype] = kept
-        kept.fill(trainable, frozen)
-        return kept.whole, kept
+                shape = self.shapes[local]
+                cache = FusedCache(rows, self._axis(local), shape, dtype, frozen.device)
+            self._caches[local, dtype] = cache
+        cache.fill(trainable, frozen)
+        return cache.fused, cache
 
     def _owns(self, local: str, trainable: Tensor, frozen: Tensor) -> bool:
-        first, second = self._own[local]
-        return first() is trainable and second() is frozen
+        own_trainable, own_frozen = self._own[local]
+        return own_trainable() is trainable and own_frozen() is frozen
 
-    def claim(self) -> None:
-        """Take the rows that are there for this module's own."""
-        self._kept: dict[tuple[str, torch.dtype], Kept] = {}
+    def _remember_own_rows(self) -> None:
+        """Take the present parameters as this module's own, and empty the caches."""
+        self._caches: dict[tuple[str, torch.dtype], FusedCache] = {}
         self._own: dict[str, tuple[weakref.ref[nn.Parameter], ...]] = {}
         for local in self.shapes:
             pair = (self._parameters[f"{state}_{local}"] for state in ("trainable", "frozen"))
@@ -319,19 +326,20 @@ class SplitProjection(nn.Module, Split):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
-        self.claim()
+        self._remember_own_rows()
         return result
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_kept", "_own")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_caches", "_own")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.claim()
+        self._remember_own_rows()
 
     def extra_repr(self) -> str:
         shape = "×".join(map(str, self.shapes["weight"]))
-        frozen = 0 if self.plan.weight is None else len(self.plan.weight)
+        rows = self.frozen_rows.weight
+        frozen = 0 if rows is None else len(rows)
         return f"{shape}, {frozen} rows frozen"
 
     def _save_to_state_dict(
@@ -349,21 +357,23 @@ class SplitProjection(nn.Module, Split):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        known = load_pieces(
+        read_keys = load_pieces(
             self, self.slots(), state_dict, prefix, local_metadata, missing_keys, error_msgs
         )
         if local_metadata.get("assign_to_params_buffers", False):
-            self.claim()
+            self._remember_own_rows()
         if strict:
-            unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k not in known]
+            unexpected_keys += [
+                k for k in state_dict if k.startswith(prefix) and k not in read_keys
+            ]
 
 
 def _is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
-def _like(value: Tensor, tensor: Any) -> Tensor:
-    """Shard a whole value as `tensor` is sharded, if it is."""
+def _sharded_like(value: Tensor, tensor: Any) -> Tensor:
+    """Shard a value in the same way as `tensor`, if that is sharded."""
     if not _is_sharded(tensor):
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -371,22 +381,22 @@ def _like(value: Tensor, tensor: Any) -> Tensor:
     return distribute_tensor(value, tensor.device_mesh, tensor.placements)
 
 
-def save_pieces(slots: dict[str, Held], destination: dict[str, Any], prefix: str) -> None:
-    """Write each slot under its canonical name, in one piece."""
+def save_pieces(slots: dict[str, SlotPieces], destination: dict[str, Any], prefix: str) -> None:
+    """Add each slot to a state dict, fused, under its canonical name."""
     for local, (_, axis, pieces) in slots.items():
-        destination[prefix + local] = _like(read_pieces(pieces, axis), pieces[0].parameter)
+        destination[prefix + local] = _sharded_like(join_pieces(pieces, axis), pieces[0].parameter)
 
 
 def load_pieces(
     module: nn.Module,
-    slots: dict[str, Held],
+    slots: dict[str, SlotPieces],
     state_dict: dict[str, Any],
     prefix: str,
     metadata: dict[str, Any],
     missing_keys: list[str],
     error_msgs: list[str],
 ) -> set[str]:
-    """Read each slot from its canonical name and cut it; return the keys that were looked for."""
+    """Load each slot from its fused tensor in a state dict; return the keys that were read."""
     assign = metadata.get("assign_to_params_buffers", False)
     for local, (shape, axis, pieces) in slots.items():
         key = prefix + local
@@ -402,15 +412,16 @@ def load_pieces(
             continue
         with torch.no_grad():
             for piece in pieces:
-                part = _like(piece.rows.take(value, axis).contiguous(), piece.parameter)
+                rows = piece.rows.take(value, axis).contiguous()
+                rows = _sharded_like(rows, piece.parameter)
                 if assign:
-                    _assign(module, piece.parameter, part)
+                    _assign(module, piece.parameter, rows)
                 else:
-                    piece.parameter.copy_(part)
+                    piece.parameter.copy_(rows)
     return {prefix + local for local in slots}
 
 
 def _assign(module: nn.Module, old: nn.Parameter, value: Tensor) -> None:
-    """Put a loaded tensor in a parameter's place, as load_state_dict(assign=True) asks."""
+    """Replace a parameter by a loaded tensor, as load_state_dict(assign=True) does."""
     name = next(n for n, p in module._parameters.items() if p is old)
     module._parameters[name] = nn.Parameter(value.clone(), requires_grad=old.requires_grad)

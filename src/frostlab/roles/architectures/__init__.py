@@ -1,4 +1,4 @@
-"""The architectures frostlab knows; importing this makes them known."""
+"""The architectures that frostlab knows; importing this package registers them."""
 
 from frostlab.roles.architectures import decoders, encoders, native, seq2seq
 

@@ -1,4 +1,4 @@
-"""What the tables of the architectures share."""
+"""Entries, table helpers and head counts that several architectures share."""
 
 from typing import Any
 
@@ -11,16 +11,16 @@ GATE_UP = Fused(("gate", "up"))
 
 
 def under(prefix: str, table: Table) -> dict[str, Entry]:
-    """Move a table below a path."""
+    """Prefix every path of a table."""
     return {f"{prefix}.{path}": entry for path, entry in table.items()}
 
 
 def cross(table: Table) -> dict[str, Entry]:
-    """Turn the attention of a table into cross-attention."""
-    return {path: _crossed(entry) for path, entry in table.items()}
+    """Mark the roles of a table as cross-attention's."""
+    return {path: _as_cross(entry) for path, entry in table.items()}
 
 
-def _crossed(entry: Entry) -> Entry:
+def _as_cross(entry: Entry) -> Entry:
     if isinstance(entry, Fused):
         return Fused(entry.roles, entry.interleaved, cross=True)
     return f"cross.{entry}" if isinstance(entry, str) else entry
@@ -35,12 +35,12 @@ def heads_from(config: Any) -> Heads:
 
 
 def config_heads(module: Any, stack: str) -> Heads:
-    """The heads of a model with one stack."""
+    """The heads of a model whose stacks all have the same."""
     return heads_from(module.config)
 
 
-def two_sided_heads(module: Any, stack: str) -> Heads:
-    """The heads of a model whose config counts encoder and decoder heads apart."""
+def encoder_decoder_heads(module: Any, stack: str) -> Heads:
+    """The heads of a model whose config counts those of encoder and decoder separately."""
     config = module.config
     count = getattr(config, f"{stack}_attention_heads")
     return Heads(count, count, config.d_model // count)

@@ -1,4 +1,4 @@
-"""GPT and Llama and their relatives."""
+"""Tables of decoders: GPT, Llama and their relatives."""
 
 from typing import Any
 
@@ -61,7 +61,7 @@ def bigcode(module: Any) -> Table:
 
 
 def bigcode_heads(module: Any, stack: str) -> Heads:
-    """GPT-BigCode shares one key/value head unless told not to."""
+    """GPT-BigCode has one key/value head, or as many as queries if `multi_query` is off."""
     config = module.config
     count = config.num_attention_heads
     return Heads(count, 1 if config.multi_query else count, config.hidden_size // count)
@@ -95,7 +95,7 @@ register("bloom", Description(BLOOM, config_heads))
 
 
 def falcon(module: Any) -> Table:
-    """Falcon: one key/value head after the queries, or interleaved per (group of) head(s)."""
+    """Falcon: one key/value head after the queries, or interleaved per head or group of heads."""
     config = module.config
     one_kv = config.multi_query and not config.new_decoder_architecture
     return {

@@ -1,4 +1,4 @@
-"""BERT and its relatives."""
+"""Tables of encoders: BERT and its relatives."""
 
 from typing import Any
 
@@ -67,7 +67,7 @@ register("deberta-v2", Description(DEBERTA_V2, config_heads))
 
 
 def distilbert(module: Any) -> Table:
-    """DistilBERT can be told to use sinusoidal positions, which are then never trained."""
+    """DistilBERT: positions are learned, or fixed sinusoids if the config asks for them."""
     fixed = module.config.sinusoidal_pos_embds
     layer: dict[str, Entry] = {
         "attention.q_lin": "query",
@@ -110,7 +110,7 @@ ALBERT: Table = {
 
 
 def albert_layers(module: Any, group: int) -> tuple[int, ...]:
-    """The layers that use one of ALBERT's groups of weights."""
+    """The layers that share one of ALBERT's groups of weights."""
     config = module.config
     per_group = config.num_hidden_layers / config.num_hidden_groups
     return tuple(i for i in range(config.num_hidden_layers) if int(i / per_group) == group)

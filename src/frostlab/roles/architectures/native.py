@@ -1,4 +1,4 @@
-"""torch's own transformer modules, and frostlab's models."""
+"""Tables of torch's own transformer modules and of frostlab's models."""
 
 from typing import Any
 
@@ -42,9 +42,9 @@ TORCH_TRANSFORMER: Table = {
 
 
 def multihead_heads(module: Any, stack: str) -> Heads:
-    """The heads of torch's attention, wherever it is in the module."""
-    inside = module.get_submodule(stack).modules()
-    attention = next(m for m in inside if isinstance(m, nn.MultiheadAttention))
+    """The heads of the first `nn.MultiheadAttention` in the module."""
+    modules = module.get_submodule(stack).modules()
+    attention = next(m for m in modules if isinstance(m, nn.MultiheadAttention))
     return Heads(attention.num_heads, attention.num_heads, attention.head_dim)
 
 

@@ -1,12 +1,12 @@
-"""Models of two stacks: T5, BART, Whisper, CLIP; and the encoders of images and sound."""
+"""Tables of models with two stacks (T5, BART, Whisper, CLIP), and of image and sound encoders."""
 
 from typing import Any
 
 from frostlab.roles.architectures.common import (
     config_heads,
     cross,
+    encoder_decoder_heads,
     heads_from,
-    two_sided_heads,
     under,
 )
 from frostlab.roles.description import Description, Entry, Fixed, Table, register
@@ -19,7 +19,7 @@ T5_FEED_FORWARD: Table = {"wi": "up", "wi_0": "gate", "wi_1": "up", "wo": "down"
 
 
 def t5_stack(feed_forward: int) -> dict[str, Entry]:
-    """One of T5's stacks; its relative positions live in one block and serve all of them."""
+    """One of T5's stacks; all blocks use the relative positions that the first one holds."""
     return {
         "embed_tokens": "embedding",
         **under("block.{i}.layer.0.SelfAttention", T5_ATTENTION),
@@ -41,7 +41,7 @@ T5: Table = {
 
 
 def t5_heads(module: Any, stack: str) -> Heads:
-    """T5 sets the head size apart from the width."""
+    """T5's head size does not depend on the width."""
     config = module.config
     return Heads(config.num_heads, config.num_heads, config.d_kv)
 
@@ -74,7 +74,7 @@ BART: Table = {
     **under("encoder", BART_STACK),
     **under("decoder", BART_STACK),
 }
-register("bart", Description(BART, two_sided_heads, ENCODER_DECODER))
+register("bart", Description(BART, encoder_decoder_heads, ENCODER_DECODER))
 
 WHISPER: Table = {
     "encoder.conv1": "conv",
@@ -88,7 +88,7 @@ WHISPER: Table = {
     "classifier": "head",
     "layer_weights": "head",
 }
-register("whisper", Description(WHISPER, two_sided_heads, ENCODER_DECODER))
+register("whisper", Description(WHISPER, encoder_decoder_heads, ENCODER_DECODER))
 
 CLIP_LAYERS: Table = {
     **under("encoder.layers.{i}.self_attn", BART_ATTENTION),
@@ -107,7 +107,7 @@ CLIP_VISION: Table = {
     "embeddings.class_embedding": "embedding",
     "embeddings.patch_embedding": "embedding",
     "embeddings.position_embedding": "position",
-    "pre_layrnorm": "norm",  # as Hugging Face spells it
+    "pre_layrnorm": "norm",  # sic
     **CLIP_LAYERS,
     "post_layernorm": "norm",
 }
@@ -122,7 +122,7 @@ CLIP: Table = {
 
 
 def clip_heads(module: Any, stack: str) -> Heads:
-    """CLIP has a config for each stack; its text or vision model alone has only its own."""
+    """The full CLIP has a config for each stack; its text or vision model alone has only one."""
     return heads_from(getattr(module.config, f"{stack}_config", module.config))
 
 

@@ -109,7 +109,7 @@ class CompiledStep(EagerStep):
     def _what_learns(self) -> tuple[Any, ...]:
         supervision = getattr(self.objective, "supervision", None)  # decides who gets a gradient
         learning = (p.requires_grad for p in self._known)
-        return (changes(), self.objective.training, supervision, *learning)
+        return (changes(self.objective), self.objective.training, supervision, *learning)
 
     def _look_for_changes(self) -> bool:
         """Compile anew when other weights learn than before, or from other layers: code made for

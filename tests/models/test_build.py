@@ -1,6 +1,7 @@
 """Models that recipes ask for: from scratch, from a config, from a checkpoint."""
 
 import importlib.util
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 import frostlab as fl
-from frostlab.models.build import build_model
+from frostlab.models.build import blueprint, build_model
+from frostlab.models.conformer import ConformerConfig
+from frostlab.models.decoder import DecoderConfig
+from frostlab.models.gpt import GPTConfig
 from frostlab.recipe.load import recipe_from
 from frostlab.training.treatment import wants_types
 from tiny import tiny
@@ -50,9 +54,9 @@ def test_hugging_face_models_run_from_their_config(name: str, task: str, tmp_pat
     assert record.events()[0]["model"] == "pretrained"
 
 
-def test_an_encoder_would_see_what_it_predicts(tmp_path: Path) -> None:
+def test_an_encoder_is_refused_as_a_language_model(tmp_path: Path) -> None:
     data = {"name": "induction", "examples": 64, "length": 16, "symbols": 16}
-    with pytest.raises(fl.BadInput, match="sees the tokens it is to predict"):
+    with pytest.raises(fl.BadInput, match="sees the tokens that it predicts"):
         fl.run(tiny(model=small("bert"), data=data), runs=tmp_path)
 
 
@@ -79,12 +83,12 @@ def test_token_types_only_where_they_mean_the_second_text() -> None:
     [
         ({"name": "bert", "config": {"hidden_sise": 3}}, "did you mean `hidden_size`"),
         ({"name": "bert", "config": {"max_position_embeddings": 4}}, "has 4 positions"),
-        ({"name": "gone/model"}, "is no folder, no architecture"),
+        ({"name": "gone/model"}, "is not a folder, an architecture"),
         ({"name": "roberta", "config": {**SMALL["roberta"], "max_position_embeddings": 13}},
          "roberta cannot take an example of 12 tokens"),
     ],
 )  # fmt: skip
-def test_models_that_cannot_be(model: dict[str, Any], problem: str, tmp_path: Path) -> None:
+def test_impossible_models_are_refused(model: dict[str, Any], problem: str, tmp_path: Path) -> None:
     recipe = tiny(model={"kind": "pretrained", "weights": False, **model})
     with pytest.raises(fl.BadInput, match=problem):
         fl.run(recipe, runs=tmp_path)
@@ -118,3 +122,36 @@ def test_a_real_encoder_is_fine_tuned(tmp_path: Path) -> None:
     same = {role: torch.equal(after[f"bert.{name.format(role)}"], before[name.format(role)])
             for role in ("query", "key", "value")}  # fmt: skip
     assert same == {"query": True, "key": True, "value": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [("gpt", GPTConfig()), ("decoder", DecoderConfig()), ("conformer", ConformerConfig())],
+)
+def test_own_models_have_a_blueprint_of_their_default_size(name: str, config: object) -> None:
+    model, source = blueprint(name)
+    assert model.config == config
+    assert source == "frostlab's default config"
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert fl.anatomy(model).count() > 1_000_000
+
+
+@pytest.mark.parametrize(("name", "meant"), [("confromer", "conformer"), ("decodr", "decoder")])
+def test_an_unknown_name_names_the_nearest(name: str, meant: str) -> None:
+    with pytest.raises(fl.BadInput, match=f"did you mean `{meant}`"):
+        blueprint(name)
+
+
+def test_a_config_takes_every_value_of_the_recipe() -> None:
+    """No value is a default, so none can be left out."""
+    shape = {"width": 24, "layers": 3, "heads": 2, "hidden": 40}
+    gpt = shape | {"dropout": 0.4, "bias": False, "causal": True, "positions": 77}
+    model = build_model(recipe_from(tiny(model={"kind": "gpt"} | gpt)), 5, 2, 0)
+    assert asdict(model.config) == gpt | {"vocabulary": 5, "classes": 2}
+    decoder = shape | {"norm": "before", "final_norm": True}
+    recipe = recipe_from(tiny(model={"kind": "decoder"} | decoder, data={"name": "induction"}))
+    model = build_model(recipe, 5, 0, 0)
+    assert asdict(model.config).items() >= (decoder | {"vocabulary": 5}).items()
+    del shape["hidden"]
+    model = build_model(recipe_from(tiny(model={"kind": "gpt"} | shape)), 5, 2, 0)
+    assert (model.config.hidden, model.config.positions, model.config.causal) == (96, 12, False)

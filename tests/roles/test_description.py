@@ -1,4 +1,4 @@
-"""Teaching frostlab an architecture in a few lines, as docs/describe.md shows it."""
+"""Architectures are registered in a few lines, as docs/architectures.md shows."""
 
 from collections.abc import Iterator
 
@@ -52,18 +52,18 @@ TABLE = {
 
 
 @pytest.fixture(autouse=True)
-def _forget() -> Iterator[None]:
-    known = dict(_by_class)
+def _unregister() -> Iterator[None]:
+    before = dict(_by_class)
     yield
     _by_class.clear()
-    _by_class.update(known)
+    _by_class.update(before)
 
 
-def test_a_described_model_can_be_seen_frozen_and_trained() -> None:
+def test_a_registered_model_can_be_read_frozen_and_trained() -> None:
     model = Mine()
     with pytest.raises(fl.UnknownArchitecture, match="Mine: cannot place `embed`"):
         fl.anatomy(model)
-    fl.describe(Mine, TABLE, heads=4)
+    fl.register_architecture(Mine, TABLE, heads=4)
     query = fl.anatomy(model).select("layers[1].query.weight")[0]
     assert query.heads == fl.Heads(4, 4, 4)
     fl.orthogonalize(model, "query", "key")
@@ -77,9 +77,9 @@ def test_a_described_model_can_be_seen_frozen_and_trained() -> None:
 
 
 def test_heads_may_be_a_function_or_grouped() -> None:
-    fl.describe(Mine, TABLE, heads=lambda model: 2 * len(model.blocks))
+    fl.register_architecture(Mine, TABLE, heads=lambda model: 2 * len(model.blocks))
     assert fl.anatomy(Mine()).select("query.weight")[0].heads == fl.Heads(4, 4, 4)
-    fl.describe(Mine, TABLE, heads=fl.Heads(8, 2, 4))
+    fl.register_architecture(Mine, TABLE, heads=fl.Heads(8, 2, 4))
     parts = fl.anatomy(Mine()).select("layers[0].key.weight", "layers[0].query.weight")
     assert [p.shape for p in parts] == [(32, 16), (8, 16)]
 
@@ -93,7 +93,7 @@ def test_known_submodules_need_no_entry() -> None:
 
     with pytest.raises(fl.UnknownArchitecture, match="cannot place `classifier`"):
         fl.anatomy(Wrapper())
-    fl.describe(Wrapper, {"classifier": "head"}, heads=4)
+    fl.register_architecture(Wrapper, {"classifier": "head"}, heads=4)
     anatomy = fl.anatomy(Wrapper())
     assert len(anatomy.select("query.weight")) == 2
     assert [p.name for p in anatomy.select("head.weight")] == [
@@ -122,15 +122,15 @@ def test_two_known_models_side_by_side_are_two_stacks() -> None:
         ({"a..b": "head"}, "is not a path"),
     ],
 )
-def test_bad_descriptions_are_refused(table: dict[str, str], message: str) -> None:
+def test_bad_tables_are_refused(table: dict[str, str], message: str) -> None:
     with pytest.raises(fl.BadInput) as error:
-        fl.describe(Mine, table, heads=4)
+        fl.register_architecture(Mine, table, heads=4)
     assert message in str(error.value)
     with pytest.raises(fl.BadInput, match="did you mean `query`"):
         fl.fused("qury", "key")
 
 
 def test_rows_that_do_not_fit_the_heads_are_refused() -> None:
-    fl.describe(Mine, TABLE, heads=fl.Heads(5, 5, 4))
+    fl.register_architecture(Mine, TABLE, heads=fl.Heads(5, 5, 4))
     with pytest.raises(fl.UnknownArchitecture, match=r"blocks.0.qkv.weight"):
         fl.anatomy(Mine())

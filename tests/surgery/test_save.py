@@ -1,4 +1,4 @@
-"""save_trainable keeps what can have learned; load_trainable takes nothing else for it."""
+"""Saved deltas restore the model or are refused; exports load without frostlab."""
 
 import json
 from pathlib import Path
@@ -6,10 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import BertConfig, BertForSequenceClassification
+from torch import nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2LMHeadModel,
+)
 
 import frostlab as fl
-from zoo import build, loss_of, outputs, slow_unless_layout
+from zoo import CASES, build, loss_of, outputs, slow_unless_layout, text
 
 
 def trained(name: str, treat: object = None) -> tuple[torch.nn.Module, dict]:
@@ -94,7 +101,7 @@ def test_weights_that_learned_after_surgery_are_not_mistaken_for_their_seed(tmp_
     fl.save_trainable(model, tmp_path / "delta")
     manifest = json.loads((tmp_path / "delta" / "delta.json").read_text())
     assert {r["origin"] is None for k, r in manifest["frozen"].items() if "weight" in k} == {True}
-    with pytest.raises(fl.BadInput, match="as its base had it"):
+    with pytest.raises(fl.BadInput, match="was frozen and not stored"):
         fl.load_trainable(build("bert")[0], tmp_path / "delta")
 
 
@@ -148,9 +155,9 @@ def test_a_failed_save_keeps_the_old_delta(tmp_path: Path, monkeypatch: pytest.M
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
-def test_what_a_killed_first_save_left_behind_is_no_obstacle(tmp_path: Path) -> None:
+def test_files_of_a_killed_save_do_not_stop_the_next(tmp_path: Path) -> None:
     model, _ = trained("gpt2")
-    for name in (".tensors-1.tmp", ".manifest-1.tmp", "trainable-0123456789ab.safetensors"):
+    for name in (".trainable-0.safetensors.1.tmp", ".delta.json.1.tmp", "trainable-0.safetensors"):
         (tmp_path / name).write_text("half")
     fl.save_trainable(model, tmp_path)
     fl.load_trainable(build("gpt2")[0], tmp_path)
@@ -283,4 +290,50 @@ def test_foreign_targets_are_not_overwritten(tmp_path: Path) -> None:
         fl.save_trainable(model, tmp_path / "notes.txt")
     with pytest.raises(fl.BadInput, match='not "rebuild" or "store"'):
         fl.save_trainable(model, tmp_path / "x", frozen="keep")  # type: ignore[arg-type]
+    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("name", slow_unless_layout(CASES))
+def test_exported_models_load_with_equal_outputs(name: str, tmp_path: Path) -> None:
+    model, inputs = build(name)
+    fl.orthogonalize(model, "query", "key")
+    fl.freeze(model, "query", "key")
+    with torch.no_grad():
+        expected = outputs(model, inputs)
+    fl.export(model, tmp_path / "plain")
+    plain = AutoModel.from_pretrained(tmp_path / "plain", attn_implementation="eager").eval()
+    assert type(plain) is type(model)
+    with torch.no_grad():
+        for a, b in zip(expected, outputs(plain, inputs), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    for key, value in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[key], value), key
+    assert fl.anatomy(plain).count("frozen") == 0
+
+
+def test_a_tied_language_model_stays_tied(tmp_path: Path) -> None:
+    model = GPT2LMHeadModel(CASES["gpt2"].make_config()).eval()
+    fl.freeze(model, "query", "key")
+    fl.export(model, tmp_path / "a")
+    (tmp_path / "a" / "tokenizer.json").write_text("mine")
+    (tmp_path / "a" / "model-00001-of-00002.safetensors").write_text("an older shard")
+    fl.export(model, tmp_path / "a")  # again, over an older checkpoint
+    assert (tmp_path / "a" / "tokenizer.json").read_text() == "mine"
+    assert [p.name for p in (tmp_path / "a").glob("*.safetensors")] == ["model.safetensors"]
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "a").eval()
+    assert plain.lm_head.weight is plain.transformer.wte.weight
+    inputs = text()
+    torch.testing.assert_close(model(**inputs).logits, plain(**inputs).logits)
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_bad_targets_of_an_export_are_refused(tmp_path: Path) -> None:
+    model, _ = build("bert")
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(fl.BadInput, match="holds something else"):
+        fl.export(model, tmp_path)
+    with pytest.raises(fl.BadInput, match="is a file"):
+        fl.export(model, tmp_path / "notes.txt")
+    with pytest.raises(fl.BadInput, match="is not a Hugging Face model"):
+        fl.export(nn.TransformerEncoderLayer(32, 4), tmp_path / "x")
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
