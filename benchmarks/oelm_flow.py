@@ -40,7 +40,7 @@ ROLES = ("query", "key", "value", "output", "up", "down")
 QUANTITIES = {
     "gradient": "gradient norm",
     "ratio": "update / weight",
-    "change": "weight change at the end",
+    "distance": "weight change at the end",
 }
 
 
@@ -56,7 +56,7 @@ def train(recipe: Recipe, steps: int, every: int, data_dir: Path | None) -> tupl
     feed = Feed(prepared, recipe.train, recipe.seed, world, device, wants_types(model))
     scored = scored_counts(prepared.splits["train"])
     losses, epoch, order = [], 0, feed.order(0)
-    with fl.watch(model, optimizer, every=every, change=True) as flow:
+    with fl.watch(model, optimizer, every_n_steps=every, distance=True) as flow:
         for step in range(steps):
             place = step % len(order)
             if step and place == 0:
@@ -82,7 +82,7 @@ def role_series(flow: fl.Flow, role: str, quantity: str) -> list[float]:
         elif quantity == "ratio":
             found.append(math.hypot(*(report.of("update", i) for i in own)) / math.hypot(*weight))
         else:  # the mean layer: each is relative to its own start
-            found.append(sum(report.of("change", i) for i in own) / len(own))
+            found.append(sum(report.of("distance", i) for i in own) / len(own))
     return found
 
 
@@ -93,7 +93,7 @@ def summary(flow: fl.Flow) -> dict[str, dict[str, float]]:
         for role in ROLES:
             series = role_series(flow, role, quantity)
             if series:
-                roles[role] = series[-1] if quantity == "change" else geometric(series)
+                roles[role] = series[-1] if quantity == "distance" else geometric(series)
     return made
 
 

@@ -51,7 +51,7 @@ class Sigmoids(nn.Module):
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> fl.Flow:
     """Forty steps on a task that can be learned, watched at every second one."""
     made = torch.Generator().manual_seed(0)
-    with fl.watch(model, optimizer, every=EVERY, **options) as flow:
+    with fl.watch(model, optimizer, every_n_steps=EVERY, **options) as flow:
         for _ in range(STEPS):
             if isinstance(model, GPT):
                 x = torch.randint(0, SYMBOLS, (16, 16), generator=made)
@@ -94,7 +94,7 @@ def saturated() -> fl.Flow:
     with torch.no_grad():
         for parameter in model.layers[1].parameters():
             parameter.mul_(3000.0)
-    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), units=True)
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), dead_units=True)
 
 
 def missing() -> fl.Flow:
@@ -130,7 +130,8 @@ FAULTS = (
     Fault("vanishing", "Forty sigmoid layers without a residual path, SGD", vanishing,
           ("layers.0.0", "layers.20.0", "layers.30.0", "layers.35.0", "layers.38.0", "layers.39.0",
            "head")),
-    Fault("saturated", "A sigmoid whose inputs are 3000 × too large, SGD, `units=True`", saturated,
+    Fault("saturated", "A sigmoid whose inputs are 3000 × too large, SGD, `dead_units=True`",
+          saturated,
           ("layers.0.0", "layers.1.0", "layers.2.0", "head")),
     Fault("missing", "`layers[0].down` missing from the optimizer", missing,
           ("layers[0].up", "layers[0].down", "layers[1].down")),

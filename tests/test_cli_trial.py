@@ -28,7 +28,7 @@ def test_a_trial_is_watched_for_fifty_epochs_and_judged(tmp_path: Path) -> None:
     kept = json.loads((tmp_path / "run" / "trial.json").read_text())
     assert done.exit_code == (0 if kept["passed"] else 1), done.output
     used = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
-    assert (used["train"]["epochs"], used["watch"]["every"]) == (50, 10)
+    assert (used["train"]["epochs"], used["watch"]["every_n_steps"]) == (50, 10)
     assert [t["name"] for t in kept["targets"]] == ["front_ratio", "weight_change", "pearson"]
     assert all(t["value"] is not None for t in kept["targets"])
     result = json.loads((tmp_path / "run" / "result.json").read_text())

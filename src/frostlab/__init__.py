@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         StaleOptimizer,
         UnknownArchitecture,
     )
-    from frostlab.flow.measurements import Flow, flow_of, load_flow
+    from frostlab.flow.measurements import Flow, load_flow
     from frostlab.flow.watch import watch
     from frostlab.integrations.transformers import GradFlowCallback
     from frostlab.recipe.load import load_recipe
@@ -62,7 +62,6 @@ _HOMES = {
     "describe": "roles.description",
     "early_exits": "training.evaluate",
     "export": "surgery.save",
-    "flow_of": "flow.measurements",
     "freeze": "surgery.freeze",
     "fused": "roles.description",
     "grow": "surgery.grow",
@@ -102,7 +101,6 @@ __all__ = [
     "describe",
     "early_exits",
     "export",
-    "flow_of",
     "freeze",
     "fused",
     "grow",

@@ -29,7 +29,11 @@ PLAIN = {"model.residual": "none", "model.head": "linear", "model.gradient_scale
 
 SPEC = {
     "recipe": hearing(
-        data__subjects=3, data__unseen=2, model__layers=3, train__epochs=1, watch={"every": 1}
+        data__subjects=3,
+        data__unseen=2,
+        model__layers=3,
+        train__epochs=1,
+        watch={"every_n_steps": 1},
     ),
     "vary": VARY,
     "arms": [
@@ -103,7 +107,7 @@ def test_gradients_of_the_front_stand_beside(made: Comparison) -> None:
     found = made.evidence["flow"]
     for arm in ("v1", "v2"):
         runs = [diagnose(made.folder / "runs" / f"{arm}-s{s}") for s in (0, 1)]
-        ratios = [list(run.flows.values())[-1].ends().front_ratio for run in runs]
+        ratios = [list(run.flows.values())[-1].depth_ratios().front_ratio for run in runs]
         assert found[arm]["front_ratio"]["spread"]["mean"] == pytest.approx(np.mean(ratios))
         updates = []
         for run in runs:
@@ -170,4 +174,4 @@ def test_a_quick_look_is_watched_as_often_as_it_needs(
     folder = ComparisonFolder(tmp_path)
     folder.write("quick.json", {"steps": steps, "of": 1000})
     plan = shortened(make_plan("eeg-ablation", quick=True), folder, None, None)
-    assert plan.recipe_of(plan.baseline, 0).watch == Watch(every=every)
+    assert plan.recipe_of(plan.baseline, 0).watch == Watch(every_n_steps=every)

@@ -15,7 +15,7 @@ def test_freezing_while_watched_is_seen() -> None:
     model = tiny_gpt()
     optimizer = adamw(model)
     start = model.head.weight.detach().clone()
-    with fl.watch(model, optimizer, every=1, change=True) as flow:
+    with fl.watch(model, optimizer, every_n_steps=1, distance=True) as flow:
         for step in range(3):
             if step == 1:
                 model.blocks[0].up.requires_grad_(False)
@@ -26,7 +26,7 @@ def test_freezing_while_watched_is_seen() -> None:
     assert not math.isnan(flow.series("layers[0].up", "ratio")[1])
     assert math.isnan(flow.series("layers[0].up", "ratio")[2])
     moved = float((model.head.weight.detach() - start).norm() / start.norm())
-    assert flow.series("head", "change")[3] == pytest.approx(moved, rel=1e-4)
+    assert flow.series("head", "distance")[3] == pytest.approx(moved, rel=1e-4)
     assert not flow.frozen_by_accident()
 
 
@@ -40,7 +40,7 @@ def train_on(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -
 def test_what_is_frozen_while_watched_is_proven_from_then_on() -> None:
     model = tiny_gpt()
     optimizer = adamw(model)
-    with fl.watch(model, optimizer, every=2) as flow:
+    with fl.watch(model, optimizer, every_n_steps=2) as flow:
         train_on(model, optimizer, range(2))
         model.blocks[0].requires_grad_(False)
         train_on(model, optimizer, range(2, 4))
@@ -54,7 +54,7 @@ def test_what_is_thawed_while_watched_may_move() -> None:
     model = tiny_gpt()
     model.blocks[0].requires_grad_(False)
     optimizer = adamw(model)
-    with fl.watch(model, optimizer, every=10) as flow:
+    with fl.watch(model, optimizer, every_n_steps=10) as flow:
         train_on(model, optimizer, range(2))
         model.blocks[0].requires_grad_(True)
         train_on(model, optimizer, range(2, 4))
@@ -69,7 +69,7 @@ def test_a_tensor_in_the_place_of_another_is_seen() -> None:
     """A head made anew after the optimizer was built never learns."""
     model = tiny_gpt()
     optimizer = adamw(model)
-    with fl.watch(model, optimizer, every=1) as flow:
+    with fl.watch(model, optimizer, every_n_steps=1) as flow:
         train_on(model, optimizer, range(2))
         model.head = nn.Linear(16, 2, bias=False)
         train_on(model, optimizer, range(2, 4))
@@ -80,7 +80,7 @@ def test_a_tensor_in_the_place_of_another_is_seen() -> None:
 def test_a_model_frozen_as_a_whole_at_the_end() -> None:
     model = tiny_gpt()
     optimizer = adamw(model)
-    with fl.watch(model, optimizer, every=1) as flow:
+    with fl.watch(model, optimizer, every_n_steps=1) as flow:
         train_on(model, optimizer, range(2))
         model.requires_grad_(False)
     assert len(flow.reports) == 2

@@ -108,7 +108,7 @@ def test_a_stack_of_forty_layers_whose_gradients_vanish(name: str) -> None:
     assert {f"layers.{i}.0" for i in range(20)} <= set(found)
     assert not {"layers.39.0", "layers.38.0", "head"} & set(found)
     assert "its gradient vanishes" in found["layers.0.0"].why
-    ends = flow.ends()
+    ends = flow.depth_ratios()
     assert ends.front_ratio < 1e-6
     assert ends.word == "vanishing"
     assert ends.weight_change < 1e-3 or name in ("adam", "rmsprop")  # whose decay is normalised
@@ -120,7 +120,9 @@ def test_a_saturated_sigmoid() -> None:
     with torch.no_grad():
         model.layers[1][0].weight.mul_(3000.0)
         model.layers[1][0].bias.mul_(3000.0)
-    flow = watched(model, torch.optim.SGD(model.parameters(), lr=0.1), deep_loss(model), units=True)
+    flow = watched(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), deep_loss(model), dead_units=True
+    )
     found = flow.frozen_by_accident()
     assert "layers.1.0" in found
     assert "layers.1.1` puts out is saturated" in found["layers.1.0"].why
@@ -237,7 +239,11 @@ def test_an_exploding_model_and_the_first_nan() -> None:
     torch.manual_seed(0)
     model = Deep(layers=4, activation=nn.Identity)
     flow = watched(
-        model, torch.optim.SGD(model.parameters(), lr=30.0), deep_loss(model), steps=12, every=1
+        model,
+        torch.optim.SGD(model.parameters(), lr=30.0),
+        deep_loss(model),
+        steps=12,
+        every_n_steps=1,
     )
     assert EXPLODING in {v.word for v in flow.verdicts().values()}
     spoilt = tiny_gpt()
@@ -262,7 +268,7 @@ def test_what_begins_at_zero_is_no_measure_for_others() -> None:
     """Biases that learn alone move by more than they are; the head beside them is not slow."""
     model = tiny_gpt()
     fl.freeze(model, "all", "!all.bias", "!head")
-    flow = watched(model, adamw(model, weight_decay=0.01), every=1, steps=4)
+    flow = watched(model, adamw(model, weight_decay=0.01), every_n_steps=1, steps=4)
     reports = list(flow.reports)
     assert reports[1].ratio(2) > 0.3
     for count in range(1, 5):
@@ -274,7 +280,7 @@ def test_layers_that_begin_as_identity_are_given_time() -> None:
     """Behind a projection of zeros gradients are zero in the first step, and in no other."""
     model = tiny_gpt()
     fl.grow(model, layers=1, init="identity")
-    flow = watched(model, adamw(model, weight_decay=0.1), every=1, steps=4)
+    flow = watched(model, adamw(model, weight_decay=0.1), every_n_steps=1, steps=4)
     reports = list(flow.reports)
     assert flow.series("layers[3].value", "gradient")[1] == 0.0
     for count in range(1, 5):

@@ -22,12 +22,12 @@ from frostlab.flow.tensors import look
 def test_a_saved_flow_is_the_same_flow(tmp_path: Path) -> None:
     model = tiny_gpt()
     fl.freeze(model, "layers[1].key")
-    flow = watched(model, adamw(model), change=True, units=True, entropy=True)
+    flow = watched(model, adamw(model), distance=True, dead_units=True, attention_entropy=True)
     loaded = fl.load_flow(flow.save(tmp_path / "flow.json"))
     assert type(loaded) is fl.Flow
     assert loaded.to_dict() == flow.to_dict()
     assert loaded.verdicts() == flow.verdicts()
-    assert loaded.ends() == flow.ends()
+    assert loaded.depth_ratios() == flow.depth_ratios()
     assert loaded.table() == flow.table()
     frame = loaded.to_frame()
     assert len(frame) == len(flow.parts) * len(flow.reports)
@@ -67,19 +67,23 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     half = tmp_path / "z.json"
     half.write_text(json.dumps({"schema": 1, "model": "GPT", "optimizer": "AdamW"}))
     cases: list[tuple[Any, str]] = [
-        (lambda: fl.watch(model, optimizer, every=0), "every is 0; a whole number"),
+        (lambda: fl.watch(model, optimizer, every_n_steps=0),
+         "every_n_steps is 0; give a whole number"),
         (lambda: fl.watch(model, "adam"), "no torch.optim.Optimizer"),  # type: ignore[arg-type]
         (lambda: fl.watch(model, []), "no torch.optim.Optimizer"),
         (lambda: fl.watch(nn.ReLU(), optimizer), "no parameters to watch"),
         (lambda: flow.series("layers[0].qery", "ratio"), "did you mean `layers[0].query`?"),
-        (lambda: flow.series("head", "size"), "`size` is not measured; one of ratio, gradient"),
-        (lambda: flow.norms("ratio"), "`ratio` is no norm"),
+        (lambda: flow.series("head", "size"), "is not measured; choose from ratio, gradient"),
+        (lambda: flow.norms("ratio"), "`ratio` is not a norm"),
         (lambda: flow.save(tmp_path / "no" / "flow.json"), "does not exist"),
         (lambda: fl.load_flow(tmp_path / "none.json"), "No such file"),
         (lambda: fl.load_flow(text), "is not JSON"),
         (lambda: fl.load_flow(other), "is not a flow of schema 1"),
-        (lambda: fl.load_flow(half), "is not a whole flow"),
-        (lambda: fl.watch(torch.compile(model), optimizer, units=True), "before torch.compile"),
+        (lambda: fl.load_flow(half), "z.json is damaged"),
+        (lambda: fl.load_flow(half, "train"), "is not a run, so it has no stage `train`"),
+        (lambda: fl.load_flow(fl.RunRecord(tmp_path / "none")), "none is not a run"),
+        (lambda: fl.watch(torch.compile(model), optimizer, dead_units=True),
+         "before torch.compile"),
         (lambda: fl.watch(model.requires_grad_(False), optimizer), "nothing requires a gradient"),
     ]  # fmt: skip
     for call, said in cases:
@@ -92,7 +96,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
 def test_hooks_and_copies_go_with_the_watch() -> None:
     model = tiny_gpt()
     optimizer = adamw(model)
-    flow = fl.watch(model, optimizer, every=1, units=True, entropy=True)
+    flow = fl.watch(model, optimizer, every_n_steps=1, dead_units=True, attention_entropy=True)
     with flow:
         with pytest.raises(fl.BadInput, match="already watching"):
             flow.start()
@@ -122,7 +126,7 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("asked", [{}, {"change": True, "agreement": True}])
+@pytest.mark.parametrize("asked", [{}, {"distance": True, "gradient_cosine": True}])
 def test_measuring_never_looks_at_a_value(asked: dict[str, bool]) -> None:
     """Whatever reads a value waits for the device, and cannot be captured in a graph."""
     model = tiny_gpt()
@@ -164,8 +168,8 @@ def test_an_optimizer_without_a_learning_rate_is_watched() -> None:
 @pytest.mark.slow
 def test_a_compiled_model_gives_the_same_numbers() -> None:
     plain, compiled = tiny_gpt(), tiny_gpt()
-    expected = watched(plain, adamw(plain), steps=3, every=1)
-    found = watched(torch.compile(compiled), adamw(compiled), steps=3, every=1)  # type: ignore[arg-type]
+    expected = watched(plain, adamw(plain), steps=3, every_n_steps=1)
+    found = watched(torch.compile(compiled), adamw(compiled), steps=3, every_n_steps=1)  # type: ignore[arg-type]
     assert found.parts == expected.parts
     for mine, theirs in zip(found.reports, expected.reports, strict=True):
         for quantity in ("gradient", "weight", "update"):
@@ -182,7 +186,7 @@ def test_dead_and_saturated_units() -> None:
     model = tiny_gpt()
     with torch.no_grad():
         model.blocks[1].up.bias[:8] = -100.0
-    flow = watched(model, adamw(model), steps=3, units=True)
+    flow = watched(model, adamw(model), steps=3, dead_units=True)
     for report in flow.reports:
         assert report.dead["blocks.1.down"] == 0.25
         assert report.dead["blocks.0.down"] == 0.0
@@ -226,7 +230,7 @@ def test_attention_is_seen_however_it_is_computed(way: str) -> None:
         ids, classes = batch(step)
         return model(input_ids=ids, labels=classes).loss
 
-    flow = watched(model, adamw(model, lr=0.0), loss, steps=3, entropy=True)
+    flow = watched(model, adamw(model, lr=0.0), loss, steps=3, attention_entropy=True)
     for report in flow.reports:
         assert set(report.entropy) == {"attention[0]", "attention[1]"}
         assert report.entropy["attention[0]"][1] < 0.3
@@ -248,7 +252,7 @@ def test_what_no_anatomy_knows_is_watched_by_module() -> None:
     words = [verdict.word for verdict in flow.verdicts().values()]
     assert words == ["learning", "frozen on purpose", "learning"]
     assert "its bits did not change" in flow.verdicts()["2"].why
-    assert flow.ends().output > 0
+    assert flow.depth_ratios().output > 0
 
 
 def test_layers_with_activations_between_them_are_counted_as_layers() -> None:
@@ -267,7 +271,7 @@ def test_a_group_added_while_watched_is_seen() -> None:
     head = list(model.head.parameters())
     rest = [p for p in model.parameters() if all(p is not q for q in head)]
     optimizer = torch.optim.AdamW(rest, lr=1e-3)
-    with fl.watch(model, optimizer, every=1) as flow:
+    with fl.watch(model, optimizer, every_n_steps=1) as flow:
         for step in range(6):
             if step == 3:
                 assert list(flow.frozen_by_accident()) == ["head"]
@@ -287,7 +291,7 @@ def test_layers_added_while_watched_keep_the_past_of_the_others(at: Any) -> None
     model = tiny_gpt()
     optimizer = adamw(model)
     old = {id(p) for p in model.parameters()}
-    with fl.watch(model, optimizer, every=1) as flow:
+    with fl.watch(model, optimizer, every_n_steps=1) as flow:
         for step in range(4):
             if step == 2:
                 before = {part: flow.series(part, "gradient") for part in ("head", "layers[0].key")}

@@ -86,7 +86,7 @@ def test_healthy_models_raise_no_alarm(name: str, optimizer: str) -> None:
         model = HEALTHY[name](seed).train()
         made = OPTIMIZERS[optimizer](model)
         ends = torch.optim.lr_scheduler.LambdaLR(made, lambda s: s / 5 if s < 5 else (40 - s) / 35)
-        with fl.watch(model, made, every=3) as flow:
+        with fl.watch(model, made, every_n_steps=3) as flow:
             for step in range(40):
                 healthy_loss(model, step).backward()
                 made.step()

@@ -32,7 +32,7 @@ def train(
     **asked: bool,
 ) -> fl.Flow:
     x = inputs().to(next(model.parameters()).dtype)
-    with fl.watch(model, optimizer, every=1, **asked) as flow:
+    with fl.watch(model, optimizer, every_n_steps=1, **asked) as flow:
         for _ in range(steps):
             loss(model(x)).backward()
             optimizer.step()
@@ -93,7 +93,7 @@ def test_optimizers_that_take_turns_are_each_measured_at_their_own_step(clears_f
     pair, x, wanted = Pair(), inputs(), []
     turns = [(net, torch.optim.SGD(net.parameters(), lr=0.1)) for net in pair.children()]
     optimizers = [optimizer for _, optimizer in turns]
-    with fl.watch(pair, optimizers, every=1, agreement=True) as flow:
+    with fl.watch(pair, optimizers, every_n_steps=1, gradient_cosine=True) as flow:
         for _ in range(5):
             for net, optimizer in turns:
                 if clears_first:
@@ -108,7 +108,7 @@ def test_optimizers_that_take_turns_are_each_measured_at_their_own_step(clears_f
     for place, name in enumerate(("critic.2", "maker.2")):
         found = list(flow.series(name, "gradient").values())
         torch.testing.assert_close(found, wanted[place::2], rtol=1e-5, atol=0.0)
-        agreed = list(flow.series(name, "agreement").values())[1:]
+        agreed = list(flow.series(name, "gradient_cosine").values())[1:]
         assert all(0.5 < each <= 1.0 + 1e-6 for each in agreed), "the loss is smooth"
 
 
@@ -117,7 +117,7 @@ def test_units_of_a_copy_are_not_counted() -> None:
     for copies in (False, True):
         model, x = network(), inputs()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-        with fl.watch(model, optimizer, every=1, units=True) as flow:
+        with fl.watch(model, optimizer, every_n_steps=1, dead_units=True) as flow:
             for _ in range(2):
                 model(x).pow(2).mean().backward()
                 if copies:
@@ -130,7 +130,7 @@ def test_units_of_a_copy_are_not_counted() -> None:
 def test_a_pause_in_which_all_is_frozen_is_not_measured() -> None:
     model, x = network(), inputs()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with fl.watch(model, optimizer, every=1) as flow:
+    with fl.watch(model, optimizer, every_n_steps=1) as flow:
         for step in range(6):
             model.requires_grad_(step not in (2, 3))
             if step not in (2, 3):
@@ -144,7 +144,7 @@ def test_a_pause_in_which_all_is_frozen_is_not_measured() -> None:
 def test_other_parameters_in_a_group_are_noticed() -> None:
     model, x = network(), inputs()
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    with fl.watch(model, optimizer, every=1) as flow:
+    with fl.watch(model, optimizer, every_n_steps=1) as flow:
         for step in range(8):
             if step == 4:
                 optimizer.param_groups[0]["params"] = list(model[2].parameters())
@@ -167,7 +167,7 @@ def test_a_part_without_numbers_is_no_part() -> None:
 def test_agreement_of_half_precision_gradients_is_exact(scale: float) -> None:
     model, seen = network().half(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
-    with fl.watch(model, optimizer, every=1, agreement=True) as flow:
+    with fl.watch(model, optimizer, every_n_steps=1, gradient_cosine=True) as flow:
         for _ in range(4):
             optimizer.zero_grad()
             (model(inputs().half()).float().pow(2).mean() * scale).backward()
@@ -175,7 +175,7 @@ def test_agreement_of_half_precision_gradients_is_exact(scale: float) -> None:
             seen.append(torch.cat(grads))
             optimizer.step()
     wanted = [float(torch.cosine_similarity(a, b, 0)) for a, b in pairwise(seen)]
-    found = list(flow.series("2", "agreement").values())[1:]
+    found = list(flow.series("2", "gradient_cosine").values())[1:]
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=0.0)
 
 

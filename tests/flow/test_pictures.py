@@ -38,7 +38,7 @@ def faulty() -> fl.Flow:
         spoilt = model.head.weight.sum() * (math.nan if step == 12 else 0.0)
         return loss_at(model, step) + spoilt
 
-    flow = watched(model, torch.optim.AdamW(kept, lr=1e-3), loss, steps=13, every=1)
+    flow = watched(model, torch.optim.AdamW(kept, lr=1e-3), loss, steps=13, every_n_steps=1)
     flow.model = "GPT <b>&"
     return flow
 
@@ -218,7 +218,7 @@ def scaled() -> fl.Flow:
 
 def test_the_page_alarms_of_what_its_table_alarms_of(faulty: fl.Flow, tmp_path: Path) -> None:
     model = tiny_gpt()
-    early = watched(model, adamw(model, lr=0.0), steps=1, every=1)
+    early = watched(model, adamw(model, lr=0.0), steps=1, every_n_steps=1)
     for number, flow in enumerate((faulty, early, scaled())):
         text = flow_page(flow, tmp_path / str(number))[0].read_text()
         said = re.findall(r'<strong class="alarm">(.*?)</strong>', text)

@@ -185,7 +185,7 @@ def _settings(stage: str, recipe: "Recipe") -> list[str]:
     own = next((i for i, s in enumerate(recipe.stages) if s.epochs or s.steps), None)
     if own is not None:
         raise BadInput(f"--stage trial: stages.{own} says itself how long it trains")
-    watched = [] if recipe.watch is not None else ["watch.every=10"]
+    watched = [] if recipe.watch is not None else ["watch.every_n_steps=10"]
     return [f"train.epochs={_EPOCHS}", *watched]
 
 

@@ -367,7 +367,7 @@ def gradient_flow(plan: Plan, records: Records) -> dict[str, Any]:
 
 def _measure(folder: Path) -> dict[str, float]:
     flow = list(flows_of(folder).values())[-1]
-    ends = flow.ends()
+    ends = flow.depth_ratios()
     found = {
         "front_ratio": ends.front_ratio,
         "weight_change": ends.weight_change,

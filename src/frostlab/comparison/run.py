@@ -183,5 +183,6 @@ def _shortened(
     if known["steps"] < known["of"]:
         values["evaluate"]["every"] = known["steps"]
         if recipe.watch is not None:
-            values["watch"]["every"] = min(recipe.watch.every, looks_every(known["steps"]))
+            every_n_steps = min(recipe.watch.every_n_steps, looks_every(known["steps"]))
+            values["watch"]["every_n_steps"] = every_n_steps
     return plan.model_copy(update={"recipe": values})

@@ -73,7 +73,7 @@ class Diagnosis:
                 "verdicts": {
                     part: vars(v) | {"accident": v.accident} for part, v in flow.verdicts().items()
                 },
-                "ends": flow.ends().to_dict(),
+                "depth_ratios": flow.depth_ratios().to_dict(),
                 "flow": flow.to_dict(),
             }
             for name, flow in self.flows.items()
@@ -91,7 +91,9 @@ def diagnose(folder: Path) -> Diagnosis:
     flows = flows_of(folder)
     if not flows:
         again = f"`frostlab diagnose {folder / 'recipe.yaml'}` trains a little of it and looks"
-        raise BadInput(f"{folder} was not watched: run it with --set watch.every=10, or {again}")
+        raise BadInput(
+            f"{folder} was not watched: run it with --set watch.every_n_steps=10, or {again}"
+        )
     run = read_run(folder)
     return Diagnosis(folder, run.status, run.error, run.steps, run.metric, run.value, flows)
 
@@ -175,7 +177,7 @@ WORDS = ((0.01, "vanishing"), (0.1, "weak"), (0.5, "fair"))
 
 
 @dataclass(frozen=True)
-class Ends:
+class DepthRatios:
     """Front: layers 0 and 1; back: the last two; output: the head. NaN where there is none.
 
     A tensor's gradient size is max |g| at the last report, a group's the mean over its tensors.
@@ -213,21 +215,21 @@ class Ends:
         }  # fmt: skip
 
 
-def ends_of(reports: Sequence[Report]) -> Ends:
+def depth_ratios(reports: Sequence[Report]) -> DepthRatios:
     """See the ends at the last report, and the front's weights since the first."""
     if not reports:
-        return Ends(math.nan, math.nan, math.nan, math.nan)
+        return DepthRatios(math.nan, math.nan, math.nan, math.nan)
     first, last = reports[0].ranges, reports[-1].ranges
     changes = [
         abs(last[name] - start) / start for name, start in first.items() if name in last and start
     ]
     change = sum(changes) / len(changes) if changes and len(reports) > 1 else math.nan
-    return Ends(**reports[-1].largest, weight_change=change)
+    return DepthRatios(**reports[-1].largest, weight_change=change)
 
 
 def front_ratios(reports: Sequence[Report]) -> dict[int, float]:
     """The front's gradient over the output's by step; NaN where either is unknown."""
-    return {r.step: Ends(**r.largest, weight_change=math.nan).front_ratio for r in reports}
+    return {r.step: DepthRatios(**r.largest, weight_change=math.nan).front_ratio for r in reports}
 
 
 def _over(size: float, output: float) -> float:
@@ -261,7 +263,7 @@ class Target:
 
 def targets_of(found: Diagnosis) -> tuple[Target, ...]:
     """The targets of a run's last stage."""
-    ends = list(found.flows.values())[-1].ends()
+    ends = list(found.flows.values())[-1].depth_ratios()
     values = {
         "front_ratio": ends.front_ratio,
         "weight_change": ends.weight_change,

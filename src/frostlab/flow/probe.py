@@ -41,12 +41,12 @@ class Probe:
         watched: Watched,
         optimizers: Sequence[Optimizer],
         *,
-        change: bool = False,
-        agreement: bool = False,
+        distance: bool = False,
+        gradient_cosine: bool = False,
         gradient: Gradient = own_gradient,
     ) -> None:
         self.watched, self.optimizers, self.gradient = watched, tuple(optimizers), gradient
-        self.agreement, self.reached = agreement, [True] * len(watched.parameters)
+        self.gradient_cosine, self.reached = gradient_cosine, [True] * len(watched.parameters)
         self.device = watched.parameters[0].device
         self._totals = Totals(watched)
         self.wide, self._group = self._totals.wide, self._totals.group
@@ -63,10 +63,10 @@ class Probe:
         self._updates = Updates(watched, self.optimizers, self._totals, self._nothing)
         self._turns = self._whose()
         self._clip_seen = False
-        self._start = [local(p).detach().clone() for p in watched.parameters] if change else []
+        self._start = [local(p).detach().clone() for p in watched.parameters] if distance else []
         self._last = [  # products of halves would overflow
             torch.zeros_like(local(p), dtype=_exact(local(p).dtype))
-            for p in (watched.parameters if agreement else ())
+            for p in (watched.parameters if gradient_cosine else ())
         ]
         self._energy = torch.zeros_like(self.views["energy"])
 
@@ -143,7 +143,7 @@ class Probe:
         if turn == 0:
             self.views["gradient"].zero_()
             self.views["largest"].zero_()
-        if self.agreement:
+        if self.gradient_cosine:
             self._compare(own, found, squares, turn == 0)
         if share is not None:  # one pass serves both
             self.views["before_clip"].copy_(squares)

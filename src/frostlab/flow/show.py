@@ -66,7 +66,7 @@ def as_text(flow: "Flow") -> str:
 
 
 def _ends_lines(flow: "Flow") -> list[str]:
-    ends = flow.ends()
+    ends = flow.depth_ratios()
     if math.isnan(ends.front_ratio):
         return []
     text = f"front/output gradient {ends.front_ratio:.3g} ({ends.word}"
@@ -262,7 +262,7 @@ def _told(flow: "Flow") -> str:
 
 
 def _ends_table(flow: "Flow") -> str:
-    ends = flow.ends()
+    ends = flow.depth_ratios()
     if math.isnan(ends.front_ratio):
         return ""
     said = (
@@ -302,7 +302,7 @@ def _lines(flow: "Flow") -> str:
         told = f"first {norms[0]:.3g}, last {norms[-1]:.3g}, largest {max(norms):.3g}"
     drawn = [_figure(norm_svg(flow), f"Norm of the whole gradient by step: {told}.", told)]
     if (svg := front_svg(flow)) is not None:
-        ends = flow.ends()
+        ends = flow.depth_ratios()
         told = f"last {ends.front_ratio:.3g}: {ends.word}"
         told = "unknown at the last report" if math.isnan(ends.front_ratio) else told
         drawn.append(_figure(svg, f"Front over output gradient by step: {told}.", told))

@@ -34,23 +34,27 @@ class Watch(Flow):
         self,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        every: int,
-        change: bool,
-        agreement: bool,
-        units: bool,
-        entropy: bool,
+        every_n_steps: int,
+        distance: bool,
+        gradient_cosine: bool,
+        dead_units: bool,
+        attention_entropy: bool,
         verify: bool,
         gradient: Gradient,
-        tell: Tell | None,
+        on_report: Tell | None,
     ) -> None:
         super().__init__(type(unwrapped(model)).__name__, type(optimizers[0]).__name__)
-        self.every, self.step, self.first = every, 0, 0  # the step before the first one watched
+        self.every_n_steps, self.step, self.first = (
+            every_n_steps,
+            0,
+            0,
+        )  # the step before the first one watched
         self._model, self._optimizers, self._verify = model, tuple(optimizers), verify
         self._settings: dict[str, Any] = {
-            "change": change, "agreement": agreement, "gradient": gradient
+            "distance": distance, "gradient_cosine": gradient_cosine, "gradient": gradient
         }  # fmt: skip
-        self._mailbox, self._tell = Mailbox(), tell
-        self._activity = Activity(model, units, entropy, self.is_due)
+        self._mailbox, self._on_report = Mailbox(), on_report
+        self._activity = Activity(model, dead_units, attention_entropy, self.is_due)
         self._hooks: list[Any] = []
         self._proof: Proof | None = None
         self._probe: Probe | None = None
@@ -77,7 +81,7 @@ class Watch(Flow):
         self._probe.start_as(former)
         if [p.name for p in former.watched.parts] != [p.name for p in watched.parts]:
             places = former_places(former.watched, watched)  # layers were added
-            self._reports = [report.at(places) for report in self._reports]
+            self._reports = [report.reindexed(places) for report in self._reports]
         elif self._proof is not None:
             self._prove()
         if self._proof is not None:
@@ -142,8 +146,8 @@ class Watch(Flow):
     def _collect(self, wait: bool) -> None:
         for report in self._mailbox.collect(wait):
             self._reports.append(report)
-            if self._tell is not None:
-                self._tell(report.step, report, self.parts)
+            if self._on_report is not None:
+                self._on_report(report.step, report, self.parts)
 
     def take(self) -> list[Report]:
         """Hand over what has arrived, without waiting; the flow does not keep it."""
@@ -213,7 +217,9 @@ class Watch(Flow):
 
     def is_due(self) -> bool:
         """Whether the step that is being taken, or else the next one, is measured."""
-        return self._measuring if self._inside else (self.step - self.first) % self.every == 0
+        return (
+            self._measuring if self._inside else (self.step - self.first) % self.every_n_steps == 0
+        )
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._closed_over = _has_closure(args, kwargs)
@@ -237,15 +243,15 @@ def _has_closure(args: Any, kwargs: Any) -> bool:
 def watch(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
-    every: int = 10,
+    every_n_steps: int = 10,
     *,
-    change: bool = False,
-    agreement: bool = False,
-    units: bool = False,
-    entropy: bool = False,
+    distance: bool = False,
+    gradient_cosine: bool = False,
+    dead_units: bool = False,
+    attention_entropy: bool = False,
     verify: bool = True,
     gradient: Gradient = own_gradient,
-    tell: Tell | None = None,
+    on_report: Tell | None = None,
 ) -> Watch:
     """Watch which parts of a model learn: `with fl.watch(model, optimizer) as flow: train()`.
 
@@ -259,12 +265,25 @@ def watch(
     optimizers: list[Any] = [*optimizer] if isinstance(optimizer, Sequence) else [optimizer]
     if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
         raise BadInput("watch: the optimizer is no torch.optim.Optimizer; give the one that steps")
-    if not isinstance(every, int) or every < 1:
-        raise BadInput(f"watch: every is {every}; a whole number of steps from 1 on, such as 10")
-    if (units or entropy) and _is_compiled(model):
-        raise BadInput("watch: units and entropy need the model as it was before torch.compile")
+    if not isinstance(every_n_steps, int) or every_n_steps < 1:
+        raise BadInput(
+            f"watch: every_n_steps is {every_n_steps}; give a whole number from 1 on, such as 10"
+        )
+    if (dead_units or attention_entropy) and _is_compiled(model):
+        raise BadInput(
+            "watch: dead_units and attention_entropy need the model before torch.compile"
+        )
     return Watch(
-        model, optimizers, every, change, agreement, units, entropy, verify, gradient, tell
+        model,
+        optimizers,
+        every_n_steps,
+        distance,
+        gradient_cosine,
+        dead_units,
+        attention_entropy,
+        verify,
+        gradient,
+        on_report,
     )
 
 
@@ -369,16 +388,20 @@ def _read(sent: _Awaited) -> Report | None:
 
 def _comparisons(raw: dict[str, list[float]]) -> dict[str, tuple[float, ...]]:
     """With the start, and with the gradient before."""
-    change, cosine = [], []
+    distance, weight_cosine = [], []
     for moved, along, origin in zip(raw["moved"], raw["along"], raw["origin"], strict=True):
-        change.append(_over(_root(moved), _root(origin)))
+        distance.append(_over(_root(moved), _root(origin)))
         # |now|² = |now - start|² + 2 now·start - |start|²
-        cosine.append(_over(along, _root(origin) * _root(moved + 2 * along - origin)))
-    agreement = [
+        weight_cosine.append(_over(along, _root(origin) * _root(moved + 2 * along - origin)))
+    gradient_cosine = [
         _over(product, _root(now) * _root(before))
         for product, now, before in zip(raw["agree"], raw["energy"], raw["former"], strict=True)
     ]
-    return {"change": tuple(change), "cosine": tuple(cosine), "agreement": tuple(agreement)}
+    return {
+        "distance": tuple(distance),
+        "weight_cosine": tuple(weight_cosine),
+        "gradient_cosine": tuple(gradient_cosine),
+    }
 
 
 def _broken(

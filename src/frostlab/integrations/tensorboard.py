@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from frostlab.errors import BadInput, FrostlabError
-from frostlab.flow.diagnosis import ends_of
+from frostlab.flow.diagnosis import depth_ratios
 from frostlab.flow.measurements import Flow, PartFacts, Report
 from frostlab.flow.probe import Gradient, own_gradient
 from frostlab.flow.tensors import local
@@ -20,7 +20,7 @@ _VALUES, _BINS = 10_000, 64  # of one histogram
 
 
 class TensorBoard:
-    """Writes event files; `fl.watch(…, tell=TensorBoard(folder).flow)` does it while training."""
+    """Writes event files, in training with `fl.watch(…, on_report=TensorBoard(folder).flow)`."""
 
     def __init__(self, folder: str | Path) -> None:
         try:
@@ -61,9 +61,9 @@ class TensorBoard:
             for group, number in numbers.items():
                 if i in report.broken or not math.isnan(number):
                     self._scalar(f"{group}/{tag_of(part.name)}", number, step, at)
-        front = ends_of([report]).front_ratio if report.largest else math.nan
+        front = depth_ratios([report]).front_ratio if report.largest else math.nan
         if not math.isnan(front):
-            self._scalar("Ends/front_over_output", front, step, at)
+            self._scalar("Depth/front_over_output", front, step, at)
 
     def metrics(self, step: int, metrics: Mapping[str, Any], at: float | None = None) -> None:
         """Write the metrics of an evaluation as `Validation/<metric>`; null is NaN.

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from frostlab.flow.measurements import can_save
+from frostlab.flow.measurements import check_save_path
 from frostlab.flow.watch import Tell, Watch, watch
 
 
@@ -16,27 +16,27 @@ class Watching:
 
     def __init__(
         self,
-        every: int = 10,
+        every_n_steps: int = 10,
         path: str | Path | None = None,
         *,
-        change: bool = False,
-        agreement: bool = False,
-        units: bool = False,
-        entropy: bool = False,
+        distance: bool = False,
+        gradient_cosine: bool = False,
+        dead_units: bool = False,
+        attention_entropy: bool = False,
         verify: bool = True,
-        tell: Tell | None = None,
+        on_report: Tell | None = None,
     ) -> None:
-        self.every, self.path = every, path
+        self.every_n_steps, self.path = every_n_steps, path
         self.options: dict[str, Any] = {
-            "change": change, "agreement": agreement, "units": units, "entropy": entropy,
-            "verify": verify, "tell": tell,
+            "distance": distance, "gradient_cosine": gradient_cosine, "dead_units": dead_units,
+            "attention_entropy": attention_entropy, "verify": verify, "on_report": on_report,
         }  # fmt: skip
 
     def begin(self, model: Any, optimizer: Any, step: int) -> None:
         """Begin to watch, so many steps after the first."""
         if self.path is not None:
-            can_save(self.path)  # training that ends in an error would be lost
-        self.flow = watch(model, optimizer, self.every, **self.options)
+            check_save_path(self.path)  # training that ends in an error would be lost
+        self.flow = watch(model, optimizer, self.every_n_steps, **self.options)
         self.flow.step = step
         self.flow.start()
 

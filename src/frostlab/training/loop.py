@@ -95,18 +95,19 @@ def watch_stage(setting: Setting, progress: Progress, step: EagerStep) -> None:
     if asked is None:
         return
     flow = watch(
-        setting.model, step.optimizer, asked.every, change=asked.change,
-        agreement=asked.agreement, units=asked.units, entropy=asked.entropy, verify=False,
+        setting.model, step.optimizer, asked.every_n_steps, distance=asked.distance,
+        gradient_cosine=asked.gradient_cosine, dead_units=asked.dead_units,
+        attention_entropy=asked.attention_entropy, verify=False,
         gradient=own_gradient if step.halves is None else step.halves.gradient,
     )  # fmt: skip
     flow.step, flow.first = progress.step, sum(progress.lengths)
-    if asked.change:
+    if asked.distance:
         _begin_where_the_stage_began(setting, progress, flow)
     if setting.folder is not None:
         watched = flow.probe.watched
         front = [watched.names[i] for i in watched.front]
         name = setting.stages[progress.stage].name
-        event = parts_event(flow, asked.every, front)
+        event = parts_event(flow, asked.every_n_steps, front)
         setting.folder.event("flow_parts", progress.step, stage=name, **event)
     step.flow = flow.start(by_hand=True)
 

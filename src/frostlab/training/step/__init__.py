@@ -38,7 +38,7 @@ def choose(
         return Choice("eager", False, "asked for")
     obstacle = None
     if inside:
-        obstacle = "watch.units and watch.entropy look into eager steps only"
+        obstacle = "watch.dead_units and watch.attention_entropy need eager steps"
     elif world.size > 1:
         obstacle = f"with {world.size} processes steps are neither compiled nor captured"
     elif device.type != "cuda" and wanted != "compiled":
