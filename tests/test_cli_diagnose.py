@@ -80,7 +80,7 @@ def test_everything_as_json_without_torch(runs: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["healthy"], found["status"], found["metric"]) == (True, "finished", "accuracy")
-    assert found["wanted"] == {"front_ratio": 0.1, "weight_change": 0.01, "pearson": 0.3}
+    assert found["wanted"] == {"front_ratio": 0.1, "weight_change": 0.01}
     (stage,) = found["stages"].values()
     assert stage["verdicts"]["layers[1].query"]["word"] == "frozen on purpose"
     assert stage["depth_ratios"]["front_ratio"] > 0
@@ -101,7 +101,7 @@ def test_stages_are_judged_one_by_one(runs: Path, in_this_process: Command) -> N
     [
         (
             ("unseen",),
-            "was not watched: run it with --set watch.every_n_steps=10, or `frostlab diagnose",
+            "was not watched: run it with --set watch.every_n_steps=10, or train it",
         ),
         (("watched", "--steps", "9"), "--steps is for a recipe"),
         (("watched", "--set", "seed=1"), "--set is for a recipe"),
@@ -201,12 +201,12 @@ def test_the_sentence_names_what_is_wrong(runs: Path) -> None:
     early = Flow("GPT", "AdamW")
     early.parts, early.groups = flow.parts, flow.groups
     early.reports.append(flow.reports[0])
-    assert sentence_of(early).startswith("one step has been measured, and who learns is told")
+    assert sentence_of(early).startswith("only one step has been measured; verdicts need two")
     flow.moved = ("layers[0].query",)
     assert sentence_of(flow) == (
         "1 of 18 parts moved though it is frozen: layers[0].query; 1 is frozen on purpose"
     )
-    told = Diagnosis(runs, "running", None, 7, "pearson", 0.25, {"train": flow})
+    told = Diagnosis(runs, "running", None, 7, "pearson", 0.25, {"train": flow}, {"pearson": 0.3})
     assert told.validation == "validation pearson 0.25 (wanted > 0.3, not reached)"
     assert not told.healthy
 

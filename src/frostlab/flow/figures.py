@@ -11,7 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from frostlab.errors import FrostlabError
-from frostlab.flow.diagnosis import WORDS, front_ratios
+from frostlab.flow.diagnosis import RATIO_WORDS, front_ratios
 from frostlab.flow.measurements import Report
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def front_svg(flow: "Flow") -> str | None:
     points = _points(front_ratios(flow.reports))
     if not points:
         return None
-    limits = [{"limit": limit, "word": f"{word} < {limit:g}"} for limit, word in WORDS]
+    limits = [{"limit": limit, "word": f"{word} < {limit:g}"} for limit, word in RATIO_WORDS]
     base = alt.Chart(alt.Data(values=limits)).encode(y="limit:Q")
     rule = base.mark_rule(strokeDash=[4, 3], stroke=_GREY)
     text = base.mark_text(align="left", dx=4, x=_WIDTH, color=_GREY).encode(text="word:N")

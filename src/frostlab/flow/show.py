@@ -8,7 +8,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from frostlab.errors import BadInput
-from frostlab.flow.diagnosis import WANTED, findings_of, listed, sentence_of
+from frostlab.flow.diagnosis import FLOW_TARGETS, findings_of, join_names, sentence_of
 from frostlab.flow.figures import (
     BROKEN,
     DECADES,
@@ -70,11 +70,11 @@ def _ends_lines(flow: "Flow") -> list[str]:
     if math.isnan(ends.front_ratio):
         return []
     text = f"front/output gradient {ends.front_ratio:.3g} ({ends.word}"
-    text += f", wanted > {WANTED['front_ratio']:g})"
+    text += f", wanted > {FLOW_TARGETS['front_ratio']:g})"
     text += f", back/output {ends.back_ratio:.3g}"
     if not math.isnan(ends.weight_change):
         text += f", front weight change {ends.weight_change:.4f}"
-        text += f" (wanted > {WANTED['weight_change']:g})"
+        text += f" (wanted > {FLOW_TARGETS['weight_change']:g})"
     return ["", text]
 
 
@@ -248,7 +248,7 @@ def _told(flow: "Flow") -> str:
             word = f'<strong class="alarm">{word}</strong>'
         count = f"{len(each.parts)} part" + "s" * (len(each.parts) != 1)
         expected = each.word in (LEARNING, FROZEN)
-        names = escape(listed(each.parts, 3 if expected else len(each.parts)))
+        names = escape(join_names(each.parts, 3 if expected else len(each.parts)))
         why = "" if each.word == LEARNING else escape(each.why)
         hint = escape(each.hint)
         rows.append(
@@ -267,13 +267,13 @@ def _ends_table(flow: "Flow") -> str:
         return ""
     said = (
         f"The gradient of the first two layers is <strong>{ends.front_ratio:.3g}</strong> of the "
-        f"output's: <strong>{ends.word}</strong> (above {WANTED['front_ratio']:g} is wanted); "
-        f"that of the last two is {ends.back_ratio:.3g}."
+        f"output's: <strong>{ends.word}</strong> (above {FLOW_TARGETS['front_ratio']:g} is "
+        f"wanted); that of the last two is {ends.back_ratio:.3g}."
     )
     if not math.isnan(ends.weight_change):
         said += (
             f" The front's weights changed by <strong>{ends.weight_change:.4f}</strong> of their "
-            f"range (above {WANTED['weight_change']:g} is wanted)."
+            f"range (above {FLOW_TARGETS['weight_change']:g} is wanted)."
         )
     return f"<h2>Front and output</h2><p>{said}</p>"
 

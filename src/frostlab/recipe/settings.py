@@ -10,6 +10,7 @@ from frostlab.recipe.treatment import Positive, Strict
 StepKind = Literal["auto", "eager", "compiled", "captured"]
 Metric = Literal["accuracy", "macro_f1", "loss", "perplexity", "token_accuracy", "pearson"]
 LOWER_IS_BETTER = ("loss", "perplexity")
+METRIC_TARGETS = {"pearson": 0.3}  # wanted in a diagnosis where evaluate.target is null
 
 
 def _regular(every: int | str) -> int | str:
