@@ -21,8 +21,10 @@ from frostlab.flow.figures import (
     Row,
     front_svg,
     grid_of,
+    heat_png,
     heat_svgs,
     norm_svg,
+    require_drawing,
     rows_of,
 )
 from frostlab.flow.judge import FROZEN, LEARNING
@@ -115,10 +117,9 @@ def flow_map_text(flow: "Flow", width: int = 100) -> str:
 
 def flow_page(flow: "Flow", folder: Path) -> list[Path]:
     """Write `flow.html`, a page that opens offline, and `flow.png`, its heat map; needs altair."""
-    from frostlab.flow.figures import heat_png
-
     if not flow.reports:
         raise BadInput("flow_page: no step has been measured yet, so there is nothing to draw")
+    require_drawing()  # before anything is written
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -134,7 +135,7 @@ def _words(flow: "Flow", rows: Sequence[Row]) -> list[str]:
     """A word for each row that does more or less than learn."""
     verdicts, words = flow.verdicts(), []
     for row in rows:
-        own = [verdicts[flow.parts[i].name].word for i in row.places]
+        own = [verdicts[flow.parts[i].name].word for i in row.parts]
         frozen = own.count(FROZEN)
         if len(own) == 1 or len(set(own)) == 1:
             words.append("" if own[0] == LEARNING else own[0])
@@ -144,9 +145,9 @@ def _words(flow: "Flow", rows: Sequence[Row]) -> list[str]:
 
 
 def _together(grid: Grid) -> str:
-    if grid.together == 1:
+    if grid.reports_a_column == 1:
         return ", a column a report"
-    return f", a column the median of {grid.together} reports"
+    return f", a column the median of {grid.reports_a_column} reports"
 
 
 def _short(name: str, width: int) -> str:
@@ -180,7 +181,7 @@ def _legend(gradient: Grid, ratio: Grid, width: int) -> list[str]:
         lines.append(f"{TITLES[grid.quantity]}: " + "  ".join(shown))
     kinds = dict.fromkeys(kind for grid in (gradient, ratio) for kind in grid.kinds())
     signs = [f"{SIGNS[kind]} {MEANINGS[kind]}" for kind in SIGNS if kind in kinds]
-    if BROKEN in kinds and gradient.together > 1:
+    if BROKEN in kinds and gradient.reports_a_column > 1:
         signs[-1] += " in one of a column's reports"
     told = [*lines, "   ".join(signs)]
     return [line for each in told for line in wrap(each, width, subsequent_indent="  ")]
