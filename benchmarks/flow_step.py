@@ -45,7 +45,7 @@ class Side:
             halves = self.step.halves
             gradient = own_gradient if halves is None else halves.gradient
             flow = fl.watch(model, self.step.optimizer, self.every, verify=False, gradient=gradient)
-            self.step.flow = flow.start(by_hand=True)
+            self.step.flow = flow.start(hooks=False)
 
     def block(self) -> None:
         """As many steps as lie between two reports."""

@@ -14,9 +14,14 @@ from transformers import Adafactor
 
 import frostlab as fl
 from flowing import adamw, batch, loss_at, tiny_gpt, watched
-from frostlab.flow.activity import _chances, dead_share, entropy, saturated_share
+from frostlab.flow.activity import (
+    attention_probabilities,
+    dead_fraction,
+    entropy,
+    saturated_fraction,
+)
 from frostlab.flow.probe import Probe
-from frostlab.flow.tensors import look
+from frostlab.flow.tensors import read_layout
 
 
 def test_a_saved_flow_is_the_same_flow(tmp_path: Path) -> None:
@@ -133,7 +138,7 @@ def test_measuring_never_looks_at_a_value(asked: dict[str, bool]) -> None:
     fl.freeze(model, "layers[0].query")
     optimizer = adamw(model)
     loss_at(model, 0).backward()
-    probe = Probe(look(model, [optimizer]), [optimizer], **asked)
+    probe = Probe(read_layout(model, [optimizer]), [optimizer], **asked)
     with Seen() as seen:
         for _ in range(2):
             probe.before_clip()
@@ -181,8 +186,8 @@ def test_a_compiled_model_gives_the_same_numbers() -> None:
 def test_dead_and_saturated_units() -> None:
     made = torch.randn(4, 3, 8).relu() + 0.1
     made[..., :2] = 0.0
-    assert float(dead_share(made)) == float(dead_share(made[0, 0])) == 0.25
-    assert float(saturated_share(torch.tensor([0.001, 0.5, 0.999, 0.2]), 0.0, 1.0)) == 0.5
+    assert float(dead_fraction(made)) == float(dead_fraction(made[0, 0])) == 0.25
+    assert float(saturated_fraction(torch.tensor([0.001, 0.5, 0.999, 0.2]), 0.0, 1.0)) == 0.5
     model = tiny_gpt()
     with torch.no_grad():
         model.blocks[1].up.bias[:8] = -100.0
@@ -209,7 +214,9 @@ def test_chances_are_those_torch_mixes_values_with(hidden: str, kv: int) -> None
     if hidden == "added":
         given["attn_mask"] = torch.randn(2, 1, 5, 5)
     expected = F.scaled_dot_product_attention(query, key, value, **given)
-    found = _chances(query, key, value, **given) @ value.repeat_interleave(4 // kv, 1)
+    found = attention_probabilities(query, key, value, **given) @ value.repeat_interleave(
+        4 // kv, 1
+    )
     torch.testing.assert_close(found, expected)
 
 
@@ -258,7 +265,7 @@ def test_what_no_anatomy_knows_is_watched_by_module() -> None:
 def test_layers_with_activations_between_them_are_counted_as_layers() -> None:
     made = [nn.Linear(4, 4) if i % 2 == 0 else nn.ReLU() for i in range(9)]
     model = nn.Sequential(*made)
-    found = look(model, [adamw(model)])
+    found = read_layout(model, [adamw(model)])
     names = [[found.names[i] for i in end] for end in (found.front, found.back, found.output)]
     assert [name for end in names for name in end if name.endswith("weight")] == [
         "0.weight", "2.weight", "4.weight", "6.weight", "8.weight",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import frostlab as fl
 from flowing import batch, tiny_gpt
-from frostlab.flow.tensors import within
+from frostlab.flow.tensors import rows_within
 from frostlab.models.gpt import GPT
 from frostlab.roles.parts import Part, Rows
 from frostlab.roles.read import survey
@@ -360,5 +360,5 @@ def test_one_report_tells_of_no_change() -> None:
 
 def test_rows_within_what_is_held() -> None:
     held = Rows(12, 2, ((0, 4), (8, 12)))  # query and value of an interleaved weight
-    assert within(held, Rows(12, 2, ((8, 12),))) == Rows(8, 2, ((4, 8),))
-    assert within(Rows.whole(24), Rows(12, 2, ((4, 8),))) == Rows(12, 2, ((4, 8),))
+    assert rows_within(held, Rows(12, 2, ((8, 12),))) == Rows(8, 2, ((4, 8),))
+    assert rows_within(Rows.whole(24), Rows(12, 2, ((4, 8),))) == Rows(12, 2, ((4, 8),))

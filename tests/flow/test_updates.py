@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from frostlab.flow.probe import Probe
-from frostlab.flow.tensors import look
+from frostlab.flow.tensors import read_layout
 from zoo import build, loss_of
 
 
@@ -34,7 +34,7 @@ class Telling(torch.optim.AdamW):
 def measured(model: nn.Module, loss: Any, kind: type[torch.optim.AdamW]) -> tuple[Probe, Any]:
     groups = [list(model.parameters())[::2], list(model.parameters())[1::2]]  # in another order
     optimizer = kind([{"params": group} for group in groups], lr=1e-2)
-    probe = Probe(look(model, [optimizer]), [optimizer])
+    probe = Probe(read_layout(model, [optimizer]), [optimizer])
     for _ in range(2):
         loss(model).backward()
         next(model.parameters()).grad = None  # copied, as it will not be told of

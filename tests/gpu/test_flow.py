@@ -14,7 +14,7 @@ import frostlab as fl
 from flowing import adamw, batch, tiny_gpt
 from frostlab.flow.measurements import flows_of, load_flow
 from frostlab.flow.probe import Probe, own_gradient
-from frostlab.flow.tensors import look
+from frostlab.flow.tensors import read_layout
 from frostlab.recipe.settings import Optim, Train
 from frostlab.training.distributed import World
 from frostlab.training.step import build_step
@@ -64,7 +64,7 @@ def test_a_captured_measurement_is_the_eager_one(asked: dict[str, Any]) -> None:
     model = tiny_gpt().cuda()
     optimizer = adamw(model, capturable=True)
     ids, classes = (t.cuda() for t in batch(0))
-    probe = Probe(look(model, [optimizer]), [optimizer], **asked)
+    probe = Probe(read_layout(model, [optimizer]), [optimizer], **asked)
 
     def step() -> None:
         torch.nn.functional.cross_entropy(model(ids), classes).backward()
@@ -187,7 +187,7 @@ def test_measuring_waits_for_nothing(no_waiting: NoWaiting) -> None:
                       torch.device("cuda", 0), World(), steps=10)  # fmt: skip
     gradient = own_gradient if step.halves is None else step.halves.gradient
     step.flow = fl.watch(model, step.optimizer, every_n_steps=2, gradient=gradient).start(
-        by_hand=True
+        hooks=False
     )
     (parts,) = epochs("gpt classifier", 1, packed=True)
     for _ in range(6):  # seen, captured both ways, replayed

@@ -267,7 +267,7 @@ def taken(kind: type[EagerStep], parts: int, **more: Any) -> tuple[fl.Flow, Eage
     step = kind(Objective(model), optimizer, torch.float32, 0.5, World(), **more)
     step.flow = fl.watch(
         model, optimizer, every_n_steps=3, distance=True, gradient_cosine=True
-    ).start(by_hand=True)
+    ).start(hooks=False)
     for i, batch in enumerate(epochs("gpt classifier", 14, packed=True)):
         seed_step(0, i, 0, CPU)
         step(batch * parts, parts * batch[0].scored, 1e-3)

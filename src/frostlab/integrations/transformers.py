@@ -6,13 +6,13 @@ from typing import Any
 from transformers import TrainerCallback
 
 from frostlab.flow.measurements import check_save_path
-from frostlab.flow.watch import Tell, Watch, watch
+from frostlab.flow.watch import LiveFlow, OnReport, watch
 
 
 class Watching:
     """Begins and ends a flow; `.flow` is what was seen, also written to `path` at the end."""
 
-    flow: Watch
+    flow: LiveFlow
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class Watching:
         dead_units: bool = False,
         attention_entropy: bool = False,
         verify: bool = True,
-        on_report: Tell | None = None,
+        on_report: OnReport | None = None,
     ) -> None:
         self.every_n_steps, self.path = every_n_steps, path
         self.options: dict[str, Any] = {

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from frostlab.flow.measurements import parts_event
 from frostlab.flow.probe import own_gradient
 from frostlab.flow.tensors import local
-from frostlab.flow.watch import Watch, watch
+from frostlab.flow.watch import LiveFlow, watch
 from frostlab.recipe.settings import Every
 from frostlab.records.checkpoint import (
     Checkpoint,
@@ -104,19 +104,19 @@ def watch_stage(setting: Setting, progress: Progress, step: EagerStep) -> None:
     if asked.distance:
         _begin_where_the_stage_began(setting, progress, flow)
     if setting.folder is not None:
-        watched = flow.probe.watched
-        front = [watched.names[i] for i in watched.front]
+        layout = flow.probe.layout
+        front = [layout.names[i] for i in layout.front]
         name = setting.stages[progress.stage].name
         event = parts_event(flow, asked.every_n_steps, front)
         setting.folder.event("flow_parts", progress.step, stage=name, **event)
-    step.flow = flow.start(by_hand=True)
+    step.flow = flow.start(hooks=False)
 
 
-def _begin_where_the_stage_began(setting: Setting, progress: Progress, flow: Watch) -> None:
+def _begin_where_the_stage_began(setting: Setting, progress: Progress, flow: LiveFlow) -> None:
     """Keep the weights a stage begins with; one that goes on is measured from them."""
     path = Path(setting.path) / START
     names = {id(p): name for name, p in setting.model.named_parameters()}
-    learning: dict[str, nn.Parameter] = {names[id(p)]: p for p in flow.probe.watched.parameters}
+    learning: dict[str, nn.Parameter] = {names[id(p)]: p for p in flow.probe.layout.parameters}
     if progress.place == 0:
         weights = {name: whole(p.detach()) for name, p in learning.items()}
         if setting.folder is not None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from frostlab.errors import FrostlabError
-from frostlab.flow.watch import Watch
+from frostlab.flow.watch import LiveFlow
 from frostlab.storage import derive_seed
 from frostlab.training.batches.batch import Batch
 from frostlab.training.distributed import World, accumulating, same_buffers, whole
@@ -79,7 +79,7 @@ class EagerStep:
         self.clip, self.precision, self.reason, self.halves = clip, precision, reason, halves
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.reached = self.parameters
-        self.flow: Watch | None = None  # measures some of the steps
+        self.flow: LiveFlow | None = None  # measures some of the steps
         self.device = self.parameters[0].device
 
     def __call__(self, parts: list[Batch], scored: int, rate: float) -> Outcome:
