@@ -125,7 +125,7 @@ def test_a_saturated_sigmoid() -> None:
     )
     found = flow.frozen_by_accident()
     assert "layers.1.0" in found
-    assert "layers.1.1` puts out is saturated" in found["layers.1.0"].why
+    assert "of the output of `layers.1.1` is saturated" in found["layers.1.0"].why
     assert flow.reports[-1].saturated["layers.1.1"] > 0.9
     assert flow.reports[-1].saturated["layers.2.1"] < 0.1
     assert not {"layers.2.0", "head"} & set(found)
