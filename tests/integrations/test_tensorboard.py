@@ -107,7 +107,7 @@ def test_a_finished_run_is_written_at_the_times_it_happened(tmp_path: Path) -> N
         assert [e.value for e in found] == pytest.approx([e["metrics"][name] for e in looked])
         assert [e.wall_time for e in found] == pytest.approx([e["at"] for e in looked], abs=1e-3)
     assert scalars(read, "Gradient/norm") == pytest.approx(flow.norms())
-    with pytest.raises(fl.BadInput, match="holds no events"):
+    with pytest.raises(fl.BadInput, match="has no events"):
         export_run(tmp_path / "nothing", tmp_path / "other")
     assert not (tmp_path / "other").exists()
 

@@ -9,8 +9,12 @@ from frostlab.flow.measurements import check_save_path
 from frostlab.flow.watch import LiveFlow, OnReport, watch
 
 
-class Watching:
-    """Begins and ends a flow; `.flow` is what was seen, also written to `path` at the end."""
+class FlowCallback:
+    """Measures a flow over a training: shared by the Trainer's and Lightning's callbacks.
+
+    `.flow` is the flow, which is also saved to `path` at the end; the other options are those of
+    `fl.watch`.
+    """
 
     flow: LiveFlow
 
@@ -32,36 +36,36 @@ class Watching:
             "attention_entropy": attention_entropy, "verify": verify, "on_report": on_report,
         }  # fmt: skip
 
-    def begin(self, model: Any, optimizer: Any, step: int) -> None:
-        """Begin to watch, so many steps after the first."""
+    def start_flow(self, model: Any, optimizer: Any, step: int) -> None:
+        """Begin to measure; `step` is the number of steps already taken."""
         if self.path is not None:
-            check_save_path(self.path)  # training that ends in an error would be lost
+            check_save_path(self.path)  # before training, whose flow could not be saved
         self.flow = watch(model, optimizer, self.every_n_steps, **self.options)
         self.flow.step = step
         self.flow.start()
 
-    def end(self, writes: bool) -> None:
-        """End watching; one process writes."""
+    def stop_flow(self, saves: bool) -> None:
+        """Stop measuring, and save the flow if this process `saves`."""
         self.flow.stop()
-        if self.path is not None and writes:
+        if self.path is not None and saves:
             self.flow.save(self.path)
 
 
-class GradFlowCallback(Watching, TrainerCallback):
-    """Watches a Trainer's model; `.flow` is what was seen, also written to `path` at the end.
+class GradFlowCallback(FlowCallback, TrainerCallback):
+    """Measures the flow of a Trainer's model; `.flow` is also saved to `path` at the end.
 
-    The Trainer clips before anything is called, so norms before clipping are not known here.
+    The Trainer clips before it calls any callback, so norms before clipping are not measured.
     """
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **more: Any
     ) -> None:
-        """Begin to watch the optimizer inside accelerate's."""
+        """Begin to measure the optimizer that accelerate wraps."""
         inner: Any = optimizer
         while hasattr(inner, "accelerator_state"):
             inner = inner.optimizer
-        self.begin(model, inner, state.global_step)
+        self.start_flow(model, inner, state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """End watching, and write."""
-        self.end(state.is_world_process_zero)
+        """Stop measuring, and save the flow."""
+        self.stop_flow(state.is_world_process_zero)
