@@ -206,9 +206,11 @@ def test_the_sentence_names_what_is_wrong(runs: Path) -> None:
     assert sentence_of(flow) == (
         "1 of 18 parts moved though it is frozen: layers[0].query; 1 is frozen on purpose"
     )
-    told = Diagnosis(runs, "running", None, 7, "pearson", 0.25, {"train": flow}, {"pearson": 0.3})
-    assert told.validation == "validation pearson 0.25 (wanted > 0.3, not reached)"
-    assert not told.healthy
+    diagnosis = Diagnosis(
+        runs, "running", None, 7, "pearson", 0.25, {"train": flow}, {"pearson": 0.3}
+    )
+    assert diagnosis.validation == "validation pearson 0.25 (wanted > 0.3, not reached)"
+    assert not diagnosis.healthy
 
 
 @pytest.mark.parametrize("name", shipped_recipes())

@@ -1,4 +1,4 @@
-"""A flow's heat maps say what its numbers say, in a terminal, in a page and in a picture."""
+"""A flow for people: the table, the map in the terminal, the page and its pictures."""
 
 import importlib
 import json
@@ -304,3 +304,14 @@ def test_kinds_of_cells(faulty: fl.Flow) -> None:
     grid = grid_of(faulty, "gradient", chosen, 99)
     assert [line[0].kind for line in grid.cells] == [FROZEN, UNREACHED, NUMBER, NUMBER]
     assert grid_of(faulty, "ratio", chosen, 99).cells[2][0].kind == ZERO
+
+
+def test_the_table_shows_frozen_parts_without_numbers() -> None:
+    model = tiny_gpt()
+    fl.freeze(model, "query")
+    flow = watched(model, adamw(model))
+    lines = {line.split()[0]: line.split()[1:] for line in flow.table().splitlines() if line}
+    assert lines["layers[0].query"] == ["–", "–", "–", "–", "frozen", "on", "purpose"]
+    assert lines["layers[0].key"][-1] == "learning"
+    assert "before clip" not in flow.table()
+    assert flow.table().splitlines()[-1].startswith("front/output gradient ")

@@ -1,5 +1,6 @@
-"""What a flow says, against a plain loop over rows: the same numbers, whatever the loop is."""
+"""The numbers of a flow are those of a plain loop over rows, and nothing waits for them."""
 
+import copy
 import math
 from typing import Any
 
@@ -7,10 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import frostlab as fl
-from flowing import batch, tiny_gpt
-from frostlab.flow.tensors import rows_within
+from flowing import adamw, batch, loss_at, tiny_gpt, watched
+from frostlab.flow.probe import Probe
+from frostlab.flow.tensors import read_layout, rows_within
 from frostlab.models.gpt import GPT
 from frostlab.roles.parts import Part, Rows
 from frostlab.roles.read import survey
@@ -362,3 +365,103 @@ def test_rows_within_what_is_held() -> None:
     held = Rows(12, 2, ((0, 4), (8, 12)))  # query and value of an interleaved weight
     assert rows_within(held, Rows(12, 2, ((8, 12),))) == Rows(8, 2, ((4, 8),))
     assert rows_within(Rows.whole(24), Rows(12, 2, ((4, 8),))) == Rows(12, 2, ((4, 8),))
+
+
+class MeasuringAdamW(torch.optim.AdamW):
+    """Measures its steps as the fused kernel does: only what has a gradient, if it is to."""
+
+    sums: Tensor | None = None
+    measures = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        held = [p for group in self.param_groups for p in group["params"]]
+        before = [p.clone() for p in held]
+        super().step()
+        if not self.measures or self.sums is None:
+            return
+        self.sums.zero_()
+        for row, p, was in zip(self.sums, held, before, strict=True):
+            if p.grad is not None:
+                row[0], row[1] = was.double().square().sum(), (p - was).double().square().sum()
+
+
+def measured(model: nn.Module, loss: Any, kind: type[torch.optim.AdamW]) -> tuple[Probe, Any]:
+    groups = [list(model.parameters())[::2], list(model.parameters())[1::2]]  # in another order
+    optimizer = kind([{"params": group} for group in groups], lr=1e-2)
+    probe = Probe(read_layout(model, [optimizer]), [optimizer])
+    for _ in range(2):
+        loss(model).backward()
+        next(model.parameters()).grad = None  # copied, because the optimizer does not measure it
+        probe.before_step()
+        optimizer.step()
+        probe.after_step()
+        optimizer.zero_grad()
+    return probe, optimizer
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])  # rows of fused weights; whole ones
+def test_what_it_says_is_what_copies_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = build(name)
+    twin, copied = copy.deepcopy(model), []
+    plain, known = torch.empty_like, {p.data_ptr(): p for p in model.parameters()}
+
+    def keep(tensor: Tensor) -> None:
+        if tensor.data_ptr() in known:  # AdamW makes others
+            copied.append(known[tensor.data_ptr()])
+
+    def loss(which: nn.Module) -> Tensor:
+        return loss_of(which, inputs)
+
+    expected, _ = measured(twin, loss, torch.optim.AdamW)
+    monkeypatch.setattr(torch, "empty_like", lambda t, **k: keep(t) or plain(t, **k))
+    found, optimizer = measured(model, loss, MeasuringAdamW)
+    for quantity in ("weight", "update"):
+        assert float(expected.views[quantity].sum()) > 0
+        torch.testing.assert_close(
+            found.views[quantity], expected.views[quantity], rtol=1e-5, atol=0.0
+        )
+    assert not optimizer.measures  # other steps cost nothing
+    first, *fused = {id(t): t for t in copied}.values()
+    assert first.shape == next(model.parameters()).shape
+    assert len(fused) == (
+        4 if name == "gpt2" else 0
+    )  # c_attn's weights and biases: three parts each
+
+
+class Seen(TorchDispatchMode):
+    """The operations that ran, and the bytes that were alive at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("asked", [{}, {"distance": True, "gradient_cosine": True}])
+def test_measuring_never_looks_at_a_value(asked: dict[str, bool]) -> None:
+    """Whatever reads a value waits for the device, and cannot be captured in a graph."""
+    model = tiny_gpt()
+    fl.freeze(model, "layers[0].query")
+    optimizer = adamw(model)
+    loss_at(model, 0).backward()
+    probe = Probe(read_layout(model, [optimizer]), [optimizer], **asked)
+    with Seen() as seen:
+        for _ in range(2):
+            probe.before_clip()
+            probe.before_step(torch.tensor(0.5))
+            probe.after_step()
+    assert "aten::_foreach_norm.Scalar" in seen.names
+    waits = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "unique", "masked_select")
+    assert not [name for name in seen.names if name.split("::")[1].split(".")[0] in waits]
+    assert probe.values.data_ptr() == probe.views["gradient"].data_ptr()
+
+
+def test_a_tensor_as_learning_rate_is_read_on_the_device() -> None:
+    model = tiny_gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3))
+    flow = watched(model, optimizer, steps=1)
+    assert flow.reports[0].rates == pytest.approx((1e-3,))

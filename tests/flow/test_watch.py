@@ -1,17 +1,22 @@
-"""Loops as people write them: nothing moves, several optimizers, copies, pauses, half precision."""
+"""Any loop is measured: several optimizers, hooks, freezing and growing while watched."""
 
 import copy
+import math
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import Adafactor
 
 import frostlab as fl
+from flowing import adamw, loss_at, tiny_gpt, watched
 from frostlab.errors import BadInput
 from frostlab.flow.diagnosis import Diagnosis, sentence_of
+from frostlab.flow.judge import FROZEN, LEARNING, UNKNOWN
 from frostlab.integrations.transformers import GradFlowCallback
 
 
@@ -75,9 +80,9 @@ def test_before_anything_is_measured_nothing_is_said_to_learn() -> None:
     assert {v.word for v in flow.verdicts().values()} == {"not measured yet"}
     assert not flow.frozen_by_accident()
     assert sentence_of(flow) == "no step has been measured yet"
-    told = Diagnosis(Path("run"), "running", None, 0, None, None, {"1": flow})
-    assert told.healthy is None
-    assert told.to_dict()["healthy"] is None
+    diagnosis = Diagnosis(Path("run"), "running", None, 0, None, None, {"1": flow})
+    assert diagnosis.healthy is None
+    assert diagnosis.to_dict()["healthy"] is None
 
 
 class Pair(nn.Module):
@@ -193,4 +198,170 @@ def test_what_cannot_be_watched_or_written_is_said_before_training(tmp_path: Pat
         train(model, optimizer).save(tmp_path)
     callback = GradFlowCallback(path=tmp_path / "nowhere" / "flow.json")
     with pytest.raises(BadInput, match="nowhere does not exist"):
-        callback.begin(model, optimizer, 0)
+        callback.start_flow(model, optimizer, 0)
+
+
+def test_freezing_while_watched_is_seen() -> None:
+    model = tiny_gpt()
+    optimizer = adamw(model)
+    start = model.head.weight.detach().clone()
+    with fl.watch(model, optimizer, every_n_steps=1, distance=True) as flow:
+        for step in range(3):
+            if step == 1:
+                model.blocks[0].up.requires_grad_(False)
+            loss_at(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert flow.verdicts()["layers[0].up"].word == FROZEN
+    assert not math.isnan(flow.series("layers[0].up", "ratio")[1])
+    assert math.isnan(flow.series("layers[0].up", "ratio")[2])
+    moved = float((model.head.weight.detach() - start).norm() / start.norm())
+    assert flow.series("head", "distance")[3] == pytest.approx(moved, rel=1e-4)
+    assert not flow.frozen_by_accident()
+
+
+def train_on(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        loss_at(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_what_is_frozen_while_watched_is_proven_from_then_on() -> None:
+    model = tiny_gpt()
+    optimizer = adamw(model)
+    with fl.watch(model, optimizer, every_n_steps=2) as flow:
+        train_on(model, optimizer, range(2))
+        model.blocks[0].requires_grad_(False)
+        train_on(model, optimizer, range(2, 4))
+        model.blocks[0].up.weight.data[0] += 1
+    assert flow.moved == ("layers[0].up",)
+    assert flow.verdicts()["layers[0].down"].word == FROZEN
+
+
+def test_what_is_thawed_while_watched_may_move() -> None:
+    """Also after the last report."""
+    model = tiny_gpt()
+    model.blocks[0].requires_grad_(False)
+    optimizer = adamw(model)
+    with fl.watch(model, optimizer, every_n_steps=10) as flow:
+        train_on(model, optimizer, range(2))
+        model.blocks[0].requires_grad_(True)
+        train_on(model, optimizer, range(2, 4))
+    assert flow.moved == ()
+    thawed = {n for n, v in flow.verdicts().items() if v.word == UNKNOWN}
+    assert thawed
+    assert all(name.startswith("layers[0].") for name in thawed)
+    assert {v.word for v in flow.verdicts().values()} == {LEARNING, UNKNOWN}
+
+
+def test_a_tensor_in_the_place_of_another_is_seen() -> None:
+    """A head replaced after the optimizer was built never learns."""
+    model = tiny_gpt()
+    optimizer = adamw(model)
+    with fl.watch(model, optimizer, every_n_steps=1) as flow:
+        train_on(model, optimizer, range(2))
+        model.head = nn.Linear(16, 2, bias=False)
+        train_on(model, optimizer, range(2, 4))
+    assert list(flow.frozen_by_accident()) == ["head"]
+    assert flow.verdicts()["head"].why == "it is missing from the optimizer"
+
+
+def test_a_model_frozen_as_a_whole_at_the_end() -> None:
+    model = tiny_gpt()
+    optimizer = adamw(model)
+    with fl.watch(model, optimizer, every_n_steps=1) as flow:
+        train_on(model, optimizer, range(2))
+        model.requires_grad_(False)
+    assert len(flow.reports) == 2
+
+
+def test_hooks_and_copies_go_with_the_watch() -> None:
+    model = tiny_gpt()
+    optimizer = adamw(model)
+    flow = fl.watch(model, optimizer, every_n_steps=1, dead_units=True, attention_entropy=True)
+    with flow:
+        with pytest.raises(fl.BadInput, match="already watching"):
+            flow.start()
+        loss_at(model, 0).backward()
+        optimizer.step()
+        assert flow._probe is not None
+        assert flow._probe._updates._before == []
+    assert flow._probe is None
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    optimizer.step()
+    assert [report.step for report in flow.reports] == [1]
+
+
+def test_an_optimizer_without_a_learning_rate_is_watched() -> None:
+    """Such as Adafactor, which makes its own from the weights."""
+    model = tiny_gpt()
+    lost = {id(p) for p in model.blocks[1].up.parameters()}
+    kept = [p for p in model.parameters() if id(p) not in lost]
+    flow = watched(model, Adafactor(kept), steps=6)
+    assert all(math.isnan(rate) for report in flow.reports for rate in report.rates)
+    assert list(flow.frozen_by_accident()) == ["layers[1].up"]
+    words = {v.word for n, v in flow.verdicts().items() if n != "layers[1].up"}
+    assert words == {"learning"}
+    assert "of its weights" in flow.verdicts()["head"].why
+
+
+@pytest.mark.slow
+def test_a_compiled_model_gives_the_same_numbers() -> None:
+    plain, compiled = tiny_gpt(), tiny_gpt()
+    expected = watched(plain, adamw(plain), steps=3, every_n_steps=1)
+    found = watched(torch.compile(compiled), adamw(compiled), steps=3, every_n_steps=1)  # type: ignore[arg-type]
+    assert found.parts == expected.parts
+    for mine, theirs in zip(found.reports, expected.reports, strict=True):
+        for quantity in ("gradient", "weight", "update"):
+            assert mine.values[quantity] == pytest.approx(
+                theirs.values[quantity], rel=1e-2, abs=1e-6
+            )
+
+
+def test_a_group_added_while_watched_is_seen() -> None:
+    """Also one that holds what required a gradient all the time."""
+    model = tiny_gpt()
+    head = list(model.head.parameters())
+    rest = [p for p in model.parameters() if all(p is not q for q in head)]
+    optimizer = torch.optim.AdamW(rest, lr=1e-3)
+    with fl.watch(model, optimizer, every_n_steps=1) as flow:
+        for step in range(6):
+            if step == 3:
+                assert list(flow.frozen_by_accident()) == ["head"]
+                optimizer.add_param_group({"params": head, "lr": 2e-3})
+            loss_at(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [report.rates for report in flow.reports] == [(1e-3,)] * 3 + [(1e-3, 2e-3)] * 3
+    assert flow.frozen_by_accident() == {}
+    assert [update > 0 for update in flow.series("head", "update").values()] == [False] * 3 + [
+        True
+    ] * 3
+
+
+@pytest.mark.parametrize("at", ["bottom", "top"])
+def test_layers_added_while_watched_keep_the_past_of_the_others(at: Any) -> None:
+    model = tiny_gpt()
+    optimizer = adamw(model)
+    old = {id(p) for p in model.parameters()}
+    with fl.watch(model, optimizer, every_n_steps=1) as flow:
+        for step in range(4):
+            if step == 2:
+                before = {part: flow.series(part, "gradient") for part in ("head", "layers[0].key")}
+                fl.grow(model, layers=1, at=at)
+                new = [p for p in model.parameters() if id(p) not in old]
+                optimizer.add_param_group({"params": new})
+            loss_at(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    was, came = ("layers[1]", "layers[0]") if at == "bottom" else ("layers[0]", "layers[3]")
+    for name, part in (("head", "head"), ("layers[0].key", f"{was}.key")):
+        assert dict(list(flow.series(part, "gradient").items())[:2]) == before[name]
+    seen = flow.series(f"{came}.down", "weight")
+    assert [math.isnan(weight) for weight in seen.values()] == [True, True, False, False]
+    assert len(flow.table().splitlines()) > len(flow.parts)
