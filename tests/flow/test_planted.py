@@ -57,5 +57,5 @@ def test_each_planted_fault_is_named_and_shown(fault: Any) -> None:
 
 def test_every_fault_of_the_document_is_there() -> None:
     text = (ROOT / "docs" / "gradient-flow.md").read_text()
-    assert re.findall(r"^### (.*)$", text, re.MULTILINE) == [f.planted for f in PLANTED.FAULTS]
+    assert re.findall(r"^### (.*)$", text, re.MULTILINE) == [f.description for f in PLANTED.FAULTS]
     assert {f.name for f in PLANTED.FAULTS} == set(NAMED)
