@@ -1,8 +1,8 @@
-"""What watching costs frostlab's own step: a BERT step, captured on CUDA, watched every 10.
+"""Cost of watching every 10th of frostlab's own steps: a BERT step, captured on CUDA.
 
-Three sides in turn in one process, each with a model of its own: not watched, not watched again
-(how far from 1 is noise), and watched as a run watches. Each figure is the ratio of whole blocks of
-steps to the same blocks of the first side.
+Three sides, interleaved in one process, each with its own model: unwatched, unwatched again (to
+show how far from 1 is noise), and watched as in a run. Each figure is the ratio of blocks of steps
+to the same blocks of the first side.
 
 python benchmarks/flow_step.py [--small] [--rounds 20] [--batch 32] [--length 128] [--every 10]
 """
@@ -45,10 +45,10 @@ class Side:
             copies = self.step.copies
             gradient = own_gradient if copies is None else copies.gradient
             flow = fl.watch(model, self.step.optimizer, self.every, verify=False, gradient=gradient)
-            self.step.flow = flow.start(by_hand=True)
+            self.step.flow = flow.start(hooks=False)
 
     def block(self) -> None:
-        """As many steps as lie between two reports."""
+        """Take the steps from one report to the next."""
         for _ in range(self.every):
             seed_step(0, self.taken, 0, self.where)
             self.step([self.batch], self.batch.scored, 1e-5)
@@ -62,7 +62,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--every", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=10_000, help="that it would be compiled for")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=10_000,
+        help="length of the run, which decides whether the step is compiled",
+    )
     options = parser.parse_args()
     sides: dict[str, Side] = {}
     memory: dict[str, int | None] = {}

@@ -1,4 +1,4 @@
-"""Six faults planted in small models, and what watching says of each.
+"""Six faults planted in small models, and the verdicts of `fl.watch` on each.
 
 Prints the section of docs/gradient-flow.md that shows them, and writes a heat map a fault to OUT;
 `--pages` writes the whole page of each too.
@@ -32,7 +32,7 @@ def small_gpt() -> GPT:
 
 
 class Sigmoids(nn.Module):
-    """A stack without a residual path, which no anatomy knows: it is watched module by module."""
+    """A stack without a residual path and without a known anatomy: a part is a module."""
 
     def __init__(self, layers: int, width: int = 16) -> None:
         super().__init__()
@@ -49,15 +49,15 @@ class Sigmoids(nn.Module):
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> fl.Flow:
-    """Forty steps on a task that can be learned, watched at every second one."""
-    made = torch.Generator().manual_seed(0)
-    with fl.watch(model, optimizer, every=EVERY, **options) as flow:
+    """Take forty steps on a task that can be learned, and measure every second one."""
+    generator = torch.Generator().manual_seed(0)
+    with fl.watch(model, optimizer, every_n_steps=EVERY, **options) as flow:
         for _ in range(STEPS):
             if isinstance(model, GPT):
-                x = torch.randint(0, SYMBOLS, (16, 16), generator=made)
+                x = torch.randint(0, SYMBOLS, (16, 16), generator=generator)
                 classes = x[:, 0] % 2
             else:
-                x = torch.randn(16, 16, generator=made)
+                x = torch.randn(16, 16, generator=generator)
                 classes = (x[:, 0] > 0).long()
             F.cross_entropy(model(x), classes).backward()
             optimizer.step()
@@ -65,9 +65,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) ->
     return flow
 
 
-def without(model: nn.Module, some: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    lost = {id(p) for p in some}
-    return [p for p in model.parameters() if id(p) not in lost]
+def without(model: nn.Module, left_out: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    ids = {id(p) for p in left_out}
+    return [p for p in model.parameters() if id(p) not in ids]
 
 
 def detached() -> fl.Flow:
@@ -94,7 +94,7 @@ def saturated() -> fl.Flow:
     with torch.no_grad():
         for parameter in model.layers[1].parameters():
             parameter.mul_(3000.0)
-    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), units=True)
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), dead_units=True)
 
 
 def missing() -> fl.Flow:
@@ -113,10 +113,10 @@ def masked() -> fl.Flow:
 
 @dataclass(frozen=True)
 class Fault:
-    """What was planted, how to train with it, and the parts to show beside healthy ones."""
+    """A fault: its description, how to train with it, and the parts to show."""
 
     name: str
-    planted: str
+    description: str
     flow: Callable[[], fl.Flow]
     show: tuple[str, ...]
 
@@ -130,7 +130,8 @@ FAULTS = (
     Fault("vanishing", "Forty sigmoid layers without a residual path, SGD", vanishing,
           ("layers.0.0", "layers.20.0", "layers.30.0", "layers.35.0", "layers.38.0", "layers.39.0",
            "head")),
-    Fault("saturated", "A sigmoid whose inputs are 3000 × too large, SGD, `units=True`", saturated,
+    Fault("saturated", "A sigmoid whose inputs are 3000 × too large, SGD, `dead_units=True`",
+          saturated,
           ("layers.0.0", "layers.1.0", "layers.2.0", "head")),
     Fault("missing", "`layers[0].down` missing from the optimizer", missing,
           ("layers[0].up", "layers[0].down", "layers[1].down")),
@@ -140,7 +141,7 @@ FAULTS = (
 
 
 def excerpt(text: str, flow: fl.Flow, show: tuple[str, ...]) -> str:
-    """The lines of some parts; dots stand for the others."""
+    """Return the lines of some parts, with dots for the others."""
     names, kept = {part.name for part in flow.parts}, []
     for line in text.splitlines():
         first = line.split("  ")[0].strip()
@@ -152,9 +153,9 @@ def excerpt(text: str, flow: fl.Flow, show: tuple[str, ...]) -> str:
 
 
 def section(fault: Fault, flow: fl.Flow) -> str:
-    """What the document shows of a fault."""
+    """Return the section of the document on a fault."""
     return "\n".join([
-        f"### {fault.planted}", "", f"> {sentence_of(flow)}", "",
+        f"### {fault.description}", "", f"> {sentence_of(flow)}", "",
         "```", excerpt(flow.table(), flow, fault.show), "```", "",
         "```", excerpt(flow_map_text(flow, 96), flow, fault.show), "```", "",
         f"![heat maps](images/flow-{fault.name}.png)", "",

@@ -55,7 +55,11 @@ VARY = ["model.residual", "model.head", "model.gradient_scale"]
 PLAIN = {"model.residual": "none", "model.head": "linear", "model.gradient_scale": 1.0}
 HEARING: dict[str, Any] = {  # decoders of EEG, watched
     "recipe": hearing(
-        data__subjects=3, data__unseen=2, model__layers=3, train__epochs=1, watch={"every": 1}
+        data__subjects=3,
+        data__unseen=2,
+        model__layers=3,
+        train__epochs=1,
+        watch={"every_n_steps": 1},
     ),
     "vary": VARY,
     "arms": [

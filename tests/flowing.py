@@ -38,12 +38,12 @@ def watched(
     optimizer: torch.optim.Optimizer,
     loss: Callable[[int], Tensor] | None = None,
     steps: int = 10,
-    every: int = 2,
+    every_n_steps: int = 2,
     schedule: Any = None,
     **options: Any,
 ) -> fl.Flow:
     """Train a little, watching."""
-    with fl.watch(model, optimizer, every=every, **options) as flow:
+    with fl.watch(model, optimizer, every_n_steps=every_n_steps, **options) as flow:
         for step in range(steps):
             (loss_at(model, step) if loss is None else loss(step)).backward()
             optimizer.step()

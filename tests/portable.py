@@ -17,7 +17,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOMS = ("models", "surgery", "scoring", "data/eeg")
 MODULES = {
-    "flow": ("changes", "faults", "flow", "loops", "numbers", "updates"),
+    "flow": ("activity", "judge", "measurements", "probe", "tensors", "watch"),
     "training": ("batching", "halves", "joining", "losses", "metrics", "norms", "packing",
                  "prefix", "signal_losses", "stepping", "supervision"),
 }  # fmt: skip

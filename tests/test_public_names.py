@@ -30,10 +30,10 @@ def test_every_kind_of_recipe_takes_settings(tmp_path: Path) -> None:
         tmp_path / "mine.yaml",
         str(tmp_path / "mine.yaml"),
     ):
-        changed, name = _resolve(recipe, {"optim.lr": 0.5, "watch.every": 7}, 4, None)
+        changed, name = _resolve(recipe, {"optim.lr": 0.5, "watch.every_n_steps": 7}, 4, None)
         assert (changed.optim.lr, changed.seed) == (0.5, 4)
         assert changed.watch is not None
-        assert changed.watch.every == 7
+        assert changed.watch.every_n_steps == 7
         assert name == ("mine" if isinstance(recipe, str | Path) else "run")
         same, _ = _resolve(recipe, {}, None, None)
         assert same == recipe_from(tiny())

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         StaleOptimizer,
         UnknownArchitecture,
     )
-    from frostlab.flow.measurements import Flow, flow_of, load_flow
+    from frostlab.flow.measurements import Flow, load_flow
     from frostlab.flow.watch import watch
     from frostlab.integrations.transformers import GradFlowCallback
     from frostlab.recipe.load import load_recipe
@@ -61,7 +61,6 @@ _HOMES = {
     "compare": "comparison.run",
     "early_exits": "training.exits",
     "export": "surgery.save",
-    "flow_of": "flow.measurements",
     "freeze": "surgery.freeze",
     "fused": "roles.description",
     "grow": "surgery.grow",
@@ -103,7 +102,6 @@ __all__ = [
     "compare",
     "early_exits",
     "export",
-    "flow_of",
     "freeze",
     "fused",
     "grow",

@@ -147,7 +147,7 @@ def test_gradients_of_the_front_stand_beside(heard: fl.Comparison) -> None:
     found = heard.evidence.flow
     for arm in ("v1", "v2"):
         runs = [diagnose(heard.folder / "runs" / f"{arm}-s{s}") for s in (0, 1)]
-        ratios = [list(run.flows.values())[-1].ends().front_ratio for run in runs]
+        ratios = [list(run.flows.values())[-1].depth_ratios().front_ratio for run in runs]
         assert found[arm]["front_ratio"].summary.mean == pytest.approx(np.mean(ratios))
         updates = []
         for run in runs:

@@ -18,7 +18,7 @@ from zoo import Inputs, build, loss_of
 
 def train(model: nn.Module, inputs: Inputs, share: slice) -> fl.Flow:
     optimizer = adamw(model, lr=1e-2)
-    with fl.watch(model, optimizer, every=1, change=True, agreement=True) as flow:
+    with fl.watch(model, optimizer, every_n_steps=1, distance=True, gradient_cosine=True) as flow:
         for step in range(3):
             if not inputs:
                 ids, classes = batch(step)
@@ -34,10 +34,11 @@ def check(found: fl.Flow, expected: fl.Flow) -> None:
     assert found.parts == expected.parts
     for mine, theirs in zip(found.reports, expected.reports, strict=True):
         for quantity, values in theirs.values.items():
-            tolerance = 1e-3 if quantity != "agreement" else 0.02
+            tolerance = 1e-3 if quantity != "gradient_cosine" else 0.02
             torch.testing.assert_close(
                 torch.tensor(mine.values[quantity]), torch.tensor(values),
-                rtol=tolerance, atol=1e-5 if quantity != "agreement" else 0.02, equal_nan=True,
+                rtol=tolerance, equal_nan=True,
+                atol=1e-5 if quantity != "gradient_cosine" else 0.02,
                 msg=lambda text, q=quantity: f"{q}: {text}",
             )  # fmt: skip
         for end, size in theirs.largest.items():

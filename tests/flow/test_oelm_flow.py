@@ -37,7 +37,7 @@ def flows(study: Any) -> dict[str, fl.Flow]:
 def test_a_role_is_all_its_layers_together(study: Any, flows: dict[str, fl.Flow]) -> None:
     flow = flows["none"]
     layers = [f"layers[{i}].value" for i in range(2)]
-    for quantity in ("gradient", "ratio", "change"):
+    for quantity in ("gradient", "ratio", "distance"):
         series = study.role_series(flow, "value", quantity)
         own = [list(flow.series(name, quantity).values()) for name in layers]
         assert len(series) == 4

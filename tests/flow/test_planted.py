@@ -28,7 +28,7 @@ NAMED: dict[str, tuple[set[str], str, str]] = {
     "detached": ({f"layers[1].{role}" for role in LAYER}, "not learning", "detached from the loss"),
     "rate-zero": ({f"layers[2].{role}" for role in LAYER}, "not learning", "learning rate is 0"),
     "vanishing": ({f"layers.{i}.0" for i in range(30)}, "not learning", "its gradient vanishes"),
-    "saturated": ({"layers.1.0"}, "not learning", "`layers.1.1` puts out is saturated"),
+    "saturated": ({"layers.1.0"}, "not learning", "output of `layers.1.1` is saturated"),
     "missing": ({"layers[0].down"}, "not learning", "missing from the optimizer"),
     "masked": ({"layers[1].query"}, "moved by weight decay alone", "gradient is exactly zero"),
 }
@@ -57,5 +57,5 @@ def test_each_planted_fault_is_named_and_shown(fault: Any) -> None:
 
 def test_every_fault_of_the_document_is_there() -> None:
     text = (ROOT / "docs" / "gradient-flow.md").read_text()
-    assert re.findall(r"^### (.*)$", text, re.MULTILINE) == [f.planted for f in PLANTED.FAULTS]
+    assert re.findall(r"^### (.*)$", text, re.MULTILINE) == [f.description for f in PLANTED.FAULTS]
     assert {f.name for f in PLANTED.FAULTS} == set(NAMED)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 import frostlab as fl
 from flowing import adamw, batch, tiny_gpt
-from frostlab.flow.measurements import flow_of, flows_of
+from frostlab.flow.measurements import flows_of, load_flow
 from frostlab.flow.probe import Probe, own_gradient
-from frostlab.flow.tensors import look
+from frostlab.flow.tensors import read_layout
 from frostlab.recipe.settings import Optim, Train
 from frostlab.training.distributed import Compute
 from frostlab.training.step import build_step
@@ -38,7 +38,10 @@ def flow_on(device: str, allowed: NoWaiting) -> fl.Flow:
     model = tiny_gpt().to(device)
     optimizer = adamw(model, foreach=True)
     batches = [tuple(t.to(device) for t in batch(step)) for step in range(4)]
-    with fl.watch(model, optimizer, every=1, change=True, agreement=True) as flow, allowed():
+    with (
+        fl.watch(model, optimizer, every_n_steps=1, distance=True, gradient_cosine=True) as flow,
+        allowed(),
+    ):
         for ids, classes in batches:
             torch.nn.functional.cross_entropy(model(ids), classes).backward()
             flow.before_clip()
@@ -56,12 +59,12 @@ def test_a_gpu_gives_the_numbers_of_the_cpu_without_waiting(no_waiting: NoWaitin
             ), quantity
 
 
-@pytest.mark.parametrize("asked", [{}, {"change": True, "agreement": True}])
+@pytest.mark.parametrize("asked", [{}, {"distance": True, "gradient_cosine": True}])
 def test_a_captured_measurement_is_the_eager_one(asked: dict[str, Any]) -> None:
     model = tiny_gpt().cuda()
     optimizer = adamw(model, capturable=True)
     ids, classes = (t.cuda() for t in batch(0))
-    probe = Probe(look(model, [optimizer]), [optimizer], **asked)
+    probe = Probe(read_layout(model, [optimizer]), [optimizer], **asked)
 
     def step() -> None:
         torch.nn.functional.cross_entropy(model(ids), classes).backward()
@@ -107,7 +110,7 @@ def test_a_captured_measurement_is_the_eager_one(asked: dict[str, Any]) -> None:
 
 def watched_run(folder: Path, **changes: Any) -> fl.RunRecord:
     settings = {"model__dropout": 0.0, "optim__lr": 1e-4, "optim__clip": 0.3, **changes}
-    watch = settings.pop("watch", {"every": 5, "change": True, "agreement": True})
+    watch = settings.pop("watch", {"every_n_steps": 5, "distance": True, "gradient_cosine": True})
     return fl.run(tiny(watch=watch, train__epochs=4, **settings), out=folder)
 
 
@@ -116,7 +119,7 @@ def close(found: fl.Flow, wanted: fl.Flow, rel: float, shared: float) -> None:
     assert found.parts == wanted.parts
     assert [r.step for r in found.reports] == [r.step for r in wanted.reports]
     for mine, theirs in zip(found.reports, wanted.reports, strict=True):
-        for name in ("gradient", "before_clip", "weight", "update", "change"):
+        for name in ("gradient", "before_clip", "weight", "update", "distance"):
             least = shared * max(theirs.values[name])
             assert mine.values[name] == pytest.approx(
                 theirs.values[name], rel=rel, abs=least, nan_ok=True
@@ -136,7 +139,7 @@ def test_a_captured_run_is_measured_as_an_eager_one(
             tmp_path / kind, train__step=kind, train__precision=precision, train__batching=batching
         )
         assert record.result["stepping"][-1]["how"] == kind, record.result["stepping"]
-        flows[kind] = flow_of(record.folder)
+        flows[kind] = load_flow(record.folder)
         norms = [x for e in record.events() if e["kind"] == "step" for x in e["norm"]]
         for step, norm in flows[kind].norms("before_clip").items():
             assert norm == pytest.approx(norms[step - 1], rel=1e-3)
@@ -146,7 +149,7 @@ def test_a_captured_run_is_measured_as_an_eager_one(
         (1e-2, 1e-3) if precision == "float32" else (0.1, 2e-2)
     ))  # fmt: skip
     assert [r.step for r in flows["captured"].reports] == [1, 6, 11, 16, 21, 26, 31]
-    agreed = [r.of("agreement", 0) for r in flows["captured"].reports]
+    agreed = [r.of("gradient_cosine", 0) for r in flows["captured"].reports]
     assert math.isnan(agreed[0])
     assert not any(map(math.isnan, agreed[1:]))
 
@@ -156,7 +159,7 @@ def test_watching_leaves_a_run_as_it_is(kind: str, tmp_path: Path) -> None:
     """As near as two runs that nobody watched are to each other."""
     records = [
         watched_run(tmp_path / str(i), train__step=kind, train__precision="float32", watch=asked)
-        for i, asked in enumerate((None, None, {"every": 3}))
+        for i, asked in enumerate((None, None, {"every_n_steps": 3}))
     ]
     losses = [[x for e in r.events() if e["kind"] == "step" for x in e["loss"]] for r in records]
     noise = max(abs(a - b) for a, b in zip(*losses[:2], strict=True))
@@ -169,7 +172,7 @@ def test_watching_leaves_a_run_as_it_is(kind: str, tmp_path: Path) -> None:
 
 def test_every_stage_of_a_captured_run_is_measured(tmp_path: Path) -> None:
     captured = {**progressive()["train"], "step": "captured"}
-    record = fl.run(progressive(train=captured, watch={"every": 2}), out=tmp_path / "run")
+    record = fl.run(progressive(train=captured, watch={"every_n_steps": 2}), out=tmp_path / "run")
     flows = flows_of(record.folder)
     assert {name: [r.step for r in flow.reports] for name, flow in flows.items()} == {
         "1": [1, 3, 5, 7], "grown": [9, 11], "3": [13, 15, 17],
@@ -183,7 +186,9 @@ def test_measuring_waits_for_nothing(no_waiting: NoWaiting) -> None:
     step = build_step(Objective(model.cuda()), Optim(), Train(step="captured"),
                       Compute(torch.device("cuda", 0), torch.bfloat16), steps=10)  # fmt: skip
     gradient = own_gradient if step.copies is None else step.copies.gradient
-    step.flow = fl.watch(model, step.optimizer, every=2, gradient=gradient).start(by_hand=True)
+    step.flow = fl.watch(model, step.optimizer, every_n_steps=2, gradient=gradient).start(
+        hooks=False
+    )
     (parts,) = epochs("gpt classifier", 1, packed=True)
     for _ in range(6):  # seen, captured both ways, replayed
         step(parts, parts[0].scored, 1e-3)

@@ -42,7 +42,7 @@ def plain(model: torch.nn.Module, clip: float) -> fl.Flow:
     """Batches of 4, gradients of two added up, in a loop of one's own."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     batches = list(DataLoader(examples(), batch_size=4))
-    with fl.watch(model, optimizer, every=2) as flow:
+    with fl.watch(model, optimizer, every_n_steps=2) as flow:
         for i in range(0, len(batches), 2):
             for batch in batches[i : i + 2]:
                 (model(**batch).loss / 2).backward()
@@ -66,7 +66,7 @@ def same(found: fl.Flow, expected: fl.Flow, *quantities: str) -> None:
 def test_the_hugging_face_trainer(name: str, tmp_path: Path) -> None:
     model = model_of(name)
     fl.freeze(model, "query")
-    callback = fl.GradFlowCallback(every=2, path=tmp_path / "flow.json")
+    callback = fl.GradFlowCallback(every_n_steps=2, path=tmp_path / "flow.json")
     arguments = in_order(tmp_path / "out", gradient_accumulation_steps=2, max_grad_norm=0.05)
     Trainer(model, arguments, train_dataset=examples(), callbacks=[callback]).train()
     other = model_of(name)
@@ -94,7 +94,7 @@ def test_lightning_sees_both_sides_of_clipping(tmp_path: Path) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.0)
 
-    callback = GradFlowCallback(every=2, path=tmp_path / "flow.json")
+    callback = GradFlowCallback(every_n_steps=2, path=tmp_path / "flow.json")
     trainer = lightning.Trainer(
         max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
@@ -125,7 +125,7 @@ def test_lightning_that_fails_is_watched_no_more(tmp_path: Path) -> None:
             self.made = torch.optim.AdamW(self.parameters(), lr=1e-3)
             return self.made
 
-    callback, module = GradFlowCallback(every=1, path=tmp_path / "flow.json"), Module()
+    callback, module = GradFlowCallback(every_n_steps=1, path=tmp_path / "flow.json"), Module()
     trainer = lightning.Trainer(
         max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,

@@ -34,11 +34,11 @@ def test_a_flow_is_written_while_it_is_watched(tmp_path: Path) -> None:
         return loss_at(model, step) + model.head.weight.sum() * (math.nan if step == 8 else 0.0)
 
     with TensorBoard(tmp_path) as board:
-        flow = watched(model, adamw(model), loss, tell=board.flow)
+        flow = watched(model, adamw(model), loss, on_report=board.flow)
     read = events(tmp_path)
     tags = set(read.Tags()["scalars"])
     assert "Gradient/layers.0.query" not in tags  # frozen
-    assert {"Gradient/norm", "Gradient/outside.norm", "Ends/front_over_output"} <= tags
+    assert {"Gradient/norm", "Gradient/outside.norm", "Depth/front_over_output"} <= tags
     whole, part = scalars(read, "Gradient/norm"), scalars(read, "Update/layers.1.value")
     assert list(whole) == list(part) == [1, 3, 5, 7, 9]
     assert math.isnan(whole.pop(9))
@@ -96,7 +96,7 @@ def test_gradients_may_lie_elsewhere(tmp_path: Path) -> None:
 def test_a_finished_run_is_written_at_the_times_it_happened(tmp_path: Path) -> None:
     record = fl.run(tiny(), runs=tmp_path)
     model = tiny_gpt()
-    flow = watched(model, adamw(model), steps=3, every=1)
+    flow = watched(model, adamw(model), steps=3, every_n_steps=1)
     out = export_run(tmp_path / "run-none-s0", tmp_path / "board", [flow])
     read = events(out)
     looked = [e for e in record.events() if e["kind"] == "evaluation" and "checkpoint" not in e]
@@ -107,7 +107,7 @@ def test_a_finished_run_is_written_at_the_times_it_happened(tmp_path: Path) -> N
         assert [e.value for e in found] == pytest.approx([e["metrics"][name] for e in looked])
         assert [e.wall_time for e in found] == pytest.approx([e["at"] for e in looked], abs=1e-3)
     assert scalars(read, "Gradient/norm") == pytest.approx(flow.norms())
-    with pytest.raises(fl.BadInput, match="holds no events"):
+    with pytest.raises(fl.BadInput, match="has no events"):
         export_run(tmp_path / "nothing", tmp_path / "other")
     assert not (tmp_path / "other").exists()
 

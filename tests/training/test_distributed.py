@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from forked import run_command
-from frostlab.flow.measurements import Flow, flow_of
+from frostlab.flow.measurements import Flow, load_flow
 from frostlab.records.folder import RunRecord
 from frostlab.training.run import run
 from stages import progressive
@@ -23,7 +23,7 @@ RECIPE: dict[str, Any] = {
     "treatment": "oelm",
     "optim": {"lr": 3e-3},
     "train": {"batch": 32, "accumulate": 2, "epochs": 3, "threads": 1},
-    "watch": {"every": 5, "change": True, "agreement": True},
+    "watch": {"every_n_steps": 5, "distance": True, "gradient_cosine": True},
 }
 SHARDED = pytest.param("fsdp", marks=pytest.mark.slow)
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -77,7 +77,7 @@ def test_two_processes_train_as_one(way: str, alone: Path, tmp_path: Path, free_
     assert two.result["clocks"]["tokens"] == one.result["clocks"]["tokens"]
     checked = [e["frozen_verified"] for e in two.events() if "frozen_verified" in e]
     assert checked == [8, 8, 8, 8], "at every evaluation, and before the report"
-    measured_alike(flow_of(two.folder), flow_of(alone))
+    measured_alike(load_flow(two.folder), load_flow(alone))
 
 
 def measured_alike(found: Flow, wanted: Flow) -> None:
@@ -87,7 +87,7 @@ def measured_alike(found: Flow, wanted: Flow) -> None:
     assert found.verified
     for mine, theirs in zip(found.reports, wanted.reports, strict=True):
         for name, values in theirs.values.items():
-            loose = name == "agreement"  # between gradients that are nearly nothing
+            loose = name == "gradient_cosine"  # between gradients that are nearly nothing
             assert mine.values[name] == pytest.approx(
                 values, rel=5e-3, abs=0.02 if loose else 1e-5, nan_ok=True
             ), (mine.step, name)
@@ -150,7 +150,7 @@ def test_epochs_that_end_without_an_evaluation(tmp_path: Path, free_port: int) -
         **RECIPE,
         "data": {"name": "induction", "examples": 70, "length": 16, "symbols": 16},
         "train": {"batch": 16, "accumulate": 2, "epochs": 3, "threads": 1},
-        "evaluate": {"every": 4},
+        "evaluate": {"every_n_steps": 4},
     }
     alone = run(recipe, out=tmp_path / "alone")
     done = in_two(recipe, tmp_path / "run", free_port)

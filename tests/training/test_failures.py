@@ -167,7 +167,7 @@ def test_the_steps_before_a_failure_are_written(
 
     monkeypatch.setattr(EagerStep, "gradients", fail)
     with pytest.raises((fl.RunFailed, ZeroDivisionError)):
-        fl.run(tiny(watch={"every": 2}), out=tmp_path / "run")
+        fl.run(tiny(watch={"every_n_steps": 2}), out=tmp_path / "run")
     record = fl.RunRecord(tmp_path / "run")
     assert (record.status, record.result["steps"]) == (status, 6)
     (block,) = (event for event in record.events() if event["kind"] == "step")

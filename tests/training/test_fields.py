@@ -69,11 +69,11 @@ ELSEWHERE = {
     "supervise.layers": "test_exits.py, test_supervision.py",
     "supervise.weights": "test_exits.py, test_supervision.py",
     "supervise.frozen": "test_exits.py, test_supervision.py",
-    "watch.every": "test_flowing.py",
-    "watch.change": "test_flowing.py",
-    "watch.agreement": "test_flowing.py",
-    "watch.units": "test_flowing.py",
-    "watch.entropy": "test_flowing.py",
+    "watch.every_n_steps": "test_flowing.py",
+    "watch.distance": "test_flowing.py",
+    "watch.gradient_cosine": "test_flowing.py",
+    "watch.dead_units": "test_flowing.py",
+    "watch.attention_entropy": "test_flowing.py",
 }
 
 

@@ -16,7 +16,7 @@ from forked import attempt
 from frostlab.comparison.load import make_plan
 from frostlab.data.prepare import prepare
 from frostlab.flow.judge import FROZEN
-from frostlab.flow.measurements import flow_of, flows_of
+from frostlab.flow.measurements import flows_of, load_flow
 from frostlab.models.build import build_model
 from frostlab.recipe.load import recipe_from
 from frostlab.recipe.settings import Optim, Train
@@ -36,7 +36,7 @@ from stepping import epochs
 from tiny import tiny
 
 CPU = torch.device("cpu")
-ALL = {"every": 3, "change": True, "agreement": True}
+ALL = {"every_n_steps": 3, "distance": True, "gradient_cosine": True}
 
 
 def close(found: fl.Flow, wanted: fl.Flow, rel: float, quantities: tuple[str, ...] = ()) -> None:
@@ -44,7 +44,7 @@ def close(found: fl.Flow, wanted: fl.Flow, rel: float, quantities: tuple[str, ..
     assert found.parts == wanted.parts
     assert [r.step for r in found.reports] == [r.step for r in wanted.reports]
     for mine, theirs in zip(found.reports, wanted.reports, strict=True):
-        for name in quantities or ("gradient", "before_clip", "weight", "update", "change"):
+        for name in quantities or ("gradient", "before_clip", "weight", "update", "distance"):
             # Adam's first steps are blind to size: where a gradient is rounding, so is its update
             assert mine.values[name] == pytest.approx(
                 theirs.values[name], rel=rel, abs=1e-5, nan_ok=True
@@ -67,7 +67,9 @@ def plain_flow(recipe_values: dict[str, Any], every: int = 3) -> fl.Flow:
     assert recipe.train.epochs is not None
     batches = [rows for epoch in range(recipe.train.epochs) for rows in feed.order(epoch)]
     half = recipe.train.precision == "bf16"
-    with fl.watch(model.train(), optimizer, every=every, change=True, agreement=True) as flow:
+    with fl.watch(
+        model.train(), optimizer, every_n_steps=every, distance=True, gradient_cosine=True
+    ) as flow:
         for step, rows in enumerate(batches):
             (batch,) = feed(rows)
             with torch.autocast("cpu", torch.bfloat16, enabled=half):
@@ -100,7 +102,7 @@ def test_a_run_has_the_numbers_of_a_plain_loop(
 ) -> None:
     recipe = tiny(model__dropout=0.0, optim__lr=1e-4, train__epochs=1, watch=ALL, **changes)
     record = fl.run(recipe, out=tmp_path / "run")
-    found = flow_of(record.folder)
+    found = load_flow(record.folder)
     close(found, plain_flow(recipe), rel)
     assert [r.step for r in found.reports] == [1, 4, 7]
     norms = [x for e in record.events() if e["kind"] == "step" for x in e["norm"]]
@@ -114,38 +116,46 @@ def test_a_run_has_the_numbers_of_a_plain_loop(
 
 
 def test_watching_changes_no_weight(tmp_path: Path) -> None:
-    everything = {"every": 2, "change": True, "agreement": True, "units": True, "entropy": True}
+    everything = {
+        "every_n_steps": 2,
+        "distance": True,
+        "gradient_cosine": True,
+        "dead_units": True,
+        "attention_entropy": True,
+    }
     records = [
         fl.run(tiny(watch=asked, train__accumulate=2), out=tmp_path / str(i))
-        for i, asked in enumerate((None, {"every": 1}, everything))
+        for i, asked in enumerate((None, {"every_n_steps": 1}, everything))
     ]
     first = records[0].result
     for record in records:
         for key in ("weights_digest", "order_digest", "report", "best"):
             assert record.result[key] == first[key]
-    last = flow_of(records[2].folder).reports[-1]
+    last = load_flow(records[2].folder).reports[-1]
     assert set(last.dead) == {"blocks.0.down", "blocks.1.down"}
     assert {name: len(heads) for name, heads in last.entropy.items()} == {
         "attention[0]": 2, "attention[1]": 2,
     }  # fmt: skip
     assert all(0 < x <= 1 for heads in last.entropy.values() for x in heads)
-    assert not all(map(math.isnan, last.values["agreement"]))
-    with pytest.raises(fl.BadInput, match="was not watched; run it with --set watch.every=10"):
-        flow_of(records[0].folder)
+    assert not all(map(math.isnan, last.values["gradient_cosine"]))
+    with pytest.raises(
+        fl.BadInput, match="was not watched; run it with --set watch.every_n_steps=10"
+    ):
+        load_flow(records[0].folder)
     assert [e["reason"] for e in records[2].events() if e["kind"] == "stepping"] == [
-        "watch.units and watch.entropy look into eager steps only"
+        "watch.dead_units and watch.attention_entropy need eager steps"
     ]
 
 
 def test_language_models_in_pieces_are_watched_too(tmp_path: Path) -> None:
     """Their loss never calls the model as a whole; a hook on it would change what runs."""
-    asked = {"every": 2, "units": True, "entropy": True}
+    asked = {"every_n_steps": 2, "dead_units": True, "attention_entropy": True}
     plain, watched = (
         fl.run(progressive(stages=[], watch=w), out=tmp_path / str(w is None))
         for w in (None, asked)
     )
     assert watched.result["weights_digest"] == plain.result["weights_digest"]
-    last = flow_of(watched.folder).reports[-1]
+    last = load_flow(watched.folder).reports[-1]
     assert list(last.entropy) == ["attention[0]"]
     assert list(last.dead)
 
@@ -167,25 +177,25 @@ def test_a_resumed_run_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = tiny(watch=ALL)
-    whole = flow_of(fl.run(recipe, out=tmp_path / "whole").folder)
+    whole = load_flow(fl.run(recipe, out=tmp_path / "whole").folder)
     stopped_after(5, recipe, tmp_path / "run", monkeypatch)
-    early = flow_of(tmp_path / "run")
+    early = load_flow(tmp_path / "run")
     assert early.reports == whole.reports[: len(early.reports)]
     assert 0 < len(early.reports) < len(whole.reports)
     fl.run(recipe, out=tmp_path / "run", resume=True)
-    found = flow_of(tmp_path / "run")
-    exact = ("gradient", "before_clip", "weight", "update", "change", "cosine")
+    found = load_flow(tmp_path / "run")
+    exact = ("gradient", "before_clip", "weight", "update", "distance", "weight_cosine")
     close(found, whole, rel=1e-9, quantities=exact)
-    agreed = [math.isnan(r.of("agreement", 0)) for r in found.reports]
+    agreed = [math.isnan(r.of("gradient_cosine", 0)) for r in found.reports]
     assert agreed == [True, False, True, False, False, False], "no gradient before the first"
     with (tmp_path / "run" / "events.jsonl").open("a") as file:
         file.write('{"kind": "flow", "step": 9, "gradi')
-    assert flow_of(tmp_path / "run").reports == found.reports
+    assert load_flow(tmp_path / "run").reports == found.reports
 
 
 def test_what_was_done_twice_counts_once(tmp_path: Path) -> None:
-    folder = fl.run(tiny(watch={"every": 3}), out=tmp_path / "run").folder
-    before, file = flow_of(folder), folder / "events.jsonl"
+    folder = fl.run(tiny(watch={"every_n_steps": 3}), out=tmp_path / "run").folder
+    before, file = load_flow(folder), folder / "events.jsonl"
     events = [json.loads(line) for line in file.read_text().splitlines()]
     (parts,) = [{**e, "step": 8} for e in events if e["kind"] == "flow_parts"]
     again = [{**e, "weight": [7.0] * len(before.parts)} for e in events
@@ -193,7 +203,7 @@ def test_what_was_done_twice_counts_once(tmp_path: Path) -> None:
     lines = [{"kind": "resume", "step": 8}, parts, *again[:2]]
     with file.open("a") as end:
         end.writelines(json.dumps(line) + "\n" for line in lines)
-    found = flow_of(folder)
+    found = load_flow(folder)
     assert found.series("head", "weight") == {
         **{step: x for step, x in before.series("head", "weight").items() if step <= 8},
         10: 7.0, 13: 7.0,
@@ -203,21 +213,21 @@ def test_what_was_done_twice_counts_once(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_run_ends_with_the_flow_of_one_that_was_not(tmp_path: Path) -> None:
     """Killed after an epoch's checkpoint, it does some steps again."""
-    recipe = tiny(watch={"every": 2, "change": True}, model__dropout=0.0)
+    recipe = tiny(watch={"every_n_steps": 2, "distance": True}, model__dropout=0.0)
     assert attempt(recipe, tmp_path / "run", "update", 13) == -9
     assert attempt(recipe, tmp_path / "run") == 0
-    whole = flow_of(fl.run(recipe, out=tmp_path / "whole").folder)
-    assert flow_of(tmp_path / "run").reports == whole.reports
+    whole = load_flow(fl.run(recipe, out=tmp_path / "whole").folder)
+    assert load_flow(tmp_path / "run").reports == whole.reports
 
 
 def test_reports_are_on_disk_when_a_run_is_killed(tmp_path: Path) -> None:
-    recipe = tiny(watch={"every": 2}, model__dropout=0.0)
+    recipe = tiny(watch={"every_n_steps": 2}, model__dropout=0.0)
     assert attempt(recipe, tmp_path / "run", "update", 6) == -9  # long before a block of steps
-    assert [report.step for report in flow_of(tmp_path / "run").reports] == [1, 3, 5]
+    assert [report.step for report in load_flow(tmp_path / "run").reports] == [1, 3, 5]
 
 
 def test_every_stage_is_watched_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = progressive(watch={"every": 3, "change": True})
+    recipe = progressive(watch={"every_n_steps": 3, "distance": True})
     plain = fl.run(progressive(), out=tmp_path / "plain")
     record = fl.run(recipe, out=tmp_path / "run")
     assert record.result["weights_digest"] == plain.result["weights_digest"]
@@ -226,8 +236,10 @@ def test_every_stage_is_watched_anew(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert {name: [r.step for r in flow.reports] for name, flow in flows.items()} == {
         "1": [1, 4, 7], "grown": [9, 12], "3": [13, 16],
     }  # fmt: skip
-    assert flow_of(record.folder).reports == flows["3"].reports
-    assert flow_of(record.folder, "grown").reports == flows["grown"].reports
+    assert load_flow(record.folder).reports == flows["3"].reports
+    assert load_flow(record).reports == flows["3"].reports
+    assert load_flow(str(record.folder)).reports == flows["3"].reports
+    assert load_flow(record.folder, "grown").reports == flows["grown"].reports
     layers = {name: {p.layer for p in flow.parts} for name, flow in flows.items()}
     assert layers == {"1": {None, 0}, "grown": {None, 0, 1}, "3": {None, 0, 1}}
     learning = {p.name for p in flows["grown"].parts if p.state == "trainable"}
@@ -238,7 +250,7 @@ def test_every_stage_is_watched_anew(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for flow in flows.values():
         first = flow.reports[0]
         moved = [i for i, p in enumerate(flow.parts) if p.state == "trainable"]
-        assert [first.of("change", i) for i in moved] == pytest.approx(
+        assert [first.of("distance", i) for i in moved] == pytest.approx(
             [first.ratio(i) for i in moved], rel=1e-3, nan_ok=True
         ), "a stage's start is where it begins"
         assert not flow.frozen_by_accident()
@@ -247,7 +259,7 @@ def test_every_stage_is_watched_anew(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name, flow in flows_of(tmp_path / "part").items():
         assert flow.reports == flows[name].reports, name
     with pytest.raises(fl.BadInput, match="no stage `grow`; did you mean `grown`?"):
-        flow_of(record.folder, "grow")
+        load_flow(record.folder, "grow")
 
 
 def taken(kind: type[EagerStep], parts: int, **more: Any) -> tuple[fl.Flow, EagerStep]:
@@ -255,7 +267,9 @@ def taken(kind: type[EagerStep], parts: int, **more: Any) -> tuple[fl.Flow, Eage
     model = build("gpt classifier").train()
     optimizer = build_optimizer(model, Optim(), fused=True)
     step = kind(Objective(model), optimizer, Compute(CPU, torch.float32), 0.5, **more)
-    step.flow = fl.watch(model, optimizer, every=3, change=True, agreement=True).start(by_hand=True)
+    step.flow = fl.watch(
+        model, optimizer, every_n_steps=3, distance=True, gradient_cosine=True
+    ).start(hooks=False)
     for i, batch in enumerate(epochs("gpt classifier", 14, packed=True)):
         seed_step(0, i, 0, CPU)
         step(batch * parts, parts * batch[0].scored, 1e-3)
@@ -274,7 +288,7 @@ def test_captured_steps_are_measured_as_eager_ones(parts: int) -> None:
 
     wanted, _ = taken(EagerStep, parts)
     found, step = taken(CapturedStep, parts, compiles=False, record=record)
-    quantities = ("gradient", "before_clip", "weight", "update", "change", "agreement")
+    quantities = ("gradient", "before_clip", "weight", "update", "distance", "gradient_cosine")
     close(found, wanted, 1e-4, quantities)
     assert [r.step for r in found.reports] == [1, 4, 7, 10, 13]
     assert isinstance(step, CapturedStep)
@@ -315,33 +329,37 @@ def test_looking_inside_takes_eager_steps() -> None:
     step = build_step(Objective(model), Optim(), Train(step="compiled"),
                       Compute(CPU, torch.float32), steps=9, inside=True)  # fmt: skip
     assert (step.kind, step.reason) == (
-        "eager", "watch.units and watch.entropy look into eager steps only",
+        "eager", "watch.dead_units and watch.attention_entropy need eager steps",
     )  # fmt: skip
 
 
 def test_a_run_that_diverges_keeps_what_it_saw(tmp_path: Path) -> None:
-    recipe = tiny(watch={"every": 1}, optim={"lr": 1e30, "clip": None})
+    recipe = tiny(watch={"every_n_steps": 1}, optim={"lr": 1e30, "clip": None})
     with pytest.raises(fl.RunFailed, match="not finite"):
         fl.run(recipe, out=tmp_path / "run")
-    steps = [r.step for r in flow_of(tmp_path / "run").reports]
+    steps = [r.step for r in load_flow(tmp_path / "run").reports]
     assert steps == list(range(1, len(steps) + 1))
     assert steps
 
 
 def test_a_folder_without_a_run(tmp_path: Path) -> None:
-    with pytest.raises(fl.BadInput, match="is no run: it has no events"):
-        flow_of(tmp_path)
+    with pytest.raises(fl.BadInput, match="is not a run: it has no events"):
+        load_flow(tmp_path)
 
 
 def test_the_digest_knows_of_watching_only_when_there_is_some() -> None:
     plain = recipe_from(tiny())
     assert recipe_from(tiny(watch=None)).digest == plain.digest
-    assert recipe_from(tiny(watch={})).digest == recipe_from(tiny(watch={"every": 10})).digest
+    assert (
+        recipe_from(tiny(watch={})).digest == recipe_from(tiny(watch={"every_n_steps": 10})).digest
+    )
     assert len({plain.digest, recipe_from(tiny(watch={})).digest,
-                recipe_from(tiny(watch={"every": 5})).digest}) == 3  # fmt: skip
+                recipe_from(tiny(watch={"every_n_steps": 5})).digest}) == 3  # fmt: skip
     arms = "baseline,oelm"
     plan = make_plan("docstrings-demo", {"arms": arms})
-    watched = make_plan("docstrings-demo", {"arms": arms}, settings=["watch.every=5"])
+    watched = make_plan("docstrings-demo", {"arms": arms}, settings=["watch.every_n_steps=5"])
     assert watched.digest != plan.digest
-    with pytest.raises(fl.BadInput, match="watch.evry is not a key; did you mean `every`?"):
-        recipe_from(tiny(watch={"evry": 5}))
+    with pytest.raises(
+        fl.BadInput, match="watch.every_steps is not a key; did you mean `every_n_steps`?"
+    ):
+        recipe_from(tiny(watch={"every_steps": 5}))

@@ -64,8 +64,8 @@ def diagnose(
     """Report which parts of a model do not learn, and why.
 
     A run is only read. A recipe is trained first, for --epochs or --steps, and then also judged
-    by its targets: the gradient and the weight change of the first layers, and for EEG the
-    validation correlation.
+    by its targets: its evaluate.target, and for EEG the validation correlation, the gradient and
+    the weight change of the first layers.
 
     Exit code 1: a part does not learn though it is not frozen, the run diverged, or a recipe
     misses a target.
@@ -150,7 +150,7 @@ def _for_epochs(recipe: "Recipe", epochs: int) -> list[str]:
     per_stage = max(1, epochs // max(1, len(recipe.stages)))
     settings = [f"train.epochs={per_stage}"]
     if recipe.watch is None:
-        settings.append(f"watch.every={_WATCH_EVERY}")
+        settings.append(f"watch.every_n_steps={_WATCH_EVERY}")
     if recipe.stages:
         stages = [stage.model_dump(mode="json", exclude_defaults=True) for stage in recipe.stages]
         cut = [{**stage, "epochs": per_stage, "steps": None} for stage in stages]

@@ -476,7 +476,7 @@ def _gradient_flow(plan: Plan, records: Records, runs: Runs) -> dict[str, dict[s
 def _measure_flow(folder: Path) -> dict[str, float]:
     """Return the positive, finite quantities of a run's last stage."""
     flow = list(flows_of(folder).values())[-1]
-    ends = flow.ends()
+    ends = flow.depth_ratios()
     values = (ends.front_ratio, ends.weight_change, _front_update(flow))
     return {
         name: value

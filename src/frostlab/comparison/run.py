@@ -229,5 +229,6 @@ def _shortened(
     if quick["steps"] < quick["of"]:
         values["evaluate"]["every"] = quick["steps"]
         if recipe.watch is not None:
-            values["watch"]["every"] = min(recipe.watch.every, looks_every(quick["steps"]))
+            every_n_steps = min(recipe.watch.every_n_steps, looks_every(quick["steps"]))
+            values["watch"]["every_n_steps"] = every_n_steps
     return plan.model_copy(update={"recipe": values})

@@ -1,9 +1,9 @@
-"""What units and heads do in the forward pass of a measured step: dead, saturated, how focused.
+"""Measures activations in the forward pass of a measured step: dead units, saturation, attention.
 
-Known: what goes into every `down` projection of a model with an anatomy, and the modules in
-`ONE_SIDED` and `BOUNDED`; activations called as functions elsewhere are not seen. Attention is seen
-where it calls torch's scaled_dot_product_attention or a softmax over (batch, heads, queries, keys);
-nn.MultiheadAttention does neither in sight.
+Units are seen at the input of every `down` projection of a model with a known anatomy, and at the
+output of the modules in `ONE_SIDED` and `BOUNDED`; activations called as functions elsewhere are
+not seen. Attention is seen where it calls torch's scaled_dot_product_attention or a softmax over
+(batch, heads, queries, keys); nn.MultiheadAttention hides both.
 """
 
 import math
@@ -27,95 +27,104 @@ BOUNDED: dict[type[nn.Module], tuple[float, float]] = {
     nn.Hardtanh: (-1.0, 1.0),
 }
 _EDGE = 0.01  # of a bounded range: closer to a bound is saturated
-_NOTHING = 1e-6  # of the largest activation: a unit that never gets above is dead
-_EXAMPLES = 4  # of a batch are enough to see what heads do
+_NEGLIGIBLE = 1e-6  # of the largest activation: a unit that never exceeds it is dead
+_EXAMPLES = 4  # of a batch, for the entropy of attention
+
+Measurements = dict[tuple[str, str], Tensor]  # (dead, saturated or entropy; module): numbers
 
 
 class Activity:
-    """Forward hooks that look at the steps that are measured."""
+    """Forward hooks that measure activations at the steps that are due."""
 
     def __init__(
-        self, model: nn.Module, units: bool, entropy: bool, due: Callable[[], bool]
+        self,
+        model: nn.Module,
+        dead_units: bool,
+        attention_entropy: bool,
+        is_due: Callable[[], bool],
     ) -> None:
-        self._model, self._units, self._entropy, self._due = unwrapped(model), units, entropy, due
-        self._found: dict[tuple[str, str], Tensor] = {}
-        self._open = ExitStack()
+        self._model, self._is_due = unwrapped(model), is_due
+        self._dead_units, self._attention_entropy = dead_units, attention_entropy
+        self._measured: Measurements = {}
+        self._attention_mode = ExitStack()
 
     def hooks(self) -> list[Any]:
-        """Install what was asked for; the handles remove it again."""
-        made = self.unit_hooks()
-        if self._entropy:
-            made.append(self._model.register_forward_pre_hook(self._listen))
-            made.append(self._model.register_forward_hook(self._hush, always_call=True))
-        return made
+        """Register the hooks that were asked for, and return their handles."""
+        handles = self.unit_hooks()
+        if self._attention_entropy:
+            handles.append(self._model.register_forward_pre_hook(self._enter_forward))
+            handles.append(self._model.register_forward_hook(self._leave_forward, always_call=True))
+        return handles
 
     def unit_hooks(self) -> list[Any]:
-        """Only those on modules inside the model."""
-        made: list[Any] = []
-        if self._units:
-            for name, module in _before_down(self._model):
-                made.append(module.register_forward_pre_hook(self._input(name, module)))
+        """Register only the hooks on modules inside the model, and return their handles."""
+        handles: list[Any] = []
+        if self._dead_units:
+            for name, module in _down_projections(self._model):
+                handles.append(module.register_forward_pre_hook(self._on_input(name, module)))
             for name, module in self._model.named_modules():
                 if isinstance(module, ONE_SIDED) or type(module) in BOUNDED:
-                    made.append(module.register_forward_hook(self._output(name, module)))
-        return made
+                    handles.append(module.register_forward_hook(self._on_output(name, module)))
+        return handles
 
     def listening(self) -> AbstractContextManager[Any]:
-        """Around a forward pass that is not the model's own: its attention is seen, if due."""
-        return _Listener(self._found) if self._entropy and self._due() else nullcontext()
+        """Return a context for a forward pass outside `model(…)`: attention is measured if due."""
+        if self._attention_entropy and self._is_due():
+            return _AttentionMode(self._measured)
+        return nullcontext()
 
     def numbers(self) -> Tensor | None:
-        """All that was seen since the last report, in one tensor."""
-        found = [value.flatten().double() for value in self._found.values()]
-        return torch.cat(found) if found else None
+        """Return all measurements since the last report in one tensor, or None without any."""
+        numbers = [value.flatten().double() for value in self._measured.values()]
+        return torch.cat(numbers) if numbers else None
 
-    def read(self) -> Callable[[list[float]], dict[str, Any]]:
-        """How to read those numbers later; what was seen is then forgotten."""
-        sizes = {key: value.numel() for key, value in self._found.items()}
-        self._found = {}
+    def reader(self) -> Callable[[list[float]], dict[str, Any]]:
+        """Return a function that turns those numbers into fields of a report, and start afresh."""
+        sizes = {key: value.numel() for key, value in self._measured.items()}
+        self._measured = {}
 
-        def told(numbers: list[float]) -> dict[str, Any]:
-            made: dict[str, Any] = {"dead": {}, "saturated": {}, "entropy": {}}
-            rest = iter(numbers)
+        def read(numbers: list[float]) -> dict[str, Any]:
+            fields: dict[str, Any] = {"dead": {}, "saturated": {}, "entropy": {}}
+            remaining = iter(numbers)
             for (kind, name), size in sizes.items():
-                own = tuple(next(rest) for _ in range(size))
-                made[kind][name] = own if kind == "entropy" else own[0]
-            return made
+                values = tuple(next(remaining) for _ in range(size))
+                fields[kind][name] = values if kind == "entropy" else values[0]
+            return fields
 
-        return told
+        return read
 
-    def _input(self, name: str, own: nn.Module) -> Callable[..., None]:
+    def _on_input(self, name: str, hooked: nn.Module) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if module is own and self._looks(module):  # a copy of the model has its hooks, too
-                self._found["dead", name] = dead_share(args[0].detach())
+            if module is hooked and self._measures(module):  # a copy of the model has hooks, too
+                self._measured["dead", name] = dead_fraction(args[0].detach())
 
         return hook
 
-    def _output(self, name: str, own: nn.Module) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, made: Tensor) -> None:
-            if module is not own or not self._looks(module):
+    def _on_output(self, name: str, hooked: nn.Module) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+            if module is not hooked or not self._measures(module):
                 return
             if type(module) in BOUNDED:
-                share = saturated_share(made.detach(), *BOUNDED[type(module)])
-                self._found["saturated", name] = share
+                fraction = saturated_fraction(output.detach(), *BOUNDED[type(module)])
+                self._measured["saturated", name] = fraction
             else:
-                self._found["dead", name] = dead_share(made.detach())
+                self._measured["dead", name] = dead_fraction(output.detach())
 
         return hook
 
-    def _looks(self, module: nn.Module) -> bool:
-        return module.training and self._due()
+    def _measures(self, module: nn.Module) -> bool:
+        return module.training and self._is_due()
 
-    def _listen(self, module: nn.Module, args: Any) -> None:
-        if self._looks(module):
-            self._open.enter_context(_Listener(self._found))
+    def _enter_forward(self, module: nn.Module, args: Any) -> None:
+        if self._measures(module):
+            self._attention_mode.enter_context(_AttentionMode(self._measured))
 
-    def _hush(self, module: nn.Module, args: Any, made: Any) -> None:
-        self._open.close()
+    def _leave_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._attention_mode.close()
 
 
-def _before_down(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that take the hidden units of a feed-forward network back to the stream."""
+def _down_projections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that project the hidden units of a feed-forward network back."""
     try:
         anatomy, slots = survey(model)
     except UnknownArchitecture:
@@ -125,42 +134,42 @@ def _before_down(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield part.name.rpartition(".")[0], slots[part.name].owner
 
 
-def dead_share(made: Tensor) -> Tensor:
-    """The share of units (last axis) that no example moves off zero."""
-    size = made.abs().reshape(-1, made.shape[-1]).amax(0)  # (units,)
-    return (size <= _NOTHING * size.max()).float().mean()
+def dead_fraction(activations: Tensor) -> Tensor:
+    """Return the fraction of units (last axis) that stay at zero in every example."""
+    size = activations.abs().reshape(-1, activations.shape[-1]).amax(0)  # (units,)
+    return (size <= _NEGLIGIBLE * size.max()).float().mean()
 
 
-def saturated_share(made: Tensor, low: float, high: float) -> Tensor:
-    """The share of activations that lie at a bound, where the slope is all but zero."""
+def saturated_fraction(activations: Tensor, low: float, high: float) -> Tensor:
+    """Return the fraction of activations close to a bound, where the slope is almost zero."""
     edge = _EDGE * (high - low)
-    return ((made < low + edge) | (made > high - edge)).float().mean()
+    return ((activations < low + edge) | (activations > high - edge)).float().mean()
 
 
-class _Listener(TorchFunctionMode):
-    """Sees every attention that a forward pass computes, in order."""
+class _AttentionMode(TorchFunctionMode):
+    """Measures the entropy of every attention that a forward pass computes, in order."""
 
-    def __init__(self, found: dict[tuple[str, str], Tensor]) -> None:
+    def __init__(self, measured: Measurements) -> None:
         super().__init__()
-        self._found, self._count = found, 0
+        self._measured, self._count = measured, 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        chances = None
+        output = func(*args, **(kwargs or {}))
+        probabilities = None
         if func is F.scaled_dot_product_attention:
-            chances = _chances(*args, **(kwargs or {}))
-        elif func in (F.softmax, torch.softmax, Tensor.softmax) and made.ndim == 4:
-            chances = made[:_EXAMPLES].detach().float()
-        if chances is not None:
-            self._found["entropy", f"attention[{self._count}]"] = entropy(chances)
+            probabilities = attention_probabilities(*args, **(kwargs or {}))
+        elif func in (F.softmax, torch.softmax, Tensor.softmax) and output.ndim == 4:
+            probabilities = output[:_EXAMPLES].detach().float()
+        if probabilities is not None:
+            self._measured["entropy", f"attention[{self._count}]"] = entropy(probabilities)
             self._count += 1
-        return made
+        return output
 
 
 @torch.no_grad()
-def _chances(
+def attention_probabilities(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -170,7 +179,7 @@ def _chances(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """What each query looks at, (examples, heads, queries, keys)."""
+    """Return the attention of scaled_dot_product_attention: (examples, heads, queries, keys)."""
     query, key = query[:_EXAMPLES].float(), key[:_EXAMPLES].float()
     if enable_gqa:
         key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
@@ -180,18 +189,16 @@ def _chances(
         scores = scores.masked_fill(later, -torch.inf)
     if attn_mask is not None:
         mask = attn_mask[:_EXAMPLES] if attn_mask.ndim == 4 else attn_mask
-        hidden = (
-            scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-        )
-        scores = hidden
+        is_bool = mask.dtype == torch.bool
+        scores = scores.masked_fill(~mask, -torch.inf) if is_bool else scores + mask
     return scores.softmax(-1).nan_to_num()
 
 
 @torch.no_grad()
-def entropy(chances: Tensor) -> Tensor:
-    """(heads,): how evenly a head looks; 0 at one token, 1 at all that any head can see alike."""
-    own = torch.special.entr(chances).sum(-1)  # (examples, heads, queries)
-    seen = (chances > 0).sum(-1).amax(1, keepdim=True)  # (examples, 1, queries)
-    counts = (seen > 1) & (chances.sum(-1) > 0)
-    even = torch.where(counts, own / seen.clamp(min=2).log(), 0.0)
-    return even.sum((0, 2)) / counts.sum((0, 2)).clamp(min=1)
+def entropy(probabilities: Tensor) -> Tensor:
+    """Return the relative entropy of each head: 0 at one token, 1 if all visible ones are alike."""
+    entropies = torch.special.entr(probabilities).sum(-1)  # (examples, heads, queries)
+    visible = (probabilities > 0).sum(-1).amax(1, keepdim=True)  # (examples, 1, queries)
+    counted = (visible > 1) & (probabilities.sum(-1) > 0)
+    relative = torch.where(counted, entropies / visible.clamp(min=2).log(), 0.0)
+    return relative.sum((0, 2)) / counted.sum((0, 2)).clamp(min=1)  # (heads,)

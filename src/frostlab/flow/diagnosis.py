@@ -1,8 +1,8 @@
-"""A diagnosis: what the flow of a run says, in one sentence first."""
+"""A diagnosis of a run: a sentence on its flow, the ratios over depth, and its targets."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,61 +20,84 @@ from frostlab.flow.judge import (
     Rules,
 )
 from frostlab.flow.measurements import Flow, Report, flows_of
+from frostlab.recipe.load import load_recipe
+from frostlab.recipe.settings import LOWER_IS_BETTER, METRIC_TARGETS
 from frostlab.records.index import read_run
 from frostlab.storage import finite
-from frostlab.text import columns, number
+from frostlab.text import NONE, columns
+
+FLOW_TARGETS = {"front_ratio": 0.1, "weight_change": 0.01}  # more than this is wanted of any run
+RATIO_WORDS = ((0.01, "vanishing"), (0.1, "weak"), (0.5, "fair"))  # front_ratio below the limit
+_TITLES = {"front_ratio": "front/output gradient", "weight_change": "front weight change"}
+
+UNHEALTHY = {  # verdict: the verb for one part, and for several
+    STILL: ("does not learn", "do not learn"),
+    DECAYING: ("is moved by weight decay alone", "are moved by weight decay alone"),
+    EXPLODING: ("explodes", "explode"),
+    MOVED: ("moved though it is frozen", "moved though they are frozen"),
+}
+_NOTABLE = {
+    SLOW: ("is slow", "are slow"),
+    SCALED: ("has a gradient scale that is undone", "have a gradient scale that is undone"),
+    UNKNOWN: ("is not known yet", "are not known yet"),
+}
+_TOO_EARLY = "only one step has been measured; verdicts need two"
+_MOST_NAMES = 5  # parts named in a sentence
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A run, its flow by stage, and what to think of it."""
+    """A run, its flow by stage, and the values wanted of it."""
 
     folder: Path
     status: str
     error: str | None
     step: int | None
-    metric: str | None  # of the last evaluation, or of the best once the run has ended
-    value: float | None
+    metric: str | None
+    value: float | None  # of the metric: the best once the run has ended, the latest until then
     flows: dict[str, Flow]
+    wanted: dict[str, float] = field(default_factory=lambda: dict(FLOW_TARGETS))  # name: value
 
     @property
     def healthy(self) -> bool | None:
-        """Whether all that should learn does, and nothing blew up; None if no step was measured."""
+        """Whether every trainable part learns and nothing blew up; None before the first report."""
         words = {v.word for flow in self.flows.values() for v in flow.verdicts().values()}
-        if self.status == "diverged" or words & set(BAD):
+        if self.status == "diverged" or words & set(UNHEALTHY):
             return False
         return True if any(flow.reports for flow in self.flows.values()) else None
 
     @property
     def sentences(self) -> list[str]:
-        """What to think of every stage, then of the run if it did not end well."""
+        """A sentence a stage, then one on the run if it did not end well."""
         several = len(self.flows) > 1
-        said = [
+        sentences = [
             (f"stage {name}: " if several else "") + sentence_of(flow)
             for name, flow in self.flows.items()
         ]
         if self.status in ("diverged", "failed"):
-            said.append(f"the run {self.status}: {self.error}")
-        return said
+            sentences.append(f"the run {self.status}: {self.error}")
+        return sentences
 
     @property
     def validation(self) -> str | None:
-        """The metric on the split that selects, and what was wanted of it."""
+        """The validation metric, and whether its target is reached."""
         if self.metric is None or self.value is None:
             return None
-        wanted = WANTED.get(self.metric)
-        beside = "" if wanted is None else f" ({_reached(self.value, wanted)})"
-        return f"validation {self.metric} {self.value:.4g}{beside}"
+        text = f"validation {self.metric} {self.value:.4g}"
+        if self.metric not in self.wanted:
+            return text
+        target = Target(self.metric, self.value, self.wanted[self.metric])
+        return f"{text} ({target.condition}, {'reached' if target.reached else 'not reached'})"
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain values for JSON."""
+        """Return everything as plain values for JSON."""
         stages = {
             name: {
                 "verdict": sentence_of(flow),
                 "verdicts": {
                     part: vars(v) | {"accident": v.accident} for part, v in flow.verdicts().items()
                 },
-                "ends": flow.ends().to_dict(),
+                "depth_ratios": flow.depth_ratios().to_dict(),
                 "flow": flow.to_dict(),
             }
             for name, flow in self.flows.items()
@@ -82,43 +105,114 @@ class Diagnosis:
         about = {
             "run": str(self.folder), "status": self.status, "error": self.error, "step": self.step,
             "healthy": self.healthy, "verdict": self.sentences, "metric": self.metric,
-            "value": self.value, "wanted": WANTED,
+            "value": self.value, "wanted": self.wanted,
         }  # fmt: skip
         return finite({**about, "stages": stages})
 
 
 def diagnose(folder: Path) -> Diagnosis:
-    """Read what a finished or running run has measured."""
+    """Read the flows of a finished or running run, and the targets of its recipe."""
     flows = flows_of(folder)
     if not flows:
-        again = f"`frostlab diagnose {folder / 'recipe.yaml'}` trains a little of it and looks"
-        raise BadInput(f"{folder} was not watched: run it with --set watch.every=10, or {again}")
+        command = f"`frostlab diagnose {folder / 'recipe.yaml'}`"
+        raise BadInput(
+            f"{folder} was not watched: run it with --set watch.every_n_steps=10, or train it for "
+            f"a few watched steps with {command}"
+        )
     run = read_run(folder)
-    return Diagnosis(folder, run.status, run.error, run.steps, run.metric, run.value, flows)
+    return Diagnosis(
+        folder, run.status, run.error, run.steps, run.metric, run.value, flows,
+        _wanted(folder, run.metric),
+    )  # fmt: skip
 
 
-def _reached(value: float, wanted: float) -> str:
-    return f"wanted > {wanted:g}, {'reached' if value > wanted else 'not reached'}"
+def _wanted(folder: Path, metric: str | None) -> dict[str, float]:
+    """Return a recipe's targets: `evaluate.target`, and those of a metric that has its own.
+
+    Where a metric has a target of its own, the gradients of the first layers have theirs, too.
+    """
+    target = None
+    try:
+        recipe = load_recipe(str(folder / "recipe.yaml"))
+    except BadInput:
+        pass  # damaged, or written by another version: the metric's own target remains
+    else:
+        metric, target = recipe.metric, recipe.evaluate.target
+    if metric is None or (target is None and metric not in METRIC_TARGETS):
+        return {}
+    flow_targets = FLOW_TARGETS if metric in METRIC_TARGETS else {}
+    return flow_targets | {metric: METRIC_TARGETS[metric] if target is None else target}
 
 
-BAD = {  # a word, said of one part and of several; these are what a healthy run has none of
-    STILL: ("does not learn", "do not learn"),
-    DECAYING: ("is moved by weight decay alone", "are moved by weight decay alone"),
-    EXPLODING: ("explodes", "explode"),
-    MOVED: ("moved though it is frozen", "moved though they are frozen"),
-}
-_ODD = {
-    SLOW: ("is slow", "are slow"),
-    SCALED: ("has a gradient scale that is undone", "have a gradient scale that is undone"),
-    UNKNOWN: ("is not known yet", "are not known yet"),
-}
-_TOO_EARLY = "one step has been measured, and who learns is told from the second on"
-_NAMED = 5  # parts in a sentence
+@dataclass(frozen=True)
+class Target:
+    """A value that is wanted of a run, and the measured one; None where it was not measured."""
+
+    name: str
+    value: float | None
+    wanted: float
+
+    @property
+    def reached(self) -> bool:
+        """Whether the measured value is strictly better than the wanted one."""
+        if self.value is None:
+            return False
+        if self.name in LOWER_IS_BETTER:
+            return self.value < self.wanted
+        return self.value > self.wanted
+
+    @property
+    def condition(self) -> str:
+        """The condition as text: "wanted > 0.1"."""
+        return f"wanted {'<' if self.name in LOWER_IS_BETTER else '>'} {self.wanted:g}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {**vars(self), "reached": self.reached}
+
+
+def targets_of(diagnosis: Diagnosis) -> tuple[Target, ...]:
+    """Compare a run with its recipe's targets; flow targets are those of its last stage.
+
+    The gradient and the weight change of the first layers count only where those layers learn,
+    the gradient only if the head learns.
+    """
+    flow = list(diagnosis.flows.values())[-1]
+    ratios, reports = flow.depth_ratios(), flow.reports
+    front_learns = not reports or any(report.ranges for report in reports)
+    head_learns = not reports or any(math.isfinite(r.largest["output"]) for r in reports)
+    applies = {"front_ratio": front_learns and head_learns, "weight_change": front_learns}
+    values = {
+        "front_ratio": ratios.front_ratio,
+        "weight_change": ratios.weight_change,
+        diagnosis.metric: diagnosis.value,
+    }
+    measured = {name: v for name, v in values.items() if v is not None and math.isfinite(v)}
+    return tuple(
+        Target(name, measured.get(name), wanted)
+        for name, wanted in diagnosis.wanted.items()
+        if applies.get(name, True)
+    )
+
+
+def targets_table(targets: Sequence[Target]) -> str:
+    """Return a heading that says whether all targets are reached, and a line a target."""
+    rows = [
+        (
+            _TITLES.get(target.name, f"validation {target.name}"),
+            NONE if target.value is None else f"{target.value:.4g}",
+            target.condition,
+            "pass" if target.reached else "fail",
+        )
+        for target in targets
+    ]
+    passed = all(target.reached for target in targets)
+    return "\n  ".join([f"targets: {'pass' if passed else 'fail'}", *columns(rows)])
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Parts that got the same word and the same advice; why is that of the first one."""
+    """Parts with the same verdict and the same hint; the reason is that of the first part."""
 
     word: str
     why: str
@@ -127,61 +221,59 @@ class Finding:
     parts: tuple[str, ...]
 
 
-def findings_of(flow: "Flow") -> list[Finding]:
-    """What the verdicts say, gathered; what learns or is frozen on purpose comes last."""
-    found: dict[tuple[str, str], list[str]] = {}
+def findings_of(flow: Flow) -> list[Finding]:
+    """Group the verdicts; parts that learn or are frozen on purpose come last."""
+    groups: dict[tuple[str, str], list[str]] = {}
     verdicts = flow.verdicts()
     for name, verdict in verdicts.items():
-        found.setdefault((verdict.word, verdict.hint), []).append(name)
-    made = [
+        groups.setdefault((verdict.word, verdict.hint), []).append(name)
+    findings = [
         Finding(word, verdicts[names[0]].why, hint, verdicts[names[0]].alarming, tuple(names))
-        for (word, hint), names in found.items()
+        for (word, hint), names in groups.items()
     ]
-    return sorted(made, key=lambda each: (LEARNING, FROZEN).count(each.word))
+    return sorted(findings, key=lambda finding: (LEARNING, FROZEN).count(finding.word))
 
 
-def sentence_of(flow: "Flow") -> str:
-    """How many parts do not learn, and which: "7 of 24 parts do not learn: layers[1].norm, …"."""
+def sentence_of(flow: Flow) -> str:
+    """Say how many parts do not learn, and which: "7 of 24 parts do not learn: layers[1].up, …"."""
     if not flow.reports:
         return "no step has been measured yet"
     words = {name: verdict.word for name, verdict in flow.verdicts().items()}
     frozen = sum(word == FROZEN for word in words.values())
-    learning = sum(part.state == "trainable" for part in flow.parts)
-    said = []
-    for word, (one, many) in (BAD | _ODD).items():
-        names = [name for name, found in words.items() if found == word]
-        count = len(flow.parts) if word == MOVED else learning
+    trainable = sum(part.state == "trainable" for part in flow.parts)
+    clauses = []
+    for word, (singular, plural) in (UNHEALTHY | _NOTABLE).items():
+        names = [name for name, own_word in words.items() if own_word == word]
+        count = len(flow.parts) if word == MOVED else trainable
         if names:
-            verb = one if len(names) == 1 else many
-            said.append(f"{len(names)} of {count} parts {verb}: {listed(names, _NAMED)}")
+            verb = singular if len(names) == 1 else plural
+            clauses.append(
+                f"{len(names)} of {count} parts {verb}: {join_names(names, _MOST_NAMES)}"
+            )
     if (broken := flow.first_broken()) is not None:
-        said.append(f"NaN or infinity was first seen at step {broken[0]}, in {broken[1]}")
-    if not any(word in BAD or word == UNKNOWN for word in words.values()):
-        told = len(flow.reports) >= Rules().fewest
-        first = f"all {learning} parts that should learn do" if told else _TOO_EARLY
-        said.insert(0, first)
+        clauses.append(f"NaN or infinity was first seen at step {broken[0]}, in {broken[1]}")
+    if not any(word in UNHEALTHY or word == UNKNOWN for word in words.values()):
+        enough = len(flow.reports) >= Rules().fewest
+        clauses.insert(0, f"all {trainable} parts that should learn do" if enough else _TOO_EARLY)
     if frozen:
-        said.append(f"{frozen} {'is' if frozen == 1 else 'are'} frozen on purpose")
-    return "; ".join(said)
+        clauses.append(f"{frozen} {'is' if frozen == 1 else 'are'} frozen on purpose")
+    return "; ".join(clauses)
 
 
-def listed(names: Sequence[str], most: int) -> str:
-    """The first few of many names."""
+def join_names(names: Sequence[str], most: int) -> str:
+    """Join the first names, and count the others."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
-WANTED = {"front_ratio": 0.1, "weight_change": 0.01, "pearson": 0.3}  # more than this
-WORDS = ((0.01, "vanishing"), (0.1, "weak"), (0.5, "fair"))
-
-
 @dataclass(frozen=True)
-class Ends:
-    """Front: layers 0 and 1; back: the last two; output: the head. NaN where there is none.
+class DepthRatios:
+    """Gradient sizes of the first and last layers relative to the head; NaN where unknown.
 
-    A tensor's gradient size is max |g| at the last report, a group's the mean over its tensors.
-    Weight change is the mean over front tensors of |range - first range| / first range, where a
-    tensor had a range (all ones has none); one report alone tells of no change.
+    Front is layers 0 and 1, back the last two layers, output the head. A tensor's gradient size is
+    max |g| at the last report, a group's size the mean over its tensors. Weight change is the mean
+    over front tensors of |range - first range| / first range, without tensors whose first range is
+    0 (such as all ones); it is NaN after one report.
     """
 
     front: float
@@ -191,21 +283,21 @@ class Ends:
 
     @property
     def front_ratio(self) -> float:
-        """Gradient of the front over that of the output."""
-        return _over(self.front, self.output)
+        """Gradient size of the front over that of the output."""
+        return _quotient(self.front, self.output)
 
     @property
     def back_ratio(self) -> float:
-        """Gradient of the back over that of the output."""
-        return _over(self.back, self.output)
+        """Gradient size of the back over that of the output."""
+        return _quotient(self.back, self.output)
 
     @property
     def word(self) -> str:
-        """Vanishing, weak, fair or good."""
+        """The front ratio as a word: vanishing, weak, fair or good."""
         ratio = self.front_ratio
         if math.isnan(ratio):
             return "unknown"
-        return next((word for limit, word in WORDS if ratio < limit), "good")
+        return next((word for limit, word in RATIO_WORDS if ratio < limit), "good")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, with the ratios and their word."""
@@ -214,84 +306,22 @@ class Ends:
         }  # fmt: skip
 
 
-def ends_of(reports: Sequence[Report]) -> Ends:
-    """See the ends at the last report, and the front's weights since the first."""
+def depth_ratios(reports: Sequence[Report]) -> DepthRatios:
+    """Return the ratios at the last report, and the front's weight change since the first."""
     if not reports:
-        return Ends(math.nan, math.nan, math.nan, math.nan)
+        return DepthRatios(math.nan, math.nan, math.nan, math.nan)
     first, last = reports[0].ranges, reports[-1].ranges
     changes = [
         abs(last[name] - start) / start for name, start in first.items() if name in last and start
     ]
     change = sum(changes) / len(changes) if changes and len(reports) > 1 else math.nan
-    return Ends(**reports[-1].largest, weight_change=change)
+    return DepthRatios(**reports[-1].largest, weight_change=change)
 
 
 def front_ratios(reports: Sequence[Report]) -> dict[int, float]:
-    """The front's gradient over the output's by step; NaN where either is unknown."""
-    return {r.step: Ends(**r.largest, weight_change=math.nan).front_ratio for r in reports}
+    """Return the front ratio by step; NaN where either size is unknown."""
+    return {r.step: DepthRatios(**r.largest, weight_change=math.nan).front_ratio for r in reports}
 
 
-def _over(size: float, output: float) -> float:
+def _quotient(size: float, output: float) -> float:
     return size / output if output else math.nan
-
-
-_NAMES = {
-    "front_ratio": "front/output gradient",
-    "weight_change": "front weight change",
-    "pearson": "validation pearson",
-}
-
-
-@dataclass(frozen=True)
-class Target:
-    """What was measured, and what more than was wanted; None where it could not be measured."""
-
-    name: str
-    value: float | None
-    wanted: float
-
-    @property
-    def reached(self) -> bool:
-        """Whether it was measured and is above."""
-        return self.value is not None and self.value > self.wanted
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return {**vars(self), "reached": self.reached}
-
-
-def targets_of(found: Diagnosis) -> tuple[Target, ...]:
-    """Return the targets that apply to a run, as its last stage measured them.
-
-    Pearson applies where it chooses the checkpoint; the gradient and the weight change of the
-    front where its layers learn, the gradient only beside a head that learns.
-    """
-    flow = list(found.flows.values())[-1]
-    ends, reports = flow.ends(), flow.reports
-    front = not reports or any(report.ranges for report in reports)
-    output = not reports or any(math.isfinite(report.largest["output"]) for report in reports)
-    values = {
-        "front_ratio": ends.front_ratio,
-        "weight_change": ends.weight_change,
-        found.metric: found.value,
-    }
-    applies = {
-        "front_ratio": front and output,
-        "weight_change": front,
-        "pearson": found.metric == "pearson",
-    }
-    known = {name: v for name, v in values.items() if v is not None and math.isfinite(v)}
-    return tuple(
-        Target(name, known.get(name), wanted) for name, wanted in WANTED.items() if applies[name]
-    )
-
-
-def targets_table(targets: tuple[Target, ...]) -> str:
-    """Format the targets, one line each, under the outcome."""
-    rows = [
-        (_NAMES[target.name], number(target.value), f"wanted > {target.wanted:g}",
-         "pass" if target.reached else "fail")
-        for target in targets
-    ]  # fmt: skip
-    outcome = "pass" if all(target.reached for target in targets) else "fail"
-    return "\n  ".join([f"targets: {outcome}", *columns(rows)])

@@ -1,4 +1,4 @@
-"""The words a part can be called, and every threshold that decides between them."""
+"""Judges every part of a flow: its words, its thresholds, and the rules that apply them."""
 
 import math
 from collections.abc import Iterable
@@ -23,29 +23,29 @@ WORDS = (LEARNING, SLOW, STILL, EXPLODING, FROZEN, SCALED, DECAYING, MOVED, UNKN
 class Rules:
     """The thresholds.
 
-    Ratios are update/weight, without what weight decay explains, and as they would be at the
-    highest learning rate of the flow; medians over the last reports.
+    Ratios are update/weight without the share that weight decay explains, extrapolated to the
+    highest learning rate of the flow; medians are over the last reports.
     """
 
-    window: int = 5  # reports
-    fewest: int = 2  # reports before a part is said to stand still: zeros hold others up at first
-    still: float = 1e-6  # below: not learning, if others move
-    asleep: float = 1e-9  # below, everywhere: nothing learns
-    decayed: float = 2.0  # times what decay alone would move: up to here decay may explain it
-    drowned: float = 1e-4  # gradient, of its sum with decay: below, normalised decay explains it
-    slow: float = 0.01  # of the median of its peers
-    apart: float = 1e-3  # of the median of all others, for parts that are not alike
-    vanishing: float = 1e-4  # gradient, of the largest in the model: the cause is named
-    underflow: float = 1e-12  # the smallest gradient, of the largest: a zero then vanished too
-    leap: float = 1.0  # update/weight above: exploding
-    growth: float = 1e3  # times the gradient of the first report, part and whole: exploding
-    scale: float = 10.0  # times the gradients of both layers beside it, steadily
-    steady: float = 0.5  # largest departure of the logarithm of that factor
-    alike: float = 2.0  # times the update/weight of its peers: no more than this is "alike"
-    saturated: float = 0.5  # share of activations: named as a cause
-    steady_reports: int = 4  # fewer do not tell a steady factor
-    peers: int = 2  # fewer are no peers: all other parts are asked
-    normalising: tuple[str, ...] = (
+    window: int = 5  # last reports that are judged
+    fewest: int = 2  # reports before a part is not learning: at first zeros elsewhere may block it
+    still: float = 1e-6  # ratio below: not learning, if other parts move
+    asleep: float = 1e-9  # ratio below in every part: nothing learns
+    decayed: float = 2.0  # times the ratio of decay alone: up to here decay may explain it
+    drowned: float = 1e-4  # gradient over gradient + decay: below, normalised decay explains it
+    slow: float = 0.01  # ratio below this times the median of its peers: slow
+    apart: float = 1e-3  # the same, times the median of all other parts, for a part without peers
+    vanishing: float = 1e-4  # gradient below this times the largest: named as the cause
+    underflow: float = 1e-12  # smallest gradient below this times the largest: a 0 vanished, too
+    leap: float = 1.0  # ratio above: exploding
+    growth: float = 1e3  # gradient over that of the first report, part and model: exploding
+    scale: float = 10.0  # steady factor between the gradients of a layer and of both neighbours
+    steady: float = 0.5  # largest deviation of the logarithm of that factor
+    alike: float = 2.0  # ratios within this factor of the peers' are alike
+    saturated: float = 0.5  # fraction of activations above: named as a cause
+    steady_reports: int = 4  # fewest reports that show a steady factor
+    peers: int = 2  # with fewer peers, a part is compared with all other parts
+    normalising: tuple[str, ...] = (  # optimizers that divide by a gradient's size
         "Adam",
         "AdamW",
         "KernelAdamW",
@@ -61,8 +61,8 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """A word for a part, why, and what to try."""
+class PartVerdict:
+    """A word for a part, the reason, and a hint what to try."""
 
     word: str
     why: str
@@ -70,47 +70,56 @@ class Verdict:
 
     @property
     def accident(self) -> bool:
-        """Whether the part fails to learn though nobody asked for that."""
+        """Whether the part fails to learn though it is trainable."""
         return self.word in (STILL, DECAYING)
 
     @property
     def alarming(self) -> bool:
-        """Whether somebody should look."""
+        """Whether the part needs attention."""
         return self.word not in (LEARNING, FROZEN, SCALED, UNKNOWN)
 
 
-class Evidence:
-    """A flow's last reports, with what the rules ask of them."""
+def judge(flow: "Flow", rules: Rules) -> dict[str, PartVerdict]:
+    """Return a verdict on every part, by its name."""
+    recent = RecentReports(flow, rules)
+    return {part.name: _judge_part(recent, i, part) for i, part in enumerate(flow.parts)}
+
+
+class RecentReports:
+    """The last reports of a flow, with the quantities that the rules compare."""
 
     def __init__(self, flow: "Flow", rules: Rules) -> None:
         self.flow, self.rules = flow, rules
         self.reports = flow.reports[-rules.window :]
-        self.highest = [  # learning rate of every group; later groups are not in early reports
-            max(known(r.rates[g] for r in flow.reports if g < len(r.rates)), default=0.0)
+        self.highest = [  # learning rate of every group; early reports may lack later groups
+            max(_not_nan(r.rates[g] for r in flow.reports if g < len(r.rates)), default=0.0)
             for g in range(len(flow.groups))
         ]
-        self.learning = [i for i, part in enumerate(flow.parts) if part.state == "trainable"]
-        begun = flow.reports[:1]  # what begins at zero moves far, relative to what it is, for long
-        self.measures = {i for i in self.learning if any(r.of("weight", i) > 0 for r in begun)}
-        self.ratios = {i: _middle(self._learned(r, i) for r in self.reports) for i in self.learning}
-        self.sizes = {i: _middle(r.of("gradient", i) for r in self.reports) for i in self.learning}
+        self.trainable = [i for i, part in enumerate(flow.parts) if part.state == "trainable"]
+        # parts that begin at zero move far relative to their size, and are no measure for others
+        first = flow.reports[:1]
+        self.comparable = {i for i in self.trainable if any(r.of("weight", i) > 0 for r in first)}
+        self.ratios = {
+            i: _median(self._learned_ratio(r, i) for r in self.reports) for i in self.trainable
+        }
+        self.sizes = {i: _median(r.of("gradient", i) for r in self.reports) for i in self.trainable}
 
     @property
     def enough(self) -> bool:
-        """Whether more than a first step was measured, in which much is zero by design."""
+        """Whether there are reports beyond the first, in which many gradients are 0 by design."""
         return len(self.reports) >= self.rules.fewest
 
     @property
     def asleep(self) -> bool:
-        """Whether nothing moves at all."""
-        ratios = known(self.ratios.values())
+        """Whether no part moves."""
+        ratios = _not_nan(self.ratios.values())
         return bool(ratios) and max(ratios) < self.rules.asleep
 
-    def _learned(self, report: Report, part: int) -> float:
-        """Update over weight, as it would be at the highest learning rate, and without decay.
+    def _learned_ratio(self, report: Report, part: int) -> float:
+        """Return update over weight at the highest learning rate, without weight decay.
 
-        Where decay explains what moved, the gradient says how much was learned at most; where
-        decay was added to the gradient, how much of the sum it was.
+        Where decoupled decay explains the update, the gradient bounds the learned part of it;
+        where decay is added to the gradient, the ratio counts by the gradient's share of the sum.
         """
         facts, ratio = self.flow.parts[part], report.ratio(part)
         if report.of("weight", part) == report.of("update", part) == 0.0:
@@ -119,247 +128,208 @@ class Evidence:
         if not groups:
             return ratio
         group = max(groups, key=lambda g: report.rates[g] * self.flow.groups[g].decay)
-        rate, told = report.rates[group], self.flow.groups[group]
+        rate, settings = report.rates[group], self.flow.groups[group]
         if rate <= 0.0:
             return math.nan
         size, weight = report.of("gradient", part), report.of("weight", part)
         normalises = self.flow.optimizer in self.rules.normalising
-        if told.coupled and told.decay and weight > 0.0 and not math.isnan(size):
-            share = size / (size + told.decay * weight)
+        if settings.coupled and settings.decay and weight > 0.0 and not math.isnan(size):
+            share = size / (size + settings.decay * weight)
             ratio *= 1.0 if normalises and share > self.rules.drowned else share
-        elif 0.0 < ratio <= self.rules.decayed * rate * told.decay:
-            moved = size / (1.0 - min(told.momentum, 0.99))
+        elif 0.0 < ratio <= self.rules.decayed * rate * settings.decay:
+            largest = size / (1.0 - min(settings.momentum, 0.99))
             if normalises:
                 spread = math.sqrt(facts.elements)
-                moved = spread * (size / (size + told.eps * spread) if size else 0.0)
-            ratio = min(ratio, rate * moved / weight)
+                largest = spread * (size / (size + settings.eps * spread) if size else 0.0)
+            ratio = min(ratio, rate * largest / weight)
         return ratio * self.highest[group] / rate
 
-    def alike(self, part: int) -> list[float]:
-        """The ratios of the other parts that play the same role and learn."""
-        word = self.flow.parts[part].peers
-        return self._measures(i for i in self.learning
-                              if i != part and self.flow.parts[i].peers == word)  # fmt: skip
+    def peer_ratios(self, part: int) -> list[float]:
+        """Return the ratios of the other trainable parts with the same role."""
+        peers = self.flow.parts[part].peers
+        return self._comparable_ratios(
+            i for i in self.trainable if i != part and self.flow.parts[i].peers == peers
+        )
 
-    def others(self, part: int) -> list[float]:
-        """The ratios of everything else that learns."""
-        return self._measures(i for i in self.learning if i != part)
+    def other_ratios(self, part: int) -> list[float]:
+        """Return the ratios of all other trainable parts."""
+        return self._comparable_ratios(i for i in self.trainable if i != part)
 
-    def _measures(self, parts: Iterable[int]) -> list[float]:
-        return known(self.ratios[i] for i in parts if i in self.measures)
+    def _comparable_ratios(self, parts: Iterable[int]) -> list[float]:
+        return _not_nan(self.ratios[i] for i in parts if i in self.comparable)
 
     def rate(self, part: PartFacts) -> float:
-        """The largest learning rate a part had in the last reports."""
+        """Return the largest learning rate of a part in the last reports."""
         rates = (r.rates[g] for r in self.reports for g in part.groups if g < len(r.rates))
-        return max(known(rates), default=math.nan)
+        return max(_not_nan(rates), default=math.nan)
 
     def vanishes(self, part: int) -> bool:
-        """Whether its gradient is lost on the way; zero is, where others are hardly above it."""
-        sizes = [x for x in known(self.sizes.values()) if x > 0]
-        own = self.sizes[part] or min(sizes, default=0.0) * 0.1
+        """Whether a part's gradient vanishes; 0 counts where other gradients are hardly above."""
+        sizes = [x for x in _not_nan(self.sizes.values()) if x > 0]
+        size = self.sizes[part] or min(sizes, default=0.0) * 0.1
         limit = self.rules.vanishing if self.sizes[part] else self.rules.underflow
-        return bool(sizes) and own < limit * max(sizes)
+        return bool(sizes) and size < limit * max(sizes)
 
     def layer_factors(self, part: PartFacts, side: int) -> list[float]:
-        """How much larger the gradients of its layer are than of one beside it, as logarithms.
+        """Compare the gradients of a part's layer with those of a neighbour: log of the factor.
 
-        One number a report, the median over roles; none where there is no such layer.
+        One number a report, the median over roles; [] without a layer on that side (-1 or 1).
         """
         if part.layer is None:
             return []
-        places = {(p.stack, p.layer, p.peers): i for i, p in enumerate(self.flow.parts)}
+        indices = {(p.stack, p.layer, p.peers): i for i, p in enumerate(self.flow.parts)}
         pairs = [
-            (i, places[stack, layer + side, peers])
-            for (stack, layer, peers), i in places.items()
+            (i, indices[stack, layer + side, peers])
+            for (stack, layer, peers), i in indices.items()
             if (stack, layer) == (part.stack, part.layer) and layer is not None
-            and (stack, layer + side, peers) in places
+            and (stack, layer + side, peers) in indices
         ]  # fmt: skip
-        found = []
+        medians = []
         for report in self.reports:
             sizes = [(report.of("gradient", i), report.of("gradient", j)) for i, j in pairs]
             factors = [math.log(a / b) for a, b in sizes if a > 0 and b > 0]
-            found += [median(factors)] if factors else []
-        return found
+            medians += [median(factors)] if factors else []
+        return medians
 
     def unreached(self, part: PartFacts) -> list[str]:
-        """Tensors that got no gradient in any of the last reports."""
+        """Return the tensors of a part that got no gradient in any of the last reports."""
         return [n for n in part.learning if all(n in r.unreached for r in self.reports)]
 
 
-def cause_of(seen: Evidence, i: int, part: PartFacts) -> tuple[str, str]:
-    """Why a part hardly moves, and what to try."""
-    size, rules = seen.sizes[i], seen.rules
-    largest = max(known(seen.sizes.values()), default=math.nan)
-    stuck = {n: s for n, s in seen.reports[-1].saturated.items() if s > rules.saturated}
-    rates = known(seen.rate(p) for p in seen.flow.parts)
-    if size == 0.0 and not seen.vanishes(i):
-        why = "its gradient is exactly zero"
-        hint = "look for dead units, a mask, or a gate that is shut"
-    elif seen.rate(part) < rules.slow * max(rates, default=0.0):
-        return (f"its learning rate is {seen.rate(part):.1e}, the largest {max(rates):.1e}",
-                "look at its group in the optimizer")  # fmt: skip
-    elif seen.vanishes(i):
-        how = f"{size / largest:.1e} of the largest" if size else "until it is zero"
-        why = f"its gradient vanishes, {how}"
-        hint = "add a residual path or norms; a gradient scale of 3.0 or lr 2e-4 helps a little"
-        if seen.flow.optimizer in rules.normalising:
-            hint += f", though {seen.flow.optimizer} undoes a scale"
-        else:
-            hint += f"; AdamW divides by a gradient's size, {seen.flow.optimizer} does not"
-    elif part.dtype in ("bfloat16", "float16"):
-        return (
-            f"updates are lost in rounding: its weights are {part.dtype}",
-            "keep weights in float32 and compute under autocast",
-        )
-    else:
-        return f"its gradient is {size:.1e}", "a larger learning rate for it"
-    if stuck:
-        name, share = max(stuck.items(), key=lambda item: item[1])
-        why += f"; {share:.0%} of what `{name}` puts out is saturated"
-        hint = "draw smaller weights, put a norm before it, or use another activation"
-    return why, hint
-
-
-def known(numbers: Iterable[float]) -> list[float]:
-    """Those that are numbers."""
+def _not_nan(numbers: Iterable[float]) -> list[float]:
     return [x for x in numbers if not math.isnan(x)]
 
 
-def _middle(numbers: Iterable[float]) -> float:
-    found = known(numbers)
-    return median(found) if found else math.nan
+def _median(numbers: Iterable[float]) -> float:
+    present = _not_nan(numbers)
+    return median(present) if present else math.nan
 
 
-def judge(flow: "Flow", rules: Rules) -> dict[str, Verdict]:
-    """Give every part its verdict."""
-    evidence = Evidence(flow, rules)
-    return {part.name: _judge(evidence, i, part) for i, part in enumerate(flow.parts)}
-
-
-def _judge(seen: Evidence, i: int, part: PartFacts) -> Verdict:
-    if part.name in seen.flow.moved:
-        return Verdict(
+def _judge_part(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict:
+    if part.name in recent.flow.moved:
+        return PartVerdict(
             MOVED,
-            "a frozen tensor of it is no longer what it was",
+            "the bits of a frozen tensor in it changed",
             "look for writes through .data, or an optimizer that still holds it",
         )
     if part.state != "trainable":
-        proof = ", and its bits did not change" if seen.flow.verified else ""
+        unchanged = ", and its bits did not change" if recent.flow.verified else ""
         fixed = part.state == "fixed"
-        return Verdict(
-            FROZEN, f"{'the architecture fixes it' if fixed else 'it requires no gradient'}{proof}"
+        return PartVerdict(
+            FROZEN,
+            f"{'the architecture fixes it' if fixed else 'it requires no gradient'}{unchanged}",
         )
-    if not seen.reports:
-        return Verdict(UNKNOWN, "no step has been measured yet")
+    if not recent.reports:
+        return PartVerdict(UNKNOWN, "no step has been measured yet")
     for rule in (_broken, _left_out, _decaying, _still, _exploding, _slow, _scaled):
-        if (found := rule(seen, i, part)) is not None:
-            return found
-    if math.isnan(seen.ratios[i]):
-        return Verdict(
+        if (verdict := rule(recent, i, part)) is not None:
+            return verdict
+    if math.isnan(recent.ratios[i]):
+        return PartVerdict(
             UNKNOWN, "no step in which it has a learning rate above 0 has been measured yet"
         )
-    return Verdict(LEARNING, f"a step moves it by {seen.ratios[i]:.1e} of its weights")
+    return PartVerdict(LEARNING, f"a step moves it by {recent.ratios[i]:.1e} of its weights")
 
 
-def _broken(seen: Evidence, i: int, part: PartFacts) -> Verdict | None:
-    step = next((r.step for r in seen.flow.reports if i in r.broken), None)
+def _broken(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | None:
+    step = next((r.step for r in recent.flow.reports if i in r.broken), None)
     if step is None:
         return None
-    return Verdict(
+    return PartVerdict(
         EXPLODING,
         f"NaN or infinity, first seen at step {step}",
         "lower the learning rate, clip at 1.0, or look at the loss of that batch",
     )
 
 
-def _left_out(seen: Evidence, i: int, part: PartFacts) -> Verdict | None:
-    """What cannot learn, whatever its numbers are."""
+def _left_out(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | None:
+    """Judge a part that cannot learn, whatever its numbers are."""
     if part.missing:
-        return Verdict(
+        return PartVerdict(
             STILL,
-            f"{_some(part.missing, part)} missing from the optimizer",
+            f"{_tensors_are(part.missing, part)} missing from the optimizer",
             "build the optimizer from model.parameters(), after freezing",
         )
-    if cut := seen.unreached(part):
-        return Verdict(
+    if detached := recent.unreached(part):
+        return PartVerdict(
             STILL,
-            f"no gradient arrives: {_some(cut, part)} detached from the loss",
+            f"no gradient arrives: {_tensors_are(detached, part)} detached from the loss",
             "look for detach(), no_grad(), or an output that the loss does not use",
         )
-    some = any(rate > 0 for r in seen.reports for rate in r.rates)
-    never = seen.enough and not any(seen.highest)
-    if seen.rate(part) == 0.0 and (some or never):
-        return Verdict(STILL, "its learning rate is 0", "look at its group in the optimizer")
+    any_rate = any(rate > 0 for r in recent.reports for rate in r.rates)
+    never = recent.enough and not any(recent.highest)
+    if recent.rate(part) == 0.0 and (any_rate or never):
+        return PartVerdict(STILL, "its learning rate is 0", "look at its group in the optimizer")
     return None
 
 
-def _decaying(seen: Evidence, i: int, part: PartFacts) -> Verdict | None:
-    masked = all(r.of("gradient", i) == 0.0 < r.of("update", i) for r in seen.reports)
-    if masked and seen.enough and not seen.vanishes(i):
-        return Verdict(
+def _decaying(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | None:
+    masked = all(r.of("gradient", i) == 0.0 < r.of("update", i) for r in recent.reports)
+    if masked and recent.enough and not recent.vanishes(i):
+        return PartVerdict(
             DECAYING,
             "its gradient is exactly zero, and the optimizer still moves it "
-            f"by {seen.reports[-1].ratio(i):.1e} of its weights a step",
+            f"by {recent.reports[-1].ratio(i):.1e} of its weights a step",
             "a mask does not freeze: use fl.freeze, which takes the rows out",
         )
     return None
 
 
-def _still(seen: Evidence, i: int, part: PartFacts) -> Verdict | None:
-    ratio, rules = seen.ratios[i], seen.rules
-    if math.isnan(ratio) or ratio >= rules.still or not seen.enough:
+def _still(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | None:
+    ratio, rules = recent.ratios[i], recent.rules
+    if math.isnan(ratio) or ratio >= rules.still or not recent.enough:
         return None
-    like = seen.alike(i)
-    others = seen.others(i)
-    left_behind = (bool(like) and ratio < rules.slow * max(like)) or (
+    peers = recent.peer_ratios(i)
+    others = recent.other_ratios(i)
+    left_behind = (bool(peers) and ratio < rules.slow * max(peers)) or (
         bool(others) and ratio < rules.apart * median(others)
     )
-    if not left_behind and not seen.asleep:
+    if not left_behind and not recent.asleep:
         return None
-    why, hint = cause_of(seen, i, part)
-    return Verdict(STILL, f"a step moves it by {ratio:.1e} of its weights: {why}", hint)
+    why, hint = _cause_of(recent, i, part)
+    return PartVerdict(STILL, f"a step moves it by {ratio:.1e} of its weights: {why}", hint)
 
 
-def _exploding(seen: Evidence, i: int, part: PartFacts) -> Verdict | None:
-    rules, first = seen.rules, seen.flow.reports[0]
+def _exploding(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | None:
+    rules, first = recent.rules, recent.flow.reports[0]
     hint = "lower the learning rate, or clip at 1.0"
-    steps = [r.ratio(i) for r in seen.reports if r.of("weight", i) > 0]
+    steps = [r.ratio(i) for r in recent.reports if r.of("weight", i) > 0]
     ratio = median(steps) if steps else 0.0
     if ratio > rules.leap and len(steps) > 1 and first.of("weight", i) > 0:
-        return Verdict(EXPLODING, f"a step moves it by {ratio:.1g} of its weights", hint)
-    if _grew(seen.sizes[i], first.of("gradient", i), rules.growth):
-        totals = list(seen.flow.norms().values())
+        return PartVerdict(EXPLODING, f"a step moves it by {ratio:.1g} of its weights", hint)
+    if _grew(recent.sizes[i], first.of("gradient", i), rules.growth):
+        totals = list(recent.flow.norms().values())
         if _grew(min(totals[-rules.window :]), totals[0], rules.growth):
-            return Verdict(
+            return PartVerdict(
                 EXPLODING,
-                f"its gradient grew from {first.of('gradient', i):.1e} to {seen.sizes[i]:.1e}",
+                f"its gradient grew from {first.of('gradient', i):.1e} to {recent.sizes[i]:.1e}",
                 hint,
             )
     return None
 
 
-def _slow(seen: Evidence, i: int, part: PartFacts) -> Verdict | None:
-    like = seen.alike(i)
-    alone = len(like) < seen.rules.peers
-    group = seen.others(i) if alone else like
-    share = seen.rules.apart if alone else seen.rules.slow
-    if not seen.enough or not group or not seen.ratios[i] < share * median(group):
+def _slow(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | None:
+    peers = recent.peer_ratios(i)
+    alone = len(peers) < recent.rules.peers
+    compared = recent.other_ratios(i) if alone else peers
+    limit = recent.rules.apart if alone else recent.rules.slow
+    if not recent.enough or not compared or not recent.ratios[i] < limit * median(compared):
         return None
-    why, hint = cause_of(seen, i, part)
-    return Verdict(
+    why, hint = _cause_of(recent, i, part)
+    return PartVerdict(
         SLOW,
-        f"a step moves it by {seen.ratios[i]:.1e} of its weights, its peers by "
-        f"{median(group):.1e}: {why}",
+        f"a step moves it by {recent.ratios[i]:.1e} of its weights, its peers by "
+        f"{median(compared):.1e}: {why}",
         hint,
     )
 
 
-def _scaled(seen: Evidence, i: int, part: PartFacts) -> Verdict | None:
-    """A steady factor on a whole layer's gradients that is not in its updates."""
-    rules = seen.rules
-    if seen.flow.optimizer not in rules.normalising or len(seen.reports) < rules.steady_reports:
+def _scaled(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | None:
+    """Judge a part whose layer has a steady factor in its gradients, and not in its updates."""
+    rules = recent.rules
+    if recent.flow.optimizer not in rules.normalising or len(recent.reports) < rules.steady_reports:
         return None
-    sides = [seen.layer_factors(part, side) for side in (-1, 1)]
+    sides = [recent.layer_factors(part, side) for side in (-1, 1)]
     middles = [median(factors) if factors else 0.0 for factors in sides]
     steady = all(
         abs(f - m) <= rules.steady for fs, m in zip(sides, middles, strict=True) for f in fs
@@ -367,18 +337,18 @@ def _scaled(seen: Evidence, i: int, part: PartFacts) -> Verdict | None:
     least = min(middles, key=abs)
     if not steady or middles[0] * middles[1] <= 0 or abs(least) < math.log(rules.scale):
         return None
-    like = seen.alike(i)
-    if not like or not 1 / rules.alike < seen.ratios[i] / median(like) < rules.alike:
+    peers = recent.peer_ratios(i)
+    if not peers or not 1 / rules.alike < recent.ratios[i] / median(peers) < rules.alike:
         return None
-    return Verdict(
+    return PartVerdict(
         SCALED,
-        f"gradients of its layer are steadily {math.exp(least):.3g} × those beside it, its updates "
-        f"are not: {seen.flow.optimizer} divides a constant factor out",
+        f"gradients of its layer are steadily {math.exp(least):.3g} × its neighbours', its "
+        f"updates are not: {recent.flow.optimizer} divides a constant factor out",
         "give it a learning rate of its own instead",
     )
 
 
-def _some(names: Iterable[str], part: PartFacts) -> str:
+def _tensors_are(names: Iterable[str], part: PartFacts) -> str:
     listed = list(names)
     if len(listed) == len(part.learning):
         return "it is"
@@ -387,3 +357,37 @@ def _some(names: Iterable[str], part: PartFacts) -> str:
 
 def _grew(now: float, first: float, factor: float) -> bool:
     return first > 0 and now > factor * first
+
+
+def _cause_of(recent: RecentReports, i: int, part: PartFacts) -> tuple[str, str]:
+    """Return the reason why a part hardly moves, and a hint."""
+    size, rules = recent.sizes[i], recent.rules
+    largest = max(_not_nan(recent.sizes.values()), default=math.nan)
+    saturated = {n: s for n, s in recent.reports[-1].saturated.items() if s > rules.saturated}
+    rates = _not_nan(recent.rate(p) for p in recent.flow.parts)
+    if size == 0.0 and not recent.vanishes(i):
+        why = "its gradient is exactly zero"
+        hint = "look for dead units, a mask, or a gate that is shut"
+    elif recent.rate(part) < rules.slow * max(rates, default=0.0):
+        return (f"its learning rate is {recent.rate(part):.1e}, the largest {max(rates):.1e}",
+                "look at its group in the optimizer")  # fmt: skip
+    elif recent.vanishes(i):
+        amount = f"{size / largest:.1e} of the largest" if size else "until it is zero"
+        why = f"its gradient vanishes, {amount}"
+        hint = "add a residual path or norms; a gradient scale of 3.0 or lr 2e-4 helps a little"
+        if recent.flow.optimizer in rules.normalising:
+            hint += f", though {recent.flow.optimizer} undoes a scale"
+        else:
+            hint += f"; AdamW divides by a gradient's size, {recent.flow.optimizer} does not"
+    elif part.dtype in ("bfloat16", "float16"):
+        return (
+            f"updates are lost in rounding: its weights are {part.dtype}",
+            "keep weights in float32 and compute under autocast",
+        )
+    else:
+        return f"its gradient is {size:.1e}", "a larger learning rate for it"
+    if saturated:
+        name, fraction = max(saturated.items(), key=lambda item: item[1])
+        why += f"; {fraction:.0%} of the output of `{name}` is saturated"
+        hint = "draw smaller weights, put a norm before it, or use another activation"
+    return why, hint

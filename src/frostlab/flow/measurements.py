@@ -1,4 +1,8 @@
-"""What a flow is made of: facts about parts that do not change, and one report a measured step."""
+"""A flow as data: facts about the parts, one report a measured step, and its stored forms.
+
+`fl.watch` fills a `Flow`. `save` writes it to a file, a watched run writes it to its events, and
+`load_flow` reads both.
+"""
 
 import json
 import math
@@ -8,12 +12,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from frostlab.errors import BadInput, FrostlabError, nearest
-from frostlab.records.folder import effective, read_events
-from frostlab.storage import write_whole
+from frostlab.records.folder import RunRecord, effective, read_events
+from frostlab.storage import finite, write_whole
 
 if TYPE_CHECKING:
-    from frostlab.flow.diagnosis import Ends
-    from frostlab.flow.judge import Rules, Verdict
+    from frostlab.flow.diagnosis import DepthRatios
+    from frostlab.flow.judge import PartVerdict, Rules
+
+SCHEMA = 1
+QUANTITIES = {
+    "gradient": "norm of the gradient the optimizer got: unscaled, after clipping",
+    "before_clip": "norm of the gradient before clipping, where it was measured",
+    "weight": "norm of the weights before the step",
+    "update": "norm of the change that the step made",
+    "distance": "distance from the weights at the start, relative to their norm",
+    "weight_cosine": "cosine between the weights and the weights at the start",
+    "gradient_cosine": "cosine between this gradient and the one of the previous report",
+}
+_NORMS = ("gradient", "before_clip", "weight", "update")
+# Optimizers of torch that add weight decay to the gradient, though their groups do not say so
+_COUPLED = ("SGD", "ASGD", "RMSprop", "Adagrad", "Adadelta", "Adamax")
 
 
 @dataclass(frozen=True)
@@ -21,16 +39,16 @@ class PartFacts:
     """A part of a model: everything of one role in one layer."""
 
     name: str
-    peers: str  # parts with the same word here are alike
+    peers: str  # parts with the same value here play the same role
     stack: str
     layer: int | None
     state: str  # trainable, frozen or fixed
     tensors: tuple[str, ...]
-    learning: tuple[str, ...]  # those that require a gradient
-    missing: tuple[str, ...]  # those of them that no optimizer holds
-    groups: tuple[int, ...]  # the optimizer's groups that hold the others
+    learning: tuple[str, ...]  # tensors that require a gradient
+    missing: tuple[str, ...]  # tensors that require a gradient and are in no optimizer
+    groups: tuple[int, ...]  # the optimizer's groups that hold the part's tensors
     dtype: str
-    elements: int  # how many numbers of it learn
+    elements: int  # trainable numbers
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -38,29 +56,25 @@ class PartFacts:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "PartFacts":
-        """Read what `to_dict` wrote."""
-        read: dict[str, Any] = {
+        """Read the values that `to_dict` wrote."""
+        arguments: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in values.items()
         }
-        return cls(**read)
-
-
-# Those of torch's optimizers whose groups do not say it themselves
-_COUPLED = ("SGD", "ASGD", "RMSprop", "Adagrad", "Adadelta", "Adamax")
+        return cls(**arguments)
 
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """What an optimizer was told about a group of parameters."""
+    """The settings of one parameter group of an optimizer that the rules need."""
 
     decay: float
     momentum: float
     eps: float
-    coupled: bool = False  # decay is added to the gradient, and goes the way it goes
+    coupled: bool = False  # weight decay is added to the gradient (L2), not decoupled (AdamW)
 
     @classmethod
     def of(cls, group: dict[str, Any], optimizer: str) -> "GroupFacts":
-        """Read them from one of `optimizer.param_groups`."""
+        """Read one of `optimizer.param_groups`."""
         momentum, eps = group.get("momentum", 0.0), group.get("eps", 0.0)
         return cls(
             float(group.get("weight_decay", 0.0)),
@@ -70,54 +84,40 @@ class GroupFacts:
         )
 
 
-QUANTITIES = {
-    "gradient": "norm of the gradient the optimizer got: unscaled, after clipping",
-    "before_clip": "norm of the gradient before clipping, where it is known",
-    "weight": "norm of the weights before the step",
-    "update": "norm of what the step changed",
-    "change": "distance from the weights at the start, relative to their norm",
-    "cosine": "cosine between the weights and those at the start",
-    "agreement": "cosine between this gradient and the one of the report before",
-}
-
-
 @dataclass(frozen=True)
 class Report:
-    """One measured step: for each quantity a number a part, NaN where there is none."""
+    """One measured step: a number a part for each quantity, NaN where it was not measured."""
 
     step: int
     values: dict[str, tuple[float, ...]]
-    rates: tuple[float, ...]  # the learning rate of every group, NaN for one that has none
-    unreached: tuple[str, ...] = ()  # tensors that learn and got no gradient at all
+    rates: tuple[float, ...]  # the learning rate of every group, NaN for a group without one
+    unreached: tuple[str, ...] = ()  # trainable tensors whose gradient was None
     largest: dict[str, float] = field(default_factory=dict)  # front, back, output: mean of max |g|
     ranges: dict[str, float] = field(default_factory=dict)  # max - min of each front tensor
     broken: tuple[int, ...] = ()  # parts with a NaN or an infinity
-    dead: dict[str, float] = field(default_factory=dict)  # module -> share of units
-    saturated: dict[str, float] = field(default_factory=dict)
+    dead: dict[str, float] = field(default_factory=dict)  # module -> fraction of units
+    saturated: dict[str, float] = field(default_factory=dict)  # module -> fraction of activations
     entropy: dict[str, tuple[float, ...]] = field(default_factory=dict)  # attention -> heads
 
     def of(self, quantity: str, part: int) -> float:
-        """One number of one part."""
+        """Return one quantity of one part."""
         return self.values[quantity][part]
 
-    def at(self, places: Sequence[int | None]) -> "Report":
-        """The same of other parts: where each stood here, None for what was not there."""
-        values = {
-            quantity: tuple(math.nan if place is None else own[place] for place in places)
-            for quantity, own in self.values.items()
-        }
-        broken = tuple(i for i, place in enumerate(places) if place in self.broken)
-        return replace(self, values=values, broken=broken)
-
     def ratio(self, part: int) -> float:
-        """How far the step moved a part, relative to its weights."""
+        """Return update over weight: how far the step moved a part, relative to its norm."""
         weight, update = self.of("weight", part), self.of("update", part)
         if weight == 0.0:
             return float("inf") if update > 0.0 else float("nan")
         return update / weight
 
-
-SCHEMA = 1
+    def reindexed(self, indices: Sequence[int | None]) -> "Report":
+        """Return the report for other parts; `indices` are their former ones, None for new."""
+        values = {
+            quantity: tuple(math.nan if index is None else numbers[index] for index in indices)
+            for quantity, numbers in self.values.items()
+        }
+        broken = tuple(i for i, index in enumerate(indices) if index in self.broken)
+        return replace(self, values=values, broken=broken)
 
 
 class Flow:
@@ -126,77 +126,77 @@ class Flow:
     def __init__(self, model: str, optimizer: str) -> None:
         self.model, self.optimizer = model, optimizer
         self.parts: tuple[PartFacts, ...] = ()
-        self.groups: tuple[GroupFacts, ...] = ()  # the optimizer's
-        self.moved: tuple[str, ...] = ()  # parts that moved though they were frozen
+        self.groups: tuple[GroupFacts, ...] = ()  # of the optimizer
+        self.moved: tuple[str, ...] = ()  # frozen parts whose weights changed
         self.verified = False  # whether frozen parts were compared with their digests
         self._reports: list[Report] = []
 
     @property
     def reports(self) -> list[Report]:
-        """What has been measured so far, a report a measured step."""
+        """The reports so far, one a measured step."""
         return self._reports
 
     def series(self, part: str, quantity: str) -> dict[int, float]:
-        """One quantity of one part by step; `ratio` is update over weight."""
-        place = self._place(part)
+        """Return one quantity of one part by step; `ratio` is update over weight."""
+        index = self._index_of(part)
         if quantity == "ratio":
-            return {report.step: report.ratio(place) for report in self.reports}
+            return {report.step: report.ratio(index) for report in self.reports}
         if quantity not in QUANTITIES:
-            known = ", ".join(("ratio", *QUANTITIES))
-            raise BadInput(f"series: `{quantity}` is not measured; one of {known}")
-        return {report.step: report.of(quantity, place) for report in self.reports}
+            choices = ", ".join(("ratio", *QUANTITIES))
+            raise BadInput(f"series: `{quantity}` is not measured; choose from {choices}")
+        return {report.step: report.of(quantity, index) for report in self.reports}
 
     def norms(self, quantity: str = "gradient") -> dict[int, float]:
-        """The norm over all parts by step: of `gradient`, `before_clip`, `weight` or `update`."""
-        if quantity not in ("gradient", "before_clip", "weight", "update"):
-            raise BadInput(f"norms: `{quantity}` is no norm; gradient, before_clip, weight, update")
-        found = {}
+        """Return the norm over all parts by step: `gradient`, `before_clip`, `weight`, `update`."""
+        if quantity not in _NORMS:
+            raise BadInput(f"norms: `{quantity}` is not a norm; choose from {', '.join(_NORMS)}")
+        norms = {}
         for report in self.reports:
-            known = [value for value in report.values[quantity] if not math.isnan(value)]
-            whole = known and not report.broken
-            found[report.step] = math.hypot(*known) if whole else math.nan
-        return found
+            measured = [value for value in report.values[quantity] if not math.isnan(value)]
+            complete = measured and not report.broken
+            norms[report.step] = math.hypot(*measured) if complete else math.nan
+        return norms
 
     def ratios(self) -> dict[str, float]:
-        """Every part's update/weight at the last report; NaN for what is frozen."""
+        """Return every part's update/weight at the last report; NaN for frozen parts."""
         if not self.reports:
             return {}
         return {part.name: self.reports[-1].ratio(i) for i, part in enumerate(self.parts)}
 
-    def ends(self) -> "Ends":
-        """Front and back layers against the output."""
-        from frostlab.flow.diagnosis import ends_of
+    def depth_ratios(self) -> "DepthRatios":
+        """Return the gradient sizes of the first and last layers relative to the head."""
+        from frostlab.flow.diagnosis import depth_ratios
 
-        return ends_of(self.reports)
+        return depth_ratios(self.reports)
 
     def first_broken(self) -> tuple[int, str] | None:
-        """The first reported step with a NaN or an infinity, and the part it was seen in."""
+        """Return the first reported step with a NaN or an infinity, and the part that had it."""
         for report in self.reports:
             if report.broken:
                 return report.step, self.parts[report.broken[0]].name
         return None
 
-    def verdicts(self, rules: "Rules | None" = None) -> dict[str, "Verdict"]:
-        """What to think of every part, and why."""
+    def verdicts(self, rules: "Rules | None" = None) -> dict[str, "PartVerdict"]:
+        """Judge every part: a word, the reason, and a hint."""
         from frostlab.flow.judge import Rules, judge
 
         return judge(self, rules or Rules())
 
-    def frozen_by_accident(self, rules: "Rules | None" = None) -> "dict[str, Verdict]":
-        """The parts that do not learn though nobody asked for that."""
+    def frozen_by_accident(self, rules: "Rules | None" = None) -> "dict[str, PartVerdict]":
+        """Return the verdicts on trainable parts that do not learn."""
         return {name: v for name, v in self.verdicts(rules).items() if v.accident}
 
     def table(self) -> str:
-        """The parts as text, with the numbers of the last report and a verdict each."""
+        """Return the parts as text, with the numbers of the last report and their verdicts."""
         from frostlab.flow.show import as_text
 
         return as_text(self)
 
     def to_frame(self) -> Any:
-        """One row a part and reported step, as a pandas DataFrame."""
+        """Return a pandas DataFrame with one row a part and reported step."""
         try:
             import pandas
-        except ImportError:
+        except ImportError:  # no extra of frostlab brings it
             raise FrostlabError("to_frame needs pandas: pip install pandas") from None
         rows = [
             {"step": report.step, "part": part.name, "layer": part.layer, "state": part.state,
@@ -207,32 +207,30 @@ class Flow:
         return pandas.DataFrame(rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON; what is not a finite number is null."""
+        """Return plain values for JSON, null for NaN and infinity."""
         return {
             "schema": SCHEMA, "model": self.model, "optimizer": self.optimizer,
             "moved": list(self.moved), "verified": self.verified,
             "groups": [vars(group) for group in self.groups],
             "parts": [part.to_dict() for part in self.parts],
-            "reports": [_plain(vars(report)) for report in self.reports],
+            "reports": [finite(vars(report)) for report in self.reports],
         }  # fmt: skip
 
     def save(self, path: str | Path) -> Path:
-        """Write the flow as JSON, whole or not at all."""
-        target = can_save(path)
+        """Write the flow as JSON, in one piece."""
+        target = check_save_path(path)
         write_whole(target, json.dumps(self.to_dict(), allow_nan=False))
         return target
 
-    def _place(self, part: str) -> int:
-        from frostlab.errors import nearest
-
-        names = [each.name for each in self.parts]
+    def _index_of(self, part: str) -> int:
+        names = [facts.name for facts in self.parts]
         if part not in names:
             raise BadInput(f"series: no part `{part}`{nearest(part, names)}")
         return names.index(part)
 
 
-def can_save(path: str | Path) -> Path:
-    """Where a flow is to be written; refused before there is one."""
+def check_save_path(path: str | Path) -> Path:
+    """Refuse a path to which a flow cannot be saved, before there is a flow to lose."""
     target = Path(path)
     if target.is_dir():
         raise BadInput(f"save: {target} is a folder; name a file in it, such as flow.json")
@@ -241,10 +239,47 @@ def can_save(path: str | Path) -> Path:
     return target
 
 
-def load_flow(path: str | Path) -> Flow:
-    """Read a flow that `save` wrote."""
+def load_flow(run_or_path: RunRecord | str | Path, stage: str | None = None) -> Flow:
+    """Read the flow of a run, given as a record or a folder, or a file that `flow.save` wrote.
+
+    Of a run in stages it is the last stage's flow, or that of the `stage` with this name. A run
+    that has not ended has the reports written so far.
+    """
+    path = Path(run_or_path.folder if isinstance(run_or_path, RunRecord) else run_or_path)
+    if not path.is_dir() and not isinstance(run_or_path, RunRecord):
+        if stage is not None:
+            raise BadInput(f"load_flow: {path} is not a run, so it has no stage `{stage}`")
+        return _load_file(path)
+    flows = flows_of(path)
+    if not flows:
+        raise BadInput(
+            f"load_flow: {path} was not watched; run it with --set watch.every_n_steps=10"
+        )
+    if stage is None:
+        return next(reversed(flows.values()))
+    if stage not in flows:
+        hint = nearest(stage, flows) or f"; choose from {', '.join(flows)}"
+        raise BadInput(f"load_flow: {path} has no stage `{stage}`{hint}")
+    return flows[stage]
+
+
+def flows_of(folder: str | Path) -> dict[str, Flow]:
+    """Read the flow of every stage of a run, finished or running, by the stage's name."""
+    path = Path(folder)
+    events = effective(read_events(path / "events.jsonl"))
+    if not events:
+        raise BadInput(f"load_flow: {path} is not a run: it has no events")
     try:
-        data = json.loads(Path(path).read_text())
+        return _read_events(events)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise BadInput(
+            f"load_flow: the flow in {path}/events.jsonl is damaged: {error!r}"
+        ) from None
+
+
+def _load_file(path: Path) -> Flow:
+    try:
+        data = json.loads(path.read_text())
     except OSError as error:
         raise BadInput(f"load_flow: {path}: {error.strerror}") from None
     except ValueError:
@@ -252,47 +287,44 @@ def load_flow(path: str | Path) -> Flow:
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         raise BadInput(f"load_flow: {path} is not a flow of schema {SCHEMA}; `flow.save` makes one")
     try:
-        flow = Flow(data["model"], data["optimizer"])
-        flow.parts = tuple(PartFacts.from_dict(part) for part in data["parts"])
-        flow.groups = tuple(GroupFacts(**group) for group in data["groups"])
+        flow = _flow_without_reports(data)
         flow.moved, flow.verified = tuple(data["moved"]), data["verified"]
-        flow._reports = [_saved_report(values) for values in data["reports"]]
+        flow._reports = [
+            Report(**{f.name: _nan_for_null(values[f.name]) for f in fields(Report)})
+            for values in data["reports"]
+        ]
     except (AttributeError, KeyError, TypeError) as error:
-        raise BadInput(f"load_flow: {path} is not a whole flow: {error}") from None
+        raise BadInput(f"load_flow: {path} is damaged: {error}") from None
     return flow
 
 
-def _saved_report(values: dict[str, Any]) -> Report:
-    read = {field.name: _numbers(values[field.name]) for field in fields(Report)}
-    return Report(**read)
+def _flow_without_reports(values: dict[str, Any]) -> Flow:
+    flow = Flow(values["model"], values["optimizer"])
+    flow.parts = tuple(PartFacts.from_dict(part) for part in values["parts"])
+    flow.groups = tuple(GroupFacts(**group) for group in values["groups"])
+    return flow
 
 
-def _plain(value: Any) -> Any:
+def _nan_for_null(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _numbers(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _numbers(each) for key, each in value.items()}
+        return {key: _nan_for_null(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return tuple(_numbers(each) for each in value)
+        return tuple(_nan_for_null(inner) for inner in value)
     return math.nan if value is None else value
 
 
-_ENDS = ("front", "back", "output")
+# A flow in a run's events: one `flow_parts` event a stage, then one `flow` event a report.
+# Reports list numbers of the trainable parts only, in the order of `parts`.
+_DEPTHS = ("front", "back", "output")
 _MODULES = ("dead", "saturated", "entropy")
 
 
-def parts_event(flow: Flow, every: int, front: Sequence[str]) -> dict[str, Any]:
-    """What stays as it is over a stage; `front` names the tensors that have ranges."""
+def parts_event(flow: Flow, every_n_steps: int, front: Sequence[str]) -> dict[str, Any]:
+    """Return the facts that stay the same in a stage; `front` names the tensors with ranges."""
     return {
         "model": flow.model,
         "optimizer": flow.optimizer,
-        "every": every,
+        "every": every_n_steps,
         "groups": [vars(group) for group in flow.groups],
         "parts": [part.to_dict() for part in flow.parts],
         "front": list(front),
@@ -300,61 +332,40 @@ def parts_event(flow: Flow, every: int, front: Sequence[str]) -> dict[str, Any]:
 
 
 def report_event(report: Report, parts: Sequence[PartFacts]) -> dict[str, Any]:
-    """One report, what it does not have left out; numbers to 5 digits."""
-    learning = _learning(parts)
+    """Return one report without the quantities it lacks; numbers have 5 digits."""
+    trainable = _trainable(parts)
     event: dict[str, Any] = {}
     for name in QUANTITIES:
-        numbers = [report.values[name][i] for i in learning]
+        numbers = [report.values[name][i] for i in trainable]
         if not all(map(math.isnan, numbers)):
-            event[name] = [_short(x) for x in numbers]
-    event["rates"] = [_short(x) for x in report.rates]
-    event["ends"] = [_short(report.largest[end]) for end in _ENDS]
-    event["ranges"] = [_short(x, 7) for x in report.ranges.values()]
+            event[name] = [_rounded(x) for x in numbers]
+    event["rates"] = [_rounded(x) for x in report.rates]
+    event["ends"] = [_rounded(report.largest[depth]) for depth in _DEPTHS]
+    event["ranges"] = [_rounded(x, 7) for x in report.ranges.values()]
     for name in ("unreached", "broken"):
-        if found := getattr(report, name):
-            event[name] = list(found)
+        if names := getattr(report, name):
+            event[name] = list(names)
     for name in _MODULES:
-        if found := getattr(report, name):
-            event[name] = {key: _shorten(value) for key, value in found.items()}
+        if modules := getattr(report, name):
+            event[name] = {
+                module: [_rounded(x) for x in value] if isinstance(value, tuple)
+                else _rounded(value)
+                for module, value in modules.items()
+            }  # fmt: skip
     return event
 
 
-def flows_of(folder: str | Path) -> dict[str, Flow]:
-    """The flow of every stage of a run, finished or running, by the stage's name."""
-    path = Path(folder)
-    events = effective(read_events(path / "events.jsonl"))
-    if not events:
-        raise BadInput(f"flow_of: {path} is no run: it has no events")
-    try:
-        return _read(events)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise BadInput(f"flow_of: {path}/events.jsonl holds no whole flow: {error!r}") from None
-
-
-def flow_of(folder: str | Path, stage: str | None = None) -> Flow:
-    """The flow that a run has measured so far, of its last stage or of the one that is named."""
-    flows = flows_of(folder)
-    if not flows:
-        raise BadInput(f"flow_of: {folder} was not watched; run it with --set watch.every=10")
-    if stage is None:
-        return next(reversed(flows.values()))
-    if stage not in flows:
-        hint = nearest(stage, flows) or f"; there are {', '.join(flows)}"
-        raise BadInput(f"flow_of: {folder} has no stage `{stage}`{hint}")
-    return flows[stage]
-
-
-def _read(events: Iterable[dict[str, Any]]) -> dict[str, Flow]:
+def _read_events(events: Iterable[dict[str, Any]]) -> dict[str, Flow]:
     flows: dict[str, Flow] = {}
     reports: dict[str, dict[int, Report]] = {}
     stage, front = "", list[str]()
     for event in events:
         if event["kind"] == "flow_parts":
             stage, front = event["stage"], event["front"]
-            flows[stage] = _flow(event)
+            flows[stage] = _flow_without_reports(event)
             reports.setdefault(stage, {})
         elif event["kind"] == "flow":
-            reports[stage][event["step"]] = _event_report(event, flows[stage].parts, front)
+            reports[stage][event["step"]] = _read_report(event, flows[stage].parts, front)
         elif event["kind"] == "evaluation" and stage:
             flows[stage].verified |= event.get("frozen_verified", 0) > 0
     for name, flow in flows.items():
@@ -362,29 +373,20 @@ def _read(events: Iterable[dict[str, Any]]) -> dict[str, Flow]:
     return flows
 
 
-def _flow(event: dict[str, Any]) -> Flow:
-    flow = Flow(event["model"], event["optimizer"])
-    flow.parts = tuple(PartFacts.from_dict(part) for part in event["parts"])
-    flow.groups = tuple(GroupFacts(**group) for group in event["groups"])
-    return flow
-
-
-def _event_report(
-    event: dict[str, Any], parts: Sequence[PartFacts], front: Sequence[str]
-) -> Report:
-    values, learning = {}, _learning(parts)
+def _read_report(event: dict[str, Any], parts: Sequence[PartFacts], front: Sequence[str]) -> Report:
+    values, trainable = {}, _trainable(parts)
     for name in QUANTITIES:
         numbers = [math.nan] * len(parts)
-        for i, number in zip(learning, event.get(name, ()), strict=name in event):
-            numbers[i] = _long(number)
+        for i, number in zip(trainable, event.get(name, ()), strict=name in event):
+            numbers[i] = _number(number)
         values[name] = tuple(numbers)
     return Report(
         step=event["step"],
         values=values,
-        rates=tuple(map(_long, event["rates"])),
+        rates=tuple(map(_number, event["rates"])),
         unreached=tuple(event.get("unreached", ())),
-        largest={end: _long(x) for end, x in zip(_ENDS, event["ends"], strict=True)},
-        ranges={name: _long(x) for name, x in zip(front, event["ranges"], strict=True)},
+        largest={depth: _number(x) for depth, x in zip(_DEPTHS, event["ends"], strict=True)},
+        ranges={name: _number(x) for name, x in zip(front, event["ranges"], strict=True)},
         broken=tuple(range(len(parts))[i] for i in event.get("broken", ())),
         dead=event.get("dead", {}),
         saturated=event.get("saturated", {}),
@@ -392,18 +394,14 @@ def _event_report(
     )
 
 
-def _learning(parts: Sequence[PartFacts]) -> list[int]:
+def _trainable(parts: Sequence[PartFacts]) -> list[int]:
     return [i for i, part in enumerate(parts) if part.state == "trainable"]
 
 
-def _shorten(value: Any) -> Any:
-    return [_short(x) for x in value] if isinstance(value, tuple) else _short(value)
-
-
-def _short(value: float, digits: int = 5) -> float | None:
-    """A number to so many digits; JSON has no NaN."""
+def _rounded(value: float, digits: int = 5) -> float | None:
+    """Round to significant digits; None for NaN and infinity, which JSON does not have."""
     return float(f"{value:.{digits}g}") if math.isfinite(value) else None
 
 
-def _long(value: float | None) -> float:
+def _number(value: float | None) -> float:
     return math.nan if value is None else float(value)

@@ -1,7 +1,7 @@
-"""What is watched: the parts of a model, layer by role, and where their numbers lie.
+"""The layout of a watched model: its parts, and which slice of which parameter belongs to each.
 
 A part is everything of one role in one layer. Its tensors are whole parameters, rows of a fused
-one, or what this process holds of a sharded one; `Bit` says which.
+one, or the rows of a sharded one that this process holds; `ParameterSlice` says which.
 """
 
 import re
@@ -19,47 +19,49 @@ from frostlab.flow.measurements import PartFacts
 from frostlab.roles.parts import Part, Place, Rows, Slot
 from frostlab.roles.read import survey, unwrapped
 
+Ranges = tuple[tuple[int, int], ...]
+
 
 @dataclass(frozen=True)
-class Bit:
-    """What of one parameter belongs to one part."""
+class ParameterSlice:
+    """The elements of one parameter that belong to one part."""
 
     tensor: str
-    parameter: int
-    part: int
+    parameter: int  # index in `Layout.parameters`
+    part: int  # index in `Layout.parts`
     axis: int = 0
-    rows: Rows | None = None  # None: all of it
-    ranges: tuple[tuple[int, int], ...] | None = None  # the same, of a shard
+    rows: Rows | None = None  # None: the whole parameter
+    ranges: Ranges | None = None  # the same rows, counted in this process's shard
 
     @property
-    def whole(self) -> bool:
-        """Whether it is all of its parameter."""
+    def is_whole(self) -> bool:
+        """Whether the slice is the whole parameter."""
         return self.rows is None and self.ranges is None
 
-    def of(self, tensor: Tensor) -> list[Tensor]:
-        """Views of this bit in a tensor that is shaped as the parameter is."""
+    def views(self, tensor: Tensor) -> list[Tensor]:
+        """Return views of the slice in a tensor that has the parameter's shape."""
         if self.ranges is not None:
             return [tensor.narrow(self.axis, a, b - a) for a, b in self.ranges]
         return [tensor] if self.rows is None else self.rows.pieces(tensor, self.axis)
 
 
 @dataclass(frozen=True)
-class Watched:
-    """The parts of a model, its parameters that learn, and which bit of them belongs where."""
+class Layout:
+    """The parts of a model, its trainable parameters, and the slices that belong to each part."""
 
     parts: tuple[PartFacts, ...]
-    parameters: tuple[nn.Parameter, ...]
-    names: tuple[str, ...]
-    bits: tuple[Bit, ...]
+    parameters: tuple[nn.Parameter, ...]  # trainable ones
+    names: tuple[str, ...]  # of the parameters
+    slices: tuple[ParameterSlice, ...]
     front: tuple[int, ...]  # parameters of the first two layers
-    back: tuple[int, ...]  # of the last two
-    output: tuple[int, ...]  # of the head
-    flags: tuple[int, ...]  # what `flags_of` said when this was read
+    back: tuple[int, ...]  # parameters of the last two layers
+    output: tuple[int, ...]  # parameters of the head
+    fingerprint: tuple[int, ...]  # see `fingerprint`
 
 
 @dataclass(frozen=True)
-class _Held:
-    """A tensor of the untouched model, where it stands, and the parameter that holds it now."""
+class _PlacedTensor:
+    """A tensor of the model before surgery, its place, and the parameter that holds it now."""
 
     name: str
     place: Place
@@ -68,131 +70,134 @@ class _Held:
     axis: int
     rows: Rows | None
     peers: str
-    head: bool
+    is_head: bool
 
     @property
     def elements(self) -> int:
-        """How many numbers it holds."""
+        """The number of elements."""
         count, shape = self.parameter.numel(), self.parameter.shape
         return count if self.rows is None else count // shape[self.axis] * len(self.rows)
 
-
-def flags_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[int, ...]:
-    """Who requires a gradient now, and whom each of the optimizers' groups holds.
-
-    A tensor is known by its identity: another one in its place is another one.
-    """
-    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
-    held = (p for module in unwrapped(model).modules() for p in module._parameters.values())
-    flags = (id(p) if p.requires_grad else 0 for p in held if p is not None)
-    return (*flags, *map(len, groups), *(id(p) for group in groups for p in group))
-
-
-def former_places(old: Watched, new: Watched) -> list[int | None]:
-    """Where each part stood before: that of the same parameters, else of the same name."""
-    held = {(id(old.parameters[bit.parameter]), bit.rows): bit.part for bit in old.bits}
-    found: dict[int, int] = {}
-    for bit in new.bits:
-        if (before := held.get((id(new.parameters[bit.parameter]), bit.rows))) is not None:
-            found.setdefault(bit.part, before)
-    left = {part.name: i for i, part in enumerate(old.parts) if i not in found.values()}
-    return [found.get(i, left.get(part.name)) for i, part in enumerate(new.parts)]
+    @property
+    def part_name(self) -> str:
+        """The name of the tensor's part, as a selection would write it."""
+        place = self.place
+        if not place.role:
+            return self.name.rpartition(".")[0] or self.name
+        name = f"{place.stack}." if place.stack else ""
+        if place.layers:
+            first, last = place.layers[0], place.layers[-1]
+            name += f"layers[{first}]." if first == last else f"layers[{first}:{last + 1}]."
+        return name + ("cross." if place.cross else "") + place.role
 
 
-def look(model: nn.Module, optimizers: Sequence[Optimizer]) -> Watched:
-    """See a model's parts by its anatomy or, where that is unknown, by its modules."""
+def read_layout(model: nn.Module, optimizers: Sequence[Optimizer]) -> Layout:
+    """Divide a model into parts by its anatomy or, where that is unknown, by its modules."""
     for name, parameter in unwrapped(model).named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise BadInput(f"watch: {name} has no shape yet; give the model a batch first")
-    try:
-        anatomy, slots = survey(model)
-    except UnknownArchitecture:
-        every = list(_by_module(unwrapped(model)))
-    else:
-        every = [_by_anatomy(part, slots[part.name]) for part in anatomy.parts]
-    held = [each for each in every if each.parameter.numel()]  # of nothing nothing is learned
-    if not held:
+    tensors = _placed_tensors(model)
+    if not tensors:
         raise BadInput(f"watch: {type(model).__name__} has no parameters to watch")
-    groups = _groups(optimizers)
-    names: dict[str, list[_Held]] = {}
-    for each in held:
-        names.setdefault(name_of(each), []).append(each)
-    learning: dict[int, list[_Held]] = {}
-    for each in held:
-        if each.state == "trainable":
-            learning.setdefault(id(each.parameter), []).append(each)
-    number = {key: i for i, key in enumerate(learning)}
-    parts, bits = [], []
-    for name, own in names.items():
-        parts.append(_facts(name, own, groups))
-        for h in own:
-            if h.state == "trainable":
-                ranges = shard_ranges(h.parameter, h.rows, h.axis)
-                at = number[id(h.parameter)]
-                bit = Bit(h.name, at, len(parts) - 1, h.axis, h.rows, ranges)
-                bits.append(bit)
-    front, back, output = _ends(held)
+    by_part: dict[str, list[_PlacedTensor]] = {}
+    by_parameter: dict[int, list[_PlacedTensor]] = {}
+    for tensor in tensors:
+        by_part.setdefault(tensor.part_name, []).append(tensor)
+        if tensor.state == "trainable":
+            by_parameter.setdefault(id(tensor.parameter), []).append(tensor)
+    index = {key: i for i, key in enumerate(by_parameter)}
+    groups = _group_of_parameter(optimizers)
+    parts, slices = [], []
+    for name, part_tensors in by_part.items():
+        parts.append(_facts(name, part_tensors, groups))
+        for t in part_tensors:
+            if t.state == "trainable":
+                ranges = shard_ranges(t.parameter, t.rows, t.axis)
+                i = index[id(t.parameter)]
+                slices.append(ParameterSlice(t.name, i, len(parts) - 1, t.axis, t.rows, ranges))
+    front, back, output = _front_back_output(tensors)
 
-    def chosen(some: list[_Held]) -> tuple[int, ...]:
-        known = [id(h.parameter) for h in some]
-        return tuple(dict.fromkeys(number[key] for key in known if key in number))
+    def trainable(chosen: list[_PlacedTensor]) -> tuple[int, ...]:
+        keys = [id(t.parameter) for t in chosen]
+        return tuple(dict.fromkeys(index[key] for key in keys if key in index))
 
-    return Watched(
+    return Layout(
         parts=tuple(parts),
-        parameters=tuple(own[0].parameter for own in learning.values()),
-        names=tuple(_whole_name(own) for own in learning.values()),
-        bits=tuple(bits),
-        front=chosen(front),
-        back=chosen(back),
-        output=chosen(output),
-        flags=flags_of(model, optimizers),
+        parameters=tuple(held[0].parameter for held in by_parameter.values()),
+        names=tuple(_parameter_name(held) for held in by_parameter.values()),
+        slices=tuple(slices),
+        front=trainable(front),
+        back=trainable(back),
+        output=trainable(output),
+        fingerprint=fingerprint(model, optimizers),
     )
 
 
-def _whole_name(own: list[_Held]) -> str:
-    """A parameter's name, without a role where it holds several."""
-    return own[0].name if len(own) == 1 else own[0].name.partition("[")[0]
+def fingerprint(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[int, ...]:
+    """Identify the trainable parameters and the parameters of every optimizer group.
+
+    It differs after a freeze, a thaw, a change of the groups, or the replacement of a tensor.
+    """
+    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+    parameters = (p for module in unwrapped(model).modules() for p in module._parameters.values())
+    trainable = (id(p) if p.requires_grad else 0 for p in parameters if p is not None)
+    return (*trainable, *map(len, groups), *(id(p) for group in groups for p in group))
 
 
-def name_of(held: _Held) -> str:
-    """A part's name, as a selection would call it."""
-    place = held.place
-    if not place.role:
-        return held.name.rpartition(".")[0] or held.name
-    name = f"{place.stack}." if place.stack else ""
-    if place.layers:
-        first, last = place.layers[0], place.layers[-1]
-        name += f"layers[{first}]." if first == last else f"layers[{first}:{last + 1}]."
-    return name + ("cross." if place.cross else "") + place.role
+def former_indices(old: Layout, new: Layout) -> list[int | None]:
+    """Return each new part's index in the old layout: by its parameters, else by its name."""
+    old_parts = {(id(old.parameters[s.parameter]), s.rows): s.part for s in old.slices}
+    matches: dict[int, int] = {}
+    for s in new.slices:
+        if (before := old_parts.get((id(new.parameters[s.parameter]), s.rows))) is not None:
+            matches.setdefault(s.part, before)
+    unmatched = {part.name: i for i, part in enumerate(old.parts) if i not in matches.values()}
+    return [matches.get(i, unmatched.get(part.name)) for i, part in enumerate(new.parts)]
 
 
-def _by_anatomy(part: Part, slot: Slot) -> _Held:
+def _placed_tensors(model: nn.Module) -> list[_PlacedTensor]:
+    try:
+        anatomy, slots = survey(model)
+    except UnknownArchitecture:
+        tensors = list(_by_module(unwrapped(model)))
+    else:
+        tensors = [_by_anatomy(part, slots[part.name]) for part in anatomy.parts]
+    return [t for t in tensors if t.parameter.numel()]  # skip empty parameters
+
+
+def _by_anatomy(part: Part, slot: Slot) -> _PlacedTensor:
     piece = slot.piece_of(part.rows)
-    rows = None if part.rows is None else within(piece.rows, part.rows)
+    rows = None if part.rows is None else rows_within(piece.rows, part.rows)
     if rows is not None and len(rows) == rows.size:
         rows = None
-    head = part.role == "head" or any(tie.place.role == "head" for tie in part.ties)
-    name = part.key
-    return _Held(name, part.place, piece.parameter, part.state, part.axis, rows, part.role, head)
+    is_head = part.role == "head" or any(tie.place.role == "head" for tie in part.ties)
+    return _PlacedTensor(
+        part.key, part.place, piece.parameter, part.state, part.axis, rows, part.role, is_head
+    )
 
 
-def _by_module(model: nn.Module) -> Iterator[_Held]:
-    """A part is a module with parameters of its own; its peers differ in numbers only."""
-    found = list(model.named_parameters())
-    last = found[-1][0].rpartition(".")[0] if found else ""
-    for name, parameter in found:
+def _by_module(model: nn.Module) -> Iterator[_PlacedTensor]:
+    """Make a part of each module that has parameters; peers differ only in numbers."""
+    parameters = list(model.named_parameters())
+    last = parameters[-1][0].rpartition(".")[0] if parameters else ""
+    for name, parameter in parameters:
         path = name.rpartition(".")[0]
         numbers = [int(s) for s in path.split(".") if s.isdecimal()]
         place = Place("", layers=tuple(numbers[:1]))
         state = "trainable" if parameter.requires_grad else "frozen"
         peers = re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
-        yield _Held(name, place, parameter, state, 0, None, peers, path == last)
+        yield _PlacedTensor(name, place, parameter, state, 0, None, peers, path == last)
 
 
-def within(held: Rows, wanted: Rows) -> Rows:
-    """Where rows of the whole lie in a tensor that holds only some of its rows."""
+def _parameter_name(tensors: list[_PlacedTensor]) -> str:
+    """Return a parameter's name, without a role where it holds several tensors."""
+    return tensors[0].name if len(tensors) == 1 else tensors[0].name.partition("[")[0]
+
+
+def rows_within(held: Rows, wanted: Rows) -> Rows:
+    """Renumber rows of a whole tensor for a tensor that holds only some of its rows."""
     if (held.period, held.repeats) != (wanted.period, wanted.repeats):
-        return wanted  # held is all of it, described another way
+        return wanted  # held is the whole tensor, described in another way
     spans, before = [], 0
     for start, stop in held.spans:
         for a, b in wanted.spans:
@@ -203,64 +208,67 @@ def within(held: Rows, wanted: Rows) -> Rows:
     return Rows(before, held.repeats, tuple(spans))
 
 
-def _groups(optimizers: Sequence[Optimizer]) -> dict[int, int]:
-    """The number of the optimizer's group that each parameter is in."""
+def _group_of_parameter(optimizers: Sequence[Optimizer]) -> dict[int, int]:
+    """Return the index of the optimizer group that holds each parameter, by the parameter's id."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     return {id(p): i for i, group in enumerate(groups) for p in group["params"]}
 
 
-def _facts(name: str, own: list[_Held], groups: dict[int, int]) -> PartFacts:
-    learning = [h for h in own if h.state == "trainable"]
+def _facts(name: str, tensors: list[_PlacedTensor], groups: dict[int, int]) -> PartFacts:
+    trainable = [t for t in tensors if t.state == "trainable"]
+    first = tensors[0]
     return PartFacts(
         name=name,
-        peers=own[0].peers,
-        stack=own[0].place.stack,
-        layer=own[0].place.layers[0] if len(own[0].place.layers) == 1 else None,
-        state="trainable" if learning else own[0].state,
-        tensors=tuple(h.name for h in own),
-        learning=tuple(h.name for h in learning),
-        missing=tuple(h.name for h in learning if id(h.parameter) not in groups),
+        peers=first.peers,
+        stack=first.place.stack,
+        layer=first.place.layers[0] if len(first.place.layers) == 1 else None,
+        state="trainable" if trainable else first.state,
+        tensors=tuple(t.name for t in tensors),
+        learning=tuple(t.name for t in trainable),
+        missing=tuple(t.name for t in trainable if id(t.parameter) not in groups),
         groups=tuple(
-            sorted({groups[id(h.parameter)] for h in learning if id(h.parameter) in groups})
+            sorted({groups[id(t.parameter)] for t in trainable if id(t.parameter) in groups})
         ),
-        dtype=str((learning or own)[0].parameter.dtype).removeprefix("torch."),
-        elements=sum(h.elements for h in learning),
+        dtype=str((trainable or tensors)[0].parameter.dtype).removeprefix("torch."),
+        elements=sum(t.elements for t in trainable),
     )
 
 
-def _ends(held: list[_Held]) -> tuple[list[_Held], list[_Held], list[_Held]]:
-    """The first two layers, the last two, and the head; stacks follow one another."""
-    stacks = list(dict.fromkeys(h.place.stack for h in held if h.place.layers and not h.head))
-    output = [h for h in held if h.head]
+def _front_back_output(
+    tensors: list[_PlacedTensor],
+) -> tuple[list[_PlacedTensor], list[_PlacedTensor], list[_PlacedTensor]]:
+    """Return the tensors of the first two layers, of the last two, and of the head.
+
+    The first layers are those of the first stack, the last ones those of the last stack.
+    """
+    stacks = list(dict.fromkeys(t.place.stack for t in tensors if t.place.layers and not t.is_head))
+    output = [t for t in tensors if t.is_head]
     if not stacks:
         return [], [], output
 
-    def inside(stack: str) -> list[_Held]:
-        return [h for h in held if h.place.stack == stack and h.place.layers and not h.head]
+    def in_stack(stack: str) -> list[_PlacedTensor]:
+        return [t for t in tensors if t.place.stack == stack and t.place.layers and not t.is_head]
 
-    def numbers(some: list[_Held]) -> list[int]:  # modules without weights leave gaps
-        return sorted({index for h in some for index in h.place.layers})
+    def layers(chosen: list[_PlacedTensor]) -> list[int]:  # modules without weights leave gaps
+        return sorted({index for t in chosen for index in t.place.layers})
 
-    first, last = inside(stacks[0]), inside(stacks[-1])
-    bottom, top = set(numbers(first)[:2]), set(numbers(last)[-2:])
-    front = [h for h in first if bottom & set(h.place.layers)]
-    return front, [h for h in last if top & set(h.place.layers)], output
-
-
-Ranges = tuple[tuple[int, int], ...]
+    first, last = in_stack(stacks[0]), in_stack(stacks[-1])
+    bottom, top = set(layers(first)[:2]), set(layers(last)[-2:])
+    front = [t for t in first if bottom & set(t.place.layers)]
+    return front, [t for t in last if top & set(t.place.layers)], output
 
 
 def shard_ranges(parameter: Any, rows: Rows | None, axis: int) -> Ranges | None:
-    """Which of these rows lie in this process's shard, counted in it; None if it is no shard."""
+    """Return the rows in this process's shard, counted from its start; None without a shard."""
     if rows is None or not hasattr(parameter, "to_local"):
         return None
     start, size = _shard_of(parameter, axis)
-    cut = ((max(a, start), min(b, start + size)) for a, b in rows.ranges())
-    return tuple((a - start, b - start) for a, b in cut if a < b)
+    overlaps = ((max(a, start), min(b, start + size)) for a, b in rows.ranges())
+    return tuple((a - start, b - start) for a, b in overlaps if a < b)
 
 
 def _shard_of(parameter: Any, axis: int) -> tuple[int, int]:
-    """Where this process's shard begins along an axis, and how long it is."""
+    """Return the start and the length of this process's shard along an axis."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(
@@ -269,17 +277,16 @@ def _shard_of(parameter: Any, axis: int) -> tuple[int, int]:
     return offset[axis], shape[axis]
 
 
-def shard_group(parameters: Sequence[nn.Parameter]) -> Any:
-    """The processes that share the parameters among them, or None if nothing is sharded."""
+def shard_group(parameters: Sequence[Any]) -> Any:
+    """Return the process group over which parameters are sharded, or None without shards."""
     groups: dict[Any, Any] = {}
-    for each in parameters:
-        parameter: Any = each
+    for parameter in parameters:
         if hasattr(parameter, "to_local"):
-            cut = [i for i, place in enumerate(parameter.placements) if place.is_shard()]
-            if len(cut) > 1:
+            dimensions = [i for i, p in enumerate(parameter.placements) if p.is_shard()]
+            if len(dimensions) > 1:
                 raise BadInput("watch: parameters sharded along two mesh dimensions; use one")
-            for i in cut:
-                group = parameter.device_mesh.get_group(i)
+            for dimension in dimensions:
+                group = parameter.device_mesh.get_group(dimension)
                 groups[group.group_name] = group
     if len(groups) > 1:
         raise BadInput("watch: parameters are sharded over different groups of processes; use one")
@@ -292,13 +299,13 @@ def is_sharded(parameter: Any) -> bool:
 
 
 def local(tensor: Any) -> Tensor:
-    """What this process holds of a tensor, as plain real numbers."""
-    held: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
-    if held.layout != torch.strided:
-        held = held.to_dense()
-    return torch.view_as_real(held.resolve_conj()) if held.is_complex() else held
+    """Return this process's share of a tensor, as plain real numbers."""
+    shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
+    if shard.layout != torch.strided:
+        shard = shard.to_dense()
+    return torch.view_as_real(shard.resolve_conj()) if shard.is_complex() else shard
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """What numbers are added up in."""
+    """Return the dtype for sums: float64 where the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64

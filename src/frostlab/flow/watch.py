@@ -1,4 +1,8 @@
-"""Measures every n-th optimizer step of any loop, through the optimizer's own hooks."""
+"""Measures every n-th optimizer step of any training loop, through the optimizer's hooks.
+
+A probe measures on the device, a queue brings its numbers to the host without waiting, and frozen
+weights are compared with their digests at the end.
+"""
 
 import math
 from collections import deque
@@ -17,79 +21,98 @@ from frostlab.errors import BadInput, FrozenWeightsMoved, UnknownArchitecture
 from frostlab.flow.activity import Activity
 from frostlab.flow.measurements import Flow, GroupFacts, PartFacts, Report
 from frostlab.flow.probe import Gradient, Probe, own_gradient
-from frostlab.flow.tensors import Watched, flags_of, former_places, look
+from frostlab.flow.tensors import Layout, fingerprint, former_indices, read_layout
 from frostlab.roles.parts import gathered
 from frostlab.roles.read import unwrapped
 from frostlab.surgery.audit import Audit, audit
 from frostlab.surgery.origin import digest
 from frostlab.surgery.stale import changes
 
-Tell = Callable[[int, Report, Sequence[PartFacts]], None]
+OnReport = Callable[[int, Report, Sequence[PartFacts]], None]
 
 
-class Watch(Flow):
-    """A flow that is being written: a context manager, or `start` and `stop` around a loop."""
+def watch(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    every_n_steps: int = 10,
+    *,
+    distance: bool = False,
+    gradient_cosine: bool = False,
+    dead_units: bool = False,
+    attention_entropy: bool = False,
+    verify: bool = True,
+    gradient: Gradient = own_gradient,
+    on_report: OnReport | None = None,
+) -> "LiveFlow":
+    """Measure which parts of a model learn: `with fl.watch(model, optimizer) as flow: train()`.
+
+    Args:
+        model: the model that is trained.
+        optimizer: the optimizer, or several in the order in which they step.
+        every_n_steps: n: steps 1, 1 + n, 1 + 2n … are measured: gradient, weight and update norms
+            of every part.
+        distance: measure the distance from the weights at the start; keeps a copy of them.
+        gradient_cosine: measure the cosine between successive gradients; keeps a copy of them.
+        dead_units: measure the fractions of dead and saturated units.
+        attention_entropy: measure the entropy of every attention head.
+        verify: compare digests of the frozen weights at the end.
+        gradient: returns a parameter's gradient, if it is not in `.grad`.
+        on_report: called with each report when it arrives, such as `TensorBoard(folder).flow`.
+    """
+    optimizers: list[Any] = [*optimizer] if isinstance(optimizer, Sequence) else [optimizer]
+    if not optimizers or not all(isinstance(o, Optimizer) for o in optimizers):
+        raise BadInput("watch: the optimizer is no torch.optim.Optimizer; give the one that steps")
+    if not isinstance(every_n_steps, int) or every_n_steps < 1:
+        raise BadInput(
+            f"watch: every_n_steps is {every_n_steps}; give a whole number from 1 on, such as 10"
+        )
+    if (dead_units or attention_entropy) and _is_compiled(model):
+        raise BadInput(
+            "watch: dead_units and attention_entropy need the model as it was before torch.compile"
+        )
+    make_probe = partial(
+        Probe, optimizers=optimizers, distance=distance, gradient_cosine=gradient_cosine,
+        gradient=gradient,
+    )  # fmt: skip
+    make_activity = partial(Activity, model, dead_units, attention_entropy)
+    return LiveFlow(model, optimizers, every_n_steps, make_probe, make_activity, verify, on_report)
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return any(
+        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+        for module in model.modules()
+    )
+
+
+class LiveFlow(Flow):
+    """A flow that is being measured: a context manager, or `start` and `stop` around a loop."""
 
     def __init__(
         self,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        every: int,
-        change: bool,
-        agreement: bool,
-        units: bool,
-        entropy: bool,
+        every_n_steps: int,
+        make_probe: Callable[[Layout], Probe],
+        make_activity: Callable[[Callable[[], bool]], Activity],
         verify: bool,
-        gradient: Gradient,
-        tell: Tell | None,
+        on_report: OnReport | None,
     ) -> None:
         super().__init__(type(unwrapped(model)).__name__, type(optimizers[0]).__name__)
-        self.every, self.step, self.first = every, 0, 0  # the step before the first one watched
-        self._model, self._optimizers, self._verify = model, tuple(optimizers), verify
-        self._settings: dict[str, Any] = {
-            "change": change, "agreement": agreement, "gradient": gradient
-        }  # fmt: skip
-        self._mailbox, self._tell = Mailbox(), tell
-        self._activity = Activity(model, units, entropy, self.is_due)
+        self.every_n_steps = every_n_steps
+        self.step = 0  # steps taken so far
+        self.first = 0  # steps taken before the first measured one
+        self._model, self._optimizers = model, tuple(optimizers)
+        self._make_probe, self._verify, self._on_report = make_probe, verify, on_report
+        self._activity, self._queue = make_activity(self.is_due), ReportQueue()
         self._hooks: list[Any] = []
-        self._proof: Proof | None = None
+        self._digests: FrozenDigests | None = None
         self._probe: Probe | None = None
         self._changes = changes(self._model)
-        self._inside = self._measuring = self._closed_over = False
-        self._look()
+        self._in_step = self._measuring = self._has_closure = False
+        self._read_layout()
 
-    def _look(self) -> None:
-        """See which parts there are, and who learns now."""
-        self._collect(wait=True)  # reports belong to the parts they were made of
-        watched = look(self._model, self._optimizers)
-        if not watched.parameters:
-            raise BadInput("watch: nothing requires a gradient; freeze less, or nothing will learn")
-        self.parts, self._flags = watched.parts, watched.flags
-        self.groups = tuple(
-            GroupFacts.of(group, type(each).__name__)
-            for each in self._optimizers
-            for group in each.param_groups
-        )
-        former, self._probe = self._probe, Probe(watched, self._optimizers, **self._settings)
-        self._changes = changes(self._model)
-        if former is None:
-            return
-        self._probe.start_as(former)
-        if [p.name for p in former.watched.parts] != [p.name for p in watched.parts]:
-            places = former_places(former.watched, watched)  # layers were added
-            self._reports = [report.at(places) for report in self._reports]
-        elif self._proof is not None:
-            self._prove()
-        if self._proof is not None:
-            self._proof = Proof(self._model)  # of what is frozen from now on
-
-    def _prove(self) -> None:
-        """Compare what is still frozen with its digests."""
-        assert self._proof is not None
-        found = self._proof.moved(self._model, self.parts)
-        self.moved = tuple(dict.fromkeys((*self.moved, *found)))
-
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "LiveFlow":
         return self.start()
 
     def __exit__(
@@ -100,212 +123,205 @@ class Watch(Flow):
     ) -> None:
         self.stop()
 
-    def start(self, by_hand: bool = False) -> "Watch":
-        """Begin to watch; `by_hand`: the loop itself calls `before_step` and `after_step`."""
+    def start(self, hooks: bool = True) -> "LiveFlow":
+        """Begin to measure; without `hooks` the loop calls `before_step` and `after_step`."""
         if self._hooks:
             raise BadInput("watch: this flow is already watching; stop it first")
         if self._verify:
-            self._proof = Proof(self._model)
-        if by_hand:
+            self._digests = FrozenDigests(self._model)
+        if not hooks:
             self._hooks = self._activity.unit_hooks()
             return self
         self._hooks = [
-            self._optimizers[0].register_step_pre_hook(self._before),
+            self._optimizers[0].register_step_pre_hook(self._before_first),
             *(
-                each.register_step_pre_hook(partial(self._between, turn))
-                for turn, each in enumerate(self._optimizers[1:], 1)
+                optimizer.register_step_pre_hook(partial(self._before_later, number))
+                for number, optimizer in enumerate(self._optimizers[1:], 1)
             ),
-            self._optimizers[-1].register_step_post_hook(self._after),
+            self._optimizers[-1].register_step_post_hook(self._after_last),
             *self._activity.hooks(),
         ]
         return self
 
     def stop(self) -> None:
-        """End watching: hooks and copies go, frozen weights are compared with their digests."""
+        """Remove hooks and copies, and compare frozen weights with their digests."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
         self._collect(wait=True)
-        if self._proof is not None:
-            with suppress(BadInput):  # nothing learns any more
+        if self._digests is not None:
+            with suppress(BadInput):  # nothing is trainable any more
                 self.refresh()
-            self._prove()
-            self.verified, self._proof = True, None
+            self._verify_frozen()
+            self.verified, self._digests = True, None
         self._probe = None
 
     @property
     def reports(self) -> list[Report]:
-        """What has been measured so far; waits for what is on its way."""
+        """The reports so far; waits for those that are still on the device."""
         self._collect(wait=True)
         return self._reports
 
-    def _collect(self, wait: bool) -> None:
-        for report in self._mailbox.collect(wait):
-            self._reports.append(report)
-            if self._tell is not None:
-                self._tell(report.step, report, self.parts)
-
     def take(self) -> list[Report]:
-        """Hand over what has arrived, without waiting; the flow does not keep it."""
+        """Return the reports that have arrived, without waiting, and forget them."""
         self._collect(wait=False)
         taken, self._reports = self._reports, []
         return taken
 
-    def listening(self) -> AbstractContextManager[Any]:
-        """Around a forward pass of a loop that goes by hand: `entropy` is seen within."""
-        return self._activity.listening()
+    def is_due(self) -> bool:
+        """Whether the current step is measured or, between steps, the next one."""
+        if self._in_step:
+            return self._measuring
+        return (self.step - self.first) % self.every_n_steps == 0
 
     def before_clip(self) -> None:
-        """Call this before clipping, and the gradient's norm before it is known too."""
-        if self.is_due() and (probe := self._awake()) is not None:
+        """Measure gradient norms before clipping; call this before you clip."""
+        if self.is_due() and (probe := self._probe_or_none()) is not None:
             probe.before_clip()
 
-    def before_step(self, share: Tensor | None = None, gradients: bool = True) -> None:
-        """A step is about to be taken; hooks call this, or a loop that has none (see `Probe`)."""
-        self._inside = False  # a step that failed may have left it so
+    def before_step(self, clip_factor: Tensor | None = None, gradients: bool = True) -> None:
+        """Measure before an optimizer step; called by hooks, or by a loop (see `Probe`)."""
+        self._in_step = False  # a step that failed may have left it True
         self._measuring = self.is_due()
         self.step += 1
-        self._inside = True
-        probe = self._awake() if self._measuring else None
+        self._in_step = True
+        probe = self._probe_or_none() if self._measuring else None
         self._measuring = probe is not None
         if probe is not None:
-            probe.before_step(share, gradients)
+            probe.before_step(clip_factor, gradients)
 
     def after_step(self, gradients: bool = False) -> None:
-        """The step has been taken."""
-        self._inside = False
+        """Measure after an optimizer step, with the probe that measured before it."""
+        self._in_step = False
         if self._measuring and self._probe is not None:
             self._measuring = False
-            self._probe.after_step(gradients)  # the one that has seen what was before
+            self._probe.after_step(gradients)
             self._send(self._probe)
 
     def count(self, measured: bool) -> None:
-        """A step has been taken, and a graph has run the probe in it, or one without."""
+        """Count a step that a CUDA graph has taken; `measured`: the graph ran the probe, too."""
         self.step += 1
         if measured:
             self._send(self.probe)
 
-    def _send(self, probe: Probe) -> None:
-        self._mailbox.send(self.step, probe, self._activity.numbers(), self._activity.read())
-        self._collect(wait=False)
-
-    def _awake(self) -> Probe | None:
-        """What measures, unless all of the model has been frozen meanwhile."""
-        try:
-            return self.probe
-        except BadInput:
-            return None
+    def listening(self) -> AbstractContextManager[Any]:
+        """Return a context for the forward pass of a loop without hooks: it measures attention."""
+        return self._activity.listening()
 
     @property
     def probe(self) -> Probe:
-        """What measures; made anew where freezing or thawing has changed who learns."""
+        """The probe for the parameters that are trainable now."""
         self.refresh()
         assert self._probe is not None
         return self._probe
 
     def refresh(self) -> None:
-        """Look anew if freezing or thawing has changed who learns."""
-        changed = self._changes != changes(self._model) or self._flags != flags_of(
-            self._model, self._optimizers
+        """Read the layout again if freezing or thawing has changed the trainable parameters."""
+        if (
+            self._probe is None
+            or self._changes != changes(self._model)
+            or self._fingerprint != fingerprint(self._model, self._optimizers)
+        ):
+            self._read_layout()
+
+    def _read_layout(self) -> None:
+        """Divide the model into parts, and make a probe for its trainable parameters."""
+        self._collect(wait=True)  # reports refer to the parts they were measured with
+        layout = read_layout(self._model, self._optimizers)
+        if not layout.parameters:
+            raise BadInput("watch: nothing requires a gradient; freeze less, or nothing will learn")
+        self.parts, self._fingerprint = layout.parts, layout.fingerprint
+        self.groups = tuple(
+            GroupFacts.of(group, type(optimizer).__name__)
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
         )
-        if self._probe is None or changed:
-            self._look()
+        former, self._probe = self._probe, self._make_probe(layout)
+        self._changes = changes(self._model)
+        if former is None:
+            return
+        self._probe.start_as(former)
+        if [p.name for p in former.layout.parts] != [p.name for p in layout.parts]:
+            indices = former_indices(former.layout, layout)  # layers were added
+            self._reports = [report.reindexed(indices) for report in self._reports]
+        elif self._digests is not None:
+            self._verify_frozen()
+        if self._digests is not None:
+            self._digests = FrozenDigests(self._model)  # of the parameters frozen from now on
 
-    def is_due(self) -> bool:
-        """Whether the step that is being taken, or else the next one, is measured."""
-        return self._measuring if self._inside else (self.step - self.first) % self.every == 0
+    def _verify_frozen(self) -> None:
+        """Compare the parameters that are still frozen with their digests."""
+        assert self._digests is not None
+        moved = self._digests.moved(self._model, self.parts)
+        self.moved = tuple(dict.fromkeys((*self.moved, *moved)))
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._closed_over = _has_closure(args, kwargs)
-        self.before_step(gradients=not self._closed_over)
+    def _probe_or_none(self) -> Probe | None:
+        """Return the probe, or None if the whole model has been frozen meanwhile."""
+        try:
+            return self.probe
+        except BadInput:
+            return None
 
-    def _between(self, turn: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """The gradients of an optimizer that steps after others may not have been there before."""
-        self._closed_over |= _has_closure(args, kwargs)
-        if self._measuring and self._probe is not None and not self._closed_over:
-            self._probe.measure_gradients(turn)
+    def _send(self, probe: Probe) -> None:
+        self._queue.send(self.step, probe, self._activity.numbers(), self._activity.reader())
+        self._collect(wait=False)
 
-    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.after_step(gradients=self._closed_over)
+    def _collect(self, wait: bool) -> None:
+        for report in self._queue.collect(wait):
+            self._reports.append(report)
+            if self._on_report is not None:
+                self._on_report(report.step, report, self.parts)
+
+    def _before_first(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._has_closure = _has_closure(args, kwargs)
+        self.before_step(gradients=not self._has_closure)
+
+    def _before_later(self, number: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Measure the gradients of a later optimizer, which may not have existed before."""
+        self._has_closure |= _has_closure(args, kwargs)
+        if self._measuring and self._probe is not None and not self._has_closure:
+            self._probe.measure_gradients(number)
+
+    def _after_last(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.after_step(gradients=self._has_closure)
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:
-    given = [*args[1:], *kwargs.values()]  # the first is the optimizer itself
-    return any(callable(each) for each in given)
-
-
-def watch(
-    model: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer],
-    every: int = 10,
-    *,
-    change: bool = False,
-    agreement: bool = False,
-    units: bool = False,
-    entropy: bool = False,
-    verify: bool = True,
-    gradient: Gradient = own_gradient,
-    tell: Tell | None = None,
-) -> Watch:
-    """Watch which parts of a model learn: `with fl.watch(model, optimizer) as flow: train()`.
-
-    Steps 1, 1 + every, 1 + 2 every … are measured: gradient, weight and update norms a part.
-    `change` adds the distance from the start and keeps a copy of what learns; `agreement` the
-    cosine between successive gradients and keeps a copy of them; `units` dead and saturated units;
-    `entropy` that of every attention head. `verify` compares digests of what is frozen at the end.
-    `gradient` says where a parameter's gradient lies, if it is not in `.grad`. `tell` is called
-    with each report as it arrives, such as `TensorBoard(folder).flow`.
-    """
-    optimizers: list[Any] = [*optimizer] if isinstance(optimizer, Sequence) else [optimizer]
-    if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
-        raise BadInput("watch: the optimizer is no torch.optim.Optimizer; give the one that steps")
-    if not isinstance(every, int) or every < 1:
-        raise BadInput(f"watch: every is {every}; a whole number of steps from 1 on, such as 10")
-    if (units or entropy) and _is_compiled(model):
-        raise BadInput("watch: units and entropy need the model as it was before torch.compile")
-    return Watch(
-        model, optimizers, every, change, agreement, units, entropy, verify, gradient, tell
-    )
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    return any(
-        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-        for module in model.modules()
-    )
+    arguments = [*args[1:], *kwargs.values()]  # args[0] is the optimizer
+    return any(callable(argument) for argument in arguments)
 
 
 @dataclass(frozen=True)
-class _Awaited:
-    """Numbers on their way to the host."""
+class _PendingReport:
+    """The numbers of one report on their way to the host."""
 
     step: int
     numbers: Tensor
-    arrived: Any  # a CUDA event, or None where they are here
-    sizes: dict[str, int]
-    watched: Watched
-    reached: tuple[bool, ...]
-    ends: tuple[int, ...]
-    more: Callable[[list[float]], dict[str, Any]]
+    arrived: Any  # a CUDA event, or None where the numbers are on the host
+    sizes: dict[str, int]  # of the probe's views in `numbers`
+    layout: Layout
+    reached: tuple[bool, ...]  # for each parameter: whether it had a gradient
+    extremes: tuple[int, ...]  # parameters whose largest gradient was measured
+    read_activity: Callable[[list[float]], dict[str, Any]]
 
 
-class Mailbox:
-    """Reports that were sent for and have not arrived, in order."""
+class ReportQueue:
+    """Reports that have been measured and not yet read, in order."""
 
     def __init__(self) -> None:
-        self._awaited: deque[_Awaited] = deque()
+        self._pending: deque[_PendingReport] = deque()
 
     def send(
         self,
         step: int,
         probe: Probe,
-        more: Tensor | None = None,
-        read: Callable[[list[float]], dict[str, Any]] = lambda numbers: {},
+        activity: Tensor | None,
+        read_activity: Callable[[list[float]], dict[str, Any]],
     ) -> None:
-        """Bring a probe's numbers to the host in one copy, `more` of other origin behind them."""
+        """Copy the numbers of a probe and of `activity` to the host, in one copy."""
         numbers = probe.values
-        if more is not None:
-            numbers = torch.cat([numbers, more.to(numbers)])
+        if activity is not None:
+            numbers = torch.cat([numbers, activity.to(numbers)])
         arrived = None
         if numbers.device.type == "cuda":
             host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
@@ -315,103 +331,110 @@ class Mailbox:
         else:
             host = numbers.to("cpu", copy=True)
         sizes = {name: len(view) for name, view in probe.views.items()}
-        watched = probe.watched
-        self._awaited.append(
-            _Awaited(step, host, arrived, sizes, watched, tuple(probe.reached), probe.ends, read)
-        )
+        self._pending.append(
+            _PendingReport(
+                step, host, arrived, sizes, probe.layout, tuple(probe.reached), probe.extremes,
+                read_activity,
+            )
+        )  # fmt: skip
 
     def collect(self, wait: bool) -> list[Report]:
-        """What has arrived; all of it, if told to wait. Steps that were skipped leave nothing."""
-        found = []
-        while self._awaited:
-            first = self._awaited[0]
+        """Return the reports that have arrived, or wait for all; skipped steps leave no report."""
+        reports = []
+        while self._pending:
+            first = self._pending[0]
             if first.arrived is not None:
                 if not wait and not first.arrived.query():
                     break
                 first.arrived.synchronize()
-            self._awaited.popleft()
-            if (report := _read(first)) is not None:
-                found.append(report)
-        return found
+            self._pending.popleft()
+            if (report := _read_report(first)) is not None:
+                reports.append(report)
+        return reports
 
 
-def _read(sent: _Awaited) -> Report | None:
-    numbers = sent.numbers.tolist()
-    raw, at = {}, 0
-    for name, size in sent.sizes.items():
-        raw[name], at = numbers[at : at + size], at + size
+def _read_report(pending: _PendingReport) -> Report | None:
+    """Turn a probe's sums into a report; None if GradScaler skipped the step."""
+    numbers = pending.numbers.tolist()
+    raw, start = {}, 0
+    for name, size in pending.sizes.items():
+        raw[name], start = numbers[start : start + size], start + size
     if raw["stopped"][0] > 0:
         return None
-    watched = sent.watched
-    learning = {bit.part for bit in watched.bits}
-    reached = {bit.part for bit in watched.bits if sent.reached[bit.parameter]}
+    layout = pending.layout
+    trainable = {s.part for s in layout.slices}
+    reached = {s.part for s in layout.slices if pending.reached[s.parameter]}
     values = {
-        name: tuple(_root(x) if i in learning else math.nan for i, x in enumerate(raw[name]))
+        name: tuple(_root(x) if i in trainable else math.nan for i, x in enumerate(raw[name]))
         for name in ("gradient", "before_clip", "weight", "update")
     }
     for name in ("gradient", "before_clip"):
         values[name] = tuple(x if i in reached else math.nan for i, x in enumerate(values[name]))
-    values |= _comparisons(raw)
+    values |= _cosines_and_distance(raw)
     return Report(
-        step=sent.step,
+        step=pending.step,
         values=values,
         rates=tuple(raw["rates"]),
-        unreached=tuple(bit.tensor for bit in watched.bits if not sent.reached[bit.parameter]),
-        largest=_sizes(sent, raw["largest"]),
+        unreached=tuple(s.tensor for s in layout.slices if not pending.reached[s.parameter]),
+        largest=_mean_largest(pending, raw["largest"]),
         ranges={
-            watched.names[p]: high + low
-            for p, high, low in zip(watched.front, raw["high"], raw["low"], strict=True)
+            layout.names[p]: high + low
+            for p, high, low in zip(layout.front, raw["high"], raw["low"], strict=True)
         },
-        broken=_broken(learning, reached, values),
-        **sent.more(numbers[at:]),
+        broken=_broken_parts(trainable, reached, values),
+        **pending.read_activity(numbers[start:]),
     )
 
 
-def _comparisons(raw: dict[str, list[float]]) -> dict[str, tuple[float, ...]]:
-    """With the start, and with the gradient before."""
-    change, cosine = [], []
+def _cosines_and_distance(raw: dict[str, list[float]]) -> dict[str, tuple[float, ...]]:
+    distance, weight_cosine = [], []
     for moved, along, origin in zip(raw["moved"], raw["along"], raw["origin"], strict=True):
-        change.append(_over(_root(moved), _root(origin)))
+        distance.append(_quotient(_root(moved), _root(origin)))
         # |now|² = |now - start|² + 2 now·start - |start|²
-        cosine.append(_over(along, _root(origin) * _root(moved + 2 * along - origin)))
-    agreement = [
-        _over(product, _root(now) * _root(before))
+        weight_cosine.append(_quotient(along, _root(origin) * _root(moved + 2 * along - origin)))
+    gradient_cosine = [
+        _quotient(product, _root(now) * _root(before))
         for product, now, before in zip(raw["agree"], raw["energy"], raw["former"], strict=True)
     ]
-    return {"change": tuple(change), "cosine": tuple(cosine), "agreement": tuple(agreement)}
+    return {
+        "distance": tuple(distance),
+        "weight_cosine": tuple(weight_cosine),
+        "gradient_cosine": tuple(gradient_cosine),
+    }
 
 
-def _broken(
-    learning: set[int], reached: set[int], values: dict[str, tuple[float, ...]]
+def _broken_parts(
+    trainable: set[int], reached: set[int], values: dict[str, tuple[float, ...]]
 ) -> tuple[int, ...]:
-    """Parts of which a number that was measured is none."""
+    """Return the parts with a NaN or an infinity in a quantity that was measured."""
     return tuple(
-        i for i in sorted(learning)
+        i for i in sorted(trainable)
         if not math.isfinite(values["weight"][i]) or not math.isfinite(values["update"][i])
         or (i in reached and not math.isfinite(values["gradient"][i]))
     )  # fmt: skip
 
 
-def _sizes(sent: _Awaited, largest: list[float]) -> dict[str, float]:
-    """The mean of max |g| over the tensors of each end."""
-    size = dict(zip(sent.ends, largest, strict=True))
-    found = {}
-    for end in ("front", "back", "output"):
-        own = [size[i] for i in getattr(sent.watched, end) if sent.reached[i]]
-        found[end] = sum(own) / len(own) if own else math.nan
-    return found
+def _mean_largest(pending: _PendingReport, largest: list[float]) -> dict[str, float]:
+    """Return the mean of max |g| over the tensors of front, back and output."""
+    by_parameter = dict(zip(pending.extremes, largest, strict=True))
+    means = {}
+    for depth in ("front", "back", "output"):
+        parameters = [i for i in getattr(pending.layout, depth) if pending.reached[i]]
+        sizes = [by_parameter[i] for i in parameters]
+        means[depth] = sum(sizes) / len(sizes) if sizes else math.nan
+    return means
 
 
 def _root(square: float) -> float:
     return math.sqrt(square) if square >= 0 else math.nan
 
 
-def _over(number: float, by: float) -> float:
-    return number / by if by else math.nan
+def _quotient(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else math.nan
 
 
-class Proof:
-    """The digests of what is frozen: an audit, or parameter by parameter without an anatomy."""
+class FrozenDigests:
+    """Digests of the frozen weights: an audit or, without an anatomy, one digest a parameter."""
 
     def __init__(self, model: nn.Module) -> None:
         self._audit: Audit | None = None
@@ -425,7 +448,7 @@ class Proof:
             pass  # nothing is frozen
 
     def moved(self, model: nn.Module, parts: Sequence[PartFacts]) -> list[str]:
-        """The parts that hold a tensor whose bits changed."""
+        """Return the parts with a frozen tensor whose bits changed."""
         names = {n for n, value in self._digests.items() if _digest(model, n) != value}
         if self._audit is not None:
             try:

@@ -2,32 +2,31 @@
 
 from typing import Any
 
-from frostlab.integrations.transformers import Watching
+from frostlab.errors import FrostlabError
+from frostlab.integrations.transformers import FlowCallback
 
 try:
     from lightning import Callback
-except ImportError:
-    from frostlab.errors import FrostlabError
-
+except ImportError:  # no extra of frostlab brings it
     raise FrostlabError("this callback needs Lightning: pip install lightning") from None
 
 
-class GradFlowCallback(Watching, Callback):
-    """Watches a LightningModule, before and after clipping; `.flow` is what was seen."""
+class GradFlowCallback(FlowCallback, Callback):
+    """Measures the flow of a LightningModule, before clipping too; `.flow` is saved to `path`."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin to watch."""
-        self.begin(pl_module, trainer.optimizers, trainer.global_step)
+        """Begin to measure."""
+        self.start_flow(pl_module, trainer.optimizers, trainer.global_step)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Lightning has made the gradients, and not yet clipped them."""
+        """Measure gradients that Lightning has not clipped yet."""
         self.flow.before_clip()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """End watching, and write."""
-        self.end(trainer.is_global_zero)
+        """Stop measuring, and save the flow."""
+        self.stop_flow(trainer.is_global_zero)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """End watching too where training ends early."""
+        """Stop measuring, and save the flow so far, if training fails."""
         if hasattr(self, "flow"):
             self.on_train_end(trainer, pl_module)

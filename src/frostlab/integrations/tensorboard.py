@@ -1,4 +1,4 @@
-"""TensorBoard: a flow, metrics and histograms as event files, live or from a finished run."""
+"""Writes flows, metrics and histograms as TensorBoard event files, live or from a run's record."""
 
 import math
 import re
@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from frostlab.errors import BadInput, FrostlabError
-from frostlab.flow.diagnosis import ends_of
+from frostlab.errors import BadInput, require
+from frostlab.flow.diagnosis import depth_ratios
 from frostlab.flow.measurements import Flow, PartFacts, Report
 from frostlab.flow.probe import Gradient, own_gradient
 from frostlab.flow.tensors import local
@@ -20,17 +20,12 @@ _VALUES, _BINS = 10_000, 64  # of one histogram
 
 
 class TensorBoard:
-    """Writes event files; `fl.watch(…, tell=TensorBoard(folder).flow)` does it while training."""
+    """Writes event files, in training with `fl.watch(…, on_report=TensorBoard(folder).flow)`."""
 
     def __init__(self, folder: str | Path) -> None:
+        package = require("tensorboardX", "tensorboard", "writing event files")
         try:
-            from tensorboardX import SummaryWriter
-        except ImportError:
-            raise FrostlabError(
-                "event files need tensorboardX: pip install 'frostlab[tensorboard]'"
-            ) from None
-        try:
-            self._writer: Any = SummaryWriter(str(folder))
+            self._writer: Any = package.SummaryWriter(str(folder))
         except OSError as error:
             raise BadInput(f"TensorBoard: {folder}: {error.strerror}") from None
 
@@ -45,13 +40,12 @@ class TensorBoard:
     ) -> None:
         """Write a report: the whole gradient's norm, then gradient, update and ratio a part.
 
-        What is frozen or got no gradient has no point; what is NaN or infinite has a NaN.
+        A part that is frozen or got no gradient has no point, a broken one has NaN.
         """
-        known = [x for x in report.values["gradient"] if not math.isnan(x)]
-        if known or report.broken:
-            self._scalar(
-                "Gradient/norm", math.nan if report.broken else math.hypot(*known), step, at
-            )
+        norms = [x for x in report.values["gradient"] if not math.isnan(x)]
+        if norms or report.broken:
+            norm = math.nan if report.broken else math.hypot(*norms)
+            self._scalar("Gradient/norm", norm, step, at)
         for i, part in enumerate(parts):
             numbers = {
                 "Gradient": report.of("gradient", i),
@@ -61,9 +55,9 @@ class TensorBoard:
             for group, number in numbers.items():
                 if i in report.broken or not math.isnan(number):
                     self._scalar(f"{group}/{tag_of(part.name)}", number, step, at)
-        front = ends_of([report]).front_ratio if report.largest else math.nan
+        front = depth_ratios([report]).front_ratio if report.largest else math.nan
         if not math.isnan(front):
-            self._scalar("Ends/front_over_output", front, step, at)
+            self._scalar("Depth/front_over_output", front, step, at)
 
     def metrics(self, step: int, metrics: Mapping[str, Any], at: float | None = None) -> None:
         """Write the metrics of an evaluation as `Validation/<metric>`; null is NaN.
@@ -72,24 +66,25 @@ class TensorBoard:
         """
         layers = metrics.get("layers", {})
         groups = {"Validation": {k: v for k, v in metrics.items() if k != "layers"}}
-        groups |= {f"Validation/layer_{number}": own for number, own in layers.items()}
-        for group, own in groups.items():
-            for name, value in own.items():
+        groups |= {f"Validation/layer_{number}": values for number, values in layers.items()}
+        for group, values in groups.items():
+            for name, value in values.items():
                 self._scalar(f"{group}/{name}", math.nan if value is None else value, step, at)
 
     def histograms(self, step: int, model: nn.Module, gradient: Gradient = own_gradient) -> None:
-        """Write `Weight/<parameter>` and, where there is one, `Gradient/<parameter>`.
+        """Write `Weight/<parameter>` and, where it has a gradient, `Gradient/<parameter>`.
 
-        At most 10,000 numbers a tensor, evenly spaced in it; those that are not finite are left
-        out, and a tensor without a finite one. Of a sharded model: this process's share.
+        A histogram takes at most 10,000 evenly spaced numbers of a tensor and leaves out those
+        that are not finite; without a finite number there is no histogram. Of a sharded model it
+        shows this process's shard.
         """
         for name, parameter in unwrapped(model).named_parameters():
             self._histogram(f"Weight/{name}", parameter, step)
-            if (found := gradient(parameter)) is not None:
-                self._histogram(f"Gradient/{name}", found, step)
+            if (tensor := gradient(parameter)) is not None:
+                self._histogram(f"Gradient/{name}", tensor, step)
 
     def close(self) -> None:
-        """Write what is left, and end."""
+        """Write pending events, and close the files."""
         self._writer.close()
 
     def _scalar(self, tag: str, value: float, step: int, at: float | None) -> None:
@@ -97,26 +92,26 @@ class TensorBoard:
 
     def _histogram(self, tag: str, tensor: Tensor, step: int) -> None:
         flat = local(tensor).detach().flatten()
-        some = flat[:: max(1, math.ceil(len(flat) / _VALUES))].float().cpu()
-        some = some[some.isfinite()]
-        if len(some):
-            self._writer.add_histogram(tag, some.double().numpy(), step, bins=_BINS)
+        sample = flat[:: max(1, math.ceil(len(flat) / _VALUES))].float().cpu()
+        sample = sample[sample.isfinite()]
+        if len(sample):
+            self._writer.add_histogram(tag, sample.double().numpy(), step, bins=_BINS)
 
 
 def tag_of(part: str) -> str:
-    """A part's name in TensorBoard's alphabet: `layers[0].query` is `layers.0.query`.
+    """Return a part's name in TensorBoard's alphabet: `layers.0.query` for `layers[0].query`.
 
-    The last norm, which lies outside the layers, is `outside.norm`: `norm` is the whole gradient's.
+    The norm after the last layer is `outside.norm`, because `norm` is the whole gradient's.
     """
-    name = re.sub(r"\[([^\]]*)\]", lambda found: "." + found[1].replace(":", "-"), part)
+    name = re.sub(r"\[([^\]]*)\]", lambda match: "." + match[1].replace(":", "-"), part)
     return "outside.norm" if name == "norm" else name
 
 
 def export_run(run: str | Path, out: str | Path, flows: Iterable[Flow] = ()) -> Path:
-    """Write a run's evaluations and flows, one a stage, as event files with their own times."""
+    """Write the evaluations and flows of a recorded run as event files, with the recorded times."""
     events = effective(read_events(Path(run) / "events.jsonl"))
     if not events:
-        raise BadInput(f"export_run: {run} holds no events; give the folder of a run")
+        raise BadInput(f"export_run: {run} has no events; give the folder of a run")
     times = {event["step"]: event["at"] for event in events}
     with TensorBoard(out) as board:
         for event in events:

@@ -5,63 +5,67 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from frostlab.flow.measurements import can_save
-from frostlab.flow.watch import Tell, Watch, watch
+from frostlab.flow.measurements import check_save_path
+from frostlab.flow.watch import LiveFlow, OnReport, watch
 
 
-class Watching:
-    """Begins and ends a flow; `.flow` is what was seen, also written to `path` at the end."""
+class FlowCallback:
+    """Measures a flow over a training: shared by the Trainer's and Lightning's callbacks.
 
-    flow: Watch
+    `.flow` is the flow, which is also saved to `path` at the end; the other options are those of
+    `fl.watch`.
+    """
+
+    flow: LiveFlow
 
     def __init__(
         self,
-        every: int = 10,
+        every_n_steps: int = 10,
         path: str | Path | None = None,
         *,
-        change: bool = False,
-        agreement: bool = False,
-        units: bool = False,
-        entropy: bool = False,
+        distance: bool = False,
+        gradient_cosine: bool = False,
+        dead_units: bool = False,
+        attention_entropy: bool = False,
         verify: bool = True,
-        tell: Tell | None = None,
+        on_report: OnReport | None = None,
     ) -> None:
-        self.every, self.path = every, path
+        self.every_n_steps, self.path = every_n_steps, path
         self.options: dict[str, Any] = {
-            "change": change, "agreement": agreement, "units": units, "entropy": entropy,
-            "verify": verify, "tell": tell,
+            "distance": distance, "gradient_cosine": gradient_cosine, "dead_units": dead_units,
+            "attention_entropy": attention_entropy, "verify": verify, "on_report": on_report,
         }  # fmt: skip
 
-    def begin(self, model: Any, optimizer: Any, step: int) -> None:
-        """Begin to watch, so many steps after the first."""
+    def start_flow(self, model: Any, optimizer: Any, step: int) -> None:
+        """Begin to measure; `step` is the number of steps already taken."""
         if self.path is not None:
-            can_save(self.path)  # training that ends in an error would be lost
-        self.flow = watch(model, optimizer, self.every, **self.options)
+            check_save_path(self.path)  # before training, whose flow could not be saved
+        self.flow = watch(model, optimizer, self.every_n_steps, **self.options)
         self.flow.step = step
         self.flow.start()
 
-    def end(self, writes: bool) -> None:
-        """End watching; one process writes."""
+    def stop_flow(self, saves: bool) -> None:
+        """Stop measuring, and save the flow if this process `saves`."""
         self.flow.stop()
-        if self.path is not None and writes:
+        if self.path is not None and saves:
             self.flow.save(self.path)
 
 
-class GradFlowCallback(Watching, TrainerCallback):
-    """Watches a Trainer's model; `.flow` is what was seen, also written to `path` at the end.
+class GradFlowCallback(FlowCallback, TrainerCallback):
+    """Measures the flow of a Trainer's model; `.flow` is also saved to `path` at the end.
 
-    The Trainer clips before anything is called, so norms before clipping are not known here.
+    The Trainer clips before it calls any callback, so norms before clipping are not measured.
     """
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **more: Any
     ) -> None:
-        """Begin to watch the optimizer inside accelerate's."""
+        """Begin to measure the optimizer that accelerate wraps."""
         inner: Any = optimizer
         while hasattr(inner, "accelerator_state"):
             inner = inner.optimizer
-        self.begin(model, inner, state.global_step)
+        self.start_flow(model, inner, state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """End watching, and write."""
-        self.end(state.is_world_process_zero)
+        """Stop measuring, and save the flow."""
+        self.stop_flow(state.is_world_process_zero)

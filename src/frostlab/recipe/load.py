@@ -310,7 +310,7 @@ def shortened(recipe: Recipe, steps: int) -> list[str]:
     settings = [
         f"train.steps={each}",
         f"evaluate.every={each}",
-        f"watch.every={looks_every(each)}",
+        f"watch.every_n_steps={looks_every(each)}",
     ]
     if recipe.stages:
         stages = [stage.model_dump(mode="json", exclude_defaults=True) for stage in recipe.stages]

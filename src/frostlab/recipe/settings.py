@@ -10,6 +10,7 @@ from frostlab.recipe.treatment import Positive, Strict
 StepKind = Literal["auto", "eager", "compiled", "captured"]
 Metric = Literal["accuracy", "macro_f1", "loss", "perplexity", "token_accuracy", "pearson"]
 LOWER_IS_BETTER = ("loss", "perplexity")
+METRIC_TARGETS = {"pearson": 0.3}  # wanted in a diagnosis where evaluate.target is null
 
 
 def _regular(every: int | str) -> int | str:
@@ -114,18 +115,18 @@ class Supervise(Strict):
 
 
 class Watch(Strict):
-    """Gradient flow: every how many steps it is measured, and what beside the norms."""
+    """How often gradient flow is measured, and what is measured besides the norms."""
 
-    every: Positive = 10
-    change: bool = False  # distance from where the stage began; keeps a copy of what learns
-    agreement: bool = False  # between successive gradients; keeps a copy of them
-    units: bool = False  # dead and saturated ones; takes eager steps
-    entropy: bool = False  # of every attention head; takes eager steps
+    every_n_steps: Positive = 10
+    distance: bool = False  # from the weights at the start of the stage; keeps a copy of them
+    gradient_cosine: bool = False  # between successive gradients; keeps a copy of them
+    dead_units: bool = False  # and saturated ones; takes eager steps
+    attention_entropy: bool = False  # of every attention head; takes eager steps
 
     @property
     def inside(self) -> bool:
-        """Whether it looks into the forward pass, which neither graphs nor compiled code allow."""
-        return self.units or self.entropy
+        """Whether the forward pass is measured, which neither graphs nor compiled code allow."""
+        return self.dead_units or self.attention_entropy
 
 
 class Evaluate(Strict):

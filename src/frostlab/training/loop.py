@@ -17,7 +17,7 @@ from frostlab.devices import prepares_kernels
 from frostlab.flow.measurements import parts_event
 from frostlab.flow.probe import own_gradient
 from frostlab.flow.tensors import local
-from frostlab.flow.watch import Watch, watch
+from frostlab.flow.watch import LiveFlow, watch
 from frostlab.recipe.settings import Every
 from frostlab.records.checkpoint import (
     Checkpoint,
@@ -309,26 +309,27 @@ def watch_stage(context: RunContext, progress: Progress, step: EagerStep) -> Non
     if settings is None:
         return
     flow = watch(
-        context.model, step.optimizer, settings.every, change=settings.change,
-        agreement=settings.agreement, units=settings.units, entropy=settings.entropy, verify=False,
+        context.model, step.optimizer, settings.every_n_steps, distance=settings.distance,
+        gradient_cosine=settings.gradient_cosine, dead_units=settings.dead_units,
+        attention_entropy=settings.attention_entropy, verify=False,
         gradient=own_gradient if step.copies is None else step.copies.gradient,
     )  # fmt: skip
     flow.step, flow.first = progress.step, sum(progress.lengths)  # counted over the whole run
-    if settings.change:
+    if settings.distance:
         _measure_from_stage_start(context, progress, flow)
     if context.folder is not None:
-        watched = flow.probe.watched
-        front = [watched.names[i] for i in watched.front]
-        event = parts_event(flow, settings.every, front)
+        layout = flow.probe.layout
+        front = [layout.names[i] for i in layout.front]
+        event = parts_event(flow, settings.every_n_steps, front)
         context.folder.event("flow_parts", progress.step, stage=context.current.stage.name, **event)
-    step.flow = flow.start(by_hand=True)
+    step.flow = flow.start(hooks=False)
 
 
-def _measure_from_stage_start(context: RunContext, progress: Progress, flow: Watch) -> None:
+def _measure_from_stage_start(context: RunContext, progress: Progress, flow: LiveFlow) -> None:
     """Keep the weights a stage begins with; a resumed stage measures distance from them."""
     path = context.path / FLOW_START
     names = {id(p): name for name, p in context.model.named_parameters()}
-    trainable: dict[str, nn.Parameter] = {names[id(p)]: p for p in flow.probe.watched.parameters}
+    trainable: dict[str, nn.Parameter] = {names[id(p)]: p for p in flow.probe.layout.parameters}
     if progress.stage_step == 0:
         weights = {name: full_tensor(p.detach()) for name, p in trainable.items()}
         if context.folder is not None:

@@ -37,7 +37,7 @@ def choose(wanted: StepKind, compute: Compute, steps: int, inside: bool = False)
         return Choice("eager", False, "asked for")
     obstacle = None
     if inside:
-        obstacle = "watch.units and watch.entropy look into eager steps only"
+        obstacle = "watch.dead_units and watch.attention_entropy need eager steps"
     elif compute.world.size > 1:
         obstacle = f"with {compute.world.size} processes steps are neither compiled nor captured"
     elif not captures_graphs(compute.device) and wanted != "compiled":

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from frostlab.devices import forked_devices, prepares_kernels, seed_generators
 from frostlab.errors import FrostlabError
-from frostlab.flow.watch import Watch
+from frostlab.flow.watch import LiveFlow
 from frostlab.storage import derive_seed
 from frostlab.training.batches.batch import Batch
 from frostlab.training.distributed import (
@@ -76,7 +76,7 @@ class EagerStep:
         self.clip, self.reason, self.copies = clip, reason, copies
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.reached = self.parameters  # those that got a gradient in the last step
-        self.flow: Watch | None = None  # measures some of the steps
+        self.flow: LiveFlow | None = None  # measures some of the steps
         self.device = self.parameters[0].device
 
     def __call__(self, parts: list[Batch], scored: int, rate: float) -> Outcome:

@@ -1,5 +1,6 @@
-"""A flow's heat maps say what its numbers say, in a terminal, in a page and in a picture."""
+"""A flow for people: the table, the map in the terminal, the page and its pictures."""
 
+import importlib
 import json
 import math
 import re
@@ -17,7 +18,7 @@ from torch import Tensor
 import frostlab as fl
 from flowing import adamw, loss_at, tiny_gpt, watched
 from frostlab.flow.diagnosis import findings_of, front_ratios, sentence_of
-from frostlab.flow.figures import BROKEN, FROZEN, NONE, NUMBER, ZERO, Cell, grid_of, rows_of
+from frostlab.flow.figures import BROKEN, FROZEN, NUMBER, UNREACHED, ZERO, Cell, grid_of, rows_of
 from frostlab.flow.measurements import Report
 from frostlab.flow.show import SHADES, flow_map_text, flow_page
 
@@ -38,7 +39,7 @@ def faulty() -> fl.Flow:
         spoilt = model.head.weight.sum() * (math.nan if step == 12 else 0.0)
         return loss_at(model, step) + spoilt
 
-    flow = watched(model, torch.optim.AdamW(kept, lr=1e-3), loss, steps=13, every=1)
+    flow = watched(model, torch.optim.AdamW(kept, lr=1e-3), loss, steps=13, every_n_steps=1)
     flow.model = "GPT <b>&"
     return flow
 
@@ -117,7 +118,7 @@ def test_columns_are_medians_and_lose_nothing_that_is_broken() -> None:
     flow = made_flow(values, 3)
     rows = rows_of(flow, 100)
     grid = grid_of(flow, "gradient", rows, 4)
-    assert (grid.steps, grid.together) == ((3, 6, 9, 10), 3)
+    assert (grid.steps, grid.reports_a_column) == ((3, 6, 9, 10), 3)
     assert grid.cells[0] == (Cell(NUMBER, 2.0), Cell(NUMBER, 5.0), Cell(ZERO, 0.0), Cell(NUMBER, 7))
     assert [cell.kind for cell in grid.cells[1]] == [NUMBER, BROKEN, ZERO, NUMBER]
     assert grid_of(flow, "ratio", rows, 4).cells[0][0] == Cell(NUMBER, 0.5)
@@ -132,7 +133,7 @@ def test_many_parts_are_joined_into_layers_and_alarms_stay_alone(faulty: fl.Flow
     assert "layers[0]" in names
     at = next(each for each in rows if each.name == "layers[0]")
     joined = grid_of(faulty, "gradient", [at], 99).cells[0][0].value
-    own = [faulty.reports[0].of("gradient", i) for i in at.places]
+    own = [faulty.reports[0].of("gradient", i) for i in at.parts]
     assert joined == pytest.approx(math.hypot(*(x for x in own if not math.isnan(x))))
     assert len(own) == 7
     text = "\n".join(names)
@@ -218,7 +219,7 @@ def scaled() -> fl.Flow:
 
 def test_the_page_alarms_of_what_its_table_alarms_of(faulty: fl.Flow, tmp_path: Path) -> None:
     model = tiny_gpt()
-    early = watched(model, adamw(model, lr=0.0), steps=1, every=1)
+    early = watched(model, adamw(model, lr=0.0), steps=1, every_n_steps=1)
     for number, flow in enumerate((faulty, early, scaled())):
         text = flow_page(flow, tmp_path / str(number))[0].read_text()
         said = re.findall(r'<strong class="alarm">(.*?)</strong>', text)
@@ -242,7 +243,10 @@ def test_without_altair_one_line_names_the_extra(
     monkeypatch.setitem(sys.modules, "altair", None)
     with pytest.raises(fl.FrostlabError, match=r"pip install 'frostlab\[report\]'$"):
         flow_page(faulty, tmp_path)
-    assert "gradient norm" in flow_map_text(faulty)
+    assert not list(tmp_path.iterdir())
+    shown = importlib.import_module("frostlab.flow.show")
+    assert "gradient norm" in shown.flow_map_text(faulty)
+    assert "update/weight" in faulty.table()
 
 
 def test_what_cannot_be_drawn_is_refused(faulty: fl.Flow, tmp_path: Path) -> None:
@@ -298,5 +302,16 @@ def test_kinds_of_cells(faulty: fl.Flow) -> None:
     rows = {each.name: each for each in rows_of(faulty, 99)}
     chosen = [rows[name] for name in ("layers[0].query", "layers[1].norm", "layers[2].up", "head")]
     grid = grid_of(faulty, "gradient", chosen, 99)
-    assert [line[0].kind for line in grid.cells] == [FROZEN, NONE, NUMBER, NUMBER]
+    assert [line[0].kind for line in grid.cells] == [FROZEN, UNREACHED, NUMBER, NUMBER]
     assert grid_of(faulty, "ratio", chosen, 99).cells[2][0].kind == ZERO
+
+
+def test_the_table_shows_frozen_parts_without_numbers() -> None:
+    model = tiny_gpt()
+    fl.freeze(model, "query")
+    flow = watched(model, adamw(model))
+    lines = {line.split()[0]: line.split()[1:] for line in flow.table().splitlines() if line}
+    assert lines["layers[0].query"] == ["–", "–", "–", "–", "frozen", "on", "purpose"]
+    assert lines["layers[0].key"][-1] == "learning"
+    assert "before clip" not in flow.table()
+    assert flow.table().splitlines()[-1].startswith("front/output gradient ")

@@ -1,5 +1,6 @@
-"""What a flow says, against a plain loop over rows: the same numbers, whatever the loop is."""
+"""The numbers of a flow are those of a plain loop over rows, and nothing waits for them."""
 
+import copy
 import math
 from typing import Any
 
@@ -7,10 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import frostlab as fl
-from flowing import batch, tiny_gpt
-from frostlab.flow.tensors import within
+from flowing import adamw, batch, loss_at, tiny_gpt, watched
+from frostlab.flow.probe import Probe
+from frostlab.flow.tensors import read_layout, rows_within
 from frostlab.models.gpt import GPT
 from frostlab.roles.parts import Part, Rows
 from frostlab.roles.read import survey
@@ -63,7 +66,7 @@ def test_norms_are_those_of_a_plain_loop(name: str, frozen: tuple[str, ...]) -> 
     if frozen:
         fl.freeze(model, *frozen)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with fl.watch(model, optimizer, every=2, change=True, agreement=True) as flow:
+    with fl.watch(model, optimizer, every_n_steps=2, distance=True, gradient_cosine=True) as flow:
         start = {id(p): p.detach().clone() for p in model.parameters()}
         last: dict[int, Tensor] = {}
         for step in (1, 2, 3):
@@ -82,13 +85,13 @@ def test_norms_are_those_of_a_plain_loop(name: str, frozen: tuple[str, ...]) -> 
             close(flow, "weight", naive(model, before), step)
             close(flow, "update", naive(model, moved), step)
             change = {n: far[n] / norms[n] for n in far if norms[n]}
-            close(flow, "change", change, step)
+            close(flow, "distance", change, step)
             lengths = naive(model, now)
             cosine = {
                 n: (lengths[n] ** 2 + norms[n] ** 2 - far[n] ** 2) / (2 * lengths[n] * norms[n])
                 for n in change
             }
-            close(flow, "cosine", cosine, step)
+            close(flow, "weight_cosine", cosine, step)
             if last:
                 sums = naive(model, {k: gradients[k] + last[k] for k in gradients})
                 own, old = naive(model, gradients), naive(model, last)
@@ -99,7 +102,9 @@ def test_norms_are_those_of_a_plain_loop(name: str, frozen: tuple[str, ...]) -> 
                 }
                 assert angle
                 for part, value in angle.items():
-                    assert flow.series(part, "agreement")[step] == pytest.approx(value, abs=1e-3)
+                    assert flow.series(part, "gradient_cosine")[step] == pytest.approx(
+                        value, abs=1e-3
+                    )
             last = gradients
     learning = {part_name(p) for p in fl.anatomy(model).parts if p.state == "trainable"}
     shown = {part.name for part in flow.parts if part.state == "trainable"}
@@ -117,7 +122,7 @@ def tiny() -> GPT:
 def plain_flow(clip: float | None = None, steps: int = 3) -> fl.Flow:
     model = tiny()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with fl.watch(model, optimizer, every=1) as flow:
+    with fl.watch(model, optimizer, every_n_steps=1) as flow:
         for step in range(steps):
             ids, classes = batch(step)
             F.cross_entropy(model(ids), classes).backward()
@@ -142,7 +147,7 @@ def same(found: fl.Flow, expected: fl.Flow, rel: float = 1e-4) -> None:
 def test_accumulated_steps_count_once() -> None:
     model = tiny()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with fl.watch(model, optimizer, every=1) as flow:
+    with fl.watch(model, optimizer, every_n_steps=1) as flow:
         for step in range(3):
             ids, classes = batch(step)
             for half in (slice(0, 4), slice(4, 8)):
@@ -157,7 +162,7 @@ def test_scaled_gradients_are_unscaled_and_skipped_steps_left_out(fused: bool) -
     model = tiny()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
-    with fl.watch(model, optimizer, every=1) as flow:
+    with fl.watch(model, optimizer, every_n_steps=1) as flow:
         for step in range(3):
             ids, classes = batch(step)
             scaler.scale(F.cross_entropy(model(ids), classes)).backward()
@@ -187,7 +192,7 @@ def test_clipping_is_seen_from_both_sides() -> None:
 def test_a_loop_may_drive_it_without_hooks_and_clip_in_its_kernel() -> None:
     model, reference = tiny(), plain_flow(clip=1e-3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    flow = fl.watch(model, optimizer, every=1)
+    flow = fl.watch(model, optimizer, every_n_steps=1)
     for step in range(3):
         ids, classes = batch(step)
         F.cross_entropy(model(ids), classes).backward()
@@ -211,7 +216,7 @@ def test_a_graph_may_hold_the_probe() -> None:
     """As a captured step does: the probe runs inside, and is counted and sent for outside."""
     model, reference = tiny(), plain_flow(steps=5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    flow = fl.watch(model, optimizer, every=2)
+    flow = fl.watch(model, optimizer, every_n_steps=2)
     for step in range(5):
         ids, classes = batch(step)
         F.cross_entropy(model(ids), classes).backward()
@@ -232,7 +237,7 @@ def test_gradients_may_lie_elsewhere() -> None:
     model = tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     halves: dict[int, Tensor] = {}
-    with fl.watch(model, optimizer, every=1, gradient=lambda p: halves.get(id(p))) as flow:
+    with fl.watch(model, optimizer, every_n_steps=1, gradient=lambda p: halves.get(id(p))) as flow:
         F.cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
         halves |= {id(p): p.grad.bfloat16() for p in model.parameters() if p.grad is not None}
         optimizer.step()
@@ -261,7 +266,7 @@ def test_sparse_and_complex_tensors_are_measured() -> None:
     model = Odd()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     modules = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
-    with fl.watch(model, optimizer, every=1, change=True, agreement=True) as flow:
+    with fl.watch(model, optimizer, every_n_steps=1, distance=True, gradient_cosine=True) as flow:
         last: dict[str, Tensor] = {}
         for step in (1, 2):
             ids, classes = batch(step)
@@ -280,16 +285,16 @@ def test_sparse_and_complex_tensors_are_measured() -> None:
                         float((a.conj() * b).sum().real) for a, b in zip(own, old, strict=True)
                     )
                     before = math.sqrt(sum(float(g.abs().square().sum()) for g in old))
-                    found = flow.series(name, "agreement")[2]
+                    found = flow.series(name, "gradient_cosine")[2]
                     assert found == pytest.approx(product / (size * before), abs=1e-4)
             last = made
-    assert flow.ends().weight_change > 0
+    assert flow.depth_ratios().weight_change > 0
 
 
 def test_a_closure_makes_the_gradients_inside_the_step() -> None:
     model = tiny()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with fl.watch(model, optimizer, every=1) as flow:
+    with fl.watch(model, optimizer, every_n_steps=1) as flow:
         for step in range(3):
             ids, classes = batch(step)
 
@@ -308,7 +313,7 @@ def test_several_optimizers_are_one_step() -> None:
     head = list(model.head.parameters())
     rest = [p for p in model.parameters() if all(p is not q for q in head)]
     pair = [torch.optim.AdamW(rest, lr=1e-3), torch.optim.AdamW(head, lr=1e-3)]
-    with fl.watch(model, pair, every=1) as flow:
+    with fl.watch(model, pair, every_n_steps=1) as flow:
         for step in range(3):
             ids, classes = batch(step)
             F.cross_entropy(model(ids), classes).backward()
@@ -323,7 +328,7 @@ def test_the_ends_are_as_defined() -> None:
     model = tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     first = {n: p.detach().clone() for n, p in model.named_parameters()}
-    with fl.watch(model, optimizer, every=1) as flow:
+    with fl.watch(model, optimizer, every_n_steps=1) as flow:
         for step in range(4):
             ids, classes = batch(step)
             F.cross_entropy(model(ids), classes).backward()
@@ -338,7 +343,7 @@ def test_the_ends_are_as_defined() -> None:
         if was:
             now = float(last[name].max() - last[name].min())
             changes.append(abs(now - was) / was)
-    ends = flow.ends()
+    ends = flow.depth_ratios()
     mean = sum(sizes[n] for n in front) / len(front)
     assert ends.front_ratio == pytest.approx(mean / sizes["head.weight"], rel=1e-5)
     assert ends.weight_change == pytest.approx(sum(changes) / len(changes), rel=1e-4)
@@ -348,15 +353,115 @@ def test_the_ends_are_as_defined() -> None:
 def test_one_report_tells_of_no_change() -> None:
     model = tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    with fl.watch(model, optimizer, every=1) as flow:
+    with fl.watch(model, optimizer, every_n_steps=1) as flow:
         ids, classes = batch(0)
         F.cross_entropy(model(ids), classes).backward()
         optimizer.step()
-    assert flow.ends().front_ratio > 0
-    assert math.isnan(flow.ends().weight_change), "0 would say that the front stood still"
+    assert flow.depth_ratios().front_ratio > 0
+    assert math.isnan(flow.depth_ratios().weight_change), "0 would say that the front stood still"
 
 
 def test_rows_within_what_is_held() -> None:
     held = Rows(12, 2, ((0, 4), (8, 12)))  # query and value of an interleaved weight
-    assert within(held, Rows(12, 2, ((8, 12),))) == Rows(8, 2, ((4, 8),))
-    assert within(Rows.whole(24), Rows(12, 2, ((4, 8),))) == Rows(12, 2, ((4, 8),))
+    assert rows_within(held, Rows(12, 2, ((8, 12),))) == Rows(8, 2, ((4, 8),))
+    assert rows_within(Rows.whole(24), Rows(12, 2, ((4, 8),))) == Rows(12, 2, ((4, 8),))
+
+
+class MeasuringAdamW(torch.optim.AdamW):
+    """Measures its steps as the fused kernel does: only what has a gradient, if it is to."""
+
+    sums: Tensor | None = None
+    measures = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        held = [p for group in self.param_groups for p in group["params"]]
+        before = [p.clone() for p in held]
+        super().step()
+        if not self.measures or self.sums is None:
+            return
+        self.sums.zero_()
+        for row, p, was in zip(self.sums, held, before, strict=True):
+            if p.grad is not None:
+                row[0], row[1] = was.double().square().sum(), (p - was).double().square().sum()
+
+
+def measured(model: nn.Module, loss: Any, kind: type[torch.optim.AdamW]) -> tuple[Probe, Any]:
+    groups = [list(model.parameters())[::2], list(model.parameters())[1::2]]  # in another order
+    optimizer = kind([{"params": group} for group in groups], lr=1e-2)
+    probe = Probe(read_layout(model, [optimizer]), [optimizer])
+    for _ in range(2):
+        loss(model).backward()
+        next(model.parameters()).grad = None  # copied, because the optimizer does not measure it
+        probe.before_step()
+        optimizer.step()
+        probe.after_step()
+        optimizer.zero_grad()
+    return probe, optimizer
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])  # rows of fused weights; whole ones
+def test_what_it_says_is_what_copies_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = build(name)
+    twin, copied = copy.deepcopy(model), []
+    plain, known = torch.empty_like, {p.data_ptr(): p for p in model.parameters()}
+
+    def keep(tensor: Tensor) -> None:
+        if tensor.data_ptr() in known:  # AdamW makes others
+            copied.append(known[tensor.data_ptr()])
+
+    def loss(which: nn.Module) -> Tensor:
+        return loss_of(which, inputs)
+
+    expected, _ = measured(twin, loss, torch.optim.AdamW)
+    monkeypatch.setattr(torch, "empty_like", lambda t, **k: keep(t) or plain(t, **k))
+    found, optimizer = measured(model, loss, MeasuringAdamW)
+    for quantity in ("weight", "update"):
+        assert float(expected.views[quantity].sum()) > 0
+        torch.testing.assert_close(
+            found.views[quantity], expected.views[quantity], rtol=1e-5, atol=0.0
+        )
+    assert not optimizer.measures  # other steps cost nothing
+    first, *fused = {id(t): t for t in copied}.values()
+    assert first.shape == next(model.parameters()).shape
+    assert len(fused) == (
+        4 if name == "gpt2" else 0
+    )  # c_attn's weights and biases: three parts each
+
+
+class Seen(TorchDispatchMode):
+    """The operations that ran, and the bytes that were alive at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("asked", [{}, {"distance": True, "gradient_cosine": True}])
+def test_measuring_never_looks_at_a_value(asked: dict[str, bool]) -> None:
+    """Whatever reads a value waits for the device, and cannot be captured in a graph."""
+    model = tiny_gpt()
+    fl.freeze(model, "layers[0].query")
+    optimizer = adamw(model)
+    loss_at(model, 0).backward()
+    probe = Probe(read_layout(model, [optimizer]), [optimizer], **asked)
+    with Seen() as seen:
+        for _ in range(2):
+            probe.before_clip()
+            probe.before_step(torch.tensor(0.5))
+            probe.after_step()
+    assert "aten::_foreach_norm.Scalar" in seen.names
+    waits = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "unique", "masked_select")
+    assert not [name for name in seen.names if name.split("::")[1].split(".")[0] in waits]
+    assert probe.values.data_ptr() == probe.views["gradient"].data_ptr()
+
+
+def test_a_tensor_as_learning_rate_is_read_on_the_device() -> None:
+    model = tiny_gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3))
+    flow = watched(model, optimizer, steps=1)
+    assert flow.reports[0].rates == pytest.approx((1e-3,))

@@ -1,4 +1,4 @@
-"""Planted faults: each is found, by name and by cause."""
+"""Verdicts: planted faults get the right word and cause, healthy models no alarm."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,10 +8,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification
 
 import frostlab as fl
-from flowing import adamw, loss_at, tiny_gpt, watched
-from frostlab.flow.judge import DECAYING, EXPLODING, FROZEN, LEARNING, MOVED, SCALED, SLOW, STILL
+from flowing import SYMBOLS, adamw, batch, loss_at, tiny_gpt, watched
+from frostlab.flow.judge import (
+    DECAYING,
+    EXPLODING,
+    FROZEN,
+    LEARNING,
+    MOVED,
+    SCALED,
+    SLOW,
+    STILL,
+    UNKNOWN,
+)
+from frostlab.models.decoder import Decoder, DecoderConfig
+from zoo import CASES
 
 
 def layer(flow: fl.Flow, index: int) -> set[str]:
@@ -108,7 +121,7 @@ def test_a_stack_of_forty_layers_whose_gradients_vanish(name: str) -> None:
     assert {f"layers.{i}.0" for i in range(20)} <= set(found)
     assert not {"layers.39.0", "layers.38.0", "head"} & set(found)
     assert "its gradient vanishes" in found["layers.0.0"].why
-    ends = flow.ends()
+    ends = flow.depth_ratios()
     assert ends.front_ratio < 1e-6
     assert ends.word == "vanishing"
     assert ends.weight_change < 1e-3 or name in ("adam", "rmsprop")  # whose decay is normalised
@@ -120,10 +133,12 @@ def test_a_saturated_sigmoid() -> None:
     with torch.no_grad():
         model.layers[1][0].weight.mul_(3000.0)
         model.layers[1][0].bias.mul_(3000.0)
-    flow = watched(model, torch.optim.SGD(model.parameters(), lr=0.1), deep_loss(model), units=True)
+    flow = watched(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), deep_loss(model), dead_units=True
+    )
     found = flow.frozen_by_accident()
     assert "layers.1.0" in found
-    assert "layers.1.1` puts out is saturated" in found["layers.1.0"].why
+    assert "of the output of `layers.1.1` is saturated" in found["layers.1.0"].why
     assert flow.reports[-1].saturated["layers.1.1"] > 0.9
     assert flow.reports[-1].saturated["layers.2.1"] < 0.1
     assert not {"layers.2.0", "head"} & set(found)
@@ -237,7 +252,11 @@ def test_an_exploding_model_and_the_first_nan() -> None:
     torch.manual_seed(0)
     model = Deep(layers=4, activation=nn.Identity)
     flow = watched(
-        model, torch.optim.SGD(model.parameters(), lr=30.0), deep_loss(model), steps=12, every=1
+        model,
+        torch.optim.SGD(model.parameters(), lr=30.0),
+        deep_loss(model),
+        steps=12,
+        every_n_steps=1,
     )
     assert EXPLODING in {v.word for v in flow.verdicts().values()}
     spoilt = tiny_gpt()
@@ -262,7 +281,7 @@ def test_what_begins_at_zero_is_no_measure_for_others() -> None:
     """Biases that learn alone move by more than they are; the head beside them is not slow."""
     model = tiny_gpt()
     fl.freeze(model, "all", "!all.bias", "!head")
-    flow = watched(model, adamw(model, weight_decay=0.01), every=1, steps=4)
+    flow = watched(model, adamw(model, weight_decay=0.01), every_n_steps=1, steps=4)
     reports = list(flow.reports)
     assert reports[1].ratio(2) > 0.3
     for count in range(1, 5):
@@ -274,7 +293,7 @@ def test_layers_that_begin_as_identity_are_given_time() -> None:
     """Behind a projection of zeros gradients are zero in the first step, and in no other."""
     model = tiny_gpt()
     fl.grow(model, layers=1, init="identity")
-    flow = watched(model, adamw(model, weight_decay=0.1), every=1, steps=4)
+    flow = watched(model, adamw(model, weight_decay=0.1), every_n_steps=1, steps=4)
     reports = list(flow.reports)
     assert flow.series("layers[3].value", "gradient")[1] == 0.0
     for count in range(1, 5):
@@ -292,3 +311,87 @@ def test_a_part_of_zeros_that_stays_zero() -> None:
     found = watched(model, adamw(model)).frozen_by_accident()
     assert found["layers[1].up"].word == STILL
     assert "exactly zero" in found["layers[1].up"].why
+
+
+def decoder(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return Decoder(DecoderConfig(vocabulary=SYMBOLS, width=16, layers=3, heads=2, hidden=32))
+
+
+def hugging(name: str) -> Callable[[int], nn.Module]:
+    def build(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        config = CASES[name].make_config()
+        config.pad_token_id = 0
+        return AutoModelForSequenceClassification.from_config(config)
+
+    return build
+
+
+def healthy_loss(model: nn.Module, step: int) -> Tensor:
+    ids, classes = batch(step)
+    made = model(ids)
+    logits = made if isinstance(made, Tensor) else made.logits
+    if logits.ndim == 3:
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    return F.cross_entropy(logits, classes)
+
+
+HEALTHY = {
+    "gpt": tiny_gpt,
+    "gpt, language": lambda seed: tiny_gpt(seed, classes=0),
+    "decoder": decoder,
+    "bert": hugging("bert"),
+    "gpt2": hugging("gpt2"),
+    "llama": hugging("llama"),
+    "residual": lambda seed: (torch.manual_seed(seed), Residual())[1],
+}
+
+
+class Residual(nn.Module):
+    """A healthy model that no anatomy knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(SYMBOLS, 16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(6))
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids).mean(1)
+        for each in self.layers:
+            x = x + each(x)
+        return self.head(x)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda m: adamw(m, weight_decay=0.01),
+    "fast": lambda m: adamw(m, lr=1e-2, weight_decay=0.1),
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
+    "coupled": lambda m: torch.optim.Adam(m.parameters(), lr=1e-3, weight_decay=1e-2),
+}
+
+
+PAIRS = [(name, way) for name in HEALTHY for way in ("adamw", "fast", "coupled")]
+
+
+PAIRS += [("residual", "sgd")]
+
+
+@pytest.mark.parametrize(("name", "optimizer"), PAIRS)
+def test_healthy_models_raise_no_alarm(name: str, optimizer: str) -> None:
+    """At any time of a schedule from zero to zero."""
+    for seed in (0, 1) if optimizer == "adamw" else (2,):
+        model = HEALTHY[name](seed).train()
+        made = OPTIMIZERS[optimizer](model)
+        ends = torch.optim.lr_scheduler.LambdaLR(made, lambda s: s / 5 if s < 5 else (40 - s) / 35)
+        with fl.watch(model, made, every_n_steps=3) as flow:
+            for step in range(40):
+                healthy_loss(model, step).backward()
+                made.step()
+                made.zero_grad()
+                ends.step()
+                if step in (0, 3, 10, 20, 39):
+                    word = LEARNING if step else UNKNOWN  # at first the learning rate is 0
+                    found = {n: v for n, v in flow.verdicts().items() if v.word != word}
+                    assert found == {}, (seed, step)
