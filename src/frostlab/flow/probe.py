@@ -357,12 +357,12 @@ class Updates:
 
     def _assign_parts(self, optimizer: MeasuringOptimizer) -> None:
         """Map the optimizer's parameters to parts, outside of any graph."""
-        slices, nobody = self._layout.slices, len(self._layout.parts)
+        slices, no_part = self._layout.slices, len(self._layout.parts)
         counts = Counter(s.parameter for s in slices)
         part_of = {s.parameter: s.part for s in slices if counts[s.parameter] == 1 and s.is_whole}
         indices = {id(p): i for i, p in enumerate(self._layout.parameters)}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        parts = [part_of.get(indices.get(id(p), -1), nobody) for p in parameters]
+        parts = [part_of.get(indices.get(id(p), -1), no_part) for p in parameters]
         device, wide = self._totals.device, self._totals.wide
         self._parts = torch.tensor(parts, device=device)
         optimizer.sums = torch.zeros(len(parameters), 2, dtype=wide, device=device)
