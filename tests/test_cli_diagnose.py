@@ -14,7 +14,7 @@ import frostlab as fl
 from frostlab.flow.diagnosis import Diagnosis, diagnose, sentence_of
 from frostlab.flow.judge import STILL
 from frostlab.flow.measurements import Flow
-from frostlab.recipe.load import load_recipe, shipped_recipes, shortened
+from frostlab.recipe.load import load_recipe, shipped_recipes, short_run_settings
 from frostlab.training import loop as flowing
 from frostlab.training.stages import stages_of
 from stages import progressive
@@ -211,7 +211,7 @@ def test_the_sentence_names_what_is_wrong(runs: Path) -> None:
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_every_shipped_recipe_can_be_cut_short(name: str) -> None:
     whole = load_recipe(name)
-    short = load_recipe(name, shortened(whole, 200))
+    short = load_recipe(name, short_run_settings(whole, 200))
     stages = stages_of(short, 10_000)
     assert sum(stage.steps for stage in stages) == 200 // len(stages) * len(stages)
     assert [stage.name for stage in stages] == [stage.name for stage in stages_of(whole, 10**6)]

@@ -146,7 +146,7 @@ def test_a_bug_in_one_arm_is_shown_and_the_others_go_on(
 
 def test_settings_change_a_recipe_that_is_spelled_out_and_the_clock_can_be_left_out() -> None:
     plan = make_plan({"recipe": SMALL, "arms": ["baseline", "oelm"]},
-                     settings=["train.batch=8"], clock=None)  # fmt: skip
+                     settings={"train.batch": 8}, clock=None)  # fmt: skip
     assert plan.recipe["train"]["batch"] == 8
     assert plan.clock is None
     assert make_plan({"recipe": SMALL, "arms": ["baseline", "oelm"]}).clock is not None

@@ -13,7 +13,7 @@ from frostlab.data import sources
 from frostlab.data.prepare import prepare
 from frostlab.data.sources import KNOWN, plan, unreachable
 from frostlab.errors import BadInput
-from frostlab.recipe.data import NAMED
+from frostlab.recipe.data import Named, names_of
 from frostlab.recipe.recipe import Recipe
 
 Make = Callable[..., Recipe]
@@ -23,7 +23,7 @@ WORDS = {"kind": "words"}
 
 
 def test_every_named_set_is_known() -> None:
-    assert set(KNOWN) == set(NAMED)
+    assert set(KNOWN) == set(names_of(Named))
 
 
 ROLES = {
@@ -40,7 +40,7 @@ ROLES = {
 }
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", names_of(Named))
 def test_roles_of_the_splits(tmp_path: Path, cache: Path, recipe: Make, name: str) -> None:
     task = "classification" if KNOWN[name].classes else "language"
     for folder in (name, "mnli", "xnli/en"):

@@ -341,7 +341,7 @@ def test_the_digest_knows_of_watching_only_when_there_is_some() -> None:
     plan = make_plan("docstrings-demo", arms=arms)
     stored = {k: v for k, v in plan.recipe.items() if k != "watch"}  # from before there was one
     assert plan.model_copy(update={"recipe": stored}).digest == plan.digest
-    watched = make_plan("docstrings-demo", arms=arms, settings=["watch.every=5"])
+    watched = make_plan("docstrings-demo", arms=arms, settings={"watch.every": 5})
     assert watched.digest != plan.digest
     with pytest.raises(fl.BadInput, match="watch.evry is not a key; did you mean `every`?"):
         recipe_from(tiny(watch={"evry": 5}))

@@ -52,10 +52,12 @@ def compare(
     """
     if data_dir is not None and not data_dir.is_dir():
         raise BadInput(f"--data-dir {data_dir} is not a folder")
-    asked = list(settings or [])
-    if device is not None:
-        asked.append(f"train.device={device}")
     from frostlab.comparison.load import make_plan
+    from frostlab.recipe.load import parse_settings
+
+    asked = parse_settings(settings or [])
+    if device is not None:
+        asked["train.device"] = device
 
     given: dict[str, Any] = {
         "arms": arms,

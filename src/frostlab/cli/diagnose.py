@@ -90,12 +90,14 @@ def _run_named(source: str, runs: Path) -> Path | None:
 
 def _train(source: str, steps: int, asked: list[str], data_dir: Path | None, runs: Path) -> Path:
     """Train a recipe for a few steps, watched, into a run of its own."""
-    from frostlab.recipe.load import load_recipe, recipe_name, shortened
+    from frostlab.recipe.load import load_recipe, parse_settings, recipe_name, short_run_settings
 
     for text in asked:
         if text.partition("=")[0].strip() in ("train.steps", "train.epochs"):
             raise BadInput(f"--set {text}: a diagnosis trains for --steps; say --steps N")
-    short = load_recipe(source, [*shortened(load_recipe(source, asked), steps), *asked])
+    settings = parse_settings(asked)
+    short_run = short_run_settings(load_recipe(source, settings), steps)
+    short = load_recipe(source, short_run | settings)
     return _run(short, f"diagnose-{recipe_name(source)}", data_dir, runs)
 
 

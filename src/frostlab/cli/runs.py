@@ -3,7 +3,7 @@
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -59,11 +59,11 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Train what a recipe says, and record everything about it."""
-    from frostlab.recipe.load import load_recipe, recipe_name
+    from frostlab.recipe.load import load_recipe, parse_settings, recipe_name
 
-    asked = list(settings or [])
+    asked = parse_settings(settings or [])
     if device is not None:
-        asked.append(f"train.device={device}")
+        asked["train.device"] = device
     if stage is None:
         loaded = load_recipe(recipe, asked, seed)
     else:
@@ -166,18 +166,18 @@ _EPOCHS = 50
 _TRIALS = ("trial",)
 
 
-def load_trial(stage: str, name: str, asked: list[str], seed: int | None) -> "Recipe":
+def load_trial(stage: str, name: str, asked: dict[str, Any], seed: int | None) -> "Recipe":
     """A recipe as a trial trains it; what the user sets comes on top."""
     from frostlab.recipe.load import load_recipe
 
     settings = _settings(stage, load_recipe(name, asked, seed))
-    loaded = load_recipe(name, [*settings, *asked], seed)
+    loaded = load_recipe(name, settings | asked, seed)
     if loaded.watch is None:
         raise BadInput("--stage trial is judged by what watch measures; leave out watch = null")
     return loaded
 
 
-def _settings(stage: str, recipe: "Recipe") -> list[str]:
+def _settings(stage: str, recipe: "Recipe") -> dict[str, Any]:
     if stage not in _TRIALS:
         raise BadInput(f"--stage {stage} is none{nearest(stage, _TRIALS)}; there is trial")
     if recipe.metric != "pearson":
@@ -185,8 +185,8 @@ def _settings(stage: str, recipe: "Recipe") -> list[str]:
     own = next((i for i, s in enumerate(recipe.stages) if s.epochs or s.steps), None)
     if own is not None:
         raise BadInput(f"--stage trial: stages.{own} says itself how long it trains")
-    watched = [] if recipe.watch is not None else ["watch.every=10"]
-    return [f"train.epochs={_EPOCHS}", *watched]
+    watched = {} if recipe.watch is not None else {"watch.every": 10}
+    return {"train.epochs": _EPOCHS, **watched}
 
 
 def judge(folder: Path, as_json: bool) -> None:

@@ -1,7 +1,7 @@
 """From what a user says to a plan: a recipe with arms, or a comparison's own file."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def _as_json(values: dict[str, Any], label: str) -> str:
 def make_plan(
     source: str | Path | dict[str, Any] | Recipe,
     *,
-    settings: Iterable[str] = (),
+    settings: Mapping[str, Any] | None = None,
     quick: bool = False,
     **given: Any,
 ) -> Plan:
@@ -72,7 +72,9 @@ def make_plan(
         raise BadInput(f"{label}: {unknown} is no key of a comparison{known}")
     with _in_one_line(label):
         Said.model_validate_json(_as_json(values, label))
-    recipe, name = _recipe(values.get("recipe"), [*_set(values.get("set")), *settings], label)
+    recipe, name = _recipe(
+        values.get("recipe"), {**(values.get("set") or {}), **(settings or {})}, label
+    )
     name = label if label in shipped_comparisons() else name
     rules = _rules(values, recipe)
     base = recipe.to_dict() | {"treatment": "none", "seed": 0}
@@ -133,16 +135,12 @@ def _values(source: str | Path | dict[str, Any] | Recipe) -> tuple[dict[str, Any
     return {"recipe": name}, name
 
 
-def _recipe(given: Any, settings: Sequence[str], label: str) -> tuple[Recipe, str]:
+def _recipe(given: Any, settings: Mapping[str, Any], label: str) -> tuple[Recipe, str]:
     if isinstance(given, str):
         return load_recipe(given, settings), recipe_name(given)
     if isinstance(given, dict):
         return recipe_from(given, label, settings), "comparison"
     raise BadInput(f"{label}: recipe is missing; name a shipped one or a YAML file")
-
-
-def _set(given: Any) -> list[str]:
-    return [f"{key}={json.dumps(value)}" for key, value in (given or {}).items()]
 
 
 def _listed(given: Any) -> list[Any]:

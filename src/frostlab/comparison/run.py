@@ -1,7 +1,7 @@
 """`fl.compare`: a plan in, verdicts out; interrupted, it goes on where it was."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from frostlab.comparison.runner import ComparisonFolder, Runner, Say, result_tas
 from frostlab.comparison.tuning import chosen, tune_all
 from frostlab.data.prepare import prepare
 from frostlab.errors import FrostlabError
-from frostlab.recipe.load import looks_every
+from frostlab.recipe.load import watch_interval
 from frostlab.recipe.recipe import Recipe
 from frostlab.storage import write_whole
 from frostlab.training.stages import total_steps
@@ -76,7 +76,7 @@ def compare(
     out: str | Path | None = None,
     comparisons: str | Path = "comparisons",
     data_dir: str | Path | None = None,
-    settings: Iterable[str] = (),
+    settings: Mapping[str, Any] | None = None,
     quick: bool = False,
     jobs: int = 1,
     say: Say = lambda line: None,
@@ -183,5 +183,5 @@ def _shortened(
     if known["steps"] < known["of"]:
         values["evaluate"]["every"] = known["steps"]
         if recipe.watch is not None:
-            values["watch"]["every"] = min(recipe.watch.every, looks_every(known["steps"]))
+            values["watch"]["every"] = min(recipe.watch.every, watch_interval(known["steps"]))
     return plan.model_copy(update={"recipe": values})
