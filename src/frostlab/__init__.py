@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from frostlab.comparison.run import Comparison, compare
+    from frostlab.data.registered import register_data
     from frostlab.errors import (
         BadInput,
         FrostlabError,
@@ -71,6 +72,7 @@ _HOMES = {
     "load_trainable": "surgery.save",
     "orthogonalize": "surgery.orthogonal",
     "randomize": "surgery.orthogonal",
+    "register_data": "data.registered",
     "run": "training.run",
     "save_trainable": "surgery.save",
     "thaw": "surgery.freeze",
@@ -111,6 +113,7 @@ __all__ = [
     "load_trainable",
     "orthogonalize",
     "randomize",
+    "register_data",
     "run",
     "save_trainable",
     "thaw",

@@ -17,7 +17,7 @@ from frostlab.data.builtin import (
 )
 from frostlab.data.eeg.load import load_signals
 from frostlab.data.eeg.recordings import Material
-from frostlab.data.sources import Columns, Part, Plan, plan
+from frostlab.data.sources import Columns, Part, Plan, Text, plan
 from frostlab.data.splits import Portion, Survey, class_numbers, classes_of, divide, limited, survey
 from frostlab.data.tokenizers import (
     Coder,
@@ -34,8 +34,6 @@ from frostlab.recipe.data import (
     BPE,
     Docstrings,
     EEGData,
-    Named,
-    Own,
     PretrainedTokenizer,
     Synthetic,
     Words,
@@ -85,7 +83,7 @@ class _Work:
 
     def __init__(
         self,
-        data: Docstrings | Named | Own,
+        data: Text,
         wanted: BPE | Words | PretrainedTokenizer,
         data_dir: Path | None,
         cache: Path,

@@ -11,10 +11,12 @@ from urllib.parse import urlparse
 
 from frostlab.data.builtin import docstring_files
 from frostlab.data.files import FORMATS, format_of, read_lines, read_pieces, split_files
+from frostlab.data.registered import registered_files
 from frostlab.errors import BadInput, nearest, require
-from frostlab.recipe.data import Docstrings, Named, Own
+from frostlab.recipe.data import Docstrings, Named, Own, Registered
 
 Label = int | str
+Text = Docstrings | Named | Own | Registered
 _WHOLE = re.compile(r"-?\d+")
 
 
@@ -179,7 +181,7 @@ class Plan:
     classes: int | None  # None: as the training split has them
 
 
-def plan(data: Docstrings | Named | Own, data_dir: Path | None, cache: Path) -> Plan:
+def plan(data: Text, data_dir: Path | None, cache: Path) -> Plan:
     """Find a recipe's text and give its splits their roles."""
     if isinstance(data, Docstrings):
         pairs = data.name == "docstrings-pairs"
@@ -195,6 +197,11 @@ def plan(data: Docstrings | Named | Own, data_dir: Path | None, cache: Path) -> 
             training = named_parts("mnli", "en", data_dir)
             return _roles(data, parts, known, "label", training)
         return _roles(data, parts, known, "label")
+    if isinstance(data, Registered):
+        files = registered_files(data.name, data_dir, cache)
+        tune, report = (role if role in files else CARVED for role in ("tune", "report"))
+        known = Known(("", None, None), tune=tune, report=report)
+        return _roles(data, _parts(files, data.name), known, "label")
     if data.task == "language" and len(data.text) > 1:
         raise BadInput(f"data.text names {len(data.text)} columns; data.task language reads one")
     return _own(data)
@@ -258,7 +265,7 @@ def _own(data: Own) -> Plan:
 
 
 def _roles(
-    data: Docstrings | Named | Own,
+    data: Text,
     parts: dict[str, Part],
     known: Known,
     label: str,
