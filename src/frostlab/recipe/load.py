@@ -436,7 +436,7 @@ def _key_suggestion(path: list[Any], values: dict[str, Any]) -> str:
     if hint := nearest(name, model.model_fields if model else ()):
         return hint
     for other, info in Recipe.model_fields.items():
-        if [other] != section and any(name in m.model_fields for m in _models(info.annotation)):
+        if [other] != section and any(name in m.model_fields for m in models_in(info.annotation)):
             return f"; did you mean `{other}.{name}`?"
     return f"; there are {', '.join(model.model_fields)}" if model else ""
 
@@ -450,17 +450,17 @@ def _model_at(path: list[Any], values: dict[str, Any]) -> type[BaseModel] | None
         if model is None or key not in model.model_fields:
             return None
         items = 1 if end < len(path) and isinstance(path[end], int) else 0
-        members = list(_models(model.model_fields[key].annotation))
+        members = list(models_in(model.model_fields[key].annotation))
         model = _member(members, _at(values, path[: end + items]))
     return model
 
 
-def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
     """Yield the model classes in an annotation, at any depth of unions, lists and `Annotated`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
-        yield from _models(argument)
+        yield from models_in(argument)
 
 
 def _member(members: list[type[BaseModel]], values: Any) -> type[BaseModel] | None:
@@ -487,7 +487,7 @@ def _tag(members: list[type[BaseModel]]) -> str:
 
 def _section_tags() -> dict[str, str]:
     """Return the sections that are of one kind or another, with the key that names the kind."""
-    unions = {name: list(_models(info.annotation)) for name, info in Recipe.model_fields.items()}
+    unions = {name: list(models_in(info.annotation)) for name, info in Recipe.model_fields.items()}
     return {name: _tag(members) for name, members in unions.items() if len(members) > 1}
 
 
