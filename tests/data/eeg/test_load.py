@@ -1,4 +1,4 @@
-"""Simulated recordings are made once, from settings alone; those in memory are divided."""
+"""Recordings of a recipe: simulated or read once, then taken from the cache."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Recipes: what ships is valid, layers stack, and what is wrong is said in one line."""
+"""Recipes: shipped ones are valid, layers stack, and errors take one line."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the figures show, and that they are drawn."""
+"""Figures and the page: rows hold the numbers, charts are written, missing packages are named."""
 
 import builtins
 import sys

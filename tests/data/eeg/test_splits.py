@@ -1,4 +1,4 @@
-"""Recordings and subjects are held out whole, and what cannot be divided is refused."""
+"""Splits of recordings: whole recordings and whole subjects are held out."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Signals keep their time and what their rate can hold; bad ones are refused in one line."""
+"""Preprocessing: rate, band, reference, and signals that are refused."""
 
 import numpy as np
 import pytest
