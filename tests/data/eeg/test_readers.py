@@ -11,7 +11,7 @@ from scipy import io
 
 from frostlab.data.eeg import load as loading_module
 from frostlab.data.eeg.load import load_recordings
-from frostlab.data.eeg.preprocess import normalised, resampled
+from frostlab.data.eeg.preprocess import resample, standardize
 from frostlab.data.eeg.readers import from_mne
 from frostlab.data.eeg.recordings import Recording
 from frostlab.errors import BadInput
@@ -162,7 +162,7 @@ def lose(kind: str) -> Any:
         (break_file, "audiobook_1_-_eeg.npy cannot be read"),
         (break_words, "holds <U1"),
         (break_kind, "audiobook_1_-_eeg.npy cannot be read: the magic string"),
-        (break_envelope, "has shape \\(640, 2\\); an envelope is one line"),
+        (break_envelope, "has shape \\(640, 2\\); an envelope is one row"),
         (break_length, "640 samples at 64 Hz and the envelope 1280 at 64 Hz"),
     ],
 )
@@ -235,7 +235,7 @@ def by_name(matlab_folder: Path, cache: Path, **settings: object) -> dict[str, R
 
 def heard(matlab_folder: Path, speaker: str, story: int) -> np.ndarray:
     held = io.loadmat(matlab_folder / f"{speaker}_env.mat")["stim1"][0, story - 1].ravel()
-    return normalised(resampled(held, 128, 64, ""))
+    return standardize(resample(held, 128, 64, ""))
 
 
 def test_each_trial_has_its_own_two_speakers(matlab_folder: Path, tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_references(matlab_folder: Path, tmp_path: Path, reference: str) -> None
     held = io.loadmat(matlab_folder / "1_1.mat")
     taken = {"average": held["eeg"].mean(1), "mastoids": held["mast"].mean(1), "none": 0}
     plain = held["eeg"] - np.reshape(taken[reference], (-1, 1))
-    np.testing.assert_allclose(found, normalised(resampled(plain, 128, 64, "")), atol=1e-4)
+    np.testing.assert_allclose(found, standardize(resample(plain, 128, 64, "")), atol=1e-4)
 
 
 def test_leave_one_out(matlab_folder: Path, tmp_path: Path) -> None:
@@ -393,7 +393,7 @@ def test_references_of_a_raw() -> None:
         ({"reference": ("M3",)}, "a has no channel M3 to refer to"),
         ({"reference": "averag"}, "averag to refer to; did you mean `average`"),
         ({"raw": {"types": "misc"}}, "a has no EEG channel"),
-        ({"reference": ("Fz", "Cz", "M1", "M2")}, "no EEG channel beside the reference Fz, Cz"),
+        ({"reference": ("Fz", "Cz", "M1", "M2")}, "no EEG channel but the reference Fz, Cz"),
     ],
 )
 def test_what_does_not_fit(settings: dict[str, Any], said: str) -> None:

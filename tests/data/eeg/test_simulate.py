@@ -11,6 +11,7 @@ from frostlab.data.eeg.simulate import (
     BIOSEMI64,
     MEMORY,
     Head,
+    best_correlation,
     channel_names,
     draw_rhythm,
     drive,
@@ -20,7 +21,6 @@ from frostlab.data.eeg.simulate import (
     least_distortion,
     mean_r,
     noise_power,
-    optimum,
     positions,
     rhythm_power,
     simulate,
@@ -236,11 +236,11 @@ def correlation(one: Array, other: Array) -> float:
 @pytest.mark.parametrize("snr", [pytest.param(-10.0, marks=pytest.mark.slow), -28.0])
 def test_an_oracle_reaches_the_best_r_of_linear_responses(snr: float) -> None:
     one = head_at(snr, "linear")
-    known = optimum(one, RATE, "linear")
+    known = best_correlation(one, RATE, "linear")
     envelope, eeg = simulate(one, 64 * 1200, RATE, "linear", np.random.default_rng(1))
     reached = correlation(decoded(eeg, true_filter(one)), envelope)
     assert reached == pytest.approx(known.linear, abs=0.008)
-    assert known.linear <= known.best < known.linear + 0.002  # blinks hardly matter
+    assert known.linear <= known.overall < known.linear + 0.002  # blinks hardly matter
 
 
 @pytest.mark.slow
@@ -250,7 +250,7 @@ def test_an_oracle_reaches_the_best_r_of_linear_responses(snr: float) -> None:
 )
 def test_a_fitted_linear_decoder_comes_close_from_below(responses: str, least: float) -> None:
     one = head_at(-10.0, responses)
-    known = optimum(one, RATE, responses)
+    known = best_correlation(one, RATE, responses)
     train = simulate(one, 64 * 1800, RATE, responses, np.random.default_rng(2))
     envelope, eeg = simulate(one, 64 * 900, RATE, responses, np.random.default_rng(3))
     reached = correlation(decoded(eeg, fitted_filter(*train)), envelope)
@@ -260,7 +260,7 @@ def test_a_fitted_linear_decoder_comes_close_from_below(responses: str, least: f
 def nonlinear_r(responses: str, snr: float) -> tuple[float, float, float]:
     """What random features of the decoded drive reach, and the two known optima."""
     one = head_at(snr, responses)
-    known = optimum(one, RATE, responses)
+    known = best_correlation(one, RATE, responses)
     samples, before = 64 * 900, round(MEMORY * RATE) + len(one.response) - 1
     random = np.random.default_rng(9)
     mixing, bias = 0.3 * random.standard_normal((17, 300)), random.standard_normal(300)
@@ -277,7 +277,7 @@ def nonlinear_r(responses: str, snr: float) -> tuple[float, float, float]:
         targets.append(envelope)
     whole_square = features[0].T @ features[0] + 10 * np.eye(317)
     weights = np.linalg.solve(whole_square, features[0].T @ targets[0])
-    return correlation(features[1] @ weights, targets[1]), known.linear, known.best
+    return correlation(features[1] @ weights, targets[1]), known.linear, known.overall
 
 
 @pytest.mark.slow
@@ -290,8 +290,8 @@ def test_a_nonlinear_decoder_beats_every_linear_one_below_the_bound() -> None:
 
 def test_the_bound_of_nonlinear_responses_is_above_the_best_linear_decoder() -> None:
     for snr in (-30.0, -10.0):
-        known = optimum(head_at(snr, "nonlinear"), RATE, "nonlinear")
-        assert known.linear + 0.05 < known.best < 1
+        known = best_correlation(head_at(snr, "nonlinear"), RATE, "nonlinear")
+        assert known.linear + 0.05 < known.overall < 1
 
 
 def test_rate_and_distortion() -> None:
@@ -300,7 +300,7 @@ def test_rate_and_distortion() -> None:
     flat = np.full_like(f, 1 / 32)
     assert least_distortion(flat, 8.0, f) == pytest.approx(np.exp(-8 / 32), rel=1e-6)
     one = head_at(-15.0, "linear")
-    known = optimum(one, RATE, "linear")
+    known = best_correlation(one, RATE, "linear")
     grid = frequency_grid(RATE)
     power, _, _ = drive_spectra(RATE, "linear")
     answer = np.fft.rfft(one.response, 2 * len(grid) - 2, axis=0)
@@ -310,7 +310,7 @@ def test_rate_and_distortion() -> None:
         for i in range(len(grid))
     ]
     bound = 1 - least_distortion(power, float(np.trapezoid(np.log1p(ratio), grid)), grid)
-    assert known.best < np.sqrt(bound) < known.best + 0.15
+    assert known.overall < np.sqrt(bound) < known.overall + 0.15
 
 
 def test_the_mean_is_fishers() -> None:
