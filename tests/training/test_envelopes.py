@@ -410,7 +410,7 @@ def test_a_loss_of_envelopes_is_refused_for_text() -> None:
 def test_recordings_that_cannot_be_scored_are_refused_before_anything_is_written(
     tmp_path: Path,
 ) -> None:
-    with pytest.raises(BadInput, match="shifts at least 2 s away, and 100 are asked for"):
+    with pytest.raises(BadInput, match="shifts of at least 2 s; 100 are needed"):
         run(hearing(data__seconds=4.5), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

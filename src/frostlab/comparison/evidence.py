@@ -282,9 +282,9 @@ def _split(plan: Plan, scores: Mapping[tuple[str, int], Mapping[str, Any]]) -> d
 
 def _z(scores: Any) -> dict[str, float]:
     """Fisher's z of every subject: what may be averaged, and tested."""
-    from frostlab.envelopes.correlation import fisher
+    from frostlab.envelopes.correlation import fisher_z
 
-    return {each.subject: float(fisher(each.r)) for each in scores.subjects}
+    return {each.subject: float(fisher_z(each.r)) for each in scores.subjects}
 
 
 def _test(ours: Table, theirs: Table) -> dict[str, Any]:
