@@ -17,18 +17,18 @@ from common import device, device_name, report
 from frostlab.recipe.load import load_recipe
 from frostlab.training.run import run
 
-FROZEN = ("model.layers=4", "treatment={freeze: [all, '!layers[-1]', '!head']}")
+FROZEN = {"model.layers": 4, "treatment": {"freeze": ["all", "!layers[-1]", "!head"]}}
 WAYS = {
-    "bucketed": ("train.epochs=1", "train.batching=bucketed"),
-    "packed": ("train.epochs=1", "train.batching=packed"),
-    "padded": ("train.epochs=1", "train.batching=padded"),
+    "bucketed": {"train.epochs": 1, "train.batching": "bucketed"},
+    "packed": {"train.epochs": 1, "train.batching": "packed"},
+    "padded": {"train.epochs": 1, "train.batching": "padded"},
     "3 of 4 layers frozen": FROZEN,
-    "cached in memory": (*FROZEN, "train.cache_prefix=memory"),
-    "cached on disk": (*FROZEN, "train.cache_prefix=disk"),
+    "cached in memory": {**FROZEN, "train.cache_prefix": "memory"},
+    "cached on disk": {**FROZEN, "train.cache_prefix": "disk"},
 }
 
 
-def measured(settings: tuple[str, ...], runs: Path) -> dict[str, Any]:
+def measured(settings: dict[str, Any], runs: Path) -> dict[str, Any]:
     record = run(load_recipe("docstrings-gpt", settings), runs=runs)
     clocks = record.result["clocks"]
     names = ("examples_per_second", "padding_share", "data_seconds", "train_seconds")

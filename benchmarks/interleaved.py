@@ -20,7 +20,7 @@ from common import device, device_name, report
 from frostlab.comparison import timed_arms as timing
 from frostlab.comparison.timed_arms import TimedArm
 from frostlab.data.prepare import prepare
-from frostlab.recipe.load import load_recipe
+from frostlab.recipe.load import load_recipe, parse_settings
 from frostlab.recipe.recipe import Recipe
 from frostlab.timing.clock import BlockClock
 from frostlab.timing.flops import flag
@@ -80,10 +80,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     where = device()
-    recipe = load_recipe(options.recipe, options.set)
+    settings = parse_settings(options.set)
+    recipe = load_recipe(options.recipe, settings)
     more = {f"{share} more": float(share) for share in options.more.split(",") if share}
     treated = {
-        name: load_recipe(options.recipe, [*options.set, f"treatment={name}"])
+        name: load_recipe(options.recipe, settings | {"treatment": name})
         for name in options.arms.split(",")
         if name
     }

@@ -25,6 +25,7 @@ from frostlab.devices import choose_device
 from frostlab.envelopes.correlation import fisher_mean
 from frostlab.envelopes.ridge import fit_ridge
 from frostlab.envelopes.scores import EnvelopeScores, score_recordings
+from frostlab.recipe.load import parse_settings
 from frostlab.records.folder import read_scores
 
 DECODERS = ("model", "ridge", "ridge, all others")
@@ -32,7 +33,7 @@ DECODERS = ("model", "ridge", "ridge, all others")
 
 def score(options: argparse.Namespace, trial: int, seed: int) -> dict[str, Any]:
     """Train with one trial held out and return both decoders' scores on it."""
-    settings = [*options.settings, f"data.held_out={trial}"]
+    settings = parse_settings(options.settings) | {"data.held_out": trial}
     folder = options.runs / f"trial-{trial}-seed-{seed}"
     recipe = fl.load_recipe(options.recipe, settings, seed=seed)
     if not (folder / "result.json").exists():

@@ -26,6 +26,7 @@ from common import device_name
 from frostlab.data.prepare import prepare
 from frostlab.devices import choose_device
 from frostlab.models.build import build_model
+from frostlab.recipe.load import parse_settings
 from frostlab.recipe.recipe import Recipe
 from frostlab.training.batches.batch import scored_counts, token_examples
 from frostlab.training.batches.feed import Feed
@@ -146,11 +147,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write a JSON record here")
     options = parser.parse_args()
     began, runs = time.perf_counter(), dict[str, list[dict[str, Any]]]()
-    shared = [*options.settings, f"train.device={options.device}"]
+    shared = parse_settings(options.settings) | {"train.device": options.device}
     for arm in ("baseline", *options.arms.split(",")):
         for seed in range(options.seeds):
-            settings = [*shared, f"treatment={arm}"]
-            recipe = fl.load_recipe(options.recipe, settings, seed=seed)
+            recipe = fl.load_recipe(options.recipe, shared | {"treatment": arm}, seed=seed)
             flow, loss = train(recipe, options.steps, options.every, options.data_dir)
             runs.setdefault(arm, []).append({
                 "seed": seed, "loss": loss, "accidents": sorted(flow.frozen_by_accident()),

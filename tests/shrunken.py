@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from frostlab.recipe.load import load_recipe, shortened
+from frostlab.recipe.load import load_recipe, short_run_settings
 from frostlab.recipe.model import PretrainedModel
 from frostlab.recipe.recipe import Recipe
 
@@ -13,7 +13,10 @@ _BERT = {
     "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": 6,
     "vocab_size": 400, "max_position_embeddings": 64, "pad_token_id": 0,
 }  # fmt: skip
-_EEG = "{name: eeg-simulated, subjects: 2, unseen: 0, recordings: 3, seconds: 13, length: 64}"
+_EEG = {
+    "name": "eeg-simulated", "subjects": 2, "unseen": 0, "recordings": 3, "seconds": 13,
+    "length": 64,
+}  # fmt: skip
 _FOLLOWS = random.Random(0).sample(range(60), 60)  # which word tends to come after which
 
 
@@ -60,22 +63,20 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def shrunken(name: str, steps: int, settings: tuple[str, ...] = ()) -> Recipe:
+def shrunken(name: str, steps: int, settings: dict[str, Any] | None = None) -> Recipe:
     """A shipped recipe, cut short as `frostlab diagnose` does it and small enough for the CPU."""
     whole = load_recipe(name)
-    small = ["data.length=24", "train.batch=16", "train.threads=1"]
+    bpe = {"kind": "bpe", "size": 400}
+    small: dict[str, Any] = {"data.length": 24, "train.batch": 16, "train.threads": 1}
     if whole.data.task == "envelope":
-        small = [f"data={_EEG}", "train.batch=8", "train.threads=1", "model.width=16"]
+        small = {"data": _EEG, "train.batch": 8, "train.threads": 1, "model.width": 16}
     elif isinstance(whole.model, PretrainedModel):
-        config = json.dumps(_BERT)
-        small += [f"model={{kind: pretrained, name: bert, weights: false, config: {config}}}",
-                  "tokenizer={kind: bpe, size: 400}"]  # fmt: skip
+        bert = {"kind": "pretrained", "name": "bert", "weights": False, "config": _BERT}
+        small |= {"model": bert, "tokenizer": bpe}
     else:
-        small += ["model.width=32", "model.heads=4"]
+        small |= {"model.width": 32, "model.heads": 4}
         if whole.tokenizer is not None:
-            kind = whole.tokenizer.kind
-            size = {"words": "{kind: words}"}.get(kind, "{kind: bpe, size: 400}")
-            small.append(f"tokenizer={size}")
+            small["tokenizer"] = {"kind": "words"} if whole.tokenizer.kind == "words" else bpe
     if whole.data.name.startswith("docstrings"):
-        small += ["data.limit=1500", "data.per_package=300"]
-    return load_recipe(name, [*shortened(whole, steps), *small, *settings])
+        small |= {"data.limit": 1500, "data.per_package": 300}
+    return load_recipe(name, short_run_settings(whole, steps=steps) | small | (settings or {}))

@@ -1,12 +1,16 @@
 """The code in the documents runs as it stands."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import transformers
+from pydantic import BaseModel
 
 import frostlab as fl
+from frostlab.recipe.data import LOADERS
+from frostlab.recipe.load import models_in
 from frostlab.roles.description import _by_class
 from tiny import tiny
 from zoo import SIZES
@@ -106,17 +110,33 @@ def test_every_architecture_is_in_the_readme() -> None:
             assert re.search(rf"(?<![\w-]){re.escape(kind)}(?![\w-])", listed), kind
 
 
+def _keys(model: type[BaseModel]) -> Iterator[str]:
+    """Yield every key of a model and of the models inside it."""
+    for name, info in model.model_fields.items():
+        yield name
+        for inner in models_in(info.annotation):
+            yield from _keys(inner)
+
+
 def test_the_document_of_runs_names_every_key_event_and_treatment() -> None:
-    from frostlab.recipe import load as complaint
+    from frostlab.recipe.data import data_names
     from frostlab.recipe.treatment import TREATMENTS
     from frostlab.records.folder import KINDS
 
     text = (ROOT / "docs" / "runs.md").read_text()
     words = set(re.findall(r"[\w-]+", text))
-    keys = {key for kind in complaint._KINDS.values() for key in kind.model_fields}
-    keys |= {key for kind in complaint._SECTIONS.values() for key in kind.model_fields}
-    keys |= set(complaint._DATA_NAMES) | set(TREATMENTS) | set(KINDS)
+    keys = {*_keys(fl.Recipe), *data_names(), *TREATMENTS, *KINDS} - {"about"}
     assert keys - words == set()
+
+
+def test_the_example_of_registered_data_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LOADERS, "weather", LOADERS.get("weather"))  # removed again afterwards
+    del LOADERS["weather"]
+    scope: dict[str, object] = {}
+    (code,) = (block for block in blocks("docs/runs.md") if "register_data" in block)
+    exec(code, scope)
+    assert isinstance(recipe := scope["recipe"], fl.Recipe)
+    assert (recipe.data.name, recipe.data.task) == ("weather", "classification")
 
 
 def test_the_document_of_runs_names_every_key_of_a_result(tmp_path: Path) -> None:

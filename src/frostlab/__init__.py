@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from frostlab.comparison.run import Comparison, compare, load_comparison
+    from frostlab.data.registered import register_data
     from frostlab.errors import (
         BadInput,
         FrostlabError,
@@ -72,6 +73,7 @@ _HOMES = {
     "orthogonalize": "surgery.orthogonal",
     "randomize": "surgery.orthogonal",
     "register_architecture": "roles.description",
+    "register_data": "data.registered",
     "run": "training.run",
     "save_trainable": "surgery.save",
     "thaw": "surgery.freeze",
@@ -113,6 +115,7 @@ __all__ = [
     "orthogonalize",
     "randomize",
     "register_architecture",
+    "register_data",
     "run",
     "save_trainable",
     "thaw",

@@ -25,7 +25,7 @@ from frostlab.flow.diagnosis import (
 )
 from frostlab.flow.judge import STILL
 from frostlab.flow.measurements import Flow
-from frostlab.recipe.load import load_recipe, shipped_recipes, shortened
+from frostlab.recipe.load import load_recipe, shipped_recipes, short_run_settings
 from frostlab.training import loop as flowing
 from frostlab.training.stages import stages_of
 from hearing import hearing
@@ -306,7 +306,7 @@ def test_the_sentence_names_what_is_wrong(runs: Path) -> None:
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_every_shipped_recipe_can_be_cut_short(name: str) -> None:
     whole = load_recipe(name)
-    short = load_recipe(name, shortened(whole, 200))
+    short = load_recipe(name, short_run_settings(whole, steps=200))
     stages = stages_of(short, 10_000)
     assert sum(stage.steps for stage in stages) == 200 // len(stages) * len(stages)
     assert [stage.name for stage in stages] == [stage.name for stage in stages_of(whole, 10**6)]
@@ -315,7 +315,7 @@ def test_every_shipped_recipe_can_be_cut_short(name: str) -> None:
     assert short.watch.every_n_steps == max(1, stages[0].steps // 20)
     assert short.model == whole.model
     assert short.optim.lr == whole.optim.lr
-    long, run_name = diagnose_command._shortened(name, 12, None, [], None)
+    long, run_name = diagnose_command._shortened(name, 12, None, {}, None)
     stages = stages_of(long, 10_000)
     per_epoch = -(-10_000 // long.train.batch)
     assert {stage.steps for stage in stages} == {12 // len(stages) * per_epoch}

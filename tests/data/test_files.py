@@ -11,7 +11,7 @@ import pytest
 
 from frostlab.data import files
 from frostlab.data.files import MARK, read_lines, read_pieces, split_files
-from frostlab.data.sources import Columns, Part
+from frostlab.data.sources import Columns, Split
 from frostlab.errors import BadInput, require
 
 TEXTS = ["plain", 'a "quoted", comma', "naïve café 東京 🧊", "tab\tand\nnewline", ""]
@@ -38,7 +38,7 @@ def encoded(kind: str) -> bytes:
 def test_tables_hold_what_was_written(tmp_path: Path, kind: str, packed: bool) -> None:
     path = tmp_path / f"train.{kind}{'.gz' * packed}"
     path.write_bytes(gzip.compress(encoded(kind)) if packed else encoded(kind))
-    part = Part("train", str(path), (path,))
+    part = Split("train", str(path), (path,))
     rows = list(part.rows(Columns(("text",), "label")))
     assert [row.texts[0] for row in rows] == TEXTS
     assert [row.label for row in rows] == [0, 1, 2, 3, 4]
@@ -126,7 +126,7 @@ def test_bad_rows_are_named_with_their_line(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(BadInput) as caught:
-        list(Part("train", str(path), (path,)).rows(Columns(("text",), "label")))
+        list(Split("train", str(path), (path,)).rows(Columns(("text",), "label")))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -11,9 +11,9 @@ import pytest
 
 from frostlab.data import sources
 from frostlab.data.prepare import prepare
-from frostlab.data.sources import KNOWN, plan, unreachable
+from frostlab.data.sources import PUBLIC_SETS, plan_splits, unreachable
 from frostlab.errors import BadInput
-from frostlab.recipe.data import NAMED
+from frostlab.recipe.data import Named, names_of
 from frostlab.recipe.recipe import Recipe
 
 Make = Callable[..., Recipe]
@@ -23,7 +23,7 @@ WORDS = {"kind": "words"}
 
 
 def test_every_named_set_is_known() -> None:
-    assert set(KNOWN) == set(NAMED)
+    assert set(PUBLIC_SETS) == set(names_of(Named))
 
 
 ROLES = {
@@ -40,16 +40,16 @@ ROLES = {
 }
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", names_of(Named))
 def test_roles_of_the_splits(tmp_path: Path, cache: Path, recipe: Make, name: str) -> None:
-    task = "classification" if KNOWN[name].classes else "language"
+    task = "classification" if PUBLIC_SETS[name].classes else "language"
     for folder in (name, "mnli", "xnli/en"):
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)
         for split in ("train", "validation", "validation_matched", "test"):
             (tmp_path / folder / f"{split}.jsonl").write_text("")
-    found = plan(recipe(name=name, task=task).data, tmp_path, cache)
+    found = plan_splits(recipe(name=name, task=task).data, tmp_path, cache)
     train, tune, report, published = ROLES[name]
-    assert [getattr(part, "split", part) for part in (found.train, found.tune, found.report)] == [
+    assert [getattr(split, "name", split) for split in (found.train, found.tune, found.report)] == [
         train,
         tune,
         report,
@@ -60,10 +60,10 @@ def test_roles_of_the_splits(tmp_path: Path, cache: Path, recipe: Make, name: st
     asked = recipe(name=name, task=task, splits="published").data
     if published is None:
         with pytest.raises(BadInput, match="has no reporting split; use honest"):
-            plan(asked, tmp_path, cache)
+            plan_splits(asked, tmp_path, cache)
     else:
-        assert plan(asked, tmp_path, cache).report.split == published
-        assert plan(asked, tmp_path, cache).tune is None
+        assert plan_splits(asked, tmp_path, cache).report.name == published
+        assert plan_splits(asked, tmp_path, cache).tune is None
 
 
 def test_the_hub_gives_what_a_folder_gives(
@@ -78,8 +78,8 @@ def test_the_hub_gives_what_a_folder_gives(
         rows = [{"sentence": r["text"], "label": r["label"]} for r in sentences(count, seed=count)]
         write(tmp_path / "sst2" / f"{split}.jsonl", rows)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
-    hub = replace(KNOWN["sst2"], hub=(str(tmp_path / "sst2"), None, None))
-    monkeypatch.setitem(sources.KNOWN, "sst2", hub)
+    hub = replace(PUBLIC_SETS["sst2"], hub=(str(tmp_path / "sst2"), None, None))
+    monkeypatch.setitem(sources.PUBLIC_SETS, "sst2", hub)
     local = prepare(recipe(WORDS, name="sst2"), tmp_path, cache)
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -101,8 +101,8 @@ def test_lines_of_the_hub_are_one_text(
         (tmp_path / "wikitext2").mkdir(exist_ok=True)
         (tmp_path / "wikitext2" / f"{split}.txt").write_text("".join(lines))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
-    hub = replace(KNOWN["wikitext2"], hub=(str(tmp_path / "wiki"), None, None))
-    monkeypatch.setitem(sources.KNOWN, "wikitext2", hub)
+    hub = replace(PUBLIC_SETS["wikitext2"], hub=(str(tmp_path / "wiki"), None, None))
+    monkeypatch.setitem(sources.PUBLIC_SETS, "wikitext2", hub)
     asked = recipe(WORDS, name="wikitext2", task="language", splits="published")
     local = prepare(asked, tmp_path, cache)
     (tmp_path / "empty").mkdir()

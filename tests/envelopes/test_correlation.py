@@ -7,11 +7,11 @@ from scipy import stats
 from eeg_made import speech
 from frostlab.envelopes.correlation import (
     Tally,
-    attended,
     draw_shifts,
     fisher_mean,
+    match_attended,
     match_mismatch,
-    null_of,
+    null_distribution,
     pearson,
     shifted_pearson,
     stitch,
@@ -64,10 +64,11 @@ def test_shifts_differ_and_stay_away_both_ways_round() -> None:
 
 def test_p_counts_what_reaches_r() -> None:
     drawn = np.array([0.1, 0.2, 0.3, 0.4])
-    assert null_of(0.3, drawn).p == 3 / 5
-    assert null_of(0.5, drawn).p == 1 / 5
-    assert null_of(0.0, drawn).p == 1
-    assert null_of(0.3, drawn).low < null_of(0.3, drawn).median < null_of(0.3, drawn).high
+    assert null_distribution(0.3, drawn).p == 3 / 5
+    assert null_distribution(0.5, drawn).p == 1 / 5
+    assert null_distribution(0.0, drawn).p == 1
+    null = null_distribution(0.3, drawn)
+    assert null.low < null.median < null.high
 
 
 def test_p_is_uniform_where_there_is_nothing() -> None:
@@ -76,7 +77,7 @@ def test_p_is_uniform_where_there_is_nothing() -> None:
         random = np.random.default_rng(seed)
         a, b = speech(400, random), speech(400, random)
         every = shifted_pearson(a, b)
-        found.append(null_of(float(every[0]), every[draw_shifts(400, 20, 99, random)]).p)
+        found.append(null_distribution(float(every[0]), every[draw_shifts(400, 20, 99, random)]).p)
     assert stats.kstest(found, "uniform").pvalue > 0.01
 
 
@@ -128,8 +129,8 @@ def test_matching_asks_in_both_orders() -> None:
 
 def test_the_attended_speaker_is_told_from_the_other() -> None:
     x, y = RANDOM.standard_normal((2, 105))
-    assert attended(x, x, y, 10) == Tally(10.0, 10, 10)
-    assert attended(y, x, y, 10) == Tally(0.0, 10, 10)
+    assert match_attended(x, x, y, 10) == Tally(10.0, 10, 10)
+    assert match_attended(y, x, y, 10) == Tally(0.0, 10, 10)
 
 
 def test_the_interval_is_wilsons_over_windows() -> None:

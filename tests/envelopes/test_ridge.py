@@ -7,8 +7,8 @@ import pytest
 from numpy.typing import NDArray
 
 from eeg_made import RATE, Made, made, people
-from frostlab.envelopes.correlation import fisher, pearson
-from frostlab.envelopes.ridge import Lags, Moments, fit_ridge, moments_of, ridge_path
+from frostlab.envelopes.correlation import fisher_z, pearson
+from frostlab.envelopes.ridge import Lags, Moments, fit_ridge, recording_moments, ridge_path
 from frostlab.errors import BadInput
 
 Floats = NDArray[np.float64]
@@ -39,7 +39,7 @@ def solved(recordings: list[Made], lags: Lags, strength: float) -> tuple[Floats,
 def test_sums_are_those_of_the_lagged_matrix(ends: tuple[int, int]) -> None:
     lags, recording = Lags(*ends), made("a", "s", seed=0, samples=50, channels=3)
     x, y = lagged(recording.eeg, lags), recording.envelope.astype(float)
-    found = moments_of(recording, lags)
+    found = recording_moments(recording, lags)
     np.testing.assert_allclose(found.xx, x.T @ x, atol=1e-9)
     np.testing.assert_allclose(found.xy, x.T @ y, atol=1e-9)
     np.testing.assert_allclose(found.x, x.sum(0), atol=1e-9)
@@ -80,7 +80,7 @@ def test_the_decoder_is_mtrfs() -> None:
     ridge = fit_ridge(recordings, RATE, (0.0, 0.125), [strength])
     total = Moments.zero(5 * 4)
     for each in recordings:
-        total.add(moments_of(each, ridge.lags))
+        total.add(recording_moments(each, ridge.lags))
     size = np.trace(total.covariance()[0]) / 20
     model = mtrf.TRF(direction=-1)
     model.train(
@@ -106,7 +106,7 @@ def test_lambda_is_what_leaving_out_says() -> None:
         for out in range(3):
             weights, _ = solved(recordings[:out] + recordings[out + 1 :], ridge.lags, strength)
             predicted = lagged(recordings[out].eeg, ridge.lags) @ weights
-            found.append(fisher(pearson(predicted, recordings[out].envelope)))
+            found.append(fisher_z(pearson(predicted, recordings[out].envelope)))
         curve[strength] = float(np.tanh(np.mean(found)))
     assert ridge.everybody.curve == pytest.approx(curve)
     assert ridge.everybody.strength == max(curve, key=curve.__getitem__)
@@ -123,7 +123,7 @@ def test_folds_leave_out_groups_of_recordings() -> None:
         weights, _ = solved(rest, ridge.lags, 0.01)
         for i in out:
             predicted = lagged(recordings[i].eeg, ridge.lags) @ weights
-            found.append(fisher(pearson(predicted, recordings[i].envelope)))
+            found.append(fisher_z(pearson(predicted, recordings[i].envelope)))
     assert ridge.everybody.curve[0.01] == pytest.approx(np.tanh(np.mean(found)))
 
 
@@ -168,7 +168,7 @@ def test_the_pattern_is_what_the_eeg_does_with_the_prediction() -> None:
 
 def test_a_path_has_an_answer_for_every_lambda() -> None:
     recording = made("a", "s", seed=0, samples=100)
-    moments = moments_of(recording, Lags(0, 3))
+    moments = recording_moments(recording, Lags(0, 3))
     both = ridge_path(moments, [0.1, 5.0])
     for k, strength in enumerate((0.1, 5.0)):
         np.testing.assert_allclose(both[:, k], solved([recording], Lags(0, 3), strength)[0])

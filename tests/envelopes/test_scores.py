@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from eeg_made import RATE, Made, people
-from frostlab.envelopes.correlation import Null, fisher, fisher_mean, pearson
+from frostlab.envelopes.correlation import Null, fisher_mean, fisher_z, pearson
 from frostlab.envelopes.ridge import fit_ridge
 from frostlab.envelopes.scores import EnvelopeScores, score_recordings, scores_table
 from frostlab.errors import BadInput
@@ -42,7 +42,7 @@ def test_r_of_recordings_subjects_and_all() -> None:
     assert summary.mean == pytest.approx(fisher_mean(by_subject))
     assert summary.median == pytest.approx(np.median(by_subject))
     assert summary.std == pytest.approx(np.std(by_subject, ddof=1))
-    z = stats.ttest_1samp(fisher(by_subject), 0).confidence_interval(0.95)
+    z = stats.ttest_1samp(fisher_z(by_subject), 0).confidence_interval(0.95)
     assert (summary.low, summary.high) == pytest.approx((np.tanh(z.low), np.tanh(z.high)))
 
 
@@ -129,7 +129,7 @@ def test_an_edit_with_a_new_digest_still_shows_where_sums_do_not_fit() -> None:
     said = json.loads(json.dumps(forged.to_dict()))
     with pytest.raises(BadInput, match="^these scores were edited: r of s0 is not its mean$"):
         EnvelopeScores.from_dict(said)
-    with pytest.raises(BadInput, match="^these are no envelope scores: 'settings'$"):
+    with pytest.raises(BadInput, match="^these are not envelope scores: 'settings'$"):
         EnvelopeScores.from_dict({})
 
 
@@ -167,15 +167,15 @@ SHORT = replace(ONE, eeg=ONE.eeg[:200], envelope=ONE.envelope[:200], other=None)
     [
         (ONE, {}, {}, "no prediction for recording s0_0"),
         (ONE, {"s0_O": 1}, {}, "no prediction for recording s0_0"),
-        (ONE, {"s0_0": 1, "s0_1": 1}, {}, "a prediction for s0_1, which is no recording; did"),
+        (ONE, {"s0_0": 1, "s0_1": 1}, {}, "a prediction for s0_1, which is not a recording; did"),
         (ONE, {"s0_0": np.ones(9)}, {}, "s0_0: the prediction is (9,), and the envelope (1280"),
         (ONE, {"s0_0": np.full(1280, np.nan)}, {}, "s0_0: the prediction has values that"),
-        (FLAT, {"s0_0": GOOD["s0_0"]}, {}, "s0_0: the envelope is flat, so that nothing"),
+        (FLAT, {"s0_0": GOOD["s0_0"]}, {}, "s0_0: the envelope is flat; nothing"),
         (SHORT, {"s0_0": GOOD["s0_0"][:200]}, {},
-         "s0_0 is 6.25 s long and has 73 shifts at least 2 s away, and 100 are asked for"),
+         "s0_0 is 6.25 s long and has 73 shifts of at least 2 s; 100 are needed"),
         (ONE, GOOD, {"null_shifts": 10}, "10 shifts cannot give a p of 0.05; the least is 19"),
         (ONE, {"s0_0": GOOD["s0_0"]}, {"window": 0.01}, "a window of 0.01 s is less than a"),
-        (ONE, GOOD, {"gap": -1}, "a gap of -1 s is none; the least is 0"),
+        (ONE, GOOD, {"gap": -1}, "the gap is -1 s; the least is 0"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_scored_is_refused(

@@ -7,7 +7,7 @@ import pytest
 import frostlab as fl
 from frostlab.flow.judge import FROZEN, LEARNING
 from frostlab.flow.measurements import flows_of
-from frostlab.recipe.load import shipped_recipes
+from frostlab.recipe.load import parse_settings, shipped_recipes
 from shrunken import shrunken, write_data
 
 STEPS = 80
@@ -25,7 +25,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(name: str, settings: tuple[str, ...], folder: Path, data: Path) -> None:
-    record = fl.run(shrunken(name, STEPS, settings), out=folder, data_dir=data)
+    record = fl.run(shrunken(name, STEPS, parse_settings(settings)), out=folder, data_dir=data)
     flows = flows_of(record.folder)
     assert sum(len(flow.reports) for flow in flows.values()) >= 20
     for stage, flow in flows.items():

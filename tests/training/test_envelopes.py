@@ -372,11 +372,17 @@ def test_a_gpu_meets_two_shapes_at_most() -> None:
 WRONG = [
     ({"train__batching": "packed"}, "train.batching packed is for text"),
     ({"train__cache_prefix": "memory"}, "train.cache_prefix is for text"),
-    ({"supervise": {"layers": "all"}}, "supervise.layers are those of a language model"),
+    ({"supervise": {"layers": "all"}}, "supervise.layers is for language models"),
     ({"tokenizer": {"kind": "words"}}, "is made of signals; tokenizer must be null"),
     ({"evaluate__metric": "accuracy"}, "does not exist for envelope; there are pearson, loss"),
-    ({"model": {"kind": "gpt"}}, "model.kind gpt reads tokens; data.name eeg-simulated needs"),
-    ({"data": {"name": "majority"}}, "model.kind conformer reads EEG, not majority"),
+    (
+        {"model": {"kind": "gpt"}},
+        "data.name eeg-simulated has data.task envelope: use model.kind conformer",
+    ),
+    (
+        {"data": {"name": "majority"}},
+        "model.kind conformer is for envelope; data.name majority has data.task cla",
+    ),
     ({"data__subject": 3}, "data.subject is not a key; did you mean `subjects`?"),
     ({"loss": {"kind": "pearsn"}}, "did you mean `pearson`?"),
     (
@@ -397,20 +403,20 @@ def test_what_makes_no_sense_is_one_line(changes: dict[str, Any], said: str) -> 
 
 
 def test_a_loss_of_envelopes_is_refused_for_text() -> None:
-    with pytest.raises(BadInput, match="loss is that of envelopes; data.task classification"):
+    with pytest.raises(BadInput, match="loss is for envelope; data.task classification"):
         recipe_from({"loss": {"kind": "pearson"}})
 
 
 def test_recordings_that_cannot_be_scored_are_refused_before_anything_is_written(
     tmp_path: Path,
 ) -> None:
-    with pytest.raises(BadInput, match="shifts at least 2 s away, and 100 are asked for"):
+    with pytest.raises(BadInput, match="shifts of at least 2 s; 100 are needed"):
         run(hearing(data__seconds=4.5), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_path_in_place_of_simulated_data_is_the_challenges_folder(tmp_path: Path) -> None:
-    recipe = load_recipe("eeg-conformer-v2", [f"data.path={tmp_path}/split_data"])
+    recipe = load_recipe("eeg-conformer-v2", {"data.path": f"{tmp_path}/split_data"})
     assert recipe.data.name == "eeg-challenge"
     assert recipe.data.task == "envelope"
     with pytest.raises(BadInput, match="split_data"):
@@ -426,10 +432,15 @@ def test_the_challenges_folder_trains_and_reports(tmp_path: Path) -> None:
             start = tmp_path / f"{word}_-_{each.subject}_-_story"
             np.save(f"{start}_-_eeg.npy", each.eeg)
             np.save(f"{start}_-_envelope.npy", each.envelope)
-    small = [f"model.{key}={value}" for key, value in hearing()["model"].items() if key != "kind"]
+    small = {key: value for key, value in hearing()["model"].items() if key != "kind"}
     recipe = load_recipe(
         "eeg-conformer-v2",
-        [f"data.path={tmp_path}", "data.length=64", "train.epochs=1", "train.threads=1", *small],
+        {
+            "data": {"path": str(tmp_path), "length": 64},
+            "train.epochs": 1,
+            "train.threads": 1,
+            "model": small,
+        },
     )
     record = run(recipe, out=tmp_path / "run")
     assert set(read_scores(record.folder)) == {"report"}

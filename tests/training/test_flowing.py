@@ -357,7 +357,7 @@ def test_the_digest_knows_of_watching_only_when_there_is_some() -> None:
                 recipe_from(tiny(watch={"every_n_steps": 5})).digest}) == 3  # fmt: skip
     arms = "baseline,oelm"
     plan = make_plan("docstrings-demo", {"arms": arms})
-    watched = make_plan("docstrings-demo", {"arms": arms}, settings=["watch.every_n_steps=5"])
+    watched = make_plan("docstrings-demo", {"arms": arms}, settings={"watch.every_n_steps": 5})
     assert watched.digest != plan.digest
     with pytest.raises(
         fl.BadInput, match="watch.every_steps is not a key; did you mean `every_n_steps`?"

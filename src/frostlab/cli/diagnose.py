@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from frostlab.recipe.recipe import Recipe
 
 _STEPS = 200
-_WATCH_EVERY = 10  # steps, of a recipe trained for epochs that does not say it
 
 
 def diagnose(
@@ -121,44 +120,31 @@ def _find_run(source: str, runs: Path) -> Path | None:
 
 
 def _shortened(
-    source: str, epochs: int | None, steps: int | None, changes: list[str], seed: int | None
+    source: str,
+    epochs: int | None,
+    steps: int | None,
+    changes: dict[str, Any],
+    seed: int | None,
 ) -> tuple["Recipe", str]:
     """Load a recipe that trains for so many epochs or steps, watched, and the name of its run."""
-    from frostlab.recipe.load import load_recipe, recipe_name, shortened
+    from frostlab.recipe.load import load_recipe, recipe_name, short_run_settings
 
     for option, value in (("--epochs", epochs), ("--steps", steps)):
         if value is not None and value < 1:
             raise BadInput(f"{option} {value}: must be at least 1")
     if epochs is not None and steps is not None:
         raise BadInput("--epochs and --steps exclude each other")
-    for change in changes:
-        if change.partition("=")[0].strip() in ("train.steps", "train.epochs"):
-            raise BadInput(f"--set {change}: say how long to train with --epochs or --steps")
+    for key in ("train.steps", "train.epochs"):
+        if key in changes:
+            raise BadInput(f"--set {key}: say how long to train with --epochs or --steps")
     whole = load_recipe(source, changes, seed)
-    if epochs is not None:
-        duration = _for_epochs(whole, epochs)
-    else:
-        duration = shortened(whole, _STEPS if steps is None else steps)
-    recipe = load_recipe(source, [*duration, *changes], seed)
+    if epochs is None:
+        steps = steps or _STEPS
+    duration = short_run_settings(whole, steps=steps, epochs=epochs)
+    recipe = load_recipe(source, duration | changes, seed)
     if recipe.watch is None:
         raise BadInput("--set watch=null: a diagnosis needs the measurements; leave it out")
     return recipe, f"diagnose-{recipe_name(source)}"
-
-
-def _for_epochs(recipe: "Recipe", epochs: int) -> list[str]:
-    """Return settings for so many epochs in all, shared among the stages, and watched."""
-    per_stage = max(1, epochs // max(1, len(recipe.stages)))
-    settings = [f"train.epochs={per_stage}"]
-    if recipe.watch is None:
-        settings.append(f"watch.every_n_steps={_WATCH_EVERY}")
-    if recipe.stages:
-        stages = [stage.model_dump(mode="json", exclude_defaults=True) for stage in recipe.stages]
-        cut = [{**stage, "epochs": per_stage, "steps": None} for stage in stages]
-        settings.append(f"stages={json.dumps(cut)}")
-    warmup = recipe.optim.warmup
-    if warmup >= 1:  # counted in steps: keep its share of the whole run
-        settings.append(f"optim.warmup={min(0.5, warmup / (recipe.train.steps or 10 * warmup)):g}")
-    return settings
 
 
 def _train(

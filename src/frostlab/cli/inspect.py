@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from frostlab.cli.options import AsJson, Settings
+from frostlab.cli.options import AsJson, Settings, settings_from
 from frostlab.errors import BadInput, nearest
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _recipe_anatomy(name: str, settings: list[str]) -> tuple["Anatomy", str, int
     from frostlab.recipe.load import load_recipe
     from frostlab.roles.read import anatomy
 
-    recipe = load_recipe(name, settings)
+    recipe = load_recipe(name, settings_from(settings))
     model, source = recipe_blueprint(recipe)
     if recipe.surgery.peft is not None:
         from frostlab.training.treatment import adapt

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -48,9 +48,11 @@ Settings = Annotated[
 ]  # fmt: skip
 
 
-def settings_from(settings: Iterable[str] | None, device: str | None) -> list[str]:
+def settings_from(settings: Iterable[str] | None, device: str | None = None) -> dict[str, Any]:
     """Return the recipe settings of a command line: those of --set, then --device."""
-    return [*(settings or ()), *([] if device is None else [f"train.device={device}"])]
+    from frostlab.recipe.load import parse_settings
+
+    return parse_settings(settings or ()) | ({} if device is None else {"train.device": device})
 
 
 def check_data_dir(data_dir: Path | None) -> None:

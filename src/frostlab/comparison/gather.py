@@ -424,9 +424,9 @@ def _split_tests(plan: Plan, scores: Mapping[tuple[str, int], Mapping[str, Any]]
 
 def _subject_z(scores: Any) -> dict[str, float]:
     """Return Fisher's z of every subject; unlike r, it may be averaged and tested."""
-    from frostlab.envelopes.correlation import fisher
+    from frostlab.envelopes.correlation import fisher_z
 
-    return {score.subject: float(fisher(score.r)) for score in scores.subjects}
+    return {score.subject: float(fisher_z(score.r)) for score in scores.subjects}
 
 
 def _subject_test(

@@ -1,7 +1,7 @@
 """Make a plan from a recipe, or from a comparison's file or values, and check it whole."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from frostlab.recipe.recipe import METRICS, Recipe
 from frostlab.recipe.treatment import TREATMENTS
 
 Source = str | Path | dict[str, Any] | Recipe
-Settings = Mapping[str, Any] | Iterable[str]
 
 _RULES = ("metric", "alpha", "minimum_effect", "noninferior", "looks")
 _SET_HERE = ("name", "rules", "quick")  # keys of a plan that a comparison does not have
@@ -34,7 +33,7 @@ def make_plan(
     source: Source,
     changes: Mapping[str, Any] | None = None,
     *,
-    settings: Settings = (),
+    settings: Mapping[str, Any] | None = None,
     quick: bool = False,
 ) -> Plan:
     """Return the checked plan of a comparison, or of a recipe with arms.
@@ -53,7 +52,7 @@ def make_plan(
     _check_kind(values, "about", str, "a text", label)
     _check_kind(values, "set", dict, "a mapping of settings", label)
     recipe, name = _recipe(
-        values.get("recipe"), [*_as_strings(values.get("set") or {}), *_as_strings(settings)], label
+        values.get("recipe"), {**(values.get("set") or {}), **(settings or {})}, label
     )
     rules = _rules(values, recipe)
     base = recipe.to_dict() | {"treatment": "none", "seed": 0}
@@ -127,19 +126,13 @@ def _validated(values: dict[str, Any], label: str) -> Plan:
         raise BadInput(f"{label}: {key} {problem.get('input')!r}: {problem['msg']}") from None
 
 
-def _recipe(recipe: Any, settings: Sequence[str], label: str) -> tuple[Recipe, str]:
+def _recipe(recipe: Any, settings: Mapping[str, Any], label: str) -> tuple[Recipe, str]:
     """Return the recipe of every arm, and its name."""
     if isinstance(recipe, str) and recipe:
         return load_recipe(recipe, settings), recipe_name(recipe)
     if isinstance(recipe, dict):
         return recipe_from(recipe, label, settings), "comparison"
     raise BadInput(f"{label}: recipe is missing; name a shipped one or a YAML file")
-
-
-def _as_strings(settings: Settings) -> list[str]:
-    if isinstance(settings, Mapping):
-        return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-    return list(settings)
 
 
 def _as_list(value: Any) -> Any:

@@ -19,7 +19,7 @@ from frostlab.comparison.evidence import (
     read_evidence,
 )
 from frostlab.comparison.gather import gather
-from frostlab.comparison.load import Settings, Source, make_plan
+from frostlab.comparison.load import Source, make_plan
 from frostlab.comparison.oelm_json import comparison_json, timing_json
 from frostlab.comparison.page import page
 from frostlab.comparison.plan import Plan
@@ -27,7 +27,7 @@ from frostlab.comparison.runner import ComparisonFolder, Runner, Say, result_tas
 from frostlab.comparison.tuning import tune_all, tuned_values
 from frostlab.data.prepare import prepare
 from frostlab.errors import BadInput, FrostlabError, require
-from frostlab.recipe.load import looks_every
+from frostlab.recipe.load import watch_interval
 from frostlab.records.schema import read
 from frostlab.storage import write_whole
 from frostlab.training.stages import total_steps
@@ -97,7 +97,7 @@ def compare(
     allow_confounds: str | Iterable[str] | None = None,
     rounds: int | None = None,
     clock: Mapping[str, float] | Literal[False] | None = None,
-    settings: Settings = (),
+    settings: Mapping[str, Any] | None = None,
     quick: bool = False,
     out: str | Path | None = None,
     data_dir: str | Path | None = None,
@@ -121,7 +121,7 @@ def compare(
         allow_confounds: settings in which arms may differ.
         rounds: whole runs that alternate, for their time.
         clock: `{seconds, width}` of timing steps; False does not time them.
-        settings: of the recipe, for every arm: `{"optim.lr": 1e-4}` or `["optim.lr=1e-4"]`.
+        settings: of the recipe, for every arm: `{"optim.lr": 1e-4}`.
         quick: cut runs and timing short, to see whether a real comparison is worth it.
         out: the comparison's folder; by default one under `comparisons`.
         data_dir: folder of the data sets.
@@ -229,6 +229,6 @@ def _shortened(
     if quick["steps"] < quick["of"]:
         values["evaluate"]["every"] = quick["steps"]
         if recipe.watch is not None:
-            every_n_steps = min(recipe.watch.every_n_steps, looks_every(quick["steps"]))
+            every_n_steps = min(recipe.watch.every_n_steps, watch_interval(quick["steps"]))
             values["watch"]["every_n_steps"] = every_n_steps
     return plan.model_copy(update={"recipe": values})

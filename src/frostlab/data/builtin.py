@@ -1,4 +1,8 @@
-"""The docstrings of installed packages as a small real corpus; nothing is imported to read them."""
+"""Data that need no download: docstrings of installed packages, and synthetic tasks.
+
+Docstrings are read from source files; their packages are not imported. Synthetic tasks have a known
+answer and are drawn from fixed seeds.
+"""
 
 import ast
 import hashlib
@@ -16,17 +20,18 @@ import numpy as np
 import numpy.typing as npt
 
 from frostlab.data.files import split_files
-from frostlab.data.tokens import Writer
+from frostlab.data.tokens import TokenWriter
 from frostlab.errors import BadInput
 from frostlab.recipe.data import Synthetic
 from frostlab.storage import FORMAT, build_once, digest_of
 
-PACKAGES = ("numpy", "scipy", "torch", "transformers")
-SHARES = {"train": 0.8, "validation": 0.1, "test": 0.1}
-WORDS = 12  # the shortest text, and the shortest body of a pair
-MASK = "package"
+# Docstrings
 
-_NAMES = re.compile(
+PACKAGES = ("numpy", "scipy", "torch", "transformers")
+SPLIT_SHARES = {"train": 0.8, "validation": 0.1, "test": 0.1}
+FEWEST_WORDS = 12  # of a text, or of the body of a pair
+MASK = "package"  # replaces the packages' names, which would give the label away
+_PACKAGE_NAMES = re.compile(
     r"(?<![a-z])(?:num[-_ ]?py\w*|np|sci[-_ ]?py\w*|(?:py|lib)?torch\w*|aten|c10d?"
     r"|hugging[-_ ]?face\w*|hf|transformers?)(?![a-z])",
     re.IGNORECASE,
@@ -36,8 +41,15 @@ _ROLE = re.compile(r":[a-zA-Z:]+:(?=`)")
 _RULE = re.compile(r"^\W*([-=~^*#])\1{2,}\W*$")
 _DIRECTIVE = re.compile(r"^\.\. ")
 _MARKUP = str.maketrans("", "", "`*~")
-_BLANK = re.compile(r"%\(\w+\)s")  # filled in when the package is imported
-_PLAIN = re.compile(r"(?<![\w.])[a-z]+(?![\w(])")
+_PLACEHOLDER = re.compile(r"%\(\w+\)s")  # filled in when the package is imported
+_PLAIN_WORD = re.compile(r"(?<![\w.])[a-z]+(?![\w(])")
+
+# Synthetic tasks
+
+Ids = npt.NDArray[np.int64]
+SYNTHETIC_SEEDS = {"report": 101, "tune": 202, "train": 303}
+TRIES = 50  # draws in a row without a new example before giving up
+DRAWN_AT_ONCE = 8192  # examples
 
 
 @dataclass(frozen=True)
@@ -49,49 +61,47 @@ class Docstring:
 
     @property
     def text(self) -> str:
+        """Summary and body."""
         return f"{self.summary} {self.body}".strip()
 
 
-def near_key(text: str) -> str:
-    """Return what near copies share: the plain words, without names, numbers and code."""
-    first, _, rest = text.partition(" ")
-    return " ".join((first.lower(), *_PLAIN.findall(rest)))
-
-
 def docstring_files(per_package: int, *, pairs: bool, cache: Path) -> dict[str, Path]:
-    """Extract the docstrings once and return the files of their splits."""
+    """Return the files of the splits, extracted from the installed packages once."""
     versions = {
         name: importlib.metadata.version(name)
         for name in PACKAGES
         if importlib.util.find_spec(name) is not None
     }
     if len(versions) < 2:
-        there = ", ".join(versions) or "none"
+        installed = ", ".join(versions) or "none"
         raise BadInput(
-            f"data.name docstrings needs two of {', '.join(PACKAGES)}; installed: {there}"
+            f"data.name docstrings needs two of {', '.join(PACKAGES)}; installed: {installed}"
         )
     name = digest_of([versions, per_package, pairs, FORMAT])[:32]
     return split_files(
         build_once(
             cache / "docstrings" / name,
-            lambda folder: _write(tuple(versions), per_package, pairs, folder),
+            lambda folder: _write_docstrings(tuple(versions), per_package, pairs, folder),
         )
     )
 
 
-def _write(packages: tuple[str, ...], per_package: int, pairs: bool, folder: Path) -> None:
-    least = {split: max(2, round(share * per_package)) for split, share in SHARES.items()}
-    found: list[dict[str, list[Docstring]]] = []
-    for name in packages:  # none needs more than the one before it had
-        found.append(collect(name, least, pairs=pairs))
-        least = {split: len(docs) for split, docs in found[-1].items()}
-    for split, count in least.items():
+def _write_docstrings(
+    packages: tuple[str, ...], per_package: int, pairs: bool, folder: Path
+) -> None:
+    """Write a file for each split, with as many docstrings of every package."""
+    counts = {split: max(2, round(share * per_package)) for split, share in SPLIT_SHARES.items()}
+    collected: list[dict[str, list[Docstring]]] = []
+    for name in packages:  # no package needs more than the one before had
+        collected.append(collect_docstrings(name, counts, pairs=pairs))
+        counts = {split: len(docs) for split, docs in collected[-1].items()}
+    for split, count in counts.items():
         if count < 2:
             raise BadInput(
                 f"data.per_package {per_package} leaves {count} docstrings for {split}; raise it"
             )
         rows: list[dict[str, str | int]] = []
-        for label, docs in enumerate(package[split][:count] for package in found):
+        for label, docs in enumerate(package[split][:count] for package in collected):
             rows += _pairs(docs) if pairs else [{"text": doc.text, "label": label} for doc in docs]
         rows.sort(key=lambda row: _hash(json.dumps(row)))
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -99,33 +109,35 @@ def _write(packages: tuple[str, ...], per_package: int, pairs: bool, folder: Pat
 
 
 def _pairs(docs: list[Docstring]) -> list[dict[str, str | int]]:
-    """Give one half its own body and the other half each the body of the next."""
+    """Pair one half with their own bodies (label 1), the other half with the next one's (0)."""
     half = len(docs) // 2
     rows = [(doc.summary, doc.body, 1) for doc in docs[:half]]
-    others = docs[half : 2 * half]
+    mismatched = docs[half : 2 * half]
     rows += [
         (doc.summary, other.body, 0)
-        for doc, other in zip(others, others[1:] + others[:1], strict=True)
+        for doc, other in zip(mismatched, mismatched[1:] + mismatched[:1], strict=True)
     ]
     return [{"summary": a, "body": b, "label": label} for a, b, label in rows]
 
 
-def collect(package: str, wanted: dict[str, int], *, pairs: bool) -> dict[str, list[Docstring]]:
-    """Read a package's files in the order of a hash until every split has what is wanted."""
+def collect_docstrings(
+    package: str, wanted: dict[str, int], *, pairs: bool
+) -> dict[str, list[Docstring]]:
+    """Read a package's files, ordered by a hash, until every split has the wanted number."""
     spec = importlib.util.find_spec(package)
     root = Path(next(iter((spec and spec.submodule_search_locations) or ())))
     kept: dict[str, list[Docstring]] = {split: [] for split in wanted}
     seen: set[str] = set()
     names = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
     for name in sorted(names, key=lambda name: _hash(f"{package}/{name}")):
-        docs = kept[split := split_of(package, name)]
+        docs = kept[split := split_of_module(package, name)]
         if len(docs) == wanted[split] or "tests" in name.split("/"):
             continue
-        for text in _docstrings(root / name):
-            doc = Docstring(*clean(text))
-            enough = doc.body if pairs else doc.text
-            key = near_key(enough)
-            if len(enough.split()) < WORDS or len(doc.summary.split()) < 3 or key in seen:
+        for text in _docstrings_of(root / name):
+            doc = Docstring(*clean_docstring(text))
+            learned = doc.body if pairs else doc.text
+            key = near_duplicate_key(learned)
+            if len(learned.split()) < FEWEST_WORDS or len(doc.summary.split()) < 3 or key in seen:
                 continue
             seen.add(key)
             docs.append(doc)
@@ -136,41 +148,48 @@ def collect(package: str, wanted: dict[str, int], *, pairs: bool) -> dict[str, l
     return kept
 
 
-def split_of(package: str, name: str) -> str:
-    """Return the split of a module: its first three dotted parts decide, by their hash."""
+def split_of_module(package: str, name: str) -> str:
+    """Return the split of a module, by a hash of the first three parts of its dotted name."""
     group = ".".join((package, *name.removesuffix(".py").split("/"))[:3])
-    place = int(_hash(f"module {group}")[:8], 16) % 10
-    return "train" if place < 8 else "validation" if place == 8 else "test"
+    digit = int(_hash(f"module {group}")[:8], 16) % 10
+    return "train" if digit < 8 else "validation" if digit == 8 else "test"
+
+
+def near_duplicate_key(text: str) -> str:
+    """Return the plain words, without names, numbers and code, which near duplicates share."""
+    first, _, rest = text.partition(" ")
+    return " ".join((first.lower(), *_PLAIN_WORD.findall(rest)))
 
 
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode(errors="replace")).hexdigest()
 
 
-def _docstrings(path: Path) -> Iterator[str]:
+def _docstrings_of(path: Path) -> Iterator[str]:
+    """Yield the docstrings of a source file; one that cannot be parsed has none."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about escapes in other people's strings
+            warnings.simplefilter("ignore")  # invalid escapes in strings
             tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError, OSError):
         return
-    yield from _inside(tree)
+    yield from _docstrings_in(tree)
 
 
-def _inside(node: ast.AST) -> Iterator[str]:
-    """Walk statements only: expressions hold most of a tree and no docstring."""
+def _docstrings_in(node: ast.AST) -> Iterator[str]:
+    """Walk statements only: expressions are most of a tree and hold no docstring."""
     if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node, clean=False)):
         yield text
     for name in ("body", "orelse", "finalbody", "handlers"):
-        below = getattr(node, name, None)
-        for inner in below if isinstance(below, list) else ():
-            yield from _inside(inner)
+        children = getattr(node, name, None)
+        for child in children if isinstance(children, list) else ():
+            yield from _docstrings_in(child)
 
 
-def clean(text: str) -> tuple[str, str]:
-    """Return the first paragraph and the rest as running text, names of packages masked."""
+def clean_docstring(text: str) -> tuple[str, str]:
+    """Return the first paragraph and the rest as running text, with package names masked."""
     paragraphs: list[list[str]] = [[]]
-    skipped: int | None = None  # the indentation whose deeper lines are code
+    code_indent: int | None = None  # lines with more indentation are code
     fenced = prompt = False
     for line in inspect.cleandoc(text).splitlines():
         bare = line.strip()
@@ -184,52 +203,46 @@ def clean(text: str) -> tuple[str, str]:
             paragraphs.append([])
         elif bare.startswith(">>>"):
             prompt = True
-        elif prompt or (skipped is not None and indent > skipped):
+        elif prompt or (code_indent is not None and indent > code_indent):
             continue
         else:
             directive = bool(_DIRECTIVE.match(bare))
-            skipped = indent if directive or bare.endswith("::") else None
+            code_indent = indent if directive or bare.endswith("::") else None
             if not directive and not _RULE.match(bare):
                 paragraphs[-1].append(bare)
-    joined = [_plain(" ".join(lines)) for lines in paragraphs if lines]
+    joined = [_without_markup(" ".join(lines)) for lines in paragraphs if lines]
     return (joined[0], " ".join(joined[1:])) if joined else ("", "")
 
 
-def _plain(text: str) -> str:
-    text = _BLANK.sub("", _ROLE.sub("", text)).translate(_MARKUP)
-    return " ".join(_NAMES.sub(MASK, text).split())
-
-
-Ids = npt.NDArray[np.int64]
-SYNTHETIC_SEEDS = {"report": 101, "tune": 202, "train": 303}
-TRIES = 50  # draws without a new example before giving up
-DRAWN = 8192  # examples drawn at once
+def _without_markup(text: str) -> str:
+    text = _PLACEHOLDER.sub("", _ROLE.sub("", text)).translate(_MARKUP)
+    return " ".join(_PACKAGE_NAMES.sub(MASK, text).split())
 
 
 def synthetic_vocabulary(data: Synthetic) -> int:
-    """Return the symbols, for recall once as keys and once as values, and the padding."""
+    """Return the number of tokens: symbols (for recall as keys and as values) and padding."""
     return (2 if data.name == "recall" else 1) * data.symbols + 1
 
 
-def known_answer(data: Synthetic) -> dict[str, float]:
-    """Return what guessing reaches, and what a perfect model does."""
+def reference_scores(data: Synthetic) -> dict[str, float]:
+    """Return the accuracy of guessing and of a perfect model."""
     best = "best_token_accuracy" if data.name == "induction" else "best_accuracy"
     return {"chance": 1 / data.symbols, best: 1.0}
 
 
 def majority(data: Synthetic, count: int, random: np.random.Generator) -> tuple[Ids, Ids]:
-    """Draw sequences in which one symbol is the most frequent; it is the class."""
+    """Draw sequences in which one symbol is the most frequent, which is the class."""
     ids = random.integers(data.symbols, size=(count, data.length))
     rows = np.arange(count)
     # (count, symbols)
     counts = np.zeros((count, data.symbols), dtype=np.int64)
     np.add.at(counts, (rows[:, None], ids), 1)
-    # A tie goes to one of the tied by lot, who takes a place of another symbol.
-    lots = random.random(counts.shape)
-    winners = np.where(counts == counts.max(1, keepdims=True), lots, -1).argmax(1)
+    # A tie is broken at random: the winner replaces another symbol at one position.
+    priorities = random.random(counts.shape)
+    winners = np.where(counts == counts.max(1, keepdims=True), priorities, -1).argmax(1)
     tied = (counts == counts.max(1, keepdims=True)).sum(1) > 1
-    places = np.where(ids == winners[:, None], -1, random.random(ids.shape)).argmax(1)
-    ids[rows[tied], places[tied]] = winners[tied]
+    positions = np.where(ids == winners[:, None], -1, random.random(ids.shape)).argmax(1)
+    ids[rows[tied], positions[tied]] = winners[tied]
     return ids, winners
 
 
@@ -248,7 +261,7 @@ def recall(data: Synthetic, count: int, random: np.random.Generator) -> tuple[Id
 
 
 def induction(data: Synthetic, count: int, random: np.random.Generator) -> tuple[Ids, Ids]:
-    """Draw different symbols and repeat them: what followed a symbol once follows it again."""
+    """Draw distinct symbols and repeat them, so that the same symbol always follows another."""
     period = min(data.symbols, (data.length + 1) // 2)
     first = random.permuted(np.tile(np.arange(data.symbols), (count, 1)), axis=1)[:, :period]
     repeats = -(-(data.length + 1) // period)
@@ -263,15 +276,15 @@ TASKS: dict[str, Callable[[Synthetic, int, np.random.Generator], tuple[Ids, Ids]
 
 
 def write_synthetic(data: Synthetic, folder: Path) -> dict[str, str]:
-    """Draw and write the three splits, none holding an example of another; return digests."""
-    held = max(256, data.examples // 8)
+    """Draw and write the splits, which share no example; return their digests."""
+    held_out = max(256, data.examples // 8)
     seen: set[bytes] = set()
     digests: dict[str, str] = {}
     for role, seed in SYNTHETIC_SEEDS.items():
-        count = data.examples if role == "train" else held
+        count = data.examples if role == "train" else held_out
         ids, answers = _draw(data, count, np.random.Generator(np.random.PCG64(seed)), seen)
         seen |= {row.tobytes() for row in ids} if role != "train" else set()
-        with Writer(folder, role, synthetic_vocabulary(data)) as writer:
+        with TokenWriter(folder, role, synthetic_vocabulary(data)) as writer:
             writer.append(ids.ravel())
         width = ids.shape[1]
         starts = np.arange(count, dtype=np.int64) * width
@@ -289,10 +302,11 @@ def write_synthetic(data: Synthetic, folder: Path) -> dict[str, str]:
 def _draw(
     data: Synthetic, count: int, random: np.random.Generator, seen: set[bytes]
 ) -> tuple[Ids, Ids]:
+    """Draw examples that are not in `seen`."""
     kept: list[tuple[Ids, Ids]] = []
     missing, tries = count, 0
     while missing:
-        ids, answers = TASKS[data.name](data, min(missing, DRAWN), random)
+        ids, answers = TASKS[data.name](data, min(missing, DRAWN_AT_ONCE), random)
         new = np.array([row.tobytes() not in seen for row in ids])
         tries = 0 if new.any() else tries + 1
         if tries == TRIES:

@@ -1,4 +1,4 @@
-"""Text files as rows or pieces, a bounded amount at a time, each fault with its line."""
+"""Reading text files, a bounded amount at a time, as rows or pieces; errors name the line."""
 
 import codecs
 import csv
@@ -14,38 +14,38 @@ from typing import IO, Any, cast
 from frostlab.errors import BadInput, require
 
 FORMATS = ("jsonl", "csv", "tsv", "txt", "parquet")
-PIECE = 1 << 16  # characters of running text handled at once
-MARK = "<|endoftext|>"  # stands between the documents of a .txt file, where there are several
-WORD = 512  # characters of a word in running text, at most twice; byte pairs take their square
+PIECE = 1 << 16  # characters of running text read at once
+MARK = "<|endoftext|>"  # between the documents of a .txt file
+WORD = 512  # words of twice this length are cut: BPE takes quadratic time in a word's length
 _SPACE = re.compile(r"\s")
 _WORD_END = re.compile(r"(?<=\S)\s")
-_FAULTS = (OSError, EOFError, zlib.error)
+_READ_ERRORS = (OSError, EOFError, zlib.error)
 
 Line = tuple[int, Mapping[str, Any]]
 Piece = tuple[str, bool]  # text, and whether its document ends here
 
 
 def format_of(path: Path) -> str | None:
-    """Return which of FORMATS a file's name says, `.gz` or not."""
+    """Return the format that a file's ending names, with or without `.gz`; None for others."""
     ending = path.name.removesuffix(".gz").rpartition(".")[2]
     return ending if ending in FORMATS else None
 
 
 def split_files(folder: Path) -> dict[str, Path]:
-    """Return the split files of a folder by the name of their split."""
-    found: dict[str, Path] = {}
+    """Return the files of a folder by the split that their name gives."""
+    files: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
         if format_of(path) is None or not path.is_file():
             continue
         split = path.name.removesuffix(".gz").rpartition(".")[0]
-        if split in found:
-            raise BadInput(f"{path} and {found[split].name} are both split {split}; remove one")
-        found[split] = path
-    return found
+        if split in files:
+            raise BadInput(f"{path} and {files[split].name} are both split {split}; remove one")
+        files[split] = path
+    return files
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """Yield the rows of a table with their line, or row number for parquet."""
+    """Yield the rows of a table with their line number, or row number for parquet."""
     try:
         with _opened(path) as file:
             kind = format_of(path)
@@ -55,17 +55,17 @@ def read_lines(path: Path) -> Iterator[Line]:
                 yield from _parquet(path, file)
             else:
                 yield from _table(path, file, tabs=kind == "tsv")
-    except _FAULTS as error:
+    except _READ_ERRORS as error:
         raise BadInput(f"{path} cannot be read: {_reason(error)}") from error
 
 
 def read_pieces(path: Path) -> Iterator[Piece]:
-    """Yield running text in pieces that begin at white space, so that no word is cut."""
+    """Yield running text in pieces that begin at white space, so that words stay whole."""
     try:
         with _opened(path) as file:
             for text, ends in _pieces(_chunks(path, file)):
                 yield from _without_long_words(text, ends)
-    except _FAULTS as error:
+    except _READ_ERRORS as error:
         raise BadInput(f"{path} cannot be read: {_reason(error)}") from error
 
 
@@ -105,7 +105,7 @@ def _json(path: Path, file: IO[bytes]) -> Iterator[Line]:
 
 
 def _table(path: Path, file: IO[bytes], *, tabs: bool) -> Iterator[Line]:
-    """CSV with quotes; in TSV a quote is a character like any other."""
+    """Yield rows of CSV, or of TSV, in which quotes have no meaning."""
     csv.field_size_limit((1 << 31) - 1)
     lines = (text for _, text in _decoded(path, file))
     reader = (
@@ -143,6 +143,7 @@ def _parquet(path: Path, file: IO[bytes]) -> Iterator[Line]:
 
 
 def _chunks(path: Path, file: IO[bytes]) -> Iterator[str]:
+    """Yield decoded text with universal newlines."""
     decoder = io.IncrementalNewlineDecoder(
         codecs.getincrementaldecoder("utf-8-sig")(), translate=True
     )
@@ -162,6 +163,7 @@ def _chunks(path: Path, file: IO[bytes]) -> Iterator[str]:
 
 
 def _pieces(chunks: Iterator[str]) -> Iterator[Piece]:
+    """Yield pieces of documents, which marks separate."""
     buffer, begun, several = "", False, False
     for chunk in chunks:
         buffer += chunk
@@ -182,7 +184,7 @@ def _pieces(chunks: Iterator[str]) -> Iterator[Piece]:
 
 
 def _without_long_words(text: str, ends: bool) -> Iterator[Piece]:
-    """Cut text that has no white space for long, such as DNA."""
+    """Cut very long words, such as DNA."""
     start = 0
     for stop in range(WORD, len(text), WORD):
         if _SPACE.search(text, stop - WORD, stop) is None:
@@ -192,17 +194,17 @@ def _without_long_words(text: str, ends: bool) -> Iterator[Piece]:
 
 
 def _safe_cut(buffer: str) -> int:
-    """Return where a full buffer may be cut: before its last white space, else anywhere."""
+    """Return where to cut a full buffer: before its last white space, else near its end."""
     if len(buffer) < PIECE:
         return 0
     for begin in (len(buffer) - 1024, 0):
-        ends = [found.start() for found in _WORD_END.finditer(buffer, begin)]
+        ends = [match.start() for match in _WORD_END.finditer(buffer, begin)]
         if ends:
             return ends[-1]
-    return len(buffer) - len(MARK)  # which may have begun
+    return len(buffer) - len(MARK)  # a mark may have begun
 
 
 def word_end(text: str, start: int) -> int:
     """Return where the word at `start` ends, or `start` when no white space follows it."""
-    found = _WORD_END.search(text, start)
-    return found.start() if found else start
+    match = _WORD_END.search(text, start)
+    return match.start() if match else start

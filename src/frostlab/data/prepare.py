@@ -1,4 +1,4 @@
-"""A recipe's data, from text to mapped token arrays, each made once."""
+"""Preparing a recipe's data: text becomes token arrays in the cache, each made once."""
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -7,57 +7,66 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from frostlab.data.builtin import (
     SYNTHETIC_SEEDS,
-    known_answer,
+    reference_scores,
     synthetic_vocabulary,
     write_synthetic,
 )
 from frostlab.data.eeg.load import load_signals
 from frostlab.data.eeg.recordings import Material
-from frostlab.data.sources import Columns, Part, Plan, plan
-from frostlab.data.splits import Portion, Survey, class_numbers, classes_of, divide, limited, survey
+from frostlab.data.sources import Columns, Split, SplitPlan, TextData, plan_splits
+from frostlab.data.splits import (
+    Numbers,
+    Portion,
+    Survey,
+    class_numbers,
+    classes_of,
+    divide,
+    limit_rows,
+    survey,
+)
 from frostlab.data.tokenizers import (
-    Coder,
+    Encoder,
     Pretrained,
-    definition,
     load_pretrained,
     load_trained,
-    sampled,
-    train,
+    sample_texts,
+    tokenizer_settings,
+    train_tokenizer,
 )
-from frostlab.data.tokens import Prepared, Writer, flat, load_facts, load_tokens, save_facts
+from frostlab.data.tokens import (
+    Prepared,
+    TokenWriter,
+    concatenate,
+    load_facts,
+    load_tokens,
+    save_facts,
+)
 from frostlab.errors import BadInput
-from frostlab.recipe.data import (
-    BPE,
-    Docstrings,
-    EEGData,
-    Named,
-    Own,
-    PretrainedTokenizer,
-    Synthetic,
-    Words,
-)
+from frostlab.recipe.data import BPE, Docstrings, EEGData, PretrainedTokenizer, Synthetic, Words
 from frostlab.recipe.recipe import Recipe
 from frostlab.storage import FORMAT, build_once, cache_folder, digest_of
 
 CAUTION = "selected on the reporting split"
 LEAK = "made with a vocabulary that knows the words of {}"
+BATCH = 1 << 20  # characters encoded at once
+ROWS = 1024  # texts encoded at once, at most
+T = TypeVar("T")
 
 
 def prepare(recipe: Recipe, data_dir: Path | None = None, cache: Path | None = None) -> Material:
-    """Return the data of a recipe, prepared now or found as it was prepared before."""
+    """Return the data of a recipe, from the cache if they were prepared before."""
     cache = cache_folder(cache)
     if isinstance(recipe.data, Synthetic):
-        return _synthetic(recipe.data, cache)
+        return _prepare_synthetic(recipe.data, cache)
     if isinstance(recipe.data, EEGData):
         return load_signals(recipe.data, data_dir, cache)
-    return _Work(recipe.data, definition(recipe), data_dir, cache).prepared()
+    return _TextPreparation(recipe.data, tokenizer_settings(recipe), data_dir, cache).prepared()
 
 
-def _synthetic(data: Synthetic, cache: Path) -> Prepared:
+def _prepare_synthetic(data: Synthetic, cache: Path) -> Prepared:
     digest = digest_of([FORMAT, data.model_dump(mode="json")])
 
     def build(folder: Path) -> None:
@@ -74,52 +83,58 @@ def _synthetic(data: Synthetic, cache: Path) -> Prepared:
         splits={role: load_tokens(folder, role, tokens[role]) for role in roles},
         origin={role: f"{data.name}, drawn from seed {SYNTHETIC_SEEDS[role]}" for role in roles},
         caution=None,
-        known=known_answer(data),
+        known=reference_scores(data),
         digest=digest,
         tokenizer=None,
     )
 
 
-class _Work:
-    """The steps from a recipe to its arrays, with what they share."""
+class _TextPreparation:
+    """The steps from text to token arrays: survey splits, divide rows, train a tokenizer, encode.
+
+    Everything that names the result in the cache is known once the splits are surveyed.
+    """
 
     def __init__(
         self,
-        data: Docstrings | Named | Own,
-        wanted: BPE | Words | PretrainedTokenizer,
+        data: TextData,
+        tokenizer: BPE | Words | PretrainedTokenizer,
         data_dir: Path | None,
         cache: Path,
     ) -> None:
-        self.data, self.wanted, self.cache = data, wanted, cache
-        self.plan: Plan = plan(data, data_dir, cache)
-        parts = {"train": self.plan.train, "tune": self.plan.tune, "report": self.plan.report}
-        self.parts = {role: part for role, part in parts.items() if isinstance(part, Part)}
-        self.stamps = {role: part.stamp() for role, part in self.parts.items()}
+        self.data, self.tokenizer, self.cache = data, tokenizer, cache
+        self.plan: SplitPlan = plan_splits(data, data_dir, cache)
+        roles = {"train": self.plan.train, "tune": self.plan.tune, "report": self.plan.report}
+        self.splits = {role: split for role, split in roles.items() if isinstance(split, Split)}
+        self.stamps = {role: split.stamp() for role, split in self.splits.items()}
         self.surveys: dict[str, Survey] = {
-            role: survey(part, self.plan.columns, cache) for role, part in self.parts.items()
+            role: survey(split, self.plan.columns, cache) for role, split in self.splits.items()
         }
-        self.numbers: dict[str, npt.NDArray[np.int64]] = {}
+        self.numbers: dict[str, Numbers] = {}  # the class of each row
         self.classes = 0
         if data.task == "classification":
-            names = classes_of(self.plan.train, self.surveys["train"], self.plan.classes)
-            self.classes = len(names)
+            labels = classes_of(self.plan.train, self.surveys["train"], self.plan.classes)
+            self.classes = len(labels)
             self.numbers = {
-                role: class_numbers(part, self.surveys[role], names)
-                for role, part in self.parts.items()
+                role: class_numbers(split, self.surveys[role], labels)
+                for role, split in self.splits.items()
             }
 
     def prepared(self) -> Prepared:
-        """Find or make the arrays."""
-        data, wanted = self.data, self.wanted
-        given = load_pretrained(wanted.name) if isinstance(wanted, PretrainedTokenizer) else None
-        tokenizer = given.digest if given else digest_of(_spelled(wanted))
-        settings = [data.length, data.limit, data.evaluation_limit]
-        settings += [] if data.stride is None else [data.stride]
-        digest = digest_of([self._division(), tokenizer, settings])
+        """Return the arrays, from the cache or made now."""
+        data, settings = self.data, self.tokenizer
+        pretrained = (
+            load_pretrained(settings.name) if isinstance(settings, PretrainedTokenizer) else None
+        )
+        tokenizer = pretrained.digest if pretrained else digest_of(_spelled(settings))
+        lengths = [data.length, data.limit, data.evaluation_limit]
+        lengths += [] if data.stride is None else [data.stride]
+        digest = digest_of([self._division(), tokenizer, lengths])
         folder = build_once(
-            self.cache / "prepared" / digest[:32], lambda place: self._build(place, given)
+            self.cache / "prepared" / digest[:32], lambda folder: self._build(folder, pretrained)
         )
         facts = load_facts(folder)
+        chance = isinstance(data, Docstrings) and self.classes  # its classes are of equal size
         return Prepared(
             task=data.task,
             classes=self.classes,
@@ -128,82 +143,64 @@ class _Work:
             splits={role: load_tokens(folder, role, d) for role, d in facts["tokens"].items()},
             origin={role: self._origin(role, note) for role, note in facts["notes"].items()},
             caution=self._caution(),
-            known={"chance": 1 / self.classes}
-            if isinstance(data, Docstrings) and self.classes
-            else {},
+            known={"chance": 1 / self.classes} if chance else {},
             digest=digest,
-            tokenizer=folder / ("tokenizer" if given else "tokenizer.json"),
+            tokenizer=folder / ("tokenizer" if pretrained else "tokenizer.json"),
         )
 
     def _caution(self) -> str | None:
-        """What is to be said wherever the numbers are."""
-        said = [CAUTION] if self.data.splits == "published" else []
-        if isinstance(self.wanted, Words) and self.wanted.also:
-            said.append(LEAK.format(" and ".join(self.wanted.also)))
-        return " and ".join(said) or None
+        """Return the warning that must accompany the numbers."""
+        warnings = [CAUTION] if self.data.splits == "published" else []
+        if isinstance(self.tokenizer, Words) and self.tokenizer.also:
+            warnings.append(LEAK.format(" and ".join(self.tokenizer.also)))
+        return " and ".join(warnings) or None
 
     def _division(self) -> list[Any]:
-        """Name what decides which text plays which role, wherever it lies."""
+        """Return everything that decides which text has which role, wherever the files are."""
         roles = (self.plan.train, self.plan.tune, self.plan.report)
-        named = [part if not isinstance(part, Part) else "split" for part in roles]
-        texts = {role: found.digest for role, found in self.surveys.items()}
-        return [FORMAT, self.data.task, self.data.splits, self.classes, named, texts]
+        shares = [role if not isinstance(role, Split) else "split" for role in roles]
+        texts = {role: rows.digest for role, rows in self.surveys.items()}
+        return [FORMAT, self.data.task, self.data.splits, self.classes, shares, texts]
 
     def _origin(self, role: str, note: str) -> str:
-        place = self.parts.get(role, self.plan.train).place
+        place = self.splits.get(role, self.plan.train).place
         return f"{place}: {note}" if note else place
 
-    def _build(self, folder: Path, given: Pretrained | None) -> None:
+    def _build(self, folder: Path, pretrained: Pretrained | None) -> None:
         portions = divide(self.plan, self.surveys, self.numbers.get("train"))
-        coder: Coder
-        if given is not None:
-            coder = given.coder
-            given.tokenizer.save_pretrained(folder / "tokenizer")
+        encoder: Encoder
+        if pretrained is not None:
+            encoder = pretrained.encoder
+            pretrained.tokenizer.save_pretrained(folder / "tokenizer")
         else:
-            path = self._trained(portions)
-            coder = load_trained(path)
+            path = self._train_tokenizer(portions)
+            encoder = load_trained(path)
             shutil.copy(path, folder / "tokenizer.json")
-        tokens = {role: self._encode(p, coder, folder, role) for role, p in portions.items()}
-        for role, part in self.parts.items():
-            if part.stamp() != self.stamps[role]:
-                raise BadInput(f"{part.place} changed while it was read; run it again")
+        tokens = {role: self._encode(p, encoder, folder, role) for role, p in portions.items()}
+        for role, split in self.splits.items():
+            if split.stamp() != self.stamps[role]:
+                raise BadInput(f"{split.place} changed while it was read; run it again")
         save_facts(
             folder,
             {
-                "vocabulary": coder.vocabulary,
-                "pad": coder.pad,
+                "vocabulary": encoder.vocabulary,
+                "pad": encoder.pad,
                 "tokens": tokens,
                 "notes": {role: portion.note for role, portion in portions.items()},
             },
         )
 
-    def _encode(self, portion: Portion, coder: Coder, folder: Path, role: str) -> str:
-        data, columns = self.data, self.plan.columns
-        limit = data.limit if role == "train" else data.evaluation_limit
-        if data.task == "language":
-            return encode_running(
-                portion, columns, coder, data.length, limit, folder, role, data.stride
-            )
-        added = coder.added(pairs=len(columns.texts) == 2)
-        if data.length <= added:
-            raise BadInput(
-                f"data.length {data.length} leaves no text beside the tokenizer's {added} special "
-                f"tokens; {added + 1} is the least"
-            )
-        numbers = self.numbers.get(role, self.numbers["train"])
-        rows = limited(portion, numbers, limit)
-        return encode_labelled(portion, rows, numbers, columns, coder, data.length, folder, role)
+    def _train_tokenizer(self, portions: dict[str, Portion]) -> Path:
+        settings = self.tokenizer
+        assert not isinstance(settings, PretrainedTokenizer)
+        also = settings.also if isinstance(settings, Words) else ()
+        sources = [portions[role] for role in ("train", *also)]
+        name = digest_of([self._division(), _spelled(settings)])[:32]
 
-    def _trained(self, portions: dict[str, Portion]) -> Path:
-        assert not isinstance(self.wanted, PretrainedTokenizer)
-        wanted = self.wanted
-        also = wanted.also if isinstance(wanted, Words) else ()
-        read = [portions[role] for role in ("train", *also)]
-        name = digest_of([self._division(), _spelled(wanted)])[:32]
-
-        def build(place: Path) -> None:
-            texts = chain.from_iterable(map(self._texts, read))
-            train(wanted, sampled(texts, sum(portion.size for portion in read)), place)
+        def build(folder: Path) -> None:
+            texts = chain.from_iterable(map(self._texts, sources))
+            size = sum(portion.size for portion in sources)
+            train_tokenizer(settings, sample_texts(texts, size), folder)
 
         return build_once(self.cache / "tokenizers" / name, build) / "tokenizer.json"
 
@@ -211,59 +208,58 @@ class _Work:
         if self.data.task == "language":
             yield from (text for text, _ in portion.pieces(self.plan.columns))
             return
-        for number, row in enumerate(portion.part.rows(self.plan.columns)):
+        for number, row in enumerate(portion.split.rows(self.plan.columns)):
             if portion.taken[number]:
                 yield from row.texts
 
+    def _encode(self, portion: Portion, encoder: Encoder, folder: Path, role: str) -> str:
+        """Write the token arrays of one role and return their digest."""
+        data, columns = self.data, self.plan.columns
+        limit = data.limit if role == "train" else data.evaluation_limit
+        if data.task == "language":
+            stride = data.stride or data.length
+            writer = TokenWriter(folder, role, encoder.vocabulary)
+            return encode_running(portion, columns, encoder, data.length, stride, limit, writer)
+        special = encoder.special_tokens(pairs=len(columns.texts) == 2)
+        if data.length <= special:
+            raise BadInput(
+                f"data.length {data.length} leaves no room for text after the tokenizer's "
+                f"{special} special tokens; {special + 1} is the least"
+            )
+        numbers = self.numbers.get(role, self.numbers["train"])
+        rows = limit_rows(portion, numbers, limit)
+        writer = TokenWriter(folder, role, encoder.vocabulary)
+        return encode_labelled(portion, rows, numbers, columns, encoder, data.length, writer)
 
-def _spelled(wanted: BPE | Words | PretrainedTokenizer) -> dict[str, Any]:
-    return wanted.spelled() if isinstance(wanted, Words) else wanted.model_dump(mode="json")
 
-
-BATCH = 1 << 20  # characters encoded at once
-ROWS = 1024  # and texts
-T = TypeVar("T")
-
-
-def batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Group items until they hold about BATCH characters or are ROWS."""
-    batch: list[T] = []
-    full = 0
-    for item in items:
-        batch.append(item)
-        full += size(item)
-        if full >= BATCH or len(batch) == ROWS:
-            yield batch
-            batch, full = [], 0
-    if batch:
-        yield batch
+def _spelled(settings: BPE | Words | PretrainedTokenizer) -> dict[str, Any]:
+    return settings.spelled() if isinstance(settings, Words) else settings.model_dump(mode="json")
 
 
 def encode_labelled(
     portion: Portion,
-    rows: npt.NDArray[np.int64],
-    numbers: npt.NDArray[np.int64],
+    rows: Numbers,
+    numbers: Numbers,
     columns: Columns,
-    coder: Coder,
+    encoder: Encoder,
     length: int,
-    folder: Path,
-    role: str,
+    writer: TokenWriter,
 ) -> str:
     """Write the chosen rows as examples of at most `length` tokens; return the digest."""
     chosen = np.zeros(len(portion.survey), dtype=np.bool_)
     chosen[rows] = True
     texts = (
         row.texts
-        for number, row in enumerate(portion.part.rows(columns))
+        for number, row in enumerate(portion.split.rows(columns))
         if number < len(chosen) and chosen[number]
     )
     lengths: list[int] = []
     second: list[int] = []
-    with Writer(folder, role, coder.vocabulary) as writer:
+    with writer:
         for batch in batches(texts, lambda pair: sum(map(len, pair))):
-            encoded = coder.examples(batch, length)
-            ids = [found or [coder.end] for found, _ in encoded]  # never an example of nothing
-            writer.append(flat(ids))
+            encoded = encoder.examples(batch, length)
+            ids = [tokens or [encoder.end] for tokens, _ in encoded]  # no example is empty
+            writer.append(concatenate(ids))
             lengths += map(len, ids)
             second += (begin for _, begin in encoded if begin is not None)
     stops = np.cumsum(lengths, dtype=np.int64)
@@ -280,41 +276,56 @@ def encode_labelled(
 def encode_running(
     portion: Portion,
     columns: Columns,
-    coder: Coder,
+    encoder: Encoder,
     length: int,
+    stride: int,
     limit: int | None,
-    folder: Path,
-    role: str,
-    stride: int | None = None,
+    writer: TokenWriter,
 ) -> str:
-    """Write documents as one stream of tokens, cut every `length`; return the digest.
+    """Write documents as one stream of tokens, with an example every `stride`; return the digest.
 
-    An example has one token more than `length`, the first of the next: the last target. With a
-    longer stride examples share no token, or leave some out.
+    An example has `length` + 1 tokens: the first token of the next is its last target. With a
+    stride above `length`, examples share no token, or leave some out.
     """
-    stride = stride or length
     most = None if limit is None else (limit - 1) * stride + length + 1
-    with Writer(folder, role, coder.vocabulary) as writer:
-        for ids in _stream(portion, columns, coder):
+    with writer:
+        for ids in _stream(portion, columns, encoder):
             writer.append(ids if most is None else ids[: most - writer.count])
             if writer.count == most:
                 break
         count = writer.count
     if count < 2:
-        raise BadInput(f"{portion.part.place} has {count} tokens for {role}; two are the least")
+        raise BadInput(
+            f"{portion.split.place} has {count} tokens for {writer.role}; two are the least"
+        )
     starts = np.arange(0, count - 1, stride, dtype=np.int64)
     return writer.finish({"starts": starts, "stops": np.minimum(starts + length + 1, count)})
 
 
-def _stream(portion: Portion, columns: Columns, coder: Coder) -> Iterator[npt.NDArray[np.int64]]:
+def _stream(portion: Portion, columns: Columns, encoder: Encoder) -> Iterator[Numbers]:
+    """Yield the tokens of documents, an end token after each that has any."""
     open_document = False
     for batch in batches(portion.pieces(columns), lambda piece: len(piece[0])):
         ids: list[list[int]] = []
-        encoded = coder.running([text for text, _ in batch])
-        for found, (_, ends) in zip(encoded, batch, strict=True):
-            ids.append(found)
-            open_document = open_document or bool(found)
+        encoded = encoder.running([text for text, _ in batch])
+        for tokens, (_, ends) in zip(encoded, batch, strict=True):
+            ids.append(tokens)
+            open_document = open_document or bool(tokens)
             if ends and open_document:
-                ids.append([coder.end])
+                ids.append([encoder.end])
                 open_document = False
-        yield flat(ids)
+        yield concatenate(ids)
+
+
+def batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Group items into batches of about BATCH characters, and ROWS items at most."""
+    batch: list[T] = []
+    characters = 0
+    for item in items:
+        batch.append(item)
+        characters += size(item)
+        if characters >= BATCH or len(batch) == ROWS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch

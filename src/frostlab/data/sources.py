@@ -1,4 +1,7 @@
-"""Where each set is found, and which of its splits trains, tunes and reports."""
+"""Sources of text: find a data set's splits on disk or on the hub, and read their rows.
+
+`plan_splits` decides which split trains, which tunes (selects checkpoints) and which reports.
+"""
 
 import os
 import re
@@ -11,16 +14,26 @@ from urllib.parse import urlparse
 
 from frostlab.data.builtin import docstring_files
 from frostlab.data.files import FORMATS, format_of, read_lines, read_pieces, split_files
-from frostlab.errors import BadInput, nearest, require
-from frostlab.recipe.data import Docstrings, Named, Own
+from frostlab.data.registered import registered_files
+from frostlab.errors import BadInput, first_line, nearest, require
+from frostlab.recipe.data import Docstrings, Named, Own, Registered
 
 Label = int | str
-_WHOLE = re.compile(r"-?\d+")
+TextData = Docstrings | Named | Own | Registered
+HELD_OUT = 0.05  # share of train that is held out where a set has no split to tune or report on
+LANGUAGES = (
+    "ar", "bg", "de", "el", "en", "es", "fr", "hi", "ru", "sw", "th", "tr", "ur", "vi", "zh",
+)  # fmt: skip
+_WHOLE_NUMBER = re.compile(r"-?\d+")
+_TRUE = ("1", "true", "yes", "on")
+
+
+# Rows
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns to read; `joined`: the rows are the lines of one document."""
+    """The columns to read; `joined`: the rows are the lines of one document."""
 
     texts: tuple[str, ...]
     label: str | None
@@ -28,7 +41,7 @@ class Columns:
 
 
 class Row(NamedTuple):
-    """One example, or a piece of a document that ends here or goes on."""
+    """One example, or a piece of a document that ends with it or continues."""
 
     line: int
     texts: tuple[str, ...]
@@ -37,18 +50,18 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
-    """One split in one place."""
+class Split:
+    """One split of a data set, in files or from the hub."""
 
-    split: str
+    name: str
     place: str  # for messages and records
-    files: tuple[Path, ...]  # where the bytes are
+    files: tuple[Path, ...]
     hub: Any = None  # a split of the `datasets` library, or None for a file
 
     def rows(self, columns: Columns) -> Iterator[Row]:
-        """Yield what the columns say, checked."""
+        """Yield the rows, with texts and labels checked."""
         if self.hub is None and format_of(self.files[0]) == "txt":
-            yield from self._running(columns)
+            yield from self._running_text(columns)
             return
         lines = read_lines(self.files[0]) if self.hub is None else self._hub_lines()
         line = 0
@@ -57,7 +70,7 @@ class Part:
         if columns.joined and line:
             yield Row(line, ("",), None, ends=True)
 
-    def _running(self, columns: Columns) -> Iterator[Row]:
+    def _running_text(self, columns: Columns) -> Iterator[Row]:
         if columns.label is not None or len(columns.texts) > 1:
             lacks = "no labels" if columns.label is not None else "one text, not pairs"
             raise BadInput(f"{self.place}: .txt has {lacks}; use jsonl, csv, tsv or parquet")
@@ -72,7 +85,7 @@ class Part:
                 yield number, dict(zip(batch, values, strict=True))
 
     def stamp(self) -> list[list[str | int]]:
-        """Tell one state of the files from another without reading them."""
+        """Return the paths, sizes and times of the files, which change when a file does."""
         try:
             states = [(path.resolve(), path.stat()) for path in self.files]
         except OSError as error:
@@ -108,7 +121,7 @@ def _label(place: str, line: int, values: Mapping[str, Any], name: str) -> Label
         value = int(value)
     if isinstance(value, str):
         value = value.strip()
-        value = int(value) if _WHOLE.fullmatch(value) else value
+        value = int(value) if _WHOLE_NUMBER.fullmatch(value) else value
     if value == -1:
         raise BadInput(f"{place}:{line}: label -1 means unlabelled; choose a split with labels")
     if isinstance(value, int) or (isinstance(value, str) and value):
@@ -116,18 +129,15 @@ def _label(place: str, line: int, values: Mapping[str, Any], name: str) -> Label
     raise BadInput(f"{place}:{line}: label {value!r:.40} is neither a whole number nor a word")
 
 
-CARVED = 0.05
-LANGUAGES = (
-    "ar", "bg", "de", "el", "en", "es", "fr", "hi", "ru", "sw", "th", "tr", "ur", "vi", "zh",
-)  # fmt: skip
+# Roles of splits
 
 
 @dataclass(frozen=True)
-class Known:
-    """A public set: its hub name, its columns, and the splits it is used with."""
+class SetDefaults:
+    """The splits and columns that a data set is used with; a number is a share of train."""
 
-    hub: tuple[str, str | None, str | None]  # name, config, revision
-    tune: str | float = CARVED
+    hub: tuple[str, str | None, str | None] = ("", None, None)  # name, config, revision
+    tune: str | float = HELD_OUT
     report: str | float = "test"
     published: str | None = None  # the reporting split of `splits: published`; None: `report`
     texts: tuple[str, ...] = ("text",)
@@ -135,187 +145,173 @@ class Known:
     joined: bool = False  # rows are the lines of one text
 
 
-KNOWN = {
-    "sst2": Known(
+PUBLIC_SETS = {
+    "sst2": SetDefaults(
         ("stanfordnlp/sst2", None, None), report="validation", texts=("sentence",), classes=2
     ),
-    "mnli": Known(
+    "mnli": SetDefaults(
         ("nyu-mll/glue", "mnli", None),
         report="validation_matched",
         texts=("premise", "hypothesis"),
         classes=3,
     ),
-    "xnli": Known(
+    "xnli": SetDefaults(
         ("facebook/xnli", "LANGUAGE", None),
         tune="validation",
         published="validation",
         texts=("premise", "hypothesis"),
         classes=3,
     ),
-    "imdb": Known(("stanfordnlp/imdb", None, None), classes=2),
-    "ag_news": Known(("fancyzhx/ag_news", None, None), classes=4),
-    "tinystories": Known(("roneneldan/TinyStories", None, None), report="validation"),
-    "openwebtext": Known(("Skylion007/openwebtext", None, None), report=CARVED),
-    "wikitext2": Known(
+    "imdb": SetDefaults(("stanfordnlp/imdb", None, None), classes=2),
+    "ag_news": SetDefaults(("fancyzhx/ag_news", None, None), classes=4),
+    "tinystories": SetDefaults(("roneneldan/TinyStories", None, None), report="validation"),
+    "openwebtext": SetDefaults(("Skylion007/openwebtext", None, None), report=HELD_OUT),
+    "wikitext2": SetDefaults(
         ("Salesforce/wikitext", "wikitext-2-v1", None), tune="validation", joined=True
     ),
-    "wikitext103": Known(
+    "wikitext103": SetDefaults(
         ("Salesforce/wikitext", "wikitext-103-raw-v1", None), tune="validation", joined=True
     ),
-    "tinyshakespeare": Known(
-        ("karpathy/tiny_shakespeare", None, "refs/convert/parquet"), report=CARVED, joined=True
+    "tinyshakespeare": SetDefaults(
+        ("karpathy/tiny_shakespeare", None, "refs/convert/parquet"), report=HELD_OUT, joined=True
     ),
 }
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Who plays which role: a split, or a share carved from the training split."""
+class SplitPlan:
+    """The role of each split: it trains, tunes or reports; a number is a share of train."""
 
-    train: Part
-    tune: Part | float | None  # None: `splits: published` selects on the report
-    report: Part | float
+    train: Split
+    tune: Split | float | None  # None: `splits: published` selects on the report
+    report: Split | float
     columns: Columns
-    classes: int | None  # None: as the training split has them
+    classes: int | None  # None: the labels of the training split
 
 
-def plan(data: Docstrings | Named | Own, data_dir: Path | None, cache: Path) -> Plan:
-    """Find a recipe's text and give its splits their roles."""
+def plan_splits(data: TextData, data_dir: Path | None, cache: Path) -> SplitPlan:
+    """Find the text of a recipe and give its splits their roles."""
     if isinstance(data, Docstrings):
         pairs = data.name == "docstrings-pairs"
         files = docstring_files(data.per_package, pairs=pairs, cache=cache)
-        known = Known(
-            ("", None, None), tune="validation", texts=("summary", "body") if pairs else ("text",)
-        )
-        return _roles(data, _parts(files, data.name), known, "label")
+        texts = ("summary", "body") if pairs else ("text",)
+        defaults = SetDefaults(tune="validation", texts=texts)
+        return _assign_roles(data, _splits(files, data.name), defaults)
     if isinstance(data, Named):
-        known = KNOWN[data.name]
-        parts = named_parts(data.name, data.language, data_dir)
-        if data.name == "xnli":
-            training = named_parts("mnli", "en", data_dir)
-            return _roles(data, parts, known, "label", training)
-        return _roles(data, parts, known, "label")
+        splits = public_splits(data.name, data.language, data_dir)
+        training = public_splits("mnli", "en", data_dir) if data.name == "xnli" else splits
+        return _assign_roles(data, splits, PUBLIC_SETS[data.name], training=training)
+    if isinstance(data, Registered):
+        files = registered_files(data.name, data_dir, cache)
+        tune, report = (role if role in files else HELD_OUT for role in ("tune", "report"))
+        defaults = SetDefaults(tune=tune, report=report)
+        return _assign_roles(data, _splits(files, data.name), defaults)
     if data.task == "language" and len(data.text) > 1:
         raise BadInput(f"data.text names {len(data.text)} columns; data.task language reads one")
-    return _own(data)
+    return _plan_own(data)
 
 
-def named_parts(name: str, language: str, data_dir: Path | None) -> dict[str, Part]:
-    """Return a public set's splits from the local folder, else from the hub."""
-    if name == "xnli" and language not in LANGUAGES:
-        hint = nearest(language, LANGUAGES) or f"; there are {', '.join(LANGUAGES)}"
-        raise BadInput(f"data.language {language} is not one of xnli's{hint}")
-    inside = f"xnli/{language}" if name == "xnli" else name
-    given = data_dir or (Path(env) if (env := os.environ.get("FROSTLAB_DATA")) else None)
-    looked = "no --data-dir and no FROSTLAB_DATA"
-    if given is not None:
-        given = given.expanduser()
-        if not given.is_dir():
-            raise BadInput(f"the data folder {given} does not exist")
-        looked = f"{given / inside} has no split file"
-        if (given / inside).is_dir() and (files := split_files(given / inside)):
-            return _parts(files)
-    hub, config, revision = KNOWN[name].hub
-    try:
-        return hub_parts(hub, language if config == "LANGUAGE" else config, revision)
-    except BadInput as error:
-        raise BadInput(
-            f"data.name {name} was not found: {looked}, and {error}; put "
-            f"{inside}/SPLIT.{{{','.join(FORMATS)}}}[.gz] in a folder and name it with --data-dir "
-            "or FROSTLAB_DATA, or pip install 'frostlab[data]' and connect to the network"
-        ) from error
-
-
-def _parts(files: dict[str, Path], shown: str | None = None) -> dict[str, Part]:
-    return {
-        split: Part(split, str(path) if shown is None else f"{shown}: {split}", (path,))
-        for split, path in files.items()
-    }
-
-
-def _own(data: Own) -> Plan:
+def _plan_own(data: Own) -> SplitPlan:
     path = Path(data.path).expanduser()
     if path.is_dir():
         files = split_files(path)
         if not files:
             raise BadInput(f"data.path {path} has no SPLIT.{{{','.join(FORMATS)}}}[.gz] in it")
-        report = next((name for name in ("test", "validation") if name in files), CARVED)
+        report = next((name for name in ("test", "validation") if name in files), HELD_OUT)
         spare = "validation" in files and report != "validation" and data.report != "validation"
-        known = Known(
-            ("", None, None),
-            tune="validation" if spare else CARVED,
-            report=report,
-            texts=data.text,
+        defaults = SetDefaults(
+            tune="validation" if spare else HELD_OUT, report=report, texts=data.text
         )
-        return _roles(data, _parts(files), known, data.label)
+        return _assign_roles(data, _splits(files), defaults, data.label)
     if not path.is_file():
-        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise BadInput(f"data.path {path} does not exist{nearest(path.name, beside)}")
+        siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise BadInput(f"data.path {path} does not exist{nearest(path.name, siblings)}")
     if format_of(path) is None:
         raise BadInput(f"data.path {path} is not one of .{', .'.join(FORMATS)}, plain or .gz")
-    known = Known(("", None, None), report=CARVED, texts=data.text)
-    return _roles(data, {"train": Part("train", str(path), (path,))}, known, data.label)
+    defaults = SetDefaults(report=HELD_OUT, texts=data.text)
+    return _assign_roles(data, _splits({"train": path}), defaults, data.label)
 
 
-def _roles(
-    data: Docstrings | Named | Own,
-    parts: dict[str, Part],
-    known: Known,
-    label: str,
-    training: dict[str, Part] | None = None,
-) -> Plan:
-    columns = Columns(known.texts, label if data.task == "classification" else None, known.joined)
-    train = _part(training or parts, "data.train", data.train)
+def _splits(files: dict[str, Path], shown: str | None = None) -> dict[str, Split]:
+    """Return a split for each file; messages show its path, or the name of its data set."""
+    return {
+        name: Split(name, str(path) if shown is None else f"{shown}: {name}", (path,))
+        for name, path in files.items()
+    }
+
+
+def _assign_roles(
+    data: TextData,
+    splits: dict[str, Split],
+    defaults: SetDefaults,
+    label: str = "label",
+    training: dict[str, Split] | None = None,
+) -> SplitPlan:
+    """Apply the recipe's choice of splits, else the defaults; `training`: splits to train on."""
+    train = _choose(training or splits, "data.train", data.train)
     published = data.splits == "published"
-    report = data.report or (published and known.published) or known.report
-    tune = None if published else known.tune if data.tune is None else data.tune
+    report = data.report or (published and defaults.published) or defaults.report
+    tune = None if published else defaults.tune if data.tune is None else data.tune
     if published and isinstance(report, float):
         raise BadInput(f"splits: published, but {train.place} has no reporting split; use honest")
-    found = Plan(
+    plan = SplitPlan(
         train=train,
-        tune=_part(parts, "data.tune", tune) if isinstance(tune, str) else tune,
-        report=_part(parts, "data.report", report) if isinstance(report, str) else report,
-        columns=columns,
-        classes=known.classes,
+        tune=_choose(splits, "data.tune", tune) if isinstance(tune, str) else tune,
+        report=_choose(splits, "data.report", report) if isinstance(report, str) else report,
+        columns=Columns(
+            defaults.texts, label if data.task == "classification" else None, defaults.joined
+        ),
+        classes=defaults.classes,
     )
-    for one, other in (("train", "tune"), ("train", "report"), ("tune", "report")):
-        if (part := getattr(found, one)) == getattr(found, other) and isinstance(part, Part):
-            raise BadInput(f"data.{one} and data.{other} are both {part.split}; choose two")
-    return found
+    for role, other in (("train", "tune"), ("train", "report"), ("tune", "report")):
+        split = getattr(plan, role)
+        if split == getattr(plan, other) and isinstance(split, Split):
+            raise BadInput(f"data.{role} and data.{other} are both {split.name}; choose two")
+    return plan
 
 
-def _part(parts: dict[str, Part], key: str, split: str) -> Part:
-    if split in parts:
-        return parts[split]
-    hint = nearest(split, parts) or f"; there are {', '.join(sorted(parts))}"
-    first = next(iter(parts.values()))
-    where = first.place.removesuffix(f": {first.split}")  # as the hub's are called
-    if len(parts) > 1 and where == first.place:  # a folder with a file for each split
+def _choose(splits: dict[str, Split], key: str, name: str) -> Split:
+    if name in splits:
+        return splits[name]
+    hint = nearest(name, splits) or f"; there are {', '.join(sorted(splits))}"
+    first = next(iter(splits.values()))
+    where = first.place.removesuffix(f": {first.name}")  # the form of places on the hub
+    if len(splits) > 1 and where == first.place:  # a folder with a file for each split
         where = str(Path(where).parent)
-    raise BadInput(f"{key} {split} is not a split of {where}{hint}")
+    raise BadInput(f"{key} {name} is not a split of {where}{hint}")
 
 
-_ON = ("1", "true", "yes", "on")
+# Public sets
 
 
-def unreachable() -> str | None:
-    """Return why the hub cannot be asked, None when it can be or its own cache must answer."""
-    offline = any(
-        os.environ.get(name, "").lower() in _ON
-        for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
-    )
-    if offline:  # the libraries then answer from their cache, or fail without a try
-        return None
-    host = urlparse(os.environ.get("HF_ENDPOINT") or "https://huggingface.co").hostname or ""
+def public_splits(name: str, language: str, data_dir: Path | None) -> dict[str, Split]:
+    """Return the splits of a public set from the local folder, else from the hub."""
+    if name == "xnli" and language not in LANGUAGES:
+        hint = nearest(language, LANGUAGES) or f"; there are {', '.join(LANGUAGES)}"
+        raise BadInput(f"data.language {language} is not one of xnli's{hint}")
+    inside = f"xnli/{language}" if name == "xnli" else name
+    folder = data_dir or (Path(env) if (env := os.environ.get("FROSTLAB_DATA")) else None)
+    searched = "no --data-dir and no FROSTLAB_DATA"
+    if folder is not None:
+        folder = folder.expanduser()
+        if not folder.is_dir():
+            raise BadInput(f"the data folder {folder} does not exist")
+        searched = f"{folder / inside} has no split file"
+        if (folder / inside).is_dir() and (files := split_files(folder / inside)):
+            return _splits(files)
+    hub, config, revision = PUBLIC_SETS[name].hub
     try:
-        socket.getaddrinfo(host, 443)
-    except OSError:
-        return f"{host} cannot be found; HF_HUB_OFFLINE=1 uses what was downloaded before"
-    return None
+        return hub_splits(hub, language if config == "LANGUAGE" else config, revision)
+    except BadInput as error:
+        raise BadInput(
+            f"data.name {name} was not found: {searched}, and {error}; put "
+            f"{inside}/SPLIT.{{{','.join(FORMATS)}}}[.gz] in a folder and name it with --data-dir "
+            "or FROSTLAB_DATA, or pip install 'frostlab[data]' and connect to the network"
+        ) from error
 
 
-def hub_parts(name: str, config: str | None, revision: str | None) -> dict[str, Part]:
-    """Return the splits of a hub set, or raise BadInput saying why there are none."""
+def hub_splits(name: str, config: str | None, revision: str | None) -> dict[str, Split]:
+    """Return the splits of a set on the hub, or raise BadInput with the reason."""
     datasets = require("datasets", "data", f"the hub's {name}")
     reason = None if Path(name).is_dir() else unreachable()
     if reason is not None:
@@ -325,18 +321,33 @@ def hub_parts(name: str, config: str | None, revision: str | None) -> dict[str, 
     try:
         splits = datasets.load_dataset(name, config, revision=revision)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise BadInput(f"the hub's {name}: {reason}") from error
+        raise BadInput(f"the hub's {name}: {first_line(error)}") from error
     finally:
         if shown:
             datasets.enable_progress_bars()
     place = name if config is None else f"{name} ({config})"
     return {
-        str(split): Part(
-            split=str(split),
+        str(split): Split(
+            name=str(split),
             place=f"{place}: {split}",
             files=tuple(Path(file["filename"]) for file in rows.cache_files),
             hub=rows,
         )
         for split, rows in splits.items()
     }
+
+
+def unreachable() -> str | None:
+    """Return why the hub cannot be reached; None if it can, or if its cache is to be used."""
+    offline = any(
+        os.environ.get(name, "").lower() in _TRUE
+        for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+    )
+    if offline:  # the libraries then answer from their cache, or fail at once
+        return None
+    host = urlparse(os.environ.get("HF_ENDPOINT") or "https://huggingface.co").hostname or ""
+    try:
+        socket.getaddrinfo(host, 443)
+    except OSError:
+        return f"{host} cannot be found; HF_HUB_OFFLINE=1 uses what was downloaded before"
+    return None

@@ -1,4 +1,4 @@
-"""Tokenizers: trained on the training split alone, or a pretrained model's own."""
+"""Tokenizers: byte pairs or words of the training split, or a pretrained model's tokenizer."""
 
 import importlib
 from collections.abc import Iterable, Iterator
@@ -26,98 +26,49 @@ from frostlab.recipe.recipe import Recipe
 from frostlab.storage import digest_of
 
 PAD, END, SEPARATOR, UNKNOWN = "<|pad|>", "<|end|>", "<|sep|>", "<unk>"
-SAMPLE = 100_000_000  # characters a vocabulary is learned from at most
-ENDLESS = 5_000_000  # of these, in words so long that each is kept: some 50 bytes a character
-HEAD = 6  # characters a token has at most, mostly
+SAMPLE = 100_000_000  # characters that a vocabulary is learned from, at most
+ENDLESS = 5_000_000  # of them in very long words, each of which takes 50 bytes a character
+HEAD = 6  # characters of a token; few are longer
 Texts = tuple[str, ...]
 
 
-class Coder(Protocol):
-    """Text to numbers, a batch at a time."""
+class Encoder(Protocol):
+    """Turns text into token ids, a batch at a time."""
 
     vocabulary: int
     pad: int
     end: int
 
-    def added(self, *, pairs: bool) -> int:
-        """Return how many tokens of an example are not its text's."""
+    def special_tokens(self, *, pairs: bool) -> int:
+        """Return how many tokens an example has in addition to its text."""
 
     def examples(self, batch: list[Texts], length: int) -> list[tuple[list[int], int | None]]:
         """Return each example's ids, at most `length`, and where its second text begins."""
 
     def running(self, batch: list[str]) -> list[list[int]]:
-        """Return the ids of pieces of running text, nothing added."""
+        """Return the ids of pieces of running text, without special tokens."""
 
 
-def definition(recipe: Recipe) -> BPE | Words | PretrainedTokenizer:
-    """Return the recipe's tokenizer, or the default: the pretrained model's own, else BPE."""
+def tokenizer_settings(recipe: Recipe) -> BPE | Words | PretrainedTokenizer:
+    """Return the recipe's tokenizer, or the default: the pretrained model's, else BPE."""
     if recipe.tokenizer is not None:
         return recipe.tokenizer
     model = recipe.model
     if isinstance(model, PretrainedModel):
         folder = Path(model.name).expanduser()
-        own = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
-        if model.weights or own:
+        files = ("tokenizer.json", "tokenizer_config.json")
+        if model.weights or any((folder / name).is_file() for name in files):
             return PretrainedTokenizer(kind="pretrained", name=model.name)
     return BPE(kind="bpe")
 
 
-@dataclass
-class Fast:
-    """A tokenizer of the `tokenizers` library."""
-
-    backend: Tokenizer
-    vocabulary: int
-    pad: int
-    end: int
-    types: bool = True  # the model tells the second text by token types
-
-    def added(self, *, pairs: bool) -> int:
-        """Count the special tokens of the template."""
-        return self.backend.num_special_tokens_to_add(pairs)
-
-    def examples(self, batch: list[Texts], length: int) -> list[tuple[list[int], int | None]]:
-        """Truncate as the library does, of a pair the longer text first."""
-        self.backend.enable_truncation(length)
-        if len(batch[0]) == 1:
-            return [(ids, None) for ids in self._single([text for (text,) in batch], length)]
-        encoded = self.backend.encode_batch_fast(batch)
-        if not self.types:
-            return [(one.ids, None) for one in encoded]
-        return [(one.ids, (*one.type_ids, 1).index(1)) for one in encoded]
-
-    def _single(self, texts: list[str], length: int) -> list[list[int]]:
-        """Encode the beginnings, which mostly fill the length, and whole texts where not."""
-        words = self.backend.pre_tokenizer is not None  # no token reaches over white space
-        heads = [text[: word_end(text, HEAD * length)] if words else text for text in texts]
-        found = [one.ids for one in self.backend.encode_batch_fast(heads)]
-        short = [
-            number
-            for number, ids in enumerate(found)
-            if len(ids) < length and len(heads[number]) < len(texts[number])
-        ]
-        whole = self.backend.encode_batch_fast([texts[number] for number in short])
-        for number, one in zip(short, whole, strict=True):
-            found[number] = one.ids
-        return found
-
-    def running(self, batch: list[str]) -> list[list[int]]:
-        """Encode without special tokens."""
-        self.backend.no_truncation()
-        return [one.ids for one in self.backend.encode_batch_fast(batch, add_special_tokens=False)]
-
-
-def load_trained(path: Path) -> Fast:
-    """Read a tokenizer that `train` saved."""
-    backend = Tokenizer.from_file(str(path))
-    backend.encode_special_tokens = True  # "<|end|>" in a text is text
-    numbers = backend.get_vocab()
-    return Fast(backend, len(numbers), numbers[PAD], numbers[END])
-
-
-def train(wanted: BPE | Words, texts: Iterable[str], folder: Path) -> None:
-    """Learn a vocabulary and save it with the form of its pairs."""
-    backend = _bpe(wanted.size, texts) if isinstance(wanted, BPE) else _words(wanted, texts)
+def train_tokenizer(settings: BPE | Words, texts: Iterable[str], folder: Path) -> None:
+    """Learn a vocabulary and save it with the template for pairs."""
+    backend = (
+        _train_bpe(settings.size, texts)
+        if isinstance(settings, BPE)
+        else _train_words(settings, texts)
+    )
     separator = backend.token_to_id(SEPARATOR)
     backend.post_processor = processors.TemplateProcessing(
         single="$A",
@@ -127,7 +78,7 @@ def train(wanted: BPE | Words, texts: Iterable[str], folder: Path) -> None:
     backend.save(str(folder / "tokenizer.json"))
 
 
-def _bpe(size: int, texts: Iterable[str]) -> Tokenizer:
+def _train_bpe(size: int, texts: Iterable[str]) -> Tokenizer:
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -141,30 +92,30 @@ def _bpe(size: int, texts: Iterable[str]) -> Tokenizer:
     return backend
 
 
-def _words(wanted: Words, texts: Iterable[str]) -> Tokenizer:
+def _train_words(settings: Words, texts: Iterable[str]) -> Tokenizer:
     counting = Tokenizer(models.WordLevel({}, unk_token=UNKNOWN))
-    _shape_words(counting, wanted.lowercase)
+    _set_up_words(counting, settings.lowercase)
     trainer = trainers.WordLevelTrainer(vocab_size=1 << 31, min_frequency=0, show_progress=False)
     counting.train_from_iterator(texts, trainer)
     special = [PAD, END, SEPARATOR, UNKNOWN]
     counted = counting.get_vocab(with_added_tokens=False)
     words = [word for word in sorted(counted, key=counted.__getitem__) if word not in special]
-    if wanted.size is not None:
-        words = words[: wanted.size - len(special)]
+    if settings.size is not None:
+        words = words[: settings.size - len(special)]
     vocabulary = {word: number for number, word in enumerate((*special, *words))}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    _shape_words(backend, wanted.lowercase)
+    _set_up_words(backend, settings.lowercase)
     return backend
 
 
-def _shape_words(backend: Tokenizer, lowercase: bool) -> None:
+def _set_up_words(backend: Tokenizer, lowercase: bool) -> None:
     if lowercase:
         backend.normalizer = normalizers.Lowercase()
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
 
 
-def sampled(texts: Iterable[str], size: int) -> Iterator[str]:
-    """Yield every k-th text, about SAMPLE characters of `size`, and few words without end."""
+def sample_texts(texts: Iterable[str], size: int) -> Iterator[str]:
+    """Yield every k-th text, about SAMPLE of `size` characters, and few of very long words."""
     step = -(-size // SAMPLE)
     endless = 0
     for text in islice(texts, 0, None, step):
@@ -176,6 +127,60 @@ def sampled(texts: Iterable[str], size: int) -> Iterator[str]:
 
 
 @dataclass
+class Fast:
+    """A tokenizer of the `tokenizers` library."""
+
+    backend: Tokenizer
+    vocabulary: int
+    pad: int
+    end: int
+    types: bool = True  # whether the model marks the second text by token types
+
+    def special_tokens(self, *, pairs: bool) -> int:
+        """Count the special tokens of the template."""
+        return self.backend.num_special_tokens_to_add(pairs)
+
+    def examples(self, batch: list[Texts], length: int) -> list[tuple[list[int], int | None]]:
+        """Encode, truncated as the library does: of a pair the longer text first."""
+        self.backend.enable_truncation(length)
+        if len(batch[0]) == 1:
+            return [(ids, None) for ids in self._single([text for (text,) in batch], length)]
+        encoded = self.backend.encode_batch_fast(batch)
+        if not self.types:
+            return [(encoding.ids, None) for encoding in encoded]
+        return [(encoding.ids, (*encoding.type_ids, 1).index(1)) for encoding in encoded]
+
+    def _single(self, texts: list[str], length: int) -> list[list[int]]:
+        """Encode the beginnings of texts, and whole texts where a beginning is too short."""
+        words = self.backend.pre_tokenizer is not None  # no token spans white space
+        heads = [text[: word_end(text, HEAD * length)] if words else text for text in texts]
+        encoded = [encoding.ids for encoding in self.backend.encode_batch_fast(heads)]
+        short = [
+            number
+            for number, ids in enumerate(encoded)
+            if len(ids) < length and len(heads[number]) < len(texts[number])
+        ]
+        full = self.backend.encode_batch_fast([texts[number] for number in short])
+        for number, encoding in zip(short, full, strict=True):
+            encoded[number] = encoding.ids
+        return encoded
+
+    def running(self, batch: list[str]) -> list[list[int]]:
+        """Encode without special tokens."""
+        self.backend.no_truncation()
+        encoded = self.backend.encode_batch_fast(batch, add_special_tokens=False)
+        return [encoding.ids for encoding in encoded]
+
+
+def load_trained(path: Path) -> Fast:
+    """Read a tokenizer that `train_tokenizer` saved."""
+    backend = Tokenizer.from_file(str(path))
+    backend.encode_special_tokens = True  # encode "<|end|>" in a text as text
+    numbers = backend.get_vocab()
+    return Fast(backend, len(numbers), numbers[PAD], numbers[END])
+
+
+@dataclass
 class Slow:
     """A `transformers` tokenizer that has no fast form."""
 
@@ -184,21 +189,21 @@ class Slow:
     pad: int
     end: int
 
-    def added(self, *, pairs: bool) -> int:
+    def special_tokens(self, *, pairs: bool) -> int:
         """Ask the tokenizer."""
         return int(self.tokenizer.num_special_tokens_to_add(pair=pairs))
 
     def examples(self, batch: list[Texts], length: int) -> list[tuple[list[int], int | None]]:
-        """Encode one at a time, as the tokenizer does it itself."""
-        found = []
+        """Encode texts one at a time."""
+        encoded = []
         for texts in batch:
-            one = self.tokenizer(
+            encoding = self.tokenizer(
                 *texts, truncation=True, max_length=length, return_token_type_ids=True
             )
             typed = len(texts) == 2 and "token_type_ids" in self.tokenizer.model_input_names
-            second = (*one["token_type_ids"], 1).index(1) if typed else None
-            found.append((list(one["input_ids"]), second))
-        return found
+            second = (*encoding["token_type_ids"], 1).index(1) if typed else None
+            encoded.append((list(encoding["input_ids"]), second))
+        return encoded
 
     def running(self, batch: list[str]) -> list[list[int]]:
         """Encode without special tokens."""
@@ -210,16 +215,16 @@ class Slow:
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A pretrained tokenizer, how it is used here, and the digest of what it does."""
+    """A pretrained tokenizer, its encoder, and a digest of its vocabulary and rules."""
 
     tokenizer: Any
-    coder: Coder
+    encoder: Encoder
     digest: str
 
 
 def load_pretrained(name: str) -> Pretrained:
-    """Load a tokenizer; its end-of-text token fills up when it has none for that."""
-    tokenizer = _loaded(name)
+    """Load a tokenizer; the end-of-text token pads if there is no padding token."""
+    tokenizer = _load_from_transformers(name)
     pads = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     ends = (tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id)
     pad = next((number for number in pads if number is not None), None)
@@ -239,7 +244,7 @@ def load_pretrained(name: str) -> Pretrained:
     return Pretrained(tokenizer, fast, digest_of([backend.to_str(), pad, end, types]))
 
 
-def _loaded(name: str) -> Any:
+def _load_from_transformers(name: str) -> Any:
     transformers = importlib.import_module("transformers")
     folder = Path(name).expanduser()
     local = folder.is_dir()

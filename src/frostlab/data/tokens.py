@@ -1,4 +1,4 @@
-"""Examples as numbers on disk: written piece by piece, read through the page cache."""
+"""Token arrays on disk: written in pieces, memory-mapped when read."""
 
 import hashlib
 import json
@@ -49,15 +49,15 @@ class Prepared:
     vocabulary: int
     pad: int  # fills up short examples
     splits: dict[str, Tokens]  # train, report and, unless published, tune
-    origin: dict[str, str]  # each split's place, and what was carved or dropped
-    caution: str | None  # to be shown wherever the numbers are
-    known: dict[str, float]  # answers known beforehand, such as chance
+    origin: dict[str, str]  # each split's place, and how rows were held out or dropped
+    caution: str | None  # a warning to show with every number
+    known: dict[str, float]  # reference scores, such as chance
     digest: str  # of texts, tokenizer and settings
     tokenizer: Path | None  # tokenizer.json or a folder; None for synthetic tasks
 
 
-class Writer:
-    """Writes one split: ids as they come, the rest at the end."""
+class TokenWriter:
+    """Writes one split: token ids as they come, the examples' bounds at the end."""
 
     def __init__(self, folder: Path, role: str, vocabulary: int) -> None:
         self.folder, self.role = folder, role
@@ -68,7 +68,7 @@ class Writer:
         self._header = self._write_header()
 
     def _write_header(self) -> int:
-        # numpy pads the header so that the length may grow in place.
+        # numpy pads the header, so the length can grow in place.
         shape = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.count,)}
         self._file.seek(0)
         np.lib.format.write_array_header_1_0(self._file, shape)
@@ -96,11 +96,11 @@ class Writer:
         self._file.close()
 
     def finish(self, arrays: dict[str, npt.NDArray[Any] | None]) -> str:
-        """Write what says where the examples are, and return the digest of it all."""
+        """Write the arrays that bound the examples; return the digest of everything written."""
         for name, dtype in _TYPES.items():
-            given = arrays.get(name)
-            if given is not None:
-                array = given.astype(dtype)
+            values = arrays.get(name)
+            if values is not None:
+                array = values.astype(dtype)
                 np.save(self.folder / f"{self.role}.{name}.npy", array)
                 self._digest.update(f"{name};".encode() + array.tobytes())
         return self._digest.hexdigest()
@@ -121,7 +121,7 @@ def load_tokens(folder: Path, role: str, digest: str) -> Tokens:
 
 
 def save_facts(folder: Path, facts: dict[str, Any]) -> None:
-    """Write what is said once for all splits."""
+    """Write the facts that hold for all splits."""
     (folder / "prepared.json").write_text(json.dumps(facts, ensure_ascii=False, indent=1))
 
 
@@ -131,6 +131,6 @@ def load_facts(folder: Path) -> dict[str, Any]:
     return facts
 
 
-def flat(lists: Iterable[list[int]]) -> npt.NDArray[np.int64]:
-    """Join lists of ids into one array."""
-    return np.array([number for one in lists for number in one], dtype=np.int64)
+def concatenate(lists: Iterable[list[int]]) -> npt.NDArray[np.int64]:
+    """Join lists of token ids into one array."""
+    return np.array([number for ids in lists for number in ids], dtype=np.int64)

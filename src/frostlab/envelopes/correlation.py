@@ -1,4 +1,4 @@
-"""Pearson's r, its mean by Fisher's z, and what r is by chance."""
+"""Pearson's r of decoded envelopes: means by Fisher's z, chance, matching, and stitched windows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,10 +11,12 @@ from scipy import special
 from frostlab.errors import BadInput
 
 Floats = NDArray[np.float64]
+_LARGEST = 1 - 1e-12  # of r whose z is finite
+_FLAT = 64 * float(np.finfo(np.float32).eps)  # relative deviation of a constant, by rounding
 
 
 class Recording(Protocol):
-    """EEG and the envelope heard meanwhile, aligned in time and sampled at one rate."""
+    """EEG and the envelope of the speech, aligned in time and at one rate."""
 
     @property
     def name(self) -> str: ...
@@ -32,21 +34,21 @@ R = TypeVar("R", bound=Recording)
 
 
 def by_subject(recordings: Sequence[R]) -> dict[str, list[R]]:
-    """Each subject's recordings, both in the order they came; every name once."""
-    found: dict[str, list[R]] = {}
+    """Return each subject's recordings, in their order; names must differ."""
+    subjects: dict[str, list[R]] = {}
     names: set[str] = set()
     for recording in recordings:
         if recording.name in names:
             raise BadInput(f"two recordings are called {recording.name}; names must differ")
         names.add(recording.name)
-        found.setdefault(recording.subject, []).append(recording)
-    if not found:
+        subjects.setdefault(recording.subject, []).append(recording)
+    if not subjects:
         raise BadInput("there is no recording here; at least one is needed")
-    return found
+    return subjects
 
 
 def to_samples(seconds: float, rate: float, what: str) -> int:
-    """A length in seconds as a whole number of samples, at least one."""
+    """Convert seconds to a number of samples, at least one."""
     samples = round(seconds * rate)
     if samples < 1:
         raise BadInput(
@@ -56,12 +58,13 @@ def to_samples(seconds: float, rate: float, what: str) -> int:
     return samples
 
 
-_LARGEST = 1 - 1e-12  # arctanh of it is finite
-_FLAT = 64 * float(np.finfo(np.float32).eps)  # of its own size: what rounding makes of a constant
+def pearson(a: ArrayLike, b: ArrayLike) -> Floats:
+    """Return Pearson's r along the last axis; 0 if one of both is constant."""
+    return np.clip((unit_norm(a) * unit_norm(b)).sum(-1), -1, 1)
 
 
-def centred(values: ArrayLike) -> Floats:
-    """Mean 0 and length 1 along the last axis; all 0 where the values are constant."""
+def unit_norm(values: ArrayLike) -> Floats:
+    """Return values with mean 0 and norm 1 along the last axis; constant values become 0."""
     x = np.asarray(values, np.float64)
     mean = x.mean(-1, keepdims=True)
     size = np.abs(x).max(-1, keepdims=True)
@@ -71,60 +74,55 @@ def centred(values: ArrayLike) -> Floats:
     return np.where(flat, 0.0, x / np.where(flat, 1.0, length))
 
 
-def pearson(a: ArrayLike, b: ArrayLike) -> Floats:
-    """Pearson's r along the last axis; 0 where a side is constant and so says nothing."""
-    return np.clip((centred(a) * centred(b)).sum(-1), -1, 1)
-
-
-def fisher(r: ArrayLike) -> Floats:
-    """Fisher's z of r, finite even for r = ±1."""
+def fisher_z(r: ArrayLike) -> Floats:
+    """Return Fisher's z of r, finite even for r = ±1."""
     return np.arctanh(np.clip(np.asarray(r, np.float64), -_LARGEST, _LARGEST))
 
 
 def fisher_mean(r: ArrayLike, axis: int = 0) -> Floats:
-    """The mean of correlations, taken over z."""
-    return np.tanh(fisher(r).mean(axis))
+    """Return the mean of correlations by Fisher's z."""
+    return np.tanh(fisher_z(r).mean(axis))
 
 
 def shifted_pearson(prediction: ArrayLike, envelope: ArrayLike) -> Floats:
-    """r of the prediction with the envelope moved by 0, 1, 2 … samples, its end put in front.
+    """Return r of the prediction with the envelope shifted circularly by 0, 1, 2 … samples.
 
-    A circular shift keeps mean and spread, so that one cross-correlation, by FFT, is all of them.
+    A circular shift keeps mean and variance, so one cross-correlation by FFT gives all of them.
     """
-    a, b = centred(prediction), centred(envelope)
-    crossed = np.fft.rfft(a) * np.conj(np.fft.rfft(b))
-    return np.clip(np.fft.irfft(crossed, len(a)), -1, 1)
+    a, b = unit_norm(prediction), unit_norm(envelope)
+    product = np.fft.rfft(a) * np.conj(np.fft.rfft(b))
+    return np.clip(np.fft.irfft(product, len(a)), -1, 1)
 
 
 def draw_shifts(
     samples: int, away: int, count: int, random: np.random.Generator
 ) -> NDArray[np.int64]:
-    """`count` different shifts, each at least `away` samples from 0 whichever way round."""
+    """Draw `count` different circular shifts, at least `away` samples in either direction."""
     return random.choice(np.arange(away, samples - away + 1), count, replace=False)
 
 
 @dataclass(frozen=True)
 class Null:
-    """What r is by chance: quantiles of r with mismatched envelopes, and p of the r found.
+    """Null distribution of r: quantiles of r with mismatched envelopes, and the p value of r.
 
-    p is (1 + how many reach r) / (1 + how many there are).
+    p is (1 + number of mismatched r ≥ r) / (1 + number of mismatched r).
     """
 
-    low: float  # 5 of 100 are below
+    low: float  # the 5 % quantile
     median: float
-    high: float  # 5 of 100 are above
+    high: float  # the 95 % quantile
     p: float
 
 
-def null_of(r: float, drawn: Floats) -> Null:
-    """Set r beside correlations drawn by chance."""
-    low, median, high = (float(x) for x in np.quantile(drawn, (0.05, 0.5, 0.95)))
-    return Null(low, median, high, float((1 + (drawn >= r).sum()) / (1 + len(drawn))))
+def null_distribution(r: float, mismatched: Floats) -> Null:
+    """Compare r with correlations of mismatched envelopes."""
+    low, median, high = (float(x) for x in np.quantile(mismatched, (0.05, 0.5, 0.95)))
+    return Null(low, median, high, float((1 + (mismatched >= r).sum()) / (1 + len(mismatched))))
 
 
 @dataclass(frozen=True)
 class Tally:
-    """Decisions that were right (a tie is half a one), of how many, from how many windows."""
+    """Number of right decisions (a tie counts half), of all decisions, and of windows."""
 
     right: float
     decisions: int
@@ -132,54 +130,58 @@ class Tally:
 
     @property
     def accuracy(self) -> float | None:
-        """The share that was right; none where nothing could be decided."""
+        """Share of right decisions; None without any decision."""
         return self.right / self.decisions if self.decisions else None
 
     def interval(self, confidence: float = 0.95) -> tuple[float, float] | None:
-        """Wilson's interval; windows, not decisions, are what chance drew."""
+        """Return Wilson's interval; windows, not decisions, are the independent draws."""
         if not self.decisions:
             return None
         n, share = self.windows, self.right / self.decisions
         z = float(special.ndtri((1 + confidence) / 2))
-        middle = (share + z * z / (2 * n)) / (1 + z * z / n)
-        reach = z / (1 + z * z / n) * float(np.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2))
-        return max(0.0, middle - reach), min(1.0, middle + reach)
+        centre = (share + z * z / (2 * n)) / (1 + z * z / n)
+        half = z / (1 + z * z / n) * float(np.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2))
+        return max(0.0, centre - half), min(1.0, centre + half)
 
-    def __add__(self, more: "Tally") -> "Tally":
+    def __add__(self, other: "Tally") -> "Tally":
         return Tally(
-            self.right + more.right, self.decisions + more.decisions, self.windows + more.windows
+            self.right + other.right,
+            self.decisions + other.decisions,
+            self.windows + other.windows,
         )
 
 
 def match_mismatch(prediction: ArrayLike, envelope: ArrayLike, window: int, gap: int) -> Tally:
-    """Is a window's prediction nearer to its own envelope than to one `gap` samples beyond it?
+    """Count windows whose prediction correlates more with their envelope than with a wrong one.
 
-    Windows follow one another without overlap. Each is asked in both orders, where they fit: the
-    wrong stretch after the window, and before it.
+    Windows do not overlap. The wrong envelope begins `gap` samples after the window, or ends so
+    many before it; both are tried where they fit.
     """
     x, y = (np.asarray(values, np.float64) for values in (prediction, envelope))
-    samples, away = len(y), window + gap
+    samples, distance = len(y), window + gap
     starts = np.arange(0, samples - window + 1, window)
-    right, decisions, asked = 0.0, 0, np.zeros(len(starts), bool)
-    own = pearson(_windows(x, starts, window), _windows(y, starts, window))
-    for shift in (away, -away):
+    right, decisions, used = 0.0, 0, np.zeros(len(starts), bool)
+    matched = pearson(_windows(x, starts, window), _windows(y, starts, window))
+    for shift in (distance, -distance):
         fits = (starts + shift >= 0) & (starts + shift + window <= samples)
-        said = _windows(x, starts[fits], window)
-        wrong = pearson(said, _windows(y, starts[fits] + shift, window))
-        right += _wins(own[fits], wrong)
+        predicted = _windows(x, starts[fits], window)
+        mismatched = pearson(predicted, _windows(y, starts[fits] + shift, window))
+        right += _count_larger(matched[fits], mismatched)
         decisions += int(fits.sum())
-        asked |= fits
-    return Tally(right, decisions, int(asked.sum()))
+        used |= fits
+    return Tally(right, decisions, int(used.sum()))
 
 
-def attended(prediction: ArrayLike, envelope: ArrayLike, other: ArrayLike, window: int) -> Tally:
-    """Is a window's prediction nearer to the attended speaker than to the other one?"""
+def match_attended(
+    prediction: ArrayLike, envelope: ArrayLike, other: ArrayLike, window: int
+) -> Tally:
+    """Count windows whose prediction correlates more with the attended than the other speaker."""
     starts = np.arange(0, np.shape(envelope)[0] - window + 1, window)
-    said, own, theirs = (
+    predicted, attended, ignored = (
         _windows(np.asarray(values, np.float64), starts, window)
         for values in (prediction, envelope, other)
     )
-    right = _wins(pearson(said, own), pearson(said, theirs))
+    right = _count_larger(pearson(predicted, attended), pearson(predicted, ignored))
     return Tally(right, len(starts), len(starts))
 
 
@@ -189,12 +191,13 @@ def _windows(values: Floats, starts: np.ndarray, window: int) -> Floats:
     return np.lib.stride_tricks.sliding_window_view(values, window)[starts]
 
 
-def _wins(own: Floats, wrong: Floats) -> float:
-    return float((own > wrong).sum() + 0.5 * (own == wrong).sum())
+def _count_larger(matched: Floats, mismatched: Floats) -> float:
+    """Count where the first is larger; a tie counts half."""
+    return float((matched > mismatched).sum() + 0.5 * (matched == mismatched).sum())
 
 
 def window_starts(samples: int, length: int, hop: int) -> NDArray[np.int64]:
-    """Where windows start so that every sample is in one: each `hop`, the last one at the end."""
+    """Return starts of windows that cover every sample: every `hop`, and one at the end."""
     if samples < length:
         raise BadInput(f"a recording of {samples} samples is shorter than a window of {length}")
     if not 1 <= hop <= length:
@@ -204,25 +207,25 @@ def window_starts(samples: int, length: int, hop: int) -> NDArray[np.int64]:
 
 
 def stitch(windows: ArrayLike, starts: ArrayLike, samples: int) -> Floats:
-    """One signal (samples,) from windows (n, T): where they overlap, their weighted mean.
+    """Return one signal (samples,) from windows (n, T), their weighted mean where they overlap.
 
-    The weight is a squared sine over the window, so that a sample counts most where the window
-    knows both its past and its future. It is nowhere 0: what one window alone covers is its own.
+    The weight is a squared sine over the window: largest where the decoder saw both past and
+    future. It is nowhere 0, so a single window is kept as it is.
     """
-    parts = np.asarray(windows, np.float64)
-    places = np.asarray(starts, np.int64)
-    if parts.ndim != 2 or places.shape != parts.shape[:1]:
-        raise BadInput(f"windows {parts.shape} need one start each, not starts {places.shape}")
-    length = parts.shape[1]
-    outside = places[(places < 0) | (places + length > samples)]
+    values = np.asarray(windows, np.float64)
+    first = np.asarray(starts, np.int64)
+    if values.ndim != 2 or first.shape != values.shape[:1]:
+        raise BadInput(f"windows {values.shape} need one start each, not starts {first.shape}")
+    length = values.shape[1]
+    outside = first[(first < 0) | (first + length > samples)]
     if len(outside):
         raise BadInput(
             f"a window of {length} samples from {outside[0]} is not within {samples} samples"
         )
     taper = np.sin(np.pi * (np.arange(length) + 0.5) / length) ** 2
     total, weight = np.zeros(samples), np.zeros(samples)
-    for part, start in zip(parts, places, strict=True):
-        total[start : start + length] += taper * part
+    for window, start in zip(values, first, strict=True):
+        total[start : start + length] += taper * window
         weight[start : start + length] += taper
     if not weight.all():
         raise BadInput(f"no window covers sample {int(np.argmin(weight))} of {samples}")

@@ -1,4 +1,8 @@
-"""What the figures show, as plain rows that any chart can draw."""
+"""Figures of envelope scores, and the page that shows them.
+
+`…_rows` functions return plain rows, `draw_…` functions draw them with Altair, and `eeg_page`
+writes a folder with the page and a PNG of each figure.
+"""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -9,112 +13,110 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from frostlab.envelopes.correlation import Floats, centred
+from frostlab.envelopes.correlation import Floats, unit_norm
 from frostlab.envelopes.scores import EnvelopeScores, scores_table
-from frostlab.errors import BadInput
+from frostlab.errors import BadInput, require
 
 Rows = list[dict[str, Any]]
+_WIDTH = 640
+_RIM = 1.15  # radius of the map, relative to the head's
+_LIMIT = 1.3  # channels farther out, relative to the head's radius, are on face or neck
+_TITLE = "EEG to speech envelope"
+_STYLE = "body{font-family:sans-serif;max-width:60em;margin:2em auto}pre{overflow-x:auto}"
+
+
+def eeg_page(
+    folder: Path,
+    scores: Mapping[str, Mapping[str, EnvelopeScores]],
+    *,
+    best: Mapping[str, float] | None = None,
+    excerpts: Mapping[str, Rows] | None = None,
+    kernels: Rows | None = None,
+    importance: tuple[Sequence[str], ArrayLike] | None = None,
+    caution: str | None = None,
+    titles: Mapping[str, str] | None = None,
+) -> Path:
+    """Write `index.html` and a PNG of each figure into the folder, and return the page.
+
+    Args:
+        scores: by split, then by decoder.
+        best: the best achievable r by split.
+        excerpts: `excerpt_rows` by title.
+        kernels: `kernel_rows`.
+        importance: channel names, and one value for each.
+        caution: a warning to show on top.
+        titles: titles of splits, by default their names.
+    """
+    if not scores:
+        raise BadInput("an EEG page needs the scores of at least one split")
+    _altair()  # fails before anything is written
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = [f"<p>{escape(caution)}</p>"] if caution else []
+    for split, decoders in scores.items():
+        best_r = (best or {}).get(split)
+        table = escape(scores_table(decoders, best_r))
+        parts.append(f"<h2>{escape((titles or {}).get(split, split))}</h2>\n<pre>{table}</pre>")
+        parts.append(_figure(folder, f"r-{split}", draw_subjects(subject_rows(decoders), best_r)))
+    for number, (title, rows) in enumerate((excerpts or {}).items(), 1):
+        parts.append(_figure(folder, f"excerpt-{number}", draw_excerpt(rows, title)))
+    if kernels:
+        parts.append(_figure(folder, "kernels", draw_kernels(kernels)))
+    if importance is not None:
+        chart, note = _draw_importance(*importance)
+        parts.append(_figure(folder, "channels", chart))
+        parts += [f"<p>{escape(note)}</p>"] if note else []
+    page = folder / "index.html"
+    body = "\n".join(parts)
+    page.write_text(
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{_TITLE}</title>\n'
+        f"<style>{_STYLE}</style></head><body>\n<h1>{_TITLE}</h1>\n{body}\n</body></html>\n",
+        encoding="utf-8",
+    )
+    return page
+
+
+def _figure(folder: Path, name: str, chart: Any) -> str:
+    """Write a chart as PNG, and return it as SVG for the page."""
+    file_name = "".join(c if c.isalnum() or c in "-_" else "-" for c in name)
+    chart.save(str(folder / f"{file_name}.png"), scale_factor=2)
+    svg = StringIO()
+    chart.save(svg, format="svg")
+    return f"<figure>{svg.getvalue()}</figure>"
+
+
+def _draw_importance(names: Sequence[str], values: ArrayLike) -> tuple[Any, str | None]:
+    """Draw a scalp map, or bars with the reason if MNE is missing or lacks a channel."""
+    rows = channel_rows(values, names)
+    try:
+        places = scalp_positions([row["channel"] for row in rows])
+        positions = [places[row["channel"]] for row in rows]
+        cells = scalp_rows([row["importance"] for row in rows], positions)
+    except BadInput as error:
+        return draw_channels(rows), f"Channels as bars: {error}."
+    return draw_scalp(rows, cells, positions), None
 
 
 def subject_rows(decoders: Mapping[str, EnvelopeScores]) -> Rows:
-    """r of each subject under each decoder, with what chance gives there."""
+    """Return r and chance of each subject with each decoder."""
     return [
-        {"decoder": name, "subject": each.subject, "r": each.r, "p": each.null.p,
-         "chance_low": each.null.low, "chance_high": each.null.high}
+        {"decoder": name, "subject": score.subject, "r": score.r, "p": score.null.p,
+         "chance_low": score.null.low, "chance_high": score.null.high}
         for name, scores in decoders.items()
-        for each in scores.subjects
+        for score in scores.subjects
     ]  # fmt: skip
 
 
-def excerpt_rows(
-    signals: Mapping[str, ArrayLike],
-    rate: float,
-    *,
-    start: float = 0.0,
-    seconds: float = 10.0,
-    points: int = 400,
-) -> Rows:
-    """A stretch of signals, e.g. envelope and prediction, each with mean 0 and spread 1 in it.
-
-    Longer ones than `points` are thinned by the mean over neighbours, which leaves no aliases.
-    """
-    rows: Rows = []
-    for name, values in signals.items():
-        signal = np.asarray(values, np.float64)
-        first = round(start * rate)
-        shown = signal[first : first + round(seconds * rate)]
-        if first < 0 or len(shown) < 2:
-            raise BadInput(
-                f"no stretch from {start:g} s in {name}, which ends at {len(signal) / rate:g} s"
-            )
-        block = -(-len(shown) // points)
-        shown = shown[: len(shown) // block * block].reshape(-1, block).mean(1)
-        scaled = centred(shown) * np.sqrt(len(shown))
-        times = (first + (np.arange(len(shown)) + 0.5) * block - 0.5) / rate
-        rows += [
-            {"signal": name, "second": float(t), "value": float(value)}
-            for t, value in zip(times, scaled, strict=True)
-        ]
-    return rows
-
-
-def kernel_rows(weights: ArrayLike, rate: float, *, first: int = 0, most: int = 8) -> Rows:
-    """The strongest filters' courses over time, from weights (filters, channels, taps).
-
-    Each is the leading singular vector over time, times its singular value: the one course that
-    explains most of what the filter does on all channels. Its largest value is positive.
-    """
-    kernels = np.asarray(weights, np.float64)
-    if kernels.ndim != 3:
-        raise BadInput(f"kernels must be (filters, channels, taps), not {kernels.shape}")
-    strongest = np.argsort(-np.linalg.norm(kernels, axis=(1, 2)), kind="stable")[:most]
-    rows: Rows = []
-    for place in strongest:
-        _, sizes, courses = np.linalg.svd(kernels[place], full_matrices=False)
-        course = sizes[0] * courses[0]
-        course = course * (np.sign(course[np.abs(course).argmax()]) or 1.0)
-        rows += [
-            {"filter": int(place), "ms": 1000 * (first + tap) / rate, "weight": float(value)}
-            for tap, value in enumerate(course)
-        ]
-    return rows
-
-
-def channel_rows(importance: ArrayLike, channels: Sequence[str]) -> Rows:
-    """Each channel's importance, the largest first."""
-    values = np.asarray(importance, np.float64)
-    if values.shape != (len(channels),):
-        raise BadInput(f"{len(channels)} channels need as many values, not {values.shape}")
-    if not np.isfinite(values).all():
-        raise BadInput("channel importance has values that are not finite")
-    order = np.argsort(-values, kind="stable")
-    return [{"channel": channels[i], "importance": float(values[i])} for i in order]
-
-
-_WIDTH = 640
-
-
-def altair() -> Any:
-    """The library that draws, or one line that says what is missing."""
-    try:
-        import altair as alt
-        import vl_convert  # noqa: F401
-    except ImportError as error:
-        raise BadInput(f"figures need {error.name}; pip install 'frostlab[report]'") from None
-    return alt
-
-
 def draw_subjects(rows: Rows, best: float | None = None) -> Any:
-    """r of each subject under each decoder; grey is what chance gives."""
-    alt = altair()
+    """Draw r of each subject with each decoder; grey is chance."""
+    alt = _altair()
     first = rows[0]["decoder"]
-    own = [row for row in rows if row["decoder"] == first]
-    order = [row["subject"] for row in sorted(own, key=lambda row: row["r"])]
+    first_rows = [row for row in rows if row["decoder"] == first]
+    order = [row["subject"] for row in sorted(first_rows, key=lambda row: row["r"])]
     x = alt.X("subject:N", sort=order, title="subject, by r of the first decoder")
     decoders = list(dict.fromkeys(row["decoder"] for row in rows))
     chance = (
-        alt.Chart(alt.Data(values=own))
-        .mark_bar(color="#bbbbbb", opacity=0.7, size=min(30, 0.7 * _WIDTH / len(own)))
+        alt.Chart(alt.Data(values=first_rows))
+        .mark_bar(color="#bbbbbb", opacity=0.7, size=min(30, 0.7 * _WIDTH / len(first_rows)))
         .encode(
             x=x,
             y=alt.Y("chance_low:Q", title="Pearson r (grey: 90 % of r by chance)"),
@@ -135,15 +137,47 @@ def draw_subjects(rows: Rows, best: float | None = None) -> Any:
     if best is not None:
         line = alt.Chart(alt.Data(values=[{"r": best}])).mark_rule(strokeDash=[6, 4])
         layers.append(line.encode(y="r:Q"))
-    said = "" if best is None else f"; dashed: best achievable, {best:.3f}"
+    dashed = "" if best is None else f"; dashed: best achievable, {best:.3f}"
     return alt.layer(*layers).properties(
-        width=_WIDTH, height=260, title=f"Correlation with the envelope, by subject{said}"
+        width=_WIDTH, height=260, title=f"Correlation with the envelope, by subject{dashed}"
     )
 
 
+def excerpt_rows(
+    signals: Mapping[str, ArrayLike],
+    rate: float,
+    *,
+    start: float = 0.0,
+    seconds: float = 10.0,
+    points: int = 400,
+) -> Rows:
+    """Return an excerpt of signals, such as envelope and prediction, with mean 0 and variance 1.
+
+    Longer ones than `points` are thinned by averaging neighbours, which avoids aliasing.
+    """
+    rows: Rows = []
+    for name, values in signals.items():
+        signal = np.asarray(values, np.float64)
+        first = round(start * rate)
+        excerpt = signal[first : first + round(seconds * rate)]
+        if first < 0 or len(excerpt) < 2:
+            raise BadInput(
+                f"no excerpt from {start:g} s in {name}, which ends at {len(signal) / rate:g} s"
+            )
+        block = -(-len(excerpt) // points)
+        excerpt = excerpt[: len(excerpt) // block * block].reshape(-1, block).mean(1)
+        scaled = unit_norm(excerpt) * np.sqrt(len(excerpt))
+        times = (first + (np.arange(len(excerpt)) + 0.5) * block - 0.5) / rate
+        rows += [
+            {"signal": name, "second": float(t), "value": float(value)}
+            for t, value in zip(times, scaled, strict=True)
+        ]
+    return rows
+
+
 def draw_excerpt(rows: Rows, title: str) -> Any:
-    """Signals over time."""
-    alt = altair()
+    """Draw signals over time."""
+    alt = _altair()
     signals = list(dict.fromkeys(row["signal"] for row in rows))
     times = [row["second"] for row in rows]
     return (
@@ -158,9 +192,31 @@ def draw_excerpt(rows: Rows, title: str) -> Any:
     )
 
 
+def kernel_rows(weights: ArrayLike, rate: float, *, first: int = 0, most: int = 8) -> Rows:
+    """Return the time courses of the strongest filters, from weights (filters, channels, taps).
+
+    A course is the leading singular vector over time, times its singular value: the course that
+    explains most of the filter over all channels. Its largest value is positive.
+    """
+    kernels = np.asarray(weights, np.float64)
+    if kernels.ndim != 3:
+        raise BadInput(f"kernels must be (filters, channels, taps), not {kernels.shape}")
+    strongest = np.argsort(-np.linalg.norm(kernels, axis=(1, 2)), kind="stable")[:most]
+    rows: Rows = []
+    for index in strongest:
+        _, sizes, courses = np.linalg.svd(kernels[index], full_matrices=False)
+        course = sizes[0] * courses[0]
+        course = course * (np.sign(course[np.abs(course).argmax()]) or 1.0)
+        rows += [
+            {"filter": int(index), "ms": 1000 * (first + tap) / rate, "weight": float(value)}
+            for tap, value in enumerate(course)
+        ]
+    return rows
+
+
 def draw_kernels(rows: Rows) -> Any:
-    """Courses over time of the strongest filters, one small panel each."""
-    alt = altair()
+    """Draw the time courses of the strongest filters, one small panel each."""
+    alt = _altair()
     filters = list(dict.fromkeys(row["filter"] for row in rows))
     return (
         alt.Chart(alt.Data(values=rows))
@@ -172,9 +228,20 @@ def draw_kernels(rows: Rows) -> Any:
     )
 
 
+def channel_rows(importance: ArrayLike, channels: Sequence[str]) -> Rows:
+    """Return the importance of each channel, the largest first."""
+    values = np.asarray(importance, np.float64)
+    if values.shape != (len(channels),):
+        raise BadInput(f"{len(channels)} channels need as many values, not {values.shape}")
+    if not np.isfinite(values).all():
+        raise BadInput("channel importance has values that are not finite")
+    order = np.argsort(-values, kind="stable")
+    return [{"channel": channels[i], "importance": float(values[i])} for i in order]
+
+
 def draw_channels(rows: Rows, most: int = 20) -> Any:
-    """The channels that count most, as bars: where there is no scalp map."""
-    alt = altair()
+    """Draw the most important channels as bars, where a scalp map is not possible."""
+    alt = _altair()
     return (
         alt.Chart(alt.Data(values=rows[:most]))
         .mark_bar()
@@ -183,9 +250,73 @@ def draw_channels(rows: Rows, most: int = 20) -> Any:
     )
 
 
+def scalp_positions(channels: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """Return x (to the right) and y (to the nose) of each channel; the head has radius 1.
+
+    Positions are taken from the montage of MNE that has every name. The angle from the top of the
+    head becomes the distance from the centre, so the circle runs through the ears.
+    """
+    mne = require("mne", "eeg", "a scalp map")
+    built_in = mne.channels.get_builtin_montages()
+    dense = "colin27_1005" if "colin27_1005" in built_in else "standard_1005"  # older MNE
+    montages = ("biosemi64", "biosemi128", dense)
+    missing: list[str] = []
+    for name in montages:
+        places = mne.channels.make_standard_montage(name).get_positions()["ch_pos"]
+        by_name = {channel.lower(): place for channel, place in places.items()}
+        unknown = [channel for channel in channels if channel.lower() not in by_name]
+        if not unknown:
+            centre = np.array([0.0, *_sphere_centre(np.array(list(places.values())))])
+            return {channel: _project(by_name[channel.lower()] - centre) for channel in channels}
+        missing = unknown if not missing or len(unknown) < len(missing) else missing
+    raise BadInput(
+        f"no montage of {', '.join(montages)} has channel {missing[0]}, so there is no map"
+    )
+
+
+def _sphere_centre(places: Floats) -> tuple[float, float]:
+    """Return y and z of the centre of the sphere that fits the electrodes best."""
+    square = (places**2).sum(1)
+    rows = np.column_stack([2 * places, np.ones(len(places))])
+    solved = np.linalg.lstsq(rows, square, rcond=None)[0]
+    return float(solved[1]), float(solved[2])
+
+
+def _project(place: Floats) -> tuple[float, float]:
+    """Project a place on the sphere by its angle from the top (azimuthal equidistant)."""
+    x, y, z = place
+    radius = float(np.hypot(x, y))
+    angle = float(np.arctan2(radius, z)) / (np.pi / 2)
+    return (angle * float(x) / radius, angle * float(y) / radius) if radius > 1e-9 else (0.0, 0.0)
+
+
+def scalp_rows(
+    importance: ArrayLike, places: Sequence[tuple[float, float]], cells: int = 64
+) -> Rows:
+    """Return a smooth map of the channels' values, as cells of a grid within the rim."""
+    from scipy.interpolate import RBFInterpolator  # takes a while to load
+
+    values, positions = np.asarray(importance, np.float64), np.array(places, np.float64)
+    near = np.hypot(*positions.T) <= _LIMIT
+    try:
+        smooth = RBFInterpolator(positions[near], values[near], kernel="thin_plate_spline")
+    except (ValueError, np.linalg.LinAlgError):  # fewer than three, or all on one line
+        raise BadInput(f"{near.sum()} channels on the head do not span a map") from None
+    side = 2 * _RIM / cells
+    centres = -_RIM + side * (np.arange(cells) + 0.5)
+    grid = np.stack(np.meshgrid(centres, centres), -1).reshape(-1, 2)
+    grid = grid[np.hypot(*grid.T) <= _RIM]
+    smoothed = np.clip(smooth(grid), values.min(), values.max())
+    half = side / 2
+    return [
+        {"x": x - half, "x2": x + half, "y": y - half, "y2": y + half, "importance": value}
+        for (x, y), value in zip(grid.tolist(), smoothed.tolist(), strict=True)
+    ]
+
+
 def draw_scalp(rows: Rows, cells: Rows, places: Sequence[tuple[float, float]]) -> Any:
-    """Channel importance on the head seen from above, the nose up."""
-    alt = altair()
+    """Draw channel importance on the head, seen from above with the nose up."""
+    alt = _altair()
     square = alt.Scale(domain=[-1.3, 1.3])
     x = alt.X("x:Q", scale=square, axis=None)
     y = alt.Y("y:Q", scale=square, axis=None)
@@ -200,8 +331,8 @@ def draw_scalp(rows: Rows, cells: Rows, places: Sequence[tuple[float, float]]) -
             color=alt.Color("importance:Q", scale=alt.Scale(scheme="viridis"), title="importance"),
         )
     )
-    turn = np.linspace(0, 2 * np.pi, 91)
-    head = [{"x": float(np.cos(t)), "y": float(np.sin(t)), "at": i} for i, t in enumerate(turn)]
+    angles = np.linspace(0, 2 * np.pi, 91)
+    head = [{"x": float(np.cos(t)), "y": float(np.sin(t)), "at": i} for i, t in enumerate(angles)]
     nose = [{"x": a, "y": b, "at": i} for i, (a, b) in enumerate(((-0.1, 1), (0, 1.12), (0.1, 1)))]
     outline = [
         alt.Chart(alt.Data(values=line))
@@ -210,152 +341,18 @@ def draw_scalp(rows: Rows, cells: Rows, places: Sequence[tuple[float, float]]) -
         for line in (head, nose)
     ]
     dots = [
-        {"x": a, "y": b, "channel": row["channel"], "strong": place < 10}
-        for place, (row, (a, b)) in enumerate(zip(rows, places, strict=True))
+        {"x": a, "y": b, "channel": row["channel"], "strong": rank < 10}
+        for rank, (row, (a, b)) in enumerate(zip(rows, places, strict=True))
     ]
     channels = alt.Chart(alt.Data(values=dots)).encode(x=x, y=y)
-    marks = channels.mark_point(filled=True, size=10, color="black", opacity=1)
+    points = channels.mark_point(filled=True, size=10, color="black", opacity=1)
     named = channels.transform_filter("datum.strong").mark_text(dy=-7, fontSize=9)
-    return alt.layer(field, *outline, marks, named.encode(text="channel:N")).properties(
+    return alt.layer(field, *outline, points, named.encode(text="channel:N")).properties(
         width=380, height=380, title="Channel importance; the ten largest are named"
     )
 
 
-_RIM = 1.15  # of the head's radius: how far the map goes
-_LIMIT = 1.3  # of the head's radius: channels beyond are on the face or the neck
-
-
-def scalp_positions(channels: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """x (to the right) and y (to the nose) of each channel; the head's circle has radius 1.
-
-    The positions are those of the montage of MNE that knows every name. The angle from the top of
-    the head becomes the distance from the middle, so that the circle runs through the ears.
-    """
-    try:
-        import mne
-    except ImportError:
-        raise BadInput("a scalp map needs mne; pip install 'frostlab[eeg]'") from None
-    built_in = mne.channels.get_builtin_montages()
-    dense = "colin27_1005" if "colin27_1005" in built_in else "standard_1005"  # older MNE
-    montages = ("biosemi64", "biosemi128", dense)
-    missing: list[str] = []
-    for name in montages:
-        places = mne.channels.make_standard_montage(name).get_positions()["ch_pos"]
-        known = {each.lower(): place for each, place in places.items()}
-        unknown = [each for each in channels if each.lower() not in known]
-        if not unknown:
-            middle = np.array([0.0, *_middle(np.array(list(places.values())))])
-            return {each: _flat(known[each.lower()] - middle) for each in channels}
-        missing = unknown if not missing or len(unknown) < len(missing) else missing
-    raise BadInput(
-        f"no montage of {', '.join(montages)} knows channel {missing[0]}, so there is no map"
-    )
-
-
-def scalp_rows(
-    importance: ArrayLike, places: Sequence[tuple[float, float]], cells: int = 64
-) -> Rows:
-    """A smooth map through the channels: cells of a grid within the head's rim."""
-    from scipy.interpolate import RBFInterpolator  # takes a while to load
-
-    values, known = np.asarray(importance, np.float64), np.array(places, np.float64)
-    near = np.hypot(*known.T) <= _LIMIT
-    try:
-        smooth = RBFInterpolator(known[near], values[near], kernel="thin_plate_spline")
-    except (ValueError, np.linalg.LinAlgError):  # fewer than three, or all on one line
-        raise BadInput(f"{near.sum()} channels on the head do not span a map") from None
-    side = 2 * _RIM / cells
-    middles = -_RIM + side * (np.arange(cells) + 0.5)
-    grid = np.stack(np.meshgrid(middles, middles), -1).reshape(-1, 2)
-    grid = grid[np.hypot(*grid.T) <= _RIM]
-    found = np.clip(smooth(grid), values.min(), values.max())
-    half = side / 2
-    return [
-        {"x": x - half, "x2": x + half, "y": y - half, "y2": y + half, "importance": value}
-        for (x, y), value in zip(grid.tolist(), found.tolist(), strict=True)
-    ]
-
-
-def _middle(places: Floats) -> tuple[float, float]:
-    """y and z of the centre of the sphere that fits the electrodes best."""
-    square = (places**2).sum(1)
-    rows = np.column_stack([2 * places, np.ones(len(places))])
-    solved = np.linalg.lstsq(rows, square, rcond=None)[0]
-    return float(solved[1]), float(solved[2])
-
-
-def _flat(place: Floats) -> tuple[float, float]:
-    x, y, z = place
-    around = float(np.hypot(x, y))
-    far = float(np.arctan2(around, z)) / (np.pi / 2)
-    return (far * float(x) / around, far * float(y) / around) if around > 1e-9 else (0.0, 0.0)
-
-
-_TITLE = "EEG to speech envelope"
-_STYLE = "body{font-family:sans-serif;max-width:60em;margin:2em auto}pre{overflow-x:auto}"
-
-
-def eeg_page(
-    folder: Path,
-    scores: Mapping[str, Mapping[str, EnvelopeScores]],
-    *,
-    best: Mapping[str, float] | None = None,
-    excerpts: Mapping[str, Rows] | None = None,
-    kernels: Rows | None = None,
-    importance: tuple[Sequence[str], ArrayLike] | None = None,
-    caution: str | None = None,
-    titles: Mapping[str, str] | None = None,
-) -> Path:
-    """Write `index.html` and a PNG of each figure into the folder, and return the page.
-
-    `scores` and `best` go by split, then `scores` by decoder; `excerpts` are rows by title, as
-    `excerpt_rows` makes them; `kernels` are `kernel_rows`; `importance` is channel names and one
-    value each; `titles` call the splits by other names.
-    """
-    if not scores:
-        raise BadInput("an EEG page needs the scores of at least one split")
-    altair()  # before anything is written
-    folder.mkdir(parents=True, exist_ok=True)
-    parts = [f"<p>{escape(caution)}</p>"] if caution else []
-    for split, decoders in scores.items():
-        reach = (best or {}).get(split)
-        table = escape(scores_table(decoders, reach))
-        parts.append(f"<h2>{escape((titles or {}).get(split, split))}</h2>\n<pre>{table}</pre>")
-        parts.append(_figure(folder, f"r-{split}", draw_subjects(subject_rows(decoders), reach)))
-    for place, (title, rows) in enumerate((excerpts or {}).items(), 1):
-        parts.append(_figure(folder, f"excerpt-{place}", draw_excerpt(rows, title)))
-    if kernels:
-        parts.append(_figure(folder, "kernels", draw_kernels(kernels)))
-    if importance is not None:
-        chart, note = _channels(*importance)
-        parts.append(_figure(folder, "channels", chart))
-        parts += [f"<p>{escape(note)}</p>"] if note else []
-    page = folder / "index.html"
-    body = "\n".join(parts)
-    page.write_text(
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{_TITLE}</title>\n'
-        f"<style>{_STYLE}</style></head><body>\n<h1>{_TITLE}</h1>\n{body}\n</body></html>\n",
-        encoding="utf-8",
-    )
-    return page
-
-
-def _figure(folder: Path, name: str, chart: Any) -> str:
-    """Write a chart as PNG, and return it as SVG for the page."""
-    plain = "".join(c if c.isalnum() or c in "-_" else "-" for c in name)
-    chart.save(str(folder / f"{plain}.png"), scale_factor=2)
-    drawn = StringIO()
-    chart.save(drawn, format="svg")
-    return f"<figure>{drawn.getvalue()}</figure>"
-
-
-def _channels(names: Sequence[str], values: ArrayLike) -> tuple[Any, str | None]:
-    """A scalp map where MNE is there and knows the channels, else bars and why."""
-    rows = channel_rows(values, names)
-    try:
-        places = scalp_positions([row["channel"] for row in rows])
-        spots = [places[row["channel"]] for row in rows]
-        cells = scalp_rows([row["importance"] for row in rows], spots)
-    except BadInput as error:
-        return draw_channels(rows), f"Channels as bars: {error}."
-    return draw_scalp(rows, cells, spots), None
+def _altair() -> Any:
+    """Return Altair, or refuse to draw without it or without vl-convert, which writes PNG."""
+    require("vl_convert", "report", "drawing figures")
+    return require("altair", "report", "drawing figures")

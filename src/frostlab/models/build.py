@@ -15,8 +15,8 @@ from torch import nn
 
 from frostlab.data.builtin import PACKAGES, synthetic_vocabulary
 from frostlab.data.eeg.recordings import Material, Signals
-from frostlab.data.sources import KNOWN
-from frostlab.data.tokenizers import definition
+from frostlab.data.sources import PUBLIC_SETS
+from frostlab.data.tokenizers import tokenizer_settings
 from frostlab.errors import BadInput, first_line, nearest
 from frostlab.models.conformer import Conformer, ConformerConfig
 from frostlab.models.decoder import Decoder, DecoderConfig
@@ -211,7 +211,7 @@ def _vocabulary(recipe: Recipe) -> tuple[int, str]:
     """Return the size of a recipe's vocabulary, and how certain it is."""
     if isinstance(recipe.data, Synthetic):
         return synthetic_vocabulary(recipe.data), ""
-    tokenizer = definition(recipe)
+    tokenizer = tokenizer_settings(recipe)
     if isinstance(tokenizer, PretrainedTokenizer):
         try:
             return int(find_config(tokenizer.name)[0].get_text_config().vocab_size), ""
@@ -231,7 +231,7 @@ def _classes(recipe: Recipe) -> tuple[int, str]:
         return data.symbols, ""
     if isinstance(data, Docstrings):
         return (len(PACKAGES), _AT_MOST) if data.name == "docstrings" else (2, "")
-    known = KNOWN[data.name].classes if isinstance(data, Named) else None
+    known = PUBLIC_SETS[data.name].classes if isinstance(data, Named) else None
     return (2, _ASSUMED) if known is None else (known, "")
 
 

@@ -1,26 +1,39 @@
-"""What a recipe can say about its data and its tokenizer."""
+"""Data sections of a recipe: text, tokens or EEG, and tokenizers that turn text into tokens.
 
-from typing import Annotated, Any, Literal, Self
+A kind of data is one class and a member of `Data`: it knows its names, its task and which of its
+settings contradict each other. `LOADERS` holds the kinds that users registered.
+"""
 
-from pydantic import Field, model_validator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
 from frostlab.recipe.treatment import Positive, Strict
 
-SYNTHETIC = ("majority", "recall", "induction")
-NAMED = (
-    "sst2", "mnli", "xnli", "imdb", "ag_news",
-    "tinystories", "openwebtext", "wikitext2", "wikitext103", "tinyshakespeare",
-)  # fmt: skip
 TextTask = Literal["classification", "language"]
 Task = TextTask | Literal["envelope"]
-TEXT_ONLY = ("tinystories", "openwebtext", "wikitext2", "wikitext103", "tinyshakespeare")
-PAIRS = ("docstrings-pairs", "mnli", "xnli")
 Share = Annotated[float, Field(gt=0, lt=1)]
+Rate = Annotated[float, Field(gt=0)]
+Subjects = Annotated[tuple[str, ...], Field(min_length=1)]
 
 
-class Synthetic(Strict):
+class DataSettings(Strict):
+    """Base of every kind of data; each has a name, a task and the length of an example."""
+
+    form: ClassVar[Literal["text", "tokens", "signals"]]  # of the examples; text needs a tokenizer
+
+    def problems(self) -> Iterator[str]:
+        """Yield a line for each contradiction between these settings."""
+        yield from ()
+
+
+class Synthetic(DataSettings):
     """A task with a known answer, drawn from the seed of the data, not of the run."""
 
+    form = "tokens"
     name: Literal["majority", "recall", "induction"]
     examples: Positive = 4096
     length: Annotated[int, Field(ge=8)] = 32
@@ -28,12 +41,14 @@ class Synthetic(Strict):
 
     @property
     def task(self) -> TextTask:
+        """Predict the class of a sequence, or for induction its next symbol."""
         return "language" if self.name == "induction" else "classification"
 
 
-class Corpus(Strict):
-    """Text from somewhere, and how it is divided."""
+class Corpus(DataSettings):
+    """Text, and how it is split."""
 
+    form = "text"
     task: TextTask = "classification"
     length: Annotated[int, Field(ge=2)] = 128  # tokens an example has at most
     stride: Positive | None = (
@@ -41,10 +56,21 @@ class Corpus(Strict):
     )
     splits: Literal["honest", "published"] = "honest"
     train: str = "train"
-    tune: Share | str | None = None  # carved from train, or a split's name; null: the set's own
-    report: str | None = None  # the split whose result is reported; null: the set's own
+    tune: Share | str | None = None  # a share of train, or a split's name; null: the set's default
+    report: str | None = None  # the split whose result is reported; null: the set's default
     limit: Positive | None = None  # training examples at most
     evaluation_limit: Positive | None = None  # examples of tune and of report at most
+
+    def problems(self) -> Iterator[str]:
+        """Yield a line for each contradiction between these settings."""
+        if self.splits == "published" and self.tune is not None:
+            yield "data.tune is given, but splits: published selects on the reporting split"
+        if self.stride is not None and self.task != "language":
+            yield f"data.stride {self.stride} is for running text; data.task is {self.task}"
+        if self.stride is not None and self.stride < self.length:
+            yield (
+                f"data.stride {self.stride} would count tokens twice; data.length is {self.length}"
+            )
 
 
 class Docstrings(Corpus):
@@ -53,67 +79,96 @@ class Docstrings(Corpus):
     name: Literal["docstrings", "docstrings-pairs"] = "docstrings"
     per_package: Positive = 1500
 
+    def problems(self) -> Iterator[str]:
+        """Yield a line for each contradiction between these settings."""
+        if self.name == "docstrings-pairs" and self.task != "classification":
+            yield f"data.name {self.name} is for classification, not {self.task}"
+        yield from super().problems()
+
 
 class Named(Corpus):
     """A public data set, from a local folder or from the hub."""
 
-    name: Literal[NAMED]  # type: ignore[valid-type]
+    name: Literal[
+        "sst2", "mnli", "xnli", "imdb", "ag_news",
+        "tinystories", "openwebtext", "wikitext2", "wikitext103", "tinyshakespeare",
+    ]  # fmt: skip
     language: str = "en"
+
+    def problems(self) -> Iterator[str]:
+        """Yield a line for each contradiction between these settings."""
+        if self.name != "xnli" and self.language != "en":
+            yield f"data.language {self.language} is given, but only xnli has languages"
+        if self.name in _UNLABELLED and self.task != "language":
+            yield f"data.name {self.name} has no labels; set data.task to language"
+        if self.name in _LABELLED_ONLY and self.task != "classification":
+            yield f"data.name {self.name} is for classification, not {self.task}"
+        yield from super().problems()
+
+
+_UNLABELLED = ("tinystories", "openwebtext", "wikitext2", "wikitext103", "tinyshakespeare")
+_LABELLED_ONLY = ("mnli", "xnli", "sst2")  # pairs and phrases: no running text
 
 
 class Own(Corpus):
-    """A file or folder of the user's."""
+    """A file or folder of the user."""
 
     name: Literal["own"]
     path: str
     text: tuple[str, ...] = ("text",)  # one column, or two for pairs
     label: str = "label"
 
-
-def data_kind(value: Any) -> str:
-    name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
-    if name in SYNTHETIC:
-        return "synthetic"
-    if name in EEG:
-        return str(name)
-    return "named" if name in NAMED else "own" if name == "own" else "docstrings"
+    def problems(self) -> Iterator[str]:
+        """Yield a line for each contradiction between these settings."""
+        yield from super().problems()
+        if not 1 <= len(self.text) <= 2:
+            yield f"data.text names {len(self.text)} columns; one, or two for pairs"
 
 
-class BPE(Strict):
-    """Byte-level pairs, learned from the training split only."""
+class Loader(NamedTuple):
+    """A kind of data that a user registered: the function that gives its rows, and its task."""
 
-    kind: Literal["bpe"]
-    size: Annotated[int, Field(ge=300)] = 8000
-
-
-class Words(Strict):
-    """Whole words, split at white space, counted in the training split and in no other."""
-
-    kind: Literal["words"]
-    size: Annotated[int, Field(ge=4)] | None = None  # null: every word of the training split
-    lowercase: bool = True
-    also: tuple[Literal["tune", "report"], ...] = ()  # counted too, which leaks: the run says so
-
-    def spelled(self) -> dict[str, Any]:
-        """Plain values for digests; those of stored data are from before there was `also`."""
-        return self.model_dump(mode="json", exclude=None if self.also else {"also"})
+    load: Callable[[Path | None], Mapping[str, Iterable[Any]]]
+    task: TextTask
 
 
-class PretrainedTokenizer(Strict):
-    """A Hugging Face tokenizer by folder or hub name."""
-
-    kind: Literal["pretrained"]
-    name: str
+LOADERS: dict[str, Loader] = {}  # by name; filled by frostlab.data.registered
 
 
-Rate = Annotated[float, Field(gt=0)]
-Subjects = Annotated[tuple[str, ...], Field(min_length=1)]
-EEG = ("eeg-simulated", "eeg-challenge", "eeg-matlab", "eeg-mne")
+def _known_name(name: Any) -> Any:
+    """Refuse an unknown name of data in the way pydantic refuses what a Literal does not list."""
+    if name in LOADERS:
+        return name
+    expected = ", ".join(f"'{name}'" for name in data_names())
+    raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
 
 
-class EEGData(Strict):
-    """EEG with the envelope of the speech that was heard, and how windows are cut from it."""
+class Registered(Corpus):
+    """Rows of a loader that was registered under this name."""
 
+    name: Annotated[str, BeforeValidator(_known_name)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_task(cls, value: Any) -> Any:
+        """Use the loader's task where the recipe gives none."""
+        loader = LOADERS.get(str(value.get("name"))) if isinstance(value, dict) else None
+        return value if loader is None else {"task": loader.task} | value
+
+    def problems(self) -> Iterator[str]:
+        """Yield a line for each contradiction between these settings."""
+        if self.task != LOADERS[self.name].task:
+            yield (
+                f"data.task {self.task} is given, but data.name {self.name} is registered for "
+                f"{LOADERS[self.name].task}"
+            )
+        yield from super().problems()
+
+
+class EEGData(DataSettings):
+    """EEG with the envelope of the speech a subject heard, and how windows are cut from it."""
+
+    form = "signals"
     name: str
     rate: Rate = 64.0  # Hz
     length: Annotated[int, Field(ge=8)] = 640  # samples of a window
@@ -121,16 +176,17 @@ class EEGData(Strict):
 
     @property
     def task(self) -> Literal["envelope"]:
+        """Decode the envelope from the EEG."""
         return "envelope"
 
 
 class SimulatedEEG(EEGData):
-    """Recordings whose best decoder is known, drawn from the seed of the data."""
+    """Simulated recordings whose best decoder is known, drawn from the seed of the data."""
 
     name: Literal["eeg-simulated"]
     subjects: Positive = 8
-    unseen: Annotated[int, Field(ge=0)] = 4  # subjects nobody trains on, more than `subjects`
-    recordings: Positive = 6  # of each subject, `tune` and `report` among them
+    unseen: Annotated[int, Field(ge=0)] = 4  # subjects in no training split, added to `subjects`
+    recordings: Positive = 6  # of each subject, including `tune` and `report`
     tune: Positive = 1
     report: Positive = 1
     seconds: Annotated[float, Field(gt=0)] = 60.0
@@ -142,12 +198,12 @@ class SimulatedEEG(EEGData):
     def _possible(self) -> Self:
         if self.recordings <= self.tune + self.report:
             raise ValueError(
-                f"recordings {self.recordings} leaves none to train on beside "
+                f"recordings {self.recordings} leaves none to train on after "
                 f"tune {self.tune} and report {self.report}"
             )
         if self.rate < 32:
             raise ValueError(f"rate {self.rate:g} Hz is too low for speech rhythm; 32 is the least")
-        if self.rate > 512:  # spectra are compared on a grid that is too coarse beyond
+        if self.rate > 512:  # the grid on which spectra are compared is too coarse above
             raise ValueError(f"rate {self.rate:g} Hz is too high to know best_r; 512 is the most")
         if round(self.seconds * self.rate) < self.length:
             raise ValueError(
@@ -160,10 +216,10 @@ class SimulatedEEG(EEGData):
 class RecordedEEG(EEGData):
     """Recordings of a folder, and which subjects and recordings are held out."""
 
-    path: str  # as it stands, else under --data-dir or FROSTLAB_DATA
+    path: str  # relative to the working folder, else to --data-dir or FROSTLAB_DATA
     seen: Subjects | None = None  # the subjects to train on; null: all that are not unseen
-    unseen: Subjects | Share | None = None  # subjects nobody trains on: names, or a share
-    band: tuple[Rate, Rate] | None = None  # Hz, of EEG and envelope alike; null: as it is
+    unseen: Subjects | Share | None = None  # subjects in no training split: names, or a share
+    band: tuple[Rate, Rate] | None = None  # Hz, of both EEG and envelope; null: unfiltered
 
     @model_validator(mode="after")
     def _in_band(self) -> Self:
@@ -177,7 +233,7 @@ class RecordedEEG(EEGData):
 
 
 class ChallengeEEG(RecordedEEG):
-    """The Auditory EEG Challenge's folder: `train_-_sub-001_-_STORY_-_eeg.npy` and its kin."""
+    """The Auditory EEG Challenge's folder: `train_-_sub-001_-_STORY_-_eeg.npy` and alike."""
 
     name: Literal["eeg-challenge"]
     file_rate: Rate = 64.0  # Hz; .npy files do not say
@@ -191,7 +247,7 @@ class MatlabEEG(RecordedEEG):
 
     name: Literal["eeg-matlab"]
     path: str = "eeg_cocktail"
-    held_out: Positive = 1  # which recording of each subject reports; the one after it tunes
+    held_out: Positive = 1  # number of each subject's reporting recording; the next one tunes
     band: tuple[Rate, Rate] | None = (1.0, 9.0)
     reference: Literal["average", "mastoids", "none"] = "average"
 
@@ -200,13 +256,76 @@ class MneEEG(RecordedEEG):
     """Files MNE reads: `sub-001_-_STORY_-_eeg.fif` (.edf, .bdf, .set, .vhdr) with envelopes."""
 
     name: Literal["eeg-mne"]
-    envelope_rate: Rate | None = None  # Hz of the envelope files; null: that of their EEG
+    envelope_rate: Rate | None = None  # Hz of the envelope files; null: the EEG's rate
     tune: Positive = 1
     report: Positive = 1
     reference: Literal["none", "average"] | Subjects = "none"  # or channels, such as [M1, M2]
 
 
-AnyEEG = Annotated[
-    SimulatedEEG | ChallengeEEG | MatlabEEG | MneEEG,
-    Field(discriminator="name"),
+def data_kind(value: Any) -> str:
+    """Return the tag in `Data` of a data section: the class that its name belongs to."""
+    name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
+    if name is None:
+        return Docstrings.__name__
+    known = (kind for kind in KINDS if name in names_of(kind))
+    return next(known, Registered).__name__
+
+
+Data = Annotated[
+    Annotated[Docstrings, Tag("Docstrings")]
+    | Annotated[Synthetic, Tag("Synthetic")]
+    | Annotated[Named, Tag("Named")]
+    | Annotated[Own, Tag("Own")]
+    | Annotated[SimulatedEEG, Tag("SimulatedEEG")]
+    | Annotated[ChallengeEEG, Tag("ChallengeEEG")]
+    | Annotated[MatlabEEG, Tag("MatlabEEG")]
+    | Annotated[MneEEG, Tag("MneEEG")]
+    | Annotated[Registered, Tag("Registered")],
+    Discriminator(data_kind),
 ]
+KINDS: tuple[type[DataSettings], ...] = tuple(
+    get_args(member)[0] for member in get_args(get_args(Data)[0])
+)
+RECORDED = {"eeg-simulated": "eeg-challenge"}  # simulated data, and the kind that a path implies
+
+
+def names_of(kind: type[DataSettings]) -> tuple[str, ...]:
+    """Return the names that `data.name` has for a kind of data."""
+    if kind is Registered:
+        return tuple(LOADERS)
+    return get_args(kind.model_fields["name"].annotation)
+
+
+def data_names() -> list[str]:
+    """Return every name that `data.name` can have."""
+    return [name for kind in KINDS for name in names_of(kind)]
+
+
+class BPE(Strict):
+    """Byte-pair encoding of bytes, learned from the training split only."""
+
+    kind: Literal["bpe"]
+    size: Annotated[int, Field(ge=300)] = 8000
+
+
+class Words(Strict):
+    """Whole words between white space, counted in the training split."""
+
+    kind: Literal["words"]
+    size: Annotated[int, Field(ge=4)] | None = None  # null: every word of the training split
+    lowercase: bool = True
+    also: tuple[Literal["tune", "report"], ...] = ()  # counted too: a leak, which the run reports
+
+    def spelled(self) -> dict[str, Any]:
+        """Return plain values for digests; `also` is in them only when given, as in older ones."""
+        return self.model_dump(mode="json", exclude=None if self.also else {"also"})
+
+
+class PretrainedTokenizer(Strict):
+    """A Hugging Face tokenizer by folder or hub name."""
+
+    kind: Literal["pretrained"]
+    name: str
+
+
+Tokenizer = Annotated[BPE | Words | PretrainedTokenizer, Field(discriminator="kind")]

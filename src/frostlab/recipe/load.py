@@ -1,132 +1,168 @@
-"""Recipes from YAML: shipped or a user's own, with `extends:` and `--set` on top."""
+"""Loading recipes: YAML files with their parents, settings on top, and errors in one line.
+
+The keys, sections and kinds that error texts suggest are read from the annotations of `Recipe`, so
+that a new key, section or kind changes nothing here.
+"""
 
 import copy
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from frostlab.errors import BadInput, nearest
-from frostlab.recipe.data import (
-    BPE,
-    EEG,
-    NAMED,
-    SYNTHETIC,
-    ChallengeEEG,
-    Corpus,
-    Docstrings,
-    MatlabEEG,
-    MneEEG,
-    Named,
-    Own,
-    PretrainedTokenizer,
-    SimulatedEEG,
-    Synthetic,
-    Words,
-    data_kind,
-)
-from frostlab.recipe.model import (
-    PRESETS,
-    ConformerModel,
-    DecoderModel,
-    EnvelopeLoss,
-    GPTModel,
-    PretrainedModel,
-)
-from frostlab.recipe.recipe import Add, Recipe, StageSettings
-from frostlab.recipe.settings import Evaluate, Optim, StepDecay, Supervise, Train, Watch
-from frostlab.recipe.treatment import LowRank, Orthogonalize, Randomize, Scales, Treatment
+from frostlab.errors import BadInput, first_line, nearest
+from frostlab.recipe.data import RECORDED, Corpus, data_kind
+from frostlab.recipe.model import PRESETS
+from frostlab.recipe.recipe import Recipe
 
-_KIND = {"model": "kind", "tokenizer": "kind", "data": "name"}
-_BY_PATH = {"eeg-simulated": "eeg-challenge"}  # what a path means beside data that are made
-_KEY = re.compile(r"\b[a-z]+\.[a-z_]+\b|\btokenizer\b")
+Settings = Mapping[str, Any]  # dotted keys, such as optim.lr, or whole sections
+_ENDINGS = (".yaml", ".yml")
+_MEASUREMENTS = 20  # of gradient flow in a stage of a short run
+_EXAMPLES = 500  # that a short run is evaluated on, at most
+_RUN_NAME = re.compile(r"[\w.-]+")
+_KEY_IN_TEXT = re.compile(r"\b[a-z]+\.[a-z_]+\b|\btokenizer\b")
+_EXPECTED = {  # by pydantic's name of the error
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "string_type": "a text",
+    "bool_type": "true or false",
+    "tuple_type": "a list",
+    "dict_type": "a section of `key: value`",
+    "model_type": "a section of `key: value`",
+    "model_attributes_type": "a section of `key: value`",
+    "finite_number": "a finite number",
+    "too_short": "a list that is not empty",
+}
 
 
-@dataclass
-class Layers:
-    """A recipe's keys so far, and where each came from."""
+def load_recipe(name: str, settings: Settings | None = None, seed: int | None = None) -> Recipe:
+    """Read a recipe by its shipped name or path, put settings on top, and check it.
 
-    values: dict[str, Any] = field(default_factory=dict)
-    sources: dict[tuple[str, ...], str] = field(default_factory=dict)
-
-    def add(self, values: dict[str, Any], source: str) -> None:
-        values = self._found_by_path(values)
-        for section, kind in _KIND.items():
-            given, known = values.get(section), self.values.get(section)
-            if isinstance(given, dict) and isinstance(known, dict) and kind in given:
-                anew = {key: known[key] for key in known if self._was_set(section, key)}
-                self.values[section] = known if given[kind] == known.get(kind) else anew
-        self._forget_duration(values.get("train"))
-        self._forget_switches(values.get("model"))
-        self._merge(self.values, values, source, ())
-
-    def _found_by_path(self, values: dict[str, Any]) -> dict[str, Any]:
-        """A path given to data that are made names the kind of data that lie at paths."""
-        given, known = values.get("data"), self.values.get("data")
-        if isinstance(given, dict) and "path" in given and "name" not in given:
-            made = known.get("name") if isinstance(known, dict) else None
-            if made in _BY_PATH:
-                return values | {"data": {"name": _BY_PATH[made]} | given}
-        return values
-
-    def _forget_duration(self, given: Any) -> None:
-        """Epochs replace a parent's steps, and steps its epochs."""
-        known = self.values.get("train")
-        if isinstance(given, dict) and isinstance(known, dict):
-            for new, old in (("steps", "epochs"), ("epochs", "steps")):
-                if given.get(new) is not None and given.get(old) is None:
-                    known.pop(old, None)
-
-    def _forget_switches(self, given: Any) -> None:
-        """A preset replaces what a parent spelled out; a setting beside it stays."""
-        known = self.values.get("model")
-        if isinstance(given, dict) and isinstance(known, dict):
-            for key in PRESETS.get(str(given.get("preset")), {}):
-                if not self._was_set("model", key):
-                    known.pop(key, None)
-
-    def _was_set(self, section: str, key: str) -> bool:
-        return self.sources.get((section, str(key)), "").startswith("--set ")
-
-    def _merge(
-        self, into: dict[str, Any], values: dict[str, Any], source: str, path: tuple[str, ...]
-    ) -> None:
-        for key, value in values.items():
-            here = (*path, str(key))
-            self.sources.pop(here, None)
-            self.sources[here] = source  # last given, last listed
-            if isinstance(value, dict) and isinstance(into.get(key), dict):
-                self._merge(into[key], value, source, here)
-            else:
-                into[key] = copy.deepcopy(value)
-
-    def source_of(self, path: Sequence[Any]) -> str:
-        for end in range(len(path), 0, -1):
-            found = self.sources.get(tuple(map(str, path[:end])))
-            if found is not None:
-                return found
-        return next(reversed(self.sources.values()), "recipe")
-
-    def source_of_any(self, text: str) -> str:
-        """Where the last given of the keys that a text names came from."""
-        named = {tuple(key.split(".")) for key in _KEY.findall(text)}
-        found = [source for path, source in self.sources.items() if path in named]
-        return found[-1] if found else self.source_of(())
+    Args:
+        settings: values by dotted key, such as `{"optim.lr": 1e-4}`, or by section.
+    """
+    layers = Layers()
+    _add_file(name, layers, origin=None, children=())
+    layers.add_settings(settings or {})
+    if seed is not None:
+        layers.add({"seed": seed}, f"--seed {seed}")
+    return _validated(layers)
 
 
-_NAME = re.compile(r"[\w.-]+")
+def recipe_from(
+    values: dict[str, Any], source: str = "recipe", settings: Settings | None = None
+) -> Recipe:
+    """Check plain values, as in a YAML file or in a run's record, with settings on top."""
+    layers = Layers()
+    _add_values(values, source, layers, origin=None, children=())
+    layers.add_settings(settings or {})
+    return _validated(layers)
+
+
+def shipped_recipes() -> dict[str, str]:
+    """Return the name and description of every shipped recipe, parents included."""
+    return {name: values.get("about", "") for name, values in _shipped("frostlab.recipes").items()}
+
+
+def shipped_comparisons() -> dict[str, dict[str, Any]]:
+    """Return the keys of every shipped comparison by its name."""
+    return _shipped("frostlab.comparisons")
+
+
+def read_values(path: str) -> dict[str, Any]:
+    """Return the keys of a YAML file, unchecked."""
+    text, label, _ = _find(path, None)
+    return _parse_yaml(text, label)
+
+
+def recipe_name(name: str) -> str:
+    """Return the name that runs of a recipe have: its file's name without the ending."""
+    path = Path(name)
+    stem = path.name.removesuffix(path.suffix) if path.suffix in _ENDINGS else path.name
+    return "".join(_RUN_NAME.findall(stem)) or "recipe"
+
+
+# Settings
+
+
+class SettingKey(str):
+    """A dotted key that keeps the text of its setting, so that errors quote the user."""
+
+    __slots__ = ("text",)
+    text: str
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """Split a `key=value` of the command line; the value is YAML."""
+    path, equals, value = text.partition("=")
+    key = SettingKey(path.strip())
+    key.text = f"--set {text}"
+    if not equals or not all(key.split(".")):
+        raise BadInput(f"{key.text}: should be key=value, e.g. optim.lr=1e-4")
+    try:
+        return key, yaml.load(value, _Loader)
+    except (yaml.YAMLError, ValueError, TypeError):
+        raise BadInput(f"{key.text}: {value!r} is not a YAML value") from None
+
+
+def parse_settings(texts: Iterable[str]) -> dict[str, Any]:
+    """Return the settings of a command line by key; of equal keys the last counts."""
+    settings: dict[str, Any] = {}
+    for key, value in map(parse_setting, texts):
+        settings.pop(key, None)
+        settings[key] = value
+    return settings
+
+
+def short_run_settings(
+    recipe: Recipe, *, steps: int | None = None, epochs: int | None = None
+) -> dict[str, Any]:
+    """Return settings for a watched run of so many steps or epochs, divided among its stages.
+
+    A run of steps is evaluated at each stage's end; one of epochs as often as the recipe says.
+    """
+    unit, other, total = (
+        ("epochs", "steps", epochs) if steps is None else ("steps", "epochs", steps)
+    )
+    assert total is not None
+    duration = max(1, total // max(1, len(recipe.stages)))
+    settings: dict[str, Any] = {f"train.{unit}": duration}
+    if recipe.watch is None or steps is not None:
+        settings["watch.every_n_steps"] = 10 if steps is None else watch_interval(duration)
+    if recipe.stages:
+        stages = [stage.model_dump(mode="json", exclude_defaults=True) for stage in recipe.stages]
+        settings["stages"] = [{**stage, unit: duration, other: None} for stage in stages]
+    warmup = recipe.optim.warmup
+    if warmup >= 1:  # a number of steps: keep its share of the run
+        share = min(0.5, warmup / (recipe.train.steps or 10 * warmup))
+        settings["optim.warmup"] = float(f"{share:g}")
+    if steps is not None:
+        settings["evaluate.every"] = duration
+        if isinstance(recipe.data, Corpus):
+            limit = min(recipe.data.evaluation_limit or _EXAMPLES, _EXAMPLES)
+            settings["data.evaluation_limit"] = limit
+    return settings
+
+
+def watch_interval(steps: int) -> int:
+    """Return every how many steps gradient flow is measured in a short run."""
+    return max(1, steps // _MEASUREMENTS)
+
+
+# Files
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-4 is a number and a key given twice is an error."""
+    """YAML in which 1e-4 is a number and a repeated key is an error."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -147,107 +183,21 @@ _Loader.add_implicit_resolver(
 )
 
 
-def shipped_recipes() -> dict[str, str]:
-    """Every recipe that ships, with its line of description, parents included."""
-    return {name: values.get("about", "") for name, values in _shipped("frostlab.recipes").items()}
-
-
-def shipped_comparisons() -> dict[str, dict[str, Any]]:
-    """The keys of every comparison that ships."""
-    return _shipped("frostlab.comparisons")
-
-
 def _shipped(package: str) -> dict[str, dict[str, Any]]:
     files = _files(package).items()
-    return {name: _parse(file.read_text("utf-8"), file.name) for name, file in files}
+    return {name: _parse_yaml(file.read_text("utf-8"), file.name) for name, file in files}
 
 
 def _files(package: str) -> dict[str, Traversable]:
-    """The YAML files of a package by name, in order."""
-    found = {file.name: file for file in resources.files(package).iterdir()}
-    names = sorted(name for name in found if name.endswith(".yaml"))
-    return {name.removesuffix(".yaml"): found[name] for name in names}
-
-
-def load_recipe(name: str, settings: Iterable[str] = (), seed: int | None = None) -> Recipe:
-    """Read a recipe by shipped name or path, put `a.b=c` settings on top, and check it whole."""
-    layers = Layers()
-    _read(name, layers, origin=None, seen=())
-    _put_on_top(settings, layers)
-    if seed is not None:
-        layers.add({"seed": seed}, f"--seed {seed}")
-    return _checked(layers)
-
-
-def recipe_from(
-    values: dict[str, Any], source: str = "recipe", settings: Iterable[str] = ()
-) -> Recipe:
-    """Check plain values, as they stand in a YAML file or in a run's record; settings on top."""
-    layers = Layers()
-    _layer(values, source, layers, origin=None, seen=())
-    _put_on_top(settings, layers)
-    return _checked(layers)
-
-
-def _put_on_top(settings: Iterable[str], layers: Layers) -> None:
-    for setting in settings:
-        layers.add(_setting(setting), f"--set {setting}")
-
-
-def read_values(path: str) -> dict[str, Any]:
-    """The keys of a YAML file, unchecked."""
-    text, label, _ = _find(path, None)
-    return _parse(text, label)
-
-
-def recipe_name(name: str) -> str:
-    """What runs of a recipe are called: its file's name without the ending."""
-    path = Path(name)
-    stem = path.name.removesuffix(path.suffix) if path.suffix in (".yaml", ".yml") else path.name
-    return "".join(_NAME.findall(stem)) or "recipe"
-
-
-def _checked(layers: Layers) -> Recipe:
-    try:
-        text = json.dumps(layers.values)
-    except (TypeError, ValueError) as error:
-        raise BadInput(f"{layers.source_of(())}: not plain values ({error})") from None
-    try:
-        return Recipe.model_validate_json(text)
-    except ValidationError as error:
-        path, problem = first_complaint(error, layers.values)
-        source = layers.source_of(path) if path else layers.source_of_any(problem)
-        raise BadInput(f"{source}: {problem}") from None
-
-
-def _read(name: str, layers: Layers, origin: Path | None, seen: tuple[str, ...]) -> None:
-    """Read a recipe file into layers, its parents first."""
-    text, label, folder = _find(name, origin)
-    if label in seen:
-        raise BadInput(f"{label}: extends itself ({' → '.join([*seen, label])})")
-    _layer(_parse(text, label), label, layers, folder, (*seen, label))
-
-
-def _layer(
-    values: dict[str, Any],
-    label: str,
-    layers: Layers,
-    origin: Path | None,
-    seen: tuple[str, ...],
-) -> None:
-    values = dict(values)
-    parent = values.pop("extends", None)
-    if parent is not None:
-        if not isinstance(parent, str):
-            raise BadInput(f"{label}: extends = {parent!r} should be the name of a recipe")
-        _read(parent, layers, origin, seen)
-        layers.values.pop("about", None)
-    layers.add(values, label)
+    """Return the YAML files of a package by name, sorted."""
+    files = {file.name: file for file in resources.files(package).iterdir()}
+    names = sorted(name for name in files if name.endswith(".yaml"))
+    return {name.removesuffix(".yaml"): files[name] for name in names}
 
 
 def _find(name: str, origin: Path | None) -> tuple[str, str, Path | None]:
-    """A recipe's text, what to call it in errors, and the folder its parents are relative to."""
-    if name.endswith((".yaml", ".yml")):
+    """Return a recipe's text, its name in errors, and the folder its parents are relative to."""
+    if name.endswith(_ENDINGS):
         path = Path(name) if origin is None else origin / name
         try:
             return path.read_text("utf-8"), str(path), path.parent
@@ -258,26 +208,26 @@ def _find(name: str, origin: Path | None) -> tuple[str, str, Path | None]:
     shipped = _files("frostlab.recipes")
     if name not in shipped:
         raise BadInput(
-            f"no recipe is called `{name}`{_instead(name, shipped)}"
+            f"no recipe is called `{name}`{_suggestion(name, shipped)}"
             " (`frostlab recipes` lists them; a file of your own ends in .yaml)"
         )
     return shipped[name].read_text("utf-8"), name, None
 
 
-def _instead(name: str, shipped: Iterable[str]) -> str:
+def _suggestion(name: str, shipped: Iterable[str]) -> str:
     if name in _files("frostlab.comparisons"):
         return f"; it is a comparison: `frostlab compare {name}`"
     return nearest(name, shipped)
 
 
-def _parse(text: str, label: str) -> dict[str, Any]:
+def _parse_yaml(text: str, label: str) -> dict[str, Any]:
     try:
         values = yaml.load(text, _Loader)  # a SafeLoader
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise BadInput(f"{label}{line}: {error.problem}") from None
     except (yaml.YAMLError, ValueError, TypeError) as error:
-        raise BadInput(f"{label}: not YAML ({str(error).splitlines()[0]})") from None
+        raise BadInput(f"{label}: not YAML ({first_line(error)})") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -285,113 +235,157 @@ def _parse(text: str, label: str) -> dict[str, Any]:
     return values
 
 
-def _setting(text: str) -> dict[str, Any]:
-    """`a.b=c` as nested values."""
-    path, equals, value = text.partition("=")
-    keys = path.strip().split(".")
-    if not equals or not all(keys):
-        raise BadInput(f"--set {text}: should be key=value, e.g. optim.lr=1e-4")
+# Layers
+
+
+@dataclass
+class Layers:
+    """A recipe's values, merged from files and settings, and the source of each key."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    sources: dict[tuple[str, ...], str] = field(default_factory=dict)  # the latest last
+    settings: set[tuple[str, ...]] = field(default_factory=set)  # keys that settings gave
+
+    def add_settings(self, settings: Settings) -> None:
+        """Put settings on top; they survive a change of kind by a later setting."""
+        for key, value in settings.items():
+            path = key.split(".")
+            for name in reversed(path):
+                value = {name: value}
+            self.add(value, key.text if isinstance(key, SettingKey) else "settings")
+            self.settings.update(_paths(value))
+
+    def add(self, values: dict[str, Any], source: str) -> None:
+        """Merge values on top; a new kind of model, data or tokenizer drops the old kind's keys."""
+        values = self._with_implied_kind(values)
+        for section, tag in _section_tags().items():
+            new, old = values.get(section), self.values.get(section)
+            if not (isinstance(new, dict) and isinstance(old, dict) and tag in new):
+                continue
+            if new[tag] != old.get(tag):
+                self.values[section] = {
+                    key: value for key, value in old.items() if self._was_set(section, key)
+                }
+        self._drop_other_duration(values.get("train"))
+        self._drop_preset_keys(values.get("model"))
+        self._merge(self.values, values, source, ())
+
+    def _with_implied_kind(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Add the name of recorded data where a path is given on top of simulated data."""
+        new, old = values.get("data"), self.values.get("data")
+        if isinstance(new, dict) and "path" in new and "name" not in new:
+            name = old.get("name") if isinstance(old, dict) else None
+            if name in RECORDED:
+                return values | {"data": {"name": RECORDED[name]} | new}
+        return values
+
+    def _drop_other_duration(self, new: Any) -> None:
+        """Let epochs replace a parent's steps, and steps its epochs."""
+        old = self.values.get("train")
+        if isinstance(new, dict) and isinstance(old, dict):
+            for given, other in (("steps", "epochs"), ("epochs", "steps")):
+                if new.get(given) is not None and new.get(other) is None:
+                    old.pop(other, None)
+
+    def _drop_preset_keys(self, new: Any) -> None:
+        """Let a preset replace a parent's values, but not settings."""
+        old = self.values.get("model")
+        if isinstance(new, dict) and isinstance(old, dict):
+            for key in PRESETS.get(str(new.get("preset")), {}):
+                if not self._was_set("model", key):
+                    old.pop(key, None)
+
+    def _was_set(self, section: str, key: str) -> bool:
+        return (section, str(key)) in self.settings
+
+    def _merge(
+        self, into: dict[str, Any], values: dict[str, Any], source: str, path: tuple[str, ...]
+    ) -> None:
+        for key, value in values.items():
+            here = (*path, str(key))
+            self.sources.pop(here, None)
+            self.sources[here] = source
+            self.settings.discard(here)
+            if isinstance(value, dict) and isinstance(into.get(key), dict):
+                self._merge(into[key], value, source, here)
+            else:
+                into[key] = copy.deepcopy(value)
+
+    def source_of(self, path: Sequence[Any]) -> str:
+        """Return the source of a key, else of its section, else the latest source."""
+        for end in range(len(path), 0, -1):
+            source = self.sources.get(tuple(map(str, path[:end])))
+            if source is not None:
+                return source
+        return next(reversed(self.sources.values()), "recipe")
+
+    def source_of_text(self, text: str) -> str:
+        """Return the latest source of the keys that a text mentions."""
+        keys = {tuple(key.split(".")) for key in _KEY_IN_TEXT.findall(text)}
+        sources = [source for path, source in self.sources.items() if path in keys]
+        return sources[-1] if sources else self.source_of(())
+
+
+def _paths(values: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the path of every key, at any depth."""
+    for key, value in values.items():
+        yield (*path, str(key))
+        if isinstance(value, dict):
+            yield from _paths(value, (*path, str(key)))
+
+
+def _add_file(name: str, layers: Layers, origin: Path | None, children: tuple[str, ...]) -> None:
+    """Read a recipe file into layers, its parents first."""
+    text, label, folder = _find(name, origin)
+    if label in children:
+        raise BadInput(f"{label}: extends itself ({' → '.join([*children, label])})")
+    _add_values(_parse_yaml(text, label), label, layers, folder, (*children, label))
+
+
+def _add_values(
+    values: dict[str, Any],
+    label: str,
+    layers: Layers,
+    origin: Path | None,
+    children: tuple[str, ...],
+) -> None:
+    values = dict(values)
+    parent = values.pop("extends", None)
+    if parent is not None:
+        if not isinstance(parent, str):
+            raise BadInput(f"{label}: extends = {parent!r} should be the name of a recipe")
+        _add_file(parent, layers, origin, children)
+        layers.values.pop("about", None)
+    layers.add(values, label)
+
+
+def _validated(layers: Layers) -> Recipe:
     try:
-        parsed = yaml.load(value, _Loader)
-    except (yaml.YAMLError, ValueError, TypeError):
-        raise BadInput(f"--set {text}: {value!r} is not a YAML value") from None
-    for key in reversed(keys):
-        parsed = {key: parsed}
-    return parsed
+        text = json.dumps(layers.values)
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"{layers.source_of(())}: not plain values ({error})") from None
+    try:
+        return Recipe.model_validate_json(text)
+    except ValidationError as error:
+        path, problem = _first_problem(error, layers.values)
+        source = layers.source_of(path) if path else layers.source_of_text(problem)
+        raise BadInput(f"{source}: {problem}") from None
 
 
-_LOOKS = 20  # measured steps a stage
-_EXAMPLES = 500  # to evaluate on, at most
+# Errors in one line
 
 
-def shortened(recipe: Recipe, steps: int) -> list[str]:
-    """Settings for so many steps in all, shared among stages, watched and evaluated at the end."""
-    each = max(1, steps // max(1, len(recipe.stages)))
-    settings = [
-        f"train.steps={each}",
-        f"evaluate.every={each}",
-        f"watch.every_n_steps={looks_every(each)}",
-    ]
-    if recipe.stages:
-        stages = [stage.model_dump(mode="json", exclude_defaults=True) for stage in recipe.stages]
-        cut = [{**stage, "steps": each, "epochs": None} for stage in stages]
-        settings.append(f"stages={json.dumps(cut)}")
-    warmup = recipe.optim.warmup
-    if warmup >= 1:  # the share it has of the whole run
-        settings.append(f"optim.warmup={min(0.5, warmup / (recipe.train.steps or 10 * warmup)):g}")
-    if isinstance(recipe.data, Corpus):
-        limit = min(recipe.data.evaluation_limit or _EXAMPLES, _EXAMPLES)
-        settings.append(f"data.evaluation_limit={limit}")
-    return settings
-
-
-def looks_every(steps: int) -> int:
-    """How often so many steps are watched."""
-    return max(1, steps // _LOOKS)
-
-
-_KINDS: dict[tuple[str, Any], type[BaseModel]] = {
-    ("data", "docstrings"): Docstrings,
-    ("data", "synthetic"): Synthetic,
-    ("data", "named"): Named,
-    ("data", "own"): Own,
-    ("data", "eeg-simulated"): SimulatedEEG,
-    ("data", "eeg-challenge"): ChallengeEEG,
-    ("data", "eeg-matlab"): MatlabEEG,
-    ("data", "eeg-mne"): MneEEG,
-    ("tokenizer", "bpe"): BPE,
-    ("tokenizer", "words"): Words,
-    ("tokenizer", "pretrained"): PretrainedTokenizer,
-    ("model", "gpt"): GPTModel,
-    ("model", "decoder"): DecoderModel,
-    ("model", "pretrained"): PretrainedModel,
-    ("model", "conformer"): ConformerModel,
-    ("init", "orthogonalize"): Orthogonalize,
-    ("init", "randomize"): Randomize,
-    ("peft", "lora"): LowRank,
-    ("peft", "dora"): LowRank,
-    ("peft", "ia3"): Scales,
-}
-_SECTIONS: dict[str, type[BaseModel]] = {
-    "treatment": Treatment,
-    "optim": Optim,
-    "schedule": StepDecay,
-    "train": Train,
-    "loss": EnvelopeLoss,
-    "supervise": Supervise,
-    "evaluate": Evaluate,
-    "watch": Watch,
-    "stages": StageSettings,
-    "add": Add,
-}
-_DATA_NAMES = ("docstrings", "docstrings-pairs", *SYNTHETIC, *NAMED, "own", *EEG)
-_WANTED = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "string_type": "a text",
-    "bool_type": "true or false",
-    "tuple_type": "a list",
-    "dict_type": "a section of `key: value`",
-    "model_type": "a section of `key: value`",
-    "model_attributes_type": "a section of `key: value`",
-    "finite_number": "a finite number",
-    "too_short": "a list that is not empty",
-}
-
-
-def first_complaint(error: ValidationError, values: dict[str, Any]) -> tuple[list[Any], str]:
-    """The first thing wrong with `values`: its path in them, and a line that says what."""
-    found = [(_path(details, values), details) for details in error.errors()]
-    first = found[0][0]
-    inside = [(path, details) for path, details in found if path[: len(first)] == first]
+def _first_problem(error: ValidationError, values: dict[str, Any]) -> tuple[list[Any], str]:
+    """Return the path of the first wrong value, and a line that describes the error."""
+    errors = [(_path_of(details, values), details) for details in error.errors()]
+    first = errors[0][0]
+    inside = [(path, details) for path, details in errors if path[: len(first)] == first]
     deepest = max(inside, key=lambda item: len(item[0]))[0]
-    same = [details for path, details in inside if path == deepest]
-    return deepest, _line(deepest, same, values)
+    return deepest, _line(deepest, [details for path, details in inside if path == deepest], values)
 
 
-def _path(details: ErrorDetails, values: Any) -> list[Any]:
-    """The location in what was written: pydantic's names of union members taken out."""
+def _path_of(details: ErrorDetails, values: Any) -> list[Any]:
+    """Return where in the user's values an error is, without pydantic's tags of union members."""
     path: list[Any] = []
     for key in details["loc"]:
         inside = isinstance(values, dict) and key in values
@@ -410,7 +404,7 @@ def _line(path: list[Any], errors: list[ErrorDetails], values: dict[str, Any]) -
         reason = str(errors[0].get("ctx", {}).get("error", errors[0]["msg"]))
         return f"{key}: {reason}" if key else reason
     if kind == "extra_forbidden":
-        return f"{key} is not a key{_nearest_key(path, values)}"
+        return f"{key} is not a key{_key_suggestion(path, values)}"
     if kind == "missing":
         return f"{key} is missing"
     if kind == "too_long":
@@ -418,55 +412,89 @@ def _line(path: list[Any], errors: list[ErrorDetails], values: dict[str, Any]) -
     if kind == "union_tag_not_found":
         tag = errors[0]["ctx"]["discriminator"].strip("'")
         return f"{key}.{tag} is missing"
-    wanted = dict.fromkeys(_wanted(path, details) for details in errors)
-    choices = [choice for details in errors for choice in _choices(path, details)]
+    expected = dict.fromkeys(map(_expectation, errors))
+    choices = [choice for details in errors for choice in _choices(details)]
     if kind == "union_tag_invalid":
-        key, value = (
-            f"{key}.{errors[0]['ctx']['discriminator']}".replace("'", ""),
-            errors[0]["ctx"]["tag"],
-        )
+        key = f"{key}.{errors[0]['ctx']['discriminator']}".replace("'", "")
+        value = errors[0]["ctx"]["tag"]
     hint = nearest(value, choices) if isinstance(value, str) else ""
-    return f"{key} = {value!r} should be {' or '.join(wanted)}{hint}"
+    return f"{key} = {value!r} should be {' or '.join(expected)}{hint}"
 
 
-def _choices(path: list[Any], details: ErrorDetails) -> list[str]:
-    if path == ["data", "name"]:
-        return list(_DATA_NAMES)
+def _expectation(details: ErrorDetails) -> str:
+    """Describe the values that would have been right."""
+    if choices := _choices(details):
+        return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
+    text = _EXPECTED.get(details["type"])
+    return text or details["msg"].removeprefix("Input should be ").lower()
+
+
+def _choices(details: ErrorDetails) -> list[str]:
     context = details.get("ctx", {})
     listed = context.get("expected", context.get("expected_tags", ""))
     return [part.strip(" '") for part in str(listed).replace(" or ", ",").split(",") if part]
 
 
-def _wanted(path: list[Any], details: ErrorDetails) -> str:
-    if choices := _choices(path, details):
-        return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
-    known = _WANTED.get(details["type"])
-    return known or details["msg"].removeprefix("Input should be ").lower()
-
-
-def _nearest_key(path: list[Any], values: dict[str, Any]) -> str:
-    """The closest key of the same section, else a key of that name in another."""
+def _key_suggestion(path: list[Any], values: dict[str, Any]) -> str:
+    """Suggest the closest key of the same section, else a key of that name in another section."""
     section, name = path[:-1], str(path[-1])
-    known = _class_of(section, values)
-    if hint := nearest(name, known.model_fields if known else ()):
+    model = _model_at(section, values)
+    if hint := nearest(name, model.model_fields if model else ()):
         return hint
-    everywhere = [*_SECTIONS.items(), *((top, kind) for (top, _), kind in _KINDS.items())]
-    for top, kind in everywhere:
-        if top in Recipe.model_fields and name in kind.model_fields and [top] != section:
-            return f"; did you mean `{top}.{name}`?"
-    return f"; there are {', '.join(known.model_fields)}" if known else ""
+    for other, info in Recipe.model_fields.items():
+        if [other] != section and any(name in m.model_fields for m in models_in(info.annotation)):
+            return f"; did you mean `{other}.{name}`?"
+    return f"; there are {', '.join(model.model_fields)}" if model else ""
 
 
-def _class_of(path: list[Any], values: dict[str, Any]) -> type[BaseModel] | None:
-    names = [key for key in path if isinstance(key, str)]
-    if not names:
-        return Recipe
-    there, section = _at(values, path), names[-1]
-    if section == "data":
-        return _KINDS["data", data_kind(there)]
-    key = "method" if section in ("init", "peft") else "kind"
-    tag = there.get(key) if isinstance(there, dict) else None
-    return _KINDS.get((section, tag)) or _SECTIONS.get(section)
+def _model_at(path: list[Any], values: dict[str, Any]) -> type[BaseModel] | None:
+    """Return the model class that checks the values at a path."""
+    model: type[BaseModel] | None = Recipe
+    for end, key in enumerate(path, 1):
+        if isinstance(key, int):
+            continue
+        if model is None or key not in model.model_fields:
+            return None
+        items = 1 if end < len(path) and isinstance(path[end], int) else 0
+        members = list(models_in(model.model_fields[key].annotation))
+        model = _member(members, _at(values, path[: end + items]))
+    return model
+
+
+def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the model classes in an annotation, at any depth of unions, lists and `Annotated`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from models_in(argument)
+
+
+def _member(members: list[type[BaseModel]], values: Any) -> type[BaseModel] | None:
+    """Return the member of a union that values belong to by their tag."""
+    if len(members) < 2:
+        return next(iter(members), None)
+    tag = _tag(members)
+    name = values.get(tag) if isinstance(values, dict) else None
+    for member in members:
+        if name in get_args(member.model_fields[tag].annotation):
+            return member
+    return next((member for member in members if member.__name__ == data_kind(values)), None)
+
+
+def _tag(members: list[type[BaseModel]]) -> str:
+    """Return the key whose values tell the members of a union apart, such as `kind`."""
+    shared = [key for key in members[0].model_fields if all(key in m.model_fields for m in members)]
+    return next(
+        key
+        for key in shared
+        if any(get_origin(member.model_fields[key].annotation) is Literal for member in members)
+    )
+
+
+def _section_tags() -> dict[str, str]:
+    """Return the sections that are of one kind or another, with the key that names the kind."""
+    unions = {name: list(models_in(info.annotation)) for name, info in Recipe.model_fields.items()}
+    return {name: _tag(members) for name, members in unions.items() if len(members) > 1}
 
 
 def _at(values: Any, path: list[Any]) -> Any:

@@ -1,25 +1,99 @@
-"""What a recipe can say about a Conformer and about the loss of an envelope."""
+"""Model sections of a recipe, and the loss of models that decode envelopes.
 
-from typing import Annotated, Any, Literal, Self
+A model class says which tasks it is for and which of its settings do not fit the data.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from frostlab.recipe.data import Data, Task
 from frostlab.recipe.treatment import Positive, Strict
 
-# What v2 adds to v1: a shorthand, spelled out as soon as it is read.
+# Presets of the Conformer: a shorthand, replaced by its values as soon as it is read.
 PRESETS: dict[str, dict[str, Any]] = {
     "v1": {"residual": "none", "head": "linear", "gradient_scale": 1.0},
     "full": {"residual": "gated", "head": "mlp", "gradient_scale": 2.0},
     "conservative": {"residual": "plain", "head": "mlp", "gradient_scale": 1.5},  # small data
     "aggressive": {"residual": "gated", "head": "mlp", "gradient_scale": 3.0},  # > 10 layers
 }
+SCALES = (1, 2, 4, 8)  # default scales of the multiscale loss, in samples averaged into one
 
-SCALES = (1, 2, 4, 8)  # samples that are averaged into one, where none are given
+
+class ModelSettings(Strict):
+    """Base of every kind of model."""
+
+    tasks: ClassVar[tuple[Task, ...]]  # that it can learn
+
+    def problems(self, data: Data) -> Iterator[str]:
+        """Yield a line for each of these settings that does not fit the data."""
+        yield from ()
 
 
-class ConformerModel(Strict):
-    """frostlab's Conformer, from scratch: EEG to a speech envelope; the defaults are v2's."""
+class GPTModel(ModelSettings):
+    """frostlab's GPT, from scratch."""
 
+    tasks = ("classification", "language")
+    kind: Literal["gpt"]
+    width: Positive = 512
+    layers: Positive = 6
+    heads: Positive = 8
+    hidden: Positive | None = None  # null: four times the width
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    bias: bool = True
+    causal: bool | None = None  # null: causal for language, bidirectional for classification
+    positions: Positive | None = None  # null: the data's length
+
+    def problems(self, data: Data) -> Iterator[str]:
+        """Yield a line for each of these settings that does not fit the data."""
+        if self.width % self.heads:
+            yield f"model.width {self.width} is not a multiple of model.heads {self.heads}"
+        if data.task == "language" and self.causal is False:
+            yield "model.causal false would see the tokens it is to predict; data.task is language"
+        if (self.positions or data.length) < data.length:
+            yield f"model.positions {self.positions} is less than data.length {data.length}"
+
+
+class DecoderModel(ModelSettings):
+    """frostlab's decoder, from scratch: rotary positions, RMSNorm, gated feed-forward."""
+
+    tasks = ("language",)
+    kind: Literal["decoder"]
+    width: Positive = 64
+    layers: Positive = 4
+    heads: Positive = 4
+    hidden: Positive | None = None
+    norm: Literal["before", "after"] = "after"
+    final_norm: bool = False
+
+    def problems(self, data: Data) -> Iterator[str]:
+        """Yield a line for each of these settings that does not fit the data."""
+        if self.width % self.heads:
+            yield f"model.width {self.width} is not a multiple of model.heads {self.heads}"
+        if self.width % (2 * self.heads):
+            yield f"model.width {self.width} gives {self.heads} heads of odd size"
+
+
+class PretrainedModel(ModelSettings):
+    """A Hugging Face model by folder, hub name or architecture."""
+
+    tasks = ("classification", "language")
+    kind: Literal["pretrained"]
+    name: str
+    weights: bool = True  # false: only the configuration; weights are drawn from the seed
+    config: dict[str, Any] = Field(default_factory=dict)  # changes to its configuration
+
+    def problems(self, data: Data) -> Iterator[str]:
+        """Yield a line for each of these settings that does not fit the data."""
+        if data.form == "tokens" and self.weights:
+            yield f"data.name {data.name} has tokens of its own; set model.weights to false"
+
+
+class ConformerModel(ModelSettings):
+    """frostlab's Conformer, from scratch: EEG to a speech envelope; defaults as in version 2."""
+
+    tasks = ("envelope",)
     kind: Literal["conformer"]
     preset: Literal[tuple(PRESETS)] | None = Field(default=None, exclude=True)  # type: ignore[valid-type]
     width: Positive = 256
@@ -30,16 +104,18 @@ class ConformerModel(Strict):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.3
     residual: Literal["none", "plain", "gated"] = "gated"  # around the whole stack
     gate_bias: float = 0.0  # where the gate starts: 0 is half open, 4 nearly all stack
-    gradient_scale: Annotated[float, Field(gt=0)] = 2.0  # of what flows back into the stack
+    gradient_scale: Annotated[float, Field(gt=0)] = (
+        2.0  # of gradients that flow back into the stack
+    )
     head: Literal["linear", "mlp"] = "mlp"
     norm: Literal["batch", "layer", "group"] = "batch"  # in the convolution module
     attention: Literal["plain", "relative"] = "plain"
-    unseen: Literal["mean", "none"] = "mean"  # the embedding of subjects not trained on
+    unseen: Literal["mean", "none"] = "mean"  # embedding of subjects in no training split
 
     @model_validator(mode="before")
     @classmethod
     def _spell_out(cls, value: Any) -> Any:
-        """Put a preset's values in its place; what is given beside it wins."""
+        """Replace a preset by its values; explicit settings win."""
         preset = PRESETS.get(str(value.get("preset"))) if isinstance(value, dict) else None
         return value if preset is None else preset | value | {"preset": None}
 
@@ -59,11 +135,15 @@ class ConformerModel(Strict):
 
 
 class EnvelopeLoss(Strict):
-    """What an envelope that was decoded costs, a window: r is Pearson's correlation.
+    """Loss of a decoded envelope, per window; r is Pearson's correlation.
 
-    pearson −r · pearson-l1 −r + weight·L1 · mse-pearson MSE + weight·(1 − r)² (the published
-    one) · multiscale the mean of −r over average-pooled scales.
+    - pearson: −r
+    - pearson-l1: −r + weight·L1
+    - mse-pearson: MSE + weight·(1 − r)², as published
+    - multiscale: the mean of −r over average-pooled scales
     """
+
+    tasks: ClassVar[tuple[Task, ...]] = ("envelope",)
 
     kind: Literal["pearson", "pearson-l1", "mse-pearson", "multiscale"] = "mse-pearson"
     weight: Annotated[float, Field(gt=0)] | None = None  # null: 1, where there are two terms
@@ -79,37 +159,16 @@ class EnvelopeLoss(Strict):
             raise ValueError(f"scales has {twice[0]} twice")
         return self
 
-
-class GPTModel(Strict):
-    """frostlab's GPT, from scratch."""
-
-    kind: Literal["gpt"]
-    width: Positive = 512
-    layers: Positive = 6
-    heads: Positive = 8
-    hidden: Positive | None = None  # null: four times the width
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    bias: bool = True
-    causal: bool | None = None  # null: causal for language, bidirectional for classification
-    positions: Positive | None = None  # null: the data's length
+    def problems(self, data: Data) -> Iterator[str]:
+        """Yield a line for each of these settings that does not fit the data."""
+        largest = max(self.scales or SCALES)
+        if self.kind == "multiscale" and data.length < 2 * largest:
+            yield (
+                f"loss.scales has {largest}, which leaves no two samples of data.length "
+                f"{data.length}; the largest that fits is {data.length // 2}"
+            )
 
 
-class DecoderModel(Strict):
-    """frostlab's decoder, from scratch: rotary positions, RMSNorm, gated feed-forward."""
-
-    kind: Literal["decoder"]
-    width: Positive = 64
-    layers: Positive = 4
-    heads: Positive = 4
-    hidden: Positive | None = None
-    norm: Literal["before", "after"] = "after"
-    final_norm: bool = False
-
-
-class PretrainedModel(Strict):
-    """A Hugging Face model by folder, hub name or architecture."""
-
-    kind: Literal["pretrained"]
-    name: str
-    weights: bool = True  # false: the config only, weights drawn from the seed
-    config: dict[str, Any] = Field(default_factory=dict)  # what to change in its config
+Model = Annotated[
+    GPTModel | DecoderModel | PretrainedModel | ConformerModel, Field(discriminator="kind")
+]

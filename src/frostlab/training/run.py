@@ -131,14 +131,9 @@ def _resolve(
     name: str | None,
 ) -> tuple[Recipe, str]:
     """Return the recipe with its settings and seed, and the name of its runs."""
-    try:
-        changes = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-    except TypeError as error:
-        raise BadInput(f"settings: not plain values ({error})") from None
     if not isinstance(recipe, Recipe | dict):
-        return load_recipe(str(recipe), changes, seed), name or recipe_name(str(recipe))
-    if seed is not None:
-        changes.append(f"seed={seed}")
+        return load_recipe(str(recipe), settings, seed), name or recipe_name(str(recipe))
+    changes = settings if seed is None else {**settings, "seed": seed}
     if isinstance(recipe, Recipe):
         if not changes:
             return recipe, name or "run"

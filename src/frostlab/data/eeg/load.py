@@ -1,4 +1,4 @@
-"""A recipe's recordings: simulated or read once, then found as they were."""
+"""Loading a recipe's recordings: simulated or read once, then mapped from the cache."""
 
 import hashlib
 from collections.abc import Sequence
@@ -18,61 +18,59 @@ from frostlab.data.eeg.recordings import (
     Signals,
     Store,
     Windows,
+    check_channels,
     load_store,
-    mark,
-    same_channels,
+    recording_digest,
     subjects_of,
 )
 from frostlab.data.eeg.simulate import write_simulated
-from frostlab.data.eeg.splits import Heading, Rule, divide, shared
+from frostlab.data.eeg.splits import Heading, HoldOut, divide, shared_speech_warning
 from frostlab.errors import BadInput
 from frostlab.recipe.data import ChallengeEEG, EEGData, MatlabEEG, MneEEG, RecordedEEG, SimulatedEEG
 from frostlab.storage import build_once, cache_folder, digest_of
 
+FORMAT = 2  # of stored recordings; raise it when the simulation or the preprocessing changes
+
 
 def load_signals(data: EEGData, data_dir: Path | None, cache: Path) -> Signals:
-    """Recordings as windows: the training split's as the recipe says, others on a grid."""
-    found = load_recordings(data, data_dir, cache)
-    rows = {subject: row for row, subject in enumerate(found.subjects)}
+    """Return recordings as windows: cut as the recipe asks for training, else on a grid."""
+    source = load_recordings(data, data_dir, cache)
+    rows = {subject: row for row, subject in enumerate(source.subjects)}
     splits = {}
-    for role, recordings in found.splits.items():
+    for role, recordings in source.splits.items():
         hop = data.hop if role == "train" else data.length
-        subjects = tuple(rows.get(each.subject, UNSEEN) for each in recordings)
-        digest = digest_of([found.digest, role, data.length, hop])
+        subjects = tuple(rows.get(recording.subject, UNSEEN) for recording in recordings)
+        digest = digest_of([source.digest, role, data.length, hop])
         splits[role] = Windows(recordings, subjects, data.length, hop, digest)
-        len(splits[role])  # refuses a recording shorter than a window, before anything begins
+        len(splits[role])  # refuses a recording that is shorter than a window
     return Signals(
         splits=splits,
-        rate=found.rate,
-        channels=found.channels,
-        subjects=found.subjects,
-        origin=found.origin,
-        caution=found.caution,
-        known=found.known,
-        digest=digest_of([found.digest, data.length, data.hop]),
+        rate=source.rate,
+        channels=source.channels,
+        subjects=source.subjects,
+        origin=source.origin,
+        caution=source.caution,
+        known=source.known,
+        digest=digest_of([source.digest, data.length, data.hop]),
     )
-
-
-FORMAT = 2  # raise it when what is simulated or stored, or how it is made, changes
 
 
 def load_recordings(
     data: EEGData, data_dir: Path | None = None, cache: Path | None = None
 ) -> Recordings:
-    """Return the recordings of a recipe, made now or found as they were made before."""
-    place = cache_folder(cache) / "eeg"
+    """Return the recordings of a recipe, from the cache if they were made before."""
+    stored = cache_folder(cache) / "eeg"
     settings = [FORMAT, data.model_dump(mode="json", exclude={"path", "length", "hop"})]
     if isinstance(data, SimulatedEEG):
         name = digest_of(settings)[:32]
-        folder = build_once(place / name, lambda part: write_simulated(data, part))
-        return load_store(folder)
+        return load_store(build_once(stored / name, lambda place: write_simulated(data, place)))
     assert isinstance(data, RecordedEEG)
-    source = find_folder(data.path, data_dir)
-    sources = _sources(data, source)
-    stamp = [_stamp(file) for one in sources for file in one.files]
-    name = digest_of([settings, str(source.resolve()), stamp])[:32]
+    folder = find_folder(data.path, data_dir)
+    sources = _sources(data, folder)
+    stamps = [_stamp(file) for source in sources for file in source.files]
+    name = digest_of([settings, str(folder.resolve()), stamps])[:32]
     return load_store(
-        build_once(place / name, lambda part: _write(data, source, sources, stamp, part))
+        build_once(stored / name, lambda place: _write(data, folder, sources, stamps, place))
     )
 
 
@@ -85,16 +83,16 @@ def gather(
     report: int = 1,
     unseen: tuple[str, ...] | float | None = None,
 ) -> Recordings:
-    """Divide recordings that are in memory, such as those of `from_mne`."""
+    """Split recordings that are in memory, such as those of `from_mne`."""
     if not recordings:
         raise BadInput("there are no recordings to divide")
-    for one in recordings:
-        same_channels(one.name, one.eeg.shape[1], "the list of names", len(channels))
-    headings = [Heading(one.name, one.subject, _heard(one)) for one in recordings]
-    division, caution = divide(headings, Rule(None, unseen, tune, report), "these recordings")
-    named = {one.name: one for one in recordings}
-    splits = {role: tuple(named[name] for name in names) for role, names in division.items()}
-    marks = [mark(role, one) for role, split in splits.items() for one in split]
+    for recording in recordings:
+        check_channels(recording.name, recording.eeg.shape[1], "the list of names", len(channels))
+    headings = [Heading(r.name, r.subject, _speech_digest(r)) for r in recordings]
+    division, caution = divide(headings, HoldOut(None, unseen, tune, report), "these recordings")
+    by_name = {recording.name: recording for recording in recordings}
+    splits = {role: tuple(by_name[name] for name in names) for role, names in division.items()}
+    digests = [recording_digest(role, r) for role, split in splits.items() for r in split]
     return Recordings(
         rate=rate,
         channels=channels,
@@ -103,7 +101,7 @@ def gather(
         known={},
         origin=dict.fromkeys(splits, "recordings in memory"),
         caution=caution,
-        digest=digest_of([rate, channels, marks]),
+        digest=digest_of([rate, channels, digests]),
     )
 
 
@@ -116,15 +114,15 @@ def _sources(data: RecordedEEG, folder: Path) -> list[Source]:
     return mne_sources(data, folder)
 
 
-def _rule(data: RecordedEEG) -> Rule:
+def _hold_out(data: RecordedEEG) -> HoldOut:
     if isinstance(data, MatlabEEG):
-        return Rule(data.seen, data.unseen, held_out=data.held_out)
+        return HoldOut(data.seen, data.unseen, held_out=data.held_out)
     assert isinstance(data, ChallengeEEG | MneEEG)
-    return Rule(data.seen, data.unseen, data.tune, data.report)
+    return HoldOut(data.seen, data.unseen, data.tune, data.report)
 
 
 def _stamp(path: Path) -> list[str | int]:
-    """Tell one state of a file from another without reading it."""
+    """Return the name, size and time of a file, which change when it does."""
     state = path.stat()
     return [path.name, state.st_size, state.st_mtime_ns]
 
@@ -133,37 +131,38 @@ def _write(
     data: RecordedEEG,
     folder: Path,
     sources: Sequence[Source],
-    stamp: Sequence[list[str | int]],
-    part: Path,
+    stamps: Sequence[list[str | int]],
+    place: Path,
 ) -> None:
-    division, caution = divide([one.heading for one in sources], _rule(data), str(folder))
-    named = {one.heading.name: one for one in sources}
-    store = Store(part)
+    """Read the recordings of a folder, split them, and store them in another."""
+    division, caution = divide([s.heading for s in sources], _hold_out(data), str(folder))
+    by_name = {source.heading.name: source for source in sources}
+    store = Store(place)
     channels: tuple[str, ...] = ()
-    heard: dict[str, str] = {}
+    speech: dict[str, str] = {}
     for role, names in division.items():
         for name in names:
-            recording, found = named[name].read()
-            if channels and len(found) == len(channels) and found != channels:
-                other = next(
-                    pair for pair in zip(found, channels, strict=True) if len(set(pair)) > 1
-                )
-                raise BadInput(f"{name} has channel {other[0]} where others have {other[1]}")
-            channels = channels or found
+            recording, labels = by_name[name].read()
+            if channels and len(labels) == len(channels) and labels != channels:
+                pairs = zip(labels, channels, strict=True)
+                label, expected = next(pair for pair in pairs if len(set(pair)) > 1)
+                raise BadInput(f"{name} has channel {label} where others have {expected}")
+            channels = channels or labels
             store.add(role, recording)
-            heard[name] = _heard(recording)
-    if [_stamp(file) for one in sources for file in one.files] != list(stamp):
+            speech[name] = _speech_digest(recording)
+    if [_stamp(file) for source in sources for file in source.files] != list(stamps):
         raise BadInput(f"{folder} changed while it was read; run it again")
     origin = {
         role: f"{folder}: {_count(len(names), 'recording')} of "
-        + _count(len({named[name].heading.subject for name in names}), "subject")
+        + _count(len({by_name[name].heading.subject for name in names}), "subject")
         for role, names in division.items()
     }
-    store.finish(data.rate, channels, origin, caution=caution or shared(heard, division))
+    caution = caution or shared_speech_warning(speech, division)
+    store.finish(data.rate, channels, origin, caution=caution)
 
 
-def _heard(recording: Recording) -> str:
-    """Tell one speech from another, whatever their files are called."""
+def _speech_digest(recording: Recording) -> str:
+    """Return a digest of the envelope, by which equal speech is recognised."""
     return hashlib.sha256(recording.envelope.tobytes()).hexdigest()
 
 

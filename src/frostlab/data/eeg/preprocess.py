@@ -1,4 +1,4 @@
-"""What is done to measured signals before anything learns from them, and what is refused."""
+"""Preprocessing of measured signals: check, rereference, resample, filter, standardize."""
 
 from fractions import Fraction
 
@@ -13,54 +13,45 @@ Band = tuple[float, float]
 _ORDER = 3  # of the band pass, each way
 
 
-def normalised(x: Array) -> Signal:
-    """Return every channel with mean 0 and deviation 1; a flat one is 0 throughout."""
-    centred = x - x.mean(axis=0)
-    deviation = centred.std(axis=0)
-    flat = deviation <= 1e-9 * np.abs(x).max(axis=0)
-    return (centred * np.where(flat, 0, 1 / np.where(flat, 1, deviation))).astype(np.float32)
+def preprocess(
+    name: str,
+    subject: str,
+    eeg: Array,
+    envelope: Array,
+    *,
+    channels: tuple[str, ...],
+    rates: tuple[float, float],
+    rate: float,
+    band: Band | None,
+    reference: Array | None = None,
+    other: Array | None = None,
+) -> Recording:
+    """Return a recording of measured signals; `rates` are of EEG and envelope."""
+    speakers = [envelope] if other is None else [envelope, other]
+    for speaker in speakers:
+        check_signals(name, eeg, channels, speaker)
+        check_durations(name, len(eeg), len(speaker), rates)
+
+    if reference is not None:
+        finite = int(np.isfinite(reference).all(axis=1).sum())
+        if not len(reference) == len(eeg) == finite:
+            raise BadInput(
+                f"{name}: the EEG has {len(eeg)} samples and the reference {len(reference)}, "
+                f"{finite} of them finite"
+            )
+
+    def ready(x: Array, measured: float) -> Array:
+        # Without its first sample's value a flat channel is exactly 0, also after filtering.
+        return bandpass(resample(x - x[0], measured, rate, name), rate, band, name)
+
+    signals = [ready(rereference(eeg, reference), rates[0])]
+    signals += [ready(speaker, rates[1]) for speaker in speakers]
+    samples = min(map(len, signals))
+    return Recording(name, subject, *(standardize(x[:samples]) for x in signals))
 
 
-def referenced(eeg: Array, reference: Array | None) -> Array:
-    """Take the mean of the reference channels off every channel; None leaves it as it is."""
-    return eeg if reference is None else eeg - reference.mean(axis=1, keepdims=True)
-
-
-def resampled(x: Array, rate: float, wanted: float, name: str) -> Array:
-    """Lower the rate, keeping what the new one can hold, without a shift in time."""
-    from scipy import signal
-
-    if rate == wanted:
-        return x
-    if rate < wanted:
-        raise BadInput(f"{name} is at {rate:g} Hz and data.rate is {wanted:g} Hz; set it lower")
-    ratio = Fraction(wanted / rate).limit_denominator(1000)
-    if abs(float(ratio) * rate - wanted) > 1e-6 * wanted:
-        raise BadInput(f"{name} is at {rate:g} Hz, which has no simple ratio to {wanted:g} Hz")
-    shown: Array = signal.resample_poly(
-        x, ratio.numerator, ratio.denominator, axis=0, padtype="line"
-    )
-    return shown
-
-
-def in_band(x: Array, rate: float, band: Band | None, name: str) -> Array:
-    """Keep a band of frequencies, without a shift in time."""
-    from scipy import signal
-
-    if band is None:
-        return x
-    sections = signal.butter(_ORDER, band, "bandpass", fs=rate, output="sos")
-    pad = min(len(x) - 1, int(3 * rate / band[0]))
-    if len(x) < rate / band[0]:
-        raise BadInput(
-            f"{name} has {len(x) / rate:.1f} s, too short for a band from {band[0]:g} Hz"
-        )
-    kept: Array = signal.sosfiltfilt(sections, x, axis=0, padlen=pad)
-    return kept
-
-
-def checked(name: str, eeg: Array, channels: tuple[str, ...], envelope: Array) -> None:
-    """Refuse signals nothing can be learned from, or that would spoil what is."""
+def check_signals(name: str, eeg: Array, channels: tuple[str, ...], envelope: Array) -> None:
+    """Refuse signals of wrong shape, with values that are not finite, or without variation."""
     if eeg.ndim != 2 or envelope.ndim != 1:
         raise BadInput(
             f"{name}: the EEG has shape {eeg.shape} and the envelope {envelope.shape}, "
@@ -83,8 +74,8 @@ def checked(name: str, eeg: Array, channels: tuple[str, ...], envelope: Array) -
         raise BadInput(f"{name}: every channel of the EEG is flat")
 
 
-def same_length(name: str, eeg: int, envelope: int, rates: tuple[float, float]) -> None:
-    """Refuse signals that do not last equally long, by more than a sample of the slower one."""
+def check_durations(name: str, eeg: int, envelope: int, rates: tuple[float, float]) -> None:
+    """Refuse signals whose durations differ by more than a sample of the slower one."""
     if abs(eeg / rates[0] - envelope / rates[1]) > (rates[0] != rates[1]) / min(rates) + 1e-9:
         raise BadInput(
             f"{name}: the EEG has {eeg} samples at {rates[0]:g} Hz and the envelope {envelope} at "
@@ -92,38 +83,47 @@ def same_length(name: str, eeg: int, envelope: int, rates: tuple[float, float]) 
         )
 
 
-def prepared(
-    name: str,
-    subject: str,
-    eeg: Array,
-    envelope: Array,
-    *,
-    channels: tuple[str, ...],
-    rates: tuple[float, float],
-    rate: float,
-    band: Band | None,
-    reference: Array | None = None,
-    other: Array | None = None,
-) -> Recording:
-    """Make a recording of signals as they were measured; `rates` are of EEG and envelope."""
-    speakers = [envelope] if other is None else [envelope, other]
-    for heard in speakers:
-        checked(name, eeg, channels, heard)
-        same_length(name, len(eeg), len(heard), rates)
+def rereference(eeg: Array, reference: Array | None) -> Array:
+    """Subtract the mean of the reference channels from every channel; None changes nothing."""
+    return eeg if reference is None else eeg - reference.mean(axis=1, keepdims=True)
 
-    if reference is not None:
-        finite = int(np.isfinite(reference).all(axis=1).sum())
-        if not len(reference) == len(eeg) == finite:
-            raise BadInput(
-                f"{name}: the EEG has {len(eeg)} samples and the reference {len(reference)}, "
-                f"{finite} of them finite"
-            )
 
-    def ready(x: Array, measured: float) -> Array:
-        # Less its first sample a flat channel is exactly 0; a filter leaves rounding of the rest.
-        return in_band(resampled(x - x[0], measured, rate, name), rate, band, name)
+def resample(x: Array, rate: float, wanted: float, name: str) -> Array:
+    """Resample to a lower rate without aliasing or a shift in time."""
+    from scipy import signal
 
-    signals = [ready(referenced(eeg, reference), rates[0])]
-    signals += [ready(heard, rates[1]) for heard in speakers]
-    samples = min(map(len, signals))
-    return Recording(name, subject, *(normalised(x[:samples]) for x in signals))
+    if rate == wanted:
+        return x
+    if rate < wanted:
+        raise BadInput(f"{name} is at {rate:g} Hz and data.rate is {wanted:g} Hz; set it lower")
+    ratio = Fraction(wanted / rate).limit_denominator(1000)
+    if abs(float(ratio) * rate - wanted) > 1e-6 * wanted:
+        raise BadInput(f"{name} is at {rate:g} Hz, which has no simple ratio to {wanted:g} Hz")
+    lowered: Array = signal.resample_poly(
+        x, ratio.numerator, ratio.denominator, axis=0, padtype="line"
+    )
+    return lowered
+
+
+def bandpass(x: Array, rate: float, band: Band | None, name: str) -> Array:
+    """Filter forwards and backwards, without a shift in time; None changes nothing."""
+    from scipy import signal
+
+    if band is None:
+        return x
+    sections = signal.butter(_ORDER, band, "bandpass", fs=rate, output="sos")
+    pad = min(len(x) - 1, int(3 * rate / band[0]))
+    if len(x) < rate / band[0]:
+        raise BadInput(
+            f"{name} has {len(x) / rate:.1f} s, too short for a band from {band[0]:g} Hz"
+        )
+    filtered: Array = signal.sosfiltfilt(sections, x, axis=0, padlen=pad)
+    return filtered
+
+
+def standardize(x: Array) -> Signal:
+    """Return every channel with mean 0 and standard deviation 1; a flat channel becomes 0."""
+    centred = x - x.mean(axis=0)
+    deviation = centred.std(axis=0)
+    flat = deviation <= 1e-9 * np.abs(x).max(axis=0)
+    return (centred * np.where(flat, 0, 1 / np.where(flat, 1, deviation))).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Recordings and their splits, written once and read through the page cache."""
+"""Recordings, their store on disk, and the windows that are cut from them."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,18 +16,20 @@ from frostlab.errors import BadInput
 from frostlab.storage import digest_of
 
 Signal = NDArray[np.float32]
+Starts = NDArray[np.int64]  # (windows, 2): the recording's index, the first sample
 ROLES = ("train", "tune", "report", "unseen")
+UNSEEN = -1  # the embedding's row for subjects in no training split
 
 
 @dataclass(frozen=True)
 class Recording:
-    """One stretch of EEG with the envelope heard meanwhile, sample by sample."""
+    """EEG with the envelope of the speech a subject heard, sample by sample."""
 
     name: str
     subject: str
-    eeg: Signal  # (samples, channels), every channel of mean 0 and deviation 1
-    envelope: Signal  # (samples,), of mean 0 and deviation 1
-    other: Signal | None = None  # the envelope of the speaker who was ignored, where there is one
+    eeg: Signal  # (samples, channels), every channel with mean 0 and standard deviation 1
+    envelope: Signal  # (samples,), with mean 0 and standard deviation 1
+    other: Signal | None = None  # the envelope of an ignored speaker
 
     def __len__(self) -> int:
         return len(self.envelope)
@@ -35,56 +37,144 @@ class Recording:
 
 @dataclass(frozen=True)
 class Recordings:
-    """A recipe's recordings, divided by recording and by subject."""
+    """A recipe's recordings, split by recording and by subject."""
 
     rate: float  # Hz
     channels: tuple[str, ...]
-    splits: dict[str, tuple[Recording, ...]]  # train, tune, report and, held-out subjects, unseen
-    subjects: tuple[str, ...]  # those of train, in the order of an embedding's rows
-    known: dict[str, float]  # answers known beforehand: best_r, best_r_unseen, …
-    origin: dict[str, str]  # each split's place, and what was held out how
-    caution: str | None  # to be shown wherever the numbers are
+    splits: dict[str, tuple[Recording, ...]]  # train, tune, report, and unseen: held-out subjects
+    subjects: tuple[str, ...]  # of train, in the order of an embedding's rows
+    known: dict[str, float]  # reference scores: best_r, best_r_unseen, …
+    origin: dict[str, str]  # each split's place, and how recordings were held out
+    caution: str | None  # a warning to show with every number
     digest: str
 
 
-def same_channels(name: str, count: int, first: str, wanted: int) -> None:
-    """Refuse a recording whose channels are not as many as those of the first."""
-    if count != wanted:
-        raise BadInput(f"{name} has {count} channels, {first} has {wanted}")
+@dataclass(frozen=True)
+class Windows:
+    """One split; a window is identified by its first sample, counted over all recordings."""
+
+    recordings: tuple[Recording, ...]
+    subjects: tuple[int, ...]  # each recording's row of the embedding, or UNSEEN
+    length: int  # samples
+    hop: int | None  # samples from one window to the next; None: redrawn every epoch
+    digest: str
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Number of samples of each window in an epoch."""
+        return np.full(len(self), self.length)
+
+    @cached_property
+    def bounds(self) -> NDArray[np.int64]:
+        """First sample of each recording, and the end of the last."""
+        return np.array([0, *accumulate(map(len, self.recordings))])
+
+    def draw(self, seed: int, epoch: int) -> NDArray[np.int64]:
+        """Return the windows of an epoch, in the order of the recordings."""
+        starts = windows(self.recordings, self.length, self.hop, seed, epoch)
+        return self.bounds[starts[:, 0]] + starts[:, 1]
+
+    @cached_property
+    def _first(self) -> NDArray[np.int64]:
+        return self.draw(0, 0)
+
+    @property
+    def grid(self) -> NDArray[np.int64]:
+        """All windows, for splits with a hop."""
+        assert self.hop is not None
+        return self._first
+
+    def owners(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the index of each window's recording."""
+        return np.searchsorted(self.bounds, rows, side="right") - 1
+
+    def cut(
+        self, rows: NDArray[np.int64]
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
+        """Return (B, T, channels) EEG, (B, T) envelopes and (B,) subjects of windows."""
+        owners = self.owners(rows)
+        starts = zip(owners, rows - self.bounds[owners], strict=True)
+        cuts = [(self.recordings[n], slice(start, start + self.length)) for n, start in starts]
+        eeg = np.stack([recording.eeg[window] for recording, window in cuts])
+        envelopes = np.stack([recording.envelope[window] for recording, window in cuts])
+        return eeg, envelopes, np.array(self.subjects)[owners]
 
 
-def _signals(recording: Recording) -> Iterator[tuple[str, Signal]]:
-    for kind in ("eeg", "envelope", "other"):
-        array = getattr(recording, kind)
-        if array is not None:
-            yield kind, array
+@dataclass(frozen=True)
+class Signals:
+    """A recipe's recordings, ready to be batched; the counterpart of `Prepared` for tokens."""
+
+    splits: dict[str, Windows]  # train, tune, report, and unseen if subjects are held out
+    rate: float  # Hz
+    channels: tuple[str, ...]
+    subjects: tuple[str, ...]  # of the training split, in the order of the embedding
+    origin: dict[str, str]
+    caution: str | None
+    known: dict[str, float]
+    digest: str
+    task: Literal["envelope"] = "envelope"
 
 
-def mark(role: str, recording: Recording) -> str:
-    """Name a recording and its part by everything in it."""
-    digest = hashlib.sha256(f"{role}\0{recording.name}\0{recording.subject}".encode())
-    for kind, array in _signals(recording):
-        digest.update(f"\0{kind} {array.shape} {array.dtype}".encode())
-        digest.update(np.ascontiguousarray(array).data)
-    return digest.hexdigest()
+Material = Prepared | Signals
+
+
+def text_of(prepared: Material) -> Prepared:
+    """Return data that must be tokens: recipes allow packing and cached layers for them only."""
+    assert isinstance(prepared, Prepared)
+    return prepared
+
+
+def windows(
+    recordings: Sequence[Recording],
+    length: int = 640,
+    hop: int | None = None,
+    seed: int = 0,
+    epoch: int = 0,
+) -> Starts:
+    """Return the recording and the first sample of each window.
+
+    With a hop, windows start every `hop` samples and the last ends with the recording, so that
+    they cover every sample. Without, as many as fit without overlap are drawn from seed and epoch,
+    one start from each equal range of the possible starts: their number never changes.
+    """
+    parts: list[Starts] = []
+    for index, recording in enumerate(recordings):
+        spare = len(recording) - length
+        if spare < 0:
+            raise BadInput(
+                f"{recording.name} has {len(recording)} samples, a window {length}; "
+                f"set data.length to {len(recording)} or less"
+            )
+        if hop is None:
+            random = np.random.default_rng([seed, epoch, index])
+            count = len(recording) // length
+            starts = (np.arange(count) + random.random(count)) * (spare + 1) / count
+            starts = starts.astype(np.int64)
+        else:
+            starts = np.unique(np.append(np.arange(0, spare + 1, hop), spare))
+        parts.append(np.stack([np.full_like(starts, index), starts], axis=1))
+    return np.concatenate(parts) if parts else np.empty((0, 2), dtype=np.int64)
 
 
 class Store:
-    """Writes recordings into a folder, one at a time."""
+    """Writes recordings to a folder, one at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.entries: list[dict[str, str]] = []
-        self._marks: list[str] = []
+        self._digests: list[str] = []
         self._first: tuple[str, int] | None = None
 
     def add(self, role: str, recording: Recording) -> None:
         """Write one recording of a split."""
         self._first = self._first or (recording.name, recording.eeg.shape[1])
-        same_channels(recording.name, recording.eeg.shape[1], *self._first)
+        check_channels(recording.name, recording.eeg.shape[1], *self._first)
         for kind, array in _signals(recording):
             np.save(self.folder / f"{len(self.entries)}.{kind}.npy", array)
-        self._marks.append(mark(role, recording))
+        self._digests.append(recording_digest(role, recording))
         entry = {"role": role, "name": recording.name, "subject": recording.subject}
         self.entries.append(entry)
 
@@ -96,8 +186,8 @@ class Store:
         known: dict[str, float] | None = None,
         caution: str | None = None,
     ) -> None:
-        """Write what is said once."""
-        same_channels("the list of names", len(channels), *(self._first or ("", 0)))
+        """Write the facts that hold for all recordings."""
+        check_channels("the list of names", len(channels), *(self._first or ("", 0)))
         save_facts(
             self.folder,
             {
@@ -107,13 +197,13 @@ class Store:
                 "known": known or {},
                 "origin": origin,
                 "caution": caution,
-                "digest": digest_of([rate, channels, self._marks]),
+                "digest": digest_of([rate, channels, self._digests]),
             },
         )
 
 
 def load_store(folder: Path) -> Recordings:
-    """Map what a Store wrote into memory."""
+    """Map the recordings of a Store into memory."""
     facts = load_facts(folder)
     splits: dict[str, list[Recording]] = {}
     for number, entry in enumerate(facts["entries"]):
@@ -138,121 +228,27 @@ def load_store(folder: Path) -> Recordings:
 
 
 def subjects_of(recordings: Iterable[Recording]) -> tuple[str, ...]:
-    """Return the subjects, each once, in the order of their names."""
+    """Return the subjects, sorted."""
     return tuple(sorted({recording.subject for recording in recordings}))
 
 
-Starts = NDArray[np.int64]  # (windows, 2): the recording's place in the list, the first sample
+def check_channels(name: str, count: int, first: str, expected: int) -> None:
+    """Refuse a recording with another number of channels than the first."""
+    if count != expected:
+        raise BadInput(f"{name} has {count} channels, {first} has {expected}")
 
 
-def windows(
-    recordings: Sequence[Recording],
-    length: int = 640,
-    hop: int | None = None,
-    seed: int = 0,
-    epoch: int = 0,
-) -> Starts:
-    """Return where the windows of recordings begin.
-
-    With a hop they begin every `hop` samples, the last where it ends with the recording, so that
-    every sample is in one. Without, as many as fit side by side are drawn from seed and epoch,
-    one from each equal share of the possible beginnings: their number never changes.
-    """
-    found: list[Starts] = []
-    for place, recording in enumerate(recordings):
-        spare = len(recording) - length
-        if spare < 0:
-            raise BadInput(
-                f"{recording.name} has {len(recording)} samples, a window {length}; "
-                f"set data.length to {len(recording)} or less"
-            )
-        if hop is None:
-            random = np.random.default_rng([seed, epoch, place])
-            count = len(recording) // length
-            starts = (np.arange(count) + random.random(count)) * (spare + 1) / count
-            starts = starts.astype(np.int64)
-        else:
-            starts = np.unique(np.append(np.arange(0, spare + 1, hop), spare))
-        found.append(np.stack([np.full_like(starts, place), starts], axis=1))
-    return np.concatenate(found) if found else np.empty((0, 2), dtype=np.int64)
+def recording_digest(role: str, recording: Recording) -> str:
+    """Return a digest of a recording and its role."""
+    digest = hashlib.sha256(f"{role}\0{recording.name}\0{recording.subject}".encode())
+    for kind, array in _signals(recording):
+        digest.update(f"\0{kind} {array.shape} {array.dtype}".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
 
 
-UNSEEN = -1  # the row of subjects that are not trained on
-
-
-@dataclass(frozen=True)
-class Windows:
-    """One split; a window is known by its first sample, counted through all recordings."""
-
-    recordings: tuple[Recording, ...]
-    subjects: tuple[int, ...]  # each recording's row of the embedding; −1: not among the trained
-    length: int  # samples
-    hop: int | None  # samples from one window to the next; None: drawn anew for every epoch
-    digest: str
-
-    def __len__(self) -> int:
-        return len(self._first)
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Samples of each window of an epoch."""
-        return np.full(len(self), self.length)
-
-    @cached_property
-    def bounds(self) -> NDArray[np.int64]:
-        """Where each recording begins, and where the last one ends."""
-        return np.array([0, *accumulate(map(len, self.recordings))])
-
-    def draw(self, seed: int, epoch: int) -> NDArray[np.int64]:
-        """The windows of an epoch, in the order of the recordings."""
-        starts = windows(self.recordings, self.length, self.hop, seed, epoch)
-        return self.bounds[starts[:, 0]] + starts[:, 1]
-
-    @cached_property
-    def _first(self) -> NDArray[np.int64]:
-        return self.draw(0, 0)
-
-    @property
-    def grid(self) -> NDArray[np.int64]:
-        """All windows, where they lie a hop apart."""
-        assert self.hop is not None
-        return self._first
-
-    def owners(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The recording that each window is of."""
-        return np.searchsorted(self.bounds, rows, side="right") - 1
-
-    def cut(
-        self, rows: NDArray[np.int64]
-    ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
-        """(B, T, channels) EEG, (B, T) envelopes and (B,) subjects of windows."""
-        owners = self.owners(rows)
-        places = list(zip(owners, rows - self.bounds[owners], strict=True))
-        kept = [(self.recordings[n], slice(at, at + self.length)) for n, at in places]
-        eeg = np.stack([each.eeg[here] for each, here in kept])
-        envelopes = np.stack([each.envelope[here] for each, here in kept])
-        return eeg, envelopes, np.array(self.subjects)[owners]
-
-
-@dataclass(frozen=True)
-class Signals:
-    """A recipe's recordings, ready to be batched: what `Prepared` is for tokens."""
-
-    splits: dict[str, Windows]  # train, tune, report and, where subjects are held out, unseen
-    rate: float  # Hz
-    channels: tuple[str, ...]
-    subjects: tuple[str, ...]  # of the training split, in the order of the embedding
-    origin: dict[str, str]
-    caution: str | None
-    known: dict[str, float]
-    digest: str
-    task: Literal["envelope"] = "envelope"
-
-
-Material = Prepared | Signals
-
-
-def text_of(prepared: Material) -> Prepared:
-    """Data of tokens: what packing, cached layers and early exits are for; recipes see to it."""
-    assert isinstance(prepared, Prepared)
-    return prepared
+def _signals(recording: Recording) -> Iterator[tuple[str, Signal]]:
+    for kind in ("eeg", "envelope", "other"):
+        array = getattr(recording, kind)
+        if array is not None:
+            yield kind, array

@@ -1,4 +1,9 @@
-"""Simulated EEG: speech-like envelopes, each subject's own responses, and a head's noise."""
+"""Simulated EEG whose best decoder is known.
+
+Envelopes are Gaussian with a speech-like rhythm. Each subject (a `Head`) responds to them by three
+waves from both auditory cortices; noise comes from brain, eyes and sensors. `best_correlation`
+computes, from the true responses and spectra, which r no decoder exceeds.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,11 +13,28 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from frostlab.data.eeg.preprocess import normalised
+from frostlab.data.eeg.preprocess import standardize
 from frostlab.data.eeg.recordings import Recording, Store
 from frostlab.recipe.data import SimulatedEEG
 
 Array = NDArray[np.float64]
+SPAN = 0.4  # s, duration of a response
+MEMORY = 2.0  # s, after which the adaptation no longer depends on its start
+_LATENCIES = (0.06, 0.12, 0.20)  # s, of the three waves
+_WIDTHS = (0.018, 0.025, 0.04)  # s
+_HEIGHTS = (0.6, -1.0, 0.8)
+_DELAY = 0.1  # s, largest delay of a subject with non-linear responses
+_SHARES = {"background": 0.6, "alpha": 0.2, "blinks": 0.15, "sensors": 0.05}  # of noise power
+_EXPONENT = 1.2  # loudness = amplitude to this power, amplitude = exp(envelope)
+_ADAPTATION = 0.25  # s
+_SUSTAINED = 0.5  # weight of loudness relative to its onsets
+GRID = 257  # number of frequencies on which spectra are compared
+SYLLABLES = 4.8  # Hz, centre of the envelope's rhythm; most power is between 3 and 8
+BLINKS = 0.25  # per second
+_BLINK = 0.08  # s, standard deviation of a blink's Gaussian
+_BLINK_SPREAD = 0.2  # standard deviation of a blink's height
+_HEAD, _RECORDING = 0, 1  # part of the seeds of subjects and of recordings
+BOUND = "with nonlinear responses best_r is an upper bound (by rate and distortion)"
 
 # Inclination from the top and azimuth from the right ear, in degrees: BioSemi's cap of 64.
 _CAP = """
@@ -25,125 +47,96 @@ F6 75 41 F8 92 36 FT8 92 18 FC6 72 21 FC4 50 28 FC2 32 45 FCz 23 90 Cz 0 0
 C2 23 0 C4 46 0 C6 69 0 T8 92 0 TP8 92 -18 CP6 72 -21 CP4 50 -28 CP2 32 -45
 P2 50 -68 P4 60 -51 P6 75 -41 P8 92 -36 P10 115 -36 PO8 92 -54 PO4 74 -65 O2 92 -72
 """.split()  # noqa: SIM905 (a table reads better)
-
 BIOSEMI64: tuple[str, ...] = tuple(_CAP[::3])
 BIOSEMI128: tuple[str, ...] = tuple(f"{bank}{n}" for bank in "ABCD" for n in range(1, 33))
 
 
-def channel_names(count: int) -> tuple[str, ...]:
-    """Return the cap's names where the number of channels says which cap, else numbers."""
-    known = {64: BIOSEMI64, 128: BIOSEMI128}
-    return known.get(count, tuple(str(n) for n in range(1, count + 1)))
-
-
-@cache
-def positions() -> Array:
-    """Return the 64 electrodes on the unit sphere: x to the right ear, y to the nose, z up."""
-    tilt = np.radians(np.array(_CAP[1::3], dtype=float))
-    turn = np.radians(np.array(_CAP[2::3], dtype=float))
-    sides = (np.sin(tilt) * np.cos(turn), np.sin(tilt) * np.sin(turn), np.cos(tilt))
-    return np.stack(sides, axis=1)  # (64, 3)
-
-
-def topographies(places: Array, moments: Array) -> Array:
-    """Return what dipoles show at the electrodes, average-referenced: (64, dipoles)."""
-    apart = positions()[:, None, :] - places[None]  # (64, dipoles, 3)
-    distance = np.linalg.norm(apart, axis=2)
-    shown: Array = (apart * moments[None]).sum(axis=2) / distance**3
-    return shown - shown.mean(axis=0)
-
-
-SPAN = 0.4  # s, the longest a response lasts
-MEMORY = 2.0  # s, after which the adaptation has forgotten
-_LATENCIES = (0.06, 0.12, 0.20)  # s, of the three waves
-_WIDTHS = (0.018, 0.025, 0.04)  # s
-_HEIGHTS = (0.6, -1.0, 0.8)
-_DELAY = 0.1  # s, by which non-linear subjects differ at most
-_SHARES = {"background": 0.6, "alpha": 0.2, "blinks": 0.15, "sensors": 0.05}  # of noise power
-_EXPONENT = 1.2  # loudness = amplitude to this power, amplitude = exp(envelope)
-_ADAPTATION = 0.25  # s
-_SUSTAINED = 0.5  # of loudness itself, beside its onsets
-
-
 @dataclass(frozen=True)
 class Head:
-    """One subject: responses, and the directions noise comes from, at a noise power of 1."""
+    """One subject: responses, and the topographies of noise, at a noise power of 1."""
 
-    response: Array  # (taps, channels), of a drive of variance 1
+    response: Array  # (taps, channels), to a drive of variance 1
     background: Array  # (channels, dipoles)
     alpha: Array  # (channels, dipoles)
     blinks: Array  # (channels,)
     sensors: float
 
 
-def drive(envelope: Array, rate: float, responses: str) -> Array:
-    """Return what the brain answers to; the first MEMORY seconds of a non-linear one are not it."""
-    if responses == "linear":
-        return envelope
-    long = _measured(rate)
-    return (_adapted(envelope, rate) - long.mean) / long.deviation
+def write_simulated(data: SimulatedEEG, folder: Path) -> None:
+    """Draw all subjects and recordings, and store them with the best r of any decoder."""
+    store = Store(folder)
+    samples = round(data.seconds * data.rate)
+    roles = ["train"] * (data.recordings - data.tune - data.report)
+    roles += ["tune"] * data.tune + ["report"] * data.report
+    known: dict[str, float] = {}
+    groups = (("", False, data.subjects, roles), ("_unseen", True, data.unseen, ["unseen"]))
+    for suffix, unseen, count, group_roles in groups:
+        bests = []
+        for subject in range(count):
+            head = head_of(data, unseen, subject)
+            bests.append(best_correlation(head, data.rate, data.responses))
+            for number, role in enumerate(group_roles * (data.report if unseen else 1)):
+                key = [data.seed, _RECORDING, unseen, subject, number]
+                envelope, eeg = simulate(
+                    head, samples, data.rate, data.responses, np.random.default_rng(key)
+                )
+                name = f"sub-{subject + 1 + unseen * data.subjects:03d}"
+                title = f"{name}_-_story{number + 1}"
+                store.add(role, Recording(title, name, standardize(eeg), standardize(envelope)))
+        if bests:
+            known[f"best_r{suffix}"] = mean_r(best.overall for best in bests)
+            known[f"best_linear_r{suffix}"] = mean_r(best.linear for best in bests)
+    about = f"simulated, {data.responses} responses, {data.snr:g} dB, seed {data.seed}"
+    origin = {role: f"{about}; {roles.count(role)} of each of {data.subjects}" for role in roles}
+    if data.unseen:
+        origin["unseen"] = f"{about}; {data.report} of each of {data.unseen} others"
+    caution = BOUND if data.responses == "nonlinear" else None
+    store.finish(data.rate, BIOSEMI64, origin, known, caution)
 
 
-def _adapted(envelope: Array, rate: float) -> Array:
-    """A power law, then onsets, the weaker the louder it has been just before."""
+def simulate(
+    head: Head, samples: int, rate: float, responses: str, random: np.random.Generator
+) -> tuple[Array, Array]:
+    """Draw an envelope (samples,) and a head's EEG (samples, 64) in response to it."""
     from scipy import signal
 
-    loud = np.exp(_EXPONENT * envelope)
-    step = np.exp(-1 / (_ADAPTATION * rate))
-    before: Array = signal.lfilter([0, 1 - step], [1, -step], loud)
-    rise = np.maximum(np.diff(loud, prepend=loud[:1]), 0) * rate / (2 * np.pi * SYLLABLES)
-    return rise / (before + 0.5) + _SUSTAINED * loud
+    lead = round(MEMORY * rate) + len(head.response) - 1
+    envelope = draw_rhythm("envelope", (lead + samples,), rate, random)
+    driven = drive(envelope, rate, responses)[round(MEMORY * rate) :]
+    eeg: Array = signal.oaconvolve(driven[:, None], head.response, "valid", axes=0)
+    eeg += head.blinks * draw_blinks(samples, rate, random)[:, None]
+    for kind, pattern in (("background", head.background), ("alpha", head.alpha)):
+        # As many signals as the channels' covariance has ranks have the same distribution.
+        values, vectors = np.linalg.eigh(pattern @ pattern.T)
+        largest = np.abs(vectors).argmax(0)  # fix the signs, which the library chooses
+        vectors = vectors * np.sign(vectors[largest, np.arange(len(values))])
+        kept = values > 1e-12 * values[-1]
+        spread = vectors[:, kept] * np.sqrt(values[kept])  # (64, rank)
+        signals = draw_rhythm(kind, (spread.shape[1], samples), rate, random)
+        eeg += (spread @ signals).T
+    eeg += head.sensors * random.standard_normal((samples, 64))
+    return envelope[lead:], eeg
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """What a long draw tells of non-linear drives, for which there is no formula."""
-
-    mean: float
-    deviation: float
-    power: Array  # on the grid, of the drive at variance 1
-    coherence: Array  # with the envelope
-
-
-@cache
-def _measured(rate: float) -> _Measured:
-    from scipy import signal
-
-    heard = draw_rhythm("envelope", (1 << 20,), rate, np.random.default_rng(202))
-    answered = _adapted(heard, rate)
-    heard, answered = (x[round(MEMORY * rate) :] for x in (heard, answered))
-    mean, deviation = float(answered.mean()), float(answered.std())
-    answered = (answered - mean) / deviation
-    how = {"fs": rate, "nperseg": 2 * (GRID - 1), "detrend": False}
-    _, cross = signal.csd(heard, answered, **how)
-    (_, one), (_, other) = (signal.welch(x, **how) for x in (heard, answered))
-    coherence = np.minimum(np.abs(cross) ** 2 / (one * other), 1)
-    power = other / np.trapezoid(other, frequency_grid(rate))
-    return _Measured(mean, deviation, power, coherence)
-
-
-def drive_spectra(rate: float, responses: str) -> tuple[Array, Array, Array]:
-    """Return the powers of envelope and drive and their coherence, on the grid."""
-    envelope = rhythm_power("envelope", frequency_grid(rate), rate)
-    if responses == "linear":
-        return envelope, envelope, np.ones_like(envelope)
-    measured = _measured(rate)
-    return envelope, measured.power, measured.coherence
+def head_of(data: SimulatedEEG, unseen: bool, subject: int) -> Head:
+    """Draw a subject, independently of the number of subjects."""
+    random = np.random.default_rng([data.seed, _HEAD, unseen, subject])
+    return draw_head(data.rate, data.snr, data.responses, random)
 
 
 def draw_head(rate: float, snr: float, responses: str, random: np.random.Generator) -> Head:
-    """Draw a subject whose responses stand `snr` dB above the noise, over channels and time."""
+    """Draw a subject whose responses are `snr` dB above the noise, over channels and time."""
     response = _draw_response(rate, responses, random)
     noise = _draw_noise(random)
-    _, answered, _ = drive_spectra(rate, responses)
+    _, drive_power, _ = drive_spectra(rate, responses)
     f = frequency_grid(rate)
     gain = np.abs(np.fft.rfft(response, 2 * (GRID - 1), axis=0)) ** 2
-    received = np.trapezoid(gain.mean(axis=1) * answered, f)
-    return Head(response * np.sqrt(10 ** (snr / 10) / received), *noise)
+    power = np.trapezoid(gain.mean(axis=1) * drive_power, f)
+    return Head(response * np.sqrt(10 ** (snr / 10) / power), *noise)
 
 
 def _draw_response(rate: float, responses: str, random: np.random.Generator) -> Array:
-    """Three waves from the auditory cortices of both sides."""
+    """Draw three waves from both auditory cortices."""
     delay = random.uniform(0, _DELAY)
     lag = np.arange(int(SPAN * rate) + 1) / rate
     response = np.zeros((len(lag), 64))
@@ -151,18 +144,19 @@ def _draw_response(rate: float, responses: str, random: np.random.Generator) -> 
         for side in (-1, 1):
             place = np.array([side * 0.55, 0.05, 0.1]) + 0.04 * random.standard_normal(3)
             moment = np.array([-side * 0.2, 0.5, 0.85]) + 0.2 * random.standard_normal(3)
-            at = latency + 0.006 * random.standard_normal()
-            at += delay if responses == "nonlinear" else 0
+            peak = latency + 0.006 * random.standard_normal()
+            peak += delay if responses == "nonlinear" else 0
             size = height * np.exp(0.25 * random.standard_normal())
-            wave = size * np.exp(-0.5 * ((lag - at) / width) ** 2)
+            wave = size * np.exp(-0.5 * ((lag - peak) / width) ** 2)
             response += wave[:, None] * topographies(place[None], moment[None])[:, 0]
     return response * np.cos(np.pi / 2 * (lag / SPAN) ** 8)[:, None]
 
 
 def _draw_noise(random: np.random.Generator) -> tuple[Array, Array, Array, float]:
-    ways = random.standard_normal((256, 3))
+    """Draw the topographies of background, alpha and blinks, and the sensors' deviation."""
+    directions = random.standard_normal((256, 3))
     radii = 0.8 * random.random(256) ** (1 / 3)
-    places = ways / np.linalg.norm(ways, axis=1, keepdims=True) * radii[:, None]
+    places = directions / np.linalg.norm(directions, axis=1, keepdims=True) * radii[:, None]
     background = topographies(places, random.standard_normal((256, 3)))
     places = np.array([0, -0.5, 0.15]) + 0.15 * random.standard_normal((24, 3))
     places *= np.minimum(1, 0.8 / np.linalg.norm(places, axis=1, keepdims=True))
@@ -181,78 +175,83 @@ def _draw_noise(random: np.random.Generator) -> tuple[Array, Array, Array, float
     )
 
 
-_HEAD, _RECORDING = 0, 1  # what a stream of random numbers is for
-
-BOUND = "with nonlinear responses best_r is a bound (rate and distortion), perhaps out of reach"
-
-
-def head_of(data: SimulatedEEG, unseen: bool, subject: int) -> Head:
-    """Draw a subject; the others, and how many there are, play no part."""
-    random = np.random.default_rng([data.seed, _HEAD, unseen, subject])
-    return draw_head(data.rate, data.snr, data.responses, random)
+def drive(envelope: Array, rate: float, responses: str) -> Array:
+    """Return the signal that the brain responds to; if non-linear, valid after MEMORY seconds."""
+    if responses == "linear":
+        return envelope
+    moments = _measure_drive(rate)
+    return (_adapt(envelope, rate) - moments.mean) / moments.deviation
 
 
-def simulate(
-    head: Head, samples: int, rate: float, responses: str, random: np.random.Generator
-) -> tuple[Array, Array]:
-    """Draw an envelope (samples,) and the EEG (samples, 64) of a head that hears it."""
+def _adapt(envelope: Array, rate: float) -> Array:
+    """Return loudness by a power law, and its onsets, which recent loudness attenuates."""
     from scipy import signal
 
-    before = round(MEMORY * rate) + len(head.response) - 1
-    heard = draw_rhythm("envelope", (before + samples,), rate, random)
-    answered = drive(heard, rate, responses)[round(MEMORY * rate) :]
-    eeg: Array = signal.oaconvolve(answered[:, None], head.response, "valid", axes=0)
-    eeg += head.blinks * draw_blinks(samples, rate, random)[:, None]
-    for kind, pattern in (("background", head.background), ("alpha", head.alpha)):
-        # Fewer signals than dipoles have the same spread: that of the channels' covariance.
-        values, vectors = np.linalg.eigh(pattern @ pattern.T)
-        largest = np.abs(vectors).argmax(0)  # signs are the library's choice, and must not matter
-        vectors = vectors * np.sign(vectors[largest, np.arange(len(values))])
-        kept = values > 1e-12 * values[-1]
-        spread = vectors[:, kept] * np.sqrt(values[kept])  # (64, rank)
-        drawn = draw_rhythm(kind, (spread.shape[1], samples), rate, random)
-        eeg += (spread @ drawn).T
-    eeg += head.sensors * random.standard_normal((samples, 64))
-    return heard[before:], eeg
+    loud = np.exp(_EXPONENT * envelope)
+    step = np.exp(-1 / (_ADAPTATION * rate))
+    recent: Array = signal.lfilter([0, 1 - step], [1, -step], loud)
+    rise = np.maximum(np.diff(loud, prepend=loud[:1]), 0) * rate / (2 * np.pi * SYLLABLES)
+    return rise / (recent + 0.5) + _SUSTAINED * loud
 
 
-def write_simulated(data: SimulatedEEG, folder: Path) -> None:
-    """Draw all subjects and recordings, and what can be known of them."""
-    store = Store(folder)
-    samples = round(data.seconds * data.rate)
-    roles = ["train"] * (data.recordings - data.tune - data.report)
-    roles += ["tune"] * data.tune + ["report"] * data.report
-    known: dict[str, float] = {}
-    groups = (("", False, data.subjects, roles), ("_unseen", True, data.unseen, ["unseen"]))
-    for suffix, unseen, count, parts in groups:
-        found = []
-        for subject in range(count):
-            head = head_of(data, unseen, subject)
-            found.append(optimum(head, data.rate, data.responses))
-            for number, role in enumerate(parts * (data.report if unseen else 1)):
-                key = [data.seed, _RECORDING, unseen, subject, number]
-                envelope, eeg = simulate(
-                    head, samples, data.rate, data.responses, np.random.default_rng(key)
-                )
-                name = f"sub-{subject + 1 + unseen * data.subjects:03d}"
-                title = f"{name}_-_story{number + 1}"
-                store.add(role, Recording(title, name, normalised(eeg), normalised(envelope)))
-        if found:
-            known[f"best_r{suffix}"] = mean_r(one.best for one in found)
-            known[f"best_linear_r{suffix}"] = mean_r(one.linear for one in found)
-    about = f"simulated, {data.responses} responses, {data.snr:g} dB, seed {data.seed}"
-    origin = {role: f"{about}; {roles.count(role)} of each of {data.subjects}" for role in roles}
-    if data.unseen:
-        origin["unseen"] = f"{about}; {data.report} of each of {data.unseen} others"
-    caution = BOUND if data.responses == "nonlinear" else None
-    store.finish(data.rate, BIOSEMI64, origin, known, caution)
+@dataclass(frozen=True)
+class _DriveMoments:
+    """Moments of the non-linear drive, estimated from a long draw: there is no formula."""
+
+    mean: float
+    deviation: float
+    power: Array  # on the grid, of the drive at variance 1
+    coherence: Array  # with the envelope
 
 
-GRID = 257  # frequencies on which spectra are compared
-SYLLABLES = 4.8  # Hz, the middle of the envelope's rhythm; most of it lies between 3 and 8
-BLINKS = 0.25  # a second
-_BLINK = 0.08  # s, deviation of a blink's bell
-_BLINK_SPREAD = 0.2  # of its height
+@cache
+def _measure_drive(rate: float) -> _DriveMoments:
+    from scipy import signal
+
+    envelope = draw_rhythm("envelope", (1 << 20,), rate, np.random.default_rng(202))
+    driven = _adapt(envelope, rate)
+    envelope, driven = (x[round(MEMORY * rate) :] for x in (envelope, driven))
+    mean, deviation = float(driven.mean()), float(driven.std())
+    driven = (driven - mean) / deviation
+    how = {"fs": rate, "nperseg": 2 * (GRID - 1), "detrend": False}
+    _, cross = signal.csd(envelope, driven, **how)
+    (_, envelope_power), (_, power) = (signal.welch(x, **how) for x in (envelope, driven))
+    coherence = np.minimum(np.abs(cross) ** 2 / (envelope_power * power), 1)
+    return _DriveMoments(
+        mean, deviation, power / np.trapezoid(power, frequency_grid(rate)), coherence
+    )
+
+
+def drive_spectra(rate: float, responses: str) -> tuple[Array, Array, Array]:
+    """Return the power of envelope and drive, and their coherence, on the frequency grid."""
+    envelope = rhythm_power("envelope", frequency_grid(rate), rate)
+    if responses == "linear":
+        return envelope, envelope, np.ones_like(envelope)
+    moments = _measure_drive(rate)
+    return envelope, moments.power, moments.coherence
+
+
+def channel_names(count: int) -> tuple[str, ...]:
+    """Return the names of BioSemi's cap of so many channels, else numbers."""
+    caps = {64: BIOSEMI64, 128: BIOSEMI128}
+    return caps.get(count, tuple(str(n) for n in range(1, count + 1)))
+
+
+@cache
+def positions() -> Array:
+    """Return the 64 electrodes on the unit sphere: x to the right ear, y to the nose, z up."""
+    tilt = np.radians(np.array(_CAP[1::3], dtype=float))
+    turn = np.radians(np.array(_CAP[2::3], dtype=float))
+    xyz = (np.sin(tilt) * np.cos(turn), np.sin(tilt) * np.sin(turn), np.cos(tilt))
+    return np.stack(xyz, axis=1)  # (64, 3)
+
+
+def topographies(places: Array, moments: Array) -> Array:
+    """Return the potentials of dipoles at the electrodes, average-referenced: (64, dipoles)."""
+    offsets = positions()[:, None, :] - places[None]  # (64, dipoles, 3)
+    distance = np.linalg.norm(offsets, axis=2)
+    potentials: Array = (offsets * moments[None]).sum(axis=2) / distance**3
+    return potentials - potentials.mean(axis=0)
 
 
 def frequency_grid(rate: float, count: int = GRID) -> Array:
@@ -266,7 +265,7 @@ def _envelope(f: Array) -> Array:
 
 
 def _background(f: Array) -> Array:
-    """1/f, with the high pass every amplifier has."""
+    """1/f with an amplifier's high-pass filter."""
     return f / (f**2 + 0.5**2)
 
 
@@ -288,26 +287,26 @@ def _total(kind: str, rate: float) -> float:
 
 
 def rhythm_power(kind: str, f: Array, rate: float) -> Array:
-    """Return the power of one rhythm at some frequencies."""
+    """Return the power density of a rhythm at frequencies f; it integrates to 1."""
     return SHAPES[kind](f) / _total(kind, rate)
 
 
 def draw_rhythm(
     kind: str, shape: tuple[int, ...], rate: float, random: np.random.Generator
 ) -> Array:
-    """Draw Gaussian signals of one rhythm and variance 1, time along the last axis."""
+    """Draw Gaussian signals with a rhythm's spectrum and variance 1, time on the last axis."""
     from scipy import fft
 
     samples = shape[-1]
-    whole = fft.next_fast_len(samples + round(8 * rate), real=True)  # ends do not meet in time
-    white = fft.rfft(random.standard_normal((*shape[:-1], whole)))
-    gain = np.sqrt(rhythm_power(kind, fft.rfftfreq(whole, 1 / rate), rate) * rate / 2)
-    drawn: Array = fft.irfft(white * gain, whole)
-    return drawn[..., :samples]
+    padded = fft.next_fast_len(samples + round(8 * rate), real=True)  # ends do not correlate
+    white = fft.rfft(random.standard_normal((*shape[:-1], padded)))
+    gain = np.sqrt(rhythm_power(kind, fft.rfftfreq(padded, 1 / rate), rate) * rate / 2)
+    signals: Array = fft.irfft(white * gain, padded)
+    return signals[..., :samples]
 
 
 def draw_blinks(samples: int, rate: float, random: np.random.Generator) -> Array:
-    """Draw blinks at random moments, of mean 0 and variance 1 over all time."""
+    """Draw blinks at random times, with mean 0 and variance 1."""
     reach = int(np.ceil(4 * _BLINK * rate))
     bell = np.exp(-0.5 * (np.arange(-reach, reach + 1) / rate / _BLINK) ** 2)
     counts = random.poisson(BLINKS / rate, samples + 2 * reach)
@@ -319,29 +318,29 @@ def draw_blinks(samples: int, rate: float, random: np.random.Generator) -> Array
 
 
 @dataclass(frozen=True)
-class Optimum:
-    """What decoders of one subject can reach, in expectation over long recordings."""
+class BestCorrelation:
+    """The best r with one subject, in expectation over long recordings."""
 
-    best: float  # no decoder exceeds it
-    linear: float  # what the best linear one reaches
+    overall: float  # no decoder exceeds it
+    linear: float  # of the best linear decoder
 
 
-def optimum(head: Head, rate: float, responses: str) -> Optimum:
-    """Return the best r with one head, over all decoders and over linear ones."""
+def best_correlation(head: Head, rate: float, responses: str) -> BestCorrelation:
+    """Return the best r with one subject, over all decoders and over linear ones."""
     f = frequency_grid(rate)
-    envelope, answered, coherence = drive_spectra(rate, responses)
-    ratio = signal_to_noise(head, rate, blinks=True) * answered
+    envelope, drive_power, coherence = drive_spectra(rate, responses)
+    ratio = signal_to_noise(head, rate, blinks=True) * drive_power
     linear = np.trapezoid(envelope * coherence * ratio / (1 + ratio), f)
-    clean = signal_to_noise(head, rate, blinks=False) * answered  # as if blinks could be seen
+    clean = signal_to_noise(head, rate, blinks=False) * drive_power  # as if blinks were known
     if responses == "linear":
         best = float(np.trapezoid(envelope * clean / (1 + clean), f))
     else:
         best = 1 - least_distortion(envelope, float(np.trapezoid(np.log1p(clean), f)), f)
-    return Optimum(best**0.5, float(linear) ** 0.5)
+    return BestCorrelation(best**0.5, float(linear) ** 0.5)
 
 
 def noise_power(head: Head, rate: float, blinks: bool) -> Array:
-    """Return the noise's cross power between channels: (frequencies, 64, 64)."""
+    """Return the noise's cross-spectral density between channels: (frequencies, 64, 64)."""
     f = frequency_grid(rate)
     parts = {"background": head.background, "alpha": head.alpha}
     parts |= {"blinks": head.blinks[:, None]} if blinks else {}
@@ -352,16 +351,16 @@ def noise_power(head: Head, rate: float, blinks: bool) -> Array:
 
 
 def signal_to_noise(head: Head, rate: float, blinks: bool) -> Array:
-    """Return, for a drive of power 1 per Hz, the ratio at the output of the best spatial filter."""
-    heard = np.fft.rfft(head.response, 2 * (GRID - 1), axis=0)  # (frequencies, 64)
-    parts = np.stack([heard.real, heard.imag], axis=2)  # the noise's cross power is real
+    """Return the best spatial filter's signal-to-noise ratio for a drive of power 1 per Hz."""
+    response = np.fft.rfft(head.response, 2 * (GRID - 1), axis=0)  # (frequencies, 64)
+    parts = np.stack([response.real, response.imag], axis=2)  # the noise's density is real
     filters = np.linalg.solve(noise_power(head, rate, blinks), parts)
     ratio: Array = (parts * filters).sum(axis=(1, 2))
     return ratio
 
 
 def least_distortion(power: Array, nats: float, f: Array) -> float:
-    """Return the least squared error at which so many nats a second tell a Gaussian signal.
+    """Return the least squared error of a Gaussian signal coded in so many nats per second.
 
     Reverse water-filling (Cover and Thomas, Elements of Information Theory, 10.3.3).
     """
@@ -377,5 +376,5 @@ def least_distortion(power: Array, nats: float, f: Array) -> float:
 
 
 def mean_r(values: Iterable[float]) -> float:
-    """Return the mean by Fisher's z, as scores over subjects are averaged."""
+    """Return the mean of correlations by Fisher's z."""
     return float(np.tanh(np.mean(np.arctanh(list(values)))))

@@ -1,4 +1,4 @@
-"""Which recordings train, tune and report: whole recordings and whole subjects, never windows."""
+"""Splits of recordings: whole recordings and whole subjects are held out, never single windows."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,104 +8,110 @@ from frostlab.data.eeg.recordings import ROLES
 from frostlab.errors import BadInput, nearest
 from frostlab.storage import digest_of
 
-PREFIXES = {"train": "train", "tune": "val", "report": "test"}  # of files that say their role
+PREFIXES = {"train": "train", "tune": "val", "report": "test"}  # of file names, by role
+Division = dict[str, list[str]]  # the names of each split's recordings
 
 
 @dataclass(frozen=True)
 class Heading:
-    """A recording before it is read."""
+    """The name of a recording, and who heard which speech."""
 
     name: str
     subject: str
     stimulus: str
-    role: str | None = None  # what its file's name says it is for
+    role: str | None = None  # by its file's prefix
 
 
 @dataclass(frozen=True)
-class Rule:
-    """Who is held out."""
+class HoldOut:
+    """The subjects and recordings to hold out."""
 
     seen: tuple[str, ...] | None = None  # None: every subject that is not unseen
     unseen: tuple[str, ...] | float | None = None  # names, or a share of the subjects
-    tune: int | None = None  # recordings of each subject; None: as the files say, else 1
+    tune: int | None = None  # recordings of each subject; None: by the files' prefixes, else 1
     report: int | None = None
-    held_out: int | None = None  # instead of both: the recording, from 1, that reports
+    held_out: int | None = None  # instead of both: number of the reporting recording, from 1
 
 
-Division = dict[str, list[str]]  # the names of each split's recordings
-
-
-def divide(headings: Sequence[Heading], rule: Rule, place: str) -> tuple[Division, str | None]:
-    """Return each split's recordings, and what is to be said where stimuli are shared."""
+def divide(headings: Sequence[Heading], rule: HoldOut, place: str) -> tuple[Division, str | None]:
+    """Return the recordings of each role, and a warning if training and held-out share speech."""
     counts = Counter(heading.name for heading in headings)
-    if twice := [name for name, count in counts.items() if count > 1]:
-        raise BadInput(f"{place}: {counts[twice[0]]} recordings are called {twice[0]}")
+    if repeated := [name for name, count in counts.items() if count > 1]:
+        raise BadInput(f"{place}: {counts[repeated[0]]} recordings are called {repeated[0]}")
     seen, unseen = _subjects(sorted({heading.subject for heading in headings}), rule, place)
-    roles = {heading.name: role for heading in headings if (role := heading.role)}
-    told = bool(set(roles.values()) - {"train"})
-    found: Division = {role: [] for role in ROLES}
-    if told:
-        _by_files(headings, rule, seen, unseen, found, place)
+    by_prefix = any(heading.role not in (None, "train") for heading in headings)
+    division: Division = {role: [] for role in ROLES}
+    if by_prefix:
+        _assign_by_prefix(headings, rule, seen, unseen, division, place)
     else:
         for subject in seen:
-            _carve(subject, [h.name for h in headings if h.subject == subject], rule, found)
-        found["unseen"] = [h.name for h in headings if h.subject in unseen]
-    division = {role: names for role, names in found.items() if names}
-    if told:  # parts of a recording, cut at the same times for everybody
+            names = [h.name for h in headings if h.subject == subject]
+            _assign_by_order(subject, names, rule, division)
+        division["unseen"] = [h.name for h in headings if h.subject in unseen]
+    division = {role: names for role, names in division.items() if names}
+    if by_prefix:  # files are parts of a recording, cut at the same times for every subject
         return division, None
-    return division, shared({heading.name: heading.stimulus for heading in headings}, division)
+    stimuli = {heading.name: heading.stimulus for heading in headings}
+    return division, shared_speech_warning(stimuli, division)
 
 
-def _subjects(there: list[str], rule: Rule, place: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _subjects(
+    subjects: list[str], rule: HoldOut, place: str
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the subjects to train on, and the unseen ones."""
     for key, named in (("seen", rule.seen), ("unseen", rule.unseen)):
         for name in named if isinstance(named, tuple) else ():
-            if name not in there:
-                hint = nearest(name, there) or f"; there are {', '.join(there[:8])}"
+            if name not in subjects:
+                hint = nearest(name, subjects) or f"; there are {', '.join(subjects[:8])}"
                 raise BadInput(f"data.{key} {name} is not a subject of {place}{hint}")
     unseen = rule.unseen
     if isinstance(unseen, float):
-        count = max(1, round(unseen * len(there)))
-        among = [name for name in there if name not in (rule.seen or ())]
-        if len(among) < count:
+        count = max(1, round(unseen * len(subjects)))
+        candidates = [name for name in subjects if name not in (rule.seen or ())]
+        if len(candidates) < count:
             raise BadInput(
-                f"data.unseen {unseen:g} is {count} of the {len(there)} subjects of {place}, but "
-                f"data.seen leaves {len(among)}"
+                f"data.unseen {unseen:g} is {count} of the {len(subjects)} subjects of {place}, "
+                f"but data.seen leaves {len(candidates)}"
             )
-        unseen = tuple(sorted(sorted(among, key=digest_of)[:count]))  # by lot, fixed by the names
+        unseen = tuple(sorted(sorted(candidates, key=digest_of)[:count]))  # random, by their names
     unseen = unseen or ()
     if both := [name for name in rule.seen or () if name in unseen]:
         raise BadInput(f"subject {both[0]} is both in data.seen and in data.unseen")
-    seen = tuple(name for name in rule.seen or there if name not in unseen)
+    seen = tuple(name for name in rule.seen or subjects if name not in unseen)
     if not seen:
-        raise BadInput(f"data.unseen leaves no subject of {place} to train on; it has {len(there)}")
+        raise BadInput(
+            f"data.unseen leaves no subject of {place} to train on; it has {len(subjects)}"
+        )
     return tuple(sorted(seen)), unseen
 
 
-def _by_files(
+def _assign_by_prefix(
     headings: Sequence[Heading],
-    rule: Rule,
+    rule: HoldOut,
     seen: tuple[str, ...],
     unseen: tuple[str, ...],
-    found: Division,
+    division: Division,
     place: str,
 ) -> None:
-    """As the files' names say; of held-out subjects only what nobody else's training holds."""
+    """Assign files by their prefix; of unseen subjects only test files, which share no speech."""
     for heading in headings:
         assert heading.role is not None
         if heading.subject in seen:
-            found[heading.role].append(heading.name)
+            division[heading.role].append(heading.name)
         elif heading.subject in unseen and heading.role == "report":
-            found["unseen"].append(heading.name)
+            division["unseen"].append(heading.name)
     trained = {h.subject for h in headings if h.role == "train" and h.subject in seen}
     for role in ("train", "tune", "report"):
-        if not found[role]:
+        if not division[role]:
             raise BadInput(
                 f"{place} has no {PREFIXES[role]}_-_ file of the subjects to train on; of train, "
                 "val and test all are needed, or train alone"
             )
-    for role, key in (("tune", rule.tune), ("report", rule.report)):
-        if key is not None:
-            raise BadInput(f"data.{role} {key} is given, but {place} has train, val and test files")
+    for role, count in (("tune", rule.tune), ("report", rule.report)):
+        if count is not None:
+            raise BadInput(
+                f"data.{role} {count} is given, but {place} has train, val and test files"
+            )
     for heading in headings:
         if heading.subject in seen and heading.subject not in trained:
             raise BadInput(
@@ -117,8 +123,8 @@ def _by_files(
             raise BadInput(f"{place}: {subject} of data.unseen has no test_-_ file")
 
 
-def _carve(subject: str, names: list[str], rule: Rule, found: Division) -> None:
-    """Hold out one subject's recordings: the last, or the one asked for and the one after it."""
+def _assign_by_order(subject: str, names: list[str], rule: HoldOut, division: Division) -> None:
+    """Hold out a subject's last recordings, or `rule.held_out` and the one after it."""
     count = len(names)
     tune, report = rule.tune or 1, rule.report or 1
     if count < tune + report + 1:
@@ -130,21 +136,21 @@ def _carve(subject: str, names: list[str], rule: Rule, found: Division) -> None:
         if rule.held_out > count:
             raise BadInput(f"data.held_out {rule.held_out}, but {subject} has {count} recordings")
         start = rule.held_out % count
-        names = names[start:] + names[:start]  # what reports comes last, what tunes first
+        names = names[start:] + names[:start]  # the reporting one last, the tuning one first
         names = [*names[1:-1], names[0], names[-1]]
-    found["train"] += names[: count - tune - report]
-    found["tune"] += names[count - tune - report : count - report]
-    found["report"] += names[count - report :]
+    division["train"] += names[: count - tune - report]
+    division["tune"] += names[count - tune - report : count - report]
+    division["report"] += names[count - report :]
 
 
-def shared(stimuli: Mapping[str, str], division: Division) -> str | None:
-    """Say how many held-out recordings are of speech that somebody heard in training."""
+def shared_speech_warning(stimuli: Mapping[str, str], division: Division) -> str | None:
+    """Return a warning that counts held-out recordings of speech that is also in training."""
     trained = {stimuli[name] for name in division["train"]}
-    said = [
+    counts = [
         f"{count} of {len(names)} {role}"
         for role, names in division.items()
         if role != "train" and (count := sum(stimuli[name] in trained for name in names))
     ]
-    if not said:
+    if not counts:
         return None
-    return f"speech of {' and '.join(said)} recordings was also heard in training"
+    return f"speech of {' and '.join(counts)} recordings was also heard in training"

@@ -1,4 +1,4 @@
-"""Recipes: what ships is valid, layers stack, and what is wrong is said in one line."""
+"""Recipes: shipped ones are valid, layers stack, and errors take one line."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 
 from frostlab import BadInput
-from frostlab.recipe.load import load_recipe, recipe_from, recipe_name, shipped_recipes
+from frostlab.recipe.load import (
+    load_recipe,
+    parse_settings,
+    recipe_from,
+    recipe_name,
+    shipped_recipes,
+)
 from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.treatment import TREATMENTS
 
@@ -34,28 +40,33 @@ def test_a_child_says_only_what_differs(tmp_path: Path) -> None:
 
 
 def test_settings_come_on_top_and_numbers_are_numbers() -> None:
-    recipe = load_recipe("docstrings-gpt", ["optim.lr=1e-4", "treatment=oelm"], seed=3)
+    recipe = load_recipe("docstrings-gpt", {"optim.lr": 1e-4, "treatment": "oelm"}, seed=3)
     assert recipe.optim.lr == 1e-4
     assert recipe.surgery == TREATMENTS["oelm"]
     assert recipe.seed == 3
-    assert load_recipe("docstrings-gpt", ["train.batch=16", "train.batch=64"]).train.batch == 64
+    assert load_recipe("docstrings-gpt", {"optim": {"lr": 1e-4}}).optim.lr == 1e-4
+    written = parse_settings(["train.batch=16", "optim.lr=1e-4", "train.batch=64"])
+    assert written == {"optim.lr": 1e-4, "train.batch": 64}
+    assert load_recipe("docstrings-gpt", written).train.batch == 64
 
 
 def test_another_kind_starts_its_section_anew() -> None:
-    recipe = load_recipe("docstrings-lm", ["model.kind=decoder", "tokenizer={kind: words}"])
+    recipe = load_recipe("docstrings-lm", {"model.kind": "decoder", "tokenizer": {"kind": "words"}})
     assert recipe.model.kind == "decoder"
     assert recipe.model.width == 64, "the decoder's own default, not the GPT's 128"
-    same = load_recipe("docstrings-lm", ["model.kind=gpt"])
+    same = load_recipe("docstrings-lm", {"model.kind": "gpt"})
     assert same.model.width == 128
 
 
 def test_settings_hold_in_any_order() -> None:
-    settings = ["data.length=64", "data.path=/nowhere"]
-    one, two = (load_recipe("eeg-conformer-v2", found) for found in (settings, settings[::-1]))
+    settings = [("data.length", 64), ("data.path", "/nowhere")]
+    one, two = (
+        load_recipe("eeg-conformer-v2", dict(found)) for found in (settings, settings[::-1])
+    )
     assert one == two
     assert (one.data.name, one.data.length) == ("eeg-challenge", 64)
     with pytest.raises(BadInput, match="--set data.seconds=30: data.seconds is not a key"):
-        load_recipe("eeg-conformer-v2", ["data.seconds=30", "data.path=/nowhere"])
+        load_recipe("eeg-conformer-v2", parse_settings(["data.seconds=30", "data.path=/nowhere"]))
 
 
 def test_a_preset_replaces_what_was_spelled_out_and_settings_beside_it_win(tmp_path: Path) -> None:
@@ -66,7 +77,7 @@ def test_a_preset_replaces_what_was_spelled_out_and_settings_beside_it_win(tmp_p
     child.write_text("extends: stored.yaml\nmodel: {preset: v1, head: mlp}\n")
 
     def switches(name: Path, *settings: str) -> tuple[object, ...]:
-        values = load_recipe(str(name), settings).model.model_dump()
+        values = load_recipe(str(name), parse_settings(settings)).model.model_dump()
         assert values["layers"] == 3
         return values["residual"], values["head"], values["gradient_scale"]
 
@@ -80,7 +91,8 @@ def test_a_preset_replaces_what_was_spelled_out_and_settings_beside_it_win(tmp_p
 @pytest.mark.parametrize("turned", [False, True])
 def test_settings_of_a_section_begun_anew_are_kept_in_any_order(turned: bool) -> None:
     def data(*settings: str) -> Any:
-        return load_recipe("eeg-conformer-v2", settings[::-1] if turned else settings).data
+        written = parse_settings(settings[::-1] if turned else settings)
+        return load_recipe("eeg-conformer-v2", written).data
 
     found = data("data.length=100", "data.path=x", "data.file_rate=128")
     assert (found.name, found.length, found.file_rate) == ("eeg-challenge", 100, 128)
@@ -89,8 +101,8 @@ def test_settings_of_a_section_begun_anew_are_kept_in_any_order(turned: bool) ->
 
 
 def test_steps_replace_epochs_and_epochs_steps() -> None:
-    assert load_recipe("docstrings-gpt", ["train.steps=9"]).train.epochs is None
-    assert load_recipe("imdb-lm-gpt", ["train.epochs=2"]).train.steps is None
+    assert load_recipe("docstrings-gpt", {"train.steps": 9}).train.epochs is None
+    assert load_recipe("imdb-lm-gpt", {"train.epochs": 2}).train.steps is None
     assert Recipe().train.epochs == 3
 
 
@@ -120,22 +132,22 @@ def test_a_treatment_without_peft_has_the_digest_it_always_had() -> None:
 
 
 def test_supervision_by_default_has_the_digest_recipes_always_had() -> None:
-    deep = load_recipe("docstrings-lm", ["supervise.layers=all"])
+    deep = load_recipe("docstrings-lm", {"supervise.layers": "all"})
     plain = load_recipe("docstrings-lm")
-    assert plain.digest == load_recipe("docstrings-lm", ["supervise.layers=last"]).digest
-    assert len({plain.digest, deep.digest, load_recipe(
-        "docstrings-lm", ["supervise={layers: all, frozen: true}"]).digest}) == 3  # fmt: skip
+    assert plain.digest == load_recipe("docstrings-lm", {"supervise.layers": "last"}).digest
+    frozen = load_recipe("docstrings-lm", {"supervise": {"layers": "all", "frozen": True}})
+    assert len({plain.digest, deep.digest, frozen.digest}) == 3
     assert recipe_from(deep.to_dict()) == deep
     assert plain.digest == "0c55d19e32d58ee0", "stored runs are found by it"
 
 
 def test_supervised_frozen_layers_cannot_be_cached_away() -> None:
-    settings = ["supervise={layers: all, frozen: true}", "train.cache_prefix=memory"]
+    settings = {"supervise": {"layers": "all", "frozen": True}, "train.cache_prefix": "memory"}
     with pytest.raises(
         BadInput, match=r"supervise.frozen needs the layers that train.cache_prefix"
     ):
         load_recipe("docstrings-lm", settings)
-    assert load_recipe("docstrings-lm", ["supervise.layers=all", settings[1]])
+    assert load_recipe("docstrings-lm", {"supervise.layers": "all", "train.cache_prefix": "memory"})
 
 
 def test_a_recipe_without_stages_has_the_digest_it_always_had() -> None:
@@ -185,7 +197,7 @@ ERRORS = [
     ("data={name: sst2, splits: published, tune: 0.1}", "selects on the reporting split", ""),
     ("data={name: own}", "data.path is missing", ""),
     ("data={name: own, path: x.csv, text: [a, b, c]}", "data.text names 3 columns", ""),
-    ("model={kind: decoder}", "decoder is a language model", ""),
+    ("model={kind: decoder}", "decoder is for language; data.name docstrings has", "gpt or"),
     ("model.width=30", "--set model.width=30: model.width 30 is not a multiple of model.heads", ""),
     ("model.positions=8", "model.positions 8 is less than data.length 96", ""),
     ("train={epochs: 1, steps: 2}", "both say how long", "set one of them to null"),
@@ -207,7 +219,7 @@ ERRORS = [
     ("treatment={peft: {method: lora}, freeze: [key]}", "peft and freeze exclude each other", ""),
     ("treatment={peft: {method: lora}, init: [{method: randomize, select: [key]}]}",
      "peft and init exclude each other", ""),
-    ("supervise.layers=all", "supervise.layers are those of a language model", "classification"),
+    ("supervise.layers=all", "supervise.layers is for language models", "classification"),
     ("supervise.layers=lats", "'lats' should be one of last, all or a list", "`last`?"),
     ("supervise.layers=[]", "= [] should be one of last, all or a list that is not empty", ""),
     ("supervise.layers=[0, 1]", "supervise.layers.0 = 0 should be greater than 0", ""),
@@ -233,15 +245,25 @@ ERRORS = [
 @pytest.mark.parametrize(("setting", "problem", "hint"), ERRORS, ids=[e[0] for e in ERRORS])
 def test_what_is_wrong_is_said_in_one_line(setting: str, problem: str, hint: str) -> None:
     if not problem:
-        assert load_recipe("docstrings-gpt", [setting]).tokenizer.size == 500  # type: ignore[union-attr]
+        recipe = load_recipe("docstrings-gpt", parse_settings([setting]))
+        assert recipe.tokenizer.size == 500  # type: ignore[union-attr]
         return
     with pytest.raises(BadInput) as caught:
-        load_recipe("docstrings-gpt", [setting])
+        load_recipe("docstrings-gpt", parse_settings([setting]))
     line = str(caught.value)
     assert problem in line
     assert hint in line
     assert "\n" not in line
     assert line.startswith("--set ")
+
+
+def test_settings_of_python_are_named_by_their_key() -> None:
+    with pytest.raises(BadInput, match=r"^settings: optim.lr = 'abc' should be a number$"):
+        load_recipe("docstrings-gpt", {"optim.lr": "abc"})
+    with pytest.raises(BadInput, match=r"^settings: model.width 30 is not a multiple"):
+        load_recipe("docstrings-gpt", {"model": {"width": 30}})
+    with pytest.raises(BadInput, match="^settings: not plain values"):
+        load_recipe("docstrings-gpt", {"data.path": Path()})
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Windows stay inside their recordings; a grid covers every sample, a draw repeats by its seed."""
+"""Windows of recordings: on a grid, or drawn from seed and epoch."""
 
 from pathlib import Path
 

@@ -1,10 +1,10 @@
-"""Signals keep their time and what their rate can hold; bad ones are refused in one line."""
+"""Preprocessing: rate, band, reference, and signals that are refused."""
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from frostlab.data.eeg.preprocess import in_band, normalised, prepared, referenced, resampled
+from frostlab.data.eeg.preprocess import bandpass, preprocess, rereference, resample, standardize
 from frostlab.errors import BadInput
 
 Array = NDArray[np.float64]
@@ -16,15 +16,15 @@ def tone(hertz: float, rate: float, seconds: float = 20) -> Array:
 
 def test_resampling_keeps_time_and_drops_what_does_not_fit() -> None:
     mixed = tone(5, 128) + tone(50, 128)
-    found = resampled(mixed, 128, 64, "x")
+    found = resample(mixed, 128, 64, "x")
     np.testing.assert_allclose(found[64:-64], tone(5, 64)[64:-64], atol=0.02)
-    found = resampled(tone(5, 100), 100, 64, "x")
+    found = resample(tone(5, 100), 100, 64, "x")
     np.testing.assert_allclose(found[64:-64], tone(5, 64)[64:-64], atol=0.02)
 
 
 def test_a_band_keeps_time() -> None:
     mixed = tone(0.2, 64) + tone(5, 64) + tone(20, 64)
-    found = in_band(np.stack([mixed, 2 * mixed], axis=1), 64, (1, 9), "x")
+    found = bandpass(np.stack([mixed, 2 * mixed], axis=1), 64, (1, 9), "x")
     np.testing.assert_allclose(found[256:-256, 0], tone(5, 64)[256:-256], atol=0.05)
     np.testing.assert_allclose(found[:, 1], 2 * found[:, 0], atol=1e-9)
 
@@ -32,19 +32,21 @@ def test_a_band_keeps_time() -> None:
 def test_normalising_and_referring() -> None:
     eeg = np.random.default_rng(0).normal([1, 2, 3], [1, 5, 9], (500, 3))
     eeg = np.concatenate([eeg, np.full((500, 1), 7.0)], axis=1)
-    found = normalised(eeg)
+    found = standardize(eeg)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found.mean(axis=0), 0, atol=1e-5)
     np.testing.assert_allclose(found.std(axis=0), [1, 1, 1, 0], atol=1e-5)
-    np.testing.assert_allclose(referenced(eeg, eeg).mean(axis=1), 0, atol=1e-9)
-    np.testing.assert_allclose(referenced(eeg, eeg[:, 3:]), eeg - 7)
-    assert referenced(eeg, None) is eeg
+    np.testing.assert_allclose(rereference(eeg, eeg).mean(axis=1), 0, atol=1e-9)
+    np.testing.assert_allclose(rereference(eeg, eeg[:, 3:]), eeg - 7)
+    assert rereference(eeg, None) is eeg
 
 
 def recorded(rate: float = 64, rates: tuple[float, float] = (64, 64), **changed: Array) -> object:
     random = np.random.default_rng(0)
     signals = {"eeg": random.normal(size=(640, 2)), "envelope": random.normal(size=640)} | changed
-    return prepared("one", "s", **signals, channels=("Fz", "Cz"), rates=rates, rate=rate, band=None)
+    return preprocess(
+        "one", "s", **signals, channels=("Fz", "Cz"), rates=rates, rate=rate, band=None
+    )
 
 
 @pytest.mark.parametrize("measured", [64.0, 128.0])
@@ -53,7 +55,7 @@ def test_a_flat_channel_is_0_after_a_band_too(measured: float) -> None:
     eeg = random.normal(size=(1280, 3))
     eeg[:, 1], eeg[:, 2] = 5.3, 3.7e-6
     rates = (measured, measured)
-    found = prepared(
+    found = preprocess(
         "one", "s", eeg, random.random(1280), channels=("Fz", "Cz", "Oz"), rates=rates, rate=64.0,
         band=(1.0, 9.0),
     )  # fmt: skip
@@ -95,4 +97,4 @@ def test_rates() -> None:
     with pytest.raises(BadInput, match="640 at 128 Hz, 10.00 s and 5.00 s"):
         recorded(rates=(64, 128))
     with pytest.raises(BadInput, match="too short for a band from 0.01 Hz"):
-        in_band(np.ones(640), 64, (0.01, 9), "one")
+        bandpass(np.ones(640), 64, (0.01, 9), "one")

@@ -1,4 +1,4 @@
-"""What a recipe can say of a Conformer: presets spelled out, the impossible refused."""
+"""Model sections: presets of the Conformer, and settings that contradict each other."""
 
 from typing import Any
 

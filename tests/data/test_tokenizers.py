@@ -1,4 +1,4 @@
-"""Vocabularies: of the training split alone, the right default, no special meaning in texts."""
+"""Tokenizers: trained on the training split alone, with the right default."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -65,14 +65,14 @@ def test_bpe_learns_from_training_only(
 
 
 def test_a_small_text_gives_a_small_vocabulary(tmp_path: Path) -> None:
-    vocabulary.train(BPE(kind="bpe", size=50000), ["low lower lowest"] * 5, tmp_path)
+    vocabulary.train_tokenizer(BPE(kind="bpe", size=50000), ["low lower lowest"] * 5, tmp_path)
     coder = vocabulary.load_trained(tmp_path / "tokenizer.json")
     assert 259 < coder.vocabulary < 300
     assert coder.backend.decode(coder.running(["née 東京"])[0]) == "née 東京"
 
 
 def test_special_tokens_in_a_text_are_text(tmp_path: Path) -> None:
-    vocabulary.train(BPE(kind="bpe", size=300), ["some text"], tmp_path)
+    vocabulary.train_tokenizer(BPE(kind="bpe", size=300), ["some text"], tmp_path)
     coder = vocabulary.load_trained(tmp_path / "tokenizer.json")
     ids = coder.running(["a <|end|> b <|pad|>"])[0]
     assert not {coder.end, coder.pad} & set(ids)
@@ -87,7 +87,7 @@ def test_words_are_counted(tmp_path: Path) -> None:
         (Words(kind="words", size=6), ["the", "cat"]),
         (Words(kind="words", lowercase=False), ["cat", "the", "The", "dog", "zebra"]),
     ):
-        vocabulary.train(wanted, texts, tmp_path)
+        vocabulary.train_tokenizer(wanted, texts, tmp_path)
         coder = vocabulary.load_trained(tmp_path / "tokenizer.json")
         numbers = coder.backend.get_vocab()
         assert sorted(numbers, key=numbers.__getitem__) == special + words
@@ -97,16 +97,16 @@ def test_words_are_counted(tmp_path: Path) -> None:
 
 def test_long_texts_are_sampled_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vocabulary, "SAMPLE", 10)
-    assert list(vocabulary.sampled("abcdefghij", 10)) == list("abcdefghij")
-    assert list(vocabulary.sampled("abcdefghij", 25)) == list("adgj")
+    assert list(vocabulary.sample_texts("abcdefghij", 10)) == list("abcdefghij")
+    assert list(vocabulary.sample_texts("abcdefghij", 25)) == list("adgj")
     monkeypatch.setattr(vocabulary, "ENDLESS", 1500)
     texts = ["A" * 600, "B" * 600, "C" * 600, "words " * 200]
-    assert list(vocabulary.sampled(texts, 5)) == [texts[0], texts[1], texts[3]]
+    assert list(vocabulary.sample_texts(texts, 5)) == [texts[0], texts[1], texts[3]]
 
 
 def test_the_default_is_the_models_own(tmp_path: Path) -> None:
     def chosen(**model: object) -> object:
-        return vocabulary.definition(Recipe.model_validate({"model": model}))
+        return vocabulary.tokenizer_settings(Recipe.model_validate({"model": model}))
 
     own = PretrainedTokenizer(kind="pretrained", name=str(tmp_path))
     bpe = BPE(kind="bpe", size=8000)
@@ -116,7 +116,7 @@ def test_the_default_is_the_models_own(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     assert chosen(kind="pretrained", name=str(tmp_path), weights=False) == own
     words = Recipe.model_validate({"tokenizer": {"kind": "words"}})
-    assert vocabulary.definition(words) == Words(kind="words")
+    assert vocabulary.tokenizer_settings(words) == Words(kind="words")
 
 
 def test_a_missing_tokenizer_is_one_line(tmp_path: Path, cache: Path, recipe: Make) -> None:

@@ -1,4 +1,4 @@
-"""Which rows go where: in proportion, without a text in two places, the same every time."""
+"""Splits of text: fixed by the texts, stratified, without texts shared between roles."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,8 +7,15 @@ import numpy as np
 import pytest
 
 from frostlab.data.prepare import prepare
-from frostlab.data.sources import Columns, Part, Plan
-from frostlab.data.splits import carve, class_numbers, classes_of, divide, limited, survey
+from frostlab.data.sources import Columns, Split, SplitPlan
+from frostlab.data.splits import (
+    class_numbers,
+    classes_of,
+    divide,
+    limit_rows,
+    stratified_share,
+    survey,
+)
 from frostlab.errors import BadInput
 from frostlab.recipe.recipe import Recipe
 
@@ -21,27 +28,27 @@ def test_carving_keeps_proportions_and_copies_together() -> None:
     keys[1000:1400] = keys[:400]  # copies
     numbers = random.choice(3, size=5000, p=[0.7, 0.2, 0.1])
     numbers[1000:1400] = numbers[:400]
-    taken = carve(keys, numbers, np.ones(5000, dtype=bool), 0.05, "tune")
+    taken = stratified_share(keys, numbers, np.ones(5000, dtype=bool), 0.05, "tune")
     assert not set(keys[taken]) & set(keys[~taken])
     for number in range(3):
         share = taken[numbers == number].mean()
         assert abs(share - 0.05) < 0.01
     order = random.permutation(5000)  # the order of the file plays no part
-    again = carve(keys[order], numbers[order], np.ones(5000, dtype=bool), 0.05, "tune")
+    again = stratified_share(keys[order], numbers[order], np.ones(5000, dtype=bool), 0.05, "tune")
     assert set(keys[order][again]) == set(keys[taken])
-    other = carve(keys, numbers, np.ones(5000, dtype=bool), 0.05, "report")
+    other = stratified_share(keys, numbers, np.ones(5000, dtype=bool), 0.05, "report")
     assert set(keys[other]) != set(keys[taken])
 
 
 def test_a_class_of_one_text_stays_in_training() -> None:
     keys, numbers = np.arange(10, dtype=np.uint64), np.array([0] * 9 + [1])
-    taken = carve(keys, numbers, np.ones(10, dtype=bool), 0.05, "tune")
+    taken = stratified_share(keys, numbers, np.ones(10, dtype=bool), 0.05, "tune")
     assert taken.sum() == 1
     assert not taken[9]
 
 
 def texts_of(portion: object, columns: Columns) -> list[tuple[str, ...]]:
-    rows = list(portion.part.rows(columns))  # type: ignore[attr-defined]
+    rows = list(portion.split.rows(columns))  # type: ignore[attr-defined]
     return [row.texts for row, taken in zip(rows, portion.taken, strict=True) if taken]  # type: ignore[attr-defined]
 
 
@@ -52,11 +59,11 @@ def test_no_text_is_in_two_splits(
     report = sentences(60, seed=1) + rows[:10]
     train = write(tmp_path / "train.jsonl", rows)
     test = write(tmp_path / "test.jsonl", report)
-    parts = {"train": Part("train", "train", (train,)), "report": Part("test", "t", (test,))}
+    parts = {"train": Split("train", "train", (train,)), "report": Split("test", "t", (test,))}
     surveys = {role: survey(part, LABELLED, cache) for role, part in parts.items()}
     names = classes_of(parts["train"], surveys["train"], None)
     numbers = class_numbers(parts["train"], surveys["train"], names)
-    plan = Plan(parts["train"], 0.1, parts["report"], LABELLED, None)
+    plan = SplitPlan(parts["train"], 0.1, parts["report"], LABELLED, None)
     found = {
         role: texts_of(portion, LABELLED)
         for role, portion in divide(plan, surveys, numbers).items()
@@ -99,18 +106,18 @@ def test_a_limit_keeps_the_proportions(
     tmp_path: Path, cache: Path, write: Callable[..., Path], sentences: Callable[..., list]
 ) -> None:
     rows = [row | {"label": int(number % 4 == 0)} for number, row in enumerate(sentences(400))]
-    part = Part("train", "t", (write(tmp_path / "train.jsonl", rows),))
+    part = Split("train", "t", (write(tmp_path / "train.jsonl", rows),))
     found = survey(part, LABELLED, cache)
     numbers = class_numbers(part, found, (0, 1))
-    plan = Plan(part, None, part, LABELLED, None)
+    plan = SplitPlan(part, None, part, LABELLED, None)
     portion = divide(plan, {"train": found, "report": found}, numbers)["train"]
-    chosen = limited(portion, numbers, 100)
+    chosen = limit_rows(portion, numbers, 100)
     assert len(chosen) == 100
     assert numbers[chosen].sum() == 25
-    assert set(limited(portion, numbers, 50)) < set(chosen)
+    assert set(limit_rows(portion, numbers, 50)) < set(chosen)
     assert list(chosen) == sorted(chosen)
     assert not np.array_equal(chosen, np.arange(100))
-    assert len(limited(portion, numbers, 1000)) == 400
+    assert len(limit_rows(portion, numbers, 1000)) == 400
 
 
 def test_documents_are_carved_from_the_end(
@@ -118,9 +125,9 @@ def test_documents_are_carved_from_the_end(
 ) -> None:
     rows = [{"text": f"document {number}"} for number in range(100)]
     rows[3] = rows[97]  # a copy of what reports
-    part = Part("train", "t", (write(tmp_path / "a.jsonl", rows),))
+    part = Split("train", "t", (write(tmp_path / "a.jsonl", rows),))
     columns = Columns(("text",), None)
-    plan = Plan(part, 0.05, 0.05, columns, None)
+    plan = SplitPlan(part, 0.05, 0.05, columns, None)
     found = divide(plan, {"train": survey(part, columns, cache)}, None)
     texts = {role: [t for t, _ in portion.pieces(columns)] for role, portion in found.items()}
     assert texts["report"] == [row["text"] for row in rows[95:]]
@@ -133,9 +140,9 @@ def test_documents_are_carved_from_the_end(
 def test_one_text_is_carved_between_words(tmp_path: Path, cache: Path, share: float) -> None:
     path = tmp_path / "a.txt"
     path.write_text(" ".join(f"w{number}" for number in range(1000)))
-    part, columns = Part("train", "t", (path,)), Columns(("text",), None)
+    part, columns = Split("train", "t", (path,)), Columns(("text",), None)
     found = divide(
-        Plan(part, share, 0.05, columns, None), {"train": survey(part, columns, cache)}, None
+        SplitPlan(part, share, 0.05, columns, None), {"train": survey(part, columns, cache)}, None
     )
     texts = {role: "".join(t for t, _ in p.pieces(columns)) for role, p in found.items()}
     assert texts["train"] + texts["tune"] + texts["report"] == path.read_text()

@@ -1,4 +1,4 @@
-"""Simulated recordings are made once, from settings alone; those in memory are divided."""
+"""Recordings of a recipe: simulated or read once, then taken from the cache."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +12,9 @@ from frostlab.data.eeg import load as loading_module
 from frostlab.data.eeg import simulate as simulated
 from frostlab.data.eeg.load import gather, load_recordings
 from frostlab.data.eeg.recordings import Recording
-from frostlab.data.eeg.simulate import head_of, mean_r, optimum
+from frostlab.data.eeg.simulate import best_correlation, head_of, mean_r
 from frostlab.errors import BadInput
-from frostlab.recipe.data import EEG, AnyEEG, EEGData, SimulatedEEG
+from frostlab.recipe.data import KINDS, Data, EEGData, SimulatedEEG, names_of
 
 SMALL = SimulatedEEG(
     name="eeg-simulated", subjects=2, unseen=1, recordings=4, report=2, seconds=10.0, snr=-5.0
@@ -44,11 +44,11 @@ def test_simulated_recordings(tmp_path: Path) -> None:
 
 def test_what_is_known_is_of_these_subjects(tmp_path: Path) -> None:
     known = load_recordings(SMALL, cache=tmp_path).known
-    seen = [optimum(head_of(SMALL, False, i), 64.0, "linear") for i in range(2)]
-    unseen = optimum(head_of(SMALL, True, 0), 64.0, "linear")
-    assert known["best_r"] == pytest.approx(mean_r(one.best for one in seen))
+    seen = [best_correlation(head_of(SMALL, False, i), 64.0, "linear") for i in range(2)]
+    unseen = best_correlation(head_of(SMALL, True, 0), 64.0, "linear")
+    assert known["best_r"] == pytest.approx(mean_r(best.overall for best in seen))
     assert known["best_linear_r"] == pytest.approx(mean_r(one.linear for one in seen))
-    assert known["best_r_unseen"] == pytest.approx(unseen.best)
+    assert known["best_r_unseen"] == pytest.approx(unseen.overall)
     assert known["best_linear_r_unseen"] == pytest.approx(unseen.linear)
     alone = SMALL.model_copy(update={"unseen": 0, "responses": "nonlinear"})
     found = load_recordings(alone, cache=tmp_path)
@@ -124,12 +124,12 @@ def test_gathering_recordings_in_memory() -> None:
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
-        TypeAdapter(AnyEEG).validate_json(str(settings).replace("'", '"'))
+        TypeAdapter(Data).validate_json(str(settings).replace("'", '"'))
 
 
 def test_every_kind_is_eeg_data() -> None:
-    for name in EEG:
+    for name in (name for kind in KINDS if issubclass(kind, EEGData) for name in names_of(kind)):
         path = {} if name == "eeg-simulated" else {"path": "x"}
-        one: Any = TypeAdapter(AnyEEG).validate_python({"name": name} | path)
+        one: Any = TypeAdapter(Data).validate_python({"name": name} | path)
         assert isinstance(one, EEGData)
         assert one.length == 640

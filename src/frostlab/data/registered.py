@@ -1,0 +1,114 @@
+"""Kinds of data that users register: rows from a function, used like files of one's own.
+
+The rows of each split are written to the cache as JSON lines, in a folder that their digest names;
+from there on they are read, split and tokenized like any other text.
+"""
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from frostlab.data.files import split_files
+from frostlab.errors import BadInput, nearest
+from frostlab.recipe.data import LOADERS, Loader, TextTask, data_names
+from frostlab.storage import build_once
+
+ROLES = ("train", "tune", "report")
+
+
+def register_data(
+    name: str,
+    load: Callable[[Path | None], Mapping[str, Iterable[Any]]],
+    *,
+    task: TextTask = "classification",
+) -> None:
+    """Add a kind of data, for recipes that say `data: {name: NAME}`.
+
+    Args:
+        name: a name that no other kind of data has.
+        load: takes the folder of `--data-dir`, or None, and returns the rows of each split by its
+            name: `train`, and `tune` and `report` where there are such; a share of train is taken
+            for those that are missing. A row is (text, label), or for language a text; the order
+            of rows must not change from call to call.
+        task: `classification` or `language`.
+
+    A function of the same module and name replaces the one registered before, as when a notebook's
+    cell is run again.
+    """
+    if not isinstance(name, str) or not name or name != name.strip():
+        raise BadInput(f"register_data: {name!r} is not a name")
+    if task not in get_args(TextTask):
+        choices = get_args(TextTask)
+        hint = nearest(str(task), choices)
+        raise BadInput(f"register_data: task {task!r} should be one of {', '.join(choices)}{hint}")
+    if not callable(load):
+        raise BadInput(f"register_data: load is {load!r:.60}, not a function")
+    if name in data_names() and not (name in LOADERS and _same(LOADERS[name].load, load)):
+        raise BadInput(f"register_data: the name {name} is taken; choose another")
+    LOADERS[name] = Loader(load, task)
+
+
+def _same(function: Any, other: Any) -> bool:
+    """Whether two functions have the same module and name."""
+    missing = object()
+    return all(
+        getattr(function, key, missing) == getattr(other, key, None)
+        for key in ("__module__", "__qualname__")
+    )
+
+
+def registered_files(name: str, data_dir: Path | None, cache: Path) -> dict[str, Path]:
+    """Call a registered loader and return the files with the rows of each split."""
+    loader = LOADERS[name]
+    splits = loader.load(data_dir)
+    if not isinstance(splits, Mapping) or "train" not in splits:
+        kind = type(splits).__name__
+        listed = ", ".join(map(str, splits)) or "nothing" if isinstance(splits, Mapping) else ""
+        returned = f"{kind} of {listed}" if listed else kind
+        raise BadInput(f"data.name {name}: load returned a {returned}, not a dict with train")
+    if unknown := [split for split in splits if split not in ROLES]:
+        hint = nearest(str(unknown[0]), ROLES) or f"; there are {', '.join(ROLES)}"
+        raise BadInput(f"data.name {name}: {unknown[0]} is not a split{hint}")
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache, prefix=".registered-") as temporary:
+        digest = hashlib.sha256()
+        for split, rows in splits.items():
+            digest.update(f"{split};{loader.task};".encode())
+            path = Path(temporary) / f"{split}.jsonl"
+            with path.open("w", encoding="utf-8") as file:
+                for number, row in enumerate(rows, 1):
+                    line = json.dumps(_columns(f"{name}: {split}", number, row, loader.task)) + "\n"
+                    digest.update(line.encode())
+                    file.write(line)
+        folder = build_once(
+            cache / "registered" / digest.hexdigest()[:32],
+            lambda place: _move(Path(temporary), place),
+        )
+    return split_files(folder)
+
+
+def _columns(place: str, number: int, row: Any, task: TextTask) -> dict[str, Any]:
+    """Return a row by column; labels are checked where the file is read."""
+    if task == "language":
+        if isinstance(row, str):
+            return {"text": row}
+        raise BadInput(f"data.name {place}: row {number} is {row!r:.60}, not a text")
+    if not isinstance(row, tuple | list) or len(row) != 2 or not isinstance(row[0], str):
+        raise BadInput(f"data.name {place}: row {number} is {row!r:.60}, not (text, label)")
+    text, label = row
+    label = label.item() if hasattr(label, "item") else label  # of NumPy or torch
+    if not isinstance(label, int | str):
+        raise BadInput(
+            f"data.name {place}: the label of row {number} is {label!r:.40}, neither a whole "
+            "number nor a word"
+        )
+    return {"text": text, "label": label}
+
+
+def _move(source: Path, target: Path) -> None:
+    for path in source.iterdir():
+        shutil.move(path, target / path.name)

@@ -1,0 +1,134 @@
+"""Users extend frostlab from outside the package: here with data of their own."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import frostlab as fl
+from frostlab.data.prepare import prepare
+from frostlab.recipe.data import LOADERS
+from frostlab.recipe.load import recipe_from
+from tiny import tiny
+
+MODEL = {"data": {"name": "weather", "length": 8}, "tokenizer": {"kind": "words"}}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cache of the test's own; what it registers is gone afterwards."""
+    monkeypatch.setenv("FROSTLAB_CACHE", str(tmp_path / "cache"))
+    before = dict(LOADERS)
+    yield tmp_path / "cache"
+    LOADERS.clear()
+    LOADERS.update(before)
+
+
+def weather(data_dir: Path | None) -> dict[str, Any]:
+    """Sentences whose first word gives the label; the reporting split is a generator."""
+
+    def sentences(start: int, stop: int) -> Iterator[tuple[str, str]]:
+        for number in range(start, stop):
+            label = ("dry", "wet")[number % 2]
+            yield f"{'sun' if label == 'dry' else 'rain'} on day {number}", label
+
+    return {"train": list(sentences(0, 200)), "report": sentences(200, 260)}
+
+
+def test_registered_data_train_a_model(tmp_path: Path) -> None:
+    fl.register_data("weather", weather)
+    record = fl.run(tiny(**MODEL), out=tmp_path / "run")
+    assert record.metrics["accuracy"] > 0.9
+    data = prepare(recipe_from(tiny(**MODEL)))
+    assert {role: len(split) for role, split in data.splits.items()} == {
+        "train": 190, "tune": 10, "report": 60,
+    }  # fmt: skip
+    assert data.origin["report"] == "weather: report"
+    assert data.classes == 2
+
+
+def test_rows_name_the_cache(cache: Path) -> None:
+    rows = [(f"text {number}", number % 2) for number in range(100)]
+    fl.register_data("numbers", lambda data_dir: {"train": rows})
+    recipe = recipe_from(tiny(data={"name": "numbers", "length": 8, "limit": 20}))
+    digest = prepare(recipe).digest
+    assert len(prepare(recipe).splits["train"]) == 20
+    assert prepare(recipe).digest == digest
+    assert len(list((cache / "registered").glob("*[0-9a-f]"))) == 1
+    rows[0] = ("another text", 0)
+    assert prepare(recipe).digest != digest
+
+
+def test_registered_texts_train_a_language_model(tmp_path: Path) -> None:
+    def tales(data_dir: Path | None) -> dict[str, list[str]]:
+        assert data_dir == tmp_path
+        return {"train": [f"tale {number} of a fox and a crow" for number in range(60)]}
+
+    fl.register_data("tales", tales, task="language")
+    recipe = recipe_from(tiny(data={"name": "tales", "length": 8}, tokenizer={"kind": "words"}))
+    assert recipe.data.task == "language"
+    assert "perplexity" in fl.run(recipe, out=tmp_path / "run", data_dir=tmp_path).metrics
+    with pytest.raises(fl.BadInput, match="tales is registered for language"):
+        recipe_from(tiny(data={"name": "tales", "task": "classification"}))
+
+
+def test_registered_names_are_suggested() -> None:
+    with pytest.raises(fl.BadInput, match="'weather' should be one of docstrings,"):
+        recipe_from(tiny(data={"name": "weather"}))
+    fl.register_data("weather", weather)
+    with pytest.raises(fl.BadInput, match="weather; did you mean `weather`?"):
+        recipe_from(tiny(data={"name": "waether"}))
+    with pytest.raises(fl.BadInput, match="data.lenght is not a key; did you mean `length`?"):
+        recipe_from(tiny(data={"name": "weather", "lenght": 8}))
+
+
+def test_a_function_may_be_registered_again() -> None:
+    fl.register_data("weather", weather)
+    fl.register_data("weather", weather, task="language")
+    assert LOADERS["weather"].task == "language"
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"name": "imdb"}, "the name imdb is taken"),
+        ({"name": "taken"}, "the name taken is taken"),
+        ({"name": ""}, "'' is not a name"),
+        ({"task": "clasification"}, "did you mean `classification`?"),
+        ({"task": "envelope"}, "should be one of classification, language"),
+        ({"load": [("a", 1)]}, "not a function"),
+    ],
+)
+def test_bad_registrations_are_refused_in_one_line(given: dict[str, Any], problem: str) -> None:
+    fl.register_data("taken", lambda data_dir: {})
+    with pytest.raises(fl.BadInput) as error:
+        fl.register_data(**{"name": "weather", "load": weather} | given)
+    assert problem in str(error.value)
+    assert "\n" not in str(error.value)
+    assert "weather" not in LOADERS
+
+
+ROW = ("some text", 1)
+
+
+@pytest.mark.parametrize(
+    ("splits", "problem"),
+    [
+        ({}, "load returned a dict of nothing, not a dict with train"),
+        ({"report": [ROW]}, "load returned a dict of report, not a dict with train"),
+        ([ROW], "load returned a list, not a dict with train"),
+        ({"train": [ROW], "validation": [ROW]}, "validation is not a split; there are train,"),
+        ({"train": [ROW], "tunes": [ROW]}, "tunes is not a split; did you mean `tune`?"),
+        ({"train": [ROW, "text"]}, "train: row 2 is 'text', not (text, label)"),
+        ({"train": [("text", 0.5)]}, "the label of row 1 is 0.5, neither a whole"),
+        ({"train": []}, "train: split train holds no text"),
+        ({"train": [("a", 1), ("b", 1)]}, "every label is 1"),
+    ],
+)
+def test_bad_rows_are_refused_in_one_line(splits: Any, problem: str) -> None:
+    fl.register_data("weather", lambda data_dir: splits)
+    with pytest.raises(fl.BadInput) as error:
+        prepare(recipe_from(tiny(**MODEL)))
+    assert problem in str(error.value)
+    assert "\n" not in str(error.value)
