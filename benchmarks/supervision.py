@@ -13,8 +13,8 @@ import torch
 
 from common import device, interleaved, repeated, report
 from frostlab.bench.cases import PRETRAINING, decoder_config, deep_work, supervised
-from frostlab.bench.peers import tidy
-from frostlab.bench.workloads import drawn_feed
+from frostlab.bench.peers import reset_torch
+from frostlab.bench.workloads import random_feed
 from frostlab.models.decoder import Decoder, DecoderConfig
 from frostlab.recipe.settings import Supervise, Train
 from frostlab.timing.flops import step_work
@@ -37,7 +37,7 @@ class Side:
             objective, PRETRAINING, Train(), Compute(where, choose_precision(Train(), where)),
             steps=10**5,
         )  # fmt: skip
-        self.feed, self.taken = drawn_feed(batch, length + 1, config.vocabulary, 0), 0
+        self.feed, self.taken = random_feed(batch, length + 1, config.vocabulary, 0), 0
 
     def __call__(self) -> None:
         batch = self.feed(self.taken)
@@ -47,7 +47,7 @@ class Side:
 
 def peak(layers: Supervise, config: DecoderConfig, batch: int, length: int) -> int:
     """The most that is allocated while a side is built and meets its only shape, in bytes."""
-    tidy()
+    reset_torch()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     repeated(Side(layers, config, batch, length), 4)()
@@ -64,7 +64,7 @@ def main() -> None:
     batch, length = (4, 8) if options.small else (64, 32)
     cuda = where.type == "cuda"
     used = [peak(layers, config, batch, length) for layers in (DEEP, STANDARD)] if cuda else []
-    tidy()
+    reset_torch()
     deep, standard = (Side(layers, config, batch, length) for layers in (DEEP, STANDARD))
     for side in (deep, standard):
         repeated(side, 4)()  # seen, captured, replayed
