@@ -1,9 +1,9 @@
-"""What watching costs: a training step watched every 10, beside other ways to look at gradients.
+"""Measure the cost of watching every 10th step, and of other ways to inspect gradients.
 
-A BERT step with AdamW, four sides in turn in one process: nothing is looked at; `fl.watch`; a
-histogram of every gradient (torch.histc), and a loop of `.norm().item()`, both at every 10th step
-too. Each figure is the ratio of whole blocks of steps to the same blocks unwatched; every side
-has a model of its own. A second unwatched side tells how far from 1 is noise.
+A BERT step with AdamW is timed in one process, in turn: unwatched; with `fl.watch`; with a
+histogram of every gradient (torch.histc); with a loop of `.norm().item()`. All inspect every 10th
+step. Each figure is the ratio of whole blocks of steps to the same blocks unwatched; every side has
+its own model. A second unwatched side shows how far from 1 is noise.
 
 python benchmarks/flow.py [--small] [--rounds 20] [--batch 32] [--length 128] [--every 10]
 """
@@ -26,30 +26,30 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def bare(model: nn.Module) -> None:
-    """Look at nothing."""
+def nothing(model: nn.Module) -> None:
+    """Inspect nothing."""
 
 
 def histograms(model: nn.Module) -> None:
-    """What wandb.watch does: a histogram of every gradient, brought to the host."""
+    """Copy a histogram of every gradient to the host, as wandb.watch does."""
     for p in model.parameters():
         if p.grad is not None:
             torch.histc(p.grad.float(), 64).tolist()
 
 
 def norms(model: nn.Module) -> None:
-    """What many loops do: one norm after another, each waited for."""
+    """Compute one norm after another and wait for each, as many loops do."""
     for p in model.parameters():
         if p.grad is not None:
             p.grad.norm().item()
 
 
 class Side:
-    """A model, its optimizer, and a way to look."""
+    """A model, its optimizer, and a way to inspect its gradients."""
 
-    def __init__(self, options: argparse.Namespace, look: Callable[[nn.Module], None]) -> None:
+    def __init__(self, options: argparse.Namespace, inspect: Callable[[nn.Module], None]) -> None:
         torch.manual_seed(0)
-        self.where, self.every, self.look, self.step = device(), options.every, look, 0
+        self.where, self.every, self.inspect, self.step = device(), options.every, inspect, 0
         config = transformers.BertConfig(**(SMALL if options.small else {}))
         self.model = transformers.BertForSequenceClassification(config).to(self.where).train()
         fused = self.where.type == "cuda"
@@ -59,13 +59,13 @@ class Side:
         self.classes = torch.randint(0, 2, (options.batch,), device=self.where)
 
     def block(self) -> None:
-        """As many steps as lie between two looks."""
+        """Take the steps between two inspections."""
         for _ in range(self.every):
             with torch.autocast(self.where.type, torch.bfloat16, self.where.type == "cuda"):
                 loss = self.model(input_ids=self.ids, labels=self.classes).loss
             loss.backward()
             if self.step % self.every == 0:
-                self.look(self.model)
+                self.inspect(self.model)
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.step += 1
@@ -80,9 +80,9 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=10)
     options = parser.parse_args()
     sides = {
-        "unwatched": Side(options, bare),
-        "unwatched again": Side(options, bare),
-        "fl.watch": Side(options, bare),
+        "unwatched": Side(options, nothing),
+        "unwatched again": Side(options, nothing),
+        "fl.watch": Side(options, nothing),
         "histograms": Side(options, histograms),
         "norm().item()": Side(options, norms),
     }

@@ -1,8 +1,8 @@
-"""What watching costs frostlab's own step: a BERT step, captured on CUDA, watched every 10.
+"""Measure the cost of watching every 10th of frostlab's own steps: BERT, captured on CUDA.
 
-Three sides in turn in one process, each with a model of its own: not watched, not watched again
-(how far from 1 is noise), and watched as a run watches. Each figure is the ratio of whole blocks of
-steps to the same blocks of the first side.
+Three sides in turn in one process, each with its own model: unwatched, unwatched again (to show how
+far from 1 is noise), and watched as in a run. Each figure is the ratio of whole blocks of steps to
+the same blocks of the first side.
 
 python benchmarks/flow_step.py [--small] [--rounds 20] [--batch 32] [--length 128] [--every 10]
 """
@@ -48,7 +48,7 @@ class Side:
             self.step.flow = flow.start(by_hand=True)
 
     def block(self) -> None:
-        """As many steps as lie between two reports."""
+        """Take the steps between two reports."""
         for _ in range(self.every):
             seed_step(0, self.taken, 0, self.where)
             self.step([self.batch], self.batch.scored, 1e-5)
@@ -62,14 +62,19 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--every", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=10_000, help="that it would be compiled for")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=10_000,
+        help="length of the run that decides whether to compile",
+    )
     options = parser.parse_args()
     sides: dict[str, Side] = {}
     memory: dict[str, int | None] = {}
     for name in ("unwatched", "unwatched again", "watched"):
         meter = Meter(device())
         sides[name] = Side(options, name == "watched")
-        for _ in range(3):  # seen, captured both ways, replayed
+        for _ in range(3):  # see the shape, capture it both ways, replay it
             sides[name].block()
         memory[name] = meter.read()[1]
     times: dict[str, list[float]] = {name: [] for name in sides}

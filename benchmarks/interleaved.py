@@ -164,8 +164,11 @@ def seconds_until(
 ) -> float | None:
     """Return the seconds after which this arm's interval satisfied `reached` and stayed so."""
     rounds, builds = 2 * pairs, len(base) // (2 * pairs)
-    unreached = [n for n in range(FEWEST_BUILDS, builds + 1)
-                 if not reached(ratio_of(arm[: rounds * n], base[: rounds * n], pairs))]  # fmt: skip
+    unreached = [
+        count
+        for count in range(FEWEST_BUILDS, builds + 1)
+        if not reached(ratio_of(arm[: rounds * count], base[: rounds * count], pairs))
+    ]
     first = max(unreached, default=FEWEST_BUILDS - 1) + 1
     return round(seconds * first / builds, 1) if first <= builds else None
 

@@ -1,11 +1,11 @@
-"""What freezing query and key does to the gradients and updates of everything else.
+"""Measure how freezing query and key changes the gradients and updates of all other weights.
 
-Every arm trains the recipe's own model, data and order, seed by seed, watched at every n-th step.
-For each role, over all layers: the norm of the gradient after clipping and update/weight, as
-geometric means over the reports, and the relative weight change at the end; each as the ratio to
+Every arm trains the recipe's model on its data in its order, seed by seed, watched every n-th step.
+For each role, over all layers, the tables show the gradient norm after clipping and update/weight,
+as geometric means over the reports, and the relative weight change at the end; each as the ratio to
 the baseline with the same seed. A table shows the geometric mean over seeds and the smallest and
-largest seed. `frozen-qk` freezes what the seed drew, `orthogonal-trainable` orthogonalises and
-freezes nothing: oelm does both at once.
+largest seed. `frozen-qk` freezes the weights as initialized, `orthogonal-trainable` orthogonalises
+and freezes nothing; oelm does both.
 
 python benchmarks/oelm_flow.py [--recipe docstrings-gpt] [--steps 100] [--seeds 3] [--every 5]
     [--arms oelm,oelm-k] [--set key=value] [--device cuda] [--data-dir D] [--out record.json]
@@ -46,7 +46,7 @@ QUANTITIES = {
 
 
 def train(recipe: Recipe, steps: int, every: int, data_dir: Path | None) -> tuple[fl.Flow, float]:
-    """Train one arm with one seed; return what was seen, and the mean loss of the last tenth."""
+    """Train one arm with one seed; return its flow and the mean loss of the last tenth of steps."""
     device, prepared = choose_device(recipe.train.device), prepare(recipe, data_dir)
     model = build_model(recipe, prepared.vocabulary, prepared.classes, prepared.pad)
     treat(model, recipe)
@@ -72,31 +72,33 @@ def train(recipe: Recipe, steps: int, every: int, data_dir: Path | None) -> tupl
 
 
 def role_series(flow: fl.Flow, role: str, quantity: str) -> list[float]:
-    """One quantity of all layers of a role together, a number a report; none if it is frozen."""
-    own = [i for i, p in enumerate(flow.parts) if p.peers == role and p.state == "trainable"]
-    if not own:
+    """Return one quantity over all layers of a role, one number per report; empty if frozen."""
+    indices = [i for i, p in enumerate(flow.parts) if p.peers == role and p.state == "trainable"]
+    if not indices:
         return []
-    found = []
+    series = []
     for report in flow.reports:
-        weight = [report.of("weight", i) for i in own]
+        weight = [report.of("weight", i) for i in indices]
         if quantity == "gradient":
-            found.append(math.hypot(*(report.of("gradient", i) for i in own)))
+            series.append(math.hypot(*(report.of("gradient", i) for i in indices)))
         elif quantity == "ratio":
-            found.append(math.hypot(*(report.of("update", i) for i in own)) / math.hypot(*weight))
-        else:  # the mean layer: each is relative to its own start
-            found.append(sum(report.of("change", i) for i in own) / len(own))
-    return found
+            series.append(
+                math.hypot(*(report.of("update", i) for i in indices)) / math.hypot(*weight)
+            )
+        else:  # the mean over layers, each relative to its start
+            series.append(sum(report.of("change", i) for i in indices) / len(indices))
+    return series
 
 
 def summary(flow: fl.Flow) -> dict[str, dict[str, float]]:
-    """A number a role and quantity: geometric means over reports, change at the end."""
-    made: dict[str, dict[str, float]] = {quantity: {} for quantity in QUANTITIES}
-    for quantity, roles in made.items():
+    """Return a number per quantity and role: geometric means over reports, change at the end."""
+    numbers: dict[str, dict[str, float]] = {quantity: {} for quantity in QUANTITIES}
+    for quantity, roles in numbers.items():
         for role in ROLES:
             series = role_series(flow, role, quantity)
             if series:
                 roles[role] = series[-1] if quantity == "change" else geometric(series)
-    return made
+    return numbers
 
 
 def geometric(numbers: Sequence[float]) -> float:
@@ -104,7 +106,7 @@ def geometric(numbers: Sequence[float]) -> float:
 
 
 def table(runs: dict[str, list[dict[str, Any]]], quantity: str) -> str:
-    """Ratios to the baseline with the same seed, as Markdown."""
+    """Return the ratios to the baseline with the same seed as a Markdown table."""
     arms = [arm for arm in runs if arm != "baseline"]
     lines = [f"| {QUANTITIES[quantity]} | {' | '.join(arms)} |", "|---" * (len(arms) + 1) + "|"]
     for role in ROLES:
@@ -112,9 +114,9 @@ def table(runs: dict[str, list[dict[str, Any]]], quantity: str) -> str:
         for arm in arms:
             pairs = zip(runs[arm], runs["baseline"], strict=True)
             ratios = [
-                own["summary"][quantity][role] / base["summary"][quantity][role]
-                for own, base in pairs
-                if role in own["summary"][quantity]
+                run["summary"][quantity][role] / base["summary"][quantity][role]
+                for run, base in pairs
+                if role in run["summary"][quantity]
             ]
             spread = f"{min(ratios):.2f}–{max(ratios):.2f}" if ratios else ""
             cells.append(f"{geometric(ratios):.2f} ({spread})" if ratios else "frozen")
@@ -123,11 +125,11 @@ def table(runs: dict[str, list[dict[str, Any]]], quantity: str) -> str:
 
 
 def shortened(value: Any) -> Any:
-    """Numbers to five digits."""
+    """Round all numbers to five digits."""
     if isinstance(value, dict):
-        return {key: shortened(each) for key, each in value.items()}
+        return {key: shortened(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [shortened(each) for each in value]
+        return [shortened(item) for item in value]
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
@@ -137,7 +139,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--arms", default=",".join(ARMS), help="beside the baseline")
+    parser.add_argument("--arms", default=",".join(ARMS), help="arms besides the baseline")
     parser.add_argument("--set", action="append", default=[], dest="settings")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--data-dir", type=Path)
@@ -161,8 +163,8 @@ def main() -> None:
           f"{options.every}; ratio to the baseline: mean (smallest–largest seed)\n")  # fmt: skip
     print("\n\n".join(table(runs, quantity) for quantity in QUANTITIES))
     print("\n| arm | training loss at the end |\n|---|---|")
-    for arm, some in runs.items():
-        losses = [run["loss"] for run in some]
+    for arm, arm_runs in runs.items():
+        losses = [run["loss"] for run in arm_runs]
         print(f"| {arm} | {sum(losses) / len(losses):.3f} ({min(losses):.3f}–{max(losses):.3f}) |")
     if options.out:
         record = {

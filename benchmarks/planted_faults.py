@@ -1,7 +1,7 @@
-"""Six faults planted in small models, and what watching says of each.
+"""Plant six faults in small models and show the diagnosis of each.
 
-Prints the section of docs/gradient-flow.md that shows them, and writes a heat map a fault to OUT;
-`--pages` writes the whole page of each too.
+Prints their section of docs/gradient-flow.md and writes one heat map per fault to OUT; `--pages`
+also writes the whole page of each.
 
 python benchmarks/planted_faults.py OUT [--pages]
 """
@@ -32,7 +32,7 @@ def small_gpt() -> GPT:
 
 
 class Sigmoids(nn.Module):
-    """A stack without a residual path, which no anatomy knows: it is watched module by module."""
+    """A stack without a residual path and without an anatomy, so it is watched by module."""
 
     def __init__(self, layers: int, width: int = 16) -> None:
         super().__init__()
@@ -49,15 +49,15 @@ class Sigmoids(nn.Module):
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> fl.Flow:
-    """Forty steps on a task that can be learned, watched at every second one."""
-    made = torch.Generator().manual_seed(0)
+    """Take forty steps on a task that can be learned, and watch every second one."""
+    generator = torch.Generator().manual_seed(0)
     with fl.watch(model, optimizer, every=EVERY, **options) as flow:
         for _ in range(STEPS):
             if isinstance(model, GPT):
-                x = torch.randint(0, SYMBOLS, (16, 16), generator=made)
+                x = torch.randint(0, SYMBOLS, (16, 16), generator=generator)
                 classes = x[:, 0] % 2
             else:
-                x = torch.randn(16, 16, generator=made)
+                x = torch.randn(16, 16, generator=generator)
                 classes = (x[:, 0] > 0).long()
             F.cross_entropy(model(x), classes).backward()
             optimizer.step()
@@ -65,9 +65,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) ->
     return flow
 
 
-def without(model: nn.Module, some: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    lost = {id(p) for p in some}
-    return [p for p in model.parameters() if id(p) not in lost]
+def without(model: nn.Module, excluded: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    ids = {id(p) for p in excluded}
+    return [p for p in model.parameters() if id(p) not in ids]
 
 
 def detached() -> fl.Flow:
@@ -113,7 +113,7 @@ def masked() -> fl.Flow:
 
 @dataclass(frozen=True)
 class Fault:
-    """What was planted, how to train with it, and the parts to show beside healthy ones."""
+    """A planted fault: its description, a function that trains with it, and the parts to show."""
 
     name: str
     planted: str
@@ -140,7 +140,7 @@ FAULTS = (
 
 
 def excerpt(text: str, flow: fl.Flow, show: tuple[str, ...]) -> str:
-    """The lines of some parts; dots stand for the others."""
+    """Keep the lines of these parts, and replace the others by dots."""
     names, kept = {part.name for part in flow.parts}, []
     for line in text.splitlines():
         first = line.split("  ")[0].strip()
@@ -152,7 +152,7 @@ def excerpt(text: str, flow: fl.Flow, show: tuple[str, ...]) -> str:
 
 
 def section(fault: Fault, flow: fl.Flow) -> str:
-    """What the document shows of a fault."""
+    """Return the section of the document on a fault."""
     return "\n".join([
         f"### {fault.planted}", "", f"> {sentence_of(flow)}", "",
         "```", excerpt(flow.table(), flow, fault.show), "```", "",
@@ -164,7 +164,7 @@ def section(fault: Fault, flow: fl.Flow) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="a folder for the pictures")
-    parser.add_argument("--pages", action="store_true", help="write a page a fault too")
+    parser.add_argument("--pages", action="store_true", help="also write a page per fault")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     for fault in FAULTS:

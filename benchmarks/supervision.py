@@ -1,8 +1,8 @@
-"""A whole step with a loss at every layer against one at the last: a decoder of 4 layers.
+"""Time a whole step with a loss at every layer against a loss at the last: a decoder of 4 layers.
 
-Published sizes: vocabulary 69,830, width 64, 64 × 32 tokens. The steps are a run's own, captured
-on CUDA. `ratio` is of times, `flop_ratio` of the matmuls; memory (CUDA) is the most that was
-allocated while each side alone was built and took its first steps.
+Published sizes: vocabulary 69,830, width 64, 64 × 32 tokens. The steps are those of a run, captured
+on CUDA. `ratio` compares times, `flop_ratio` matmuls. Memory (CUDA) is the peak while each side
+alone is built and takes its first steps.
 
     python benchmarks/supervision.py [--rounds 40] [--small]
 """
@@ -28,7 +28,7 @@ DEEP, STANDARD = Supervise(layers="all"), Supervise()
 
 
 class Side:
-    """Steps over drawn batches, one after another."""
+    """Steps over random batches, one after another."""
 
     def __init__(self, layers: Supervise, config: DecoderConfig, batch: int, length: int) -> None:
         where = device()
@@ -46,7 +46,7 @@ class Side:
 
 
 def peak(layers: Supervise, config: DecoderConfig, batch: int, length: int) -> int:
-    """The most that is allocated while a side is built and meets its only shape, in bytes."""
+    """Return the peak memory in bytes while a side is built and takes its first steps."""
     reset_torch()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -67,7 +67,7 @@ def main() -> None:
     reset_torch()
     deep, standard = (Side(layers, config, batch, length) for layers in (DEEP, STANDARD))
     for side in (deep, standard):
-        repeated(side, 4)()  # seen, captured, replayed
+        repeated(side, 4)()  # see the shape, capture it, replay it
     times = 10 if cuda else 1
     rounds = min(options.rounds, 5) if options.small else options.rounds
     result = interleaved(repeated(deep, times), repeated(standard, times), rounds, where)
