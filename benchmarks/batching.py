@@ -1,7 +1,7 @@
-"""Whole runs of docstrings-gpt: three ways to make batches, and frozen layers cached or not.
+"""Compare whole runs of docstrings-gpt: three kinds of batches, and frozen layers cached or not.
 
-Each way runs in turn, in rounds; examples a second are of training time alone, the seconds of
-data include filling the cache.
+Every way runs once per round. Examples per second count training time alone; the seconds of data
+include filling the cache.
 
     python benchmarks/batching.py [--rounds 2]
 """
@@ -28,7 +28,7 @@ WAYS = {
 }
 
 
-def measured(settings: dict[str, Any], runs: Path) -> dict[str, Any]:
+def measure(settings: dict[str, Any], runs: Path) -> dict[str, Any]:
     record = run(load_recipe("docstrings-gpt", settings), runs=runs)
     clocks = record.result["clocks"]
     names = ("examples_per_second", "padding_share", "data_seconds", "train_seconds")
@@ -39,15 +39,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
-    found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    results: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as folder:
         os.environ["FROSTLAB_CACHE"] = f"{folder}/cache"
-        measured(WAYS["bucketed"], Path(folder))  # prepares the data
+        measure(WAYS["bucketed"], Path(folder))  # prepares the data
         for number in range(options.rounds):
             for way in list(WAYS)[:: -1 if number % 2 else 1]:
-                found[way].append(measured(WAYS[way], Path(folder)))
-    for way, rounds in found.items():
-        speeds = [each["examples_per_second"] for each in rounds]
+                results[way].append(measure(WAYS[way], Path(folder)))
+    for way, rounds in results.items():
+        speeds = [result["examples_per_second"] for result in rounds]
         facts = {"way": way, "examples_per_second": statistics.median(speeds)}
         report("batching", facts | {"each": rounds, "device": device_name(device())})
 

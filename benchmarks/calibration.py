@@ -1,8 +1,8 @@
-"""How often verdicts are wrong where the truth is known: false alarms and coverage, simulated.
+"""Simulate how often verdicts are wrong where the truth is known: false alarms and coverage.
 
 Each comparison has a baseline and two arms drawn alike, paired by seed. With two arms a false alarm
-is any arm called different, after Holm. Coverage is that of a nominal 95 % interval of one arm's
-effect. The differences are `pairs`: of two draws, so that a skew both sides have cancels; or
+is any arm called different, after Holm's correction. Coverage is that of a nominal 95 % interval of
+one arm's effect. The differences are `pairs`: of two draws, so that a skew of both cancels; or
 `alone`: single draws, as if all the noise were the arm's.
 
     python benchmarks/calibration.py [--comparisons 20000]
@@ -19,7 +19,7 @@ from frostlab.comparison.statistics import flip_p, seen_by_rule, seen_by_t, t_te
 
 LEVEL = 0.05
 RESAMPLES = 1_000
-AT_ONCE = 500
+CHUNK = 500
 EXAMPLES = 200
 Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
@@ -32,7 +32,7 @@ KINDS: dict[str, Draw] = {
 
 
 def differences(kind: str, how: str, rng: np.random.Generator, trials: int, n: int) -> np.ndarray:
-    """Arm − baseline of two arms: (trials, 2, n), the truth being 0."""
+    """Return arm − baseline of two arms, shape (trials, 2, n), where the true difference is 0."""
     draw = KINDS[kind]
     if how == "alone":
         return draw(rng, (trials, 2, n))
@@ -41,7 +41,7 @@ def differences(kind: str, how: str, rng: np.random.Generator, trials: int, n: i
 
 
 def by_holm(p: np.ndarray) -> np.ndarray:
-    """Which of two arms are called different, after Holm."""
+    """Return which of two arms are called different after Holm's correction."""
     smaller = p.min(-1, keepdims=True)
     adjusted = np.where(p == smaller, 2 * p, np.maximum(2 * smaller, p))
     return adjusted <= LEVEL
@@ -49,14 +49,14 @@ def by_holm(p: np.ndarray) -> np.ndarray:
 
 def bootstrap_covers(rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Whether the percentile bootstrap's interval of the mean holds 0."""
-    n, found = rows.shape[-1], []
-    for start in range(0, len(rows), AT_ONCE):
-        part = rows[start : start + AT_ONCE]
-        weights = rng.multinomial(n, [1 / n] * n, (len(part), RESAMPLES)) / n
-        means = np.einsum("trn,tn->tr", weights, part)
+    n, covered = rows.shape[-1], []
+    for start in range(0, len(rows), CHUNK):
+        chunk = rows[start : start + CHUNK]
+        weights = rng.multinomial(n, [1 / n] * n, (len(chunk), RESAMPLES)) / n
+        means = np.einsum("trn,tn->tr", weights, chunk)
         low, high = np.quantile(means, [LEVEL / 2, 1 - LEVEL / 2], axis=1)
-        found.append((low <= 0) & (high >= 0))
-    return np.concatenate(found)
+        covered.append((low <= 0) & (high >= 0))
+    return np.concatenate(covered)
 
 
 def calibration(kind: str, how: str, n: int, trials: int) -> dict[str, object]:
@@ -96,19 +96,19 @@ def calibration(kind: str, how: str, n: int, trials: int) -> dict[str, object]:
 
 
 def power(n: int, trials: int) -> dict[str, object]:
-    """How often a normal effect of the size that could be seen is found, one arm."""
+    """Return how often one arm's effect of the detectable size is found, for normal noise."""
     rows = np.random.default_rng(n).standard_normal((trials, n))
     by_t, by_rule = seen_by_t(n, LEVEL), seen_by_rule(n, LEVEL)
-    found = {}
+    rates = {}
     for name, effect in (("seen_by_t", by_t), ("seen_by_rule", by_rule)):
         seen = t_test(rows + effect)[2] <= LEVEL
         agreed = seen & (flip_p(rows + effect) <= LEVEL) if n >= 6 else seen
-        found[name] = {
+        rates[name] = {
             "effect": round(effect, 3),
             "t": round(float(seen.mean()), 4),
             "rule": round(float(agreed.mean()), 4),
         }
-    return {"data": "normal", "seeds": n, "comparisons": trials, "found": found}
+    return {"data": "normal", "seeds": n, "comparisons": trials, "found": rates}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved rounds, a ratio, its spread, and one line a result."""
+"""Helpers of the benchmarks: interleaved rounds, ratios with their spread, JSON lines."""
 
 import json
 import platform
@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from frostlab.devices import synchronize
 
 
 def device() -> torch.device:
@@ -21,20 +23,18 @@ def device_name(where: torch.device) -> str:
 
 
 def timed(work: Callable[[], Any], where: torch.device) -> float:
-    """Seconds one call takes, the device's work included."""
-    if where.type == "cuda":
-        torch.cuda.synchronize()
+    """Return the seconds of one call, including the device's work."""
+    synchronize(where)
     started = time.perf_counter()
     work()
-    if where.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize(where)
     return time.perf_counter() - started
 
 
 def interleaved(
     ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int, where: torch.device
 ) -> dict[str, Any]:
-    """Time both sides in turn, who goes first alternating; report medians and the paired ratio."""
+    """Time both sides in alternating order, and return medians and the median paired ratio."""
     ours(), theirs()
     pairs = []
     for i in range(rounds):
@@ -58,12 +58,12 @@ def interleaved(
     }
 
 
-def repeated(once: Callable[[], Any], times: int) -> Callable[[], None]:
-    def many() -> None:
+def repeated(work: Callable[[], Any], times: int) -> Callable[[], None]:
+    def repeat() -> None:
         for _ in range(times):
-            once()
+            work()
 
-    return many
+    return repeat
 
 
 def report(name: str, result: dict[str, Any]) -> None:

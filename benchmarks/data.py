@@ -1,4 +1,4 @@
-"""How fast batches are made, and what a large text costs in memory.
+"""Measure how fast batches are made, and how much memory a large text needs.
 
 python benchmarks/data.py [--tokens 500_000_000] [--text-megabytes 100]
 """
@@ -22,7 +22,7 @@ BATCH = 32
 
 
 def anonymous_megabytes() -> float:
-    """This process's own memory; pages of mapped files are not its own."""
+    """Return this process's own memory, without pages of mapped files."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) / 1024
@@ -38,7 +38,7 @@ def classification(examples: int) -> Tokens:
 
 
 def language(path: Path, tokens: int, length: int) -> Tokens:
-    """A mapped file of token ids, two bytes each, as `prepare` leaves it."""
+    """Write and map a file of token ids, two bytes each, as `prepare` does."""
     ids = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint16, shape=(tokens,))
     for i in range(0, tokens, 10_000_000):
         ids[i : i + 10_000_000] = np.random.default_rng(i).integers(
@@ -70,17 +70,17 @@ def rate(tokens: Tokens, batches: int) -> dict[str, float]:
 PREPARE = r"""
 import re, sys, time
 from pathlib import Path
-from frostlab.data import prepare
+from frostlab.data.prepare import prepare
 from frostlab.recipe.load import recipe_from
 recipe = recipe_from({"data": {"name": "own", "path": sys.argv[1], "task": "language"}})
 def high_water():
     return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
 before = high_water()
 began = time.perf_counter()
-found = prepare(recipe, cache=Path(sys.argv[2]))
+material = prepare(recipe, cache=Path(sys.argv[2]))
 seconds = time.perf_counter() - began
 peak = high_water()
-print(round(before), round(peak), round(seconds, 1), len(found.splits["train"].ids))
+print(round(before), round(peak), round(seconds, 1), len(material.splits["train"].ids))
 """
 
 

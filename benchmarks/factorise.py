@@ -1,4 +1,4 @@
-"""Orthonormal bases for a Llama-7B-shaped set of Q and K, against a QR loop over heads.
+"""Time orthonormal bases for the Q and K of a Llama-7B shape, against a QR loop over heads.
 
 python benchmarks/factorise.py [--layers 32]
 """
@@ -15,7 +15,7 @@ HEADS, SIZE, WIDTH = 32, 128, 4096
 
 
 def loop(weight: Tensor, out: Tensor) -> Tensor:
-    """One torch.linalg.qr a head, with the sign convention."""
+    """Call torch.linalg.qr once per head and fix the signs."""
     for head, target in zip(heads_of(weight), heads_of(out), strict=True):
         q, r = torch.linalg.qr(head.T)
         target.copy_((q * torch.where(r.diagonal() < 0, -1.0, 1.0)).T)
@@ -23,8 +23,8 @@ def loop(weight: Tensor, out: Tensor) -> Tensor:
 
 
 def ours(weights: list[Tensor], out: Tensor) -> Tensor:
-    for made in orthonormal_each(map(heads_of, weights)):
-        heads_of(out).copy_(made)
+    for bases in orthonormal_each(map(heads_of, weights)):
+        heads_of(out).copy_(bases)
     return out
 
 
@@ -54,15 +54,15 @@ def main() -> None:
         options.rounds,
         where,
     )
-    made = ours(weights[:1], torch.empty_like(out))
+    bases = ours(weights[:1], torch.empty_like(out))
     report(
         "factorise",
         result
         | {
             "matrices": len(weights),
             "times_faster": round(1 / result["ratio"], 2),
-            "orthogonality_error": error(made),
-            "difference_from_loop": float((made - loop(weights[0], out)).abs().max()),
+            "orthogonality_error": error(bases),
+            "difference_from_loop": float((bases - loop(weights[0], out)).abs().max()),
         },
     )
 

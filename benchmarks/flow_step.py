@@ -16,7 +16,7 @@ import transformers
 import frostlab as fl
 from common import device, device_name, report, timed
 from flow import SMALL
-from frostlab.bench.workloads import drawn
+from frostlab.bench.workloads import random_tokens
 from frostlab.devices import choose_device
 from frostlab.flow.probe import own_gradient
 from frostlab.recipe.settings import Optim, Train
@@ -39,7 +39,7 @@ class Side:
         precision = torch.bfloat16 if self.where.type == "cuda" else torch.float32
         self.step = build_step(Objective(model), Optim(lr=1e-5), Train(step="auto"),
                                Compute(self.where, precision), steps=options.steps)  # fmt: skip
-        tokens = drawn(options.batch, options.length, config.vocab_size, 2)
+        tokens = random_tokens(options.batch, options.length, config.vocab_size, 2)
         self.batch = collate(tokens, range(options.batch), 0)
         if watched:
             copies = self.step.copies
@@ -74,7 +74,7 @@ def main() -> None:
     for name in ("unwatched", "unwatched again", "watched"):
         meter = Meter(device())
         sides[name] = Side(options, name == "watched")
-        for _ in range(3):  # seen, captured both ways, replayed
+        for _ in range(3):  # see the shape, capture it both ways, replay it
             sides[name].block()
         memory[name] = meter.read()[1]
     times: dict[str, list[float]] = {name: [] for name in sides}

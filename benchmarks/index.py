@@ -1,4 +1,4 @@
-"""How long `frostlab runs` takes with thousands of runs: the whole command, cold and warm.
+"""Time the whole command `frostlab runs` with thousands of runs, cold and warm.
 
 python benchmarks/index.py [--runs 5000]
 """

@@ -1,7 +1,7 @@
-"""What interleaved timing finds: the same arm again, arms with a known amount of work more, and
-real treatments, with the ceiling beside each.
+"""Validate interleaved timing: an A/A control, arms with a known amount of extra work, and real
+treatments with their FLOP bounds.
 
-The work added to every step is matmuls, whose cost is measured by itself, before and after.
+The extra work of every step is matmuls, whose cost is also measured alone, before and after.
 
 python benchmarks/interleaved.py [--seconds 120] [--width 0.01] [--recipe docstrings-gpt]
     [--more 0.05,0.2] [--arms oelm] [--set data.length=128] [--data-dir FOLDER]
@@ -17,54 +17,54 @@ import numpy as np
 import torch
 
 from common import device, device_name, report
-from frostlab.comparison import timed_arms as timing
+from frostlab.comparison import timed_arms
 from frostlab.comparison.timed_arms import TimedArm
 from frostlab.data.prepare import prepare
 from frostlab.recipe.load import load_recipe, parse_settings
 from frostlab.recipe.recipe import Recipe
 from frostlab.timing.clock import BlockClock
-from frostlab.timing.flops import flag
-from frostlab.timing.interleave import FEWEST, Ratio, paired_logs, ratio_of
+from frostlab.timing.flops import unexplained_gain
+from frostlab.timing.interleave import FEWEST_BUILDS, Ratio, paired_logs, ratio_of
 
-TOGETHER = 20  # calls timed as one: a GPU is then never waiting for the host
+CALLS = 20  # timed together, so that a GPU never waits for the host
 
 
 class Extra:
-    """Matmuls that take about as long as they are told to."""
+    """Matmuls that take about the given seconds."""
 
     def __init__(self, seconds: float, clock: BlockClock) -> None:
         self.clock, where = clock, clock.device
         size, dtype = (2048, torch.bfloat16) if where.type == "cuda" else (256, torch.float32)
         self.left, self.right = (torch.randn(size, size, device=where, dtype=dtype) for _ in "lr")
-        self.made = torch.empty_like(self.left)
-        self.times = 1
-        self.times = max(1, round(seconds / self.cost()))
+        self.product = torch.empty_like(self.left)
+        self.repeats = 1
+        self.repeats = max(1, round(seconds / self.cost()))
 
     def __call__(self) -> None:
-        for _ in range(self.times):
-            torch.mm(self.left, self.right, out=self.made)
+        for _ in range(self.repeats):
+            torch.mm(self.left, self.right, out=self.product)
 
     def cost(self) -> float:
-        """Seconds of one call, the median of many."""
-        times = [self.clock.block(self._several).device / TOGETHER for _ in range(30)]
+        """Return the seconds of one call, the median of many."""
+        times = [self.clock.time(self._several).device / CALLS for _ in range(30)]
         return statistics.median(times)
 
     def _several(self) -> None:
-        for _ in range(TOGETHER):
+        for _ in range(CALLS):
             self()
 
 
-def burden(side: TimedArm, extra: Callable[[], None]) -> None:
-    """Let an arm do more at every step."""
-    take = side.take
+def add_work(arm: TimedArm, extra: Callable[[], None]) -> None:
+    """Add extra work to every step of an arm."""
+    take = arm.take
 
-    def more(places: Sequence[int]) -> Any:
-        for place in places:
-            outcome = take([place])
+    def take_with_extra(batches: Sequence[int]) -> Any:
+        for index in batches:
+            outcome = take([index])
             extra()
         return outcome
 
-    side.take = more  # type: ignore[method-assign]
+    arm.take = take_with_extra  # type: ignore[method-assign]
 
 
 def main() -> None:
@@ -100,57 +100,57 @@ def measure(
 ) -> None:
     extras: dict[str, Extra] = {}
     before: dict[str, float] = {}
-    clock, build = BlockClock(where), timing.place_arms
+    clock, place_arms = BlockClock(where), timed_arms.place_arms
 
-    def build_burdened(*given: Any, **again: Any) -> dict[str, TimedArm]:
-        sides = build(*given, **again)
+    def place_with_extra(*args: Any, **kwargs: Any) -> dict[str, TimedArm]:
+        arms = place_arms(*args, **kwargs)
         if not extras:
-            base, every = sides["all"], range(len(sides["all"].order))
-            blocks = [clock.block(lambda: base.take(every)).device for _ in range(3)]
+            base, every = arms["all"], range(len(arms["all"].order))
+            blocks = [clock.time(lambda: base.take(every)).device for _ in range(3)]
             step = statistics.median(blocks) / len(base.order)
             extras.update({name: Extra(share * step, clock) for name, share in more.items()})
             before.update({name: extra.cost() for name, extra in extras.items()})
         for name, extra in extras.items():
-            burden(sides[name], extra)
-        return sides
+            add_work(arms[name], extra)
+        return arms
 
-    timing.place_arms = build_burdened
+    timed_arms.place_arms = place_with_extra
     prepared = prepare(recipe, options.data_dir)
-    found = timing.time_arms(
+    timing = timed_arms.time_arms(
         {"all": recipe, **dict.fromkeys(more, recipe), **treated}, prepared, baseline="all",
         device=where, seconds=options.seconds, width=options.width, say=print,
     )  # fmt: skip
     facts = {
         "recipe": options.recipe, "set": options.set, "device": device_name(where),
-        "torch": torch.__version__, "proven": found.proven, "reasons": found.reasons,
-        "stopped_by": found.stopped_by, "seconds": round(found.seconds, 1),
-        "builds": found.builds, "rounds": found.rounds, "steps_per_block": found.steps_per_block,
-        "batches": found.batches, "drift_halves": round(found.drift.halves, 4),
-        "cores_of_others": found.watched.cores_of_others, "cores": found.watched.cores,
+        "torch": torch.__version__, "proven": timing.proven, "reasons": timing.reasons,
+        "stopped_by": timing.stopped_by, "seconds": round(timing.seconds, 1),
+        "builds": timing.builds, "rounds": timing.rounds, "steps_per_block": timing.steps_per_block,
+        "batches": timing.batches, "drift_halves": round(timing.drift.halves, 4),
+        "cores_of_others": timing.watched.cores_of_others, "cores": timing.watched.cores,
     }  # fmt: skip
-    base, pairs = found.arms["all"].blocks, found.rounds // (2 * found.builds)
-    for name, arm in found.arms.items():
+    base, pairs = timing.arms["all"].blocks, timing.rounds // (2 * timing.builds)
+    for name, arm in timing.arms.items():
         if arm.ratio is None:
             continue
-        told: dict[str, Any] = {}
+        bounds: dict[str, Any] = {}
         if name in extras:
             costs = (before[name], extras[name].cost())
-            shares = [found.steps_per_block * cost / np.array(base) for cost in costs]
-            told = {"expected": [round(float(np.exp(np.log1p(s).mean())), 4) for s in shares]}
-        if name in treated and (bound := arm.limits) is not None:
-            told = {
-                "ceiling": round(1 / bound.speed_up, 4),
-                "flag": flag(arm.ratio, bound, found.proven, found.reasons),
+            shares = [timing.steps_per_block * cost / np.array(base) for cost in costs]
+            bounds = {"expected": [round(float(np.exp(np.log1p(s).mean())), 4) for s in shares]}
+        if name in treated and (saved := arm.savings) is not None:
+            bounds = {
+                "ceiling": round(1 / saved.speed_up, 4),
+                "flag": unexplained_gain(arm.ratio, saved, timing.proven, timing.reasons),
             }
         ratio = {key: round(value, 5) for key, value in arm.ratio.to_dict().items()}
         report("interleaved", facts | {
-            "arm": name, "step": arm.step, "ms_median": round(arm.ms_median, 4), **ratio, **told,
+            "arm": name, "step": arm.step, "ms_median": round(arm.ms_median, 4), **ratio, **bounds,
             "width": round(arm.ratio.width, 5),
             "pair_spread": round(float(paired_logs(arm.blocks, base).std(ddof=1)), 5),
             "build_spread": round(float(paired_logs(arm.blocks, base, pairs).std(ddof=1)), 5),
-            "seconds_to_width": seconds_until(arm.blocks, base, pairs, found.seconds,
+            "seconds_to_width": seconds_until(arm.blocks, base, pairs, timing.seconds,
                                               lambda r: r.width < options.width),
-            "seconds_to_find": seconds_until(arm.blocks, base, pairs, found.seconds,
+            "seconds_to_find": seconds_until(arm.blocks, base, pairs, timing.seconds,
                                              lambda r: not r.holds(1.0)),
             "peak_bytes": arm.peak_bytes, "optimizer_bytes": arm.optimizer_bytes,
         })  # fmt: skip
@@ -163,12 +163,15 @@ def seconds_until(
     seconds: float,
     reached: Callable[[Ratio], bool],
 ) -> float | None:
-    """Seconds of the timing after which this arm's interval was first, and stayed, like that."""
-    each, total = 2 * pairs, len(base) // (2 * pairs)
-    unlike = [n for n in range(FEWEST, total + 1)
-              if not reached(ratio_of(arm[: each * n], base[: each * n], pairs))]  # fmt: skip
-    first = max(unlike, default=FEWEST - 1) + 1
-    return round(seconds * first / total, 1) if first <= total else None
+    """Return the seconds after which this arm's interval satisfied `reached` and stayed so."""
+    rounds, builds = 2 * pairs, len(base) // (2 * pairs)
+    unreached = [
+        count
+        for count in range(FEWEST_BUILDS, builds + 1)
+        if not reached(ratio_of(arm[: rounds * count], base[: rounds * count], pairs))
+    ]
+    first = max(unreached, default=FEWEST_BUILDS - 1) + 1
+    return round(seconds * first / builds, 1) if first <= builds else None
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Kinds of step: eager, captured, and captured with its layers compiled, in turn; CUDA only.
+"""Time the kinds of step in turn: eager, captured, captured with compiled layers; CUDA only.
 
-`faster` is how often a way fits into the eager step of the same round: median [least, most].
+`faster` is the eager time over the step's time of the same round: median, smallest, largest.
 
-Preparing counts from building the step to the end of its sixth: compiling (cold, its cache is put
-into an empty folder) and capturing are in it, against six eager steps.
+`prepare_s` covers building the step and its first six steps, with capturing and with compiling from
+an empty cache.
 
     python benchmarks/kinds.py [--rounds 10] [--case bert]
 """
@@ -70,12 +70,12 @@ def signals(rows: int, length: int) -> Batch:
     return Batch(inputs, torch.randn(rows, length), rows, rows * length, rows)
 
 
-words = functools.partial(texts, language=True)
+sentences = functools.partial(texts, language=True)
 CASES: dict[str, tuple[Callable[[], Objective], Callable[[int, int], Batch], tuple[int, int]]] = {
     "bert": (bert, texts, (32, 128)),
     "gpt classifies": (lambda: gpt(2), texts, (16, 512)),
-    "gpt language 8": (lambda: gpt(0), words, (8, 512)),
-    "gpt language 64": (lambda: gpt(0), words, (64, 512)),
+    "gpt language 8": (lambda: gpt(0), sentences, (8, 512)),
+    "gpt language 64": (lambda: gpt(0), sentences, (64, 512)),
     "conformer": (conformer, signals, (64, 640)),
 }
 
@@ -90,8 +90,8 @@ def prepare(
     torch.manual_seed(0)
     torch.compiler.reset()
     objective = build().to(CUDA).train()
-    with tempfile.TemporaryDirectory() as cold:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cold
+    with tempfile.TemporaryDirectory() as empty_cache:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = empty_cache
         step = build_step(
             objective, Optim(), Train(step=kind), Compute(CUDA, precision), steps=steps
         )
@@ -118,7 +118,7 @@ def compare(case: str, rounds: int) -> None:
         for name, step in sides.items():
             times[name].append(100 * timed(functools.partial(take, step, batch, 10), CUDA))
     for name, step in sides.items():
-        faster = [eager / own for eager, own in zip(times["eager"], times[name], strict=True)]
+        faster = [eager / this for eager, this in zip(times["eager"], times[name], strict=True)]
         facts: dict[str, Any] = {
             "case": case,
             "shape": shape,

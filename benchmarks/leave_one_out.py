@@ -1,9 +1,9 @@
-"""Every recording held out once: what a recipe's decoder and the ridge decoder reach on it.
+"""Hold out every recording once, and score a recipe's decoder and the ridge decoder on it.
 
-A run for each held-out trial and seed, under --runs (finished ones are not run again). A trial's r
-is the mean over seeds by Fisher's z, and `chance` what 95 % of shifted envelopes stay below. A run
-keeps one trial more out, to choose its weights by, and its ridge decoder is fitted without that
-one, too; `ridge, all others` has it, as a study without a model to tune would.
+There is one run per held-out trial and seed, under --runs (finished ones are not repeated). A
+trial's r is the mean over seeds by Fisher's z, and `chance` is the 95 % quantile for shifted
+envelopes. A run holds out one more trial to choose its weights by, and its ridge decoder is fitted
+without that trial, too; `ridge, all others` includes it, as a study without a model to tune would.
 
     python benchmarks/leave_one_out.py --data-dir D [--recipe eeg-cocktail] [--trials 5] [--seeds 3]
         [--set key=value] [--runs folder] [--out record.json]
@@ -38,32 +38,32 @@ def score(options: argparse.Namespace, trial: int, seed: int) -> dict[str, Any]:
     recipe = fl.load_recipe(options.recipe, settings, seed=seed)
     if not (folder / "result.json").exists():
         fl.run(recipe, out=folder, data_dir=options.data_dir, resume=folder.exists())
-    found = {"trial": trial, "seed": seed}
+    row = {"trial": trial, "seed": seed}
     scores = dict(read_scores(folder)["report"])
     scores["ridge, all others"] = ridge_of_all_others(recipe, options.data_dir)
-    for name, each in scores.items():
-        told = each.summary
-        found[name] = {
-            "attended": told.mean, "other": told.mean_other, "chance": told.null.high,
-            "p": told.null.p, "told": [told.attended.right, told.attended.decisions],
+    for name, decoder_scores in scores.items():
+        summary = decoder_scores.summary
+        row[name] = {
+            "attended": summary.mean, "other": summary.mean_other, "chance": summary.null.high,
+            "p": summary.null.p, "told": [summary.attended.right, summary.attended.decisions],
         }  # fmt: skip
-    return found
+    return row
 
 
 @cache
 def ridge_of_all_others(recipe: fl.Recipe, data_dir: Path | None) -> EnvelopeScores:
-    """The ridge decoder's scores where it has the trial too that chooses a model's weights."""
+    """Score a ridge decoder that is also fitted on the trial that chooses a model's weights."""
     signals = prepare(recipe, data_dir)
     assert isinstance(signals, Signals)
     splits = signals.splits
     ridge = fit_ridge([*splits["train"].recordings, *splits["tune"].recordings], signals.rate)
     held_out = splits["report"].recordings
-    decoded = {each.name: ridge.predict(each) for each in held_out}
+    decoded = {recording.name: ridge.predict(recording) for recording in held_out}
     return score_recordings(decoded, held_out, signals.rate)
 
 
-def row(runs: list[dict[str, Any]], decoder: str, which: str) -> list[float]:
-    """One number a trial, the mean over seeds by Fisher's z, and that of all trials last."""
+def trial_means(runs: list[dict[str, Any]], decoder: str, which: str) -> list[float]:
+    """Return one number per trial, the mean over seeds by Fisher's z, and their mean last."""
     trials = sorted({run["trial"] for run in runs})
     r = [float(fisher_mean([run[decoder][which] for run in runs if run["trial"] == trial]))
          for trial in trials]  # fmt: skip
@@ -86,7 +86,7 @@ def main() -> None:
     print("|---" * (len(trials) + 2) + "|")
     for decoder in DECODERS:
         for which in ("attended", "other", "chance"):
-            cells = " | ".join(f"{r:.3f}" for r in row(runs, decoder, which))
+            cells = " | ".join(f"{r:.3f}" for r in trial_means(runs, decoder, which))
             print(f"| {decoder}, {which} | {cells} |")
     if options.out:
         where = device_name(choose_device("auto"))

@@ -1,8 +1,8 @@
-"""frostlab's loop and the Hugging Face Trainer, each against a bare PyTorch loop.
+"""Time frostlab's loop and the Hugging Face Trainer, each against a bare PyTorch loop.
 
 The same BERT-mini (4 × 256), the same batches in the same order, the same fused AdamW, clipping
-and schedule. A bare step (on a GPU: ten) is taken after each step of the other side, so that each
-pair of times lies side by side; rounds of the two sides alternate.
+and schedule. A bare step follows each step of the loop (on a GPU: ten follow ten), so that the two
+times of a pair are close together; rounds of the two loops alternate.
 
     python benchmarks/loop.py [--rounds 4] [--steps 60]
 """
@@ -30,6 +30,7 @@ from transformers import (
 
 from common import device, device_name, report
 from frostlab.data.tokens import Prepared, Tokens
+from frostlab.devices import synchronize
 from frostlab.recipe.load import recipe_from
 from frostlab.records.folder import RunFolder
 from frostlab.timing.clock import Stopwatch
@@ -44,20 +45,20 @@ from frostlab.training.tasks import TASKS
 BATCH, LENGTH = 32, 64
 
 
-def made_tokens(examples: int) -> Tokens:
+def random_tokens(examples: int) -> Tokens:
     draw = np.random.default_rng(0)
     lengths = draw.integers(8, LENGTH + 1, examples)
     stops = np.cumsum(lengths)
     ids = draw.integers(1000, 30000, int(stops[-1])).astype(np.uint16)
     labels = draw.integers(0, 2, examples)
-    return Tokens(ids, stops - lengths, stops, labels, None, None, "made")
+    return Tokens(ids, stops - lengths, stops, labels, None, None, "random")
 
 
-class Turns(Silent):
-    """After every few steps of one side, takes as many bare ones, and times both."""
+class PairTimer(Silent):
+    """After every few steps of a loop, take as many bare ones, and time both."""
 
-    def __init__(self, other: "Bare", steps: int, where: torch.device) -> None:
-        self.other, self.steps, self.where = other, steps, where
+    def __init__(self, bare: "BareLoop", steps: int, where: torch.device) -> None:
+        self.bare, self.steps, self.where = bare, steps, where
         self.every = 10 if where.type == "cuda" else 1
         self.pairs: list[tuple[float, float]] = []
         self.count, self.began = 0, 0.0
@@ -68,30 +69,29 @@ class Turns(Silent):
             return
         ended = self._now()
         for _ in range(self.every):
-            self.other.step()
+            self.bare.step()
         resumed = self._now()
         if self.began:
             self.pairs.append((ended - self.began, resumed - ended))
         self.began = resumed
 
     def _now(self) -> float:
-        if self.where.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(self.where)
         return time.perf_counter()
 
     def over(self) -> bool:
-        """Ends a round of ours before anything is evaluated or saved."""
+        """End a round of our loop before anything is evaluated or saved."""
         if self.count >= self.steps:
-            raise _Enough
+            raise _RoundOver
         return False
 
 
-class _Enough(Exception):
-    """The round is over."""
+class _RoundOver(Exception):
+    """Ends a round."""
 
 
-class Bare:
-    """What one would write by hand."""
+class BareLoop:
+    """A plain PyTorch loop."""
 
     def __init__(self, model: Any, tokens: Tokens, where: torch.device) -> None:
         self.model, self.tokens, self.where = model.train(), tokens, where
@@ -114,7 +114,7 @@ class Bare:
         self.optimizer.zero_grad()
 
 
-def ours(model: Any, tokens: Tokens, steps: int, turns: Turns, where: torch.device) -> None:
+def ours(model: Any, tokens: Tokens, steps: int, timer: PairTimer, where: torch.device) -> None:
     recipe = recipe_from(
         {
             "data": {"name": "sst2"},
@@ -127,12 +127,12 @@ def ours(model: Any, tokens: Tokens, steps: int, turns: Turns, where: torch.devi
                         {}, None, {}, "", None)  # fmt: skip
     precision = torch.bfloat16 if where.type == "cuda" else torch.float32
     with tempfile.TemporaryDirectory() as folder:
-        made = RunFolder.create(Path(folder) / "run", {}, name="bench")
+        run = RunFolder.create(Path(folder) / "run", {}, name="bench")
         stage, compute = Stage("train", steps + 1), Compute(where, precision)
         current = StageModel(0, stage, Entered(), Objective(model))
         context = RunContext(recipe, prepared, TASKS["classification"], (stage,), compute,
-                             made.path, made, turns, turns.over, current)  # fmt: skip
-        with made, suppress(_Enough):
+                             run.path, run, timer, timer.over, current)  # fmt: skip
+        with run, suppress(_RoundOver):
             train(context, Progress(Best("accuracy")), Stopwatch(where), None)
 
 
@@ -147,14 +147,16 @@ class _Batches(torch.utils.data.IterableDataset[Any]):
 
 
 class _AfterSteps(TrainerCallback):
-    def __init__(self, turns: Turns) -> None:
-        self.turns = turns
+    def __init__(self, timer: PairTimer) -> None:
+        self.timer = timer
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.turns.advance(0, None)
+        self.timer.advance(0, None)
 
 
-def hugging_face(model: Any, tokens: Tokens, steps: int, turns: Turns, where: torch.device) -> None:
+def hugging_face(
+    model: Any, tokens: Tokens, steps: int, timer: PairTimer, where: torch.device
+) -> None:
     cuda = where.type == "cuda"
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -167,20 +169,20 @@ def hugging_face(model: Any, tokens: Tokens, steps: int, turns: Turns, where: to
             arguments,
             train_dataset=_Batches(tokens, steps),
             data_collator=lambda rows: rows[0],
-            callbacks=[_AfterSteps(turns)],
+            callbacks=[_AfterSteps(timer)],
         )
         trainer.train()
 
 
 def ratio(pairs: list[tuple[float, float]]) -> dict[str, Any]:
-    """The median of paired ratios and its 95 % interval, by ranks: no shape is assumed."""
-    ratios = np.sort([one / other for one, other in pairs])
+    """Return the median of paired ratios and its distribution-free 95 % interval, by ranks."""
+    ratios = np.sort([ours / theirs for ours, theirs in pairs])
     count = len(ratios)
     low, high = stats.binom.interval(0.95, count, 0.5)
-    ones, others = np.array(pairs).T
+    our_times, their_times = np.array(pairs).T
     return {
-        "ours_ms": round(1e3 * float(np.median(ones)), 3),
-        "theirs_ms": round(1e3 * float(np.median(others)), 3),
+        "ours_ms": round(1e3 * float(np.median(our_times)), 3),
+        "theirs_ms": round(1e3 * float(np.median(their_times)), 3),
         "ratio": round(float(np.median(ratios)), 4),
         "ratio_95": [round(float(ratios[int(i)]), 4) for i in (low, min(high, count - 1))],
         "pairs": count,
@@ -198,17 +200,17 @@ def main() -> None:
     config = BertConfig(num_hidden_layers=4, hidden_size=256, num_attention_heads=4,
                         intermediate_size=1024)  # fmt: skip
     first = BertForSequenceClassification(config).to(where)
-    tokens = made_tokens(BATCH * (steps + 2))
-    sides = {"frostlab": ours, "Trainer": hugging_face}
-    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    tokens = random_tokens(BATCH * (steps + 2))
+    loops = {"frostlab": ours, "Trainer": hugging_face}
+    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
     for round_ in range(options.rounds):
-        for name, side in list(sides.items())[:: -1 if round_ % 2 else 1]:
-            turns = Turns(Bare(copy.deepcopy(first), tokens, where), steps, where)
-            side(copy.deepcopy(first), tokens, steps, turns, where)
-            pairs[name] += turns.pairs[2:]  # the first warm up
-    for name, found in pairs.items():
+        for name, loop in list(loops.items())[:: -1 if round_ % 2 else 1]:
+            timer = PairTimer(BareLoop(copy.deepcopy(first), tokens, where), steps, where)
+            loop(copy.deepcopy(first), tokens, steps, timer, where)
+            pairs[name] += timer.pairs[2:]  # after warming up
+    for name, times in pairs.items():
         facts = {"loop": name, "against": "bare loop", "device": device_name(where)}
-        report("loop", facts | {"torch": torch.__version__} | ratio(found))
+        report("loop", facts | {"torch": torch.__version__} | ratio(times))
 
 
 if __name__ == "__main__":

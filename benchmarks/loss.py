@@ -1,7 +1,7 @@
-"""The chunked loss of a language-model head against the plain one and against torch's own.
+"""Compare the chunked loss of a language-model head with the plain one and with torch's own.
 
-Forward and backward; memory is what a call needs above what was there before it, on the CPU in a
-fresh process each.
+Forward and backward are timed. Memory is the peak of a call above the memory used before it, on the
+CPU in a fresh process each.
 
     python benchmarks/loss.py [--rounds 5] [--precision bfloat16]
     python benchmarks/loss.py --memory ours deep
@@ -44,7 +44,7 @@ CASES = {
 
 
 def work(case: Case, way: str, precision: str) -> Callable[[], None]:
-    """One forward and backward pass of a way."""
+    """Return a function that takes one forward and backward pass with a kind of loss."""
     where = device()
     torch.manual_seed(0)
     hidden = [
@@ -55,12 +55,12 @@ def work(case: Case, way: str, precision: str) -> Callable[[], None]:
     targets = torch.randint(case.classes, case.shape, device=where)
 
     def plain() -> torch.Tensor:
-        each = [F.linear(x, weight).flatten(0, -2).float() for x in hidden]
+        logits = [F.linear(x, weight).flatten(0, -2).float() for x in hidden]
         return torch.stack(
-            [F.cross_entropy(x, targets.flatten(), reduction="sum") for x in each]
+            [F.cross_entropy(x, targets.flatten(), reduction="sum") for x in logits]
         ).sum()
 
-    def torchs() -> torch.Tensor:
+    def torch_own() -> torch.Tensor:
         dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
         options = torch.nn.LinearCrossEntropyOptions()
         head, flat = weight.to(dtype), targets.flatten()
@@ -76,7 +76,7 @@ def work(case: Case, way: str, precision: str) -> Callable[[], None]:
     ways: dict[str, Callable[[], torch.Tensor]] = {
         "ours": lambda: head_loss(hidden, weight, targets)[0],
         "plain": plain,
-        "torch": torchs,
+        "torch": torch_own,
     }
 
     def once() -> None:
@@ -91,7 +91,7 @@ def work(case: Case, way: str, precision: str) -> Callable[[], None]:
 
 
 def extra_bytes(once: Callable[[], None]) -> int:
-    """The most memory a call holds above what was there before."""
+    """Return the peak memory of a call above the memory used before it."""
     if device().type == "cuda":
         once()
         torch.cuda.synchronize()
@@ -150,7 +150,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.memory:
         way, name = options.memory
-        work(Case(100, 8, 1, (2, 4)), way, options.precision)()  # what libraries take once
+        work(
+            Case(100, 8, 1, (2, 4)), way, options.precision
+        )()  # allocates what libraries need once
         print(extra_bytes(work(CASES[name], way, options.precision)))
         return
     against = ["plain"] + ["torch"] * hasattr(F, "linear_cross_entropy")

@@ -1,7 +1,7 @@
 """Six faults planted in small models, and the verdicts of `fl.watch` on each.
 
-Prints the section of docs/gradient-flow.md that shows them, and writes a heat map a fault to OUT;
-`--pages` writes the whole page of each too.
+Prints their section of docs/gradient-flow.md and writes one heat map per fault to OUT; `--pages`
+also writes the whole page of each.
 
 python benchmarks/planted_faults.py OUT [--pages]
 """
@@ -165,7 +165,7 @@ def section(fault: Fault, flow: fl.Flow) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="a folder for the pictures")
-    parser.add_argument("--pages", action="store_true", help="write a page a fault too")
+    parser.add_argument("--pages", action="store_true", help="also write a page per fault")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     for fault in FAULTS:

@@ -1,7 +1,8 @@
-"""Forward and backward of a split projection (Q and K frozen) against the fused one it replaced.
+"""Time a split projection (Q and K frozen) against the fused one that it replaces.
 
-BERT-base size: width 768, 32 × 128 tokens. The weight-gradient matmul is one third of the work
-and two thirds of it disappear, so the ceiling is 7/9 = 0.778 of the fused time.
+Forward and backward at BERT-base size: width 768, 32 × 128 tokens. The weight-gradient matmul is
+one third of the work and two thirds of it disappear, so the ceiling is 7/9 = 0.778 of the fused
+time.
 
     python benchmarks/projection.py
 """
@@ -29,18 +30,18 @@ def frozen_rows(interleaved_layout: bool) -> Rows:
 
 
 def work(module: nn.Module, x: Tensor, grad: Tensor, autocast: bool) -> Callable[[], None]:
-    wanted = [x, *(p for p in module.parameters() if p.requires_grad)]
+    inputs = [x, *(p for p in module.parameters() if p.requires_grad)]
 
     def once() -> None:
         with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
             y = module(x)
-        torch.autograd.grad(y, wanted, grad)
+        torch.autograd.grad(y, inputs, grad)
 
     return once
 
 
 def captured(once: Callable[[], None]) -> Callable[[], None]:
-    """The same work as one CUDA graph, so that launches cost nothing."""
+    """Capture the same work in a CUDA graph, so that launches cost nothing."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -1,4 +1,4 @@
-"""A whole training step with Q and K frozen against the same step with everything trained.
+"""Time a whole training step with Q and K frozen against the same step with all trained.
 
 BERT-base (separate projections) and GPT-2 small (fused ones), 32 × 128 tokens, AdamW.
 
@@ -25,8 +25,8 @@ def build(name: str, layers: int) -> nn.Module:
 
 
 def step_of(model: nn.Module, ids: torch.Tensor, autocast: bool) -> Callable[[], None]:
-    learning = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(learning, lr=1e-5, fused=ids.is_cuda)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=1e-5, fused=ids.is_cuda)
     is_bert = isinstance(model, BertForSequenceClassification)
     labels = torch.zeros(len(ids), dtype=torch.long, device=ids.device) if is_bert else ids
 

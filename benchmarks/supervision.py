@@ -1,8 +1,8 @@
-"""A whole step with a loss at every layer against one at the last: a decoder of 4 layers.
+"""Time a whole step with a loss at every layer against a loss at the last: a decoder of 4 layers.
 
-Published sizes: vocabulary 69,830, width 64, 64 × 32 tokens. The steps are a run's own, captured
-on CUDA. `ratio` is of times, `flop_ratio` of the matmuls; memory (CUDA) is the most that was
-allocated while each side alone was built and took its first steps.
+Published sizes: vocabulary 69,830, width 64, 64 × 32 tokens. The steps are those of a run, captured
+on CUDA. `ratio` compares times, `flop_ratio` matmuls. Memory (CUDA) is the peak while each side
+alone is built and takes its first steps.
 
     python benchmarks/supervision.py [--rounds 40] [--small]
 """
@@ -13,8 +13,8 @@ import torch
 
 from common import device, interleaved, repeated, report
 from frostlab.bench.cases import PRETRAINING, decoder_config, deep_work, supervised
-from frostlab.bench.peers import tidy
-from frostlab.bench.workloads import drawn_feed
+from frostlab.bench.peers import reset_torch
+from frostlab.bench.workloads import random_feed
 from frostlab.models.decoder import Decoder, DecoderConfig
 from frostlab.recipe.settings import Supervise, Train
 from frostlab.timing.flops import step_work
@@ -28,7 +28,7 @@ DEEP, STANDARD = Supervise(layers="all"), Supervise()
 
 
 class Side:
-    """Steps over drawn batches, one after another."""
+    """Steps over random batches, one after another."""
 
     def __init__(self, layers: Supervise, config: DecoderConfig, batch: int, length: int) -> None:
         where = device()
@@ -37,7 +37,7 @@ class Side:
             objective, PRETRAINING, Train(), Compute(where, choose_precision(Train(), where)),
             steps=10**5,
         )  # fmt: skip
-        self.feed, self.taken = drawn_feed(batch, length + 1, config.vocabulary, 0), 0
+        self.feed, self.taken = random_feed(batch, length + 1, config.vocabulary, 0), 0
 
     def __call__(self) -> None:
         batch = self.feed(self.taken)
@@ -46,8 +46,8 @@ class Side:
 
 
 def peak(layers: Supervise, config: DecoderConfig, batch: int, length: int) -> int:
-    """The most that is allocated while a side is built and meets its only shape, in bytes."""
-    tidy()
+    """Return the peak memory in bytes while a side is built and takes its first steps."""
+    reset_torch()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     repeated(Side(layers, config, batch, length), 4)()
@@ -64,10 +64,10 @@ def main() -> None:
     batch, length = (4, 8) if options.small else (64, 32)
     cuda = where.type == "cuda"
     used = [peak(layers, config, batch, length) for layers in (DEEP, STANDARD)] if cuda else []
-    tidy()
+    reset_torch()
     deep, standard = (Side(layers, config, batch, length) for layers in (DEEP, STANDARD))
     for side in (deep, standard):
-        repeated(side, 4)()  # seen, captured, replayed
+        repeated(side, 4)()  # see the shape, capture it, replay it
     times = 10 if cuda else 1
     rounds = min(options.rounds, 5) if options.small else options.rounds
     result = interleaved(repeated(deep, times), repeated(standard, times), rounds, where)

@@ -1,4 +1,4 @@
-"""What timing every step costs on a GPU: the loop's marks against none, blocks taking turns.
+"""Measure the cost of timing every step on a GPU: blocks of steps in turn, with and without marks.
 
 python benchmarks/timing.py [--rounds 40] [--batch 256]
 """
@@ -50,9 +50,9 @@ def main() -> None:
                 if timed:
                     laps.append((mark, watch.mark()))
             torch.cuda.synchronize()
-            spent = time.perf_counter() - began
+            elapsed = time.perf_counter() - began
             watch.milliseconds(laps)
-            return spent / BLOCK
+            return elapsed / BLOCK
 
         return run
 
@@ -60,10 +60,10 @@ def main() -> None:
     pairs = []
     for i in range(options.rounds + 1):
         if i % 2:
-            one, other = timed(), untimed()
+            with_marks, without_marks = timed(), untimed()
         else:
-            other, one = untimed(), timed()
-        pairs.append((one, other))
+            without_marks, with_marks = untimed(), timed()
+        pairs.append((with_marks, without_marks))
     began = time.perf_counter()
     for _ in range(2000):
         watch.mark(), watch.mark()

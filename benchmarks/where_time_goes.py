@@ -1,4 +1,4 @@
-"""Where the time of a captured step goes, by kind of kernel; CUDA only.
+"""Profile a captured step by kind of kernel; CUDA only.
 
 python benchmarks/where_time_goes.py [--case bert] [--freeze query,key] [--batch 256] [--top 20]
 """
@@ -40,19 +40,19 @@ def main() -> None:
     parser.add_argument("--top", type=int, default=0)
     options = parser.parse_args()
     build, draw, (batch, length) = CASES[options.case]
-    given = draw(options.batch or batch, length)
+    inputs = draw(options.batch or batch, length)
 
     def objective() -> Objective:
-        made = build()
+        built = build()
         if options.freeze:
-            fl.freeze(made.model, *options.freeze.split(","))
-        return made
+            fl.freeze(built.model, *options.freeze.split(","))
+        return built
 
-    step = prepare(objective, given)
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        take(step, given, STEPS)
+    step = prepare(objective, inputs)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        take(step, inputs, STEPS)
     spent, count = Counter[str](), Counter[str]()
-    kernels = [kernel for kernel in seen.key_averages() if kernel.device_time_total]
+    kernels = [kernel for kernel in profiler.key_averages() if kernel.device_time_total]
     kernels.sort(key=lambda kernel: -kernel.device_time_total)
     for kernel in kernels:
         spent[kind_of(kernel.key)] += kernel.device_time_total / STEPS / 1e3

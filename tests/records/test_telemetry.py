@@ -177,3 +177,25 @@ def test_torch_is_not_imported_for_it() -> None:
     code += "with Telemetry('cuda:0', 0.1): pass\nprint('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def test_others_on_the_gpu_are_all_but_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container our process has another id there, so our own id is not searched for."""
+    assert module.others_on_gpu("cpu") is None
+
+    class FakeGpu:
+        def __init__(self, wanted: object) -> None:
+            pass
+
+        def ask(self, question: str) -> list[SimpleNamespace]:
+            assert question == "nvmlDeviceGetComputeRunningProcesses"
+            return [SimpleNamespace(pid=pid) for pid in pids]
+
+    monkeypatch.setattr(module, "Gpu", FakeGpu)
+    monkeypatch.setattr(module, "wanted_gpu", lambda device: (0,))
+    pids: list[int] = []
+    assert module.others_on_gpu("cuda:0") == 0
+    pids.append(7)
+    assert module.others_on_gpu("cuda:0") == 0
+    pids += [8, 8]
+    assert module.others_on_gpu("cuda:0") == 1

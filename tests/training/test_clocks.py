@@ -5,17 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import frostlab as fl
 from frostlab.data.prepare import prepare
 from frostlab.recipe.load import recipe_from
-from frostlab.timing import clock as stopwatch
-from frostlab.timing.clock import Stopwatch
 from frostlab.training import loop
 from frostlab.training.batches.batch import epoch_order
 from frostlab.training.step.eager import EagerStep
-from frostlab.training.step_log import clocks
 from stages import progressive
 from tiny import tiny
 
@@ -62,38 +58,3 @@ def test_building_the_step_is_no_training_time(
     began = next(e["at"] for e in fl.RunRecord(tmp_path / "run-none-s0").events())
     ended = fl.RunRecord(tmp_path / "run-none-s0").events()[-1]["at"]
     assert clocks["total_seconds"] <= ended - began - 3 * 0.2
-
-
-@pytest.mark.parametrize(("device", "overlaps"), [("cpu", False), ("mps", True)])
-def test_host_work_beside_the_device_is_no_pause_of_training(
-    device: str, overlaps: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(torch.mps, "synchronize", lambda: None)
-    watch = Stopwatch(torch.device(device))
-    watch.start()
-    with watch.phase("data", device=True):
-        now[0] += 1.0
-    for _ in range(10):  # batches are made while a GPU is busy
-        with watch.phase("data"):
-            now[0] += 0.25
-        now[0] += 0.5
-    with watch.phase("validation", device=True):
-        now[0] += 4.0
-    watch.stop()
-    assert watch.training_seconds() == 5.0 + 2.5 * overlaps
-    found = clocks([], watch.seconds)
-    assert found["total_seconds"] == 12.5
-    assert found["train_seconds"] == 5.0 + 2.5 * overlaps
-    assert found["data_seconds"] == 3.5
-    assert found["data_overlapped_seconds"] == 2.5 * overlaps
-
-
-def test_waiting_for_a_device_knows_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[str] = []
-    monkeypatch.setattr(torch.mps, "synchronize", lambda: waited.append("mps"))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append(str(device)))
-    for name in ("cpu", "mps", "cuda:1"):
-        stopwatch.synchronize(torch.device(name))
-    assert waited == ["mps", "cuda:1"]

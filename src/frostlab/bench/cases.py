@@ -1,4 +1,8 @@
-"""Classifiers: BERT against the Hugging Face Trainer, GPT against our own eager step."""
+"""The benchmarks: both sides of each are built, checked against each other and timed in turn.
+
+`ours` is frostlab's fast way. `theirs` is the Hugging Face Trainer, nanoGPT's loop, or frostlab
+without the feature that is measured.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -7,40 +11,40 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from frostlab.bench.catalogue import Result
 from frostlab.bench.peers import (
-    STEPS,
-    FedBatches,
-    HuggingFace,
-    Ours,
-    Plain,
-    agree,
-    grouped,
-    sharpened,
-    step_losses,
-    tidy,
+    CHECKED_STEPS,
+    FeedDataset,
+    FrostlabLoop,
+    NanoGPTLoop,
+    TrainerLoop,
+    check_losses,
+    enlarge_head,
+    first_losses,
+    group_by_length,
+    reset_torch,
 )
-from frostlab.bench.runner import Result, result_of
 from frostlab.bench.workloads import (
     SMALL_VOCABULARY,
+    BenchSettings,
     Feed,
-    Setting,
     bert,
-    drawn,
-    drawn_feed,
-    examples_of,
+    first_batch_only,
     gpt,
-    only_first,
+    load_text,
     packed_feed,
     padding_collator,
-    prefixed_feed,
-    text,
+    prefix_feed,
+    random_feed,
+    random_tokens,
+    trainer_examples,
 )
 from frostlab.models.decoder import Decoder, DecoderConfig
 from frostlab.recipe.settings import Optim, StepKind, Supervise
 from frostlab.roles.read import anatomy
 from frostlab.surgery.freeze import freeze
-from frostlab.timing.flops import Work, savings, step_work
-from frostlab.timing.interleave import Driver, Step, looped
+from frostlab.timing.flops import CEILING_FORMULA, StepWork, savings, step_work
+from frostlab.timing.interleave import Driver, PairTimes, Step, as_driver
 from frostlab.training.batches.batch import Batch, collate, epoch_order, padding_limit
 from frostlab.training.step.objective import (
     Objective,
@@ -52,248 +56,245 @@ from frostlab.training.step.objective import (
 
 FINE_TUNING = Optim(lr=2e-5)
 PRETRAINING = Optim(lr=3e-4, decay=0.1, betas=(0.9, 0.95))
-_CALM = Optim(lr=2e-6)  # a sharpened GPT overshoots at more, and rounding grows into differences
+_SLOW = Optim(lr=2e-6)  # at more, a GPT with an enlarged head overshoots and rounding errors grow
+VOCABULARY = 50304
+Build = Callable[[BenchSettings, int], nn.Module]  # builds a model of so many layers
 
 
-def bert_finetune(setting: Setting) -> Iterator[Result]:
-    """Full batches; the Trainer is handed the same ones."""
-    batch, length = (4, 16) if setting.small else (32, 128)
-    vocabulary = SMALL_VOCABULARY if setting.small else 30522
-    feed = drawn_feed(batch, length, vocabulary, 2)
-    check = _same_losses(setting, only_first(feed), only_first(feed))
-    kept: list[Ours] = []
+def bert_finetune(settings: BenchSettings) -> Iterator[Result]:
+    """Fine-tune BERT on batches of full length; the Trainer gets the same batches."""
+    batch, length = (4, 16) if settings.small else (32, 128)
+    vocabulary = SMALL_VOCABULARY if settings.small else 30522
+    feed = random_feed(batch, length, vocabulary, 2)
+    check = _check_against_trainer(settings, first_batch_only(feed), first_batch_only(feed))
+    kept: list[FrostlabLoop] = []
 
     def ours() -> Step:
-        kept.append(Ours(bert(setting), feed, FINE_TUNING, setting))
+        kept.append(FrostlabLoop(bert(settings), feed, FINE_TUNING, settings))
         return kept[0].step
 
     def theirs() -> Driver:
-        return HuggingFace(bert(setting), FedBatches(feed), FINE_TUNING, setting).drive
+        return TrainerLoop(bert(settings), FeedDataset(feed), FINE_TUNING, settings).drive
 
-    times = setting.interleave(ours, theirs, rounds=30)
-    yield result_of(
-        setting,
+    times = settings.interleave(ours, theirs, rounds=30)
+    yield _result(
+        settings,
         times,
-        step_work(bert(setting), length, batch * length),
+        step_work(bert(settings), length, batch * length),
         batch,
         case=f"{batch} × {length}",
         check=check,
-        step=kept[0].how,
-        notes=("drawn ids, no padding",),
+        step=kept[0].kind_and_reason,
+        notes=("random ids, no padding",),
     )
 
 
-def sst2_epoch(setting: Setting) -> Iterator[Result]:
-    """An epoch at real lengths: ours packed, the Trainer with all it offers."""
-    prepared = text(setting, "sst2", 128, 30000)
-    tokens, batch = prepared.splits["train"], 4 if setting.small else 32
+def sst2_epoch(settings: BenchSettings) -> Iterator[Result]:
+    """Fine-tune BERT on SST-2 at its real lengths: ours packed, the Trainer fully optimized."""
+    prepared = load_text(settings, "sst2", 128, 30000)
+    tokens, batch = prepared.splits["train"], 4 if settings.small else 32
     order = [rows for rows in epoch_order(tokens.lengths, batch, 0, 0, False) if len(rows) == batch]
-    feed, one_each = packed_feed(tokens, order, prepared.pad)
-    check = _same_losses(
-        setting, only_first(feed), lambda _: collate(tokens, order[0], prepared.pad)
+    feed, each_width = packed_feed(tokens, order, prepared.pad)
+    check = _check_against_trainer(
+        settings, first_batch_only(feed), lambda _: collate(tokens, order[0], prepared.pad)
     )
-    kept: list[Ours] = []
+    kept: list[FrostlabLoop] = []
 
     def ours() -> Step:
-        made = Ours(bert(setting), feed, FINE_TUNING, setting)
-        made.warm_up(one_each)
-        kept.append(made)
-        return made.step
+        loop = FrostlabLoop(bert(settings), feed, FINE_TUNING, settings)
+        loop.warm_up(each_width)
+        kept.append(loop)
+        return loop.step
 
     def theirs() -> Driver:
-        return HuggingFace(
-            bert(setting), examples_of(tokens), FINE_TUNING, setting,
+        return TrainerLoop(
+            bert(settings), trainer_examples(tokens), FINE_TUNING, settings,
             collator=padding_collator(prepared.pad), batch=batch,
-            **grouped(), torch_compile=setting.on_gpu,
+            **group_by_length(), torch_compile=settings.on_gpu,
         ).drive  # fmt: skip
 
-    every, warm = setting.every, 30 if setting.on_gpu else 3
-    times = setting.interleave(ours, theirs, max(1, (len(order) - warm) // every), warm)
+    steps, warm_up = settings.steps_per_round, 30 if settings.on_gpu else 3
+    rounds = max(1, (len(order) - warm_up) // steps)
+    times = settings.interleave(ours, theirs, rounds, warm_up)
     mean = float(tokens.lengths.mean())
-    covered = len(times.ours) * every / len(order)
-    yield result_of(
-        setting,
+    timed = len(times.ours) * steps / len(order)
+    yield _result(
+        settings,
         times,
-        step_work(bert(setting), round(mean), batch * mean),
+        step_work(bert(settings), round(mean), batch * mean),
         batch,
         case=f"{batch} × {mean:.1f} on average",
         check=check,
-        step=kept[0].how,
+        step=kept[0].kind_and_reason,
         notes=(
-            f"{covered:.1%} of the epoch was timed, after {warm} steps of warm-up",
-            "byte pairs learned from the set, not BERT's own word pieces",
-            *(() if setting.on_gpu else ("the Trainer does not compile on the CPU here",)),
+            f"{timed:.1%} of the epoch was timed, after {warm_up} steps of warm-up",
+            "byte pairs learned from the dataset, not BERT's own word pieces",
+            *(() if settings.on_gpu else ("the Trainer does not compile on the CPU here",)),
         ),
-        whole=True,
-        extra={"mean_length": mean, "epoch_timed": covered},
+        mean=True,
+        extra={"mean_length": mean, "epoch_timed": timed},
     )
 
 
-def _same_losses(setting: Setting, ours: Feed, theirs: Feed) -> dict[str, Any]:
-    """Both sides on one batch, dropout off; the Trainer without torch.compile."""
+def _check_against_trainer(settings: BenchSettings, ours: Feed, theirs: Feed) -> dict[str, Any]:
+    """Check both sides on one batch without dropout; the Trainer does not compile here."""
 
     def model() -> nn.Module:
-        return sharpened(bert(setting, dropout=0.0), "classifier")
+        return enlarge_head(bert(settings, dropout=0.0), "classifier")
 
-    mine = step_losses(Ours(model(), ours, FINE_TUNING, setting).step)
-    other = HuggingFace(model(), FedBatches(theirs), FINE_TUNING, setting)
-    return agree(mine, other.first_losses(STEPS), setting.precision)
+    our_losses = first_losses(FrostlabLoop(model(), ours, FINE_TUNING, settings).step)
+    trainer = TrainerLoop(model(), FeedDataset(theirs), FINE_TUNING, settings)
+    return check_losses(our_losses, trainer.first_losses(CHECKED_STEPS), settings.precision)
 
 
-def gpt_imdb(setting: Setting) -> Iterator[Result]:
-    """GPT as a classifier: the chosen step, packed where lengths differ, against the eager one."""
-    batch, length = (4, 16) if setting.small else (16, 512)
-    if setting.data_dir is not None and (setting.data_dir / "imdb").is_dir():
-        prepared = text(setting, "imdb", length, 16000)
+def gpt_imdb(settings: BenchSettings) -> Iterator[Result]:
+    """Train GPT as a classifier: captured and packed steps against eager, padded ones."""
+    batch, length = (4, 16) if settings.small else (16, 512)
+    if settings.data_dir is not None and (settings.data_dir / "imdb").is_dir():
+        prepared = load_text(settings, "imdb", length, 16000)
         tokens, pad, vocabulary = prepared.splits["train"], prepared.pad, prepared.vocabulary
-        most = padding_limit(tokens, setting.device)
+        limit = padding_limit(tokens, settings.device)
         order = epoch_order(tokens.lengths, batch, 0, 0, True)
         order = [rows for rows in order if len(rows) == batch]
         mean, note = float(tokens.lengths.mean()), "IMDB at its real lengths: ours packed"
-        feed, one_each = packed_feed(tokens, order, pad)
+        feed, each_width = packed_feed(tokens, order, pad)
 
-        padded: Feed = lambda step: collate(tokens, order[step % len(order)], pad, most=most)  # noqa: E731
+        padded: Feed = lambda step: collate(tokens, order[step % len(order)], pad, most=limit)  # noqa: E731
 
     else:
-        vocabulary, mean, one_each = 16000, float(length), []
-        feed = padded = drawn_feed(
-            batch, length, SMALL_VOCABULARY if setting.small else vocabulary, 2
+        vocabulary, mean, each_width = 16000, float(length), []
+        feed = padded = random_feed(
+            batch, length, SMALL_VOCABULARY if settings.small else vocabulary, 2
         )  # fmt: skip
-        note = "drawn ids of full length, not IMDB: no --data-dir with imdb"
+        note = "random ids of full length, not IMDB: no --data-dir with imdb"
 
     def model(dropout: float) -> nn.Module:
-        return gpt(setting, vocabulary, 2, dropout)
+        return gpt(settings, vocabulary, 2, dropout)
 
-    def losses(which: Feed, wanted: StepKind) -> list[float]:
-        checked = sharpened(model(0.0), "head")
-        return step_losses(Ours(checked, only_first(which), _CALM, setting, wanted).step)
+    def losses(batches: Feed, kind: StepKind) -> list[float]:
+        checked, one_batch = enlarge_head(model(0.0), "head"), first_batch_only(batches)
+        return first_losses(FrostlabLoop(checked, one_batch, _SLOW, settings, kind).step)
 
-    check = agree(losses(feed, "captured"), losses(padded, "eager"), setting.precision)
-    kept: list[Ours] = []
+    check = check_losses(losses(feed, "captured"), losses(padded, "eager"), settings.precision)
+    kept: list[FrostlabLoop] = []
 
     def ours() -> Step:
-        made = Ours(model(0.1), feed, PRETRAINING, setting)
-        made.warm_up(one_each)
-        kept.append(made)
-        return made.step
+        loop = FrostlabLoop(model(0.1), feed, PRETRAINING, settings)
+        loop.warm_up(each_width)
+        kept.append(loop)
+        return loop.step
 
     def theirs() -> Driver:
-        return looped(Ours(model(0.1), padded, PRETRAINING, setting, "eager").step)
+        return as_driver(FrostlabLoop(model(0.1), padded, PRETRAINING, settings, "eager").step)
 
-    times = setting.interleave(ours, theirs, rounds=30)
-    yield result_of(
-        setting,
+    times = settings.interleave(ours, theirs, rounds=30)
+    yield _result(
+        settings,
         times,
         step_work(model(0.1), round(mean), batch * mean),
         batch,
         case=f"{batch} × {mean:.0f}",
         check=check,
-        step=kept[0].how,
+        step=kept[0].kind_and_reason,
         notes=(note,),
-        whole=bool(one_each),
+        mean=bool(each_width),
     )
 
 
-VOCABULARY = 50304
+def gpt_language_8(settings: BenchSettings) -> Iterator[Result]:
+    """Pretrain with 8 sequences per step, where kernel launches dominate."""
+    yield _language(settings, 2 if settings.small else 8)
 
 
-def gpt_language_8(setting: Setting) -> Iterator[Result]:
-    """Eight sequences a step: launches count."""
-    yield _language(setting, 2 if setting.small else 8)
+def gpt_language_64(settings: BenchSettings) -> Iterator[Result]:
+    """Pretrain with 64 sequences per step, where the head dominates."""
+    yield _language(settings, 4 if settings.small else 64)
 
 
-def gpt_language_64(setting: Setting) -> Iterator[Result]:
-    """Sixty-four sequences a step: the head counts."""
-    yield _language(setting, 4 if setting.small else 64)
+def _language(settings: BenchSettings, batch: int) -> Result:
+    """Train GPT as a language model against nanoGPT's loop, both without dropout."""
+    length, vocabulary = (16, SMALL_VOCABULARY) if settings.small else (512, VOCABULARY)
+    feed = random_feed(batch, length + 1, vocabulary, 0)
+    first = first_batch_only(feed)
 
+    def frostlab(batches: Feed) -> FrostlabLoop:
+        return FrostlabLoop(gpt(settings, vocabulary, 0, 0.0), batches, PRETRAINING, settings)
 
-def _language(setting: Setting, batch: int) -> Result:
-    """No dropout on either side, as nanoGPT pretrains."""
-    length, vocabulary = (16, SMALL_VOCABULARY) if setting.small else (512, VOCABULARY)
-    feed = drawn_feed(batch, length + 1, vocabulary, 0)
-    first = only_first(feed)
+    def nanogpt(batches: Feed) -> NanoGPTLoop:
+        return NanoGPTLoop(gpt(settings, vocabulary, 0, 0.0), batches, PRETRAINING, settings)
 
-    def plain(which: bool) -> Plain:
-        model = gpt(setting, vocabulary, 0, 0.0)
-        return Plain(model, first if which else feed, PRETRAINING, setting)
-
-    mine = Ours(gpt(setting, vocabulary, 0, 0.0), first, PRETRAINING, setting)
-    check = agree(step_losses(mine.step), step_losses(plain(True).step), setting.precision)
-    del mine
-    kept: list[Ours] = []
+    our_losses, their_losses = (first_losses(build(first).step) for build in (frostlab, nanogpt))
+    check = check_losses(our_losses, their_losses, settings.precision)
+    kept: list[FrostlabLoop] = []
 
     def ours() -> Step:
-        kept.append(Ours(gpt(setting, vocabulary, 0, 0.0), feed, PRETRAINING, setting))
+        kept.append(frostlab(feed))
         return kept[0].step
 
     def theirs() -> Driver:
-        return looped(plain(False).step)
+        return as_driver(nanogpt(feed).step)
 
-    times = setting.interleave(ours, theirs, rounds=40)
-    return result_of(
-        setting,
+    times = settings.interleave(ours, theirs, rounds=40)
+    return _result(
+        settings,
         times,
-        step_work(gpt(setting, vocabulary, 0, 0.0), length, batch * length),
+        step_work(gpt(settings, vocabulary, 0, 0.0), length, batch * length),
         batch * length,
         case=f"{batch} × {length}",
         check=check,
-        step=kept[0].how,
+        step=kept[0].kind_and_reason,
         notes=(
-            "drawn ids, no dropout; causal attention counts half",
-            *(() if setting.on_gpu else ("the plain loop does not compile on the CPU here",)),
+            "random ids, no dropout; causal attention counts half",
+            *(() if settings.on_gpu else ("the plain loop does not compile on the CPU here",)),
         ),
     )
 
 
-Build = Callable[[Setting, int], nn.Module]
+def frozen_qk(settings: BenchSettings) -> Iterator[Result]:
+    """Fine-tune BERT with query and key frozen, against the same captured step with all trained."""
+    for batch in (2, 4) if settings.small else (32, 256):
+        yield _frozen_qk(settings, batch, 16 if settings.small else 128)
+        reset_torch()
 
 
-def frozen_qk(setting: Setting) -> Iterator[Result]:
-    """The same captured step with query and key frozen, and with everything trained."""
-    for batch in (2, 4) if setting.small else (32, 256):
-        yield _frozen_qk(setting, batch, 16 if setting.small else 128)
-        tidy()
+def _frozen_qk(settings: BenchSettings, batch: int, length: int) -> Result:
+    feed = random_feed(batch, length, SMALL_VOCABULARY if settings.small else 30522, 2)
 
-
-def _frozen_qk(setting: Setting, batch: int, length: int) -> Result:
-    feed = drawn_feed(batch, length, SMALL_VOCABULARY if setting.small else 30522, 2)
-
-    def side(frozen: bool, dropout: float, which: Feed) -> Ours:
-        model = sharpened(bert(setting, dropout), "classifier")
+    def loop(frozen: bool, dropout: float, batches: Feed) -> FrostlabLoop:
+        model = enlarge_head(bert(settings, dropout), "classifier")
         if frozen:
             freeze(model, "query", "key")
-        return Ours(model, which, FINE_TUNING, setting)
+        return FrostlabLoop(model, batches, FINE_TUNING, settings)
 
-    first = only_first(feed)
-    mine, other = (step_losses(side(frozen, 0.0, first).step)[:1] for frozen in (True, False))
-    check = agree(mine, other, setting.precision)  # later losses differ: other weights learn
-    kept: list[Ours] = []
+    first = first_batch_only(feed)
+    our_losses, their_losses = (  # only the first: later ones differ, because other weights learn
+        first_losses(loop(frozen, 0.0, first).step)[:1] for frozen in (True, False)
+    )
+    check = check_losses(our_losses, their_losses, settings.precision)
+    kept: list[FrostlabLoop] = []
 
     def built(frozen: bool) -> Step:
-        kept.append(side(frozen, 0.1, feed))
+        kept.append(loop(frozen, 0.1, feed))
         return kept[-1].step
 
-    def theirs() -> Driver:
-        return looped(built(False))
-
-    times = setting.interleave(lambda: built(True), theirs, rounds=40)
-    whole, part = bert(setting), bert(setting)
-    freeze(part, "query", "key")
-    bound = savings(anatomy(part), length).speed_up
-    works = [step_work(model, length, batch * length) for model in (part, whole)]
-    serial = [work.least(setting.ceilings)["serial_ms"] for work in works]
+    times = settings.interleave(lambda: built(True), lambda: as_driver(built(False)), rounds=40)
+    trained, frozen = bert(settings), bert(settings)
+    freeze(frozen, "query", "key")
+    bound = savings(anatomy(frozen), length).speed_up
+    works = [step_work(model, length, batch * length) for model in (frozen, trained)]
+    serial = [settings.ceilings.lower_bounds(work)["serial_ms"] for work in works]
     timed = times.to_dict()
-    return result_of(
-        setting,
+    return _result(
+        settings,
         times,
         works[0],
         batch,
         case=f"{batch} × {length}",
         check=check,
-        step=kept[0].how,
+        step=kept[0].kind_and_reason,
         notes=("ours: query and key frozen; theirs: everything trained, the same kind of step",),
         extra={
-            "theirs_step": kept[1].how[0],
+            "theirs_step": kept[1].kind_and_reason[0],
             "flop_bound": bound,
             "flop_and_traffic_bound": serial[1] / serial[0],
             "gain_share": (timed["faster"] - 1) / (bound - 1),
@@ -301,57 +302,64 @@ def _frozen_qk(setting: Setting, batch: int, length: int) -> Result:
     )
 
 
-def frozen_prefix(setting: Setting) -> Iterator[Result]:
-    """Twelve layers, all but the last frozen with the embeddings, the prefix cached or not.
+def frozen_prefix(settings: BenchSettings) -> Iterator[Result]:
+    """Train the last of twelve layers, with the outputs of the frozen ones cached or not.
 
-    BERT as a classifier, and decoders as a stage finds them that trains a new layer and the head:
-    as wide as published, where the head is most of the arithmetic, and wide enough that it is not.
+    BERT is a classifier. The decoders train a new layer and the head, as a stage of progressive
+    training does: one of the published width, where the head needs most of the arithmetic, and one
+    so wide that it does not.
     """
-    if setting.small:
+    if settings.small:
         cases = [(_bert, 2, 16, 2), (_decoder(16), 4, 8, 0)]
     else:
         cases = [(_bert, 32, 128, 2), (_decoder(64), 64, 32, 0), (_decoder(1024), 64, 128, 0)]
     for case in cases:
-        yield _frozen_prefix(setting, *case)
-        tidy()
+        yield _frozen_prefix(settings, *case)
+        reset_torch()
 
 
-def _frozen_prefix(setting: Setting, build: Build, batch: int, length: int, classes: int) -> Result:
-    layers = 2 if setting.small else 12
-    vocabulary = SMALL_VOCABULARY if setting.small else 8000
-    tokens = drawn(32 * batch, length if classes else length + 1, vocabulary, classes)
+def _frozen_prefix(
+    settings: BenchSettings, build: Build, batch: int, length: int, classes: int
+) -> Result:
+    layers = 2 if settings.small else 12
+    vocabulary = SMALL_VOCABULARY if settings.small else 8000
+    tokens = random_tokens(32 * batch, length if classes else length + 1, vocabulary, classes)
     order = list(np.arange(32 * batch).reshape(32, batch))
 
-    def side(cached: bool, one: bool) -> Ours:
-        model = build(setting, layers).to(setting.device)
-        prefix, feed = prefixed_feed(model, tokens, order, setting, cached)
-        return Ours(model, only_first(feed) if one else feed, FINE_TUNING, setting, prefix=prefix)
+    def loop(cached: bool, one_batch: bool) -> FrostlabLoop:
+        model = build(settings, layers).to(settings.device)
+        prefix, feed = prefix_feed(model, tokens, order, settings, cached)
+        batches = first_batch_only(feed) if one_batch else feed
+        return FrostlabLoop(model, batches, FINE_TUNING, settings, prefix=prefix)
 
-    mine, other = (step_losses(side(cached, True).step) for cached in (True, False))
-    check = agree(mine, other, setting.precision)
-    kept: list[Ours] = []
+    our_losses, their_losses = (first_losses(loop(cached, True).step) for cached in (True, False))
+    check = check_losses(our_losses, their_losses, settings.precision)
+    kept: list[FrostlabLoop] = []
 
     def built(cached: bool) -> Step:
-        kept.append(side(cached, False))
+        kept.append(loop(cached, False))
         return kept[-1].step
 
-    times = setting.interleave(lambda: built(True), lambda: looped(built(False)), rounds=40)
-    model = build(setting, 1)
-    name = type(model).__name__.removesuffix("ForSequenceClassification")
-    work, whole = (step_work(m, length, batch * length) for m in (model, build(setting, layers)))
-    return result_of(
-        setting,
+    times = settings.interleave(lambda: built(True), lambda: as_driver(built(False)), rounds=40)
+    last, full = build(settings, 1), build(settings, layers)
+    name = type(last).__name__.removesuffix("ForSequenceClassification")
+    work, uncached_work = (step_work(model, length, batch * length) for model in (last, full))
+    return _result(
+        settings,
         times,
         work,
         batch,
-        case=f"{name} d {_width(model)}, {batch} × {length}",
+        case=f"{name} d {_width(last)}, {batch} × {length}",
         check=check,
-        step=kept[0].how,
+        step=kept[0].kind_and_reason,
         notes=(
-            "no dropout; filling the cache is in our prepare_s, and in no step",
+            "no dropout; filling the cache counts in our prepare_s and in no step",
             "the ceiling is that of the last layer alone",
         ),
-        extra={"theirs_step": kept[1].how[0], "flop_bound": whole.flops / work.flops},
+        extra={
+            "theirs_step": kept[1].kind_and_reason[0],
+            "flop_bound": uncached_work.flops / work.flops,
+        },
     )
 
 
@@ -360,21 +368,21 @@ def _width(model: nn.Module) -> int:
     return int(getattr(config, "width", None) or config.hidden_size)
 
 
-def _bert(setting: Setting, layers: int) -> nn.Module:
-    """BERT without dropout, everything below its last layer frozen."""
-    model: Any = sharpened(bert(setting, 0.0, layers), "classifier")
+def _bert(settings: BenchSettings, layers: int) -> nn.Module:
+    """Build BERT without dropout, with everything below its last layer frozen."""
+    model: Any = enlarge_head(bert(settings, 0.0, layers), "classifier")
     for part in (model.bert.embeddings, *model.bert.encoder.layer[:-1]):
         part.requires_grad_(False)
     return model
 
 
 def _decoder(width: int) -> Build:
-    """Progressive-training decoders with a vocabulary of 8,000, frozen likewise."""
+    """Return a function that builds decoders with a vocabulary of 8,000, frozen in the same way."""
 
-    def build(setting: Setting, layers: int) -> nn.Module:
+    def build(settings: BenchSettings, layers: int) -> nn.Module:
         torch.manual_seed(0)
-        words = SMALL_VOCABULARY if setting.small else 8000
-        config = DecoderConfig(vocabulary=words, width=width, hidden=4 * width, layers=layers)
+        vocabulary = SMALL_VOCABULARY if settings.small else 8000
+        config = DecoderConfig(vocabulary=vocabulary, width=width, hidden=4 * width, layers=layers)
         model = Decoder(config)
         for part in (model.tokens, *list(model.blocks)[:-1]):
             part.requires_grad_(False)
@@ -384,7 +392,7 @@ def _decoder(width: int) -> Build:
 
 
 class PlainLogits(Objective):
-    """Every layer's logits, all kept, then cross-entropy in float32."""
+    """The plain loss at several layers: all logits are kept, then cross-entropy in float32."""
 
     def supervised_loss(self, batch: Batch, supervision: Supervision) -> Tensor:
         stack = language_stack(self.model, "plain logits")
@@ -397,53 +405,112 @@ class PlainLogits(Objective):
 
 
 def decoder_config(small: bool) -> DecoderConfig:
-    """The progressive-training model; small: V 400."""
+    """Return the config of the progressive-training model; small: vocabulary 400, width 16."""
     return DecoderConfig(vocabulary=400, width=16) if small else DecoderConfig()
 
 
-def supervised(kind: type[Objective], config: DecoderConfig, layers: Supervise) -> Objective:
-    """A fresh decoder whose layers are supervised in a way."""
+def supervised(cls: type[Objective], config: DecoderConfig, layers: Supervise) -> Objective:
+    """Build a fresh decoder with an objective that supervises these layers."""
     torch.manual_seed(0)
-    objective = kind(Decoder(config))
+    objective = cls(Decoder(config))
     objective.supervision = resolve(layers, objective.model)
     return objective
 
 
-def deep_work(config: DecoderConfig, length: int, tokens: int) -> Work:
-    """A step with every layer supervised: the head works once more for each but the last."""
+def deep_work(config: DecoderConfig, length: int, tokens: int) -> StepWork:
+    """Return the work of a step that supervises every layer, and so applies the head to each."""
     work = step_work(Decoder(config), length, tokens)
-    head = 6 * config.vocabulary * config.width * (config.layers - 1) * tokens  # there and back
-    return Work(work.flops + head, work.parameters)
+    head = 6 * config.vocabulary * config.width * (config.layers - 1) * tokens  # and backward
+    return StepWork(work.flops + head, work.parameters)
 
 
-def deep_supervision(setting: Setting) -> Iterator[Result]:
-    """The fused loss against plain logits, all else the same."""
-    batch, length = (4, 8) if setting.small else (64, 32)
-    config = decoder_config(setting.small)
-    feed = drawn_feed(batch, length + 1, config.vocabulary, 0)
-    kept: list[Ours] = []
+def deep_supervision(settings: BenchSettings) -> Iterator[Result]:
+    """Train a decoder with a fused loss at every layer, against the same with plain logits."""
+    batch, length = (4, 8) if settings.small else (64, 32)
+    config = decoder_config(settings.small)
+    feed = random_feed(batch, length + 1, config.vocabulary, 0)
+    kept: list[FrostlabLoop] = []
 
-    def side(kind: type[Objective]) -> Ours:
-        objective = supervised(kind, config, Supervise(layers="all"))
-        return Ours(objective, only_first(feed), PRETRAINING, setting)
+    def loop(cls: type[Objective]) -> FrostlabLoop:
+        objective = supervised(cls, config, Supervise(layers="all"))
+        return FrostlabLoop(objective, first_batch_only(feed), PRETRAINING, settings)
 
-    def built(kind: type[Objective]) -> Step:
-        kept.append(side(kind))
+    def built(cls: type[Objective]) -> Step:
+        kept.append(loop(cls))
         return kept[-1].step
 
     def theirs() -> Driver:
-        return looped(built(PlainLogits))
+        return as_driver(built(PlainLogits))
 
-    mine, other = (step_losses(side(kind).step) for kind in (Objective, PlainLogits))
-    check = agree(mine, other, setting.precision)
-    times = setting.interleave(lambda: built(Objective), theirs, rounds=40)
-    yield result_of(
-        setting,
+    our_losses, their_losses = (first_losses(loop(cls).step) for cls in (Objective, PlainLogits))
+    check = check_losses(our_losses, their_losses, settings.precision)
+    times = settings.interleave(lambda: built(Objective), theirs, rounds=40)
+    yield _result(
+        settings,
         times,
         deep_work(config, length, batch * length),
         batch * length,
         case=f"{config.layers} layers, {batch} × {length}",
         check=check,
-        step=kept[0].how,
-        notes=(f"theirs: plain logits, {': '.join(kept[1].how)}",),
+        step=kept[0].kind_and_reason,
+        notes=(f"theirs: plain logits, {': '.join(kept[1].kind_and_reason)}",),
     )
+
+
+def _result(
+    settings: BenchSettings,
+    times: PairTimes,
+    work: StepWork,
+    items: float,
+    *,
+    case: str,
+    check: dict[str, Any],
+    step: tuple[str, str],
+    notes: tuple[str, ...] = (),
+    mean: bool = False,
+    extra: dict[str, Any] | None = None,
+) -> Result:
+    """Assemble the result of a benchmark.
+
+    Args:
+        items: per step, in the benchmark's unit.
+        case: the variant, as the table shows it.
+        check: the losses that both sides agreed on.
+        step: the kind of our step, and why.
+        mean: report means of the rounds, because steps differ in length.
+        extra: further keys of the result.
+    """
+    benchmark, ceilings = settings.benchmark, settings.ceilings
+    timed = times.to_dict(mean=mean)
+    seconds = timed["ours_ms"] / 1e3
+    bounds = ceilings.lower_bounds(work)
+    spec = ceilings.spec_flops
+    result: Result = {
+        "benchmark": benchmark.name,
+        "case": case,
+        "scale": "small" if settings.small else "full",
+        "status": "measured",
+        "work": benchmark.work,
+        "against": benchmark.against,
+        "precision": str(settings.precision).removeprefix("torch."),
+        **timed,
+        "unit": benchmark.unit,
+        "ours_per_s": items / seconds,
+        "theirs_per_s": items / (timed["theirs_ms"] / 1e3),
+        "ours_step": step[0],
+        "ours_step_reason": step[1],
+        **bounds,
+        "of_ceiling": bounds["ceiling_ms"] / timed["ours_ms"],
+        "ceiling_is": CEILING_FORMULA,
+        "flops": work.flops,
+        "trainable": work.parameters,
+        "mfu": work.flops / seconds / ceilings.matmul_flops,
+        "mfu_of_spec": None if spec is None else work.flops / seconds / spec,
+        **check,
+        **(extra or {}),
+        "notes": list(notes),
+    }
+    result["target"] = str(benchmark.target)
+    comparable = settings.on_gpu and not settings.small
+    result["reached"] = benchmark.target.reached(result) if comparable else None
+    return result

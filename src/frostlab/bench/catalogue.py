@@ -1,4 +1,4 @@
-"""What can be measured, against what, and what is to be reached. Nothing here needs torch."""
+"""The list of benchmarks: the work, the competitor and the target of each. Needs no torch."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -9,47 +9,50 @@ from typing import Any, Literal
 from frostlab.errors import BadInput, FrostlabError, nearest
 
 Scale = Literal["full", "small"]
+Result = dict[str, Any]  # a line of the record
 
 
 class NotAvailable(FrostlabError):
-    """A benchmark that cannot run here; the message says why."""
+    """The benchmark cannot run here, for the reason in the message."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a result must reach; what is None does not count."""
+    """The figures a result must reach; None sets no target."""
 
     faster: float | None = None  # their time over ours, at least
     ours_ms: float | None = None  # at most
     memory: float | None = None  # our peak over theirs, at most
-    gain_share: float | None = None  # of the gain that the FLOPs allow, at least
+    gain_share: float | None = None  # measured gain over the gain that FLOPs allow, at least
 
     def __str__(self) -> str:
-        words = (
+        texts = (
             (self.faster, "≥ {:g}×"),
             (self.ours_ms, "≤ {:g} ms"),
             (self.memory, "≤ {:.0%} of the memory"),
             (self.gain_share, "≥ {:.0%} of the FLOP bound"),
         )
-        return ", ".join(text.format(value) for value, text in words if value is not None)
+        return ", ".join(text.format(value) for value, text in texts if value is not None)
 
-    def reached(self, result: dict[str, Any]) -> bool | None:
-        """Whether a result does it all; None where something was not measured."""
-        wanted = (
+    def reached(self, result: Result) -> bool | None:
+        """Whether a result reaches every target; None where a figure was not measured."""
+        targets = (
             (self.faster, "faster", 1),
             (self.ours_ms, "ours_ms", -1),
             (self.memory, "memory_ratio", -1),
             (self.gain_share, "gain_share", 1),
         )
-        asked = [(value, result.get(key), sign) for value, key, sign in wanted if value is not None]
-        if any(found is None for _, found, _ in asked):
+        pairs = [
+            (target, result.get(key), sign) for target, key, sign in targets if target is not None
+        ]
+        if any(value is None for _, value, _ in pairs):
             return None
-        return all(sign * found >= sign * value for value, found, sign in asked)  # type: ignore[operator]
+        return all(sign * value >= sign * target for target, value, sign in pairs)  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One entry: its work, whom it is measured against, and the function that does it."""
+    """One benchmark: its work, its competitor, its target and the function that measures it."""
 
     name: str
     work: str
@@ -57,10 +60,10 @@ class Benchmark:
     unit: Literal["examples", "tokens"]
     target: Target
     function: str  # its name in frostlab.bench.cases
-    needs: tuple[str, ...] = ()  # libraries, and data sets as data:NAME
+    needs: tuple[str, ...] = ()  # libraries, and datasets as data:NAME
 
     def missing(self, scale: Scale, data_dir: Path | None, cuda: bool) -> str | None:
-        """Say why it cannot run here, or None."""
+        """Return why the benchmark cannot run here, or None."""
         if scale == "full" and not cuda:
             return "needs a CUDA device; --scale small runs a tiny one here"
         for need in self.needs:
@@ -76,10 +79,10 @@ class Benchmark:
 
 
 _TRAINER = "Hugging Face Trainer"
-_NANO = "a plain torch.compile loop, fused AdamW, SDPA"
+_PLAIN_LOOP = "a plain torch.compile loop, fused AdamW, SDPA"
 BENCHMARKS = {
-    found.name: found
-    for found in (
+    benchmark.name: benchmark
+    for benchmark in (
         Benchmark(
             "bert-finetune",
             "BERT-base fine-tuning, 32 × 128",
@@ -101,7 +104,7 @@ BENCHMARKS = {
         Benchmark(
             "gpt-language-8",
             "GPT Medium-512 language modelling, V 50,304, 8 × 512",
-            _NANO,
+            _PLAIN_LOOP,
             "tokens",
             Target(faster=2.5),
             "gpt_language_8",
@@ -109,7 +112,7 @@ BENCHMARKS = {
         Benchmark(
             "gpt-language-64",
             "GPT Medium-512 language modelling, V 50,304, 64 × 512",
-            _NANO,
+            _PLAIN_LOOP,
             "tokens",
             Target(faster=1.15),
             "gpt_language_64",
@@ -151,9 +154,9 @@ BENCHMARKS = {
 
 
 def chosen(names: Sequence[str]) -> list[Benchmark]:
-    """The benchmarks of these names, once each; all of them for no name."""
+    """Return the benchmarks of these names, once each, or all of them without a name."""
     for name in names:
         if name not in BENCHMARKS:
-            hint = nearest(name, BENCHMARKS) or f"; there are {', '.join(BENCHMARKS)}"
-            raise BadInput(f"{name} is no benchmark{hint}")
+            hint = nearest(name, BENCHMARKS) or f"; choose from: {', '.join(BENCHMARKS)}"
+            raise BadInput(f"unknown benchmark {name}{hint}")
     return [BENCHMARKS[name] for name in dict.fromkeys(names or BENCHMARKS)]

@@ -1,4 +1,4 @@
-"""The sides: our step, the loop that one writes by hand, the Hugging Face Trainer."""
+"""The competing training loops, and a check that both sides of a benchmark compute the same."""
 
 import gc
 import os
@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from frostlab.bench.catalogue import NotAvailable
-from frostlab.bench.workloads import Feed, Setting
+from frostlab.bench.workloads import BenchSettings, Feed
 from frostlab.devices import release_cached_memory
 from frostlab.errors import FrostlabError
 from frostlab.recipe.settings import Optim, StepKind, Train
-from frostlab.timing.interleave import After
+from frostlab.timing.interleave import AfterStep
 from frostlab.training.batches.batch import IGNORED, Batch
 from frostlab.training.batches.prefix import Prefix
 from frostlab.training.step import build_step
@@ -23,27 +23,31 @@ from frostlab.training.step.eager import seed_step
 from frostlab.training.step.objective import Objective
 from frostlab.training.step.optimizer import build_optimizer
 
-_PLENTY = 10**5  # steps a schedule may count on
+_MANY_STEPS = 10**5  # more than a benchmark takes
+CHECKED_STEPS = 4
+_FIRST_TOLERANCE = {torch.bfloat16: 0.015, torch.float32: 1e-4}
+_LATER_TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 0.005}
+_HEAD_FACTOR = 10.0
 
 
-class Ours:
-    """frostlab's step over a feed."""
+class FrostlabLoop:
+    """frostlab's step over a feed; `model` may be an objective."""
 
     def __init__(
         self,
-        model: nn.Module,  # or its objective
+        model: nn.Module,
         feed: Feed,
         optim: Optim,
-        setting: Setting,
-        wanted: StepKind = "captured",
+        settings: BenchSettings,
+        kind: StepKind = "captured",
         prefix: Prefix | None = None,
     ) -> None:
-        self.feed, self.device, self.taken = feed, setting.device, 0
+        self.feed, self.device, self.taken = feed, settings.device, 0
         objective = model if isinstance(model, Objective) else Objective(model)
-        objective.to(setting.device).train()
+        objective.to(settings.device).train()
         objective.prefix, self.rate = prefix, optim.lr
         self._step = build_step(
-            objective, optim, Train(step=wanted), setting.compute, steps=_PLENTY
+            objective, optim, Train(step=kind), settings.compute, steps=_MANY_STEPS
         )
 
     def step(self) -> Tensor:
@@ -53,22 +57,22 @@ class Ours:
         self.taken += 1
         return self._step([batch], batch.scored, self.rate).loss
 
-    def warm_up(self, places: Sequence[int]) -> None:
-        """Meet every shape: once to see it, once to capture it, once to replay it."""
-        for place in places:
+    def warm_up(self, steps: Sequence[int]) -> None:
+        """Take each of these steps three times: to see its shape, to capture it, to replay it."""
+        for number in steps:
             for _ in range(3):
-                self.taken = place
+                self.taken = number
                 self.step()
         self.taken = 0
 
     @property
-    def how(self) -> tuple[str, str]:
-        """Which kind of step is taken, and why."""
+    def kind_and_reason(self) -> tuple[str, str]:
+        """Return the kind of step that is taken, and why."""
         return self._step.kind, self._step.reason
 
 
 class _WithLoss(nn.Module):
-    """A language model that answers with its loss, as nanoGPT's does."""
+    """A language model that returns its loss, as nanoGPT's does."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -81,20 +85,20 @@ class _WithLoss(nn.Module):
         )
 
 
-class Plain:
-    """nanoGPT's loop: torch.compile, SDPA, autocast, clipping, fused AdamW, batches ahead."""
+class NanoGPTLoop:
+    """nanoGPT's loop: torch.compile, SDPA, autocast, clipping, fused AdamW, prefetched batches."""
 
-    def __init__(self, model: nn.Module, feed: Feed, optim: Optim, setting: Setting) -> None:
-        self.feed, self.optim, self.device, self.taken = feed, optim, setting.device, 0
-        self.autocast = setting.precision == torch.bfloat16
-        self.raw = model.to(setting.device).train()
+    def __init__(self, model: nn.Module, feed: Feed, optim: Optim, settings: BenchSettings) -> None:
+        self.feed, self.optim, self.device, self.taken = feed, optim, settings.device, 0
+        self.autocast = settings.precision == torch.bfloat16
+        self.raw = model.to(settings.device).train()
         self.optimizer = build_optimizer(self.raw, optim, fused=True)
         self.model: Any = _WithLoss(self.raw)
-        if setting.on_gpu:
+        if settings.on_gpu:
             self.model = torch.compile(self.model)
-        self.ahead = self._next()
+        self.next_batch = self._fetch()
 
-    def _next(self) -> Batch:
+    def _fetch(self) -> Batch:
         batch = self.feed(self.taken).to(self.device)
         self.taken += 1
         return batch
@@ -103,10 +107,10 @@ class Plain:
         """Take the next step; the loss stays on the device."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.optim.lr
-        batch = self.ahead
+        batch = self.next_batch
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             loss = self.model(batch.inputs["input_ids"], batch.targets)
-        self.ahead = self._next()
+        self.next_batch = self._fetch()
         loss.backward()
         if self.optim.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.raw.parameters(), self.optim.clip)
@@ -115,27 +119,27 @@ class Plain:
         return loss.detach()
 
 
-class FedBatches(torch.utils.data.IterableDataset[Any]):
-    """The batches of a feed, whole, for a Trainer that is not to make its own."""
+class FeedDataset(torch.utils.data.IterableDataset[Any]):
+    """The complete batches of a feed, for a Trainer that must not batch examples itself."""
 
     def __init__(self, feed: Feed) -> None:
         self.feed = feed
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for number in range(_PLENTY):
+        for number in range(_MANY_STEPS):
             batch = self.feed(number)
             yield {**batch.inputs, "labels": batch.targets}
 
 
-class HuggingFace:
-    """A Trainer that tells after every step, and stops when told."""
+class TrainerLoop:
+    """The Hugging Face Trainer, which reports every step and stops on request."""
 
     def __init__(
         self,
         model: nn.Module,
         dataset: Any,
         optim: Optim,
-        setting: Setting,
+        settings: BenchSettings,
         *,
         collator: Callable[[list[Any]], dict[str, Tensor]] | None = None,
         batch: int = 1,
@@ -143,29 +147,29 @@ class HuggingFace:
     ) -> None:
         from transformers import PrinterCallback, Trainer, TrainingArguments
 
-        if setting.on_gpu and torch.cuda.device_count() > 1:
+        if settings.on_gpu and torch.cuda.device_count() > 1:
             raise NotAvailable("a Trainer takes every GPU it sees; set CUDA_VISIBLE_DEVICES=0")
-        _forget_compiling()
+        _clear_dynamo_environment()
         self.losses: list[Tensor] = []
         losses = self.losses
 
-        class Watched(Trainer):
+        class LossKeeper(Trainer):
             def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
                 losses[:] = [super().training_step(*args, **kwargs)]
                 return losses[0]
 
         self.folder = tempfile.TemporaryDirectory()
-        bf16 = setting.precision == torch.bfloat16
-        given = TrainingArguments(
-            self.folder.name, max_steps=_PLENTY, learning_rate=optim.lr, weight_decay=optim.decay,
-            lr_scheduler_type="constant", optim="adamw_torch_fused", max_grad_norm=optim.clip or 0,
-            logging_strategy="no", save_strategy="no", report_to=[], disable_tqdm=True,
-            use_cpu=not setting.on_gpu, bf16=bf16, per_device_train_batch_size=batch,
-            dataloader_pin_memory=setting.on_gpu, **arguments,
+        bf16 = settings.precision == torch.bfloat16
+        training_arguments = TrainingArguments(
+            self.folder.name, max_steps=_MANY_STEPS, learning_rate=optim.lr,
+            weight_decay=optim.decay, lr_scheduler_type="constant", optim="adamw_torch_fused",
+            max_grad_norm=optim.clip or 0, logging_strategy="no", save_strategy="no",
+            report_to=[], disable_tqdm=True, use_cpu=not settings.on_gpu, bf16=bf16,
+            per_device_train_batch_size=batch, dataloader_pin_memory=settings.on_gpu, **arguments,
         )  # fmt: skip
-        self.trainer = Watched(
+        self.trainer = LossKeeper(
             model,
-            given,
+            training_arguments,
             train_dataset=dataset,
             data_collator=collator or (lambda rows: rows[0]),
         )
@@ -174,33 +178,33 @@ class HuggingFace:
         if compiles != bool(arguments.get("torch_compile")):
             raise FrostlabError(f"the Trainer {'compiles' if compiles else 'does not compile'}")
 
-    def drive(self, after: After) -> None:
-        """Train until there is enough."""
+    def drive(self, after_step: AfterStep) -> None:
+        """Train until `after_step` returns True."""
         from transformers import TrainerCallback
 
-        class Following(TrainerCallback):
+        class StepCallback(TrainerCallback):
             def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-                control.should_training_stop = after()
+                control.should_training_stop = after_step()
                 return control
 
-        self.trainer.add_callback(Following())
+        self.trainer.add_callback(StepCallback())
         self.trainer.train()
         self.folder.cleanup()
 
     def first_losses(self, count: int) -> list[float]:
-        """The losses of its first steps."""
-        found: list[float] = []
+        """Return the losses of the first steps."""
+        losses: list[float] = []
 
-        def after() -> bool:
-            found.append(float(self.losses[0]))
-            return len(found) == count
+        def after_step() -> bool:
+            losses.append(float(self.losses[0]))
+            return len(losses) == count
 
-        self.drive(after)
-        return found
+        self.drive(after_step)
+        return losses
 
 
-def grouped() -> dict[str, Any]:
-    """What tells a Trainer to group by length, which changed its name."""
+def group_by_length() -> dict[str, Any]:
+    """Return the argument that makes a Trainer group by length; its name depends on the version."""
     from transformers import TrainingArguments
 
     if "train_sampling_strategy" in TrainingArguments.__dataclass_fields__:
@@ -208,48 +212,45 @@ def grouped() -> dict[str, Any]:
     return {"group_by_length": True}
 
 
-def _forget_compiling() -> None:
-    """A Trainer that compiles leaves word of it in the environment, and the next would obey."""
+def _clear_dynamo_environment() -> None:
+    """Remove the variables through which a Trainer that compiled would make the next compile."""
     for name in [name for name in os.environ if name.startswith("ACCELERATE_DYNAMO_")]:
         del os.environ[name]
 
 
-STEPS = 4
-_FIRST = {torch.bfloat16: 0.015, torch.float32: 1e-4}
-_LATER = {torch.bfloat16: 0.05, torch.float32: 0.005}
+class LossesDiffer(FrostlabError):
+    """The two sides do not compute the same, so their times cannot be compared."""
 
 
-class SidesDiffer(FrostlabError):
-    """The two sides do not compute the same: their times mean nothing."""
-
-
-def sharpened(model: nn.Module, head: str, factor: float = 10.0) -> nn.Module:
-    """Make a fresh head's answers far apart, so that a loss depends on what it is given."""
+def enlarge_head(model: nn.Module, head: str) -> nn.Module:
+    """Multiply a fresh head's weights, so that the loss depends on the model's input."""
     with torch.no_grad():
-        model.get_submodule(head).weight.mul_(factor)  # type: ignore[operator]
+        model.get_submodule(head).weight.mul_(_HEAD_FACTOR)  # type: ignore[operator]
     return model
 
 
-def step_losses(step: Callable[[], Any]) -> list[float]:
-    """The losses of a side's first steps."""
-    return [float(step()) for _ in range(STEPS)]
+def first_losses(step: Callable[[], Any]) -> list[float]:
+    """Return the losses of a side's first steps."""
+    return [float(step()) for _ in range(CHECKED_STEPS)]
 
 
-def agree(ours: Sequence[float], theirs: Sequence[float], precision: torch.dtype) -> dict[str, Any]:
-    """Compare the losses of the first steps over one batch, dropout off; refuse what differs.
+def check_losses(
+    ours: Sequence[float], theirs: Sequence[float], precision: torch.dtype
+) -> dict[str, Any]:
+    """Compare the losses of the first steps on one batch without dropout; refuse if they differ.
 
-    The first loss shows that the forward pass is the same, those after it the backward pass and
-    the update. Tolerances are shares of the first loss, or of the present one where that is larger.
+    The first loss checks the forward pass, the later ones the backward pass and the update.
+    Tolerances are relative to the first loss, or to the present one where that is larger.
     """
-    first, later = _FIRST[precision], _LATER[precision]
-    for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-        allowed = max(abs(theirs[0]), abs(other)) * (later if number else first)
-        if not abs(one - other) <= allowed:
-            raise SidesDiffer(
-                f"the sides differ: loss {one:.6g} and {other:.6g} at step {number + 1} on the "
-                f"first batch, {allowed:.2g} is allowed; nothing was timed"
+    first, later = _FIRST_TOLERANCE[precision], _LATER_TOLERANCE[precision]
+    for number, (our_loss, their_loss) in enumerate(zip(ours, theirs, strict=True)):
+        allowed = max(abs(theirs[0]), abs(their_loss)) * (later if number else first)
+        if not abs(our_loss - their_loss) <= allowed:
+            raise LossesDiffer(
+                f"the sides differ: loss {our_loss:.6g} and {their_loss:.6g} at step {number + 1} "
+                f"on the first batch, {allowed:.2g} is allowed; nothing was timed"
             )
-    tidy()
+    reset_torch()
     return {
         "ours_losses": [round(value, 6) for value in ours],
         "theirs_losses": [round(value, 6) for value in theirs],
@@ -257,8 +258,8 @@ def agree(ours: Sequence[float], theirs: Sequence[float], precision: torch.dtype
     }
 
 
-def tidy() -> None:
-    """Forget compiled code and give memory back, so that one measurement leaves the next alone."""
-    torch._dynamo.reset()  # it also forgets how often it compiled, which has a limit
+def reset_torch() -> None:
+    """Drop compiled code and cached memory, so that one measurement does not affect the next."""
+    torch._dynamo.reset()  # also resets the number of compilations, which is limited
     gc.collect()
     release_cached_memory()

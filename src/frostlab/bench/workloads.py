@@ -1,4 +1,4 @@
-"""Where and how a benchmark runs."""
+"""Settings, models and batches that the benchmarks share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,35 +19,37 @@ from frostlab.recipe.data import Task
 from frostlab.recipe.load import recipe_from
 from frostlab.recipe.settings import Train
 from frostlab.timing.flops import Ceilings
-from frostlab.timing.interleave import Driver, Step, Times, interleave
+from frostlab.timing.interleave import Driver, PairTimes, Step, interleave_pair
 from frostlab.training.batches.batch import Batch, Order, collate, row_lengths
 from frostlab.training.batches.packing import pack, shapes_for
 from frostlab.training.batches.prefix import Prefix, build_prefix
 from frostlab.training.distributed import Compute
 
-Feed = Callable[[int], Batch]  # the batch of a step, made when it is asked for
+Feed = Callable[[int], Batch]  # makes the batch of a step
+SMALL_VOCABULARY = 400
+_RANDOM_BATCHES = 64
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What every benchmark is given."""
+class BenchSettings:
+    """The device, the scale and the limits that a benchmark runs with."""
 
     benchmark: Benchmark
     device: torch.device
     small: bool
-    rounds: int | None  # None: as many as the benchmark thinks right
-    seconds: float | None  # of timed rounds at most, but never fewer than three rounds
+    rounds: int | None  # None: the benchmark's own number
+    seconds: float | None  # limit of the timed rounds, after the third
     data_dir: Path | None
     ceilings: Ceilings
 
     @property
     def compute(self) -> Compute:
-        """Return where and how precisely it computes."""
+        """Return the device and the precision of both sides."""
         return Compute(self.device, default_precision(self.device))
 
     @property
     def on_gpu(self) -> bool:
-        """Whether it runs on a GPU, where graphs are captured."""
+        """Whether this is a GPU, where graphs are captured."""
         return captures_graphs(self.device)
 
     @property
@@ -56,8 +58,8 @@ class Setting:
         return self.compute.precision
 
     @property
-    def every(self) -> int:
-        """Return the steps of one side before it is the other's turn."""
+    def steps_per_round(self) -> int:
+        """Return the steps that a side takes in each round."""
         return 10 if self.on_gpu else 2
 
     def interleave(
@@ -65,25 +67,26 @@ class Setting:
         ours: Callable[[], Step],
         theirs: Callable[[], Driver],
         rounds: int,
-        warm: int = 3,
-    ) -> Times:
-        """Time both sides in turn: as many rounds as asked for, else as usual, few if small."""
-        count = self.rounds or (min(rounds, 3) if self.small else rounds)
-        return interleave(
-            ours, theirs, self.device,
-            rounds=count, every=self.every, warm=warm, seconds=self.seconds,
-        )  # fmt: skip
+        warm_up: int = 3,
+    ) -> PairTimes:
+        """Time both sides in turn; `rounds` is the benchmark's own number, cut to 3 if small."""
+        return interleave_pair(
+            ours,
+            theirs,
+            self.device,
+            rounds=self.rounds or (min(rounds, 3) if self.small else rounds),
+            steps_per_round=self.steps_per_round,
+            warm_up=warm_up,
+            seconds=self.seconds,
+        )
 
 
-SMALL_VOCABULARY = 400
-
-
-def bert(setting: Setting, dropout: float = 0.1, layers: int = 12) -> nn.Module:
-    """BERT-base for two classes, from its config; small: at most 2 layers of width 32."""
+def bert(settings: BenchSettings, dropout: float = 0.1, layers: int = 12) -> nn.Module:
+    """Build BERT-base with two classes and random weights; small: at most 2 layers of width 32."""
     from transformers import BertConfig, BertForSequenceClassification
 
     shape: dict[str, Any] = {"num_hidden_layers": layers}
-    if setting.small:
+    if settings.small:
         shape = {"num_hidden_layers": min(layers, 2), "hidden_size": 32, "num_attention_heads": 2,
                  "intermediate_size": 64, "vocab_size": SMALL_VOCABULARY}  # fmt: skip
     torch.manual_seed(0)
@@ -94,12 +97,12 @@ def bert(setting: Setting, dropout: float = 0.1, layers: int = 12) -> nn.Module:
     )
 
 
-def gpt(setting: Setting, vocabulary: int, classes: int, dropout: float) -> GPT:
-    """GPT Medium-512; small: 2 × 32. A classifier looks both ways."""
+def gpt(settings: BenchSettings, vocabulary: int, classes: int, dropout: float) -> GPT:
+    """Build GPT Medium-512, bidirectional if it classifies; small: 2 layers of width 32."""
     config = GPTConfig(
         vocabulary=vocabulary, classes=classes, causal=not classes, dropout=dropout
     )  # fmt: skip
-    if setting.small:
+    if settings.small:
         config = replace(
             config, vocabulary=SMALL_VOCABULARY, width=32, layers=2, heads=2, hidden=64
         )
@@ -107,42 +110,42 @@ def gpt(setting: Setting, vocabulary: int, classes: int, dropout: float) -> GPT:
     return GPT(config)
 
 
-def drawn(examples: int, length: int, vocabulary: int, classes: int) -> Tokens:
-    """Random ids, every example as long as the others; 0 classes: language."""
+def random_tokens(examples: int, length: int, vocabulary: int, classes: int) -> Tokens:
+    """Draw examples of one length with random ids; 0 classes make a language-modelling set."""
     draw = np.random.default_rng(0)
     stops = np.arange(1, examples + 1) * length
     ids = draw.integers(5, vocabulary, examples * length).astype(np.int32)
     labels = draw.integers(0, classes, examples) if classes else None
-    return Tokens(ids, stops - length, stops, labels, None, None, "drawn")
+    return Tokens(ids, stops - length, stops, labels, None, None, "random")
 
 
-def drawn_feed(batch: int, length: int, vocabulary: int, classes: int) -> Feed:
-    """Batches of random ids, 64 of them over and over, each collated when it is asked for."""
-    tokens = drawn(64 * batch, length, vocabulary, classes)
-    order = np.arange(64 * batch).reshape(64, batch)
-    return lambda step: collate(tokens, order[step % 64], 0)
+def random_feed(batch: int, length: int, vocabulary: int, classes: int) -> Feed:
+    """Return a feed that repeats 64 batches of random ids and collates each when asked."""
+    tokens = random_tokens(_RANDOM_BATCHES * batch, length, vocabulary, classes)
+    order = np.arange(_RANDOM_BATCHES * batch).reshape(_RANDOM_BATCHES, batch)
+    return lambda step: collate(tokens, order[step % _RANDOM_BATCHES], 0)
 
 
-def only_first(feed: Feed) -> Feed:
-    """The first batch, again and again."""
+def first_batch_only(feed: Feed) -> Feed:
+    """Return a feed that repeats the first batch."""
     return lambda step: feed(0)
 
 
-def text(setting: Setting, name: str, length: int, size: int) -> Prepared:
-    """A public set from the data folder, its own byte pairs learned from it."""
-    limit = {"limit": 400, "evaluation_limit": 50} if setting.small else {}
+def load_text(settings: BenchSettings, name: str, length: int, size: int) -> Prepared:
+    """Prepare a public dataset of the data folder, with a BPE of `size` learned from it."""
+    limit = {"limit": 400, "evaluation_limit": 50} if settings.small else {}
     recipe = recipe_from(
         {
             "data": {"name": name, "length": length, "splits": "published", **limit},
-            "tokenizer": {"kind": "bpe", "size": 300 if setting.small else size},
+            "tokenizer": {"kind": "bpe", "size": 300 if settings.small else size},
             "model": {"kind": "gpt"},
         }
     )
-    return text_of(prepare(recipe, setting.data_dir))
+    return text_of(prepare(recipe, settings.data_dir))
 
 
-def examples_of(tokens: Tokens) -> list[dict[str, Any]]:
-    """Examples as a Hugging Face dataset has them."""
+def trainer_examples(tokens: Tokens) -> list[dict[str, Any]]:
+    """Return the examples as rows of a Hugging Face dataset."""
     assert tokens.labels is not None
     bounds = zip(tokens.starts.tolist(), tokens.stops.tolist(), strict=True)
     ids = [tokens.ids[start:stop].tolist() for start, stop in bounds]
@@ -153,43 +156,43 @@ def examples_of(tokens: Tokens) -> list[dict[str, Any]]:
 
 
 def padding_collator(pad: int) -> Callable[[list[dict[str, Any]]], dict[str, Tensor]]:
-    """Fill up to the longest of a batch, to a multiple of 8, as DataCollatorWithPadding does."""
+    """Return a collator that pads to the longest row, rounded up to a multiple of 8."""
 
-    def collated(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    def collate_padded(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         width = -(-max(len(row["input_ids"]) for row in rows) // 8) * 8
         ids = [row["input_ids"] + [pad] * (width - len(row["input_ids"])) for row in rows]
-        real = [len(row["input_ids"]) for row in rows]
-        mask = [[1] * count + [0] * (width - count) for count in real]
+        lengths = [len(row["input_ids"]) for row in rows]
+        mask = [[1] * length + [0] * (width - length) for length in lengths]
         return {
             "input_ids": torch.tensor(ids),
             "attention_mask": torch.tensor(mask),
             "labels": torch.tensor([row["label"] for row in rows]),
         }
 
-    return collated
+    return collate_padded
 
 
 def packed_feed(tokens: Tokens, order: Order, pad: int) -> tuple[Feed, list[int]]:
-    """Batches packed into few static widths; and a step of each width, for warming up."""
+    """Return a feed of batches packed into few static widths, and one step of each width."""
     shapes, lengths = shapes_for(tokens, order), row_lengths(tokens)
-    fits = [shapes.width(int(lengths[rows].sum())) for rows in order]
+    widths = [shapes.width(int(lengths[rows].sum())) for rows in order]
 
     def feed(step: int) -> Batch:
         return pack(tokens, order[step % len(order)], pad, shapes=shapes)
 
-    return feed, [fits.index(width) for width in dict.fromkeys(fits)]
+    return feed, [widths.index(width) for width in dict.fromkeys(widths)]
 
 
-def prefixed_feed(
-    model: nn.Module, tokens: Tokens, order: Order, setting: Setting, cached: bool
+def prefix_feed(
+    model: nn.Module, tokens: Tokens, order: Order, settings: BenchSettings, cached: bool
 ) -> tuple[Prefix | None, Feed]:
-    """The cache of a model's frozen prefix (None uncached), and the batches that go with it."""
+    """Return the cache of a model's frozen prefix, None if not `cached`, and a feed for it."""
     shapes, prefix = shapes_for(tokens, order), None
     if cached:
         task: Task = "classification" if tokens.labels is not None else "language"
         prepared = Prepared(task, 2, 0, 0, {"train": tokens}, {}, None, {}, "", None)
-        wanted = Train(cache_prefix="memory")
-        prefix = build_prefix(model, prepared, wanted, setting.precision, types=False)
+        train = Train(cache_prefix="memory")
+        prefix = build_prefix(model, prepared, train, settings.precision, types=False)
     table = None if prefix is None else prefix.starts
 
     def feed(step: int) -> Batch:

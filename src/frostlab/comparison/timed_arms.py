@@ -1,7 +1,7 @@
-"""Whole training steps of several arms, timed in turn in one process against a control.
+"""Time whole training steps of several arms in turn, in one process, against an A/A control.
 
-The control is a copy of the baseline that differs in nothing but where its memory lies. A timing
-that finds a difference there proves nothing about the arms.
+The control is a second copy of the baseline that differs only in where its memory lies. A timing
+that finds a difference between the two proves nothing about the arms.
 """
 
 import gc
@@ -26,20 +26,19 @@ from frostlab.devices import choose_device, default_precision, release_cached_me
 from frostlab.errors import BadInput, UnknownArchitecture, nearest
 from frostlab.recipe.recipe import Recipe
 from frostlab.records.telemetry import Watched, Watching
-from frostlab.timing.clock import BlockClock, Meter, Spent
-from frostlab.timing.flops import Limits, flag, limits
+from frostlab.timing.clock import BlockClock, BlockSeconds, Meter
+from frostlab.timing.flops import StepSavings, step_savings, unexplained_gain
 from frostlab.timing.interleave import (
-    BATCHES,
-    FEWEST,
+    FEWEST_BUILDS,
+    MOST_BATCHES,
+    Blocks,
     Drift,
     Ratio,
     Rounds,
-    Rule,
-    different,
+    StopRule,
     drift_of,
-    pairs_for,
-    places,
-    take_turns,
+    interleave_arms,
+    pairs_per_build,
 )
 from frostlab.training.batches.batch import Order
 from frostlab.training.distributed import Compute
@@ -62,10 +61,12 @@ from frostlab.training.tasks import TASKS
 from frostlab.training.treatment import count_parameters
 
 CONTROL = "baseline again"
-_SHORTEST_BLOCK = 0.2  # seconds; a device with a clock of its own needs less:
-_SHORTEST_BLOCK_AHEAD = 0.05
-_TRIED = 4  # batches that tell how long a step takes
-_PATIENCE = 10.0  # seconds to meet more batches than these
+_SHORTEST_BLOCK = 0.2  # seconds
+_SHORTEST_BLOCK_AHEAD = 0.05  # of a device with its own clock
+_TRIAL_BATCHES = 4  # enough to measure how long a step takes
+_WARM_UP_SECONDS = 10.0  # after which the list of batches is cut where steps are slow
+_WARM_UP_BLOCKS = 2  # at least, and each different one
+_RECOMPILE_LIMIT = 64  # torch gives up on code compiled more often, and arms share their layers'
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,14 @@ class BuiltArm:
 
     recipe: Recipe
     built: BuiltModel
-    limits: Limits | None  # what its treatment can save; None for a model without an anatomy
+    savings: StepSavings | None  # by its treatment; None for a model without an anatomy
 
 
 class TimedArm:
-    """One arm on its device: model, optimizer, step and batches, warmed up while it is alone."""
+    """One arm on its device: model, optimizer, step and batches, warmed up before the others.
+
+    `order` lists the batches where an arm is built again; by default the arm chooses them.
+    """
 
     def __init__(
         self,
@@ -98,44 +102,44 @@ class TimedArm:
         current.objective.train()
         self.feed = make_feed(current, recipe, prepared, task, compute)
         self.step = make_step(current, recipe, prepared, task, compute)
-        self.order = self.feed.order(0)[:BATCHES] if order is None else order
+        self.order = self.feed.order(0)[:MOST_BATCHES] if order is None else order
         self.scored = [self.feed.examples.scored(rows) for rows in self.order]
         if order is None or self.step.kind != "eager":
-            self._meet_every_shape(shorten=order is None)
+            self._warm_up_every_shape(shorten=order is None)
         self.prepare_seconds, self.peak_bytes = meter.read()
 
-    def take(self, places: Sequence[int]) -> Outcome:
-        """Take a step on each of these batches, as the loop of a run does."""
-        for place in places:
-            parts = self.feed(self.order[place])
-            seed_step(self.recipe.seed, place, 0, self.device)
-            outcome = self.step(parts, self.scored[place], 0.0)
+    def take(self, batches: Sequence[int]) -> Outcome:
+        """Take a step on each of these batches, as the loop of a run does, with a rate of 0."""
+        for index in batches:
+            micro_batches = self.feed(self.order[index])
+            seed_step(self.recipe.seed, index, 0, self.device)
+            outcome = self.step(micro_batches, self.scored[index], 0.0)
         return outcome
 
-    def _meet_every_shape(self, shorten: bool) -> None:
-        """Take a step on every batch; where shapes are prepared for, until each is replayed.
+    def _warm_up_every_shape(self, shorten: bool) -> None:
+        """Take a step on every batch; where steps are captured, until each shape is replayed.
 
-        Where steps are slow the list may be shortened.
+        `shorten` may cut the list of batches where steps are slow.
         """
-        met, began = set(), perf_counter()
-        times = 1 if self.step.kind == "eager" else 3
-        for place, rows in enumerate(self.order):
-            slow = times == 1 and perf_counter() - began > _PATIENCE
-            if shorten and slow and place >= _TRIED:
-                self.order = self.order[:place]
+        shapes, began = set(), perf_counter()
+        repeats = 1 if self.step.kind == "eager" else 3
+        for index, rows in enumerate(self.order):
+            slow = repeats == 1 and perf_counter() - began > _WARM_UP_SECONDS
+            if shorten and slow and index >= _TRIAL_BATCHES:
+                self.order = self.order[:index]
                 return
             shape = shape_of(self.feed(rows))
-            outcome = self.take([place] * (1 if shape in met else times))
-            met.add(shape)
+            outcome = self.take([index] * (1 if shape in shapes else repeats))
+            shapes.add(shape)
             loss, norm, broken = outcome.values.tolist()
             if broken >= 0:
-                raise Diverged(place, self.step.name_of(int(broken)), loss)
+                raise Diverged(index, self.step.name_of(int(broken)), loss)
             if not (abs(loss) < torch.inf and norm < torch.inf):
-                raise Diverged(place, "the loss", loss)
+                raise Diverged(index, "the loss", loss)
 
-    def first_places(self) -> list[int]:
-        """Return few batches that tell how long a step takes."""
-        return [place % len(self.order) for place in range(_TRIED)]
+    def trial_batches(self) -> list[int]:
+        """Return a few batches, enough to measure how long a step takes."""
+        return [number % len(self.order) for number in range(_TRIAL_BATCHES)]
 
     @property
     def optimizer_bytes(self) -> int:
@@ -151,21 +155,22 @@ def check_arms(recipes: Mapping[str, Recipe], baseline: str) -> None:
     """Refuse arms that cannot be timed side by side on the same batches."""
     if baseline not in recipes:
         hint = nearest(baseline, recipes)
-        raise BadInput(f"time_arms: baseline {baseline} is none of {', '.join(recipes)}{hint}")
+        choices = ", ".join(recipes)
+        raise BadInput(f"time_arms: unknown baseline {baseline}; choose from: {choices}{hint}")
     if CONTROL in recipes:
-        raise BadInput(f"time_arms: an arm is called `{CONTROL}`, which is the control's name")
+        raise BadInput(f"time_arms: rename the arm `{CONTROL}`: that is the control's name")
     base = recipes[baseline]
     for name, recipe in recipes.items():
-        for what, mine, theirs in (
+        for key, value, expected in (
             ("data", recipe.data, base.data),
             ("tokenizer", recipe.tokenizer, base.tokenizer),
             ("seed", recipe.seed, base.seed),
             ("train.batch", recipe.train.batch, base.train.batch),
             ("train.threads", recipe.train.threads, base.train.threads),
         ):
-            if mine != theirs:
+            if value != expected:
                 raise BadInput(
-                    f"time_arms: {what} of {name} is {mine}, of {baseline} {theirs}; "
+                    f"time_arms: {key} of {name} is {value}, of {baseline} {expected}; "
                     "arms are timed on the same batches in one process"
                 )
 
@@ -173,23 +178,23 @@ def check_arms(recipes: Mapping[str, Recipe], baseline: str) -> None:
 def build_arms(
     recipes: Mapping[str, Recipe], prepared: Material, baseline: str
 ) -> dict[str, BuiltArm]:
-    """Build the models of the baseline, of its control and of every other arm, once."""
+    """Build the models of the baseline and of every other arm, once; the control shares one."""
     arms: dict[str, BuiltArm] = {}
     for name in (baseline, *(name for name in recipes if name != baseline)):
         recipe = recipes[name]
         built = build_model(recipe, prepared)
         precision = choose_precision(recipe.train, choose_device(recipe.train.device))
         check_model(built, recipe, prepared, TASKS[recipe.data.task], precision)
-        arms[name] = BuiltArm(recipe, built, limits_of(built, recipe, prepared))
+        arms[name] = BuiltArm(recipe, built, _savings_of(built, recipe, prepared))
         arms.setdefault(CONTROL, arms[baseline])
     return arms
 
 
-def limits_of(built: BuiltModel, recipe: Recipe, prepared: Material) -> Limits | None:
-    """Return what a treatment can save at the recipe's batch; None without an anatomy."""
+def _savings_of(built: BuiltModel, recipe: Recipe, prepared: Material) -> StepSavings | None:
+    """Return what a treatment can save at the recipe's batch size; None without an anatomy."""
     length = float(prepared.splits["train"].lengths.mean())
     try:
-        return limits(built.model, round(length), recipe.train.batch * length)
+        return step_savings(built.model, round(length), recipe.train.batch * length)
     except UnknownArchitecture:
         return None
 
@@ -201,10 +206,9 @@ def place_arms(
     say: Callable[[str], None] = lambda line: None,
     order: Order | None = None,
 ) -> dict[str, TimedArm]:
-    """Bring every arm to the device, one after another, each warmed up while it is alone.
+    """Move every arm to the device, one after another, and warm up each before the next.
 
-    Args:
-        order: of the batches, where arms are built again; the first arm decides it.
+    `order` lists the batches where arms are built again; by default the first arm chooses them.
     """
     timed: dict[str, TimedArm] = {}
     for name, arm in arms.items():
@@ -215,62 +219,58 @@ def place_arms(
     return timed
 
 
-def block_for(timed: Mapping[str, TimedArm], clock: BlockClock) -> int:
-    """Return the steps of a block, so that the fastest arm's is long enough for the clock."""
+def choose_block(timed: Mapping[str, TimedArm], clock: BlockClock) -> int:
+    """Return the steps per block that make the fastest arm's block long enough for the clock."""
     shortest = _SHORTEST_BLOCK_AHEAD if runs_ahead(clock.device) else _SHORTEST_BLOCK
-    spent = min(clock.block(partial(a.take, a.first_places())).host for a in timed.values())
-    needed = shortest * _TRIED / spent
-    if needed > BATCHES:
-        return BATCHES * math.ceil(needed / BATCHES)
-    return 1 << math.ceil(math.log2(max(1.0, needed)))
-
-
-_WARM = 2  # blocks an arm before any counts, and each different one
-_COMPILATIONS = 64  # torch gives up on code compiled more often: arms share that of their layers
+    fastest = min(clock.time(partial(arm.take, arm.trial_batches())).host for arm in timed.values())
+    steps = shortest * _TRIAL_BATCHES / fastest
+    if steps > MOST_BATCHES:
+        return MOST_BATCHES * math.ceil(steps / MOST_BATCHES)
+    return 1 << math.ceil(math.log2(max(1.0, steps)))
 
 
 @dataclass(frozen=True)
 class ArmTiming:
-    """One arm: how long its steps take, and what they need."""
+    """How long one arm's steps take, and how much memory they need."""
 
     ratio: Ratio | None  # to the baseline; None for the baseline itself
-    ms_median: float  # a step, on the device's clock
+    ms_median: float  # per step, on the device's clock
     ms_mean: float
     host_ms_median: float
     blocks: tuple[float, ...]  # seconds of each, round by round
     step: str  # kind of step
     step_reason: str
     prepare_seconds: float
-    peak_bytes: int | None  # on CUDA, built and warmed up alone
+    peak_bytes: int | None  # of building and warming up this arm, on CUDA
     optimizer_bytes: int
     trainable: int  # parameters
-    checkpoint_bytes: int  # of the parameters that learn
+    checkpoint_bytes: int  # of the trainable parameters
     model_bytes: int  # of all parameters
-    limits: Limits | None  # what the treatment can save
+    savings: StepSavings | None  # by the treatment, at most
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Arms timed in turn, and whether the timing can be believed."""
+    """The timing of all arms, and whether it is proven."""
 
     baseline: str
-    arms: dict[str, ArmTiming]  # the baseline's and the control's among them
+    arms: dict[str, ArmTiming]  # with the baseline and the control
     proven: bool
     reasons: tuple[str, ...]  # why it is not proven
     steps_per_block: int
-    batches: int  # different ones
-    builds: int  # how often every arm was built anew
+    batches: int  # different ones that were timed
+    builds: int  # how often every arm was built
     rounds: int
-    seconds: float  # of the rounds, and of building anew
+    seconds: float  # of the rounds and of building again
     stopped_by: str  # width or time
-    width: float  # that was wanted of every interval
+    width: float  # asked of every interval
     device: str
     drift: Drift
     watched: Watched
 
     @property
     def control(self) -> Ratio:
-        """The baseline's time over the baseline's: 1, but for noise."""
+        """Return the control's time over the baseline's: 1, but for noise."""
         ratio = self.arms[CONTROL].ratio
         assert ratio is not None
         return ratio
@@ -295,32 +295,32 @@ def time_arms(
     """Time whole steps of every arm against the baseline, until the intervals are narrow.
 
     Args:
-        seconds: for the rounds, and for building anew; the first building comes before.
-        width: of every 95 % interval, the control's too, relative: 0.01 is ±0.5 %.
-        block: steps at a time; by default long enough for the clock.
-        seed: of the order in which arms take their turns.
+        seconds: for the rounds and for building again, after the arms are first built.
+        width: of every 95 % interval, the control's included, relative: 0.01 is ±0.5 %.
+        block: steps per block; by default enough for the clock.
+        seed: of the order in which arms are timed and built.
     """
     check_arms(recipes, baseline)
     if block is not None and block < 1:
-        raise BadInput(f"time_arms: a block of {block} steps; at least 1")
+        raise BadInput(f"time_arms: block is {block} steps, and must be at least 1")
     device = choose_device(str(device))
     clock = BlockClock(device)
-    threads = recipes[baseline].train.threads  # as a run would compute
-    with with_threads(threads), _room_to_compile(recipes.values(), prepared, device):
+    threads = recipes[baseline].train.threads  # as in a run
+    with with_threads(threads), _raised_recompile_limit(recipes.values(), prepared, device):
         arms = build_arms(recipes, prepared, baseline)
         timed = place_arms(arms, prepared, device, say)
-        block = block or block_for(timed, clock)
         order, draw = timed[baseline].order, np.random.default_rng(seed)
-        first = {name: (arm.prepare_seconds, arm.peak_bytes) for name, arm in timed.items()}
+        blocks = Blocks(block or choose_block(timed, clock), len(order))
+        preparation = {name: (arm.prepare_seconds, arm.peak_bytes) for name, arm in timed.items()}
 
-        def measure(name: str, at: Sequence[int]) -> Spent:
-            return clock.block(lambda: timed[name].take(at))
+        def measure(name: str, batches: Sequence[int]) -> BlockSeconds:
+            return clock.time(lambda: timed[name].take(batches))
 
-        def warm_up(blocks: int) -> float:
-            for number in range(blocks):
-                at = places(number, block, len(order))
-                spent = sum(measure(name, at).host for name in timed)
-            return spent
+        def warm_up(count: int) -> float:
+            for number in range(count):
+                batches = blocks.of_pair(number)
+                round_seconds = sum(measure(name, batches).host for name in timed)
+            return round_seconds
 
         def rebuild() -> None:
             timed.clear()
@@ -330,18 +330,20 @@ def time_arms(
             timed.update(place_arms({n: arms[n] for n in names}, prepared, device, order=order))
             warm_up(1)
 
-        pairs = pairs_for(seconds, warm_up(max(_WARM, different(block))))
+        pairs = pairs_per_build(seconds, warm_up(max(_WARM_UP_BLOCKS, blocks.different)))
         with Watching(str(device)) as watching:
-            rounds = take_turns(
-                tuple(arms), baseline, measure, Rule(seconds, width), pairs=pairs,
-                rebuild=rebuild, block=block, batches=len(order), seed=seed, say=say,
+            rounds = interleave_arms(
+                tuple(arms), measure, rebuild, StopRule(seconds, width),
+                blocks=blocks, pairs=pairs, seed=seed, say=say,
             )  # fmt: skip
-    used = {place for n in range(len(rounds.starts) // 2) for place in places(n, block, len(order))}
+    timed_batches = {
+        index for pair in range(len(rounds.starts) // 2) for index in blocks.of_pair(pair)
+    }
     drift = drift_of(rounds.device_seconds(baseline), rounds.began, rounds.starts)
-    watched, ratios = watching.watched(), rounds.ratios(baseline)
-    reasons = doubts(rounds, ratios[CONTROL], drift, watched)
+    watched, ratios = watching.watched(), rounds.ratios()
+    reasons = reasons_unproven(rounds, ratios[CONTROL], drift, watched)
     say(
-        f"{rounds.builds} builds, {len(rounds.starts)} rounds of {block} steps in "
+        f"{rounds.builds} builds, {len(rounds.starts)} rounds of {blocks.steps} steps in "
         f"{rounds.seconds:.0f} s, "
         f"ended by {rounds.stopped_by}: {'; '.join(reasons) or 'proven'}"
     )
@@ -349,14 +351,19 @@ def time_arms(
         baseline=baseline,
         arms={
             name: _arm_timing(
-                timed[name], arms[name], first[name], rounds.spent[name], ratios.get(name), block
+                timed[name],
+                arms[name],
+                preparation[name],
+                rounds.blocks[name],
+                blocks.steps,
+                ratios.get(name),
             )
             for name in arms
         },
         proven=not reasons,
         reasons=reasons,
-        steps_per_block=block,
-        batches=len(used),
+        steps_per_block=blocks.steps,
+        batches=len(timed_batches),
         builds=rounds.builds,
         rounds=len(rounds.starts),
         seconds=rounds.seconds,
@@ -368,8 +375,10 @@ def time_arms(
     )
 
 
-def doubts(rounds: Rounds, control: Ratio, drift: Drift, watched: Watched) -> tuple[str, ...]:
-    """Return why a timing proves nothing; nothing if it does."""
+def reasons_unproven(
+    rounds: Rounds, control: Ratio, drift: Drift, watched: Watched
+) -> tuple[str, ...]:
+    """Return the reasons why a timing proves nothing; empty if it is proven."""
     reasons = []
     if not control.holds(1.0):
         reasons.append(
@@ -378,57 +387,58 @@ def doubts(rounds: Rounds, control: Ratio, drift: Drift, watched: Watched) -> tu
         )
     if drift.drifted:
         reasons.append(f"the baseline drifted: its second half took {drift.halves - 1:+.1%}")
-    if rounds.builds < FEWEST:
-        reasons.append(f"too few builds: {rounds.builds} of {FEWEST}")
+    if rounds.builds < FEWEST_BUILDS:
+        reasons.append(f"too few builds: {rounds.builds} of {FEWEST_BUILDS}")
     return (*reasons, *watched.complaints())
 
 
 def _arm_timing(
     timed: TimedArm,
     arm: BuiltArm,
-    first: tuple[float, int | None],
-    spent: list[Spent],
+    preparation: tuple[float, int | None],
+    blocks: list[BlockSeconds],
+    steps: int,
     ratio: Ratio | None,
-    block: int,
 ) -> ArmTiming:
-    seconds = [block_time.device for block_time in spent]
+    """Summarize an arm's blocks of some steps; `preparation` are its seconds and peak bytes."""
+    seconds = [block.device for block in blocks]
     return ArmTiming(
         ratio=ratio,
-        ms_median=1e3 * statistics.median(seconds) / block,
-        ms_mean=1e3 * statistics.fmean(seconds) / block,
-        host_ms_median=1e3 * statistics.median(block_time.host for block_time in spent) / block,
+        ms_median=1e3 * statistics.median(seconds) / steps,
+        ms_mean=1e3 * statistics.fmean(seconds) / steps,
+        host_ms_median=1e3 * statistics.median(block.host for block in blocks) / steps,
         blocks=tuple(seconds),
         step=timed.step.kind,
         step_reason=timed.step.reason,
-        prepare_seconds=first[0],
-        peak_bytes=first[1],
+        prepare_seconds=preparation[0],
+        peak_bytes=preparation[1],
         optimizer_bytes=timed.optimizer_bytes,
         trainable=count_parameters(timed.model)["trainable"],
         checkpoint_bytes=timed.model_bytes(trainable=True),
         model_bytes=timed.model_bytes(trainable=False),
-        limits=arm.limits,
+        savings=arm.savings,
     )
 
 
 @contextmanager
-def _room_to_compile(
+def _raised_recompile_limit(
     recipes: Iterable[Recipe], prepared: Material, device: torch.device
 ) -> Iterator[None]:
-    """Let every arm compile as often as it may alone."""
+    """Let torch compile as often as every arm may on its own."""
     examples = len(prepared.splits["train"])
     compute = Compute(device, default_precision(device))
     steps = ((recipe.train.step, total_steps(recipe.train, examples)) for recipe in recipes)
     if not any(choose(kind, compute, count).compiles for kind, count in steps):
         yield
         return
-    import torch._dynamo  # takes seconds
+    import torch._dynamo  # its import takes seconds
 
-    with torch._dynamo.config.patch(recompile_limit=_COMPILATIONS):
+    with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
         yield
 
 
 def time_steps(plan: Plan, data_dir: Path | None, say: Callable[[str], None]) -> dict[str, Any]:
-    """Time every arm against the baseline; plain values for the evidence."""
+    """Time every arm of a comparison against the baseline, as plain values for its evidence."""
     assert plan.clock is not None
     seed = plan.seeds[0]
     recipes = {arm.name: plan.recipe_of(arm, seed) for arm in plan.arms}
@@ -439,27 +449,27 @@ def time_steps(plan: Plan, data_dir: Path | None, say: Callable[[str], None]) ->
         recipes, prepared, baseline=plan.baseline.name, device=choose_device(base.train.device),
         seconds=plan.clock.seconds, width=plan.clock.width, say=say,
     )  # fmt: skip
-    arms = {name: _arm_facts(name, timing) for name in timing.arms}
+    arms = {name: _arm_evidence(name, timing) for name in timing.arms}
     return timing.to_dict() | {"arms": arms, "control": arms[CONTROL]}
 
 
-def _arm_facts(name: str, timing: Timing) -> dict[str, Any]:
-    """Return one arm's timing for the evidence; the control has no limits of its own."""
+def _arm_evidence(name: str, timing: Timing) -> dict[str, Any]:
+    """Return one arm's timing for the evidence; the control saves nothing."""
     arm = timing.arms[name]
-    ratio, bound = arm.ratio, None if name == CONTROL else arm.limits
-    word, sentence = (None, None) if ratio is None else judge_time(ratio, bound, timing)
-    flagged = None
-    if ratio is not None and bound is not None:
-        flagged = flag(ratio, bound, timing.proven, timing.reasons)
+    ratio, saved = arm.ratio, None if name == CONTROL else arm.savings
+    word, sentence = (None, None) if ratio is None else judge_time(ratio, saved, timing)
+    flag = None
+    if ratio is not None and saved is not None:
+        flag = unexplained_gain(ratio, saved, timing.proven, timing.reasons)
     return {
         "ms": arm.ms_median,
         "ms_mean": arm.ms_mean,
         "ratio": None if ratio is None else ratio.estimate,
         "low": None if ratio is None else ratio.low,
         "high": None if ratio is None else ratio.high,
-        "ceiling": None if bound is None else 1 / bound.speed_up,
-        "limits": None if bound is None else bound.to_dict(),
-        "flag": flagged,
+        "ceiling": None if saved is None else 1 / saved.speed_up,
+        "limits": None if saved is None else saved.to_dict(),
+        "flag": flag,
         "word": word,
         "sentence": sentence,
         "step": arm.step,
@@ -471,16 +481,15 @@ def _arm_facts(name: str, timing: Timing) -> dict[str, Any]:
     }
 
 
-def judge_time(ratio: Ratio, bound: Limits | None, timing: Timing) -> tuple[str, str]:
-    """A verdict on an arm's time, and a sentence with its numbers."""
-    shown = f"{ratio.estimate:.4f} [{ratio.low:.4f}, {ratio.high:.4f}] of the baseline's time"
-    beside = "" if bound is None else f"; FLOPs allow {1 / bound.speed_up:.4f}"
+def judge_time(ratio: Ratio, saved: StepSavings | None, timing: Timing) -> tuple[str, str]:
+    """Return a verdict on an arm's time and a sentence with its numbers."""
+    numbers = f"{ratio.estimate:.4f} [{ratio.low:.4f}, {ratio.high:.4f}] of the baseline's time"
+    if saved is not None:
+        numbers += f"; FLOPs allow {1 / saved.speed_up:.4f}"
     if not timing.proven:
-        return (
-            "unproven",
-            f"unproven: a step took {shown}{beside}, but {'; '.join(timing.reasons)}.",
-        )
+        reasons = "; ".join(timing.reasons)
+        return "unproven", f"unproven: a step took {numbers}, but {reasons}."
     if ratio.holds(1.0):
-        return "no difference found", f"no difference found: a step takes {shown}{beside}."
-    word, said = ("better", "faster") if ratio.high < 1 else ("worse", "slower")
-    return word, f"{said}: a step takes {shown}{beside}."
+        return "no difference found", f"no difference found: a step takes {numbers}."
+    word, speed = ("better", "faster") if ratio.high < 1 else ("worse", "slower")
+    return word, f"{speed}: a step takes {numbers}."

@@ -1,10 +1,14 @@
-"""Clocks that do not stall what they time, and the peak of device memory.
+"""Clocks for steps, phases and blocks of steps, and a meter for device memory.
 
-Each step lies between two marks. On CUDA they are events, read when their block of steps is long
-over; elsewhere they are readings of the clock. Phases (data, validation, checkpoints) are timed on
-the host. A phase that does not wait for a GPU runs while the GPU still works on earlier steps: its
-seconds are counted as overlapped and are not taken off the training time. Building a step is timed
-apart from the total, because the first step of a process is far more expensive to build.
+`Stopwatch` times a run without stalling it. Each step lies between two marks: CUDA events, read
+long after the step is over, or readings of the host's clock on other devices. Phases (data,
+validation, checkpoints) are timed on the host. A phase that does not wait for a GPU runs while the
+GPU still works on earlier steps: its seconds count as overlapped and are not subtracted from the
+training time. Building a step is timed apart from the total, because the first step of a process
+is far more expensive to build.
+
+`BlockClock` times a block of steps from an idle device to an idle device. `Meter` reads the seconds
+and the peak memory of whatever happens after it was made.
 """
 
 import gc
@@ -28,12 +32,15 @@ from frostlab.devices import (
 )
 
 Lap = tuple[Any, Any]  # the marks at the beginning and at the end of a step
-OVERLAPPED = "overlapped"  # host work while the device works; part of the training time
-SETUP = "setup"  # building steps; no part of the total
+OVERLAPPED = "overlapped"  # phase: host work while the device works, part of the training time
+SETUP = "setup"  # phase: building steps, not part of the total
 
 
 class Stopwatch:
-    """Times steps on the device and phases on the host."""
+    """Time steps on the device and phases on the host.
+
+    `seconds` are those of the earlier parts of a resumed run, by phase.
+    """
 
     def __init__(self, device: torch.device, seconds: dict[str, float] | None = None) -> None:
         self._events = has_events(device)
@@ -44,12 +51,12 @@ class Stopwatch:
         self._started: float | None = None
 
     def start(self) -> None:
-        """Count time from now on."""
+        """Start counting time."""
         self.wait_for_device()
         self._started = time.perf_counter()
 
     def stop(self) -> None:
-        """Count no time until the next start."""
+        """Stop counting time until the next start."""
         self.wait_for_device()
         assert self._started is not None, "the clock runs"
         self._total += time.perf_counter() - self._started
@@ -57,14 +64,14 @@ class Stopwatch:
 
     @contextmanager
     def setup(self) -> Iterator[None]:
-        """Count what happens within this as set-up, and not into the total."""
+        """Count the time inside this context as set-up, outside the total."""
         self.stop()
         with self.phase(SETUP, device=True):
             yield
         self.start()
 
     def mark(self) -> Any:
-        """A moment on the device's own clock."""
+        """Return the present moment on the device's own clock."""
         if not self._events:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -72,7 +79,7 @@ class Stopwatch:
         return event
 
     def milliseconds(self, laps: Sequence[Lap]) -> list[float]:
-        """How long each step took; waits for the last one on a GPU."""
+        """Return how long each step took; on a GPU, wait for the last one."""
         if self._events and laps:
             laps[-1][1].synchronize()
             return [began.elapsed_time(ended) for began, ended in laps]
@@ -80,7 +87,7 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str, device: bool = False) -> Iterator[None]:
-        """Time a phase on the host; `device` waits for the device's work before and after."""
+        """Time a phase on the host; `device` waits for the device before and after it."""
         if device:
             self.wait_for_device()
         elif runs_ahead(self._device):
@@ -91,41 +98,44 @@ class Stopwatch:
         finally:
             if device:
                 self.wait_for_device()
-            spent = time.perf_counter() - began
-            self._phases[name] = self._phases.get(name, 0.0) + spent
+            elapsed = time.perf_counter() - began
+            self._phases[name] = self._phases.get(name, 0.0) + elapsed
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds by phase and in total, with those of a run's earlier parts."""
-        now = 0.0 if self._started is None else time.perf_counter() - self._started
+        """Return seconds by phase and in total, including the earlier parts of a resumed run."""
+        running = 0.0 if self._started is None else time.perf_counter() - self._started
         names = {"total", *self._before, *self._phases}
-        spent = {**self._phases, "total": self._total + now}
-        return {name: self._before.get(name, 0.0) + spent.get(name, 0.0) for name in sorted(names)}
+        current = {**self._phases, "total": self._total + running}
+        return {
+            name: self._before.get(name, 0.0) + current.get(name, 0.0) for name in sorted(names)
+        }
 
     def training_seconds(self) -> float:
-        """Seconds so far in which nothing but training happened."""
+        """Return the seconds so far in which only training happened."""
         return training_seconds(self.seconds)
 
     def wait_for_device(self) -> None:
-        """Wait until the device has done what it was asked to do."""
+        """Wait until the device has finished its work."""
         synchronize(self._device)
 
 
 def training_seconds(seconds: dict[str, float]) -> float:
-    """The total without the phases that training had to wait for."""
-    apart = {n: spent for n, spent in seconds.items() if n not in ("total", OVERLAPPED, SETUP)}
-    return seconds.get("total", 0.0) - sum(apart.values())
+    """Return the total without the phases that training had to wait for."""
+    not_waited_for = ("total", OVERLAPPED, SETUP)
+    waited = sum(spent for name, spent in seconds.items() if name not in not_waited_for)
+    return seconds.get("total", 0.0) - waited
 
 
 class Meter:
-    """Seconds and peak memory from here on, the memory of what was there before left out."""
+    """Measure seconds and peak memory from its construction on, above the memory used before."""
 
     def __init__(self, device: torch.device) -> None:
         synchronize(device)
         self.device = device
         if prepares_kernels(device):
             weight = torch.ones(1, 1, device=device, requires_grad=True)
-            F.linear(weight, weight, weight[0]).sum().backward()  # cuBLAS takes its workspaces
+            F.linear(weight, weight, weight[0]).sum().backward()  # cuBLAS allocates its workspaces
             del weight
             gc.collect()
         self.before = allocated_bytes(device)
@@ -133,18 +143,18 @@ class Meter:
         self.began = time.perf_counter()
 
     def read(self) -> tuple[float, int | None]:
-        """Seconds, and bytes on CUDA."""
+        """Return the seconds and, on CUDA, the peak memory in bytes."""
         synchronize(self.device)
         return time.perf_counter() - self.began, self.peak_bytes()
 
     def peak_bytes(self) -> int | None:
-        """The most memory allocated at once, on CUDA."""
+        """Return the peak of allocated memory on CUDA, None elsewhere."""
         peak = peak_bytes(self.device)
         return None if peak is None else peak - self.before
 
 
 @dataclass(frozen=True)
-class Spent:
+class BlockSeconds:
     """Seconds of a block, on the device's own clock and on the host's."""
 
     device: float
@@ -152,13 +162,13 @@ class Spent:
 
 
 class BlockClock:
-    """Times a block from an idle device to an idle device."""
+    """Time a block of work from an idle device to an idle device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def block(self, work: Callable[[], object]) -> Spent:
-        """Time some work, and all that it leaves to the device."""
+    def time(self, work: Callable[[], object]) -> BlockSeconds:
+        """Time a function and all the work that it launches on the device."""
         events = has_events(self.device)
         synchronize(self.device)
         began = time.perf_counter()
@@ -171,4 +181,4 @@ class BlockClock:
             last.record(stream)
         synchronize(self.device)
         host = time.perf_counter() - began
-        return Spent(first.elapsed_time(last) / 1e3 if events else host, host)
+        return BlockSeconds(first.elapsed_time(last) / 1e3 if events else host, host)

@@ -1,10 +1,13 @@
-"""What freezing can save at most: matmul arithmetic, and memory for gradients and Adam.
+"""Arithmetic of a training step: FLOPs it needs, FLOPs freezing saves, FLOPs a device can do.
 
-A trained matrix costs three matmuls: forward, input gradient, weight gradient. Freezing it
-removes the third. The second disappears too where nothing below learns. Attention's own two
-products (scores, mixing) cost as much again per token as the sequence is long, and their
-backward is needed as long as anything below or in the attention learns. Causal attention, in a
-kernel that skips what is masked, needs half of them.
+A trained matrix costs three matmuls per step: forward, input gradient, weight gradient. Freezing
+it removes the third. The second disappears too where nothing below it learns. Attention's own two
+products (scores and mixing) cost more per token the longer the sequence is, and their backward
+pass is needed as long as anything below or in the attention learns. Causal attention, in a kernel
+that skips the masked half, needs half of them.
+
+These are bounds, because only matmuls and the optimizer's memory traffic are counted: a step that
+is bound by matmuls gains at most `speed_up`, and no step takes less than `ceiling_ms`.
 """
 
 import time
@@ -22,14 +25,115 @@ from frostlab.roles.read import anatomy
 from frostlab.roles.snapshot import Anatomy, Layer
 from frostlab.timing.interleave import Ratio
 
-_BYTES = 4
+ADAM_BYTES = 28  # moved per trainable parameter: weight and moments read and written, gradient read
+_STATE_BYTES = 12  # kept per trainable parameter: gradient and two moments in float32
+_MOST_FLOPS_PER_BYTE = 300.0  # of memory traffic: an H100 in bf16, more than other devices
+_LAUNCH_BOUND_TOKENS = 2048  # with fewer per step, launching kernels may outlast computing
+_SPEC_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # the vendor's dense bf16 figures
+CEILING_FORMULA = (
+    "max(matmul FLOPs of forward and backward / measured matmul rate, "
+    "28 bytes × trainable parameters / measured copy bandwidth)"
+)
+
+
+# What a step must compute.
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """The work of one training step."""
+
+    flops: float
+    parameters: int  # trainable
+
+
+def step_work(model: nn.Module, length: int, tokens: float) -> StepWork:
+    """Return the work of a step over `tokens`, in sequences of `length`, as the model is frozen."""
+    flops = savings(anatomy(model), length, causal=is_causal(model)).flops
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return StepWork(flops * tokens, trainable)
+
+
+def forward_flops(
+    anatomy: Anatomy, length: int, *, causal: bool = False
+) -> tuple[list[float], float]:
+    """Return the FLOPs per token of a forward pass: of each layer, and outside the layers."""
+    frozen = anatomy.with_frozen("all")
+    layers = [_layer_flops(layer, False, False, length, causal) for layer in frozen.layers]
+    return layers, _step_flops(frozen, length, causal) - sum(layers)
+
+
+def _step_flops(anatomy: Anatomy, length: int, causal: bool) -> float:
+    """Return the matmul FLOPs per token of one training step, forward and backward."""
+    encoder_learns = any(_learns(part) for part in anatomy.parts if part.stack == "encoder")
+    stacks = {part.stack for part in anatomy.parts}
+    learns_below = {stack: _input_learns(anatomy, stack) for stack in stacks}
+    total = 0.0
+    for layer in anatomy.layers:
+        total += _layer_flops(layer, learns_below[layer.stack], encoder_learns, length, causal)
+        learns_below[layer.stack] |= any(map(_learns, layer.parts))
+    sizes = (part.shape[0] for part in anatomy.parts if part.role == "embedding" and part.shape)
+    vocabulary = max(sizes, default=0)  # token types have an embedding, too
+    for part in anatomy.parts:
+        if not part.layers and part.matmul and part.kind == "weight":
+            flops = 2 * part.parameters * (1 + any(learns_below.values()) + _learns(part))
+            # a head as wide as the vocabulary reads every token, any other head one per sequence
+            every_token = part.role != "head" or part.shape[part.axis] == vocabulary
+            total += flops if every_token else flops / length
+    return total
+
+
+def _layer_flops(
+    layer: Layer, learns_below: bool, encoder_learns: bool, length: int, causal: bool
+) -> float:
+    total = 0.0
+    query_widths: dict[bool, int] = {}  # by whether it is cross-attention
+    needs_backward: dict[bool, bool] = {}  # likewise
+    learns_inside = any(_learns(part) for part in layer.parts)
+    for part in layer.parts:
+        if part.kind != "weight" or not part.matmul:
+            continue
+        cross, role = part.place.cross, part.role
+        if role in ATTENTION_INPUTS:
+            reads_encoder = cross and role != "query"
+            below = encoder_learns if reads_encoder else learns_below or (cross and learns_inside)
+            needs_backward[cross] = needs_backward.get(cross, False) or below or _learns(part)
+            if role == "query":
+                query_widths[cross] = part.shape[part.axis]
+        else:
+            below = learns_below or learns_inside
+        total += 2 * part.parameters * (1 + below + _learns(part))
+    for cross, width in query_widths.items():
+        attended = length / 2 if causal and not cross else length
+        total += 2 * 2 * attended * width * (3 if needs_backward[cross] else 1)
+    return total
+
+
+def _input_learns(anatomy: Anatomy, stack: str) -> bool:
+    """Whether anything below a stack's first layer learns.
+
+    Norms outside the layers are left out: they may come before or after the layers, and leaving
+    them out keeps the result a bound.
+    """
+    return any(
+        _learns(part) and part.role not in ("head", "norm")
+        for part in anatomy.parts
+        if not part.layers and part.stack in (stack, "")
+    )
+
+
+def _learns(part: Part) -> bool:
+    return part.state == "trainable"
+
+
+# What freezing can save.
 
 
 @dataclass(frozen=True)
 class Savings:
-    """Floating-point operations a token and bytes, with everything trained and as frozen."""
+    """FLOPs per token, and bytes of gradients and Adam: with everything trained, and as frozen."""
 
-    length: int
+    length: int  # of the sequences
     flops_all: float
     flops: float
     bytes_all: int
@@ -37,12 +141,12 @@ class Savings:
 
     @property
     def flop_share(self) -> float:
-        """The share of all matmul operations that freezing removes."""
+        """Return the share of all matmul FLOPs that freezing removes."""
         return 1 - self.flops / self.flops_all if self.flops_all else 0.0
 
     @property
     def speed_up(self) -> float:
-        """The ceiling on the speed-up of a step bound by matmuls."""
+        """Return the largest possible speed-up of a step bound by matmuls."""
         return self.flops_all / self.flops if self.flops else 1.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -64,112 +168,39 @@ def savings(anatomy: Anatomy, length: int, *, causal: bool = False) -> Savings:
     trainable, possible = anatomy.count("trainable"), anatomy.count("trainable", "frozen")
     return Savings(
         length,
-        _flops(anatomy.with_frozen(), length, causal),
-        _flops(anatomy, length, causal),
-        3 * _BYTES * possible,
-        3 * _BYTES * trainable,
+        _step_flops(anatomy.with_frozen(), length, causal),
+        _step_flops(anatomy, length, causal),
+        _STATE_BYTES * possible,
+        _STATE_BYTES * trainable,
     )
-
-
-def _flops(anatomy: Anatomy, length: int, causal: bool) -> float:
-    """Matmul operations a token of one training step: forward and backward."""
-    encoder_learns = any(_learns(p) for p in anatomy.parts if p.stack == "encoder")
-    below = {stack: _input_learns(anatomy, stack) for stack in {p.stack for p in anatomy.parts}}
-    total = 0.0
-    for layer in anatomy.layers:
-        total += _layer_flops(layer, below[layer.stack], encoder_learns, length, causal)
-        below[layer.stack] |= any(map(_learns, layer.parts))
-    sizes = (p.shape[0] for p in anatomy.parts if p.role == "embedding" and p.shape)
-    vocabulary = max(sizes, default=0)  # types of tokens have embeddings, too
-    for part in anatomy.parts:
-        if not part.layers and part.matmul and part.kind == "weight":
-            cost = 2 * part.parameters * (1 + any(below.values()) + _learns(part))
-            # a head as wide as the vocabulary works on every token, another on one of them
-            every_token = part.role != "head" or part.shape[part.axis] == vocabulary
-            total += cost if every_token else cost / length
-    return total
-
-
-def forward_flops(
-    anatomy: Anatomy, length: int, *, causal: bool = False
-) -> tuple[list[float], float]:
-    """Matmul operations a token of a forward pass: of each layer, and of what is outside them."""
-    frozen = anatomy.with_frozen("all")
-    layers = [_layer_flops(layer, False, False, length, causal) for layer in frozen.layers]
-    return layers, _flops(frozen, length, causal) - sum(layers)
-
-
-def _input_learns(anatomy: Anatomy, stack: str) -> bool:
-    """Whether anything below a stack's first layer learns.
-
-    Norms outside the layers are left out: whether they come before or after is not known, and
-    what is computed here is a ceiling.
-    """
-    return any(
-        _learns(part) and part.role not in ("head", "norm")
-        for part in anatomy.parts
-        if not part.layers and part.stack in (stack, "")
-    )
-
-
-def _layer_flops(
-    layer: Layer, below: bool, encoder_learns: bool, length: int, causal: bool
-) -> float:
-    total = 0.0
-    heads: dict[bool, int] = {}
-    learning: dict[bool, bool] = {}
-    inside = any(_learns(p) for p in layer.parts)
-    for part in layer.parts:
-        if part.kind != "weight" or not part.matmul:
-            continue
-        cross, role = part.place.cross, part.role
-        if role in ATTENTION_INPUTS:
-            upstream = encoder_learns if cross and role != "query" else below or (cross and inside)
-            learning[cross] = learning.get(cross, False) or upstream or _learns(part)
-            if role == "query":
-                heads[cross] = part.shape[part.axis]
-        else:
-            upstream = below or inside
-        total += 2 * part.parameters * (1 + upstream + _learns(part))
-    for cross, width in heads.items():
-        seen = length / 2 if causal and not cross else length
-        total += 2 * 2 * seen * width * (3 if learning[cross] else 1)
-    return total
-
-
-def _learns(part: Part) -> bool:
-    return part.state == "trainable"
 
 
 def describe_savings(anatomy: Anatomy, length: int) -> Sequence[str]:
-    """Say in plain lines what freezing can save at most."""
-    found = savings(anatomy, length)
+    """Return lines of text on what freezing can save at most."""
+    saved = savings(anatomy, length)
     mib = 2**20
     return [
-        f"matmul work     −{found.flop_share:.2%} at length {length}: "
-        f"a step bound by it gets at most {found.speed_up:.3f}× as fast",
-        f"gradients, Adam −{(found.bytes_all - found.bytes) / mib:,.0f} of "
-        f"{found.bytes_all / mib:,.0f} MiB in float32; activations are not counted",
+        f"matmul work     −{saved.flop_share:.2%} at length {length}: "
+        f"a step bound by it gets at most {saved.speed_up:.3f}× as fast",
+        f"gradients, Adam −{(saved.bytes_all - saved.bytes) / mib:,.0f} of "
+        f"{saved.bytes_all / mib:,.0f} MiB in float32; activations are not counted",
     ]
 
 
-_BALANCE = 300.0  # FLOPs a byte moved: an H100 in bf16, more than other devices
-_FEW = 2048  # tokens a step, below which launching kernels may take longer than computing
-
-
 @dataclass(frozen=True)
-class Limits(Savings):
-    """The work of one step, not of a token, with everything trained and as it is frozen now."""
+class StepSavings(Savings):
+    """The same for a whole step, and the optimizer's memory traffic: `flops` are per step here."""
 
-    tokens: float  # a step
+    tokens: float  # per step
     traffic_all: int  # bytes the optimizer moves
     traffic: int
 
     @property
     def speed_up_with_traffic(self) -> float:
-        """The same where the optimizer's traffic counts as much as it ever may."""
-        now = self.flops / _BALANCE + self.traffic
-        return (self.flops_all / _BALANCE + self.traffic_all) / now if now else 1.0
+        """Return the largest possible speed-up where the optimizer's traffic weighs the most."""
+        frozen = self.flops / _MOST_FLOPS_PER_BYTE + self.traffic
+        everything = self.flops_all / _MOST_FLOPS_PER_BYTE + self.traffic_all
+        return everything / frozen if frozen else 1.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -183,82 +214,64 @@ class Limits(Savings):
         }
 
 
-def limits(model: nn.Module, length: int, tokens: float, *, causal: bool | None = None) -> Limits:
-    """What the model, treated as it is now, can save in a step over `tokens` of a length.
-
-    Args:
-        causal: attention only looks back, in a kernel that leaves out the other half of its
-            products; by default true of frostlab's own language models.
-    """
-    found = anatomy(model)
-    free = found.with_frozen()
-    saved = savings(found, length, causal=is_causal(model) if causal is None else causal)
-    return Limits(
+def step_savings(model: nn.Module, length: int, tokens: float) -> StepSavings:
+    """Compute what a model, as it is frozen now, can save in a step over `tokens` of a length."""
+    parts = anatomy(model)
+    per_token = savings(parts, length, causal=is_causal(model))
+    return StepSavings(
         length=length,
-        flops_all=saved.flops_all * tokens,
-        flops=saved.flops * tokens,
-        bytes_all=saved.bytes_all,
-        bytes=saved.bytes,
+        flops_all=per_token.flops_all * tokens,
+        flops=per_token.flops * tokens,
+        bytes_all=per_token.bytes_all,
+        bytes=per_token.bytes,
         tokens=tokens,
-        traffic_all=ADAM_BYTES * free.count("trainable"),
-        traffic=ADAM_BYTES * found.count("trainable"),
+        traffic_all=ADAM_BYTES * parts.with_frozen().count("trainable"),
+        traffic=ADAM_BYTES * parts.count("trainable"),
     )
 
 
-def flag(ratio: Ratio, found: Limits, proven: bool, reasons: tuple[str, ...] = ()) -> str | None:
-    """Say what is likely behind a gain that the saved work does not explain; None: it does.
+def unexplained_gain(
+    ratio: Ratio, saved: StepSavings, proven: bool, reasons: tuple[str, ...] = ()
+) -> str | None:
+    """Name the likely cause of a gain that the saved matmuls do not explain; None if they do.
 
     Args:
-        ratio: an arm's time over that of the baseline, in which everything learns.
+        ratio: an arm's time over the time of the baseline, which trains everything.
         reasons: why the timing is not proven.
     """
-    gain = 1 / ratio.high  # the least that the interval allows
-    if gain <= found.speed_up:
+    gain = 1 / ratio.high  # the smallest that the interval allows
+    if gain <= saved.speed_up:
         return None
-    beyond = f"{gain:.3f}× as fast at least, and matmuls explain {found.speed_up:.3f}×"
+    beyond = f"{gain:.3f}× as fast at least, and matmuls explain {saved.speed_up:.3f}×"
     if not proven:
         return f"{beyond}: the timing is not proven ({'; '.join(reasons) or 'no reason given'})"
-    if gain <= found.speed_up_with_traffic:
-        saved = (found.traffic_all - found.traffic) / 2**20
-        return f"{beyond}: likely optimizer traffic, {saved:,.1f} MiB a step less"
-    if found.tokens < _FEW:
-        return f"{beyond}: likely launch-bound, with {found.tokens:,.0f} tokens a step"
+    if gain <= saved.speed_up_with_traffic:
+        mib = (saved.traffic_all - saved.traffic) / 2**20
+        return f"{beyond}: likely optimizer traffic, {mib:,.1f} MiB a step less"
+    if saved.tokens < _LAUNCH_BOUND_TOKENS:
+        return f"{beyond}: likely launch-bound, with {saved.tokens:,.0f} tokens a step"
     return f"{beyond}: nothing counted here explains it; look for a second difference"
 
 
-ADAM_BYTES = 28  # a trainable parameter
-FORMULA = (
-    "max(matmul FLOPs of forward and backward / measured matmul rate, "
-    "28 bytes × trainable parameters / measured copy bandwidth)"
-)
-_SPEC = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bf16, as the vendor says
+# What the device can do.
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Measured rates of a device, and what its maker promises."""
+    """Measured rates of a device, and the vendor's figure for its matmuls."""
 
-    matmul_flops: float  # a second
-    copy_bytes: float  # a second, read and written
-    how: str
-    spec_flops: float | None
+    matmul_flops: float  # per second
+    copy_bytes: float  # per second, read and written
+    how: str  # the matmul and the copy that were timed
+    spec_flops: float | None  # per second; None for a device without an entry here
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return asdict(self)
+    def lower_bounds(self, work: StepWork) -> dict[str, float]:
+        """Return the fewest milliseconds that a step's matmuls and its optimizer need.
 
-
-@dataclass(frozen=True)
-class Work:
-    """What one training step has to do."""
-
-    flops: float
-    parameters: int  # trainable
-
-    def least(self, ceilings: Ceilings) -> dict[str, float]:
-        """The least milliseconds: of either part, of both at once, of one after the other."""
-        compute = 1e3 * self.flops / ceilings.matmul_flops
-        traffic = 1e3 * ADAM_BYTES * self.parameters / ceilings.copy_bytes
+        `ceiling_ms` assumes that the two overlap, `serial_ms` that they do not.
+        """
+        compute = 1e3 * work.flops / self.matmul_flops
+        traffic = 1e3 * ADAM_BYTES * work.parameters / self.copy_bytes
         return {
             "compute_ms": compute,
             "traffic_ms": traffic,
@@ -266,41 +279,38 @@ class Work:
             "serial_ms": compute + traffic,
         }
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return asdict(self)
+
 
 def measure_ceilings(device: torch.device, small: bool = False) -> Ceilings:
-    """Time a large matmul and a large copy; the best of several."""
+    """Time a large matmul and a large copy, and keep the best of several groups of calls."""
     large = runs_ahead(device)
     size = 512 if small else 8192 if large else 2048
-    words = 1 << (22 if small else 29 if large else 26)
-    kind = default_precision(device)
-    left, right = (torch.randn(size, size, device=device, dtype=kind) for _ in range(2))
+    floats = 1 << (22 if small else 29 if large else 26)
+    dtype = default_precision(device)
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(left)
-    seconds = _best(lambda: torch.mm(left, right, out=out), device)
-    source = torch.ones(words, device=device)
+    matmul_seconds = _best_seconds(lambda: torch.mm(left, right, out=out), device)
+    source = torch.ones(floats, device=device)
     target = torch.empty_like(source)
-    copied = _best(lambda: target.copy_(source), device)
+    copy_seconds = _best_seconds(lambda: target.copy_(source), device)
     name = device_name(device)
-    spec = next((rate for key, rate in _SPEC.items() if key in name), None)
-    how = f"{size}³ {str(kind).removeprefix('torch.')} matmul; copy of {4 * words >> 20} MiB"
-    return Ceilings(2 * size**3 / seconds, 8 * words / copied, how, spec)
+    spec = next((rate for key, rate in _SPEC_FLOPS.items() if key in name), None)
+    how = f"{size}³ {str(dtype).removeprefix('torch.')} matmul; copy of {4 * floats >> 20} MiB"
+    return Ceilings(2 * size**3 / matmul_seconds, 8 * floats / copy_seconds, how, spec)
 
 
-def _best(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call, the best of five groups; long enough for the clock."""
-    times = 10 if runs_ahead(device) else 2
-    found = []
-    for _ in range(6):  # the first warms up
+def _best_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of one call: the best of five groups of calls, after one to warm up."""
+    calls = 10 if runs_ahead(device) else 2  # long enough for the clock
+    groups = []
+    for _ in range(6):
         synchronize(device)
         began = time.perf_counter()
-        for _ in range(times):
+        for _ in range(calls):
             work()
         synchronize(device)
-        found.append((time.perf_counter() - began) / times)
-    return min(found[1:])
-
-
-def step_work(model: nn.Module, length: int, tokens: float) -> Work:
-    """The work of a step over `tokens` in sequences of a length, as the model is frozen now."""
-    flops = savings(anatomy(model), length, causal=is_causal(model)).flops
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return Work(flops * tokens, trainable)
+        groups.append((time.perf_counter() - began) / calls)
+    return min(groups[1:])

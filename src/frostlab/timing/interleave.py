@@ -1,7 +1,17 @@
-"""Blocks of steps in turn: a random order, then its reverse, all on one clock, build by build."""
+"""Interleaved timing: competitors take blocks of steps in turn, in one process, on one clock.
+
+Noise that lasts longer than a block then meets every competitor alike and cancels in their ratio.
+
+`interleave_arms` times the arms of a comparison. Every round is a random order of the arms, the
+next round is its reverse, and the arms are built again after a few pairs of rounds, because the
+memory that a copy happens to get makes all its steps faster or slower. A build therefore counts
+once in the confidence interval.
+
+`interleave_pair` times two sides of a benchmark, one of which may be a training loop that cannot
+be called step by step.
+"""
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -14,17 +24,21 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from frostlab.devices import synchronize
-from frostlab.timing.clock import Meter, Spent
+from frostlab.timing.clock import BlockSeconds, Meter
 
-FEWEST = 8  # builds
-_MORE = 4  # builds after the width is reached: a calm spell must not be all that counts
-_LEVEL = 0.95
-_DRIFTED = 0.05  # of the time of a block, between the halves of a measurement
+FEWEST_BUILDS = 8
+MOST_BATCHES = 16  # different ones: a step must have met each of their shapes before
+_BUILDS_AFTER_WIDTH = 4  # so that a calm spell is not all that counts
+_CONFIDENCE = 0.95
+_MOST_BLOCKS = 4  # different ones
+_PROGRESS_EVERY = 10.0  # seconds
+_FEWEST_ROUNDS = 3  # of a pair, however few seconds there are
+_DRIFT = 0.05  # allowed change of the baseline's time between the halves of a measurement
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """An arm's time over the baseline's: below 1 the arm is faster."""
+    """An arm's time over the baseline's with its interval; below 1 the arm is faster."""
 
     estimate: float
     low: float
@@ -32,7 +46,7 @@ class Ratio:
 
     @property
     def width(self) -> float:
-        """The interval's full width, relative to the estimate."""
+        """Return the interval's full width, relative to the estimate."""
         return (self.high - self.low) / self.estimate
 
     def holds(self, value: float) -> bool:
@@ -44,80 +58,82 @@ class Ratio:
         return asdict(self)
 
 
+def ratio_of(arm: Sequence[float], base: Sequence[float], pairs: int = 1) -> Ratio:
+    """Estimate the paired ratio and its 95 % interval from at least two builds.
+
+    `pairs` is the number of pairs of rounds per build.
+    """
+    logs = paired_logs(arm, base, pairs)
+    middle = float(logs.mean())
+    half = _t_quantile(len(logs)) * float(logs.std(ddof=1)) / math.sqrt(len(logs))
+    return Ratio(math.exp(middle), math.exp(middle - half), math.exp(middle + half))
+
+
 def paired_logs(arm: Sequence[float], base: Sequence[float], pairs: int = 1) -> NDArray[np.float64]:
-    """One value a build: the mean of log(arm / baseline) over its pairs of rounds."""
+    """Return the mean of log(arm / baseline) over each build's pairs of rounds."""
     logs = np.log(np.asarray(arm, float) / np.asarray(base, float))
     return logs.reshape(-1, 2 * pairs).mean(axis=1)
 
 
-def ratio_of(arm: Sequence[float], base: Sequence[float], pairs: int = 1) -> Ratio:
-    """The paired ratio with its 95 % interval, from at least two builds of some pairs each."""
-    logs = paired_logs(arm, base, pairs)
-    middle = float(logs.mean())
-    half = _quantile(len(logs)) * float(logs.std(ddof=1)) / math.sqrt(len(logs))
-    return Ratio(math.exp(middle), math.exp(middle - half), math.exp(middle + half))
-
-
 @cache
-def _quantile(builds: int) -> float:
-    return float(stats.t.ppf((1 + _LEVEL) / 2, builds - 1))
+def _t_quantile(builds: int) -> float:
+    return float(stats.t.ppf((1 + _CONFIDENCE) / 2, builds - 1))
 
 
-class Rule:
-    """When to stop: all intervals are narrow enough, and have been for a while, or time is up."""
+# The arms of a comparison.
+
+
+class StopRule:
+    """Stop when all intervals have been narrow for some builds, or when time is up."""
 
     def __init__(self, seconds: float, width: float) -> None:
         self.seconds, self.width = seconds, width
-        self._left: int | None = None  # builds still to time once the width is reached
+        self._builds_left: int | None = None  # set once the width is reached
 
     def stopped_by(self, builds: int, ratios: Iterable[Ratio], elapsed: float) -> str | None:
-        """What ends the timing after a build, or None; never before the second."""
+        """Return `width` or `time` if the timing ends after this build; never before the second."""
         if builds < 2:
             return None
-        if self._left is not None:
-            self._left -= 1
-        elif builds >= FEWEST and all(ratio.width < self.width for ratio in ratios):
-            self._left = _MORE
-        if self._left == 0:
+        if self._builds_left is not None:
+            self._builds_left -= 1
+        elif builds >= FEWEST_BUILDS and all(ratio.width < self.width for ratio in ratios):
+            self._builds_left = _BUILDS_AFTER_WIDTH
+        if self._builds_left == 0:
             return "width"
         return "time" if elapsed >= self.seconds else None
 
 
-BATCHES = 16  # different batches at most: each shape of them must have been met before
-_STARTS = 4  # places in the list of batches where blocks begin
-_SAYS = 10.0  # seconds
-Measure = Callable[[str, Sequence[int]], Spent]
+@dataclass(frozen=True)
+class Blocks:
+    """Which batches a block of steps takes from a list of batches, in a cycle of few blocks.
 
+    There are few different blocks, so that each returns soon and is compared with itself.
+    """
 
-@dataclass
-class Rounds:
-    """What was measured, one block an arm and round."""
-
-    spent: dict[str, list[Spent]]
-    pairs: int = 1  # of rounds, before the arms are built anew
-    began: list[float] = field(default_factory=list)  # of the baseline's blocks, since the first
-    starts: list[int] = field(default_factory=list)  # where each round's batches begin
-    seconds: float = 0.0
-    stopped_by: str = ""
-
-    def device_seconds(self, name: str) -> list[float]:
-        """An arm's seconds a block on the device's clock."""
-        return [spent.device for spent in self.spent[name]]
-
-    def ratios(self, baseline: str) -> dict[str, Ratio]:
-        """Every other arm's time over the baseline's."""
-        base = self.device_seconds(baseline)
-        others = (name for name in self.spent if name != baseline)
-        return {name: ratio_of(self.device_seconds(name), base, self.pairs) for name in others}
+    steps: int  # in a block
+    batches: int  # in the list
 
     @property
-    def builds(self) -> int:
-        """How often the arms were built, and timed."""
-        return len(self.starts) // (2 * self.pairs)
+    def different(self) -> int:
+        """Return how many different blocks there are."""
+        return max(1, min(_MOST_BLOCKS, MOST_BATCHES // self.steps))
+
+    def of_pair(self, pair: int) -> tuple[int, ...]:
+        """Return the indices of the batches that both rounds of a pair take."""
+        first = (pair % self.different) * self.steps
+        return tuple((first + step) % self.batches for step in range(self.steps))
 
 
-def orders(names: Sequence[str], seed: int) -> Iterator[tuple[str, ...]]:
-    """Who goes when, round by round; each random order is followed by its reverse."""
+def pairs_per_build(seconds: float, round_seconds: float) -> int:
+    """Return the pairs of rounds per build that let the fewest builds fit into the time.
+
+    A third of the time is left for building.
+    """
+    return max(1, min(_MOST_BLOCKS, int(2 / 3 * seconds / (FEWEST_BUILDS * 2 * round_seconds))))
+
+
+def round_orders(names: Sequence[str], seed: int) -> Iterator[tuple[str, ...]]:
+    """Yield the order of the arms in each round: a random one, its reverse, another random one."""
     draw = np.random.default_rng(seed)
     while True:
         order = tuple(names[i] for i in draw.permutation(len(names)))
@@ -125,72 +141,121 @@ def orders(names: Sequence[str], seed: int) -> Iterator[tuple[str, ...]]:
         yield order[::-1]
 
 
-def different(block: int) -> int:
-    """How many different blocks there are: few, so that they come back soon."""
-    return max(1, min(_STARTS, BATCHES // block))
+@dataclass
+class Rounds:
+    """The measured blocks: one of every arm in each round."""
+
+    baseline: str
+    blocks: dict[str, list[BlockSeconds]]  # by arm
+    pairs: int = 1  # of rounds per build
+    began: list[float] = field(default_factory=list)  # when each block of the baseline began
+    starts: list[int] = field(default_factory=list)  # the first batch of each round
+    seconds: float = 0.0
+    stopped_by: str = ""
+
+    def device_seconds(self, name: str) -> list[float]:
+        """Return the seconds of an arm's blocks on the device's clock."""
+        return [block.device for block in self.blocks[name]]
+
+    def ratios(self) -> dict[str, Ratio]:
+        """Return the ratio of every other arm's time to the baseline's."""
+        base = self.device_seconds(self.baseline)
+        return {
+            name: ratio_of(self.device_seconds(name), base, self.pairs)
+            for name in self.blocks
+            if name != self.baseline
+        }
+
+    @property
+    def builds(self) -> int:
+        """Return how often the arms were built and timed."""
+        return len(self.starts) // (2 * self.pairs)
 
 
-def places(pair: int, block: int, batches: int) -> tuple[int, ...]:
-    """Which batches both rounds of a pair see."""
-    first = (pair % different(block)) * block
-    return tuple((first + i) % batches for i in range(block))
-
-
-def pairs_for(seconds: float, round_seconds: float) -> int:
-    """Pairs of rounds a build, so that the fewest builds fit; a third is left for building."""
-    return max(1, min(_STARTS, int(2 / 3 * seconds / (FEWEST * 2 * round_seconds))))
-
-
-def take_turns(
+def interleave_arms(
     names: Sequence[str],
-    baseline: str,
-    measure: Measure,
-    rule: Rule,
-    *,
-    pairs: int,
+    measure: Callable[[str, Sequence[int]], BlockSeconds],
     rebuild: Callable[[], None],
-    block: int,
-    batches: int,
+    rule: StopRule,
+    *,
+    blocks: Blocks,
+    pairs: int,
     seed: int,
     say: Callable[[str], None],
 ) -> Rounds:
-    """Measure build after build, pairs of rounds each, until the rule ends it.
+    """Time build after build, some pairs of rounds each, until the rule ends it.
 
-    `measure` takes one arm's block.
+    Args:
+        names: of the arms, the baseline first.
+        measure: takes one block of an arm, on the batches with these indices.
+        rebuild: builds all arms again.
+        pairs: of rounds per build.
+        seed: of the order of the arms in each round.
     """
-    rounds = Rounds({name: [] for name in names}, pairs)
-    order, start = orders(names, seed), perf_counter()
-    said = start
+    baseline = names[0]
+    rounds = Rounds(baseline, {name: [] for name in names}, pairs)
+    orders, start = round_orders(names, seed), perf_counter()
+    last_progress = start
     while not rounds.stopped_by:
         if rounds.starts:
             rebuild()
         for pair in range(rounds.builds * pairs, (rounds.builds + 1) * pairs):
-            batch_places = places(pair, block, batches)
+            batches = blocks.of_pair(pair)
             for _ in range(2):
-                for name in next(order):
+                for name in next(orders):
                     if name == baseline:
                         rounds.began.append(perf_counter() - start)
-                    rounds.spent[name].append(measure(name, batch_places))
-                rounds.starts.append(batch_places[0])
+                    rounds.blocks[name].append(measure(name, batches))
+                rounds.starts.append(batches[0])
         rounds.seconds = perf_counter() - start
-        ratios = rounds.ratios(baseline).values() if rounds.builds > 1 else ()
+        ratios = rounds.ratios().values() if rounds.builds > 1 else ()
         rounds.stopped_by = rule.stopped_by(rounds.builds, ratios, rounds.seconds) or ""
-        if perf_counter() - said >= _SAYS and ratios:
-            said, widest = perf_counter(), max(ratio.width for ratio in ratios)
+        if perf_counter() - last_progress >= _PROGRESS_EVERY and ratios:
+            last_progress, widest = perf_counter(), max(ratio.width for ratio in ratios)
             done = f"{rounds.builds} builds, {len(rounds.starts)} rounds, {rounds.seconds:.0f} s"
             say(f"{done}: intervals within {widest:.2%}")
     return rounds
 
 
+@dataclass(frozen=True)
+class Drift:
+    """How the baseline's time changed during the measurement."""
+
+    halves: float  # the second half's time over the first's
+    per_minute: float  # change of the log time, by regression
+
+    @property
+    def drifted(self) -> bool:
+        """Whether the baseline drifted during the measurement."""
+        return abs(self.halves - 1) > _DRIFT
+
+
+def drift_of(seconds: Sequence[float], began: Sequence[float], starts: Sequence[int]) -> Drift:
+    """Compare the halves, and regress on time, each block only with blocks of the same batches."""
+    logs, times = np.log(np.asarray(seconds, float)), np.asarray(began, float)
+    kinds, late = np.asarray(starts), np.arange(len(logs)) >= len(logs) // 2
+    changes: list[float] = []
+    for kind in np.unique(kinds):
+        same = kinds == kind
+        if (same & late).any() and (same & ~late).any():
+            changes.append(float(np.median(logs[same & late]) - np.median(logs[same & ~late])))
+        logs[same] -= logs[same].mean()
+        times[same] -= times[same].mean()
+    spread = float(times @ times)
+    slope = float(times @ logs) / spread if spread else 0.0
+    return Drift(float(np.exp(np.mean(changes))) if changes else 1.0, 60 * slope)
+
+
+# The two sides of a benchmark.
+
 Step = Callable[[], object]
-After = Callable[[], bool]  # called after each step; True: enough
-Driver = Callable[[After], object]  # takes steps of its own accord, as a Trainer does
-_FEWEST = 3  # rounds, however few seconds there are
+AfterStep = Callable[[], bool]  # called after each step; True ends the loop
+Driver = Callable[[AfterStep], object]  # a loop that takes its own steps, as a Trainer does
 
 
 @dataclass
-class Times:
-    """What was measured: seconds a step of each round, and what it took to get there."""
+class PairTimes:
+    """Seconds per step of both sides, round by round, and the cost of preparing each side."""
 
     ours: list[float] = field(default_factory=list)
     theirs: list[float] = field(default_factory=list)
@@ -200,10 +265,13 @@ class Times:
     theirs_peak_bytes: int | None = None
     steps_per_round: int = 1
 
-    def to_dict(self, whole: bool = False) -> dict[str, Any]:
-        """Milliseconds a step and their ratio: medians, or means where the whole work counts."""
-        middle = np.mean if whole else np.median
-        ours, theirs = (round(1e3 * float(middle(side)), 5) for side in (self.ours, self.theirs))
+    def to_dict(self, *, mean: bool = False) -> dict[str, Any]:
+        """Return milliseconds per step and their ratio: medians of the rounds, or means.
+
+        Means are right where steps differ in length, so that all the work counts.
+        """
+        average = np.mean if mean else np.median
+        ours, theirs = (round(1e3 * float(average(side)), 5) for side in (self.ours, self.theirs))
         ratios = np.array(self.ours) / np.array(self.theirs)
         memory = None
         if self.ours_peak_bytes is not None and self.theirs_peak_bytes:
@@ -211,7 +279,7 @@ class Times:
         return {
             "ours_ms": ours,
             "theirs_ms": theirs,
-            "statistic": "mean of rounds" if whole else "median of rounds",
+            "statistic": "mean of rounds" if mean else "median of rounds",
             "ratio": ours / theirs,
             "ratio_paired_median": float(np.median(ratios)),
             "ratio_p10": float(np.quantile(ratios, 0.1)),
@@ -228,133 +296,108 @@ class Times:
         }
 
 
-def looped(step: Step) -> Driver:
-    """A plain step as a driver."""
-
-    def drive(after: After) -> None:
-        step()
-        while not after():
-            step()
-
-    return drive
-
-
-def schedule(rounds: int) -> Iterator[str]:
-    """Who goes when: theirs first in even rounds, ours first in odd ones."""
-    for number in range(rounds):
-        yield from ("theirs", "ours") if number % 2 == 0 else ("ours", "theirs")
-
-
-class Turns:
-    """Follows a driver step by step and takes our steps whenever it is our turn."""
-
-    def __init__(
-        self,
-        ours: Step,
-        times: Times,
-        device: torch.device,
-        *,
-        rounds: int,
-        warm: int,
-        seconds: float | None,
-        warmed: Callable[[], object],
-    ) -> None:
-        self.ours, self.times, self.device = ours, times, device
-        self.every, self.left, self.warmed = times.steps_per_round, warm, warmed
-        self.plan, self.seconds = list(schedule(rounds)), seconds
-        self.place, self.warming, self.began, self.start = 0, True, 0.0, 0.0
-
-    def after(self) -> bool:
-        """Count a step of theirs; when their turn is over take ours. True: all is measured."""
-        self.left -= 1
-        if self.left > 0:
-            return False
-        now = self._now()
-        if self.warming:
-            self.warming, self.start = False, now
-            self.warmed()
-        else:
-            self.times.theirs.append((now - self.began) / self.every)
-            self.place += 1
-        while not self._over() and self.plan[self.place] == "ours":
-            began = self._now()
-            for _ in range(self.every):
-                self.ours()
-            self.times.ours.append((self._now() - began) / self.every)
-            self.place += 1
-        if self._over():
-            return True
-        self.left, self.began = self.every, self._now()
-        return False
-
-    def _over(self) -> bool:
-        if self.place == len(self.plan):
-            return True
-        late = self.seconds is not None and self._now() - self.start > self.seconds
-        return late and self.place % 2 == 0 and self.place >= 2 * _FEWEST
-
-    def _now(self) -> float:
-        synchronize(self.device)
-        return time.perf_counter()
-
-
-def interleave(
+def interleave_pair(
     ours: Callable[[], Step],
     theirs: Callable[[], Driver],
     device: torch.device,
     *,
     rounds: int,
-    every: int,
-    warm: int = 3,
+    steps_per_round: int,
+    warm_up: int = 3,
     seconds: float | None = None,
-) -> Times:
+) -> PairTimes:
     """Build and warm up our side, then theirs, then time both in turn.
 
-    A side's peak memory is that of building, warming up (a graph is captured there) and nothing
-    of the other side.
+    A side's peak memory covers its own building and its own warm-up, where a graph is captured.
     """
-    times = Times(steps_per_round=every)
+    times = PairTimes(steps_per_round=steps_per_round)
     meter = Meter(device)
     step = ours()
-    for _ in range(warm):
+    for _ in range(warm_up):
         step()
     times.ours_prepare_s, times.ours_peak_bytes = meter.read()
     meter = Meter(device)
 
-    def warmed() -> None:
+    def on_warm() -> None:
         times.theirs_prepare_s, times.theirs_peak_bytes = meter.read()
 
-    turns = Turns(
-        step, times, device, rounds=rounds, warm=warm, seconds=seconds, warmed=warmed
+    timer = _PairTimer(
+        step, times, device, rounds=rounds, warm_up=warm_up, seconds=seconds, on_warm=on_warm
     )  # fmt: skip
-    theirs()(turns.after)
+    theirs()(timer.after_step)
     return times
 
 
-@dataclass(frozen=True)
-class Drift:
-    """How the baseline's blocks changed while time passed, like compared with like."""
+def as_driver(step: Step) -> Driver:
+    """Turn a single step into a loop that takes it until told to stop."""
 
-    halves: float  # the second half's time over the first's
-    per_minute: float  # the change of the log, from a regression on time
+    def drive(after_step: AfterStep) -> None:
+        step()
+        while not after_step():
+            step()
 
-    @property
-    def drifted(self) -> bool:
-        """Whether the baseline drifted during the measurement."""
-        return abs(self.halves - 1) > _DRIFTED
+    return drive
 
 
-def drift_of(seconds: Sequence[float], when: Sequence[float], starts: Sequence[int]) -> Drift:
-    """Compare halves, and regress on time, each block only with those of the same batches."""
-    logs, times = np.log(np.asarray(seconds, float)), np.asarray(when, float)
-    kinds, late = np.asarray(starts), np.arange(len(logs)) >= len(logs) // 2
-    steps: list[float] = []
-    for kind in np.unique(kinds):
-        same = kinds == kind
-        if (same & late).any() and (same & ~late).any():
-            steps.append(float(np.median(logs[same & late]) - np.median(logs[same & ~late])))
-        logs[same] -= logs[same].mean()
-        times[same] -= times[same].mean()
-    spread = float(times @ times)
-    slope = float(times @ logs) / spread if spread else 0.0
-    return Drift(float(np.exp(np.mean(steps))) if steps else 1.0, 60 * slope)
+def pair_order(rounds: int) -> Iterator[str]:
+    """Yield whose block is next: theirs first in even rounds, ours first in odd ones."""
+    for number in range(rounds):
+        yield from ("theirs", "ours") if number % 2 == 0 else ("ours", "theirs")
+
+
+class _PairTimer:
+    """Follow their loop step by step, and take our blocks whenever it is our turn."""
+
+    def __init__(
+        self,
+        our_step: Step,
+        times: PairTimes,
+        device: torch.device,
+        *,
+        rounds: int,
+        warm_up: int,
+        seconds: float | None,
+        on_warm: Callable[[], object],
+    ) -> None:
+        self.our_step, self.times, self.device = our_step, times, device
+        self.block, self.order, self.seconds = (
+            times.steps_per_round,
+            list(pair_order(rounds)),
+            seconds,
+        )
+        self.steps_left, self.on_warm, self.warming = warm_up, on_warm, True
+        self.done = 0  # blocks of either side
+        self.start = self.block_began = 0.0
+
+    def after_step(self) -> bool:
+        """Count a step of theirs and take our blocks that follow; True when all is measured."""
+        self.steps_left -= 1
+        if self.steps_left > 0:
+            return False
+        now = self._now()
+        if self.warming:
+            self.warming, self.start = False, now
+            self.on_warm()
+        else:
+            self.times.theirs.append((now - self.block_began) / self.block)
+            self.done += 1
+        while not self._over() and self.order[self.done] == "ours":
+            began = self._now()
+            for _ in range(self.block):
+                self.our_step()
+            self.times.ours.append((self._now() - began) / self.block)
+            self.done += 1
+        if self._over():
+            return True
+        self.steps_left, self.block_began = self.block, self._now()
+        return False
+
+    def _over(self) -> bool:
+        if self.done == len(self.order):
+            return True
+        late = self.seconds is not None and self._now() - self.start > self.seconds
+        return late and self.done % 2 == 0 and self.done >= 2 * _FEWEST_ROUNDS
+
+    def _now(self) -> float:
+        synchronize(self.device)
+        return perf_counter()

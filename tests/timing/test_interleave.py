@@ -1,37 +1,43 @@
-"""Who goes when, and what is found on a simulated clock.
+"""Interleaved timing: the order of blocks, the interval, the stop rule, drift, a benchmark's pair.
 
-The simulations go through the real turns, estimator and stop rule; only what a block takes is
-made up.
+The simulations use the real orders, estimator and stop rule; only the duration of a block is made
+up.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
 import pytest
+import torch
 from scipy.stats import binom
 
-from frostlab.comparison.timed_arms import CONTROL
-from frostlab.timing import interleave as turns
+from frostlab.timing import interleave
+from frostlab.timing.clock import BlockSeconds
 from frostlab.timing.interleave import (
-    FEWEST,
+    FEWEST_BUILDS,
+    Blocks,
     Ratio,
     Rounds,
-    Rule,
-    Spent,
+    StopRule,
+    as_driver,
     drift_of,
-    orders,
+    interleave_arms,
+    interleave_pair,
+    pair_order,
     paired_logs,
-    pairs_for,
-    places,
+    pairs_per_build,
     ratio_of,
-    take_turns,
+    round_orders,
 )
+
+CPU = torch.device("cpu")
+CONTROL = "baseline again"
 
 
 class FakeClock:
-    """Advances only when a step is taken: what it costs, times noise that may be correlated."""
+    """Advance only when a step is taken: by its cost, times noise that may be correlated."""
 
     def __init__(
         self,
@@ -48,8 +54,8 @@ class FakeClock:
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Where an arm's memory lies makes all its blocks faster or slower."""
-        self.place = {name: float(self.memory * self.draw.normal()) for name in self.costs}
+        """Draw each arm's memory, which makes all its blocks faster or slower."""
+        self.memory_effect = {name: float(self.memory * self.draw.normal()) for name in self.costs}
 
     @staticmethod
     def _correlated(draw: np.random.Generator, noise: float, rho: float) -> Iterator[float]:
@@ -62,12 +68,12 @@ class FakeClock:
     def __call__(self) -> float:
         return self.now
 
-    def block(self, name: str, at: Sequence[int]) -> Spent:
-        """One block: its noise is common to its steps."""
-        factor = float(np.exp(next(self.noise) + self.place[name] + self.drift * self.now))
-        spent = len(at) * self.costs[name] * factor
+    def block(self, name: str, batches: Sequence[int]) -> BlockSeconds:
+        """Take one block; its steps share their noise."""
+        factor = float(np.exp(next(self.noise) + self.memory_effect[name] + self.drift * self.now))
+        spent = len(batches) * self.costs[name] * factor
         self.now += spent
-        return Spent(spent, spent)
+        return BlockSeconds(spent, spent)
 
 
 def simulate(
@@ -77,17 +83,16 @@ def simulate(
     width: float = 0.01,
     pairs: int = 4,
 ) -> Rounds:
-    monkeypatch.setattr(turns, "perf_counter", clock)
-    return take_turns(
-        tuple(clock.costs), "all", clock.block, Rule(seconds, width),
-        pairs=pairs, rebuild=clock.rebuild, block=4, batches=16, seed=0,
-        say=lambda line: None,
+    monkeypatch.setattr(interleave, "perf_counter", clock)
+    return interleave_arms(
+        tuple(clock.costs), clock.block, clock.rebuild, StopRule(seconds, width),
+        blocks=Blocks(steps=4, batches=16), pairs=pairs, seed=0, say=lambda line: None,
     )  # fmt: skip
 
 
 def test_each_round_is_followed_by_its_reverse_and_positions_balance() -> None:
     names = ("all", CONTROL, "a", "b", "c")
-    seen = list(islice(orders(names, seed=3), 40))
+    seen = list(islice(round_orders(names, seed=3), 40))
     for first, second in zip(seen[::2], seen[1::2], strict=True):
         assert second == first[::-1]
         assert sorted(first) == sorted(names)
@@ -95,21 +100,21 @@ def test_each_round_is_followed_by_its_reverse_and_positions_balance() -> None:
     for name in names:
         assert np.mean([order.index(name) for order in seen]) == middle
     assert len(set(seen)) > 10
-    assert seen == list(islice(orders(names, seed=3), 40))
-    assert seen != list(islice(orders(names, seed=4), 40))
+    assert seen == list(islice(round_orders(names, seed=3), 40))
+    assert seen != list(islice(round_orders(names, seed=4), 40))
 
 
-def test_two_sides_go_abba() -> None:
-    for first, second in zip(*[islice(orders(("a", "b"), 0), 8)] * 2, strict=True):
+def test_two_arms_go_abba() -> None:
+    for first, second in zip(*[islice(round_orders(("a", "b"), 0), 8)] * 2, strict=True):
         assert "".join(first + second) in ("abba", "baab")
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 4, 5, 8, 16, 20, 64])
 def test_blocks_come_back_to_the_same_batches(block: int) -> None:
-    seen = [places(pair, block, 16) for pair in range(40)]
-    assert all(len(at) == block and max(at) < 16 for at in seen)
+    seen = [Blocks(block, 16).of_pair(pair) for pair in range(40)]
+    assert all(len(batches) == block and max(batches) < 16 for batches in seen)
     assert len(set(seen)) <= 4  # so that like is compared with like
-    counts = Counter(place for at in seen for place in at)
+    counts = Counter(index for batches in seen for index in batches)
     assert len(counts) == min(16, 4 * block, block * max(1, 16 // block))
 
 
@@ -118,19 +123,19 @@ def test_known_slowdowns_are_found_on_a_simulated_clock(
     monkeypatch: pytest.MonkeyPatch, slower: float
 ) -> None:
     """Within the interval in at least as many of 200 timings as 95 % allow, and no bias."""
-    held, control, found = 0, 0, []
+    held, control, estimates = 0, 0, []
     for seed in range(200):
         costs = {"all": 0.05, CONTROL: 0.05, "slow": 0.05 * (1 + slower)}
         rounds = simulate(monkeypatch, FakeClock(costs, 0.01, seed, 0.5))
-        ratios = rounds.ratios("all")
+        ratios = rounds.ratios()
         held += ratios["slow"].holds(1 + slower)
         control += ratios[CONTROL].holds(1.0)
-        found.append(ratios["slow"].estimate - 1)
+        estimates.append(ratios["slow"].estimate - 1)
         assert rounds.stopped_by == "width"
     fewest = binom.ppf(0.001, 200, 0.95)
     assert held >= fewest
     assert control >= fewest
-    assert np.mean(found) == pytest.approx(slower, abs=4 * np.std(found) / np.sqrt(200))
+    assert np.mean(estimates) == pytest.approx(slower, abs=4 * np.std(estimates) / np.sqrt(200))
 
 
 @pytest.mark.parametrize(
@@ -150,12 +155,12 @@ def test_false_alarms_of_2000_timings_of_nothing_are_5_percent(
     for seed in range(2000):
         clock = FakeClock({"all": 0.05, CONTROL: 0.05}, noise, seed, memory=memory)
         rounds = simulate(monkeypatch, clock, pairs=pairs)
-        alarms += not rounds.ratios("all")[CONTROL].holds(1.0)
+        alarms += not rounds.ratios()[CONTROL].holds(1.0)
     low, high = binom.ppf([0.005, 0.995], 2000, 0.05)
     assert low <= alarms <= high
 
 
-def test_copies_in_other_memory_differ_and_no_number_of_rounds_would_tell(
+def test_copies_in_other_memory_differ_however_many_rounds_are_timed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Had the arms been built once, most timings of nothing would have found a difference."""
@@ -169,8 +174,8 @@ def test_copies_in_other_memory_differ_and_no_number_of_rounds_would_tell(
 
 
 def spread(monkeypatch: pytest.MonkeyPatch, rho: float, paired: bool) -> tuple[float, float]:
-    """Of 300 A/A timings of 20 rounds: the spread of the estimate, and the false alarms."""
-    found, alarms = [], 0
+    """Return the spread of the estimate and the rate of false alarms in 300 A/A timings."""
+    estimates, alarms = [], 0
     for seed in range(300):
         clock = FakeClock({"all": 0.05, CONTROL: 0.05}, 0.03, seed, rho)
         rounds = simulate(monkeypatch, clock, seconds=8.0, width=0.0, pairs=1)
@@ -179,29 +184,29 @@ def spread(monkeypatch: pytest.MonkeyPatch, rho: float, paired: bool) -> tuple[f
             both = [clock.block("all", range(4)).device for _ in range(2 * len(arm))]
             arm, base = both[: len(arm)], both[len(arm) :]
         ratio = ratio_of(arm, base)
-        found.append(float(np.log(ratio.estimate)))
+        estimates.append(float(np.log(ratio.estimate)))
         alarms += not ratio.holds(1.0)
-    return float(np.std(found)), alarms / 300
+    return float(np.std(estimates)), alarms / 300
 
 
 def test_pairing_helps_where_noise_lasts_longer_than_a_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """How far: at a correlation of 0.95 from block to block the spread is a fifth or less of
-    that of one arm after the other, whose own interval is then wrong most of the time."""
-    turn, alarms = spread(monkeypatch, 0.95, paired=True)
-    after, wrong = spread(monkeypatch, 0.95, paired=False)
-    assert turn < after / 5
+    """At a correlation of 0.95 from block to block, the spread is at most a fifth of the spread of
+    timing one arm after the other, and the latter's interval is wrong most of the time."""
+    interleaved, alarms = spread(monkeypatch, 0.95, paired=True)
+    sequential, wrong = spread(monkeypatch, 0.95, paired=False)
+    assert interleaved < sequential / 5
     assert alarms <= binom.ppf(0.999, 300, 0.05) / 300
     assert wrong > 0.4
     independent, _ = spread(monkeypatch, 0.0, paired=True)
-    assert turn < independent / 2
+    assert interleaved < independent / 2
 
 
 def test_a_steady_drift_cancels_in_a_round_and_its_reverse(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = {"all": 0.05, CONTROL: 0.05, "slow": 0.051}
     rounds = simulate(monkeypatch, FakeClock(costs, 0.0, 0, drift=0.01))
-    ratios = rounds.ratios("all")
+    ratios = rounds.ratios()
     assert ratios[CONTROL].estimate == pytest.approx(1.0, abs=1e-4)
     assert ratios["slow"].estimate == pytest.approx(1.02, abs=1e-4)
     logs = np.log(np.divide(rounds.device_seconds(CONTROL), rounds.device_seconds("all")))
@@ -213,35 +218,74 @@ def test_a_steady_drift_cancels_in_a_round_and_its_reverse(monkeypatch: pytest.M
 
 def test_the_rule_wants_eight_builds_and_then_four_more() -> None:
     narrow, wide = Ratio(1.0, 0.999, 1.001), Ratio(1.0, 0.98, 1.02)
-    rule = Rule(100, 0.01)
-    said = [rule.stopped_by(build, [narrow], 0.0) for build in range(1, 13)]
-    assert said == [None] * (FEWEST + 3) + ["width"]
-    assert Rule(100, 0.01).stopped_by(50, [narrow, wide], 0.0) is None
-    assert Rule(100, 0.01).stopped_by(3, [wide], 100.0) == "time"
-    assert Rule(0, 0.01).stopped_by(1, [], 1.0) is None  # one build has no interval
+    rule = StopRule(100, 0.01)
+    stops = [rule.stopped_by(build, [narrow], 0.0) for build in range(1, 13)]
+    assert stops == [None] * (FEWEST_BUILDS + 3) + ["width"]
+    assert StopRule(100, 0.01).stopped_by(50, [narrow, wide], 0.0) is None
+    assert StopRule(100, 0.01).stopped_by(3, [wide], 100.0) == "time"
+    assert StopRule(0, 0.01).stopped_by(1, [], 1.0) is None  # one build has no interval
 
 
 def test_the_fewest_builds_fit_into_the_time() -> None:
-    assert pairs_for(60.0, 0.4) == 4
-    assert pairs_for(60.0, 1.2) == 2  # 8 builds of 4 rounds: 38 s
-    assert pairs_for(20.0, 1.6) == 1
-    assert pairs_for(1.0, 10.0) == 1
+    assert pairs_per_build(60.0, 0.4) == 4
+    assert pairs_per_build(60.0, 1.2) == 2  # 8 builds of 4 rounds: 38 s
+    assert pairs_per_build(20.0, 1.6) == 1
+    assert pairs_per_build(1.0, 10.0) == 1
 
 
-def test_the_estimate_by_hand() -> None:
+def test_the_estimate_of_two_builds() -> None:
     arm, base = [1.1, 1.2, 1.0, 1.3], [1.0, 1.0, 1.0, 1.0]
     logs = paired_logs(arm, base)
     assert logs == pytest.approx([np.log(1.1 * 1.2) / 2, np.log(1.3) / 2])
     half = 12.7062047 * abs(logs[1] - logs[0]) / 2  # t of one degree of freedom
-    found = ratio_of(arm, base)
-    assert found.estimate == pytest.approx(np.exp(logs.mean()))
-    assert (np.log(found.low), np.log(found.high)) == pytest.approx(
+    ratio = ratio_of(arm, base)
+    assert ratio.estimate == pytest.approx(np.exp(logs.mean()))
+    assert (np.log(ratio.low), np.log(ratio.high)) == pytest.approx(
         (logs.mean() - half, logs.mean() + half)
     )
 
 
-def test_a_builds_pairs_count_once() -> None:
+def test_the_pairs_of_a_build_count_once() -> None:
     arm, base = [1.1, 1.2, 1.0, 1.3, 1.1, 1.1, 1.4, 1.0], [1.0] * 8
     logs = paired_logs(arm, base, pairs=2)
     assert logs == pytest.approx([np.log(arm[:4]).mean(), np.log(arm[4:]).mean()])
     assert ratio_of(arm, base, pairs=2).estimate == pytest.approx(np.exp(np.log(arm).mean()))
+
+
+@pytest.mark.parametrize(("change", "drifted"), [(0.03, False), (0.08, True), (-0.08, True)])
+def test_drift_compares_blocks_of_the_same_batches(change: float, drifted: bool) -> None:
+    """Blocks of other batches may take three times as long, which is no drift."""
+    starts = [4 * (pair % 4) for pair in range(10) for _ in range(2)]
+    lengths = {0: 1.0, 4: 3.0, 8: 0.5, 12: 2.0}
+    draw = np.random.default_rng(0)
+    seconds = [
+        lengths[start] * (1 + (change if i >= 10 else 0)) * float(np.exp(0.005 * draw.normal()))
+        for i, start in enumerate(starts)
+    ]
+    drift = drift_of(seconds, list(range(20)), starts)
+    assert drift_of([1.0, 1.0, 3.0, 3.0], [0, 1, 2, 3], [0, 0, 4, 4]).halves == 1.0
+    assert drift.halves == pytest.approx(1 + change, abs=0.01)
+    assert drift.drifted is drifted
+
+
+def test_the_sides_of_a_pair_alternate_and_take_as_many_steps() -> None:
+    log: list[str] = []
+
+    def step(name: str) -> Callable[[], object]:
+        return lambda: log.append(name)
+
+    times = interleave_pair(
+        lambda: step("o"), lambda: as_driver(step("t")), CPU,
+        rounds=4, steps_per_round=3, warm_up=2,
+    )  # fmt: skip
+    assert "".join(log) == "oo" + "tt" + "tttooo" + "ooottt" + "tttooo" + "ooottt"
+    assert len(times.ours) == len(times.theirs) == 4
+    assert list(pair_order(2)) == ["theirs", "ours", "ours", "theirs"]
+
+
+def test_seconds_end_the_rounds_of_a_pair_but_not_before_three() -> None:
+    times = interleave_pair(
+        lambda: lambda: None, lambda: as_driver(lambda: None), CPU,
+        rounds=500, steps_per_round=1, seconds=0.0,
+    )  # fmt: skip
+    assert len(times.ours) == len(times.theirs) == 3

@@ -1,0 +1,125 @@
+"""`frostlab bench`: every benchmark small, what a result contains, failures and refusals."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from forked import frostlab_command
+from frostlab.bench import runner
+from frostlab.bench.catalogue import BENCHMARKS, chosen
+from frostlab.bench.workloads import BenchSettings
+from frostlab.cli.main import app
+
+MEASURED = ("bert-finetune", "sst2-epoch", "gpt-language-8", "gpt-language-64", "gpt-imdb",
+            "frozen-qk", "deep-supervision")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Run every benchmark that can run here at small scale, through the command."""
+    folder = tmp_path_factory.mktemp("bench")
+    (folder / "sst2").mkdir()
+    rows = [{"sentence": f"a {'very ' * (i % 7)}good film {i}", "label": i % 2} for i in range(60)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    for split in ("train", "validation"):
+        (folder / "sst2" / f"{split}.jsonl").write_text(text)
+    record = folder / "record.jsonl"
+    done = CliRunner().invoke(
+        app, ["bench", "--scale", "small", "--rounds", "2", "--data-dir", str(folder),
+              "--out", str(record)], catch_exceptions=False,
+    )  # fmt: skip
+    assert done.exit_code == 0
+    assert "theirs ms" in done.stdout
+    for name in BENCHMARKS:
+        assert name in done.stdout
+    return [json.loads(line) for line in record.read_text().splitlines()]
+
+
+def test_every_benchmark_has_a_result_or_a_reason(results: list[dict[str, Any]]) -> None:
+    assert tuple(dict.fromkeys(r["benchmark"] for r in results)) == tuple(BENCHMARKS)
+    measured = {r["benchmark"] for r in results if r["status"] == "measured"}
+    assert measured >= set(MEASURED), [r.get("reason") for r in results]
+    assert all(r["reason"] for r in results if r["status"] != "measured")
+    assert sum(r["benchmark"] == "frozen-qk" for r in results) == 2
+
+
+def test_the_figures_of_a_result_are_consistent(results: list[dict[str, Any]]) -> None:
+    for r in results:
+        assert r["torch"] == torch.__version__
+        assert {"device", "transformers", "commit", "time"} <= set(r)
+        if r["status"] != "measured":
+            continue
+        assert r["ratio"] == pytest.approx(r["ours_ms"] / r["theirs_ms"])
+        assert r["faster"] == pytest.approx(1 / r["ratio"])
+        assert r["ratio_p10"] <= r["ratio_paired_median"] <= r["ratio_p90"]
+        assert r["ours_per_s"] / r["theirs_per_s"] == pytest.approx(r["faster"])
+        assert r["ceiling_ms"] == max(r["compute_ms"], r["traffic_ms"]) > 0
+        assert r["of_ceiling"] == pytest.approx(r["ceiling_ms"] / r["ours_ms"])
+        rate = r["ceilings"]["matmul_flops"]
+        assert r["mfu"] == pytest.approx(r["compute_ms"] / r["ours_ms"])
+        assert r["compute_ms"] == pytest.approx(1e3 * r["flops"] / rate)
+        assert r["traffic_ms"] * r["ceilings"]["copy_bytes"] == pytest.approx(28e3 * r["trainable"])
+        assert (r["rounds"], r["reached"], r["scale"]) == (2, None, "small")
+        assert r["ours_prepare_s"] > 0 < r["theirs_prepare_s"]
+        assert r["ours_losses"] == pytest.approx(r["theirs_losses"], rel=0.01)
+    frozen = next(r for r in results if r["benchmark"] == "frozen-qk")
+    gained = (frozen["faster"] - 1) / (frozen["flop_bound"] - 1)
+    assert frozen["gain_share"] == pytest.approx(gained)
+
+
+def test_a_failing_benchmark_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(settings: BenchSettings) -> Iterator[dict[str, Any]]:
+        raise RuntimeError("first line\nsecond")
+
+    monkeypatch.setattr(runner, "case_function", lambda benchmark: broken)
+    results = list(runner.run_benchmarks(chosen(["frozen-qk", "gpt-imdb"]), scale="small"))
+    assert [r["status"] for r in results] == ["failed", "failed"]
+    assert results[0]["reason"] == "RuntimeError: first line"
+
+
+def test_listing_needs_no_torch() -> None:
+    program = (
+        "import sys\nsys.argv = ['frostlab', 'bench', *{!r}]\n"
+        "from frostlab.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit as e: assert e.code == {}, e.code\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    for arguments, code in ((["--list"], 0), (["--help"], 0), (["gpt-imbd"], 2)):
+        done = subprocess.run(
+            [sys.executable, "-c", program.format(arguments, code)], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        if arguments == ["--list"]:
+            assert [line.split()[0] for line in done.stdout.splitlines()] == list(BENCHMARKS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("gpt-imbd",), "unknown benchmark gpt-imbd; did you mean `gpt-imdb`?"),
+        (("qqqq",), "unknown benchmark qqqq; choose from: bert-finetune, sst2-epoch"),
+        (("gpt-imdb", "--data-dir", "nowhere"), "--data-dir nowhere is not a folder"),
+        (("gpt-imdb", "--out", "nowhere/x.jsonl"), "nowhere/x.jsonl cannot be written: No such"),
+        (("gpt-imdb", "--out", "/"), "--out / cannot be written: Is a directory"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: tuple[str, ...], message: str) -> None:
+    done = frostlab_command("bench", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+def test_a_named_benchmark_that_cannot_run_here_is_reported_and_fails() -> None:
+    done = frostlab_command("bench", "gpt-imdb")
+    assert done.returncode == 1
+    assert "needs a CUDA device; --scale small" in done.stdout
+    assert "frostlab: not measured: gpt-imdb" in done.stderr

@@ -1,0 +1,251 @@
+"""Timed arms: built, warmed up, refused; reasons why a timing is unproven; a real A/A timing."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from frostlab.comparison import timed_arms
+from frostlab.comparison.timed_arms import (
+    CONTROL,
+    TimedArm,
+    build_arms,
+    choose_block,
+    place_arms,
+    reasons_unproven,
+    time_arms,
+)
+from frostlab.data.prepare import prepare
+from frostlab.errors import BadInput
+from frostlab.recipe.load import recipe_from
+from frostlab.records.telemetry import Watched
+from frostlab.timing.clock import BlockClock, BlockSeconds
+from frostlab.timing.interleave import Drift, Ratio, Rounds, StopRule
+from frostlab.training import setup
+from frostlab.training.distributed import Compute
+from frostlab.training.step.captured import CapturedStep
+from frostlab.training.step.eager import EagerStep
+from frostlab.training.step.optimizer import build_optimizer
+from tiny import frozen_and_not as arms
+from tiny import tiny
+
+CPU = torch.device("cpu")
+CALM = Watched(8, 0.1, None, {})
+STEADY = Drift(1.0, 0.0)
+
+
+def rounds_of(count: int) -> Rounds:
+    return Rounds("all", {}, starts=[0] * count)
+
+
+def test_what_makes_a_timing_unproven() -> None:
+    fine = Ratio(1.001, 0.999, 1.003)
+    assert reasons_unproven(rounds_of(16), fine, STEADY, CALM) == ()
+    (reason,) = reasons_unproven(rounds_of(16), Ratio(1.01, 1.002, 1.018), STEADY, CALM)
+    assert reason == "the control differs from the baseline: 1.0100 [1.0020, 1.0180]"
+    (reason,) = reasons_unproven(rounds_of(16), fine, Drift(0.93, 0.0), CALM)
+    assert reason == "the baseline drifted: its second half took -7.0%"
+    assert reasons_unproven(rounds_of(14), fine, STEADY, CALM) == ("too few builds: 7 of 8",)
+    (reason,) = reasons_unproven(rounds_of(16), fine, STEADY, replace(CALM, cores_of_others=0.9))
+    assert reason == "other processes kept 0.9 of 8 cores busy"
+    (reason,) = reasons_unproven(rounds_of(16), fine, STEADY, replace(CALM, others_on_gpu=2))
+    assert reason == "other processes on the GPU: 2"
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[bytes]]:
+    """Record the inputs of each arm's steps, in order."""
+    inputs: dict[int, list[bytes]] = {}
+    kept: list[EagerStep] = []  # so that no step gets the id of one that is gone
+    real: Callable[..., Any] = EagerStep.__call__
+
+    def recorded(self: EagerStep, parts: Any, scored: int, rate: float) -> Any:
+        ids = b"".join(t.numpy().tobytes() for part in parts for t in part.tensors())
+        kept.append(self)
+        inputs.setdefault(id(self), []).append(ids + torch.rand(1).numpy().tobytes())
+        return real(self, parts, scored, rate)
+
+    monkeypatch.setattr(EagerStep, "__call__", recorded)
+    return inputs
+
+
+def test_a_real_timing_is_complete_and_every_arm_sees_the_same_batches(
+    seen: dict[int, list[bytes]],
+) -> None:
+    recipes, lines = arms(), list[str]()
+    timing = time_arms(
+        recipes, prepare(recipes["all"]), baseline="all", device=CPU,
+        seconds=2.0, block=3, say=lines.append,
+    )  # fmt: skip
+    steps, inputs = 3 * timing.rounds // timing.builds, list(seen.values())  # timed ones per build
+    assert len(inputs) == 3 * timing.builds
+    for build in zip(*[iter(inputs)] * 3, strict=True):  # batches and dropout
+        assert build[0][-steps:] == build[1][-steps:] == build[2][-steps:]
+    assert len(set(inputs[0])) == 8  # an epoch's batches, the same dropout whenever they return
+    timed = [step for arm in inputs[::3] for step in arm[-steps:]]
+    assert set(timed) <= set(inputs[0])
+    assert timing.batches == len(set(timed))
+    assert set(timing.arms) == {"all", CONTROL, "qk"}
+    assert timing.steps_per_block == 3
+    assert timing.rounds >= 4
+    assert timing.arms["all"].ratio is None
+    assert 0.7 < timing.control.estimate < 1.3
+    trained, frozen = timing.arms["all"], timing.arms["qk"]
+    assert len(trained.blocks) == len(frozen.blocks) == timing.rounds
+    frozen_parameters = 2 * 2 * (16 * 16 + 16)  # query and key with their biases, in two layers
+    assert trained.trainable - frozen.trainable == frozen_parameters
+    assert trained.checkpoint_bytes - frozen.checkpoint_bytes == 4 * frozen_parameters
+    assert trained.optimizer_bytes - frozen.optimizer_bytes == pytest.approx(
+        8 * frozen_parameters, abs=64
+    )
+    assert trained.model_bytes == frozen.model_bytes == trained.checkpoint_bytes
+    assert (trained.step, trained.peak_bytes) == ("eager", None)
+    assert timing.proven == (not timing.reasons)
+    written = json.loads(json.dumps(timing.to_dict()))
+    assert written["control"] == timing.control.to_dict()
+    assert any(line.startswith(f"{CONTROL}: eager steps") for line in lines)
+
+
+def test_timing_leaves_the_weights_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that every block does the same work."""
+    kept: list[tuple[EagerStep, list[torch.Tensor]]] = []
+    real: Callable[..., None] = EagerStep.__init__
+
+    def recorded(self: EagerStep, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+        kept.append((self, [p.detach().clone() for p in self.parameters]))
+
+    monkeypatch.setattr(EagerStep, "__init__", recorded)
+    recipe = arms()["all"]
+    time_arms({"all": recipe}, prepare(recipe), baseline="all", device=CPU, seconds=0.1, block=1)
+    assert len(kept) >= 4  # two arms, built twice at least
+    for step, before in kept:
+        assert all(torch.equal(p, b) for p, b in zip(step.parameters, before, strict=True))
+        assert all(state["exp_avg"].any() for state in step.optimizer.state.values())
+    for _, before in kept[1:]:
+        both = zip(kept[0][1], before, strict=True)
+        assert all(torch.equal(first, later) for first, later in both)
+
+
+def test_captured_steps_are_captured_before_the_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are replaced by plain functions; a later arm's treatment must not undo a capture."""
+    captures: list[str] = []
+
+    def record(work: Callable[[], None]) -> Callable[[], None]:
+        captures.append("captured")
+        return work
+
+    def captured(objective: Any, optim: Any, *rest: Any, **more: Any) -> CapturedStep:
+        optimizer = build_optimizer(objective.model, optim, fused=True)
+        compute = Compute(CPU, torch.float32)
+        return CapturedStep(
+            objective, optimizer, compute, optim.clip, compiles=False, record=record
+        )
+
+    monkeypatch.setattr(setup, "build_step", captured)
+    recipes = arms()
+    monkeypatch.setattr(timed_arms, "choose_block", lambda *args: captures.append("built") or 3)
+    timing = time_arms(recipes, prepare(recipes["all"]), baseline="all", device=CPU, seconds=0.1)
+    builds = ["captured"] * 3  # all batches have one shape
+    assert captures == [*builds, "built", *builds * (timing.builds - 1)]
+    assert timing.builds >= 2
+    assert {arm.step for arm in timing.arms.values()} == {"captured"}
+
+
+@pytest.mark.parametrize(
+    ("device", "step_ms", "block"),
+    [("cpu", 300, 1), ("cpu", 120, 2), ("cpu", 13, 16), ("cpu", 7, 32), ("cuda", 7, 8)],
+)
+def test_a_block_is_long_enough_for_the_clock(device: str, step_ms: float, block: int) -> None:
+    """0.2 s on the CPU, 0.05 s on CUDA, for the fastest arm; whole passes where it is long."""
+
+    class SimulatedClock(BlockClock):
+        def time(self, work: Callable[[], object]) -> BlockSeconds:
+            return BlockSeconds(0.0, float(str(work())))
+
+    class SimulatedArm(TimedArm):
+        def __init__(self, ms: float) -> None:
+            self.order, self.ms = [np.arange(2)] * 16, ms
+
+        def take(self, batches: Any) -> Any:
+            return len(batches) * self.ms / 1e3
+
+    both: dict[str, TimedArm] = {"fast": SimulatedArm(step_ms), "slow": SimulatedArm(3 * step_ms)}
+    assert choose_block(both, SimulatedClock(torch.device(device))) == block
+
+
+def test_slow_steps_are_timed_on_fewer_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(0, 10**6, 2))  # the clock advances by two seconds at each reading
+    monkeypatch.setattr(timed_arms, "perf_counter", lambda: next(ticks))
+    recipe = arms()["all"]
+    prepared = prepare(recipe)
+    built = build_arms({"all": recipe}, prepared, "all")
+    timed = place_arms(built, prepared, CPU)
+    assert [len(arm.order) for arm in timed.values()] == [5, 5]
+
+
+def test_arms_are_built_again_in_another_order_and_other_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names, addresses, kept = list[tuple[str, ...]](), list[int](), list[TimedArm]()
+    real = timed_arms.place_arms
+
+    def recorded(arms: Any, *args: Any, **kwargs: Any) -> Any:
+        timed = real(arms, *args, **kwargs)
+        names.append(tuple(arms))
+        kept.append(timed["all"])  # so that its memory is not given to the next
+        addresses.append(next(timed["all"].model.parameters()).data_ptr())
+        return timed
+
+    class FourBuilds(StopRule):
+        def stopped_by(self, builds: int, *ratios: Any) -> str | None:
+            return "time" if builds == 4 else None
+
+    monkeypatch.setattr(timed_arms, "place_arms", recorded)
+    monkeypatch.setattr(timed_arms, "StopRule", FourBuilds)
+    recipes = arms()
+    timing = time_arms(recipes, prepare(recipes["all"]), baseline="all", device=CPU, block=1)
+    assert len(names) == timing.builds == 4
+    assert {tuple(sorted(order)) for order in names} == {tuple(sorted(("all", CONTROL, "qk")))}
+    assert len(set(names)) > 1
+    assert len(set(addresses)) == timing.builds
+
+
+@pytest.mark.parametrize(
+    "treatment", ["oelm", "head", {"peft": {"method": "lora", "r": 2, "select": ["up"]}}]
+)
+def test_a_timed_arm_copies_the_treated_model(treatment: Any) -> None:
+    recipe = recipe_from(tiny(treatment=treatment))
+    prepared = prepare(recipe)
+    (name, arm), *_ = build_arms({"all": recipe}, prepared, "all").items()
+    timed = place_arms({name: arm}, prepared, CPU)[name]
+    originals = dict(arm.built.model.named_parameters())
+    for key, p in timed.model.named_parameters():
+        assert torch.equal(p, originals[key])
+        assert p.requires_grad == originals[key].requires_grad
+        assert p is not originals[key]
+    assert timed.model.state_dict().keys() == arm.built.model.state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "baseline", "message"),
+    [
+        ({}, "al", "unknown baseline al; choose from: all, other; did you mean `all`?"),
+        ({"train__batch": 16}, "all", "train.batch of other is 16, of all 32"),
+        ({"seed": 1}, "all", "seed of other is 1, of all 0"),
+        ({"data__examples": 128}, "all", "data of other is"),
+    ],
+)
+def test_arms_that_cannot_be_timed_together_are_refused(
+    changes: dict[str, Any], baseline: str, message: str
+) -> None:
+    recipes = {"all": recipe_from(tiny()), "other": recipe_from(tiny(**changes))}
+    with pytest.raises(BadInput, match=message.replace("?", r"\?")):
+        time_arms(recipes, prepare(recipes["all"]), baseline=baseline, device=CPU)
+    named = {"all": recipes["all"], CONTROL: recipes["all"]}
+    with pytest.raises(BadInput, match="the control's name"):
+        time_arms(named, prepare(recipes["all"]), baseline="all", device=CPU)
