@@ -126,7 +126,7 @@ def ours(model: Any, tokens: Tokens, steps: int, turns: Turns, where: torch.devi
                         {}, None, {}, "", None)  # fmt: skip
     precision = torch.bfloat16 if where.type == "cuda" else torch.float32
     with tempfile.TemporaryDirectory() as folder:
-        made = RunFolder.create(Path(folder) / "run", {}, name="bench")
+        made = RunFolder(Path(folder) / "run").open()
         setting = Setting(recipe, prepared, model, Objective(model), (Stage("train", steps + 1),),
                           where, precision, World(), made, None, turns, turns.over,
                           made.path)  # fmt: skip

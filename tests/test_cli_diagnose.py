@@ -121,27 +121,28 @@ def test_bad_input(
     assert sorted(runs.iterdir()) == before
 
 
-DAMAGE: dict[str, Any] = {
-    "too few numbers": {"gradient": [1.0]},
-    "no numbers": {"weight": ["a"] * 16},
-    "no list": {"ends": 3},
-    "no such part": {"broken": [99]},
-    "no module": {"entropy": [1]},
+DAMAGE: dict[str, tuple[dict[str, Any], str]] = {
+    "too few numbers": ({"gradient": [1.0]}, "holds no whole flow"),
+    "no numbers": ({"weight": ["a"] * 16}, "weight.0 should be a number, but is 'a'"),
+    "no list": ({"ends": 3}, "ends should be a list, but is 3"),
+    "no such part": ({"broken": [99]}, "holds no whole flow"),
+    "no module": ({"entropy": [1]}, "entropy should be an object, but is [1]"),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize(("damage", "reason"), DAMAGE.values(), ids=DAMAGE)
 def test_damaged_events_are_one_line(
-    damage: str, runs: Path, tmp_path: Path, in_this_process: Command
+    damage: dict[str, Any], reason: str, runs: Path, tmp_path: Path, in_this_process: Command
 ) -> None:
     whole = runs / "watched-explicit-s0"
     shutil.copytree(whole, tmp_path / "spoilt")
     events = [json.loads(line) for line in (whole / "events.jsonl").read_text().splitlines()]
-    spoilt = [e | (DAMAGE[damage] if e["kind"] == "flow" else {}) for e in events]
+    spoilt = [e | (damage if e["kind"] == "flow" else {}) for e in events]
     (tmp_path / "spoilt" / "events.jsonl").write_text("\n".join(map(json.dumps, spoilt)))
     done = in_this_process("diagnose", str(tmp_path / "spoilt"))
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
-    assert "holds no whole flow" in done.stderr
+    assert f"{tmp_path}/spoilt/events.jsonl" in done.stderr
+    assert reason in done.stderr
 
 
 def plant(monkeypatch: pytest.MonkeyPatch) -> None:

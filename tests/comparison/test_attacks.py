@@ -114,7 +114,7 @@ def test_a_quick_one_tunes_quickly(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     quick = json.loads((tmp_path / "q" / "quick.json").read_text())
     runs = [*(tmp_path / "q" / "tuning").iterdir(), *(tmp_path / "q" / "runs").iterdir()]
     assert len(runs) >= 2 * (3 + 1)
-    assert {RunRecord(run).result["steps"] for run in runs} == {quick["steps"]}
+    assert {RunRecord(run).result.steps for run in runs} == {quick["steps"]}
     assert quick["steps"] < quick["of"]
 
 
@@ -193,11 +193,12 @@ def test_a_run_resumed_elsewhere_is_no_pair(tmp_path: Path) -> None:
     found = compare(tmp_path / "c", seeds=1)
     records = [RunRecord(found.folder / "runs" / f"{name}-s0") for name in ("baseline", "oelm")]
     assert why_unpaired(*records) is None
-    began = next(e for e in records[1].events() if e["kind"] == "start")
-    resumed = {**began, "kind": "resume", "step": 99, "precision": "bfloat16"}
+    shape = {key: getattr(records[1].start, key) for key in ("device", "processes", "threads")}
+    resumed = {"kind": "resume", "at": 1.0, "step": 99, "precision": "bfloat16", **shape}
     with (records[1].folder / "events.jsonl").open("a") as file:
         file.write(json.dumps(resumed) + "\n")
-    assert "precision differs" in (why_unpaired(*records) or "")
+    again = RunRecord(records[1].folder)
+    assert "precision differs" in (why_unpaired(records[0], again) or "")
 
 
 def test_rounds_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from frostlab.comparison.page import answers
 from frostlab.comparison.verdict import why_unpaired
 from frostlab.recipe.load import recipe_from
 from frostlab.records.folder import RunRecord
+from frostlab.records.schema import EpochEvent
 from tiny import tiny
 
 SMALL = tiny(data__examples=96, train__epochs=1, train__batch=16, model__layers=1)
@@ -38,9 +39,9 @@ def test_every_file_is_there_and_agrees(made: fl.Comparison) -> None:
     for name, arm in evidence["arms"].items():
         for run in arm["runs"]:
             record = RunRecord(made.folder / run["folder"])
-            assert record.result["seed"] == run["seed"]
+            assert record.result.seed == run["seed"]
             assert record.metrics == run["metrics"]
-            assert record.result["treatment"] == name
+            assert record.result.treatment == name
     values = [run["metrics"]["accuracy"] for run in evidence["arms"]["oelm"]["runs"]]
     base = [run["metrics"]["accuracy"] for run in evidence["arms"]["baseline"]["runs"]]
     effect = sum(a - b for a, b in zip(values, base, strict=True)) / 6
@@ -211,7 +212,7 @@ def test_a_planted_difference_keeps_runs_apart(
         key = next(key for key in digests["weights"] if key not in digests["touched"])
         digests["weights"][key] = "another"
     elif planted == "order":
-        order = next(e["order"] for e in RunRecord(other).events() if e["kind"] == "epoch")
+        order = next(e.order for e in RunRecord(other).events(EpochEvent))
         events = events.replace(order, "another")
     else:
         events = events.replace('"precision": "float32"', '"precision": "bfloat16"')
@@ -259,7 +260,7 @@ def test_each_arm_is_tuned_on_the_same_grid_with_seeds_of_its_own(tmp_path: Path
         record = RunRecord(tmp_path / "c" / run["folder"])
         recipe = yaml.safe_load((record.folder / "recipe.yaml").read_text())
         assert recipe["optim"]["lr"] == tuning["best"][name]
-        assert record.result["seed"] == 0
+        assert record.result.seed == 0
     seeds = {p.name.rpartition("-s")[2] for p in (tmp_path / "c" / "tuning").iterdir()}
     assert seeds == {"900000"}
     assert "extended once" in found.page.read_text()

@@ -22,22 +22,22 @@ from tiny import tiny
 
 def test_clocks_add_up(tmp_path: Path) -> None:
     record = fl.run(tiny(), runs=tmp_path)
-    clocks = record.result["clocks"]
+    clocks = record.result.clocks
     parts = ("train", "validation", "data", "checkpoint")
-    total = sum(clocks[f"{part}_seconds"] for part in parts)
-    assert total == pytest.approx(clocks["total_seconds"], abs=1e-3)
-    assert len(clocks["warmup_ms"]) == 5
-    assert clocks["step_ms"]["count"] == 11
-    assert len(clocks["epoch_seconds"]) == 2
-    assert sum(clocks["epoch_seconds"]) <= clocks["train_seconds"] + 1e-3
+    total = sum(getattr(clocks, f"{part}_seconds") for part in parts)
+    assert total == pytest.approx(clocks.total_seconds, abs=1e-3)
+    assert len(clocks.warmup_ms) == 5
+    assert clocks.step_ms.count == 11
+    assert len(clocks.epoch_seconds) == 2
+    assert sum(clocks.epoch_seconds) <= clocks.train_seconds + 1e-3
     recipe = recipe_from(tiny())
     lengths = prepare(recipe).splits["train"].lengths
-    assert clocks["tokens"] == 2 * int(lengths.sum()), "real tokens, padding not counted"
+    assert clocks.tokens == 2 * int(lengths.sum()), "real tokens, padding not counted"
     padded = 0
     for epoch in range(2):
         for rows in epoch_order(lengths, 32, 0, epoch, bucket=True):
             padded += int(lengths[rows].max()) * len(rows)
-    assert clocks["padding_share"] == pytest.approx(1 - clocks["tokens"] / padded, abs=1e-4)
+    assert clocks.padding_share == pytest.approx(1 - clocks.tokens / padded, abs=1e-4)
 
 
 def test_building_the_step_is_no_training_time(
@@ -51,17 +51,17 @@ def test_building_the_step_is_no_training_time(
         return build(*given, **more)
 
     monkeypatch.setattr(loop, "build_step", slow)
-    clocks = fl.run(progressive(), runs=tmp_path).result["clocks"]
-    assert clocks["setup_seconds"] >= 3 * 0.2
+    clocks = fl.run(progressive(), runs=tmp_path).result.clocks
+    assert clocks.setup_seconds >= 3 * 0.2
     parts = ("train", "validation", "data", "checkpoint")
-    assert clocks["total_seconds"] == pytest.approx(
-        sum(clocks[f"{part}_seconds"] for part in parts), abs=1e-3
+    assert clocks.total_seconds == pytest.approx(
+        sum(getattr(clocks, f"{part}_seconds") for part in parts), abs=1e-3
     )
-    stages = fl.RunRecord(tmp_path / "run-none-s0").result["stages"]
-    assert sum(stage["seconds"] for stage in stages) <= clocks["total_seconds"] + 1e-3
-    began = next(e["at"] for e in fl.RunRecord(tmp_path / "run-none-s0").events())
-    ended = fl.RunRecord(tmp_path / "run-none-s0").events()[-1]["at"]
-    assert clocks["total_seconds"] <= ended - began - 3 * 0.2
+    stages = fl.RunRecord(tmp_path / "run-none-s0").result.stages
+    assert sum(stage.seconds for stage in stages) <= clocks.total_seconds + 1e-3
+    began = fl.RunRecord(tmp_path / "run-none-s0").start.at
+    ended = fl.RunRecord(tmp_path / "run-none-s0").events()[-1].at
+    assert clocks.total_seconds <= ended - began - 3 * 0.2
 
 
 @pytest.mark.parametrize(("device", "overlaps"), [("cpu", False), ("mps", True)])
@@ -84,10 +84,10 @@ def test_host_work_beside_the_device_is_no_pause_of_training(
     watch.stop()
     assert watch.training_seconds() == 5.0 + 2.5 * overlaps
     found = clocks([], watch.seconds)
-    assert found["total_seconds"] == 12.5
-    assert found["train_seconds"] == 5.0 + 2.5 * overlaps
-    assert found["data_seconds"] == 3.5
-    assert found["data_overlapped_seconds"] == 2.5 * overlaps
+    assert found.total_seconds == 12.5
+    assert found.train_seconds == 5.0 + 2.5 * overlaps
+    assert found.data_seconds == 3.5
+    assert found.data_overlapped_seconds == 2.5 * overlaps
 
 
 def test_waiting_for_a_device_knows_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:

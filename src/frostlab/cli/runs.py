@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -84,7 +85,7 @@ def run(
         display=display() if os.environ.get("RANK", "0") == "0" else Silent(),
     )
     if os.environ.get("RANK", "0") == "0":
-        typer.echo(json.dumps(record.result, indent=1) if as_json else show(record.folder))
+        typer.echo(json.dumps(asdict(record.result), indent=1) if as_json else show(record.folder))
         if stage is not None:
             judge(record.folder, as_json)
 
@@ -97,8 +98,6 @@ def check_data_dir(data_dir: Path | None) -> None:
 
 def list_runs(runs: RunsFolder = Path("runs"), as_json: AsJson = False) -> None:
     """List every run: what it was, how far it came, what it gave."""
-    from dataclasses import asdict
-
     from frostlab.records.index import list_runs as read_runs
     from frostlab.records.show import runs_table
 

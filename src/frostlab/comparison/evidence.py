@@ -47,7 +47,7 @@ def gather(
         "baseline": plan.baseline.name,
         "look": look,
         "jobs": jobs,
-        "caution": next((r.result["caution"] for r in records.values()), None),
+        "caution": next((r.result.caution for r in records.values()), None),
         "pairs": sum(
             records[arm.name, seed].status == records[plan.baseline.name, seed].status == "finished"
             for arm in plan.others
@@ -81,13 +81,13 @@ def _rules_of(rules: Rules, metric: str, look: int) -> Rules:
 def _refused(plan: Plan, records: Records) -> list[dict[str, Any]]:
     """The runs that must not be paired with the baseline's, and why."""
     found = []
-    first = records[plan.baseline.name, plan.seeds[0]].digests["data"]
+    first = records[plan.baseline.name, plan.seeds[0]].digests.data
     for arm in plan.others:
         for seed in plan.seeds:
             one, other = records[plan.baseline.name, seed], records[arm.name, seed]
             if one.status == other.status == "finished":
                 reason = why_unpaired(one, other, plan.vary)
-                if one.digests["data"] != first:
+                if one.digests.data != first:
                     reason = f"the data are no longer those of seed {plan.seeds[0]}"
                 if reason is not None:
                     found.append({"arm": arm.name, "seed": seed, "reason": reason})
@@ -160,9 +160,9 @@ def _arm(
         "metrics": {
             metric: vars(spread(known))
             for metric in metrics
-            if (known := [r.metrics[metric] for r in finished if r.metrics[metric] is not None])
+            if (known := [v for r in finished if (v := r.metrics[metric]) is not None])
         } if finished else {},
-        "parameters": next((record.result["parameters"] for record in finished), None),
+        "parameters": next((asdict(record.result.parameters) for record in finished), None),
         "seconds": vars(spread([_clock(record, "total_seconds") for record in finished]))
         if finished else None,
     }  # fmt: skip
@@ -173,24 +173,24 @@ def _run(seed: int, record: RunRecord, folder: Path) -> dict[str, Any]:
     return {
         "seed": seed,
         "folder": str(record.folder.relative_to(folder)),
-        "status": result["status"],
-        "error": result["error"],
+        "status": result.status,
+        "error": result.error,
         "attempts": 1 + len(list(record.folder.glob("result-*.json"))),
         "metrics": record.metrics or None,
-        "best": result["best"],
-        "last": result["last"],
-        "steps": result["steps"],
-        "stages": result.get("stages", []),  # runs from before there were any
-        "clocks": {key: result["clocks"][key] for key in (
+        "best": asdict(result.best),
+        "last": result.last,
+        "steps": result.steps,
+        "stages": [asdict(stage) for stage in result.stages],
+        "clocks": {key: asdict(result.clocks)[key] for key in (
             "total_seconds", "train_seconds", "validation_seconds", "epoch_seconds", "step_ms"
         )},
-        "weights_digest": result["weights_digest"],
-        "recipe_digest": result["recipe_digest"],
+        "weights_digest": result.weights_digest,
+        "recipe_digest": result.recipe_digest,
     }  # fmt: skip
 
 
 def _clock(record: RunRecord, name: str) -> float:
-    return float(record.result["clocks"][name])
+    return float(getattr(record.result.clocks, name))
 
 
 def _mcnemar(

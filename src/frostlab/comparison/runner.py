@@ -111,7 +111,7 @@ def _is_done(task: Task) -> bool:
     """Whether a task has its record; one of another recipe is refused."""
     if finished_status(task.path) not in ("finished", "diverged"):
         return False
-    if RunRecord(task.path).result["recipe_digest"] != task.recipe.digest:
+    if RunRecord(task.path).result.recipe_digest != task.recipe.digest:
         raise BadInput(f"{task.path} holds a run of another recipe; choose another folder")
     return True
 

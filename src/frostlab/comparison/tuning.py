@@ -97,8 +97,7 @@ def _score(path: Path) -> float | None:
     """The best evaluation on the tune split, if the run finished."""
     if finished_status(path) != "finished":
         return None
-    value = RunRecord(path).result["best"]["value"]
-    return None if value is None else float(value)
+    return RunRecord(path).result.best.value
 
 
 def _best(curve: list[dict[str, Any]], metric: str) -> float:

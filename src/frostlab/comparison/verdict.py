@@ -18,6 +18,7 @@ from frostlab.comparison.statistics import (
 )
 from frostlab.errors import BadInput, nearest
 from frostlab.records.folder import RunRecord
+from frostlab.records.schema import Digests, EpochEvent, ResumeEvent, StartEvent
 
 Values = Mapping[int, float]
 
@@ -322,38 +323,39 @@ def why_unpaired(one: RunRecord, other: RunRecord, vary: Iterable[str] = ()) -> 
 
 
 def _differences(one: RunRecord, other: RunRecord, weights: bool) -> Iterator[str]:
-    if one.result["seed"] != other.result["seed"]:
-        yield f"the seeds differ ({one.result['seed']} and {other.result['seed']})"
+    if one.result.seed != other.result.seed:
+        yield f"the seeds differ ({one.result.seed} and {other.result.seed})"
     mine, theirs = one.digests, other.digests
-    if mine["data"] != theirs["data"]:
-        yield f"the data differ ({mine['data']} and {theirs['data']})"
+    if mine.data != theirs.data:
+        yield f"the data differ ({mine.data} and {theirs.data})"
     if weights:
         yield from _other_weights(mine, theirs)
     for epoch, (a, b) in enumerate(zip(_orders(one), _orders(other), strict=False)):
         if a != b:
             yield f"the order of examples differs in epoch {epoch + 1} ({a} and {b})"
     for key in _SHAPE:
-        a, b = (sorted({str(began[key]) for began in _begun(each)}) for each in (one, other))
-        if a != b:
-            yield f"{key} differs ({' then '.join(a)} and {' then '.join(b)})"
+        ours = sorted({str(getattr(event, key)) for event in _begun(one)})
+        others = sorted({str(getattr(event, key)) for event in _begun(other)})
+        if ours != others:
+            yield f"{key} differs ({' then '.join(ours)} and {' then '.join(others)})"
 
 
-def _other_weights(mine: dict[str, Any], theirs: dict[str, Any]) -> Iterator[str]:
-    touched = {*mine["touched"], *theirs["touched"]}
-    for key, value in mine["weights"].items():
-        if key not in touched and theirs["weights"].get(key) != value:
+def _other_weights(mine: Digests, theirs: Digests) -> Iterator[str]:
+    touched = {*mine.touched, *theirs.touched}
+    for key, value in mine.weights.items():
+        if key not in touched and theirs.weights.get(key) != value:
             yield f"the initial weights of {key} differ, which neither treatment touches"
-    strange = [key for key in theirs["weights"] if key not in {*mine["weights"], *touched}]
+    strange = [key for key in theirs.weights if key not in {*mine.weights, *touched}]
     if strange:
         yield f"only one has the weights {strange[0]}"
 
 
-def _orders(record: RunRecord) -> list[Any]:
-    return [event["order"] for event in record.events() if event["kind"] == "epoch"]
+def _orders(record: RunRecord) -> list[str]:
+    return [event.order for event in record.events(EpochEvent)]
 
 
-def _begun(record: RunRecord) -> list[dict[str, Any]]:
-    return [event for event in record.events() if event["kind"] in ("start", "resume")]
+def _begun(record: RunRecord) -> list[StartEvent | ResumeEvent]:
+    return [*record.events(StartEvent), *record.events(ResumeEvent)]
 
 
 def contrasts(plan: Plan, records: Records, rules: Rules) -> list[dict[str, Any]]:
@@ -421,7 +423,7 @@ def _value(record: RunRecord, rules: Rules, of: str) -> float | None:
         return None
     if of == "value":
         return record.metrics.get(rules.metric)
-    bests = [stage["best"]["value"] for stage in record.result["stages"]]
+    bests = [s.best.value for s in record.result.stages if s.best.value is not None]
     return float(bests[-1] / bests[0] if rules.log else bests[-1] - bests[0])
 
 

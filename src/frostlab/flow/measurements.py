@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from frostlab.errors import BadInput, FrostlabError, nearest
-from frostlab.records.folder import effective, read_events
+from frostlab.records.folder import RunRecord
+from frostlab.records.schema import EvaluationEvent, Event, FlowEvent, FlowPartsEvent
 from frostlab.storage import write_whole
 
 if TYPE_CHECKING:
@@ -322,12 +323,12 @@ def report_event(report: Report, parts: Sequence[PartFacts]) -> dict[str, Any]:
 def flows_of(folder: str | Path) -> dict[str, Flow]:
     """The flow of every stage of a run, finished or running, by the stage's name."""
     path = Path(folder)
-    events = effective(read_events(path / "events.jsonl"))
+    events = RunRecord(path).events()
     if not events:
         raise BadInput(f"flow_of: {path} is no run: it has no events")
     try:
         return _read(events)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except (KeyError, ValueError, IndexError) as error:
         raise BadInput(f"flow_of: {path}/events.jsonl holds no whole flow: {error!r}") from None
 
 
@@ -344,51 +345,50 @@ def flow_of(folder: str | Path, stage: str | None = None) -> Flow:
     return flows[stage]
 
 
-def _read(events: Iterable[dict[str, Any]]) -> dict[str, Flow]:
+def _read(events: Iterable[Event]) -> dict[str, Flow]:
     flows: dict[str, Flow] = {}
     reports: dict[str, dict[int, Report]] = {}
     stage, front = "", list[str]()
     for event in events:
-        if event["kind"] == "flow_parts":
-            stage, front = event["stage"], event["front"]
+        if isinstance(event, FlowPartsEvent):
+            stage, front = event.stage, event.front
             flows[stage] = _flow(event)
             reports.setdefault(stage, {})
-        elif event["kind"] == "flow":
-            reports[stage][event["step"]] = _event_report(event, flows[stage].parts, front)
-        elif event["kind"] == "evaluation" and stage:
-            flows[stage].verified |= event.get("frozen_verified", 0) > 0
+        elif isinstance(event, FlowEvent):
+            reports[stage][event.step] = _event_report(event, flows[stage].parts, front)
+        elif isinstance(event, EvaluationEvent) and stage:
+            flows[stage].verified |= event.frozen_verified > 0
     for name, flow in flows.items():
         flow.reports.extend(reports[name][step] for step in sorted(reports[name]))
     return flows
 
 
-def _flow(event: dict[str, Any]) -> Flow:
-    flow = Flow(event["model"], event["optimizer"])
-    flow.parts = tuple(PartFacts.from_dict(part) for part in event["parts"])
-    flow.groups = tuple(GroupFacts(**group) for group in event["groups"])
+def _flow(event: FlowPartsEvent) -> Flow:
+    flow = Flow(event.model, event.optimizer)
+    flow.parts = tuple(PartFacts.from_dict(vars(part)) for part in event.parts)
+    flow.groups = tuple(GroupFacts(**vars(group)) for group in event.groups)
     return flow
 
 
-def _event_report(
-    event: dict[str, Any], parts: Sequence[PartFacts], front: Sequence[str]
-) -> Report:
+def _event_report(event: FlowEvent, parts: Sequence[PartFacts], front: Sequence[str]) -> Report:
     values, learning = {}, _learning(parts)
     for name in QUANTITIES:
         numbers = [math.nan] * len(parts)
-        for i, number in zip(learning, event.get(name, ()), strict=name in event):
+        measured = getattr(event, name)
+        for i, number in zip(learning, measured or (), strict=measured is not None):
             numbers[i] = _long(number)
         values[name] = tuple(numbers)
     return Report(
-        step=event["step"],
+        step=event.step,
         values=values,
-        rates=tuple(map(_long, event["rates"])),
-        unreached=tuple(event.get("unreached", ())),
-        largest={end: _long(x) for end, x in zip(_ENDS, event["ends"], strict=True)},
-        ranges={name: _long(x) for name, x in zip(front, event["ranges"], strict=True)},
-        broken=tuple(range(len(parts))[i] for i in event.get("broken", ())),
-        dead=event.get("dead", {}),
-        saturated=event.get("saturated", {}),
-        entropy={name: tuple(heads) for name, heads in event.get("entropy", {}).items()},
+        rates=tuple(map(_long, event.rates)),
+        unreached=tuple(event.unreached),
+        largest={end: _long(x) for end, x in zip(_ENDS, event.ends, strict=True)},
+        ranges={name: _long(x) for name, x in zip(front, event.ranges, strict=True)},
+        broken=tuple(range(len(parts))[i] for i in event.broken),
+        dead={name: _long(share) for name, share in event.dead.items()},
+        saturated={name: _long(share) for name, share in event.saturated.items()},
+        entropy={name: tuple(map(_long, heads)) for name, heads in event.entropy.items()},
     )
 
 

@@ -20,7 +20,7 @@ from frostlab.roles.read import anatomy
 from frostlab.timing.flops import forward_flops
 from frostlab.training.batches.batch import IGNORED, Batch, Split, examples_of, row_lengths, shared
 from frostlab.training.distributed import World
-from frostlab.training.setup import best_model, choose_device, choose_precision, recipe_of
+from frostlab.training.setup import best_model, choose_device, choose_precision
 from frostlab.training.step.compiled import uncompiled
 from frostlab.training.step.envelope_loss import EnvelopeObjective, pearson
 from frostlab.training.step.objective import Exits, Objective, language_stack, summed_loss
@@ -196,7 +196,7 @@ def early_exits(
     record = run if isinstance(run, RunRecord) else RunRecord(Path(run))
     if record.status != "finished":
         raise BadInput(f"{record.folder} is {record.status}; early exits need a finished run")
-    recipe = recipe_of(record)
+    recipe = record.recipe
     if recipe.data.task != "language":
         raise BadInput(f"{record.folder} is a run for {recipe.data.task}; early exits for language")
     where = choose_device(device or recipe.train.device)
@@ -207,7 +207,7 @@ def early_exits(
     found = measure_exits(model, prepared, batch, where, precision)
     RunFolder(record.folder).write("exits.json", {
         "split": "report",
-        "checkpoint": record.result["checkpoint"],
+        "checkpoint": record.result.checkpoint,
         "length": _length(prepared),
         "device": str(where),
         "precision": str(precision).removeprefix("torch."),

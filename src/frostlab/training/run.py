@@ -22,17 +22,16 @@ from frostlab.recipe.recipe import Recipe
 from frostlab.records.checkpoint import Checkpoint, checkpoint_name, resumable
 from frostlab.records.environment import environment, gpu_state
 from frostlab.records.folder import (
-    SCHEMA,
     RunFolder,
     RunRecord,
     given_folder,
     new_folder,
     own_folder,
-    read_events,
     supersede_result,
 )
+from frostlab.records.schema import SCHEMA, Result, StartEvent, SteppingEvent, read
 from frostlab.records.telemetry import Telemetry
-from frostlab.storage import write_whole
+from frostlab.storage import finite, write_whole
 from frostlab.surgery.audit import Audit
 from frostlab.timing.clock import Meter, Stopwatch
 from frostlab.training.batches.batch import collate, evaluation_order
@@ -128,7 +127,7 @@ def _choose_folder(
 def _threads(recipe: Recipe, resumed: Path | None) -> int | None:
     """The threads that were asked for, or that a resumed run began with."""
     if recipe.train.threads is None and resumed is not None:
-        return int(next(read_events(resumed / "events.jsonl"))["threads"])
+        return RunRecord(resumed).start.threads
     return recipe.train.threads
 
 
@@ -241,10 +240,10 @@ def _go_on(setting: Setting, path: Path, digests: dict[str, Any]) -> Checkpoint 
     """Check that data and frozen weights are what the run began with; find its last checkpoint."""
     known = RunRecord(path).digests
     for what in ("data", "weights"):
-        if known[what] != digests[what]:
+        if getattr(known, what) != digests[what]:
             raise BadInput(f"--resume: the {what} of {path} cannot be made again: they changed")
     if setting.frozen is not None:
-        setting.frozen = Audit(setting.frozen.model, known["frozen"])
+        setting.frozen = Audit(setting.frozen.model, known.frozen)
     checkpoint: Checkpoint | None = setting.world.agree(resumable(path))
     if setting.folder is not None:
         supersede_result(setting.folder)
@@ -403,20 +402,20 @@ def result(
     error: str | None,
     report: dict[str, float] | None,
     extra: dict[str, Any],
-) -> dict[str, Any]:
-    """Everything `result.json` says."""
+) -> Result:
+    """Return everything `result.json` says."""
     events, recipe = folder.events(), setting.recipe
-    start = next(event for event in events if event["kind"] == "start")
+    start = next(event for event in events if isinstance(event, StartEvent))
     best, name = progress.best, checkpoint_name(progress.best.step or 0, progress.stage)
-    return {
+    values = {
         "schema": SCHEMA,
         "status": status,
         "error": error,
-        "name": start["name"],
+        "name": start.name,
         "recipe_digest": recipe.digest,
         "seed": recipe.seed,
         "treatment": recipe.treatment_name,
-        "started": _iso(start["at"]),
+        "started": _iso(start.at),
         "ended": datetime.now(UTC).isoformat(timespec="seconds"),
         "steps": progress.step,
         "stopped_early": progress.stopped_early,
@@ -425,13 +424,14 @@ def result(
         "caution": setting.prepared.caution,
         "last": progress.last or None,
         "target": progress.target,
-        "stepping": [event for event in events if event["kind"] == "stepping"],
+        "stepping": [event for event in events if isinstance(event, SteppingEvent)],
         "clocks": clocks(events, progress.seconds),
         "parameters": count_parameters(setting.model),
         "stages": [*progress.ended, stage_facts(setting, progress)],
         "checkpoint": None if best.step is None else f"checkpoints/{name}",
         **extra,
     }
+    return read(Result, finite(values), folder.path / "result.json")
 
 
 def _iso(at: float) -> str:

@@ -6,13 +6,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor, nn
 
 from frostlab.data.eeg.recordings import Material
 from frostlab.errors import BadInput, FrostlabError
 from frostlab.models.build import build_for
-from frostlab.recipe.load import recipe_from
 from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.settings import Train
 from frostlab.records.checkpoint import Checkpoint, checkpoints_in
@@ -92,26 +90,18 @@ def choose_precision(train: Train, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if train.precision == "bf16" else torch.float32
 
 
-def recipe_of(record: RunRecord) -> Recipe:
-    """What a run trained."""
-    path = record.folder / "recipe.yaml"
-    try:
-        values: dict[str, Any] = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise BadInput(f"{path} cannot be read ({error})") from None
-    return recipe_from(values, str(path))
-
-
 def best_model(record: RunRecord, recipe: Recipe, prepared: Material) -> torch.nn.Module:
     """The model that was reported, down to its digest; its data must be what they were."""
-    if prepared.digest != record.digests["data"]:
+    if prepared.digest != record.digests.data:
         raise BadInput(f"the data of {record.folder} cannot be made again: they changed")
     stages = stages_of(recipe, len(prepared.splits["train"]))
     model, _ = build_grown(recipe, prepared, stages)
     result = record.result
-    load_weights(model, Checkpoint(record.folder / result["checkpoint"], result["best"]["step"]))
-    if state_digest(model) != result["weights_digest"]:
-        raise BadInput(f"{record.folder}/{result['checkpoint']} is not what was reported")
+    assert result.checkpoint is not None, "the run is finished"
+    assert result.best.step is not None
+    load_weights(model, Checkpoint(record.folder / result.checkpoint, result.best.step))
+    if state_digest(model) != result.weights_digest:
+        raise BadInput(f"{record.folder}/{result.checkpoint} is not what was reported")
     return model
 
 
