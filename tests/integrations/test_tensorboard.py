@@ -102,7 +102,7 @@ def test_a_finished_run_is_written_at_the_times_it_happened(tmp_path: Path) -> N
     read = events(out)
     looked = [e for e in record.events(EvaluationEvent) if e.checkpoint is None]
     assert looked
-    for name in looked[0]["metrics"]:
+    for name in looked[0].metrics:
         found = read.Scalars(f"Validation/{name}")
         assert [e.step for e in found] == [e.step for e in looked]
         assert [e.value for e in found] == pytest.approx([e.metrics[name] for e in looked])
@@ -117,7 +117,7 @@ def test_every_supervised_layer_has_its_metrics(tmp_path: Path) -> None:
     record = fl.run(progressive(supervise={"layers": "all"}), out=tmp_path / "run")
     read = events(export_run(record.folder, tmp_path / "board"))
     looked = [e for e in record.events(EvaluationEvent) if e.checkpoint is None]
-    assert "2" in looked[-1]["metrics"]["layers"], "a layer was added"
+    assert "2" in looked[-1].metrics["layers"], "a layer was added"
     for number in ("1", "2"):
         with_it = [e for e in looked if number in e.metrics["layers"]]
         wanted = {e.step: e.metrics["layers"][number]["perplexity"] for e in with_it}

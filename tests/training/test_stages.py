@@ -252,7 +252,7 @@ def test_each_stage_has_its_own_losses(tmp_path: Path) -> None:
     recipe = progressive(stages=stages, supervise={"layers": "all"})
     record = fl.run(recipe, out=tmp_path / "run")
     told = [e.supervise for e in record.events(StageEvent)]
-    assert [each and each["layers"] for each in told] == [[1], [1, 2], None]
+    assert [each and each.layers for each in told] == [[1], [1, 2], None]
     seen = [sorted(e.metrics.get("layers", {})) for e in record.events(EvaluationEvent)
             if e.split == "tune"]  # fmt: skip
     assert seen == [["1"], ["1"], ["1", "2"], ["1", "2"], []]
