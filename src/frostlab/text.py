@@ -12,8 +12,8 @@ def hms(seconds: Any) -> str:
     """Write seconds as h:mm:ss, rounded."""
     if typed(seconds, int, float) is None or not math.isfinite(seconds):
         return NONE
-    whole = round(abs(seconds))
-    return f"{'-' * (seconds < 0)}{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+    rounded = round(abs(seconds))
+    return f"{'-' * (seconds < 0)}{rounded // 3600}:{rounded // 60 % 60:02}:{rounded % 60:02}"
 
 
 def plain(value: Any) -> str:
@@ -32,7 +32,7 @@ def number(value: Any) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Set rows as lines of aligned columns, those numbered in `right` flush right."""
+    """Return rows as lines of aligned columns; the columns numbered in `right` are flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -49,9 +49,9 @@ def short(text: str, width: int) -> str:
 
 
 def effect(paired: dict[str, Any] | None) -> str:
-    """A paired effect with its interval, where it has one."""
+    """Write a paired effect, with its interval where it has one."""
     if paired is None or paired["effect"] is None:
-        return "–"
+        return NONE
     sign, unit = ("", " ×") if paired["log"] else ("+", "")
     between = [paired["low"], paired["high"]]
     interval = "" if None in between else " [" + ", ".join(f"{x:{sign}.4g}" for x in between) + "]"
@@ -59,32 +59,32 @@ def effect(paired: dict[str, Any] | None) -> str:
 
 
 def ratio(values: dict[str, Any] | None) -> str:
-    """A ratio with its interval."""
+    """Write a ratio with its interval."""
     if values is None or values["ratio"] is None:
-        return "–"
+        return NONE
     between = [values["low"], values["high"]]
     interval = "" if None in between else f" [{between[0]:.4f}, {between[1]:.4f}]"
     return f"{values['ratio']:.4f}{interval}"
 
 
 def mean_and_std(spread: dict[str, Any] | None) -> str:
-    """A mean, and the standard deviation where there are several."""
+    """Write a mean, with the standard deviation of several values."""
     if spread is None:
-        return "–"
+        return NONE
     return f"{spread['mean']:.4g}" + ("" if spread["n"] < 2 else f" ± {spread['std']:.2g}")
 
 
 def mebibytes(value: float | None) -> str:
-    """Bytes as MiB."""
-    return "–" if value is None else f"{value / 2**20:,.0f} MiB"
+    """Write bytes as MiB."""
+    return NONE if value is None else f"{value / 2**20:,.0f} MiB"
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def typed(value: Any, *kinds: type) -> Any:
-    """Return the value if it is of one of these types, else None; True is no number."""
+    """Return the value if it has one of these types, else None; True is not a number."""
     return value if isinstance(value, kinds) and not isinstance(value, bool) else None

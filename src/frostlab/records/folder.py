@@ -53,7 +53,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, files: dict[str, str], **start: Any) -> "RunFolder":
-        """Make a folder with its first files and its start event: all of it appears at once."""
+        """Make a folder with its first files and its start event; it appears whole."""
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         folder = cls(temporary)
         try:
@@ -74,7 +74,7 @@ class RunFolder:
         return folder
 
     def open(self) -> "RunFolder":
-        """Take the folder; refuse one that another process holds."""
+        """Lock the folder for this process; refuse a folder that another process holds."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = Lock(self.path / "run.lock")
@@ -89,7 +89,7 @@ class RunFolder:
         return self
 
     def close(self) -> None:
-        """Let go of the folder, even one that can no longer be written."""
+        """Unlock the folder, even if it can no longer be written."""
         if self._events is not None:
             with suppress(OSError):
                 self._events.close()
@@ -179,7 +179,7 @@ def start_of(folder: Path) -> StartEvent | None:
 
 
 def new_folder(runs: Path, name: str) -> Path:
-    """The first free `name`, `name-2`, … under `runs`."""
+    """Return the first free `name`, `name-2`, … under `runs`."""
     path, number = runs / name, 2
     while path.exists() and any(path.iterdir() if path.is_dir() else [path]):
         path, number = runs / f"{name}-{number}", number + 1
@@ -189,7 +189,7 @@ def new_folder(runs: Path, name: str) -> Path:
 def given_folder(
     path: Path, resume: bool, digest: str, values: dict[str, Any]
 ) -> tuple[Path, bool]:
-    """A folder the user names, and whether it holds a run to go on with."""
+    """Return a folder that the user names, and whether it holds a run to resume."""
     if path.exists() and not path.is_dir():
         raise BadInput(f"--out {path}: is a file, not a folder")
     if not path.is_dir() or not any(path.iterdir()):
@@ -207,10 +207,10 @@ def given_folder(
 
 
 def own_folder(runs: Path, name: str, resume: bool, digest: str) -> tuple[Path, bool]:
-    """A place under `runs`, and whether it holds a run to go on with.
+    """Return a folder under `runs`, and whether it holds a run to resume.
 
-    Resuming takes the newest unfinished run of this very recipe, and starts one where there is
-    none, so that the same command can be given again and again.
+    Resuming takes the newest unfinished run of this recipe, or a new folder if the recipe has no
+    run yet, so that the same command can be repeated.
     """
     if not resume:
         return new_folder(runs, name), False
@@ -240,15 +240,15 @@ def _changed(stored: Path, values: dict[str, Any]) -> list[str]:
         return []
 
 
-def differences(one: Any, other: Any, path: str = "") -> list[str]:
-    """The dotted keys at which two recipes differ, descriptions aside."""
-    if not (isinstance(one, dict) and isinstance(other, dict)):
-        return [] if one == other else [path]
-    keys = [key for key in {**one, **other} if (path or key != "about")]
+def differences(left: Any, right: Any, path: str = "") -> list[str]:
+    """Return the dotted keys at which two recipes differ, descriptions aside."""
+    if not (isinstance(left, dict) and isinstance(right, dict)):
+        return [] if left == right else [path]
+    keys = [key for key in {**left, **right} if (path or key != "about")]
     return [
-        found
+        difference
         for key in keys
-        for found in differences(one.get(key), other.get(key), f"{path}.{key}".strip("."))
+        for difference in differences(left.get(key), right.get(key), f"{path}.{key}".strip("."))
     ]
 
 
