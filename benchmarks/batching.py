@@ -10,6 +10,7 @@ import argparse
 import os
 import statistics
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ WAYS = {
 
 def measure(settings: dict[str, Any], runs: Path) -> dict[str, Any]:
     record = run(load_recipe("docstrings-gpt", settings), runs=runs)
-    clocks = record.result["clocks"]
+    clocks = asdict(record.result.clocks)
     names = ("examples_per_second", "padding_share", "data_seconds", "train_seconds")
     return {name: clocks[name] for name in names} | {"accuracy": record.metrics["accuracy"]}
 

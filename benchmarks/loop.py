@@ -127,7 +127,7 @@ def ours(model: Any, tokens: Tokens, steps: int, timer: PairTimer, where: torch.
                         {}, None, {}, "", None)  # fmt: skip
     precision = torch.bfloat16 if where.type == "cuda" else torch.float32
     with tempfile.TemporaryDirectory() as folder:
-        run = RunFolder.create(Path(folder) / "run", {}, name="bench")
+        run = RunFolder(Path(folder) / "run").open()
         stage, compute = Stage("train", steps + 1), Compute(where, precision)
         current = StageModel(0, stage, Entered(), Objective(model))
         context = RunContext(recipe, prepared, TASKS["classification"], (stage,), compute,

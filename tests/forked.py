@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import yaml
 
 from frostlab.records.checkpoint import checkpoints_in
 from frostlab.records.folder import RunRecord
+from frostlab.records.schema import EvaluationEvent, StepEvent
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
@@ -262,18 +264,18 @@ def outcome(folder: Path) -> dict[str, Any]:
     """All of a record that must not depend on how often a run was killed."""
     record = RunRecord(folder)
     result = record.result
-    steps = [e for e in record.events() if e["kind"] == "step"]
+    steps = record.events(StepEvent)
     return {
-        **{key: result[key] for key in (
+        **{key: getattr(result, key) for key in (
             "status", "steps", "best", "report", "last", "weights_digest", "order_digest",
             "parameters", "checkpoint", "stopped_early",
         )},
-        "stages": [{**stage, "seconds": None} for stage in result["stages"]],
-        "losses": [loss for event in steps for loss in event["loss"]],
-        "norms": [norm for event in steps for norm in event["norm"]],
-        "tokens": sum(event["tokens"] for event in steps),
-        "evaluations": [(e["step"], e["split"], e["metrics"])
-                        for e in record.events() if e["kind"] == "evaluation"],
+        "stages": [{**asdict(stage), "seconds": None} for stage in result.stages],
+        "losses": [loss for event in steps for loss in event.loss],
+        "norms": [norm for event in steps for norm in event.norm],
+        "tokens": sum(event.tokens for event in steps),
+        "evaluations": [(e.step, e.split, e.metrics)
+                        for e in record.events(EvaluationEvent)],
         "kept": [(c.step, c.stage) for c in checkpoints_in(folder)],
         "files": sorted(p.name for p in folder.rglob("*") if p.suffix == ".tmp"),
     }  # fmt: skip

@@ -9,6 +9,7 @@ import frostlab as fl
 from frostlab.models.decoder import Decoder, DecoderConfig
 from frostlab.models.gpt import GPT, GPTConfig
 from frostlab.recipe.load import recipe_from
+from frostlab.records.schema import StepEvent
 from frostlab.training.treatment import treat
 from tiny import tiny
 from zoo import GPT_SIZES, GROUPED, SIZES
@@ -56,7 +57,7 @@ def longer(treatment: Any, **changes: Any) -> dict[str, Any]:
 
 
 def losses(record: fl.RunRecord) -> list[float]:
-    return [x for e in record.events() if e["kind"] == "step" for x in e["loss"]]
+    return [x for e in record.events(StepEvent) for x in e.loss]
 
 
 def trained(record: fl.RunRecord) -> bool:

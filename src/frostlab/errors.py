@@ -1,4 +1,4 @@
-"""The errors a user can see; each message is one line that can be acted on."""
+"""Errors that a user can see; every message is one line to act on."""
 
 import difflib
 import importlib
@@ -8,15 +8,15 @@ from typing import Any
 
 
 class FrostlabError(Exception):
-    """Anything frostlab refuses or finds wrong."""
+    """Anything that frostlab refuses or finds wrong."""
 
 
 class BadInput(FrostlabError, ValueError):
-    """A value that cannot be used; the message names it, the place and the nearest valid one."""
+    """A value that cannot be used; the message names its place and the nearest valid value."""
 
 
 class UnknownArchitecture(BadInput):
-    """A module whose place in the anatomy is not known."""
+    """A model, or a module of one, whose parts frostlab cannot name."""
 
 
 class FrozenWeightsMoved(FrostlabError):
@@ -44,12 +44,12 @@ class NothingLearns(UserWarning):
 
 def nearest(value: str, choices: Iterable[str], likeness: float = 0.5) -> str:
     """Return "; did you mean `x`?" for the closest choice, or "" when none is that much alike."""
-    found = difflib.get_close_matches(value.lower(), list(choices), n=1, cutoff=likeness)
-    return f"; did you mean `{found[0]}`?" if found else ""
+    matches = difflib.get_close_matches(value.lower(), list(choices), n=1, cutoff=likeness)
+    return f"; did you mean `{matches[0]}`?" if matches else ""
 
 
 def require(package: str, extra: str, purpose: str) -> Any:
-    """Import an optional package, or say in one line which extra brings it."""
+    """Return an optional package, or name in one line the extra that installs it."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -62,5 +62,5 @@ def require(package: str, extra: str, purpose: str) -> Any:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its kind."""
+    """Return the first line of an error's message, or the name of its class."""
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__

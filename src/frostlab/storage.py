@@ -1,4 +1,4 @@
-"""Files and folders that are written whole or not at all, locks, digests, seeds, the cache."""
+"""Storage on disk: files and folders that appear whole, locks, digests and seeds, the cache."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from frostlab.errors import BadInput, FrostlabError
 if TYPE_CHECKING:
     from torch import Tensor
 
-FORMAT = 1  # of the cache; raise it when what is written, or how text becomes numbers, changes
+FORMAT = 1  # of the cache; raise it when its files, or how text becomes tokens, change
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def _plain_tensors(tensors: "dict[str, Tensor]") -> "dict[str, Tensor]":
 
 def use_default_mode(path: Path) -> None:
     """Give a file the mode of any new file; safetensors makes its files readable by the owner."""
-    mask = os.umask(0o077)  # the one way to read it is to set it
+    mask = os.umask(0o077)  # the mask can only be read by setting it
     os.umask(mask)
     path.chmod(0o666 & ~mask)
 
@@ -129,7 +129,7 @@ class Lock:
                 return True
 
     def release(self) -> None:
-        """Let the next process take it."""
+        """Let the next process take the lock."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -143,7 +143,7 @@ class Lock:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock; a file that cannot be read is not known to be held."""
+    """Return whether a process holds the lock; False for a file that cannot be read."""
     fcntl = _fcntl()
     with suppress(OSError), path.open() as file:
         try:
@@ -164,10 +164,10 @@ def _fcntl() -> Any:
     return fcntl
 
 
-def cache_folder(given: Path | None) -> Path:
+def cache_folder(asked: Path | None) -> Path:
     """Return the folder asked for, else FROSTLAB_CACHE, else frostlab's in the user's cache."""
-    if given is not None:
-        return given.expanduser()
+    if asked is not None:
+        return asked.expanduser()
     if named := os.environ.get("FROSTLAB_CACHE"):
         return Path(named).expanduser()
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

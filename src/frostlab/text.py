@@ -12,8 +12,8 @@ def hms(seconds: Any) -> str:
     """Write seconds as h:mm:ss, rounded."""
     if typed(seconds, int, float) is None or not math.isfinite(seconds):
         return NONE
-    whole = round(abs(seconds))
-    return f"{'-' * (seconds < 0)}{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+    rounded = round(abs(seconds))
+    return f"{'-' * (seconds < 0)}{rounded // 3600}:{rounded // 60 % 60:02}:{rounded % 60:02}"
 
 
 def plain(value: Any) -> str:
@@ -32,7 +32,7 @@ def number(value: Any) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Set rows as lines of aligned columns, those numbered in `right` flush right."""
+    """Return rows as lines of aligned columns; the columns numbered in `right` are flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -49,11 +49,11 @@ def short(text: str, width: int) -> str:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def typed(value: Any, *kinds: type) -> Any:
-    """Return the value if it is of one of these types, else None; True is no number."""
+    """Return the value if it has one of these types, else None; True is not a number."""
     return value if isinstance(value, kinds) and not isinstance(value, bool) else None

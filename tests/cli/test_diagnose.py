@@ -16,6 +16,7 @@ import frostlab as fl
 from forked import Command
 from frostlab.cli import diagnose as diagnose_command
 from frostlab.flow.diagnosis import (
+    FLOW_TARGETS,
     Diagnosis,
     Target,
     diagnose,
@@ -89,7 +90,7 @@ def test_everything_as_json_without_torch(runs: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["healthy"], found["status"], found["metric"]) == (True, "finished", "accuracy")
-    assert found["wanted"] == {"front_ratio": 0.1, "weight_change": 0.01}
+    assert found["wanted"] == {}, "the recipe sets no target"
     (stage,) = found["stages"].values()
     assert stage["verdicts"]["layers[1].query"]["word"] == "frozen on purpose"
     assert stage["depth_ratios"]["front_ratio"] > 0
@@ -139,27 +140,28 @@ def test_bad_input(
     assert sorted(runs.iterdir()) == before
 
 
-DAMAGE: dict[str, Any] = {
-    "too few numbers": {"gradient": [1.0]},
-    "no numbers": {"weight": ["a"] * 16},
-    "no list": {"ends": 3},
-    "no such part": {"broken": [99]},
-    "no module": {"entropy": [1]},
+DAMAGE: dict[str, tuple[dict[str, Any], str]] = {
+    "too few numbers": ({"gradient": [1.0]}, "holds no whole flow"),
+    "no numbers": ({"weight": ["a"] * 16}, "weight.0 should be a number, but is 'a'"),
+    "no list": ({"ends": 3}, "ends should be a list, but is 3"),
+    "no such part": ({"broken": [99]}, "holds no whole flow"),
+    "no module": ({"entropy": [1]}, "entropy should be an object, but is [1]"),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize(("damage", "reason"), DAMAGE.values(), ids=DAMAGE)
 def test_damaged_events_are_one_line(
-    damage: str, runs: Path, tmp_path: Path, in_this_process: Command
+    damage: dict[str, Any], reason: str, runs: Path, tmp_path: Path, in_this_process: Command
 ) -> None:
     whole = runs / "watched-explicit-s0"
     shutil.copytree(whole, tmp_path / "spoilt")
     events = [json.loads(line) for line in (whole / "events.jsonl").read_text().splitlines()]
-    spoilt = [e | (DAMAGE[damage] if e["kind"] == "flow" else {}) for e in events]
+    spoilt = [e | (damage if e["kind"] == "flow" else {}) for e in events]
     (tmp_path / "spoilt" / "events.jsonl").write_text("\n".join(map(json.dumps, spoilt)))
     done = in_this_process("diagnose", str(tmp_path / "spoilt"))
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
-    assert "events.jsonl is damaged" in done.stderr
+    assert f"{tmp_path}/spoilt/events.jsonl" in done.stderr
+    assert reason in done.stderr
 
 
 def plant(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,15 +228,15 @@ def test_an_eeg_recipe_is_trained_for_epochs_and_judged_by_three_targets(
 
 
 def test_a_missed_target_is_exit_code_1(tmp_path: Path, in_this_process: Command) -> None:
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tiny(optim__lr=1e-6)))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tiny(evaluate__target=1.1)))
     done = in_this_process(
         "diagnose", str(tmp_path / "recipe.yaml"), "--epochs", "1", "--out", str(tmp_path / "run")
     )
     assert done.returncode == 1, done.stderr
     assert not [line for line in done.stdout.splitlines() if "do not learn" in line]
-    assert "\n\ntargets: fail\n  front/output gradient" in done.stdout
-    assert "wanted > 0.01  fail" in done.stdout
-    assert "pearson" not in done.stdout, "a target of EEG alone"
+    assert "\n\ntargets: fail\n  validation accuracy" in done.stdout
+    assert "wanted > 1.1  fail" in done.stdout
+    assert "wanted > 0.01  fail" not in done.stdout, "a target of EEG alone"
 
 
 def test_epochs_are_shared_among_stages(tmp_path: Path, in_this_process: Command) -> None:
@@ -253,11 +255,14 @@ def test_targets_that_do_not_apply_are_left_out(runs: Path) -> None:
         return [target.name for target in targets_of(diagnosis)]
 
     text = diagnose(runs / "watched-explicit-s0")
+    assert names(text) == []
+    text = replace(text, wanted=FLOW_TARGETS)
     assert names(text) == ["front_ratio", "weight_change"]
     flow = text.flows["train"]
     measured = Flow("GPT", "AdamW")
     measured.parts, measured.groups = flow.parts, flow.groups
-    heard = replace(text, metric="pearson", value=None, flows={"train": measured})
+    heard = replace(text, metric="pearson", value=None, flows={"train": measured},
+                    wanted=FLOW_TARGETS | {"pearson": 0.3})  # fmt: skip
     assert [target.value for target in targets_of(heard)] == [None] * 3, "nothing was measured"
     headless = [replace(r, largest=r.largest | {"output": math.nan}) for r in flow.reports]
     measured.reports.extend(headless)

@@ -59,7 +59,7 @@ def test_runs_and_show(finished: Path) -> None:
     assert {run["status"] for run in listed} == {"finished"}
     shown = frostlab_command("show", "mine", "--runs", str(finished)).stdout
     record = fl.RunRecord(finished / "mine-oelm-s3")
-    for text in ("oelm", record.result["recipe_digest"], "0:00:0", "finished", "macro_f1"):
+    for text in ("oelm", record.result.recipe_digest, "0:00:0", "finished", "macro_f1"):
         assert text in shown
     shown_json = json.loads(
         frostlab_command("show", "mine", "--runs", str(finished), "--json").stdout

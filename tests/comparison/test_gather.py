@@ -25,9 +25,9 @@ def test_every_file_is_there_and_agrees(made: fl.Comparison) -> None:
     for name, arm in evidence.arms.items():
         for run in arm.runs:
             record = RunRecord(made.folder / run.folder)
-            assert record.result["seed"] == run.seed
+            assert record.result.seed == run.seed
             assert record.metrics == run.metrics
-            assert record.result["treatment"] == name
+            assert record.result.treatment == name
     values = [run.metrics["accuracy"] for run in evidence.arms["oelm"].runs]
     base = [run.metrics["accuracy"] for run in evidence.arms["baseline"].runs]
     effect = sum(a - b for a, b in zip(values, base, strict=True)) / 6

@@ -134,7 +134,7 @@ def test_bad_input_is_one_line(given: dict[Any, Any], said: str) -> None:
 def test_settings_change_a_recipe_that_is_spelled_out_and_the_clock_can_be_left_out() -> None:
     values = {"recipe": SMALL, "arms": ARMS}
     for clock in (None, False):
-        plan = make_plan(values, {"clock": clock}, settings=["train.batch=8"])
+        plan = make_plan(values, {"clock": clock}, settings={"train.batch": 8})
         assert plan.recipe["train"]["batch"] == 8
         assert plan.clock is None
     assert make_plan(values).clock is not None

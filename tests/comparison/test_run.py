@@ -90,7 +90,7 @@ def test_a_quick_one_tunes_quickly(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     quick = json.loads((tmp_path / "q" / "quick.json").read_text())
     runs = [*(tmp_path / "q" / "tuning").iterdir(), *(tmp_path / "q" / "runs").iterdir()]
     assert len(runs) >= 2 * (3 + 1)
-    assert {RunRecord(run).result["steps"] for run in runs} == {quick["steps"]}
+    assert {RunRecord(run).result.steps for run in runs} == {quick["steps"]}
     assert quick["steps"] < quick["of"]
 
 

@@ -28,7 +28,7 @@ def test_each_arm_is_tuned_on_the_same_grid_with_seeds_of_its_own(tmp_path: Path
         record = RunRecord(tmp_path / "c" / run.folder)
         recipe = yaml.safe_load((record.folder / "recipe.yaml").read_text())
         assert recipe["optim"]["lr"] == tuning.best[name]
-        assert record.result["seed"] == 0
+        assert record.result.seed == 0
     seeds = {p.name.rpartition("-s")[2] for p in (tmp_path / "c" / "tuning").iterdir()}
     assert seeds == {"900000"}
     assert "extended once" in found.page.read_text()

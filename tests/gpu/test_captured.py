@@ -13,6 +13,7 @@ from torch import nn
 import frostlab as fl
 from frostlab.models.attention import attend
 from frostlab.recipe.settings import Optim, StepKind, Train
+from frostlab.records.schema import StepEvent
 from frostlab.training import run as running
 from frostlab.training.batches.packing import pack, shapes_for
 from frostlab.training.distributed import Compute
@@ -93,7 +94,7 @@ def test_a_captured_run_ends_as_an_eager_one(tmp_path: Path) -> None:
         recipe = tiny(model__dropout=0.0, train__steps=300, train__epochs=None, train__step=kind)
         record = fl.run(recipe, runs=tmp_path)
         accuracies.append(record.metrics["accuracy"])
-        assert record.result["stepping"][-1]["how"] == kind
+        assert record.result.stepping[-1].how == kind
     assert accuracies[0] == pytest.approx(accuracies[1], abs=2 / 256)
 
 
@@ -185,10 +186,10 @@ def test_a_captured_run_goes_on_in_the_middle(
         patch.setattr(running, "interruptions", interrupted)
         with pytest.raises(fl.RunFailed):
             fl.run(recipe, out=tmp_path / "part")
-    stopped = fl.RunRecord(tmp_path / "part").result["steps"]
+    stopped = fl.RunRecord(tmp_path / "part").result.steps
     assert 0 < stopped < 48
     resumed = fl.run(recipe, out=tmp_path / "part", resume=True)
-    losses = [[x for e in r.events() if e["kind"] == "step" for x in e["loss"]]
+    losses = [[x for e in r.events(StepEvent) for x in e.loss]
               for r in (whole, resumed)]  # fmt: skip
     assert losses[1] == pytest.approx(losses[0], abs=5e-3), "dropout is on, and drawn again"
 
@@ -237,5 +238,5 @@ def test_a_captured_run_with_its_prefix_cached(where: str, tmp_path: Path) -> No
         fl.run({**usual, "train": {**usual["train"], "cache_prefix": kept}}, runs=tmp_path)
         for kept in (None, where)
     ]
-    losses = [[x for e in r.events() if e["kind"] == "step" for x in e["loss"]] for r in records]
+    losses = [[x for e in r.events(StepEvent) for x in e.loss] for r in records]
     assert losses[1] == pytest.approx(losses[0], abs=ROUNDING[HALF])

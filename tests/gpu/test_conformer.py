@@ -14,6 +14,7 @@ import frostlab as fl
 from frostlab.models.conformer import Conformer, ConformerConfig
 from frostlab.recipe.model import EnvelopeLoss
 from frostlab.recipe.settings import Optim, StepKind, Train
+from frostlab.records.schema import StepEvent
 from frostlab.training.batches.batch import Batch
 from frostlab.training.distributed import Compute
 from frostlab.training.step import build_step
@@ -110,7 +111,7 @@ def test_a_captured_run_ends_as_an_eager_one(tmp_path: Path) -> None:
 
 
 def losses(record: fl.RunRecord) -> list[float]:
-    return [x for e in record.events() if e["kind"] == "step" for x in e["loss"]]
+    return [x for e in record.events(StepEvent) for x in e.loss]
 
 
 def test_two_processes_share_the_statistics_of_batch_norm(tmp_path: Path, free_port: int) -> None:

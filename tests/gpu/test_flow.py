@@ -16,6 +16,7 @@ from frostlab.flow.measurements import flows_of, load_flow
 from frostlab.flow.probe import Probe, own_gradient
 from frostlab.flow.tensors import read_layout
 from frostlab.recipe.settings import Optim, Train
+from frostlab.records.schema import StepEvent
 from frostlab.training.distributed import Compute
 from frostlab.training.step import build_step
 from frostlab.training.step.captured import CapturedStep
@@ -138,9 +139,9 @@ def test_a_captured_run_is_measured_as_an_eager_one(
         record = watched_run(
             tmp_path / kind, train__step=kind, train__precision=precision, train__batching=batching
         )
-        assert record.result["stepping"][-1]["how"] == kind, record.result["stepping"]
+        assert record.result.stepping[-1].how == kind, record.result.stepping
         flows[kind] = load_flow(record.folder)
-        norms = [x for e in record.events() if e["kind"] == "step" for x in e["norm"]]
+        norms = [x for e in record.events(StepEvent) for x in e.norm]
         for step, norm in flows[kind].norms("before_clip").items():
             assert norm == pytest.approx(norms[step - 1], rel=1e-3)
         for step, norm in flows[kind].norms().items():
@@ -161,11 +162,11 @@ def test_watching_leaves_a_run_as_it_is(kind: str, tmp_path: Path) -> None:
         watched_run(tmp_path / str(i), train__step=kind, train__precision="float32", watch=asked)
         for i, asked in enumerate((None, None, {"every_n_steps": 3}))
     ]
-    losses = [[x for e in r.events() if e["kind"] == "step" for x in e["loss"]] for r in records]
+    losses = [[x for e in r.events(StepEvent) for x in e.loss] for r in records]
     noise = max(abs(a - b) for a, b in zip(*losses[:2], strict=True))
     off = max(abs(a - b) for a, b in zip(losses[0], losses[2], strict=True))
     assert off <= max(2 * noise, 1e-5)
-    digests = [r.result["weights_digest"] for r in records]
+    digests = [r.result.weights_digest for r in records]
     if digests[0] == digests[1]:
         assert digests[2] == digests[0]
 

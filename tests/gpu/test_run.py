@@ -14,6 +14,7 @@ from torch import nn
 import frostlab as fl
 from frostlab.recipe.settings import Optim, StepKind, Train
 from frostlab.records.checkpoint import checkpoints_in
+from frostlab.records.schema import StepEvent
 from frostlab.timing.clock import Stopwatch
 from frostlab.training.distributed import Compute, World
 from frostlab.training.step import build_step
@@ -32,32 +33,32 @@ pytestmark = [
 
 
 def losses(record: fl.RunRecord) -> list[float]:
-    return [x for e in record.events() if e["kind"] == "step" for x in e["loss"]]
+    return [x for e in record.events(StepEvent) for x in e.loss]
 
 
 def test_a_run_uses_the_gpu_in_bf16_and_says_so(tmp_path: Path) -> None:
     record = fl.run(tiny(treatment="oelm", train__epochs=30), runs=tmp_path)
-    start = record.events()[0]
-    assert start["device"] == "cuda:0"
-    assert start["precision"] == "bfloat16"
+    start = record.start
+    assert start.device == "cuda:0"
+    assert start.precision == "bfloat16"
     result = record.result
-    assert result["device_memory_peak"] > 0
+    assert result.device_memory_peak > 0
     assert len(losses(record)) == 240
-    assert result["clocks"]["step_ms"]["count"] == 235
-    assert 0.1 < result["clocks"]["step_ms"]["median"] < 1000
+    assert result.clocks.step_ms.count == 235
+    assert 0.1 < result.clocks.step_ms.median < 1000
     gpu = record.environment["gpu"]
     assert gpu is None or torch.cuda.get_device_name(0) in str(gpu)
     print("environment", record.environment["gpu"], record.environment["gpu_reason"])
-    print("before", result["gpu_before"], "after", result["gpu_after"])
-    print("telemetry", result["telemetry"])
+    print("before", result.gpu_before, "after", result.gpu_after)
+    print("telemetry", result.telemetry)
 
 
 def test_the_peak_of_memory_is_the_runs_own(tmp_path: Path) -> None:
     """Not that of what the process did before, nor of what it still holds."""
-    first = fl.run(tiny(), runs=tmp_path).result["device_memory_peak"]
+    first = fl.run(tiny(), runs=tmp_path).result.device_memory_peak
     held, gone = (torch.zeros(2**28, device="cuda") for _ in range(2))  # a GiB each
     del gone
-    again = fl.run(tiny(), runs=tmp_path).result["device_memory_peak"]
+    again = fl.run(tiny(), runs=tmp_path).result.device_memory_peak
     assert held.numel() == 2**28
     assert 0 < again < 2**28
     assert again == pytest.approx(first, rel=0.1)
@@ -88,14 +89,16 @@ def test_warming_up_changes_nothing(kind: StepKind, precision: torch.dtype) -> N
 def test_training_takes_at_least_its_steps(tmp_path: Path) -> None:
     """Batches are made while the GPU works: their time is not taken off."""
     result = fl.run(tiny(train__epochs=30, train__checkpoint=1000), runs=tmp_path).result
-    clocks = result["clocks"]
-    assert clocks["data_overlapped_seconds"] > 0
-    steps = clocks["step_ms"]["count"] * clocks["step_ms"]["mean"] + sum(clocks["warmup_ms"])
-    assert clocks["train_seconds"] >= 1e-3 * steps
-    assert sum(clocks["epoch_seconds"]) >= 1e-3 * steps
+    clocks = result.clocks
+    assert clocks.data_overlapped_seconds > 0
+    steps = clocks.step_ms.count * clocks.step_ms.mean + sum(clocks.warmup_ms)
+    assert clocks.train_seconds >= 1e-3 * steps
+    assert sum(clocks.epoch_seconds) >= 1e-3 * steps
     parts = ("train", "validation", "checkpoint", "data")
-    total = sum(clocks[f"{part}_seconds"] for part in parts) - clocks["data_overlapped_seconds"]
-    assert total == pytest.approx(clocks["total_seconds"], abs=1e-3)
+    total = (
+        sum(getattr(clocks, f"{part}_seconds") for part in parts) - clocks.data_overlapped_seconds
+    )
+    assert total == pytest.approx(clocks.total_seconds, abs=1e-3)
 
 
 def test_float32_on_cuda_follows_the_cpu(tmp_path: Path) -> None:

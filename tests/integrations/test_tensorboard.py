@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import frostlab as fl
 from flowing import adamw, loss_at, tiny_gpt, watched
 from frostlab.integrations.tensorboard import TensorBoard, export_run, tag_of
+from frostlab.records.schema import EvaluationEvent
 from stages import progressive
 from tiny import tiny
 
@@ -99,13 +100,13 @@ def test_a_finished_run_is_written_at_the_times_it_happened(tmp_path: Path) -> N
     flow = watched(model, adamw(model), steps=3, every_n_steps=1)
     out = export_run(tmp_path / "run-none-s0", tmp_path / "board", [flow])
     read = events(out)
-    looked = [e for e in record.events() if e["kind"] == "evaluation" and "checkpoint" not in e]
+    looked = [e for e in record.events(EvaluationEvent) if e.checkpoint is None]
     assert looked
-    for name in looked[0]["metrics"]:
+    for name in looked[0].metrics:
         found = read.Scalars(f"Validation/{name}")
-        assert [e.step for e in found] == [e["step"] for e in looked]
-        assert [e.value for e in found] == pytest.approx([e["metrics"][name] for e in looked])
-        assert [e.wall_time for e in found] == pytest.approx([e["at"] for e in looked], abs=1e-3)
+        assert [e.step for e in found] == [e.step for e in looked]
+        assert [e.value for e in found] == pytest.approx([e.metrics[name] for e in looked])
+        assert [e.wall_time for e in found] == pytest.approx([e.at for e in looked], abs=1e-3)
     assert scalars(read, "Gradient/norm") == pytest.approx(flow.norms())
     with pytest.raises(fl.BadInput, match="has no events"):
         export_run(tmp_path / "nothing", tmp_path / "other")
@@ -115,11 +116,11 @@ def test_a_finished_run_is_written_at_the_times_it_happened(tmp_path: Path) -> N
 def test_every_supervised_layer_has_its_metrics(tmp_path: Path) -> None:
     record = fl.run(progressive(supervise={"layers": "all"}), out=tmp_path / "run")
     read = events(export_run(record.folder, tmp_path / "board"))
-    looked = [e for e in record.events() if e["kind"] == "evaluation" and "checkpoint" not in e]
-    assert "2" in looked[-1]["metrics"]["layers"], "a layer was added"
+    looked = [e for e in record.events(EvaluationEvent) if e.checkpoint is None]
+    assert "2" in looked[-1].metrics["layers"], "a layer was added"
     for number in ("1", "2"):
-        with_it = [e for e in looked if number in e["metrics"]["layers"]]
-        wanted = {e["step"]: e["metrics"]["layers"][number]["perplexity"] for e in with_it}
+        with_it = [e for e in looked if number in e.metrics["layers"]]
+        wanted = {e.step: e.metrics["layers"][number]["perplexity"] for e in with_it}
         assert scalars(read, f"Validation/layer_{number}/perplexity") == pytest.approx(wanted)
     assert not [tag for tag in read.Tags()["scalars"] if tag.startswith("Validation/layers")]
 

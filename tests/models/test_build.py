@@ -50,8 +50,8 @@ def test_hugging_face_models_run_from_their_config(name: str, task: str, tmp_pat
         model = small(name)
     record = fl.run(tiny(model=model, data=data, treatment="oelm", train__epochs=1), runs=tmp_path)
     assert record.status == "finished"
-    assert record.result["parameters"]["frozen"] > 0
-    assert record.events()[0]["model"] == "pretrained"
+    assert record.result.parameters.frozen > 0
+    assert record.start.model == "pretrained"
 
 
 def test_an_encoder_is_refused_as_a_language_model(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_real_encoder_is_fine_tuned(tmp_path: Path) -> None:
     record = fl.run(recipe, runs=tmp_path / "runs")
     assert record.metrics["accuracy"] > 0.9
     before = load_file(folder / "model.safetensors")
-    after = load_file(record.folder / record.result["checkpoint"] / "model.safetensors")
+    after = load_file(record.folder / record.result.checkpoint / "model.safetensors")
     name = "encoder.layer.0.attention.self.{}.weight"
     same = {role: torch.equal(after[f"bert.{name.format(role)}"], before[name.format(role)])
             for role in ("query", "key", "value")}  # fmt: skip

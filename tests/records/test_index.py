@@ -17,35 +17,18 @@ import pytest
 from frostlab.errors import BadInput
 from frostlab.records import index
 from frostlab.records.index import INDEX, Summary, find_run, list_runs, read_run
-
-START = {"kind": "start", "at": 100.0, "step": 0, "recipe_digest": "d1", "seed": 3}
-START |= {"treatment": "oelm", "data": {"name": "sst2", "task": "x"}, "model": "gpt"}
-RESULT: dict[str, Any] = {
-    "schema": 1,
-    "status": "finished",
-    "recipe_digest": "d1",
-    "seed": 3,
-    "treatment": "oelm",
-    "best": {"metric": "accuracy", "value": 0.8, "step": 20},
-    "report": {"accuracy": 0.0, "loss": 0.5, "odd": "x"},
-    "caution": "selected on the reporting split",
-    "clocks": {"total_seconds": 9.5, "step_ms": {"median": 4.5}},
-    "steps": 30,
-    "error": None,
-}
+from frostlab.records.schema import ENDINGS
+from run_made import RESULT, START, evaluation_event, step_event, write_events
 
 
 def write_run(
     folder: Path, result: dict[str, Any] | None = None, steps: int = 3, at: float = 100.0
 ) -> Path:
     folder.mkdir(parents=True)
-    events: list[dict[str, Any]] = [START | {"name": folder.name, "at": at}]
-    for step in range(1, steps + 1):
-        events.append({"kind": "step", "at": at + step, "step": step, "loss": 1 / step})
-    metrics = {"accuracy": 0.25, "loss": 0.5}
-    events.append({"kind": "evaluation", "at": at, "step": steps, "metrics": metrics})
-    text = "".join(json.dumps(event) + "\n" for event in events)
-    (folder / "events.jsonl").write_text(text)
+    events: list[dict[str, Any]] = [START | {"at": at}]
+    events += [step_event(step) for step in range(1, steps + 1)]
+    events.append(evaluation_event(steps, {"accuracy": 0.25, "loss": 0.5}))
+    write_events(folder, *events)
     (folder / "run.lock").touch()
     if result is not None:
         (folder / "result.json").write_text(json.dumps(result))
@@ -112,7 +95,7 @@ def test_a_watched_run_still_shows_its_last_evaluation(tmp_path: Path) -> None:
     flow = json.dumps({"kind": "flow", "step": 4, "gradient": [0.1] * 1000}) + "\n"
     with open(folder / "events.jsonl", "a") as file:
         file.write(flow * 100)
-        file.write('{"kind": "step", "step": 9}\n')
+        file.write(json.dumps(step_event(9)) + "\n")
     assert (folder / "events.jsonl").stat().st_size > 4 * 65536
     (run,) = list_runs(tmp_path)
     assert (run.steps, run.metric, run.value) == (9, "accuracy", 0.25)
@@ -131,15 +114,29 @@ def test_runs_stand_by_age_and_other_folders_are_ignored(tmp_path: Path) -> None
     assert [run.name for run in list_runs(tmp_path)] == ["sooner", "later", "unstarted"]
 
 
+OTHER_SCHEMA = "{}: its records have schema 1, this frostlab reads 2"
+STEP = json.dumps(step_event(1)) + "\n"
+
+
 @pytest.mark.parametrize(
     ("file", "text", "reason"),
     [
         ("result.json", "", "result.json is not a JSON object"),
         ("result.json", "[1]", "result.json is not a JSON object"),
-        ("result.json", '{"status": "fine"}', "result.json has the status 'fine'"),
+        ("result.json", "{}", "result.json: schema is missing"),
+        ("result.json", '{"schema": 1}', OTHER_SCHEMA.format("result.json")),
+        ("result.json", json.dumps(RESULT | {"zz": 3}), "result.json: zz is not a key"),
+        (
+            "result.json",
+            json.dumps(RESULT | {"status": "fine"}),
+            "result.json: status should be 'finished' or 'stopped' or 'failed' or 'diverged', "
+            "but is 'fine'",
+        ),
         ("result.json", '{"a":' * 100_000, "result.json is not a JSON object"),
         ("events.jsonl", "\x00\x00\n", "events.jsonl does not begin with a start event"),
-        ("events.jsonl", '{"kind": "step"}\n', "events.jsonl does not begin with a start event"),
+        ("events.jsonl", STEP, "events.jsonl does not begin with a start event"),
+        ("events.jsonl", '{"kind": "step"}\n', "events.jsonl: at is missing"),
+        ("events.jsonl", '{"kind": "start", "schema": 1}\n', OTHER_SCHEMA.format("events.jsonl")),
     ],
 )
 def test_a_damaged_run_says_why(tmp_path: Path, file: str, text: str, reason: str) -> None:
@@ -200,7 +197,7 @@ def test_an_index_of_another_version_or_damaged_is_made_again(
         assert list_runs(tmp_path) == first
         assert reads == ["a"]
         assert (tmp_path / INDEX).read_bytes() == good
-    monkeypatch.setattr(index, "_SCHEMA", 2)
+    monkeypatch.setattr(index, "_VERSION", 99)
     assert list_runs(tmp_path) == first
     assert reads == ["a", "a"]
 
@@ -230,7 +227,7 @@ def naive(root: Path) -> dict[str, tuple[Any, ...]]:
         if result.exists():
             with contextlib.suppress(ValueError):
                 said = json.loads(result.read_bytes())
-            if not isinstance(said, dict) or said.get("status") not in index.ENDINGS:
+            if not isinstance(said, dict) or said.get("status") not in ENDINGS:
                 found[folder.name] = ("damaged", None, None)
                 continue
             found[folder.name] = (said["status"], said["steps"], said["best"]["value"])
@@ -268,14 +265,14 @@ def harm(path: Path, chance: random.Random) -> None:
         case 2:
             path.write_bytes(data[:place] + b"\x00\xff{\n" + data[place + 4 :])
         case 3:
-            path.write_bytes(data + b'{"kind": "step", "step": 4}\nnull\n{"k')
+            path.write_bytes(data + json.dumps(step_event(4)).encode() + b'\nnull\n{"k')
 
 
 @pytest.mark.parametrize("seed", range(25))
 def test_damage_gives_the_answer_of_a_naive_reader(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     for i in range(12):
-        ending = RESULT | {"status": chance.choice(index.ENDINGS), "steps": i}
+        ending = RESULT | {"status": chance.choice(ENDINGS), "steps": i}
         write_run(tmp_path / f"r{i}", ending if chance.random() < 0.5 else None, steps=i)
     for _ in range(6):
         if chance.random() < 0.5:
@@ -344,12 +341,28 @@ def test_a_damaged_run_stays_so_while_it_is_held(tmp_path: Path) -> None:
     assert (run.status, run.error) == ("damaged", "result.json is not a JSON object")
 
 
-def test_values_of_the_wrong_kind_are_not_known(tmp_path: Path) -> None:
-    wrong = {"seed": True, "steps": "9", "best": [1], "clocks": {"total_seconds": "1:00"}}
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"seed": True}, "seed should be a whole number, but is True"),
+        ({"steps": "9"}, "steps should be a whole number, but is '9'"),
+        ({"best": [1]}, "best should be an object, but is [1]"),
+        (
+            {"report": {"accuracy": "x"}},
+            "report.accuracy should be a number or an object, but is 'x'",
+        ),
+        (
+            {"clocks": RESULT["clocks"] | {"total_seconds": "1:00"}},
+            "clocks.total_seconds should be a number, but is '1:00'",
+        ),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_named(
+    tmp_path: Path, wrong: dict[str, Any], reason: str
+) -> None:
     write_run(tmp_path / "a", RESULT | wrong)
     (run,) = list_runs(tmp_path)
-    assert run.status == "finished"
-    assert (run.seed, run.steps, run.metric, run.total_seconds) == (None, None, None, None)
+    assert (run.status, run.error) == ("damaged", f"result.json: {reason}")
 
 
 def test_a_run_is_found_by_path_name_or_prefix(tmp_path: Path) -> None:

@@ -1,67 +1,106 @@
-"""Records are read as their schema says, or refused by the key that does not fit."""
+"""The schema of records: each key is explained, in code and in docs/runs.md, and nothing else."""
 
-from dataclasses import dataclass
-from typing import Literal
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from frostlab.errors import BadInput
-from frostlab.records.schema import read
+import frostlab as fl
+from frostlab.records import schema
+from frostlab.records.schema import (
+    EVENTS,
+    Clocks,
+    Digests,
+    Event,
+    Result,
+    Scores,
+    Stage,
+    TelemetrySummary,
+)
+from tiny import tiny
 
-
-@dataclass(frozen=True)
-class Inner:
-    values: list[float]
-    pair: tuple[int, str] | None = None
-
-
-@dataclass(frozen=True)
-class Outer:
-    name: str
-    status: Literal["finished", "failed"]
-    inner: Inner
-    by_stage: dict[str, Inner]
-    steps: int | None
-    flag: bool = False
-
-
-GOOD = {
-    "name": "x",
-    "status": "finished",
-    "inner": {"values": [1, 2.5], "pair": [3, "a"]},
-    "by_stage": {"one": {"values": []}},
-    "steps": None,
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "runs.md").read_text()
+TABLES: dict[str, type] = {  # heading in the document: the dataclass
+    "result.json": Result,
+    "Stages of a result": Stage,
+    "Clocks": Clocks,
+    "Telemetry": TelemetrySummary,
+    "Scores": Scores,
+    "digests.json": Digests,
 }
 
 
-def test_values_become_dataclasses() -> None:
-    outer = read(Outer, GOOD, "result.json")
-    assert outer.inner == Inner([1, 2.5], (3, "a"))
-    assert outer.by_stage["one"].pair is None
-    assert not outer.flag
+def classes_in(hint: Any) -> list[type]:
+    """The dataclasses that an annotation names."""
+    if dataclasses.is_dataclass(hint):
+        return [hint]  # type: ignore[list-item]
+    return [found for inner in get_args(hint) for found in classes_in(inner)]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"name": 3}, "^result.json: name should be a text, but is 3$"),
-        ({"steps": True}, "steps should be a whole number, but is True"),
-        ({"steps": 2.5}, "steps should be a whole number"),
-        ({"flag": 1}, "flag should be true or false"),
-        ({"status": "done"}, "status should be 'finished' or 'failed', but is 'done'"),
-        ({"inner": []}, "inner should be an object"),
-        ({"inner": {"values": [1, "2"]}}, "inner.values.1 should be a number, but is '2'"),
-        ({"inner": {"values": [], "pair": [1]}}, "inner.pair should be a list of 2"),
-        ({"by_stage": {"one": {"value": []}}}, "by_stage.one.value is not a key; did you mean"),
-        ({"by_stage": {"one": {}}}, "by_stage.one.values is missing"),
-        ({"naem": "x"}, "naem is not a key; did you mean `name`?"),
-    ],
-)
-def test_what_does_not_fit_is_named(change: dict[str, object], message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        read(Outer, GOOD | change, "result.json")
+def keys_of(kind: type) -> set[str]:
+    """The keys of a dataclass, and of those within that have no table of their own."""
+    keys = {field.name for field in dataclasses.fields(kind)}
+    hints = get_type_hints(kind)
+    within = [inner for key in keys for inner in classes_in(hints[key])]
+    return keys.union(*(keys_of(inner) for inner in within if inner not in TABLES.values()))
 
 
-def test_something_else_than_an_object() -> None:
-    with pytest.raises(BadInput, match="^result.json: it should be an object, but is None$"):
-        read(Outer, None, "result.json")
+def rows_under(heading: str) -> list[list[str]]:
+    """The rows of the first table under a heading."""
+    (text,) = re.findall(rf"^###+ {re.escape(heading)}\n(.*?)(?=^##|\Z)", DOCUMENT, re.M | re.S)
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [re.split(r"(?<!\\)\|", line)[1:-1] for line in lines[2:]]
+
+
+def names_in(text: str) -> list[str]:
+    return re.findall(r"`(\w+)`", text)
+
+
+@pytest.mark.parametrize("heading", TABLES)
+def test_the_document_names_the_keys_of_every_record(heading: str) -> None:
+    named = [name for row in rows_under(heading) for name in names_in(row[0])]
+    assert set(named) == keys_of(TABLES[heading])
+
+
+def test_the_document_names_the_keys_of_every_event() -> None:
+    rows = {names_in(kind)[0]: names_in(keys) for kind, keys in rows_under("events.jsonl")}
+    assert list(rows) == list(EVENTS)
+    common = {field.name for field in dataclasses.fields(Event)}
+    for kind, named in rows.items():
+        own = {field.name for field in dataclasses.fields(EVENTS[kind])} - common
+        assert set(named) | common == keys_of(EVENTS[kind]) | common, kind
+        assert own <= set(named), kind
+
+
+def test_every_key_is_explained_in_code() -> None:
+    source = Path(schema.__file__).read_text()
+    fields = re.findall(r"^    (\w+): (?!ClassVar)(.*)$", source, re.M)
+    unexplained = [name for name, rest in fields if "  # " not in rest]
+    assert unexplained == ["mean", "min", "max"], "of a series"
+    assert {cls.kind: cls for cls in EVENTS.values()} == EVENTS
+
+
+def test_the_document_says_the_schema() -> None:
+    assert f"Schema {schema.SCHEMA}:" in DOCUMENT
+
+
+def test_a_run_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    """Every file of a run fits; asdict gives back what the file says."""
+    import json
+
+    recipe = tiny(watch={"every": 3, "change": True}, evaluate={"target": 0.0, "batch": 256})
+    record = fl.run(recipe, runs=tmp_path)
+    written = json.loads((record.folder / "result.json").read_text())
+    assert dataclasses.asdict(record.result) == written
+    lines = (record.folder / "events.jsonl").read_text().splitlines()
+    assert len(record.events()) == len(lines) > 10
+    for event, line in zip(record.events(), lines, strict=True):
+        values = json.loads(line)
+        assert values.pop("kind") == event.kind
+        assert values.items() <= dataclasses.asdict(event).items()
+    assert dataclasses.asdict(record.digests) == json.loads(
+        (record.folder / "digests.json").read_text()
+    )
+    assert record.recipe.digest == record.result.recipe_digest == record.start.recipe_digest

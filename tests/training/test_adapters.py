@@ -10,6 +10,7 @@ from torch import nn
 
 import frostlab as fl
 from forked import attempt, outcome
+from frostlab.records.schema import EvaluationEvent, ResumeEvent, StageEvent
 from frostlab.training.step import eager as steps
 from frostlab.training.step.objective import logits_of
 from frostlab.training.treatment import weight_digests
@@ -126,23 +127,22 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> fl.RunRecord:
 def test_a_run_pairs_with_its_baseline(method: str, tmp_path: Path, baseline: fl.RunRecord) -> None:
     record = fl.run(longer(for_model("gpt", method)), runs=tmp_path)
     assert record.folder.name == f"run-{method}-s0"
-    assert record.result["treatment"] == method
+    assert record.result.treatment == method
     assert trained(record)
     plain, mine = baseline.digests, record.digests
-    assert {key: mine["weights"][key] for key in plain["weights"]} == plain["weights"]
-    added = mine["weights"].keys() - plain["weights"].keys()
-    assert added == set(mine["touched"])
+    assert {key: mine.weights[key] for key in plain.weights} == plain.weights
+    added = mine.weights.keys() - plain.weights.keys()
+    assert added == set(mine.touched)
     assert added
-    assert mine["frozen"].keys() == plain["weights"].keys() - {"head.weight"}
-    assert all(e["frozen_verified"] == len(mine["frozen"]) for e in record.events()
-               if e["kind"] == "evaluation")  # fmt: skip
-    assert record.result["order_digest"] == baseline.result["order_digest"]
+    assert mine.frozen.keys() == plain.weights.keys() - {"head.weight"}
+    assert all(e.frozen_verified == len(mine.frozen) for e in record.events(EvaluationEvent))
+    assert record.result.order_digest == baseline.result.order_digest
     assert losses(record)[0] == pytest.approx(losses(baseline)[0], rel=1e-6), "the same dropout"
-    counts, before = record.result["parameters"], baseline.result["parameters"]["total"]
-    assert counts["frozen"] == before - 4 * 16
-    assert counts["total"] - counts["frozen"] == counts["trainable"] > 4 * 16
-    (stage,) = (e for e in record.events() if e["kind"] == "stage")
-    assert stage["freeze"] == ["all", "embedding", "!adapter", "!head"]
+    counts, before = record.result.parameters, baseline.result.parameters.total
+    assert counts.frozen == before - 4 * 16
+    assert counts.total - counts.frozen == counts.trainable > 4 * 16
+    (stage,) = record.events(StageEvent)
+    assert stage.freeze == ["all", "embedding", "!adapter", "!head"]
 
 
 @pytest.mark.parametrize("treatment", ["frozen-embedding", "bitfit", spelled("lora", FUSED)])
@@ -153,7 +153,7 @@ def test_a_language_model_whose_head_is_frozen_trains(treatment: Any, tmp_path: 
     recipe = longer(treatment, data=data, tokenizer={"kind": "words"})
     record = fl.run(recipe, runs=tmp_path / "runs")
     assert trained(record)
-    assert "tokens.weight" in record.digests["frozen"]
+    assert "tokens.weight" in record.digests.frozen
 
 
 @pytest.mark.parametrize("batching", ["bucketed", "packed"])
@@ -163,7 +163,7 @@ def test_a_hugging_face_model(batching: str, tmp_path: Path) -> None:
     recipe = longer(spelled("lora"), model=model, train__batching=batching)
     record = fl.run(recipe, runs=tmp_path)
     assert trained(record)
-    assert len(record.digests["touched"]) == 2 * 2 * 2
+    assert len(record.digests.touched) == 2 * 2 * 2
 
 
 @pytest.mark.parametrize("method", ADAPTERS)
@@ -184,7 +184,7 @@ def test_a_run_that_broke_off_is_gone_on_with_bit_for_bit(
     with pytest.raises(RuntimeError, match="on purpose"):
         fl.run(recipe, out=tmp_path / "broken")
     resumed = fl.run(recipe, out=tmp_path / "broken", resume=True)
-    assert [e["step"] for e in resumed.events() if e["kind"] == "resume"] == [9]
+    assert [e.step for e in resumed.events(ResumeEvent)] == [9]
     assert outcome(resumed.folder) == outcome(whole.folder)
 
 

@@ -16,6 +16,7 @@ from frostlab.recipe.load import load_recipe, recipe_from
 from frostlab.recipe.settings import Optim
 from frostlab.records.checkpoint import checkpoints_in, resumable
 from frostlab.records.folder import RunRecord
+from frostlab.records.schema import StageEvent
 from frostlab.training.stages import Entered, enter, kept_state, stages_of, survivors
 from frostlab.training.step.optimizer import build_optimizer, optimizer_tensors, restore_optimizer
 from frostlab.training.treatment import count_parameters
@@ -175,7 +176,7 @@ def test_killed_in_any_stage_and_at_a_boundary(
     assert attempt(KILLED, folder, moment, count) == -9
     assert attempt(KILLED, folder) == 0
     assert outcome(folder) == uninterrupted
-    names = [e["name"] for e in RunRecord(folder).events() if e["kind"] == "stage"]
+    names = [e.name for e in RunRecord(folder).events(StageEvent)]
     assert names == ["1", "2", "3"], "each is said once"
 
 

@@ -49,5 +49,5 @@ def test_a_run_says_and_records_which_kind_it_takes(tmp_path: Path) -> None:
     record = fl.run(tiny(train__step="captured"), runs=tmp_path, display=Heard())
     reason = "graphs are captured on CUDA, not on cpu"
     assert lines == [f"eager steps: {reason}"]
-    (event,) = record.result["stepping"]
-    assert (event["how"], event["reason"]) == ("eager", reason)
+    (event,) = record.result.stepping
+    assert (event.how, event.reason) == ("eager", reason)

@@ -18,22 +18,22 @@ from tiny import tiny
 
 def test_clocks_add_up(tmp_path: Path) -> None:
     record = fl.run(tiny(), runs=tmp_path)
-    clocks = record.result["clocks"]
+    clocks = record.result.clocks
     parts = ("train", "validation", "data", "checkpoint")
-    total = sum(clocks[f"{part}_seconds"] for part in parts)
-    assert total == pytest.approx(clocks["total_seconds"], abs=1e-3)
-    assert len(clocks["warmup_ms"]) == 5
-    assert clocks["step_ms"]["count"] == 11
-    assert len(clocks["epoch_seconds"]) == 2
-    assert sum(clocks["epoch_seconds"]) <= clocks["train_seconds"] + 1e-3
+    total = sum(getattr(clocks, f"{part}_seconds") for part in parts)
+    assert total == pytest.approx(clocks.total_seconds, abs=1e-3)
+    assert len(clocks.warmup_ms) == 5
+    assert clocks.step_ms.count == 11
+    assert len(clocks.epoch_seconds) == 2
+    assert sum(clocks.epoch_seconds) <= clocks.train_seconds + 1e-3
     recipe = recipe_from(tiny())
     lengths = prepare(recipe).splits["train"].lengths
-    assert clocks["tokens"] == 2 * int(lengths.sum()), "real tokens, padding not counted"
+    assert clocks.tokens == 2 * int(lengths.sum()), "real tokens, padding not counted"
     padded = 0
     for epoch in range(2):
         for rows in epoch_order(lengths, 32, 0, epoch, bucket=True):
             padded += int(lengths[rows].max()) * len(rows)
-    assert clocks["padding_share"] == pytest.approx(1 - clocks["tokens"] / padded, abs=1e-4)
+    assert clocks.padding_share == pytest.approx(1 - clocks.tokens / padded, abs=1e-4)
 
 
 def test_building_the_step_is_no_training_time(
@@ -47,14 +47,14 @@ def test_building_the_step_is_no_training_time(
         return build(*given, **more)
 
     monkeypatch.setattr(loop, "make_step", slow)
-    clocks = fl.run(progressive(), runs=tmp_path).result["clocks"]
-    assert clocks["setup_seconds"] >= 3 * 0.2
+    clocks = fl.run(progressive(), runs=tmp_path).result.clocks
+    assert clocks.setup_seconds >= 3 * 0.2
     parts = ("train", "validation", "data", "checkpoint")
-    assert clocks["total_seconds"] == pytest.approx(
-        sum(clocks[f"{part}_seconds"] for part in parts), abs=1e-3
+    assert clocks.total_seconds == pytest.approx(
+        sum(getattr(clocks, f"{part}_seconds") for part in parts), abs=1e-3
     )
-    stages = fl.RunRecord(tmp_path / "run-none-s0").result["stages"]
-    assert sum(stage["seconds"] for stage in stages) <= clocks["total_seconds"] + 1e-3
-    began = next(e["at"] for e in fl.RunRecord(tmp_path / "run-none-s0").events())
-    ended = fl.RunRecord(tmp_path / "run-none-s0").events()[-1]["at"]
-    assert clocks["total_seconds"] <= ended - began - 3 * 0.2
+    stages = fl.RunRecord(tmp_path / "run-none-s0").result.stages
+    assert sum(stage.seconds for stage in stages) <= clocks.total_seconds + 1e-3
+    began = fl.RunRecord(tmp_path / "run-none-s0").start.at
+    ended = fl.RunRecord(tmp_path / "run-none-s0").events()[-1].at
+    assert clocks.total_seconds <= ended - began - 3 * 0.2

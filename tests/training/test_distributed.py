@@ -14,6 +14,7 @@ import yaml
 from forked import run_command
 from frostlab.flow.measurements import Flow, load_flow
 from frostlab.records.folder import RunRecord
+from frostlab.records.schema import EvaluationEvent, ResumeEvent, StartEvent, StepEvent
 from frostlab.training.run import run
 from stages import progressive
 
@@ -51,7 +52,7 @@ def by_torchrun(recipe: dict[str, Any], folder: Path, port: int) -> Any:
 
 
 def losses(folder: Path) -> list[float]:
-    return [x for e in RunRecord(folder).events() if e["kind"] == "step" for x in e["loss"]]
+    return [x for e in RunRecord(folder).events(StepEvent) for x in e.loss]
 
 
 @pytest.fixture(scope="module")
@@ -68,14 +69,12 @@ def test_two_processes_train_as_one(way: str, alone: Path, tmp_path: Path, free_
     assert len(losses(alone)) == 21, "the last batch of an epoch has 18 examples, not 32"
     assert losses(two.folder) == pytest.approx(losses(alone), rel=1e-4, abs=1e-5)
     assert two.metrics == pytest.approx(one.metrics, rel=1e-3, abs=1e-4)
-    start = two.events()[0]
-    assert start["processes"] == 2
-    assert [e["kind"] for e in two.events()].count("start") == 1
-    assert two.result["parameters"] == one.result["parameters"]
+    assert [e.processes for e in two.events(StartEvent)] == [2]
+    assert two.result.parameters == one.result.parameters
     assert two.digests == one.digests, "the same weights, data and frozen tensors"
-    assert two.result["order_digest"] == one.result["order_digest"]
-    assert two.result["clocks"]["tokens"] == one.result["clocks"]["tokens"]
-    checked = [e["frozen_verified"] for e in two.events() if "frozen_verified" in e]
+    assert two.result.order_digest == one.result.order_digest
+    assert two.result.clocks.tokens == one.result.clocks.tokens
+    checked = [e.frozen_verified for e in two.events(EvaluationEvent)]
     assert checked == [8, 8, 8, 8], "at every evaluation, and before the report"
     measured_alike(load_flow(two.folder), load_flow(alone))
 
@@ -114,11 +113,12 @@ def test_a_run_of_two_stops_and_goes_on_in_one(way: str, tmp_path: Path, free_po
     assert "frostlab: stopped; `--resume` goes on" in errors
     stopped = RunRecord(folder)
     assert stopped.status == "stopped"
-    step = stopped.result["steps"]
+    step = stopped.result.steps
     assert 0 < step < 420
     assert run(recipe, out=folder, resume=True).status == "finished"
-    shapes = [(e["kind"], e["processes"]) for e in RunRecord(folder).events() if "processes" in e]
-    assert shapes == [("start", 2), ("resume", 1)]
+    resumed = RunRecord(folder)
+    assert resumed.start.processes == 2
+    assert [e.processes for e in resumed.events(ResumeEvent)] == [1]
     whole = run(recipe, out=tmp_path / "whole").folder
     assert losses(folder) == pytest.approx(losses(whole), rel=1e-4)
 
@@ -140,7 +140,7 @@ def test_packed_and_cached_in_two_processes(tmp_path: Path, free_port: int) -> N
     assert done.returncode == 0, done.stderr[-3000:]
     two = RunRecord(tmp_path / "run")
     assert losses(two.folder) == pytest.approx(losses(alone.folder), rel=1e-4, abs=1e-5)
-    assert two.result["clocks"]["padding_share"] == alone.result["clocks"]["padding_share"] == 0.0
+    assert two.result.clocks.padding_share == alone.result.clocks.padding_share == 0.0
 
 
 @pytest.mark.slow
@@ -191,9 +191,9 @@ def test_two_processes_go_through_stages_as_one(way: str, tmp_path: Path, free_p
     assert done.returncode == 0, done.stderr[-3000:]
     two = RunRecord(tmp_path / "run")
     assert losses(two.folder) == pytest.approx(losses(alone.folder), rel=1e-4)
-    for one, other in zip(alone.result["stages"], two.result["stages"], strict=True):
+    for one, other in zip(alone.result.stages, two.result.stages, strict=True):
         for key in ("name", "steps", "trainable", "total"):
-            assert one[key] == other[key]
+            assert getattr(one, key) == getattr(other, key)
 
 
 def test_another_number_of_processes_is_refused(tmp_path: Path, free_port: int) -> None:

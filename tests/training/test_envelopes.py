@@ -22,6 +22,7 @@ from frostlab.recipe.load import load_recipe, recipe_from, shipped_recipes
 from frostlab.recipe.model import EnvelopeLoss
 from frostlab.recipe.settings import StepDecay
 from frostlab.records.folder import SCORES, RunRecord, read_scores
+from frostlab.records.schema import EvaluationEvent, StepEvent
 from frostlab.records.show import show
 from frostlab.training.batches.batch import WindowExamples, order_digest
 from frostlab.training.batches.feed import Feed
@@ -163,10 +164,10 @@ def test_the_report_is_of_whole_recordings_of_the_best_weights(finished: RunReco
                 z.setdefault(each.subject, []).append(np.arctanh(pearsonr(said, each.envelope)[0]))
             r = np.tanh(np.mean([np.mean(own) for own in z.values()]))
             assert finished.metrics[metric + ending] == pytest.approx(float(r), abs=1e-5)
-    assert finished.result["best"]["metric"] == "pearson"
-    kept = finished.result["scores"]["unseen"]["model"]
-    assert kept["mean"] == finished.metrics["pearson_unseen"]
-    assert kept["digest"] == read_scores(finished.folder)["unseen"]["model"].digest
+    assert finished.result.best.metric == "pearson"
+    kept = finished.result.scores["unseen"]["model"]
+    assert kept.mean == finished.metrics["pearson_unseen"]
+    assert kept.digest == read_scores(finished.folder)["unseen"]["model"].digest
 
 
 def test_recordings_are_decoded_without_dropout_from_windows_that_overlap(
@@ -189,7 +190,7 @@ def test_recordings_are_decoded_without_dropout_from_windows_that_overlap(
 def test_weights_that_were_not_reported_are_refused(finished: RunRecord, tmp_path: Path) -> None:
     recipe, data = prepared()
     shutil.copytree(finished.folder, tmp_path / "run")
-    moved = tmp_path / "run" / finished.result["checkpoint"] / "model.safetensors"
+    moved = tmp_path / "run" / finished.result.checkpoint / "model.safetensors"
     weights = load_file(moved)
     weights["head.4.bias"] += 1e-3
     save_file(weights, moved)
@@ -251,9 +252,9 @@ def test_a_page_without_what_was_decoded(finished: RunRecord) -> None:
 
 def test_other_loss_other_weights(finished: RunRecord, tmp_path: Path) -> None:
     other = run(hearing(loss={"kind": "pearson"}), out=tmp_path / "run")
-    assert other.result["weights_digest"] != finished.result["weights_digest"]
-    assert other.digests["weights"] == finished.digests["weights"]
-    assert other.result["order_digest"] == finished.result["order_digest"]
+    assert other.result.weights_digest != finished.result.weights_digest
+    assert other.digests.weights == finished.digests.weights
+    assert other.result.order_digest == finished.result.order_digest
 
 
 def test_it_learns(tmp_path: Path) -> None:
@@ -266,7 +267,7 @@ def test_accumulating_changes_nothing(tmp_path: Path) -> None:
     whole, parts = (
         run(hearing(**changes, train__accumulate=n), out=tmp_path / str(n)) for n in (1, 4)
     )
-    steps = [[e["loss"] for e in each.events() if e["kind"] == "step"] for each in (whole, parts)]
+    steps = [[e.loss for e in each.events(StepEvent)] for each in (whole, parts)]
     assert steps[0][0] == pytest.approx(steps[1][0], rel=1e-4)
 
 
@@ -294,12 +295,12 @@ def test_killed_and_resumed_it_is_the_same_bit_for_bit(
 
 def test_surgery_works_on_decoders_of_recordings(finished: RunRecord, tmp_path: Path) -> None:
     frozen = run(hearing(treatment="oelm"), out=tmp_path / "run")
-    assert all(e["frozen_verified"] == 8 for e in frozen.events() if e["kind"] == "evaluation")
-    untouched = set(frozen.digests["weights"]) - set(frozen.digests["touched"])
-    mine, theirs = frozen.digests["weights"], finished.digests["weights"]
+    assert all(e.frozen_verified == 8 for e in frozen.events(EvaluationEvent))
+    untouched = set(frozen.digests.weights) - set(frozen.digests.touched)
+    mine, theirs = frozen.digests.weights, finished.digests.weights
     assert untouched
     assert all(mine[key] == theirs[key] for key in untouched)
-    assert frozen.digests["touched"]
+    assert frozen.digests.touched
 
 
 def test_a_pass_that_tries_something_out_moves_no_statistics() -> None:
@@ -330,10 +331,10 @@ def test_looks_and_schedules_are_counted_in_epochs(tmp_path: Path) -> None:
                 optim={"lr": 1e-3, "warmup": 0.0, "schedule": schedule}),
         out=tmp_path / "run",
     )  # fmt: skip
-    per_epoch = record.result["steps"] // 5
-    looks = [e["step"] for e in record.events() if e["kind"] == "evaluation"]
+    per_epoch = record.result.steps // 5
+    looks = [e.step for e in record.events(EvaluationEvent)]
     assert looks == [2 * per_epoch, 4 * per_epoch, 5 * per_epoch, 5 * per_epoch], "and the report"
-    rates = {e["step"]: e["rate"] for e in record.events() if e["kind"] == "step"}
+    rates = {e.step: e.rate for e in record.events(StepEvent)}
     assert rates[2 * per_epoch] == pytest.approx(1e-3)
     assert rates[4 * per_epoch] == pytest.approx(5e-4)
     assert rates[5 * per_epoch] == pytest.approx(2.5e-4)

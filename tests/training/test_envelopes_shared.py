@@ -7,6 +7,7 @@ import pytest
 
 from forked import run_command
 from frostlab.records.folder import RunRecord, read_scores
+from frostlab.records.schema import StepEvent
 from frostlab.training.run import run
 from hearing import hearing
 
@@ -17,19 +18,19 @@ def in_two(recipe: dict[str, Any], folder: Path, port: int) -> Any:
 
 
 def losses(record: RunRecord) -> list[float]:
-    return [x for e in record.events() if e["kind"] == "step" for x in e["loss"]]
+    return [x for e in record.events(StepEvent) for x in e.loss]
 
 
 def test_two_processes_train_and_report_as_one(tmp_path: Path, free_port: int) -> None:
     recipe = hearing(data__seconds=17, model__dropout=0.0, train__epochs=2, train__accumulate=2)
     one = run(recipe, out=tmp_path / "one")
-    assert one.result["clocks"]["tokens"] % (2 * 8 * 64), "an epoch's last batch is not whole"
+    assert one.result.clocks.tokens % (2 * 8 * 64), "an epoch's last batch is not whole"
     done = in_two(recipe, tmp_path / "two", free_port)
     assert done.returncode == 0, done.stderr[-3000:]
     two = RunRecord(tmp_path / "two")
     assert losses(two) == pytest.approx(losses(one), rel=1e-4, abs=1e-5)
     assert two.digests == one.digests
-    assert two.result["order_digest"] == one.result["order_digest"]
+    assert two.result.order_digest == one.result.order_digest
     assert two.metrics == pytest.approx(one.metrics, rel=1e-2, abs=2e-3)
     assert set(read_scores(two.folder)) == {"report", "unseen"}
 

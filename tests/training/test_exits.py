@@ -2,6 +2,7 @@
 
 import json
 import weakref
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from frostlab.comparison.timed_arms import BuiltArm, TimedArm
 from frostlab.data.prepare import prepare
 from frostlab.models.decoder import Decoder, DecoderConfig
 from frostlab.recipe.load import recipe_from
+from frostlab.records.schema import EvaluationEvent, StageEvent, StepEvent, Supervised
 from frostlab.training import evaluate as exits
 from frostlab.training.distributed import Compute
 from frostlab.training.evaluate import TextTally, evaluate
@@ -106,19 +108,19 @@ def test_what_an_exit_costs(name: str) -> None:
 
 
 def test_a_run_records_its_supervised_layers(deep: fl.RunRecord) -> None:
-    looks = [e for e in deep.events() if e["kind"] == "evaluation"]
+    looks = deep.events(EvaluationEvent)
     assert len(looks) == 3
     for look in looks:
-        assert next(iter(look["metrics"])) == "perplexity", "the selecting one first"
-        layers = look["metrics"]["layers"]
+        assert next(iter(look.metrics)) == "perplexity", "the selecting one first"
+        layers = look.metrics["layers"]
         assert list(layers) == ["1", "3"]
         assert all(set(m) == {"loss", "perplexity", "token_accuracy"} for m in layers.values())
-        assert layers["3"]["loss"] == look["metrics"]["loss"] != layers["1"]["loss"]
-    stage = next(e for e in deep.events() if e["kind"] == "stage")
-    assert stage["supervise"] == {"layers": [1, 3], "weights": [0.5, 2.0], "left_out": []}
+        assert layers["3"]["loss"] == look.metrics["loss"] != layers["1"]["loss"]
+    stage = deep.events(StageEvent)[0]
+    assert stage.supervise == Supervised([1, 3], [0.5, 2.0], left_out=[])
     assert set(deep.metrics) == {"perplexity", "loss", "token_accuracy"}
-    assert deep.layers == {int(n): m for n, m in looks[-1]["metrics"]["layers"].items()}
-    losses = [x for e in deep.events() if e["kind"] == "step" for x in e["loss"]]
+    assert deep.layers == {int(n): m for n, m in looks[-1].metrics["layers"].items()}
+    losses = [x for e in deep.events(StepEvent) for x in e.loss]
     start = np.log(16)  # of one layer, at least; weights add up to 2.5
     assert losses[0] > 2.4 * start, "the weighted sum, weights as given"
 
@@ -130,7 +132,7 @@ def test_every_key_changes_a_run(tmp_path: Path) -> None:
         {"layers": "all", "weights": [0.1, 0.2, 0.3]},
     ]  # fmt: skip
     runs = [fl.run(recipe(supervise=v, treatment=frozen), runs=tmp_path) for v in variants]
-    seen = [[x for e in r.events() if e["kind"] == "step" for x in e["loss"]] for r in runs]
+    seen = [[x for e in r.events(StepEvent) for x in e.loss] for r in runs]
     standard, every, above, also_frozen, weighted = seen
     assert every == above, "the frozen first layer's loss is left out"
     assert all(standard != other for other in (every, also_frozen, weighted))
@@ -142,7 +144,7 @@ def test_an_arm_is_timed_with_the_loss_it_is_trained_with(deep: fl.RunRecord) ->
     whole = recipe_from(recipe(supervise={"layers": [1, 3], "weights": [0.5, 2.0]}))
     data = prepare(whole)
     side = TimedArm(BuiltArm(whole, build_model(whole, data), None), data, CPU)
-    losses = [x for e in deep.events() if e["kind"] == "step" for x in e["loss"]]
+    losses = [x for e in deep.events(StepEvent) for x in e.loss]
     assert float(side.take([0]).loss) == pytest.approx(losses[0])
 
 
@@ -157,7 +159,7 @@ def test_what_a_model_does_not_have_is_refused_before_anything_is_written(
 
 def test_an_unsupervised_run_is_as_it_was(tmp_path: Path) -> None:
     record = fl.run(recipe(), runs=tmp_path)
-    assert all("layers" not in e["metrics"] for e in record.events() if e["kind"] == "evaluation")
+    assert all("layers" not in e.metrics for e in record.events(EvaluationEvent))
     assert record.layers == {}
     last = fl.run(recipe(supervise={"layers": [3]}), runs=tmp_path)
     assert last.metrics == record.metrics, "the last layer alone, by its number"
@@ -171,7 +173,7 @@ def test_the_exits_of_a_run_are_those_of_its_report(deep: fl.RunRecord) -> None:
         assert {name: getattr(exits[number], name) for name in metrics} == metrics
     written = json.loads((deep.folder / "exits.json").read_text())
     assert [e["loss"] for e in written["exits"]] == [e.loss for e in exits.values()]
-    assert written["checkpoint"] == deep.result["checkpoint"]
+    assert written["checkpoint"] == deep.result.checkpoint
 
 
 def test_a_metric_that_exits_do_not_show_is_no_error(
@@ -204,7 +206,7 @@ def test_what_has_no_exits_is_refused(deep: fl.RunRecord, tmp_path: Path) -> Non
     classifier = fl.run(tiny(train={"batch": 64, "steps": 2, "threads": 1}), runs=tmp_path)
     with pytest.raises(fl.BadInput, match="is a run for classification"):
         fl.early_exits(classifier)
-    result = deep.result | {"status": "stopped"}
+    result = asdict(deep.result) | {"status": "stopped"}
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "result.json").write_text(json.dumps(result))
     with pytest.raises(fl.BadInput, match="is stopped; early exits need a finished run"):

@@ -13,6 +13,7 @@ from torch import nn
 import frostlab as fl
 from forked import attempt, limited, outcome, run_command, wait_for
 from frostlab.records.checkpoint import checkpoints_in
+from frostlab.records.schema import EndEvent, FlowEvent, StepEvent
 from frostlab.timing.clock import Stopwatch
 from frostlab.training.batches.batch import Batch
 from frostlab.training.distributed import Compute, World
@@ -46,8 +47,9 @@ def test_a_diverged_run_names_step_and_parameter(
         fl.run(recipe, runs=tmp_path)
     record = fl.RunRecord(tmp_path / "run-none-s0")
     assert record.status == "diverged"
-    assert record.result["error"].startswith("step 5: ")
-    assert record.events()[-1] == {**record.events()[-1], "kind": "end", "status": "diverged"}
+    assert record.result.error.startswith("step 5: ")
+    assert record.events(EndEvent)[-1].status == "diverged"
+    assert isinstance(record.events()[-1], EndEvent)
     kept = checkpoints_in(record.folder)
     assert kept[-1].step == 4, "the last good checkpoint is kept"
     assert all(bool(t.isfinite().all()) for t in kept[-1].model().values())
@@ -117,7 +119,7 @@ def test_an_interrupted_run_stops_with_a_checkpoint_and_goes_on(
     assert "Traceback" not in done.stderr
     record = fl.RunRecord(folder)
     assert record.status == "stopped"
-    assert checkpoints_in(folder)[-1].step == record.result["steps"]
+    assert checkpoints_in(folder)[-1].step == record.result.steps
     again = run_command(tmp_path, recipe, "--out", str(folder), "--resume").wait()
     assert again.returncode == 0
     assert (folder / "result-1.json").exists(), "the first attempt's result is kept"
@@ -169,12 +171,12 @@ def test_the_steps_before_a_failure_are_written(
     with pytest.raises((fl.RunFailed, ZeroDivisionError)):
         fl.run(tiny(watch={"every_n_steps": 2}), out=tmp_path / "run")
     record = fl.RunRecord(tmp_path / "run")
-    assert (record.status, record.result["steps"]) == (status, 6)
-    (block,) = (event for event in record.events() if event["kind"] == "step")
-    assert (block["first"], block["step"]) == (1, 6)
-    assert len(block["loss"]) == len(block["ms"]) == 6
-    assert record.result["clocks"]["tokens"] == block["tokens"] > 0
-    assert [e["step"] for e in record.events() if e["kind"] == "flow"] == [1, 3, 5]
+    assert (record.status, record.result.steps) == (status, 6)
+    (block,) = record.events(StepEvent)
+    assert (block.first, block.step) == (1, 6)
+    assert len(block.loss) == len(block.ms) == 6
+    assert record.result.clocks.tokens == block.tokens > 0
+    assert [e.step for e in record.events(FlowEvent)] == [1, 3, 5]
 
 
 def test_a_device_that_cannot_be_read_does_not_hide_the_error(
@@ -232,4 +234,4 @@ def test_what_nobody_expected_keeps_its_traceback_and_is_recorded(
     with pytest.raises(ZeroDivisionError, match="a bug"):
         fl.run(tiny(), runs=tmp_path)
     record = fl.RunRecord(tmp_path / "run-none-s0")
-    assert (record.status, record.result["error"]) == ("failed", "a bug")
+    assert (record.status, record.result.error) == ("failed", "a bug")

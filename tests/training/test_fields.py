@@ -1,5 +1,6 @@
 """Every field of a recipe changes something."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,9 @@ def test_every_field_has_its_test() -> None:
 def print_of(record: fl.RunRecord) -> dict[str, Any]:
     """What a field can change: every event but its times."""
     times = ("at", "ms", "seconds")
-    events = [{k: v for k, v in e.items() if k not in (*times, "name", "recipe_digest")}
+    events = [{k: v for k, v in asdict(e).items() if k not in (*times, "name", "recipe_digest")}
               for e in record.events()]  # fmt: skip
-    return {"events": events, "target": (record.result["target"] or {}).get("step")}
+    return {"events": events, "target": record.result.target and record.result.target.step}
 
 
 @pytest.fixture(scope="module")

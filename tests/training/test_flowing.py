@@ -20,6 +20,7 @@ from frostlab.flow.measurements import flows_of, load_flow
 from frostlab.models.build import build_model
 from frostlab.recipe.load import recipe_from
 from frostlab.recipe.settings import Optim, Train
+from frostlab.records.schema import StepEvent, SteppingEvent
 from frostlab.training import run as running
 from frostlab.training.batches.batch import token_examples
 from frostlab.training.batches.feed import Feed
@@ -105,12 +106,12 @@ def test_a_run_has_the_numbers_of_a_plain_loop(
     found = load_flow(record.folder)
     close(found, plain_flow(recipe), rel)
     assert [r.step for r in found.reports] == [1, 4, 7]
-    norms = [x for e in record.events() if e["kind"] == "step" for x in e["norm"]]
+    norms = [x for e in record.events(StepEvent) for x in e.norm]
     for step, norm in found.norms("before_clip").items():
         assert norm == pytest.approx(norms[step - 1], rel=1e-4)
     clipped = min(1.0, (changes.get("optim__clip") or 1.0) / norms[0])
     assert found.norms()[1] == pytest.approx(norms[0] * clipped, rel=1e-4)
-    assert record.result["stepping"][-1]["how"] == changes.get("train__step", "eager")
+    assert record.result.stepping[-1].how == changes.get("train__step", "eager")
     frozen = {n for n, v in found.verdicts().items() if v.word == FROZEN}
     assert bool(frozen) == found.verified == ("treatment" in changes)
 
@@ -130,7 +131,7 @@ def test_watching_changes_no_weight(tmp_path: Path) -> None:
     first = records[0].result
     for record in records:
         for key in ("weights_digest", "order_digest", "report", "best"):
-            assert record.result[key] == first[key]
+            assert getattr(record.result, key) == getattr(first, key)
     last = load_flow(records[2].folder).reports[-1]
     assert set(last.dead) == {"blocks.0.down", "blocks.1.down"}
     assert {name: len(heads) for name, heads in last.entropy.items()} == {
@@ -142,7 +143,7 @@ def test_watching_changes_no_weight(tmp_path: Path) -> None:
         fl.BadInput, match="was not watched; run it with --set watch.every_n_steps=10"
     ):
         load_flow(records[0].folder)
-    assert [e["reason"] for e in records[2].events() if e["kind"] == "stepping"] == [
+    assert [e.reason for e in records[2].events(SteppingEvent)] == [
         "watch.dead_units and watch.attention_entropy need eager steps"
     ]
 
@@ -154,7 +155,7 @@ def test_language_models_in_pieces_are_watched_too(tmp_path: Path) -> None:
         fl.run(progressive(stages=[], watch=w), out=tmp_path / str(w is None))
         for w in (None, asked)
     )
-    assert watched.result["weights_digest"] == plain.result["weights_digest"]
+    assert watched.result.weights_digest == plain.result.weights_digest
     last = load_flow(watched.folder).reports[-1]
     assert list(last.entropy) == ["attention[0]"]
     assert list(last.dead)
@@ -200,7 +201,9 @@ def test_what_was_done_twice_counts_once(tmp_path: Path) -> None:
     (parts,) = [{**e, "step": 8} for e in events if e["kind"] == "flow_parts"]
     again = [{**e, "weight": [7.0] * len(before.parts)} for e in events
              if e["kind"] == "flow" and e["step"] > 8]  # fmt: skip
-    lines = [{"kind": "resume", "step": 8}, parts, *again[:2]]
+    shape = {"device": "cpu", "precision": "float32", "processes": 1, "threads": 1}
+    resumed = {"kind": "resume", "at": 1.0, "step": 8, **shape}
+    lines = [resumed, parts, *again[:2]]
     with file.open("a") as end:
         end.writelines(json.dumps(line) + "\n" for line in lines)
     found = load_flow(folder)
@@ -230,7 +233,7 @@ def test_every_stage_is_watched_anew(tmp_path: Path, monkeypatch: pytest.MonkeyP
     recipe = progressive(watch={"every_n_steps": 3, "distance": True})
     plain = fl.run(progressive(), out=tmp_path / "plain")
     record = fl.run(recipe, out=tmp_path / "run")
-    assert record.result["weights_digest"] == plain.result["weights_digest"]
+    assert record.result.weights_digest == plain.result.weights_digest
     flows = flows_of(record.folder)
     assert list(flows) == ["1", "grown", "3"]
     assert {name: [r.step for r in flow.reports] for name, flow in flows.items()} == {

@@ -45,7 +45,7 @@ def opposite(tmp_path: Path) -> dict[str, Any]:
 
 def test_the_report_is_of_the_reporting_split(opposite: dict[str, Any], tmp_path: Path) -> None:
     record = fl.run(opposite, runs=tmp_path / "runs")
-    assert record.result["best"]["value"] == 1.0
+    assert record.result.best.value == 1.0
     assert record.metrics["accuracy"] == 0.0
 
 
@@ -60,7 +60,7 @@ def test_the_report_is_of_the_best_weights(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(loop, "measure", doctored)
     recipe = tiny(train__epochs=4, optim__lr=1e-2)
     record = fl.run(recipe, runs=tmp_path)
-    assert record.result["best"]["step"] == 8
+    assert record.result.best.step == 8
     made, data = recipe_from(recipe), prepare(recipe_from(recipe))
     losses = []
     for checkpoint in checkpoints_in(record.folder):
@@ -125,17 +125,17 @@ def test_validation_is_timed_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return measured(setting, split, step)
 
     monkeypatch.setattr(loop, "measure", slow)
-    clocks = fl.run(tiny(), runs=tmp_path).result["clocks"]
-    assert clocks["validation_seconds"] > 0.6
-    assert clocks["total_seconds"] > clocks["train_seconds"] + 0.6
+    clocks = fl.run(tiny(), runs=tmp_path).result.clocks
+    assert clocks.validation_seconds > 0.6
+    assert clocks.total_seconds > clocks.train_seconds + 0.6
 
 
 def test_language_clocks_count_what_the_model_was_given(tmp_path: Path) -> None:
     data = {"name": "induction", "examples": 64, "length": 16, "symbols": 16}
     record = fl.run(tiny(data=data, train__epochs=1), runs=tmp_path)
     tokens = prepare(recipe_from(tiny(data=data))).splits["train"]
-    assert record.result["clocks"]["tokens"] == int((tokens.lengths - 1).sum())
-    assert record.result["clocks"]["padding_share"] == 0.0
+    assert record.result.clocks.tokens == int((tokens.lengths - 1).sum())
+    assert record.result.clocks.padding_share == 0.0
 
 
 @pytest.mark.parametrize("lr", [1e18, 1e38])
@@ -146,7 +146,7 @@ def test_a_spoilt_model_is_never_reported(lr: float, tmp_path: Path) -> None:
         fl.run(recipe, runs=tmp_path)
     record = fl.RunRecord(tmp_path / "run-none-s0")
     assert record.status == "diverged"
-    assert record.result["report"] is None
+    assert record.result.report is None
     for checkpoint in checkpoints_in(record.folder):
         assert all(bool(t.isfinite().all()) for t in checkpoint.model().values())
     json.loads((record.folder / "result.json").read_text(), parse_constant=pytest.fail)

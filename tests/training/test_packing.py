@@ -172,9 +172,9 @@ def test_a_packed_run_records_what_it_saved(tmp_path: Path) -> None:
             train__epochs=1,
         )
         record = fl.run(recipe, runs=tmp_path)
-        clocks = record.result["clocks"]
-        shares[batching] = clocks["padding_share"]
-        assert clocks["packing_efficiency"] == (1.0 if batching == "packed" else None)
+        clocks = record.result.clocks
+        shares[batching] = clocks.padding_share
+        assert clocks.packing_efficiency == (1.0 if batching == "packed" else None)
     assert shares["packed"] == 0.0 < shares["bucketed"] < shares["padded"]
 
 

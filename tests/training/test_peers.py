@@ -6,6 +6,7 @@ import pytest
 from torch import nn
 
 import frostlab as fl
+from frostlab.records.schema import EvaluationEvent
 from peers import HEADS, MODELS, TIED, build, learning, longer, losses, named, trained, treated
 
 NO_BIASES = ("gpt-plain", "decoder", "llama")
@@ -61,9 +62,9 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> fl.RunRecord:
 def test_a_baseline_is_called_so_and_equals_none(tmp_path: Path, baseline: fl.RunRecord) -> None:
     none = fl.run(longer("none"), runs=tmp_path)
     assert baseline.folder.name == "run-baseline-s0"
-    assert baseline.result["treatment"] == "baseline"
+    assert baseline.result.treatment == "baseline"
     for key in ("recipe_digest", "weights_digest", "order_digest", "report", "parameters"):
-        assert none.result[key] == baseline.result[key]
+        assert getattr(none.result, key) == getattr(baseline.result, key)
     assert none.digests == baseline.digests
     assert losses(none) == losses(baseline)
 
@@ -72,10 +73,9 @@ def test_a_baseline_is_called_so_and_equals_none(tmp_path: Path, baseline: fl.Ru
 def test_a_peer_trains(name: str, tmp_path: Path, baseline: fl.RunRecord) -> None:
     record = fl.run(longer(name), runs=tmp_path)
     assert trained(record)
-    assert record.digests["weights"] == baseline.digests["weights"]
-    assert record.digests["touched"] == []
-    frozen = record.digests["frozen"]
+    assert record.digests.weights == baseline.digests.weights
+    assert record.digests.touched == []
+    frozen = record.digests.frozen
     assert frozen
-    assert all(e["frozen_verified"] == len(frozen) for e in record.events()
-               if e["kind"] == "evaluation")  # fmt: skip
-    assert record.result["parameters"]["total"] == baseline.result["parameters"]["total"]
+    assert all(e.frozen_verified == len(frozen) for e in record.events(EvaluationEvent))
+    assert record.result.parameters.total == baseline.result.parameters.total

@@ -11,6 +11,7 @@ import torch
 import frostlab as fl
 from frostlab.models.stack import take_apart
 from frostlab.recipe.settings import Train
+from frostlab.records.schema import EvaluationEvent, PrefixEvent, StepEvent
 from frostlab.storage import cache_folder
 from frostlab.training.batches.batch import evaluation_order
 from frostlab.training.batches.packing import pack
@@ -92,15 +93,13 @@ def test_a_run_with_its_prefix_cached(where: str, tmp_path: Path) -> None:
         fl.run({**usual, "train": {**usual["train"], "cache_prefix": kept}}, runs=tmp_path)
         for kept in (None, where, where)
     ]
-    losses = [[x for e in r.events() if e["kind"] == "step" for x in e["loss"]] for r in records]
+    losses = [[x for e in r.events(StepEvent) for x in e.loss] for r in records]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert losses[2] == losses[1]
-    facts = [e for r in records[1:] for e in r.events() if e["kind"] == "prefix"]
-    assert [f["reused"] for f in facts] == [False, where == "disk"]
-    assert [(f["where"], f["depth"], f["bytes"]) for f in facts] == [
-        (where, 1, 256 * 12 * 16 * 4)
-    ] * 2
-    assert min(e["frozen_verified"] for e in records[1].events() if "frozen_verified" in e) > 0
+    facts = [e for r in records[1:] for e in r.events(PrefixEvent)]
+    assert [f.reused for f in facts] == [False, where == "disk"]
+    assert [(f.where, f.depth, f.bytes) for f in facts] == [(where, 1, 256 * 12 * 16 * 4)] * 2
+    assert min(e.frozen_verified for e in records[1].events(EvaluationEvent)) > 0
 
 
 def tables() -> list[Path]:
@@ -153,8 +152,8 @@ def test_a_spoilt_table_is_made_again(
         (made if spoil == "gone" else made.with_name("about.json")).unlink()
     second = fl.run(recipe, runs=tmp_path)
     assert made.read_bytes() == content
-    (fact,) = [e for e in second.events() if e["kind"] == "prefix"]
-    assert not fact["reused"]
+    (fact,) = second.events(PrefixEvent)
+    assert not fact.reused
     assert second.metrics == first.metrics
 
 

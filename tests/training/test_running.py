@@ -13,6 +13,7 @@ import yaml
 import frostlab as fl
 from frostlab.recipe.load import recipe_from
 from frostlab.recipe.treatment import SAME, TREATMENTS
+from frostlab.records.schema import Best, EvaluationEvent, ResumeEvent, StepEvent
 from frostlab.training.step.eager import EagerStep
 from tiny import tiny
 
@@ -30,23 +31,23 @@ def test_a_run_leaves_a_complete_record(tmp_path: Path) -> None:
         "run.lock", "checkpoints", "predictions.json",
     }  # fmt: skip
     stored = yaml.safe_load((record.folder / "recipe.yaml").read_text())
-    assert recipe_from(stored).digest == record.result["recipe_digest"]
+    assert recipe_from(stored).digest == record.result.recipe_digest
     assert record.status == "finished"
     assert record.metrics.keys() == {"accuracy", "loss", "macro_f1"}
-    assert record.result["steps"] == 16
-    kinds = [event["kind"] for event in record.events()]
+    assert record.result.steps == 16
+    kinds = [event.kind for event in record.events()]
     assert kinds == ["start", "stage", "stepping", "step", "epoch", "evaluation", "checkpoint",
                      "step", "epoch", "evaluation", "checkpoint", "evaluation", "end"]  # fmt: skip
-    assert all(e["frozen_verified"] == 8 for e in record.events() if "frozen_verified" in e)
-    assert record.result["parameters"]["frozen"] == 2 * 2 * (16 * 16 + 16)
+    assert all(e.frozen_verified == 8 for e in record.events(EvaluationEvent))
+    assert record.result.parameters.frozen == 2 * 2 * (16 * 16 + 16)
 
 
 def test_steps_and_seconds_to_a_target(tmp_path: Path) -> None:
     record = fl.run(tiny(evaluate={"every": 2, "target": 0.0}), runs=tmp_path)
-    assert record.result["target"]["step"] == 2
-    assert 0 < record.result["target"]["seconds"] < record.result["clocks"]["total_seconds"]
+    assert record.result.target.step == 2
+    assert 0 < record.result.target.seconds < record.result.clocks.total_seconds
     never = fl.run(tiny(evaluate={"target": 1.1}), runs=tmp_path)
-    assert never.result["target"] is None
+    assert never.result.target is None
 
 
 @pytest.mark.parametrize("patience", [1, 3])
@@ -60,9 +61,9 @@ def test_early_stopping_in_a_run_is_exact(
     monkeypatch.setattr(loop, "measure", lambda setting, split, step: {"loss": next(values)})
     recipe = tiny(evaluate={"every": 1, "patience": patience, "metric": "loss"})
     record = fl.run(recipe, runs=tmp_path)
-    assert record.result["steps"] == 2 + patience
-    assert record.result["stopped_early"]
-    assert record.result["best"] == {"metric": "loss", "value": 2.0, "step": 2}
+    assert record.result.steps == 2 + patience
+    assert record.result.stopped_early
+    assert record.result.best == Best("loss", 2.0, 2)
     kept = sorted(p.name for p in (record.folder / "checkpoints").iterdir())
     assert kept == ["step-000000002", f"step-{2 + patience:09d}"]
     best = record.folder / "checkpoints" / kept[0]
@@ -80,20 +81,20 @@ def test_treatments_leave_everything_else_as_it_was(
     name: str, treated: dict[str, fl.RunRecord]
 ) -> None:
     plain, this = treated["none"], treated[name]
-    weights, touched = this.digests["weights"], set(this.digests["touched"])
-    before = plain.digests["weights"]
+    weights, touched = this.digests.weights, set(this.digests.touched)
+    before = plain.digests.weights
     assert weights.keys() == before.keys()
     assert {key for key in weights if weights[key] != before[key]} == touched
-    assert this.result["order_digest"] == plain.result["order_digest"]
+    assert this.result.order_digest == plain.result.order_digest
     surgery = TREATMENTS[name]
     assert bool(touched) == bool(surgery.init)
     if set(surgery.freeze) <= {"query", "key"}:  # test_peers.py has the others
         size = 16 * 16 + 16
-        assert this.result["parameters"]["frozen"] == 2 * size * len(surgery.freeze)
+        assert this.result.parameters.frozen == 2 * size * len(surgery.freeze)
 
 
 def test_treatments_differ(treated: dict[str, fl.RunRecord]) -> None:
-    final = {name: record.result["weights_digest"] for name, record in treated.items()}
+    final = {name: record.result.weights_digest for name, record in treated.items()}
     assert final["baseline"] == final["none"]
     assert len(set(final.values())) == len(TREATMENTS) - len(SAME)
 
@@ -106,14 +107,14 @@ def test_an_explicit_treatment_equals_the_named_one(
         "freeze": ["query", "key"],
     }
     record = fl.run(tiny(treatment=spelled), runs=tmp_path)
-    assert record.result["weights_digest"] == treated["oelm"].result["weights_digest"]
+    assert record.result.weights_digest == treated["oelm"].result.weights_digest
     assert record.folder.name == "run-explicit-s0"
 
 
 def test_the_same_recipe_gives_the_same_bits_and_another_folder(tmp_path: Path) -> None:
     one, two = (fl.run(tiny(), runs=tmp_path) for _ in range(2))
     assert (one.folder.name, two.folder.name) == ("run-none-s0", "run-none-s0-2")
-    assert one.result["weights_digest"] == two.result["weights_digest"]
+    assert one.result.weights_digest == two.result.weights_digest
     assert one.metrics == two.metrics
 
 
@@ -128,16 +129,16 @@ def test_published_splits_report_the_best_evaluation_and_say_so(tmp_path: Path) 
         data={"name": "sst2", "splits": "published", "length": 8}, tokenizer={"kind": "words"}
     )
     record = fl.run(recipe, runs=tmp_path / "runs", data_dir=tmp_path)
-    assert record.result["caution"] == "selected on the reporting split"
-    evaluations = [e for e in record.events() if e["kind"] == "evaluation"]
-    assert {e["split"] for e in evaluations} == {"report"}
-    looks = [e["metrics"]["accuracy"] for e in evaluations if "checkpoint" not in e]
-    assert record.metrics["accuracy"] == max(looks) == record.result["best"]["value"]
-    assert record.result["steps"] == 2 * math.ceil(80 / 32), "nothing was carved from train"
+    assert record.result.caution == "selected on the reporting split"
+    evaluations = record.events(EvaluationEvent)
+    assert {e.split for e in evaluations} == {"report"}
+    looks = [e.metrics["accuracy"] for e in evaluations if e.checkpoint is None]
+    assert record.metrics["accuracy"] == max(looks) == record.result.best.value
+    assert record.result.steps == 2 * math.ceil(80 / 32), "nothing was carved from train"
     honest = fl.run(recipe_from({**recipe, "data": {"name": "sst2", "length": 8}}),
                     runs=tmp_path / "runs", data_dir=tmp_path)  # fmt: skip
-    assert honest.result["caution"] is None
-    assert [e["split"] for e in honest.events() if e["kind"] == "evaluation"] == [
+    assert honest.result.caution is None
+    assert [e.split for e in honest.events(EvaluationEvent)] == [
         "tune", "tune", "report",
     ]  # fmt: skip
 
@@ -147,7 +148,7 @@ def test_accumulated_parts_make_the_same_step(tmp_path: Path) -> None:
     for parts in (1, 4):
         recipe = tiny(train__accumulate=parts, model__dropout=0.0)
         record = fl.run(recipe, runs=tmp_path)
-        losses.append([x for e in record.events() if e["kind"] == "step" for x in e["loss"]])
+        losses.append([x for e in record.events(StepEvent) for x in e.loss])
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
 
 
@@ -157,7 +158,7 @@ def test_threads_are_those_of_the_run_alone(
     before = torch.get_num_threads()
     asked = before + 1
     record = fl.run(tiny(train__threads=asked), runs=tmp_path)
-    assert record.events()[0]["threads"] == asked
+    assert record.start.threads == asked
     assert torch.get_num_threads() == before
     monkeypatch.setattr(EagerStep, "gradients", lambda *given: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -175,7 +176,7 @@ def test_threads_are_recorded_and_restored(tmp_path: Path) -> None:
         (record.folder / "result.json").unlink()
         torch.set_num_threads(1)
         again = fl.run(recipe, out=record.folder, resume=True)
-        assert [e["threads"] for e in again.events() if "threads" in e] == [2, 2]
+        assert [e.threads for e in (again.start, *again.events(ResumeEvent))] == [2, 2]
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)

@@ -11,6 +11,14 @@ from torch import Tensor
 import frostlab as fl
 from frostlab.data.prepare import prepare
 from frostlab.recipe.load import recipe_from
+from frostlab.records.schema import (
+    Best,
+    EpochEvent,
+    EvaluationEvent,
+    PrefixEvent,
+    StageEvent,
+    StepEvent,
+)
 from frostlab.records.show import show
 from frostlab.training import loop
 from frostlab.training.batches.batch import epoch_order, order_digest
@@ -55,21 +63,21 @@ def test_patience_is_exact_in_each_stage_and_the_best_is_handed_on(
         stages=[{}, {"train": ["layers[1]", "head"], "add": {}, "lr": 1e-2}],
     )
     record = fl.run(recipe, runs=tmp_path)
-    one, two = record.result["stages"]
+    one, two = record.result.stages
     boundary = 2 + patience
-    assert (one["steps"], two["steps"]) == (2 + patience, 1 + patience)
-    assert one["stopped_early"]
-    assert two["stopped_early"]
-    assert (one["best"]["step"], one["best"]["value"]) == (2, 2.0)
-    assert (two["best"]["step"], two["best"]["value"]) == (boundary + 1, 8.0)
-    assert one["metrics"] == {"loss": 2.0}
-    assert record.result["best"] == {"metric": "loss", "value": 8.0, "step": boundary + 1}
-    assert record.result["steps"] == 3 + 2 * patience
+    assert (one.steps, two.steps) == (2 + patience, 1 + patience)
+    assert one.stopped_early
+    assert two.stopped_early
+    assert (one.best.step, one.best.value) == (2, 2.0)
+    assert (two.best.step, two.best.value) == (boundary + 1, 8.0)
+    assert one.metrics == {"loss": 2.0}
+    assert record.result.best == Best("loss", 8.0, boundary + 1)
+    assert record.result.steps == 3 + 2 * patience
     grown, best, last = kept[boundary, 1], kept[2, 0], kept[boundary, 0]
     assert best.keys() < grown.keys()
     assert all(torch.equal(grown[name], value) for name, value in best.items())
     assert not any(torch.equal(last[name], best[name]) for name in ("head.weight", "tokens.weight"))
-    assert record.result["checkpoint"] == f"checkpoints/step-{boundary + 1:09d}-stage-2"
+    assert record.result.checkpoint == f"checkpoints/step-{boundary + 1:09d}-stage-2"
     names = {p.name for p in (record.folder / "checkpoints").iterdir()}
     assert names == {f"step-{boundary + 1:09d}-stage-2", f"step-{3 + 2 * patience:09d}-stage-2"}
 
@@ -82,19 +90,19 @@ def test_a_stage_that_improves_to_its_end_is_not_cut_short(
         evaluate={"every": 1, "metric": "loss"},
         stages=[{"steps": 5, "patience": 2}, {"steps": 2, "patience": 1}],
     )
-    one, two = fl.run(recipe, runs=tmp_path).result["stages"]
-    assert (one["steps"], one["stopped_early"], one["best"]["step"]) == (5, False, 5)
-    assert (two["steps"], two["stopped_early"], two["best"]["step"]) == (2, False, 7)
+    one, two = fl.run(recipe, runs=tmp_path).result.stages
+    assert (one.steps, one.stopped_early, one.best.step) == (5, False, 5)
+    assert (two.steps, two.stopped_early, two.best.step) == (2, False, 7)
 
 
 def test_three_stages_train_what_they_say(tmp_path: Path, kept: Seen) -> None:
     record = fl.run(progressive(), runs=tmp_path)
-    first, second, third = record.result["stages"]
+    first, second, third = record.result.stages
     layer, head = 4 * 16 * 16 + 3 * 16 * 64 + 2 * 16, 17 * 16
     old = 17 * 16 + layer + head
-    assert [s["trainable"] for s in (first, second, third)] == [old, layer + head, old + layer]
-    assert [s["total"] for s in (first, second, third)] == [old, old + layer, old + layer]
-    assert [s["epochs"] for s in (first, second, third)] == [2, 1, 1.25]
+    assert [s.trainable for s in (first, second, third)] == [old, layer + head, old + layer]
+    assert [s.total for s in (first, second, third)] == [old, old + layer, old + layer]
+    assert [s.epochs for s in (first, second, third)] == [2, 1, 1.25]
     start, end = kept[8, 1], kept[12, 1]
     moved = {name for name in start if not torch.equal(start[name], end[name])}
     assert moved == {
@@ -102,22 +110,21 @@ def test_three_stages_train_what_they_say(tmp_path: Path, kept: Seen) -> None:
     }
     start, end = kept[12, 2], kept[17, 2]
     assert not any(torch.equal(start[name], end[name]) for name in start)
-    events = record.events()
-    stages = [e for e in events if e["kind"] == "stage"]
-    assert [(e["step"], e["name"], e["added"], e["trainable"]) for e in stages] == [
+    stages = record.events(StageEvent)
+    assert [(e.step, e.name, e.added, e.trainable) for e in stages] == [
         (0, "1", [], old), (8, "grown", ["blocks.1"], layer + head), (12, "3", [], old + layer),
     ]  # fmt: skip
-    assert [e["lr"] for e in stages] == [3e-3, 1e-3, {"new": 1e-3, "old": 1e-5}]
-    assert stages[1]["best_before"] == first["best"]
-    checked = [e["frozen_verified"] for e in events if e["kind"] == "evaluation"]
+    assert [e.lr for e in stages] == [3e-3, 1e-3, {"new": 1e-3, "old": 1e-5}]
+    assert stages[1].best_before == first.best
+    checked = [e.frozen_verified for e in record.events(EvaluationEvent)]
     assert checked == [0, 0, 10, 0, 0, 0], "the embedding and 9 tensors of a layer, in stage 2"
-    epochs = [(e["step"], e["epoch"]) for e in events if e["kind"] == "epoch"]
+    epochs = [(e.step, e.epoch) for e in record.events(EpochEvent)]
     assert epochs == [(4, 0), (8, 1), (12, 0), (16, 0)], "epochs are counted in each stage"
     lengths, digest = prepare(recipe_from(progressive())).splits["train"].lengths, ""
     for epoch in range(4):  # as in a run of one stage
         digest = order_digest(epoch_order(lengths, 32, 0, epoch, True), digest)
-    assert record.result["order_digest"] == digest
-    rates = [e["rate"] for e in events if e["kind"] == "step"]
+    assert record.result.order_digest == digest
+    rates = [e.rate for e in record.events(StepEvent)]
     assert rates[-1] == 1e-3
     table = show(record.folder)
     assert "\nstages\n  stage  trainable     of  steps" in table
@@ -156,7 +163,7 @@ def test_new_layers_follow_seed_and_stage_alone(tmp_path: Path, kept: Seen) -> N
 def test_evaluations_are_counted_in_each_stage(tmp_path: Path) -> None:
     stages = [{"steps": 4}, {"steps": 5}]
     record = fl.run(progressive(stages=stages, evaluate={"every": 3}), runs=tmp_path)
-    looks = [e["step"] for e in record.events() if e["kind"] == "evaluation"]
+    looks = [e.step for e in record.events(EvaluationEvent)]
     assert looks == [3, 4, 7, 9, 9], "the last is the report's"
 
 
@@ -170,9 +177,9 @@ def test_cached_layers_are_those_of_the_stage(tmp_path: Path) -> None:
     for cache in (None, "memory"):
         train = {"batch": 32, "threads": 1, "batching": "packed", "cache_prefix": cache}
         record = fl.run(progressive(stages=stages, train=train), runs=tmp_path)
-        found.append([x for e in record.events() if e["kind"] == "step" for x in e["loss"]])
+        found.append([x for e in record.events(StepEvent) for x in e.loss])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
-    depths = [(e["step"], e["depth"]) for e in record.events() if e["kind"] == "prefix"]
+    depths = [(e.step, e.depth) for e in record.events(PrefixEvent)]
     assert depths == [(3, 1), (6, 2)]
 
 
@@ -244,10 +251,10 @@ def test_each_stage_has_its_own_losses(tmp_path: Path) -> None:
     stages = [{}, {"add": {}}, {"supervise": {"layers": "last"}, "epochs": 1}]
     recipe = progressive(stages=stages, supervise={"layers": "all"})
     record = fl.run(recipe, out=tmp_path / "run")
-    told = [e["supervise"] for e in record.events() if e["kind"] == "stage"]
-    assert [each and each["layers"] for each in told] == [[1], [1, 2], None]
-    seen = [sorted(e["metrics"].get("layers", {})) for e in record.events()
-            if e["kind"] == "evaluation" and e["split"] == "tune"]  # fmt: skip
+    told = [e.supervise for e in record.events(StageEvent)]
+    assert [each and each.layers for each in told] == [[1], [1, 2], None]
+    seen = [sorted(e.metrics.get("layers", {})) for e in record.events(EvaluationEvent)
+            if e.split == "tune"]  # fmt: skip
     assert seen == [["1"], ["1"], ["1", "2"], ["1", "2"], []]
 
 

@@ -1,6 +1,7 @@
 """Recipes and their runs: `frostlab recipes`, `run`, `runs`, `show`, `exits` and `envelopes`."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -81,15 +82,13 @@ def run(
         display=display(),
     )
     if is_first_process():
-        typer.echo(json.dumps(record.result, indent=1) if as_json else show(record.folder))
+        typer.echo(json.dumps(asdict(record.result), indent=1) if as_json else show(record.folder))
 
 
 def list_runs(
     context: typer.Context, runs: RunsFolder = Path("runs"), as_json: AsJson = False
 ) -> None:
     """List all runs, with their status, settings, results and times."""
-    from dataclasses import asdict
-
     from frostlab.records.index import list_runs as read_runs
     from frostlab.records.show import runs_table
 

@@ -39,8 +39,9 @@ from frostlab.comparison.verdict import judge, judge_family
 from frostlab.flow.measurements import Flow, flows_of
 from frostlab.recipe.recipe import METRICS
 from frostlab.records.folder import REPORTED, SCORES, RunRecord, read_scores
-from frostlab.records.schema import read
+from frostlab.records.schema import Stage, read
 from frostlab.storage import finite
+from frostlab.text import typed
 
 Records = Mapping[tuple[str, int], RunRecord]  # by arm and seed, or by arm and round
 _FRONT = (0, 1)  # layers
@@ -145,44 +146,42 @@ class Runs:
 def summarize(record: RunRecord, folder: Path) -> RunSummary:
     """Return the facts of a run that a comparison uses."""
     result = record.result
-    clocks, best, last = result["clocks"], result["best"], result["last"]
-    parameters = result["parameters"]
-    step_ms = clocks["step_ms"]
+    clocks, best, last = result.clocks, result.best, result.last
+    parameters = result.parameters
+    step_ms = clocks.step_ms
     return RunSummary(
-        seed=result["seed"],
+        seed=result.seed,
         folder=str(record.folder.relative_to(folder)),
-        status=result["status"],
-        error=result["error"],
+        status=result.status,
+        error=result.error,
         attempts=1 + len(list(record.folder.glob("result-*.json"))),
         metrics=dict(record.metrics),
-        best=None if best is None else best["value"],
-        final_loss=None if last is None else last.get("loss"),
-        steps=result["steps"],
-        stages=tuple(_stage(stage) for stage in result["stages"]),
-        parameters=None
-        if parameters is None
-        else Parameters(total=parameters["total"], trainable=parameters["trainable"]),
-        total_seconds=clocks["total_seconds"],
-        train_seconds=clocks["train_seconds"],
-        validation_seconds=clocks["validation_seconds"],
-        epoch_seconds=tuple(clocks["epoch_seconds"]),
-        step_ms=None if step_ms is None else step_ms["mean"],
-        weights_digest=result["weights_digest"],
-        recipe_digest=result["recipe_digest"],
-        caution=result["caution"],
+        best=best.value,
+        final_loss=None if last is None else typed(last.get("loss"), int, float),
+        steps=result.steps,
+        stages=tuple(_stage(stage) for stage in result.stages),
+        parameters=Parameters(parameters.total, parameters.trainable),
+        total_seconds=clocks.total_seconds,
+        train_seconds=clocks.train_seconds,
+        validation_seconds=clocks.validation_seconds,
+        epoch_seconds=tuple(clocks.epoch_seconds),
+        step_ms=None if step_ms is None else step_ms.mean,
+        weights_digest=result.weights_digest,
+        recipe_digest=result.recipe_digest,
+        caution=result.caution,
     )
 
 
-def _stage(stage: Mapping[str, Any]) -> StageSummary:
-    best = stage["best"]
+def _stage(stage: Stage) -> StageSummary:
+    best = stage.best
     return StageSummary(
-        name=stage["name"],
-        metric=best["metric"],
-        best=best["value"],
-        epoch=best["epoch"],
-        seconds=stage["seconds"],
-        trainable=stage["trainable"],
-        total=stage["total"],
+        name=stage.name,
+        metric=best.metric,
+        best=best.value,
+        epoch=best.epoch,
+        seconds=stage.seconds,
+        trainable=stage.trainable,
+        total=stage.total,
     )
 
 

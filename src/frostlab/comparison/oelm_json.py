@@ -170,8 +170,8 @@ def _environment(record: RunRecord) -> dict[str, Any]:
         "gpu": (environment["gpu"] or {}).get("name"),
         "cuda_version": environment["versions"].get("cuda"),
         "pytorch_version": environment["versions"].get("torch"),
-        "gpu_temp_start": (result.get("gpu_before") or {}).get("temperature_c"),
-        "gpu_temp_end": (result.get("gpu_after") or {}).get("temperature_c"),
+        "gpu_temp_start": result.gpu_before and result.gpu_before.temperature_c,
+        "gpu_temp_end": result.gpu_after and result.gpu_after.temperature_c,
     }
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from frostlab.records.folder import RunRecord
+from frostlab.records.schema import EpochEvent, ResumeEvent, StartEvent
 
 _MACHINE = ("device", "precision", "processes", "threads")
 
@@ -22,15 +23,18 @@ class PairingFacts:
     @classmethod
     def of(cls, record: RunRecord) -> "PairingFacts":
         """Read the facts of a run; its files are parsed once."""
-        digests, events = record.digests, record.events()
-        starts = [event for event in events if event["kind"] in ("start", "resume")]
+        digests = record.digests
+        starts = [*record.events(StartEvent), *record.events(ResumeEvent)]
         return cls(
-            seed=record.result["seed"],
-            data=digests["data"],
-            weights=digests["weights"],
-            touched=frozenset(digests["touched"]),
-            orders=tuple(event["order"] for event in events if event["kind"] == "epoch"),
-            machine={key: tuple(sorted({str(start[key]) for start in starts})) for key in _MACHINE},
+            seed=record.result.seed,
+            data=digests.data,
+            weights=digests.weights,
+            touched=frozenset(digests.touched),
+            orders=tuple(event.order for event in record.events(EpochEvent)),
+            machine={
+                key: tuple(sorted({str(getattr(start, key)) for start in starts}))
+                for key in _MACHINE
+            },
         )
 
 

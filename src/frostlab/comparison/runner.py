@@ -113,7 +113,7 @@ def _is_done(task: Task) -> bool:
     """Return whether a task has its record; refuse the record of another recipe."""
     if finished_status(task.path) not in ("finished", "diverged"):
         return False
-    if RunRecord(task.path).result["recipe_digest"] != task.recipe.digest:
+    if RunRecord(task.path).result.recipe_digest != task.recipe.digest:
         raise BadInput(f"{task.path} holds a run of another recipe; choose another folder")
     return True
 

@@ -114,8 +114,7 @@ def _score(path: Path) -> float | None:
     """Return the best evaluation on the tune split; None if the run did not finish."""
     if finished_status(path) != "finished":
         return None
-    value = RunRecord(path).result["best"]["value"]
-    return None if value is None else float(value)
+    return RunRecord(path).result.best.value
 
 
 def _best(curve: Sequence[TuningPoint], metric: str) -> float:

@@ -7,12 +7,13 @@
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from frostlab.errors import BadInput, FrostlabError, nearest
-from frostlab.records.folder import RunRecord, effective, read_events
+from frostlab.records.folder import RunRecord
+from frostlab.records.schema import EvaluationEvent, Event, FlowEvent, FlowPartsEvent
 from frostlab.storage import finite, write_whole
 
 if TYPE_CHECKING:
@@ -266,7 +267,7 @@ def load_flow(run_or_path: RunRecord | str | Path, stage: str | None = None) -> 
 def flows_of(folder: str | Path) -> dict[str, Flow]:
     """Read the flow of every stage of a run, finished or running, by the stage's name."""
     path = Path(folder)
-    events = effective(read_events(path / "events.jsonl"))
+    events = RunRecord(path).events()
     if not events:
         raise BadInput(f"load_flow: {path} is not a run: it has no events")
     try:
@@ -355,42 +356,43 @@ def report_event(report: Report, parts: Sequence[PartFacts]) -> dict[str, Any]:
     return event
 
 
-def _read_events(events: Iterable[dict[str, Any]]) -> dict[str, Flow]:
+def _read_events(events: Iterable[Event]) -> dict[str, Flow]:
     flows: dict[str, Flow] = {}
     reports: dict[str, dict[int, Report]] = {}
     stage, front = "", list[str]()
     for event in events:
-        if event["kind"] == "flow_parts":
-            stage, front = event["stage"], event["front"]
-            flows[stage] = _flow_without_reports(event)
+        if isinstance(event, FlowPartsEvent):
+            stage, front = event.stage, event.front
+            flows[stage] = _flow_without_reports(asdict(event))
             reports.setdefault(stage, {})
-        elif event["kind"] == "flow":
-            reports[stage][event["step"]] = _read_report(event, flows[stage].parts, front)
-        elif event["kind"] == "evaluation" and stage:
-            flows[stage].verified |= event.get("frozen_verified", 0) > 0
+        elif isinstance(event, FlowEvent):
+            reports[stage][event.step] = _read_report(event, flows[stage].parts, front)
+        elif isinstance(event, EvaluationEvent) and stage:
+            flows[stage].verified |= event.frozen_verified > 0
     for name, flow in flows.items():
         flow.reports.extend(reports[name][step] for step in sorted(reports[name]))
     return flows
 
 
-def _read_report(event: dict[str, Any], parts: Sequence[PartFacts], front: Sequence[str]) -> Report:
+def _read_report(event: FlowEvent, parts: Sequence[PartFacts], front: Sequence[str]) -> Report:
     values, trainable = {}, _trainable(parts)
     for name in QUANTITIES:
         numbers = [math.nan] * len(parts)
-        for i, number in zip(trainable, event.get(name, ()), strict=name in event):
+        measured = getattr(event, name)
+        for i, number in zip(trainable, measured or (), strict=measured is not None):
             numbers[i] = _number(number)
         values[name] = tuple(numbers)
     return Report(
-        step=event["step"],
+        step=event.step,
         values=values,
-        rates=tuple(map(_number, event["rates"])),
-        unreached=tuple(event.get("unreached", ())),
-        largest={depth: _number(x) for depth, x in zip(_DEPTHS, event["ends"], strict=True)},
-        ranges={name: _number(x) for name, x in zip(front, event["ranges"], strict=True)},
-        broken=tuple(range(len(parts))[i] for i in event.get("broken", ())),
-        dead=event.get("dead", {}),
-        saturated=event.get("saturated", {}),
-        entropy={name: tuple(heads) for name, heads in event.get("entropy", {}).items()},
+        rates=tuple(map(_number, event.rates)),
+        unreached=tuple(event.unreached),
+        largest={depth: _number(x) for depth, x in zip(_DEPTHS, event.ends, strict=True)},
+        ranges={name: _number(x) for name, x in zip(front, event.ranges, strict=True)},
+        broken=tuple(range(len(parts))[i] for i in event.broken),
+        dead={name: _number(share) for name, share in event.dead.items()},
+        saturated={name: _number(share) for name, share in event.saturated.items()},
+        entropy={name: tuple(map(_number, heads)) for name, heads in event.entropy.items()},
     )
 
 

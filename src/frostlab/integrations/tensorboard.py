@@ -13,7 +13,8 @@ from frostlab.flow.diagnosis import depth_ratios
 from frostlab.flow.measurements import Flow, PartFacts, Report
 from frostlab.flow.probe import Gradient, own_gradient
 from frostlab.flow.tensors import local
-from frostlab.records.folder import effective, read_events
+from frostlab.records.folder import RunRecord
+from frostlab.records.schema import EvaluationEvent
 from frostlab.roles.read import unwrapped
 
 _VALUES, _BINS = 10_000, 64  # of one histogram
@@ -109,14 +110,14 @@ def tag_of(part: str) -> str:
 
 def export_run(run: str | Path, out: str | Path, flows: Iterable[Flow] = ()) -> Path:
     """Write the evaluations and flows of a recorded run as event files, with the recorded times."""
-    events = effective(read_events(Path(run) / "events.jsonl"))
+    events = RunRecord(Path(run)).events()
     if not events:
         raise BadInput(f"export_run: {run} has no events; give the folder of a run")
-    times = {event["step"]: event["at"] for event in events}
+    times = {event.step: event.at for event in events}
     with TensorBoard(out) as board:
         for event in events:
-            if event["kind"] == "evaluation" and "checkpoint" not in event:
-                board.metrics(event["step"], event["metrics"], event["at"])
+            if isinstance(event, EvaluationEvent) and event.checkpoint is None:
+                board.metrics(event.step, event.metrics, event.at)
         for flow in flows:
             for report in flow.reports:
                 board.flow(report.step, report, flow.parts, times.get(report.step))

@@ -27,40 +27,40 @@ class Checkpoint:
     stage: int = 0
 
     def progress(self) -> dict[str, Any]:
-        """Where the run was."""
+        """Return the state of the run apart from its tensors."""
         try:
             return json.loads((self.folder / "progress.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise FrostlabError(f"{self.folder}/progress.json is damaged ({error})") from None
 
     def model(self) -> dict[str, Tensor]:
-        """The model's tensors; a tied one appears once."""
+        """Return the model's tensors; a tied tensor appears once."""
         return load_tensors(self.folder / "model.safetensors")
 
     def optimizer(self) -> dict[str, Tensor]:
-        """The optimizer's tensors."""
+        """Return the optimizer's tensors."""
         return load_tensors(self.folder / "optimizer.safetensors")
 
 
 def checkpoint_name(step: int, stage: int) -> str:
-    """A checkpoint's folder; where a stage begins, the one before it has ended at that step."""
+    """Return the name of a checkpoint's folder; two stages can have one at the same step."""
     return f"step-{step:09d}" + (f"-stage-{stage + 1}" if stage else "")
 
 
 def checkpoints_in(folder: Path) -> list[Checkpoint]:
-    """Every whole checkpoint, oldest first."""
+    """Return every whole checkpoint, oldest first."""
     root = folder / "checkpoints"
     if not root.is_dir():
         return []
-    found = ((path, _NAME.fullmatch(path.name)) for path in root.iterdir())
-    made = (Checkpoint(p, int(m[1]), int(m[2] or 1) - 1) for p, m in found if m)
-    return sorted(made, key=lambda c: (c.step, c.stage))
+    matches = ((path, _NAME.fullmatch(path.name)) for path in root.iterdir())
+    checkpoints = (Checkpoint(p, int(m[1]), int(m[2] or 1) - 1) for p, m in matches if m)
+    return sorted(checkpoints, key=lambda c: (c.step, c.stage))
 
 
 def resumable(folder: Path) -> Checkpoint | None:
-    """The newest checkpoint that can be gone on from."""
-    found = [c for c in checkpoints_in(folder) if (c.folder / "optimizer.safetensors").is_file()]
-    return found[-1] if found else None
+    """Return the newest checkpoint that a run can be resumed from."""
+    whole = [c for c in checkpoints_in(folder) if (c.folder / "optimizer.safetensors").is_file()]
+    return whole[-1] if whole else None
 
 
 def save_checkpoint(
@@ -71,7 +71,7 @@ def save_checkpoint(
     progress: dict[str, Any],
     stage: int = 0,
 ) -> Checkpoint:
-    """Write a checkpoint beside its place, flush it to disk, and rename it there."""
+    """Write a checkpoint under another name, flush it to disk, and rename it."""
     target = folder / "checkpoints" / checkpoint_name(step, stage)
     remove_leftovers(folder)
     with whole_folder(target) as temporary:
@@ -97,6 +97,6 @@ def keep_only(folder: Path, newest: int, best: int | None, stage: int = 0) -> No
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a save that was killed left behind."""
+    """Remove the unfinished folders of saves that were killed."""
     for path in (folder / "checkpoints").glob(".step-*.tmp"):
         shutil.rmtree(path, ignore_errors=True)

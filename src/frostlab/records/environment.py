@@ -1,4 +1,4 @@
-"""Where a run happens: the GPU through NVML, the host, the libraries, the code, the command."""
+"""The environment of a run: GPU, host, libraries, commit and command."""
 
 import importlib.metadata
 import os
@@ -38,7 +38,7 @@ def gpu_state(device: str) -> dict[str, Any] | None:
 
 
 def _state(gpu: Gpu) -> dict[str, Any]:
-    """What changes from moment to moment; null where this GPU does not say."""
+    """Return the GPU's state, as `schema.GpuState` has it; null where it does not answer."""
     return {
         "temperature_c": _try(gpu.temperature),
         "sm_clock_mhz": _try(gpu.clock, "SM"),
@@ -50,7 +50,7 @@ def _state(gpu: Gpu) -> dict[str, Any]:
 
 
 def _facts(gpu: Gpu) -> dict[str, Any]:
-    """What this GPU is, how it is now, and who else is on it."""
+    """Return the GPU's name and limits, its state, and the other processes on it."""
     return {
         "name": _try(gpu.ask, "nvmlDeviceGetName"),
         "uuid": _try(gpu.ask, "nvmlDeviceGetUUID"),
@@ -65,7 +65,7 @@ def _facts(gpu: Gpu) -> dict[str, Any]:
 
 
 def _others(gpu: Gpu) -> list[dict[str, Any]] | None:
-    """Every process on the GPU but this one, or None where NVML does not say."""
+    """Return every other process on the GPU, or None where NVML does not answer."""
     kinds = ("Compute", "Graphics")
     answers = [_try(gpu.ask, f"nvmlDeviceGet{kind}RunningProcesses") for kind in kinds]
     if all(answer is None for answer in answers):
@@ -83,7 +83,7 @@ def _others(gpu: Gpu) -> list[dict[str, Any]] | None:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Describe where this process runs; what cannot be known is null, and nothing is raised."""
+    """Describe the machine of this process; unknown facts are null, and nothing is raised."""
     until = time.monotonic() + _PATIENCE
     code = _Question(_git)
     gpu, reason = None, None
@@ -104,10 +104,10 @@ def environment(device: str) -> dict[str, Any]:
     }
 
 
-def one_line(found: dict[str, Any]) -> str:
-    """Say the most of an environment on one line; what it lacks is left out."""
-    known = ((key, found.get(key)) for key in ("gpu", "host", "versions", "git"))
-    parts = {key: value if isinstance(value, dict) else {} for key, value in known}
+def one_line(values: dict[str, Any]) -> str:
+    """Return the main facts of an environment on one line; missing facts are left out."""
+    objects = ((key, values.get(key)) for key in ("gpu", "host", "versions", "git"))
+    parts = {key: value if isinstance(value, dict) else {} for key, value in objects}
     words = [
         ("", parts["gpu"].get("name") or parts["host"].get("cpu")),
         ("driver ", parts["gpu"].get("driver")),
@@ -160,7 +160,7 @@ def _cpu_model() -> str | None:
 
 
 def _git() -> dict[str, Any]:
-    """Say the commit of the current folder, and whether tracked files differ from it."""
+    """Return the commit of the current folder, and whether tracked files differ from it."""
 
     def ask(*words: str) -> str:
         command = ["git", "--no-optional-locks", *words]
@@ -183,7 +183,7 @@ def _ask_gpu(device: str, ask: Callable[[Gpu], dict[str, Any]]) -> "_Question":
 
 
 class _Question(Thread):
-    """A question asked on a thread of its own, so that one that hangs holds nobody up."""
+    """A question asked on a thread of its own, so that a driver that hangs blocks nothing."""
 
     def __init__(self, ask: Callable[[], Any]) -> None:
         super().__init__(daemon=True)
@@ -199,7 +199,7 @@ class _Question(Thread):
             self._error = error
 
     def answer(self, until: float) -> Any:
-        """Return the answer if it is there by `until` on the monotonic clock."""
+        """Return the answer, waiting at most until `until` on the monotonic clock."""
         self.join(max(0.0, until - time.monotonic()))
         if self.is_alive():
             raise TimeoutError(f"no answer within {_PATIENCE} s")

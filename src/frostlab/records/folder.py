@@ -1,4 +1,7 @@
-"""A run's folder: one writer, append-only events, files that are whole or absent."""
+"""A run's folder: one process writes it, and `RunRecord` reads it as typed records.
+
+Events are appended; every other file is whole or absent.
+"""
 
 import errno
 import glob
@@ -6,20 +9,38 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar, overload
 
 from frostlab.errors import BadInput, FrostlabError
+from frostlab.records.reader import parse
+from frostlab.records.schema import (
+    EVENTS,
+    Digests,
+    EndEvent,
+    Ending,
+    EvaluationEvent,
+    Event,
+    FlowPartsEvent,
+    NoteEvent,
+    Result,
+    ResumeEvent,
+    StageEvent,
+    StartEvent,
+    read_digests,
+    read_event,
+    read_result,
+)
 from frostlab.storage import Lock, finite, write_whole
 
-SCHEMA = 1
-KINDS = (
-    "start", "resume", "stage", "stepping", "prefix", "epoch", "step", "evaluation", "checkpoint",
-    "end", "flow_parts", "flow", "timing", "note",
-)  # fmt: skip
+if TYPE_CHECKING:
+    from frostlab.recipe.recipe import Recipe
+
+_Kind = TypeVar("_Kind", bound=Event)
 
 
 class RunFolder:
@@ -32,7 +53,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, files: dict[str, str], **start: Any) -> "RunFolder":
-        """Make a folder with its first files and its start event: all of it appears at once."""
+        """Make a folder with its first files and its start event; it appears whole."""
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         folder = cls(temporary)
         try:
@@ -53,7 +74,7 @@ class RunFolder:
         return folder
 
     def open(self) -> "RunFolder":
-        """Take the folder; refuse one that another process holds."""
+        """Lock the folder for this process; refuse a folder that another process holds."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = Lock(self.path / "run.lock")
@@ -68,7 +89,7 @@ class RunFolder:
         return self
 
     def close(self) -> None:
-        """Let go of the folder, even one that can no longer be written."""
+        """Unlock the folder, even if it can no longer be written."""
         if self._events is not None:
             with suppress(OSError):
                 self._events.close()
@@ -83,20 +104,24 @@ class RunFolder:
         self.close()
 
     def event(self, kind: str, step: int, **values: Any) -> None:
-        """Append an event; it is the operating system's once this returns."""
-        if kind not in KINDS:
+        """Append an event with exactly the keys of its class; a crash after this keeps it."""
+        if kind not in EVENTS:
             raise FrostlabError(f"{kind} is not a kind of event")
         assert self._events is not None, "the folder is open"
-        line = {"kind": kind, "at": round(time.time(), 3), "step": step, **values}
+        at = round(time.time(), 3)
+        EVENTS[kind](at=at, step=step, **values)  # a TypeError names an unknown or missing key
+        line = {"kind": kind, "at": at, "step": step, **values}
         self._events.write(json.dumps(finite(line)) + "\n")
         self._events.flush()
 
     def write(self, name: str, value: Any) -> None:
-        """Write a JSON file, whole or not at all."""
+        """Write plain values or a record as a JSON file, whole or not at all."""
+        if is_dataclass(value) and not isinstance(value, type):
+            value = asdict(value)
         write_whole(self.path / name, json.dumps(finite(value), indent=1) + "\n")
 
-    def events(self) -> list[dict[str, Any]]:
-        """The events that count: what a resumed run did again is counted once."""
+    def events(self) -> list[Event]:
+        """Return the events that count: what a resumed run did again counts once."""
         return effective(read_events(self.path / "events.jsonl"))
 
 
@@ -111,45 +136,50 @@ def mend_events(path: Path) -> None:
         pass
 
 
-def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Every event of a file, a torn or damaged line left out."""
+def read_events(path: Path) -> Iterator[Event]:
+    """Yield the events of a file; skip a line that a crash tore, refuse one that does not fit."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                try:
-                    event = json.loads(line)
-                except ValueError:
-                    continue
-                if isinstance(event, dict) and "kind" in event:
+            for number, line in enumerate(file, 1):
+                if (event := read_event(line, f"{path} line {number}")) is not None:
                     yield event
     except FileNotFoundError:
         return
 
 
-def effective(events: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+def effective(events: Iterable[Event]) -> list[Event]:
     """Leave out what came after the checkpoint that a run was later resumed from."""
-    kept: list[dict[str, Any]] = []
+    kept: list[Event] = []
     for event in events:
-        if event.get("kind") == "resume":
-            back = event.get("step", 0)
-            kept = [earlier for earlier in kept if _survives(earlier, back)]
+        if isinstance(event, ResumeEvent):
+            kept = [earlier for earlier in kept if _survives(earlier, event.step)]
         kept.append(event)
     return kept
 
 
-def _survives(event: dict[str, Any], step: int) -> bool:
+def _survives(event: Event, step: int) -> bool:
     """Whether an event still counts after the run went back to a step."""
-    kind, at = event.get("kind"), event.get("step", 0)
-    if kind in ("start", "resume", "note"):
+    if isinstance(event, StartEvent | ResumeEvent | NoteEvent):
         return True
-    if kind in ("stage", "flow_parts"):  # said before the first step they are about
-        return bool(at < step)
-    final = kind == "end" or "checkpoint" in event  # the report is made again
-    return not final and at <= step
+    if isinstance(event, StageEvent | FlowPartsEvent):  # written before the first step of theirs
+        return event.step < step
+    if isinstance(event, EndEvent) or _is_report(event):  # both are written again
+        return False
+    return event.step <= step
+
+
+def _is_report(event: Event) -> bool:
+    return isinstance(event, EvaluationEvent) and event.checkpoint is not None
+
+
+def start_of(folder: Path) -> StartEvent | None:
+    """Return the start event of a run's folder; None if the folder holds no run."""
+    event = next(read_events(folder / "events.jsonl"), None)
+    return event if isinstance(event, StartEvent) else None
 
 
 def new_folder(runs: Path, name: str) -> Path:
-    """The first free `name`, `name-2`, … under `runs`."""
+    """Return the first free `name`, `name-2`, … under `runs`."""
     path, number = runs / name, 2
     while path.exists() and any(path.iterdir() if path.is_dir() else [path]):
         path, number = runs / f"{name}-{number}", number + 1
@@ -159,40 +189,46 @@ def new_folder(runs: Path, name: str) -> Path:
 def given_folder(
     path: Path, resume: bool, digest: str, values: dict[str, Any]
 ) -> tuple[Path, bool]:
-    """A folder the user names, and whether it holds a run to go on with."""
+    """Return a folder that the user names, and whether it holds a run to resume."""
     if path.exists() and not path.is_dir():
         raise BadInput(f"--out {path}: is a file, not a folder")
     if not path.is_dir() or not any(path.iterdir()):
         return path, False
-    if _digest(path) is None:
+    if (start := start_of(path)) is None:
         raise BadInput(f"--out {path}: is not empty; choose another folder")
     if not resume:
         raise BadInput(f"--out {path}: holds a run already; add --resume, or choose another")
     if (status := finished_status(path)) in ("finished", "diverged"):
         raise BadInput(f"--resume: the run in {path} is {status}")
-    if _digest(path) != digest:
+    if start.recipe_digest != digest:
         changed = ", ".join(_changed(path / "recipe.yaml", values)) or "its settings"
         raise BadInput(f"--resume: {path} was started with another recipe ({changed} differ)")
     return path, True
 
 
 def own_folder(runs: Path, name: str, resume: bool, digest: str) -> tuple[Path, bool]:
-    """A place under `runs`, and whether it holds a run to go on with.
+    """Return a folder under `runs`, and whether it holds a run to resume.
 
-    Resuming takes the newest unfinished run of this very recipe, and starts one where there is
-    none, so that the same command can be given again and again.
+    Resuming takes the newest unfinished run of this recipe, or a new folder if the recipe has no
+    run yet, so that the same command can be repeated.
     """
-    known = (
-        [path for path in runs.glob(f"{glob.escape(name)}*") if _digest(path) == digest]
-        if resume
-        else []
-    )
-    unfinished = [p for p in known if finished_status(p) not in ("finished", "diverged")]
+    if not resume:
+        return new_folder(runs, name), False
+    same = [path for path in runs.glob(f"{glob.escape(name)}*") if _has_recipe(path, digest)]
+    unfinished = [p for p in same if finished_status(p) not in ("finished", "diverged")]
     if unfinished:
         return max(unfinished, key=lambda p: (p / "events.jsonl").stat().st_mtime_ns), True
-    if known:
-        raise BadInput(f"--resume: {known[0]} is {finished_status(known[0])} already")
+    if same:
+        raise BadInput(f"--resume: {same[0]} is {finished_status(same[0])} already")
     return new_folder(runs, name), False
+
+
+def _has_recipe(folder: Path, digest: str) -> bool:
+    """Whether a folder holds a run of this recipe; one that cannot be read does not."""
+    with suppress(BadInput):
+        start = start_of(folder)
+        return start is not None and start.recipe_digest == digest
+    return False
 
 
 def _changed(stored: Path, values: dict[str, Any]) -> list[str]:
@@ -204,23 +240,23 @@ def _changed(stored: Path, values: dict[str, Any]) -> list[str]:
         return []
 
 
-def differences(one: Any, other: Any, path: str = "") -> list[str]:
-    """The dotted keys at which two recipes differ, descriptions aside."""
-    if not (isinstance(one, dict) and isinstance(other, dict)):
-        return [] if one == other else [path]
-    keys = [key for key in {**one, **other} if (path or key != "about")]
+def differences(left: Any, right: Any, path: str = "") -> list[str]:
+    """Return the dotted keys at which two recipes differ, descriptions aside."""
+    if not (isinstance(left, dict) and isinstance(right, dict)):
+        return [] if left == right else [path]
+    keys = [key for key in {**left, **right} if (path or key != "about")]
     return [
-        found
+        difference
         for key in keys
-        for found in differences(one.get(key), other.get(key), f"{path}.{key}".strip("."))
+        for difference in differences(left.get(key), right.get(key), f"{path}.{key}".strip("."))
     ]
 
 
-def finished_status(path: Path) -> str | None:
-    """The status in a run's result, if it has one."""
+def finished_status(path: Path) -> Ending | None:
+    """Return the status in a run's result; None without a result, or with a damaged one."""
     try:
-        return str(json.loads((path / "result.json").read_text(encoding="utf-8"))["status"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return RunRecord(path).status
+    except (OSError, BadInput):
         return None
 
 
@@ -233,64 +269,91 @@ def supersede_result(folder: RunFolder) -> None:
         path.rename(kept)
 
 
-def _digest(path: Path) -> str | None:
-    for event in read_events(path / "events.jsonl"):
-        return event.get("recipe_digest")
-    return None
-
-
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run left behind; everything is read from `folder`."""
+    """A run as its folder tells it; each file is read once, when it is first asked for."""
 
     folder: Path
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", Path(self.folder))  # a str will do
 
-    @property
-    def result(self) -> dict[str, Any]:
+    @cached_property
+    def result(self) -> Result:
         """The result, once there is one."""
-        return self._json("result.json")
+        return read_result(self._text("result.json"), self.folder / "result.json")
 
     @property
-    def status(self) -> str:
+    def status(self) -> Ending:
         """finished, stopped, failed or diverged."""
-        return str(self.result["status"])
+        return self.result.status
 
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The reported metrics, of the last layer."""
-        return {n: v for n, v in (self.result["report"] or {}).items() if n != "layers"}
+    @cached_property
+    def metrics(self) -> dict[str, float | None]:
+        """The reported metrics, of the last layer; None where a metric is not a finite number."""
+        report = self.result.report or {}
+        return {name: value for name, value in report.items() if not isinstance(value, dict)}
 
-    @property
-    def layers(self) -> dict[int, dict[str, float]]:
-        """The reported metrics of every supervised layer; none where only the last one is."""
-        found = (self.result["report"] or {}).get("layers", {})
-        return {int(number): dict(metrics) for number, metrics in found.items()}
+    @cached_property
+    def layers(self) -> dict[int, dict[str, float | None]]:
+        """The reported metrics by supervised layer; empty where only the last layer has a loss."""
+        layers = (self.result.report or {}).get("layers")
+        if not isinstance(layers, dict):
+            return {}
+        return {int(number): dict(metrics) for number, metrics in layers.items()}
 
-    @property
+    @cached_property
+    def recipe(self) -> "Recipe":
+        """The recipe, with every default spelled out."""
+        import yaml
+
+        from frostlab.recipe.load import recipe_from
+
+        path = self.folder / "recipe.yaml"
+        try:
+            values: dict[str, Any] = yaml.safe_load(path.read_text("utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise BadInput(f"{path} cannot be read ({error})") from None
+        return recipe_from(values, str(path))
+
+    @cached_property
     def environment(self) -> dict[str, Any]:
-        """Where it ran."""
-        return self._json("environment.json")
+        """The machine, the libraries and the command it began with."""
+        path = self.folder / "environment.json"
+        if (values := parse(self._text(path.name))) is None:
+            raise BadInput(f"{path} is not a JSON object")
+        return values
 
-    @property
-    def digests(self) -> dict[str, Any]:
-        """What it started from: weights, data, order, frozen tensors."""
-        return self._json("digests.json")
+    @cached_property
+    def digests(self) -> Digests:
+        """What it started from: weights, data, frozen tensors."""
+        return read_digests(self._text("digests.json"), self.folder / "digests.json")
 
-    def events(self) -> list[dict[str, Any]]:
-        """The events that count, in order."""
+    @cached_property
+    def start(self) -> StartEvent:
+        """The start event."""
+        if (start := start_of(self.folder)) is None:
+            raise BadInput(f"{self.folder} is not a run: it has no start event")
+        return start
+
+    @overload
+    def events(self) -> list[Event]: ...
+    @overload
+    def events(self, kind: type[_Kind]) -> list[_Kind]: ...
+    def events(self, kind: type[Event] = Event) -> list[Any]:
+        """Return the events that count, in order: all of them, or those of one class."""
+        return [event for event in self._events if isinstance(event, kind)]
+
+    @cached_property
+    def _events(self) -> list[Event]:
         return effective(read_events(self.folder / "events.jsonl"))
 
-    def _json(self, name: str) -> dict[str, Any]:
+    def _text(self, name: str) -> str:
         path = self.folder / name
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            return path.read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
             raise BadInput(f"{path} does not exist (yet)") from None
-        except ValueError as error:
-            raise BadInput(f"{path} is damaged ({error})") from None
 
 
 def load_run(folder: str | Path) -> RunRecord:
@@ -303,52 +366,54 @@ def load_run(folder: str | Path) -> RunRecord:
 
 
 SCORES = "scores.json"
-SPLITS = {  # that are reported, and what they are
+SPLITS = {  # the reported splits of EEG recordings
     "report": "other recordings of subjects trained on",
     "unseen": "subjects not trained on",
 }
 REPORTED = tuple(SPLITS)
-_BEST = {"report": "best_r", "unseen": "best_r_unseen"}  # what is known beforehand, by split
+_BEST = {"report": "best_r", "unseen": "best_r_unseen"}  # key of the best r that is achievable
 
 
 def scores_file(scores: Mapping[str, Mapping[str, Any]], known: Mapping[str, float]) -> Any:
-    """What `scores.json` says: raw scores by split and decoder, and the best achievable."""
+    """Return the content of `scores.json`: raw scores by split and decoder, and the best r."""
     return {
         "schema": 1,
         "best": {split: known[key] for split, key in _BEST.items() if key in known},
         "splits": {
-            split: {name: each.to_dict() for name, each in decoders.items()}
+            split: {name: score.to_dict() for name, score in decoders.items()}
             for split, decoders in scores.items()
         },
     }
 
 
 def read_scores(folder: Path) -> dict[str, dict[str, Any]]:
-    """A run's scores by split and decoder, checked against their digests and the run's result."""
+    """Return a run's scores by split and decoder, checked against their digests and the result."""
     from frostlab.envelopes.scores import EnvelopeScores
 
     try:
-        said = json.loads((folder / SCORES).read_text(encoding="utf-8"))
-        found = {
-            split: {name: EnvelopeScores.from_dict(each) for name, each in decoders.items()}
-            for split, decoders in said["splits"].items()
+        splits = json.loads((folder / SCORES).read_text(encoding="utf-8"))["splits"]
+        scores = {
+            split: {name: EnvelopeScores.from_dict(values) for name, values in decoders.items()}
+            for split, decoders in splits.items()
         }
-        kept = RunRecord(folder).result["scores"]
-        if _digests(kept, lambda each: each["digest"]) != _digests(found, lambda each: each.digest):
+        if _digests(RunRecord(folder).result.scores or {}) != _digests(scores):
             raise BadInput("these scores were edited: they are not those of result.json")
-        return found
+        return scores
     except BadInput as error:
         raise BadInput(f"{folder / SCORES}: {error}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadInput(f"{folder / SCORES} cannot be read ({error})") from None
 
 
-def _digests(scores: Mapping[str, Mapping[str, Any]], digest: Callable[[Any], str]) -> Any:
-    return {split: {name: digest(each) for name, each in d.items()} for split, d in scores.items()}
+def _digests(scores: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+    return {
+        split: {name: score.digest for name, score in decoders.items()}
+        for split, decoders in scores.items()
+    }
 
 
 def scores_lines(folder: Path) -> list[str]:
-    """Tables of a run's scores, a split each; nothing where there are none."""
+    """Return a table for each split of a run's scores; nothing for a run without scores."""
     if not (folder / SCORES).exists():
         return []
     from frostlab.envelopes.scores import scores_table

@@ -1,4 +1,7 @@
-"""The runs of a folder, through an index that only saves time: without it the answer is equal."""
+"""The runs of a folder, each on one line, through an index that only saves time.
+
+Without the index the answer is the same. Listing must not import torch, pydantic or yaml.
+"""
 
 import contextlib
 import json
@@ -11,19 +14,28 @@ from pathlib import Path
 from typing import Any
 
 from frostlab.errors import BadInput, nearest
+from frostlab.records.schema import (
+    SCHEMA,
+    EvaluationEvent,
+    Event,
+    Result,
+    StartEvent,
+    read_event,
+    read_result,
+)
 from frostlab.storage import is_locked
-from frostlab.text import typed
 
 RESULT, EVENTS, LOCK, INDEX = "result.json", "events.jsonl", "run.lock", ".index.json"
-ENDINGS = ("finished", "stopped", "failed", "diverged")
-_SCHEMA, _PIECE = 1, 65536  # of the index; bytes read from the beginning of a run's events
+_VERSION = 2  # of the index
+_HEAD = 65536  # bytes read from the beginning of a run's events
 _TAIL = 2**20  # bytes read from their end: watched runs write much between two evaluations
 _SETTLED = 200_000_000  # ns; a file changed more recently may change again within one clock tick
+_FLOW = b'{"kind": "flow'
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A run on one line; what is not known is None."""
+    """A run on one line; None stands for what is not known. Its columns are in show.py."""
 
     name: str
     folder: Path
@@ -33,27 +45,26 @@ class Summary:
     treatment: str | None = None
     data: str | None = None
     model: str | None = None
-    started: float | None = None  # unix seconds
+    started: float | None = None  # seconds since 1970
     steps: int | None = None
     metric: str | None = None
     value: float | None = None  # the best once the run ended, the latest until then
     report: dict[str, float] | None = None
     caution: str | None = None
     total_seconds: float | None = None
-    step_ms: float | None = None
-    error: str | None = None
+    step_ms: float | None = None  # the median
+    error: str | None = None  # why it failed, or why it cannot be read
 
 
-_FLOW = b'{"kind": "flow'
 _STORED = tuple(field.name for field in fields(Summary))[2:]
 _Entries = dict[str, list[list[Any]]]  # name: [signature, stored fields]
 
 
 def list_runs(root: Path) -> list[Summary]:
     """Summarise every run in `root`, oldest first; a damaged one is listed with the reason."""
-    known, kept, found, settled = _load(root), _Entries(), [], time.time_ns() - _SETTLED
+    stored, kept, runs, settled = _load(root), _Entries(), [], time.time_ns() - _SETTLED
     for name, signature in _run_folders(root):
-        entry = known.get(name)
+        entry = stored.get(name)
         if entry is not None and entry[0] == signature:
             run, lasting = Summary(name, root / name, *entry[1]), True
         else:
@@ -61,14 +72,19 @@ def list_runs(root: Path) -> list[Summary]:
             entry = [signature, [getattr(run, field) for field in _STORED]]
         if lasting and max(signature[0], signature[2]) < settled:
             kept[name] = entry
-        found.append(_with_lock(run))
-    if kept != known:
+        runs.append(_with_lock(run))
+    if kept != stored:
         _save(root, kept)
-    return sorted(found, key=lambda run: (run.started is None, run.started or 0.0, run.name))
+    return sorted(runs, key=lambda run: (run.started is None, run.started or 0.0, run.name))
+
+
+def read_run(folder: Path) -> Summary:
+    """Summarise one run from its files alone."""
+    return _with_lock(_read(Path(os.path.abspath(folder)))[0])  # `.` has no name
 
 
 def is_run(folder: Path) -> bool:
-    """Say whether a folder holds a run, whole or damaged."""
+    """Return whether a folder holds a run, whole or damaged."""
     return any(os.path.exists(folder / file) for file in (RESULT, EVENTS, LOCK))
 
 
@@ -77,18 +93,27 @@ def find_run(root: Path, text: str) -> Path:
     if text and is_run(Path(text)):
         return Path(text)
     names = sorted(name for name, _ in _run_folders(root))
-    begin = [name for name in names if text and name.startswith(text)]
-    if len(begin) == 1 or text in begin:
-        return root / begin[0]  # sorted: the name itself stands first
-    if begin:
-        shown = ", ".join(begin[:5]) + f" and {len(begin) - 5} more" * (len(begin) > 5)
+    matches = [name for name in names if text and name.startswith(text)]
+    if len(matches) == 1 or text in matches:
+        return root / matches[0]  # sorted: the name itself comes first
+    if matches:
+        shown = ", ".join(matches[:5]) + f" and {len(matches) - 5} more" * (len(matches) > 5)
         raise BadInput(f"run {text!r} could be {shown} in {root}")
     hint = nearest(text, names) or (f"; there is `{names[-1]}`" if names else "; it has no runs")
     raise BadInput(f"no run {text!r} in {root}{hint}")
 
 
+def result_of(folder: Path) -> Result | None:
+    """Return a run's result, or None before there is one; BadInput if it is damaged."""
+    try:
+        text = (folder / RESULT).read_bytes()
+    except FileNotFoundError:
+        return None
+    return read_result(text, RESULT)
+
+
 def _run_folders(root: Path) -> Iterator[tuple[str, list[int]]]:
-    """Each run's name, and the time and size of the files that say what it came to."""
+    """Yield each run's name, and the time and size of its result and its events."""
     try:
         entries = list(os.scandir(root))
     except OSError as error:
@@ -99,15 +124,10 @@ def _run_folders(root: Path) -> Iterator[tuple[str, list[int]]]:
         signature = [0, 0, 0, 0]
         for place, file in ((0, RESULT), (2, EVENTS)):
             with contextlib.suppress(OSError):
-                found = os.stat(f"{entry.path}/{file}")
-                signature[place : place + 2] = found.st_mtime_ns, found.st_size
+                status = os.stat(f"{entry.path}/{file}")
+                signature[place : place + 2] = status.st_mtime_ns, status.st_size
         if any(signature) or os.path.exists(f"{entry.path}/{LOCK}"):
             yield entry.name, signature
-
-
-def read_run(folder: Path) -> Summary:
-    """Summarise one run from its files alone."""
-    return _with_lock(_read(Path(os.path.abspath(folder)))[0])  # `.` has no name
 
 
 def _with_lock(run: Summary) -> Summary:
@@ -116,101 +136,97 @@ def _with_lock(run: Summary) -> Summary:
 
 
 def _read(folder: Path) -> tuple[Summary, bool]:
-    """Summarise a run as if nobody ran it, and say whether its files were there to be read."""
+    """Summarise a run as if nobody ran it; return also whether its files could be read."""
     try:
         return _summary(folder), True
     except OSError as error:  # another time it may be readable, with the same time and size
         reason = f"{Path(error.filename or folder).name}: {error.strerror}"
         return Summary(folder.name, folder, "damaged", error=reason), False
-    except ValueError as error:
+    except BadInput as error:
         return Summary(folder.name, folder, "damaged", error=str(error)), True
 
 
 def _summary(folder: Path) -> Summary:
-    result = read_result(folder)
+    result = result_of(folder)
     start, latest = _ends(folder, strict=result is None)
-    said = start | (result or {})
-    known = replace(
-        Summary(folder.name, folder, "interrupted"),
-        recipe_digest=typed(said.get("recipe_digest"), str),
-        seed=typed(said.get("seed"), int),
-        treatment=label(said.get("treatment")),
-        data=label(start.get("data")),
-        model=label(start.get("model")),
-        caution=typed(said.get("caution"), str),
-        started=typed(start.get("at", said.get("started")), int, float),
-    )
-    if result is None:
-        steps = metric = value = None
-        while (steps is None or metric is None) and (event := next(latest, None)) is not None:
-            steps = typed(event.get("step"), int) if steps is None else steps
-            if event.get("kind") == "evaluation" and metric is None:
-                metric, value = next(iter(part(event, "metrics").items()), (None, None))
-        return replace(known, steps=steps, metric=metric, value=typed(value, int, float))
-    best, clocks, report = part(result, "best"), part(result, "clocks"), part(result, "report")
+    run = Summary(folder.name, folder, "interrupted")
+    if start is not None:
+        run = replace(
+            run,
+            recipe_digest=start.recipe_digest,
+            seed=start.seed,
+            treatment=start.treatment,
+            data=start.data,
+            model=start.model,
+            caution=start.caution,
+            started=start.at,
+        )
+    return _unfinished(run, latest) if result is None else _ended(run, result)
+
+
+def _ended(run: Summary, result: Result) -> Summary:
+    report = {n: v for n, v in (result.report or {}).items() if isinstance(v, int | float)}
+    step = result.clocks.step_ms
     return replace(
-        known,
-        status=result["status"],
-        steps=typed(result.get("steps"), int),
-        metric=typed(best.get("metric"), str),
-        value=typed(best.get("value"), int, float),
-        report={n: v for n, v in report.items() if typed(v, int, float) is not None} or None,
-        total_seconds=typed(clocks.get("total_seconds"), int, float),
-        step_ms=typed(part(clocks, "step_ms").get("median"), int, float),
-        error=typed(result.get("error"), str),
+        run,
+        status=result.status,
+        recipe_digest=result.recipe_digest,
+        seed=result.seed,
+        treatment=result.treatment,
+        steps=result.steps,
+        metric=result.best.metric,
+        value=result.best.value,
+        report=report or None,
+        caution=result.caution,
+        total_seconds=result.clocks.total_seconds,
+        step_ms=None if step is None else step.median,
+        error=result.error,
     )
 
 
-def read_result(folder: Path) -> dict[str, Any] | None:
-    """Return what result.json says, or None before there is one; ValueError if it is damaged."""
-    try:
-        text = (folder / RESULT).read_bytes()
-    except FileNotFoundError:
-        return None
-    result = parse(text)
-    if result is None:
-        raise ValueError(f"{RESULT} is not a JSON object")
-    if result.get("status") not in ENDINGS:
-        raise ValueError(f"{RESULT} has the status {result.get('status')!r}")
-    return result
+def _unfinished(run: Summary, latest: Iterator[Event]) -> Summary:
+    """Add the step and the evaluation that came last; `latest` yields events backwards."""
+    for event in latest:
+        if run.steps is None:
+            run = replace(run, steps=event.step)
+        if isinstance(event, EvaluationEvent):
+            metric, value = next(iter(event.metrics.items()), (None, None))
+            return replace(run, metric=metric, value=None if isinstance(value, dict) else value)
+    return run
 
 
-def _ends(folder: Path, strict: bool) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
-    """Return the start event, and the last ones from the latest back; a torn end is normal."""
+def _ends(folder: Path, strict: bool) -> tuple[StartEvent | None, Iterator[Event]]:
+    """Return the start event, and the last events from the latest back; a torn end is normal.
+
+    `strict`: refuse a file that does not begin with a start event, and read its end too.
+    """
     try:
         with open(folder / EVENTS, "rb") as file:
-            head = last = file.read(_PIECE)
-            if strict and len(head) == _PIECE:
+            head = last = file.read(_HEAD)
+            if strict and len(head) == _HEAD:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
                 last = file.read()
     except FileNotFoundError:
-        return {}, iter(())
+        return None, iter(())
     line, ended, _ = head.partition(b"\n")
-    start = parse(line) or {}
-    if strict and ended and start.get("kind") != "start":
-        raise ValueError(f"{EVENTS} does not begin with a start event")
-    lines = (line for line in reversed(last.split(b"\n")[:-1]) if not line.startswith(_FLOW))
-    events = map(parse, lines)
-    return start, (event for event in events if event is not None)
+    start: Event | None = None
+    try:
+        start = read_event(line, EVENTS) if ended else None
+    except BadInput:
+        if strict:
+            raise
+    if strict and ended and not isinstance(start, StartEvent):
+        raise BadInput(f"{EVENTS} does not begin with a start event")
+    return start if isinstance(start, StartEvent) else None, _backwards(last)
 
 
-def parse(text: bytes) -> dict[str, Any] | None:
-    """Return the JSON object that a text is, or None if it is not one."""
-    with contextlib.suppress(ValueError, RecursionError):
-        return typed(json.loads(text), dict)
-    return None
-
-
-def part(record: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return the object under a key, empty where there is none."""
-    return typed(record.get(key), dict) or {}
-
-
-def label(value: Any) -> str | None:
-    """Name a treatment, data set or model that is a word, or an object of settings."""
-    if isinstance(value, dict):
-        value = value.get("name") or value.get("path") or value.get("kind") or json.dumps(value)
-    return typed(value, str)
+def _backwards(text: bytes) -> Iterator[Event]:
+    """Yield the events of whole lines from the last to the first, without those of flows."""
+    for line in reversed(text.split(b"\n")[:-1]):
+        if not line.startswith(_FLOW):
+            with contextlib.suppress(BadInput):
+                if (event := read_event(line, EVENTS)) is not None:
+                    yield event
 
 
 def _load(root: Path) -> _Entries:
@@ -235,4 +251,4 @@ def _save(root: Path, entries: _Entries) -> None:
 
 
 def _header(body: bytes) -> list[int | str]:
-    return [_SCHEMA, *_STORED, zlib.crc32(body)]
+    return [_VERSION, SCHEMA, *_STORED, zlib.crc32(body)]

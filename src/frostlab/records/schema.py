@@ -1,108 +1,518 @@
-"""The schema of what frostlab writes and reads again: typed, and checked key by key.
+"""The schema of a run's records: every key of result.json, digests.json and events.jsonl.
 
-`read(Result, values, where)` turns parsed JSON into a dataclass. Values that do not fit are refused
-in one line that names the file and the key.
+Everything that reads these files reads them as these dataclasses. `read_result`, `read_digests` and
+`read_event` turn text into them; a file that does not fit is refused in one line that names the
+key. Whoever adds, removes or renames a key raises `SCHEMA` and docs/runs.md: a test compares both.
 """
 
-import dataclasses
-import types
 from collections.abc import Mapping
-from functools import cache
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, get_args
 
-from frostlab.errors import BadInput, nearest
+from frostlab.errors import BadInput
+from frostlab.records.reader import parse
+from frostlab.records.reader import read as read
 
-Schema = TypeVar("Schema")
+SCHEMA = 2  # of the folder; a folder of another schema is refused
 
-_WORDS = {
-    int: "a whole number",
-    float: "a number",
-    str: "a text",
-    bool: "true or false",
-    type(None): "null",
-}
+Ending = Literal["finished", "stopped", "failed", "diverged"]
+ENDINGS: tuple[Ending, ...] = get_args(Ending)
 
-
-def read(schema: type[Schema], values: object, where: object) -> Schema:
-    """Return parsed JSON as a dataclass, or refuse it in a line that names the key."""
-    return _dataclass(schema, values, f"{where}: ", ())
+LayerMetrics = dict[str, dict[str, float | None]]  # by layer number, counted from 1, and metric
+Metrics = dict[str, float | LayerMetrics | None]  # by metric; under `layers` those of each layer
 
 
-@cache
-def _hints(schema: type) -> dict[str, Any]:
-    return get_type_hints(schema)
+# result.json
 
 
-def _dataclass(schema: Any, values: object, where: str, path: tuple[str, ...]) -> Any:
-    if not isinstance(values, Mapping):
-        raise _misfit(values, "an object", where, path)
-    fields = {field.name: field for field in dataclasses.fields(schema)}
-    for key in values:
-        if key not in fields:
-            name = ".".join((*path, str(key)))
-            raise BadInput(f"{where}{name} is not a key{nearest(str(key), fields)}")
-    read_values = {}
-    for name, field in fields.items():
-        here = (*path, name)
-        if name in values:
-            read_values[name] = _value(_hints(schema)[name], values[name], where, here)
-        elif field.default is field.default_factory is dataclasses.MISSING:
-            raise BadInput(f"{where}{'.'.join(here)} is missing")
-    return schema(**read_values)
+@dataclass(frozen=True)
+class Best:
+    """The best evaluation on the selecting split."""
+
+    metric: str  # the metric that selects
+    value: float | None  # its best value; null before the first evaluation
+    step: int | None  # optimizer steps done when it was measured
 
 
-def _value(hint: Any, value: object, where: str, path: tuple[str, ...]) -> Any:
-    """Return a value as its annotation says, JSON's lists as tuples where tuples are wanted."""
-    origin, args = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return value
-    if dataclasses.is_dataclass(hint):
-        return _dataclass(hint, value, where, path)
-    if origin in (Union, types.UnionType):
-        return _union(args, value, where, path)
-    if origin is Literal:
-        if value not in args:
-            raise _misfit(value, " or ".join(map(repr, args)), where, path)
-        return value
-    if origin in (list, tuple):
-        if not isinstance(value, list | tuple):
-            raise _misfit(value, "a list", where, path)
-        if origin is tuple and len(args) != len(value) and args[-1] is not Ellipsis:
-            raise _misfit(value, f"a list of {len(args)}", where, path)
-        inner = args if origin is tuple and args[-1] is not Ellipsis else args[:1] * len(value)
-        return origin(
-            _value(kind, item, where, (*path, str(index)))
-            for index, (kind, item) in enumerate(zip(inner, value, strict=True))
-        )
-    if origin in (dict, Mapping):
-        if not isinstance(value, Mapping):
-            raise _misfit(value, "an object", where, path)
-        return {key: _value(args[1], item, where, (*path, str(key))) for key, item in value.items()}
-    if not _is_a(value, hint):
-        raise _misfit(value, _WORDS.get(hint, str(hint)), where, path)
-    return value
+@dataclass(frozen=True)
+class StageBest(Best):
+    """The best evaluation of one stage."""
+
+    epoch: float | None  # epochs done since the stage began
 
 
-def _union(kinds: tuple[Any, ...], value: object, where: str, path: tuple[str, ...]) -> Any:
-    """Return the value as the first kind that it fits; the error is that of the last one."""
-    if value is None and type(None) in kinds:
+@dataclass(frozen=True)
+class Stage:
+    """The outcome of one stage."""
+
+    name: str  # the recipe's name for it, or its number
+    steps: int  # optimizer steps it took
+    epochs: float  # the same in epochs
+    stopped_early: bool  # whether patience ended it
+    best: StageBest  # the evaluation whose weights it hands on
+    metrics: Metrics  # all metrics of that evaluation
+    seconds: float  # of `clocks.total_seconds`
+    trainable: int  # parameters that learned
+    total: int  # parameters of the model
+
+
+@dataclass(frozen=True)
+class Target:
+    """When `evaluate.target` was reached."""
+
+    step: int  # optimizer steps done
+    seconds: float  # of `clocks.total_seconds`, before that evaluation
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Times of the steps after warm-up."""
+
+    count: int  # steps
+    median: float  # ms
+    mean: float  # ms
+    p95: float  # ms, 95th percentile
+    cv: float  # standard deviation divided by the mean
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """Where the time of a run went."""
+
+    total_seconds: float  # s from the first batch to the end of the last step, without set-up
+    train_seconds: float  # s of the total without validation, checkpoints and waiting for data
+    validation_seconds: float  # s of evaluations on the selecting split
+    data_seconds: float  # s of preparing batches on the host
+    data_overlapped_seconds: float  # s of these while a GPU worked, part of `train_seconds` too
+    checkpoint_seconds: float  # s of writing checkpoints and of boundaries between stages
+    setup_seconds: float  # s of building and compiling steps; not part of the total
+    epoch_seconds: list[float]  # s of training alone, a number an epoch
+    step_ms: StepTimes | None  # null where no step came after warm-up
+    warmup_ms: list[float]  # ms of each warm-up step
+    tokens: int  # real tokens (EEG: samples) that were trained on
+    tokens_per_second: float | None  # of `train_seconds`
+    examples_per_second: float | None  # of `train_seconds`
+    padding_share: float | None  # filler as a share of what the model was given, 0 to 1
+    packing_efficiency: float | None  # real tokens as a share of packed rows; null without packing
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Sizes of the model in the last stage, in numbers; a tied tensor counts once."""
+
+    total: int  # all parameters
+    trainable: int  # those that learn
+    frozen: int  # those that do not
+
+
+@dataclass(frozen=True)
+class GpuState:
+    """The GPU at one moment; null where it does not answer."""
+
+    temperature_c: float | None  # degrees Celsius
+    sm_clock_mhz: float | None  # MHz of the processors
+    memory_clock_mhz: float | None  # MHz of the memory
+    power_watts: float | None  # W
+    utilisation_percent: float | None  # % of the last sample period in which a kernel ran
+    memory_used_bytes: int | None  # bytes, of all processes
+
+
+@dataclass(frozen=True)
+class Series:
+    """One quantity over a run; numbers are null without samples."""
+
+    n: int  # samples
+    mean: float | None
+    min: float | None
+    p50: float | None  # median
+    max: float | None
+
+
+@dataclass(frozen=True)
+class TelemetrySummary:
+    """Load of the host and the GPU, sampled while the run went on."""
+
+    interval_seconds: float  # s between two samples
+    seconds: float  # s from the first sample to the last
+    samples: int  # how often it sampled
+    errors: int  # how many quantities failed to answer, over all samples
+    last_error: str | None  # the latest of these errors
+    gpu_reason: str | None  # why no GPU was sampled
+    gpu_energy_joules: float | None  # J, the integral of the sampled power
+    host_peak_bytes: int  # bytes this process held at most since it began
+    sampling_cpu_seconds: float  # s of CPU time that sampling took
+    load_1min: Series  # the host's load average over a minute
+    process_rss_bytes: Series  # bytes of memory of this process
+    process_cpu_percent: Series  # % of one core
+    system_cpu_percent: Series  # % of all cores
+    gpu_utilisation_percent: Series | None = None  # % of the time in which a kernel ran
+    gpu_power_watts: Series | None = None  # W
+    gpu_temperature_c: Series | None = None  # degrees Celsius
+    gpu_sm_clock_mhz: Series | None = None  # MHz
+
+
+@dataclass(frozen=True)
+class Chance:
+    """Correlations with mismatched envelopes."""
+
+    low: float  # 5 % of them are below
+    median: float  # their median
+    high: float  # 5 % of them are above
+    p: float  # share of them that reach the decoder's correlation
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """Right decisions between two envelopes."""
+
+    right: float  # how many were right; a tie counts half
+    decisions: int  # how many were taken
+    windows: int  # from how many windows
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Correlations r of one decoder on the recordings of one split, each subject counting once."""
+
+    subjects: int  # how many
+    recordings: int  # how many
+    mean: float  # mean r, by Fisher's z
+    low: float | None  # lower end of its 95 % t interval; null for one subject
+    high: float | None  # upper end of its 95 % t interval; null for one subject
+    median: float  # median r of the subjects
+    std: float | None  # standard deviation of the subjects' r; null for one subject
+    quartiles: list[float]  # 25 % and 75 % of the subjects' r
+    mean_other: float | None  # mean r with the speech that was not attended
+    above: int  # subjects with p <= 0.05
+    null: Chance  # r by chance
+    match: Decisions  # matching a window to its own envelope or to another
+    attended: Decisions | None  # attended or other speech; null where there is one speaker
+    digest: str  # of all that scores.json says of this decoder and split
+
+
+@dataclass(frozen=True)
+class Result:
+    """result.json: the outcome of a run, written once at its end."""
+
+    schema: int  # `SCHEMA` when it was written
+    status: Ending  # how the run ended
+    error: str | None  # why it did not finish, in one line
+    name: str  # the recipe's name
+    recipe_digest: str  # digest of the recipe's values
+    seed: int  # the recipe's seed
+    treatment: str  # the treatment's name
+    started: str  # ISO 8601, UTC: when the folder was made
+    ended: str  # ISO 8601, UTC
+    steps: int  # optimizer steps done
+    stopped_early: bool  # whether patience ended the last stage
+    best: Best  # of the last stage
+    report: Metrics | None  # metrics of the best weights on the report split; null if unfinished
+    caution: str | None  # what keeps the reported numbers from being honest
+    last: Metrics | None  # metrics of the last evaluation
+    target: Target | None  # null if none was set or it was not reached
+    stepping: "list[SteppingEvent]"  # kinds of steps taken, in order
+    clocks: Clocks  # where the time went
+    parameters: Parameters  # sizes of the model
+    stages: list[Stage]  # in order; at least one
+    checkpoint: str | None  # folder of the best weights, within the run's folder
+    gpu_before: GpuState | None  # before training; null without a GPU
+    gpu_after: GpuState | None  # after the report; null without a GPU
+    telemetry: TelemetrySummary  # load of the machine meanwhile
+    device_memory_peak: int | None  # bytes of CUDA memory of this run alone; null elsewhere
+    weights_digest: str | None  # digest of the reported weights; null if unfinished
+    order_digest: str  # digest of the order of examples of all whole epochs
+    scores: dict[str, dict[str, Scores]] | None = None  # EEG: by split and decoder
+
+
+# digests.json
+
+
+@dataclass(frozen=True)
+class Digests:
+    """digests.json: what a run starts from, so that two runs can be compared part by part."""
+
+    data: str  # of the prepared data
+    weights: dict[str, str]  # of every part of the treated model, by its key
+    touched: list[str]  # keys of the parts that the treatment gave new values
+    frozen: dict[str, str]  # of every frozen tensor, by its name
+
+
+# events.jsonl
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of events.jsonl; its class is named by the key `kind`."""
+
+    kind: ClassVar[str]
+
+    at: float  # s since 1970
+    step: int  # optimizer steps done
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What decides the bits of a result besides the recipe."""
+
+    device: str  # torch's name of it, such as cuda:0
+    precision: str  # float32 or bfloat16
+    processes: int  # that share a batch
+    threads: int  # of torch on the CPU
+
+
+@dataclass(frozen=True)
+class StartEvent(_Shape, Event):
+    """The first line of every file."""
+
+    kind = "start"
+
+    schema: int  # `SCHEMA` when it was written
+    name: str  # the recipe's name
+    recipe_digest: str  # digest of the recipe's values
+    seed: int  # the recipe's seed
+    treatment: str  # the treatment's name
+    data: str  # `data.name` of the recipe
+    model: str  # `model.kind` of the recipe
+    origin: dict[str, str]  # where each split comes from, and what was carved or dropped
+    caution: str | None  # what keeps reported numbers from being honest
+    known: dict[str, float | None]  # answers known beforehand, such as the best achievable r
+
+
+@dataclass(frozen=True)
+class ResumeEvent(_Shape, Event):
+    """A run goes on from the checkpoint of `step`; events after that step no longer count."""
+
+    kind = "resume"
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """Layers that have a loss of their own."""
+
+    layers: list[int]  # counted from 1
+    weights: list[float]  # the factor of each layer's loss
+    left_out: list[int]  # layers without anything that learns at or below them
+
+
+@dataclass(frozen=True)
+class StageEvent(Event):
+    """A stage begins."""
+
+    kind = "stage"
+
+    name: str  # the recipe's name for it, or its number
+    steps: int  # optimizer steps it takes at most
+    patience: int | None  # evaluations without improvement that end it
+    train: list[str] | None  # selections that learn; null: all that the treatment leaves
+    freeze: list[str]  # selections that the treatment freezes
+    changed: list[str]  # old tensors that growing changed
+    added: list[str]  # prefixes of the layers that it adds
+    trainable: int  # parameters that learn
+    total: int  # parameters of the model
+    lr: float | dict[str, float]  # learning rate, or rates by selection
+    best_before: StageBest | None  # best evaluation of the stage before
+    supervise: Supervised | None  # null: the last layer alone has a loss
+
+
+@dataclass(frozen=True)
+class SteppingEvent(Event):
+    """Another kind of step is taken from here on."""
+
+    kind = "stepping"
+
+    how: str  # eager, compiled or captured
+    reason: str  # why this kind
+    packed: bool  # whether examples share rows
+
+
+@dataclass(frozen=True)
+class PrefixEvent(Event):
+    """The outputs of the frozen first layers were computed once for all examples."""
+
+    kind = "prefix"
+
+    where: str  # memory or disk
+    reused: bool  # whether they were on the disk already
+    depth: int  # how many layers
+    bytes: int  # size of the table
+
+
+@dataclass(frozen=True)
+class StepEvent(Event):
+    """A block of steps from `first` to `step`."""
+
+    kind = "step"
+
+    first: int  # number of its first step, counted from 1
+    loss: list[float | None]  # of each step; null: not finite
+    norm: list[float | None]  # of each step's gradient before clipping; null: not finite
+    ms: list[float]  # ms of each step
+    rate: float  # learning rate of the last step
+    tokens: int  # real tokens (EEG: samples) in all
+    padded: int  # tokens in all, filler included
+    examples: int  # examples in all
+    warmup: int  # how many steps at the beginning do not count for times
+
+
+@dataclass(frozen=True)
+class EpochEvent(Event):
+    """An epoch ended."""
+
+    kind = "epoch"
+
+    epoch: int  # number within the stage, counted from 0
+    order: str  # digest of the order of examples so far
+    seconds: float  # s of training alone
+
+
+@dataclass(frozen=True)
+class EvaluationEvent(Event):
+    """A split was measured: for selecting weights, or for the report at the end."""
+
+    kind = "evaluation"
+
+    split: str  # tune or report
+    metrics: Metrics  # the selecting metric comes first
+    frozen_verified: int  # frozen tensors that were proved unmoved
+    best: bool | None = None  # whether it is the best so far; null for the report
+    checkpoint: int | None = None  # for the report alone: step of the reported weights
+
+
+@dataclass(frozen=True)
+class CheckpointEvent(Event):
+    """A checkpoint was written."""
+
+    kind = "checkpoint"
+
+    best: int | None  # step of the best checkpoint of this stage
+
+
+@dataclass(frozen=True)
+class EndEvent(Event):
+    """The run ended."""
+
+    kind = "end"
+
+    status: Ending  # how
+    error: str | None  # why it did not finish, in one line
+
+
+@dataclass(frozen=True)
+class FlowPart:
+    """A part of a watched model: everything of one role in one layer."""
+
+    name: str  # such as layers[0].query
+    peers: str  # parts with the same word here are alike
+    stack: str  # the stack of layers it is in
+    layer: int | None  # number in the stack, counted from 0
+    state: str  # trainable, frozen or fixed
+    tensors: list[str]  # names of its tensors
+    learning: list[str]  # tensors that require a gradient
+    missing: list[str]  # learning tensors that the optimizer does not hold
+    groups: list[int]  # numbers of the optimizer's groups that hold the others
+    dtype: str  # of its weights
+    elements: int  # how many numbers of it learn
+
+
+@dataclass(frozen=True)
+class FlowGroup:
+    """One parameter group of the optimizer of a watched run."""
+
+    decay: float  # weight decay
+    momentum: float  # momentum; 0 without
+    eps: float  # the optimizer's epsilon; 0 without
+    coupled: bool  # whether decay is added to the gradient
+
+
+@dataclass(frozen=True)
+class FlowPartsEvent(Event):
+    """Gradient flow is measured from here on: at the beginning of a stage, and after resuming."""
+
+    kind = "flow_parts"
+
+    stage: str  # the stage's name
+    model: str  # class of the model
+    optimizer: str  # class of the optimizer
+    every: int  # steps from one measured step to the next
+    groups: list[FlowGroup]  # of the optimizer
+    parts: list[FlowPart]  # of the model
+    front: list[str]  # tensors that `ranges` of a flow event belong to
+
+
+@dataclass(frozen=True)
+class FlowEvent(Event):
+    """One measured step; norms have a number a part that learns, in the order of `parts`."""
+
+    kind = "flow"
+
+    rates: list[float | None]  # learning rate of each group
+    ends: list[float | None]  # mean of max |g| over front, back and output
+    ranges: list[float | None]  # max - min of each front tensor
+    gradient: list[float | None] | None = None  # norm of the gradient, after clipping
+    before_clip: list[float | None] | None = None  # norm of the gradient before clipping
+    weight: list[float | None] | None = None  # norm of the weights before the step
+    update: list[float | None] | None = None  # norm of what the step changed
+    change: list[float | None] | None = None  # relative distance from the weights at the start
+    cosine: list[float | None] | None = None  # between the weights and those at the start
+    agreement: list[float | None] | None = None  # cosine with the gradient measured before
+    unreached: list[str] = field(default_factory=list)  # learning tensors without a gradient
+    broken: list[int] = field(default_factory=list)  # numbers of parts with a NaN or infinity
+    dead: dict[str, float | None] = field(default_factory=dict)  # share of units by module, 0 to 1
+    saturated: dict[str, float | None] = field(default_factory=dict)  # the same of saturated units
+    entropy: dict[str, list[float | None]] = field(default_factory=dict)  # attention's, by head
+
+
+@dataclass(frozen=True)
+class NoteEvent(Event):
+    """A remark, shown with the run."""
+
+    kind = "note"
+
+    text: str  # the remark
+
+
+EVENTS: dict[str, type[Event]] = {
+    event.kind: event
+    for event in (
+        StartEvent, ResumeEvent, StageEvent, SteppingEvent, PrefixEvent, StepEvent, EpochEvent,
+        EvaluationEvent, CheckpointEvent, EndEvent, FlowPartsEvent, FlowEvent, NoteEvent,
+    )
+}  # fmt: skip
+
+
+# Reading
+
+
+def read_result(text: bytes | str, where: object) -> Result:
+    """Return result.json's text as a Result, or refuse it in one line."""
+    values = parse(text)
+    if values is None:
+        raise BadInput(f"{where} is not a JSON object")
+    _check_schema(values, where)
+    return read(Result, values, where)
+
+
+def read_digests(text: bytes | str, where: object) -> Digests:
+    """Return digests.json's text as Digests, or refuse it in one line."""
+    values = parse(text)
+    if values is None:
+        raise BadInput(f"{where} is not a JSON object")
+    return read(Digests, values, where)
+
+
+def read_event(line: bytes | str, where: object) -> Event | None:
+    """Return a line as an event; None for a line that a crash tore, which is no JSON object."""
+    values = parse(line)
+    if values is None:
         return None
-    rest = [kind for kind in kinds if kind is not type(None)]
-    for kind in rest[:-1]:
-        try:
-            return _value(kind, value, where, path)
-        except BadInput:
-            continue
-    return _value(rest[-1], value, where, path)
+    kind = values.pop("kind", None)
+    if kind == "start":
+        _check_schema(values, where)
+    if not isinstance(kind, str) or kind not in EVENTS:
+        raise BadInput(f"{where}: kind should be one of {', '.join(EVENTS)}, but is {kind!r}")
+    return read(EVENTS[kind], values, where)
 
 
-def _is_a(value: object, kind: type) -> bool:
-    if isinstance(value, bool):
-        return kind is bool
-    return isinstance(value, int | float if kind is float else kind)
-
-
-def _misfit(value: object, wanted: str, where: str, path: tuple[str, ...]) -> BadInput:
-    text = repr(value)
-    shown = text if len(text) <= 60 else f"{text[:59]}…"
-    return BadInput(f"{where}{'.'.join(path) or 'it'} should be {wanted}, but is {shown}")
+def _check_schema(values: Mapping[str, Any], where: object) -> None:
+    if (version := values.get("schema", SCHEMA)) != SCHEMA:
+        raise BadInput(f"{where}: its records have schema {version}, this frostlab reads {SCHEMA}")

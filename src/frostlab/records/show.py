@@ -1,19 +1,238 @@
-"""One run in a fixed form."""
+"""Runs as text: the table of all runs, and one run in a fixed form.
+
+A column of the table is one entry of `COLUMNS`, made from a field of `index.Summary`.
+"""
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from frostlab.errors import BadInput
 from frostlab.records.folder import effective, scores_lines
-from frostlab.records.index import EVENTS, RESULT, Summary, is_run, parse, part, read_run
-from frostlab.text import NONE, hms, number, plain, short, typed
+from frostlab.records.index import EVENTS, RESULT, Summary, is_run, read_run, result_of
+from frostlab.records.reader import parse
+from frostlab.records.schema import (
+    EvaluationEvent,
+    Event,
+    NoteEvent,
+    Parameters,
+    Result,
+    ResumeEvent,
+    Series,
+    Stage,
+    read_event,
+)
+from frostlab.text import NONE, columns, hms, number, plain, short, typed
 
-_SECONDS = {  # how show names the clocks; others keep their own names
+# All runs
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table of runs."""
+
+    name: str
+    text: Callable[[Summary], Any]  # None: not known
+    right: bool = False  # whether it is flush right
+    marked: bool = False  # whether it carries the mark of the run's caution
+
+
+def _best(run: Summary) -> str | None:
+    return f"{run.metric}={number(run.value)}" if run.metric else None
+
+
+def _reported(run: Summary) -> str | None:
+    value = (run.report or {}).get(run.metric or "")
+    return None if value is None else number(value)
+
+
+WIDTH = 100
+COLUMNS = (
+    Column("name", lambda run: run.name),
+    Column("status", lambda run: run.status),
+    Column("treatment", lambda run: run.treatment),
+    Column("seed", lambda run: run.seed, right=True),
+    Column("steps", lambda run: run.steps, right=True),
+    Column("best", _best, marked=True),
+    Column("report", _reported, marked=True),
+    Column("step ms", lambda run: number(run.step_ms), right=True),
+    Column("total", lambda run: hms(run.total_seconds), right=True),
+)
+_RIGHT = {place for place, column in enumerate(COLUMNS) if column.right}
+_CUT = next(place for place, column in enumerate(COLUMNS) if column.name == "treatment")
+_MARKS = "*†‡§"
+
+
+def runs_table(summaries: Iterable[Summary]) -> str:
+    """Set runs in aligned columns, within 100 characters where names allow it, with footnotes."""
+    runs = list(summaries)
+    if not runs:
+        return "no runs"
+    cautions = list(dict.fromkeys(run.caution for run in runs if run.caution))
+    marks = {text: _MARKS[i] if i < 4 else f"[{i + 1}]" for i, text in enumerate(cautions)}
+    rows = [[_cell(column, run, marks) for column in COLUMNS] for run in runs]
+    lines = _within_width([[column.name for column in COLUMNS], *rows])
+    lines += [f"{mark} {plain(text)}" for text, mark in marks.items()]
+    failed = [run for run in runs if run.error]
+    lines += [short(plain(f"{run.name}: {run.error}"), WIDTH) for run in failed[:10]]
+    lines += [f"and {len(failed) - 10} more with an error"] * (len(failed) > 10)
+    return "\n".join(lines)
+
+
+def _cell(column: Column, run: Summary, marks: dict[str, str]) -> str:
+    value = column.text(run)
+    mark = marks.get(run.caution or "", "") if column.marked and value is not None else ""
+    return plain(value) + mark
+
+
+def _within_width(rows: list[list[str]]) -> list[str]:
+    """Align rows; the treatments are cut, but not the names, which are needed whole."""
+    lines = columns(rows, _RIGHT)
+    too_wide = max(map(len, lines)) - WIDTH
+    if too_wide <= 0:
+        return lines
+    widest = max(len(row[_CUT]) for row in rows)
+    width = max(min(widest, 10), widest - too_wide)
+    cut = [[*row[:_CUT], short(row[_CUT], width), *row[_CUT + 1 :]] for row in rows]
+    return columns(cut, _RIGHT)
+
+
+# One run
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The content of a run's files; None stands for what is absent or damaged."""
+
+    summary: Summary
+    result: Result | None
+    events: list[Event]  # that count
+    damaged_events: list[str]  # a reason for each line that cannot be read
+    recipe: dict[str, Any] | None
+    recipe_file_digest: str | None
+    differences: dict[str, Any] | None  # from the defaults, by dotted key
+    environment: dict[str, Any] | None
+
+
+def show_json(folder: Path) -> dict[str, Any]:
+    """Return the content of a run's files as plain values, null where absent or damaged."""
+    run = _read(folder)
+    evaluations = [asdict(event) for event in run.events if isinstance(event, EvaluationEvent)]
+    return {
+        **asdict(run.summary),
+        "folder": str(folder),
+        "recipe": run.recipe,
+        "recipe_file_digest": run.recipe_file_digest,
+        "differences": run.differences,
+        "environment": run.environment,
+        "result": run.result and asdict(run.result),
+        "evaluations": evaluations,
+        "resumes": _resumes(run),
+        "notes": [asdict(event) for event in run.events if isinstance(event, NoteEvent)],
+        "damaged_events": run.damaged_events,
+    }
+
+
+def show(folder: Path) -> str:
+    """Set a run in fixed form: configuration, results, clocks, parameters, environment, notes."""
+    from frostlab.records.environment import one_line
+
+    run = _read(folder)
+    notes = [event for event in run.events if isinstance(event, NoteEvent)]
+    sections = {
+        f"run {run.summary.name}": _status(run),
+        "configuration": _configuration(run),
+        "results": _results(run),
+        "scores": scores_lines(folder),
+        "stages": stages_table(run.result.stages if run.result else []),
+        "clocks": _clocks(run.result),
+        "parameters": _parameters(run.result.parameters if run.result else None),
+        "machine": _machine(run.result) if run.result else [],
+        "environment": [plain(one_line(run.environment or {}) or None)],
+        "notes": [f"step {event.step}: {plain(event.text)}" for event in notes],
+    }
+    return "\n\n".join("\n  ".join([title, *lines]) for title, lines in sections.items() if lines)
+
+
+def stages_table(stages: list[Stage]) -> list[str]:
+    """Return a line for each stage, under a line of names; nothing for a single stage."""
+    if len(stages) < 2:
+        return []
+    head = ["stage", "trainable", "of", "steps", "epochs", "best at", "best", "seconds", "ended"]
+    rows = [
+        [
+            plain(stage.name),
+            f"{stage.trainable:,}",
+            f"{stage.total:,}",
+            str(stage.steps),
+            number(stage.epochs),
+            f"epoch {number(stage.best.epoch)}",
+            f"{plain(stage.best.metric)} {number(stage.best.value)}",
+            number(stage.seconds),
+            "early" if stage.stopped_early else "",
+        ]
+        for stage in stages
+    ]
+    return columns([head, *rows], right={1, 2, 3, 4, 7})
+
+
+def _status(run: _Run) -> list[str]:
+    summary, started = run.summary, None
+    with contextlib.suppress(TypeError, ValueError, OverflowError, OSError):
+        started = datetime.fromtimestamp(summary.started or 0.0, UTC).isoformat(" ", "seconds")
+    lines = [
+        ("started", None if summary.started is None else started),
+        ("status", summary.status),
+        ("steps", summary.steps),
+    ]
+    if summary.error:
+        lines.append(("error", summary.error))
+    if resumes := _resumes(run):
+        lines.append(("resumes", resumes))
+    if run.damaged_events:
+        lines.append(("damaged events", f"{len(run.damaged_events)}: {run.damaged_events[0]}"))
+    return _pairs(lines)
+
+
+def _configuration(run: _Run) -> list[str]:
+    summary, digest = run.summary, run.summary.recipe_digest
+    if digest and run.recipe_file_digest and digest != run.recipe_file_digest:
+        digest = f"{digest}, but recipe.yaml now has {run.recipe_file_digest}"
+    lines = _pairs([
+        ("digest", digest), ("data", summary.data), ("model", summary.model),
+        ("treatment", summary.treatment), ("seed", summary.seed),
+    ])  # fmt: skip
+    if run.differences is None:
+        return [*lines, f"differences from the defaults: {NONE}"]
+    changed = [f"  {line}" for line in _pairs(run.differences.items()) or ["none"]]
+    return [*lines, "differences from the defaults:", *changed]
+
+
+def _results(run: _Run) -> list[str]:
+    summary, result = run.summary, run.result
+    best = f"{summary.metric} {number(summary.value)}" if summary.metric else None
+    if best and result and result.best.step is not None:
+        best += f" at step {result.best.step}"
+    report = _metrics(summary.report or {})
+    layers = (result.report or {}).get("layers") if result else None
+    of_layers = layers.items() if isinstance(layers, dict) else ()
+    return _pairs([
+        ("best" if result else "latest", best),
+        ("report", report or None),
+        *((f"layer {layer}", _metrics(metrics)) for layer, metrics in of_layers),
+        *([("caution", summary.caution)] if summary.caution else []),
+    ])  # fmt: skip
+
+
+def _metrics(metrics: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {number(value)}" for name, value in metrics.items())
+
+
+_SECONDS = {
     "total_seconds": "total",
     "train_seconds": "train",
     "validation_seconds": "validation",
@@ -25,127 +244,28 @@ _SECONDS = {  # how show names the clocks; others keep their own names
 }
 
 
-def show_json(folder: Path) -> dict[str, Any]:
-    """Return all a run's files say, as plain values, null where they are absent or damaged."""
-    if not is_run(folder):
-        raise BadInput(f"{folder} is not a run: it has neither {EVENTS} nor {RESULT}")
-    run = read_run(folder)
-    events, damaged = _events(folder)
-    recipe = _recipe(folder)
-    changed, digest = _differences(recipe)
-    return {
-        **asdict(run),
-        "folder": str(folder),
-        "recipe": recipe,
-        "recipe_file_digest": digest,
-        "differences": changed,
-        "environment": _object(folder / "environment.json"),
-        "result": _object(folder / RESULT),
-        "evaluations": [event for event in events if event.get("kind") == "evaluation"],
-        "resumes": sum(event.get("kind") == "resume" for event in events),
-        "notes": [event for event in events if event.get("kind") == "note"],
-        "damaged_events": damaged,
-    }
-
-
-def show(folder: Path) -> str:
-    """Set a run in fixed form: configuration, results, clocks, parameters, environment, notes."""
-    from frostlab.records.environment import one_line
-
-    run = show_json(folder)
-    sections = {
-        f"run {run['name']}": _status(run),
-        "configuration": _configuration(run),
-        "results": _results(run),
-        "scores": scores_lines(folder),
-        "stages": stages_table((run["result"] or {}).get("stages")),
-        "clocks": _clocks(run["result"] or {}),
-        "parameters": _parameters(part(run["result"] or {}, "parameters")),
-        "machine": _machine(run["result"] or {}),
-        "environment": [plain(one_line(run["environment"] or {}) or None)],
-        "notes": [_note(note) for note in run["notes"]],
-    }
-    return "\n\n".join("\n  ".join([title, *lines]) for title, lines in sections.items() if lines)
-
-
-def _status(run: dict[str, Any]) -> list[str]:
-    started = None
-    with contextlib.suppress(TypeError, ValueError, OverflowError, OSError):
-        started = datetime.fromtimestamp(run["started"], UTC).isoformat(" ", "seconds")
-    always = [("started", started), ("status", run["status"]), ("steps", run["steps"])]
-    rare = [(name, run[name]) for name in ("error", "resumes", "damaged_events") if run[name]]
-    return _pairs([*always, *((name.replace("_", " "), value) for name, value in rare)])
-
-
-def _configuration(run: dict[str, Any]) -> list[str]:
-    digest, now = run["recipe_digest"], run["recipe_file_digest"]
-    if digest and now and digest != now:
-        digest = f"{digest}, but recipe.yaml now has {now}"
-    names = ("data", "model", "treatment", "seed")
-    lines = _pairs([("digest", digest), *((name, run[name]) for name in names)])
-    if run["differences"] is None:
-        return [*lines, f"differences from the defaults: {NONE}"]
-    changed = [f"  {line}" for line in _pairs(run["differences"].items()) or ["none"]]
-    return [*lines, "differences from the defaults:", *changed]
-
-
-def _results(run: dict[str, Any]) -> list[str]:
-    result = run["result"] or {}
-    best = f"{run['metric']} {number(run['value'])}" if run["metric"] else None
-    if best and (step := part(result, "best").get("step")) is not None:
-        best += f" at step {step}"
-    report = ", ".join(f"{name} {number(value)}" for name, value in (run["report"] or {}).items())
-    each = part(part(result, "report"), "layers")
-    layers = [(f"layer {n}", ", ".join(f"{m} {number(v)}" for m, v in part(each, n).items()))
-              for n in each]  # fmt: skip
-    word = "best" if result else "latest"
-    caution = [("caution", run["caution"])] if run["caution"] else []
-    return _pairs([(word, best), ("report", report or None), *layers, *caution])
-
-
-def _clocks(result: dict[str, Any]) -> list[str]:
-    clocks = part(result, "clocks")
-    left = dict(clocks)
-    taken = [e for e in typed(result.get("stepping"), list) or [] if isinstance(e, dict)]
-    kinds = [f"{e.get('how')} ({e.get('reason')})" for e in taken]
-    lines = [(name, _duration(left.pop(key, None))) for key, name in _SECONDS.items()]
-    step = left.pop("step_ms", None)
-    if isinstance(step, dict):
-        step = ", ".join(f"{name} {number(step.get(name))}" for name in ("median", "mean", "p95"))
-        step += f" ms, cv {number(clocks['step_ms'].get('cv'))}"
-    warm = left.pop("warmup_ms", None)
-    if step and isinstance(warm, list):
-        step += f"; {len(warm)} warm-up steps not counted"
-    unit = "samples" if "scores" in result else "tokens"  # of a recording, of a text
-    left = {unit if key == "tokens" else key: value for key, value in left.items()}
-    names = {"tokens_per_second": f"{unit}/s", "examples_per_second": "examples/s"}
-    speeds = [(name, number(left.pop(key, None))) for key, name in names.items()]
-    how = [("kind of step", ", then ".join(dict.fromkeys(kinds)))] if kinds else []
-    return _pairs([*lines, ("step", step), *how, *speeds, *sorted(left.items())])
-
-
-def _machine(result: dict[str, Any]) -> list[str]:
-    """What the run took of the machine, as far as it was measured."""
-    seen, gigabyte = part(result, "telemetry"), 2**30
-    load = part(seen, "load_1min").get("mean")
-    lines = [
-        ("memory", _scaled(seen.get("host_peak_bytes"), gigabyte, "GiB at most")),
-        ("GPU memory", _scaled(result.get("device_memory_peak"), gigabyte, "GiB at most")),
-        ("load", _scaled(load, 1, "on average")),
-    ]
-    for key, name, unit in (
-        ("gpu_utilisation_percent", "GPU utilisation", "%"),
-        ("gpu_power_watts", "GPU power", "W"),
-    ):
-        lines.append((name, _scaled(part(seen, key).get("mean"), 1, f"{unit} on average")))
-    before, after = (part(result, key).get("temperature_c") for key in ("gpu_before", "gpu_after"))
-    if before is not None:
-        lines.append(("GPU temperature", f"{number(before)} °C before, {number(after)} after"))
-    return _pairs((name, text) for name, text in lines if text)
-
-
-def _scaled(value: Any, unit: float, name: str) -> str | None:
-    return None if typed(value, int, float) is None else f"{value / unit:.3g} {name}"
+def _clocks(result: Result | None) -> list[str]:
+    clocks = result and result.clocks
+    lines = [(name, _duration(getattr(clocks, key, None))) for key, name in _SECONDS.items()]
+    step = None
+    if clocks and (times := clocks.step_ms):
+        parts = (f"{name} {number(getattr(times, name))}" for name in ("median", "mean", "p95"))
+        step = f"{', '.join(parts)} ms, cv {number(times.cv)}"
+        step += f"; {len(clocks.warmup_ms)} warm-up steps not counted"
+    kinds = [f"{event.how} ({event.reason})" for event in result.stepping] if result else []
+    unit = "samples" if result and result.scores is not None else "tokens"  # of a recording, a text
+    rest = [
+        ("packing_efficiency", clocks.packing_efficiency), ("padding_share", clocks.padding_share),
+        (unit, clocks.tokens),
+    ] if clocks else []  # fmt: skip
+    return _pairs([
+        *lines,
+        ("step", step),
+        *([("kind of step", ", then ".join(dict.fromkeys(kinds)))] if kinds else []),
+        (f"{unit}/s", number(clocks and clocks.tokens_per_second)),
+        ("examples/s", number(clocks and clocks.examples_per_second)),
+        *rest,
+    ])  # fmt: skip
 
 
 def _duration(value: Any) -> str:
@@ -155,32 +275,83 @@ def _duration(value: Any) -> str:
     return NONE if (text := hms(value)) == NONE else f"{text} ({value:.4g} s)"
 
 
-def _parameters(counts: dict[str, Any]) -> list[str]:
-    total = typed(counts.get("total"), int)
-    known = [(name, typed(counts.get(name), int)) for name in ("total", "trainable", "frozen")]
-    return _pairs((name, f"{n:,}  {n / total:.1%}" if n and total else n) for name, n in known)
+def _parameters(counts: Parameters | None) -> list[str]:
+    if counts is None:
+        return _pairs((name, None) for name in ("total", "trainable", "frozen"))
+    return _pairs(
+        (name, f"{count:,}  {count / counts.total:.1%}" if count else count)
+        for name, count in asdict(counts).items()
+    )
 
 
-def _note(event: dict[str, Any]) -> str:
-    rest = {key: value for key, value in event.items() if key not in ("kind", "at", "step", "text")}
-    words = [plain(word) for word in (event.get("text"), rest) if word]
-    return f"step {plain(event.get('step'))}: {' '.join(words)}"
+def _machine(result: Result) -> list[str]:
+    """Return what the run took of the machine, as far as it was measured."""
+    telemetry, gibibyte = result.telemetry, 2**30
+    lines = [
+        ("memory", _scaled(telemetry.host_peak_bytes, gibibyte, "GiB at most")),
+        ("GPU memory", _scaled(result.device_memory_peak, gibibyte, "GiB at most")),
+        ("load", _scaled(_mean(telemetry.load_1min), 1, "on average")),
+        ("GPU utilisation", _scaled(_mean(telemetry.gpu_utilisation_percent), 1, "% on average")),
+        ("GPU power", _scaled(_mean(telemetry.gpu_power_watts), 1, "W on average")),
+    ]
+    before = result.gpu_before and result.gpu_before.temperature_c
+    after = result.gpu_after and result.gpu_after.temperature_c
+    if before is not None:
+        lines.append(("GPU temperature", f"{number(before)} °C before, {number(after)} after"))
+    return _pairs((name, text) for name, text in lines if text)
 
 
-def _events(folder: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the events that can be read, and how many whole lines cannot."""
+def _mean(series: Series | None) -> float | None:
+    return series.mean if series else None
+
+
+def _scaled(value: float | None, unit: float, name: str) -> str | None:
+    return None if value is None else f"{value / unit:.3g} {name}"
+
+
+def _pairs(items: Iterable[tuple[str, Any]]) -> list[str]:
+    return columns([(plain(name), plain(value)) for name, value in items])
+
+
+def _resumes(run: _Run) -> int:
+    return sum(isinstance(event, ResumeEvent) for event in run.events)
+
+
+def _read(folder: Path) -> _Run:
+    if not is_run(folder):
+        raise BadInput(f"{folder} is not a run: it has neither {EVENTS} nor {RESULT}")
+    result = None
+    with contextlib.suppress(OSError, BadInput):  # the summary names the reason
+        result = result_of(folder)
+    events, damaged = _events(folder)
+    recipe = _recipe(folder)
+    differences, digest = _differences(recipe)
+    environment = None
+    with contextlib.suppress(OSError):
+        environment = parse((folder / "environment.json").read_bytes())
+    return _Run(
+        read_run(folder), result, events, damaged, recipe, digest, differences, environment
+    )  # fmt: skip
+
+
+def _events(folder: Path) -> tuple[list[Event], list[str]]:
+    """Return the events that count, and a reason for each whole line that cannot be read."""
     try:
         lines = (folder / EVENTS).read_bytes().split(b"\n")[:-1]
     except OSError:
-        return [], 0
-    events = [event for line in lines if (event := parse(line)) is not None]
-    return effective(iter(events)), len(lines) - len(events)
-
-
-def _object(path: Path) -> dict[str, Any] | None:
-    with contextlib.suppress(OSError):
-        return parse(path.read_bytes())
-    return None
+        return [], []
+    events, damaged = [], []
+    for place, line in enumerate(lines, 1):
+        try:
+            event = read_event(line, f"line {place}")
+        except BadInput as error:
+            damaged.append(str(error))
+        else:
+            if event is None:
+                damaged.append(f"line {place} is not a JSON object")
+            else:
+                events.append(event)
+    return effective(events), damaged
 
 
 def _recipe(folder: Path) -> dict[str, Any] | None:
@@ -210,107 +381,3 @@ def _dotted(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from _dotted(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _pairs(items: Iterable[tuple[str, Any]]) -> list[str]:
-    rows = [(plain(name), plain(value)) for name, value in items]
-    width = max((len(name) for name, _ in rows), default=0)
-    return [f"{name:<{width}}  {value}" for name, value in rows]
-
-
-WIDTH = 100
-_RUN_COLUMNS = (
-    "name",
-    "status",
-    "treatment",
-    "seed",
-    "steps",
-    "best",
-    "report",
-    "step ms",
-    "total",
-)
-_NUMBERS = ("seed", "steps", "step ms", "total")
-_MARKS = "*†‡§"
-
-
-def runs_table(summaries: Iterable[Summary]) -> str:
-    """Set runs in aligned columns, within 100 characters where names allow it, with footnotes."""
-    runs = list(summaries)
-    if not runs:
-        return "no runs"
-    cautions = list(dict.fromkeys(run.caution for run in runs if run.caution))
-    marks = {text: _MARKS[i] if i < 4 else f"[{i + 1}]" for i, text in enumerate(cautions)}
-    rows = [_run_row(run, marks.get(run.caution or "", "")) for run in runs]
-    lines = _aligned([list(_RUN_COLUMNS), *rows])
-    lines += [f"{mark} {plain(text)}" for text, mark in marks.items()]
-    wrong = [run for run in runs if run.error]
-    lines += [short(plain(f"{run.name}: {run.error}"), WIDTH) for run in wrong[:10]]
-    lines += [f"and {len(wrong) - 10} more with an error"] * (len(wrong) > 10)
-    return "\n".join(lines)
-
-
-def _run_row(run: Summary, mark: str) -> list[str]:
-    best = f"{run.metric}={number(run.value)}{mark}" if run.metric else None
-    value = (run.report or {}).get(run.metric or "")
-    report = None if value is None else number(value) + mark
-    shown = (run.name, run.status, run.treatment, run.seed, run.steps, best, report)
-    return [*map(plain, shown), number(run.step_ms), hms(run.total_seconds)]
-
-
-def _aligned(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    over = sum(widths) + 2 * (len(widths) - 1) - WIDTH
-    widths[2] = max(min(widths[2], 10), widths[2] - max(0, over))  # the name is needed whole
-    lines = []
-    for row in rows:
-        cells = zip(_RUN_COLUMNS, map(short, row, widths), widths, strict=True)
-        text = (c.rjust(w) if name in _NUMBERS else c.ljust(w) for name, c, w in cells)
-        lines.append("  ".join(text).rstrip())
-    return lines
-
-
-_STAGE_COLUMNS = (
-    "stage",
-    "trainable",
-    "of",
-    "steps",
-    "epochs",
-    "best at",
-    "best",
-    "seconds",
-    "ended",
-)
-
-
-def stages_table(stages: Any) -> list[str]:
-    """A line a stage, under a line of names; nothing where there is only one."""
-    known = [stage for stage in typed(stages, list) or [] if isinstance(stage, dict)]
-    if len(known) < 2:
-        return []
-    rows = [list(_STAGE_COLUMNS), *map(_stage_row, known)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(_cells(row, widths)).rstrip() for row in rows]
-
-
-def _stage_row(stage: dict[str, Any]) -> list[str]:
-    best = part(stage, "best")
-    counts = (typed(stage.get(key), int) for key in ("trainable", "total"))
-    return [
-        plain(stage.get("name")),
-        *(plain(None) if count is None else f"{count:,}" for count in counts),
-        plain(stage.get("steps")),
-        number(stage.get("epochs")),
-        f"epoch {number(best.get('epoch'))}",
-        f"{plain(best.get('metric'))} {number(best.get('value'))}",
-        number(stage.get("seconds")),
-        "early" if stage.get("stopped_early") else "",
-    ]
-
-
-def _cells(row: list[str], widths: list[int]) -> list[str]:
-    words = ("stage", "best at", "best", "ended")
-    return [
-        cell.ljust(width) if name in words else cell.rjust(width)
-        for name, cell, width in zip(_STAGE_COLUMNS, row, widths, strict=True)
-    ]

@@ -1,4 +1,4 @@
-"""The GPU through NVML, and how busy it and the host were while a run went on."""
+"""The GPU through NVML, and samples of the load of GPU and host during a run."""
 
 import importlib
 import os
@@ -20,7 +20,7 @@ _KEPT = 8192  # values a quantity remembers for its median
 
 
 class NoGpu(Exception):
-    """Why there is no GPU to ask."""
+    """The reason why there is no GPU to ask."""
 
 
 def wanted_gpu(device: str) -> tuple[int | str, ...]:
@@ -64,10 +64,10 @@ class Gpu:
             self.nvml.nvmlInit()
         except self.nvml.NVMLError as error:
             raise NoGpu(f"NVML does not answer: {error}") from None
-        found = [handle for choice in wanted if (handle := self._handle(choice)) is not None]
-        if not found:
+        handles = [handle for choice in wanted if (handle := self._handle(choice)) is not None]
+        if not handles:
             raise NoGpu(f"NVML knows no GPU {wanted[0]}")
-        self._device = found[0]
+        self._device = handles[0]
 
     def _handle(self, choice: int | str) -> Any:
         nvml = self.nvml
@@ -172,7 +172,7 @@ class Telemetry:
             self._fail("sampling", "no answer within 1 s of the end")
 
     def summary(self) -> dict[str, Any]:
-        """What was sampled so far, as plain values; null where nothing could be."""
+        """Return all samples so far as `schema.TelemetrySummary` has them, in plain values."""
         unit = 1 if sys.platform == "darwin" else 1024
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         with self._lock:
@@ -214,15 +214,15 @@ class Telemetry:
         except Exception as error:
             self._gpu_reason = str(error) or type(error).__name__
             return
-        found: dict[str, Callable[[], float]] = {
+        readers: dict[str, Callable[[], float]] = {
             "gpu_utilisation_percent": gpu.utilisation,
             "gpu_power_watts": lambda: self._add_energy(gpu.power()),
             "gpu_temperature_c": gpu.temperature,
             "gpu_sm_clock_mhz": gpu.clock,
         }
         with self._lock:
-            self._series |= {name: _Series() for name in found}
-            self._read |= found
+            self._series |= {name: _Series() for name in readers}
+            self._read |= readers
 
     def _add_energy(self, watts: float) -> float:
         now = time.monotonic()
@@ -255,7 +255,7 @@ _BUSY = 0.1  # of all cores
 
 @dataclass(frozen=True)
 class Watched:
-    """What others did meanwhile, and what the sampler saw."""
+    """How busy other processes kept the machine, and the sampled load."""
 
     cores: int
     cores_of_others: float | None  # busy on average with other processes; None: not known
@@ -263,15 +263,15 @@ class Watched:
     telemetry: dict[str, Any]
 
     def complaints(self) -> list[str]:
-        """Why a timing among such company proves nothing."""
-        found = []
+        """Return the reasons why a timing on this busy machine proves nothing."""
+        reasons = []
         if self.cores_of_others is not None and self.cores_of_others > _BUSY * self.cores:
-            found.append(
+            reasons.append(
                 f"other processes kept {self.cores_of_others:.1f} of {self.cores} cores busy"
             )
         if self.others_on_gpu:
-            found.append(f"other processes on the GPU: {self.others_on_gpu}")
-        return found
+            reasons.append(f"other processes on the GPU: {self.others_on_gpu}")
+        return reasons
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -279,7 +279,7 @@ class Watched:
 
 
 class Watching:
-    """Looks around while its `with` block runs."""
+    """Watches for other processes while its `with` block runs."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -296,19 +296,19 @@ class Watching:
         self._on_gpu.append(others_on_gpu(self._device))
 
     def watched(self) -> Watched:
-        """All that was seen."""
-        seen = self._telemetry.summary()
+        """Return everything that was seen."""
+        telemetry = self._telemetry.summary()
         cores = psutil.cpu_count() or 1
-        ours, all_of_it = (seen[f"{who}_cpu_percent"]["mean"] for who in ("process", "system"))
+        ours, all_of_it = (telemetry[f"{who}_cpu_percent"]["mean"] for who in ("process", "system"))
         others = None
         if ours is not None and all_of_it is not None:
             others = max(0.0, (all_of_it * cores - ours) / 100)
-        known = [count for count in self._on_gpu if count is not None]
-        return Watched(cores, others, max(known, default=None), seen)
+        counts = [count for count in self._on_gpu if count is not None]
+        return Watched(cores, others, max(counts, default=None), telemetry)
 
 
 def others_on_gpu(device: str) -> int | None:
-    """How many other processes hold the GPU; in a container ours has another number there."""
+    """Return how many other processes hold the GPU; in a container our own id differs there."""
     try:
         gpu = Gpu(wanted_gpu(device))
         on_it = {p.pid for p in gpu.ask("nvmlDeviceGetComputeRunningProcesses")}

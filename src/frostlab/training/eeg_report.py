@@ -20,7 +20,7 @@ from frostlab.models.conformer import Conformer, electrode_importance
 from frostlab.records.folder import REPORTED, SCORES, SPLITS, RunRecord, read_scores, scores_file
 from frostlab.storage import build_once, cache_folder, write_whole
 from frostlab.training.batches.batch import WindowExamples, in_batches, micro_batches
-from frostlab.training.setup import best_model, recipe_of
+from frostlab.training.setup import best_model
 from frostlab.training.state import RunContext
 from frostlab.training.step.compiled import uncompiled
 
@@ -121,13 +121,13 @@ def draw_run(folder: Path, data_dir: Path | None = None) -> Path:
     record = RunRecord(folder)
     if record.status != "finished":
         raise BadInput(f"{folder} is {record.status}; a page needs a finished run")
-    recipe = recipe_of(record)
+    recipe = record.recipe
     if recipe.data.task != "envelope":
         raise BadInput(f"{folder} is a run for {recipe.data.task}; this page is for envelopes")
     scores = read_scores(folder)
     signals = prepare(recipe, data_dir)
     assert isinstance(signals, Signals)
-    model = best_model(record, recipe, signals)
+    model = best_model(record, signals)
     assert isinstance(model, Conformer)
     kernels = model.get_parameter("cnn.0.conv.weight").detach()  # (filters, channels, taps)
     return eeg_page(
@@ -137,7 +137,7 @@ def draw_run(folder: Path, data_dir: Path | None = None) -> Path:
         excerpts=_excerpts(folder, signals),
         kernels=kernel_rows(kernels.numpy(), signals.rate, first=-(kernels.shape[-1] // 2)),
         importance=(signals.channels, _importance(model, signals)),
-        caution=record.result["caution"],
+        caution=record.result.caution,
         titles=SPLITS,
     )
 

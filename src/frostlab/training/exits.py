@@ -17,7 +17,7 @@ from frostlab.timing.flops import forward_flops
 from frostlab.training.batches.batch import row_lengths
 from frostlab.training.distributed import Compute
 from frostlab.training.evaluate import evaluate
-from frostlab.training.setup import best_model, choose_precision, recipe_of
+from frostlab.training.setup import best_model, choose_precision
 from frostlab.training.state import evaluation_batch
 from frostlab.training.step.objective import Objective, language_stack
 from frostlab.training.tasks import TASKS
@@ -50,17 +50,17 @@ def early_exits(
     record = run if isinstance(run, RunRecord) else RunRecord(Path(run))
     if record.status != "finished":
         raise BadInput(f"{record.folder} is {record.status}; early exits need a finished run")
-    recipe = recipe_of(record)
+    recipe = record.recipe
     if recipe.data.task != "language":
         raise BadInput(f"{record.folder} is a run for {recipe.data.task}; early exits for language")
     chosen = choose_device(device or recipe.train.device)
     compute = Compute(chosen, choose_precision(recipe.train, chosen))
     prepared = text_of(prepare(recipe, None if data_dir is None else Path(data_dir)))
-    model = best_model(record, recipe, prepared).to(chosen)
+    model = best_model(record, prepared).to(chosen)
     exits = measure_exits(model, prepared, evaluation_batch(recipe), compute)
     RunFolder(record.folder).write("exits.json", {
         "split": "report",
-        "checkpoint": record.result["checkpoint"],
+        "checkpoint": record.result.checkpoint,
         "length": _length(prepared),
         "device": str(chosen),
         "precision": str(compute.precision).removeprefix("torch."),

@@ -20,17 +20,16 @@ from frostlab.recipe.recipe import Recipe
 from frostlab.records.checkpoint import Checkpoint, checkpoint_name, resumable
 from frostlab.records.environment import environment, gpu_state
 from frostlab.records.folder import (
-    SCHEMA,
     RunFolder,
     RunRecord,
     given_folder,
     new_folder,
     own_folder,
-    read_events,
     supersede_result,
 )
+from frostlab.records.schema import SCHEMA, Result, StartEvent, SteppingEvent, read
 from frostlab.records.telemetry import Telemetry
-from frostlab.storage import write_whole
+from frostlab.storage import finite, write_whole
 from frostlab.surgery.audit import Audit
 from frostlab.timing.clock import Meter, Stopwatch
 from frostlab.training.distributed import Compute, process_group
@@ -152,7 +151,7 @@ def _choose_folder(
 def _threads(recipe: Recipe, resumed: Path | None) -> int | None:
     """Return the threads that were asked for, or that a resumed run began with."""
     if recipe.train.threads is None and resumed is not None:
-        return int(next(read_events(resumed / "events.jsonl"))["threads"])
+        return RunRecord(resumed).start.threads
     return recipe.train.threads
 
 
@@ -192,10 +191,10 @@ def _continue(
     """Check that data and weights are those the run began with; find its newest checkpoint."""
     recorded, current = RunRecord(path).digests, assembly.current
     for name in ("data", "weights"):
-        if recorded[name] != assembly.digests[name]:
+        if getattr(recorded, name) != assembly.digests[name]:
             raise BadInput(f"--resume: the {name} of {path} cannot be made again: they changed")
     if current.audit is not None:
-        current = replace(current, audit=Audit(current.audit.model, recorded["frozen"]))
+        current = replace(current, audit=Audit(current.audit.model, recorded.frozen))
     checkpoint: Checkpoint | None = compute.world.agree(resumable(path))
     if folder is not None:
         supersede_result(folder)
@@ -349,20 +348,20 @@ def result(
     error: str | None,
     report: dict[str, float] | None,
     extra: dict[str, Any],
-) -> dict[str, Any]:
+) -> Result:
     """Return the contents of `result.json`."""
     events, recipe = folder.events(), context.recipe
-    start = next(event for event in events if event["kind"] == "start")
+    start = next(event for event in events if isinstance(event, StartEvent))
     best, name = progress.best, checkpoint_name(progress.best.step or 0, progress.stage)
-    return {
+    values = {
         "schema": SCHEMA,
         "status": status,
         "error": error,
-        "name": start["name"],
+        "name": start.name,
         "recipe_digest": recipe.digest,
         "seed": recipe.seed,
         "treatment": recipe.treatment_name,
-        "started": _iso(start["at"]),
+        "started": _iso(start.at),
         "ended": datetime.now(UTC).isoformat(timespec="seconds"),
         "steps": progress.step,
         "stopped_early": progress.stopped_early,
@@ -371,13 +370,14 @@ def result(
         "caution": context.prepared.caution,
         "last": progress.last or None,
         "target": progress.target,
-        "stepping": [event for event in events if event["kind"] == "stepping"],
+        "stepping": [event for event in events if isinstance(event, SteppingEvent)],
         "clocks": clocks(events, progress.seconds),
         "parameters": count_parameters(context.model),
         "stages": [*progress.ended, stage_facts(context, progress)],
         "checkpoint": None if best.step is None else f"checkpoints/{name}",
         **extra,
     }
+    return read(Result, finite(values), folder.path / "result.json")
 
 
 def _iso(at: float) -> str:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor, nn
 
 from frostlab.data.eeg.recordings import Material, text_of
@@ -25,7 +24,6 @@ from frostlab.data.tokens import Prepared
 from frostlab.devices import default_precision
 from frostlab.errors import BadInput, FrostlabError, first_line
 from frostlab.models.build import build_for
-from frostlab.recipe.load import recipe_from
 from frostlab.recipe.model import PretrainedModel
 from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.settings import Train
@@ -337,24 +335,16 @@ def stage_facts(context: RunContext, progress: Progress) -> dict[str, Any]:
     }
 
 
-def recipe_of(record: RunRecord) -> Recipe:
-    """Read the recipe of a run."""
-    path = record.folder / "recipe.yaml"
-    try:
-        values: dict[str, Any] = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise BadInput(f"{path} cannot be read ({error})") from None
-    return recipe_from(values, str(path))
-
-
-def best_model(record: RunRecord, recipe: Recipe, prepared: Material) -> nn.Module:
+def best_model(record: RunRecord, prepared: Material) -> nn.Module:
     """Build the model that a run reported, checked by its digest; the data must be unchanged."""
-    if prepared.digest != record.digests["data"]:
+    if prepared.digest != record.digests.data:
         raise BadInput(f"the data of {record.folder} cannot be made again: they changed")
-    stages = stages_of(recipe, len(prepared.splits["train"]))
-    model = build_model(recipe, prepared, stages).model
+    stages = stages_of(record.recipe, len(prepared.splits["train"]))
+    model = build_model(record.recipe, prepared, stages).model
     result = record.result
-    load_weights(model, Checkpoint(record.folder / result["checkpoint"], result["best"]["step"]))
-    if state_digest(model) != result["weights_digest"]:
-        raise BadInput(f"{record.folder}/{result['checkpoint']} is not what was reported")
+    assert result.checkpoint is not None, "the run is finished"
+    assert result.best.step is not None
+    load_weights(model, Checkpoint(record.folder / result.checkpoint, result.best.step))
+    if state_digest(model) != result.weights_digest:
+        raise BadInput(f"{record.folder}/{result.checkpoint} is not what was reported")
     return model

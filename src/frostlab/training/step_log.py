@@ -11,53 +11,52 @@ import torch
 from frostlab.devices import runs_ahead
 from frostlab.flow.measurements import report_event
 from frostlab.records.folder import RunFolder
+from frostlab.records.schema import Clocks, EpochEvent, Event, StepEvent, SteppingEvent, StepTimes
 from frostlab.timing.clock import OVERLAPPED, SETUP, Lap, Stopwatch, training_seconds
 from frostlab.training.distributed import World
 from frostlab.training.step.eager import Diverged, EagerStep, Outcome
 
 
-def clocks(events: list[dict[str, Any]], seconds: dict[str, float]) -> dict[str, Any]:
-    """Totals, steps and rates; warm-up steps are counted apart."""
-    blocks = [event for event in events if event["kind"] == "step"]
-    times = [ms for block in blocks for ms in block["ms"][block["warmup"] :]]
+def clocks(events: list[Event], seconds: dict[str, float]) -> Clocks:
+    """Return totals, step times and rates; the times of warm-up steps are kept apart."""
+    blocks = [event for event in events if isinstance(event, StepEvent)]
     training = training_seconds(seconds)
     data, overlapped = seconds.get("data", 0.0), seconds.get(OVERLAPPED, 0.0)
-    real, padded = (sum(block[key] for block in blocks) for key in ("tokens", "padded"))
-    packed = any(event.get("packed") for event in events)
-    examples = sum(block["examples"] for block in blocks)
-    epochs = [event["seconds"] for event in events if event["kind"] == "epoch"]
-    return {
-        "total_seconds": round(seconds.get("total", 0.0), 4),
-        "train_seconds": round(training, 4),
-        "validation_seconds": round(seconds.get("validation", 0.0), 4),
-        "data_seconds": round(data + overlapped, 4),
-        "data_overlapped_seconds": round(overlapped, 4),
-        "checkpoint_seconds": round(seconds.get("checkpoint", 0.0), 4),
-        "setup_seconds": round(seconds.get(SETUP, 0.0), 4),
-        "epoch_seconds": epochs,
-        "step_ms": spread(times),
-        "warmup_ms": [ms for block in blocks for ms in block["ms"][: block["warmup"]]],
-        "tokens": real,
-        "tokens_per_second": round(real / training, 1) if training > 0 else None,
-        "examples_per_second": round(examples / training, 2) if training > 0 else None,
-        "padding_share": round(1 - real / padded, 4) if padded else None,
-        "packing_efficiency": round(real / padded, 4) if packed and padded else None,
-    }
+    real, padded = sum(block.tokens for block in blocks), sum(block.padded for block in blocks)
+    packed = any(event.packed for event in events if isinstance(event, SteppingEvent))
+    examples = sum(block.examples for block in blocks)
+    return Clocks(
+        total_seconds=round(seconds.get("total", 0.0), 4),
+        train_seconds=round(training, 4),
+        validation_seconds=round(seconds.get("validation", 0.0), 4),
+        data_seconds=round(data + overlapped, 4),
+        data_overlapped_seconds=round(overlapped, 4),
+        checkpoint_seconds=round(seconds.get("checkpoint", 0.0), 4),
+        setup_seconds=round(seconds.get(SETUP, 0.0), 4),
+        epoch_seconds=[event.seconds for event in events if isinstance(event, EpochEvent)],
+        step_ms=step_times([ms for block in blocks for ms in block.ms[block.warmup :]]),
+        warmup_ms=[ms for block in blocks for ms in block.ms[: block.warmup]],
+        tokens=real,
+        tokens_per_second=round(real / training, 1) if training > 0 else None,
+        examples_per_second=round(examples / training, 2) if training > 0 else None,
+        padding_share=round(1 - real / padded, 4) if padded else None,
+        packing_efficiency=round(real / padded, 4) if packed and padded else None,
+    )
 
 
-def spread(times: list[float]) -> dict[str, float | int] | None:
-    """Median, mean, 95th percentile and coefficient of variation of some milliseconds."""
+def step_times(times: list[float]) -> StepTimes | None:
+    """Summarise milliseconds a step."""
     if not times:
         return None
     mean = statistics.fmean(times)
     ordered = sorted(times)
-    return {
-        "count": len(times),
-        "median": round(statistics.median(times), 4),
-        "mean": round(mean, 4),
-        "p95": round(ordered[min(len(times) - 1, math.ceil(0.95 * len(times)) - 1)], 4),
-        "cv": round(statistics.pstdev(times) / mean, 4) if mean else 0.0,
-    }
+    return StepTimes(
+        count=len(times),
+        median=round(statistics.median(times), 4),
+        mean=round(mean, 4),
+        p95=round(ordered[min(len(times) - 1, math.ceil(0.95 * len(times)) - 1)], 4),
+        cv=round(statistics.pstdev(times) / mean, 4) if mean else 0.0,
+    )
 
 
 _BLOCK = 50

@@ -14,8 +14,18 @@ from frostlab.recipe.recipe import Recipe
 from frostlab.records.index import Summary, read_run
 from frostlab.records.show import runs_table, show, show_json
 from frostlab.text import hms
+from run_made import (
+    CAUTION,
+    CLOCKS,
+    RESULT,
+    SERIES,
+    SHAPE,
+    START,
+    TELEMETRY,
+    evaluation_event,
+    write_events,
+)
 
-CAUTION = "selected on the reporting split"
 RUN = Summary("imdb-gpt-1", Path("imdb-gpt-1"), "finished", seed=3, treatment="oelm", steps=1200)
 RUN = replace(RUN, metric="accuracy", value=0.81234, report={"accuracy": 0.8, "loss": 0.5})
 RUN = replace(RUN, step_ms=40.123, total_seconds=3725.4)
@@ -86,33 +96,28 @@ def write_run(folder: Path) -> Recipe:
     environment = {"host": {"cpu": "Some CPU", "name": "here"}, "gpu": None}
     (folder / "environment.json").write_text(json.dumps(environment))
     said = {"recipe_digest": recipe.digest, "seed": 3, "treatment": "oelm"}
-    events = [
-        {"kind": "start", "at": 1e9, "step": 0, **said, "data": "docstrings", "model": "gpt"},
+    write_events(
+        folder,
+        START | said | {"at": 1e9, "data": "docstrings"},
         {"kind": "note", "at": 1e9, "step": 4, "text": "one thread, not two"},
-        {"kind": "evaluation", "at": 1e9, "step": 10, "metrics": {"accuracy": 0.7}},
-        {"kind": "resume", "at": 1e9, "step": 10},
-    ]
-    text = "".join(json.dumps(event) + "\n" for event in events)
-    (folder / "events.jsonl").write_text(text)
-    step = {"median": 40.1, "mean": 41.25, "p95": 50, "cv": 0.1}
-    clocks = {"total_seconds": 3725.4, "train_seconds": 3000, "epoch_seconds": [1800, 1900.5]}
-    clocks |= {"validation_seconds": 600.0, "tokens_per_second": 12345.6, "warmup_ms": [90.0] * 5}
-    clocks |= {"examples_per_second": 80.25, "some_later_clock": 10}
-    result = {
-        "status": "finished",
-        **said,
+        evaluation_event(10, {"accuracy": 0.7}),
+        {"kind": "resume", "at": 1e9, "step": 10, **SHAPE},
+    )
+    clocks = CLOCKS | {"total_seconds": 3725.4, "train_seconds": 3000, "validation_seconds": 600.0}
+    clocks |= {"epoch_seconds": [1800, 1900.5], "data_seconds": 12}
+    clocks |= {"step_ms": {"count": 15, "median": 40.1, "mean": 41.25, "p95": 50, "cv": 0.1}}
+    gpu = dict.fromkeys(("sm_clock_mhz", "memory_clock_mhz", "power_watts"))
+    gpu |= {"temperature_c": 40.0, "utilisation_percent": None, "memory_used_bytes": None}
+    result = RESULT | said | {
         "best": {"metric": "accuracy", "value": 0.75, "step": 20},
         "report": {"accuracy": 0.74, "loss": 0.5},
-        "caution": CAUTION,
-        "clocks": {**clocks, "step_ms": step},
-        "parameters": {"total": 2000, "trainable": 1500, "frozen": 500},
+        "clocks": clocks,
         "steps": 20,
-        "error": None,
-        "telemetry": {"host_peak_bytes": 3 << 29, "gpu_utilisation_percent": {"mean": 93.0}},
+        "telemetry": TELEMETRY | {"gpu_utilisation_percent": SERIES | {"mean": 93.0}},
         "device_memory_peak": 2 << 30,
-        "gpu_before": {"temperature_c": 40.0},
-        "gpu_after": {"temperature_c": 62.0},
-    }
+        "gpu_before": gpu,
+        "gpu_after": gpu | {"temperature_c": 62.0},
+    }  # fmt: skip
     (folder / "result.json").write_text(json.dumps(result))
     return recipe
 
@@ -144,19 +149,21 @@ def test_a_run_is_shown_in_fixed_form(tmp_path: Path) -> None:
         "  caution  selected on the reporting split",
         "",
         "clocks",
-        "  total             1:02:05 (3725 s)",
-        "  train             0:50:00 (3000 s)",
-        "  validation        0:10:00 (600 s)",
-        "  data              –",
-        "  data overlapped   –",
-        "  checkpoints       –",
-        "  set-up            –",
-        "  per epoch         0:30:00 (1800 s), 0:31:40 (1900 s)",
-        "  step              median 40.1, mean 41.25, p95 50 ms, cv 0.1; "
+        "  total               1:02:05 (3725 s)",
+        "  train               0:50:00 (3000 s)",
+        "  validation          0:10:00 (600 s)",
+        "  data                0:00:12 (12 s)",
+        "  data overlapped     0:00:00 (0 s)",
+        "  checkpoints         0:00:01 (1 s)",
+        "  set-up              0:00:00 (0.25 s)",
+        "  per epoch           0:30:00 (1800 s), 0:31:40 (1900 s)",
+        "  step                median 40.1, mean 41.25, p95 50 ms, cv 0.1; "
         "5 warm-up steps not counted",
-        "  tokens/s          1.235e+04",
-        "  examples/s        80.25",
-        "  some_later_clock  10",
+        "  tokens/s            1.235e+04",
+        "  examples/s          80.25",
+        "  packing_efficiency  –",
+        "  padding_share       0.5",
+        "  tokens              6000",
         "",
         "parameters",
         "  total      2,000  100.0%",
@@ -166,6 +173,7 @@ def test_a_run_is_shown_in_fixed_form(tmp_path: Path) -> None:
         "machine",
         "  memory           1.5 GiB at most",
         "  GPU memory       2 GiB at most",
+        "  load             1.5 on average",
         "  GPU utilisation  93 % on average",
         "  GPU temperature  40 °C before, 62 after",
         "",
@@ -202,15 +210,24 @@ def test_an_unfinished_run_says_its_latest(tmp_path: Path) -> None:
     lines = show(folder).splitlines()
     assert "  status          interrupted" in lines
     assert "  latest  accuracy 0.7" in lines
-    assert "  damaged events  2" in lines
+    assert "  damaged events  2: line 5 is not a JSON object" in lines
     assert "  total            –" in lines
+
+
+def test_an_event_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    with open(tmp_path / "a" / "events.jsonl", "a") as file:
+        file.write(json.dumps(evaluation_event(12, {"accuracy": "x"})) + "\n")
+    reason = "line 5: metrics.accuracy should be a number or an object, but is 'x'"
+    assert f"  damaged events  1: {reason}" in show(tmp_path / "a").splitlines()
+    assert show_json(tmp_path / "a")["damaged_events"] == [reason]
 
 
 def test_all_of_a_run_as_plain_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path / "a")
     found = show_json(tmp_path / "a")
     assert json.loads(json.dumps(found)) == found
-    assert found["result"]["clocks"]["some_later_clock"] == 10
+    assert found["result"]["clocks"]["total_seconds"] == 3725.4
     assert [event["step"] for event in found["evaluations"]] == [10]
     assert found["status"] == read_run(tmp_path / "a").status == "finished"
     monkeypatch.chdir(tmp_path / "a")

@@ -1,0 +1,146 @@
+"""Read parsed JSON as a dataclass: typed, and checked key by key.
+
+Values that do not fit are refused in one line that names the file and the key.
+"""
+
+import dataclasses
+import json
+import types
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from frostlab.errors import BadInput, nearest
+
+Schema = TypeVar("Schema")
+
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+    type(None): "null",
+}
+
+
+def read(schema: type[Schema], values: object, where: object) -> Schema:
+    """Return parsed JSON as a dataclass, or refuse it in a line that names the key."""
+    return _dataclass(schema, values, f"{where}: ", ())
+
+
+def parse(text: bytes | str) -> dict[str, Any] | None:
+    """Return the JSON object that a text is, or None if it is not one."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+@cache
+def _fields(schema: type) -> dict[str, tuple[Any, bool]]:
+    """Return each key's annotation, and whether the key must be there."""
+    hints = get_type_hints(schema)
+    return {
+        key.name: (hints[key.name], key.default is key.default_factory is dataclasses.MISSING)
+        for key in dataclasses.fields(schema)
+    }
+
+
+@cache
+def _json_types(hint: Any) -> frozenset[type]:
+    """Return the types of JSON values that need no closer look under an annotation."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return frozenset().union(*map(_json_types, get_args(hint)))
+    return frozenset((int, float) if hint is float else (hint,) if hint in _WORDS else ())
+
+
+def _dataclass(schema: Any, values: object, where: str, path: tuple[str, ...]) -> Any:
+    if isinstance(values, schema):
+        return values
+    if not isinstance(values, Mapping):
+        raise _misfit(values, "an object", where, path)
+    fields = _fields(schema)
+    for key in values:
+        if key not in fields:
+            name = ".".join((*path, str(key)))
+            raise BadInput(f"{where}{name} is not a key{nearest(str(key), fields)}")
+    read_values = {}
+    for name, (hint, required) in fields.items():
+        if name in values:
+            read_values[name] = _value(hint, values[name], where, (*path, name))
+        elif required:
+            raise BadInput(f"{where}{'.'.join((*path, name))} is missing")
+    return schema(**read_values)
+
+
+def _value(hint: Any, value: object, where: str, path: tuple[str, ...]) -> Any:
+    """Return a value as its annotation says, JSON's lists as tuples where tuples are wanted."""
+    if type(value) in _json_types(hint):
+        return value
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
+    if dataclasses.is_dataclass(hint):
+        return _dataclass(hint, value, where, path)
+    if origin in (Union, types.UnionType):
+        return _union(args, value, where, path)
+    if origin is Literal:
+        if value not in args:
+            raise _misfit(value, " or ".join(map(repr, args)), where, path)
+        return value
+    if origin in (list, tuple):
+        return _sequence(origin, args, value, where, path)
+    if origin in (dict, Mapping):
+        if not isinstance(value, Mapping):
+            raise _misfit(value, "an object", where, path)
+        return {key: _value(args[1], item, where, (*path, str(key))) for key, item in value.items()}
+    if not _is_a(value, hint):
+        raise _misfit(value, _WORDS.get(hint, str(hint)), where, path)
+    return value
+
+
+def _sequence(
+    origin: Any, args: tuple[Any, ...], value: object, where: str, path: tuple[str, ...]
+) -> Any:
+    if not isinstance(value, list | tuple):
+        raise _misfit(value, "a list", where, path)
+    if origin is tuple and len(args) != len(value) and args[-1] is not Ellipsis:
+        raise _misfit(value, f"a list of {len(args)}", where, path)
+    if origin is list and _json_types(args[0]).issuperset(map(type, value)):
+        return list(value)  # thousands of numbers are read at once
+    kinds = args if origin is tuple and args[-1] is not Ellipsis else args[:1] * len(value)
+    return origin(
+        _value(kind, item, where, (*path, str(index)))
+        for index, (kind, item) in enumerate(zip(kinds, value, strict=True))
+    )
+
+
+def _union(kinds: tuple[Any, ...], value: object, where: str, path: tuple[str, ...]) -> Any:
+    """Return the value as the first kind that it fits."""
+    if value is None and type(None) in kinds:
+        return None
+    rest = [kind for kind in kinds if kind is not type(None)]
+    for kind in rest:
+        try:
+            return _value(kind, value, where, path)
+        except BadInput:
+            if kind is rest[-1] and (len(rest) == 1 or isinstance(value, Mapping)):
+                raise  # it names the key within
+    raise _misfit(value, " or ".join(map(_wanted, rest)), where, path)
+
+
+def _wanted(kind: Any) -> str:
+    return _WORDS.get(kind) or ("a list" if get_origin(kind) in (list, tuple) else "an object")
+
+
+def _is_a(value: object, kind: type) -> bool:
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, int | float if kind is float else kind)
+
+
+def _misfit(value: object, wanted: str, where: str, path: tuple[str, ...]) -> BadInput:
+    text = repr(value)
+    shown = text if len(text) <= 60 else f"{text[:59]}…"
+    return BadInput(f"{where}{'.'.join(path) or 'it'} should be {wanted}, but is {shown}")

@@ -1,0 +1,70 @@
+"""Records are read as their schema says, or refused by the key that does not fit."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from frostlab.errors import BadInput
+from frostlab.records.reader import read
+
+
+@dataclass(frozen=True)
+class Inner:
+    values: list[float]
+    pair: tuple[int, str] | None = None
+
+
+@dataclass(frozen=True)
+class Outer:
+    name: str
+    status: Literal["finished", "failed"]
+    inner: Inner
+    by_stage: dict[str, Inner]
+    steps: int | None
+    rate: float | dict[str, float] = 0.0
+    flag: bool = False
+
+
+GOOD = {
+    "name": "x",
+    "status": "finished",
+    "inner": {"values": [1, 2.5], "pair": [3, "a"]},
+    "by_stage": {"one": {"values": []}},
+    "steps": None,
+}
+
+
+def test_values_become_dataclasses() -> None:
+    outer = read(Outer, GOOD, "result.json")
+    assert outer.inner == Inner([1, 2.5], (3, "a"))
+    assert outer.by_stage["one"].pair is None
+    assert not outer.flag
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": 3}, "^result.json: name should be a text, but is 3$"),
+        ({"steps": True}, "steps should be a whole number, but is True"),
+        ({"steps": 2.5}, "steps should be a whole number"),
+        ({"flag": 1}, "flag should be true or false"),
+        ({"status": "done"}, "status should be 'finished' or 'failed', but is 'done'"),
+        ({"inner": []}, "inner should be an object"),
+        ({"inner": {"values": [1, "2"]}}, "inner.values.1 should be a number, but is '2'"),
+        ({"inner": {"values": [], "pair": [1]}}, "inner.pair should be a list of 2"),
+        ({"by_stage": {"one": {"value": []}}}, "by_stage.one.value is not a key; did you mean"),
+        ({"by_stage": {"one": {}}}, "by_stage.one.values is missing"),
+        ({"rate": "x"}, "rate should be a number or an object, but is 'x'"),
+        ({"rate": {"new": "x"}}, "rate.new should be a number, but is 'x'"),
+        ({"naem": "x"}, "naem is not a key; did you mean `name`?"),
+    ],
+)
+def test_what_does_not_fit_is_named(change: dict[str, object], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        read(Outer, GOOD | change, "result.json")
+
+
+def test_something_else_than_an_object() -> None:
+    with pytest.raises(BadInput, match="^result.json: it should be an object, but is None$"):
+        read(Outer, None, "result.json")
