@@ -452,9 +452,9 @@ class FlowEvent(Event):
     before_clip: list[float | None] | None = None  # norm of the gradient before clipping
     weight: list[float | None] | None = None  # norm of the weights before the step
     update: list[float | None] | None = None  # norm of what the step changed
-    change: list[float | None] | None = None  # relative distance from the weights at the start
-    cosine: list[float | None] | None = None  # between the weights and those at the start
-    agreement: list[float | None] | None = None  # cosine with the gradient measured before
+    distance: list[float | None] | None = None  # relative distance from the weights at the start
+    weight_cosine: list[float | None] | None = None  # between the weights and those at the start
+    gradient_cosine: list[float | None] | None = None  # cosine with the gradient measured before
     unreached: list[str] = field(default_factory=list)  # learning tensors without a gradient
     broken: list[int] = field(default_factory=list)  # numbers of parts with a NaN or infinity
     dead: dict[str, float | None] = field(default_factory=dict)  # share of units by module, 0 to 1
