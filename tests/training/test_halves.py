@@ -59,7 +59,7 @@ def test_what_is_copied() -> None:
     model.blocks[0].up.weight.register_hook(lambda gradient: gradient)
     model.blocks[1].down.weight = model.blocks[0].down.weight
     model.blocks[1].out.bfloat16()
-    copied = {names[id(entry.own)] for entry in Bf16Copies(model)._entries}
+    copied = {names[id(entry.parameter)] for entry in Bf16Copies(model)._entries}
     layer = {
         f"{part}.{kind}" for part in ("qkv", "out", "up", "down") for kind in ("weight", "bias")
     }

@@ -194,13 +194,13 @@ def test_what_cannot_be_captured_goes_on_without_and_says_why() -> None:
 
 
 def test_only_so_many_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured, "_MOST", 2)
+    monkeypatch.setattr(captured, "_MAX_GRAPHS", 2)
     plain, model = exactly("gpt2").eval(), exactly("gpt2").eval()
     step, steps = stand_in(model), batches("gpt2", False)
     wanted = train(make(EagerStep, plain), steps)
     np.testing.assert_allclose(train(step, steps), wanted, **ROUNDED)
     assert len(step._graphs) == 2
-    assert step.reason == "more than 2 shapes of batches: the others run without a graph"
+    assert step.reason == "more than 2 batch shapes: the others run without a graph"
 
 
 def test_a_broken_gradient_moves_nothing_and_is_named() -> None:

@@ -46,7 +46,7 @@ from frostlab.training.step.objective import (
     Objective,
     Supervision,
     language_stack,
-    resolve,
+    resolve_supervision,
     summed_loss,
 )
 
@@ -388,7 +388,7 @@ class PlainLogits(Objective):
 
     def supervised_loss(self, batch: Batch, supervision: Supervision) -> Tensor:
         stack = language_stack(self.model, "plain logits")
-        vectors = self.vectors(stack, batch, supervision.layers)
+        vectors = self.head_inputs(stack, batch, supervision.layers)
         losses = [
             weight * summed_loss(stack.head(x), batch.targets)
             for weight, x in zip(supervision.weights, vectors, strict=True)
@@ -405,7 +405,7 @@ def supervised(kind: type[Objective], config: DecoderConfig, layers: Supervise) 
     """A fresh decoder whose layers are supervised in a way."""
     torch.manual_seed(0)
     objective = kind(Decoder(config))
-    objective.supervision = resolve(layers, objective.model)
+    objective.supervision = resolve_supervision(layers, objective.model)
     return objective
 
 

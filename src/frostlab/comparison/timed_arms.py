@@ -54,8 +54,8 @@ from frostlab.training.setup import (
     with_threads,
 )
 from frostlab.training.stages import stages_of, total_steps
-from frostlab.training.step import choose
-from frostlab.training.step.compiled import shape_of
+from frostlab.training.step import choose_kind
+from frostlab.training.step.compiled import shape_key
 from frostlab.training.step.eager import Diverged, Outcome, seed_step
 from frostlab.training.step.optimizer import optimizer_tensors
 from frostlab.training.tasks import TASKS
@@ -124,7 +124,7 @@ class TimedArm:
             if shorten and slow and place >= _TRIED:
                 self.order = self.order[:place]
                 return
-            shape = shape_of(self.feed(rows))
+            shape = shape_key(self.feed(rows))
             outcome = self.take([place] * (1 if shape in met else times))
             met.add(shape)
             loss, norm, broken = outcome.values.tolist()
@@ -418,7 +418,7 @@ def _room_to_compile(
     examples = len(prepared.splits["train"])
     compute = Compute(device, default_precision(device))
     steps = ((recipe.train.step, total_steps(recipe.train, examples)) for recipe in recipes)
-    if not any(choose(kind, compute, count).compiles for kind, count in steps):
+    if not any(choose_kind(kind, compute, count).compiles for kind, count in steps):
         yield
         return
     import torch._dynamo  # takes seconds

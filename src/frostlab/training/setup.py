@@ -58,7 +58,7 @@ from frostlab.training.state import Best, Progress, RunContext, StageModel, Task
 from frostlab.training.step import build_step
 from frostlab.training.step.compiled import uncompile
 from frostlab.training.step.eager import EagerStep
-from frostlab.training.step.objective import check_pieces, logits_of, resolve
+from frostlab.training.step.objective import check_stack, logits_of, resolve_supervision
 from frostlab.training.step.optimizer import build_optimizer
 from frostlab.training.treatment import (
     audit_frozen,
@@ -124,7 +124,7 @@ def place_model(
 ) -> StageModel:
     """Give a stage's model its loss and bring it to its device."""
     objective = task.objective(built.model, recipe)
-    objective.supervision = resolve(stage.supervise, built.model)
+    objective.supervision = resolve_supervision(stage.supervise, built.model)
     objective.to(compute.device)
     sync_batch_norms(built.model, compute.world.size, compute.device)
     return StageModel(index, stage, built.entered, objective)
@@ -167,7 +167,7 @@ def make_step(
         steps=current.stage.steps,
         unused=_has_unused(current, recipe, prepared, task, compute),
         lr_scales=lr_scales(current.model, current.stage, current.index, current.entered),
-        inside=watches_inside,
+        watches_inside=watches_inside,
     )
 
 
@@ -198,7 +198,7 @@ def check_model(
     if isinstance(recipe.model, PretrainedModel):
         _try_longest_example(model, text_of(prepared), recipe.model.name)
     packs = packs_examples(recipe.train)
-    check_pieces(task.objective(model, recipe), prepared, wants_types(model), packs)
+    check_stack(task.objective(model, recipe), prepared, wants_types(model), packs)
     if recipe.train.cache_prefix is not None and not recipe.stages:
         check_prefix(model, prepared, recipe.train, precision)
 

@@ -19,7 +19,7 @@ from frostlab.surgery.freeze import learn_only, thaw
 from frostlab.surgery.grow import grow
 from frostlab.training.batches.prefix import check_prefix, prefix_depth
 from frostlab.training.distributed import full_tensor
-from frostlab.training.step.objective import resolve
+from frostlab.training.step.objective import resolve_supervision
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ def rehearse(
             raise _at("stages", error) from None
         lr_scales(copied, stage, index, entered)
         try:
-            resolve(stage.supervise, copied)
+            resolve_supervision(stage.supervise, copied)
         except BadInput as error:
             raise _at(f"stages.{index}", error) from None
         last = index == len(stages) - 1
