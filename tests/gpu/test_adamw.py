@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from frostlab.recipe.settings import Optim, Train
-from frostlab.training.distributed import Compute, World
+from frostlab.training.distributed import Compute
 from frostlab.training.step import build_step
 from frostlab.training.step.eager import EagerStep
 from frostlab.training.step.objective import Objective
@@ -96,8 +96,8 @@ def test_steps_with_copies_are_steps_without(name: str) -> None:
         model = build(name).to(CUDA).eval()
         if ours:
             step: EagerStep = build_step(
-                Objective(model), Optim(lr=1e-3), Train(step="eager"), torch.bfloat16, CUDA,
-                World(), steps=60,
+                Objective(model), Optim(lr=1e-3), Train(step="eager"),
+                Compute(CUDA, torch.bfloat16), steps=60,
             )  # fmt: skip
             assert step.copies
         else:
@@ -117,7 +117,7 @@ def test_weights_that_are_loaded_are_used(captured: bool) -> None:
     parts = epochs("bert classifier", 1, packed=True)[0]
     step = build_step(
         Objective(model), Optim(lr=1e-3), Train(step="captured" if captured else "eager"),
-        torch.bfloat16, CUDA, World(), steps=10,
+        Compute(CUDA, torch.bfloat16), steps=10,
     )  # fmt: skip
     first = [float(step(parts, parts[0].scored, 1e-2).loss) for _ in range(6)]
     assert step.kind == ("captured" if captured else "eager"), step.reason

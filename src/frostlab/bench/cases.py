@@ -146,13 +146,13 @@ def gpt_imdb(setting: Setting) -> Iterator[Result]:
     if setting.data_dir is not None and (setting.data_dir / "imdb").is_dir():
         prepared = text(setting, "imdb", length, 16000)
         tokens, pad, vocabulary = prepared.splits["train"], prepared.pad, prepared.vocabulary
-        most = padding_limit(tokens, setting.device)
+        limit = padding_limit(tokens, setting.device)
         order = epoch_order(tokens.lengths, batch, 0, 0, True)
         order = [rows for rows in order if len(rows) == batch]
         mean, note = float(tokens.lengths.mean()), "IMDB at its real lengths: ours packed"
         feed, one_each = packed_feed(tokens, order, pad)
 
-        padded: Feed = lambda step: collate(tokens, order[step % len(order)], pad, most=most)  # noqa: E731
+        padded: Feed = lambda step: collate(tokens, order[step % len(order)], pad, limit=limit)  # noqa: E731
 
     else:
         vocabulary, mean, one_each = 16000, float(length), []

@@ -46,13 +46,13 @@ from frostlab.training.distributed import (
 from frostlab.training.stages import (
     Entered,
     Stage,
-    enter,
-    kept_state,
+    check_stages,
+    enter_stage,
     lr_scales,
-    rehearse,
     stages_of,
+    state_by_slot,
     steps_per_epoch,
-    survivors,
+    surviving_state,
 )
 from frostlab.training.state import Best, Progress, RunContext, StageModel, Task
 from frostlab.training.step import build_step
@@ -115,7 +115,7 @@ def build_model(recipe: Recipe, prepared: Material, stages: Sequence[Stage] = ()
     touched = treat(model, recipe)
     entered = Entered()
     for index, stage in enumerate(stages):
-        entered = enter(model, recipe, stage, index, entered)
+        entered = enter_stage(model, recipe, stage, index, entered)
     return BuiltModel(model, frozenset(touched), entered)
 
 
@@ -179,7 +179,7 @@ def _has_unused(
         return False
     model, types = current.model, wants_types(current.model)
     examples = task.examples(prepared, prepared.splits["train"], torch.device("cpu"), types)
-    batch = examples.collate(examples.epoch(2, recipe.seed, 0, bucket=False)[0])
+    batch = examples.collate(examples.epoch_order(2, recipe.seed, 0, bucket=False)[0])
     optimizer = build_optimizer(model, recipe.optim, fused=False)
     alone = replace(compute, world=World())
     step = EagerStep(current.objective, optimizer, alone, clip=None)
@@ -241,8 +241,8 @@ def assemble(recipe: Recipe, data_dir: str | Path | None, task: Task, compute: C
         "touched": sorted(built.touched),
     }
     check_model(built, recipe, prepared, task, compute.precision)
-    rehearse(built.model, recipe, stages, prepared, compute.precision)
-    entered = enter(built.model, recipe, stages[0], 0, built.entered)
+    check_stages(built.model, recipe, stages, prepared, compute.precision)
+    entered = enter_stage(built.model, recipe, stages[0], 0, built.entered)
     built = replace(built, entered=entered)
     current = _audited(place_model(built, recipe, stages[0], 0, task, compute), recipe)
     digests["frozen"] = {} if current.audit is None else current.audit.digests
@@ -256,7 +256,7 @@ def _audited(current: StageModel, recipe: Recipe) -> StageModel:
 def next_stage(context: RunContext, progress: Progress, step: EagerStep) -> dict[str, Tensor]:
     """End the current stage and enter the next; return the optimizer state that survives."""
     reshard(context.objective)
-    state = kept_state(context.model, step.optimizer)
+    state = state_by_slot(context.model, step.optimizer)
     if getattr(step, "compiles", False):
         uncompile(context.objective)
     best = best_checkpoint(context.path, progress)
@@ -268,12 +268,12 @@ def next_stage(context: RunContext, progress: Progress, step: EagerStep) -> dict
     built = build_model(context.recipe, context.prepared, context.stages[:index])
     load_weights(built.model, best)  # on the CPU, where all processes draw the same new layers
     stage = context.stages[index]
-    entered = enter(built.model, context.recipe, stage, index, built.entered)
+    entered = enter_stage(built.model, context.recipe, stage, index, built.entered)
     _replace_model(context, replace(built, entered=entered), index)
     audit = context.current.audit
     progress.frozen = {} if audit is None else audit.digests
     context.world.wait()  # until every process has read the checkpoint
-    return survivors(context.model, entered, state) if stage.keep_state else {}
+    return surviving_state(context.model, entered, state) if stage.keep_state else {}
 
 
 def restore(context: RunContext, progress: Progress, checkpoint: Checkpoint) -> None:

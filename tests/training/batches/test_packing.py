@@ -23,7 +23,7 @@ from frostlab.training.batches.batch import (
     token_examples,
 )
 from frostlab.training.batches.feed import Feed
-from frostlab.training.batches.packing import Shapes, _fewest_wasted, pack, shapes_for
+from frostlab.training.batches.packing import Shapes, _least_padding, pack, shapes_for
 from frostlab.training.distributed import Compute
 from frostlab.training.step import build_step
 from frostlab.training.step.compiled import shape_key
@@ -100,7 +100,7 @@ def test_widths_waste_as_little_as_any_eight_could(rows: dict[int, int]) -> None
             for n, c in zip(needed, counts, strict=True)
         )
 
-    found = _fewest_wasted(needed, counts)
+    found = _least_padding(needed, counts)
     others = combinations(needed[:-1].tolist(), min(7, len(needed) - 1))
     assert len(found) <= 8
     assert max(found) == needed[-1]

@@ -1,4 +1,4 @@
-"""Kinds of steps: which is chosen, and that each gives the numbers of the plain one.
+"""Captured and compiled steps give the numbers of eager ones.
 
 A CUDA graph cannot exist here: its stand-in runs the recorded work again, which shows everything
 but the recording itself. tests/gpu/test_captured.py shows that.
@@ -74,7 +74,7 @@ def batches(name: str, packed: bool, parts: int = 1) -> list[list[Batch]]:
             if packed:
                 made.append([pack(data, part, PAD, shapes=shapes) for part in shares])
             else:
-                made.append([collate(data, part, PAD, most=32) for part in shares])
+                made.append([collate(data, part, PAD, limit=32) for part in shares])
     return made
 
 
@@ -85,7 +85,7 @@ def train(step: EagerStep, steps: list[list[Batch]]) -> list[list[float]]:
         seed_step(0, i, 0, CPU)
         scored = sum(part.scored for part in parts)
         outcomes.append(step(parts, scored, 1e-3 * (i + 1) / len(steps)))
-    return [outcome.values.tolist() for outcome in outcomes]  # read late, as the ledger does
+    return [outcome.values.tolist() for outcome in outcomes]  # read late, as the step log does
 
 
 def same(one: nn.Module, other: nn.Module) -> None:

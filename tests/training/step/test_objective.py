@@ -180,7 +180,7 @@ def test_cached_first_layers_change_no_loss_and_no_gradient(name: str) -> None:
     kept = build_prefix(model, data, Train(cache_prefix="memory"), torch.float64, types=False)
     plain = objective(pack(data.splits["train"], ROWS, PAD))
     objective.prefix = kept
-    cached = objective(pack(data.splits["train"], ROWS, PAD, table=kept.starts))
+    cached = objective(pack(data.splits["train"], ROWS, PAD, cached_starts=kept.starts))
     assert_equal(model, cached, plain)
 
 
