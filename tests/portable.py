@@ -15,11 +15,13 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-ROOMS = ("models", "surgery", "scoring", "data/eeg")
+ROOMS = ("models", "surgery", "envelopes", "data/eeg")
 MODULES = {
     "flow": ("activity", "judge", "measurements", "probe", "tensors", "watch"),
-    "training": ("batching", "halves", "joining", "losses", "metrics", "norms", "packing",
-                 "prefix", "signal_losses", "stepping", "supervision"),
+    "training": ("distributed", "evaluate"),
+    "training/batches": ("batch", "packing", "prefix"),
+    "training/step": ("captured", "compiled", "envelope_loss", "head_loss", "objective",
+                      "optimizer"),
 }  # fmt: skip
 # What the processor must have, how many tests at once, and what the libraries are told. Threads
 # that outnumber the cores must not spin while they wait.

@@ -21,7 +21,7 @@ def epochs(name: str, count: int, packed: bool) -> list[list[Batch]]:
         if packed:
             made += [[pack(data, rows, PAD, shapes=shapes)] for rows in order]
         else:
-            made += [[collate(data, rows, PAD, most=32)] for rows in order]
+            made += [[collate(data, rows, PAD, limit=32)] for rows in order]
     return made[:count]
 
 

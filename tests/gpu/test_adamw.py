@@ -105,8 +105,8 @@ def test_steps_with_copies_are_steps_without(name: str) -> None:
             step = EagerStep(Objective(model), optimizer, Compute(CUDA, torch.bfloat16), 1.0)
         losses.append(train(step, steps))
         if ours:
-            for place in step.copies._entries:  # type: ignore[union-attr]
-                assert torch.equal(place.copy, place.own.bfloat16()), place.name
+            for entry in step.copies._entries:  # type: ignore[union-attr]
+                assert torch.equal(entry.copy, entry.parameter.bfloat16()), entry.name
     assert losses[0] == pytest.approx(losses[1], abs=5e-3)
 
 

@@ -7,7 +7,7 @@ from frostlab.recipe.settings import Optim, StepKind, Supervise, Train
 from frostlab.training.distributed import Compute
 from frostlab.training.step import build_step
 from frostlab.training.step.eager import EagerStep
-from frostlab.training.step.objective import Objective, resolve
+from frostlab.training.step.objective import Objective, resolve_supervision
 from packed import build
 from stepping import epochs, train
 
@@ -23,7 +23,7 @@ DEEP = Supervise(layers="all", weights=(0.5, 1.5))
 
 def make(name: str, kind: StepKind, precision: torch.dtype, steps: int) -> EagerStep:
     objective = Objective(build(name).eval().to(CUDA))
-    objective.supervision = resolve(DEEP, objective.model)
+    objective.supervision = resolve_supervision(DEEP, objective.model)
     return build_step(objective, Optim(lr=1e-3), Train(step=kind), Compute(CUDA, precision),
                       steps=steps)  # fmt: skip
 

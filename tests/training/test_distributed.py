@@ -1,22 +1,30 @@
-"""Two processes: the same losses as one, one writer, checkpoints that load in one."""
+"""Two processes: the same losses as one, one writer, checkpoints that load in one, BatchNorm."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from torch import nn
 
+import frostlab as fl
 from forked import run_command
 from frostlab.flow.measurements import Flow, load_flow
-from frostlab.records.folder import RunRecord
+from frostlab.models.conformer import Conformer
+from frostlab.records.folder import RunRecord, read_scores
 from frostlab.records.schema import EvaluationEvent, ResumeEvent, StartEvent, StepEvent
+from frostlab.training.distributed import sync_batch_norms
 from frostlab.training.run import run
+from hearing import hearing
 from stages import progressive
+from zoo import CONFORMER, recordings
 
 RECIPE: dict[str, Any] = {
     "data": {"name": "majority", "examples": 210, "length": 12, "symbols": 4},
@@ -27,6 +35,7 @@ RECIPE: dict[str, Any] = {
     "watch": {"every_n_steps": 5, "distance": True, "gradient_cosine": True},
 }
 SHARDED = pytest.param("fsdp", marks=pytest.mark.slow)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
@@ -200,5 +209,89 @@ def test_another_number_of_processes_is_refused(tmp_path: Path, free_port: int) 
     recipe = {**RECIPE, "train": {**RECIPE["train"], "processes": 4, "batch": 64}}
     done = in_two(recipe, tmp_path / "run", free_port)
     assert done.returncode != 0
-    assert "train.processes asks for 4, and 2 run" in done.stderr
+    assert "train.processes asks for 4, but 2 run" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_two_processes_train_and_report_as_one(tmp_path: Path, free_port: int) -> None:
+    recipe = hearing(data__seconds=17, model__dropout=0.0, train__epochs=2, train__accumulate=2)
+    one = run(recipe, out=tmp_path / "one")
+    assert one.result.clocks.tokens % (2 * 8 * 64), "an epoch's last batch is not whole"
+    done = in_two(recipe, tmp_path / "two", free_port)
+    assert done.returncode == 0, done.stderr[-3000:]
+    two = RunRecord(tmp_path / "two")
+    assert losses(two.folder) == pytest.approx(losses(one.folder), rel=1e-4, abs=1e-5)
+    assert two.digests == one.digests
+    assert two.result.order_digest == one.result.order_digest
+    assert two.metrics == pytest.approx(one.metrics, rel=1e-2, abs=2e-3)
+    assert set(read_scores(two.folder)) == {"report", "unseen"}
+
+
+@pytest.mark.slow
+def test_batch_norm_of_two_processes_is_refused_on_a_cpu(tmp_path: Path, free_port: int) -> None:
+    done = in_two(hearing(model__norm="batch"), tmp_path / "run", free_port)
+    assert done.returncode != 0
+    assert (
+        "model.norm batch cannot be synchronised over 2 processes on cpu, only on GPUs"
+        in done.stderr
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def middles(model: Conformer) -> list[type]:
+    return [type(block.convolution.middle) for block in model.blocks]
+
+
+def test_one_process_keeps_its_batch_norms() -> None:
+    model = Conformer(CONFORMER)
+    sync_batch_norms(model, 1, CPU)
+    assert middles(model) == [nn.BatchNorm1d] * 2
+
+
+def test_batch_norm_over_several_cpus_is_refused_in_one_line() -> None:
+    with pytest.raises(fl.BadInput, match="2 processes on cpu, only on GPUs; use layer or group"):
+        sync_batch_norms(Conformer(CONFORMER), 2, CPU)
+
+
+@pytest.mark.parametrize("norm", ["layer", "group"])
+def test_other_norms_are_not_converted(norm: str) -> None:
+    model = Conformer(replace(CONFORMER, norm=norm))
+    before = middles(model)
+    sync_batch_norms(model, 2, CPU)
+    assert middles(model) == before
+
+
+def test_on_gpus_norms_that_learn_are_shared_with_the_weights_they_had() -> None:
+    model = Conformer(CONFORMER)
+    fl.freeze(model, "layers[0]")
+    names = set(model.state_dict())
+    held = {id(p) for p in model.parameters()}
+    sync_batch_norms(model, 2, CUDA)
+    sync_batch_norms(model, 2, CUDA)  # twice is once
+    assert middles(model) == [nn.BatchNorm1d, nn.SyncBatchNorm]
+    assert set(model.state_dict()) == names
+    assert {id(p) for p in model.parameters()} == held
+    sync_batch_norms(model, 2, CUDA)
+    assert fl.anatomy(model).select("layers[1].norm")
+
+
+def test_a_shared_norm_that_is_frozen_keeps_its_statistics() -> None:
+    model = Conformer(CONFORMER)
+    sync_batch_norms(model, 2, CUDA)
+    fl.freeze(model, "norm")
+    proof = fl.audit(model)
+    model.train()
+    model(**recordings())
+    proof.verify(model)
+    assert "blocks.1.convolution.middle.running_var" in proof.digests
+    fl.thaw(model)
+    model(**recordings())
+    with pytest.raises(fl.FrozenWeightsMoved, match="middle.running_mean"):
+        proof.verify(model)
+
+
+def test_frozen_batch_norms_may_run_anywhere() -> None:
+    model = Conformer(CONFORMER)
+    fl.freeze(model, "norm")
+    sync_batch_norms(model, 2, CPU)
+    assert middles(model) == [nn.BatchNorm1d] * 2

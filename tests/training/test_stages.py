@@ -1,4 +1,4 @@
-"""Stages: exact patience, best weights handed on, growth, rates, and what is refused."""
+"""Stages: steps, exact patience, best weights handed on, growth, rates, and refusals."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import frostlab as fl
 from frostlab.data.prepare import prepare
 from frostlab.recipe.load import recipe_from
+from frostlab.recipe.settings import Optim, Train
 from frostlab.records.schema import (
     Best,
     EpochEvent,
@@ -22,10 +25,63 @@ from frostlab.records.schema import (
 from frostlab.records.show import show
 from frostlab.training import loop
 from frostlab.training.batches.batch import epoch_order, order_digest
-from frostlab.training.stages import Entered
+from frostlab.training.stages import (
+    Entered,
+    Stage,
+    most_steps,
+    stage_at,
+    stages_of,
+    total_steps,
+)
 from stages import progressive
 
 Seen = dict[tuple[int, int], dict[str, Tensor]]
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=6))
+def test_every_step_is_in_one_stage(lengths: list[int]) -> None:
+    stages = [Stage(str(i), n) for i, n in enumerate(lengths)]
+    naive = [(i, place) for i, n in enumerate(lengths) for place in range(n)]
+    assert [stage_at(stages, step) for step in range(sum(lengths))] == naive
+    for step in (-1, sum(lengths)):
+        with pytest.raises(fl.BadInput):
+            stage_at(stages, step)
+
+
+@given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=6))
+def test_stages_that_ended_early_move_the_later_ones(pairs: list[tuple[int, int]]) -> None:
+    """The first half has ended, each after the lesser of the two numbers."""
+    stages = [Stage(str(i), max(pair)) for i, pair in enumerate(pairs)]
+    ended = [min(pair) for pair in pairs[: len(pairs) // 2]]
+    lengths = ended + [stage.steps for stage in stages[len(ended) :]]
+    naive = [(i, place) for i, n in enumerate(lengths) for place in range(n)]
+    assert [stage_at(stages, step, ended) for step in range(len(naive))] == naive
+    assert most_steps(stages, ended) == len(naive)
+    with pytest.raises(fl.BadInput, match="past the end"):
+        stage_at(stages, len(naive), ended)
+
+
+def test_a_stage_takes_from_the_run_what_it_does_not_say() -> None:
+    recipe = recipe_from({
+        "data": {"name": "induction"}, "model": {"kind": "decoder"},
+        "optim": {"lr": 0.5}, "train": {"batch": 10, "epochs": 4}, "evaluate": {"patience": 3},
+        "stages": [{}, {"name": "b", "steps": 7, "lr": 0.1, "patience": 1},
+                   {"epochs": 2, "lr": {"new": 0.2, "old": 0.05}}],
+    })  # fmt: skip
+    one, two, three = stages_of(recipe, 95)
+    assert (one.name, one.steps, one.patience, one.optim(recipe.optim).lr) == ("1", 40, 3, 0.5)
+    assert (two.name, two.steps, two.patience, two.optim(recipe.optim).lr) == ("b", 7, 1, 0.1)
+    assert (three.name, three.steps, three.optim(recipe.optim).lr) == ("3", 20, 0.2)
+    with pytest.raises(fl.BadInput, match="warmup 8 takes all 7 steps of stages.1"):
+        stages_of(recipe.model_copy(update={"optim": Optim(warmup=8)}), 95)
+
+
+def test_the_published_numbers_of_steps() -> None:
+    """SST-2 and MNLI, whole training sets, batches of 32, 3 epochs."""
+    train = Train(batch=32, epochs=3)
+    assert total_steps(train, 67_349) == 6_315
+    assert total_steps(train, 392_702) == 36_816
+    assert total_steps(Train(steps=11), 5) == 11
 
 
 @pytest.fixture
@@ -209,9 +265,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stages": [{"lr": {"new": 1e-3, "old": 1e-4}}]}, "stages.0.lr.new: no layer has been added"),
     ({"stages": [{"lr": {"head": 1e-3}}]}, "stages.0.lr has no rate for tokens.weight.* add `old`"),
     ({"stages": [{}, {"train": ["head"], "lr": {"query": 1e-3, "old": 1e-4}}]},
-     "stages.1.lr.query: all that it could give a rate to is frozen in this stage"),
+     "stages.1.lr.query: every part that it names is frozen in this stage"),
     ({"stages": [{}, {"add": {}, "train": ["head"], "lr": {"new": 1e-3, "old": 1e-4}}]},
-     "stages.1.lr.new: all that it could give a rate to is frozen"),
+     "stages.1.lr.new: every part that it names is frozen"),
     ({"stages": [{"lr": {"hed": 1e-3, "old": 1e-4}}]}, "stages.0.lr.hed: `hed` is not a role"),
     ({"stages": [{"lr": {"query": 1e-3, "layers[0]": 1e-3, "old": 1e-4}}]},
      r"stages.0.lr: `query` and `layers\[0\]` both name blocks.0.query.weight"),

@@ -50,7 +50,7 @@ from frostlab.training.step.objective import (
     Objective,
     Supervision,
     language_stack,
-    resolve,
+    resolve_supervision,
     summed_loss,
 )
 
@@ -159,7 +159,7 @@ def gpt_imdb(settings: BenchSettings) -> Iterator[Result]:
         mean, note = float(tokens.lengths.mean()), "IMDB at its real lengths: ours packed"
         feed, each_width = packed_feed(tokens, order, pad)
 
-        padded: Feed = lambda step: collate(tokens, order[step % len(order)], pad, most=limit)  # noqa: E731
+        padded: Feed = lambda step: collate(tokens, order[step % len(order)], pad, limit=limit)  # noqa: E731
 
     else:
         vocabulary, mean, each_width = 16000, float(length), []
@@ -396,7 +396,7 @@ class PlainLogits(Objective):
 
     def supervised_loss(self, batch: Batch, supervision: Supervision) -> Tensor:
         stack = language_stack(self.model, "plain logits")
-        vectors = self.vectors(stack, batch, supervision.layers)
+        vectors = self.head_inputs(stack, batch, supervision.layers)
         losses = [
             weight * summed_loss(stack.head(x), batch.targets)
             for weight, x in zip(supervision.weights, vectors, strict=True)
@@ -413,7 +413,7 @@ def supervised(cls: type[Objective], config: DecoderConfig, layers: Supervise) -
     """Build a fresh decoder with an objective that supervises these layers."""
     torch.manual_seed(0)
     objective = cls(Decoder(config))
-    objective.supervision = resolve(layers, objective.model)
+    objective.supervision = resolve_supervision(layers, objective.model)
     return objective
 
 

@@ -196,6 +196,6 @@ def prefix_feed(
     table = None if prefix is None else prefix.starts
 
     def feed(step: int) -> Batch:
-        return pack(tokens, order[step % len(order)], 0, shapes=shapes, table=table)
+        return pack(tokens, order[step % len(order)], 0, shapes=shapes, cached_starts=table)
 
     return prefix, feed

@@ -53,8 +53,8 @@ from frostlab.training.setup import (
     with_threads,
 )
 from frostlab.training.stages import stages_of, total_steps
-from frostlab.training.step import choose
-from frostlab.training.step.compiled import shape_of
+from frostlab.training.step import choose_kind
+from frostlab.training.step.compiled import shape_key
 from frostlab.training.step.eager import Diverged, Outcome, seed_step
 from frostlab.training.step.optimizer import optimizer_tensors
 from frostlab.training.tasks import TASKS
@@ -128,7 +128,7 @@ class TimedArm:
             if shorten and slow and index >= _TRIAL_BATCHES:
                 self.order = self.order[:index]
                 return
-            shape = shape_of(self.feed(rows))
+            shape = shape_key(self.feed(rows))
             outcome = self.take([index] * (1 if shape in shapes else repeats))
             shapes.add(shape)
             loss, norm, broken = outcome.values.tolist()
@@ -428,7 +428,7 @@ def _raised_recompile_limit(
     examples = len(prepared.splits["train"])
     compute = Compute(device, default_precision(device))
     steps = ((recipe.train.step, total_steps(recipe.train, examples)) for recipe in recipes)
-    if not any(choose(kind, compute, count).compiles for kind, count in steps):
+    if not any(choose_kind(kind, compute, count).compiles for kind, count in steps):
         yield
         return
     import torch._dynamo  # its import takes seconds

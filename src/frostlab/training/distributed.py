@@ -36,7 +36,7 @@ class World:
         return values
 
     def agree(self, value: Any) -> Any:
-        """Return the writing process's value in every process."""
+        """Broadcast the writing process's value to every process."""
         if self.size == 1:
             return value
         values = [value]
@@ -44,7 +44,7 @@ class World:
         return values[0]
 
     def wait(self) -> None:
-        """Wait until every process has come this far."""
+        """Wait for every process: a barrier."""
         if self.size > 1:
             dist.barrier()
 
@@ -69,12 +69,12 @@ class Compute:
 
 @contextmanager
 def process_group(device: torch.device, train: Train) -> Iterator[World]:
-    """Join the processes that torchrun started; refuse another number than the recipe's."""
+    """Join the processes that torchrun started; refuse another number than train.processes."""
     asked = train.processes
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if asked is not None and asked != size:
         raise BadInput(
-            f"train.processes asks for {asked}, and {size} run; "
+            f"train.processes asks for {asked}, but {size} run; "
             f"start it with `torchrun --nproc_per_node {asked} -m frostlab run …`"
         )
     if size == 1:
@@ -148,7 +148,7 @@ def _without_sync(model: Any) -> Iterator[None]:
 
 
 def accumulate_gradients(model: Any, last: bool) -> Any:
-    """Return the context of one micro-batch: processes exchange gradients after the last only."""
+    """Return the context of a micro-batch: gradients are synchronised after the last one only."""
     if last:
         return nullcontext()
     if hasattr(model, "no_sync"):
@@ -157,7 +157,7 @@ def accumulate_gradients(model: Any, last: bool) -> Any:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return a tensor in one piece, gathered if it is sharded."""
+    """Return the full tensor, gathered if it is sharded."""
     gather = getattr(tensor, "full_tensor", None)
     return gather() if gather is not None else tensor
 
@@ -186,7 +186,7 @@ def preserve_buffers(model: nn.Module) -> Iterator[None]:
 
 
 def sync_batch_norms(model: nn.Module, world_size: int, device: torch.device) -> None:
-    """Make BatchNorms that learn synchronised ones; frozen ones use running statistics.
+    """Convert BatchNorms that learn to SyncBatchNorm; frozen ones use running statistics.
 
     Call it before the model is wrapped, and again after each freeze or thaw.
     """
@@ -200,7 +200,7 @@ def sync_batch_norms(model: nn.Module, world_size: int, device: torch.device) ->
                 continue
             if not uses_nccl(device):
                 raise BadInput(
-                    f"model.norm batch cannot count over {world_size} processes on "
+                    f"model.norm batch cannot be synchronised over {world_size} processes on "
                     f"{device.type}, only on GPUs; use layer or group"
                 )
             setattr(parent, name, nn.SyncBatchNorm.convert_sync_batchnorm(norm))

@@ -24,7 +24,8 @@ from frostlab.training.setup import best_model
 from frostlab.training.state import RunContext
 from frostlab.training.step.compiled import uncompiled
 
-_FORMAT = 1  # raise it when the baseline, or how it is scored, changes
+_FORMAT = 1  # raise it when the baseline or its scoring changes
+_WINDOWS = 32  # that electrode importance is averaged over
 
 Scores = dict[str, EnvelopeScores]  # by split
 
@@ -37,7 +38,7 @@ def baseline_scores(signals: Signals) -> Scores:
         scores = {}
         for split in reported(signals):
             recordings = signals.splits[split].recordings
-            decoded = {each.name: ridge.predict(each) for each in recordings}
+            decoded = {recording.name: ridge.predict(recording) for recording in recordings}
             scores[split] = score_recordings(decoded, recordings, signals.rate).to_dict()
         (folder / SCORES).write_text(json.dumps(scores))
 
@@ -47,7 +48,7 @@ def baseline_scores(signals: Signals) -> Scores:
 
 
 def reported(signals: Signals) -> tuple[str, ...]:
-    """Return the splits by which nothing was chosen."""
+    """Return the splits that chose no weights and no settings."""
     return tuple(split for split in REPORTED if split in signals.splits)
 
 
@@ -56,7 +57,7 @@ def measure_recordings(
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Score whole recordings of every reported split; return metrics, and a summary for the record.
 
-    The metrics keep the loss and the mean r of single windows, too.
+    The metrics also have the loss and the mean r of single windows.
     """
     ridge, decoded, model = baseline_scores(signals), {}, {}
     for split in reported(signals):
@@ -66,25 +67,28 @@ def measure_recordings(
     scores = {split: {"model": model[split], "ridge": ridge[split]} for split in model}
     if context.folder:
         arrays = {
-            name: each.astype(np.float32) for d in decoded.values() for name, each in d.items()
+            name: envelope.astype(np.float32)
+            for by_name in decoded.values()
+            for name, envelope in by_name.items()
         }
         np.savez(context.folder.path / "decoded.npz", **arrays)  # type: ignore[arg-type]
         text = json.dumps(scores_file(scores, signals.known))
         write_whole(context.folder.path / SCORES, text)
     metrics = {"pearson": model["report"].summary.mean, "loss": window_metrics["loss"]}
-    for split, found in model.items():
-        ending = "" if split == "report" else f"_{split}"
-        metrics[f"pearson{ending}"] = found.summary.mean
+    for split, split_scores in model.items():
+        summary, ending = split_scores.summary, "" if split == "report" else f"_{split}"
+        metrics[f"pearson{ending}"] = summary.mean
         metrics[f"ridge{ending}"] = ridge[split].summary.mean
-        metrics[f"chance{ending}"] = found.summary.null.high
-        if (matched := found.summary.match.accuracy) is not None:
+        metrics[f"chance{ending}"] = summary.null.high
+        if (matched := summary.match.accuracy) is not None:
             metrics[f"match{ending}"] = matched
     metrics["window_pearson"] = window_metrics["pearson"]
     return metrics, {
         split: {
-            name: each.to_dict()["summary"] | {"digest": each.digest} for name, each in d.items()
+            decoder: result.to_dict()["summary"] | {"digest": result.digest}
+            for decoder, result in by_decoder.items()
         }
-        for split, d in scores.items()
+        for split, by_decoder in scores.items()
     }
 
 
@@ -93,7 +97,9 @@ def decode(context: RunContext, windows: Windows) -> dict[str, NDArray[np.float6
     """Return each recording's decoded envelope, by name, from windows that overlap by half."""
     device, world = context.compute.device, context.world
     examples, half = WindowExamples(windows), max(1, windows.length // 2)
-    starts = [window_starts(len(each), windows.length, half) for each in windows.recordings]
+    starts = [
+        window_starts(len(recording), windows.length, half) for recording in windows.recordings
+    ]
     rows = np.concatenate([b + s for b, s in zip(windows.bounds[:-1], starts, strict=True)])
     decoded = torch.zeros(len(rows), windows.length, device=device)
     context.objective.eval()
@@ -105,15 +111,12 @@ def decode(context: RunContext, windows: Windows) -> dict[str, NDArray[np.float6
                     examples.collate(rows[own]).to(device), want="logits"
                 )
             decoded[torch.from_numpy(own).to(device)] = prediction[: len(own)].float()
-    ends = np.cumsum([len(each) for each in starts])[:-1]
-    parts = np.split(world.total(decoded).cpu().numpy(), ends)
+    ends = np.cumsum([len(recording_starts) for recording_starts in starts])[:-1]
+    predictions = np.split(world.total(decoded).cpu().numpy(), ends)
     return {
-        each.name: stitch(part, at, len(each))
-        for each, part, at in zip(windows.recordings, parts, starts, strict=True)
+        recording.name: stitch(prediction, at, len(recording))
+        for recording, prediction, at in zip(windows.recordings, predictions, starts, strict=True)
     }
-
-
-_WINDOWS = 32  # that electrodes are judged by
 
 
 def draw_run(folder: Path, data_dir: Path | None = None) -> Path:
@@ -143,32 +146,32 @@ def draw_run(folder: Path, data_dir: Path | None = None) -> Path:
 
 
 def _excerpts(folder: Path, signals: Signals) -> dict[str, Rows]:
-    """The middle of each split's first recording: what was heard, and what was decoded."""
-    found, decoded = {}, _decoded(folder / "decoded.npz")
+    """Return the middle of each split's first recording: the envelope heard and the one decoded."""
+    excerpts, decoded = {}, _read_decoded(folder / "decoded.npz")
     for split, meaning in SPLITS.items():
         if split in signals.splits:
             first = signals.splits[split].recordings[0]
             shown = {"heard": first.envelope, "decoded": decoded[first.name]}
             seconds = min(10.0, len(first) / signals.rate)
             start = (len(first) / signals.rate - seconds) / 2
-            found[f"{first.name} ({meaning})"] = excerpt_rows(
+            excerpts[f"{first.name} ({meaning})"] = excerpt_rows(
                 shown, signals.rate, start=start, seconds=seconds
             )
-    return found
+    return excerpts
 
 
-def _decoded(path: Path) -> dict[str, NDArray[np.float32]]:
+def _read_decoded(path: Path) -> dict[str, NDArray[np.float32]]:
     try:
-        with path.open("rb") as file, np.load(file) as held:
-            return dict(held)
+        with path.open("rb") as file, np.load(file) as arrays:
+            return dict(arrays)
     except (OSError, ValueError, EOFError, BadZipFile) as error:
         raise BadInput(f"{path} cannot be read ({first_line(error)})") from None
 
 
 def _importance(model: Conformer, signals: Signals) -> NDArray[np.float32]:
-    """How much every electrode moves what is decoded, over windows of the reporting split."""
+    """Return how much each electrode changes the decoded envelope, over windows of `report`."""
     examples = WindowExamples(signals.splits["report"])
     rows = signals.splits["report"].grid
-    some = rows[np.linspace(0, len(rows) - 1, min(_WINDOWS, len(rows))).round().astype(int)]
-    inputs = examples.collate(some).inputs
+    sampled = rows[np.linspace(0, len(rows) - 1, min(_WINDOWS, len(rows))).round().astype(int)]
+    inputs = examples.collate(sampled).inputs
     return electrode_importance(model, inputs["eeg"], inputs["subject"]).numpy()

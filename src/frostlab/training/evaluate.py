@@ -55,7 +55,7 @@ def evaluate(
     objective.eval()
     try:
         with torch.no_grad(), uncompiled():
-            for rows in islice(examples.sweep(batch), most):
+            for rows in islice(examples.evaluation_order(batch), most):
                 (own_rows,) = micro_batches(rows, world.rank, world.size, count=1)
                 inputs = examples.collate(own_rows).to(device)
                 with compute.autocast():

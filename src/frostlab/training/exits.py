@@ -32,8 +32,8 @@ class Exit:
     loss: float
     perplexity: float
     token_accuracy: float
-    flops: float  # matmul operations a token of the forward pass, head included
-    share: float  # of the whole model's
+    flops: float  # of matrix products in the forward pass of a token, head included
+    share: float  # of the whole model's FLOPs
     parameters: int  # embedding, the layers so far, final norm and head
 
 
@@ -98,7 +98,7 @@ def measure_exits(
 
 
 def exits_table(exits: tuple[Exit, ...]) -> str:
-    """Return exits as a table."""
+    """Return exits as an aligned table."""
     head = [
         "layer",
         "loss",

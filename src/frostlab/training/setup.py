@@ -44,19 +44,19 @@ from frostlab.training.distributed import (
 from frostlab.training.stages import (
     Entered,
     Stage,
-    enter,
-    kept_state,
+    check_stages,
+    enter_stage,
     lr_scales,
-    rehearse,
     stages_of,
+    state_by_slot,
     steps_per_epoch,
-    survivors,
+    surviving_state,
 )
 from frostlab.training.state import Best, Progress, RunContext, StageModel, Task
 from frostlab.training.step import build_step
 from frostlab.training.step.compiled import uncompile
 from frostlab.training.step.eager import EagerStep
-from frostlab.training.step.objective import check_pieces, logits_of, resolve
+from frostlab.training.step.objective import check_stack, logits_of, resolve_supervision
 from frostlab.training.step.optimizer import build_optimizer
 from frostlab.training.treatment import (
     audit_frozen,
@@ -113,7 +113,7 @@ def build_model(recipe: Recipe, prepared: Material, stages: Sequence[Stage] = ()
     touched = treat(model, recipe)
     entered = Entered()
     for index, stage in enumerate(stages):
-        entered = enter(model, recipe, stage, index, entered)
+        entered = enter_stage(model, recipe, stage, index, entered)
     return BuiltModel(model, frozenset(touched), entered)
 
 
@@ -122,7 +122,7 @@ def place_model(
 ) -> StageModel:
     """Give a stage's model its loss and bring it to its device."""
     objective = task.objective(built.model, recipe)
-    objective.supervision = resolve(stage.supervise, built.model)
+    objective.supervision = resolve_supervision(stage.supervise, built.model)
     objective.to(compute.device)
     sync_batch_norms(built.model, compute.world.size, compute.device)
     return StageModel(index, stage, built.entered, objective)
@@ -165,7 +165,7 @@ def make_step(
         steps=current.stage.steps,
         unused=_has_unused(current, recipe, prepared, task, compute),
         lr_scales=lr_scales(current.model, current.stage, current.index, current.entered),
-        inside=watches_inside,
+        watches_inside=watches_inside,
     )
 
 
@@ -177,7 +177,7 @@ def _has_unused(
         return False
     model, types = current.model, wants_types(current.model)
     examples = task.examples(prepared, prepared.splits["train"], torch.device("cpu"), types)
-    batch = examples.collate(examples.epoch(2, recipe.seed, 0, bucket=False)[0])
+    batch = examples.collate(examples.epoch_order(2, recipe.seed, 0, bucket=False)[0])
     optimizer = build_optimizer(model, recipe.optim, fused=False)
     alone = replace(compute, world=World())
     step = EagerStep(current.objective, optimizer, alone, clip=None)
@@ -196,7 +196,7 @@ def check_model(
     if isinstance(recipe.model, PretrainedModel):
         _try_longest_example(model, text_of(prepared), recipe.model.name)
     packs = packs_examples(recipe.train)
-    check_pieces(task.objective(model, recipe), prepared, wants_types(model), packs)
+    check_stack(task.objective(model, recipe), prepared, wants_types(model), packs)
     if recipe.train.cache_prefix is not None and not recipe.stages:
         check_prefix(model, prepared, recipe.train, precision)
 
@@ -239,8 +239,8 @@ def assemble(recipe: Recipe, data_dir: str | Path | None, task: Task, compute: C
         "touched": sorted(built.touched),
     }
     check_model(built, recipe, prepared, task, compute.precision)
-    rehearse(built.model, recipe, stages, prepared, compute.precision)
-    entered = enter(built.model, recipe, stages[0], 0, built.entered)
+    check_stages(built.model, recipe, stages, prepared, compute.precision)
+    entered = enter_stage(built.model, recipe, stages[0], 0, built.entered)
     built = replace(built, entered=entered)
     current = _audited(place_model(built, recipe, stages[0], 0, task, compute), recipe)
     digests["frozen"] = {} if current.audit is None else current.audit.digests
@@ -254,7 +254,7 @@ def _audited(current: StageModel, recipe: Recipe) -> StageModel:
 def next_stage(context: RunContext, progress: Progress, step: EagerStep) -> dict[str, Tensor]:
     """End the current stage and enter the next; return the optimizer state that survives."""
     reshard(context.objective)
-    state = kept_state(context.model, step.optimizer)
+    state = state_by_slot(context.model, step.optimizer)
     if getattr(step, "compiles", False):
         uncompile(context.objective)
     best = best_checkpoint(context.path, progress)
@@ -266,12 +266,12 @@ def next_stage(context: RunContext, progress: Progress, step: EagerStep) -> dict
     built = build_model(context.recipe, context.prepared, context.stages[:index])
     load_weights(built.model, best)  # on the CPU, where all processes draw the same new layers
     stage = context.stages[index]
-    entered = enter(built.model, context.recipe, stage, index, built.entered)
+    entered = enter_stage(built.model, context.recipe, stage, index, built.entered)
     _replace_model(context, replace(built, entered=entered), index)
     audit = context.current.audit
     progress.frozen = {} if audit is None else audit.digests
     context.world.wait()  # until every process has read the checkpoint
-    return survivors(context.model, entered, state) if stage.keep_state else {}
+    return surviving_state(context.model, entered, state) if stage.keep_state else {}
 
 
 def restore(context: RunContext, progress: Progress, checkpoint: Checkpoint) -> None:

@@ -1,9 +1,12 @@
-"""A run is a list of stages; which stage a step is in is a pure function."""
+"""The stages of a run: their settings, the step counts between them, and entering one.
+
+Entering a stage adds its layers and sets which weights learn; the optimizer's state of weights
+that go on learning survives.
+"""
 
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +22,7 @@ from frostlab.surgery.freeze import learn_only, thaw
 from frostlab.surgery.grow import grow
 from frostlab.training.batches.prefix import check_prefix, prefix_depth
 from frostlab.training.distributed import full_tensor
-from frostlab.training.step.objective import resolve
+from frostlab.training.step.objective import resolve_supervision
 
 
 @dataclass(frozen=True)
@@ -29,16 +32,16 @@ class Stage:
     name: str
     steps: int  # at most
     patience: int | None = None
-    train: tuple[str, ...] | None = None  # None: what the treatment leaves
+    train: tuple[str, ...] | None = None  # selections; None: all that the treatment leaves
     add: Add | None = None
-    lr: float | None = None  # the highest of the rates; None: optim.lr
-    rates: Mapping[str, float] = field(default_factory=dict)  # by selection, `new` or `old`
+    lr: float | None = None  # the highest rate; None: optim.lr
+    rates: Mapping[str, float] = field(default_factory=dict)  # by selection, or `new` and `old`
     supervise: Supervise = field(default_factory=Supervise)
     keep_state: bool = True
     per_epoch: int = 1  # steps
 
     def optim(self, optim: Optim) -> Optim:
-        """The run's settings with this stage's learning rate, its schedule counted in steps."""
+        """Return the run's settings with this stage's learning rate, and the schedule in steps."""
         schedule = optim.schedule
         if isinstance(schedule, StepDecay):
             steps = in_steps(schedule.every, self.per_epoch)
@@ -47,16 +50,16 @@ class Stage:
 
 
 def in_steps(every: Every, per_epoch: int) -> int:
-    """How many steps lie between two of what happens every so many steps or epochs."""
+    """Return a number of steps or epochs in steps."""
     if isinstance(every, int):
         return every
     return per_epoch * (1 if every == "epoch" else int(every.removesuffix(" epochs")))
 
 
 def stage_at(stages: Sequence[Stage], step: int, ended: Sequence[int] = ()) -> tuple[int, int]:
-    """The stage that a step (from 0) belongs to, and the step's place inside it.
+    """Return the stage that a step (from 0) belongs to, and the step's place inside it.
 
-    `ended` says how many steps the stages took that are over, perhaps fewer than planned.
+    `ended` holds the steps that each finished stage took, perhaps fewer than planned.
     """
     if step < 0:
         raise BadInput(f"step {step} is before the first stage")
@@ -70,17 +73,17 @@ def stage_at(stages: Sequence[Stage], step: int, ended: Sequence[int] = ()) -> t
 
 
 def most_steps(stages: Sequence[Stage], ended: Sequence[int] = ()) -> int:
-    """How many steps a run takes if no stage ends early from now on."""
+    """Return how many steps a run takes if no stage ends early from now on."""
     return sum(ended) + sum(stage.steps for stage in stages[len(ended) :])
 
 
 def steps_per_epoch(examples: int, batch: int) -> int:
-    """How many steps see every example once; the last may see fewer than a batch."""
+    """Return how many steps see every example once; the last batch may be smaller."""
     return -(-examples // batch)
 
 
 def total_steps(train: Train, examples: int) -> int:
-    """How many optimizer steps a recipe asks for, of each stage that does not say."""
+    """Return the steps of `train`, for each stage that sets none of its own."""
     if train.steps is not None:
         return train.steps
     assert train.epochs is not None
@@ -88,67 +91,69 @@ def total_steps(train: Train, examples: int) -> int:
 
 
 def stages_of(recipe: Recipe, examples: int) -> tuple[Stage, ...]:
-    """A recipe's stages with all that they take from the run; without any, the run is one."""
-    given = recipe.stages or (StageSettings(),)
+    """Return a recipe's stages, completed from the run's settings; without any, the run is one."""
+    settings = recipe.stages or (StageSettings(),)
     names = stage_names(recipe.stages)
-    made = tuple(_stage(recipe, *item, examples) for item in zip(names, given, strict=True))
+    stages = tuple(_stage(recipe, *item, examples) for item in zip(names, settings, strict=True))
     warmup = recipe.optim.warmup
-    for index, stage in enumerate(made):
+    for index, stage in enumerate(stages):
         if warmup >= 1 and warmup >= stage.steps:
             where = f" of stages.{index}" if recipe.stages else ""
             raise BadInput(
                 f"optim.warmup {warmup:g} takes all {stage.steps} steps{where}; "
-                "a share below 1 would not"
+                "a fraction below 1 would not"
             )
-    return made
+    return stages
 
 
-def _stage(recipe: Recipe, name: str, given: StageSettings, examples: int) -> Stage:
-    steps = given.steps or total_steps(recipe.train, examples)
-    if given.epochs is not None:
-        steps = given.epochs * steps_per_epoch(examples, recipe.train.batch)
-    rates = given.lr if isinstance(given.lr, dict) else {}
+def _stage(recipe: Recipe, name: str, settings: StageSettings, examples: int) -> Stage:
+    steps = settings.steps or total_steps(recipe.train, examples)
+    if settings.epochs is not None:
+        steps = settings.epochs * steps_per_epoch(examples, recipe.train.batch)
+    rates = settings.lr if isinstance(settings.lr, dict) else {}
     return Stage(
         name,
         steps,
-        patience=given.patience or recipe.evaluate.patience,
-        train=given.train,
-        add=given.add,
-        lr=max(rates.values()) if isinstance(given.lr, dict) else given.lr,
+        patience=settings.patience or recipe.evaluate.patience,
+        train=settings.train,
+        add=settings.add,
+        lr=max(rates.values()) if isinstance(settings.lr, dict) else settings.lr,
         rates=rates,
-        supervise=given.supervise or recipe.supervise,
-        keep_state=given.keep_state,
+        supervise=settings.supervise or recipe.supervise,
+        keep_state=settings.keep_state,
         per_epoch=steps_per_epoch(examples, recipe.train.batch),
     )
 
 
-Kept = dict[str, list[tuple[Rows, dict[str, Tensor]]]]  # an optimizer's state, by slot
+StateBySlot = dict[str, list[tuple[Rows, dict[str, Tensor]]]]  # an optimizer's, by slot and rows
 
 
 @dataclass(frozen=True)
 class Entered:
-    """What entering a stage left: where the newest layers are, and what tensors were called."""
+    """The result of entering a stage: the newest layers, and the names that tensors had before."""
 
     new: tuple[str, ...] = ()  # prefixes of the layers added last
-    before: dict[str, str] | None = None  # old names by new ones, where layers moved
+    old_names: dict[str, str] | None = None  # by new names; None if no layer moved
     changed: tuple[str, ...] = ()  # old tensors that growing changed
 
     def is_new(self, name: str) -> bool:
-        """Whether a tensor is in one of the newest layers."""
+        """Return whether a tensor is in one of the newest layers."""
         return any(name.startswith(f"{prefix}.") for prefix in self.new)
 
 
-def enter(model: nn.Module, recipe: Recipe, stage: Stage, index: int, last: Entered) -> Entered:
-    """Add a stage's layers and set what learns; the same seed and stage draw the same layers."""
+def enter_stage(
+    model: nn.Module, recipe: Recipe, stage: Stage, index: int, last: Entered
+) -> Entered:
+    """Add a stage's layers and set which weights learn; seed and stage determine new layers."""
     if not recipe.stages:
         return last
     entered = Entered(last.new)
     if stage.add is not None:
         entered = _grow(model, recipe, stage, index)
-    chosen = _learning(model, recipe, stage, index)
-    if not chosen:
+    learning = _parts_that_learn(model, recipe, stage, index)
+    if not learning:
         raise BadInput(f"stages.{index}.train trains nothing: the treatment freezes all of it")
-    learn_only(model, chosen)
+    learn_only(model, learning)
     return entered
 
 
@@ -157,69 +162,69 @@ def _grow(model: nn.Module, recipe: Recipe, stage: Stage, index: int) -> Entered
     assert add is not None
     try:
         thaw(model)
-        before = list(survey(model)[1])
+        names = list(survey(model)[1])
         with torch.random.fork_rng([]):
             torch.manual_seed(derive_seed(recipe.seed, f"stage {index}"))
             grown = grow(model, add.layers, add.at, add.init)
     except BadInput as error:
         raise _at(f"stages.{index}.add", error) from None
-    made = Entered(grown.names)
-    after = [name for name in survey(model)[1] if not made.is_new(name)]
-    return Entered(grown.names, dict(zip(after, before, strict=True)), grown.changed)
+    entered = Entered(grown.names)
+    moved = [name for name in survey(model)[1] if not entered.is_new(name)]
+    return Entered(grown.names, dict(zip(moved, names, strict=True)), grown.changed)
 
 
-def _learning(model: nn.Module, recipe: Recipe, stage: Stage, index: int) -> set[str]:
-    """The parts that learn: those selected, less what the treatment freezes."""
-    found, frozen = anatomy(model), recipe.surgery.frozen
-    chosen = {part.key for part in found.parts if part.state != "fixed"}
+def _parts_that_learn(model: nn.Module, recipe: Recipe, stage: Stage, index: int) -> set[str]:
+    """Return the keys of the selected parts, without the parts that the treatment freezes."""
+    structure, frozen = anatomy(model), recipe.surgery.frozen
+    learning = {part.key for part in structure.parts if part.state != "fixed"}
     try:
         if stage.train is not None:
-            chosen &= {part.key for part in found.select(*stage.train)}
+            learning &= {part.key for part in structure.select(*stage.train)}
     except BadInput as error:
         raise _at(f"stages.{index}.train", error) from None
-    return chosen - {part.key for part in found.select(*frozen)} if frozen else chosen
+    return learning - {part.key for part in structure.select(*frozen)} if frozen else learning
 
 
 def lr_scales(model: nn.Module, stage: Stage, index: int, entered: Entered) -> dict[str, float]:
-    """Return each trainable parameter's part of the stage's learning rate; empty: all of it.
+    """Return each trainable parameter's factor of the stage's learning rate; empty if all are 1.
 
-    A selection's rate comes before that of `new` and `old`; two that overlap are refused.
+    A selection's rate takes precedence over `new` and `old`; selections that overlap are refused.
     """
     if not stage.rates:
         return {}
-    (found, slots), at = survey(model), f"stages.{index}.lr"
-    named: dict[str, str] = {}
-    learning = [part for part in found.parts if part.state == "trainable"]
+    (structure, slots), at = survey(model), f"stages.{index}.lr"
+    selected_by: dict[str, str] = {}
+    learning = [part for part in structure.parts if part.state == "trainable"]
     for selection in (key for key in stage.rates if key not in WORDS):
         try:
-            keys = {part.key for part in found.select(selection)}
+            keys = {part.key for part in structure.select(selection)}
         except BadInput as error:
             raise _at(f"{at}.{selection}", error) from None
         for part in (part for part in learning if part.key in keys):
-            other = named.setdefault(part.key, selection)
+            other = selected_by.setdefault(part.key, selection)
             if other != selection:
                 raise BadInput(f"{at}: `{other}` and `{selection}` both name {part.key}")
     if "new" in stage.rates and not entered.new:
         raise BadInput(f"{at}.new: no layer has been added by then; add one with stages.*.add")
     names = {id(p): name for name, p in model.named_parameters()}
-    given: dict[str, str] = {}
+    rate_keys: dict[str, str] = {}
     for part in learning:
-        word = named.get(part.key, "new" if entered.is_new(part.name) else "old")
-        if word not in stage.rates:
-            raise BadInput(f"{at} has no rate for {part.key}, which learns; add `{word}`")
+        key = selected_by.get(part.key, "new" if entered.is_new(part.name) else "old")
+        if key not in stage.rates:
+            raise BadInput(f"{at} has no rate for {part.key}, which learns; add `{key}`")
         name = names[id(slots[part.name].piece_of(part.rows).parameter)]
-        other = given.setdefault(name, word)
-        if other != word:
-            raise BadInput(f"{at}: `{other}` and `{word}` share one tensor, {part.name}")
+        other = rate_keys.setdefault(name, key)
+        if other != key:
+            raise BadInput(f"{at}: `{other}` and `{key}` share one tensor, {part.name}")
     for key in stage.rates:
-        if key not in given.values():
-            raise BadInput(f"{at}.{key}: all that it could give a rate to is frozen in this stage")
+        if key not in rate_keys.values():
+            raise BadInput(f"{at}.{key}: every part that it names is frozen in this stage")
     assert stage.lr is not None
-    return {name: stage.rates[word] / stage.lr for name, word in given.items()}
+    return {name: stage.rates[key] / stage.lr for name, key in rate_keys.items()}
 
 
-def kept_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Kept:
-    """The optimizer's state, whole, by the slots of the model and the rows it is of."""
+def state_by_slot(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBySlot:
+    """Return the optimizer's state, unsharded, by the model's slots and their rows."""
     return {
         slot.name: [
             (piece.rows, {key: full_tensor(value) for key, value in state.items()})
@@ -230,48 +235,49 @@ def kept_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Kept:
     }
 
 
-def survivors(model: nn.Module, entered: Entered, kept: Kept) -> dict[str, Tensor]:
-    """What of the state before a boundary is of tensors that go on learning, as `name//key`."""
+def surviving_state(model: nn.Module, entered: Entered, state: StateBySlot) -> dict[str, Tensor]:
+    """Return the optimizer state of tensors that go on learning, as `name//key`."""
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    found: dict[str, Tensor] = {}
+    surviving: dict[str, Tensor] = {}
     for slot in survey(model)[1].values():
-        before = slot.name if entered.before is None else entered.before.get(slot.name, "")
+        moved = entered.old_names
+        old_name = slot.name if moved is None else moved.get(slot.name, "")
         for piece in slot.pieces:
             name = names.get(id(piece.parameter))
-            for rows, state in kept.get(before, []) if name is not None else []:
-                for key, value in state.items():
+            for rows, values in state.get(old_name, []) if name is not None else []:
+                for key, value in values.items():
                     if rows == piece.rows or not value.ndim:
-                        found[f"{name}//{key}"] = value
-                    elif len(rows) == rows.size:  # it was whole: a frozen part was split off
-                        found[f"{name}//{key}"] = piece.rows.take(value, slot.axis).contiguous()
-    return _complete(found)
+                        surviving[f"{name}//{key}"] = value
+                    elif len(rows) == rows.size:  # it was in one piece: frozen rows were split off
+                        surviving[f"{name}//{key}"] = piece.rows.take(value, slot.axis).contiguous()
+    return _with_moments(surviving)
 
 
-def _complete(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without what has lost its moments: a step count alone is no state."""
-    whole_ones = {name.rpartition("//")[0] for name, value in found.items() if value.ndim}
-    return {name: value for name, value in found.items() if name.rpartition("//")[0] in whole_ones}
+def _with_moments(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Drop parameters that lost their moments: a step count alone is not a state."""
+    complete = {name.rpartition("//")[0] for name, value in state.items() if value.ndim}
+    return {name: value for name, value in state.items() if name.rpartition("//")[0] in complete}
 
 
-def rehearse(
+def check_stages(
     model: nn.Module,
     recipe: Recipe,
     stages: Sequence[Stage],
     prepared: Material,
     precision: torch.dtype,
 ) -> None:
-    """Go through all stages on a copy: what cannot be is refused before anything is written."""
+    """Enter all stages on a copy of the model; refuse impossible ones before a run begins."""
     if not recipe.stages:
         return
     copied, entered, cached = copy.deepcopy(model), Entered(), False
     for index, stage in enumerate(stages):
         try:
-            entered = enter(copied, recipe, stage, index, entered)
+            entered = enter_stage(copied, recipe, stage, index, entered)
         except UnknownArchitecture as error:
             raise _at("stages", error) from None
         lr_scales(copied, stage, index, entered)
         try:
-            resolve(stage.supervise, copied)
+            resolve_supervision(stage.supervise, copied)
         except BadInput as error:
             raise _at(f"stages.{index}", error) from None
         last = index == len(stages) - 1
@@ -282,5 +288,6 @@ def rehearse(
             cached = True
 
 
-def _at(where: str, error: Any) -> BadInput:
+def _at(where: str, error: Exception) -> BadInput:
+    """Return an error with the recipe key it is about."""
     return BadInput(f"{where}: {error}")

@@ -1,4 +1,7 @@
-"""Collects what steps leave on the device and reads it in blocks, so that no step waits."""
+"""The log of steps: outcomes are read from the device in blocks, so that no step waits for it.
+
+`clocks` sums a run's logged steps and seconds up for its result.
+"""
 
 import math
 import statistics
@@ -16,56 +19,13 @@ from frostlab.timing.clock import OVERLAPPED, SETUP, Lap, Stopwatch, training_se
 from frostlab.training.distributed import World
 from frostlab.training.step.eager import Diverged, EagerStep, Outcome
 
-
-def clocks(events: list[Event], seconds: dict[str, float]) -> Clocks:
-    """Return totals, step times and rates; the times of warm-up steps are kept apart."""
-    blocks = [event for event in events if isinstance(event, StepEvent)]
-    training = training_seconds(seconds)
-    data, overlapped = seconds.get("data", 0.0), seconds.get(OVERLAPPED, 0.0)
-    real, padded = sum(block.tokens for block in blocks), sum(block.padded for block in blocks)
-    packed = any(event.packed for event in events if isinstance(event, SteppingEvent))
-    examples = sum(block.examples for block in blocks)
-    return Clocks(
-        total_seconds=round(seconds.get("total", 0.0), 4),
-        train_seconds=round(training, 4),
-        validation_seconds=round(seconds.get("validation", 0.0), 4),
-        data_seconds=round(data + overlapped, 4),
-        data_overlapped_seconds=round(overlapped, 4),
-        checkpoint_seconds=round(seconds.get("checkpoint", 0.0), 4),
-        setup_seconds=round(seconds.get(SETUP, 0.0), 4),
-        epoch_seconds=[event.seconds for event in events if isinstance(event, EpochEvent)],
-        step_ms=step_times([ms for block in blocks for ms in block.ms[block.warmup :]]),
-        warmup_ms=[ms for block in blocks for ms in block.ms[: block.warmup]],
-        tokens=real,
-        tokens_per_second=round(real / training, 1) if training > 0 else None,
-        examples_per_second=round(examples / training, 2) if training > 0 else None,
-        padding_share=round(1 - real / padded, 4) if padded else None,
-        packing_efficiency=round(real / padded, 4) if packed and padded else None,
-    )
-
-
-def step_times(times: list[float]) -> StepTimes | None:
-    """Summarise milliseconds a step."""
-    if not times:
-        return None
-    mean = statistics.fmean(times)
-    ordered = sorted(times)
-    return StepTimes(
-        count=len(times),
-        median=round(statistics.median(times), 4),
-        mean=round(mean, 4),
-        p95=round(ordered[min(len(times) - 1, math.ceil(0.95 * len(times)) - 1)], 4),
-        cv=round(statistics.pstdev(times) / mean, 4) if mean else 0.0,
-    )
-
-
-_BLOCK = 50
-WARMUP = 5  # steps after a start whose times are marked
+_BLOCK = 50  # steps of one event
+WARMUP = 5  # steps after a start whose times are reported apart
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One step: its outcome and its inputs."""
+    """One step: its outcome, learning rate, size and time."""
 
     step: int
     outcome: Outcome
@@ -77,24 +37,24 @@ class Entry:
 
 
 class StepLog:
-    """Writes steps as events in blocks, and finds at most a block later that a run diverged."""
+    """Writes steps as events in blocks; notices a diverged run at most two blocks later."""
 
     def __init__(
         self, step: EagerStep, watch: Stopwatch, world: World, folder: RunFolder | None
     ) -> None:
         self._step, self._watch, self._world, self._folder = step, watch, world, folder
-        self._waits = runs_ahead(step.device)
+        self._runs_ahead = runs_ahead(step.device)
         self._entries: list[Entry] = []
         self._first: int | None = None
         self.loss: float | None = None
 
     def add(self, entry: Entry) -> None:
-        """Take in a step; on the CPU a broken gradient is noticed at once."""
+        """Log a step; on the CPU a broken gradient is noticed at once."""
         if self._first is None:
             self._first = entry.step
         self._entries.append(entry)
         self._write_flow()
-        if self._waits:
+        if self._runs_ahead:
             if len(self._entries) >= 2 * _BLOCK:
                 self._write(_BLOCK)
         elif len(self._entries) >= _BLOCK or int(entry.outcome.broken) >= 0:
@@ -109,9 +69,9 @@ class StepLog:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, *trace: object) -> None:
-        """Flush, and end the gradient flow; after an error, as far as the device still answers.
+        """Flush and stop watching; after an error, as far as the device still answers.
 
-        Processes add up losses, so one of several that fails leaves its last block unwritten.
+        Losses are summed over processes, so if one of several fails its last block is not written.
         """
         if error is None:
             self._close()
@@ -159,7 +119,7 @@ class StepLog:
                 )
 
     def _write_flow(self) -> None:
-        """Write the gradient flow that has arrived; every process drops its own."""
+        """Write the gradient-flow reports that are ready; only the writing process has a folder."""
         if self._step.flow is None:
             return
         for report in self._step.flow.take():
@@ -169,5 +129,47 @@ class StepLog:
 
 
 def _short(value: float) -> float | None:
-    """Round a number to 7 digits; JSON has no NaN."""
+    """Round a number to 7 digits; return None for NaN and infinity, which JSON does not have."""
     return float(f"{value:.7g}") if math.isfinite(value) else None
+
+
+def clocks(events: list[Event], seconds: dict[str, float]) -> Clocks:
+    """Return totals, step times and rates; the times of warm-up steps are kept apart."""
+    blocks = [event for event in events if isinstance(event, StepEvent)]
+    training = training_seconds(seconds)
+    data, overlapped = seconds.get("data", 0.0), seconds.get(OVERLAPPED, 0.0)
+    real, padded = sum(block.tokens for block in blocks), sum(block.padded for block in blocks)
+    packed = any(event.packed for event in events if isinstance(event, SteppingEvent))
+    examples = sum(block.examples for block in blocks)
+    return Clocks(
+        total_seconds=round(seconds.get("total", 0.0), 4),
+        train_seconds=round(training, 4),
+        validation_seconds=round(seconds.get("validation", 0.0), 4),
+        data_seconds=round(data + overlapped, 4),
+        data_overlapped_seconds=round(overlapped, 4),
+        checkpoint_seconds=round(seconds.get("checkpoint", 0.0), 4),
+        setup_seconds=round(seconds.get(SETUP, 0.0), 4),
+        epoch_seconds=[event.seconds for event in events if isinstance(event, EpochEvent)],
+        step_ms=step_times([ms for block in blocks for ms in block.ms[block.warmup :]]),
+        warmup_ms=[ms for block in blocks for ms in block.ms[: block.warmup]],
+        tokens=real,
+        tokens_per_second=round(real / training, 1) if training > 0 else None,
+        examples_per_second=round(examples / training, 2) if training > 0 else None,
+        padding_share=round(1 - real / padded, 4) if padded else None,
+        packing_efficiency=round(real / padded, 4) if packed and padded else None,
+    )
+
+
+def step_times(times: list[float]) -> StepTimes | None:
+    """Summarise milliseconds a step."""
+    if not times:
+        return None
+    mean = statistics.fmean(times)
+    ordered = sorted(times)
+    return StepTimes(
+        count=len(times),
+        median=round(statistics.median(times), 4),
+        mean=round(mean, 4),
+        p95=round(ordered[min(len(times) - 1, math.ceil(0.95 * len(times)) - 1)], 4),
+        cv=round(statistics.pstdev(times) / mean, 4) if mean else 0.0,
+    )

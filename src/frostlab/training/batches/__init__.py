@@ -1,1 +1,1 @@
-"""Batches: the examples of a step as tensors: padded, packed, or past a frozen prefix."""
+"""Batches: the examples of a step as tensors: padded, packed, or past a cached prefix."""

@@ -1,4 +1,4 @@
-"""Which examples each step sees, as pure functions of the seed, and the tensors they become."""
+"""Which examples each step sees, as pure functions of the seed, collated into batches."""
 
 import hashlib
 from dataclasses import dataclass, replace
@@ -15,9 +15,11 @@ from frostlab.data.tokens import Tokens
 from frostlab.devices import prepares_kernels, to_device
 from frostlab.models.attention import Packing
 
-IGNORED = -100
+IGNORED = -100  # the target of a place that is not scored
 _POOL = 50  # batches whose examples are sorted by length together
-Order = list[NDArray[np.int64]]
+Rows = NDArray[np.int64]  # numbers of examples
+Order = list[Rows]  # the examples of each batch
+Split = Tokens | Windows
 
 
 def epoch_order(
@@ -33,7 +35,7 @@ def epoch_order(
     if bucket:
         pools = [rows[i : i + _POOL * batch] for i in range(0, len(rows), _POOL * batch)]
         rows = np.concatenate([pool[np.argsort(lengths[pool], kind="stable")] for pool in pools])
-    batches = [rows[i : i + batch] for i in range(0, len(rows), batch)]
+    batches = in_batches(rows, batch)
     if bucket:
         batches = [batches[i] for i in draw.permutation(len(batches))]
     return batches
@@ -41,7 +43,11 @@ def epoch_order(
 
 def evaluation_order(lengths: NDArray[np.int64], batch: int) -> Order:
     """Return every example once, longest first, so that running out of memory happens at once."""
-    rows = np.argsort(-lengths, kind="stable")
+    return in_batches(np.argsort(-lengths, kind="stable"), batch)
+
+
+def in_batches(rows: Rows, batch: int) -> Order:
+    """Cut rows into batches, in their order."""
     return [rows[i : i + batch] for i in range(0, len(rows), batch)]
 
 
@@ -53,13 +59,19 @@ def scored_counts(tokens: Tokens) -> NDArray[np.int64]:
     return np.maximum(tokens.lengths - first, 0)
 
 
+def row_lengths(tokens: Tokens, rows: Rows | slice = slice(None)) -> NDArray[np.int64]:
+    """Return how many tokens of each example are read: a language model's last is only a target."""
+    lengths = tokens.stops[rows] - tokens.starts[rows]
+    return lengths if tokens.labels is not None else lengths - 1
+
+
 def padding_limit(tokens: Tokens, device: torch.device) -> int | None:
-    """Return the width `collate` may pad to; None: only to the longest example of each batch."""
+    """Return the width `collate` may pad to; None for the longest example of each batch."""
     return int(tokens.lengths.max()) if prepares_kernels(device) else None
 
 
 def order_digest(order: Order, before: str = "") -> str:
-    """Return a digest of the order of examples, chained to that of the epochs before."""
+    """Return a digest of an epoch's order, chained to the digest of the epochs before."""
     digest = hashlib.sha256(before.encode())
     for rows in order:
         digest.update(len(rows).to_bytes(8, "little"))
@@ -67,10 +79,10 @@ def order_digest(order: Order, before: str = "") -> str:
     return digest.hexdigest()[:16]
 
 
-def micro_batches(rows: NDArray[np.int64], rank: int, size: int, count: int) -> Order:
-    """Cut a process's part of a step's examples into as many micro-batches as every other's.
+def micro_batches(rows: Rows, rank: int, size: int, count: int) -> Order:
+    """Cut a process's part of a step's examples into micro-batches, equally many in each process.
 
-    A micro-batch may be empty: that process then computes nothing that counts.
+    A micro-batch may be empty: `collate` then makes a stand-in example that counts for nothing.
     """
     longest = -(-len(rows) // size)
     own_rows = rows[rank::size]
@@ -80,24 +92,24 @@ def micro_batches(rows: NDArray[np.int64], rank: int, size: int, count: int) -> 
 
 @dataclass(frozen=True)
 class Batch:
-    """Examples as tensors, and how much in them is real."""
+    """Examples as tensors, and how many of their tokens and targets are not padding."""
 
-    inputs: dict[str, Tensor]  # what the model is called with
+    inputs: dict[str, Tensor]  # the model's arguments
     targets: Tensor  # (B,) classes, (B, T) next tokens (IGNORED is not scored) or envelopes
     examples: int
-    tokens: int  # or samples, without padding
+    tokens: int  # or EEG samples, without padding
     scored: int  # targets that count
-    packing: Packing | None = None  # where examples lie that share one row
+    packing: Packing | None = None  # where the examples lie that share one row
 
     def to(self, device: torch.device) -> "Batch":
-        """Return the batch on a device; the copy does not wait."""
+        """Return the batch on a device, without waiting for the copy."""
         if self.targets.device.type == device.type:
             return self
         return self.with_tensors([to_device(tensor, device) for tensor in self.tensors()])
 
     @property
     def padded_tokens(self) -> int:
-        """Return the places for tokens or samples, padding included."""
+        """Return the number of tokens or samples, padding included."""
         return next(iter(self.inputs.values())).shape[:2].numel()
 
     def tensors(self) -> list[Tensor]:
@@ -117,36 +129,36 @@ class Batch:
         return replace(self, inputs=inputs, targets=targets, packing=packing)
 
 
-def padded_width(longest: int, most: int) -> int:
-    """Round a width up to one of eight an octave, but not past `most`.
+def padded_width(longest: int, limit: int) -> int:
+    """Round a width up to one of eight widths per octave, at most `limit`.
 
-    A GPU prepares its kernels for every new width, for a tenth of a second and more.
+    A GPU prepares its kernels for every new width, which takes a tenth of a second and more.
     """
     step = max(8, 1 << max(0, (longest - 1).bit_length() - 4))
-    return max(longest, min(most, -(-longest // step) * step))
+    return max(longest, min(limit, -(-longest // step) * step))
 
 
 def collate(
     tokens: Tokens,
-    rows: NDArray[np.int64],
+    rows: Rows,
     pad: int,
     *,
     types: bool = False,
-    most: int | None = None,
+    limit: int | None = None,
 ) -> Batch:
     """Pad examples to the longest one, without a loop over examples.
 
-    `types` marks the second text of a pair for models that have token types. `most` allows to pad
-    further, to few different widths, for devices that prepare kernels for every width. No rows
+    `types` adds token types, which mark the second text of a pair. `limit` allows padding further,
+    up to that width, so that a device that prepares kernels for every width meets few. No rows
     give one example that counts for nothing, so that every process takes every step.
     """
     counts = bool(len(rows))
     rows = rows if counts else np.zeros(1, np.int64)
     language = tokens.labels is None
     starts, lengths = tokens.starts[rows], tokens.stops[rows] - tokens.starts[rows]
-    width = max(int(lengths.max()), 2 if language else 1)  # something to read, in any case
-    if most is not None:
-        width = padded_width(width, most)
+    width = max(int(lengths.max()), 2 if language else 1)  # at least one token to read
+    if limit is not None:
+        width = padded_width(width, limit)
     places = np.arange(width)
     real = places < lengths[:, None]  # (B, T)
     at = np.minimum(starts[:, None] + places, tokens.stops[rows][:, None] - 1)
@@ -162,7 +174,7 @@ def collate(
         targets = np.asarray(tokens.labels[rows])
     targets = targets if counts else np.full_like(targets, IGNORED)
     inputs: dict[str, Any] = {"input_ids": ids}
-    if not (language or real.all()):  # a causal model never sees what is filled up behind
+    if not (language or real.all()):  # a causal model never reads the padding behind
         inputs["attention_mask"] = real.astype(np.int64)
     if types and tokens.second is not None:
         inputs["token_type_ids"] = (places >= tokens.second[rows][:, None]).astype(np.int64) * real
@@ -175,21 +187,17 @@ def collate(
     )
 
 
-Split = Tokens | Windows
-Rows = NDArray[np.int64]
-
-
 class Examples(Protocol):
-    """A split as training and evaluation use it; examples are numbered rows."""
+    """A split as training and evaluation use it; its examples are rows, counted from 0."""
 
     def __len__(self) -> int:
-        """Return how many examples an epoch has."""
+        """Return the number of examples of an epoch."""
 
-    def epoch(self, batch: int, seed: int, epoch: int, bucket: bool) -> Order:
+    def epoch_order(self, batch: int, seed: int, epoch: int, bucket: bool) -> Order:
         """Return the examples of every step of an epoch."""
 
-    def sweep(self, batch: int) -> Order:
-        """Return every example once, in batches, for an evaluation."""
+    def evaluation_order(self, batch: int) -> Order:
+        """Return the examples of every batch of an evaluation."""
 
     def scored(self, rows: Rows) -> int:
         """Return how many targets of these examples are scored."""
@@ -208,32 +216,32 @@ class TokenExamples:
     tokens: Tokens
     pad: int
     types: bool = False
-    most: int | None = None
+    limit: int | None = None  # of the width, as in `collate`
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def epoch(self, batch: int, seed: int, epoch: int, bucket: bool) -> Order:
+    def epoch_order(self, batch: int, seed: int, epoch: int, bucket: bool) -> Order:
         return epoch_order(self.tokens.lengths, batch, seed, epoch, bucket)
 
-    def sweep(self, batch: int) -> Order:
+    def evaluation_order(self, batch: int) -> Order:
         return evaluation_order(self.tokens.lengths, batch)
 
     def scored(self, rows: Rows) -> int:
         return int(self._scored[rows].sum())
 
     def tokens_read(self, rows: Rows) -> int:
-        return int(self._read[rows].sum())
+        return int(self._lengths[rows].sum())
 
     def collate(self, rows: Rows) -> Batch:
-        return collate(self.tokens, rows, self.pad, types=self.types, most=self.most)
+        return collate(self.tokens, rows, self.pad, types=self.types, limit=self.limit)
 
     @cached_property
     def _scored(self) -> NDArray[np.int64]:
         return scored_counts(self.tokens)
 
     @cached_property
-    def _read(self) -> NDArray[np.int64]:
+    def _lengths(self) -> NDArray[np.int64]:
         return row_lengths(self.tokens)
 
 
@@ -246,11 +254,11 @@ class WindowExamples:
     def __len__(self) -> int:
         return len(self.windows)
 
-    def epoch(self, batch: int, seed: int, epoch: int, bucket: bool) -> Order:
+    def epoch_order(self, batch: int, seed: int, epoch: int, bucket: bool) -> Order:
         rows = self.windows.draw(seed, epoch)
         return in_batches(np.random.default_rng([seed, epoch]).permutation(rows), batch)
 
-    def sweep(self, batch: int) -> Order:
+    def evaluation_order(self, batch: int) -> Order:
         return in_batches(self.windows.grid, batch)
 
     def scored(self, rows: Rows) -> int:
@@ -271,15 +279,10 @@ class WindowExamples:
         )
 
 
-def in_batches(rows: Rows, batch: int) -> Order:
-    """Cut rows into batches, in the order they have."""
-    return [rows[i : i + batch] for i in range(0, len(rows), batch)]
-
-
 def token_examples(
     prepared: Material, split: Split, device: torch.device, types: bool = False
 ) -> Examples:
-    """Return a split of text; `types` is for models that tell two texts apart."""
+    """Return a split of text; `types` is for models with token types."""
     assert isinstance(split, Tokens)
     return TokenExamples(split, text_of(prepared).pad, types, padding_limit(split, device))
 
@@ -290,9 +293,3 @@ def window_examples(
     """Return a split of recordings."""
     assert isinstance(split, Windows)
     return WindowExamples(split)
-
-
-def row_lengths(tokens: Tokens, rows: NDArray[np.int64] | slice = slice(None)) -> NDArray[np.int64]:
-    """How many tokens of examples are read: a language model's last is only a target."""
-    lengths = tokens.stops[rows] - tokens.starts[rows]
-    return lengths if tokens.labels is not None else lengths - 1

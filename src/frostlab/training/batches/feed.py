@@ -1,9 +1,6 @@
-"""The batching modes: the examples of a step as the micro-batches that this process computes."""
+"""The feed of training batches: padded, bucketed, packed, or past a cached prefix."""
 
 from dataclasses import replace
-
-import numpy as np
-from numpy.typing import NDArray
 
 from frostlab.devices import prepares_kernels
 from frostlab.recipe.settings import Train
@@ -11,6 +8,7 @@ from frostlab.training.batches.batch import (
     Batch,
     Examples,
     Order,
+    Rows,
     TokenExamples,
     micro_batches,
     row_lengths,
@@ -21,12 +19,12 @@ from frostlab.training.distributed import Compute
 
 
 def packs_examples(train: Train) -> bool:
-    """Whether several examples share one row: packed batches, and those past a cached prefix."""
+    """Return whether several examples share one row: in packed and in prefix-cached batches."""
     return train.batching == "packed" or train.cache_prefix is not None
 
 
 class Feed:
-    """The training split, in the order and the form a recipe asks for."""
+    """The training split in a recipe's order and batching mode; gives this process's part."""
 
     def __init__(
         self,
@@ -40,17 +38,17 @@ class Feed:
         self._world = compute.world
         self.packs = train.batching == "packed" or prefix is not None
         self.shapes = None
-        if self.packs and prepares_kernels(compute.device):  # few shapes, so few kernels
+        if self.packs and prepares_kernels(compute.device):  # few shapes need few kernels
             parts = [part for rows in self.order(0) for part in self._micro_batches(rows)]
             self.shapes = shapes_for(self._text.tokens, parts)
 
     def order(self, epoch: int) -> Order:
         """Return the examples of every step of an epoch."""
         bucket = self.train.batching == "bucketed"
-        return self.examples.epoch(self.train.batch, self.seed, epoch, bucket)
+        return self.examples.epoch_order(self.train.batch, self.seed, epoch, bucket)
 
-    def __call__(self, rows: NDArray[np.int64]) -> list[Batch]:
-        """Return this process's micro-batches of a step; their gradients are added up."""
+    def __call__(self, rows: Rows) -> list[Batch]:
+        """Return this process's micro-batches of a step; their gradients accumulate."""
         parts = self._micro_batches(rows)
         if not self.packs:
             return [self.examples.collate(part) for part in parts]
@@ -65,15 +63,15 @@ class Feed:
         assert isinstance(self.examples, TokenExamples), "only text is packed"
         return self.examples
 
-    def _packed(self, rows: NDArray[np.int64], width: int | None) -> Batch:
+    def _packed(self, rows: Rows, width: int | None) -> Batch:
         prefix, text = self.prefix, self._text
-        table = None if prefix is None else prefix.starts
+        starts = None if prefix is None else prefix.starts
         batch = pack(text.tokens, rows, text.pad, types=text.types, shapes=self.shapes,
-                     width=width, table=table)  # fmt: skip
+                     width=width, cached_starts=starts)  # fmt: skip
         if prefix is None or prefix.facts["where"] == "memory":
             return batch
         cached = prefix.table.index_select(0, batch.inputs["cached"].flatten()).unsqueeze(0)
         return replace(batch, inputs=batch.inputs | {"cached": cached})
 
-    def _micro_batches(self, rows: NDArray[np.int64]) -> Order:
+    def _micro_batches(self, rows: Rows) -> Order:
         return micro_batches(rows, self._world.rank, self._world.size, self.train.accumulate)

@@ -1,4 +1,4 @@
-"""Examples of different lengths in one row, and the few row widths a run needs."""
+"""Pack examples of different lengths into one row, of one of the few widths a run needs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,42 +12,46 @@ from frostlab.models.attention import Packing
 from frostlab.training.batches.batch import IGNORED, Batch, Order, row_lengths
 
 _GRAIN = 64  # widths are multiples of this
-_WIDTHS = 8
+_WIDTHS = 8  # at most
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """The shapes packed rows are filled up to, so that a device meets only few of them."""
+    """The few shapes that packed rows are padded to, for devices that prepare kernels by shape."""
 
     widths: tuple[int, ...]  # tokens of a row, ascending
-    examples: int
-    longest: int
+    examples: int  # places for examples in a row
+    longest: int  # tokens of the longest example, rounded up
 
     def width(self, tokens: int) -> int:
-        """The narrowest row that holds so many tokens."""
-        return next((w for w in self.widths if w >= tokens), int(_grains(tokens)))
+        """Return the narrowest width that holds so many tokens."""
+        return next((w for w in self.widths if w >= tokens), int(_round_up(tokens)))
 
 
 def shapes_for(tokens: Tokens, parts: Order) -> Shapes:
-    """At most eight widths that these parts of batches waste the fewest tokens in."""
+    """Return shapes of at most eight widths that waste the fewest tokens on these micro-batches."""
     lengths = row_lengths(tokens)
     sums = np.array([int(lengths[rows].sum()) for rows in parts])
-    needed, counts = np.unique(_grains(sums), return_counts=True)
-    most = max(len(rows) for rows in parts)
-    return Shapes(_fewest_wasted(needed, counts), most, int(_grains(lengths.max())))
+    needed, counts = np.unique(_round_up(sums), return_counts=True)
+    examples = max(len(rows) for rows in parts)
+    return Shapes(_least_padding(needed, counts), examples, int(_round_up(lengths.max())))
 
 
-def _grains(count: Any) -> Any:
+def _round_up(count: Any) -> Any:
     return -(-count // _GRAIN) * _GRAIN
 
 
-def _fewest_wasted(needed: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[int, ...]:
-    """Choose widths so that rows of the needed ones, each so often, are filled up the least."""
-    held = np.concatenate([[0], np.cumsum(counts)])
-    used = np.concatenate([[0], np.cumsum(counts * needed)])
+def _least_padding(needed: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[int, ...]:
+    """Choose the widths that pad rows the least, by dynamic programming.
+
+    `counts` says how many rows need each of the `needed` widths, which ascend.
+    """
+    row_sums = np.concatenate([[0], np.cumsum(counts)])
+    token_sums = np.concatenate([[0], np.cumsum(counts * needed)])
     last = np.arange(1, len(needed) + 1)
-    # waste[i, j]: what rows i…j−1 waste in the width of row j−1
-    waste = (held[last] - held[:, None]) * needed - (used[last] - used[:, None])
+    # waste[i, j]: tokens of padding if widths i…j all become width j
+    waste = (row_sums[last] - row_sums[:, None]) * needed
+    waste -= token_sums[last] - token_sums[:, None]
     waste = np.where(np.arange(len(needed) + 1)[:, None] < last, waste, np.inf)
     best = np.concatenate([[0.0], np.full(len(needed), np.inf)])
     choices = []
@@ -71,12 +75,13 @@ def pack(
     types: bool = False,
     shapes: Shapes | None = None,
     width: int | None = None,
-    table: NDArray[np.int64] | None = None,
+    cached_starts: NDArray[np.int64] | None = None,
 ) -> Batch:
-    """Put examples behind each other in one row; `shapes` fills it up to one of few shapes.
+    """Put examples behind each other in one row; `shapes` pads it to one of few shapes.
 
-    `table` says where examples begin in a table of all tokens: the batch then has their places.
-    No rows make a row of filler that counts for nothing, so that every process takes every step.
+    With `cached_starts`, each example's first row in a prefix table, the batch also has the row of
+    each token there. No rows make a row of padding that counts for nothing, so that every process
+    takes every step.
     """
     lengths = row_lengths(tokens, rows)
     ends = np.cumsum(lengths)
@@ -85,7 +90,7 @@ def pack(
         width = max(total, 1) if shapes is None else shapes.width(total)
     examples = max(len(rows), 1) if shapes is None else shapes.examples
     longest = int(lengths.max(initial=1))
-    if shapes is not None:  # doubled until it covers the filler, too: few different ones
+    if shapes is not None:  # doubled until it covers the padding, too: few different values
         longest = shapes.longest
         while longest < width - total:
             longest *= 2
@@ -113,9 +118,9 @@ def pack(
         second = np.zeros((1, width), np.int64)
         second[0, :total] = place >= tokens.second[rows][owner]
         inputs["token_type_ids"] = torch.from_numpy(second)
-    if table is not None:
+    if cached_starts is not None:
         cached = np.zeros((1, width), np.int64)
-        cached[0, :total] = np.repeat(table[rows], lengths) + place
+        cached[0, :total] = np.repeat(cached_starts[rows], lengths) + place
         inputs["cached"] = torch.from_numpy(cached)
     return Batch(
         inputs,

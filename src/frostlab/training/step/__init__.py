@@ -1,4 +1,4 @@
-"""Which kind of step a run takes, and why."""
+"""Choose the kind of step a run takes (eager, compiled or captured) and build it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,8 @@ from frostlab.training.step.head_loss import has_kernel
 from frostlab.training.step.objective import Objective
 from frostlab.training.step.optimizer import Bf16Copies, build_optimizer
 
-WORTH_COMPILING = 3000  # steps: it takes seconds and saves milliseconds (benchmarks/kinds.py)
+# Steps from which compiling pays: it takes seconds and saves milliseconds (benchmarks/kinds.py).
+WORTH_COMPILING = 3000
 
 
 @dataclass(frozen=True)
@@ -28,15 +29,17 @@ class Choice:
     reason: str
 
 
-def choose(wanted: StepKind, compute: Compute, steps: int, inside: bool = False) -> Choice:
-    """Return the fastest kind of step that works; name what stands in the way of a wanted one.
+def choose_kind(
+    wanted: StepKind, compute: Compute, steps: int, watches_inside: bool = False
+) -> Choice:
+    """Return the fastest kind of step that works, with the reason if it is not the wanted kind.
 
-    `inside`: gradient flow looks into the forward pass.
+    `watches_inside`: gradient flow reads activations of the forward pass.
     """
     if wanted == "eager":
         return Choice("eager", False, "asked for")
     obstacle = None
-    if inside:
+    if watches_inside:
         obstacle = "watch.dead_units and watch.attention_entropy need eager steps"
     elif compute.world.size > 1:
         obstacle = f"with {compute.world.size} processes steps are neither compiled nor captured"
@@ -61,17 +64,17 @@ def build_step(
     steps: int,
     unused: bool = False,
     lr_scales: Mapping[str, float] | None = None,
-    inside: bool = False,
+    watches_inside: bool = False,
 ) -> EagerStep:
-    """Return the step a run takes, with its optimizer, for a stage of so many steps.
+    """Build a step of the chosen kind, with its optimizer, for a stage of `steps` steps.
 
     Args:
         unused: some trainable parameters get no gradient.
-        lr_scales: by parameter name, where one learns at less than the whole learning rate.
-        inside: gradient flow looks into the forward pass.
+        lr_scales: factors of the learning rate, by name; parameters without one learn at 1.
+        watches_inside: gradient flow reads activations of the forward pass.
     """
     world = compute.world
-    choice = choose(train.step, compute, steps, inside)
+    choice = choose_kind(train.step, compute, steps, watches_inside)
     wrapped = wrap_model(objective, world, train.parallel, unused)
     sharded = world.size > 1 and train.parallel == "fsdp"
     copies = None
@@ -80,7 +83,7 @@ def build_step(
     optimizer = build_optimizer(
         objective.model,
         optim,
-        fused=runs_ahead(compute.device) or not sharded,  # sharded on the CPU it has no kernel
+        fused=runs_ahead(compute.device) or not sharded,  # no kernel for shards on the CPU
         capturable=choice.kind == "captured",
         copies=copies,
         lr_scales=lr_scales,

@@ -1,9 +1,9 @@
 """The whole step as one CUDA graph: forward, backward, clipping and update in one launch.
 
-Every shape of a batch has a graph of its own, and where gradient flow is watched another one for
-the steps that are measured. A graph reads its batch, the learning rate and the number of targets
-from one buffer, filled by one copy, and leaves three numbers. Dropout still follows the generator's
-seed: a graph reads it when it is replayed.
+Each batch shape has its own graph, and a second one for the steps that gradient flow measures. A
+graph reads its batch, the learning rate and the number of targets from one static input buffer,
+filled by one copy, and writes three numbers. Dropout masks still differ from step to step: a graph
+reads the generator's seed when it is replayed.
 """
 
 import weakref
@@ -17,173 +17,106 @@ from torch import Tensor
 
 from frostlab.errors import first_line
 from frostlab.training.batches.batch import Batch
-from frostlab.training.step.compiled import CompiledStep, shape_of
+from frostlab.training.step.compiled import CompiledStep, shape_key
 from frostlab.training.step.eager import Outcome
 
 _ALIGNED = 16  # bytes
-_AHEAD = 8  # steps that can be on their way to the device
-
-
-class Inputs:
-    """Everything a graph reads, in one buffer that one copy fills."""
-
-    def __init__(self, parts: list[Batch], device: torch.device) -> None:
-        size = _places(parts)[-1] + _ALIGNED
-        self.buffer = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._slots = [_Slot(parts, size, device) for _ in range(_AHEAD)]
-        self._sent = 0
-
-    def views(self, parts: list[Batch]) -> tuple[list[Batch], Tensor]:
-        """Where a graph finds its batches, the rate and the number of targets."""
-        return _views(self.buffer, parts)
-
-    def send(self, parts: list[Batch], scored: int, rate: float) -> None:
-        """Bring a step's batches to the device, without waiting for it."""
-        slot = self._slots[self._sent % _AHEAD]
-        self._sent += 1
-        slot.fill([tensor for part in parts for tensor in part.tensors()], scored, rate)
-        self.buffer.copy_(slot.buffer, non_blocking=True)
-        slot.sent()
-
-
-class _Slot:
-    """A buffer on the host, with the views it is filled through: to make them takes longer."""
-
-    def __init__(self, parts: list[Batch], size: int, device: torch.device) -> None:
-        cuda = device.type == "cuda"
-        self.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=cuda)
-        views, self._numbers = _views(self.buffer, parts)
-        self._views = [view for part in views for view in part.tensors()]
-        self._event = torch.cuda.Event() if cuda else None
-
-    def fill(self, tensors: list[Tensor], scored: int, rate: float) -> None:
-        """Write what a step reads, once the device has taken what was here before."""
-        if self._event is not None:
-            self._event.synchronize()
-        for view, tensor in zip(self._views, tensors, strict=True):
-            view.copy_(tensor)
-        self._numbers[0], self._numbers[1] = rate, float(scored)
-
-    def sent(self) -> None:
-        """The copy has been asked for."""
-        if self._event is not None:
-            self._event.record()
-
-
-def _places(parts: list[Batch]) -> list[int]:
-    """Where each tensor of the parts begins in a buffer of bytes, and where the last one ends."""
-    sizes = [-(-t.nbytes // _ALIGNED) * _ALIGNED for part in parts for t in part.tensors()]
-    return [0, *accumulate(sizes)]
-
-
-def _views(buffer: Tensor, parts: list[Batch]) -> tuple[list[Batch], Tensor]:
-    """Batches whose tensors lie in one buffer; behind them the rate and the number of targets."""
-    places = iter(_places(parts))
-    made = []
-    for part in parts:
-        views = []
-        for tensor in part.tensors():
-            at = next(places)
-            views.append(buffer[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-        made.append(part.with_tensors(views))
-    at = next(places)
-    return made, buffer[at : at + 8].view(torch.float32)
-
-
-_MOST = 64  # shapes: a graph keeps memory for its inputs, and its kernels' arguments
-Record = Callable[[Callable[[], None]], Callable[[], None]]
+_AHEAD = 8  # steps whose inputs may be on their way to the device
+_MAX_GRAPHS = 64  # of each kind: a graph keeps memory for its inputs and its kernels' arguments
+Record = Callable[[Callable[[], None]], Callable[[], None]]  # from work to its replay
 
 
 @dataclass(frozen=True)
-class _Captured:
-    """One graph: where it reads, where it writes, and how it is run."""
+class _CapturedGraph:
+    """A graph with its static inputs and outputs."""
 
-    inputs: Inputs
+    inputs: "StaticInputs"
     outputs: Tensor
     replay: Callable[[], None]
-    tables: list[Tensor]  # that its optimizer reads
+    address_tables: list[Tensor]  # read by the optimizer's kernel, so they must stay alive
 
 
 class CapturedStep(CompiledStep):
-    """Replays a graph; what cannot be captured runs without one, and says why."""
+    """Replays a graph for each batch shape; a step that cannot be captured runs without one."""
 
     kind = "captured"
 
     def __init__(self, *settings: Any, record: Record | None = None, **options: Any) -> None:
         super().__init__(*settings, **options)
         scales = {group.get("lr_scale", 1.0) for group in self.optimizer.param_groups}
-        self._rates = {  # the optimizer reads them
+        self._rates = {  # learning rates on the device, by their scale; the optimizer reads them
             scale: torch.zeros((), device=self.device) for scale in sorted(scales)
         }
-        self._graphs: dict[Any, _Captured] = {}
-        self._seen: set[Any] = set()
+        self._graphs: dict[Any, _CapturedGraph] = {}
+        self._seen_shapes: set[Any] = set()
         self._record = record or _Recorder(self.device)
         self._captures = self._captures_measured = True
         self._recording: bool | None = None  # whether the graph being recorded measures
 
     def __call__(self, parts: list[Batch], scored: int, rate: float) -> Outcome:
-        """Replay the graph of this shape; the first time, take the step without one."""
-        if self._look_for_changes():
-            self._graphs, self._seen = {}, set()
+        """Replay the graph of this shape; the first step of a shape runs without one."""
+        if self._recompile_if_changed():
+            self._graphs, self._seen_shapes = {}, set()
         if self.copies is not None:
             self.copies.refresh()
-        shape, measured = shape_of(parts), self.flow is not None and self.flow.is_due()
+        shape, measured = shape_key(parts), self.flow is not None and self.flow.is_due()
         graph = self._graphs.get((shape, measured))
-        if graph is None and self._captures and shape in self._seen:
+        if graph is None and self._captures and shape in self._seen_shapes:
             graph = self._capture(parts, shape, measured)
         if graph is None:
-            self._seen.add(shape)
-            return self._without(parts, scored, rate)
+            self._seen_shapes.add(shape)
+            return self._without_graph(parts, scored, rate)
         graph.inputs.send(parts, scored, rate)
         graph.replay()
         if self.flow is not None:
             self.flow.count(measured)
         return Outcome(graph.outputs.clone())
 
-    def _without(self, parts: list[Batch], scored: int, rate: float) -> Outcome:
+    def _without_graph(self, parts: list[Batch], scored: int, rate: float) -> Outcome:
         for scale, lr in self._rates.items():
             lr.fill_(rate * scale)
         for group in self.optimizer.param_groups:
             group["lr"] = self._rates[group.get("lr_scale", 1.0)]
         return Outcome(self.work([part.to(self.device) for part in parts], scored))
 
-    def _capture(self, parts: list[Batch], shape: Any, measured: bool) -> _Captured | None:
-        """Record the step for a shape, or find out that it cannot be."""
+    def _capture(self, parts: list[Batch], shape: Any, measured: bool) -> _CapturedGraph | None:
+        """Record the step for a shape; return None if that is impossible."""
         if measured and not self._captures_measured:
             return None
-        if sum(also == measured for _, also in self._graphs) >= _MOST:
-            self.reason = f"more than {_MOST} shapes of batches: the others run without a graph"
+        if sum(also_measured == measured for _, also_measured in self._graphs) >= _MAX_GRAPHS:
+            self.reason = f"more than {_MAX_GRAPHS} batch shapes: the others run without a graph"
             return None
-        inputs = Inputs(parts, self.device)
+        inputs = StaticInputs(parts, self.device)
         outputs = torch.zeros(3, device=self.device)
 
         def step() -> None:
-            mine, numbers = inputs.views(parts)
+            static_parts, numbers = inputs.views(parts)
             for scale, lr in self._rates.items():
                 lr.copy_(numbers[0] if scale == 1 else numbers[0] * scale)
             self._recording = measured
             try:
-                outputs.copy_(self.work(mine, numbers[1]))
+                outputs.copy_(self.work(static_parts, numbers[1]))
             finally:
                 self._recording = None
 
-        fill_in: Callable[[], list[Tensor]] = getattr(self.optimizer, "fill_in", list)
+        fill_tables: Callable[[], list[Tensor]]
+        fill_tables = getattr(self.optimizer, "fill_address_tables", list)
         if self.flow is not None and measured:
-            self.flow.refresh()  # what a probe keeps must not be the graph's
+            self.flow.refresh()  # the probe's tensors must not lie in the graph's memory
         try:
             replay = self._record(step)
-            tables = fill_in()
-        except Exception as error:  # whatever a model does that a graph cannot hold
-            fill_in()
+            tables = fill_tables()
+        except Exception as error:  # models fail to be captured in many ways
+            fill_tables()
             self.optimizer.zero_grad(set_to_none=True)
             self._give_up(first_line(error), measured)
             return None
         self.optimizer.zero_grad(set_to_none=True)
-        self._graphs[shape, measured] = _Captured(inputs, outputs, replay, tables)
+        self._graphs[shape, measured] = _CapturedGraph(inputs, outputs, replay, tables)
         return self._graphs[shape, measured]
 
     def _give_up(self, problem: str, measured: bool) -> None:
-        """Go on without graphs; if measured steps alone have none, the others keep theirs."""
+        """Continue without graphs: for measured steps only if one of those failed, else for all."""
         if measured:
             self._captures_measured = False
             self.reason = f"measured steps run without a graph: {problem}"
@@ -204,7 +137,7 @@ class CapturedStep(CompiledStep):
             self.flow.probe.after_step()
 
     def fall_back(self, reason: str) -> None:
-        """Without a graph the layers may still be compiled, and without compiling captured."""
+        """Keep what still works: compiled layers without a graph, or a graph of eager layers."""
         if not self._captures:
             self.kind = "compiled" if self.compiles else "eager"
         self.reason = reason
@@ -219,17 +152,83 @@ class _Recorder:
         self.pool: Any = None
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
-        if not self.alive:  # a pool dies with its last graph
+        if not self.alive:  # a memory pool is freed with its last graph
             self.pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         generator = torch.cuda.default_generators[self.device.index]
-        before = generator.clone_state()
+        state = generator.clone_state()
         torch.cuda.synchronize(self.device)
         try:
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
                 work()
         except Exception as error:
-            generator.graphsafe_set_state(before)  # the other one waits for a graph's end
-            raise (error.__context__ or error) from None  # what came first
+            generator.graphsafe_set_state(state)  # its own state waits for the end of the capture
+            raise (error.__context__ or error) from None  # the first error, not the one it led to
         self.alive.add(graph)
         return graph.replay
+
+
+class StaticInputs:
+    """The inputs of a graph, in one buffer on the device that one copy fills."""
+
+    def __init__(self, parts: list[Batch], device: torch.device) -> None:
+        size = _offsets(parts)[-1] + _ALIGNED
+        self.buffer = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._slots = [_HostBuffer(parts, size, device) for _ in range(_AHEAD)]
+        self._sent = 0
+
+    def views(self, parts: list[Batch]) -> tuple[list[Batch], Tensor]:
+        """Return the batches in the buffer, and the pair of learning rate and number of targets."""
+        return _views(self.buffer, parts)
+
+    def send(self, parts: list[Batch], scored: int, rate: float) -> None:
+        """Copy a step's batches to the device without waiting for it."""
+        slot = self._slots[self._sent % _AHEAD]
+        self._sent += 1
+        slot.fill([tensor for part in parts for tensor in part.tensors()], scored, rate)
+        self.buffer.copy_(slot.buffer, non_blocking=True)
+        slot.mark_sent()
+
+
+class _HostBuffer:
+    """A pinned buffer, with the views that fill it: making them takes longer than filling it."""
+
+    def __init__(self, parts: list[Batch], size: int, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=cuda)
+        views, self._numbers = _views(self.buffer, parts)
+        self._views = [view for part in views for view in part.tensors()]
+        self._event = torch.cuda.Event() if cuda else None
+
+    def fill(self, tensors: list[Tensor], scored: int, rate: float) -> None:
+        """Write the inputs of a step, after the copy of the previous ones has ended."""
+        if self._event is not None:
+            self._event.synchronize()
+        for view, tensor in zip(self._views, tensors, strict=True):
+            view.copy_(tensor)
+        self._numbers[0], self._numbers[1] = rate, float(scored)
+
+    def mark_sent(self) -> None:
+        """Mark that the copy to the device has been enqueued."""
+        if self._event is not None:
+            self._event.record()
+
+
+def _offsets(parts: list[Batch]) -> list[int]:
+    """Return where each tensor begins in a buffer of bytes, and where the last one ends."""
+    sizes = [-(-t.nbytes // _ALIGNED) * _ALIGNED for part in parts for t in part.tensors()]
+    return [0, *accumulate(sizes)]
+
+
+def _views(buffer: Tensor, parts: list[Batch]) -> tuple[list[Batch], Tensor]:
+    """Return batches whose tensors lie in a buffer, and the two numbers that lie behind them."""
+    offsets = iter(_offsets(parts))
+    batches = []
+    for part in parts:
+        views = []
+        for tensor in part.tensors():
+            at = next(offsets)
+            views.append(buffer[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        batches.append(part.with_tensors(views))
+    at = next(offsets)
+    return batches, buffer[at : at + 8].view(torch.float32)

@@ -1,4 +1,7 @@
-"""The step with its layers compiled; what cannot be compiled runs as it is, and says why."""
+"""The step with its layers compiled, and linear maps that share an input joined into one.
+
+A model that cannot be compiled runs eagerly, and the step's `reason` says why.
+"""
 
 import operator
 from collections import defaultdict
@@ -21,43 +24,8 @@ from frostlab.training.step.objective import Objective
 from frostlab.training.step.optimizer import Bf16Copies
 
 
-def compile_layers(objective: nn.Module) -> None:
-    """Compile every layer, all with the same code.
-
-    Layers are alike, so one compilation serves them all: seconds where a whole model takes a
-    minute.
-    """
-    for module in objective.modules():
-        if isinstance(module, Objective):
-            for block in blocks(module.model) or [module.model]:
-                on_cuda = any(p.is_cuda for p in block.parameters())
-                block.compile(backend=joined if on_cuda else "inductor")
-
-
-def uncompile(objective: nn.Module) -> None:
-    """Undo it, and forget what was compiled."""
-    torch.compiler.reset()
-    for module in objective.modules():
-        module._compiled_call_impl = None
-
-
-@contextmanager
-def uncompiled() -> Iterator[None]:
-    """Within this, compiled modules run as they were written: evaluations are not worth it."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
-def shape_of(parts: list[Batch]) -> Any:
-    """All that compiled or captured code may rely on: which tensors, their shapes, the longest."""
-    return tuple(
-        (*part.inputs, *(t.shape for t in part.tensors()), part.packing and part.packing.longest)
-        for part in parts
-    )
-
-
 class CompiledStep(EagerStep):
-    """Forward and backward compiled layer by layer; the update is the plain one."""
+    """Forward and backward compiled layer by layer; the update is the eager one."""
 
     kind = "compiled"
 
@@ -72,72 +40,106 @@ class CompiledStep(EagerStep):
         compiles: bool = True,
     ) -> None:
         super().__init__(objective, optimizer, compute, clip, reason, copies)
-        self._known = list(self.objective.parameters())
-        self._learning = self._what_learns()
-        self.compiles, self._proven = compiles, set[Any]()
+        self._all_parameters = list(self.objective.parameters())
+        self._traced_state = self._state_traced()
+        self.compiles, self._tried_shapes = compiles, set[Any]()
         if compiles:
             compile_layers(self.objective)
 
     def warm_up(self, parts: list[Batch], scored: int) -> None:
-        """Compile for the first shape; then as any step."""
-        self._prove([part.to(self.device) for part in parts], scored)
+        """Compile for the first shape, then warm up as an eager step does."""
+        self._try_compiling([part.to(self.device) for part in parts], scored)
         super().warm_up(parts, scored)
 
     def work(self, parts: list[Batch], scored: int | Tensor) -> Tensor:
-        self._look_for_changes()
-        self._prove(parts, scored)
+        self._recompile_if_changed()
+        self._try_compiling(parts, scored)
         return super().work(parts, scored)
 
-    def _prove(self, parts: list[Batch], scored: int | Tensor) -> None:
-        """Try a new shape out: compiling may fail."""
-        shape = shape_of(parts)
-        if not self.compiles or shape in self._proven:
+    def _try_compiling(self, parts: list[Batch], scored: int | Tensor) -> None:
+        """Compile for a new shape in a dry run, and fall back if that fails."""
+        shape = shape_key(parts)
+        if not self.compiles or shape in self._tried_shapes:
             return
         try:
             self.dry_run(parts, scored)
-        except Exception as error:  # a compiler fails in ways of its own
+        except Exception as error:  # compilers raise errors of many types
             uncompile(self.objective)
             self.compiles = False
             self.fall_back(f"compiling failed: {first_line(error)}")
         self.optimizer.zero_grad(set_to_none=True)
-        self._proven.add(shape)
+        self._tried_shapes.add(shape)
 
     def fall_back(self, reason: str) -> None:
-        """Go on in a plainer way, and say why."""
+        """Continue with a simpler kind of step, and record the reason."""
         self.kind, self.reason = "eager", reason
 
-    def _what_learns(self) -> tuple[Any, ...]:
+    def _state_traced(self) -> tuple[Any, ...]:
+        """Return the state that compiled or captured code depends on: which weights learn."""
         supervision = getattr(self.objective, "supervision", None)  # decides who gets a gradient
-        learning = (p.requires_grad for p in self._known)
-        return (changes(self.objective), self.objective.training, supervision, *learning)
+        trainable = (p.requires_grad for p in self._all_parameters)
+        return (changes(self.objective), self.objective.training, supervision, *trainable)
 
-    def _look_for_changes(self) -> bool:
-        """Compile anew when other weights learn than before, or from other layers: code made for
-        a frozen one would go on leaving it out."""
-        now = self._what_learns()
-        if now == self._learning:
+    def _recompile_if_changed(self) -> bool:
+        """Compile again, and return True, if other weights learn than before.
+
+        Code compiled for a frozen weight would give it no gradient after it is thawed.
+        """
+        if self._state_traced() == self._traced_state:
             return False
-        self._known = list(self.objective.parameters())
-        self._learning, self._proven = self._what_learns(), set()
+        self._all_parameters = list(self.objective.parameters())
+        self._traced_state, self._tried_shapes = self._state_traced(), set()
         if self.compiles:
             uncompile(self.objective)
             compile_layers(self.objective)
         return True
 
 
-_IN_PLACE = {"setitem", *(name for name in dir(operator) if name[:1] == "i")}
+def shape_key(parts: list[Batch]) -> Any:
+    """Return what code for one shape relies on: input names, tensor shapes, longest example."""
+    return tuple(
+        (*part.inputs, *(t.shape for t in part.tensors()), part.packing and part.packing.longest)
+        for part in parts
+    )
 
 
-def joined(module: GraphModule, inputs: Sequence[Any]) -> Any:
-    """A backend for torch.compile.
+def compile_layers(objective: nn.Module) -> None:
+    """Compile every layer, all with the same code.
 
-    A GPU multiplies one wide matrix faster than three narrow ones. Dropout that the compiler
-    draws itself takes as long as what it is fused with; torch's own also gives an eager step's
-    masks.
+    Layers are alike, so one compilation serves them all: seconds where a whole model takes a
+    minute.
+    """
+    for module in objective.modules():
+        if isinstance(module, Objective):
+            for block in blocks(module.model) or [module.model]:
+                on_cuda = any(p.is_cuda for p in block.parameters())
+                block.compile(backend=joining_backend if on_cuda else "inductor")
+
+
+def uncompile(objective: nn.Module) -> None:
+    """Undo `compile_layers`, and drop the compiled code."""
+    torch.compiler.reset()
+    for module in objective.modules():
+        module._compiled_call_impl = None
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run compiled modules eagerly inside this context: evaluations have too few batches."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def joining_backend(module: GraphModule, inputs: Sequence[Any]) -> Any:
+    """Compile a graph with inductor, its linear maps joined first: a torch.compile backend.
+
+    A GPU multiplies one wide matrix faster than three narrow ones. Dropout masks are drawn by
+    torch's own kernels: masks that inductor draws take as long as the code they are fused with,
+    and torch's are those of an eager step.
     """
     from torch._inductor.compile_fx import compile_fx
 
-    join_products(module.graph)
+    join_linears(module.graph)
     module.recompile()
     return compile_fx(module, inputs, config_patches={"fallback_random": True})
 
@@ -156,41 +158,45 @@ class _Linear:
         return int(self.weights[0].meta["example_value"].shape[0])
 
 
-def _read(node: Node) -> _Linear | None:
+def join_linears(graph: Graph) -> None:
+    """Join linear maps of one input into one product; only rows that learn get a gradient."""
+    by_input: dict[Any, list[_Linear]] = defaultdict(list)
+    for node in list(graph.nodes):
+        if _writes_in_place(node):  # inputs read before may have another value after it
+            _join_groups(graph, by_input.values())
+            by_input.clear()
+        linear = _as_linear(node)
+        if linear is not None:
+            by_input[linear.x, len(linear.weights)].append(linear)
+    _join_groups(graph, by_input.values())
+    graph.lint()
+
+
+def _as_linear(node: Node) -> _Linear | None:
+    """Return a node as a linear map whose parameters all learn or are all frozen, else None."""
     if node.op != "call_function" or node.target is not F.linear or node.kwargs:
         return None
     x, *rest = node.args
-    weights = tuple(given for given in rest if isinstance(given, Node))
-    learns = {given.meta["example_value"].requires_grad for given in weights}
+    weights = tuple(argument for argument in rest if isinstance(argument, Node))
+    learns = {weight.meta["example_value"].requires_grad for weight in weights}
     if not isinstance(x, Node) or any(w.op != "placeholder" for w in weights) or len(learns) > 1:
         return None
     return _Linear(node, x, weights, learns.pop())
 
 
-def join_products(graph: Graph) -> None:
-    """Join linear maps of one input; of a joined one, only rows that learn get a gradient."""
-    alike: dict[Any, list[_Linear]] = defaultdict(list)
-    for node in list(graph.nodes):
-        if _writes(node):  # what was read before may be another value by now
-            _join_all(graph, alike.values())
-            alike.clear()
-        linear = _read(node)
-        if linear is not None:
-            alike[linear.x, len(linear.weights)].append(linear)
-    _join_all(graph, alike.values())
-    graph.lint()
+_IN_PLACE = {"setitem", *(name for name in dir(operator) if name[:1] == "i")}
 
 
-def _writes(node: Node) -> bool:
-    """Whether it may change a value in its place."""
+def _writes_in_place(node: Node) -> bool:
+    """Return whether a node may change a tensor in place."""
     if node.op == "call_method":
         return str(node.target).endswith("_")
     name = getattr(node.target, "__name__", "")
-    named = name.endswith("_") or name in _IN_PLACE or bool({"out", "inplace"} & set(node.kwargs))
-    return node.op == "call_function" and named
+    writes = name.endswith("_") or name in _IN_PLACE or bool({"out", "inplace"} & set(node.kwargs))
+    return node.op == "call_function" and writes
 
 
-def _join_all(graph: Graph, groups: Iterable[list[_Linear]]) -> None:
+def _join_groups(graph: Graph, groups: Iterable[list[_Linear]]) -> None:
     for linears in groups:
         if len(linears) > 1:
             _join(graph, linears)
@@ -198,39 +204,44 @@ def _join_all(graph: Graph, groups: Iterable[list[_Linear]]) -> None:
 
 def _join(graph: Graph, linears: list[_Linear]) -> None:
     first = linears[0]
-    ordered = sorted(linears, key=lambda linear: linear.learns)  # the frozen ones first
-    kinds = [[one for one in ordered if one.learns == learns] for learns in (False, True)]
-    kinds = [kind for kind in kinds if kind]
+    ordered = sorted(linears, key=lambda linear: linear.learns)  # frozen ones first
+    groups = [[linear for linear in ordered if linear.learns == learns] for learns in (False, True)]
+    groups = [group for group in groups if group]
     with graph.inserting_before(first.node):
         stacked = [
-            _cat(graph, [one.weights[place] for one in kind])
+            _cat(graph, [linear.weights[place] for linear in group])
             for place in range(len(first.weights))
-            for kind in kinds
+            for group in groups
         ]
-        target = F.linear if len(kinds) == 1 else partly_frozen
-        whole = graph.call_function(target, (first.x, *stacked))
-        parts = graph.call_function(torch.split, (whole, [one.rows for one in ordered], -1))
-        for i, one in enumerate(ordered):
-            one.node.replace_all_uses_with(graph.call_function(operator.getitem, (parts, i)))
-    for one in ordered:
-        graph.erase_node(one.node)
+        target = F.linear if len(groups) == 1 else partly_frozen_linear
+        product = graph.call_function(target, (first.x, *stacked))
+        rows = [linear.rows for linear in ordered]
+        outputs = graph.call_function(torch.split, (product, rows, -1))
+        for i, linear in enumerate(ordered):
+            output = graph.call_function(operator.getitem, (outputs, i))
+            linear.node.replace_all_uses_with(output)
+    for linear in ordered:
+        graph.erase_node(linear.node)
 
 
 def _cat(graph: Graph, nodes: list[Node]) -> Node:
     return nodes[0] if len(nodes) == 1 else graph.call_function(torch.cat, (nodes,))
 
 
-def partly_frozen(x: Tensor, frozen: Tensor, learning: Tensor, *biases: Tensor) -> Tensor:
-    """A linear map whose first rows are frozen: one product forward, one back, and for the
-    weights' gradient one over the rows that learn."""
+def partly_frozen_linear(x: Tensor, frozen: Tensor, learning: Tensor, *biases: Tensor) -> Tensor:
+    """Apply a linear map whose first rows are frozen.
+
+    It takes one product forward, one for the input's gradient, and one for the weight's gradient
+    over the rows that learn.
+    """
     device = x.device.type
     half = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if half else x.dtype
-    weight, given = torch.cat([frozen, learning]).to(dtype), x.to(dtype)
+    weight, x = torch.cat([frozen, learning]).to(dtype), x.to(dtype)
     bias = torch.cat(biases).to(dtype).detach() if biases else None
-    learns = [learning, *biases[1:]]
+    trainable = [learning, *biases[1:]]
     with torch.autocast(device, enabled=False):
-        return _PartlyFrozen.apply(given, weight.detach(), bias, *(t.to(dtype) for t in learns))
+        return _PartlyFrozen.apply(x, weight.detach(), bias, *(t.to(dtype) for t in trainable))
 
 
 class _PartlyFrozen(torch.autograd.Function):
@@ -243,8 +254,8 @@ class _PartlyFrozen(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        rows = slope[..., ctx.frozen :].flatten(0, -2)
-        made = (rows.t() @ x.flatten(0, -2), rows.sum(0))
-        return slope @ weight, None, None, *made[: ctx.count]
+        rows = upstream[..., ctx.frozen :].flatten(0, -2)
+        gradients = (rows.t() @ x.flatten(0, -2), rows.sum(0))
+        return upstream @ weight, None, None, *gradients[: ctx.count]

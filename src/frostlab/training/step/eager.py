@@ -33,9 +33,9 @@ class Diverged(FrostlabError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The numbers a step leaves on the device; they are read later, so that nothing waits."""
+    """Three numbers of a step, left on the device; reading them later lets no step wait."""
 
-    values: Tensor  # (3,): the three below
+    values: Tensor  # (3,): loss, norm, broken
 
     @property
     def loss(self) -> Tensor:
@@ -59,7 +59,7 @@ def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
 
 
 class EagerStep:
-    """The plain step, one operation after another."""
+    """The step without compilation: PyTorch runs one operation after another."""
 
     kind = "eager"
 
@@ -80,7 +80,7 @@ class EagerStep:
         self.device = self.parameters[0].device
 
     def __call__(self, parts: list[Batch], scored: int, rate: float) -> Outcome:
-        """Take a step over this process's micro-batches of a batch with `scored` targets in all."""
+        """Take a step over this process's micro-batches; `scored` counts all processes' targets."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_scale", 1.0)
         return Outcome(self.work([part.to(self.device) for part in parts], scored))
@@ -94,7 +94,7 @@ class EagerStep:
         return torch.stack([loss, norm, broken.to(norm.dtype)])
 
     def warm_up(self, parts: list[Batch], scored: int) -> None:
-        """Load the kernels of a step on a GPU, by a step that moves nothing.
+        """Load the kernels of a step on a GPU, with a step that changes nothing.
 
         Weights, moments, statistics and generators are unchanged afterwards.
         """
@@ -106,13 +106,13 @@ class EagerStep:
         self.optimizer.zero_grad(set_to_none=True)
 
     def dry_run(self, parts: list[Batch], scored: int | Tensor) -> None:
-        """Compute gradients without a trace: the step that follows has the same dropout."""
+        """Compute gradients and restore generators and buffers, as if no step had been taken."""
         with torch.random.fork_rng(forked_devices(self.device)), preserve_buffers(self.objective):
             self.gradients(parts, scored)
 
     def gradients(self, parts: list[Batch], scored: int | Tensor) -> Tensor:
-        """Add up the gradients of the mean loss; return this process's part of that loss."""
-        if self.copies is not None and len(parts) == 1:  # several are added up in float32
+        """Accumulate the gradients of the mean loss; return this process's part of that loss."""
+        if self.copies is not None and len(parts) == 1:  # several accumulate in float32
             with self.copies.in_place():
                 return self._backward(parts, scored)
         return self._backward(parts, scored)
@@ -128,17 +128,17 @@ class EagerStep:
         return total
 
     def _measure(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradient's norm, the factor of clipping, and the first broken gradient."""
+        """Return the gradient norm, the clip factor, and the first broken gradient's index."""
         by_dtype: dict[torch.dtype, list[tuple[nn.Parameter, Tensor]]] = {}
         for p in self.parameters:
             if (gradient := self._gradient(p)) is not None:
                 by_dtype.setdefault(gradient.dtype, []).append((p, gradient))
         self.reached = [p for pairs in by_dtype.values() for p, _ in pairs]
-        each: list[Tensor] = []
-        for dtype, pairs in by_dtype.items():  # one kernel a dtype
-            wide = torch.float32 if dtype.itemsize < 4 else None
-            each += torch._foreach_norm([gradient for _, gradient in pairs], dtype=wide)
-        norms = full_tensor(torch.stack(each))
+        tensor_norms: list[Tensor] = []
+        for dtype, pairs in by_dtype.items():  # one kernel for each dtype
+            norm_dtype = torch.float32 if dtype.itemsize < 4 else None
+            tensor_norms += torch._foreach_norm([g for _, g in pairs], dtype=norm_dtype)
+        norms = full_tensor(torch.stack(tensor_norms))
         total = torch.linalg.vector_norm(norms)
         not_finite = ~norms.isfinite()
         broken = torch.where(not_finite.any(), not_finite.int().argmax(), -1)
@@ -148,7 +148,7 @@ class EagerStep:
         return p.grad if self.copies is None else self.copies.gradient(p)
 
     def _update(self, clip_factor: Tensor, broken: Tensor) -> None:
-        """Step, unless a gradient is not finite: weights are never spoilt."""
+        """Update the weights, unless a gradient is not finite."""
         clipping = None if self.clip is None else clip_factor
         if not prepare_update(self.optimizer, self.device, clipping, broken):
             return

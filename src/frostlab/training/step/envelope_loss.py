@@ -1,7 +1,7 @@
-"""The losses of decoded speech envelopes, and a model with such a loss."""
+"""Losses of decoded speech envelopes, made of Pearson's r, and a model with such a loss."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -12,30 +12,29 @@ from frostlab.recipe.model import SCALES, EnvelopeLoss
 from frostlab.training.batches.batch import Batch
 from frostlab.training.step.objective import Exits, Objective
 
+LossKind = Literal["pearson", "pearson-l1", "mse-pearson", "multiscale"]
+KINDS: tuple[LossKind, ...] = get_args(LossKind)
+_FLAT = 16.0  # rounding errors: a signal that varies by no more is constant
+_TINY = 1e-30
+
 
 class EnvelopeObjective(Objective):
-    """Calls a model that answers (B, T, channels) of EEG with (B, T) of envelope."""
+    """A model from (B, T, channels) of EEG to a (B, T) envelope, with its loss."""
 
     def __init__(self, model: nn.Module, loss: EnvelopeLoss) -> None:
         super().__init__(model)
         self.loss = loss
 
     def forward(self, batch: Batch, want: Literal["loss", "logits"] | Exits = "loss") -> Tensor:
-        """The loss, summed over windows, or the prediction."""
+        """Return the loss, summed over windows, or the prediction."""
         prediction: Tensor = self.model(**batch.inputs)
         return prediction if want == "logits" else self.loss_of(prediction, batch)
 
     def loss_of(self, prediction: Tensor, batch: Batch) -> Tensor:
-        """The loss of a prediction; a window that stands in for none counts for nothing."""
+        """Return the loss of a prediction; the stand-in window of an empty batch gives 0."""
         kind, weight, scales = self.loss.kind, self.loss.weight, self.loss.scales
-        found = envelope_loss(kind, prediction, batch.targets, weight=weight, scales=scales)
-        return found if batch.scored else 0.0 * found
-
-
-LossKind = Literal["pearson", "pearson-l1", "mse-pearson", "multiscale"]
-KINDS = ("pearson", "pearson-l1", "mse-pearson", "multiscale")
-_FLAT = 16.0  # a spread of so many rounding errors is none
-_TINY = 1e-30
+        loss = envelope_loss(kind, prediction, batch.targets, weight=weight, scales=scales)
+        return loss if batch.scored else 0.0 * loss
 
 
 def envelope_loss(
@@ -46,13 +45,13 @@ def envelope_loss(
     weight: float | None = None,
     scales: Sequence[int] | None = None,
 ) -> Tensor:
-    """The losses of (B, T) windows, summed over the windows.
+    """Return the loss of (B, T) windows, summed over the windows.
 
     Args:
         kind: "pearson" −r, "pearson-l1" −r + weight·L1, "mse-pearson" MSE + weight·(1 − r)²,
             "multiscale" the mean of −r over average-pooled scales.
-        weight: of the second term, 1 where not given.
-        scales: samples that are averaged into one, 1, 2, 4 and 8 where not given.
+        weight: factor of the second term; 1 by default.
+        scales: how many samples are averaged into one; 1, 2, 4 and 8 by default.
     """
     return window_losses(kind, prediction, target, weight=weight, scales=scales).sum()
 
@@ -65,22 +64,22 @@ def window_losses(
     weight: float | None = None,
     scales: Sequence[int] | None = None,
 ) -> Tensor:
-    """The loss of each of (B, T) windows, as `envelope_loss` sums them: (B,)."""
+    """Return the loss of each of (B, T) windows: (B,)."""
     _check(kind, prediction, target, weight, scales)
-    share = 1.0 if weight is None else weight
+    weight = 1.0 if weight is None else weight
     x, y = _exact(prediction), _exact(target)
     if kind == "multiscale":
-        chosen = SCALES if scales is None else scales
-        pooled = [pearson(_pool(x, scale), _pool(y, scale)) for scale in chosen]
-        return -torch.stack(pooled).mean(0)
+        scales = SCALES if scales is None else scales
+        by_scale = [pearson(_pool(x, scale), _pool(y, scale)) for scale in scales]
+        return -torch.stack(by_scale).mean(0)
     r = pearson(x, y)
     if kind == "mse-pearson":
-        return (x - y).square().mean(-1) + share * (1 - r).square()
-    return -r if kind == "pearson" else share * (x - y).abs().mean(-1) - r
+        return (x - y).square().mean(-1) + weight * (1 - r).square()
+    return -r if kind == "pearson" else weight * (x - y).abs().mean(-1) - r
 
 
 def pearson(prediction: Tensor, target: Tensor) -> Tensor:
-    """Pearson's r along the last axis; 0, with a gradient of 0, where either is constant."""
+    """Return Pearson's r along the last axis; 0, with a gradient of 0, if either is constant."""
     x, flat_x = _centred(_exact(prediction))
     y, flat_y = _centred(_exact(target))
     product, sizes = (x * y).sum(-1), x.square().sum(-1) * y.square().sum(-1)
@@ -89,10 +88,10 @@ def pearson(prediction: Tensor, target: Tensor) -> Tensor:
 
 
 def _centred(x: Tensor) -> tuple[Tensor, Tensor]:
-    """A signal without its mean, its largest value 1, and whether it was constant: then zeros.
+    """Centre a signal and scale its largest value to 1; also return whether it was constant.
 
-    r does not depend on the scale, so dividing by one that is held fixed leaves its gradient
-    right, and squares neither vanish nor overflow.
+    r does not depend on the scale, so dividing by a constant leaves its gradient right, and
+    squares neither vanish nor overflow. A constant signal becomes zeros.
     """
     with torch.no_grad():
         noise = (_FLAT * torch.finfo(x.dtype).eps * x.abs().amax(-1, keepdim=True)).clamp(min=_TINY)
@@ -105,12 +104,12 @@ def _centred(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _exact(x: Tensor) -> Tensor:
-    """At least float32, which autocast leaves alone: there is no matrix product here."""
+    """Return at least float32, which autocast leaves alone: there is no matrix product here."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def _pool(x: Tensor, scale: int) -> Tensor:
-    """Average (B, T) over steps of `scale` samples; what is left at the end is left out."""
+    """Average (B, T) over blocks of `scale` samples; an incomplete last block is left out."""
     return F.avg_pool1d(x.unsqueeze(1), scale).squeeze(1)
 
 
@@ -133,10 +132,10 @@ def _check(
     chosen = (SCALES if scales is None else scales) if kind == "multiscale" else (1,)
     if not chosen or min(chosen) < 1:
         raise BadInput(
-            f"envelope_loss: scales {tuple(chosen)} are no samples to average; from 1 on"
+            f"envelope_loss: scales {tuple(chosen)} must be numbers of samples from 1 on"
         )
     if prediction.shape[1] < 2 * max(chosen):
         raise BadInput(
-            f"envelope_loss: a window of {prediction.shape[1]} samples leaves no two at scale "
-            f"{max(chosen)}; the largest that fits is {prediction.shape[1] // 2}"
+            f"envelope_loss: a window of {prediction.shape[1]} samples leaves fewer than two at "
+            f"scale {max(chosen)}; the largest that fits is {prediction.shape[1] // 2}"
         )

@@ -1,4 +1,8 @@
-"""A language-model head's cross-entropy, a chunk of tokens at a time: the logits are never kept."""
+"""Fused cross-entropy of a language model's head: the logits of all tokens never exist at once.
+
+A chunk of tokens at a time, logits, loss and gradients are computed in the forward pass; the
+backward pass only scales the gradients.
+"""
 
 import importlib.util
 import math
@@ -13,11 +17,10 @@ from torch._compile import _disable_dynamo
 from frostlab.errors import BadInput, FrostlabError
 from frostlab.training.batches.batch import IGNORED
 
-
-@dataclass(frozen=True)
-class _Options:
-    shares: list[float]  # of each layer in the total
-    ignore: int
+# Bytes that a chunk's logits may take; every chunk reads and writes the head's whole gradient once.
+CPU_CHUNK = 64 * 2**20
+GPU_CHUNK = 1 / 64  # of the device's memory
+_ALIGNED = 64  # columns: a GPU multiplies rows that begin elsewhere slowly
 
 
 @_disable_dynamo  # as optimizers do: torch.compile of a caller goes around it
@@ -30,40 +33,46 @@ def head_loss(
     weights: Sequence[float] | None = None,
     ignore: int = IGNORED,
 ) -> tuple[Tensor, Tensor]:
-    """The summed cross-entropy of a linear head on one or several supervised layers.
+    """Return the summed cross-entropy of a linear head on one or several supervised layers.
 
     `hidden` is (…, width), or several of that shape that share the head; `weight` is
     (vocabulary, width) and `targets` (…). Returns the sum of the layers' losses, each times its
-    weight, and the layers' own losses without gradient. Gradients are made chunk by chunk in the
-    forward pass; only what requires one gets one.
+    entry of `weights`, and each layer's loss without gradient. Only tensors that require a
+    gradient get one.
     """
     layers = [hidden] if isinstance(hidden, Tensor) else list(hidden)
-    shares = [1.0] * len(layers) if weights is None else [float(w) for w in weights]
-    _check(layers, weight, targets, bias, shares)
-    options = _Options(shares, ignore)
-    given = (weight, bias, *layers)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
-        return _HeadLoss.apply(options, targets, *given)
-    total, each, _ = _sweep(options, targets, weight, bias, layers, [False] * len(given))
-    return total, each
+    factors = [1.0] * len(layers) if weights is None else [float(w) for w in weights]
+    _check(layers, weight, targets, bias, factors)
+    options = _Options(factors, ignore)
+    inputs = (weight, bias, *layers)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        return _HeadLoss.apply(options, targets, *inputs)
+    total, losses, _ = _compute(options, targets, weight, bias, layers, [False] * len(inputs))
+    return total, losses
+
+
+@dataclass(frozen=True)
+class _Options:
+    factors: list[float]  # of each layer's loss in the total
+    ignore: int
 
 
 def _check(
-    layers: list[Tensor], weight: Tensor, targets: Tensor, bias: Tensor | None, shares: list[float]
+    layers: list[Tensor], weight: Tensor, targets: Tensor, bias: Tensor | None, factors: list[float]
 ) -> None:
-    """Refuse what does not fit together."""
-    if not layers or len(shares) != len(layers):
-        raise BadInput(f"{len(shares)} weights for {len(layers)} supervised layers")
+    """Refuse shapes that do not fit together."""
+    if not layers or len(factors) != len(layers):
+        raise BadInput(f"{len(factors)} weights for {len(layers)} supervised layers")
     shapes = {tuple(layer.shape) for layer in layers}
     if shapes != {(*targets.shape, weight.shape[-1])}:
-        others = f"targets of {tuple(targets.shape)} and a head of {tuple(weight.shape)}"
-        raise BadInput(f"hidden states of {sorted(shapes)} do not fit {others}")
+        expected = f"targets of {tuple(targets.shape)} and a head of {tuple(weight.shape)}"
+        raise BadInput(f"hidden states of {sorted(shapes)} do not fit {expected}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise BadInput(f"a bias of {tuple(bias.shape)} for a head of {tuple(weight.shape)}")
 
 
 class _HeadLoss(torch.autograd.Function):
-    """The total with its gradients ready: the backward pass has only to scale them."""
+    """Total loss whose gradients are computed forward; the backward pass scales them."""
 
     @staticmethod
     def forward(
@@ -75,30 +84,30 @@ class _HeadLoss(torch.autograd.Function):
         *layers: Tensor,
     ) -> tuple[Tensor, Tensor]:
         wanted = ctx.needs_input_grad[2:]
-        total, each, made = _sweep(options, targets, weight, bias, layers, wanted)
-        ctx.save_for_backward(*made)
-        ctx.mark_non_differentiable(each)
-        return total, each
+        total, losses, gradients = _compute(options, targets, weight, bias, layers, wanted)
+        ctx.save_for_backward(*gradients)
+        ctx.mark_non_differentiable(losses)
+        return total, losses
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        """In place, unless the graph is kept for another; autograd turns to the inputs' dtypes."""
-        if torch.is_grad_enabled():  # once_differentiable would only speak up now and then
+        """Scale in place, unless the graph is retained; autograd casts to the inputs' dtypes."""
+        if torch.is_grad_enabled():  # once_differentiable would raise in some cases only
             raise FrostlabError("head_loss has no second derivative: leave out create_graph=True")
-        kept = torch._C._autograd._get_current_graph_task_keep_graph()
-        one = on_host(upstream) and bool(upstream == 1)
+        retained = torch._C._autograd._get_current_graph_task_keep_graph()
+        is_one = on_host(upstream) and bool(upstream == 1)
         scaled: list[Tensor | None] = [None, None]
         for gradient in ctx.saved_tensors:
-            if gradient is not None and kept:
+            if gradient is not None and retained:
                 gradient = gradient * upstream
-            elif gradient is not None and not one:
+            elif gradient is not None and not is_one:
                 gradient.mul_(upstream)
             scaled.append(gradient)
         return tuple(scaled)
 
 
 @torch.no_grad()
-def _sweep(
+def _compute(
     options: _Options,
     targets: Tensor,
     weight: Tensor,
@@ -106,150 +115,137 @@ def _sweep(
     layers: Sequence[Tensor],
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """The total, each layer's loss, and the wanted gradients of weight, bias and layers."""
-    sweep = Sweep(weight, bias, targets, layers[0].dtype, options.ignore, wanted)
+    """Return the total, each layer's loss, and the wanted gradients of weight, bias and layers."""
+    chunks = _ChunkedLoss(weight, bias, targets, layers[0].dtype, options.ignore, wanted)
     with torch.autocast(weight.device.type, enabled=False):
-        found = [
-            sweep.layer(layer, share, learns)
-            for layer, share, learns in zip(layers, options.shares, wanted[2:], strict=True)
+        results = [
+            chunks.layer(layer, factor, learns)
+            for layer, factor, learns in zip(layers, options.factors, wanted[2:], strict=True)
         ]
-    each = torch.stack([loss for loss, _ in found])
-    total = torch.stack([loss * share for loss, share in zip(each, options.shares, strict=True)])
-    return total.sum(), each, [sweep.weight, sweep.bias, *(gradient for _, gradient in found)]
+    losses = torch.stack([loss for loss, _ in results])
+    weighted = [loss * factor for loss, factor in zip(losses, options.factors, strict=True)]
+    gradients = [chunks.weight_gradient, chunks.bias_gradient, *(g for _, g in results)]
+    return torch.stack(weighted).sum(), losses, gradients
 
 
-# Bytes a chunk's logits may take; every chunk goes over the head's whole gradient once.
-CPU_CHUNK = 64 * 2**20
-GPU_SHARE = 1 / 64  # of the device's memory
-_ALIGNED = 64  # columns: rows that begin elsewhere are multiplied slowly on a GPU
+class _ChunkedLoss:
+    """One pass over the tokens of every layer, which accumulates the head's gradients.
 
-
-class Sweep:
-    """One pass over every token of every layer, which adds up the head's gradients."""
+    Products are computed in `dtype`, sums in `sum_dtype`. On the host only scored tokens are
+    computed; elsewhere the others are masked, because choosing them would wait for the device.
+    """
 
     def __init__(
         self,
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        dtype: torch.dtype,
+        hidden_dtype: torch.dtype,
         ignore: int,
         wanted: Sequence[bool],
     ) -> None:
         self.on_host = on_host(weight)
-        self.working = working_dtype(dtype, weight.device)
-        self.exact = torch.promote_types(self.working, torch.float32)
-        self.in_kernel = has_kernel(weight.device, self.working)
-        self.matrix = weight.to(self.working)
-        self.offset = None if bias is None else bias.to(self.exact)
-        self.weight, self.bias = (
-            torch.zeros_like(x, dtype=self.exact) if x is not None and learns else None
+        self.dtype = product_dtype(hidden_dtype, weight.device)
+        self.sum_dtype = torch.promote_types(self.dtype, torch.float32)
+        self.in_kernel = has_kernel(weight.device, self.dtype)
+        self.weight = weight.to(self.dtype)
+        self.bias = None if bias is None else bias.to(self.sum_dtype)
+        self.weight_gradient, self.bias_gradient = (
+            torch.zeros_like(x, dtype=self.sum_dtype) if x is not None and learns else None
             for x, learns in zip((weight, bias), wanted[:2], strict=True)
         )
         labels = targets.reshape(-1)
-        self.kept = _kept(labels, ignore, len(weight)) if self.on_host else None
-        labels = labels if self.kept is None else labels[self.kept]
+        self.scored_rows = _scored_rows(labels, ignore, len(weight)) if self.on_host else None
+        labels = labels if self.scored_rows is None else labels[self.scored_rows]
         self.scored = labels.ne(ignore)
         self.labels = labels.masked_fill(~self.scored, -1)
-        self.slopes = any(wanted)
-        self.size = self._tokens_a_chunk(len(labels))
-        self.buffer = self._make_buffer()
+        self.any_gradient = any(wanted)
+        self.chunk = self._tokens_per_chunk(len(labels))
+        self.logits = self._logits_buffer()
 
-    def _make_buffer(self) -> Tensor:
-        """Where the logits of a chunk lie: in half precision on a GPU, which waits for bytes."""
-        columns, kind = len(self.matrix), self.exact if self.on_host else self.working
-        wide = columns if self.on_host else -(-columns // _ALIGNED) * _ALIGNED
-        made = torch.empty(self.size, wide, dtype=kind, device=self.matrix.device)
-        return made[:, :columns]
+    def _tokens_per_chunk(self, tokens: int) -> int:
+        """Return how many tokens stay below the chunk's bytes, in chunks of equal size."""
+        size, chunk_bytes = self.dtype.itemsize, _chunk_bytes(self.weight.device)
+        if not self.in_kernel and not (self.on_host and self.dtype == self.sum_dtype):
+            size += self.sum_dtype.itemsize  # their logarithms or gradients exist at the same time
+        most = max(1, chunk_bytes // (size * len(self.weight)))
+        return max(1, math.ceil(tokens / max(1, math.ceil(tokens / most))))
 
-    def layer(self, hidden: Tensor, share: float, learns: bool) -> tuple[Tensor, Tensor | None]:
-        """The loss of a layer, and `share` times its gradient."""
+    def _logits_buffer(self) -> Tensor:
+        """Allocate a chunk's logits: in half precision on a GPU, which waits for bytes."""
+        columns = len(self.weight)
+        dtype = self.sum_dtype if self.on_host else self.dtype
+        padded = columns if self.on_host else -(-columns // _ALIGNED) * _ALIGNED
+        buffer = torch.empty(self.chunk, padded, dtype=dtype, device=self.weight.device)
+        return buffer[:, :columns]
+
+    def layer(self, hidden: Tensor, factor: float, learns: bool) -> tuple[Tensor, Tensor | None]:
+        """Return the loss of a layer, and `factor` times its gradient if it learns."""
         rows = hidden.reshape(-1, hidden.shape[-1])
-        gradient = torch.zeros_like(rows) if learns and self.kept is not None else None
+        gradient = torch.zeros_like(rows) if learns and self.scored_rows is not None else None
         if learns and gradient is None:
             gradient = torch.empty_like(rows)
-        loss = torch.zeros((), dtype=self.exact, device=rows.device)
-        for start in range(0, len(self.labels), self.size):
-            stop = min(start + self.size, len(self.labels))
-            here = slice(start, stop) if self.kept is None else self.kept[start:stop]
-            added, slope = self._chunk(rows[here], start, stop, share)
-            loss += added
-            if gradient is None or slope is None:
+        loss = torch.zeros((), dtype=self.sum_dtype, device=rows.device)
+        for start in range(0, len(self.labels), self.chunk):
+            stop = min(start + self.chunk, len(self.labels))
+            here = slice(start, stop) if self.scored_rows is None else self.scored_rows[start:stop]
+            chunk_loss, by_logits = self._chunk(rows[here], start, stop, factor)
+            loss += chunk_loss
+            if gradient is None or by_logits is None:
                 continue
-            if self.kept is None:
-                put_product(gradient[here], slope, self.matrix)
+            if self.scored_rows is None:
+                put_product(gradient[here], by_logits, self.weight)
             else:
-                gradient[here] = torch.mm(slope, self.matrix).to(gradient.dtype)
+                gradient[here] = torch.mm(by_logits, self.weight).to(gradient.dtype)
         return loss, None if gradient is None else gradient.view(hidden.shape)
 
     def _chunk(
-        self, rows: Tensor, start: int, stop: int, share: float
+        self, rows: Tensor, start: int, stop: int, factor: float
     ) -> tuple[Tensor, Tensor | None]:
-        """The loss of a chunk and its slope by the logits; the head's gradients grow."""
+        """Return a chunk's loss and its gradient by the logits; add to the head's gradients."""
         scored, labels = self.scored[start:stop], self.labels[start:stop]
-        if not self.on_host:  # what is not scored may be anything
+        if not self.on_host:  # rows that are not scored may hold anything, NaN included
             rows = rows.masked_fill(~scored[:, None], 0)
-        rows = rows.to(self.working)
-        logits = put_product(self.buffer[: len(rows)], rows, self.matrix.t())
-        if self.offset is not None:
-            logits += self.offset
-        wanted = share if self.slopes else None
+        rows = rows.to(self.dtype)
+        logits = put_product(self.logits[: len(rows)], rows, self.weight.t())
+        if self.bias is not None:
+            logits += self.bias
+        gradient_factor = factor if self.any_gradient else None
         if self.in_kernel:
             from frostlab.training.step.kernels import cross_entropy_rows
 
-            loss = cross_entropy_rows(logits, labels, wanted).sum()
-            slope = logits if self.slopes else None
+            loss = cross_entropy_rows(logits, labels, gradient_factor).sum()
+            by_logits = logits if self.any_gradient else None
         else:
-            loss, slope = self._plainly(logits, labels, wanted)
-        if self.weight is not None and slope is not None:
-            add_product(self.weight, slope.t(), rows)
-        if self.bias is not None and slope is not None:
-            self.bias += slope.sum(0, dtype=self.exact)
-        return loss, slope
+            loss, by_logits = self._cross_entropy(logits, labels, gradient_factor)
+        if self.weight_gradient is not None and by_logits is not None:
+            add_product(self.weight_gradient, by_logits.t(), rows)
+        if self.bias_gradient is not None and by_logits is not None:
+            self.bias_gradient += by_logits.sum(0, dtype=self.sum_dtype)
+        return loss, by_logits
 
-    def _plainly(
-        self, logits: Tensor, labels: Tensor, share: float | None
+    def _cross_entropy(
+        self, logits: Tensor, labels: Tensor, factor: float | None
     ) -> tuple[Tensor, Tensor | None]:
-        """What the kernel does, one operation after another."""
+        """Compute what the kernel computes, one operation after another."""
         scored, place = labels >= 0, labels.clamp(min=0)[:, None]
-        # the CPU's kernel has read a row before it writes it
+        # in place is safe: the CPU's kernel reads a row before it writes it
         out = logits if self.on_host else None
-        logs = torch.log_softmax(logits, 1, dtype=self.exact, out=out)
+        logs = torch.log_softmax(logits, 1, dtype=self.sum_dtype, out=out)
         loss = -logs.gather(1, place).squeeze(1).masked_fill(~scored, 0).sum()
-        if share is None:
+        if factor is None:
             return loss, None
-        slope = logs.exp_()
-        slope.scatter_(1, place, slope.gather(1, place) - 1)
-        if share != 1:
-            slope *= share
+        by_logits = logs.exp_()
+        by_logits.scatter_(1, place, by_logits.gather(1, place) - 1)
+        if factor != 1:
+            by_logits *= factor
         if not self.on_host:
-            slope.masked_fill_(~scored[:, None], 0)
-        return loss, slope.to(self.working)
-
-    def _tokens_a_chunk(self, tokens: int) -> int:
-        """As many as stay below the bound, the chunks even."""
-        size, bound = self.working.itemsize, _bound(self.matrix.device)
-        if not self.in_kernel and not (self.on_host and self.working == self.exact):
-            size += self.exact.itemsize  # their logarithms, or their slopes, lie beside them
-        most = max(1, bound // (size * len(self.matrix)))
-        return max(1, math.ceil(tokens / max(1, math.ceil(tokens / most))))
+            by_logits.masked_fill_(~scored[:, None], 0)
+        return loss, by_logits.to(self.dtype)
 
 
-def _bound(device: torch.device) -> int:
-    if device.type != "cuda":
-        return CPU_CHUNK
-    return int(GPU_SHARE * torch.cuda.get_device_properties(device).total_memory)
-
-
-def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether one kernel does it: on CUDA, where triton is, and not in float64."""
-    if device.type != "cuda" or dtype == torch.float64:
-        return False
-    return importlib.util.find_spec("triton") is not None
-
-
-def _kept(targets: Tensor, ignore: int, classes: int) -> Tensor | None:
-    """The rows that are scored, or None for all of them; a target must be a class."""
+def _scored_rows(targets: Tensor, ignore: int, classes: int) -> Tensor | None:
+    """Return the rows that are scored, or None for all; refuse a target that is not a class."""
     scored = targets.ne(ignore)
     wrong = scored & ((targets < 0) | (targets >= classes))
     if bool(wrong.any()):
@@ -258,32 +254,45 @@ def _kept(targets: Tensor, ignore: int, classes: int) -> Tensor | None:
     return scored.nonzero().squeeze(1) if not bool(scored.all()) else None
 
 
+def _chunk_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return CPU_CHUNK
+    return int(GPU_CHUNK * torch.cuda.get_device_properties(device).total_memory)
+
+
+def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether one kernel computes loss and gradient: on CUDA with triton, not in float64."""
+    if device.type != "cuda" or dtype == torch.float64:
+        return False
+    return importlib.util.find_spec("triton") is not None
+
+
 def on_host(tensor: Tensor) -> bool:
-    """Whether values may be looked at: elsewhere that waits, and no graph can be captured."""
+    """Return whether values can be read for free; elsewhere reading waits and breaks a capture."""
     return tensor.device.type == "cpu"
 
 
-def working_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What matrices are multiplied in: autocast's choice, which leaves float64 alone."""
+def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype matrices are multiplied in: autocast's, which leaves float64 alone."""
     if dtype != torch.float64 and torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return dtype
 
 
-def put_product(out: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """Their matrix product; of half precision, rounded once, to what `out` is."""
-    if out.dtype == one.dtype:
-        return torch.mm(one, other, out=out)
-    if one.device.type == "cuda" and out.dtype == torch.float32:
-        return torch.mm(one, other, out_dtype=out.dtype, out=out)
-    return out.copy_(torch.mm(one, other))
+def put_product(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Write a matrix product into `out`; products of half precision are rounded once."""
+    if out.dtype == a.dtype:
+        return torch.mm(a, b, out=out)
+    if a.device.type == "cuda" and out.dtype == torch.float32:
+        return torch.mm(a, b, out_dtype=out.dtype, out=out)
+    return out.copy_(torch.mm(a, b))
 
 
-def add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
-    """Add their matrix product to a total of full precision."""
-    if one.dtype == total.dtype:
-        torch.addmm(total, one, other, out=total)
-    elif one.device.type == "cuda":
-        torch.addmm(total, one, other, out_dtype=total.dtype, out=total)
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a matrix product to a total of full precision."""
+    if a.dtype == total.dtype:
+        torch.addmm(total, a, b, out=total)
+    elif a.device.type == "cuda":
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
-        total.add_(torch.mm(one, other))
+        total.add_(torch.mm(a, b))

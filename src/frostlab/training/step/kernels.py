@@ -1,4 +1,4 @@
-"""Cross-entropy over rows of logits in one CUDA kernel, their slopes left in their place."""
+"""Triton kernels of a step: cross-entropy over rows of logits, and AdamW over many tensors."""
 
 import torch
 import triton
@@ -10,11 +10,11 @@ _BLOCK, _WARPS = 4096, 8  # the fastest of 13 tried on an H200, for 50,304 and f
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rows(  # type: ignore[no-untyped-def]
-    logits, labels, losses, stride, columns, wide, share, writes: tl.constexpr, block: tl.constexpr
+    logits, labels, losses, stride, columns, wide, factor, writes: tl.constexpr, block: tl.constexpr
 ):
-    """One program a row; a label below zero is not scored: no loss, and a slope of zeros.
+    """Each program computes one row; a negative label is not scored: loss and gradient are 0.
 
-    `wide` counts the columns with what fills rows up: loads are fast if they end evenly.
+    `wide` counts the columns with their padding: loads are fast if they end evenly.
     """
     row = tl.program_id(0).to(tl.int64)
     begin = logits + row * stride
@@ -32,25 +32,25 @@ def _rows(  # type: ignore[no-untyped-def]
     own = tl.load(begin + tl.where(scored, label, 0)).to(tl.float32)
     tl.store(losses + row, tl.where(scored, tl.log(total) + top - own, 0.0))
     if writes:
-        tl.debug_barrier()  # its own logit is read before it is overwritten
+        tl.debug_barrier()  # the label's logit is read before it is overwritten
         for start in range(0, wide, block):
             places = start + tl.arange(0, block)
             x = tl.load(begin + places, mask=places < wide, other=0.0).to(tl.float32)
-            slope = share * (tl.exp(x - top) / total - tl.where(places == label, 1.0, 0.0))
+            slope = factor * (tl.exp(x - top) / total - tl.where(places == label, 1.0, 0.0))
             slope = tl.where(scored & (places < columns), slope, 0.0)
             tl.store(begin + places, slope.to(logits.dtype.element_ty), mask=places < wide)
 
 
-def cross_entropy_rows(logits: Tensor, labels: Tensor, share: float | None) -> Tensor:
-    """Each row's loss in float32; `share` times its slope takes the logits' place, if wanted.
+def cross_entropy_rows(logits: Tensor, labels: Tensor, factor: float | None) -> Tensor:
+    """Return each row's loss in float32; with `factor`, write factor × gradient over the logits.
 
-    What lies between the rows is overwritten, too.
+    The padding between the rows is overwritten, too.
     """
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
         _rows[(len(logits),)](
             logits, labels, losses, logits.stride(0), logits.shape[1], logits.stride(0),
-            share or 0.0, writes=share is not None, block=_BLOCK, num_warps=_WARPS,
+            factor or 0.0, writes=factor is not None, block=_BLOCK, num_warps=_WARPS,
         )  # fmt: skip
     return losses
 
@@ -62,9 +62,9 @@ def _adamw(  # type: ignore[no-untyped-def]
     scaled: tl.constexpr, stops: tl.constexpr, measures: tl.constexpr, even: tl.constexpr,
     block: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of a tensor; the table holds addresses, sizes and dtypes.
+    """Each program updates one block of a tensor; the table holds addresses, sizes and dtypes.
 
-    `sums` gets what a block's weights and their changes are, squared and added up.
+    `sums` gets the sums of squares of a block's weights before the step and of their changes.
     """
     goes = True
     if stops:
@@ -125,9 +125,9 @@ def adamw_blocks(
     sums: Tensor | None, *,
     betas: tuple[float, float], eps: float, even: bool, block: int, columns: int,
 ) -> None:  # fmt: skip
-    """AdamW over the tensors of a table; `first` and `second` correct the moments' bias.
+    """Take an AdamW step over a table of tensors; `first` and `second` correct the moments' bias.
 
-    `whose` says which of the rates is each tensor's. `sums`, if wanted, is (blocks, 2).
+    `whose` is the index of each tensor's learning rate in `rates`; `sums` is (blocks, 2) or None.
     """
     _adamw[(len(owners),)](
         table, owners, starts, decays, first, second, rates, whose, scale, stopped, sums, *betas,

@@ -23,10 +23,10 @@ from frostlab.training.batches.batch import (
     token_examples,
 )
 from frostlab.training.batches.feed import Feed
-from frostlab.training.batches.packing import Shapes, _fewest_wasted, pack, shapes_for
+from frostlab.training.batches.packing import Shapes, _least_padding, pack, shapes_for
 from frostlab.training.distributed import Compute
 from frostlab.training.step import build_step
-from frostlab.training.step.compiled import shape_of
+from frostlab.training.step.compiled import shape_key
 from frostlab.training.step.objective import Objective
 from packed import PAD, build, classifies, exactly, prepared, tokens
 from tiny import tiny
@@ -100,7 +100,7 @@ def test_widths_waste_as_little_as_any_eight_could(rows: dict[int, int]) -> None
             for n, c in zip(needed, counts, strict=True)
         )
 
-    found = _fewest_wasted(needed, counts)
+    found = _least_padding(needed, counts)
     others = combinations(needed[:-1].tolist(), min(7, len(needed) - 1))
     assert len(found) <= 8
     assert max(found) == needed[-1]
@@ -115,7 +115,7 @@ def test_rows_of_an_epoch_fit_few_shapes(most: int, batch: int) -> None:
     shapes = shapes_for(data, parts)
     made = [pack(data, part, PAD, shapes=shapes) for part in parts]
     assert {b.inputs["input_ids"].shape[1] for b in made} <= set(shapes.widths)
-    assert len({shape_of([b]) for b in made}) <= 10, "the longest sequence counts, too"
+    assert len({shape_key([b]) for b in made}) <= 10, "the longest sequence counts, too"
     real, held = sum(b.tokens for b in made), sum(b.inputs["input_ids"].numel() for b in made)
     assert real / held > (0.94 if batch == 32 else 0.8)
     longer = int(max(shapes.widths)) + 1  # a later epoch may have one
@@ -201,7 +201,7 @@ def test_pieces_that_answer_otherwise_are_refused(
     monkeypatch.setattr(GPTStack, "read", other)
     batching = "packed" if task == "majority" else "bucketed"
     data = {"name": task, "examples": 64, "length": 16, "symbols": 16}
-    with pytest.raises(fl.BadInput, match="GPT in pieces gives a loss of"):
+    with pytest.raises(fl.BadInput, match="GPT run layer by layer gives a loss of"):
         fl.run(tiny(data=data, train__batching=batching), runs=tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -17,7 +17,7 @@ from frostlab.recipe.settings import Optim
 from frostlab.records.checkpoint import checkpoints_in, resumable
 from frostlab.records.folder import RunRecord
 from frostlab.records.schema import StageEvent
-from frostlab.training.stages import Entered, enter, kept_state, stages_of, survivors
+from frostlab.training.stages import Entered, enter_stage, stages_of, state_by_slot, surviving_state
 from frostlab.training.step.optimizer import build_optimizer, optimizer_tensors, restore_optimizer
 from frostlab.training.treatment import count_parameters
 from stages import progressive
@@ -39,11 +39,11 @@ def stepped(model: nn.Module) -> torch.optim.AdamW:
 def crossed(model: nn.Module, second: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
     """Cross into a second stage in place; return what survives, and the optimizer before."""
     optimizer = stepped(model)
-    kept = kept_state(model, optimizer)
+    kept = state_by_slot(model, optimizer)
     recipe = recipe_from(progressive(stages=[{}, second]))
     stage = stages_of(recipe, 64)[1]
-    entered = enter(model, recipe, stage, 1, Entered())
-    return survivors(model, entered, kept), optimizer
+    entered = enter_stage(model, recipe, stage, 1, Entered())
+    return surviving_state(model, entered, kept), optimizer
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.SGD])
@@ -86,7 +86,7 @@ def test_new_layers_are_drawn_apart_from_everything_else() -> None:
     def drawn(index: int, state: int) -> Tensor:
         model = decoder()
         torch.manual_seed(state)
-        enter(model, recipe, stages_of(recipe, 64)[1], index, Entered())
+        enter_stage(model, recipe, stages_of(recipe, 64)[1], index, Entered())
         assert torch.initial_seed() == state
         return model.blocks[2].up.weight
 
@@ -100,7 +100,7 @@ def test_the_published_counts_of_parameters() -> None:
     recipe = load_recipe("progressive-standard")
     counts, entered = [count_parameters(model)], Entered()
     for index, stage in enumerate(stages_of(recipe, 10_000)):
-        entered = enter(model, recipe, stage, index, entered)
+        entered = enter_stage(model, recipe, stage, index, entered)
         counts.append(count_parameters(model))
     assert [c["total"] for c in counts] == [9_135_232, 9_135_232, 9_200_896]
     assert counts[2]["trainable"] == 4_534_784

@@ -1,4 +1,4 @@
-"""Kinds of steps: which is chosen, and that each gives the numbers of the plain one.
+"""Captured and compiled steps give the numbers of eager ones.
 
 A CUDA graph cannot exist here: its stand-in runs the recorded work again, which shows everything
 but the recording itself. tests/gpu/test_captured.py shows that.
@@ -74,7 +74,7 @@ def batches(name: str, packed: bool, parts: int = 1) -> list[list[Batch]]:
             if packed:
                 made.append([pack(data, part, PAD, shapes=shapes) for part in shares])
             else:
-                made.append([collate(data, part, PAD, most=32) for part in shares])
+                made.append([collate(data, part, PAD, limit=32) for part in shares])
     return made
 
 
@@ -85,7 +85,7 @@ def train(step: EagerStep, steps: list[list[Batch]]) -> list[list[float]]:
         seed_step(0, i, 0, CPU)
         scored = sum(part.scored for part in parts)
         outcomes.append(step(parts, scored, 1e-3 * (i + 1) / len(steps)))
-    return [outcome.values.tolist() for outcome in outcomes]  # read late, as the ledger does
+    return [outcome.values.tolist() for outcome in outcomes]  # read late, as the step log does
 
 
 def same(one: nn.Module, other: nn.Module) -> None:
@@ -194,13 +194,13 @@ def test_what_cannot_be_captured_goes_on_without_and_says_why() -> None:
 
 
 def test_only_so_many_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured, "_MOST", 2)
+    monkeypatch.setattr(captured, "_MAX_GRAPHS", 2)
     plain, model = exactly("gpt2").eval(), exactly("gpt2").eval()
     step, steps = stand_in(model), batches("gpt2", False)
     wanted = train(make(EagerStep, plain), steps)
     np.testing.assert_allclose(train(step, steps), wanted, **ROUNDED)
     assert len(step._graphs) == 2
-    assert step.reason == "more than 2 shapes of batches: the others run without a graph"
+    assert step.reason == "more than 2 batch shapes: the others run without a graph"
 
 
 def test_a_broken_gradient_moves_nothing_and_is_named() -> None:

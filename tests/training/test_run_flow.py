@@ -330,7 +330,7 @@ def test_only_measured_steps_may_fail_to_be_captured() -> None:
 def test_looking_inside_takes_eager_steps() -> None:
     model = build("gpt classifier")
     step = build_step(Objective(model), Optim(), Train(step="compiled"),
-                      Compute(CPU, torch.float32), steps=9, inside=True)  # fmt: skip
+                      Compute(CPU, torch.float32), steps=9, watches_inside=True)  # fmt: skip
     assert (step.kind, step.reason) == (
         "eager", "watch.dead_units and watch.attention_entropy need eager steps",
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Copies in bf16 give autocast's numbers, follow their weights, and leave no trace."""
+"""Learning rates follow their schedules; bf16 copies give the gradients of autocast."""
 
 from typing import Any
 
@@ -6,16 +6,50 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 import frostlab as fl
+from frostlab.recipe.settings import Optim, StepDecay
 from frostlab.training.batches.batch import Batch, collate
 from frostlab.training.distributed import Compute
 from frostlab.training.step.eager import EagerStep
 from frostlab.training.step.objective import Objective
-from frostlab.training.step.optimizer import Bf16Copies
+from frostlab.training.step.optimizer import Bf16Copies, rate_at, warmup_steps
 from packed import MODELS, PAD, build, classifies, tokens
 
 CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize(("steps", "warmup"), [(100, 10), (7, 0), (50, 49), (1, 0)])
+def test_schedules_follow_transformers(schedule: str, steps: int, warmup: int) -> None:
+    """Ours is theirs, one step ahead in the warm-up: no step has rate 0."""
+    optim = Optim(lr=0.5, warmup=float(warmup), schedule=schedule)  # type: ignore[arg-type]
+    made = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    theirs = (
+        get_linear_schedule_with_warmup if schedule == "linear" else get_cosine_schedule_with_warmup
+    )(made, warmup, steps)
+    for step in range(steps):
+        expected = theirs.get_last_lr()[0]
+        if step < warmup:
+            expected += 0.5 / warmup
+        assert rate_at(step, steps, optim) == pytest.approx(expected, abs=1e-12)
+        made.step()
+        theirs.step()
+
+
+def test_constant_and_step_decay() -> None:
+    constant = Optim(lr=1.0, warmup=2.0, schedule="constant")
+    assert [rate_at(s, 5, constant) for s in range(5)] == [0.5, 1, 1, 1, 1]
+    stepped = Optim(lr=1.0, warmup=0.0, schedule=StepDecay(every=2, factor=0.5))
+    assert [rate_at(s, 6, stepped) for s in range(6)] == [1, 1, 0.5, 0.5, 0.25, 0.25]
+
+
+def test_warm_up_is_a_share_or_steps() -> None:
+    assert warmup_steps(1000, Optim(warmup=0.1)) == 100
+    assert warmup_steps(1000, Optim(warmup=30)) == 30
+    assert warmup_steps(1000, Optim(warmup=0.0)) == 0
+    assert warmup_steps(1000, Optim(warmup=1)) == 1
 
 
 def batch(name: str) -> Batch:
@@ -59,7 +93,7 @@ def test_what_is_copied() -> None:
     model.blocks[0].up.weight.register_hook(lambda gradient: gradient)
     model.blocks[1].down.weight = model.blocks[0].down.weight
     model.blocks[1].out.bfloat16()
-    copied = {names[id(entry.own)] for entry in Bf16Copies(model)._entries}
+    copied = {names[id(entry.parameter)] for entry in Bf16Copies(model)._entries}
     layer = {
         f"{part}.{kind}" for part in ("qkv", "out", "up", "down") for kind in ("weight", "bias")
     }

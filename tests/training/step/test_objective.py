@@ -29,7 +29,7 @@ from frostlab.training.distributed import Compute
 from frostlab.training.step.captured import CapturedStep
 from frostlab.training.step.compiled import CompiledStep
 from frostlab.training.step.eager import EagerStep
-from frostlab.training.step.objective import Objective, Supervision, resolve
+from frostlab.training.step.objective import Objective, Supervision, resolve_supervision
 from frostlab.training.step.optimizer import Bf16Copies, build_optimizer
 from heads import assert_same
 from packed import PAD, VOCABULARY, build, prepared, tokens
@@ -113,7 +113,7 @@ def assert_equal(model: nn.Module, ours: Tensor, theirs: Tensor) -> None:
 
 def objective_of(model: nn.Module, wanted: Supervise) -> Objective:
     objective = Objective(model)
-    objective.supervision = resolve(wanted, model)
+    objective.supervision = resolve_supervision(wanted, model)
     return objective
 
 
@@ -143,14 +143,14 @@ def test_losses_that_could_only_move_the_head_are_left_out_unless_asked_for(name
     model, batch = made(name), collate(tokens(labels=False), ROWS, PAD)
     if name != "gpt":
         fl.freeze(model, *FROZEN[name])
-        assert resolve(supervise(), model) == Supervision((2, 3), (0.5, 0.5), (1,))
+        assert resolve_supervision(supervise(), model) == Supervision((2, 3), (0.5, 0.5), (1,))
         ours = objective_of(model, supervise(weights=(0.3, 1.7, 0.5)))(batch)
         assert_equal(model, ours, naive(model, batch, {2: 1.7, 3: 0.5}))
     else:  # its head is the embedding: freezing the first layer alone leaves that learning
         fl.freeze(model, "layers[0]")
-        assert resolve(supervise(), model) == Supervision((1, 2, 3), (1 / 3,) * 3)
+        assert resolve_supervision(supervise(), model) == Supervision((1, 2, 3), (1 / 3,) * 3)
     every = supervise(weights=(0.3, 1.7, 0.5), frozen=True)
-    found = resolve(every, model)
+    found = resolve_supervision(every, model)
     assert found == Supervision((1, 2, 3), (0.3, 1.7, 0.5))
     assert_equal(model, objective_of(model, every)(batch), naive(model, batch, WEIGHTS))
 
@@ -158,17 +158,17 @@ def test_losses_that_could_only_move_the_head_are_left_out_unless_asked_for(name
 def test_the_last_layers_loss_always_stays() -> None:
     model = made("decoder after")
     fl.freeze(model, "all", "!head")
-    assert resolve(supervise(), model) == Supervision((3,), (1.0,), (1, 2))
+    assert resolve_supervision(supervise(), model) == Supervision((3,), (1.0,), (1, 2))
 
 
 def test_layers_may_be_named_in_any_order() -> None:
-    found = resolve(supervise([3, 1], weights=(0.9, 0.1)), made("gpt"))
+    found = resolve_supervision(supervise([3, 1], weights=(0.9, 0.1)), made("gpt"))
     assert found == Supervision((1, 3), (0.1, 0.9))
 
 
 def test_the_default_is_the_models_own_loss_for_any_model() -> None:
-    assert resolve(Supervise(), made("gpt")) is None
-    assert resolve(Supervise(), nn.Linear(2, 2)) is None
+    assert resolve_supervision(Supervise(), made("gpt")) is None
+    assert resolve_supervision(Supervise(), nn.Linear(2, 2)) is None
 
 
 @pytest.mark.parametrize("name", FROZEN)
@@ -180,7 +180,7 @@ def test_cached_first_layers_change_no_loss_and_no_gradient(name: str) -> None:
     kept = build_prefix(model, data, Train(cache_prefix="memory"), torch.float64, types=False)
     plain = objective(pack(data.splits["train"], ROWS, PAD))
     objective.prefix = kept
-    cached = objective(pack(data.splits["train"], ROWS, PAD, table=kept.starts))
+    cached = objective(pack(data.splits["train"], ROWS, PAD, cached_starts=kept.starts))
     assert_equal(model, cached, plain)
 
 
@@ -246,20 +246,20 @@ def test_compiled_layers_give_the_same_losses() -> None:
     (supervise([1, 4]), "supervise.layers: there is no layer 4; the model has 1 to 3"),
     (supervise(weights=(1.0, 2.0)), "supervise.weights has 2 values for 3 layers"),
     (supervise("last", weights=(1.0, 2.0)), "supervise.weights has 2 values for 1 layers"),
-    (supervise([1, 2]), "supervise.layers end at 2, and layers above it learn, from nothing; "
-                        "add 3, or freeze them"),
+    (supervise([1, 2]), "supervise.layers end at 2, but layers above it learn and would get no "
+                        "gradient; add 3, or freeze them"),
 ])  # fmt: skip
 def test_what_a_model_does_not_have_is_refused(wanted: Supervise, line: str) -> None:
     with pytest.raises(fl.BadInput) as refused:
-        resolve(wanted, made("decoder after"))
+        resolve_supervision(wanted, made("decoder after"))
     assert str(refused.value) == line
 
 
 def test_only_frozen_layers_are_refused() -> None:
     model = made("decoder after")
     fl.freeze(model, "embedding", "layers[0:2]")
-    with pytest.raises(fl.BadInput, match=r"\[1, 2\] lie above nothing that learns.*; add 3, or"):
-        resolve(supervise([1, 2]), model)
+    with pytest.raises(fl.BadInput, match=r"\[1, 2\] have no trainable weight.*; add 3, or"):
+        resolve_supervision(supervise([1, 2]), model)
 
 
 def test_other_models_are_refused() -> None:
@@ -270,7 +270,7 @@ def test_other_models_are_refused() -> None:
         with pytest.raises(
             fl.BadInput, match=f"supervise.layers does not know {type(model).__name__}"
         ):
-            resolve(supervise(), model)
+            resolve_supervision(supervise(), model)
 
 
 def test_a_hooked_model_is_refused_before_its_last_layer_is_taken_for_all() -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from frostlab.training.step import head_loss as sweeping
+from frostlab.training.step import head_loss as module
 from frostlab.training.step.head_loss import head_loss
 
 pytestmark = [
@@ -21,7 +21,7 @@ SHARES = [0.5, 2.0]
 
 @pytest.fixture(autouse=True)
 def _several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweeping, "_bound", lambda device: 4 * CLASSES * 170)
+    monkeypatch.setattr(module, "_chunk_bytes", lambda device: 4 * CLASSES * 170)
 
 
 def inputs() -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
@@ -50,9 +50,9 @@ def test_value_and_gradients_are_the_plain_ones(
     precision: str, in_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half precision may err by the 1/256 of a bfloat16, and no more than the plain way does."""
-    assert sweeping.has_kernel(torch.device("cuda"), torch.float32)
+    assert module.has_kernel(torch.device("cuda"), torch.float32)
     if not in_kernel:
-        monkeypatch.setattr(sweeping, "has_kernel", lambda device, dtype: False)
+        monkeypatch.setattr(module, "has_kernel", lambda device, dtype: False)
     hidden, weight, bias, targets = inputs()
     leaves = [*hidden, weight, bias]
     exact = plain(hidden, weight, bias, targets)
@@ -127,7 +127,7 @@ def test_what_is_not_scored_may_be_anything() -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 def test_memory_is_that_of_a_few_chunks(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     bound = 32 * 2**20
-    monkeypatch.setattr(sweeping, "_bound", lambda device: bound)
+    monkeypatch.setattr(module, "_chunk_bytes", lambda device: bound)
     classes, tokens = 50_000, 4096
     hidden = torch.randn(tokens, WIDTH, device="cuda", requires_grad=True)
     weight = torch.randn(classes, WIDTH, device="cuda", requires_grad=True)

@@ -9,7 +9,7 @@ import frostlab as fl
 from frostlab.recipe.settings import StepKind
 from frostlab.training.distributed import Compute, World
 from frostlab.training.state import Silent
-from frostlab.training.step import choose
+from frostlab.training.step import choose_kind
 from tiny import tiny
 
 
@@ -32,7 +32,7 @@ from tiny import tiny
 def test_the_kind_that_is_chosen(
     wanted: StepKind, device: str, processes: int, steps: int, kind: str, compiles: bool, said: str
 ) -> None:
-    choice = choose(
+    choice = choose_kind(
         wanted, Compute(torch.device(device), torch.float32, World(0, processes, 0)), steps
     )
     assert (choice.kind, choice.compiles) == (kind, compiles)

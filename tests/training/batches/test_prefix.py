@@ -15,7 +15,7 @@ from frostlab.records.schema import EvaluationEvent, PrefixEvent, StepEvent
 from frostlab.storage import cache_folder
 from frostlab.training.batches.batch import evaluation_order
 from frostlab.training.batches.packing import pack
-from frostlab.training.batches.prefix import build_prefix, kept_table, prefix_depth
+from frostlab.training.batches.prefix import build_prefix, cached_table, prefix_depth
 from frostlab.training.step.objective import Objective
 from packed import PAD, build, classifies, exactly, prepared
 from tiny import tiny
@@ -78,7 +78,7 @@ def test_cached_layers_change_no_loss_and_no_gradient(name: str, where: str) -> 
         for table in (None, kept.starts):
             objective.prefix = None if table is None else kept
             model.zero_grad()
-            loss = objective(pack(tokens, rows, PAD, types=types, table=table))
+            loss = objective(pack(tokens, rows, PAD, types=types, cached_starts=table))
             loss.backward()
             made.append([loss.detach(), *(p.grad for p in model.parameters() if p.requires_grad)])
         for plain, cached in zip(*made, strict=True):
@@ -162,7 +162,7 @@ def test_old_tables_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     folder = tmp_path / "prefixes"
 
     def keep(key: str, rows: int) -> bool:
-        return kept_table(key, (rows, 10), torch.float32, 4000, lambda t: t.fill_(rows))[1]
+        return cached_table(key, (rows, 10), torch.float32, 4000, lambda t: t.fill_(rows))[1]
 
     def names() -> list[str]:
         return sorted(path.name for path in folder.iterdir() if path.is_dir())
@@ -182,8 +182,8 @@ def test_a_table_that_another_run_removes_stays_readable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FROSTLAB_CACHE", str(tmp_path))
-    table, _ = kept_table("a", (30, 10), torch.float32, 1200, lambda t: t.fill_(7))
-    kept_table("b", (30, 10), torch.float32, 1200, lambda t: t.fill_(8))
+    table, _ = cached_table("a", (30, 10), torch.float32, 1200, lambda t: t.fill_(7))
+    cached_table("b", (30, 10), torch.float32, 1200, lambda t: t.fill_(8))
     assert not (tmp_path / "prefixes" / "a").exists()
     assert table.unique().tolist() == [7.0]
 
@@ -196,7 +196,7 @@ def test_a_disk_without_room_is_one_line(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(fl.BadInput, match="cannot be written: No space left on device"):
-        kept_table("a", (30, 10), torch.float32, 1200, lambda t: None)
+        cached_table("a", (30, 10), torch.float32, 1200, lambda t: None)
     assert [path.name for path in (tmp_path / "prefixes").iterdir() if path.is_dir()] == []
 
 
@@ -215,7 +215,7 @@ def test_a_thawed_layer_is_not_looked_up() -> None:
         model, data, Train(cache_prefix="memory"), torch.float32, types=False
     )
     tokens = data.splits["train"]
-    batch = pack(tokens, np.arange(4), PAD, table=objective.prefix.starts)
+    batch = pack(tokens, np.arange(4), PAD, cached_starts=objective.prefix.starts)
     objective(batch)
     fl.thaw(model)
     with pytest.raises(fl.FrostlabError, match="a layer learns whose outputs are cached"):

@@ -31,7 +31,7 @@ from frostlab.training.eeg_report import draw_run
 from frostlab.training.evaluate import evaluate
 from frostlab.training.run import run
 from frostlab.training.setup import _has_unused, best_model
-from frostlab.training.stages import Entered, Stage, enter, lr_scales, stages_of
+from frostlab.training.stages import Entered, Stage, enter_stage, lr_scales, stages_of
 from frostlab.training.state import StageModel
 from frostlab.training.step.compiled import CompiledStep
 from frostlab.training.step.envelope_loss import (
@@ -73,7 +73,7 @@ def test_windows_stay_inside_a_recording_and_keep_its_subject(hop: int | None) -
     examples = WindowExamples(split)
     seen = []
     for epoch in range(20):
-        for rows in examples.epoch(4, 3, epoch, bucket=False):
+        for rows in examples.epoch_order(4, 3, epoch, bucket=False):
             batch = examples.collate(rows)
             steps = batch.inputs["eeg"][:, 1:] - batch.inputs["eeg"][:, :-1]
             assert (steps == torch.tensor([1.0, -1.0])).all(), "one sample after the other"
@@ -94,17 +94,17 @@ def test_the_order_follows_seed_and_epoch_down_to_the_sample() -> None:
     examples = WindowExamples(windows(None))
 
     def digest(seed: int, epoch: int) -> str:
-        return order_digest(examples.epoch(4, seed, epoch, bucket=False))
+        return order_digest(examples.epoch_order(4, seed, epoch, bucket=False))
 
     assert digest(0, 0) == digest(0, 0)
     assert len({digest(0, 0), digest(0, 1), digest(1, 0)}) == 3
-    drawn = [sorted(np.concatenate(examples.epoch(4, 0, e, False))) for e in range(2)]
+    drawn = [sorted(np.concatenate(examples.epoch_order(4, 0, e, False))) for e in range(2)]
     assert drawn[0] != drawn[1], "other windows, not only another order"
     fixed = WindowExamples(windows(4))
-    kept = [sorted(np.concatenate(fixed.epoch(4, 0, e, False))) for e in range(2)]
+    kept = [sorted(np.concatenate(fixed.epoch_order(4, 0, e, False))) for e in range(2)]
     assert kept[0] == kept[1]
     assert len(examples) == 5 + 3 + 3
-    assert all(len(np.concatenate(examples.epoch(4, 0, e, False))) == 11 for e in range(3))
+    assert all(len(np.concatenate(examples.epoch_order(4, 0, e, False))) == 11 for e in range(3))
 
 
 def test_no_rows_make_a_window_that_counts_for_nothing() -> None:
@@ -131,7 +131,7 @@ def test_the_loss_a_recipe_names_is_what_is_differentiated(kind: str) -> None:
     objective = TASK.objective(build_for(recipe, data), recipe).eval()
     assert isinstance(objective, EnvelopeObjective)
     examples = WindowExamples(data.splits["tune"])
-    rows = examples.sweep(5)[0]
+    rows = examples.evaluation_order(5)[0]
     batch = examples.collate(rows)
     said = objective(batch, want="logits")
     wanted = window_losses(kind, said, batch.targets)  # type: ignore[arg-type]
@@ -318,7 +318,7 @@ def test_a_pass_that_tries_something_out_moves_no_statistics() -> None:
     assert all(map(torch.equal, before, objective.buffers())), "looking for unused ones"
     optimizer = build_optimizer(objective.model, recipe.optim, fused=False)
     step = CompiledStep(objective, optimizer, Compute(CPU, torch.float32), None, compiles=False)
-    step._prove([batch], batch.scored)
+    step._try_compiling([batch], batch.scored)
     assert all(map(torch.equal, before, objective.buffers())), "trying out compiled code"
     objective(batch)
     assert not all(map(torch.equal, before, objective.buffers()))
@@ -345,7 +345,7 @@ def test_front_and_head_have_rates_of_their_own() -> None:
     recipe, data = prepared(stages=[{"lr": rates}])
     model = build_for(recipe, data)
     (stage,) = stages_of(recipe, len(data.splits["train"]))
-    enter(model, recipe, stage, 0, Entered())
+    enter_stage(model, recipe, stage, 0, Entered())
     shares = lr_scales(model, stage, 0, Entered())
     assert stage.optim(recipe.optim).lr == 1e-3
     for name, share in shares.items():

@@ -128,8 +128,8 @@ def test_few_widths_and_little_more_padding(longest: int, more: int) -> None:
 def test_widths_are_few() -> None:
     assert len({padded_width(n, 512) for n in range(1, 513)}) == 32
     tokens = tokens_of([[1] * 9, [2] * 30], labels=[0, 1])
-    assert collate(tokens, np.array([0]), 0, most=30).inputs["input_ids"].shape == (1, 16)
-    assert collate(tokens, np.array([0, 1]), 0, most=30).inputs["input_ids"].shape == (2, 30)
+    assert collate(tokens, np.array([0]), 0, limit=30).inputs["input_ids"].shape == (1, 16)
+    assert collate(tokens, np.array([0, 1]), 0, limit=30).inputs["input_ids"].shape == (2, 30)
     assert collate(tokens, np.array([0]), 0).inputs["input_ids"].shape == (1, 9)
 
 

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import frostlab as fl
 from frostlab.models.stack import take_apart
-from frostlab.training.step.compiled import join_products, joined, partly_frozen
+from frostlab.training.step.compiled import join_linears, joining_backend, partly_frozen_linear
 from packed import build, exactly
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
@@ -26,13 +26,13 @@ class Joining:
 
     def __call__(self, module: GraphModule, inputs: Any) -> Callable[..., Any]:
         self.before += self._count(module)
-        join_products(module.graph)
+        join_linears(module.graph)
         module.recompile()
         self.after += self._count(module)
         return module.forward
 
     def _count(self, module: GraphModule) -> int:
-        return sum(node.target in (F.linear, partly_frozen) for node in module.graph.nodes)
+        return sum(node.target in (F.linear, partly_frozen_linear) for node in module.graph.nodes)
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +99,7 @@ def test_a_partly_frozen_map_is_the_plain_one(half: bool, with_bias: bool) -> No
             FlopCounterMode(display=False) as f,
         ):
             if ours:
-                out = partly_frozen(x, frozen, learning, *biases)
+                out = partly_frozen_linear(x, frozen, learning, *biases)
             else:
                 bias = torch.cat(biases) if biases else None
                 out = F.linear(x, torch.cat([frozen, learning]), bias)
@@ -129,7 +129,7 @@ def test_the_backend_compiles_layers_with_some_rows_frozen(name: str) -> None:
 
     wanted = gradients(model, run)
     for layer in stack.layers:
-        layer.compile(backend=joined)
+        layer.compile(backend=joining_backend)
     for made, expected in zip(gradients(model, run), wanted, strict=True):
         torch.testing.assert_close(made, expected, rtol=1e-3, atol=1e-4)
 

@@ -88,7 +88,7 @@ def test_treatments_leave_everything_else_as_it_was(
     assert this.result.order_digest == plain.result.order_digest
     surgery = TREATMENTS[name]
     assert bool(touched) == bool(surgery.init)
-    if set(surgery.freeze) <= {"query", "key"}:  # test_peers.py has the others
+    if set(surgery.freeze) <= {"query", "key"}:  # test_treatment.py has the others
         size = 16 * 16 + 16
         assert this.result.parameters.frozen == 2 * size * len(surgery.freeze)
 
