@@ -173,6 +173,8 @@ def test_names_of_runs() -> None:
 ERRORS = [
     ("data.name=imbd", "--set data.name=imbd: data.name = 'imbd' should be one of docstrings,",
      "did you mean `imdb`?"),
+    ("data.name=[imdb]", "data.name = ['imdb'] should be one of docstrings,", ""),
+    ("data={name: [imdb], path: x}", "data.name = ['imdb'] should be one of docstrings,", ""),
     ("model.widht=3", "model.widht is not a key", "did you mean `width`?"),
     ("lr=3", "lr is not a key", "did you mean `optim.lr`?"),
     ("treatment=olem", "treatment = 'olem' should be one of none, oelm,", "`oelm`?"),

@@ -90,7 +90,9 @@ def test_a_run_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     """Every file of a run fits; asdict gives back what the file says."""
     import json
 
-    recipe = tiny(watch={"every": 3, "change": True}, evaluate={"target": 0.0, "batch": 256})
+    recipe = tiny(
+        watch={"every_n_steps": 3, "distance": True}, evaluate={"target": 0.0, "batch": 256}
+    )
     record = fl.run(recipe, runs=tmp_path)
     written = json.loads((record.folder / "result.json").read_text())
     assert dataclasses.asdict(record.result) == written

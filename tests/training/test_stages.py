@@ -278,7 +278,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stages": [{"keep_state": False}]}, "no state before the first stage"),
     ({"train": {"batch": 32, "steps": 2, "batching": "packed", "cache_prefix": "memory"}},
      "cache_prefix needs frozen layers"),
-    ({"treatment": {"peft": {"method": "lora"}}}, "stages.1.add cannot be with treatment.peft"),
+    ({"treatment": {"peft": {"method": "lora"}}}, "stages.1.add and treatment.peft exclude"),
     ({"model": {"kind": "pretrained", "name": "albert", "weights": False, "config": {
         "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
         "intermediate_size": 32, "embedding_size": 16}},

@@ -1,1 +1,1 @@
-"""Envelopes: predicted speech envelopes scored against real ones, and a linear baseline."""
+"""Envelopes: scores of decoded speech envelopes, and a linear baseline."""

@@ -1,1 +1,1 @@
-"""Recipes: what a run is, typed, as YAML that says only what differs from the defaults."""
+"""Recipes: typed definitions of runs, read from YAML files that hold what differs from defaults."""

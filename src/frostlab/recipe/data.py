@@ -137,7 +137,7 @@ LOADERS: dict[str, Loader] = {}  # by name; filled by frostlab.data.registered
 
 def _known_name(name: Any) -> Any:
     """Refuse an unknown name of data in the way pydantic refuses what a Literal does not list."""
-    if name in LOADERS:
+    if isinstance(name, str) and name in LOADERS:
         return name
     expected = ", ".join(f"'{name}'" for name in data_names())
     raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})

@@ -275,7 +275,7 @@ class Layers:
         new, old = values.get("data"), self.values.get("data")
         if isinstance(new, dict) and "path" in new and "name" not in new:
             name = old.get("name") if isinstance(old, dict) else None
-            if name in RECORDED:
+            if isinstance(name, str) and name in RECORDED:
                 return values | {"data": {"name": RECORDED[name]} | new}
         return values
 

@@ -1,4 +1,4 @@
-"""What a recipe can say about its model, its optimizer, and how it is trained and looked at."""
+"""Sections of a recipe about optimizer, training, supervision, gradient flow and evaluation."""
 
 import re
 from typing import Annotated, Any, Literal, Self
@@ -13,7 +13,8 @@ LOWER_IS_BETTER = ("loss", "perplexity")
 METRIC_TARGETS = {"pearson": 0.3}  # wanted in a diagnosis where evaluate.target is null
 
 
-def _regular(every: int | str) -> int | str:
+def _check_every(every: int | str) -> int | str:
+    """Refuse anything but a number of steps, `epoch` or `N epochs`."""
     if every == "epoch" or (isinstance(every, int) and every > 0):
         return every
     if isinstance(every, str) and re.fullmatch(r"[1-9]\d* epochs", every):
@@ -21,18 +22,18 @@ def _regular(every: int | str) -> int | str:
     raise ValueError(f"{every!r} should be a number of steps, epoch, or such as 10 epochs")
 
 
-Every = Annotated[int | str, AfterValidator(_regular)]
+Every = Annotated[int | str, AfterValidator(_check_every)]
 
 
 class StepDecay(Strict):
-    """Multiply the rate by `factor` every so many steps or epochs."""
+    """Multiply the learning rate by `factor` every so many steps or epochs."""
 
     every: Every
     factor: Annotated[float, Field(gt=0, lt=1)]
 
 
 class Optim(Strict):
-    """AdamW and its schedule; matrices decay, vectors do not."""
+    """AdamW and its schedule; weight decay is for matrices, not for vectors."""
 
     lr: Annotated[float, Field(gt=0)] = 3e-4
     decay: Annotated[float, Field(ge=0)] = 0.01
@@ -46,39 +47,40 @@ class Optim(Strict):
     schedule: Literal["linear", "cosine", "constant"] | StepDecay = "linear"
 
     @model_validator(mode="after")
-    def _whole_steps(self) -> Self:
+    def _check_warmup(self) -> Self:
         if self.warmup > 1 and self.warmup != int(self.warmup):
             raise ValueError(f"warmup {self.warmup} is neither a share below 1 nor whole steps")
         return self
 
 
 class Train(Strict):
-    """How long, how many at once, and on what."""
+    """Duration, batches, precision and devices of training."""
 
-    batch: Positive = 32  # examples a step, over all processes and accumulated parts
-    accumulate: Positive = 1
+    batch: Positive = 32  # examples per step, over all processes and micro-batches
+    accumulate: Positive = 1  # micro-batches per step
     epochs: Positive | None = None
     steps: Positive | None = None
     batching: Literal["bucketed", "packed", "padded"] = "bucketed"
     step: StepKind = "auto"  # auto: the fastest that works
     cache_prefix: Literal["memory", "disk"] | None = None  # outputs of the frozen first layers
-    cache_gb: Annotated[float, Field(gt=0)] = 16.0  # what they may take
+    cache_gb: Annotated[float, Field(gt=0)] = 16.0  # size of that cache, at most
     precision: Literal["auto", "float32", "bf16"] = "auto"  # auto: bf16 on CUDA
     device: str = "auto"
     threads: Positive | None = None
-    processes: Positive | None = None  # refuse to run with another number of them
+    processes: Positive | None = None  # refuse to run with another number of processes
     parallel: Literal["ddp", "fsdp"] = "ddp"
     checkpoint: Positive | None = None  # steps between checkpoints; null: at evaluations
 
     @model_validator(mode="before")
     @classmethod
-    def _duration(cls, value: Any) -> Any:
+    def _default_duration(cls, value: Any) -> Any:
+        """Train for 3 epochs if neither epochs nor steps are given."""
         if isinstance(value, dict) and value.get("steps") is None and value.get("epochs") is None:
             return value | {"epochs": 3}
         return value
 
     @model_validator(mode="after")
-    def _one_duration(self) -> Self:
+    def _check(self) -> Self:
         if self.epochs is not None and self.steps is not None:
             raise ValueError(
                 f"epochs {self.epochs} and steps {self.steps} both say how long; "
@@ -95,11 +97,11 @@ class Train(Strict):
 
 
 class Supervise(Strict):
-    """Which layers predict, through the shared head, and what each one's loss counts."""
+    """Layers that predict through the shared head, and the weights of their losses."""
 
     layers: Literal["last", "all"] | Annotated[tuple[Positive, ...], Field(min_length=1)] = "last"
     weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)] | None = None
-    frozen: bool = False  # true: also layers that nothing which learns lies below
+    frozen: bool = False  # true: also layers that have no trainable weights at or below them
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -130,7 +132,7 @@ class Watch(Strict):
 
 
 class Evaluate(Strict):
-    """When to look, at what, and when to stop."""
+    """When to evaluate, by which metric, and when to stop early."""
 
     every: Every = "epoch"
     metric: Metric | None = None  # null: accuracy, perplexity for language, pearson for envelopes

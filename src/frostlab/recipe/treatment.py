@@ -1,4 +1,4 @@
-"""Treatments: surgery as data, by name or spelled out."""
+"""Treatments: new weights, frozen weights or adapters, by name or in full."""
 
 from typing import Annotated, Literal, Self
 
@@ -9,13 +9,13 @@ Selections = Annotated[tuple[str, ...], Field(min_length=1)]
 
 
 class Strict(BaseModel):
-    """Unknown keys and wrong types are errors; values never change."""
+    """Base of every section: unknown keys and wrong types are errors, and values are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Orthogonalize(Strict):
-    """Orthonormal rows, per head or over the matrix."""
+    """Replace weights by orthonormal rows, per head or over the whole matrix."""
 
     method: Literal["orthogonalize"]
     select: Selections
@@ -24,7 +24,7 @@ class Orthogonalize(Strict):
 
 
 class Randomize(Strict):
-    """A normal draw, of a given deviation or of the norm that was there."""
+    """Replace weights by a normal draw, of a given deviation or with the norm of the weights."""
 
     method: Literal["randomize"]
     select: Selections
@@ -32,7 +32,7 @@ class Randomize(Strict):
 
 
 class LowRank(Strict):
-    """A learned product of two thin matrices beside each projection; DoRA learns lengths apart."""
+    """LoRA: a learned low-rank product added to each projection; DoRA learns magnitudes as well."""
 
     method: Literal["lora", "dora"]
     select: Selections = ("query", "value")
@@ -42,19 +42,19 @@ class LowRank(Strict):
 
 
 class Scales(Strict):
-    """IA³: a learned factor for each output of a projection, for each input of a down one."""
+    """IA³: a learned factor for each output of a projection, or each input of a down-projection."""
 
     method: Literal["ia3"]
     select: Selections = ("key", "value", "down")
 
 
 def _all_but(learns: str) -> tuple[str, ...]:
-    """Freeze all but this and the head; a head tied to the embedding stays frozen with it."""
+    """Return selections that freeze all but this and the head; a tied head stays frozen."""
     return ("all", "embedding", f"!{learns}", "!head")
 
 
 class Treatment(Strict):
-    """New values for some weights, then which of them are frozen; or PEFT's adapters."""
+    """New values for weights, then weights to freeze; or adapters of PEFT."""
 
     init: tuple[Annotated[Orthogonalize | Randomize, Field(discriminator="method")], ...] = ()
     freeze: tuple[str, ...] = ()
