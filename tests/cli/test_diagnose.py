@@ -141,10 +141,10 @@ def test_bad_input(
 
 
 DAMAGE: dict[str, tuple[dict[str, Any], str]] = {
-    "too few numbers": ({"gradient": [1.0]}, "holds no whole flow"),
+    "too few numbers": ({"gradient": [1.0]}, "is damaged"),
     "no numbers": ({"weight": ["a"] * 16}, "weight.0 should be a number, but is 'a'"),
     "no list": ({"ends": 3}, "ends should be a list, but is 3"),
-    "no such part": ({"broken": [99]}, "holds no whole flow"),
+    "no such part": ({"broken": [99]}, "is damaged"),
     "no module": ({"entropy": [1]}, "entropy should be an object, but is [1]"),
 }
 

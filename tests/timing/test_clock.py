@@ -31,10 +31,10 @@ def test_host_work_that_overlaps_the_devices_counts_as_training(
     watch.stop()
     assert watch.training_seconds() == 5.0 + 2.5 * overlaps
     seconds = clocks([], watch.seconds)
-    assert seconds["total_seconds"] == 12.5
-    assert seconds["train_seconds"] == 5.0 + 2.5 * overlaps
-    assert seconds["data_seconds"] == 3.5
-    assert seconds["data_overlapped_seconds"] == 2.5 * overlaps
+    assert seconds.total_seconds == 12.5
+    assert seconds.train_seconds == 5.0 + 2.5 * overlaps
+    assert seconds.data_seconds == 3.5
+    assert seconds.data_overlapped_seconds == 2.5 * overlaps
 
 
 def test_synchronize_waits_for_every_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:

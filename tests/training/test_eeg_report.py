@@ -174,7 +174,7 @@ def test_recordings_are_decoded_without_dropout_from_windows_that_overlap(
     finished: RunRecord,
 ) -> None:
     recipe, data = prepared()
-    model = best_model(finished, recipe, data).eval()
+    model = best_model(finished, data).eval()
     (each,) = data.splits["unseen"].recordings[:1]
     starts = window_starts(len(each), 64, 32)
     with torch.no_grad():
@@ -195,7 +195,7 @@ def test_weights_that_were_not_reported_are_refused(finished: RunRecord, tmp_pat
     weights["head.4.bias"] += 1e-3
     save_file(weights, moved)
     with pytest.raises(BadInput, match="is not what was reported"):
-        best_model(RunRecord(tmp_path / "run"), recipe, data)
+        best_model(RunRecord(tmp_path / "run"), data)
     other = prepared(data__seed=1)[1]
     with pytest.raises(BadInput, match="cannot be made again: they changed"):
         best_model(finished, recipe, other)

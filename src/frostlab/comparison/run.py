@@ -81,7 +81,9 @@ def load_comparison(folder: str | Path) -> Comparison:
     if not path.is_dir() or ComparisonFolder(path).read("evidence.json") is None:
         problem = "it has no evidence.json" if path.is_dir() else "it is not a folder"
         raise BadInput(f"{path} does not hold a finished comparison: {problem}")
-    return Comparison(path)
+    comparison = Comparison(path)
+    comparison.evidence  # noqa: B018  (a file that does not fit is refused here)
+    return comparison
 
 
 def compare(
