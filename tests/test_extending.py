@@ -1,15 +1,22 @@
-"""Users extend frostlab from outside the package: here with data of their own."""
+"""Users extend frostlab from outside the package: with data, metrics and treatments."""
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import frostlab as fl
 from frostlab.data.prepare import prepare
 from frostlab.recipe.data import LOADERS
 from frostlab.recipe.load import recipe_from
+from frostlab.recipe.settings import LOWER_IS_BETTER, METRICS
+from frostlab.recipe.treatment import TREATMENTS
+from frostlab.records.schema import EvaluationEvent
+from frostlab.training.evaluate import COMPUTED, Totals
+from frostlab.training.treatment import CHANGES
 from tiny import tiny
 
 MODEL = {"data": {"name": "weather", "length": 8}, "tokenizer": {"kind": "words"}}
@@ -19,10 +26,16 @@ MODEL = {"data": {"name": "weather", "length": 8}, "tokenizer": {"kind": "words"
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A cache of the test's own; what it registers is gone afterwards."""
     monkeypatch.setenv("FROSTLAB_CACHE", str(tmp_path / "cache"))
-    before = dict(LOADERS)
+    tables: list[dict[str, Any]] = [LOADERS, TREATMENTS, CHANGES, *COMPUTED.values()]
+    before = [dict(table) for table in tables]
+    metrics = {task: list(names) for task, names in METRICS.items()}
+    lower = set(LOWER_IS_BETTER)
     yield tmp_path / "cache"
-    LOADERS.clear()
-    LOADERS.update(before)
+    for table, entries in zip(tables, before, strict=True):
+        table.clear()
+        table.update(entries)
+    METRICS.update(metrics)
+    LOWER_IS_BETTER.intersection_update(lower)
 
 
 def weather(data_dir: Path | None) -> dict[str, Any]:
@@ -132,3 +145,87 @@ def test_bad_rows_are_refused_in_one_line(splits: Any, problem: str) -> None:
         prepare(recipe_from(tiny(**MODEL)))
     assert problem in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def error_rate(totals: Totals) -> float:
+    return 1 - totals.correct / totals.count
+
+
+def test_a_registered_metric_is_computed_and_selects(tmp_path: Path) -> None:
+    fl.register_metric("error_rate", error_rate, lower_is_better=True)
+    fl.register_metric("error_rate", error_rate, lower_is_better=True)  # as a notebook does
+    record = fl.run(tiny(evaluate__metric="error_rate"), out=tmp_path / "run")
+    assert record.metrics["error_rate"] == pytest.approx(1 - record.metrics["accuracy"])
+    assert record.result.best.metric == "error_rate"
+    values = [e.metrics["error_rate"] for e in record.events(EvaluationEvent) if e.split == "tune"]
+    assert record.result.best.value == min(values)
+    arms = {"recipe": tiny(train__epochs=1), "arms": ["baseline", "oelm"], "metric": "error_rate",
+            "clock": None}  # fmt: skip
+    evidence = fl.compare(arms, seeds=1, out=tmp_path / "compared").evidence
+    assert evidence.plan.rules.lower_is_better
+
+
+@pytest.mark.parametrize(
+    ("name", "compute", "task", "message"),
+    [
+        ("accuracy", error_rate, "classification", "the name accuracy is taken"),
+        ("pearson", error_rate, "classification", "the name pearson is taken"),
+        ("", error_rate, "classification", "'' is not a name"),
+        ("mine", 3, "classification", "3 is not a function"),
+        ("mine", error_rate, "clasification", "did you mean `classification`?"),
+    ],
+)
+def test_metrics_that_cannot_be_registered(
+    name: str, compute: Any, task: Any, message: str
+) -> None:
+    with pytest.raises(fl.BadInput, match="register_metric: ") as error:
+        fl.register_metric(name, compute, task=task)
+    assert message in str(error.value)
+    assert "mine" not in METRICS["classification"]
+
+
+def negate_keys(model: nn.Module, seed: int) -> None:
+    """Turn the sign of every key weight."""
+    for part in fl.anatomy(model).select("key"):
+        if part.kind == "weight":
+            with torch.no_grad():
+                model.get_parameter(part.name).neg_()
+
+
+def test_a_registered_treatment_is_an_arm(tmp_path: Path) -> None:
+    fl.register_treatment("negated-keys", negate_keys, freeze=["key"])
+    model = {"kind": "pretrained", "name": "bert", "weights": False,
+             "config": {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2,
+                        "intermediate_size": 32, "vocab_size": 40}}  # fmt: skip
+    values = {"recipe": tiny(train__epochs=1, model=model), "arms": ["baseline", "negated-keys"],
+              "clock": None}  # fmt: skip
+    comparison = fl.compare(values, seeds=2, out=tmp_path / "c")
+    assert not comparison.evidence.refused_pairs, "untouched weights are equal across arms"
+    run = fl.load_run(tmp_path / "c" / "runs" / "negated-keys-s0")
+    plain = fl.load_run(tmp_path / "c" / "runs" / "baseline-s0")
+    name = "bert.encoder.layer.{}.attention.self.key.weight"
+    assert set(run.digests.touched) == {name.format(layer) for layer in (0, 1)}
+    assert run.digests.frozen, "the keys are frozen"
+    assert not plain.digests.frozen
+    assert run.result.parameters.frozen > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("oelm", negate_keys, "the name oelm is taken"),
+        (" x", negate_keys, "' x' is not a name"),
+        ("mine", None, "None is not a function"),
+    ],
+)
+def test_treatments_that_cannot_be_registered(name: str, change: Any, message: str) -> None:
+    with pytest.raises(fl.BadInput, match="register_treatment: ") as error:
+        fl.register_treatment(name, change)
+    assert message in str(error.value)
+    assert "mine" not in TREATMENTS
+
+
+def test_a_treatment_that_is_not_registered_suggests_the_nearest() -> None:
+    fl.register_treatment("negated-keys", negate_keys)
+    with pytest.raises(fl.BadInput, match="did you mean `negated-keys`?"):
+        recipe_from(tiny(treatment="negated-key"))

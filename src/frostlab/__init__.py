@@ -35,8 +35,10 @@ if TYPE_CHECKING:
     from frostlab.surgery.grow import Growth, grow
     from frostlab.surgery.orthogonal import orthogonalize, randomize
     from frostlab.surgery.save import export, load_trainable, save_trainable
+    from frostlab.training.evaluate import register_metric
     from frostlab.training.exits import early_exits
     from frostlab.training.run import RunFailed, run
+    from frostlab.training.treatment import register_treatment
 
 _HOMES = {
     "Anatomy": "roles.snapshot",
@@ -74,6 +76,8 @@ _HOMES = {
     "randomize": "surgery.orthogonal",
     "register_architecture": "roles.description",
     "register_data": "data.registered",
+    "register_metric": "training.evaluate",
+    "register_treatment": "training.treatment",
     "run": "training.run",
     "save_trainable": "surgery.save",
     "thaw": "surgery.freeze",
@@ -116,6 +120,8 @@ __all__ = [
     "randomize",
     "register_architecture",
     "register_data",
+    "register_metric",
+    "register_treatment",
     "run",
     "save_trainable",
     "thaw",

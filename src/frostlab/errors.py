@@ -61,6 +61,23 @@ def require(package: str, extra: str, purpose: str) -> Any:
         ) from error
 
 
+def check_registration(function: str, name: object, registered: object) -> None:
+    """Refuse to register something under an unusable name, or something that is not a function."""
+    if not isinstance(name, str) or not name or name != name.strip():
+        raise BadInput(f"{function}: {name!r} is not a name")
+    if not callable(registered):
+        raise BadInput(f"{function}: {registered!r:.60} is not a function")
+
+
+def same_function(function: Any, other: Any) -> bool:
+    """Whether two functions have the same module and name, as when a notebook cell runs again."""
+    missing = object()
+    return all(
+        getattr(function, key, missing) == getattr(other, key, None)
+        for key in ("__module__", "__qualname__")
+    )
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, or the name of its class."""
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__

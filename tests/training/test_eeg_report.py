@@ -173,7 +173,7 @@ def test_the_report_is_of_whole_recordings_of_the_best_weights(finished: RunReco
 def test_recordings_are_decoded_without_dropout_from_windows_that_overlap(
     finished: RunRecord,
 ) -> None:
-    recipe, data = prepared()
+    _, data = prepared()
     model = best_model(finished, data).eval()
     (each,) = data.splits["unseen"].recordings[:1]
     starts = window_starts(len(each), 64, 32)
@@ -188,7 +188,7 @@ def test_recordings_are_decoded_without_dropout_from_windows_that_overlap(
 
 
 def test_weights_that_were_not_reported_are_refused(finished: RunRecord, tmp_path: Path) -> None:
-    recipe, data = prepared()
+    _, data = prepared()
     shutil.copytree(finished.folder, tmp_path / "run")
     moved = tmp_path / "run" / finished.result.checkpoint / "model.safetensors"
     weights = load_file(moved)
@@ -198,7 +198,7 @@ def test_weights_that_were_not_reported_are_refused(finished: RunRecord, tmp_pat
         best_model(RunRecord(tmp_path / "run"), data)
     other = prepared(data__seed=1)[1]
     with pytest.raises(BadInput, match="cannot be made again: they changed"):
-        best_model(finished, recipe, other)
+        best_model(finished, other)
 
 
 def test_a_run_shows_its_scores_and_refuses_edited_ones(finished: RunRecord) -> None:

@@ -37,7 +37,7 @@ from frostlab.comparison.plan import Contrast, Plan, Rules, confounds, rules_for
 from frostlab.comparison.statistics import holm, mcnemar, paired, spread
 from frostlab.comparison.verdict import judge, judge_family
 from frostlab.flow.measurements import Flow, flows_of
-from frostlab.recipe.recipe import METRICS
+from frostlab.recipe.settings import METRICS
 from frostlab.records.folder import REPORTED, SCORES, RunRecord, read_scores
 from frostlab.records.schema import Stage, read
 from frostlab.storage import finite

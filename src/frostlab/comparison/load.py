@@ -16,7 +16,8 @@ from frostlab.recipe.load import (
     recipe_name,
     shipped_comparisons,
 )
-from frostlab.recipe.recipe import METRICS, Recipe
+from frostlab.recipe.recipe import Recipe
+from frostlab.recipe.settings import METRICS
 from frostlab.recipe.treatment import TREATMENTS
 
 Source = str | Path | dict[str, Any] | Recipe

@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 
 from frostlab.errors import BadInput, nearest
 from frostlab.recipe.load import recipe_from
-from frostlab.recipe.recipe import METRICS, Recipe
-from frostlab.recipe.settings import LOWER_IS_BETTER
+from frostlab.recipe.recipe import Recipe
+from frostlab.recipe.settings import LOWER_IS_BETTER, METRICS
 from frostlab.recipe.treatment import Positive, Strict
 from frostlab.records.folder import differences
 from frostlab.storage import digest_of

@@ -126,7 +126,7 @@ class _TextPreparation:
         pretrained = (
             load_pretrained(settings.name) if isinstance(settings, PretrainedTokenizer) else None
         )
-        tokenizer = pretrained.digest if pretrained else digest_of(_spelled(settings))
+        tokenizer = pretrained.digest if pretrained else digest_of(settings.model_dump(mode="json"))
         lengths = [data.length, data.limit, data.evaluation_limit]
         lengths += [] if data.stride is None else [data.stride]
         digest = digest_of([self._division(), tokenizer, lengths])
@@ -195,7 +195,7 @@ class _TextPreparation:
         assert not isinstance(settings, PretrainedTokenizer)
         also = settings.also if isinstance(settings, Words) else ()
         sources = [portions[role] for role in ("train", *also)]
-        name = digest_of([self._division(), _spelled(settings)])[:32]
+        name = digest_of([self._division(), settings.model_dump(mode="json")])[:32]
 
         def build(folder: Path) -> None:
             texts = chain.from_iterable(map(self._texts, sources))
@@ -230,10 +230,6 @@ class _TextPreparation:
         rows = limit_rows(portion, numbers, limit)
         writer = TokenWriter(folder, role, encoder.vocabulary)
         return encode_labelled(portion, rows, numbers, columns, encoder, data.length, writer)
-
-
-def _spelled(settings: BPE | Words | PretrainedTokenizer) -> dict[str, Any]:
-    return settings.spelled() if isinstance(settings, Words) else settings.model_dump(mode="json")
 
 
 def encode_labelled(

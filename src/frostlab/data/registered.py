@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from frostlab.data.files import split_files
-from frostlab.errors import BadInput, nearest
+from frostlab.errors import BadInput, check_registration, nearest, same_function
 from frostlab.recipe.data import LOADERS, Loader, TextTask, data_names
 from frostlab.storage import build_once
 
@@ -39,26 +39,14 @@ def register_data(
     A function of the same module and name replaces the one registered before, as when a notebook's
     cell is run again.
     """
-    if not isinstance(name, str) or not name or name != name.strip():
-        raise BadInput(f"register_data: {name!r} is not a name")
+    check_registration("register_data", name, load)
     if task not in get_args(TextTask):
         choices = get_args(TextTask)
         hint = nearest(str(task), choices)
         raise BadInput(f"register_data: task {task!r} should be one of {', '.join(choices)}{hint}")
-    if not callable(load):
-        raise BadInput(f"register_data: load is {load!r:.60}, not a function")
-    if name in data_names() and not (name in LOADERS and _same(LOADERS[name].load, load)):
+    if name in data_names() and not (name in LOADERS and same_function(LOADERS[name].load, load)):
         raise BadInput(f"register_data: the name {name} is taken; choose another")
     LOADERS[name] = Loader(load, task)
-
-
-def _same(function: Any, other: Any) -> bool:
-    """Whether two functions have the same module and name."""
-    missing = object()
-    return all(
-        getattr(function, key, missing) == getattr(other, key, None)
-        for key in ("__module__", "__qualname__")
-    )
 
 
 def registered_files(name: str, data_dir: Path | None, cache: Path) -> dict[str, Path]:

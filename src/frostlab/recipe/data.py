@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
-from pydantic_core import PydanticCustomError
 
-from frostlab.recipe.treatment import Positive, Strict
+from frostlab.recipe.treatment import Positive, Strict, one_of
 
 TextTask = Literal["classification", "language"]
 Task = TextTask | Literal["envelope"]
@@ -137,10 +136,7 @@ LOADERS: dict[str, Loader] = {}  # by name; filled by frostlab.data.registered
 
 def _known_name(name: Any) -> Any:
     """Refuse an unknown name of data in the way pydantic refuses what a Literal does not list."""
-    if isinstance(name, str) and name in LOADERS:
-        return name
-    expected = ", ".join(f"'{name}'" for name in data_names())
-    raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
+    return name if isinstance(name, str) and name in LOADERS else one_of(name, data_names())
 
 
 class Registered(Corpus):
@@ -315,10 +311,6 @@ class Words(Strict):
     size: Annotated[int, Field(ge=4)] | None = None  # null: every word of the training split
     lowercase: bool = True
     also: tuple[Literal["tune", "report"], ...] = ()  # counted too: a leak, which the run reports
-
-    def spelled(self) -> dict[str, Any]:
-        """Return plain values for digests; `also` is in them only when given, as in older ones."""
-        return self.model_dump(mode="json", exclude=None if self.also else {"also"})
 
 
 class PretrainedTokenizer(Strict):

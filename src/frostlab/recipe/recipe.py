@@ -11,16 +11,19 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
-from frostlab.recipe.data import Data, Docstrings, Task, Tokenizer, Words
+from frostlab.recipe.data import Data, Docstrings, Tokenizer, Words
 from frostlab.recipe.model import EnvelopeLoss, GPTModel, Model
-from frostlab.recipe.settings import Evaluate, Metric, Optim, Supervise, Train, Watch
-from frostlab.recipe.treatment import SAME, TREATMENTS, Positive, Selections, Strict, Treatment
+from frostlab.recipe.settings import METRICS, Evaluate, Metric, Optim, Supervise, Train, Watch
+from frostlab.recipe.treatment import (
+    SAME,
+    TREATMENTS,
+    Positive,
+    Selections,
+    Strict,
+    Treatment,
+    TreatmentName,
+)
 
-METRICS: dict[Task, tuple[Metric, ...]] = {  # of each task; the first is its default
-    "classification": ("accuracy", "macro_f1", "loss"),
-    "language": ("perplexity", "token_accuracy", "loss"),
-    "envelope": ("pearson", "loss"),
-}
 Rate = Annotated[float, Field(gt=0)]
 WORDS = ("new", "old")  # groups that a stage's rates can name in addition to selections
 
@@ -133,7 +136,7 @@ class Recipe(Strict):
     tokenizer: Tokenizer | None = None  # null: the pretrained model's, else BPE
     model: Model = GPTModel(kind="gpt")
     loss: EnvelopeLoss | None = None  # null: cross-entropy; for envelopes mse-pearson
-    treatment: Literal[tuple(TREATMENTS)] | Treatment = "none"  # type: ignore[valid-type]
+    treatment: TreatmentName | Treatment = "none"
     optim: Optim = Optim()
     train: Train = Train(epochs=3)
     supervise: Supervise = Supervise()
@@ -176,25 +179,10 @@ class Recipe(Strict):
     def digest(self) -> str:
         """A stable name of a run's definition, by which stored runs are found.
 
-        The description does not count, and keys that are newer than stored runs count only when
-        they are given.
+        The description does not count, nor by which of its names a treatment is called.
         """
         values = self.model_dump(mode="json", exclude={"about"})
         if isinstance(self.treatment, str):
             values["treatment"] = SAME.get(self.treatment, self.treatment)
-        elif self.treatment.peft is None:
-            del values["treatment"]["peft"]
-        if self.supervise == Supervise():
-            del values["supervise"]
-        if not self.stages:
-            del values["stages"]
-        if self.loss is None:
-            del values["loss"]
-        if self.watch is None:
-            del values["watch"]
-        if values["data"].get("stride", 0) is None:
-            del values["data"]["stride"]
-        if isinstance(self.tokenizer, Words):
-            values["tokenizer"] = self.tokenizer.spelled()
         text = json.dumps(values, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -3,14 +3,26 @@
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from frostlab.recipe.treatment import Positive, Strict
+from frostlab.recipe.treatment import Positive, Strict, one_of
 
 StepKind = Literal["auto", "eager", "compiled", "captured"]
-Metric = Literal["accuracy", "macro_f1", "loss", "perplexity", "token_accuracy", "pearson"]
-LOWER_IS_BETTER = ("loss", "perplexity")
+METRICS = {  # of each task, the first its default; training/evaluate.py computes them
+    "classification": ["accuracy", "macro_f1", "loss"],
+    "language": ["perplexity", "token_accuracy", "loss"],
+    "envelope": ["pearson", "loss"],
+}
+LOWER_IS_BETTER = {"loss", "perplexity"}
 METRIC_TARGETS = {"pearson": 0.3}  # wanted in a diagnosis where evaluate.target is null
+
+
+def _known_metric(name: Any) -> Any:
+    names = dict.fromkeys(name for names in METRICS.values() for name in names)
+    return one_of(name, names)
+
+
+Metric = Annotated[str, BeforeValidator(_known_metric)]
 
 
 def _check_every(every: int | str) -> int | str:

@@ -1,8 +1,10 @@
 """Treatments: new weights, frozen weights or adapters, by name or in full."""
 
-from typing import Annotated, Literal, Self
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 Positive = Annotated[int, Field(gt=0)]
 Selections = Annotated[tuple[str, ...], Field(min_length=1)]
@@ -31,6 +33,13 @@ class Randomize(Strict):
     std: Annotated[float, Field(gt=0)] | Literal["match"] = 0.02
 
 
+class RegisteredChange(Strict):
+    """Change weights by a function that was registered under a treatment's name."""
+
+    method: Literal["registered"]
+    name: str
+
+
 class LowRank(Strict):
     """LoRA: a learned low-rank product added to each projection; DoRA learns magnitudes as well."""
 
@@ -56,7 +65,9 @@ def _all_but(learns: str) -> tuple[str, ...]:
 class Treatment(Strict):
     """New values for weights, then weights to freeze; or adapters of PEFT."""
 
-    init: tuple[Annotated[Orthogonalize | Randomize, Field(discriminator="method")], ...] = ()
+    init: tuple[
+        Annotated[Orthogonalize | Randomize | RegisteredChange, Field(discriminator="method")], ...
+    ] = ()
     freeze: tuple[str, ...] = ()
     peft: Annotated[LowRank | Scales, Field(discriminator="method")] | None = None
 
@@ -106,3 +117,18 @@ TREATMENTS = {
     "bitfit": Treatment(freeze=_all_but("bias")),
 }
 SAME = {"baseline": "none"}  # other names of the same treatment
+
+
+def one_of(value: Any, names: Iterable[str]) -> Any:
+    """Refuse an unknown name as pydantic refuses a value that a Literal does not list.
+
+    For names that users may register, which a Literal cannot list.
+    """
+    names = tuple(names)
+    if isinstance(value, str) and value in names:
+        return value
+    expected = ", ".join(f"'{name}'" for name in names)
+    raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
+
+
+TreatmentName = Annotated[str, BeforeValidator(lambda value: one_of(value, TREATMENTS))]

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from frostlab.data.eeg.recordings import Material, text_of
 from frostlab.devices import exact_dtype
+from frostlab.errors import BadInput, check_registration, nearest, same_function
+from frostlab.recipe.settings import LOWER_IS_BETTER, METRICS
 from frostlab.training.batches.batch import IGNORED, Batch, Split, micro_batches
 from frostlab.training.distributed import Compute, World
 from frostlab.training.state import Tally, Task
@@ -109,6 +111,38 @@ COMPUTED: dict[str, dict[str, Callable[[Totals], float]]] = {
         "token_accuracy": lambda totals: totals.correct / totals.count,
     },
 }
+
+
+def register_metric(
+    name: str,
+    compute: Callable[[Totals], float],
+    *,
+    task: Literal["classification", "language"] = "classification",
+    lower_is_better: bool = False,
+) -> None:
+    """Add a metric that every evaluation of a task computes, and that recipes can select by.
+
+    Args:
+        name: a name that no other metric has.
+        compute: takes the `Totals` of a split and returns a number.
+        task: `classification` or `language`.
+        lower_is_better: whether a lower value is the better one.
+
+    A function of the same module and name replaces the one registered before.
+    """
+    check_registration("register_metric", name, compute)
+    if task not in COMPUTED:
+        hint = nearest(str(task), COMPUTED)
+        raise BadInput(
+            f"register_metric: task {task!r} should be one of {', '.join(COMPUTED)}{hint}"
+        )
+    taken = {metric for names in METRICS.values() for metric in names}
+    if name in taken and not same_function(COMPUTED[task].get(name), compute):
+        raise BadInput(f"register_metric: the name {name} is taken; choose another")
+    if name not in taken:
+        METRICS[task].append(name)
+    COMPUTED[task][name] = compute
+    (LOWER_IS_BETTER.add if lower_is_better else LOWER_IS_BETTER.discard)(name)
 
 
 @dataclass

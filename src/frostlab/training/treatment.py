@@ -1,17 +1,32 @@
-"""A treatment applied to a model, and digests that prove what it left alone."""
+"""Treatments applied to a model, and digests that prove which weights they left alone."""
 
 import hashlib
 import re
-from collections.abc import Iterable
-from types import ModuleType
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from frostlab.errors import BadInput, FrostlabError, UnknownArchitecture
+from frostlab.errors import (
+    BadInput,
+    FrostlabError,
+    UnknownArchitecture,
+    check_registration,
+    nearest,
+    require,
+    same_function,
+)
 from frostlab.recipe.recipe import Recipe
-from frostlab.recipe.treatment import LowRank, Orthogonalize, Scales
+from frostlab.recipe.treatment import (
+    TREATMENTS,
+    LowRank,
+    Orthogonalize,
+    Randomize,
+    RegisteredChange,
+    Scales,
+    Treatment,
+)
 from frostlab.roles.parts import Part, Slot
 from frostlab.roles.read import anatomy, survey
 from frostlab.roles.snapshot import Anatomy
@@ -23,6 +38,64 @@ from frostlab.surgery.orthogonal import orthogonalize, randomize
 from frostlab.training.distributed import full_tensor
 
 
+def _orthogonalize(model: nn.Module, change: Orthogonalize, seed: int) -> set[str]:
+    orthogonalize(model, *change.select, scope=change.scope, source=change.source, seed=seed)
+    return _weights_of(model, change.select)
+
+
+def _randomize(model: nn.Module, change: Randomize, seed: int) -> set[str]:
+    randomize(model, *change.select, std=change.std, seed=seed)
+    return _weights_of(model, change.select)
+
+
+def _weights_of(model: nn.Module, selections: Sequence[str]) -> set[str]:
+    return {part.key for part in anatomy(model).select(*selections) if part.kind == "weight"}
+
+
+def _call_registered(model: nn.Module, change: RegisteredChange, seed: int) -> set[str]:
+    """Call a registered function; return the parts that it changed."""
+    if change.name not in CHANGES:
+        hint = nearest(change.name, CHANGES)
+        raise BadInput(f"treatment.init: no function is registered as {change.name}{hint}")
+    before = weight_digests(model)
+    CHANGES[change.name](model, seed)
+    after = weight_digests(model)
+    return {key for key, digest in after.items() if before.get(key) != digest}
+
+
+# By the class of its settings, how a change is made; it returns the keys of the changed parts.
+_APPLY: dict[type, Callable[[nn.Module, Any, int], set[str]]] = {
+    Orthogonalize: _orthogonalize,
+    Randomize: _randomize,
+    RegisteredChange: _call_registered,
+}
+CHANGES: dict[str, Callable[[nn.Module, int], object]] = {}  # registered, by treatment
+
+
+def register_treatment(
+    name: str,
+    change: Callable[[nn.Module, int], object],
+    *,
+    freeze: Sequence[str] = (),
+) -> None:
+    """Add a treatment, for recipes and arms that say `treatment: NAME`.
+
+    Args:
+        name: a name that no other treatment has.
+        change: takes the model on the CPU and the run's seed, and changes weights in place. It
+            draws from a generator of its own, so that untouched weights stay equal across arms.
+        freeze: selections that are frozen afterwards.
+
+    A function of the same module and name replaces the one registered before.
+    """
+    check_registration("register_treatment", name, change)
+    if name in TREATMENTS and not same_function(CHANGES.get(name), change):
+        raise BadInput(f"register_treatment: the name {name} is taken; choose another")
+    init = (RegisteredChange(method="registered", name=name),)
+    TREATMENTS[name] = Treatment(init=init, freeze=tuple(freeze))
+    CHANGES[name] = change
+
+
 def treat(model: nn.Module, recipe: Recipe) -> set[str]:
     """Do what the recipe's treatment says; return the keys of what got new values or is new.
 
@@ -30,13 +103,7 @@ def treat(model: nn.Module, recipe: Recipe) -> set[str]:
     """
     surgery, touched = recipe.surgery, set[str]()
     for change in surgery.init:
-        touched |= {p.key for p in anatomy(model).select(*change.select) if p.kind == "weight"}
-        if isinstance(change, Orthogonalize):
-            orthogonalize(
-                model, *change.select, scope=change.scope, source=change.source, seed=recipe.seed
-            )
-        else:
-            randomize(model, *change.select, std=change.std, seed=recipe.seed)
+        touched |= _APPLY[type(change)](model, change, recipe.seed)
     if surgery.peft is not None:
         touched |= adapt(model, surgery.peft, recipe.seed)
     if surgery.frozen:
@@ -100,7 +167,7 @@ def adapt(model: nn.Module, wanted: LowRank | Scales, seed: int) -> set[str]:
 
     PEFT draws from torch's generator, which is set aside meanwhile: nothing else is drawn anew.
     """
-    peft = _peft()
+    peft = require("peft", "peft", "treatment.peft")
     found, slots = survey(model)
     chosen = _chosen(found, slots, wanted.select)
     targets = {part.name.rpartition(".")[0]: part for part in chosen}
@@ -112,14 +179,6 @@ def adapt(model: nn.Module, wanted: LowRank | Scales, seed: int) -> set[str]:
     if {s.adapts for s in slots.values() if s.adapts is not None} != targets.keys():
         raise FrostlabError(f"{_WHERE}: PEFT adapted other modules than it was asked to")
     return {part.key for part in found.select("adapter")}
-
-
-def _peft() -> ModuleType:
-    try:
-        import peft
-    except ImportError:
-        raise BadInput("treatment.peft needs PEFT: pip install 'frostlab[peft]'") from None
-    return peft
 
 
 def _chosen(found: Anatomy, slots: dict[str, Slot], selections: tuple[str, ...]) -> list[Part]:
