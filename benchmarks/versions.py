@@ -21,7 +21,7 @@ from typing import Any
 from common import device, device_name, report
 
 HERE = Path(__file__).parent.parent / "src"
-DATA = {"name": "majority", "length": 128, "examples": 4096, "symbols": 8}
+DATA = {"name": "majority", "length": 128, "examples": 1024, "symbols": 8}
 SMALL = {"num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 4,
          "intermediate_size": 512}  # fmt: skip
 
