@@ -21,7 +21,7 @@ def bench(
     ] = False,
     scale: Annotated[
         Scale,
-        typer.Option(help="full: the sizes of the targets; small: tiny models, for a CPU."),
+        typer.Option(help="full: the sizes that the targets refer to; small: tiny models."),
     ] = "full",
     rounds: Annotated[
         int | None,
