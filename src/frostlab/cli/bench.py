@@ -1,4 +1,4 @@
-"""`frostlab bench`: frostlab's training steps timed against other ways to take them."""
+"""`frostlab bench`: time frostlab's training steps against other training loops."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,24 +14,26 @@ from frostlab.text import columns
 def bench(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME", help="Benchmarks to run (default: all that can)."),
+        typer.Argument(metavar="NAME", help="Benchmarks to run (default: all that can run here)."),
     ] = None,
     only_list: Annotated[
         bool, typer.Option("--list", help="List the benchmarks and exit.")
     ] = False,
     scale: Annotated[
         Scale,
-        typer.Option(help="full: the sizes that the targets are for; small: seconds on a CPU."),
+        typer.Option(help="full: the sizes that the targets refer to; small: tiny models."),
     ] = "full",
     rounds: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", help="Timed rounds of each side (default: the benchmark's own)."
+            min=1, metavar="N", help="Number of timed rounds per side (default: the benchmark's)."
         ),
     ] = None,
     seconds: Annotated[
         float | None,
-        typer.Option(min=0, metavar="S", help="Stop a benchmark's rounds after this many seconds."),
+        typer.Option(
+            min=0, metavar="S", help="End the rounds of a benchmark after this many seconds."
+        ),
     ] = None,
     data_dir: DataDir = None,
     out: Annotated[

@@ -36,19 +36,23 @@ def compare(
     ] = None,
     metric: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Metric that decides (default: the recipe's)."),
+        typer.Option(
+            metavar="NAME", help="Metric that decides the verdict (default: the recipe's)."
+        ),
     ] = None,
     tune: Annotated[
         str | None,
         typer.Option(
             metavar="SETTING",
-            help="Tune lr or decay for each arm first, with the same number of tries.",
+            help="First tune lr or decay for each arm, on the same grid of values.",
         ),
     ] = None,
     rounds: Annotated[
         int | None,
         typer.Option(
-            min=0, metavar="N", help="Extra complete runs of every arm, in turn, to time them."
+            min=0,
+            metavar="N",
+            help="Number of extra complete runs of every arm, only to time them.",
         ),
     ] = None,
     allow: Annotated[
@@ -56,23 +60,27 @@ def compare(
         typer.Option(
             "--allow-confound",
             metavar="KEY",
-            help="Setting in which arms may differ besides the treatment; can be repeated.",
+            help="Setting that may differ between arms besides the treatment; can be repeated.",
         ),
     ] = None,
     settings: Settings = None,
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="Three seeds, short runs, little timing: a first look."),
+        typer.Option("--quick", help="Take a first look: three seeds, short runs, little timing."),
     ] = False,
     jobs: Annotated[
         int,
-        typer.Option(min=1, metavar="N", help="Runs at a time, for a GPU with room for several."),
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Number of runs to train at the same time, if the GPU has room.",
+        ),
     ] = 1,
     data_dir: DataDir = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER", help="Folder of this comparison (default: one in comparisons/)."
+            metavar="FOLDER", help="Folder for this comparison (default: one in comparisons/)."
         ),
     ] = None,
     device: Device = None,

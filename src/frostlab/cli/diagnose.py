@@ -30,16 +30,20 @@ _STEPS = 200
 def diagnose(
     source: Annotated[
         str,
-        typer.Argument(metavar="RUN|RECIPE", help="A run that was watched, or a recipe to try."),
+        typer.Argument(
+            metavar="RUN|RECIPE",
+            help="A run trained with watch.every_n_steps, or a recipe to train first.",
+        ),
     ],
     epochs: Annotated[
         int | None,
-        typer.Option(metavar="N", help="For a recipe: train for this many epochs in all."),
+        typer.Option(metavar="N", help="For a recipe: train for this many epochs in total."),
     ] = None,
     steps: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help=f"For a recipe: train for this many steps in all (default: {_STEPS})."
+            metavar="N",
+            help=f"For a recipe: train for this many steps in total (default: {_STEPS}).",
         ),
     ] = None,
     settings: Settings = None,
@@ -50,7 +54,7 @@ def diagnose(
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="For a recipe: folder of its run (default: a new one in --runs).",
+            help="For a recipe: folder for its run (default: a new one in --runs).",
         ),
     ] = None,
     tensorboard: Annotated[
@@ -62,12 +66,13 @@ def diagnose(
 ) -> None:
     """Report which parts of a model do not learn, and why.
 
-    A run is only read. A recipe is trained first, for --epochs or --steps, and then also judged
-    by its targets: its evaluate.target, and for EEG the validation correlation, the gradient and
-    the weight change of the first layers.
+    For a run, diagnose reads its records and trains nothing. A recipe is trained
+    first, for --epochs or --steps, and also judged by its targets: its
+    evaluate.target, and for EEG the validation correlation, the gradient of the
+    first layers and the change of their weights.
 
-    Exit code 1: a part does not learn though it is not frozen, the run diverged, or a recipe
-    misses a target.
+    The exit code is 1 if a part does not learn although it is not frozen, if the
+    run diverged, or if a recipe misses a target.
     """
     folder = _find_run(source, runs)
     recipe_options = {"--epochs": epochs, "--steps": steps, "--set": settings, "--seed": seed,

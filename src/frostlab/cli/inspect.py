@@ -44,7 +44,7 @@ def inspect(
 ) -> None:
     """Show a model's parts, which of them are trainable, and how much freezing can save at most.
 
-    Reads no weights and no data, and downloads at most a config.
+    No weights and no data are read; from the hub, only a config is downloaded.
     """
     selections = [text for text in freeze.split(",") if text.strip()]
     if freeze and not selections:

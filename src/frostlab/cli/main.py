@@ -53,7 +53,7 @@ def commands(
 ) -> None:
     """Which weights of a transformer learn, and what does it change?
 
-    Exit codes: 0 success; 1 the work failed, or a diagnosis found a fault; 2 bad input.
+    Exit codes: 0 success; 1 failure, or a fault found by diagnose; 2 bad input.
     """
 
 

@@ -14,7 +14,7 @@ DataDir = Annotated[
     Path | None,
     typer.Option(
         metavar="FOLDER", envvar="FROSTLAB_DATA",
-        help="Folder with the data sets, each as NAME/SPLIT.jsonl or another format.",
+        help="Folder that holds the data sets, as NAME/SPLIT.jsonl or in another format.",
     ),
 ]  # fmt: skip
 Device = Annotated[
@@ -36,7 +36,7 @@ RunsFolder = Annotated[
 Seed = Annotated[
     int | None,
     typer.Option(
-        metavar="N", help="Seed of weights, data order and dropout (default: the recipe's)."
+        metavar="N", help="Seed for weights, data order and dropout (default: the recipe's)."
     ),
 ]
 Settings = Annotated[

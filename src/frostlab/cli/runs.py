@@ -57,7 +57,7 @@ def run(
     data_dir: DataDir = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Folder of this run (default: a new one in --runs)."),
+        typer.Option(metavar="FOLDER", help="Folder for this run (default: a new one in --runs)."),
     ] = None,
     device: Device = None,
     runs: RunsFolder = Path("runs"),
@@ -120,10 +120,11 @@ def exits(
     runs: RunsFolder = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """Measure how well and at what cost a finished language model predicts from every layer.
+    """Measure the loss and the cost of a finished language model at every layer.
 
-    Uses the run's best weights and the split that its result is reported on. The table is also
-    written to the run's folder, as exits.json.
+    Each layer is evaluated as if the model ended there, with the run's best
+    weights and on the split of its reported result. The table is also written to
+    exits.json in the run's folder.
     """
     from frostlab.records.index import find_run
 
@@ -139,8 +140,8 @@ def exits(
 def envelopes(run: RunName, data_dir: DataDir = None, runs: RunsFolder = Path("runs")) -> None:
     """Draw the results of a finished EEG run as a page with figures, in the run's folder.
 
-    The page has scores, the correlation of every subject, decoded and heard envelopes, temporal
-    kernels, and the electrodes' weights on a scalp.
+    The page shows the scores, the correlation of every subject, decoded and heard
+    envelopes, temporal kernels, and the weights of the electrodes on a scalp.
     """
     from frostlab.records.index import find_run
 
