@@ -20,7 +20,7 @@ class UnknownArchitecture(BadInput):
 
 
 class FrozenWeightsMoved(FrostlabError):
-    """Frozen weights are no longer what they were when they were audited."""
+    """Frozen weights changed after they were audited."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = tuple(names)
@@ -35,16 +35,16 @@ class StaleOptimizer(FrostlabError):
 
 
 class LeftOutOfOptimizer(UserWarning):
-    """Weights that became trainable after the optimizer was built, and that it does not hold."""
+    """Weights that became trainable after the optimizer was built, so it does not update them."""
 
 
 class NothingLearns(UserWarning):
     """Every parameter is frozen: training would change nothing."""
 
 
-def nearest(value: str, choices: Iterable[str], likeness: float = 0.5) -> str:
-    """Return "; did you mean `x`?" for the closest choice, or "" when none is that much alike."""
-    matches = difflib.get_close_matches(value.lower(), list(choices), n=1, cutoff=likeness)
+def nearest(value: str, choices: Iterable[str], cutoff: float = 0.5) -> str:
+    """Return "; did you mean `x`?" for the closest choice, or "" if none is close."""
+    matches = difflib.get_close_matches(value.lower(), list(choices), n=1, cutoff=cutoff)
     return f"; did you mean `{matches[0]}`?" if matches else ""
 
 

@@ -211,7 +211,7 @@ def file_digest(path: Path) -> str:
 
 
 def derive_seed(*parts: object) -> int:
-    """Return a 63-bit seed that depends on all parts: a run's seed and what it is for."""
+    """Return a 63-bit seed that depends on all parts: a run's seed and the purpose of the draw."""
     text = "/".join(map(str, parts))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 

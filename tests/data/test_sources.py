@@ -59,7 +59,7 @@ def test_roles_of_the_splits(tmp_path: Path, cache: Path, recipe: Make, name: st
         assert found.report.files[0].parent == tmp_path / "xnli" / "en"
     asked = recipe(name=name, task=task, splits="published").data
     if published is None:
-        with pytest.raises(BadInput, match="has no reporting split; use honest"):
+        with pytest.raises(BadInput, match="has no reporting split; use `honest`"):
             plan_splits(asked, tmp_path, cache)
     else:
         assert plan_splits(asked, tmp_path, cache).report.name == published
@@ -155,11 +155,11 @@ def make_own(folder: Path, write: Write, sentences: Draw) -> None:
 BAD = [
     ({"report": "tesd"}, "data.report tesd is not a split of {f}; did you mean `test`"),
     ({"train": "trian"}, "data.train trian is not a split of"),
-    ({"tune": "test"}, "data.tune and data.report are both test; choose two"),
-    ({"report": "train"}, "data.train and data.report are both train; choose two"),
+    ({"tune": "test"}, "data.tune and data.report are both test; choose different splits"),
+    ({"report": "train"}, "data.train and data.report are both train; choose different splits"),
     ({"report": "blind"}, "{f}/blind.jsonl:1: label -1 means unlabelled; choose a split with"),
     ({"report": "odd"}, "{f}/odd.jsonl:4: label maybe is not a class: 0, 1"),
-    ({"train": "same"}, "{f}/same.jsonl: every label is good; there is nothing to tell apart"),
+    ({"train": "same"}, "{f}/same.jsonl: every label is good; two classes are needed"),
     ({"report": "empty"}, "{f}/empty.jsonl: split empty holds no text"),
     ({"report": "half"}, "{f}/half.jsonl:1: \\ud800 is half a character, not text"),
     ({"text": ("txet",)}, "{f}/train.jsonl:1: no column txet; did you mean `text`?"),

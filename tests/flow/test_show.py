@@ -123,8 +123,8 @@ def test_columns_are_medians_and_lose_nothing_that_is_broken() -> None:
     assert [cell.kind for cell in grid.cells[1]] == [NUMBER, BROKEN, ZERO, NUMBER]
     assert grid_of(flow, "ratio", rows, 4).cells[0][0] == Cell(NUMBER, 0.5)
     assert (grid.low, grid.high) == (2.0, 7.0)
-    assert "a column a report" in flow_map_text(flow, 40)
-    assert "a column the median of 4 reports" in flow_map_text(made_flow(values * 4, 3), 40)
+    assert "one report per column" in flow_map_text(flow, 40)
+    assert "each column is the median of 4 reports" in flow_map_text(made_flow(values * 4, 3), 40)
 
 
 def test_many_parts_are_joined_into_layers_and_alarms_stay_alone(faulty: fl.Flow) -> None:

@@ -192,7 +192,7 @@ def test_nvml_may_be_missing_broken_or_hang(
 
     monkeypatch.setattr(nvml, "nvmlInit", refuse)
     assert environment("cuda")["gpu_reason"] == "NVML does not answer: Driver Not Loaded"
-    monkeypatch.setattr(module, "_PATIENCE", 0.1)
+    monkeypatch.setattr(module, "_TIMEOUT", 0.1)
     monkeypatch.setattr(nvml, "nvmlInit", lambda: time.sleep(5))
     began = time.monotonic()
     assert environment("cuda")["gpu_reason"] == "no answer within 0.1 s"

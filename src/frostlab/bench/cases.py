@@ -67,11 +67,11 @@ def bert_finetune(settings: BenchSettings) -> Iterator[Result]:
     vocabulary = SMALL_VOCABULARY if settings.small else 30522
     feed = random_feed(batch, length, vocabulary, 2)
     check = _check_against_trainer(settings, first_batch_only(feed), first_batch_only(feed))
-    kept: list[FrostlabLoop] = []
+    loops: list[FrostlabLoop] = []
 
     def ours() -> Step:
-        kept.append(FrostlabLoop(bert(settings), feed, FINE_TUNING, settings))
-        return kept[0].step
+        loops.append(FrostlabLoop(bert(settings), feed, FINE_TUNING, settings))
+        return loops[0].step
 
     def theirs() -> Driver:
         return TrainerLoop(bert(settings), FeedDataset(feed), FINE_TUNING, settings).drive
@@ -84,7 +84,7 @@ def bert_finetune(settings: BenchSettings) -> Iterator[Result]:
         batch,
         case=f"{batch} × {length}",
         check=check,
-        step=kept[0].kind_and_reason,
+        step=loops[0].kind_and_reason,
         notes=("random ids, no padding",),
     )
 
@@ -98,12 +98,12 @@ def sst2_epoch(settings: BenchSettings) -> Iterator[Result]:
     check = _check_against_trainer(
         settings, first_batch_only(feed), lambda _: collate(tokens, order[0], prepared.pad)
     )
-    kept: list[FrostlabLoop] = []
+    loops: list[FrostlabLoop] = []
 
     def ours() -> Step:
         loop = FrostlabLoop(bert(settings), feed, FINE_TUNING, settings)
         loop.warm_up(each_width)
-        kept.append(loop)
+        loops.append(loop)
         return loop.step
 
     def theirs() -> Driver:
@@ -125,7 +125,7 @@ def sst2_epoch(settings: BenchSettings) -> Iterator[Result]:
         batch,
         case=f"{batch} × {mean:.1f} on average",
         check=check,
-        step=kept[0].kind_and_reason,
+        step=loops[0].kind_and_reason,
         notes=(
             f"{timed:.1%} of the epoch was timed, after {warm_up} steps of warm-up",
             "byte pairs learned from the dataset, not BERT's own word pieces",
@@ -176,12 +176,12 @@ def gpt_imdb(settings: BenchSettings) -> Iterator[Result]:
         return first_losses(FrostlabLoop(checked, one_batch, _SLOW, settings, kind).step)
 
     check = check_losses(losses(feed, "captured"), losses(padded, "eager"), settings.precision)
-    kept: list[FrostlabLoop] = []
+    loops: list[FrostlabLoop] = []
 
     def ours() -> Step:
         loop = FrostlabLoop(model(0.1), feed, PRETRAINING, settings)
         loop.warm_up(each_width)
-        kept.append(loop)
+        loops.append(loop)
         return loop.step
 
     def theirs() -> Driver:
@@ -195,7 +195,7 @@ def gpt_imdb(settings: BenchSettings) -> Iterator[Result]:
         batch,
         case=f"{batch} × {mean:.0f}",
         check=check,
-        step=kept[0].kind_and_reason,
+        step=loops[0].kind_and_reason,
         notes=(note,),
         mean=bool(each_width),
     )
@@ -225,11 +225,11 @@ def _language(settings: BenchSettings, batch: int) -> Result:
 
     our_losses, their_losses = (first_losses(build(first).step) for build in (frostlab, nanogpt))
     check = check_losses(our_losses, their_losses, settings.precision)
-    kept: list[FrostlabLoop] = []
+    loops: list[FrostlabLoop] = []
 
     def ours() -> Step:
-        kept.append(frostlab(feed))
-        return kept[0].step
+        loops.append(frostlab(feed))
+        return loops[0].step
 
     def theirs() -> Driver:
         return as_driver(nanogpt(feed).step)
@@ -242,7 +242,7 @@ def _language(settings: BenchSettings, batch: int) -> Result:
         batch * length,
         case=f"{batch} × {length}",
         check=check,
-        step=kept[0].kind_and_reason,
+        step=loops[0].kind_and_reason,
         notes=(
             "random ids, no dropout; causal attention counts half",
             *(() if settings.on_gpu else ("the plain loop does not compile on the CPU here",)),
@@ -271,11 +271,11 @@ def _frozen_qk(settings: BenchSettings, batch: int, length: int) -> Result:
         first_losses(loop(frozen, 0.0, first).step)[:1] for frozen in (True, False)
     )
     check = check_losses(our_losses, their_losses, settings.precision)
-    kept: list[FrostlabLoop] = []
+    loops: list[FrostlabLoop] = []
 
     def built(frozen: bool) -> Step:
-        kept.append(loop(frozen, 0.1, feed))
-        return kept[-1].step
+        loops.append(loop(frozen, 0.1, feed))
+        return loops[-1].step
 
     times = settings.interleave(lambda: built(True), lambda: as_driver(built(False)), rounds=40)
     trained, frozen = bert(settings), bert(settings)
@@ -291,10 +291,10 @@ def _frozen_qk(settings: BenchSettings, batch: int, length: int) -> Result:
         batch,
         case=f"{batch} × {length}",
         check=check,
-        step=kept[0].kind_and_reason,
+        step=loops[0].kind_and_reason,
         notes=("ours: query and key frozen; theirs: everything trained, the same kind of step",),
         extra={
-            "theirs_step": kept[1].kind_and_reason[0],
+            "theirs_step": loops[1].kind_and_reason[0],
             "flop_bound": bound,
             "flop_and_traffic_bound": serial[1] / serial[0],
             "gain_share": (timed["faster"] - 1) / (bound - 1),
@@ -334,11 +334,11 @@ def _frozen_prefix(
 
     our_losses, their_losses = (first_losses(loop(cached, True).step) for cached in (True, False))
     check = check_losses(our_losses, their_losses, settings.precision)
-    kept: list[FrostlabLoop] = []
+    loops: list[FrostlabLoop] = []
 
     def built(cached: bool) -> Step:
-        kept.append(loop(cached, False))
-        return kept[-1].step
+        loops.append(loop(cached, False))
+        return loops[-1].step
 
     times = settings.interleave(lambda: built(True), lambda: as_driver(built(False)), rounds=40)
     last, full = build(settings, 1), build(settings, layers)
@@ -351,13 +351,13 @@ def _frozen_prefix(
         batch,
         case=f"{name} d {_width(last)}, {batch} × {length}",
         check=check,
-        step=kept[0].kind_and_reason,
+        step=loops[0].kind_and_reason,
         notes=(
             "no dropout; filling the cache counts in our prepare_s and in no step",
             "the ceiling is that of the last layer alone",
         ),
         extra={
-            "theirs_step": kept[1].kind_and_reason[0],
+            "theirs_step": loops[1].kind_and_reason[0],
             "flop_bound": uncached_work.flops / work.flops,
         },
     )
@@ -429,15 +429,15 @@ def deep_supervision(settings: BenchSettings) -> Iterator[Result]:
     batch, length = (4, 8) if settings.small else (64, 32)
     config = decoder_config(settings.small)
     feed = random_feed(batch, length + 1, config.vocabulary, 0)
-    kept: list[FrostlabLoop] = []
+    loops: list[FrostlabLoop] = []
 
     def loop(cls: type[Objective]) -> FrostlabLoop:
         objective = supervised(cls, config, Supervise(layers="all"))
         return FrostlabLoop(objective, first_batch_only(feed), PRETRAINING, settings)
 
     def built(cls: type[Objective]) -> Step:
-        kept.append(loop(cls))
-        return kept[-1].step
+        loops.append(loop(cls))
+        return loops[-1].step
 
     def theirs() -> Driver:
         return as_driver(built(PlainLogits))
@@ -452,8 +452,8 @@ def deep_supervision(settings: BenchSettings) -> Iterator[Result]:
         batch * length,
         case=f"{config.layers} layers, {batch} × {length}",
         check=check,
-        step=kept[0].kind_and_reason,
-        notes=(f"theirs: plain logits, {': '.join(kept[1].kind_and_reason)}",),
+        step=loops[0].kind_and_reason,
+        notes=(f"theirs: plain logits, {': '.join(loops[1].kind_and_reason)}",),
     )
 
 

@@ -142,10 +142,10 @@ def _shortened(
     for key in ("train.steps", "train.epochs"):
         if key in changes:
             raise BadInput(f"--set {key}: say how long to train with --epochs or --steps")
-    whole = load_recipe(source, changes, seed)
+    full_recipe = load_recipe(source, changes, seed)
     if epochs is None:
         steps = steps or _STEPS
-    duration = short_run_settings(whole, steps=steps, epochs=epochs)
+    duration = short_run_settings(full_recipe, steps=steps, epochs=epochs)
     recipe = load_recipe(source, duration | changes, seed)
     if recipe.watch is None:
         raise BadInput("--set watch=null: a diagnosis needs the measurements; leave it out")

@@ -323,7 +323,7 @@ def stored(schema: type[Schema], value: Any) -> Schema:
 
 
 def read_evidence(path: Path) -> Evidence | None:
-    """Read evidence.json; None if there is none yet."""
+    """Read evidence.json; None if it does not exist yet."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -191,12 +191,12 @@ def _refused_pairs(
     baseline = {seed: facts[arm, seed] for arm, seed in facts if arm == plan.baseline.name}
     first = next(iter(baseline), None)
     for arm in plan.others:
-        for seed, theirs in baseline.items():
-            ours = facts.get((arm.name, seed))
-            if ours is None or first is None:
+        for seed, base in baseline.items():
+            treated = facts.get((arm.name, seed))
+            if treated is None or first is None:
                 continue
-            reason = why_unpaired(theirs, ours, plan.vary)
-            if theirs.data != baseline[first].data:
+            reason = why_unpaired(base, treated, plan.vary)
+            if base.data != baseline[first].data:
                 reason = f"the data are no longer those of seed {first}"
             if reason is not None:
                 yield RefusedPair(arm.name, seed, reason)
@@ -289,12 +289,12 @@ def _contrast_value(run: RunSummary, rules: Rules, of: str) -> float | None:
 
 
 def _unpaired_seed(runs: Runs, contrast: Contrast) -> str | None:
-    """Return the first seed at which the runs of a contrast are no pair, with the reason."""
+    """Return the first seed at which the runs of a contrast are not a pair, with the reason."""
     for seed in runs.plan.seeds:
-        ours = runs.facts.get((contrast.arm, seed))
-        theirs = runs.facts.get((contrast.against, seed))
-        if ours is not None and theirs is not None:
-            reason = why_unpaired(theirs, ours, runs.plan.vary)
+        arm = runs.facts.get((contrast.arm, seed))
+        against = runs.facts.get((contrast.against, seed))
+        if arm is not None and against is not None:
+            reason = why_unpaired(against, arm, runs.plan.vary)
             if reason is not None:
                 return f"seed {seed}: {reason}"
     return None
@@ -310,8 +310,8 @@ def _orthogonality(runs: Runs, rules: Rules) -> ArmVerdict | None:
     arm, random = names
     left_out = [(pair.arm, pair.seed) for pair in runs.refused]
     for seed in plan.seeds:
-        ours, theirs = runs.facts.get((arm, seed)), runs.facts.get((random, seed))
-        if ours is not None and theirs is not None and why_unpaired(theirs, ours):
+        facts, random_facts = (runs.facts.get((name, seed)) for name in (arm, random))
+        if facts is not None and random_facts is not None and why_unpaired(random_facts, facts):
             left_out.append((arm, seed))
     values, failed = runs.values(names, rules.metric, left_out)
     tuned = [tune.key for tune in plan.tune]
@@ -329,20 +329,21 @@ def _prediction_tests(runs: Runs) -> dict[str, tuple[PredictionTest, ...]]:
     tests: dict[str, list[PredictionTest]] = {}
     for arm in plan.others:
         for seed in plan.seeds:
-            ours, theirs = right[arm.name, seed], right[plan.baseline.name, seed]
-            if ours is not None and theirs is not None and (arm.name, seed) not in left_out:
-                test = PredictionTest(seed=seed, **vars(mcnemar(ours, theirs)))
+            of_arm, of_base = right[arm.name, seed], right[plan.baseline.name, seed]
+            if of_arm is not None and of_base is not None and (arm.name, seed) not in left_out:
+                test = PredictionTest(seed=seed, **vars(mcnemar(of_arm, of_base)))
                 tests.setdefault(arm.name, []).append(test)
-    return {arm: tuple(of_arm) for arm, of_arm in tests.items()}
+    return {arm: tuple(arm_tests) for arm, arm_tests in tests.items()}
 
 
 def _right_predictions(folder: Path) -> list[bool] | None:
     """Return for every example whether the run predicted its label; None without predictions."""
     try:
-        kept = json.loads((folder / "predictions.json").read_text(encoding="utf-8"))
+        predictions = json.loads((folder / "predictions.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    return [label == guess for label, guess in zip(kept["labels"], kept["classes"], strict=True)]
+    pairs = zip(predictions["labels"], predictions["classes"], strict=True)
+    return [label == prediction for label, prediction in pairs]
 
 
 def _round_times(plan: Plan, rounds: Mapping[tuple[str, int], RunSummary]) -> dict[str, RoundTimes]:
@@ -403,11 +404,11 @@ def _split_tests(plan: Plan, scores: Mapping[tuple[str, int], Mapping[str, Any]]
     }  # fmt: skip
     tests = {}
     for arm in plan.others:
-        ours, theirs = by_arm[arm.name], by_arm[plan.baseline.name]
-        both = [seed for seed in ours if seed in theirs]
+        treated, base = by_arm[arm.name], by_arm[plan.baseline.name]
+        both = [seed for seed in treated if seed in base]
         tests[arm.name] = _subject_test(
-            [_subject_z(ours[seed]["model"]) for seed in both],
-            [_subject_z(theirs[seed]["model"]) for seed in both],
+            [_subject_z(treated[seed]["model"]) for seed in both],
+            [_subject_z(base[seed]["model"]) for seed in both],
         )
     adjusted = holm(
         {arm: math.nan if (p := test["p"]) is None else p for arm, test in tests.items()}
@@ -429,22 +430,22 @@ def _subject_z(scores: Any) -> dict[str, float]:
 
 
 def _subject_test(
-    ours: Sequence[dict[str, float]], theirs: Sequence[dict[str, float]]
+    arm: Sequence[dict[str, float]], base: Sequence[dict[str, float]]
 ) -> dict[str, Any]:
     """Test subjects as pairs, given their z by seed: t on z, Wilcoxon's signed ranks on r."""
     from scipy import stats
 
-    subjects = sorted(ours[0]) if ours else []
+    subjects = sorted(arm[0]) if arm else []
     a, b = (
         np.array([np.mean([z[subject] for z in by_seed]) for subject in subjects])
-        for by_seed in (ours, theirs)
+        for by_seed in (arm, base)
     )
     test = paired(a, b)
     gaps = np.tanh(a) - np.tanh(b)
     has_ranks = len(subjects) > 1 and gaps.any()
     return {
         "n": len(subjects),
-        "seeds": len(ours),
+        "seeds": len(arm),
         "better": int((a > b).sum()),
         "r": float(np.tanh(a.mean()) - np.tanh(b.mean())) if subjects else None,
         "z": asdict(test),

@@ -76,16 +76,17 @@ def answers(evidence: Evidence) -> list[tuple[str, str]]:
 
 
 def _saving(evidence: Evidence, arm: str) -> str:
-    ours = evidence.arms[arm].parameters
-    theirs = evidence.arms[evidence.baseline].parameters
-    if ours is None or theirs is None:
+    counts = evidence.arms[arm].parameters
+    base_counts = evidence.arms[evidence.baseline].parameters
+    if counts is None or base_counts is None:
         return "Not known: an arm has no finished run."
-    saved = 1 - ours.trainable / theirs.trainable
+    saved = 1 - counts.trainable / base_counts.trainable
     if saved <= 0:
         return f"{arm} trains as many parameters as the baseline, or more: there is no saving."
     word = evidence.primary[arm].word
     return (
-        f"{arm} trains {saved:.1%} fewer parameters ({ours.trainable:,} of {theirs.trainable:,}), "
+        f"{arm} trains {saved:.1%} fewer parameters "
+        f"({counts.trainable:,} of {base_counts.trainable:,}), "
         "and needs that much less memory for gradients and Adam's moments; "
         f"{_COST.get(word, f'the cost is not known ({word})')}."
     )
@@ -205,27 +206,27 @@ def _times(arm: ArmEvidence) -> dict[str, Any]:
 
 
 def _against_baseline(arm: ArmEvidence, baseline: ArmEvidence) -> dict[str, Any]:
-    ours, theirs = _times(arm), _times(baseline)
-    perplexities = (_mean_metric(each, "perplexity") for each in (arm, baseline))
+    times, base_times = _times(arm), _times(baseline)
+    perplexities = (_mean_metric(evidence, "perplexity") for evidence in (arm, baseline))
     fraction, base_fraction = _trainable_fraction(arm), _trainable_fraction(baseline)
     saved = None if fraction is None or not base_fraction else 1 - fraction / base_fraction
     return {
         "ppl_gap": _percent(_relative_gap(*perplexities)),
-        "time_gap": _percent(_relative_gap(ours["total_seconds"], theirs["total_seconds"])),
-        "per_step_gap": _percent(_relative_gap(ours["per_step_avg"], theirs["per_step_avg"])),
+        "time_gap": _percent(_relative_gap(times["total_seconds"], base_times["total_seconds"])),
+        "per_step_gap": _percent(_relative_gap(times["per_step_avg"], base_times["per_step_avg"])),
         "params_saved": None if saved is None else f"{saved:.1%}",
     }
 
 
 def _time_analysis(arm: ArmEvidence, baseline: ArmEvidence) -> dict[str, Any]:
-    ours, theirs = _times(arm), _times(baseline)
-    total, base_total = ours["total_seconds"], theirs["total_seconds"]
-    known = total is not None and base_total
+    times, base_times = _times(arm), _times(baseline)
+    total, base_total = times["total_seconds"], base_times["total_seconds"]
+    both_timed = total is not None and base_total
     return {
-        "total_gap_seconds": total - base_total if known else None,
+        "total_gap_seconds": total - base_total if both_timed else None,
         "total_gap_percent": _relative_gap(total, base_total),
-        "per_step_gap": _gap(ours["per_step_avg"], theirs["per_step_avg"]),
-        "speedup_ratio": base_total / total if known and total else None,
+        "per_step_gap": _gap(times["per_step_avg"], base_times["per_step_avg"]),
+        "speedup_ratio": base_total / total if both_timed and total else None,
     }
 
 
@@ -234,8 +235,8 @@ def _mean_metric(arm: ArmEvidence, metric: str) -> float | None:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
+    present = [value for value in values if value is not None]
+    return fmean(present) if present else None
 
 
 def _gap(value: float | None, base: float | None) -> float | None:

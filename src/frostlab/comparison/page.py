@@ -222,8 +222,8 @@ def _stage_rows(name: str, runs: Sequence[Sequence[StageSummary]]) -> list[list[
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
+    present = [value for value in values if value is not None]
+    return fmean(present) if present else None
 
 
 def _gain(before: float, after: float, metric: str) -> float:

@@ -38,36 +38,36 @@ class PairingFacts:
         )
 
 
-def why_unpaired(ours: PairingFacts, theirs: PairingFacts, vary: Iterable[str] = ()) -> str | None:
+def why_unpaired(first: PairingFacts, second: PairingFacts, vary: Iterable[str] = ()) -> str | None:
     """Return the first difference that keeps two runs from being a pair, or None.
 
     Weights may differ where the arms vary in their model.
     """
     same_model = not any(key.partition(".")[0] == "model" for key in vary)
-    return next(_differences(ours, theirs, same_model), None)
+    return next(_differences(first, second, same_model), None)
 
 
-def _differences(ours: PairingFacts, theirs: PairingFacts, same_model: bool) -> Iterator[str]:
-    if ours.seed != theirs.seed:
-        yield f"the seeds differ ({ours.seed} and {theirs.seed})"
-    if ours.data != theirs.data:
-        yield f"the data differ ({ours.data} and {theirs.data})"
+def _differences(first: PairingFacts, second: PairingFacts, same_model: bool) -> Iterator[str]:
+    if first.seed != second.seed:
+        yield f"the seeds differ ({first.seed} and {second.seed})"
+    if first.data != second.data:
+        yield f"the data differ ({first.data} and {second.data})"
     if same_model:
-        yield from _weight_differences(ours, theirs)
-    for epoch, (a, b) in enumerate(zip(ours.orders, theirs.orders, strict=False), 1):
+        yield from _weight_differences(first, second)
+    for epoch, (a, b) in enumerate(zip(first.orders, second.orders, strict=False), 1):
         if a != b:
             yield f"the order of examples differs in epoch {epoch} ({a} and {b})"
     for key in _MACHINE:
-        a, b = (" then ".join(facts.machine[key]) for facts in (ours, theirs))
+        a, b = (" then ".join(facts.machine[key]) for facts in (first, second))
         if a != b:
             yield f"{key} differs ({a} and {b})"
 
 
-def _weight_differences(ours: PairingFacts, theirs: PairingFacts) -> Iterator[str]:
-    touched = ours.touched | theirs.touched
-    for name, digest in ours.weights.items():
-        if name not in touched and theirs.weights.get(name) != digest:
+def _weight_differences(first: PairingFacts, second: PairingFacts) -> Iterator[str]:
+    touched = first.touched | second.touched
+    for name, digest in first.weights.items():
+        if name not in touched and second.weights.get(name) != digest:
             yield f"the initial weights of {name} differ, which neither treatment touches"
-    for name in theirs.weights:
-        if name not in ours.weights and name not in touched:
+    for name in second.weights:
+        if name not in first.weights and name not in touched:
             yield f"only one of the two runs has the weights {name}"

@@ -134,10 +134,12 @@ class Confound:
 
 def confounds(baseline: Recipe, arm: Recipe) -> tuple[Confound, ...]:
     """Return every setting in which an arm differs from the baseline."""
-    ours, theirs = baseline.to_dict(), arm.to_dict()
-    keys = [key for key in differences(ours, theirs) if _section(key) not in _NO_CONFOUNDS]
+    base_values, arm_values = baseline.to_dict(), arm.to_dict()
+    changed = differences(base_values, arm_values)
+    keys = [key for key in changed if _section(key) not in _NO_CONFOUNDS]
     return tuple(
-        Confound(key, _value_at(ours, key), _value_at(theirs, key)) for key in sorted(keys)
+        Confound(key, _value_at(base_values, key), _value_at(arm_values, key))
+        for key in sorted(keys)
     )
 
 
@@ -207,7 +209,7 @@ class Plan(Strict):
     arms: tuple[Arm, ...]
     seeds: tuple[int, ...]
     rules: Rules
-    tune: tuple[Tune, ...] = ()  # in this order, each at the best values of those before
+    tune: tuple[Tune, ...] = ()  # in this order, each at the best values of the earlier ones
     allow_confounds: tuple[str, ...] = ()
     vary: tuple[str, ...] = ()  # settings that are compared like treatments, such as stages
     contrasts: tuple[Contrast, ...] = ()
@@ -279,13 +281,14 @@ class Plan(Strict):
             if "model.preset" in arm.set:
                 raise BadInput(
                     f"arm {arm.name}: set.model.preset is spelled out in the recipe already; "
-                    "set what it stands for, such as model.residual"
+                    "set the keys of the preset, such as model.residual"
                 )
             for other in self.arms[:i]:
                 if arm.name == other.name:
                     raise BadInput(f"arms: {arm.name} is given twice")
-                ours, theirs = self.recipe_of(arm, 0), self.recipe_of(other, 0)
-                if ours.surgery == theirs.surgery and not confounds(ours, theirs):
+                recipe, other_recipe = self.recipe_of(arm, 0), self.recipe_of(other, 0)
+                same_surgery = recipe.surgery == other_recipe.surgery
+                if same_surgery and not confounds(recipe, other_recipe):
                     raise BadInput(f"arms: {other.name} and {arm.name} are the same treatment")
 
     def _check_seeds(self) -> None:

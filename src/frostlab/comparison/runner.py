@@ -1,4 +1,4 @@
-"""Carry out the runs of a plan that are still missing, and keep the comparison's folder."""
+"""The runs of a comparison and its folder: run what is missing, and store plan and results."""
 
 import json
 import multiprocessing
@@ -53,7 +53,7 @@ class Runner:
         """Run the tasks that are not done, and return the record of every task.
 
         A failed run has a record too, and the others go on. With `alone`, one task runs at a time,
-        so that its time is its own.
+        so that others do not slow it down.
         """
         left = [task for task in tasks if not _is_done(task)]
         if len(left) < len(tasks):
@@ -73,7 +73,7 @@ class Runner:
     def _outcomes(
         self, tasks: Sequence[Task], at_once: int
     ) -> Iterator[tuple[Task, str | None, float]]:
-        """Return each task with its outcome and seconds, as they end."""
+        """Yield each task with its outcome and seconds, as soon as it ends."""
         if at_once == 1 or len(tasks) < 2:
             for task in tasks:
                 yield (task, *run_task(task, self.data_dir))
@@ -90,7 +90,7 @@ class Runner:
 
 
 def run_task(task: Task, data_dir: Path | None) -> tuple[str | None, float]:
-    """Run a task; return its outcome in words, or None if it was asked to stop, and seconds."""
+    """Run a task; return its outcome in words (None if it was stopped) and its seconds."""
     began = time.monotonic()
     try:
         record = run(
@@ -129,7 +129,7 @@ def result_tasks(plan: Plan, folder: Path, tuned: Tuned) -> list[Task]:
 
 
 def round_tasks(plan: Plan, folder: Path, tuned: Tuned) -> list[Task]:
-    """Return whole runs at one seed that alternate, for their time alone."""
+    """Return repeated runs of every arm at one seed, for timing; the order of arms alternates."""
     return [
         Task(arm.name, index, plan.recipe_of(arm, plan.seeds[0], tuned.get(arm.name)),
              folder / "rounds" / f"{arm.name}-r{index + 1}", f"{arm.name} round {index + 1}")
@@ -159,14 +159,16 @@ class ComparisonFolder:
     def open(self, plan: Plan) -> Iterator[Plan]:
         """Lock the folder and write the plan, or check it against the plan that is there.
 
-        The plan returned has every seed that was ever asked for.
+        The returned plan also has the seeds of earlier calls.
         """
         if self.path.exists() and not self.path.is_dir():
             raise BadInput(f"{self.path} is a file, not a folder")
         names = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
         begun = {name for name in names if name == _LOCK or name.startswith(f".{_PLAN}")}
         if names - begun and _PLAN not in names:
-            raise BadInput(f"{self.path} is not empty and holds no comparison; choose another")
+            raise BadInput(
+                f"{self.path} is not empty and holds no comparison; choose another folder"
+            )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = Lock(self.path / _LOCK)
@@ -211,7 +213,7 @@ class ComparisonFolder:
         )
 
     def look(self, plan: Plan) -> int:
-        """Return the number of this look; every number of seeds that is judged is one look."""
+        """Return the number of this interim analysis (look); each number of seeds counts once."""
         values = self.read(_PLAN)
         assert values is not None, "the plan is written first"
         looks = values["looks"]

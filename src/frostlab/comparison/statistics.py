@@ -234,20 +234,21 @@ def noninferior(
 
 def _differences(arm: ArrayLike, base: ArrayLike, log: bool) -> tuple[Numbers, float]:
     """Return arm − base, of logs on log scale, and the rounding error of a difference."""
-    ours, theirs = _finite(arm, "arm"), _finite(base, "base")
-    if len(ours) != len(theirs):
+    arm_values, base_values = _finite(arm, "arm"), _finite(base, "base")
+    if len(arm_values) != len(base_values):
         raise BadInput(
-            f"pairs need as many values in arm as in base, not {len(ours)}, {len(theirs)}"
+            "pairs need as many values in arm as in base, "
+            f"not {len(arm_values)}, {len(base_values)}"
         )
-    if not len(ours):
-        return ours, 0.0
+    if not len(arm_values):
+        return arm_values, 0.0
     if log:
-        if min(ours.min(), theirs.min()) <= 0:
-            least = min(ours.min(), theirs.min())
+        if min(arm_values.min(), base_values.min()) <= 0:
+            least = min(arm_values.min(), base_values.min())
             raise BadInput(f"log scale needs values above 0, and {least:g} is among them")
-        ours, theirs = np.log(ours), np.log(theirs)
-    size = max(np.abs(ours).max(), np.abs(theirs).max(), 1.0 if log else 0.0)
-    return ours - theirs, 4 * float(np.finfo(float).eps * size)
+        arm_values, base_values = np.log(arm_values), np.log(base_values)
+    size = max(np.abs(arm_values).max(), np.abs(base_values).max(), 1.0 if log else 0.0)
+    return arm_values - base_values, 4 * float(np.finfo(float).eps * size)
 
 
 def _finite(values: ArrayLike, side: str) -> Numbers:

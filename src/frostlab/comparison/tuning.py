@@ -13,7 +13,7 @@ from frostlab.records.folder import RunRecord, finished_status
 
 
 def tune_all(plan: Plan, folder: Path, runner: Runner) -> list[TunedSetting]:
-    """Tune the plan's settings in order, each at the best values of those before."""
+    """Tune the plan's settings in order, each at the best values of the earlier ones."""
     settings: list[TunedSetting] = []
     for tune in plan.tune:
         settings.append(_Search(plan, tune, tuned_values(plan, settings), folder, runner).result())
@@ -105,8 +105,8 @@ class _Search:
 
 
 def _point(value: float, scores: Sequence[float | None]) -> TuningPoint:
-    known = [score for score in scores if score is not None]
-    mean = sum(known) / len(known) if len(known) == len(scores) else None
+    present = [score for score in scores if score is not None]
+    mean = sum(present) / len(present) if len(present) == len(scores) else None
     return TuningPoint(value, mean, tuple(scores))
 
 
@@ -120,5 +120,5 @@ def _score(path: Path) -> float | None:
 def _best(curve: Sequence[TuningPoint], metric: str) -> float:
     """Return the value with the best mean; a value whose run failed loses, unless all failed."""
     sign = 1.0 if metric in LOWER_IS_BETTER else -1.0
-    known = [point for point in curve if point.mean is not None]
-    return min(known or curve, key=lambda point: sign * (point.mean or 0.0)).value
+    finished = [point for point in curve if point.mean is not None]
+    return min(finished or curve, key=lambda point: sign * (point.mean or 0.0)).value

@@ -283,10 +283,10 @@ def _notes_on_unpaired_seeds(
     arm: str, baseline: str, arms: Mapping[str, Values], failed: Mapping[str, Sequence[int]]
 ) -> list[str]:
     """Return a note on the seeds that only one of two arms was run with."""
-    ours = {*arms[arm], *failed.get(arm, ())}
-    theirs = {*arms[baseline], *failed.get(baseline, ())}
+    arm_seeds = {*arms[arm], *failed.get(arm, ())}
+    base_seeds = {*arms[baseline], *failed.get(baseline, ())}
     notes = []
-    for name, seeds in ((arm, ours - theirs), (baseline, theirs - ours)):
+    for name, seeds in ((arm, arm_seeds - base_seeds), (baseline, base_seeds - arm_seeds)):
         if seeds:
             listed = ", ".join(str(seed) for seed in sorted(seeds))
             notes.append(f"seeds of {name} without a partner, left out: {listed}")

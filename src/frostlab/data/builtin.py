@@ -126,11 +126,11 @@ def collect_docstrings(
     """Read a package's files, ordered by a hash, until every split has the wanted number."""
     spec = importlib.util.find_spec(package)
     root = Path(next(iter((spec and spec.submodule_search_locations) or ())))
-    kept: dict[str, list[Docstring]] = {split: [] for split in wanted}
+    collected: dict[str, list[Docstring]] = {split: [] for split in wanted}
     seen: set[str] = set()
     names = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
     for name in sorted(names, key=lambda name: _hash(f"{package}/{name}")):
-        docs = kept[split := split_of_module(package, name)]
+        docs = collected[split := split_of_module(package, name)]
         if len(docs) == wanted[split] or "tests" in name.split("/"):
             continue
         for text in _docstrings_of(root / name):
@@ -143,9 +143,9 @@ def collect_docstrings(
             docs.append(doc)
             if len(docs) == wanted[split]:
                 break
-        if all(len(kept[split]) == wanted[split] for split in wanted):
+        if all(len(collected[split]) == wanted[split] for split in wanted):
             break
-    return kept
+    return collected
 
 
 def split_of_module(package: str, name: str) -> str:
@@ -303,7 +303,7 @@ def _draw(
     data: Synthetic, count: int, random: np.random.Generator, seen: set[bytes]
 ) -> tuple[Ids, Ids]:
     """Draw examples that are not in `seen`."""
-    kept: list[tuple[Ids, Ids]] = []
+    batches: list[tuple[Ids, Ids]] = []
     missing, tries = count, 0
     while missing:
         ids, answers = TASKS[data.name](data, min(missing, DRAWN_AT_ONCE), random)
@@ -314,6 +314,6 @@ def _draw(
                 f"data.symbols {data.symbols} and data.length {data.length} make too few different "
                 f"examples of {data.name} for separate splits; raise one of them"
             )
-        kept.append((ids[new], answers[new]))
+        batches.append((ids[new], answers[new]))
         missing -= int(new.sum())
-    return np.concatenate([ids for ids, _ in kept]), np.concatenate([a for _, a in kept])
+    return np.concatenate([ids for ids, _ in batches]), np.concatenate([a for _, a in batches])

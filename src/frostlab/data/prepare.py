@@ -92,7 +92,7 @@ def _prepare_synthetic(data: Synthetic, cache: Path) -> Prepared:
 class _TextPreparation:
     """The steps from text to token arrays: survey splits, divide rows, train a tokenizer, encode.
 
-    Everything that names the result in the cache is known once the splits are surveyed.
+    The cache key is known once the splits are surveyed.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class _TextPreparation:
             self.cache / "prepared" / digest[:32], lambda folder: self._build(folder, pretrained)
         )
         facts = load_facts(folder)
-        chance = isinstance(data, Docstrings) and self.classes  # its classes are of equal size
+        balanced = isinstance(data, Docstrings) and self.classes  # classes of equal size
         return Prepared(
             task=data.task,
             classes=self.classes,
@@ -143,7 +143,7 @@ class _TextPreparation:
             splits={role: load_tokens(folder, role, d) for role, d in facts["tokens"].items()},
             origin={role: self._origin(role, note) for role, note in facts["notes"].items()},
             caution=self._caution(),
-            known={"chance": 1 / self.classes} if chance else {},
+            known={"chance": 1 / self.classes} if balanced else {},
             digest=digest,
             tokenizer=folder / ("tokenizer" if pretrained else "tokenizer.json"),
         )
@@ -224,7 +224,7 @@ class _TextPreparation:
         if data.length <= special:
             raise BadInput(
                 f"data.length {data.length} leaves no room for text after the tokenizer's "
-                f"{special} special tokens; {special + 1} is the least"
+                f"{special} special tokens; use at least {special + 1}"
             )
         numbers = self.numbers.get(role, self.numbers["train"])
         rows = limit_rows(portion, numbers, limit)
@@ -283,16 +283,16 @@ def encode_running(
     An example has `length` + 1 tokens: the first token of the next is its last target. With a
     stride above `length`, examples share no token, or leave some out.
     """
-    most = None if limit is None else (limit - 1) * stride + length + 1
+    max_tokens = None if limit is None else (limit - 1) * stride + length + 1
     with writer:
         for ids in _stream(portion, columns, encoder):
-            writer.append(ids if most is None else ids[: most - writer.count])
-            if writer.count == most:
+            writer.append(ids if max_tokens is None else ids[: max_tokens - writer.count])
+            if writer.count == max_tokens:
                 break
         count = writer.count
     if count < 2:
         raise BadInput(
-            f"{portion.split.place} has {count} tokens for {writer.role}; two are the least"
+            f"{portion.split.place} has {count} tokens for {writer.role}; at least two are needed"
         )
     starts = np.arange(0, count - 1, stride, dtype=np.int64)
     return writer.finish({"starts": starts, "stops": np.minimum(starts + length + 1, count)})

@@ -41,7 +41,7 @@ class Columns:
 
 
 class Row(NamedTuple):
-    """One example, or a piece of a document that ends with it or continues."""
+    """One example, or a piece of a document; `ends`: it is the last piece."""
 
     line: int
     texts: tuple[str, ...]
@@ -190,7 +190,7 @@ class SplitPlan:
 
 
 def plan_splits(data: TextData, data_dir: Path | None, cache: Path) -> SplitPlan:
-    """Find the text of a recipe and give its splits their roles."""
+    """Find the splits of a recipe's text and assign each its role."""
     if isinstance(data, Docstrings):
         pairs = data.name == "docstrings-pairs"
         files = docstring_files(data.per_package, pairs=pairs, cache=cache)
@@ -218,9 +218,11 @@ def _plan_own(data: Own) -> SplitPlan:
         if not files:
             raise BadInput(f"data.path {path} has no SPLIT.{{{','.join(FORMATS)}}}[.gz] in it")
         report = next((name for name in ("test", "validation") if name in files), HELD_OUT)
-        spare = "validation" in files and report != "validation" and data.report != "validation"
+        has_tuning_split = (
+            "validation" in files and report != "validation" and data.report != "validation"
+        )
         defaults = SetDefaults(
-            tune="validation" if spare else HELD_OUT, report=report, texts=data.text
+            tune="validation" if has_tuning_split else HELD_OUT, report=report, texts=data.text
         )
         return _assign_roles(data, _splits(files), defaults, data.label)
     if not path.is_file():
@@ -253,7 +255,7 @@ def _assign_roles(
     report = data.report or (published and defaults.published) or defaults.report
     tune = None if published else defaults.tune if data.tune is None else data.tune
     if published and isinstance(report, float):
-        raise BadInput(f"splits: published, but {train.place} has no reporting split; use honest")
+        raise BadInput(f"splits: published, but {train.place} has no reporting split; use `honest`")
     plan = SplitPlan(
         train=train,
         tune=_choose(splits, "data.tune", tune) if isinstance(tune, str) else tune,
@@ -266,7 +268,9 @@ def _assign_roles(
     for role, other in (("train", "tune"), ("train", "report"), ("tune", "report")):
         split = getattr(plan, role)
         if split == getattr(plan, other) and isinstance(split, Split):
-            raise BadInput(f"data.{role} and data.{other} are both {split.name}; choose two")
+            raise BadInput(
+                f"data.{role} and data.{other} are both {split.name}; choose different splits"
+            )
     return plan
 
 
@@ -289,15 +293,15 @@ def public_splits(name: str, language: str, data_dir: Path | None) -> dict[str, 
     if name == "xnli" and language not in LANGUAGES:
         hint = nearest(language, LANGUAGES) or f"; there are {', '.join(LANGUAGES)}"
         raise BadInput(f"data.language {language} is not one of xnli's{hint}")
-    inside = f"xnli/{language}" if name == "xnli" else name
+    subfolder = f"xnli/{language}" if name == "xnli" else name
     folder = data_dir or (Path(env) if (env := os.environ.get("FROSTLAB_DATA")) else None)
     searched = "no --data-dir and no FROSTLAB_DATA"
     if folder is not None:
         folder = folder.expanduser()
         if not folder.is_dir():
             raise BadInput(f"the data folder {folder} does not exist")
-        searched = f"{folder / inside} has no split file"
-        if (folder / inside).is_dir() and (files := split_files(folder / inside)):
+        searched = f"{folder / subfolder} has no split file"
+        if (folder / subfolder).is_dir() and (files := split_files(folder / subfolder)):
             return _splits(files)
     hub, config, revision = PUBLIC_SETS[name].hub
     try:
@@ -305,8 +309,9 @@ def public_splits(name: str, language: str, data_dir: Path | None) -> dict[str, 
     except BadInput as error:
         raise BadInput(
             f"data.name {name} was not found: {searched}, and {error}; put "
-            f"{inside}/SPLIT.{{{','.join(FORMATS)}}}[.gz] in a folder and name it with --data-dir "
-            "or FROSTLAB_DATA, or pip install 'frostlab[data]' and connect to the network"
+            f"{subfolder}/SPLIT.{{{','.join(FORMATS)}}}[.gz] in a folder and name it with "
+            "--data-dir or FROSTLAB_DATA, or pip install 'frostlab[data]' and connect to the "
+            "network"
         ) from error
 
 
@@ -316,14 +321,14 @@ def hub_splits(name: str, config: str | None, revision: str | None) -> dict[str,
     reason = None if Path(name).is_dir() else unreachable()
     if reason is not None:
         raise BadInput(reason)
-    shown = datasets.is_progress_bar_enabled()
+    had_progress_bars = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
         splits = datasets.load_dataset(name, config, revision=revision)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise BadInput(f"the hub's {name}: {first_line(error)}") from error
     finally:
-        if shown:
+        if had_progress_bars:
             datasets.enable_progress_bars()
     place = name if config is None else f"{name} ({config})"
     return {
@@ -349,5 +354,5 @@ def unreachable() -> str | None:
     try:
         socket.getaddrinfo(host, 443)
     except OSError:
-        return f"{host} cannot be found; HF_HUB_OFFLINE=1 uses what was downloaded before"
+        return f"{host} cannot be found; HF_HUB_OFFLINE=1 uses earlier downloads"
     return None

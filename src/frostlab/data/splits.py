@@ -105,14 +105,14 @@ def _encode(split: Split, line: int, text: str) -> bytes:
 
 
 def classes_of(split: Split, train: Survey, count: int | None) -> tuple[Label, ...]:
-    """Return the labels in the order of their classes: 0 to `count`, or those of training."""
+    """Return the labels in class order: 0 to `count` - 1, or the sorted labels of training."""
     if count is not None:
         return tuple(range(count))
     labels = [label for label, _ in train.labels]
     if not all(isinstance(label, int) for label in labels):
         labels = [str(label) for label in labels]
     if len(labels) < 2:
-        raise BadInput(f"{split.place}: every label is {labels[0]}; there is nothing to tell apart")
+        raise BadInput(f"{split.place}: every label is {labels[0]}; two classes are needed")
     return tuple(sorted(labels, key=lambda label: (label if isinstance(label, int) else 0, label)))
 
 
@@ -195,10 +195,10 @@ def divide(
             _drop_shared_texts(portions)
     for role, portion in portions.items():
         if portion.size == 0:
-            few = (
+            reason = (
                 f"{len(portion.survey)} rows of {portion.split.place} are too few to hold out from"
             )
-            raise BadInput(f"nothing is left for {role}: {few}")
+            raise BadInput(f"nothing is left for {role}: {reason}")
     return {role: portions[role] for role in ("train", "tune", "report") if role in portions}
 
 
@@ -221,7 +221,7 @@ def _hold_out_characters(portions: dict[str, Portion], shares: dict[str, float])
 def _hold_out_rows(
     portions: dict[str, Portion], shares: dict[str, float], numbers: Numbers | None
 ) -> None:
-    """Hold out a share of each class, or of the documents the last."""
+    """Hold out a share of each class, or the last documents of a language-modelling set."""
     train = portions["train"]
     left = train.taken.copy()
     for role, share in shares.items():

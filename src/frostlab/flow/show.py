@@ -1,4 +1,4 @@
-"""A flow for people: a table and a heat map in the terminal, and an HTML page."""
+"""Present a flow: a table and a heat map in the terminal, and an HTML page."""
 
 import math
 from collections.abc import Sequence
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 _QUANTITIES = ("gradient", "before_clip", "weight", "update")
 SHADES = "▁▂▃▄▅▆▇█"
-NARROWEST = 40  # characters of a heat map
-_ROWS = 60  # in a terminal; more parts are joined into layers
+NARROWEST = 40  # least width of a heat map, in characters
+_ROWS = 60  # most rows in a terminal; more parts are joined into layers
 
 
 def as_text(flow: "Flow") -> str:
@@ -82,11 +82,11 @@ def _number(value: float) -> str:
 
 
 def flow_map_text(flow: "Flow", width: int = 100) -> str:
-    """Draw gradients and updates side by side: a row a part, a column one report or several."""
+    """Draw gradients and updates side by side: parts are rows, one or more reports a column."""
     if not flow.reports:
         return f"{flow.model}: no step has been measured yet"
     rows, width = rows_of(flow, _ROWS), max(width, NARROWEST)
-    words = _row_words(flow, rows)
+    words = _row_verdicts(flow, rows)
     word_width = max(map(len, words)) if width >= 80 else 0
     longest = max(len(row.name) for row in rows)
     name_width = min(longest, width - word_width - 2 * 4 - 6, max(12, width // 3))
@@ -107,7 +107,7 @@ def flow_map_text(flow: "Flow", width: int = 100) -> str:
     return "\n".join([*lines, "", *_legend(gradient, ratio, width)])
 
 
-def _row_words(flow: "Flow", rows: Sequence[Row]) -> list[str]:
+def _row_verdicts(flow: "Flow", rows: Sequence[Row]) -> list[str]:
     """Return the verdict of each row, "" for a row that learns."""
     verdicts, row_words = flow.verdicts(), []
     for row in rows:
@@ -122,12 +122,12 @@ def _row_words(flow: "Flow", rows: Sequence[Row]) -> list[str]:
 
 def _column_meaning(grid: Grid) -> str:
     if grid.reports_a_column == 1:
-        return ", a column a report"
-    return f", a column the median of {grid.reports_a_column} reports"
+        return ", one report per column"
+    return f", each column is the median of {grid.reports_a_column} reports"
 
 
 def _end_of(name: str, width: int) -> str:
-    """Cut a name at its beginning, which says less than its end."""
+    """Shorten a name from the left: its end is the more specific part."""
     return name if len(name) <= width else "…" + name[1 - width :]
 
 

@@ -123,8 +123,8 @@ def read_layout(model: nn.Module, optimizers: Sequence[Optimizer]) -> Layout:
 
     return Layout(
         parts=tuple(parts),
-        parameters=tuple(held[0].parameter for held in by_parameter.values()),
-        names=tuple(_parameter_name(held) for held in by_parameter.values()),
+        parameters=tuple(group[0].parameter for group in by_parameter.values()),
+        names=tuple(_parameter_name(group) for group in by_parameter.values()),
         slices=tuple(slices),
         front=trainable(front),
         back=trainable(back),
@@ -194,18 +194,18 @@ def _parameter_name(tensors: list[_PlacedTensor]) -> str:
     return tensors[0].name if len(tensors) == 1 else tensors[0].name.partition("[")[0]
 
 
-def rows_within(held: Rows, wanted: Rows) -> Rows:
+def rows_within(stored: Rows, wanted: Rows) -> Rows:
     """Renumber rows of a whole tensor for a tensor that holds only some of its rows."""
-    if (held.period, held.repeats) != (wanted.period, wanted.repeats):
-        return wanted  # held is the whole tensor, described in another way
+    if (stored.period, stored.repeats) != (wanted.period, wanted.repeats):
+        return wanted  # stored is the whole tensor, described in another way
     spans, before = [], 0
-    for start, stop in held.spans:
+    for start, stop in stored.spans:
         for a, b in wanted.spans:
             low, high = max(a, start), min(b, stop)
             if low < high:
                 spans.append((before + low - start, before + high - start))
         before += stop - start
-    return Rows(before, held.repeats, tuple(spans))
+    return Rows(before, stored.repeats, tuple(spans))
 
 
 def _group_of_parameter(optimizers: Sequence[Optimizer]) -> dict[int, int]:

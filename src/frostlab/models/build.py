@@ -126,11 +126,12 @@ def _is_causal(config: Any) -> bool:
 
 def _apply_settings(config: Any, settings: PretrainedModel) -> None:
     """Change the config as `model.config` of the recipe says."""
-    known = config.to_dict()
+    defaults = config.to_dict()
     for key, value in settings.config.items():
-        if key not in known:
+        if key not in defaults:
             raise BadInput(
-                f"model.config.{key} is not in the config of {settings.name}{nearest(key, known)}"
+                f"model.config.{key} is not in the config of {settings.name}"
+                f"{nearest(key, defaults)}"
             )
         try:
             setattr(config, key, value)
@@ -231,8 +232,8 @@ def _classes(recipe: Recipe) -> tuple[int, str]:
         return data.symbols, ""
     if isinstance(data, Docstrings):
         return (len(PACKAGES), _AT_MOST) if data.name == "docstrings" else (2, "")
-    known = PUBLIC_SETS[data.name].classes if isinstance(data, Named) else None
-    return (2, _ASSUMED) if known is None else (known, "")
+    classes = PUBLIC_SETS[data.name].classes if isinstance(data, Named) else None
+    return (2, _ASSUMED) if classes is None else (classes, "")
 
 
 def find_config(name: str) -> tuple[Any, str]:
@@ -295,12 +296,12 @@ def hub_answers() -> bool:
         return False
 
 
-def _nearest_architecture(name: str, known: Iterable[str]) -> str:
+def _nearest_architecture(name: str, architectures: Iterable[str]) -> str:
     """A hint at the architecture that a name begins with, or at the most similar one.
 
     `bert-base-uncased` begins with `bert`; the longest such architecture wins.
     """
-    choices, last = [*known, *OWN], name.rpartition("/")[2].lower()
+    choices, last = [*architectures, *OWN], name.rpartition("/")[2].lower()
     begins = _beginning(name)
     if begins or "/" in name:  # a user's model on the hub is not a misspelt architecture
         return f"; did you mean `{begins}`?" if begins else ""

@@ -263,8 +263,8 @@ def data_kind(value: Any) -> str:
     name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
     if name is None:
         return Docstrings.__name__
-    known = (kind for kind in KINDS if name in names_of(kind))
-    return next(known, Registered).__name__
+    kinds = (kind for kind in KINDS if name in names_of(kind))
+    return next(kinds, Registered).__name__
 
 
 Data = Annotated[

@@ -25,8 +25,8 @@ from frostlab.recipe.recipe import Recipe
 
 Settings = Mapping[str, Any]  # dotted keys, such as optim.lr, or whole sections
 _ENDINGS = (".yaml", ".yml")
-_MEASUREMENTS = 20  # of gradient flow in a stage of a short run
-_EXAMPLES = 500  # that a short run is evaluated on, at most
+_MEASUREMENTS = 20  # number of times gradient flow is measured in a stage of a short run
+_EXAMPLES = 500  # a short run is evaluated on at most this many
 _RUN_NAME = re.compile(r"[\w.-]+")
 _KEY_IN_TEXT = re.compile(r"\b[a-z]+\.[a-z_]+\b|\btokenizer\b")
 _EXPECTED = {  # by pydantic's name of the error
@@ -85,7 +85,7 @@ def read_values(path: str) -> dict[str, Any]:
 
 
 def recipe_name(name: str) -> str:
-    """Return the name that runs of a recipe have: its file's name without the ending."""
+    """Return the name for runs of a recipe: its file's name without the ending."""
     path = Path(name)
     stem = path.name.removesuffix(path.suffix) if path.suffix in _ENDINGS else path.name
     return "".join(_RUN_NAME.findall(stem)) or "recipe"
@@ -115,7 +115,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def parse_settings(texts: Iterable[str]) -> dict[str, Any]:
-    """Return the settings of a command line by key; of equal keys the last counts."""
+    """Return the settings of a command line by key; if a key is repeated, its last value counts."""
     settings: dict[str, Any] = {}
     for key, value in map(parse_setting, texts):
         settings.pop(key, None)
@@ -126,9 +126,10 @@ def parse_settings(texts: Iterable[str]) -> dict[str, Any]:
 def short_run_settings(
     recipe: Recipe, *, steps: int | None = None, epochs: int | None = None
 ) -> dict[str, Any]:
-    """Return settings for a watched run of so many steps or epochs, divided among its stages.
+    """Return settings that shorten a run to `steps` or `epochs` and measure its gradient flow.
 
-    A run of steps is evaluated at each stage's end; one of epochs as often as the recipe says.
+    The duration is divided evenly among the stages. With `steps`, the run is evaluated at the end
+    of each stage; with `epochs`, as often as the recipe says.
     """
     unit, other, total = (
         ("epochs", "steps", epochs) if steps is None else ("steps", "epochs", steps)
@@ -154,7 +155,7 @@ def short_run_settings(
 
 
 def watch_interval(steps: int) -> int:
-    """Return every how many steps gradient flow is measured in a short run."""
+    """Return the number of steps between measurements of gradient flow in a short run."""
     return max(1, steps // _MEASUREMENTS)
 
 
@@ -244,7 +245,7 @@ class Layers:
 
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[tuple[str, ...], str] = field(default_factory=dict)  # the latest last
-    settings: set[tuple[str, ...]] = field(default_factory=set)  # keys that settings gave
+    settings: set[tuple[str, ...]] = field(default_factory=set)  # keys that come from settings
 
     def add_settings(self, settings: Settings) -> None:
         """Put settings on top; they survive a change of kind by a later setting."""
@@ -283,8 +284,8 @@ class Layers:
         """Let epochs replace a parent's steps, and steps its epochs."""
         old = self.values.get("train")
         if isinstance(new, dict) and isinstance(old, dict):
-            for given, other in (("steps", "epochs"), ("epochs", "steps")):
-                if new.get(given) is not None and new.get(other) is None:
+            for unit, other in (("steps", "epochs"), ("epochs", "steps")):
+                if new.get(unit) is not None and new.get(other) is None:
                     old.pop(other, None)
 
     def _drop_preset_keys(self, new: Any) -> None:
@@ -381,7 +382,9 @@ def _first_problem(error: ValidationError, values: dict[str, Any]) -> tuple[list
     first = errors[0][0]
     inside = [(path, details) for path, details in errors if path[: len(first)] == first]
     deepest = max(inside, key=lambda item: len(item[0]))[0]
-    return deepest, _line(deepest, [details for path, details in inside if path == deepest], values)
+    return deepest, _describe(
+        deepest, [details for path, details in inside if path == deepest], values
+    )
 
 
 def _path_of(details: ErrorDetails, values: Any) -> list[Any]:
@@ -397,7 +400,8 @@ def _path_of(details: ErrorDetails, values: Any) -> list[Any]:
     return path
 
 
-def _line(path: list[Any], errors: list[ErrorDetails], values: dict[str, Any]) -> str:
+def _describe(path: list[Any], errors: list[ErrorDetails], values: dict[str, Any]) -> str:
+    """Describe the errors of one value in a line that names its key."""
     key, kind = ".".join(map(str, path)), errors[0]["type"]
     value = _at(values, path)
     if kind == "value_error":
@@ -470,7 +474,7 @@ def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _member(members: list[type[BaseModel]], values: Any) -> type[BaseModel] | None:
-    """Return the member of a union that values belong to by their tag."""
+    """Return the member of a union that the tag of the values names."""
     if len(members) < 2:
         return next(iter(members), None)
     tag = _tag(members)
@@ -492,7 +496,7 @@ def _tag(members: list[type[BaseModel]]) -> str:
 
 
 def _section_tags() -> dict[str, str]:
-    """Return the sections that are of one kind or another, with the key that names the kind."""
+    """Return the sections that have several kinds, such as `model`, and the key that names it."""
     unions = {name: list(models_in(info.annotation)) for name, info in Recipe.model_fields.items()}
     return {name: _tag(members) for name, members in unions.items() if len(members) > 1}
 

@@ -59,8 +59,8 @@ def checkpoints_in(folder: Path) -> list[Checkpoint]:
 
 def resumable(folder: Path) -> Checkpoint | None:
     """Return the newest checkpoint that a run can be resumed from."""
-    whole = [c for c in checkpoints_in(folder) if (c.folder / "optimizer.safetensors").is_file()]
-    return whole[-1] if whole else None
+    complete = [c for c in checkpoints_in(folder) if (c.folder / "optimizer.safetensors").is_file()]
+    return complete[-1] if complete else None
 
 
 def save_checkpoint(

@@ -29,12 +29,12 @@ VARIABLES = (
     "LOCAL_RANK",
 )
 LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "safetensors", "peft")
-_PATIENCE = 1.5  # seconds for a driver or git that hangs
+_TIMEOUT = 1.5  # seconds to wait for the driver and for git
 
 
 def gpu_state(device: str) -> dict[str, Any] | None:
     """Temperature, clocks, power, utilisation and memory of the GPU now, or None without one."""
-    return _try(lambda: _ask_gpu(device, _state).answer(time.monotonic() + _PATIENCE))
+    return _try(lambda: _ask_gpu(device, _state).answer(time.monotonic() + _TIMEOUT))
 
 
 def _state(gpu: Gpu) -> dict[str, Any]:
@@ -60,11 +60,11 @@ def _facts(gpu: Gpu) -> dict[str, Any]:
         "max_sm_clock_mhz": _try(gpu.clock, "SM", "nvmlDeviceGetMaxClockInfo"),
         "max_memory_clock_mhz": _try(gpu.clock, "MEM", "nvmlDeviceGetMaxClockInfo"),
         **_state(gpu),
-        "other_processes": _others(gpu),
+        "other_processes": _other_processes(gpu),
     }
 
 
-def _others(gpu: Gpu) -> list[dict[str, Any]] | None:
+def _other_processes(gpu: Gpu) -> list[dict[str, Any]] | None:
     """Return every other process on the GPU, or None where NVML does not answer."""
     kinds = ("Compute", "Graphics")
     answers = [_try(gpu.ask, f"nvmlDeviceGet{kind}RunningProcesses") for kind in kinds]
@@ -84,8 +84,8 @@ def _others(gpu: Gpu) -> list[dict[str, Any]] | None:
 
 def environment(device: str) -> dict[str, Any]:
     """Describe the machine of this process; unknown facts are null, and nothing is raised."""
-    until = time.monotonic() + _PATIENCE
-    code = _Question(_git)
+    until = time.monotonic() + _TIMEOUT
+    git = _Question(_git)
     gpu, reason = None, None
     try:
         gpu = _ask_gpu(device, _facts).answer(until)
@@ -99,7 +99,7 @@ def environment(device: str) -> dict[str, Any]:
         "gpu_reason": reason,
         "versions": _versions(),
         "host": _host(),
-        "git": _try(lambda: code.answer(until)) or {"commit": None, "dirty": None},
+        "git": _try(lambda: git.answer(until)) or {"commit": None, "dirty": None},
         "variables": {name: os.environ.get(name) for name in VARIABLES},
     }
 
@@ -108,7 +108,7 @@ def one_line(values: dict[str, Any]) -> str:
     """Return the main facts of an environment on one line; missing facts are left out."""
     objects = ((key, values.get(key)) for key in ("gpu", "host", "versions", "git"))
     parts = {key: value if isinstance(value, dict) else {} for key, value in objects}
-    words = [
+    fields = [
         ("", parts["gpu"].get("name") or parts["host"].get("cpu")),
         ("driver ", parts["gpu"].get("driver")),
         *((f"{name} ", parts["versions"].get(name)) for name in ("torch", "cuda", "transformers")),
@@ -116,7 +116,7 @@ def one_line(values: dict[str, Any]) -> str:
         ("on ", parts["host"].get("name")),
         ("commit ", str(parts["git"].get("commit") or "")[:12]),
     ]
-    line = ", ".join(f"{word}{value}" for word, value in words if value)
+    line = ", ".join(f"{label}{value}" for label, value in fields if value)
     return f"{line} (dirty)" if parts["git"].get("dirty") is True else line
 
 
@@ -162,13 +162,13 @@ def _cpu_model() -> str | None:
 def _git() -> dict[str, Any]:
     """Return the commit of the current folder, and whether tracked files differ from it."""
 
-    def ask(*words: str) -> str:
-        command = ["git", "--no-optional-locks", *words]
-        done = subprocess.run(
+    def ask(*arguments: str) -> str:
+        command = ["git", "--no-optional-locks", *arguments]
+        completed = subprocess.run(
             command, capture_output=True, text=True, stdin=subprocess.DEVNULL,
-            timeout=_PATIENCE / 2, check=True,
+            timeout=_TIMEOUT / 2, check=True,
         )  # fmt: skip
-        return done.stdout.strip()
+        return completed.stdout.strip()
 
     status = ("status", "--porcelain", "--untracked-files=no")
     return {
@@ -202,7 +202,7 @@ class _Question(Thread):
         """Return the answer, waiting at most until `until` on the monotonic clock."""
         self.join(max(0.0, until - time.monotonic()))
         if self.is_alive():
-            raise TimeoutError(f"no answer within {_PATIENCE} s")
+            raise TimeoutError(f"no answer within {_TIMEOUT} s")
         if self._error is not None:
             raise self._error
         return self._answer

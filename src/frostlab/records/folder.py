@@ -148,13 +148,13 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def effective(events: Iterable[Event]) -> list[Event]:
-    """Leave out what came after the checkpoint that a run was later resumed from."""
-    kept: list[Event] = []
+    """Leave out events that came after a checkpoint from which the run was later resumed."""
+    valid: list[Event] = []
     for event in events:
         if isinstance(event, ResumeEvent):
-            kept = [earlier for earlier in kept if _survives(earlier, event.step)]
-        kept.append(event)
-    return kept
+            valid = [earlier for earlier in valid if _survives(earlier, event.step)]
+        valid.append(event)
+    return valid
 
 
 def _survives(event: Event, step: int) -> bool:
@@ -261,12 +261,12 @@ def finished_status(path: Path) -> Ending | None:
 
 
 def supersede_result(folder: RunFolder) -> None:
-    """Set the result of an attempt that stopped aside, as `result-1.json`, `result-2.json` …"""
+    """Rename the result of a stopped attempt to `result-1.json`, `result-2.json` …"""
     path, number = folder.path / "result.json", 1
     if path.exists():
-        while (kept := folder.path / f"result-{number}.json").exists():
+        while (target := folder.path / f"result-{number}.json").exists():
             number += 1
-        path.rename(kept)
+        path.rename(target)
 
 
 @dataclass(frozen=True)
@@ -374,11 +374,15 @@ REPORTED = tuple(SPLITS)
 _BEST = {"report": "best_r", "unseen": "best_r_unseen"}  # key of the best r that is achievable
 
 
-def scores_file(scores: Mapping[str, Mapping[str, Any]], known: Mapping[str, float]) -> Any:
+def scores_file(
+    scores: Mapping[str, Mapping[str, Any]], reference_scores: Mapping[str, float]
+) -> Any:
     """Return the content of `scores.json`: raw scores by split and decoder, and the best r."""
     return {
         "schema": 1,
-        "best": {split: known[key] for split, key in _BEST.items() if key in known},
+        "best": {
+            split: reference_scores[key] for split, key in _BEST.items() if key in reference_scores
+        },
         "splits": {
             split: {name: score.to_dict() for name, score in decoders.items()}
             for split, decoders in scores.items()

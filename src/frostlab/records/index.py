@@ -62,7 +62,7 @@ _Entries = dict[str, list[list[Any]]]  # name: [signature, stored fields]
 
 def list_runs(root: Path) -> list[Summary]:
     """Summarise every run in `root`, oldest first; a damaged one is listed with the reason."""
-    stored, kept, runs, settled = _load(root), _Entries(), [], time.time_ns() - _SETTLED
+    stored, entries, runs, settled = _load(root), _Entries(), [], time.time_ns() - _SETTLED
     for name, signature in _run_folders(root):
         entry = stored.get(name)
         if entry is not None and entry[0] == signature:
@@ -71,10 +71,10 @@ def list_runs(root: Path) -> list[Summary]:
             run, lasting = _read(root / name)
             entry = [signature, [getattr(run, field) for field in _STORED]]
         if lasting and max(signature[0], signature[2]) < settled:
-            kept[name] = entry
+            entries[name] = entry
         runs.append(_with_lock(run))
-    if kept != stored:
-        _save(root, kept)
+    if entries != stored:
+        _save(root, entries)
     return sorted(runs, key=lambda run: (run.started is None, run.started or 0.0, run.name))
 
 

@@ -363,16 +363,19 @@ def _recipe(folder: Path) -> dict[str, Any] | None:
 
 
 def _differences(recipe: dict[str, Any] | None) -> tuple[dict[str, Any] | None, str | None]:
-    """Return what a recipe changes, dotted, and its digest; all of one that is no longer valid."""
+    """Return a recipe's non-default settings by dotted key, and its digest.
+
+    A recipe that is no longer valid returns all its settings, and None.
+    """
     if recipe is None:
         return None, None
     from frostlab.recipe.recipe import Recipe
 
     try:
-        whole = Recipe.model_validate_json(json.dumps(recipe))  # strict: JSON has no tuples
+        checked = Recipe.model_validate_json(json.dumps(recipe))  # strict: JSON has no tuples
     except (TypeError, ValueError):
         return dict(_dotted(recipe)), None
-    return dict(_dotted(whole.model_dump(mode="json", exclude_defaults=True))), whole.digest
+    return dict(_dotted(checked.model_dump(mode="json", exclude_defaults=True))), checked.digest
 
 
 def _dotted(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

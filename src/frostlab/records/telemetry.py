@@ -52,7 +52,7 @@ def wanted_gpu(device: str) -> tuple[int | str, ...]:
 
 
 class Gpu:
-    """One GPU as NVML sees it; what it does not say raises NVML's own error."""
+    """One GPU, read through NVML; a value that NVML cannot read raises its own error."""
 
     def __init__(self, wanted: tuple[int | str, ...]) -> None:
         """Open the first of `wanted`, indices or UUIDs, that NVML knows."""
@@ -299,10 +299,10 @@ class Watching:
         """Return everything that was seen."""
         telemetry = self._telemetry.summary()
         cores = psutil.cpu_count() or 1
-        ours, all_of_it = (telemetry[f"{who}_cpu_percent"]["mean"] for who in ("process", "system"))
+        ours, total = (telemetry[f"{key}_cpu_percent"]["mean"] for key in ("process", "system"))
         others = None
-        if ours is not None and all_of_it is not None:
-            others = max(0.0, (all_of_it * cores - ours) / 100)
+        if ours is not None and total is not None:
+            others = max(0.0, (total * cores - ours) / 100)
         counts = [count for count in self._on_gpu if count is not None]
         return Watched(cores, others, max(counts, default=None), telemetry)
 

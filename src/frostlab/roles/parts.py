@@ -267,8 +267,8 @@ class Slot:
 
     def read(self, rows: Rows | None = None) -> Tensor:
         """Return the values of these rows (default: all), detached, gathered if sharded."""
-        whole = join_pieces(self.pieces, self.axis)
-        return whole if rows is None else rows.take(whole, self.axis)
+        values = join_pieces(self.pieces, self.axis)
+        return values if rows is None else rows.take(values, self.axis)
 
     @torch.no_grad()
     def write(self, value: Tensor, rows: Rows | None = None) -> None:
@@ -281,9 +281,9 @@ class Slot:
         if rows is None or piece.rows == rows:
             piece.parameter.copy_(value)
             return
-        whole = self.read().clone()
-        rows.put(whole, value.to(whole), self.axis)
-        piece.parameter.copy_(piece.rows.take(whole, self.axis))
+        values = self.read().clone()
+        rows.put(values, value.to(values), self.axis)
+        piece.parameter.copy_(piece.rows.take(values, self.axis))
 
 
 def gathered(tensor: Tensor) -> Tensor:

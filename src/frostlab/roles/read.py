@@ -95,13 +95,13 @@ def _slots(model: nn.Module) -> Iterator[Slot]:
     for path, module in model.named_modules(remove_duplicate=False):
         path, adapts = _without_peft(path, wrapped)
         prefix = f"{path}." if path else ""
-        held: set[int] = set()
+        in_slots: set[int] = set()
         if isinstance(module, Split):
             for local, (shape, axis, pieces) in module.slots().items():
-                held |= {id(piece.parameter) for piece in pieces}
+                in_slots |= {id(piece.parameter) for piece in pieces}
                 yield Slot(f"{prefix}{local}", module, local, shape, axis, pieces, adapts)
         for local, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in held:
+            if parameter is not None and id(parameter) not in in_slots:
                 shape = tuple(parameter.shape)
                 axis = 1 if len(shape) == 2 and _is_transposed(module) else 0
                 piece = Piece(Rows.whole(shape[axis] if shape else 1), parameter)
@@ -146,7 +146,7 @@ def _peft_paths(model: nn.Module) -> set[str]:
 
 
 def _without_peft(path: str, wrapped: set[str]) -> tuple[str, str | None]:
-    """A module's path without PEFT's wrapping; for an adapter also the path of what it adapts."""
+    """Return a path without PEFT's wrapping, and for an adapter the path of the adapted module."""
     if not path or not wrapped:
         return path, None
     here, plain = "", ""

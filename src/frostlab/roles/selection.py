@@ -16,7 +16,7 @@ from frostlab.errors import BadInput, nearest
 from frostlab.roles.parts import ROLES, Kind, Part, Place
 
 _LAYERS = re.compile(r"layers\[([^\[\]]*)\]")
-_SYNONYMS = {  # what users write for our names
+_SYNONYMS = {  # names that users may write, and ours, for suggestions
     "q": "query",
     "k": "key",
     "v": "value",
@@ -51,7 +51,7 @@ class Term:
     kind: Kind | None = None
 
     def fits(self, place: Place, kind: Kind) -> bool:
-        """Whether the selection names this place, apart from its layer."""
+        """Whether the selection names this place; layers are not checked."""
         return (
             (self.stack is None or place.stack == self.stack)
             and (self.cross is None or (place.cross == self.cross and _is_attention(place)))
@@ -68,7 +68,7 @@ def select(parts: Sequence[Part], texts: Iterable[str], model: str) -> tuple[Par
     """Return the parts that the selections name together, in the model's order.
 
     A selection that reaches a tensor only by a tied name (a head tied to the embedding) is an
-    error, unless another one decides about the tensor.
+    error, unless another selection names the tensor itself.
     """
     stacks = sorted({p.stack for p in parts if p.stack})
     terms = [parse(text, stacks) for text in texts]

@@ -109,9 +109,9 @@ def _rows_to_freeze(parts: Iterable[Part]) -> dict[str, Rows]:
 def _check_splittable(slot: Slot, slots: Iterable[Slot]) -> None:
     """Refuse to split a slot that is tied, adapted, or used by an unknown forward."""
     owner = slot.owner
-    held = {id(piece.parameter) for piece in slot.pieces}
+    parameters = {id(piece.parameter) for piece in slot.pieces}
     for other in slots:
-        if other.owner is not owner and id(other.pieces[0].parameter) in held:
+        if other.owner is not owner and id(other.pieces[0].parameter) in parameters:
             raise BadInput(
                 f"freeze: {slot.name} is fused and tied to {other.name}, so it cannot be split; "
                 "freeze the roles it holds together, or untie the modules"
@@ -141,24 +141,23 @@ def _resplit(model: nn.Module, frozen_rows: dict[str, Rows], slots: dict[str, Sl
         for slot in slots.values()
         if slot.name in frozen_rows or isinstance(slot.owner, Split)
     }
-    for (
-        slot
-    ) in slots.values():  # a module in several places has several names; one has rows to freeze
+    # a module in several places has several names; one of them has the rows to freeze
+    for slot in slots.values():
         if id(slot.owner) in owners:
-            held = owners[id(slot.owner)][1]
-            if slot.name in frozen_rows or slot.local not in held:
-                held[slot.local] = slot
+            owned = owners[id(slot.owner)][1]
+            if slot.name in frozen_rows or slot.local not in owned:
+                owned[slot.local] = slot
     changed = False
-    for owner, held in owners.values():
-        frozen = {local: frozen_rows.get(slot.name) for local, slot in held.items()}
+    for owner, owned in owners.values():
+        frozen = {local: frozen_rows.get(slot.name) for local, slot in owned.items()}
         if isinstance(owner, nn.MultiheadAttention):
-            changed |= _resplit_attention(owner, held, split=any(frozen.values()))
+            changed |= _resplit_attention(owner, owned, split=any(frozen.values()))
             continue
-        weight = held["weight"]
+        weight = owned["weight"]
         rows = FrozenRows(weight.axis, frozen["weight"], frozen.get("bias"))
         if isinstance(owner, SplitProjection) and owner.frozen_rows == rows:
             continue
-        _retire(held)
+        _retire(owned)
         module = owner.joined() if isinstance(owner, SplitProjection) else owner
         if rows.weight is not None or rows.bias is not None:
             module = SplitProjection(module, rows)
@@ -170,12 +169,12 @@ def _resplit(model: nn.Module, frozen_rows: dict[str, Rows], slots: dict[str, Sl
 
 
 def _resplit_attention(
-    attention: nn.MultiheadAttention, held: dict[str, Slot], split: bool
+    attention: nn.MultiheadAttention, slots: dict[str, Slot], split: bool
 ) -> bool:
     """Split or join torch's attention; return whether it changed."""
     if split == isinstance(attention, SplitMultiheadAttention):
         return False
-    _retire({local: s for local, s in held.items() if local.startswith("in_proj_")})
+    _retire({local: s for local, s in slots.items() if local.startswith("in_proj_")})
     if isinstance(attention, SplitMultiheadAttention):
         join_attention(attention)
     else:
@@ -183,8 +182,8 @@ def _resplit_attention(
     return True
 
 
-def _retire(held: dict[str, Slot]) -> None:
-    for slot in held.values():
+def _retire(slots: dict[str, Slot]) -> None:
+    for slot in slots.values():
         for piece in slot.pieces:
             retire(piece.parameter, slot.name)
 

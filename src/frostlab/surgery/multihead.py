@@ -58,9 +58,9 @@ class SplitMultiheadAttention(nn.MultiheadAttention, Split):
     ) -> None:
         slots = self.slots()
         save_pieces(slots, destination, prefix)
-        held = {id(piece.parameter) for _, _, pieces in slots.values() for piece in pieces}
+        saved = {id(piece.parameter) for _, _, pieces in slots.values() for piece in pieces}
         for name, parameter in self._parameters.items():
-            if parameter is not None and id(parameter) not in held:
+            if parameter is not None and id(parameter) not in saved:
                 destination[prefix + name] = parameter if keep_vars else parameter.detach()
 
     def _load_from_state_dict(

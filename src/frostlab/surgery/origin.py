@@ -53,8 +53,8 @@ def record_origin(model: nn.Module, part: Part, slot: Slot, origin: Origin) -> N
 def origin_of(model: nn.Module, part: Part, slot: Slot) -> Origin | None:
     """How a part was made; None if unknown or if its values have changed since."""
     origin: Origin
-    origin, made = model.__dict__.get(_ATTRIBUTE, {}).get(part.key, (None, None))
-    return origin if made is not None and made == digest(slot.read(part.rows)) else None
+    origin, stored = model.__dict__.get(_ATTRIBUTE, {}).get(part.key, (None, None))
+    return origin if stored is not None and stored == digest(slot.read(part.rows)) else None
 
 
 def move_origins(model: nn.Module, renamed: Callable[[str], str]) -> None:
@@ -66,8 +66,8 @@ def move_origins(model: nn.Module, renamed: Callable[[str], str]) -> None:
     origins = model.__dict__.get(_ATTRIBUTE, {})
     if origins:
         model.__dict__[_ATTRIBUTE] = {
-            renamed(key): (origin, made)
-            for key, (origin, made) in origins.items()
+            renamed(key): (origin, stored)
+            for key, (origin, stored) in origins.items()
             if origin.seed is None or renamed(key) == key
         }
 

@@ -190,18 +190,19 @@ def _signature(anatomy: Anatomy) -> dict[str, list[list[int]]]:
 
 
 def _check_architecture(anatomy: Anatomy, delta: Delta) -> None:
-    ours, theirs = _signature(anatomy), delta.manifest["architecture"]
-    if ours == theirs and anatomy.model == delta.manifest["model"]:
+    signature, saved = _signature(anatomy), delta.manifest["architecture"]
+    if signature == saved and anatomy.model == delta.manifest["model"]:
         return
-    if ours == theirs:
+    if signature == saved:
         raise BadInput(
             f"load_trainable: {delta.folder} was saved from a {delta.manifest['model']}, "
             f"this is a {anatomy.model}"
         )
-    name = next(k for k in {**theirs, **ours} if ours.get(k) != theirs.get(k))
+    name = next(k for k in {**saved, **signature} if signature.get(k) != saved.get(k))
     raise BadInput(
         f"load_trainable: {delta.folder} was saved from another {delta.manifest['model']}: "
-        f"{name} is {theirs.get(name, 'absent')} there, {ours.get(name, 'absent')} in this "
+        f"{name} is {saved.get(name, 'absent')} there, "
+        f"{signature.get(name, 'absent')} in this "
         f"{anatomy.model}"
     )
 
@@ -220,13 +221,13 @@ def _check_complete(delta: Delta, parts: dict[str, Part]) -> None:
 def _check_buffers(delta: Delta, buffers: dict[str, Tensor]) -> None:
     """Check that saved buffers fit and that frozen statistics are the same in this model."""
     for name in delta.manifest["buffers"]:
-        ours = buffers.get(name)
+        buffer = buffers.get(name)
         stored = delta.tensors.get(name)
-        if ours is None or stored is None or ours.shape != stored.shape:
+        if buffer is None or stored is None or buffer.shape != stored.shape:
             raise BadInput(f"load_trainable: the buffer {name} of {delta.folder} does not fit")
     for name, wanted in delta.manifest["statistics"].items():
-        ours = buffers.get(name)
-        if ours is None or not same_fingerprint(fingerprint(ours), wanted):
+        buffer = buffers.get(name)
+        if buffer is None or not same_fingerprint(fingerprint(buffer), wanted):
             raise BadInput(
                 f"load_trainable: the frozen statistics {name} differ from this model's; "
                 'load the same base, or save with frozen="store"'

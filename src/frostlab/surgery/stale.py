@@ -65,14 +65,16 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             setattr(optimizer, _CHECKED, (_total, True))
             _warn_of_left_out()
         return
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    stale = [getattr(parameter, _REPLACED) for parameter in held if hasattr(parameter, _REPLACED)]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    stale = [
+        getattr(parameter, _REPLACED) for parameter in parameters if hasattr(parameter, _REPLACED)
+    ]
     if stale:
         raise StaleOptimizer(
             f"this {type(optimizer).__name__} holds {len(stale)} parameters that freeze or thaw "
             f"replaced after it was built, such as {stale[0]}; build the optimizer afterwards"
         )
-    ids = {id(parameter) for parameter in held}
+    ids = {id(parameter) for parameter in parameters}
     _expected[:] = [
         (ref, name)
         for ref, name in _expected

@@ -1,4 +1,4 @@
-"""Arithmetic of a training step: FLOPs it needs, FLOPs freezing saves, FLOPs a device can do.
+"""Arithmetic of a training step: FLOPs needed, FLOPs saved by freezing, FLOPs of a device.
 
 A trained matrix costs three matmuls per step: forward, input gradient, weight gradient. Freezing
 it removes the third. The second disappears too where nothing below it learns. Attention's own two
@@ -36,7 +36,7 @@ CEILING_FORMULA = (
 )
 
 
-# What a step must compute.
+# The work of a step
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class StepWork:
 
 
 def step_work(model: nn.Module, length: int, tokens: float) -> StepWork:
-    """Return the work of a step over `tokens`, in sequences of `length`, as the model is frozen."""
+    """Return the work of a step over `tokens` in sequences of `length`, without frozen work."""
     flops = savings(anatomy(model), length, causal=is_causal(model)).flops
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return StepWork(flops * tokens, trainable)
@@ -126,12 +126,15 @@ def _learns(part: Part) -> bool:
     return part.state == "trainable"
 
 
-# What freezing can save.
+# Savings by freezing
 
 
 @dataclass(frozen=True)
 class Savings:
-    """FLOPs per token, and bytes of gradients and Adam: with everything trained, and as frozen."""
+    """FLOPs per token, and bytes of gradients and Adam's moments.
+
+    `_all`: if every part were trained; without: with the frozen parts of the model.
+    """
 
     length: int  # of the sequences
     flops_all: float
@@ -189,7 +192,7 @@ def describe_savings(anatomy: Anatomy, length: int) -> Sequence[str]:
 
 @dataclass(frozen=True)
 class StepSavings(Savings):
-    """The same for a whole step, and the optimizer's memory traffic: `flops` are per step here."""
+    """Savings of a whole step, with the optimizer's memory traffic; `flops` are per step here."""
 
     tokens: float  # per step
     traffic_all: int  # bytes the optimizer moves
@@ -197,7 +200,7 @@ class StepSavings(Savings):
 
     @property
     def speed_up_with_traffic(self) -> float:
-        """Return the largest possible speed-up where the optimizer's traffic weighs the most."""
+        """Return the largest possible speed-up on the device where memory traffic is slowest."""
         frozen = self.flops / _MOST_FLOPS_PER_BYTE + self.traffic
         everything = self.flops_all / _MOST_FLOPS_PER_BYTE + self.traffic_all
         return everything / frozen if frozen else 1.0
@@ -247,13 +250,13 @@ def unexplained_gain(
         return f"{beyond}: the timing is not proven ({'; '.join(reasons) or 'no reason given'})"
     if gain <= saved.speed_up_with_traffic:
         mib = (saved.traffic_all - saved.traffic) / 2**20
-        return f"{beyond}: likely optimizer traffic, {mib:,.1f} MiB a step less"
+        return f"{beyond}: likely optimizer traffic, {mib:,.1f} MiB less per step"
     if saved.tokens < _LAUNCH_BOUND_TOKENS:
         return f"{beyond}: likely launch-bound, with {saved.tokens:,.0f} tokens a step"
     return f"{beyond}: nothing counted here explains it; look for a second difference"
 
 
-# What the device can do.
+# Limits of the device
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def write_simulated(data: SimulatedEEG, folder: Path) -> None:
     samples = round(data.seconds * data.rate)
     roles = ["train"] * (data.recordings - data.tune - data.report)
     roles += ["tune"] * data.tune + ["report"] * data.report
-    known: dict[str, float] = {}
+    reference_scores: dict[str, float] = {}
     groups = (("", False, data.subjects, roles), ("_unseen", True, data.unseen, ["unseen"]))
     for suffix, unseen, count, group_roles in groups:
         bests = []
@@ -84,14 +84,14 @@ def write_simulated(data: SimulatedEEG, folder: Path) -> None:
                 title = f"{name}_-_story{number + 1}"
                 store.add(role, Recording(title, name, standardize(eeg), standardize(envelope)))
         if bests:
-            known[f"best_r{suffix}"] = mean_r(best.overall for best in bests)
-            known[f"best_linear_r{suffix}"] = mean_r(best.linear for best in bests)
+            reference_scores[f"best_r{suffix}"] = mean_r(best.overall for best in bests)
+            reference_scores[f"best_linear_r{suffix}"] = mean_r(best.linear for best in bests)
     about = f"simulated, {data.responses} responses, {data.snr:g} dB, seed {data.seed}"
     origin = {role: f"{about}; {roles.count(role)} of each of {data.subjects}" for role in roles}
     if data.unseen:
         origin["unseen"] = f"{about}; {data.report} of each of {data.unseen} others"
     caution = BOUND if data.responses == "nonlinear" else None
-    store.finish(data.rate, BIOSEMI64, origin, known, caution)
+    store.finish(data.rate, BIOSEMI64, origin, reference_scores, caution)
 
 
 def simulate(
@@ -110,8 +110,8 @@ def simulate(
         values, vectors = np.linalg.eigh(pattern @ pattern.T)
         largest = np.abs(vectors).argmax(0)  # fix the signs, which the library chooses
         vectors = vectors * np.sign(vectors[largest, np.arange(len(values))])
-        kept = values > 1e-12 * values[-1]
-        spread = vectors[:, kept] * np.sqrt(values[kept])  # (64, rank)
+        nonzero = values > 1e-12 * values[-1]
+        spread = vectors[:, nonzero] * np.sqrt(values[nonzero])  # (64, rank)
         signals = draw_rhythm(kind, (spread.shape[1], samples), rate, random)
         eeg += (spread @ signals).T
     eeg += head.sensors * random.standard_normal((samples, 64))

@@ -14,7 +14,7 @@ Division = dict[str, list[str]]  # the names of each split's recordings
 
 @dataclass(frozen=True)
 class Heading:
-    """The name of a recording, and who heard which speech."""
+    """A recording's name, its subject, and the speech that the subject heard."""
 
     name: str
     subject: str

@@ -1,6 +1,6 @@
 """Cached outputs of the frozen layers below the first that learns, computed once per example.
 
-Refused if those layers use dropout. The table is exact in float32, and rounded once in bf16.
+Layers with dropout cannot be cached. The table is exact in float32, and rounded once in bf16.
 """
 
 import json
@@ -40,14 +40,14 @@ class Prefix:
     depth: int
     table: Tensor  # (tokens, width), on the device or mapped from a file
     starts: NDArray[np.int64]  # each example's first row in the table
-    dtype: torch.dtype  # that the layers compute in
-    weights: tuple[Tensor, ...]  # frozen, that the table was computed with
+    dtype: torch.dtype  # of the layers' outputs
+    weights: tuple[Tensor, ...]  # the frozen weights that computed the table
     facts: dict[str, Any]  # for the run's record
 
     def check(self) -> None:
         """Refuse the table if one of its weights has been thawed."""
         if any(weight.requires_grad for weight in self.weights):
-            raise FrostlabError("train.cache_prefix: a layer learns whose outputs are cached")
+            raise FrostlabError("train.cache_prefix: a layer whose outputs are cached was thawed")
 
     def vectors(self, rows: Tensor) -> Tensor:
         """Look up (1, T) rows of the table: (1, T, width)."""
@@ -109,8 +109,8 @@ def _compute(
     assert stack is not None
     batch = pack(tokens, rows, pad, types=types, cached_starts=starts_of(tokens))
     batch = batch.to(next(model.parameters()).device)
-    ids, second = batch.inputs["input_ids"], batch.inputs.get("token_type_ids")
-    x = stack.run(stack.embed(ids, second, batch.packing), batch.packing, 0, depth)
+    ids, token_types = batch.inputs["input_ids"], batch.inputs.get("token_type_ids")
+    x = stack.run(stack.embed(ids, token_types, batch.packing), batch.packing, 0, depth)
     return x[0, : batch.tokens], batch.inputs["cached"][0, : batch.tokens]  # without padding
 
 
@@ -173,8 +173,8 @@ class _TableBuilder:
     def fill(self, table: Tensor) -> None:
         """Compute the rows of every example."""
         for rows in evaluation_order(self.tokens.lengths, _BATCH):
-            vectors, places = self.compute(rows)
-            table.index_copy_(0, places.to(table.device), vectors.to(table))
+            vectors, table_rows = self.compute(rows)
+            table.index_copy_(0, table_rows.to(table.device), vectors.to(table))
 
     def weights(self) -> tuple[Tensor, ...]:
         """Return the frozen parameters and buffers outside the layers above the prefix."""
@@ -216,7 +216,7 @@ def cached_table(
         with Lock(parent / "lock"):
             for leftover in parent.glob("*.part"):  # of a killed process: the lock is ours now
                 shutil.rmtree(leftover)
-            reused = _is_whole(folder, needed)
+            reused = _is_complete(folder, needed)
             if not reused:
                 shutil.rmtree(folder, ignore_errors=True)
                 _make_room(parent, needed, limit)
@@ -255,7 +255,7 @@ def _write(
         raise
 
 
-def _is_whole(folder: Path, needed: int) -> bool:
+def _is_complete(folder: Path, needed: int) -> bool:
     try:
         about = json.loads((folder / "about.json").read_text())
         path = folder / "vectors"

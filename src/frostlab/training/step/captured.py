@@ -116,7 +116,7 @@ class CapturedStep(CompiledStep):
         return self._graphs[shape, measured]
 
     def _give_up(self, problem: str, measured: bool) -> None:
-        """Continue without graphs: for measured steps only if one of those failed, else for all."""
+        """Continue without graphs: in measured steps if one of them failed, else in all steps."""
         if measured:
             self._captures_measured = False
             self.reason = f"measured steps run without a graph: {problem}"

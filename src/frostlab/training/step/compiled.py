@@ -76,7 +76,8 @@ class CompiledStep(EagerStep):
 
     def _state_traced(self) -> tuple[Any, ...]:
         """Return the state that compiled or captured code depends on: which weights learn."""
-        supervision = getattr(self.objective, "supervision", None)  # decides who gets a gradient
+        # the supervision decides which weights get a gradient
+        supervision = getattr(self.objective, "supervision", None)
         trainable = (p.requires_grad for p in self._all_parameters)
         return (changes(self.objective), self.objective.training, supervision, *trainable)
 
