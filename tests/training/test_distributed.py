@@ -159,7 +159,7 @@ def test_epochs_that_end_without_an_evaluation(tmp_path: Path, free_port: int) -
         **RECIPE,
         "data": {"name": "induction", "examples": 70, "length": 16, "symbols": 16},
         "train": {"batch": 16, "accumulate": 2, "epochs": 3, "threads": 1},
-        "evaluate": {"every_n_steps": 4},
+        "evaluate": {"every": 4},
     }
     alone = run(recipe, out=tmp_path / "alone")
     done = in_two(recipe, tmp_path / "run", free_port)
