@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("before", type=Path, help="the src folder of the other version")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--only", default="", help="cases, separated by commas, e.g. gpt,--help")
     options = parser.parse_args()
     where = device()
     with tempfile.TemporaryDirectory() as temporary:
@@ -77,10 +78,9 @@ def main() -> None:
         for words in ("--help", "runs", "recipes"):
             (folder / "runs").mkdir(exist_ok=True)
             (folder / "runs" / "x").mkdir(exist_ok=True)
-            work[f"frostlab {words}"] = lambda source, words=words: (
-                1e3 * frostlab(source, words, folder=folder)
-            )
-        for name, measure in work.items():
+            work[words] = lambda source, words=words: 1e3 * frostlab(source, words, folder=folder)
+        chosen = options.only.split(",") if options.only else list(work)
+        for name, measure in ((name, work[name]) for name in chosen):
             measure(HERE), measure(options.before)  # caches, compiled bytecode
             pairs = []
             for number in range(options.rounds):
