@@ -1,1 +1,1 @@
-"""Benchmarks: whole training steps against other ways to take them, interleaved, with ceilings."""
+"""Benchmarks of whole training steps against other training loops and the device's ceilings."""

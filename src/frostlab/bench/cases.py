@@ -1,4 +1,4 @@
-"""The benchmarks: both sides of each are built, checked against each other and timed in turn.
+"""The benchmark functions, which build both sides, check their losses and time them in turn.
 
 `ours` is frostlab's fast way. `theirs` is the Hugging Face Trainer, nanoGPT's loop, or frostlab
 without the feature that is measured.
@@ -56,13 +56,14 @@ from frostlab.training.step.objective import (
 
 FINE_TUNING = Optim(lr=2e-5)
 PRETRAINING = Optim(lr=3e-4, decay=0.1, betas=(0.9, 0.95))
-_SLOW = Optim(lr=2e-6)  # at more, a GPT with an enlarged head overshoots and rounding errors grow
+# At a higher rate, a GPT with an enlarged head overshoots and rounding errors grow.
+_SLOW = Optim(lr=2e-6)
 VOCABULARY = 50304
-Build = Callable[[BenchSettings, int], nn.Module]  # builds a model of so many layers
+Build = Callable[[BenchSettings, int], nn.Module]  # builds a model with the given number of layers
 
 
 def bert_finetune(settings: BenchSettings) -> Iterator[Result]:
-    """Fine-tune BERT on batches of full length; the Trainer gets the same batches."""
+    """Fine-tune BERT on full-length batches; the Trainer gets the same batches."""
     batch, length = (4, 16) if settings.small else (32, 128)
     vocabulary = SMALL_VOCABULARY if settings.small else 30522
     feed = random_feed(batch, length, vocabulary, 2)
@@ -90,7 +91,7 @@ def bert_finetune(settings: BenchSettings) -> Iterator[Result]:
 
 
 def sst2_epoch(settings: BenchSettings) -> Iterator[Result]:
-    """Fine-tune BERT on SST-2 at its real lengths: ours packed, the Trainer fully optimized."""
+    """Fine-tune BERT on SST-2 at its real lengths: packed batches against an optimized Trainer."""
     prepared = load_text(settings, "sst2", 128, 30000)
     tokens, batch = prepared.splits["train"], 4 if settings.small else 32
     order = [rows for rows in epoch_order(tokens.lengths, batch, 0, 0, False) if len(rows) == batch]
@@ -137,7 +138,7 @@ def sst2_epoch(settings: BenchSettings) -> Iterator[Result]:
 
 
 def _check_against_trainer(settings: BenchSettings, ours: Feed, theirs: Feed) -> dict[str, Any]:
-    """Check both sides on one batch without dropout; the Trainer does not compile here."""
+    """Check both sides on one batch without dropout, with a Trainer that does not compile."""
 
     def model() -> nn.Module:
         return enlarge_head(bert(settings, dropout=0.0), "classifier")
@@ -148,7 +149,7 @@ def _check_against_trainer(settings: BenchSettings, ours: Feed, theirs: Feed) ->
 
 
 def gpt_imdb(settings: BenchSettings) -> Iterator[Result]:
-    """Train GPT as a classifier: captured and packed steps against eager, padded ones."""
+    """Train GPT as a classifier: captured steps on packed batches against eager, padded steps."""
     batch, length = (4, 16) if settings.small else (16, 512)
     if settings.data_dir is not None and (settings.data_dir / "imdb").is_dir():
         prepared = load_text(settings, "imdb", length, 16000)
@@ -212,7 +213,7 @@ def gpt_language_64(settings: BenchSettings) -> Iterator[Result]:
 
 
 def _language(settings: BenchSettings, batch: int) -> Result:
-    """Train GPT as a language model against nanoGPT's loop, both without dropout."""
+    """Train GPT as a language model without dropout, against nanoGPT's loop."""
     length, vocabulary = (16, SMALL_VOCABULARY) if settings.small else (512, VOCABULARY)
     feed = random_feed(batch, length + 1, vocabulary, 0)
     first = first_batch_only(feed)
@@ -251,7 +252,7 @@ def _language(settings: BenchSettings, batch: int) -> Result:
 
 
 def frozen_qk(settings: BenchSettings) -> Iterator[Result]:
-    """Fine-tune BERT with query and key frozen, against the same captured step with all trained."""
+    """Fine-tune BERT with query and key frozen, against a captured step that trains everything."""
     for batch in (2, 4) if settings.small else (32, 256):
         yield _frozen_qk(settings, batch, 16 if settings.small else 128)
         reset_torch()
@@ -267,7 +268,7 @@ def _frozen_qk(settings: BenchSettings, batch: int, length: int) -> Result:
         return FrostlabLoop(model, batches, FINE_TUNING, settings)
 
     first = first_batch_only(feed)
-    our_losses, their_losses = (  # only the first: later ones differ, because other weights learn
+    our_losses, their_losses = (  # only the first losses: later losses differ by design
         first_losses(loop(frozen, 0.0, first).step)[:1] for frozen in (True, False)
     )
     check = check_losses(our_losses, their_losses, settings.precision)
@@ -303,11 +304,11 @@ def _frozen_qk(settings: BenchSettings, batch: int, length: int) -> Result:
 
 
 def frozen_prefix(settings: BenchSettings) -> Iterator[Result]:
-    """Train the last of twelve layers, with the outputs of the frozen ones cached or not.
+    """Train the last of twelve layers, with and without a cache of the frozen layers' outputs.
 
-    BERT is a classifier. The decoders train a new layer and the head, as a stage of progressive
-    training does: one of the published width, where the head needs most of the arithmetic, and one
-    so wide that it does not.
+    BERT is a classifier. The decoders train a new layer and the head, like a stage of progressive
+    training. One decoder has the published width, at which the head needs most of the FLOPs. The
+    other is so wide that the head does not.
     """
     if settings.small:
         cases = [(_bert, 2, 16, 2), (_decoder(16), 4, 8, 0)]
@@ -377,7 +378,7 @@ def _bert(settings: BenchSettings, layers: int) -> nn.Module:
 
 
 def _decoder(width: int) -> Build:
-    """Return a function that builds decoders with a vocabulary of 8,000, frozen in the same way."""
+    """Return a function that builds a decoder with a vocabulary of 8,000, frozen like `_bert`."""
 
     def build(settings: BenchSettings, layers: int) -> nn.Module:
         torch.manual_seed(0)
@@ -392,7 +393,7 @@ def _decoder(width: int) -> Build:
 
 
 class PlainLogits(Objective):
-    """The plain loss at several layers: all logits are kept, then cross-entropy in float32."""
+    """A plain loss at several layers, which keeps all logits for cross-entropy in float32."""
 
     def supervised_loss(self, batch: Batch, supervision: Supervision) -> Tensor:
         stack = language_stack(self.model, "plain logits")
@@ -405,7 +406,7 @@ class PlainLogits(Objective):
 
 
 def decoder_config(small: bool) -> DecoderConfig:
-    """Return the config of the progressive-training model; small: vocabulary 400, width 16."""
+    """Return the config of the progressive-training model, or of a small variant of it."""
     return DecoderConfig(vocabulary=400, width=16) if small else DecoderConfig()
 
 
@@ -418,14 +419,14 @@ def supervised(cls: type[Objective], config: DecoderConfig, layers: Supervise) -
 
 
 def deep_work(config: DecoderConfig, length: int, tokens: int) -> StepWork:
-    """Return the work of a step that supervises every layer, and so applies the head to each."""
+    """Return the work of a step that supervises every layer and applies the head to each."""
     work = step_work(Decoder(config), length, tokens)
-    head = 6 * config.vocabulary * config.width * (config.layers - 1) * tokens  # and backward
+    head = 6 * config.vocabulary * config.width * (config.layers - 1) * tokens  # with backward
     return StepWork(work.flops + head, work.parameters)
 
 
 def deep_supervision(settings: BenchSettings) -> Iterator[Result]:
-    """Train a decoder with a fused loss at every layer, against the same with plain logits."""
+    """Train a decoder with a fused loss at every layer, against a loss with plain logits."""
     batch, length = (4, 8) if settings.small else (64, 32)
     config = decoder_config(settings.small)
     feed = random_feed(batch, length + 1, config.vocabulary, 0)
@@ -473,10 +474,10 @@ def _result(
     """Assemble the result of a benchmark.
 
     Args:
-        items: per step, in the benchmark's unit.
-        case: the variant, as the table shows it.
-        check: the losses that both sides agreed on.
-        step: the kind of our step, and why.
+        items: examples or tokens per step, in the benchmark's unit.
+        case: the name of the variant in the table.
+        check: the losses of both sides, which agreed.
+        step: the kind of our step, and the reason for it.
         mean: report means of the rounds, because steps differ in length.
         extra: further keys of the result.
     """

@@ -1,4 +1,4 @@
-"""The list of benchmarks: the work, the competitor and the target of each. Needs no torch."""
+"""The list of benchmarks, with their work, competitors and targets; it does not import torch."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -9,20 +9,20 @@ from typing import Any, Literal
 from frostlab.errors import BadInput, FrostlabError, nearest
 
 Scale = Literal["full", "small"]
-Result = dict[str, Any]  # a line of the record
+Result = dict[str, Any]  # one line of the results file
 
 
 class NotAvailable(FrostlabError):
-    """The benchmark cannot run here, for the reason in the message."""
+    """Raised when a benchmark cannot run on this machine."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """The figures a result must reach; None sets no target."""
+    """The figures that a result must reach; None sets no target."""
 
     faster: float | None = None  # their time over ours, at least
     ours_ms: float | None = None  # at most
-    memory: float | None = None  # our peak over theirs, at most
+    memory: float | None = None  # our peak memory over theirs, at most
     gain_share: float | None = None  # measured gain over the gain that FLOPs allow, at least
 
     def __str__(self) -> str:
@@ -35,7 +35,7 @@ class Target:
         return ", ".join(text.format(value) for value, text in texts if value is not None)
 
     def reached(self, result: Result) -> bool | None:
-        """Whether a result reaches every target; None where a figure was not measured."""
+        """Return whether a result reaches every target; None if a figure was not measured."""
         targets = (
             (self.faster, "faster", 1),
             (self.ours_ms, "ours_ms", -1),
@@ -59,11 +59,11 @@ class Benchmark:
     against: str
     unit: Literal["examples", "tokens"]
     target: Target
-    function: str  # its name in frostlab.bench.cases
+    function: str  # name of the function in frostlab.bench.cases
     needs: tuple[str, ...] = ()  # libraries, and datasets as data:NAME
 
     def missing(self, scale: Scale, data_dir: Path | None, cuda: bool) -> str | None:
-        """Return why the benchmark cannot run here, or None."""
+        """Return the reason why the benchmark cannot run on this machine, or None."""
         if scale == "full" and not cuda:
             return "needs a CUDA device; --scale small runs a tiny one here"
         for need in self.needs:
@@ -154,7 +154,7 @@ BENCHMARKS = {
 
 
 def chosen(names: Sequence[str]) -> list[Benchmark]:
-    """Return the benchmarks of these names, once each, or all of them without a name."""
+    """Return each named benchmark once, or all benchmarks if no name is given."""
     for name in names:
         if name not in BENCHMARKS:
             hint = nearest(name, BENCHMARKS) or f"; choose from: {', '.join(BENCHMARKS)}"

@@ -1,4 +1,4 @@
-"""The competing training loops, and a check that both sides of a benchmark compute the same."""
+"""The competing training loops, and a check that both sides compute the same losses."""
 
 import gc
 import os
@@ -23,7 +23,7 @@ from frostlab.training.step.eager import seed_step
 from frostlab.training.step.objective import Objective
 from frostlab.training.step.optimizer import build_optimizer
 
-_MANY_STEPS = 10**5  # more than a benchmark takes
+_MANY_STEPS = 10**5  # more steps than any benchmark takes
 CHECKED_STEPS = 4
 _FIRST_TOLERANCE = {torch.bfloat16: 0.015, torch.float32: 1e-4}
 _LATER_TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 0.005}
@@ -31,7 +31,7 @@ _HEAD_FACTOR = 10.0
 
 
 class FrostlabLoop:
-    """frostlab's step over a feed; `model` may be an objective."""
+    """A loop of frostlab's steps over a feed; `model` may be an objective."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class FrostlabLoop:
         return self._step([batch], batch.scored, self.rate).loss
 
     def warm_up(self, steps: Sequence[int]) -> None:
-        """Take each of these steps three times: to see its shape, to capture it, to replay it."""
+        """Take each of these steps three times, so that its shape is captured and replayed."""
         for number in steps:
             for _ in range(3):
                 self.taken = number
@@ -67,12 +67,12 @@ class FrostlabLoop:
 
     @property
     def kind_and_reason(self) -> tuple[str, str]:
-        """Return the kind of step that is taken, and why."""
+        """The kind of step that the loop takes, and the reason for it."""
         return self._step.kind, self._step.reason
 
 
 class _WithLoss(nn.Module):
-    """A language model that returns its loss, as nanoGPT's does."""
+    """A language model that returns its loss, like nanoGPT's model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class FeedDataset(torch.utils.data.IterableDataset[Any]):
 
 
 class TrainerLoop:
-    """The Hugging Face Trainer, which reports every step and stops on request."""
+    """The Hugging Face Trainer, with a callback after every step that can stop it."""
 
     def __init__(
         self,
@@ -213,17 +213,17 @@ def group_by_length() -> dict[str, Any]:
 
 
 def _clear_dynamo_environment() -> None:
-    """Remove the variables through which a Trainer that compiled would make the next compile."""
+    """Remove the variables through which one compiling Trainer makes the next one compile."""
     for name in [name for name in os.environ if name.startswith("ACCELERATE_DYNAMO_")]:
         del os.environ[name]
 
 
 class LossesDiffer(FrostlabError):
-    """The two sides do not compute the same, so their times cannot be compared."""
+    """Raised when the losses of the two sides differ, so their times cannot be compared."""
 
 
 def enlarge_head(model: nn.Module, head: str) -> nn.Module:
-    """Multiply a fresh head's weights, so that the loss depends on the model's input."""
+    """Scale up a fresh head's weights, so that the loss depends on the model's input."""
     with torch.no_grad():
         model.get_submodule(head).weight.mul_(_HEAD_FACTOR)  # type: ignore[operator]
     return model
@@ -237,10 +237,10 @@ def first_losses(step: Callable[[], Any]) -> list[float]:
 def check_losses(
     ours: Sequence[float], theirs: Sequence[float], precision: torch.dtype
 ) -> dict[str, Any]:
-    """Compare the losses of the first steps on one batch without dropout; refuse if they differ.
+    """Check that both sides have equal losses in the first steps on one batch without dropout.
 
-    The first loss checks the forward pass, the later ones the backward pass and the update.
-    Tolerances are relative to the first loss, or to the present one where that is larger.
+    The first loss checks the forward pass; the later losses check the backward pass and the
+    update. Tolerances are relative to the larger of the first and the current loss.
     """
     first, later = _FIRST_TOLERANCE[precision], _LATER_TOLERANCE[precision]
     for number, (our_loss, their_loss) in enumerate(zip(ours, theirs, strict=True)):
@@ -260,6 +260,6 @@ def check_losses(
 
 def reset_torch() -> None:
     """Drop compiled code and cached memory, so that one measurement does not affect the next."""
-    torch._dynamo.reset()  # also resets the number of compilations, which is limited
+    torch._dynamo.reset()  # also resets the count of compilations, which torch limits
     gc.collect()
     release_cached_memory()

@@ -1,6 +1,6 @@
-"""Run benchmarks one after another, and show and write their results.
+"""The runner of the benchmarks, and the display and storage of their results.
 
-A benchmark that cannot run or fails yields a result with the reason, and the others still run.
+A benchmark that fails or cannot run yields a result with the reason, and the others still run.
 """
 
 import json
@@ -48,7 +48,7 @@ def run_benchmarks(
     data_dir: Path | None = None,
     say: Callable[[str], object] = lambda line: None,
 ) -> Iterator[Result]:
-    """Measure the device's ceilings, then each benchmark, and yield the results one by one."""
+    """Measure the device's ceilings and then each benchmark, and yield the results one by one."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     reasons = {b.name: b.missing(scale, data_dir, captures_graphs(device)) for b in benchmarks}
     machine: dict[str, Any] = machine_facts(device)
@@ -73,7 +73,7 @@ def run_benchmarks(
 
 
 def _measure(settings: BenchSettings, scale: Scale) -> Iterator[Result]:
-    """Yield the results of one benchmark, or one result with the reason why there are none."""
+    """Yield the results of one benchmark, or a single result that says why it has none."""
     benchmark = settings.benchmark
     try:
         with _Quiet():
@@ -82,7 +82,7 @@ def _measure(settings: BenchSettings, scale: Scale) -> Iterator[Result]:
         yield _not_measured(benchmark, scale, "skipped", str(error))
     except FrostlabError as error:
         yield _not_measured(benchmark, scale, "failed", str(error))
-    except Exception as error:  # the other benchmarks are still measured
+    except Exception as error:  # continue with the other benchmarks
         reason = f"{type(error).__name__}: {first_line(error)}"
         yield _not_measured(benchmark, scale, "failed", reason)
 
@@ -94,7 +94,7 @@ def case_function(benchmark: Benchmark) -> Callable[[BenchSettings], Iterator[Re
 
 
 class _Quiet(warnings.catch_warnings):
-    """Silence the warnings and logs of other libraries."""
+    """A context that silences the warnings and logs of other libraries."""
 
     def __enter__(self) -> Any:
         entered = super().__enter__()
@@ -155,7 +155,7 @@ def append(path: Path, result: Result) -> None:
 
 
 def table(results: Sequence[Result]) -> Group:
-    """Return a table of the measured results, their notes, and the reasons of the others."""
+    """Return a table of the measured results, their notes, and why the others are missing."""
     grid = Table(
         title="ours ÷ theirs: times, below 1 ours is faster; [10th, 90th percentile of rounds]"
     )
@@ -178,7 +178,7 @@ def table(results: Sequence[Result]) -> Group:
 
 
 def show(results: Sequence[Result]) -> None:
-    """Print the table, 200 columns wide where the output is not a terminal."""
+    """Print the table, 200 columns wide if the output is not a terminal."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=200)

@@ -25,7 +25,7 @@ from frostlab.training.batches.packing import pack, shapes_for
 from frostlab.training.batches.prefix import Prefix, build_prefix
 from frostlab.training.distributed import Compute
 
-Feed = Callable[[int], Batch]  # makes the batch of a step
+Feed = Callable[[int], Batch]  # returns the batch of a step, given its number
 SMALL_VOCABULARY = 400
 _RANDOM_BATCHES = 64
 
@@ -37,29 +37,29 @@ class BenchSettings:
     benchmark: Benchmark
     device: torch.device
     small: bool
-    rounds: int | None  # None: the benchmark's own number
-    seconds: float | None  # limit of the timed rounds, after the third
+    rounds: int | None  # None: the benchmark's default
+    seconds: float | None  # time limit of the timed rounds; ignored for the first three
     data_dir: Path | None
     ceilings: Ceilings
 
     @property
     def compute(self) -> Compute:
-        """Return the device and the precision of both sides."""
+        """The device and the precision of both sides."""
         return Compute(self.device, default_precision(self.device))
 
     @property
     def on_gpu(self) -> bool:
-        """Whether this is a GPU, where graphs are captured."""
+        """Whether the device is a GPU that can capture graphs."""
         return captures_graphs(self.device)
 
     @property
     def precision(self) -> torch.dtype:
-        """Return the precision of both sides."""
+        """The precision of both sides."""
         return self.compute.precision
 
     @property
     def steps_per_round(self) -> int:
-        """Return the steps that a side takes in each round."""
+        """The number of steps that each side takes per round."""
         return 10 if self.on_gpu else 2
 
     def interleave(
@@ -69,7 +69,7 @@ class BenchSettings:
         rounds: int,
         warm_up: int = 3,
     ) -> PairTimes:
-        """Time both sides in turn; `rounds` is the benchmark's own number, cut to 3 if small."""
+        """Time both sides in turn; `rounds` is the default, which a small scale limits to 3."""
         return interleave_pair(
             ours,
             theirs,
@@ -82,7 +82,10 @@ class BenchSettings:
 
 
 def bert(settings: BenchSettings, dropout: float = 0.1, layers: int = 12) -> nn.Module:
-    """Build BERT-base with two classes and random weights; small: at most 2 layers of width 32."""
+    """Build BERT-base with two classes and random weights.
+
+    At small scale, it has at most 2 layers of width 32.
+    """
     from transformers import BertConfig, BertForSequenceClassification
 
     shape: dict[str, Any] = {"num_hidden_layers": layers}
@@ -98,7 +101,10 @@ def bert(settings: BenchSettings, dropout: float = 0.1, layers: int = 12) -> nn.
 
 
 def gpt(settings: BenchSettings, vocabulary: int, classes: int, dropout: float) -> GPT:
-    """Build GPT Medium-512, bidirectional if it classifies; small: 2 layers of width 32."""
+    """Build GPT Medium-512, bidirectional if it classifies.
+
+    At small scale, it has 2 layers of width 32.
+    """
     config = GPTConfig(
         vocabulary=vocabulary, classes=classes, causal=not classes, dropout=dropout
     )  # fmt: skip
@@ -111,7 +117,7 @@ def gpt(settings: BenchSettings, vocabulary: int, classes: int, dropout: float) 
 
 
 def random_tokens(examples: int, length: int, vocabulary: int, classes: int) -> Tokens:
-    """Draw examples of one length with random ids; 0 classes make a language-modelling set."""
+    """Draw examples of one length with random ids; without classes, for language modelling."""
     draw = np.random.default_rng(0)
     stops = np.arange(1, examples + 1) * length
     ids = draw.integers(5, vocabulary, examples * length).astype(np.int32)
@@ -120,7 +126,7 @@ def random_tokens(examples: int, length: int, vocabulary: int, classes: int) -> 
 
 
 def random_feed(batch: int, length: int, vocabulary: int, classes: int) -> Feed:
-    """Return a feed that repeats 64 batches of random ids and collates each when asked."""
+    """Return a feed that cycles through 64 batches of random ids, each collated on demand."""
     tokens = random_tokens(_RANDOM_BATCHES * batch, length, vocabulary, classes)
     order = np.arange(_RANDOM_BATCHES * batch).reshape(_RANDOM_BATCHES, batch)
     return lambda step: collate(tokens, order[step % _RANDOM_BATCHES], 0)
@@ -132,7 +138,7 @@ def first_batch_only(feed: Feed) -> Feed:
 
 
 def load_text(settings: BenchSettings, name: str, length: int, size: int) -> Prepared:
-    """Prepare a public dataset of the data folder, with a BPE of `size` learned from it."""
+    """Prepare a public dataset of the data folder, with a BPE of `size` tokens trained on it."""
     limit = {"limit": 400, "evaluation_limit": 50} if settings.small else {}
     recipe = recipe_from(
         {
@@ -173,7 +179,7 @@ def padding_collator(pad: int) -> Callable[[list[dict[str, Any]]], dict[str, Ten
 
 
 def packed_feed(tokens: Tokens, order: Order, pad: int) -> tuple[Feed, list[int]]:
-    """Return a feed of batches packed into few static widths, and one step of each width."""
+    """Return a feed of batches packed into few static widths, and a step number per width."""
     shapes, lengths = shapes_for(tokens, order), row_lengths(tokens)
     widths = [shapes.width(int(lengths[rows].sum())) for rows in order]
 
@@ -186,7 +192,7 @@ def packed_feed(tokens: Tokens, order: Order, pad: int) -> tuple[Feed, list[int]
 def prefix_feed(
     model: nn.Module, tokens: Tokens, order: Order, settings: BenchSettings, cached: bool
 ) -> tuple[Prefix | None, Feed]:
-    """Return the cache of a model's frozen prefix, None if not `cached`, and a feed for it."""
+    """Return the cache of a model's frozen prefix (None unless `cached`), and a feed for it."""
     shapes, prefix = shapes_for(tokens, order), None
     if cached:
         task: Task = "classification" if tokens.labels is not None else "language"

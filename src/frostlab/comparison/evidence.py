@@ -1,8 +1,8 @@
-"""The schema of evidence.json: every key that verdicts, tables and pages are made from.
+"""The schema of evidence.json, from which verdicts, tables and pages are made.
 
-`read_evidence` turns the file into these dataclasses, and refuses a file that does not fit in one
-line that names the key. A number that is not finite is null in the file and None here. Raise
-`SCHEMA` when a key is added, removed or renamed.
+`read_evidence` turns the file into these dataclasses. If the file does not match them, it raises a
+one-line error that names the key. A number that is not finite is null in the file and None here.
+Raise `SCHEMA` when a key is added, removed or renamed.
 """
 
 import json
@@ -18,29 +18,29 @@ from frostlab.errors import BadInput
 from frostlab.records.schema import read
 from frostlab.storage import finite
 
-SCHEMA = 2  # of evidence.json
+SCHEMA = 2  # version of evidence.json
 Schema = TypeVar("Schema")
 
 
 @dataclass(frozen=True)
 class Effect:
-    """An arm against another over the seeds or subjects that both have (`statistics.Paired`)."""
+    """The effect of one arm against another, paired by seed or subject (`statistics.Paired`)."""
 
     n: int  # pairs
-    log: bool  # whether the effect is a ratio, computed on log scale
+    log: bool  # whether the effect is a ratio, computed on the log scale
     alpha: float  # the interval has confidence 1 − alpha
     effect: float | None  # mean difference, or ratio of geometric means
     low: float | None  # ends of the interval
     high: float | None
     p: float | None  # paired t test
-    p_flip: float | None  # sign-flip test, from 6 pairs on
+    p_flip: float | None  # sign-flip test; None with fewer than 6 pairs
     std: float | None  # of the differences, or of the log ratios
-    smallest_seen: float | None  # effect that the t test finds in 80 of 100 comparisons like this
+    smallest_seen: float | None  # effect that the t test detects with 80 % power
 
 
 @dataclass(frozen=True)
 class Limit:
-    """Whether an arm is at most `limit` times as bad (`statistics.NonInferiority`)."""
+    """The test whether an arm is at most `limit` times as bad (`statistics.NonInferiority`)."""
 
     answer: Literal["yes", "no", "not shown"]
     limit: float
@@ -53,23 +53,23 @@ class Limit:
 
 @dataclass(frozen=True)
 class ArmVerdict:
-    """The verdict on an arm and a metric (`verdict.Verdict`)."""
+    """The verdict on one arm for one metric (`verdict.Verdict`)."""
 
     arm: str
-    baseline: str  # the arm it is compared with
+    baseline: str  # the arm that this one is compared with
     metric: str
     word: Word
-    sentence: str  # the word with its numbers
-    paired: Effect | None  # None without a pair of values
-    p_adjusted: float | None  # after Holm over the family
-    could_have_seen: float | None  # effect that the rule finds in 80 of 100 comparisons like this
-    noninferior: Limit | None  # None where the rules set no limit
+    sentence: str  # the word and its numbers in a sentence
+    paired: Effect | None  # None if there is no pair of values
+    p_adjusted: float | None  # after Holm's correction over the family
+    could_have_seen: float | None  # effect that the whole rule detects with 80 % power
+    noninferior: Limit | None  # None if the rules set no limit
     notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A question of the plan's contrasts, and its verdict."""
+    """The question of one contrast of the plan, and its verdict."""
 
     question: str
     of: Literal["value", "gain"]
@@ -78,7 +78,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Summary:
-    """Values of one arm over its seeds (`statistics.Spread`)."""
+    """The spread of one arm's values over its seeds (`statistics.Spread`)."""
 
     n: int
     mean: float | None
@@ -93,7 +93,7 @@ class StageSummary:
     """One stage of a run."""
 
     name: str
-    metric: str  # the metric that selects weights
+    metric: str  # the metric that selects the best weights
     best: float | None  # its best value on the tune split
     epoch: float | None  # epoch of the best value
     seconds: float
@@ -117,9 +117,9 @@ class RunSummary:
     folder: str  # relative to the comparison's folder
     status: str  # finished, stopped, failed or diverged
     error: str | None
-    attempts: int  # 1 + attempts that failed before
-    metrics: dict[str, float | None]  # reported; empty for a run that did not finish
-    best: float | None  # the selecting metric's best value on the tune split
+    attempts: int  # 1 + failed attempts
+    metrics: dict[str, float | None]  # reported metrics; empty for a run that did not finish
+    best: float | None  # best value of the selecting metric on the tune split
     final_loss: float | None  # on the tune split, at the last evaluation
     steps: int
     stages: tuple[StageSummary, ...]
@@ -145,8 +145,8 @@ class ArmEvidence:
 
     runs: tuple[RunSummary, ...]  # in the order of the plan's seeds
     metrics: dict[str, Summary]  # over finished runs
-    parameters: Parameters | None  # None without a finished run
-    seconds: Summary | None  # whole runs
+    parameters: Parameters | None  # None if no run finished
+    seconds: Summary | None  # of whole runs
 
     @property
     def finished(self) -> list[RunSummary]:
@@ -156,7 +156,7 @@ class ArmEvidence:
 
 @dataclass(frozen=True)
 class RefusedPair:
-    """A run that must not be paired with the baseline's run of the same seed."""
+    """A run that cannot be paired with the baseline's run of the same seed."""
 
     arm: str
     seed: int
@@ -168,7 +168,7 @@ class PredictionTest:
     """McNemar's test on the predictions of one pair of runs (`statistics.McNemar`)."""
 
     seed: int
-    both: int  # examples that both models got right
+    both: int  # examples that both models predicted correctly
     arm_only: int
     base_only: int
     neither: int
@@ -177,16 +177,16 @@ class PredictionTest:
 
 @dataclass(frozen=True)
 class SubjectTest:
-    """An arm against the baseline with subjects as pairs."""
+    """The test of an arm against the baseline, paired by subject."""
 
     n: int  # subjects
-    seeds: int  # each subject is the mean over these
-    better: int  # subjects that the arm decodes better
+    seeds: int  # each subject's value is the mean over these seeds
+    better: int  # subjects that the arm decodes better than the baseline
     r: float | None  # difference of the mean correlations
     z: Effect  # difference of Fisher's z
     p: float | None  # paired t test on z
     p_signed: float | None  # Wilcoxon's signed-rank test on r
-    p_adjusted: float | None  # p after Holm over the arms
+    p_adjusted: float | None  # p after Holm's correction over the arms
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class SplitTests:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A measurement of gradient flow over an arm's seeds."""
+    """One quantity of gradient flow, summarized over an arm's seeds."""
 
     summary: Summary | None
     against: Effect | None  # ratio to the baseline; None for the baseline itself
@@ -216,54 +216,54 @@ class TuningPoint:
 
 @dataclass(frozen=True)
 class TunedSetting:
-    """The tuning of one setting, for every arm on the same grid."""
+    """The tuning of one setting, on the same grid for every arm."""
 
     key: str  # such as optim.lr
     values: tuple[float, ...]  # the grid
     extended: bool  # whether the grid was extended at an edge
     best: dict[str, float]  # by arm
-    on_edge: dict[str, bool]  # by arm: whether the best value is the smallest or the largest
+    on_edge: dict[str, bool]  # by arm: whether the best value is at an end of the grid
     curves: dict[str, tuple[TuningPoint, ...]]  # by arm
 
 
 @dataclass(frozen=True)
 class TimedArm:
-    """The steps of one arm, timed against the baseline's."""
+    """The step times of one arm, measured against the baseline."""
 
-    ms: float  # a step, median
+    ms: float  # per step, median
     ms_mean: float
     ratio: float | None  # to the baseline's time; None for the baseline
     low: float | None  # ends of the ratio's 95 % interval
     high: float | None
-    ceiling: float | None  # the ratio that FLOPs allow
-    limits: dict[str, Any] | None  # the FLOPs and bytes behind it
+    ceiling: float | None  # smallest ratio that the saved FLOPs explain
+    limits: dict[str, Any] | None  # FLOPs and bytes from which the ceiling follows
     flag: str | None  # a gain beyond the ceiling, with its likely reason
     word: Word | None
     sentence: str | None
     step: str  # kind of step: eager, compiled or captured
     peak_bytes: int | None  # on CUDA
     optimizer_bytes: int
-    checkpoint_bytes: int  # of the parameters that learn
+    checkpoint_bytes: int  # of the trainable parameters
     trainable: int  # parameters
     blocks: tuple[float, ...]  # seconds of each block of steps
 
 
 @dataclass(frozen=True)
 class StepTiming:
-    """All arms timed against each other; steps.json has the same keys."""
+    """The step timing of all arms; steps.json has the same keys."""
 
     baseline: str
-    arms: dict[str, TimedArm]  # the control's among them
-    control: TimedArm  # the baseline again
+    arms: dict[str, TimedArm]  # including the control
+    control: TimedArm  # a second copy of the baseline
     proven: bool
-    reasons: tuple[str, ...]  # why it is unproven
+    reasons: tuple[str, ...]  # why the timing is unproven
     steps_per_block: int
-    batches: int  # different ones
+    batches: int  # distinct batches that were timed
     builds: int  # how often every arm was built
     rounds: int
     seconds: float
     stopped_by: str  # width or time
-    width: float  # relative width at which an interval was narrow enough
+    width: float  # target width of every interval, relative to the ratio
     device: str
     drift: dict[str, float | None]  # of the baseline during the measurement
     watched: dict[str, Any]  # load of the machine by other processes
@@ -271,10 +271,10 @@ class StepTiming:
 
 @dataclass(frozen=True)
 class RoundTimes:
-    """Whole runs of one arm that alternated with the other arms'."""
+    """The times of one arm's whole runs, which alternated with runs of the other arms."""
 
     seconds: tuple[float, ...]  # of each round
-    paired: Effect | None  # ratio to the baseline's; None for the baseline
+    paired: Effect | None  # ratio to the baseline's time; None for the baseline
     finished: bool  # whether every run finished
 
 
@@ -283,23 +283,23 @@ class Evidence:
     """Everything a comparison measured and decided."""
 
     schema: int
-    plan: Plan  # with every seed so far; a quick plan is the shortened one
+    plan: Plan  # with all seeds so far; a quick plan in its shortened form
     baseline: str  # name of the arm
-    look: int  # which look at the results this is
-    jobs: int  # runs at once
+    look: int  # number of this look at the results
+    jobs: int  # runs in parallel
     caution: str | None  # about the data's splits
     pairs: int  # pairs of finished runs, over all arms
     confounds: dict[str, tuple[str, ...]]  # by arm
     tuning: tuple[TunedSetting, ...]
     arms: dict[str, ArmEvidence]
     refused_pairs: tuple[RefusedPair, ...]
-    verdicts: dict[str, dict[str, ArmVerdict]]  # by metric, the plan's first, and arm
+    verdicts: dict[str, dict[str, ArmVerdict]]  # by metric (the plan's first) and arm
     contrasts: tuple[Answer, ...]
-    orthogonality: ArmVerdict | None  # oelm against random weights; None without these arms
+    orthogonality: ArmVerdict | None  # OELM against random weights; None without these arms
     mcnemar: dict[str, tuple[PredictionTest, ...]]  # by arm; for information only
     subjects: dict[str, SplitTests]  # by split; empty without recordings
-    flow: dict[str, dict[str, Quantity]]  # by arm and quantity; empty for runs not watched
-    timing: StepTiming | None  # None where steps were not timed
+    flow: dict[str, dict[str, Quantity]]  # by arm and quantity; empty if not watched
+    timing: StepTiming | None  # None if steps were not timed
     rounds: dict[str, RoundTimes]  # by arm; empty without rounds
 
     @property
@@ -309,7 +309,7 @@ class Evidence:
 
     @property
     def primary(self) -> dict[str, ArmVerdict]:
-        """The verdict on every arm for the metric that the comparison was made for."""
+        """The verdict on every arm for the plan's metric."""
         return self.verdicts[self.plan.rules.metric]
 
     def to_dict(self) -> dict[str, Any]:
@@ -318,12 +318,12 @@ class Evidence:
 
 
 def stored(schema: type[Schema], value: Any) -> Schema:
-    """Return a computed dataclass as evidence keeps it: None for what is not finite."""
+    """Convert a computed dataclass to its schema, with None for numbers that are not finite."""
     return read(schema, finite(asdict(value)), schema.__name__)
 
 
 def read_evidence(path: Path) -> Evidence | None:
-    """Read evidence.json; None if it does not exist yet."""
+    """Read evidence.json; return None if it does not exist yet."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

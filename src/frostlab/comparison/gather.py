@@ -1,4 +1,4 @@
-"""Gather the evidence: read every run once, then pair, judge and test."""
+"""Evidence of a comparison: every run is read once, then paired, judged and tested."""
 
 import json
 import math
@@ -44,7 +44,7 @@ from frostlab.storage import finite
 from frostlab.text import typed
 
 Records = Mapping[tuple[str, int], RunRecord]  # by arm and seed, or by arm and round
-_FRONT = (0, 1)  # layers
+_FRONT = (0, 1)  # indices of the front layers
 _QUANTITIES = ("front_ratio", "weight_change", "update")  # of gradient flow
 
 
@@ -59,7 +59,7 @@ def gather(
     tuning: Sequence[TunedSetting],
     timing: StepTiming | None,
 ) -> Evidence:
-    """Return all evidence: runs, pairs, summaries, verdicts for every metric, times."""
+    """Return all evidence: runs, pairs, summaries, times, and verdicts for every metric."""
     runs = Runs.read(plan, records, folder)
     metrics = METRICS[plan.recipe_of(plan.baseline, plan.seeds[0]).data.task]
     primary = plan.rules.metric
@@ -98,7 +98,7 @@ def gather(
 
 
 def _rules_for(plan: Plan, metric: str, look: int) -> Rules:
-    """Return the plan's rules for its own metric; other metrics have no limits of their own."""
+    """Return the plan's rules for its own metric, and default rules without limits for others."""
     if metric == plan.rules.metric:
         return plan.rules.model_copy(update={"look": look})
     return rules_for(metric, alpha=plan.rules.alpha, looks=plan.rules.looks, look=look)
@@ -112,11 +112,11 @@ class Runs:
     records: Records
     summaries: dict[tuple[str, int], RunSummary]
     facts: dict[tuple[str, int], PairingFacts]  # of finished runs
-    refused: tuple[RefusedPair, ...]  # runs that are no pair with the baseline's
+    refused: tuple[RefusedPair, ...]  # runs that do not pair with the baseline's run
 
     @classmethod
     def read(cls, plan: Plan, records: Records, folder: Path) -> "Runs":
-        """Read every run, and decide which are pairs with the baseline's."""
+        """Read every run, and decide which runs pair with the baseline's."""
         keys = [(arm.name, seed) for arm in plan.arms for seed in plan.seeds]
         summaries = {key: summarize(records[key], folder) for key in keys}
         facts = {key: PairingFacts.of(records[key]) for key in keys if summaries[key].finished}
@@ -125,9 +125,9 @@ class Runs:
     def values(
         self, arms: Iterable[str], metric: str, left_out: Iterable[tuple[str, int]]
     ) -> tuple[dict[str, dict[int, float]], dict[str, list[int]]]:
-        """Return a metric by arm and seed, and by arm the seeds without a value.
+        """Return a metric's values by arm and seed, and the seeds without a value by arm.
 
-        Runs that are left out by arm and seed are in neither.
+        `left_out` lists finished runs to ignore, by arm and seed.
         """
         left_out = set(left_out)
         values: dict[str, dict[int, float]] = {arm: {} for arm in arms}
@@ -144,7 +144,7 @@ class Runs:
 
 
 def summarize(record: RunRecord, folder: Path) -> RunSummary:
-    """Return the facts of a run that a comparison uses."""
+    """Summarize the facts about a run that a comparison uses."""
     result = record.result
     clocks, best, last = result.clocks, result.best, result.last
     parameters = result.parameters
@@ -232,7 +232,7 @@ def _verdicts(runs: Runs, rules: Rules) -> dict[str, ArmVerdict]:
 
 
 def contrasts(runs: Runs, rules: Rules) -> tuple[Answer, ...]:
-    """Answer the plan's questions, with Holm over those that ask for the same thing."""
+    """Answer the plan's questions; Holm's correction treats values and gains separately."""
     verdicts: dict[str, ArmVerdict] = {}
     for of in ("value", "gain"):
         asked = [contrast for contrast in runs.plan.contrasts if contrast.of == of]
@@ -277,7 +277,7 @@ def _judge_contrasts(runs: Runs, asked: Sequence[Contrast], rules: Rules) -> dic
 
 
 def _contrast_value(run: RunSummary, rules: Rules, of: str) -> float | None:
-    """Return a run's metric, or its gain from the best of the first stage to that of the last."""
+    """Return a run's metric, or its gain from the first stage's best value to the last stage's."""
     if not run.finished:
         return None
     if of == "value":
@@ -289,7 +289,7 @@ def _contrast_value(run: RunSummary, rules: Rules, of: str) -> float | None:
 
 
 def _unpaired_seed(runs: Runs, contrast: Contrast) -> str | None:
-    """Return the first seed at which the runs of a contrast are not a pair, with the reason."""
+    """Return the first seed for which a contrast's runs cannot be paired, with the reason."""
     for seed in runs.plan.seeds:
         arm = runs.facts.get((contrast.arm, seed))
         against = runs.facts.get((contrast.against, seed))
@@ -301,7 +301,7 @@ def _unpaired_seed(runs: Runs, contrast: Contrast) -> str | None:
 
 
 def _orthogonality(runs: Runs, rules: Rules) -> ArmVerdict | None:
-    """Judge OELM against random weights, where both are arms."""
+    """Judge OELM against random weights; return None unless both are arms."""
     plan = runs.plan
     arms = {arm.name: arm for arm in plan.arms}
     names = orthogonality_arms(arms)
@@ -322,7 +322,7 @@ def _orthogonality(runs: Runs, rules: Rules) -> ArmVerdict | None:
 
 
 def _prediction_tests(runs: Runs) -> dict[str, tuple[PredictionTest, ...]]:
-    """Test every pair of runs with predictions; this compares two models, not two treatments."""
+    """Run McNemar's test on each pair of runs; it compares two models, not two treatments."""
     plan = runs.plan
     left_out = {(pair.arm, pair.seed) for pair in runs.refused}
     right = {key: _right_predictions(record.folder) for key, record in runs.records.items()}
@@ -337,7 +337,7 @@ def _prediction_tests(runs: Runs) -> dict[str, tuple[PredictionTest, ...]]:
 
 
 def _right_predictions(folder: Path) -> list[bool] | None:
-    """Return for every example whether the run predicted its label; None without predictions."""
+    """Return whether each example was predicted correctly; None if the run has no predictions."""
     try:
         predictions = json.loads((folder / "predictions.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -347,7 +347,7 @@ def _right_predictions(folder: Path) -> list[bool] | None:
 
 
 def _round_times(plan: Plan, rounds: Mapping[tuple[str, int], RunSummary]) -> dict[str, RoundTimes]:
-    """Return the seconds of every whole run that alternated with the others, paired by round."""
+    """Return the times of the alternating whole runs by arm, paired by round."""
     if not rounds:
         return {}
     seconds = {
@@ -370,10 +370,10 @@ def _round_times(plan: Plan, rounds: Mapping[tuple[str, int], RunSummary]) -> di
 def subject_tests(
     plan: Plan, records: Records, refused: Iterable[RefusedPair]
 ) -> dict[str, SplitTests]:
-    """Test every split and arm over subjects against the baseline, and over seeds against ridge.
+    """Test every arm on every split: against the baseline by subject, against ridge by seed.
 
-    A subject counts once, with its mean z over the seeds that both arms have. Runs without scores
-    of recordings have no tests.
+    Each subject counts once, with its mean z over the seeds that both arms have. Runs without
+    scores of recordings are skipped.
     """
     left_out = {(pair.arm, pair.seed) for pair in refused}
     scores = {
@@ -423,7 +423,7 @@ def _split_tests(plan: Plan, scores: Mapping[tuple[str, int], Mapping[str, Any]]
 
 
 def _subject_z(scores: Any) -> dict[str, float]:
-    """Return Fisher's z of every subject; unlike r, it may be averaged and tested."""
+    """Return Fisher's z of every subject, which can be averaged and tested, unlike r."""
     from frostlab.envelopes.correlation import fisher_z
 
     return {score.subject: float(fisher_z(score.r)) for score in scores.subjects}
@@ -432,7 +432,7 @@ def _subject_z(scores: Any) -> dict[str, float]:
 def _subject_test(
     arm: Sequence[dict[str, float]], base: Sequence[dict[str, float]]
 ) -> dict[str, Any]:
-    """Test subjects as pairs, given their z by seed: t on z, Wilcoxon's signed ranks on r."""
+    """Test subjects as pairs, given their z by seed: t test on z, signed-rank test on r."""
     from scipy import stats
 
     subjects = sorted(arm[0]) if arm else []
@@ -455,7 +455,7 @@ def _subject_test(
 
 
 def _gradient_flow(plan: Plan, records: Records, runs: Runs) -> dict[str, dict[str, Quantity]]:
-    """Return what the last stage of watched runs measured, by arm and quantity."""
+    """Return the gradient-flow quantities of the last stage of watched runs, by arm."""
     if plan.recipe_of(plan.baseline, plan.seeds[0]).watch is None:
         return {}
     measured = {
@@ -486,7 +486,7 @@ def _measure_flow(folder: Path) -> dict[str, float]:
 
 
 def _front_update(flow: Flow) -> float:
-    """Return the median over reports of the median update/weight of the front's parts."""
+    """Return the front's update/weight ratio: the median over parts, then over reports."""
     front = [i for i, part in enumerate(flow.parts) if part.layer in _FRONT]
     medians = []
     for report in flow.reports:

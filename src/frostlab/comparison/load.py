@@ -1,4 +1,4 @@
-"""Make a plan from a recipe, or from a comparison's file or values, and check it whole."""
+"""Loading of plans: from a recipe, or from a comparison's file or values, with all checks."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -23,10 +23,10 @@ from frostlab.recipe.treatment import TREATMENTS
 Source = str | Path | dict[str, Any] | Recipe
 
 _RULES = ("metric", "alpha", "minimum_effect", "noninferior", "looks")
-_SET_HERE = ("name", "rules", "quick")  # keys of a plan that a comparison does not have
+_SET_HERE = ("name", "rules", "quick")  # keys of a plan that a comparison's file does not have
 KEYS = ("about", "set", *_RULES, *(key for key in Plan.model_fields if key not in _SET_HERE))
 _TUNABLE = {"lr": "optim.lr", "decay": "optim.decay"}
-_GRID = (1 / 3, 1.0, 3.0)  # times the recipe's own value
+_GRID = (1 / 3, 1.0, 3.0)  # factors of the recipe's own value
 _QUICK_SEEDS, _QUICK_TIMING = 3, {"seconds": 20.0}
 
 
@@ -41,8 +41,8 @@ def make_plan(
 
     Args:
         source: a recipe or a comparison: a shipped name, a YAML file, or values.
-        changes: keys of a comparison that replace those of the source.
-        settings: of the recipe, for every arm: `{"optim.lr": 1e-4}` or `["optim.lr=1e-4"]`.
+        changes: keys of a comparison that override the source's keys.
+        settings: recipe settings for every arm: `{"optim.lr": 1e-4}` or `["optim.lr=1e-4"]`.
         quick: plan fewer seeds and less timing.
     """
     values, label = _read(source)
@@ -57,7 +57,7 @@ def make_plan(
     )
     rules = _rules(values, recipe)
     base = recipe.to_dict() | {"treatment": "none", "seed": 0}
-    base["evaluate"]["metric"] = rules["metric"]  # the metric that is compared chooses checkpoints
+    base["evaluate"]["metric"] = rules["metric"]  # the compared metric also selects checkpoints
     plan_values = {
         "name": label if label in shipped_comparisons() else name,
         "recipe": base,
@@ -84,7 +84,7 @@ def make_plan(
 
 
 def _read(source: Source) -> tuple[dict[str, Any], str]:
-    """Return a comparison's keys, and its name in errors; a recipe alone is its key `recipe`."""
+    """Return a comparison's values and its name for errors; a recipe becomes the key `recipe`."""
     if isinstance(source, Recipe):
         return {"recipe": source.to_dict()}, "comparison"
     if isinstance(source, dict):
@@ -114,7 +114,7 @@ def _check_kind(values: dict[str, Any], key: str, kind: type, wanted: str, label
 
 
 def _validated(values: dict[str, Any], label: str) -> Plan:
-    """Return the values as a plan, or refuse the first that does not fit in one line."""
+    """Return the values as a plan, or refuse the first invalid value with a one-line error."""
     try:
         text = json.dumps(values, default=list)
     except TypeError as error:
@@ -128,7 +128,7 @@ def _validated(values: dict[str, Any], label: str) -> Plan:
 
 
 def _recipe(recipe: Any, settings: Mapping[str, Any], label: str) -> tuple[Recipe, str]:
-    """Return the recipe of every arm, and its name."""
+    """Return the recipe that all arms share, and its name."""
     if isinstance(recipe, str) and recipe:
         return load_recipe(recipe, settings), recipe_name(recipe)
     if isinstance(recipe, dict):
@@ -137,7 +137,7 @@ def _recipe(recipe: Any, settings: Mapping[str, Any], label: str) -> tuple[Recip
 
 
 def _as_list(value: Any) -> Any:
-    """Split `a,b` into a list; None is empty, and anything else is left to validation."""
+    """Split `a,b` into a list and turn None into an empty one; validation checks the rest."""
     if value is None:
         return []
     if isinstance(value, str):
@@ -165,7 +165,7 @@ def _arm(value: Any, label: str) -> dict[str, Any]:
 
 
 def _seeds(value: Any, quick: bool) -> Any:
-    """Return the seeds 0, 1, … for a number of them; anything else is left to validation."""
+    """Return the seeds 0, 1, … for a number of seeds; leave anything else to validation."""
     if value is None:
         value = _QUICK_SEEDS if quick else DEFAULT_SEEDS
     if isinstance(value, int) and not isinstance(value, bool):
@@ -189,7 +189,7 @@ def _rules(values: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
 
 
 def _tune(value: Any, recipe: Recipe) -> Any:
-    """Return the settings to tune; a name alone gets a grid around the recipe's own value."""
+    """Return the settings to tune; for a name alone, add a grid around the recipe's value."""
     if isinstance(value, dict):
         return [value]
     if not isinstance(value, str):

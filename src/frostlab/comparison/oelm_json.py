@@ -1,7 +1,7 @@
-"""The study of OELM: its five questions, and comparison.json and timing.json as its scripts wrote.
+"""The five questions of the OELM study, and its output files comparison.json and timing.json.
 
-The original scripts kept one record a comparison. Here its numbers are means over seeds, times are
-in seconds, and an unknown value is null.
+The files keep the format of the study's scripts, which wrote one record per comparison. Here the
+numbers are means over seeds, times are in seconds, and an unknown value is null.
 """
 
 from collections.abc import Collection, Sequence
@@ -21,10 +21,10 @@ QUESTIONS = (
     "Does it carry from BERT to GPT?",
 )
 _OELM = "oelm"
-_RANDOM = ("oelm-random-matched", "oelm-random")  # the first has the scale of the weights
-_KEYS = {_OELM: "oelm_freeze"}  # of arms in comparison.json
-_OTHER_KEYS = ("dataset", "model", "environment", "comparison")  # of comparison.json
-_COST: dict[Word, str] = {  # of the parameters saved, by verdict
+_RANDOM = ("oelm-random-matched", "oelm-random")  # the first keeps the original scale
+_KEYS = {_OELM: "oelm_freeze"}  # keys in comparison.json that are not the arm's name
+_OTHER_KEYS = ("dataset", "model", "environment", "comparison")  # keys that are not arms
+_COST: dict[Word, str] = {  # cost of the saved parameters, by verdict
     "better": "it is also better, so there is nothing to weigh",
     "worse": "it pays for them: see the gap",
     "no difference found": "no cost was found, as far as these seeds could have seen one",
@@ -37,7 +37,7 @@ def arm_key(arm: str, baseline: str) -> str:
 
 
 def check_names(arms: Sequence[str], baseline: str) -> None:
-    """Refuse an arm whose key in comparison.json is taken."""
+    """Refuse an arm whose key in comparison.json is already in use."""
     taken = set(_OTHER_KEYS)
     for arm in arms:
         key = arm_key(arm, baseline)
@@ -47,9 +47,9 @@ def check_names(arms: Sequence[str], baseline: str) -> None:
 
 
 def orthogonality_arms(arms: Collection[str]) -> tuple[str, str] | None:
-    """Return the arms that show what orthogonality does, or None where one is missing.
+    """Return the two arms that show the effect of orthogonality, or None if one is missing.
 
-    They are OELM and random weights, of the same scale if there is such an arm.
+    The arms are OELM and random weights, preferably random weights of the same scale.
     """
     random = next((arm for arm in _RANDOM if arm in arms), None)
     return None if _OELM not in arms or random is None else (_OELM, random)
@@ -121,7 +121,7 @@ def _model_name(evidence: Evidence) -> str:
 
 
 def comparison_json(evidence: Evidence, first: RunRecord) -> dict[str, Any]:
-    """Return the values of comparison.json; `first` is the run whose environment is written."""
+    """Return the values of comparison.json; its environment is taken from the run `first`."""
     baseline = evidence.arms[evidence.baseline]
     values: dict[str, Any] = {
         "dataset": evidence.plan.recipe["data"]["name"],
@@ -244,7 +244,7 @@ def _gap(value: float | None, base: float | None) -> float | None:
 
 
 def _relative_gap(value: float | None, base: float | None) -> float | None:
-    """Return the gap in percent of the baseline's value."""
+    """Return the gap as a percentage of the baseline's value."""
     return None if value is None or not base else 100 * (value - base) / base
 
 

@@ -1,7 +1,7 @@
-"""Show a comparison: its page in Markdown, and a few lines for the terminal.
+"""The page of a comparison in Markdown, and a short summary for the terminal.
 
-The page is a list of sections; each is a title and a function that returns the text below it, or
-nothing where it does not apply.
+The page is a list of sections. Each section has a title and a function that returns its text; the
+text is empty if the section does not apply.
 """
 
 import json
@@ -25,9 +25,9 @@ from frostlab.comparison.verdict import MEANINGS
 from frostlab.recipe.settings import LOWER_IS_BETTER
 from frostlab.text import NONE, columns, markdown, number
 
-_BAR = 30  # characters of the widest bar of a tuning curve
+_BAR = 30  # width of the longest bar of a tuning curve, in characters
 _GAIN = "(By how much the last stage improved on the first one's best.) "
-_FLOW = {  # quantities of gradient flow, and their columns
+_FLOW = {  # column title of each gradient-flow quantity
     "front_ratio": "front/output gradient",
     "weight_change": "front weight change",
     "update": "front update/weight",
@@ -103,7 +103,7 @@ def _planned_questions(evidence: Evidence) -> str:
 
 
 def _default_questions(evidence: Evidence) -> str:
-    """Answer the five questions of freezing where the plan asks none of its own."""
+    """Answer the five default questions about freezing, unless the plan has its own questions."""
     return "" if evidence.contrasts else _numbered(answers(evidence))
 
 
@@ -227,7 +227,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def _gain(before: float, after: float, metric: str) -> float:
-    """Return the relative change, positive where the metric got better."""
+    """Return the relative change of a metric, positive if it improved."""
     change = after / before - 1
     return -change if metric in LOWER_IS_BETTER else change
 
@@ -334,7 +334,7 @@ def _differences(evidence: Evidence) -> str:
 
 
 def _varied_settings(evidence: Evidence) -> list[str]:
-    """List the settings that the plan compares like treatments, and their values by arm."""
+    """List the settings that the plan varies between arms, and their values in each arm."""
     plan = evidence.plan
     if not plan.vary:
         return []
@@ -364,7 +364,7 @@ def _status(run: RunSummary) -> str:
 
 
 def _effect(effect: Effect | None) -> str:
-    """Write a paired effect with its interval, where it has one."""
+    """Format a paired effect, with its interval if it has one."""
     if effect is None or effect.effect is None:
         return NONE
     sign, unit = ("", " ×") if effect.log else ("+", "")
@@ -375,7 +375,7 @@ def _effect(effect: Effect | None) -> str:
 
 
 def _ratio(values: Limit | TimedArm | None) -> str:
-    """Write a ratio with its interval, where it has one."""
+    """Format a ratio, with its interval if it has one."""
     if values is None or values.ratio is None:
         return NONE
     interval = ""
@@ -385,7 +385,7 @@ def _ratio(values: Limit | TimedArm | None) -> str:
 
 
 def _mean_and_std(summary: Summary | None) -> str:
-    """Write a mean, and the standard deviation of several values."""
+    """Format a mean, with the standard deviation if there are at least two values."""
     if summary is None:
         return NONE
     return f"{summary.mean:.4g}" + ("" if summary.n < 2 else f" ± {summary.std:.2g}")

@@ -1,4 +1,4 @@
-"""Decide whether two runs are a pair: equal in everything but the treatment, by digest."""
+"""Rules of pairing: two runs form a pair if their digests differ in the treatment alone."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ _MACHINE = ("device", "precision", "processes", "threads")
 
 @dataclass(frozen=True)
 class PairingFacts:
-    """The facts about a run that decide with which runs it can be paired."""
+    """The facts about a run that decide which runs it can be paired with."""
 
     seed: int
     data: str  # digest
     weights: dict[str, str]  # digest of each tensor at the start
-    touched: frozenset[str]  # tensors that the treatment gave new values
+    touched: frozenset[str]  # tensors whose values the treatment replaced
     orders: tuple[str, ...]  # digest of the order of examples, by epoch
-    machine: dict[str, tuple[str, ...]]  # by key, every value that a start or resume had
+    machine: dict[str, tuple[str, ...]]  # by key, the values at every start and resume
 
     @classmethod
     def of(cls, record: RunRecord) -> "PairingFacts":
-        """Read the facts of a run; its files are parsed once."""
+        """Read the facts of a run, and parse each of its files once."""
         digests = record.digests
         starts = [*record.events(StartEvent), *record.events(ResumeEvent)]
         return cls(
@@ -39,9 +39,9 @@ class PairingFacts:
 
 
 def why_unpaired(first: PairingFacts, second: PairingFacts, vary: Iterable[str] = ()) -> str | None:
-    """Return the first difference that keeps two runs from being a pair, or None.
+    """Return the first difference that prevents pairing two runs, or None.
 
-    Weights may differ where the arms vary in their model.
+    Initial weights may differ if `vary` includes a setting of the model.
     """
     same_model = not any(key.partition(".")[0] == "model" for key in vary)
     return next(_differences(first, second, same_model), None)

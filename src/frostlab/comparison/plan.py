@@ -1,4 +1,4 @@
-"""A comparison as data: one recipe, its arms, seeds and rules, all fixed before the first run."""
+"""The plan of a comparison: its recipe, arms, seeds and rules, fixed before the first run."""
 
 import copy
 from collections.abc import Iterable, Mapping
@@ -15,22 +15,23 @@ from frostlab.recipe.treatment import Positive, Strict
 from frostlab.records.folder import differences
 from frostlab.storage import digest_of
 
-SCHEMA = 2  # of plan.json
-LEAST_SEEDS = 5  # with fewer pairs no arm is called better or worse
-DEFAULT_SEEDS = 6  # from here on the sign-flip test can reach 5 %
-TUNING_SEED = 900_000  # tuning runs take seeds from here on, results never do
+SCHEMA = 2  # version of plan.json
+LEAST_SEEDS = 5  # with fewer pairs, no arm is called better or worse
+DEFAULT_SEEDS = 6  # the fewest with which the sign-flip test can reach 5 %
+TUNING_SEED = 900_000  # seeds from here on are for tuning runs only
 _LOWER_IS_BETTER_ENDINGS = ("_seconds", "_ms", "_bytes")
-_NO_CONFOUNDS = ("about", "treatment", "seed")  # sections that every arm or run has its own of
-_SAME_FOR_ALL = ("data", "tokenizer")  # arms that see other data cannot be compared
-_NOT_IN_SET = ("seed", "treatment")  # an arm has other keys for these
+_NO_CONFOUNDS = ("about", "treatment", "seed")  # sections that may differ between arms
+_SAME_FOR_ALL = ("data", "tokenizer")  # sections that may not differ between arms
+_NOT_IN_SET = ("seed", "treatment")  # sections that an arm's `set` may not change
 
 
 class Rules(Strict):
     """The metric that is compared, and the conditions for calling an arm better or worse.
 
-    `minimum_effect` is the smallest effect of interest, in the metric's unit or, on log scale, as
-    a ratio − 1. `noninferior` is the limit of "no more than 1.05 times as bad". `looks` is the
-    planned number of looks at the results, `look` is the number of this one.
+    `minimum_effect` is the smallest effect of interest, in the metric's unit or, on the log scale,
+    as a ratio − 1. `noninferior` is the limit of non-inferiority: 1.05 allows an arm to be 1.05
+    times as bad. `looks` is the planned number of looks at the results, and `look` is the number
+    of the current look.
     """
 
     metric: Annotated[str, Field(min_length=1)]
@@ -56,7 +57,7 @@ class Rules(Strict):
         return sum(alpha_spent(self.alpha, k, self.looks) for k in range(1, self.look + 1))
 
     def history(self) -> str | None:
-        """Describe the looks taken and planned; None for a single look."""
+        """Describe the looks taken and planned; return None for a single look."""
         if self.look == 1:
             if self.looks == 1:
                 return None
@@ -71,18 +72,21 @@ class Rules(Strict):
 
 
 def alpha_spent(alpha: float, look: int, looks: int = 1) -> float:
-    """Return the part of alpha that look number `look` spends where `looks` were planned.
+    """Return the part of alpha that look number `look` spends if `looks` were planned.
 
-    A plan of one look spends alpha on it. Any other look k spends alpha / 2**k: these sum to less
-    than alpha however many are taken, so a plan of two or more looks can be extended without end.
-    A plan of one look cannot: its first look spent everything, and with every later look the sum
-    grows, to less than 1.5 alpha.
+    A plan of one look spends all of alpha on it. In a plan of several looks, look k spends
+    alpha / 2**k. The sum stays below alpha for any number of looks, so such a plan can be extended
+    without limit. If a plan of one look is extended, look k also spends alpha / 2**k, and the sum
+    exceeds alpha but stays below 1.5 alpha.
     """
     return alpha if look == looks == 1 else alpha / 2**look
 
 
 def scale_of(metric: str) -> dict[str, bool]:
-    """Return the direction and the scale of a known metric: perplexity and times are ratios."""
+    """Return the direction and the scale of a known metric.
+
+    Perplexity, times and sizes in bytes are compared as ratios, on the log scale.
+    """
     higher = {name for names in METRICS.values() for name in names} - set(LOWER_IS_BETTER)
     lower = metric in LOWER_IS_BETTER or metric.endswith(_LOWER_IS_BETTER_ENDINGS)
     if not lower and metric not in higher:
@@ -125,7 +129,7 @@ class Confound:
     arm: Any
 
     def within(self, keys: Iterable[str]) -> bool:
-        """Return whether the setting is one of these, or below one."""
+        """Return whether the setting is one of these keys or nested below one."""
         return any(self.key == key or self.key.startswith(f"{key}.") for key in keys)
 
     def __str__(self) -> str:
@@ -146,7 +150,7 @@ def confounds(baseline: Recipe, arm: Recipe) -> tuple[Confound, ...]:
 def check_confounds(
     baseline: str, arm: str, confounds: Iterable[Confound], allowed: Iterable[str]
 ) -> None:
-    """Refuse a confound that was not declared; other data cannot be declared."""
+    """Refuse a confound that was not declared, and any difference in the data."""
     permitted = set(allowed)
     for confound in confounds:
         problem = f"{arm} differs from {baseline} in {confound}"
@@ -161,7 +165,7 @@ def check_confounds(
 
 
 class Arm(Strict):
-    """A treatment under a name, and further settings, each of them a confound unless varied."""
+    """A named treatment with further settings, each of which is a confound unless it is varied."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.+-]*$")]
     treatment: str | dict[str, Any]
@@ -183,9 +187,9 @@ class Tune(Strict):
 
 
 class Contrast(Strict):
-    """A question that two arms answer.
+    """A question that is answered by comparing two arms.
 
-    `of: gain` compares how much each arm improved from its first stage to its last.
+    `of: gain` compares the improvement of each arm from its first stage to its last.
     """
 
     question: str
@@ -195,10 +199,10 @@ class Contrast(Strict):
 
 
 class TimingPlan(Strict):
-    """How long the arms' steps are timed against each other."""
+    """The limits of timing the arms' steps against each other."""
 
     seconds: Annotated[float, Field(gt=0)] = 60.0
-    width: Annotated[float, Field(gt=0, lt=1)] = 0.01  # of the interval at which timing may stop
+    width: Annotated[float, Field(gt=0, lt=1)] = 0.01  # target width of the intervals, relative
 
 
 class Plan(Strict):
@@ -209,17 +213,17 @@ class Plan(Strict):
     arms: tuple[Arm, ...]
     seeds: tuple[int, ...]
     rules: Rules
-    tune: tuple[Tune, ...] = ()  # in this order, each at the best values of the earlier ones
+    tune: tuple[Tune, ...] = ()  # in order; each uses the best values of the earlier settings
     allow_confounds: tuple[str, ...] = ()
-    vary: tuple[str, ...] = ()  # settings that are compared like treatments, such as stages
+    vary: tuple[str, ...] = ()  # settings that arms may vary like treatments, such as stages
     contrasts: tuple[Contrast, ...] = ()
-    rounds: Annotated[int, Field(ge=0)] = 0  # whole runs that alternate, for their time
+    rounds: Annotated[int, Field(ge=0)] = 0  # number of alternating whole runs per arm, for timing
     clock: TimingPlan | None = TimingPlan()  # None: steps are not timed
     quick: bool = False
 
     @property
     def baseline(self) -> Arm:
-        """The arm the others are compared with: the one of that name, else the first."""
+        """The arm that the others are compared with: the arm named `baseline`, else the first."""
         return next((arm for arm in self.arms if arm.name == "baseline"), self.arms[0])
 
     @property
@@ -233,7 +237,7 @@ class Plan(Strict):
         return digest_of(self.model_dump(mode="json", exclude={"seeds"}))[:16]
 
     def recipe_of(self, arm: Arm, seed: int, tuned: Mapping[str, float] | None = None) -> Recipe:
-        """Return the recipe of an arm's run at a seed, with tuned settings on top."""
+        """Return the recipe of an arm's run with a seed, after applying tuned settings."""
         values = copy.deepcopy(self.recipe)
         values["treatment"], values["seed"] = arm.treatment, seed
         for key, value in (*copy.deepcopy(arm.set).items(), *(tuned or {}).items()):
@@ -245,7 +249,7 @@ class Plan(Strict):
         return {arm.name: self.confounds_between(self.baseline, arm) for arm in self.others}
 
     def confounds_between(self, baseline: Arm, arm: Arm) -> tuple[Confound, ...]:
-        """Return the settings in which two arms differ that are neither varied nor tuned."""
+        """Return the settings that differ between two arms and are neither varied nor tuned."""
         tuned = [tune.key for tune in self.tune]
         return tuple(
             confound
@@ -351,7 +355,7 @@ def check_settings_exist(option: str, keys: Iterable[str], recipe: Recipe) -> No
 
 
 def set_nested(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set `a.b` in nested values, or `a.0.b` in an existing item of a list."""
+    """Set the dotted key `a.b` in nested values, or `a.0.b` in an existing item of a list."""
     *path, last = key.split(".")
     inner: Any = values
     for name in path:

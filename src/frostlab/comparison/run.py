@@ -1,6 +1,6 @@
-"""`fl.compare`: make a plan, carry it out in a folder, and read the result.
+"""`fl.compare`: plan a comparison, carry it out in a folder, and read the result.
 
-The same call again continues where the last one stopped, and repeats nothing.
+Repeating a call continues where the last call stopped, without repeating finished work.
 """
 
 import copy
@@ -32,7 +32,7 @@ from frostlab.records.schema import read
 from frostlab.storage import write_whole
 from frostlab.training.stages import total_steps
 
-_QUICK_SECONDS, _QUICK_LEAST = 60.0, 10  # of training in all; steps a run
+_QUICK_SECONDS, _QUICK_LEAST = 60.0, 10  # training time of all runs together; fewest steps per run
 _DEFAULT_PARENT = Path("comparisons")
 
 
@@ -43,7 +43,7 @@ class Comparison:
     folder: Path
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "folder", Path(self.folder))  # accept a str
+        object.__setattr__(self, "folder", Path(self.folder))  # a str is accepted too
 
     @property
     def evidence(self) -> Evidence:
@@ -55,16 +55,16 @@ class Comparison:
 
     @property
     def verdicts(self) -> dict[str, ArmVerdict]:
-        """The verdict on every arm for the metric that decides, with its numbers."""
+        """The verdict on every arm for the plan's metric, with its numbers."""
         return self.evidence.primary
 
     @property
     def page(self) -> Path:
-        """Path of the page, a Markdown file."""
+        """The path of the comparison's page, a Markdown file."""
         return self.folder / "comparison.md"
 
     def to_frame(self) -> Any:
-        """Return one row a run, as a pandas DataFrame."""
+        """Return a pandas DataFrame with one row per run."""
         pandas = require("pandas", "data", "Comparison.to_frame")
         rows = [
             {"arm": name, "seed": run.seed, "status": run.status, **run.metrics,
@@ -76,13 +76,13 @@ class Comparison:
 
 
 def load_comparison(folder: str | Path) -> Comparison:
-    """Return the finished comparison in a folder."""
+    """Load the finished comparison in a folder."""
     path = Path(folder)
     if not path.is_dir() or ComparisonFolder(path).read("evidence.json") is None:
         problem = "it has no evidence.json" if path.is_dir() else "it is not a folder"
         raise BadInput(f"{path} does not hold a finished comparison: {problem}")
     comparison = Comparison(path)
-    comparison.evidence  # noqa: B018  (a file that does not fit is refused here)
+    comparison.evidence  # noqa: B018  (refuses a file that does not match the schema)
     return comparison
 
 
@@ -108,27 +108,28 @@ def compare(
 ) -> Comparison:
     """Compare arms of one recipe that differ in the treatment alone.
 
-    None keeps the value of the comparison's file, or the default. `vary`, `contrasts` and `looks`
-    are keys of a comparison's file or values only.
+    An argument of None keeps the value of the comparison's file, or the default. `vary`,
+    `contrasts` and `looks` have no argument: set them in the comparison's file or values.
 
     Args:
         source: a recipe or a comparison: a shipped name, a YAML file, or values.
-        arms: names of treatments, or `{name, treatment, set}`; `baseline` trains everything.
-        seeds: their number, or a list; more can be added to a finished comparison.
-        metric: the metric that decides; by default the recipe's.
-        alpha: false alarms allowed, over all arms.
+        arms: names of treatments, or mappings `{name, treatment, set}`; the treatment `baseline`
+            trains everything.
+        seeds: the number of seeds, or a list; seeds can be added to a finished comparison.
+        metric: the metric that decides the verdicts; by default the recipe's.
+        alpha: the allowed rate of false alarms, over all arms.
         minimum_effect: the smallest effect of interest.
-        noninferior: ask whether an arm is at most this many times as bad.
+        noninferior: also test whether an arm is at most this many times as bad.
         tune: `lr`, `decay`, `{key, values, seeds}` or a list of these, tuned for every arm.
-        allow_confounds: settings in which arms may differ.
-        rounds: whole runs that alternate, for their time.
-        clock: `{seconds, width}` of timing steps; False does not time them.
-        settings: of the recipe, for every arm: `{"optim.lr": 1e-4}`.
-        quick: cut runs and timing short, to see whether a real comparison is worth it.
-        out: the comparison's folder; by default one under `comparisons`.
+        allow_confounds: settings that may differ between arms.
+        rounds: number of alternating whole runs per arm, for timing.
+        clock: `{seconds, width}`, the limits of step timing; False turns it off.
+        settings: settings of the recipe for every arm, such as `{"optim.lr": 1e-4}`.
+        quick: shorten runs and timing, to see whether a full comparison is worthwhile.
+        out: the comparison's folder; by default a folder under `comparisons`.
         data_dir: folder of the data sets.
-        jobs: runs at once, for a GPU with room for several; steps are still timed alone.
-        say: called with each line of progress.
+        jobs: number of parallel runs, if the GPU has room for them; steps are timed alone.
+        say: a function that is called with each line of progress.
     """
     changes = {
         "arms": arms, "seeds": seeds, "metric": metric, "alpha": alpha,
@@ -142,7 +143,7 @@ def compare(
 
 
 def run_plan(plan: Plan, runner: Runner, out: Path | None = None) -> Comparison:
-    """Carry out a checked plan in its folder, or continue it there."""
+    """Carry out a checked plan in its folder, or continue it."""
     path = _DEFAULT_PARENT / _folder_name(plan) if out is None else out
     if not path.exists():  # refuse missing data before anything is written
         prepare(plan.recipe_of(plan.baseline, plan.seeds[0]), runner.data_dir)
@@ -177,7 +178,7 @@ def _carry_out(plan: Plan, folder: ComparisonFolder, runner: Runner) -> None:
 
 
 def _tune(plan: Plan, folder: ComparisonFolder, runner: Runner) -> list[TunedSetting]:
-    """Tune the plan's settings once; later calls keep the values that were chosen."""
+    """Tune the plan's settings; later calls read the stored result."""
     values = folder.read("tuning.json")
     if values is not None:
         return [read(TunedSetting, value, folder.path / "tuning.json") for value in values]
@@ -188,7 +189,7 @@ def _tune(plan: Plan, folder: ComparisonFolder, runner: Runner) -> list[TunedSet
 
 
 def _time_steps(plan: Plan, folder: ComparisonFolder, runner: Runner) -> StepTiming | None:
-    """Time the arms' steps against each other, once; None if they are not timed.
+    """Time the arms' steps against each other, or read the stored timing; None if not timed.
 
     Tuned settings do not change the time of a step, so timing comes first.
     """
@@ -215,7 +216,7 @@ def _time_steps(plan: Plan, folder: ComparisonFolder, runner: Runner) -> StepTim
 def _shortened(
     plan: Plan, folder: ComparisonFolder, timing: StepTiming | None, data_dir: Path | None
 ) -> Plan:
-    """Return a plan whose runs train for a minute together; no run gets longer than it was."""
+    """Return a plan whose runs train for about one minute in total; no run gets longer."""
     recipe = plan.recipe_of(plan.baseline, plan.seeds[0])
     quick = folder.read("quick.json")
     if quick is None:

@@ -1,4 +1,4 @@
-"""The runs of a comparison and its folder: run what is missing, and store plan and results."""
+"""The runs of a comparison, and the folder that stores its plan and results."""
 
 import json
 import multiprocessing
@@ -31,18 +31,18 @@ class Task:
     """One run of an arm."""
 
     arm: str
-    number: int  # its seed or round
+    number: int  # seed, or number of the round
     recipe: Recipe
     path: Path  # the run's folder
-    about: str  # its name in progress lines
+    about: str  # name in progress lines
 
 
 class Stopped(RunFailed):
-    """The comparison was asked to stop; finished runs stay."""
+    """Raised when the comparison was asked to stop; finished runs are kept."""
 
 
 class Runner:
-    """Runs tasks in order, and reports progress and the time left."""
+    """A runner of tasks that reports progress and the time left."""
 
     def __init__(self, data_dir: Path | None, say: Say, jobs: int = 1) -> None:
         self.data_dir, self.say, self.jobs = data_dir, say, jobs
@@ -52,8 +52,8 @@ class Runner:
     ) -> dict[tuple[str, int], RunRecord]:
         """Run the tasks that are not done, and return the record of every task.
 
-        A failed run has a record too, and the others go on. With `alone`, one task runs at a time,
-        so that others do not slow it down.
+        A failed run also has a record, and does not stop the other runs. With `alone`, one task
+        runs at a time, so that no other task slows it down.
         """
         left = [task for task in tasks if not _is_done(task)]
         if len(left) < len(tasks):
@@ -73,7 +73,7 @@ class Runner:
     def _outcomes(
         self, tasks: Sequence[Task], at_once: int
     ) -> Iterator[tuple[Task, str | None, float]]:
-        """Yield each task with its outcome and seconds, as soon as it ends."""
+        """Yield each task with its outcome and its seconds as soon as the task ends."""
         if at_once == 1 or len(tasks) < 2:
             for task in tasks:
                 yield (task, *run_task(task, self.data_dir))
@@ -100,7 +100,7 @@ def run_task(task: Task, data_dir: Path | None) -> tuple[str | None, float]:
     except RunFailed as error:
         stopped = finished_status(task.path) == "stopped"
         return None if stopped else f"failed: {error}", time.monotonic() - began
-    except Exception as error:  # a bug, perhaps in one arm alone: the others go on
+    except Exception as error:  # perhaps a bug in this arm alone: continue with the others
         if isinstance(error, FrostlabError) or finished_status(task.path) != "failed":
             raise
         write_whole(task.path / "traceback.txt", traceback.format_exc())
@@ -110,7 +110,7 @@ def run_task(task: Task, data_dir: Path | None) -> tuple[str | None, float]:
 
 
 def _is_done(task: Task) -> bool:
-    """Return whether a task has its record; refuse the record of another recipe."""
+    """Return whether a task has a complete record; refuse a record of another recipe."""
     if finished_status(task.path) not in ("finished", "diverged"):
         return False
     if RunRecord(task.path).result.recipe_digest != task.recipe.digest:
@@ -157,9 +157,9 @@ class ComparisonFolder:
 
     @contextmanager
     def open(self, plan: Plan) -> Iterator[Plan]:
-        """Lock the folder and write the plan, or check it against the plan that is there.
+        """Lock the folder, and write the plan or check it against the stored plan.
 
-        The returned plan also has the seeds of earlier calls.
+        The yielded plan also has the seeds of earlier calls.
         """
         if self.path.exists() and not self.path.is_dir():
             raise BadInput(f"{self.path} is a file, not a folder")
@@ -183,7 +183,7 @@ class ComparisonFolder:
             lock.release()
 
     def _with_stored_seeds(self, plan: Plan) -> Plan:
-        """Return the plan with the seeds of the stored one in front; refuse another plan."""
+        """Return the plan with the stored plan's seeds first; refuse any other difference."""
         values = self.read(_PLAN)
         looks: list[dict[str, Any]] = []
         if values is not None or (self.path / _PLAN).exists():
@@ -213,7 +213,7 @@ class ComparisonFolder:
         )
 
     def look(self, plan: Plan) -> int:
-        """Return the number of this interim analysis (look); each number of seeds counts once."""
+        """Return the number of this look (interim analysis); each number of seeds is one look."""
         values = self.read(_PLAN)
         assert values is not None, "the plan is written first"
         looks = values["looks"]
@@ -225,7 +225,7 @@ class ComparisonFolder:
         return judged.index(len(plan.seeds)) + 1
 
     def read(self, name: str) -> Any:
-        """Read a JSON file of the folder; None if it does not exist."""
+        """Read a JSON file of the folder; return None if it does not exist."""
         path = self.path / name
         try:
             return json.loads(path.read_text(encoding="utf-8"))
@@ -235,5 +235,5 @@ class ComparisonFolder:
             raise BadInput(f"{path} is damaged ({error})") from None
 
     def write(self, name: str, value: Any) -> None:
-        """Write a JSON file, whole or not at all."""
+        """Write a JSON file atomically."""
         write_whole(self.path / name, json.dumps(finite(value), indent=1) + "\n")

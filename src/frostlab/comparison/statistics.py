@@ -1,4 +1,4 @@
-"""Paired statistics over seeds: effects with intervals, tests, and the effects they can find."""
+"""Paired statistics over seeds: effects, intervals, tests and their detectable effects."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,24 +15,24 @@ from frostlab.errors import BadInput
 
 Numbers = NDArray[np.float64]
 
-POWER = 0.8  # of the smallest effects that are reported
+POWER = 0.8  # power at which the smallest detectable effect is reported
 NAN = math.nan
 _FEWEST_FLIPPED = 6  # pairs; with 5 the smallest sign-flip p is 0.0625
-_MOST_EXACT = 16  # pairs of which every flip is tried; beyond, a sample of them
+_MOST_EXACT = 16  # pairs; with more, only a sample of the sign patterns is tried
 _SIGN_DRAWS = 2**15
-_AT_ONCE = 2**22  # sums held in memory
+_AT_ONCE = 2**22  # sums held in memory at once
 _POWER_DRAWS = 4_000
-_MOST_SIMULATED = 10  # pairs; with more the sign-flip test costs about 1 % of power
+_MOST_SIMULATED = 10  # pairs; with more, the sign-flip test costs only about 1 % of power
 
 
 @dataclass(frozen=True)
 class Paired:
-    """An arm against the baseline over the seeds both have.
+    """The effect of an arm against the baseline, over the seeds that both have.
 
-    `effect` is the mean of arm − base; on log scale the ratio of their geometric means. `low` and
-    `high` bound it with confidence 1 − alpha. `std` is the standard deviation of the differences,
-    on log scale of the log ratios. `smallest_seen` is the effect that the t test finds in 80 of
-    100 comparisons of this size and spread; on log scale a ratio − 1.
+    `effect` is the mean of arm − base or, on the log scale, the ratio of the geometric means.
+    `low` and `high` bound the effect with confidence 1 − alpha. `std` is the standard deviation of
+    the differences or, on the log scale, of the log ratios. `smallest_seen` is the effect that the
+    t test detects with 80 % power at this size and spread; on the log scale, it is a ratio − 1.
     """
 
     n: int
@@ -48,7 +48,7 @@ class Paired:
 
 
 def paired(arm: ArrayLike, base: ArrayLike, *, alpha: float = 0.05, log: bool = False) -> Paired:
-    """Compare values of the same seeds with the t test, and with sign flips from 6 pairs on."""
+    """Compare values of the same seeds with a t test and, from 6 pairs on, a sign-flip test."""
     differences, rounding = _differences(arm, base, log)
     n = len(differences)
     back = _exp if log else float
@@ -75,7 +75,8 @@ def paired(arm: ArrayLike, base: ArrayLike, *, alpha: float = 0.05, log: bool = 
 def t_test(differences: Numbers, rounding: float = 0.0) -> tuple[Numbers, Numbers, Numbers]:
     """Return mean, standard deviation and two-sided p of the t test along the last axis.
 
-    Values below `rounding` are zero: equal differences give p 1 if they are zero, else 0.
+    Means and deviations up to `rounding` count as zero. If all differences are equal, p is 1 if
+    they are zero and 0 otherwise.
     """
     n = differences.shape[-1]
     mean, std = differences.mean(-1), differences.std(-1, ddof=1)
@@ -89,9 +90,10 @@ def t_test(differences: Numbers, rounding: float = 0.0) -> tuple[Numbers, Number
 
 @cache
 def signs(n: int) -> Numbers:
-    """Return sign patterns for n differences, a row each: all of them, or a seeded sample.
+    """Return sign patterns for n differences, one pattern per row.
 
-    The first difference is never flipped where all are tried, as p is two-sided.
+    Up to 16 differences, these are all patterns that keep the first sign, which is enough for a
+    two-sided p. Beyond 16, they are a seeded random sample.
     """
     if n <= _MOST_EXACT:
         bits = np.arange(2 ** (n - 1))[:, None] >> np.arange(n)[::-1] & 1
@@ -103,10 +105,10 @@ def signs(n: int) -> Numbers:
 
 
 def flip_p(differences: Numbers, rounding: float = 0.0) -> Numbers:
-    """Sign-flip permutation test of the mean along the last axis, two-sided.
+    """Return the two-sided p of a sign-flip permutation test of the mean along the last axis.
 
-    It is exact to 16 pairs and samples beyond. Sums nearer than `rounding` to the observed one
-    count as equal to it.
+    The test is exact up to 16 pairs and samples sign patterns beyond. A sum within `rounding` of
+    the observed sum counts as equal to it.
     """
     n = differences.shape[-1]
     rows = differences.reshape(-1, n)
@@ -118,7 +120,7 @@ def flip_p(differences: Numbers, rounding: float = 0.0) -> Numbers:
         slack = rounding + 1e-12 * np.abs(chunk).sum(-1, keepdims=True)
         observed = np.abs(chunk.sum(-1, keepdims=True)) - slack
         counts[start : start + step] = (np.abs(chunk @ patterns.T) >= observed).sum(-1)
-    extra = 0 if n <= _MOST_EXACT else 1  # the observed signs belong to the sample
+    extra = 0 if n <= _MOST_EXACT else 1  # count the observed signs as part of the sample
     p = (counts + extra) / (len(patterns) + extra)
     return p.reshape(differences.shape[:-1])
 
@@ -134,7 +136,7 @@ def flips_can_decide(n: int, level: float) -> bool:
 
 
 def holm(p_by_name: Mapping[str, float]) -> dict[str, float]:
-    """Return Holm's adjusted p values; a NaN counts as a member of the family, and stays NaN."""
+    """Return Holm's adjusted p values; a NaN stays NaN but counts as a member of the family."""
     adjusted: dict[str, float] = {}
     largest = 0.0
     order = sorted(p_by_name, key=lambda name: (math.isnan(p_by_name[name]), p_by_name[name]))
@@ -170,7 +172,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True)
 class McNemar:
-    """Two trained models on the same examples: how often both, one or neither was right, and p."""
+    """Counts of the examples that both, one or neither of two models predicted correctly, and p."""
 
     both: int
     arm_only: int
@@ -180,9 +182,9 @@ class McNemar:
 
 
 def mcnemar(arm_right: ArrayLike, base_right: ArrayLike) -> McNemar:
-    """McNemar's exact test on the examples that one of two models got right.
+    """Run McNemar's exact test on the examples that only one of two models predicted correctly.
 
-    It compares two trained models, not two treatments, so no verdict uses it.
+    The test compares two trained models, not two treatments, so no verdict uses it.
     """
     arm, base = np.asarray(arm_right, bool), np.asarray(base_right, bool)
     if arm.ndim != 1 or arm.shape != base.shape:
@@ -195,7 +197,7 @@ def mcnemar(arm_right: ArrayLike, base_right: ArrayLike) -> McNemar:
 
 @dataclass(frozen=True)
 class NonInferiority:
-    """Whether the arm is at most `limit` times as bad as the baseline, with its interval."""
+    """The answer whether an arm is at most `limit` times as bad as the baseline, with interval."""
 
     answer: Literal["yes", "no", "not shown"]
     limit: float
@@ -209,10 +211,10 @@ class NonInferiority:
 def noninferior(
     arm: ArrayLike, base: ArrayLike, limit: float, *, lower_is_better: bool, alpha: float = 0.05
 ) -> NonInferiority:
-    """Test arm ≤ limit × base where lower is better, and arm ≥ base / limit where higher is.
+    """Test arm ≤ limit × base if lower is better, and arm ≥ base / limit if higher is better.
 
-    The answer is yes if the whole 1 − alpha interval of the ratio is within the limit, and no if
-    the whole interval is beyond it.
+    The answer is "yes" if the whole 1 − alpha interval of the ratio is within the limit, "no" if
+    the whole interval is beyond it, and "not shown" otherwise.
     """
     if not limit >= 1:
         raise BadInput(f"limit {limit:g} of non-inferiority must be 1 or more, e.g. 1.05")
@@ -233,7 +235,7 @@ def noninferior(
 
 
 def _differences(arm: ArrayLike, base: ArrayLike, log: bool) -> tuple[Numbers, float]:
-    """Return arm − base, of logs on log scale, and the rounding error of a difference."""
+    """Return arm − base, of the logs if `log`, and the rounding error of a difference."""
     arm_values, base_values = _finite(arm, "arm"), _finite(base, "base")
     if len(arm_values) != len(base_values):
         raise BadInput(
@@ -264,26 +266,26 @@ def _exp(x: float) -> float:
 
 @cache
 def seen_by_t(n: int, alpha: float) -> float:
-    """Return the effect that the t test finds with 80 % power, in standard deviations."""
+    """Return the effect that the t test detects with 80 % power, in standard deviations."""
     critical = special.stdtrit(n - 1, 1 - alpha / 2)
 
-    def lacking(effect: float) -> float:
+    def excess_power(effect: float) -> float:
         shift = effect * np.sqrt(n)
-        wrong_way = np.nan_to_num(special.nctdtr(n - 1, shift, -critical))  # NaN for almost 0
+        wrong_way = np.nan_to_num(special.nctdtr(n - 1, shift, -critical))  # scipy gives NaN near 0
         return 1 - special.nctdtr(n - 1, shift, critical) + wrong_way - POWER
 
     high = 1.0
-    while lacking(high) < 0:
+    while excess_power(high) < 0:
         high *= 2
-    return float(brentq(lacking, 0.0, high, xtol=1e-10))
+    return float(brentq(excess_power, 0.0, high, xtol=1e-10))
 
 
 @cache
 def seen_by_rule(n: int, level: float, arms: int = 1) -> float:
-    """Return the effect that both tests find with 80 % power, in standard deviations.
+    """Return the effect that both tests detect with 80 % power, in standard deviations.
 
-    The t test is taken at Holm's strictest step. Up to 10 pairs the power is simulated with normal
-    differences, the same at every call; with more, the t test alone decides.
+    The t test uses the level of Holm's strictest step. Up to 10 pairs, the power is simulated with
+    normal differences from a fixed seed. With more pairs, the power of the t test alone is used.
     """
     least = seen_by_t(n, level / arms)
     if n > _MOST_SIMULATED or not flips_can_decide(n, level):
@@ -294,18 +296,18 @@ def seen_by_rule(n: int, level: float, arms: int = 1) -> float:
     mean, std = noise.mean(-1), noise.std(-1, ddof=1)
     critical = special.stdtrit(n - 1, 1 - level / arms / 2)
 
-    def lacking(effect: float) -> float:
+    def excess_power(effect: float) -> float:
         by_t = np.abs(mean + effect) * np.sqrt(n) > critical * std
         observed = n * np.abs(mean + effect)[by_t, None] - 1e-9
         p = (np.abs(flipped_sums[by_t] + effect * shifts) >= observed).mean(-1)
         return np.count_nonzero(p <= level) / _POWER_DRAWS - POWER
 
     low, high = least, 2 * least
-    if lacking(low) >= 0:
+    if excess_power(low) >= 0:
         return least
-    while lacking(high) < 0:
+    while excess_power(high) < 0:
         high *= 2
     for _ in range(12):
         middle = (low + high) / 2
-        low, high = (middle, high) if lacking(middle) < 0 else (low, middle)
+        low, high = (middle, high) if excess_power(middle) < 0 else (low, middle)
     return high

@@ -1,7 +1,8 @@
-"""Time whole training steps of several arms in turn, in one process, against an A/A control.
+"""Interleaved timing of whole training steps of several arms, with an A/A control.
 
-The control is a second copy of the baseline that differs only in where its memory lies. A timing
-that finds a difference between the two proves nothing about the arms.
+All arms run in one process. The control is a second copy of the baseline, which differs only in
+its memory addresses. If the timing finds a difference between the baseline and the control, it
+proves nothing about the arms.
 """
 
 import gc
@@ -62,26 +63,28 @@ from frostlab.training.treatment import count_parameters
 
 CONTROL = "baseline again"
 _SHORTEST_BLOCK = 0.2  # seconds
-_SHORTEST_BLOCK_AHEAD = 0.05  # of a device with its own clock
-_TRIAL_BATCHES = 4  # enough to measure how long a step takes
-_WARM_UP_SECONDS = 10.0  # after which the list of batches is cut where steps are slow
-_WARM_UP_BLOCKS = 2  # at least, and each different one
-_RECOMPILE_LIMIT = 64  # torch gives up on code compiled more often, and arms share their layers'
+_SHORTEST_BLOCK_AHEAD = 0.05  # seconds, on a device that works asynchronously
+_TRIAL_BATCHES = 4  # enough to estimate the time of a step
+_WARM_UP_SECONDS = 10.0  # after this time, eager steps skip the remaining batches
+_WARM_UP_BLOCKS = 2  # fewest; there are more if there are more distinct blocks
+# torch.compile gives up on a function after this many compilations, and arms share layer classes.
+_RECOMPILE_LIMIT = 64
 
 
 @dataclass(frozen=True)
 class BuiltArm:
-    """An arm's model on the CPU, treated; timed arms work with copies of it."""
+    """An arm's treated model on the CPU; timed arms use copies of it."""
 
     recipe: Recipe
     built: BuiltModel
-    savings: StepSavings | None  # by its treatment; None for a model without an anatomy
+    savings: StepSavings | None  # by the treatment; None for an unknown architecture
 
 
 class TimedArm:
-    """One arm on its device: model, optimizer, step and batches, warmed up before the others.
+    """One arm on its device: its model, optimizer, step and batches.
 
-    `order` lists the batches where an arm is built again; by default the arm chooses them.
+    `order` lists the batches of an earlier build; by default, the arm chooses its batches. The
+    constructor warms up the step, unless it is eager and `order` is given.
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class TimedArm:
         self.prepare_seconds, self.peak_bytes = meter.read()
 
     def take(self, batches: Sequence[int]) -> Outcome:
-        """Take a step on each of these batches, as the loop of a run does, with a rate of 0."""
+        """Take a step on each of these batches like a training run, with a learning rate of 0."""
         for index in batches:
             micro_batches = self.feed(self.order[index])
             seed_step(self.recipe.seed, index, 0, self.device)
@@ -117,9 +120,9 @@ class TimedArm:
         return outcome
 
     def _warm_up_every_shape(self, shorten: bool) -> None:
-        """Take a step on every batch; where steps are captured, until each shape is replayed.
+        """Take a step on every batch, and repeat each new shape until a captured step is replayed.
 
-        `shorten` may cut the list of batches where steps are slow.
+        With `shorten`, drop the remaining batches if eager steps are slow.
         """
         shapes, began = set(), perf_counter()
         repeats = 1 if self.step.kind == "eager" else 3
@@ -138,16 +141,16 @@ class TimedArm:
                 raise Diverged(index, "the loss", loss)
 
     def trial_batches(self) -> list[int]:
-        """Return a few batches, enough to measure how long a step takes."""
+        """Return the indices of a few batches, enough to estimate the time of a step."""
         return [number % len(self.order) for number in range(_TRIAL_BATCHES)]
 
     @property
     def optimizer_bytes(self) -> int:
-        """Return the size of the optimizer's state."""
+        """The size of the optimizer's state."""
         return sum(t.nbytes for t in optimizer_tensors(self.model, self.step.optimizer).values())
 
     def model_bytes(self, trainable: bool) -> int:
-        """Return the size of all parameters, or of the trainable ones; a tied one counts once."""
+        """Return the size of all or only the trainable parameters; tied parameters count once."""
         return sum(p.nbytes for p in self.model.parameters() if p.requires_grad or not trainable)
 
 
@@ -178,7 +181,7 @@ def check_arms(recipes: Mapping[str, Recipe], baseline: str) -> None:
 def build_arms(
     recipes: Mapping[str, Recipe], prepared: Material, baseline: str
 ) -> dict[str, BuiltArm]:
-    """Build the models of the baseline and of every other arm, once; the control shares one."""
+    """Build the model of every arm once; the control shares the model of the baseline."""
     arms: dict[str, BuiltArm] = {}
     for name in (baseline, *(name for name in recipes if name != baseline)):
         recipe = recipes[name]
@@ -191,7 +194,7 @@ def build_arms(
 
 
 def _savings_of(built: BuiltModel, recipe: Recipe, prepared: Material) -> StepSavings | None:
-    """Return what a treatment can save at the recipe's batch size; None without an anatomy."""
+    """Return a treatment's savings at the recipe's batch size; None for an unknown architecture."""
     length = float(prepared.splits["train"].lengths.mean())
     try:
         return step_savings(built.model, round(length), recipe.train.batch * length)
@@ -206,9 +209,9 @@ def place_arms(
     say: Callable[[str], None] = lambda line: None,
     order: Order | None = None,
 ) -> dict[str, TimedArm]:
-    """Move every arm to the device, one after another, and warm up each before the next.
+    """Move the arms to the device one by one, and warm up each before moving the next.
 
-    `order` lists the batches where arms are built again; by default the first arm chooses them.
+    `order` lists the batches of an earlier build; by default, the first arm chooses the batches.
     """
     timed: dict[str, TimedArm] = {}
     for name, arm in arms.items():
@@ -220,7 +223,7 @@ def place_arms(
 
 
 def choose_block(timed: Mapping[str, TimedArm], clock: BlockClock) -> int:
-    """Return the steps per block that make the fastest arm's block long enough for the clock."""
+    """Return the steps per block with which the fastest arm's block is long enough to time."""
     shortest = _SHORTEST_BLOCK_AHEAD if runs_ahead(clock.device) else _SHORTEST_BLOCK
     fastest = min(clock.time(partial(arm.take, arm.trial_batches())).host for arm in timed.values())
     steps = shortest * _TRIAL_BATCHES / fastest
@@ -231,13 +234,13 @@ def choose_block(timed: Mapping[str, TimedArm], clock: BlockClock) -> int:
 
 @dataclass(frozen=True)
 class ArmTiming:
-    """How long one arm's steps take, and how much memory they need."""
+    """The time and the memory that one arm's steps need."""
 
     ratio: Ratio | None  # to the baseline; None for the baseline itself
     ms_median: float  # per step, on the device's clock
     ms_mean: float
     host_ms_median: float
-    blocks: tuple[float, ...]  # seconds of each, round by round
+    blocks: tuple[float, ...]  # seconds of each block, by round
     step: str  # kind of step
     step_reason: str
     prepare_seconds: float
@@ -246,7 +249,7 @@ class ArmTiming:
     trainable: int  # parameters
     checkpoint_bytes: int  # of the trainable parameters
     model_bytes: int  # of all parameters
-    savings: StepSavings | None  # by the treatment, at most
+    savings: StepSavings | None  # upper bounds on what the treatment saves
 
 
 @dataclass(frozen=True)
@@ -254,23 +257,23 @@ class Timing:
     """The timing of all arms, and whether it is proven."""
 
     baseline: str
-    arms: dict[str, ArmTiming]  # with the baseline and the control
+    arms: dict[str, ArmTiming]  # including the baseline and the control
     proven: bool
-    reasons: tuple[str, ...]  # why it is not proven
+    reasons: tuple[str, ...]  # why the timing is not proven
     steps_per_block: int
-    batches: int  # different ones that were timed
+    batches: int  # distinct batches that were timed
     builds: int  # how often every arm was built
     rounds: int
-    seconds: float  # of the rounds and of building again
+    seconds: float  # for the rounds and for rebuilding
     stopped_by: str  # width or time
-    width: float  # asked of every interval
+    width: float  # target width of every interval
     device: str
     drift: Drift
     watched: Watched
 
     @property
     def control(self) -> Ratio:
-        """Return the control's time over the baseline's: 1, but for noise."""
+        """The control's time over the baseline's, which is 1 apart from noise."""
         ratio = self.arms[CONTROL].ratio
         assert ratio is not None
         return ratio
@@ -295,17 +298,18 @@ def time_arms(
     """Time whole steps of every arm against the baseline, until the intervals are narrow.
 
     Args:
-        seconds: for the rounds and for building again, after the arms are first built.
-        width: of every 95 % interval, the control's included, relative: 0.01 is ±0.5 %.
-        block: steps per block; by default enough for the clock.
-        seed: of the order in which arms are timed and built.
+        seconds: time limit for the rounds and for rebuilding, after the first build.
+        width: target width of every 95 % interval, including the control's, relative to the
+            ratio: 0.01 means ±0.5 %.
+        block: steps per block; by default, enough to be timed accurately.
+        seed: random seed for the order in which arms are timed and rebuilt.
     """
     check_arms(recipes, baseline)
     if block is not None and block < 1:
         raise BadInput(f"time_arms: block is {block} steps, and must be at least 1")
     device = choose_device(str(device))
     clock = BlockClock(device)
-    threads = recipes[baseline].train.threads  # as in a run
+    threads = recipes[baseline].train.threads  # the same as in a run
     with with_threads(threads), _raised_recompile_limit(recipes.values(), prepared, device):
         arms = build_arms(recipes, prepared, baseline)
         timed = place_arms(arms, prepared, device, say)
@@ -400,7 +404,7 @@ def _arm_timing(
     steps: int,
     ratio: Ratio | None,
 ) -> ArmTiming:
-    """Summarize an arm's blocks of some steps; `preparation` are its seconds and peak bytes."""
+    """Summarize an arm's blocks; `preparation` holds its build seconds and its peak bytes."""
     seconds = [block.device for block in blocks]
     return ArmTiming(
         ratio=ratio,
@@ -424,21 +428,21 @@ def _arm_timing(
 def _raised_recompile_limit(
     recipes: Iterable[Recipe], prepared: Material, device: torch.device
 ) -> Iterator[None]:
-    """Let torch compile as often as every arm may on its own."""
+    """Raise torch's recompile limit in this context if any arm compiles its step."""
     examples = len(prepared.splits["train"])
     compute = Compute(device, default_precision(device))
     steps = ((recipe.train.step, total_steps(recipe.train, examples)) for recipe in recipes)
     if not any(choose_kind(kind, compute, count).compiles for kind, count in steps):
         yield
         return
-    import torch._dynamo  # its import takes seconds
+    import torch._dynamo  # imported here because it takes seconds
 
     with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
         yield
 
 
 def time_steps(plan: Plan, data_dir: Path | None, say: Callable[[str], None]) -> dict[str, Any]:
-    """Time every arm of a comparison against the baseline, as plain values for its evidence."""
+    """Time every arm of a comparison against the baseline, and return plain values for JSON."""
     assert plan.clock is not None
     seed = plan.seeds[0]
     recipes = {arm.name: plan.recipe_of(arm, seed) for arm in plan.arms}
@@ -454,7 +458,7 @@ def time_steps(plan: Plan, data_dir: Path | None, say: Callable[[str], None]) ->
 
 
 def _arm_evidence(name: str, timing: Timing) -> dict[str, Any]:
-    """Return one arm's timing for the evidence; the control saves nothing."""
+    """Return one arm's timing for the evidence; the control has no savings."""
     arm = timing.arms[name]
     ratio, saved = arm.ratio, None if name == CONTROL else arm.savings
     word, sentence = (None, None) if ratio is None else judge_time(ratio, saved, timing)
@@ -482,7 +486,7 @@ def _arm_evidence(name: str, timing: Timing) -> dict[str, Any]:
 
 
 def judge_time(ratio: Ratio, saved: StepSavings | None, timing: Timing) -> tuple[str, str]:
-    """Return a verdict on an arm's time and a sentence with its numbers."""
+    """Return the verdict on an arm's time, and a sentence with its numbers."""
     numbers = f"{ratio.estimate:.4f} [{ratio.low:.4f}, {ratio.high:.4f}] of the baseline's time"
     if saved is not None:
         numbers += f"; FLOPs allow {1 / saved.speed_up:.4f}"

@@ -1,4 +1,4 @@
-"""Tune nuisance settings, such as the learning rate, for every arm on an equal budget."""
+"""Tuning of nuisance settings, such as the learning rate, with an equal budget for every arm."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from frostlab.records.folder import RunRecord, finished_status
 
 
 def tune_all(plan: Plan, folder: Path, runner: Runner) -> list[TunedSetting]:
-    """Tune the plan's settings in order, each at the best values of the earlier ones."""
+    """Tune the plan's settings in order, each with the best values of the earlier settings."""
     settings: list[TunedSetting] = []
     for tune in plan.tune:
         settings.append(_Search(plan, tune, tuned_values(plan, settings), folder, runner).result())
@@ -29,16 +29,16 @@ def tuned_values(plan: Plan, settings: Sequence[TunedSetting]) -> Tuned:
 
 @dataclass(frozen=True)
 class _Search:
-    """A grid search of one setting on the tune split, with seeds that are used nowhere else."""
+    """A grid search over one setting on the tune split, with seeds reserved for tuning."""
 
     plan: Plan
     tune: Tune
-    before: Tuned  # settings that were tuned before
+    before: Tuned  # best values of the settings tuned earlier
     folder: Path
     runner: Runner
 
     def result(self) -> TunedSetting:
-        """Search the grid; if any arm's best is on an edge, extend it there for all arms, once."""
+        """Search the grid; if an arm's best value is at an end, extend it once for all arms."""
         values, extended = list(self.tune.values), False
         while True:
             curves = self._curves(values)
@@ -59,7 +59,7 @@ class _Search:
             values, extended = [*below, *values, *above], True
 
     def _if_valid(self, value: float) -> list[float]:
-        """Return the value in a list, which is empty if a recipe cannot have it."""
+        """Return a list of the rounded value, or an empty list if the recipe does not allow it."""
         rounded = float(f"{value:.3g}")
         try:
             self.plan.recipe_of(self.plan.baseline, TUNING_SEED, {self.tune.key: rounded})
@@ -68,7 +68,7 @@ class _Search:
         return [rounded]
 
     def _curves(self, values: Sequence[float]) -> dict[str, tuple[TuningPoint, ...]]:
-        """Return the scores of every value by arm, averaged over the tuning seeds."""
+        """Run every value with every tuning seed, and return the tuning curve of each arm."""
         tasks = dict(self._tasks(values))
         self.runner.run_all(list(tasks.values()))
         return {
@@ -84,7 +84,7 @@ class _Search:
         }  # fmt: skip
 
     def _tasks(self, values: Sequence[float]) -> Iterator[tuple[tuple[str, float, int], Task]]:
-        """Return the runs by arm, value and number of the tuning seed."""
+        """Yield each run with its key: arm, value and number of the tuning seed."""
         key = self.tune.key
         infix = f"-{key}" if len(self.plan.tune) > 1 else ""
         for number in range(self.tune.seeds):
@@ -118,7 +118,7 @@ def _score(path: Path) -> float | None:
 
 
 def _best(curve: Sequence[TuningPoint], metric: str) -> float:
-    """Return the value with the best mean; a value whose run failed loses, unless all failed."""
+    """Return the value with the best mean; skip values with a failed run unless all failed."""
     sign = 1.0 if metric in LOWER_IS_BETTER else -1.0
     finished = [point for point in curve if point.mean is not None]
     return min(finished or curve, key=lambda point: sign * (point.mean or 0.0)).value

@@ -1,4 +1,4 @@
-"""Judge arms: one word and one sentence for each, from values by seed and the plan's rules."""
+"""Verdicts: one word and one sentence per arm, from values by seed and the plan's rules."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from frostlab.storage import finite
 Word = Literal[
     "better", "worse", "no difference found", "too few seeds", "confounded", "unproven"
 ]  # fmt: skip
-# Every word in the order of the documents, with its meaning for them and for pages.
+# The meaning of every word, for the documentation and for pages, in the documentation's order.
 MEANINGS: dict[Word, str] = {
     "better": "the t test finds a difference for the arm; the sign-flip test does not disagree",
     "worse": "the t test finds a difference against the arm; the sign-flip test does not disagree",
@@ -37,10 +37,10 @@ _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on one arm and one metric, and the numbers it rests on.
+    """The verdict on one arm for one metric, and the numbers behind it.
 
-    `could_have_seen` is the effect that the whole rule finds in 80 of 100 comparisons of this size
-    and spread, in the metric's unit or, on log scale, as a ratio − 1.
+    `could_have_seen` is the effect that the whole rule detects with 80 % power at this size and
+    spread, in the metric's unit or, on the log scale, as a ratio − 1.
     """
 
     arm: str
@@ -69,11 +69,11 @@ def judge(
     failed: Mapping[str, Sequence[int]] = _EMPTY,
     unproven: Mapping[str, str] = _EMPTY,
 ) -> dict[str, Verdict]:
-    """Judge every arm against the baseline on the rules' metric, over the seeds both have.
+    """Judge every arm against the baseline on the rules' metric, over the seeds that both have.
 
-    Holm's family is every arm, including an arm with too few values: it was fixed before the first
-    run. `failed` has the seeds without a value by arm, `unproven` the reason why an arm's values
-    prove nothing.
+    Holm's correction counts every arm, even an arm with too few values, because the arms were
+    fixed before the first run. `failed` lists the seeds without a value by arm. `unproven` gives
+    the reason why an arm's values prove nothing.
     """
     _check_names(arms, baseline, confounds, failed, unproven)
     family = {arm: (arm, baseline) for arm in arms if arm != baseline}
@@ -92,12 +92,12 @@ def judge_family(
     failed: Mapping[str, Sequence[int]] = _EMPTY,
     unproven: Mapping[str, str] = _EMPTY,
 ) -> dict[str, Verdict]:
-    """Judge named pairs of arms, with Holm over all of them.
+    """Judge named pairs of arms, with Holm's correction over all pairs.
 
-    `members` is the word for the pairs in a sentence. The keys of `confounds` and `unproven` are
-    names of pairs.
+    `members` is the word for the pairs in sentences. The keys of `family`, `confounds` and
+    `unproven` are the names of the pairs.
     """
-    usable, losses = _usable_values(arms, failed, rules)
+    usable, lost_seed_notes = _usable_values(arms, failed, rules)
     pairs = {name: _pair(usable[a], usable[b], rules) for name, (a, b) in family.items()}
     adjusted = holm({name: math.nan if pair is None else pair.p for name, pair in pairs.items()})
     verdicts = {}
@@ -105,7 +105,7 @@ def judge_family(
         arm, baseline = family[name]
         case = _Case(arm, baseline, rules, pair, adjusted[name], len(pairs), members)
         limit = _noninferior(usable[arm], usable[baseline], rules)
-        notes = [*losses.get(baseline, ()), *losses.get(arm, ())]
+        notes = [*lost_seed_notes.get(baseline, ()), *lost_seed_notes.get(arm, ())]
         notes += _notes_on_unpaired_seeds(arm, baseline, arms, failed)
         history = rules.history()
         notes += [history] if history else []
@@ -135,13 +135,13 @@ def judge_family(
 
 @dataclass(frozen=True)
 class _Case:
-    """The numbers of one pair of arms, from which its word and sentence follow."""
+    """The numbers of one pair of arms, which decide its word and sentence."""
 
     arm: str
     baseline: str
     rules: Rules
     pair: Paired | None
-    p: float  # after Holm
+    p: float  # after Holm's correction
     family_size: int
     members: str
 
@@ -187,9 +187,9 @@ class _Case:
         return "no difference found", sentence, self._note_on_missed_effect(seen)
 
     def _by_flips(self) -> bool | None:
-        """Return whether the sign-flip test finds a difference; None where it cannot.
+        """Return whether the sign-flip test finds a difference; None if there are too few pairs.
 
-        Its p is not adjusted: after Holm, 6 seeds could never find one.
+        Its p is not adjusted, because after Holm's correction 6 seeds could never be significant.
         """
         if self.pair is None or self.pair.p_flip is None:
             return None
@@ -198,7 +198,7 @@ class _Case:
 
     def _disagreement(self, by_t: bool, by_flips: bool | None) -> str:
         assert self.pair is not None
-        alone = self.pair.p <= self.rules.level  # Holm made the difference, not the flips
+        alone = self.pair.p <= self.rules.level  # the t test finds it before Holm's correction
         if by_flips is None or by_flips == by_t or (by_flips and alone):
             return ""
         yes, no = ("t", "sign-flip") if by_t else ("sign-flip", "t")
@@ -242,7 +242,7 @@ def _check_names(
     failed: Mapping[str, Sequence[int]],
     unproven: Mapping[str, str],
 ) -> None:
-    """Refuse unknown arms, a single arm, and a failed seed that has a value."""
+    """Refuse unknown arms, a baseline without other arms, and a failed seed that has a value."""
     if baseline not in arms:
         raise BadInput(f"baseline `{baseline}` is not among the arms{nearest(baseline, arms)}")
     if len(arms) < 2:
@@ -261,8 +261,8 @@ def _check_names(
 def _usable_values(
     arms: Mapping[str, Values], failed: Mapping[str, Sequence[int]], rules: Rules
 ) -> tuple[dict[str, dict[int, float]], dict[str, list[str]]]:
-    """Return the finite values by arm and seed, and by arm a note on the seeds without one."""
-    usable, losses = {}, {}
+    """Return the finite values by arm and seed, and a note by arm on the seeds without one."""
+    usable, lost_seed_notes = {}, {}
     for arm, values in arms.items():
         usable[arm] = {seed: value for seed, value in values.items() if math.isfinite(value)}
         for seed, value in usable[arm].items():
@@ -275,14 +275,14 @@ def _usable_values(
         lost += [f"{seed} ({values[seed]})" for seed in sorted(set(values) - set(usable[arm]))]
         if lost:
             effect = "fewer pairs, and the verdict holds for runs that finished"
-            losses[arm] = [f"failed seeds of {arm}: {', '.join(lost)}: {effect}"]
-    return usable, losses
+            lost_seed_notes[arm] = [f"failed seeds of {arm}: {', '.join(lost)}: {effect}"]
+    return usable, lost_seed_notes
 
 
 def _notes_on_unpaired_seeds(
     arm: str, baseline: str, arms: Mapping[str, Values], failed: Mapping[str, Sequence[int]]
 ) -> list[str]:
-    """Return a note on the seeds that only one of two arms was run with."""
+    """Return notes on the seeds that only one of the two arms was run with."""
     arm_seeds = {*arms[arm], *failed.get(arm, ())}
     base_seeds = {*arms[baseline], *failed.get(baseline, ())}
     notes = []
@@ -319,7 +319,7 @@ def _noninferior(arm: Values, base: Values, rules: Rules) -> NonInferiority | No
 
 
 def _effect_text(pair: Paired | None) -> str:
-    """Return the effect and its interval: "+0.012 (95 %: +0.004 to +0.02)", or "0.93 × (…)"."""
+    """Format the effect and its interval: "+0.012 (95 %: +0.004 to +0.02)" or "0.93 × (…)"."""
     if pair is None:
         return "no pair of values"
     number, effect = ("{:.4g}", "{:.4g} ×") if pair.log else ("{:+.4g}", "{:+.4g}")
@@ -331,7 +331,7 @@ def _effect_text(pair: Paired | None) -> str:
 
 
 def _p_text(p: float, family_size: int, members: str) -> str:
-    """Return the p value, and the size of the family that it was adjusted for."""
+    """Format the p value, with the size of the family that it was adjusted for."""
     if math.isnan(p):
         return "no p"
     text = "p < 0.0001" if p < 0.0001 else f"p = {p:.3g}"
@@ -343,5 +343,5 @@ def _seeds_text(n: int) -> str:
 
 
 def _size_text(effect: float, log: bool) -> str:
-    """Return an effect without its sign: "0.012", or "3.4 %" of a ratio."""
+    """Format the size of an effect: "0.012", or "3.4 %" for a ratio."""
     return f"{100 * effect:.3g} %" if log else f"{effect:.3g}"

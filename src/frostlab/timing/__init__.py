@@ -1,1 +1,1 @@
-"""Timing: clocks, interleaved measurements, and the work that bounds a step."""
+"""Timing: clocks, interleaved measurements, and lower bounds on the time of a step."""

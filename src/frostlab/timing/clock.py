@@ -1,14 +1,14 @@
 """Clocks for steps, phases and blocks of steps, and a meter for device memory.
 
-`Stopwatch` times a run without stalling it. Each step lies between two marks: CUDA events, read
-long after the step is over, or readings of the host's clock on other devices. Phases (data,
-validation, checkpoints) are timed on the host. A phase that does not wait for a GPU runs while the
-GPU still works on earlier steps: its seconds count as overlapped and are not subtracted from the
-training time. Building a step is timed apart from the total, because the first step of a process
-is far more expensive to build.
+`Stopwatch` times a run without stalling it. Each step lies between two marks. On CUDA, the marks
+are events that are read long after the step is over; on other devices, they are readings of the
+host's clock. Phases (data, validation, checkpoints) are timed on the host. A phase that does not
+wait for a GPU runs while the GPU still works on earlier steps, so its seconds count as overlapped
+and are not subtracted from the training time. The time for building a step is kept out of the
+total, because the first step that a process builds takes far longer than later ones.
 
-`BlockClock` times a block of steps from an idle device to an idle device. `Meter` reads the seconds
-and the peak memory of whatever happens after it was made.
+`BlockClock` times a block of steps; the device is idle before and after the block. `Meter` measures
+the seconds and the peak memory since its construction.
 """
 
 import gc
@@ -31,15 +31,15 @@ from frostlab.devices import (
     synchronize,
 )
 
-Lap = tuple[Any, Any]  # the marks at the beginning and at the end of a step
+Lap = tuple[Any, Any]  # marks at the beginning and the end of a step
 OVERLAPPED = "overlapped"  # phase: host work while the device works, part of the training time
 SETUP = "setup"  # phase: building steps, not part of the total
 
 
 class Stopwatch:
-    """Time steps on the device and phases on the host.
+    """A stopwatch for steps on the device and phases on the host.
 
-    `seconds` are those of the earlier parts of a resumed run, by phase.
+    `seconds` holds the seconds by phase of the earlier parts of a resumed run.
     """
 
     def __init__(self, device: torch.device, seconds: dict[str, float] | None = None) -> None:
@@ -71,7 +71,7 @@ class Stopwatch:
         self.start()
 
     def mark(self) -> Any:
-        """Return the present moment on the device's own clock."""
+        """Return a mark of the current time on the device's own clock."""
         if not self._events:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -79,7 +79,7 @@ class Stopwatch:
         return event
 
     def milliseconds(self, laps: Sequence[Lap]) -> list[float]:
-        """Return how long each step took; on a GPU, wait for the last one."""
+        """Return the milliseconds of each step; on a GPU, wait for the last step."""
         if self._events and laps:
             laps[-1][1].synchronize()
             return [began.elapsed_time(ended) for began, ended in laps]
@@ -87,7 +87,7 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str, device: bool = False) -> Iterator[None]:
-        """Time a phase on the host; `device` waits for the device before and after it."""
+        """Time a phase on the host; with `device`, wait for the device before and after it."""
         if device:
             self.wait_for_device()
         elif runs_ahead(self._device):
@@ -103,7 +103,7 @@ class Stopwatch:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Return seconds by phase and in total, including the earlier parts of a resumed run."""
+        """The seconds by phase and in total, including the earlier parts of a resumed run."""
         running = 0.0 if self._started is None else time.perf_counter() - self._started
         names = {"total", *self._before, *self._phases}
         current = {**self._phases, "total": self._total + running}
@@ -112,7 +112,7 @@ class Stopwatch:
         }
 
     def training_seconds(self) -> float:
-        """Return the seconds so far in which only training happened."""
+        """Return the seconds of training so far."""
         return training_seconds(self.seconds)
 
     def wait_for_device(self) -> None:
@@ -128,7 +128,7 @@ def training_seconds(seconds: dict[str, float]) -> float:
 
 
 class Meter:
-    """Measure seconds and peak memory from its construction on, above the memory used before."""
+    """A meter of the seconds since its construction, and of the peak memory added since then."""
 
     def __init__(self, device: torch.device) -> None:
         synchronize(device)
@@ -148,21 +148,21 @@ class Meter:
         return time.perf_counter() - self.began, self.peak_bytes()
 
     def peak_bytes(self) -> int | None:
-        """Return the peak of allocated memory on CUDA, None elsewhere."""
+        """Return the peak of newly allocated memory on CUDA, and None on other devices."""
         peak = peak_bytes(self.device)
         return None if peak is None else peak - self.before
 
 
 @dataclass(frozen=True)
 class BlockSeconds:
-    """Seconds of a block, on the device's own clock and on the host's."""
+    """The seconds of a block on the device's clock and on the host's clock."""
 
     device: float
     host: float
 
 
 class BlockClock:
-    """Time a block of work from an idle device to an idle device."""
+    """A clock for a block of work; the device is idle before and after the block."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

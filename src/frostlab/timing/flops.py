@@ -1,13 +1,13 @@
-"""Arithmetic of a training step: FLOPs needed, FLOPs saved by freezing, FLOPs of a device.
+"""The FLOPs of a training step, the FLOPs that freezing saves, and the limits of a device.
 
-A trained matrix costs three matmuls per step: forward, input gradient, weight gradient. Freezing
-it removes the third. The second disappears too where nothing below it learns. Attention's own two
-products (scores and mixing) cost more per token the longer the sequence is, and their backward
-pass is needed as long as anything below or in the attention learns. Causal attention, in a kernel
-that skips the masked half, needs half of them.
+A trained matrix costs three matmuls per step: forward, input gradient and weight gradient. Freezing
+removes the weight gradient. The input gradient is not needed either if nothing below the matrix is
+trained. The two products inside attention (scores and mixing) cost more per token in longer
+sequences, and they need a backward pass if anything below or inside the attention is trained. A
+kernel for causal attention that skips the masked half needs half of these FLOPs.
 
-These are bounds, because only matmuls and the optimizer's memory traffic are counted: a step that
-is bound by matmuls gains at most `speed_up`, and no step takes less than `ceiling_ms`.
+The results are bounds, because only matmuls and the optimizer's memory traffic are counted. A step
+that is bound by matmuls gains at most `speed_up`, and no step takes less than `ceiling_ms`.
 """
 
 import time
@@ -27,8 +27,8 @@ from frostlab.timing.interleave import Ratio
 
 ADAM_BYTES = 28  # moved per trainable parameter: weight and moments read and written, gradient read
 _STATE_BYTES = 12  # kept per trainable parameter: gradient and two moments in float32
-_MOST_FLOPS_PER_BYTE = 300.0  # of memory traffic: an H100 in bf16, more than other devices
-_LAUNCH_BOUND_TOKENS = 2048  # with fewer per step, launching kernels may outlast computing
+_MOST_FLOPS_PER_BYTE = 300.0  # ratio of an H100 in bf16, higher than other devices'
+_LAUNCH_BOUND_TOKENS = 2048  # with fewer per step, kernel launches may dominate the time
 _SPEC_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # the vendor's dense bf16 figures
 CEILING_FORMULA = (
     "max(matmul FLOPs of forward and backward / measured matmul rate, "
@@ -48,7 +48,7 @@ class StepWork:
 
 
 def step_work(model: nn.Module, length: int, tokens: float) -> StepWork:
-    """Return the work of a step over `tokens` in sequences of `length`, without frozen work."""
+    """Return the work of a step over `tokens` tokens in sequences of `length`, as frozen now."""
     flops = savings(anatomy(model), length, causal=is_causal(model)).flops
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return StepWork(flops * tokens, trainable)
@@ -57,7 +57,7 @@ def step_work(model: nn.Module, length: int, tokens: float) -> StepWork:
 def forward_flops(
     anatomy: Anatomy, length: int, *, causal: bool = False
 ) -> tuple[list[float], float]:
-    """Return the FLOPs per token of a forward pass: of each layer, and outside the layers."""
+    """Return the FLOPs per token of a forward pass: in each layer, and outside the layers."""
     frozen = anatomy.with_frozen("all")
     layers = [_layer_flops(layer, False, False, length, causal) for layer in frozen.layers]
     return layers, _step_flops(frozen, length, causal) - sum(layers)
@@ -73,11 +73,11 @@ def _step_flops(anatomy: Anatomy, length: int, causal: bool) -> float:
         total += _layer_flops(layer, learns_below[layer.stack], encoder_learns, length, causal)
         learns_below[layer.stack] |= any(map(_learns, layer.parts))
     sizes = (part.shape[0] for part in anatomy.parts if part.role == "embedding" and part.shape)
-    vocabulary = max(sizes, default=0)  # token types have an embedding, too
+    vocabulary = max(sizes, default=0)  # the largest, because token types also have an embedding
     for part in anatomy.parts:
         if not part.layers and part.matmul and part.kind == "weight":
             flops = 2 * part.parameters * (1 + any(learns_below.values()) + _learns(part))
-            # a head as wide as the vocabulary reads every token, any other head one per sequence
+            # a head as wide as the vocabulary reads every token; other heads read one per sequence
             every_token = part.role != "head" or part.shape[part.axis] == vocabulary
             total += flops if every_token else flops / length
     return total
@@ -87,7 +87,7 @@ def _layer_flops(
     layer: Layer, learns_below: bool, encoder_learns: bool, length: int, causal: bool
 ) -> float:
     total = 0.0
-    query_widths: dict[bool, int] = {}  # by whether it is cross-attention
+    query_widths: dict[bool, int] = {}  # by whether the attention is cross-attention
     needs_backward: dict[bool, bool] = {}  # likewise
     learns_inside = any(_learns(part) for part in layer.parts)
     for part in layer.parts:
@@ -110,10 +110,10 @@ def _layer_flops(
 
 
 def _input_learns(anatomy: Anatomy, stack: str) -> bool:
-    """Whether anything below a stack's first layer learns.
+    """Return whether anything below a stack's first layer is trained.
 
-    Norms outside the layers are left out: they may come before or after the layers, and leaving
-    them out keeps the result a bound.
+    Norms outside the layers are ignored, because they may come before or after the layers, and
+    ignoring them keeps the result a bound.
     """
     return any(
         _learns(part) and part.role not in ("head", "norm")
@@ -126,14 +126,15 @@ def _learns(part: Part) -> bool:
     return part.state == "trainable"
 
 
-# Savings by freezing
+# The savings of freezing
 
 
 @dataclass(frozen=True)
 class Savings:
-    """FLOPs per token, and bytes of gradients and Adam's moments.
+    """FLOPs per token and bytes of gradients and Adam's moments, with and without freezing.
 
-    `_all`: if every part were trained; without: with the frozen parts of the model.
+    Fields that end in `_all` assume that every part is trained. The other fields count the model
+    as it is frozen.
     """
 
     length: int  # of the sequences
@@ -144,12 +145,12 @@ class Savings:
 
     @property
     def flop_share(self) -> float:
-        """Return the share of all matmul FLOPs that freezing removes."""
+        """The share of all matmul FLOPs that freezing removes."""
         return 1 - self.flops / self.flops_all if self.flops_all else 0.0
 
     @property
     def speed_up(self) -> float:
-        """Return the largest possible speed-up of a step bound by matmuls."""
+        """The largest possible speed-up of a step that is bound by matmuls."""
         return self.flops_all / self.flops if self.flops else 1.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -164,9 +165,9 @@ class Savings:
 
 
 def savings(anatomy: Anatomy, length: int, *, causal: bool = False) -> Savings:
-    """Compute what the frozen parts of an anatomy can save on sequences of a length.
+    """Compute how much the frozen parts of an anatomy can save on sequences of a given length.
 
-    `causal`: attention only looks back, in a kernel that skips the other half of its products.
+    `causal` assumes causal attention, in a kernel that skips the masked half.
     """
     trainable, possible = anatomy.count("trainable"), anatomy.count("trainable", "frozen")
     return Savings(
@@ -179,7 +180,7 @@ def savings(anatomy: Anatomy, length: int, *, causal: bool = False) -> Savings:
 
 
 def describe_savings(anatomy: Anatomy, length: int) -> Sequence[str]:
-    """Return lines of text on what freezing can save at most."""
+    """Describe the most that freezing can save, as lines of text."""
     saved = savings(anatomy, length)
     mib = 2**20
     return [
@@ -192,15 +193,15 @@ def describe_savings(anatomy: Anatomy, length: int) -> Sequence[str]:
 
 @dataclass(frozen=True)
 class StepSavings(Savings):
-    """Savings of a whole step, with the optimizer's memory traffic; `flops` are per step here."""
+    """The savings of a whole step, with the optimizer's memory traffic; FLOPs are per step."""
 
     tokens: float  # per step
-    traffic_all: int  # bytes the optimizer moves
+    traffic_all: int  # bytes that the optimizer moves
     traffic: int
 
     @property
     def speed_up_with_traffic(self) -> float:
-        """Return the largest possible speed-up on the device where memory traffic is slowest."""
+        """The largest possible speed-up on the device with the slowest memory for its FLOPs."""
         frozen = self.flops / _MOST_FLOPS_PER_BYTE + self.traffic
         everything = self.flops_all / _MOST_FLOPS_PER_BYTE + self.traffic_all
         return everything / frozen if frozen else 1.0
@@ -218,7 +219,7 @@ class StepSavings(Savings):
 
 
 def step_savings(model: nn.Module, length: int, tokens: float) -> StepSavings:
-    """Compute what a model, as it is frozen now, can save in a step over `tokens` of a length."""
+    """Compute how much a model's frozen parts can save in a step over `tokens` tokens."""
     parts = anatomy(model)
     per_token = savings(parts, length, causal=is_causal(model))
     return StepSavings(
@@ -239,10 +240,10 @@ def unexplained_gain(
     """Name the likely cause of a gain that the saved matmuls do not explain; None if they do.
 
     Args:
-        ratio: an arm's time over the time of the baseline, which trains everything.
+        ratio: the arm's time over the baseline's time; the baseline trains everything.
         reasons: why the timing is not proven.
     """
-    gain = 1 / ratio.high  # the smallest that the interval allows
+    gain = 1 / ratio.high  # the smallest gain in the interval
     if gain <= saved.speed_up:
         return None
     beyond = f"{gain:.3f}× as fast at least, and matmuls explain {saved.speed_up:.3f}×"
@@ -256,7 +257,7 @@ def unexplained_gain(
     return f"{beyond}: nothing counted here explains it; look for a second difference"
 
 
-# Limits of the device
+# The limits of the device
 
 
 @dataclass(frozen=True)
@@ -269,9 +270,9 @@ class Ceilings:
     spec_flops: float | None  # per second; None for a device without an entry here
 
     def lower_bounds(self, work: StepWork) -> dict[str, float]:
-        """Return the fewest milliseconds that a step's matmuls and its optimizer need.
+        """Return lower bounds on the milliseconds of a step's matmuls and optimizer.
 
-        `ceiling_ms` assumes that the two overlap, `serial_ms` that they do not.
+        `ceiling_ms` assumes that the two overlap; `serial_ms` assumes that they do not.
         """
         compute = 1e3 * work.flops / self.matmul_flops
         traffic = 1e3 * ADAM_BYTES * work.parameters / self.copy_bytes
@@ -288,7 +289,7 @@ class Ceilings:
 
 
 def measure_ceilings(device: torch.device, small: bool = False) -> Ceilings:
-    """Time a large matmul and a large copy, and keep the best of several groups of calls."""
+    """Time a large matmul and a large copy, and keep the best time of several groups of calls."""
     large = runs_ahead(device)
     size = 512 if small else 8192 if large else 2048
     floats = 1 << (22 if small else 29 if large else 26)
@@ -306,7 +307,7 @@ def measure_ceilings(device: torch.device, small: bool = False) -> Ceilings:
 
 
 def _best_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of one call: the best of five groups of calls, after one to warm up."""
+    """Return the seconds per call in the best of five groups of calls, after a warm-up group."""
     calls = 10 if runs_ahead(device) else 2  # long enough for the clock
     groups = []
     for _ in range(6):

@@ -1,11 +1,11 @@
 """Interleaved timing: competitors take blocks of steps in turn, in one process, on one clock.
 
-Noise that lasts longer than a block then meets every competitor alike and cancels in their ratio.
+Noise that lasts longer than a block affects all competitors equally and cancels in their ratio.
 
-`interleave_arms` times the arms of a comparison. Every round is a random order of the arms, the
-next round is its reverse, and the arms are built again after a few pairs of rounds, because the
-memory that a copy happens to get makes all its steps faster or slower. A build therefore counts
-once in the confidence interval.
+`interleave_arms` times the arms of a comparison. One round takes the arms in random order, and the
+next round takes them in reverse. The arms are rebuilt after a few pairs of rounds, because the
+memory addresses of a copy can make all its steps faster or slower. The confidence interval
+therefore treats each build as one observation.
 
 `interleave_pair` times two sides of a benchmark, one of which may be a training loop that cannot
 be called step by step.
@@ -27,18 +27,18 @@ from frostlab.devices import synchronize
 from frostlab.timing.clock import BlockSeconds, Meter
 
 FEWEST_BUILDS = 8
-MOST_BATCHES = 16  # different ones: a step must have met each of their shapes before
-_BUILDS_AFTER_WIDTH = 4  # so that a calm spell is not all that counts
+MOST_BATCHES = 16  # distinct batches; the step is warmed up on the shape of each
+_BUILDS_AFTER_WIDTH = 4  # so that one quiet period does not end the timing
 _CONFIDENCE = 0.95
-_MOST_BLOCKS = 4  # different ones
+_MOST_BLOCKS = 4  # distinct blocks
 _PROGRESS_EVERY = 10.0  # seconds
-_FEWEST_ROUNDS = 3  # of a pair, however few seconds there are
+_FEWEST_ROUNDS = 3  # of two sides, even if the time limit is shorter
 _DRIFT = 0.05  # allowed change of the baseline's time between the halves of a measurement
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """An arm's time over the baseline's with its interval; below 1 the arm is faster."""
+    """An arm's time over the baseline's, with its interval; below 1, the arm is faster."""
 
     estimate: float
     low: float
@@ -46,11 +46,11 @@ class Ratio:
 
     @property
     def width(self) -> float:
-        """Return the interval's full width, relative to the estimate."""
+        """The full width of the interval, relative to the estimate."""
         return (self.high - self.low) / self.estimate
 
     def holds(self, value: float) -> bool:
-        """Whether a value lies in the interval."""
+        """Return whether a value lies in the interval."""
         return self.low <= value <= self.high
 
     def to_dict(self) -> dict[str, Any]:
@@ -84,14 +84,14 @@ def _t_quantile(builds: int) -> float:
 
 
 class StopRule:
-    """Stop when all intervals have been narrow for some builds, or when time is up."""
+    """A rule that ends timing a few builds after all intervals are narrow, or when time is up."""
 
     def __init__(self, seconds: float, width: float) -> None:
         self.seconds, self.width = seconds, width
         self._builds_left: int | None = None  # set once the width is reached
 
     def stopped_by(self, builds: int, ratios: Iterable[Ratio], elapsed: float) -> str | None:
-        """Return `width` or `time` if the timing ends after this build; never before the second."""
+        """Return `width` or `time` if the timing ends after this build; require two builds."""
         if builds < 2:
             return None
         if self._builds_left is not None:
@@ -105,35 +105,35 @@ class StopRule:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Which batches a block of steps takes from a list of batches, in a cycle of few blocks.
+    """The choice of batches for each block of steps, in a cycle of a few distinct blocks.
 
-    There are few different blocks, so that each returns soon and is compared with itself.
+    The cycle is short, so that each block soon recurs and can be compared with itself.
     """
 
-    steps: int  # in a block
-    batches: int  # in the list
+    steps: int  # per block
+    batches: int  # length of the list of batches
 
     @property
     def different(self) -> int:
-        """Return how many different blocks there are."""
+        """The number of distinct blocks."""
         return max(1, min(_MOST_BLOCKS, MOST_BATCHES // self.steps))
 
     def of_pair(self, pair: int) -> tuple[int, ...]:
-        """Return the indices of the batches that both rounds of a pair take."""
+        """Return the indices of the batches that both rounds of a pair use."""
         first = (pair % self.different) * self.steps
         return tuple((first + step) % self.batches for step in range(self.steps))
 
 
 def pairs_per_build(seconds: float, round_seconds: float) -> int:
-    """Return the pairs of rounds per build that let the fewest builds fit into the time.
+    """Return the number of pairs of rounds per build that leaves time for `FEWEST_BUILDS` builds.
 
-    A third of the time is left for building.
+    A third of the time is reserved for rebuilding.
     """
     return max(1, min(_MOST_BLOCKS, int(2 / 3 * seconds / (FEWEST_BUILDS * 2 * round_seconds))))
 
 
 def round_orders(names: Sequence[str], seed: int) -> Iterator[tuple[str, ...]]:
-    """Yield the order of the arms in each round: a random one, its reverse, another random one."""
+    """Yield the order of the arms in each round: a random order, its reverse, and so on."""
     draw = np.random.default_rng(seed)
     while True:
         order = tuple(names[i] for i in draw.permutation(len(names)))
@@ -143,13 +143,13 @@ def round_orders(names: Sequence[str], seed: int) -> Iterator[tuple[str, ...]]:
 
 @dataclass
 class Rounds:
-    """The measured blocks: one of every arm in each round."""
+    """The measured blocks, with one block per arm and round."""
 
     baseline: str
     blocks: dict[str, list[BlockSeconds]]  # by arm
-    pairs: int = 1  # of rounds per build
-    began: list[float] = field(default_factory=list)  # when each block of the baseline began
-    starts: list[int] = field(default_factory=list)  # the first batch of each round
+    pairs: int = 1  # pairs of rounds per build
+    began: list[float] = field(default_factory=list)  # start time of each baseline block
+    starts: list[int] = field(default_factory=list)  # index of the first batch of each round
     seconds: float = 0.0
     stopped_by: str = ""
 
@@ -168,7 +168,7 @@ class Rounds:
 
     @property
     def builds(self) -> int:
-        """Return how often the arms were built and timed."""
+        """The number of times that the arms were built and timed."""
         return len(self.starts) // (2 * self.pairs)
 
 
@@ -183,14 +183,14 @@ def interleave_arms(
     seed: int,
     say: Callable[[str], None],
 ) -> Rounds:
-    """Time build after build, some pairs of rounds each, until the rule ends it.
+    """Time pairs of rounds, rebuilding all arms in between, until the rule ends the timing.
 
     Args:
-        names: of the arms, the baseline first.
-        measure: takes one block of an arm, on the batches with these indices.
-        rebuild: builds all arms again.
-        pairs: of rounds per build.
-        seed: of the order of the arms in each round.
+        names: names of the arms, the baseline first.
+        measure: a function that times one block of an arm on the batches with these indices.
+        rebuild: a function that builds all arms again.
+        pairs: pairs of rounds per build.
+        seed: random seed for the order of the arms in each round.
     """
     baseline = names[0]
     rounds = Rounds(baseline, {name: [] for name in names}, pairs)
@@ -219,7 +219,7 @@ def interleave_arms(
 
 @dataclass(frozen=True)
 class Drift:
-    """How the baseline's time changed during the measurement."""
+    """The change of the baseline's time during the measurement."""
 
     halves: float  # the second half's time over the first's
     per_minute: float  # change of the log time, by regression
@@ -231,7 +231,7 @@ class Drift:
 
 
 def drift_of(seconds: Sequence[float], began: Sequence[float], starts: Sequence[int]) -> Drift:
-    """Compare the halves, and regress on time, each block only with blocks of the same batches."""
+    """Compare the halves and regress on time, only among blocks of the same batches."""
     logs, times = np.log(np.asarray(seconds, float)), np.asarray(began, float)
     kinds, late = np.asarray(starts), np.arange(len(logs)) >= len(logs) // 2
     changes: list[float] = []
@@ -250,12 +250,12 @@ def drift_of(seconds: Sequence[float], began: Sequence[float], starts: Sequence[
 
 Step = Callable[[], object]
 AfterStep = Callable[[], bool]  # called after each step; True ends the loop
-Driver = Callable[[AfterStep], object]  # a loop that takes its own steps, as a Trainer does
+Driver = Callable[[AfterStep], object]  # a loop that takes its own steps, like a Trainer
 
 
 @dataclass
 class PairTimes:
-    """Seconds per step of both sides, round by round, and the cost of preparing each side."""
+    """The seconds per step of both sides by round, and the cost of preparing each side."""
 
     ours: list[float] = field(default_factory=list)
     theirs: list[float] = field(default_factory=list)
@@ -268,7 +268,7 @@ class PairTimes:
     def to_dict(self, *, mean: bool = False) -> dict[str, Any]:
         """Return milliseconds per step and their ratio: medians of the rounds, or means.
 
-        Means are right where steps differ in length, so that all the work counts.
+        Use means if steps differ in length, so that all the work counts.
         """
         average = np.mean if mean else np.median
         ours, theirs = (round(1e3 * float(average(side)), 5) for side in (self.ours, self.theirs))
@@ -306,9 +306,9 @@ def interleave_pair(
     warm_up: int = 3,
     seconds: float | None = None,
 ) -> PairTimes:
-    """Build and warm up our side, then theirs, then time both in turn.
+    """Build and warm up our side, then their side, then time both in turn.
 
-    A side's peak memory covers its own building and its own warm-up, where a graph is captured.
+    The peak memory of a side covers its build and its warm-up, during which a graph is captured.
     """
     times = PairTimes(steps_per_round=steps_per_round)
     meter = Meter(device)
@@ -340,13 +340,13 @@ def as_driver(step: Step) -> Driver:
 
 
 def pair_order(rounds: int) -> Iterator[str]:
-    """Yield whose block is next: theirs first in even rounds, ours first in odd ones."""
+    """Yield the side of each block: theirs first in even rounds, ours first in odd rounds."""
     for number in range(rounds):
         yield from ("theirs", "ours") if number % 2 == 0 else ("ours", "theirs")
 
 
 class _PairTimer:
-    """Follow their loop step by step, and take our blocks whenever it is our turn."""
+    """A timer that follows their loop step by step, and takes our blocks when it is our turn."""
 
     def __init__(
         self,
@@ -370,7 +370,7 @@ class _PairTimer:
         self.start = self.block_began = 0.0
 
     def after_step(self) -> bool:
-        """Count a step of theirs and take our blocks that follow; True when all is measured."""
+        """Count one of their steps and take our next blocks; return True when timing is done."""
         self.steps_left -= 1
         if self.steps_left > 0:
             return False
