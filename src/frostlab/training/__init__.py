@@ -1,1 +1,1 @@
-"""Training: one loop, its clocks and its stages."""
+"""Training: the loop, its setup, stages and evaluations."""

@@ -1,4 +1,4 @@
-"""Where a run computes: its device and precision, its processes, and models wrapped for them."""
+"""The device, precision and processes of a run, and the wrapping of models for them."""
 
 import os
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from frostlab.recipe.settings import Train
 
 @dataclass(frozen=True)
 class World:
-    """This process among the processes that train together."""
+    """The rank of this process and the number of processes that train together."""
 
     rank: int = 0
     size: int = 1
@@ -26,7 +26,7 @@ class World:
 
     @property
     def writes(self) -> bool:
-        """Whether this process writes the run's folder."""
+        """Return whether this process writes the run's folder."""
         return self.rank == 0
 
     def total(self, values: Tensor) -> Tensor:
@@ -44,14 +44,14 @@ class World:
         return values[0]
 
     def wait(self) -> None:
-        """Wait for every process: a barrier."""
+        """Wait until every process has reached this barrier."""
         if self.size > 1:
             dist.barrier()
 
 
 @dataclass(frozen=True)
 class Compute:
-    """Where and how precisely a run computes."""
+    """The device, precision and processes of a run."""
 
     device: torch.device
     precision: torch.dtype
@@ -59,17 +59,17 @@ class Compute:
 
     @property
     def half(self) -> bool:
-        """Whether matrix products are computed in bf16."""
+        """Return whether matrix products are computed in bf16."""
         return self.precision == torch.bfloat16
 
     def autocast(self) -> torch.autocast:
-        """Return the context in which a forward pass has the run's precision."""
+        """Return the autocast context for the run's precision."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.half)
 
 
 @contextmanager
 def process_group(device: torch.device, train: Train) -> Iterator[World]:
-    """Join the processes that torchrun started; refuse another number than train.processes."""
+    """Join the processes that torchrun started; refuse if train.processes sets another number."""
     asked = train.processes
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if asked is not None and asked != size:
@@ -106,9 +106,9 @@ def _local_processes() -> int:
 def wrap_model(
     model: nn.Module, world: World, parallel: Literal["ddp", "fsdp"], unused: bool
 ) -> nn.Module:
-    """Wrap a model, already frozen and on its device, for all processes.
+    """Wrap a model for all processes, after freezing it and moving it to its device.
 
-    `unused`: some trainable parameters get no gradient, which DDP has to know.
+    `unused`: whether some trainable parameters get no gradient; DDP needs to know.
     """
     if world.size == 1:
         return model
@@ -125,7 +125,7 @@ def wrap_model(
 
 
 def reshard(model: nn.Module) -> None:
-    """Reshard FSDP modules so that parameters are the optimizer's shards again."""
+    """Reshard FSDP modules, so that their parameters are the optimizer's shards again."""
     for module in model.modules():
         if type(module).__name__.startswith("FSDP"):
             module.reshard()  # type: ignore[operator]
@@ -148,7 +148,7 @@ def _without_sync(model: Any) -> Iterator[None]:
 
 
 def accumulate_gradients(model: Any, last: bool) -> Any:
-    """Return the context of a micro-batch: gradients are synchronised after the last one only."""
+    """Return the context of a micro-batch: only the last one synchronises gradients."""
     if last:
         return nullcontext()
     if hasattr(model, "no_sync"):
@@ -163,7 +163,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def place_like(value: Tensor, tensor: Tensor) -> Tensor:
-    """Return a full value on the device of `tensor`, sharded as that is."""
+    """Return a full value placed and sharded like `tensor`."""
     value = value.to(tensor.device, tensor.dtype)
     if not hasattr(tensor, "full_tensor"):
         return value
@@ -175,7 +175,7 @@ def place_like(value: Tensor, tensor: Tensor) -> Tensor:
 
 @contextmanager
 def preserve_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore buffers afterwards, so that a trial pass leaves no trace in running statistics."""
+    """Restore buffers afterwards, so that a trial pass does not change running statistics."""
     copies = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         yield
@@ -186,7 +186,7 @@ def preserve_buffers(model: nn.Module) -> Iterator[None]:
 
 
 def sync_batch_norms(model: nn.Module, world_size: int, device: torch.device) -> None:
-    """Convert BatchNorms that learn to SyncBatchNorm; frozen ones use running statistics.
+    """Convert trainable BatchNorms to SyncBatchNorm; frozen ones use running statistics.
 
     Call it before the model is wrapped, and again after each freeze or thaw.
     """

@@ -1,4 +1,4 @@
-"""The report of an EEG run: whole recordings decoded and scored against a linear baseline."""
+"""The report of an EEG run: decoded recordings, scored against a linear baseline."""
 
 import json
 from pathlib import Path
@@ -25,13 +25,13 @@ from frostlab.training.state import RunContext
 from frostlab.training.step.compiled import uncompiled
 
 _FORMAT = 1  # raise it when the baseline or its scoring changes
-_WINDOWS = 32  # that electrode importance is averaged over
+_WINDOWS = 32  # windows over which electrode importance is averaged
 
 Scores = dict[str, EnvelopeScores]  # by split
 
 
 def baseline_scores(signals: Signals) -> Scores:
-    """Return the ridge decoder's scores by split; it is fitted once for the same data."""
+    """Return the ridge decoder's scores by split, cached for the same data."""
 
     def build(folder: Path) -> None:
         ridge = fit_ridge(signals.splits["train"].recordings, signals.rate)
@@ -48,16 +48,16 @@ def baseline_scores(signals: Signals) -> Scores:
 
 
 def reported(signals: Signals) -> tuple[str, ...]:
-    """Return the splits that chose no weights and no settings."""
+    """Return the splits that were not used to select weights or settings."""
     return tuple(split for split in REPORTED if split in signals.splits)
 
 
 def measure_recordings(
     context: RunContext, signals: Signals, window_metrics: dict[str, float]
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Score whole recordings of every reported split; return metrics, and a summary for the record.
+    """Score whole recordings of every reported split; return metrics and a summary.
 
-    The metrics also have the loss and the mean r of single windows.
+    The metrics include the loss and the mean r of single windows.
     """
     ridge, decoded, model = baseline_scores(signals), {}, {}
     for split in reported(signals):
@@ -146,7 +146,7 @@ def draw_run(folder: Path, data_dir: Path | None = None) -> Path:
 
 
 def _excerpts(folder: Path, signals: Signals) -> dict[str, Rows]:
-    """Return the middle of each split's first recording: the envelope heard and the one decoded."""
+    """Return the middle of each split's first recording: heard and decoded envelopes."""
     excerpts, decoded = {}, _read_decoded(folder / "decoded.npz")
     for split, meaning in SPLITS.items():
         if split in signals.splits:
@@ -169,7 +169,7 @@ def _read_decoded(path: Path) -> dict[str, NDArray[np.float32]]:
 
 
 def _importance(model: Conformer, signals: Signals) -> NDArray[np.float32]:
-    """Return how much each electrode changes the decoded envelope, over windows of `report`."""
+    """Return each electrode's importance, averaged over windows of the reported split."""
     examples = WindowExamples(signals.splits["report"])
     rows = signals.splits["report"].grid
     sampled = rows[np.linspace(0, len(rows) - 1, min(_WINDOWS, len(rows))).round().astype(int)]

@@ -1,4 +1,4 @@
-"""Metrics of a model over a split, computed from sums that all processes share."""
+"""Metrics of a model over a split, computed from sums over all processes."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -37,11 +37,11 @@ def evaluate(
     """Return every metric of the task over a split; the model's mode is restored afterwards.
 
     Args:
-        classes: zeros for every example, filled with the predicted class, counted from 1; every
-            process fills in its own examples.
-        layers: counted from 1, measured in the same pass as if the model ended there; their
-            metrics are under `layers`, by number.
-        most: batches to read, if not all.
+        classes: a zero for every example; each process writes the predicted classes of its own
+            examples into it, counted from 1.
+        layers: layers, counted from 1, at which the model is also measured as if it ended there;
+            the result has their metrics by number under `layers`.
+        most: the largest number of batches to read; None: all.
     """
     device, world = compute.device, compute.world
     below = [number for number in layers if number != objective.depth]
@@ -76,12 +76,12 @@ def evaluate(
 
 @dataclass(frozen=True)
 class Totals:
-    """What a metric of a text task is computed from, over all processes."""
+    """The totals over all processes from which the metrics of a text task are computed."""
 
     loss: float  # mean over the scored targets
     count: int  # scored targets
-    correct: int  # targets that were predicted
-    confusion: list[list[int]]  # rows are true classes, columns predicted ones; empty for language
+    correct: int  # targets that were predicted correctly
+    confusion: list[list[int]]  # true classes × predicted classes; empty for language
 
 
 def _perplexity(totals: Totals) -> float:
@@ -120,15 +120,15 @@ def register_metric(
     task: Literal["classification", "language"] = "classification",
     lower_is_better: bool = False,
 ) -> None:
-    """Add a metric that every evaluation of a task computes, and that recipes can select by.
+    """Register a metric that every evaluation of a task computes and that recipes can select by.
 
     Args:
         name: a name that no other metric has.
-        compute: takes the `Totals` of a split and returns a number.
+        compute: a function that takes the `Totals` of a split and returns a number.
         task: `classification` or `language`.
-        lower_is_better: whether a lower value is the better one.
+        lower_is_better: whether a lower value is better.
 
-    A function of the same module and name replaces the one registered before.
+    Registering a function with the same module and name again replaces the earlier one.
     """
     check_registration("register_metric", name, compute)
     if task not in COMPUTED:
@@ -147,7 +147,7 @@ def register_metric(
 
 @dataclass
 class TextTally:
-    """Adds up loss and predictions on the device; one transfer gives every metric."""
+    """Sums of loss and predictions on the device; one transfer gives every metric."""
 
     task: str
     classes: int
@@ -159,7 +159,7 @@ class TextTally:
         self.sums = torch.zeros(2 + cells, dtype=exact_dtype(self.device), device=self.device)
 
     def add(self, logits: Tensor, batch: Batch) -> None:
-        """Count a batch: its loss, its targets, and which class was predicted for which."""
+        """Add a batch's loss, its number of targets and its predictions to the sums."""
         targets = batch.targets.flatten()
         predicted = logits.flatten(0, -2).argmax(-1)
         self.sums[0] += summed_loss(logits, batch.targets)
@@ -188,7 +188,7 @@ class TextTally:
 
 @dataclass
 class EnvelopeTally:
-    """Adds up the loss and Pearson's r of single windows; the report scores whole recordings."""
+    """Sums of loss and Pearson's r over single windows; the report scores whole recordings."""
 
     objective: EnvelopeObjective
     device: torch.device
@@ -198,7 +198,7 @@ class EnvelopeTally:
         self.sums = torch.zeros(3, dtype=exact_dtype(self.device), device=self.device)
 
     def add(self, prediction: Tensor, batch: Batch) -> None:
-        """Count a batch; a stand-in for no windows counts for nothing."""
+        """Add a batch to the sums; the placeholder of an empty batch is ignored."""
         if batch.scored:
             self.sums[0] += self.objective.loss_of(prediction, batch)
             self.sums[1] += batch.scored

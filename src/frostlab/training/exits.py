@@ -26,15 +26,15 @@ from frostlab.training.treatment import count_parameters
 
 @dataclass(frozen=True)
 class Exit:
-    """A model that ends after a layer, counted from 1."""
+    """The metrics and cost of a model that ends after a layer, counted from 1."""
 
     layer: int
     loss: float
     perplexity: float
     token_accuracy: float
-    flops: float  # of matrix products in the forward pass of a token, head included
+    flops: float  # of one token's matrix products in the forward pass, with the head
     share: float  # of the whole model's FLOPs
-    parameters: int  # embedding, the layers so far, final norm and head
+    parameters: int  # in embedding, layers up to this one, final norm and head
 
 
 def early_exits(
@@ -45,7 +45,7 @@ def early_exits(
 ) -> tuple[Exit, ...]:
     """Measure a finished run's best weights at every layer, on the reported split.
 
-    One pass over the split; the result is also written to the run's folder as `exits.json`.
+    It takes one pass over the split, and also writes `exits.json` to the run's folder.
     """
     record = run if isinstance(run, RunRecord) else RunRecord(Path(run))
     if record.status != "finished":
@@ -117,5 +117,5 @@ def exits_table(exits: tuple[Exit, ...]) -> str:
 
 
 def _length(prepared: Prepared) -> int:
-    """Return how many tokens of the longest example are read."""
+    """Return the number of tokens that the model reads in the longest example."""
     return int(row_lengths(prepared.splits["report"]).max())

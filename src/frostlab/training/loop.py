@@ -1,4 +1,4 @@
-"""The one loop: it trains, times, evaluates, keeps checkpoints and knows when to stop."""
+"""The training loop: steps, timing, evaluations, checkpoints and early stopping."""
 
 import gc
 import math
@@ -39,13 +39,13 @@ from frostlab.training.treatment import count_parameters
 
 
 class Stopped(Exception):
-    """The run was asked to stop, and has kept a checkpoint."""
+    """Raised when a run was asked to stop and has saved a checkpoint."""
 
 
 def train(
     context: RunContext, progress: Progress, clock: Stopwatch, resumed: Checkpoint | None
 ) -> None:
-    """Train stage after stage to the end, to early stopping, or until asked to stop."""
+    """Train all stages, each to its end or to early stopping; raise `Stopped` if asked to stop."""
     per_epoch = _steps_per_epoch(context)
     total = most_steps(context.stages, progress.lengths)
     context.display.begin(
@@ -62,7 +62,7 @@ def train(
         with clock.phase("checkpoint", device=True):
             state = next_stage(context, progress, step_once)
             del step_once
-            gc.collect()  # its model, graphs and wrapping hold each other, and memory
+            gc.collect()  # frees memory that reference cycles of model, graphs and wrapper hold
         _save_checkpoint(context, progress, clock, state)
     clock.stop()
     progress.seconds = clock.seconds
@@ -75,7 +75,7 @@ def _train_stage(
     state: dict[str, Tensor],
     should_stop: "StopRequest",
 ) -> EagerStep:
-    """Train to a stage's end or until early stopping; return the step it took."""
+    """Train a stage to its end or to early stopping; return its step object."""
     recipe, compute, world = context.recipe, context.compute, context.world
     assembled = (context.current, recipe, context.prepared, context.task, compute)
     per_epoch = _steps_per_epoch(context)
@@ -94,10 +94,11 @@ def _train_stage(
             restore_optimizer(context.model, step_once.optimizer, state,
                               partly=not progress.stage_step)  # fmt: skip
         epoch, place = divmod(progress.stage_step, per_epoch)
-        before = sum(-(-steps // per_epoch) for steps in progress.lengths)  # stages begin a new one
-        order = feed.order(before + epoch)  # however it is cut into stages, a run sees the same
+        # each stage begins a new epoch
+        before = sum(-(-steps // per_epoch) for steps in progress.lengths)
+        order = feed.order(before + epoch)  # does not depend on how a run is divided into stages
         step_once.warm_up(feed(order[place]), feed.examples.scored(order[place]))
-        if prepares_kernels(compute.device):  # the first evaluation of a process loads some, too
+        if prepares_kernels(compute.device):  # a process's first evaluation also loads kernels
             _evaluate(context, _selecting_split(context), most=1)
         watch_stage(context, progress, step_once)
     epoch_began = clock.training_seconds() - progress.epoch_seconds
@@ -164,12 +165,12 @@ def _steps_per_epoch(context: RunContext) -> int:
 
 
 def _is_due(every: Every | None, step: int, per_epoch: int, total: int) -> bool:
-    """Whether something done every so many steps, or epochs, is due; at the end it always is."""
+    """Return whether an action with this interval is due; it always is at the last step."""
     return step == total or (every is not None and step % in_steps(every, per_epoch) == 0)
 
 
 def _select(context: RunContext, progress: Progress, clock: Stopwatch) -> bool:
-    """Evaluate on the split that selects, and verify that frozen weights have not moved.
+    """Evaluate on the selecting split, and verify that frozen weights have not changed.
 
     Return whether this evaluation is the best so far.
     """
@@ -200,7 +201,7 @@ def measure(
 ) -> dict[str, Any]:
     """Return every metric of a split, over all processes, the selecting metric first.
 
-    `classes`, zeros for every example, is filled with the predicted classes, counted from 1.
+    `classes` must hold a zero for every example; it receives the predicted classes, from 1.
     """
     metric = context.recipe.metric
     metrics = _evaluate(context, split, classes)
@@ -225,12 +226,12 @@ def _evaluate(
         layers=context.objective.supervised,
         most=most,
     )
-    reshard(context.objective)  # a gathered parameter that is read cannot be freed
+    reshard(context.objective)  # evaluation leaves FSDP parameters gathered
     return metrics
 
 
 def _selecting_split(context: RunContext) -> str:
-    """Return the split by which the best weights are chosen."""
+    """Return the split on which the best weights are selected."""
     return "tune" if "tune" in context.prepared.splits else "report"
 
 
@@ -240,7 +241,7 @@ def _save_checkpoint(
     clock: Stopwatch,
     optimizer: torch.optim.Optimizer | dict[str, Tensor],
 ) -> None:
-    """Write a checkpoint, with an optimizer or its state; then remove those that it replaces."""
+    """Write a checkpoint with the optimizer's state; then remove the checkpoints it replaces."""
     with clock.phase("checkpoint", device=True):
         model = {name: full_tensor(value) for name, value in context.model.state_dict().items()}
         state = optimizer
@@ -257,7 +258,7 @@ def _save_checkpoint(
 
 
 def record_stage(context: RunContext, progress: Progress) -> None:
-    """Record and show what a stage trains, before its first step."""
+    """Record and show a stage's settings and trainable parameters, before its first step."""
     recipe, stage, entered = context.recipe, context.current.stage, context.current.entered
     counts = count_parameters(context.model)
     supervision = context.objective.supervision
@@ -287,7 +288,7 @@ def _stage_line(context: RunContext, stage: Stage, counts: dict[str, int]) -> st
 
 
 def record_step_kind(context: RunContext, step: int, step_once: EagerStep, packed: bool) -> None:
-    """Record and show which kind of step is taken, and why, when that changes."""
+    """Record and show the kind of step and the reason for it."""
     context.display.say(f"{step_once.kind} steps: {step_once.reason}")
     if context.folder:
         context.folder.event("stepping", step, how=step_once.kind, reason=step_once.reason,
@@ -300,11 +301,11 @@ def _record_prefix(context: RunContext, progress: Progress) -> None:
         context.folder.event("prefix", progress.step, **prefix.facts)
 
 
-FLOW_START = "flow-start.safetensors"  # the weights that a watched stage began with
+FLOW_START = "flow-start.safetensors"  # the weights at the start of a watched stage
 
 
 def watch_stage(context: RunContext, progress: Progress, step: EagerStep) -> None:
-    """Let a stage's step measure the gradient flow that the recipe asks for."""
+    """Make a stage's step measure gradient flow, if the recipe asks for it."""
     settings = context.recipe.watch
     if settings is None:
         return
@@ -326,7 +327,7 @@ def watch_stage(context: RunContext, progress: Progress, step: EagerStep) -> Non
 
 
 def _measure_from_stage_start(context: RunContext, progress: Progress, flow: LiveFlow) -> None:
-    """Keep the weights a stage begins with; a resumed stage measures distance from them."""
+    """Save the weights at the start of a stage; a resumed stage measures distance from them."""
     path = context.path / FLOW_START
     names = {id(p): name for name, p in context.model.named_parameters()}
     trainable: dict[str, nn.Parameter] = {names[id(p)]: p for p in flow.probe.layout.parameters}
@@ -340,13 +341,13 @@ def _measure_from_stage_start(context: RunContext, progress: Progress, flow: Liv
     flow.probe.start_at([local(place_like(stored[name], p)) for name, p in trainable.items()])
 
 
-_SECONDS = 2.0  # between two questions whether any of several processes was asked to stop
-_STEPS = 50
+_SECONDS = 2.0  # at most, between two checks whether any process was asked to stop
+_STEPS = 50  # at most, between two such checks
 
 
 @contextmanager
 def interruptions() -> Iterator[Callable[[], bool]]:
-    """Remember signals inside this context; yield a function that says whether one has come."""
+    """Catch SIGINT and SIGTERM in this context; yield a function that tells if one has arrived."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked.is_set
@@ -366,7 +367,7 @@ def interruptions() -> Iterator[Callable[[], bool]]:
 
 
 class StopRequest:
-    """Whether to stop after a step; several processes agree, every few seconds at most."""
+    """A check whether to stop after a step, agreed among all processes every few seconds."""
 
     def __init__(self, asked: Callable[[], bool], compute: Compute) -> None:
         self._asked, self._world, self._device = asked, compute.world, compute.device

@@ -1,4 +1,4 @@
-"""`fl.run`: a recipe in, a complete record out."""
+"""`fl.run`: train a recipe and write a complete record."""
 
 import errno
 import json
@@ -129,7 +129,7 @@ def _resolve(
     seed: int | None,
     name: str | None,
 ) -> tuple[Recipe, str]:
-    """Return the recipe with its settings and seed, and the name of its runs."""
+    """Return the recipe with settings and seed applied, and the name of its runs."""
     if not isinstance(recipe, Recipe | dict):
         return load_recipe(str(recipe), settings, seed), name or recipe_name(str(recipe))
     changes = settings if seed is None else {**settings, "seed": seed}
@@ -149,7 +149,7 @@ def _choose_folder(
 
 
 def _threads(recipe: Recipe, resumed: Path | None) -> int | None:
-    """Return the threads that were asked for, or that a resumed run began with."""
+    """Return the recipe's number of threads, or the number that a resumed run began with."""
     if recipe.train.threads is None and resumed is not None:
         return RunRecord(resumed).start.threads
     return recipe.train.threads
@@ -163,7 +163,7 @@ def _create_folder(
     compute: Compute,
     out: str | Path | None,
 ) -> RunFolder:
-    """Create the run's folder with its first files; another run may have just taken the name."""
+    """Create the run's folder with its first files, under a new name if another run took it."""
     prepared = assembly.prepared
     files = {
         "recipe.yaml": yaml.safe_dump(recipe.to_dict(), sort_keys=False),
@@ -188,7 +188,7 @@ def _create_folder(
 def _continue(
     path: Path, folder: RunFolder | None, assembly: Assembly, compute: Compute
 ) -> tuple[StageModel, Checkpoint | None]:
-    """Check that data and weights are those the run began with; find its newest checkpoint."""
+    """Check that data and initial weights are unchanged; find the run's newest checkpoint."""
     recorded, current = RunRecord(path).digests, assembly.current
     for name in ("data", "weights"):
         if getattr(recorded, name) != assembly.digests[name]:
@@ -206,7 +206,7 @@ def _continue(
 
 
 def _shape(compute: Compute) -> dict[str, Any]:
-    """Return what decides the bits of a result, apart from the recipe."""
+    """Return the settings, other than the recipe, that determine a result's exact bits."""
     return {
         "device": str(compute.device),
         "precision": str(compute.precision).removeprefix("torch."),
@@ -215,23 +215,23 @@ def _shape(compute: Compute) -> dict[str, Any]:
     }
 
 
-_ALLOCATOR = "DefaultCPUAllocator"  # the CPU's out of memory is a plain RuntimeError
+_ALLOCATOR = "DefaultCPUAllocator"  # on the CPU, torch raises a RuntimeError when memory runs out
 
 
 class RunFailed(FrostlabError):
-    """A run that did not finish; its record says how far it came."""
+    """Raised when a run does not finish; its record says how far it came."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The status for the record, and the error for the caller."""
+    """The end of a failed run: the status for the record and the error for the caller."""
 
     status: str
     error: BaseException
 
 
 def failure_of(error: BaseException, recipe: Recipe) -> Failure:
-    """Turn an expected error into one line a user can act on; others stay as they are."""
+    """Turn an expected error into one line that helps a user; keep other errors unchanged."""
     line = str(error).strip().partition("\n")[0]
     if isinstance(error, Stopped | KeyboardInterrupt):
         return Failure("stopped", RunFailed("stopped; `--resume` goes on"))
@@ -250,9 +250,9 @@ def failure_of(error: BaseException, recipe: Recipe) -> Failure:
 
 
 def _train_and_report(context: RunContext, resumed: Checkpoint | None, meter: Meter) -> None:
-    """Train, report, and write the result, whatever happens on the way.
+    """Train and report; write the result even if training fails.
 
-    `meter` has measured the device's memory since before the model was built.
+    `meter` started to measure the device's memory before the model was built.
     """
     progress = Progress(Best(context.recipe.metric))
     if resumed is not None:
@@ -294,7 +294,7 @@ def _write_end(
     failure: Failure | None,
     extra: dict[str, Any],
 ) -> None:
-    """Write the end and the result; a full disk must not hide why the run ended."""
+    """Write the end event and the result; a write error must not hide why the run failed."""
     status = "finished" if failure is None else failure.status
     error = None if failure is None else str(failure.error)
     try:
@@ -308,9 +308,9 @@ def _write_end(
 
 
 def _report(context: RunContext, progress: Progress) -> Report:
-    """Measure the best weights on the split by which nothing was chosen.
+    """Measure the best weights on the split that was not used for selection.
 
-    With published splits the best evaluation is the report, and is labelled so.
+    With published splits, the best evaluation is the report, and the record says so.
     """
     best, audit = best_checkpoint(context.path, progress), context.current.audit
     load_weights(context.model, best)

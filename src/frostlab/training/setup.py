@@ -1,4 +1,4 @@
-"""The assembly line: from recipe, data and device to a model that can take a step.
+"""The setup of training: from recipe, data and device to a model that can take a step.
 
     prepared = prepare(recipe, data_dir)              data
     built    = build_model(recipe, prepared, stages)  a model on the CPU, treated and grown
@@ -6,7 +6,7 @@
     feed     = make_feed(current, …)                  its batches
     step     = make_step(current, …)                  its optimizer and kind of step
 
-Runs, later stages, resumed runs, timed arms, benchmarks and ceilings all come this way.
+Runs, later stages, resumed runs, timed arms, benchmarks and ceilings all use these functions.
 """
 
 from collections.abc import Iterator, Sequence
@@ -69,7 +69,7 @@ from frostlab.training.treatment import (
 
 
 def choose_precision(train: Train, device: torch.device) -> torch.dtype:
-    """Return the precision a recipe asks for; `auto` is bf16 on CUDA, float32 elsewhere."""
+    """Return the precision that a recipe sets; `auto` is bf16 on CUDA and float32 elsewhere."""
     if train.precision == "auto":
         return default_precision(device)
     return torch.bfloat16 if train.precision == "bf16" else torch.float32
@@ -77,7 +77,7 @@ def choose_precision(train: Train, device: torch.device) -> torch.dtype:
 
 @contextmanager
 def with_threads(count: int | None) -> Iterator[None]:
-    """Compute with so many threads inside this context; None leaves their number as it is."""
+    """Set torch's number of threads inside this context; None leaves it unchanged."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:
@@ -87,7 +87,7 @@ def with_threads(count: int | None) -> Iterator[None]:
 
 
 def prepare_data(recipe: Recipe, data_dir: str | Path | None, task: Task, world: World) -> Material:
-    """Prepare the data in the writing process; the others then find it in the cache."""
+    """Prepare the data in the writing process first; the others then read it from the cache."""
     folder = None if data_dir is None else Path(data_dir)
     if not world.writes:
         world.wait()
@@ -103,12 +103,12 @@ class BuiltModel:
     """A recipe's model on the CPU, treated, after entering some stages."""
 
     model: nn.Module
-    touched: frozenset[str]  # keys of the parts that the treatment gave new values
+    touched: frozenset[str]  # keys of the parts that the treatment changed or added
     entered: Entered
 
 
 def build_model(recipe: Recipe, prepared: Material, stages: Sequence[Stage] = ()) -> BuiltModel:
-    """Build the recipe's model, treat it, and enter these stages, with its first weights."""
+    """Build the recipe's model with its initial weights, treat it, and enter these stages."""
     model = build_for(recipe, prepared)
     touched = treat(model, recipe)
     entered = Entered()
@@ -120,7 +120,7 @@ def build_model(recipe: Recipe, prepared: Material, stages: Sequence[Stage] = ()
 def place_model(
     built: BuiltModel, recipe: Recipe, stage: Stage, index: int, task: Task, compute: Compute
 ) -> StageModel:
-    """Give a stage's model its loss and bring it to its device."""
+    """Combine a stage's model with its loss and move both to the device."""
     objective = task.objective(built.model, recipe)
     objective.supervision = resolve_supervision(stage.supervise, built.model)
     objective.to(compute.device)
@@ -131,9 +131,9 @@ def place_model(
 def make_feed(
     current: StageModel, recipe: Recipe, prepared: Material, task: Task, compute: Compute
 ) -> Feed:
-    """Return the training batches, past the outputs of frozen layers if the recipe caches those.
+    """Return the training batches; build the prefix cache first if the recipe asks for one.
 
-    Call it before `make_step`: a cached prefix is computed by the model in one piece.
+    Call it before `make_step`: building the cache needs the model before it is wrapped.
     """
     model, train = current.model, recipe.train
     types = wants_types(model)
@@ -152,9 +152,9 @@ def make_step(
     *,
     watches_inside: bool = False,
 ) -> EagerStep:
-    """Return the step of a stage, with its optimizer, of the fastest kind that works.
+    """Return a stage's step, of the fastest kind that works, with its optimizer.
 
-    `watches_inside`: gradient flow looks into the forward pass.
+    `watches_inside`: whether gradient flow reads activations of the forward pass.
     """
     current.objective.train()
     return build_step(
@@ -172,7 +172,7 @@ def make_step(
 def _has_unused(
     current: StageModel, recipe: Recipe, prepared: Material, task: Task, compute: Compute
 ) -> bool:
-    """Return whether a trainable parameter gets no gradient, which DDP has to know before."""
+    """Return whether a trainable parameter gets no gradient; DDP must be told in advance."""
     if compute.world.size == 1 or recipe.train.parallel == "fsdp":
         return False
     model, types = current.model, wants_types(current.model)
@@ -191,7 +191,7 @@ def _has_unused(
 def check_model(
     built: BuiltModel, recipe: Recipe, prepared: Material, task: Task, precision: torch.dtype
 ) -> None:
-    """Refuse a model that cannot read the data, or not in the form the recipe asks for."""
+    """Refuse a model that cannot read the data in the form that the recipe asks for."""
     model = built.model
     if isinstance(recipe.model, PretrainedModel):
         _try_longest_example(model, text_of(prepared), recipe.model.name)
@@ -202,7 +202,7 @@ def check_model(
 
 
 def _try_longest_example(model: nn.Module, prepared: Prepared, name: str) -> None:
-    """Refuse a downloaded model at once if it cannot read the longest example."""
+    """Refuse a downloaded model that cannot read the longest example."""
     tokens = prepared.splits["train"]
     rows = evaluation_order(tokens.lengths, 2)[0]
     batch = collate(tokens, rows, prepared.pad, types=wants_types(model))
@@ -210,7 +210,7 @@ def _try_longest_example(model: nn.Module, prepared: Prepared, name: str) -> Non
     try:
         with torch.no_grad():
             shape = tuple(logits_of(model, batch.inputs).shape)
-    except Exception as error:  # models fail in ways of their own
+    except Exception as error:  # models raise errors of many types
         length = int(tokens.lengths.max())
         problem = f"model.name {name} cannot take an example of {length} tokens"
         raise BadInput(f"{problem} ({first_line(error)})") from None
@@ -225,11 +225,11 @@ class Assembly:
     prepared: Material
     stages: tuple[Stage, ...]
     current: StageModel
-    digests: dict[str, Any]  # of data, weights, touched parts and frozen weights
+    digests: dict[str, Any]  # digests of data, weights and frozen weights; keys of touched parts
 
 
 def assemble(recipe: Recipe, data_dir: str | Path | None, task: Task, compute: Compute) -> Assembly:
-    """Prepare data, model and treatment; refuse everything that can be refused beforehand."""
+    """Prepare data, model and treatment; refuse invalid settings before anything is written."""
     prepared = prepare_data(recipe, data_dir, task, compute.world)
     stages = stages_of(recipe, len(prepared.splits["train"]))
     built = build_model(recipe, prepared)
@@ -252,7 +252,7 @@ def _audited(current: StageModel, recipe: Recipe) -> StageModel:
 
 
 def next_stage(context: RunContext, progress: Progress, step: EagerStep) -> dict[str, Tensor]:
-    """End the current stage and enter the next; return the optimizer state that survives."""
+    """End the current stage and enter the next; return the optimizer state that it keeps."""
     reshard(context.objective)
     state = state_by_slot(context.model, step.optimizer)
     if getattr(step, "compiles", False):
@@ -286,7 +286,7 @@ def restore(context: RunContext, progress: Progress, checkpoint: Checkpoint) -> 
 
 
 def _replace_model(context: RunContext, built: BuiltModel, index: int) -> None:
-    """Make a built model that of the current stage."""
+    """Place a built model and make it the current stage's model."""
     placed = place_model(
         built, context.recipe, context.stages[index], index, context.task, context.compute
     )
@@ -294,7 +294,7 @@ def _replace_model(context: RunContext, built: BuiltModel, index: int) -> None:
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Put a checkpoint's weights into a model, sharded or not; a tied one is stored once."""
+    """Load a checkpoint's weights into a model, sharded or not; tied weights are stored once."""
     stored = checkpoint.model()
     state = model.state_dict()
     weights = {name: place_like(stored[name], state[name]) for name in stored if name in state}
@@ -305,7 +305,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def best_checkpoint(folder: Path, progress: Progress) -> Checkpoint:
-    """Return the checkpoint that the current stage hands on."""
+    """Return the current stage's best checkpoint, from which the next stage starts."""
     if progress.best.step is None:
         raise FrostlabError(f"no evaluation gave a number for {progress.best.metric}")
     place = (progress.best.step, progress.stage)
@@ -336,7 +336,7 @@ def stage_facts(context: RunContext, progress: Progress) -> dict[str, Any]:
 
 
 def best_model(record: RunRecord, prepared: Material) -> nn.Module:
-    """Build the model that a run reported, checked by its digest; the data must be unchanged."""
+    """Load the model that a run reported and verify its digest; the data must be unchanged."""
     if prepared.digest != record.digests.data:
         raise BadInput(f"the data of {record.folder} cannot be made again: they changed")
     stages = stages_of(record.recipe, len(prepared.splits["train"]))

@@ -1,7 +1,7 @@
-"""The stages of a run: their settings, the step counts between them, and entering one.
+"""The stages of a run: their settings, their steps, and the change of the model between them.
 
-Entering a stage adds its layers and sets which weights learn; the optimizer's state of weights
-that go on learning survives.
+Entering a stage adds its layers and sets which weights learn; weights that continue to learn keep
+their optimizer state.
 """
 
 import copy
@@ -27,12 +27,12 @@ from frostlab.training.step.objective import resolve_supervision
 
 @dataclass(frozen=True)
 class Stage:
-    """Steps with one set of trainable weights, one schedule and one patience."""
+    """A sequence of steps with one set of trainable weights, one schedule and one patience."""
 
     name: str
     steps: int  # at most
     patience: int | None = None
-    train: tuple[str, ...] | None = None  # selections; None: all that the treatment leaves
+    train: tuple[str, ...] | None = None  # selections; None: all that the treatment does not freeze
     add: Add | None = None
     lr: float | None = None  # the highest rate; None: optim.lr
     rates: Mapping[str, float] = field(default_factory=dict)  # by selection, or `new` and `old`
@@ -50,16 +50,16 @@ class Stage:
 
 
 def in_steps(every: Every, per_epoch: int) -> int:
-    """Return a number of steps or epochs in steps."""
+    """Convert a number of steps or epochs to steps."""
     if isinstance(every, int):
         return every
     return per_epoch * (1 if every == "epoch" else int(every.removesuffix(" epochs")))
 
 
 def stage_at(stages: Sequence[Stage], step: int, ended: Sequence[int] = ()) -> tuple[int, int]:
-    """Return the stage that a step (from 0) belongs to, and the step's place inside it.
+    """Return the index of the stage of a step (from 0), and the step's index within that stage.
 
-    `ended` holds the steps that each finished stage took, perhaps fewer than planned.
+    `ended` holds the number of steps of each finished stage, which may be fewer than planned.
     """
     if step < 0:
         raise BadInput(f"step {step} is before the first stage")
@@ -78,12 +78,12 @@ def most_steps(stages: Sequence[Stage], ended: Sequence[int] = ()) -> int:
 
 
 def steps_per_epoch(examples: int, batch: int) -> int:
-    """Return how many steps see every example once; the last batch may be smaller."""
+    """Return the number of steps in an epoch; the last batch may be smaller."""
     return -(-examples // batch)
 
 
 def total_steps(train: Train, examples: int) -> int:
-    """Return the steps of `train`, for each stage that sets none of its own."""
+    """Return the number of steps of a stage that does not set its own."""
     if train.steps is not None:
         return train.steps
     assert train.epochs is not None
@@ -91,7 +91,7 @@ def total_steps(train: Train, examples: int) -> int:
 
 
 def stages_of(recipe: Recipe, examples: int) -> tuple[Stage, ...]:
-    """Return a recipe's stages, completed from the run's settings; without any, the run is one."""
+    """Return a recipe's stages with the run's settings as defaults; by default, one stage."""
     settings = recipe.stages or (StageSettings(),)
     names = stage_names(recipe.stages)
     stages = tuple(_stage(recipe, *item, examples) for item in zip(names, settings, strict=True))
@@ -125,15 +125,15 @@ def _stage(recipe: Recipe, name: str, settings: StageSettings, examples: int) ->
     )
 
 
-StateBySlot = dict[str, list[tuple[Rows, dict[str, Tensor]]]]  # an optimizer's, by slot and rows
+StateBySlot = dict[str, list[tuple[Rows, dict[str, Tensor]]]]  # optimizer state by slot and rows
 
 
 @dataclass(frozen=True)
 class Entered:
-    """The result of entering a stage: the newest layers, and the names that tensors had before."""
+    """The result of entering a stage: the newest layers, and the former names of tensors."""
 
     new: tuple[str, ...] = ()  # prefixes of the layers added last
-    old_names: dict[str, str] | None = None  # by new names; None if no layer moved
+    old_names: dict[str, str] | None = None  # former names by new names; None if no layer moved
     changed: tuple[str, ...] = ()  # old tensors that growing changed
 
     def is_new(self, name: str) -> bool:
@@ -144,7 +144,7 @@ class Entered:
 def enter_stage(
     model: nn.Module, recipe: Recipe, stage: Stage, index: int, last: Entered
 ) -> Entered:
-    """Add a stage's layers and set which weights learn; seed and stage determine new layers."""
+    """Add a stage's layers, drawn from the seed and the stage, and set which weights learn."""
     if not recipe.stages:
         return last
     entered = Entered(last.new)
@@ -174,7 +174,7 @@ def _grow(model: nn.Module, recipe: Recipe, stage: Stage, index: int) -> Entered
 
 
 def _parts_that_learn(model: nn.Module, recipe: Recipe, stage: Stage, index: int) -> set[str]:
-    """Return the keys of the selected parts, without the parts that the treatment freezes."""
+    """Return the keys of the selected parts that the treatment does not freeze."""
     structure, frozen = anatomy(model), recipe.surgery.frozen
     learning = {part.key for part in structure.parts if part.state != "fixed"}
     try:
@@ -236,7 +236,7 @@ def state_by_slot(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBy
 
 
 def surviving_state(model: nn.Module, entered: Entered, state: StateBySlot) -> dict[str, Tensor]:
-    """Return the optimizer state of tensors that go on learning, as `name//key`."""
+    """Return the optimizer state of tensors that continue to learn, keyed by `name//key`."""
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     surviving: dict[str, Tensor] = {}
     for slot in survey(model)[1].values():
@@ -248,13 +248,13 @@ def surviving_state(model: nn.Module, entered: Entered, state: StateBySlot) -> d
                 for key, value in values.items():
                     if rows == piece.rows or not value.ndim:
                         surviving[f"{name}//{key}"] = value
-                    elif len(rows) == rows.size:  # it was in one piece: frozen rows were split off
+                    elif len(rows) == rows.size:  # all rows; some were frozen since
                         surviving[f"{name}//{key}"] = piece.rows.take(value, slot.axis).contiguous()
     return _with_moments(surviving)
 
 
 def _with_moments(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Drop parameters that lost their moments: a step count alone is not a state."""
+    """Drop the state of parameters that have a step count but no moments."""
     complete = {name.rpartition("//")[0] for name, value in state.items() if value.ndim}
     return {name: value for name, value in state.items() if name.rpartition("//")[0] in complete}
 
@@ -266,7 +266,7 @@ def check_stages(
     prepared: Material,
     precision: torch.dtype,
 ) -> None:
-    """Enter all stages on a copy of the model; refuse impossible ones before a run begins."""
+    """Enter all stages on a copy of the model; refuse an impossible stage before a run begins."""
     if not recipe.stages:
         return
     copied, entered, cached = copy.deepcopy(model), Entered(), False
@@ -289,5 +289,5 @@ def check_stages(
 
 
 def _at(where: str, error: Exception) -> BadInput:
-    """Return an error with the recipe key it is about."""
+    """Return a `BadInput` that names the recipe key at fault."""
     return BadInput(f"{where}: {error}")

@@ -1,4 +1,4 @@
-"""The state of a run: the model of its stage, how far it came, and what it works with."""
+"""The state of a run: its progress, the model of the current stage, and its fixed context."""
 
 import math
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from frostlab.training.step.objective import Objective
 
 @dataclass
 class Best:
-    """The best value of a metric, for early stopping; `since` counts evaluations without a gain."""
+    """The best value of a metric so far; `since` counts the evaluations since then."""
 
     metric: Metric
     value: float | None = None
@@ -30,7 +30,7 @@ class Best:
     since: int = 0
 
     def see(self, value: float, step: int) -> bool:
-        """Take in an evaluation; return whether it is the best so far. NaN never is."""
+        """Count an evaluation; return whether it is the best so far. NaN is never the best."""
         better = self.value is None or reaches(self.metric, value, self.value, strictly=True)
         if math.isnan(value) or not better:
             self.since += 1
@@ -39,12 +39,12 @@ class Best:
         return True
 
     def exhausted(self, patience: int | None) -> bool:
-        """Whether `patience` evaluations have passed without improvement."""
+        """Return whether `patience` evaluations have passed without improvement."""
         return patience is not None and self.since >= patience
 
 
 def reaches(metric: Metric, value: float, target: float, strictly: bool = False) -> bool:
-    """Whether a value is as good as a target, or strictly better."""
+    """Return whether a value is at least as good as a target, or better if `strictly`."""
     if strictly and value == target:
         return False
     return value <= target if metric in LOWER_IS_BETTER else value >= target
@@ -52,20 +52,20 @@ def reaches(metric: Metric, value: float, target: float, strictly: bool = False)
 
 @dataclass
 class Progress:
-    """How far a run came, between two steps; everything else follows from recipe and data."""
+    """The progress of a run between two steps; recipe and data determine everything else."""
 
-    best: Best  # of this stage
+    best: Best  # the best evaluation of this stage
     step: int = 0
-    stopped_early: bool = False  # this stage, by its patience
+    stopped_early: bool = False  # whether this stage ran out of patience
     seconds: dict[str, float] = field(default_factory=dict)
     epoch_seconds: float = 0.0
-    order: str = ""  # digest of the order of examples of the epochs before this one
-    target: dict[str, float] | None = None  # step and seconds at which it was reached
-    last: dict[str, float] = field(default_factory=dict)  # the last evaluation
-    ended: list[dict[str, Any]] = field(default_factory=list)  # the stages before this one
-    began: float = 0.0  # seconds, in total, when this stage began
-    metrics: dict[str, float] = field(default_factory=dict)  # the best evaluation of this stage
-    frozen: dict[str, str] = field(default_factory=dict)  # digests, renewed at a boundary
+    order: str = ""  # digest of the example order in all completed epochs
+    target: dict[str, float] | None = None  # step and seconds when the target was reached
+    last: dict[str, float] = field(default_factory=dict)  # metrics of the last evaluation
+    ended: list[dict[str, Any]] = field(default_factory=list)  # records of past stages
+    began: float = 0.0  # total seconds of the run when this stage began
+    metrics: dict[str, float] = field(default_factory=dict)  # of this stage's best evaluation
+    frozen: dict[str, str] = field(default_factory=dict)  # digests of frozen weights
 
     @property
     def stage(self) -> int:
@@ -91,7 +91,7 @@ class Progress:
 
 
 class Display(Protocol):
-    """Shows how a run goes; the library itself prints nothing."""
+    """A display of a run's progress; the library itself prints nothing."""
 
     def begin(
         self, step: int, steps: int, per_epoch: int, caution: str | None, stage_began: int
@@ -104,7 +104,7 @@ class Display(Protocol):
 
 
 class Silent:
-    """Shows nothing."""
+    """A display that shows nothing."""
 
     def begin(
         self, step: int, steps: int, per_epoch: int, caution: str | None, stage_began: int
@@ -129,7 +129,7 @@ class Silent:
 
 @dataclass(frozen=True)
 class StageModel:
-    """The model of one stage, on its device and with its loss; replaced whole at a boundary."""
+    """The model of one stage, on its device and with its loss; the next stage replaces it."""
 
     index: int
     stage: Stage
@@ -139,26 +139,26 @@ class StageModel:
 
     @property
     def model(self) -> nn.Module:
-        """Return the model, treated and not wrapped."""
+        """Return the treated model, without a DDP or FSDP wrapper."""
         return self.objective.model
 
 
 class Tally(Protocol):
-    """Adds up what the metrics of a task are computed from, batch by batch, on the device."""
+    """The running sums, on the device, from which the metrics of a task are computed."""
 
     def add(self, logits: Tensor, batch: Batch) -> None:
-        """Count a batch."""
+        """Add a batch to the sums."""
 
     def metrics(self, world: World) -> dict[str, float]:
         """Return every metric of the task, over all processes."""
 
 
-Report = tuple[dict[str, float], dict[str, Any] | None]  # metrics; a summary for the record
+Report = tuple[dict[str, float], dict[str, Any] | None]  # metrics, and a summary for the record
 
 
 @dataclass(frozen=True)
 class Task:
-    """What differs between tasks; `training/tasks.py` has the table of them."""
+    """The functions that differ between tasks; `training/tasks.py` has the table of tasks."""
 
     examples: Callable[[Material, Split, torch.device, bool], Examples]
     objective: Callable[[nn.Module, Recipe], Objective]
@@ -173,7 +173,7 @@ class Task:
 
 @dataclass
 class RunContext:
-    """Everything the loop works with, complete when made; only `current` is ever replaced."""
+    """Everything that the training loop needs; only `current` is replaced during a run."""
 
     recipe: Recipe
     prepared: Material
@@ -184,7 +184,7 @@ class RunContext:
     folder: RunFolder | None  # None in processes that do not write
     display: Display
     asked_to_stop: Callable[[], bool]
-    current: StageModel  # replaced at a stage boundary
+    current: StageModel  # replaced when a stage begins
 
     @property
     def model(self) -> nn.Module:
@@ -198,15 +198,15 @@ class RunContext:
 
     @property
     def world(self) -> World:
-        """Return this process's place among all."""
+        """Return this process's rank and the number of processes."""
         return self.compute.world
 
     @property
     def evaluation_batch(self) -> int:
-        """Return how many examples an evaluation reads at a time."""
+        """Return the batch size of evaluations."""
         return evaluation_batch(self.recipe)
 
 
 def evaluation_batch(recipe: Recipe) -> int:
-    """Return how many examples an evaluation reads at a time."""
+    """Return the batch size of evaluations."""
     return recipe.evaluate.batch or recipe.train.batch // recipe.train.accumulate

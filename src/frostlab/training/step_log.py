@@ -1,6 +1,6 @@
-"""The log of steps: outcomes are read from the device in blocks, so that no step waits for it.
+"""The log of steps: it reads outcomes from the device in blocks, so that no step waits.
 
-`clocks` sums a run's logged steps and seconds up for its result.
+`clocks` sums up a run's logged steps and seconds for its result.
 """
 
 import math
@@ -19,8 +19,8 @@ from frostlab.timing.clock import OVERLAPPED, SETUP, Lap, Stopwatch, training_se
 from frostlab.training.distributed import World
 from frostlab.training.step.eager import Diverged, EagerStep, Outcome
 
-_BLOCK = 50  # steps of one event
-WARMUP = 5  # steps after a start whose times are reported apart
+_BLOCK = 50  # steps per event
+WARMUP = 5  # steps after a start, whose times are reported separately
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Entry:
 
 
 class StepLog:
-    """Writes steps as events in blocks; notices a diverged run at most two blocks later."""
+    """A log that writes steps in blocks and detects divergence at most two blocks later."""
 
     def __init__(
         self, step: EagerStep, watch: Stopwatch, world: World, folder: RunFolder | None
@@ -49,7 +49,7 @@ class StepLog:
         self.loss: float | None = None
 
     def add(self, entry: Entry) -> None:
-        """Log a step; on the CPU a broken gradient is noticed at once."""
+        """Log a step; on the CPU, detect a broken gradient at once."""
         if self._first is None:
             self._first = entry.step
         self._entries.append(entry)
@@ -69,14 +69,14 @@ class StepLog:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, *trace: object) -> None:
-        """Flush and stop watching; after an error, as far as the device still answers.
+        """Flush and stop measuring gradient flow; after an error, ignore further errors.
 
-        Losses are summed over processes, so if one of several fails its last block is not written.
+        Losses are summed over processes, so the last block is lost if one of several fails.
         """
         if error is None:
             self._close()
         elif self._world.size == 1:
-            with suppress(Exception):  # a device that failed may not be read, a disk may be full
+            with suppress(Exception):  # a failed device may be unreadable, or the disk full
                 self._close()
 
     def _close(self) -> None:
@@ -119,7 +119,7 @@ class StepLog:
                 )
 
     def _write_flow(self) -> None:
-        """Write the gradient-flow reports that are ready; only the writing process has a folder."""
+        """Write finished gradient-flow reports; only the writing process has a folder."""
         if self._step.flow is None:
             return
         for report in self._step.flow.take():
@@ -134,7 +134,7 @@ def _short(value: float) -> float | None:
 
 
 def clocks(events: list[Event], seconds: dict[str, float]) -> Clocks:
-    """Return totals, step times and rates; the times of warm-up steps are kept apart."""
+    """Return totals, step times and rates; warm-up steps are listed separately."""
     blocks = [event for event in events if isinstance(event, StepEvent)]
     training = training_seconds(seconds)
     data, overlapped = seconds.get("data", 0.0), seconds.get(OVERLAPPED, 0.0)
@@ -161,7 +161,7 @@ def clocks(events: list[Event], seconds: dict[str, float]) -> Clocks:
 
 
 def step_times(times: list[float]) -> StepTimes | None:
-    """Summarise milliseconds a step."""
+    """Summarise step times in milliseconds."""
     if not times:
         return None
     mean = statistics.fmean(times)

@@ -1,4 +1,4 @@
-"""The table of tasks: for each its examples, its loss, its metrics and its report."""
+"""The table of tasks: the examples, loss, metrics and report of each task."""
 
 from torch import nn
 
@@ -22,7 +22,7 @@ def _envelope_loss(model: nn.Module, recipe: Recipe) -> Objective:
 
 
 def _check_recordings(prepared: Material) -> None:
-    """Fit the linear baseline, which finds out whether the recordings can be scored at all."""
+    """Fit and score the linear baseline, which fails if the recordings cannot be scored."""
     assert isinstance(prepared, Signals)
     baseline_scores(prepared)
 

@@ -53,23 +53,23 @@ def _weights_of(model: nn.Module, selections: Sequence[str]) -> set[str]:
 
 
 def _call_registered(model: nn.Module, change: RegisteredChange, seed: int) -> set[str]:
-    """Call a registered function; return the parts that it changed."""
+    """Call a registered function; return the keys of the parts that it changed."""
     if change.name not in CHANGES:
         hint = nearest(change.name, CHANGES)
         raise BadInput(f"treatment.init: no function is registered as {change.name}{hint}")
     before = weight_digests(model)
     CHANGES[change.name](model, seed)
     after = weight_digests(model)
-    return {key for key, digest in after.items() if before.get(key) != digest}
+    return {key for key, value in after.items() if before.get(key) != value}
 
 
-# By the class of its settings, how a change is made; it returns the keys of the changed parts.
+# The function that applies each class of change; it returns the keys of the changed parts.
 _APPLY: dict[type, Callable[[nn.Module, Any, int], set[str]]] = {
     Orthogonalize: _orthogonalize,
     Randomize: _randomize,
     RegisteredChange: _call_registered,
 }
-CHANGES: dict[str, Callable[[nn.Module, int], object]] = {}  # registered, by treatment
+CHANGES: dict[str, Callable[[nn.Module, int], object]] = {}  # functions by treatment name
 
 
 def register_treatment(
@@ -78,15 +78,16 @@ def register_treatment(
     *,
     freeze: Sequence[str] = (),
 ) -> None:
-    """Add a treatment, for recipes and arms that say `treatment: NAME`.
+    """Register a treatment for recipes and arms that say `treatment: NAME`.
 
     Args:
         name: a name that no other treatment has.
-        change: takes the model on the CPU and the run's seed, and changes weights in place. It
-            draws from a generator of its own, so that untouched weights stay equal across arms.
-        freeze: selections that are frozen afterwards.
+        change: a function that takes the model on the CPU and the run's seed, and changes weights
+            in place. It must draw from its own random generator, so that the weights that it does
+            not change stay equal across arms.
+        freeze: selections to freeze afterwards.
 
-    A function of the same module and name replaces the one registered before.
+    Registering a function with the same module and name again replaces the earlier one.
     """
     check_registration("register_treatment", name, change)
     if name in TREATMENTS and not same_function(CHANGES.get(name), change):
@@ -97,9 +98,9 @@ def register_treatment(
 
 
 def treat(model: nn.Module, recipe: Recipe) -> set[str]:
-    """Do what the recipe's treatment says; return the keys of what got new values or is new.
+    """Apply the recipe's treatment; return the keys of the parts that it changed or added.
 
-    Surgery draws from generators of its own, so everything else is as without it.
+    Surgery draws from its own random generators, so it does not change any other random value.
     """
     surgery, touched = recipe.surgery, set[str]()
     for change in surgery.init:
@@ -114,7 +115,10 @@ def treat(model: nn.Module, recipe: Recipe) -> set[str]:
 
 
 def _freeze(model: nn.Module, recipe: Recipe) -> None:
-    """Freeze what the treatment says; a named one did not write the selection it is told of."""
+    """Freeze the treatment's selections; an error names the treatment.
+
+    The recipe of a named treatment does not contain the selection that the error is about.
+    """
     try:
         freeze(model, *recipe.surgery.frozen)
     except UnknownArchitecture:
@@ -124,92 +128,95 @@ def _freeze(model: nn.Module, recipe: Recipe) -> None:
 
 
 def weight_digests(model: nn.Module) -> dict[str, str]:
-    """A digest of every part, so that two runs can be compared weight by weight."""
+    """Return a digest of every part, so that two runs can be compared weight by weight."""
     try:
-        found, slots = survey(model)
+        structure, slots = survey(model)
     except UnknownArchitecture:
         return {name: digest(tensor)[:16] for name, tensor in model.state_dict().items()}
-    return {part.key: digest(slots[part.name].read(part.rows))[:16] for part in found.parts}
+    return {part.key: digest(slots[part.name].read(part.rows))[:16] for part in structure.parts}
 
 
 def state_digest(model: nn.Module) -> str:
-    """One digest of all of a model's weights and buffers."""
-    made = hashlib.sha256()
+    """Return one digest of all weights and buffers of a model."""
+    hasher = hashlib.sha256()
     for name, value in model.state_dict().items():
-        made.update(f"{name} {digest(full_tensor(value))}".encode())
-    return made.hexdigest()[:16]
+        hasher.update(f"{name} {digest(full_tensor(value))}".encode())
+    return hasher.hexdigest()[:16]
 
 
 def audit_frozen(model: nn.Module, recipe: Recipe) -> Audit | None:
-    """Digests of what the treatment or a stage froze, or nothing if nothing is."""
+    """Return an audit of the weights that the treatment or a stage froze; None without any."""
     by_stage = recipe.stages and not all(p.requires_grad for p in model.parameters())
     return audit(model) if recipe.surgery.frozen or by_stage else None
 
 
 def count_parameters(model: nn.Module) -> dict[str, int]:
-    """How many parameters there are, learn, and are frozen; a tied one counts once."""
+    """Count all, trainable and frozen parameters; a tied parameter counts once."""
     total = sum(p.numel() for p in model.parameters())
     learn = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return {"total": total, "trainable": learn, "frozen": total - learn}
 
 
 def wants_types(model: Any) -> bool:
-    """Whether a model can tell the second text of a pair from the first."""
+    """Return whether a model has token types, which mark the second text of a pair."""
     config = getattr(model, "config", None)
     return getattr(config, "type_vocab_size", 0) > 1
 
 
-_WHERE = "treatment.peft.select"
+_SELECT_KEY = "treatment.peft.select"
 
 
 def adapt(model: nn.Module, wanted: LowRank | Scales, seed: int) -> set[str]:
-    """Put adapters into a model, in place, and return their keys; its outputs stay what they were.
+    """Add adapters to a model in place and return their keys; the model's outputs do not change.
 
-    PEFT draws from torch's generator, which is set aside meanwhile: nothing else is drawn anew.
+    PEFT draws from torch's global generator. Its state is restored afterwards, so that no other
+    random value changes.
     """
     peft = require("peft", "peft", "treatment.peft")
-    found, slots = survey(model)
-    chosen = _chosen(found, slots, wanted.select)
+    structure, slots = survey(model)
+    chosen = _weights_to_adapt(structure, slots, wanted.select)
     targets = {part.name.rpartition(".")[0]: part for part in chosen}
     config = _config(peft, wanted, targets, transposed=any(part.axis for part in chosen))
     with torch.random.fork_rng([]):
         torch.manual_seed(derive_seed("adapters", seed))
         peft.inject_adapter_in_model(config, model)
-    found, slots = survey(model)
+    structure, slots = survey(model)
     if {s.adapts for s in slots.values() if s.adapts is not None} != targets.keys():
-        raise FrostlabError(f"{_WHERE}: PEFT adapted other modules than it was asked to")
-    return {part.key for part in found.select("adapter")}
+        raise FrostlabError(f"{_SELECT_KEY}: PEFT adapted other modules than it was asked to")
+    return {part.key for part in structure.select("adapter")}
 
 
-def _chosen(found: Anatomy, slots: dict[str, Slot], selections: tuple[str, ...]) -> list[Part]:
-    """The weights a selection names: whole projections, for adapters go around those."""
+def _weights_to_adapt(
+    structure: Anatomy, slots: dict[str, Slot], selections: tuple[str, ...]
+) -> list[Part]:
+    """Return the selected weights; refuse all but whole projections, which adapters wrap."""
     try:
-        chosen = [part for part in found.select(*selections) if part.kind == "weight"]
+        chosen = [part for part in structure.select(*selections) if part.kind == "weight"]
     except BadInput as error:
-        raise BadInput(f"{_WHERE}: {error}") from None
+        raise BadInput(f"{_SELECT_KEY}: {error}") from None
     if not chosen:
-        raise BadInput(f"{_WHERE}: names biases alone; adapters go around weights")
+        raise BadInput(f"{_SELECT_KEY}: names biases alone; adapters go around weights")
     keys = {part.key for part in chosen}
     for part in chosen:
         if part.role == "head":
-            raise BadInput(f"{_WHERE}: {part.name} is of the head, which learns as a whole")
+            raise BadInput(f"{_SELECT_KEY}: {part.name} is of the head, which learns as a whole")
         projection = isinstance(slots[part.name].owner, nn.Linear) or part.axis == 1
         if not part.matmul or not projection or part.ties:
             raise BadInput(
-                f"{_WHERE}: {part.name} ({part.role}) is no projection of its own; "
+                f"{_SELECT_KEY}: {part.name} ({part.role}) is no projection of its own; "
                 "select among query, key, value, output, up, gate, down"
             )
-        held = [other for other in found.parts if other.name == part.name]
+        held = [other for other in structure.parts if other.name == part.name]
         if not {other.key for other in held} <= keys:
             roles = ", ".join(other.role for other in held)
             raise BadInput(
-                f"{_WHERE}: {part.name} holds {roles} in one; select all of them, or none"
+                f"{_SELECT_KEY}: {part.name} holds {roles} in one; select all of them, or none"
             )
     return chosen
 
 
 def _config(peft: Any, wanted: LowRank | Scales, targets: dict[str, Part], transposed: bool) -> Any:
-    """PEFT's own settings; patterns match whole paths, where lists would match endings."""
+    """Return PEFT's settings; a pattern matches whole paths, while a list would match suffixes."""
     every = _pattern(targets)
     if isinstance(wanted, LowRank):
         return peft.LoraConfig(

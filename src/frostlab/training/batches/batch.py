@@ -1,4 +1,4 @@
-"""Which examples each step sees, as pure functions of the seed, collated into batches."""
+"""The order of examples, a pure function of the seed, and their collation into batches."""
 
 import hashlib
 from dataclasses import dataclass, replace
@@ -15,10 +15,10 @@ from frostlab.data.tokens import Tokens
 from frostlab.devices import prepares_kernels, to_device
 from frostlab.models.attention import Packing
 
-IGNORED = -100  # the target of a place that is not scored
-_POOL = 50  # batches whose examples are sorted by length together
-Rows = NDArray[np.int64]  # numbers of examples
-Order = list[Rows]  # the examples of each batch
+IGNORED = -100  # the target of a position that is not scored
+_POOL = 50  # batches per pool; the examples of a pool are sorted by length
+Rows = NDArray[np.int64]  # indices of examples
+Order = list[Rows]  # the example indices of each batch
 Split = Tokens | Windows
 
 
@@ -27,8 +27,8 @@ def epoch_order(
 ) -> Order:
     """Return the examples of every step of an epoch; the last step may have fewer.
 
-    With `bucket`, examples of similar length share a batch: a shuffled pool of batches is sorted
-    by length and cut, and the batches are shuffled again.
+    With `bucket`, examples of similar length share a batch: each pool of shuffled examples is
+    sorted by length and split into batches, and the batches are shuffled again.
     """
     draw = np.random.default_rng([seed, epoch])
     rows = draw.permutation(len(lengths))
@@ -42,17 +42,17 @@ def epoch_order(
 
 
 def evaluation_order(lengths: NDArray[np.int64], batch: int) -> Order:
-    """Return every example once, longest first, so that running out of memory happens at once."""
+    """Return batches of all examples, longest first, so that memory runs out at once if at all."""
     return in_batches(np.argsort(-lengths, kind="stable"), batch)
 
 
 def in_batches(rows: Rows, batch: int) -> Order:
-    """Cut rows into batches, in their order."""
+    """Split rows into batches and keep their order."""
     return [rows[i : i + batch] for i in range(0, len(rows), batch)]
 
 
 def scored_counts(tokens: Tokens) -> NDArray[np.int64]:
-    """Return how many targets of each example are scored."""
+    """Return the number of scored targets of each example."""
     if tokens.labels is not None:
         return np.ones(len(tokens), np.int64)
     first = 1 if tokens.scored_from is None else np.maximum(tokens.scored_from, 1)
@@ -60,18 +60,18 @@ def scored_counts(tokens: Tokens) -> NDArray[np.int64]:
 
 
 def row_lengths(tokens: Tokens, rows: Rows | slice = slice(None)) -> NDArray[np.int64]:
-    """Return how many tokens of each example are read: a language model's last is only a target."""
+    """Return the input length of each example; a language model's last token is only a target."""
     lengths = tokens.stops[rows] - tokens.starts[rows]
     return lengths if tokens.labels is not None else lengths - 1
 
 
 def padding_limit(tokens: Tokens, device: torch.device) -> int | None:
-    """Return the width `collate` may pad to; None for the longest example of each batch."""
+    """Return the largest width `collate` may pad to; None: each batch's longest example."""
     return int(tokens.lengths.max()) if prepares_kernels(device) else None
 
 
 def order_digest(order: Order, before: str = "") -> str:
-    """Return a digest of an epoch's order, chained to the digest of the epochs before."""
+    """Return a digest of an epoch's order, chained to the digest of earlier epochs."""
     digest = hashlib.sha256(before.encode())
     for rows in order:
         digest.update(len(rows).to_bytes(8, "little"))
@@ -80,9 +80,9 @@ def order_digest(order: Order, before: str = "") -> str:
 
 
 def micro_batches(rows: Rows, rank: int, size: int, count: int) -> Order:
-    """Cut a process's part of a step's examples into micro-batches, equally many in each process.
+    """Split a process's share of a step into micro-batches, the same number in each process.
 
-    A micro-batch may be empty: `collate` then makes a stand-in example that counts for nothing.
+    A micro-batch may be empty: `collate` then makes a placeholder example that is not scored.
     """
     longest = -(-len(rows) // size)
     own_rows = rows[rank::size]
@@ -92,14 +92,14 @@ def micro_batches(rows: Rows, rank: int, size: int, count: int) -> Order:
 
 @dataclass(frozen=True)
 class Batch:
-    """Examples as tensors, and how many of their tokens and targets are not padding."""
+    """Examples as tensors, with the numbers of real tokens and scored targets."""
 
     inputs: dict[str, Tensor]  # the model's arguments
     targets: Tensor  # (B,) classes, (B, T) next tokens (IGNORED is not scored) or envelopes
     examples: int
     tokens: int  # or EEG samples, without padding
-    scored: int  # targets that count
-    packing: Packing | None = None  # where the examples lie that share one row
+    scored: int  # scored targets
+    packing: Packing | None = None  # where each example lies in a packed row
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on a device, without waiting for the copy."""
@@ -113,7 +113,7 @@ class Batch:
         return next(iter(self.inputs.values())).shape[:2].numel()
 
     def tensors(self) -> list[Tensor]:
-        """Return every tensor of the batch, always in the same order."""
+        """Return every tensor of the batch, in a fixed order."""
         packing = self.packing
         places = [] if packing is None else [packing.bounds, packing.owners, packing.places]
         return [*self.inputs.values(), self.targets, *places]
@@ -132,7 +132,7 @@ class Batch:
 def padded_width(longest: int, limit: int) -> int:
     """Round a width up to one of eight widths per octave, at most `limit`.
 
-    A GPU prepares its kernels for every new width, which takes a tenth of a second and more.
+    Preparing a GPU's kernels for a new width takes at least a tenth of a second.
     """
     step = max(8, 1 << max(0, (longest - 1).bit_length() - 4))
     return max(longest, min(limit, -(-longest // step) * step))
@@ -146,11 +146,11 @@ def collate(
     types: bool = False,
     limit: int | None = None,
 ) -> Batch:
-    """Pad examples to the longest one, without a loop over examples.
+    """Pad examples to the longest of them, without a loop over examples.
 
-    `types` adds token types, which mark the second text of a pair. `limit` allows padding further,
-    up to that width, so that a device that prepares kernels for every width meets few. No rows
-    give one example that counts for nothing, so that every process takes every step.
+    `types` adds token types, which mark the second text of a pair. `limit` allows more padding, up
+    to that width, so that a device that prepares kernels for each width sees only a few. Without
+    rows, the batch is one placeholder that is not scored, so that every process takes every step.
     """
     counts = bool(len(rows))
     rows = rows if counts else np.zeros(1, np.int64)
@@ -174,7 +174,7 @@ def collate(
         targets = np.asarray(tokens.labels[rows])
     targets = targets if counts else np.full_like(targets, IGNORED)
     inputs: dict[str, Any] = {"input_ids": ids}
-    if not (language or real.all()):  # a causal model never reads the padding behind
+    if not (language or real.all()):  # a causal model never attends to trailing padding
         inputs["attention_mask"] = real.astype(np.int64)
     if types and tokens.second is not None:
         inputs["token_type_ids"] = (places >= tokens.second[rows][:, None]).astype(np.int64) * real
@@ -188,10 +188,10 @@ def collate(
 
 
 class Examples(Protocol):
-    """A split as training and evaluation use it; its examples are rows, counted from 0."""
+    """The examples of a split for training and evaluation, indexed by rows from 0."""
 
     def __len__(self) -> int:
-        """Return the number of examples of an epoch."""
+        """Return the number of examples in an epoch."""
 
     def epoch_order(self, batch: int, seed: int, epoch: int, bucket: bool) -> Order:
         """Return the examples of every step of an epoch."""
@@ -200,23 +200,23 @@ class Examples(Protocol):
         """Return the examples of every batch of an evaluation."""
 
     def scored(self, rows: Rows) -> int:
-        """Return how many targets of these examples are scored."""
+        """Return the number of scored targets of these examples."""
 
     def tokens_read(self, rows: Rows) -> int:
-        """Return how many tokens or samples of these examples the model reads."""
+        """Return the number of tokens or samples that the model reads in these examples."""
 
     def collate(self, rows: Rows) -> Batch:
-        """Return examples as tensors; no rows give one example that counts for nothing."""
+        """Return examples as tensors; without rows, one placeholder that is not scored."""
 
 
 @dataclass(frozen=True)
 class TokenExamples:
-    """Examples of token ids, padded."""
+    """Padded examples of token ids."""
 
     tokens: Tokens
     pad: int
     types: bool = False
-    limit: int | None = None  # of the width, as in `collate`
+    limit: int | None = None  # the largest padded width, as in `collate`
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -1,4 +1,4 @@
-"""The feed of training batches: padded, bucketed, packed, or past a cached prefix."""
+"""The feed of training batches: padded, bucketed, packed or prefix-cached."""
 
 from dataclasses import replace
 
@@ -19,12 +19,12 @@ from frostlab.training.distributed import Compute
 
 
 def packs_examples(train: Train) -> bool:
-    """Return whether several examples share one row: in packed and in prefix-cached batches."""
+    """Return whether several examples share a row, as in packed and prefix-cached batches."""
     return train.batching == "packed" or train.cache_prefix is not None
 
 
 class Feed:
-    """The training split in a recipe's order and batching mode; gives this process's part."""
+    """This process's training batches, in a recipe's order and batching mode."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Feed:
         return self.examples.epoch_order(self.train.batch, self.seed, epoch, bucket)
 
     def __call__(self, rows: Rows) -> list[Batch]:
-        """Return this process's micro-batches of a step; their gradients accumulate."""
+        """Return this process's micro-batches of a step, whose gradients are accumulated."""
         parts = self._micro_batches(rows)
         if not self.packs:
             return [self.examples.collate(part) for part in parts]

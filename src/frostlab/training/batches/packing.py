@@ -1,4 +1,4 @@
-"""Pack examples of different lengths into one row, of one of the few widths a run needs."""
+"""Packing of examples of different lengths into one row, padded to one of a few widths."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,24 +12,24 @@ from frostlab.models.attention import Packing
 from frostlab.training.batches.batch import IGNORED, Batch, Order, row_lengths
 
 _GRAIN = 64  # widths are multiples of this
-_WIDTHS = 8  # at most
+_WIDTHS = 8  # the largest number of different widths
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """The few shapes that packed rows are padded to, for devices that prepare kernels by shape."""
+    """The few shapes of packed rows, for devices that prepare kernels for each shape."""
 
-    widths: tuple[int, ...]  # tokens of a row, ascending
-    examples: int  # places for examples in a row
+    widths: tuple[int, ...]  # tokens per row, ascending
+    examples: int  # the most examples per row
     longest: int  # tokens of the longest example, rounded up
 
     def width(self, tokens: int) -> int:
-        """Return the narrowest width that holds so many tokens."""
+        """Return the smallest width that holds this number of tokens."""
         return next((w for w in self.widths if w >= tokens), int(_round_up(tokens)))
 
 
 def shapes_for(tokens: Tokens, parts: Order) -> Shapes:
-    """Return shapes of at most eight widths that waste the fewest tokens on these micro-batches."""
+    """Return shapes, of at most eight widths, that minimise the padding of these micro-batches."""
     lengths = row_lengths(tokens)
     sums = np.array([int(lengths[rows].sum()) for rows in parts])
     needed, counts = np.unique(_round_up(sums), return_counts=True)
@@ -44,12 +44,12 @@ def _round_up(count: Any) -> Any:
 def _least_padding(needed: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[int, ...]:
     """Choose the widths that pad rows the least, by dynamic programming.
 
-    `counts` says how many rows need each of the `needed` widths, which ascend.
+    `needed` holds widths in ascending order, and `counts` the number of rows that need each.
     """
     row_sums = np.concatenate([[0], np.cumsum(counts)])
     token_sums = np.concatenate([[0], np.cumsum(counts * needed)])
     last = np.arange(1, len(needed) + 1)
-    # waste[i, j]: tokens of padding if widths i…j all become width j
+    # waste[i, j]: padding tokens if rows of widths i…j are all padded to width j
     waste = (row_sums[last] - row_sums[:, None]) * needed
     waste -= token_sums[last] - token_sums[:, None]
     waste = np.where(np.arange(len(needed) + 1)[:, None] < last, waste, np.inf)
@@ -77,11 +77,11 @@ def pack(
     width: int | None = None,
     cached_starts: NDArray[np.int64] | None = None,
 ) -> Batch:
-    """Put examples behind each other in one row; `shapes` pads it to one of few shapes.
+    """Concatenate examples into one row; `shapes` pads the row to one of a few shapes.
 
-    With `cached_starts`, each example's first row in a prefix table, the batch also has the row of
-    each token there. No rows make a row of padding that counts for nothing, so that every process
-    takes every step.
+    `cached_starts` holds each example's first row in a prefix table; with it, the batch also has
+    each token's row in that table. Without examples, the row is padding that is not scored, so
+    that every process takes every step.
     """
     lengths = row_lengths(tokens, rows)
     ends = np.cumsum(lengths)
@@ -90,13 +90,13 @@ def pack(
         width = max(total, 1) if shapes is None else shapes.width(total)
     examples = max(len(rows), 1) if shapes is None else shapes.examples
     longest = int(lengths.max(initial=1))
-    if shapes is not None:  # doubled until it covers the padding, too: few different values
+    if shapes is not None:  # doubling until it covers the padding keeps values few
         longest = shapes.longest
         while longest < width - total:
             longest *= 2
     longest = max(longest, width - total)
 
-    owner = np.repeat(np.arange(len(rows)), lengths)  # of each real token
+    owner = np.repeat(np.arange(len(rows)), lengths)  # the example of each real token
     place = np.arange(total) - np.repeat(ends - lengths, lengths)
     at = np.repeat(tokens.starts[rows], lengths) + place
     ids = np.full(width, pad, np.int64)

@@ -1,6 +1,6 @@
-"""Cached outputs of the frozen layers below the first that learns, computed once per example.
+"""The prefix cache: outputs of the frozen lowest layers, computed once per example.
 
-Layers with dropout cannot be cached. The table is exact in float32, and rounded once in bf16.
+Layers with dropout cannot be cached. The table is exact in float32 and rounded once in bf16.
 """
 
 import json
@@ -29,7 +29,7 @@ from frostlab.surgery.origin import digest
 from frostlab.training.batches.batch import evaluation_order, row_lengths
 from frostlab.training.batches.packing import pack
 
-_BATCH = 32  # examples computed together
+_BATCH = 32  # examples per forward pass
 _GB = 10**9
 
 
@@ -45,17 +45,17 @@ class Prefix:
     facts: dict[str, Any]  # for the run's record
 
     def check(self) -> None:
-        """Refuse the table if one of its weights has been thawed."""
+        """Refuse the table if one of the weights that computed it has been thawed."""
         if any(weight.requires_grad for weight in self.weights):
             raise FrostlabError("train.cache_prefix: a layer whose outputs are cached was thawed")
 
     def vectors(self, rows: Tensor) -> Tensor:
-        """Look up (1, T) rows of the table: (1, T, width)."""
+        """Look up (1, T) row indices in the table; return (1, T, width) vectors."""
         return self.table.index_select(0, rows.flatten()).to(self.dtype).unsqueeze(0)
 
 
 def prefix_depth(model: nn.Module) -> int:
-    """Return how many layers lie below the first that learns; 0 if the embedding learns."""
+    """Return the number of layers below the first trainable layer; 0 if the embedding learns."""
     stack = take_apart(model)
     if stack is None:
         return 0
@@ -69,7 +69,7 @@ def prefix_depth(model: nn.Module) -> int:
 def check_prefix(
     model: nn.Module, prepared: Material, train: Train, precision: torch.dtype
 ) -> None:
-    """Refuse a prefix that is empty, random or larger than allowed."""
+    """Refuse a prefix that is empty, has dropout or is larger than allowed."""
     key, depth = "train.cache_prefix", prefix_depth(model)
     if not depth:
         raise BadInput(
@@ -89,7 +89,7 @@ def check_prefix(
 
 
 def _two_passes(model: nn.Module, tokens: Tokens, pad: int, depth: int) -> list[Tensor]:
-    """Compute the same examples twice in training mode: anything random makes them differ."""
+    """Compute the same examples twice in training mode; the outputs differ if dropout is on."""
     training, passes = model.training, []
     model.train()
     rows = np.argsort(tokens.lengths, kind="stable")[:2]
@@ -104,7 +104,7 @@ def _two_passes(model: nn.Module, tokens: Tokens, pad: int, depth: int) -> list[
 def _compute(
     model: nn.Module, tokens: Tokens, rows: NDArray[np.int64], pad: int, depth: int, types: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs for some examples, one token a row, and their rows in the table."""
+    """Return the outputs for some examples, one row per token, and their row indices."""
     stack = take_apart(model)
     assert stack is not None
     batch = pack(tokens, rows, pad, types=types, cached_starts=starts_of(tokens))
@@ -123,7 +123,7 @@ def starts_of(tokens: Tokens) -> NDArray[np.int64]:
 def build_prefix(
     model: nn.Module, prepared: Material, train: Train, precision: torch.dtype, types: bool
 ) -> Prefix:
-    """Compute the table in memory, or reuse or compute it on disk, where later runs find it."""
+    """Compute the table in memory, or reuse or compute the one on disk for this and later runs."""
     text, depth = text_of(prepared), prefix_depth(model)
     tokens = text.splits["train"]
     builder = _TableBuilder(model, tokens, text.pad, depth, precision, types)
@@ -141,7 +141,7 @@ def build_prefix(
 
 
 class _TableBuilder:
-    """Computes a table, and a key for everything that it depends on."""
+    """A builder of a table and of the key for everything that the table depends on."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class _TableBuilder:
 
     @torch.no_grad()
     def compute(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Return the outputs for some examples and their rows in the table."""
+        """Return the outputs for some examples and their row indices in the table."""
         training = self.model.training
         self.model.eval()
         half = self.precision == torch.bfloat16
@@ -206,15 +206,15 @@ def cached_table(
 ) -> tuple[Tensor, bool]:
     """Map a table from its file; return it, and whether it was reused.
 
-    A missing or damaged table is filled first. A lock admits one process at a time. A table that
-    another process removes while it is mapped stays readable.
+    A missing or damaged table is computed first. A lock admits one process at a time. A mapped
+    table stays readable if another process removes its file.
     """
     parent = cache_folder(None) / "prefixes"
     folder, needed = parent / key, shape[0] * shape[1] * dtype.itemsize
     try:
         parent.mkdir(parents=True, exist_ok=True)
         with Lock(parent / "lock"):
-            for leftover in parent.glob("*.part"):  # of a killed process: the lock is ours now
+            for leftover in parent.glob("*.part"):  # left by a killed process
                 shutil.rmtree(leftover)
             reused = _is_complete(folder, needed)
             if not reused:

@@ -16,7 +16,8 @@ from frostlab.training.step.head_loss import has_kernel
 from frostlab.training.step.objective import Objective
 from frostlab.training.step.optimizer import Bf16Copies, build_optimizer
 
-# Steps from which compiling pays: it takes seconds and saves milliseconds (benchmarks/kinds.py).
+# Steps from which compiling pays: it takes seconds, and saves milliseconds per step
+# (benchmarks/kinds.py).
 WORTH_COMPILING = 3000
 
 
@@ -32,9 +33,9 @@ class Choice:
 def choose_kind(
     wanted: StepKind, compute: Compute, steps: int, watches_inside: bool = False
 ) -> Choice:
-    """Return the fastest kind of step that works, with the reason if it is not the wanted kind.
+    """Return the fastest kind of step that works here, and the reason for it.
 
-    `watches_inside`: gradient flow reads activations of the forward pass.
+    `watches_inside`: whether gradient flow reads activations of the forward pass.
     """
     if wanted == "eager":
         return Choice("eager", False, "asked for")
@@ -69,9 +70,9 @@ def build_step(
     """Build a step of the chosen kind, with its optimizer, for a stage of `steps` steps.
 
     Args:
-        unused: some trainable parameters get no gradient.
-        lr_scales: factors of the learning rate, by name; parameters without one learn at 1.
-        watches_inside: gradient flow reads activations of the forward pass.
+        unused: whether some trainable parameters get no gradient.
+        lr_scales: factors of the learning rate by parameter name; the default factor is 1.
+        watches_inside: whether gradient flow reads activations of the forward pass.
     """
     world = compute.world
     choice = choose_kind(train.step, compute, steps, watches_inside)
@@ -83,7 +84,7 @@ def build_step(
     optimizer = build_optimizer(
         objective.model,
         optim,
-        fused=runs_ahead(compute.device) or not sharded,  # no kernel for shards on the CPU
+        fused=runs_ahead(compute.device) or not sharded,  # the CPU has no fused kernel for shards
         capturable=choice.kind == "captured",
         copies=copies,
         lr_scales=lr_scales,

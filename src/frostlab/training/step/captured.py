@@ -1,9 +1,9 @@
 """The whole step as one CUDA graph: forward, backward, clipping and update in one launch.
 
-Each batch shape has its own graph, and a second one for the steps that gradient flow measures. A
-graph reads its batch, the learning rate and the number of targets from one static input buffer,
-filled by one copy, and writes three numbers. Dropout masks still differ from step to step: a graph
-reads the generator's seed when it is replayed.
+Each batch shape has one graph, and a second graph for the steps that gradient flow measures. A
+graph reads the batch, the learning rate and the number of targets from one static input buffer,
+which one copy fills, and writes three numbers. Dropout masks still differ from step to step,
+because a replay reads the generator's current seed.
 """
 
 import weakref
@@ -21,9 +21,10 @@ from frostlab.training.step.compiled import CompiledStep, shape_key
 from frostlab.training.step.eager import Outcome
 
 _ALIGNED = 16  # bytes
-_AHEAD = 8  # steps whose inputs may be on their way to the device
-_MAX_GRAPHS = 64  # of each kind: a graph keeps memory for its inputs and its kernels' arguments
-Record = Callable[[Callable[[], None]], Callable[[], None]]  # from work to its replay
+_AHEAD = 8  # steps whose inputs may be in transit to the device at once
+_MAX_GRAPHS = 64  # measured or not: a graph holds memory for its inputs and kernel arguments
+# A function that records another function and returns its replay.
+Record = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 @dataclass(frozen=True)
@@ -37,24 +38,24 @@ class _CapturedGraph:
 
 
 class CapturedStep(CompiledStep):
-    """Replays a graph for each batch shape; a step that cannot be captured runs without one."""
+    """A step that replays one graph per batch shape; it runs without graphs if capturing fails."""
 
     kind = "captured"
 
     def __init__(self, *settings: Any, record: Record | None = None, **options: Any) -> None:
         super().__init__(*settings, **options)
         scales = {group.get("lr_scale", 1.0) for group in self.optimizer.param_groups}
-        self._rates = {  # learning rates on the device, by their scale; the optimizer reads them
+        self._rates = {  # learning rates on the device by scale; the optimizer reads them
             scale: torch.zeros((), device=self.device) for scale in sorted(scales)
         }
         self._graphs: dict[Any, _CapturedGraph] = {}
         self._seen_shapes: set[Any] = set()
         self._record = record or _Recorder(self.device)
         self._captures = self._captures_measured = True
-        self._recording: bool | None = None  # whether the graph being recorded measures
+        self._recording: bool | None = None  # while recording: whether the step is a measured one
 
     def __call__(self, parts: list[Batch], scored: int, rate: float) -> Outcome:
-        """Replay the graph of this shape; the first step of a shape runs without one."""
+        """Replay the graph of this shape; the first step of a shape runs without a graph."""
         if self._recompile_if_changed():
             self._graphs, self._seen_shapes = {}, set()
         if self.copies is not None:
@@ -116,7 +117,7 @@ class CapturedStep(CompiledStep):
         return self._graphs[shape, measured]
 
     def _give_up(self, problem: str, measured: bool) -> None:
-        """Continue without graphs: in measured steps if one of them failed, else in all steps."""
+        """Stop capturing: only measured steps if a measured step failed, else all steps."""
         if measured:
             self._captures_measured = False
             self.reason = f"measured steps run without a graph: {problem}"
@@ -137,14 +138,14 @@ class CapturedStep(CompiledStep):
             self.flow.probe.after_step()
 
     def fall_back(self, reason: str) -> None:
-        """Keep what still works: compiled layers without a graph, or a graph of eager layers."""
+        """Keep the working half: compiled layers without a graph, or a graph of eager layers."""
         if not self._captures:
             self.kind = "compiled" if self.compiles else "eager"
         self.reason = reason
 
 
 class _Recorder:
-    """Records work into CUDA graphs that share one pool of memory."""
+    """A recorder of CUDA graphs that share one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
@@ -162,14 +163,15 @@ class _Recorder:
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
                 work()
         except Exception as error:
-            generator.graphsafe_set_state(state)  # its own state waits for the end of the capture
-            raise (error.__context__ or error) from None  # the first error, not the one it led to
+            # a failed capture leaves the generator in capture mode
+            generator.graphsafe_set_state(state)
+            raise (error.__context__ or error) from None  # the original error
         self.alive.add(graph)
         return graph.replay
 
 
 class StaticInputs:
-    """The inputs of a graph, in one buffer on the device that one copy fills."""
+    """The inputs of a graph in one device buffer, which one copy fills."""
 
     def __init__(self, parts: list[Batch], device: torch.device) -> None:
         size = _offsets(parts)[-1] + _ALIGNED
@@ -178,11 +180,11 @@ class StaticInputs:
         self._sent = 0
 
     def views(self, parts: list[Batch]) -> tuple[list[Batch], Tensor]:
-        """Return the batches in the buffer, and the pair of learning rate and number of targets."""
+        """Return batches that view the buffer, and a view of learning rate and target count."""
         return _views(self.buffer, parts)
 
     def send(self, parts: list[Batch], scored: int, rate: float) -> None:
-        """Copy a step's batches to the device without waiting for it."""
+        """Copy a step's inputs to the device without waiting for the copy."""
         slot = self._slots[self._sent % _AHEAD]
         self._sent += 1
         slot.fill([tensor for part in parts for tensor in part.tensors()], scored, rate)
@@ -191,7 +193,7 @@ class StaticInputs:
 
 
 class _HostBuffer:
-    """A pinned buffer, with the views that fill it: making them takes longer than filling it."""
+    """A pinned buffer and its views, kept because creating them takes longer than filling them."""
 
     def __init__(self, parts: list[Batch], size: int, device: torch.device) -> None:
         cuda = device.type == "cuda"
@@ -201,7 +203,7 @@ class _HostBuffer:
         self._event = torch.cuda.Event() if cuda else None
 
     def fill(self, tensors: list[Tensor], scored: int, rate: float) -> None:
-        """Write the inputs of a step, after the copy of the previous ones has ended."""
+        """Write a step's inputs once the buffer's previous copy to the device has finished."""
         if self._event is not None:
             self._event.synchronize()
         for view, tensor in zip(self._views, tensors, strict=True):
@@ -209,19 +211,19 @@ class _HostBuffer:
         self._numbers[0], self._numbers[1] = rate, float(scored)
 
     def mark_sent(self) -> None:
-        """Mark that the copy to the device has been enqueued."""
+        """Record an event after the enqueued copy, so that `fill` can wait for it."""
         if self._event is not None:
             self._event.record()
 
 
 def _offsets(parts: list[Batch]) -> list[int]:
-    """Return where each tensor begins in a buffer of bytes, and where the last one ends."""
+    """Return the byte offset of each tensor in a buffer, and the offset after the last tensor."""
     sizes = [-(-t.nbytes // _ALIGNED) * _ALIGNED for part in parts for t in part.tensors()]
     return [0, *accumulate(sizes)]
 
 
 def _views(buffer: Tensor, parts: list[Batch]) -> tuple[list[Batch], Tensor]:
-    """Return batches whose tensors lie in a buffer, and the two numbers that lie behind them."""
+    """Return batches whose tensors view a buffer, and a view of the two numbers after them."""
     offsets = iter(_offsets(parts))
     batches = []
     for part in parts:

@@ -1,4 +1,4 @@
-"""The step with its layers compiled, and linear maps that share an input joined into one.
+"""The step with compiled layers, in which linear maps that share an input are joined into one.
 
 A model that cannot be compiled runs eagerly, and the step's `reason` says why.
 """
@@ -25,7 +25,7 @@ from frostlab.training.step.optimizer import Bf16Copies
 
 
 class CompiledStep(EagerStep):
-    """Forward and backward compiled layer by layer; the update is the eager one."""
+    """A step that compiles forward and backward layer by layer; the update runs eagerly."""
 
     kind = "compiled"
 
@@ -41,7 +41,7 @@ class CompiledStep(EagerStep):
     ) -> None:
         super().__init__(objective, optimizer, compute, clip, reason, copies)
         self._all_parameters = list(self.objective.parameters())
-        self._traced_state = self._state_traced()
+        self._state_at_compile = self._guarded_state()
         self.compiles, self._tried_shapes = compiles, set[Any]()
         if compiles:
             compile_layers(self.objective)
@@ -57,7 +57,7 @@ class CompiledStep(EagerStep):
         return super().work(parts, scored)
 
     def _try_compiling(self, parts: list[Batch], scored: int | Tensor) -> None:
-        """Compile for a new shape in a dry run, and fall back if that fails."""
+        """Compile for a new shape in a dry run, and fall back to eager layers if that fails."""
         shape = shape_key(parts)
         if not self.compiles or shape in self._tried_shapes:
             return
@@ -74,22 +74,22 @@ class CompiledStep(EagerStep):
         """Continue with a simpler kind of step, and record the reason."""
         self.kind, self.reason = "eager", reason
 
-    def _state_traced(self) -> tuple[Any, ...]:
+    def _guarded_state(self) -> tuple[Any, ...]:
         """Return the state that compiled or captured code depends on: which weights learn."""
-        # the supervision decides which weights get a gradient
+        # the supervision determines which weights get a gradient
         supervision = getattr(self.objective, "supervision", None)
         trainable = (p.requires_grad for p in self._all_parameters)
         return (changes(self.objective), self.objective.training, supervision, *trainable)
 
     def _recompile_if_changed(self) -> bool:
-        """Compile again, and return True, if other weights learn than before.
+        """Compile again and return True if that state has changed, as when a weight is thawed.
 
-        Code compiled for a frozen weight would give it no gradient after it is thawed.
+        Code that was compiled for a frozen weight computes no gradient for it after a thaw.
         """
-        if self._state_traced() == self._traced_state:
+        if self._guarded_state() == self._state_at_compile:
             return False
         self._all_parameters = list(self.objective.parameters())
-        self._traced_state, self._tried_shapes = self._state_traced(), set()
+        self._state_at_compile, self._tried_shapes = self._guarded_state(), set()
         if self.compiles:
             uncompile(self.objective)
             compile_layers(self.objective)
@@ -97,7 +97,7 @@ class CompiledStep(EagerStep):
 
 
 def shape_key(parts: list[Batch]) -> Any:
-    """Return what code for one shape relies on: input names, tensor shapes, longest example."""
+    """Return the key of a compiled shape: input names, tensor shapes and longest example."""
     return tuple(
         (*part.inputs, *(t.shape for t in part.tensors()), part.packing and part.packing.longest)
         for part in parts
@@ -105,10 +105,9 @@ def shape_key(parts: list[Batch]) -> Any:
 
 
 def compile_layers(objective: nn.Module) -> None:
-    """Compile every layer, all with the same code.
+    """Compile every layer separately; equal layers share the compiled code.
 
-    Layers are alike, so one compilation serves them all: seconds where a whole model takes a
-    minute.
+    One compilation serves all layers and takes seconds; compiling a whole model takes a minute.
     """
     for module in objective.modules():
         if isinstance(module, Objective):
@@ -126,17 +125,17 @@ def uncompile(objective: nn.Module) -> None:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run compiled modules eagerly inside this context: evaluations have too few batches."""
+    """Run compiled modules eagerly in this context: compiling for evaluations does not pay."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
 def joining_backend(module: GraphModule, inputs: Sequence[Any]) -> Any:
-    """Compile a graph with inductor, its linear maps joined first: a torch.compile backend.
+    """Join a graph's linear maps and compile it with inductor: a backend for torch.compile.
 
-    A GPU multiplies one wide matrix faster than three narrow ones. Dropout masks are drawn by
-    torch's own kernels: masks that inductor draws take as long as the code they are fused with,
-    and torch's are those of an eager step.
+    A GPU multiplies one wide matrix faster than three narrow ones. Torch's own kernels draw the
+    dropout masks, as in an eager step: drawing them in inductor's fused kernels takes as long as
+    the rest of the kernel.
     """
     from torch._inductor.compile_fx import compile_fx
 
@@ -147,7 +146,7 @@ def joining_backend(module: GraphModule, inputs: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True)
 class _Linear:
-    """A linear map in a graph, its weight and its bias inputs of the graph."""
+    """A linear map in a graph; its weight and its bias are inputs of the graph."""
 
     node: Node
     x: Node
@@ -160,10 +159,10 @@ class _Linear:
 
 
 def join_linears(graph: Graph) -> None:
-    """Join linear maps of one input into one product; only rows that learn get a gradient."""
+    """Join linear maps of the same input into one product; only trainable rows get a gradient."""
     by_input: dict[Any, list[_Linear]] = defaultdict(list)
     for node in list(graph.nodes):
-        if _writes_in_place(node):  # inputs read before may have another value after it
+        if _writes_in_place(node):  # it may change an input, so do not join across it
             _join_groups(graph, by_input.values())
             by_input.clear()
         linear = _as_linear(node)
@@ -174,7 +173,7 @@ def join_linears(graph: Graph) -> None:
 
 
 def _as_linear(node: Node) -> _Linear | None:
-    """Return a node as a linear map whose parameters all learn or are all frozen, else None."""
+    """Return a node as a linear map; None for other nodes, or if only its bias or weight learns."""
     if node.op != "call_function" or node.target is not F.linear or node.kwargs:
         return None
     x, *rest = node.args
@@ -205,7 +204,7 @@ def _join_groups(graph: Graph, groups: Iterable[list[_Linear]]) -> None:
 
 def _join(graph: Graph, linears: list[_Linear]) -> None:
     first = linears[0]
-    ordered = sorted(linears, key=lambda linear: linear.learns)  # frozen ones first
+    ordered = sorted(linears, key=lambda linear: linear.learns)  # frozen maps first
     groups = [[linear for linear in ordered if linear.learns == learns] for learns in (False, True)]
     groups = [group for group in groups if group]
     with graph.inserting_before(first.node):
@@ -232,8 +231,8 @@ def _cat(graph: Graph, nodes: list[Node]) -> Node:
 def partly_frozen_linear(x: Tensor, frozen: Tensor, learning: Tensor, *biases: Tensor) -> Tensor:
     """Apply a linear map whose first rows are frozen.
 
-    It takes one product forward, one for the input's gradient, and one for the weight's gradient
-    over the rows that learn.
+    It computes one product in the forward pass and two in the backward pass: the input's gradient,
+    and the gradient of the weight's trainable rows.
     """
     device = x.device.type
     half = torch.is_autocast_enabled(device)
@@ -246,6 +245,8 @@ def partly_frozen_linear(x: Tensor, frozen: Tensor, learning: Tensor, *biases: T
 
 
 class _PartlyFrozen(torch.autograd.Function):
+    """The autograd function of `partly_frozen_linear`."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *learning: Tensor

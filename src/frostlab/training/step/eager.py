@@ -1,4 +1,4 @@
-"""One optimizer step: forward and backward of every micro-batch, clipping, update."""
+"""One optimizer step: forward and backward of every micro-batch, clipping and update."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from frostlab.training.step.optimizer import Bf16Copies, apply_update, prepare_u
 
 
 class Diverged(FrostlabError):
-    """A loss or a gradient is no longer a number."""
+    """Raised when a loss or a gradient is not finite."""
 
     def __init__(self, step: int, what: str, loss: float) -> None:
         super().__init__(
@@ -33,7 +33,7 @@ class Diverged(FrostlabError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Three numbers of a step, left on the device; reading them later lets no step wait."""
+    """Three numbers of a step, kept on the device so that no step waits for them."""
 
     values: Tensor  # (3,): loss, norm, broken
 
@@ -54,12 +54,12 @@ class Outcome:
 
 
 def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
-    """Make dropout a pure function of seed, step and process, so that resuming repeats it."""
+    """Seed dropout by seed, step and rank, so that a resumed run draws the same masks."""
     seed_generators(derive_seed(seed, step, rank), device)
 
 
 class EagerStep:
-    """The step without compilation: PyTorch runs one operation after another."""
+    """A step without compilation: PyTorch runs one operation after another."""
 
     kind = "eager"
 
@@ -75,7 +75,7 @@ class EagerStep:
         self.objective, self.optimizer, self.compute = objective, optimizer, compute
         self.clip, self.reason, self.copies = clip, reason, copies
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.reached = self.parameters  # those that got a gradient in the last step
+        self.reached = self.parameters  # parameters that got a gradient in the last step
         self.flow: LiveFlow | None = None  # measures some of the steps
         self.device = self.parameters[0].device
 
@@ -94,7 +94,7 @@ class EagerStep:
         return torch.stack([loss, norm, broken.to(norm.dtype)])
 
     def warm_up(self, parts: list[Batch], scored: int) -> None:
-        """Load the kernels of a step on a GPU, with a step that changes nothing.
+        """Load the kernels of a step on a GPU by a step that changes nothing.
 
         Weights, moments, statistics and generators are unchanged afterwards.
         """
@@ -112,7 +112,8 @@ class EagerStep:
 
     def gradients(self, parts: list[Batch], scored: int | Tensor) -> Tensor:
         """Accumulate the gradients of the mean loss; return this process's part of that loss."""
-        if self.copies is not None and len(parts) == 1:  # several accumulate in float32
+        # several micro-batches accumulate their gradients in float32
+        if self.copies is not None and len(parts) == 1:
             with self.copies.in_place():
                 return self._backward(parts, scored)
         return self._backward(parts, scored)

@@ -1,4 +1,4 @@
-"""Losses of decoded speech envelopes, made of Pearson's r, and a model with such a loss."""
+"""Losses of decoded speech envelopes based on Pearson's r, and the objective with such a loss."""
 
 from collections.abc import Sequence
 from typing import Literal, get_args
@@ -14,12 +14,12 @@ from frostlab.training.step.objective import Exits, Objective
 
 LossKind = Literal["pearson", "pearson-l1", "mse-pearson", "multiscale"]
 KINDS: tuple[LossKind, ...] = get_args(LossKind)
-_FLAT = 16.0  # rounding errors: a signal that varies by no more is constant
+_FLAT = 16.0  # rounding errors; a signal that varies less counts as constant
 _TINY = 1e-30
 
 
 class EnvelopeObjective(Objective):
-    """A model from (B, T, channels) of EEG to a (B, T) envelope, with its loss."""
+    """A model that maps (B, T, channels) of EEG to a (B, T) envelope, with its loss."""
 
     def __init__(self, model: nn.Module, loss: EnvelopeLoss) -> None:
         super().__init__(model)
@@ -31,7 +31,7 @@ class EnvelopeObjective(Objective):
         return prediction if want == "logits" else self.loss_of(prediction, batch)
 
     def loss_of(self, prediction: Tensor, batch: Batch) -> Tensor:
-        """Return the loss of a prediction; the stand-in window of an empty batch gives 0."""
+        """Return the loss of a prediction; the placeholder of an empty batch gives 0."""
         kind, weight, scales = self.loss.kind, self.loss.weight, self.loss.scales
         loss = envelope_loss(kind, prediction, batch.targets, weight=weight, scales=scales)
         return loss if batch.scored else 0.0 * loss
@@ -51,7 +51,7 @@ def envelope_loss(
         kind: "pearson" −r, "pearson-l1" −r + weight·L1, "mse-pearson" MSE + weight·(1 − r)²,
             "multiscale" the mean of −r over average-pooled scales.
         weight: factor of the second term; 1 by default.
-        scales: how many samples are averaged into one; 1, 2, 4 and 8 by default.
+        scales: numbers of samples averaged into one; 1, 2, 4 and 8 by default.
     """
     return window_losses(kind, prediction, target, weight=weight, scales=scales).sum()
 
@@ -64,7 +64,7 @@ def window_losses(
     weight: float | None = None,
     scales: Sequence[int] | None = None,
 ) -> Tensor:
-    """Return the loss of each of (B, T) windows: (B,)."""
+    """Return the loss of each window: (B,) from (B, T)."""
     _check(kind, prediction, target, weight, scales)
     weight = 1.0 if weight is None else weight
     x, y = _exact(prediction), _exact(target)
@@ -90,8 +90,8 @@ def pearson(prediction: Tensor, target: Tensor) -> Tensor:
 def _centred(x: Tensor) -> tuple[Tensor, Tensor]:
     """Centre a signal and scale its largest value to 1; also return whether it was constant.
 
-    r does not depend on the scale, so dividing by a constant leaves its gradient right, and
-    squares neither vanish nor overflow. A constant signal becomes zeros.
+    r does not depend on the scale, so treating the scale as a constant keeps the gradient correct.
+    Scaling keeps squares from underflow and overflow. A constant signal becomes zeros.
     """
     with torch.no_grad():
         noise = (_FLAT * torch.finfo(x.dtype).eps * x.abs().amax(-1, keepdim=True)).clamp(min=_TINY)
@@ -104,7 +104,7 @@ def _centred(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _exact(x: Tensor) -> Tensor:
-    """Return at least float32, which autocast leaves alone: there is no matrix product here."""
+    """Return the tensor in float32, or in float64 if it was; autocast does not change this."""
     return x if x.dtype == torch.float64 else x.float()
 
 

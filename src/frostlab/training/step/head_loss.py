@@ -1,6 +1,6 @@
 """Fused cross-entropy of a language model's head: the logits of all tokens never exist at once.
 
-A chunk of tokens at a time, logits, loss and gradients are computed in the forward pass; the
+The forward pass computes logits, loss and gradients for one chunk of tokens at a time; the
 backward pass only scales the gradients.
 """
 
@@ -20,10 +20,10 @@ from frostlab.training.batches.batch import IGNORED
 # Bytes that a chunk's logits may take; every chunk reads and writes the head's whole gradient once.
 CPU_CHUNK = 64 * 2**20
 GPU_CHUNK = 1 / 64  # of the device's memory
-_ALIGNED = 64  # columns: a GPU multiplies rows that begin elsewhere slowly
+_ALIGNED = 64  # columns; a GPU multiplies slowly if rows are not aligned
 
 
-@_disable_dynamo  # as optimizers do: torch.compile of a caller goes around it
+@_disable_dynamo  # as in torch.optim: torch.compile of a caller skips this function
 def head_loss(
     hidden: Tensor | Sequence[Tensor],
     weight: Tensor,
@@ -35,8 +35,8 @@ def head_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropy of a linear head on one or several supervised layers.
 
-    `hidden` is (…, width), or several of that shape that share the head; `weight` is
-    (vocabulary, width) and `targets` (…). Returns the sum of the layers' losses, each times its
+    `hidden` is one tensor (…, width) or several that share the head; `weight` is
+    (vocabulary, width) and `targets` is (…). Return the sum of the layers' losses, each times its
     entry of `weights`, and each layer's loss without gradient. Only tensors that require a
     gradient get one.
     """
@@ -53,7 +53,7 @@ def head_loss(
 
 @dataclass(frozen=True)
 class _Options:
-    factors: list[float]  # of each layer's loss in the total
+    factors: list[float]  # the weight of each layer's loss in the total
     ignore: int
 
 
@@ -72,7 +72,7 @@ def _check(
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Total loss whose gradients are computed forward; the backward pass scales them."""
+    """The autograd function of `head_loss`: forward computes gradients, backward scales them."""
 
     @staticmethod
     def forward(
@@ -91,7 +91,7 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale in place, unless the graph is retained; autograd casts to the inputs' dtypes."""
+        """Scale gradients, in place unless the graph is retained; autograd casts their dtypes."""
         if torch.is_grad_enabled():  # once_differentiable would raise in some cases only
             raise FrostlabError("head_loss has no second derivative: leave out create_graph=True")
         retained = torch._C._autograd._get_current_graph_task_keep_graph()
@@ -131,8 +131,8 @@ def _compute(
 class _ChunkedLoss:
     """One pass over the tokens of every layer, which accumulates the head's gradients.
 
-    Products are computed in `dtype`, sums in `sum_dtype`. On the host only scored tokens are
-    computed; elsewhere the others are masked, because choosing them would wait for the device.
+    Products are computed in `dtype`, sums in `sum_dtype`. On the CPU, only scored tokens
+    are computed; a GPU masks the others, because selecting tokens would wait for the device.
     """
 
     def __init__(
@@ -164,15 +164,15 @@ class _ChunkedLoss:
         self.logits = self._logits_buffer()
 
     def _tokens_per_chunk(self, tokens: int) -> int:
-        """Return how many tokens stay below the chunk's bytes, in chunks of equal size."""
+        """Return the number of tokens per chunk: equal chunks whose logits fit the byte limit."""
         size, chunk_bytes = self.dtype.itemsize, _chunk_bytes(self.weight.device)
         if not self.in_kernel and not (self.on_host and self.dtype == self.sum_dtype):
-            size += self.sum_dtype.itemsize  # their logarithms or gradients exist at the same time
+            size += self.sum_dtype.itemsize  # log-probabilities or gradients exist at the same time
         most = max(1, chunk_bytes // (size * len(self.weight)))
         return max(1, math.ceil(tokens / max(1, math.ceil(tokens / most))))
 
     def _logits_buffer(self) -> Tensor:
-        """Allocate a chunk's logits: in half precision on a GPU, which waits for bytes."""
+        """Allocate a chunk's logits, on a GPU in the product's dtype to save memory bandwidth."""
         columns = len(self.weight)
         dtype = self.sum_dtype if self.on_host else self.dtype
         padded = columns if self.on_host else -(-columns // _ALIGNED) * _ALIGNED
@@ -202,7 +202,7 @@ class _ChunkedLoss:
     def _chunk(
         self, rows: Tensor, start: int, stop: int, factor: float
     ) -> tuple[Tensor, Tensor | None]:
-        """Return a chunk's loss and its gradient by the logits; add to the head's gradients."""
+        """Return a chunk's loss and its gradient with respect to the logits; add the head's."""
         scored, labels = self.scored[start:stop], self.labels[start:stop]
         if not self.on_host:  # rows that are not scored may hold anything, NaN included
             rows = rows.masked_fill(~scored[:, None], 0)
@@ -227,9 +227,9 @@ class _ChunkedLoss:
     def _cross_entropy(
         self, logits: Tensor, labels: Tensor, factor: float | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute what the kernel computes, one operation after another."""
+        """Compute the kernel's loss and gradient with separate operations."""
         scored, place = labels >= 0, labels.clamp(min=0)[:, None]
-        # in place is safe: the CPU's kernel reads a row before it writes it
+        # in place is safe, because the CPU's kernel reads a row before it writes it
         out = logits if self.on_host else None
         logs = torch.log_softmax(logits, 1, dtype=self.sum_dtype, out=out)
         loss = -logs.gather(1, place).squeeze(1).masked_fill(~scored, 0).sum()
@@ -245,7 +245,7 @@ class _ChunkedLoss:
 
 
 def _scored_rows(targets: Tensor, ignore: int, classes: int) -> Tensor | None:
-    """Return the rows that are scored, or None for all; refuse a target that is not a class."""
+    """Return the scored rows, or None if all are; refuse a target that is not a class."""
     scored = targets.ne(ignore)
     wrong = scored & ((targets < 0) | (targets >= classes))
     if bool(wrong.any()):
@@ -268,19 +268,19 @@ def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Return whether values can be read for free; elsewhere reading waits and breaks a capture."""
+    """Return whether a tensor is on the CPU; reading from a GPU waits and breaks a capture."""
     return tensor.device.type == "cpu"
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype matrices are multiplied in: autocast's, which leaves float64 alone."""
+    """Return the dtype of matrix products: autocast's dtype, except for float64."""
     if dtype != torch.float64 and torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return dtype
 
 
 def put_product(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Write a matrix product into `out`; products of half precision are rounded once."""
+    """Write a matrix product into `out`; a half-precision product is rounded only once."""
     if out.dtype == a.dtype:
         return torch.mm(a, b, out=out)
     if a.device.type == "cuda" and out.dtype == torch.float32:
@@ -289,7 +289,7 @@ def put_product(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a matrix product to a total of full precision."""
+    """Add a matrix product to a full-precision total."""
     if a.dtype == total.dtype:
         torch.addmm(total, a, b, out=total)
     elif a.device.type == "cuda":

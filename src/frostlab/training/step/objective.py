@@ -1,4 +1,4 @@
-"""The objective: a model and its loss, of the last layer or of several supervised ones."""
+"""The objective: a model with the loss of its last layer or of several supervised layers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -23,11 +23,11 @@ _SUPPORTED = "gpt, decoder, and Hugging Face's BERT, GPT-2 and Llama for languag
 
 @dataclass(frozen=True)
 class Supervision:
-    """The layers of one model that have a loss, counted from 1, and the weight of each."""
+    """The layers of a model that have a loss, counted from 1, and the weight of each loss."""
 
     layers: tuple[int, ...]  # ascending
     weights: tuple[float, ...]
-    left_out: tuple[int, ...] = ()  # asked for, but their loss would only train the head
+    left_out: tuple[int, ...] = ()  # requested layers whose loss would only train the head
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -35,7 +35,7 @@ class Supervision:
 
 
 def language_stack(model: nn.Module, asked: str) -> Stack:
-    """Return the stack of a language model whose head can read every layer, or refuse `asked`."""
+    """Return a language model's stack if its head can read every layer, else refuse `asked`."""
     stack = take_apart(model)
     if stack is None or stack.classifies or type(stack.head) is not nn.Linear:
         raise BadInput(f"{asked} does not know {type(model).__name__}; it knows {_SUPPORTED}")
@@ -43,11 +43,11 @@ def language_stack(model: nn.Module, asked: str) -> Stack:
 
 
 def resolve_supervision(supervise: Supervise, model: nn.Module) -> Supervision | None:
-    """Return the supervised layers of a model as it is frozen now; None for the model's own loss.
+    """Return the supervised layers, given the weights that learn now; None: the model's own loss.
 
     A layer's loss is left out if no weight at or below it learns, unless `supervise.frozen` asks
-    for it; the last layer's loss always stays. Weights default to equal ones over the layers that
-    stay; weights in the recipe are used as they are.
+    for it; the last layer's loss is never left out. By default the remaining layers have equal
+    weights that sum to 1; weights in the recipe are used unchanged.
     """
     if supervise == Supervise():
         return None
@@ -77,7 +77,7 @@ def resolve_supervision(supervise: Supervise, model: nn.Module) -> Supervision |
 
 
 def _named_layers(supervise: Supervise, count: int) -> tuple[int, ...]:
-    """Return the layers a recipe names; refuse one that the model does not have."""
+    """Return the layers that a recipe names; refuse a layer that the model does not have."""
     if supervise.layers == "last":
         return (count,)
     if supervise.layers == "all":
@@ -113,7 +113,7 @@ def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Exits:
-    """Layers below the last, counted from 1; `see` gets each layer's number and logits."""
+    """Layers below the last, from 1, and a callback for each layer's number and logits."""
 
     layers: Sequence[int]
     see: Callable[[int, Tensor], None]
@@ -135,11 +135,11 @@ class Objective(nn.Module):
 
     @property
     def depth(self) -> int:
-        """Return how many layers the head can read."""
+        """Return the number of layers whose outputs the head can read."""
         return len(language_stack(self.model, "an early exit").layers)
 
     def forward(self, batch: Batch, want: Literal["loss", "logits"] | Exits = "loss") -> Tensor:
-        """Return the loss, summed over scored targets, or the logits; `Exits` adds lower layers."""
+        """Return the loss, summed over scored targets, or logits; `Exits` visits lower layers."""
         if isinstance(want, Exits):
             return self._visit_exits(batch, want)
         if want == "loss" and self.supervision is not None:
@@ -166,7 +166,7 @@ class Objective(nn.Module):
         )[0]
 
     def _visit_exits(self, batch: Batch, exits: Exits) -> Tensor:
-        """Pass on each layer's logits, one layer's at a time in memory; return the last layer's."""
+        """Call `see` with one layer's logits at a time; return the last layer's logits."""
         stack = language_stack(self.model, "an early exit")
         after = [*exits.layers, len(stack.layers)]
         *below, last = self.head_inputs(stack, batch, after)
@@ -189,7 +189,7 @@ class Objective(nn.Module):
 
 
 def check_stack(objective: Objective, prepared: Material, types: bool, packs: bool) -> None:
-    """Refuse a model that cannot be packed, or whose stack computes another loss than the model."""
+    """Refuse a model that cannot be packed, or whose stack gives a different loss."""
     model, kind = objective.model, type(objective.model).__name__
     language = prepared.task == "language"
     if take_apart(model) is None:

@@ -1,4 +1,4 @@
-"""AdamW: its groups, learning rates, update and saved state, and a kernel with bf16 copies."""
+"""AdamW: parameter groups, learning rates, updates, saved state, and a kernel for bf16 copies."""
 
 import math
 from collections import Counter
@@ -16,7 +16,7 @@ from frostlab.models.stack import take_apart
 from frostlab.recipe.settings import Optim, StepDecay
 from frostlab.training.distributed import place_like
 
-_BLOCK = 4096  # elements that a program of the kernel updates
+_BLOCK = 4096  # elements that one program of the kernel updates
 _COLUMNS = 7  # weight, two moments, gradient, copy, size, whether the gradient is bf16
 
 
@@ -28,9 +28,9 @@ def build_optimizer(
     copies: "Bf16Copies | None" = None,
     lr_scales: Mapping[str, float] | None = None,
 ) -> torch.optim.Optimizer:
-    """Return AdamW over the trainable parameters; weight decay is for matrices only.
+    """Return AdamW over the trainable parameters; weight decay applies to matrices only.
 
-    `lr_scales` are factors of the learning rate, by name; parameters without one learn at 1.
+    `lr_scales` holds factors of the learning rate by parameter name; the default factor is 1.
     """
     trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     grouped: dict[tuple[bool, float], list[nn.Parameter]] = {}
@@ -62,7 +62,7 @@ def rate_at(step: int, steps: int, optim: Optim) -> float:
 
 
 def warmup_steps(steps: int, optim: Optim) -> int:
-    """Return the steps of the warm-up: a fraction of the stage, or a number of steps."""
+    """Return the number of warm-up steps; a setting below 1 is a fraction of the stage."""
     return int(optim.warmup) if optim.warmup >= 1 else int(optim.warmup * steps)
 
 
@@ -71,7 +71,7 @@ def prepare_update(
 ) -> bool:
     """Prepare an update; return False if a gradient is broken and the step must be skipped.
 
-    On a GPU the optimizer's own kernel clips and skips, so that the host never waits.
+    On a GPU, the optimizer's kernel clips and skips by itself, so that the host never waits.
     """
     if not updates_conditionally(device):
         return int(broken) < 0
@@ -86,7 +86,7 @@ def apply_update(
     reached: Sequence[nn.Parameter],
     clip_factor: Tensor,
 ) -> None:
-    """Clip the gradients, where the optimizer's kernel does not, and take the step."""
+    """Clip the gradients, unless the optimizer's kernel does, and take the step."""
     if not updates_conditionally(device) and float(clip_factor) < 1.0:
         gradients: list[Any] = [p.grad for p in reached]
         torch._foreach_mul_(gradients, clip_factor)
@@ -102,7 +102,7 @@ def skip_update(optimizer: Any, device: torch.device, clip_factor: Tensor | None
 def optimizer_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, torch.Tensor]:
-    """Return the optimizer's state by parameter name, as `name//key`."""
+    """Return the optimizer's state, keyed by `name//key`."""
     names = {id(p): name for name, p in model.named_parameters()}
     return {
         f"{names[id(p)]}//{key}": value
@@ -117,9 +117,9 @@ def restore_optimizer(
     tensors: dict[str, torch.Tensor],
     partly: bool = False,
 ) -> None:
-    """Load saved state, placed and sharded as the parameters are.
+    """Load saved state, placed and sharded like the parameters.
 
-    `partly`: some parameters start without state, as those of new layers do.
+    `partly`: whether parameters may lack state, as the parameters of new layers do.
     """
     parameters = dict(model.named_parameters())
     states: dict[str, dict[str, torch.Tensor]] = {}
@@ -142,10 +142,10 @@ def restore_optimizer(
 
 
 class KernelAdamW(torch.optim.AdamW):
-    """AdamW over float32 weights on CUDA in one or two kernel launches; its state is torch's own.
+    """AdamW over float32 weights on CUDA in one or two kernel launches, with torch's state.
 
     As in torch's fused AdamW, `grad_scale` divides gradients and `found_inf` above 0 skips a step.
-    If it `measures`, a step writes the squared sizes of weights and changes to `sums`
+    If `measures` is set, a step writes the squared norms of weights and of their changes to `sums`
     (see `frostlab.flow.probe`).
     """
 
@@ -191,7 +191,7 @@ class KernelAdamW(torch.optim.AdamW):
         steps = [state["step"] for state in states]
         stopped = self.found_inf
         torch._foreach_add_(steps, 1.0)
-        if stopped is not None:  # a list: subtracting one tensor from many would wait for its value
+        if stopped is not None:  # a list, because subtracting one tensor waits for its value
             torch._foreach_sub_(steps, [stopped] * len(steps))
         values = []
         for row, state in zip(rows, states, strict=True):
@@ -206,7 +206,7 @@ class KernelAdamW(torch.optim.AdamW):
         taken = torch.stack(steps).double()
         first, second = ((1 - beta**taken).float() for beta in (beta1, beta2))
         rate_index: dict[Any, int] = {}
-        for row in rows:  # tensors are equal if identical, numbers by value
+        for row in rows:  # tensors hash by identity, numbers by value
             rate_index.setdefault(row.group["lr"], len(rate_index))
         owners, starts, decay, whose, places = self._block_layout(
             tuple(row.p.numel() for row in rows),
@@ -245,7 +245,7 @@ class KernelAdamW(torch.optim.AdamW):
         places: tuple[int, ...],
         device: torch.device,
     ) -> list[Tensor]:
-        """Return each program's tensor and start, and each tensor's decay, rate and place."""
+        """Return each program's tensor and start, and each tensor's decay, rate index and place."""
         key = (sizes, decays, whose, places)
         if key not in self._layouts:
             counts = torch.tensor([-(-size // _BLOCK) for size in sizes])
@@ -275,7 +275,7 @@ class KernelAdamW(torch.optim.AdamW):
             self._spare_tables.append(torch.zeros(size, dtype=torch.int64, device=device))
 
     def fill_address_tables(self) -> list[Tensor]:
-        """Fill the tables of a recorded graph; return them, to be kept as long as the graph."""
+        """Fill and return the tables of a recorded graph; keep them as long as the graph."""
         unfilled, self._unfilled = self._unfilled, []
         for table, values in unfilled:
             table[: len(values)] = torch.tensor(values)
@@ -332,12 +332,12 @@ class Bf16Copies:
         return self._by_id.get(id(p))
 
     def gradient(self, p: nn.Parameter) -> Tensor | None:
-        """Return the gradient of a parameter or, in bf16, that of its copy."""
+        """Return the bf16 gradient of a parameter's copy, or else the parameter's gradient."""
         copy = self.of(p)
         return p.grad if copy is None or copy.grad is None else copy.grad
 
     def refresh(self) -> None:
-        """Copy parameters that were changed outside the optimizer, and their requires_grad."""
+        """Update the copies of parameters that changed outside the optimizer, and requires_grad."""
         stale = [entry for entry in self._entries if entry.parameter._version != entry.version]
         if stale:
             with torch.no_grad():
@@ -357,7 +357,7 @@ class Bf16Copies:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let layers compute with the copies inside this context."""
+        """Make layers compute with the copies inside this context."""
         self.refresh()
         for entry in self._entries:
             entry.module._parameters[entry.name] = entry.copy
@@ -369,7 +369,7 @@ class Bf16Copies:
 
 
 def _linear_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Yield the layers' linear parameters that have one user and no hooks."""
+    """Yield the parameters of linear layers that one module uses and that have no hooks."""
     stack = take_apart(model)
     modules = [m for layer in (stack.layers if stack else []) for m in layer.modules()]
     uses = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
