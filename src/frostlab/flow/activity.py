@@ -1,9 +1,9 @@
-"""Measures activations in the forward pass of a measured step: dead units, saturation, attention.
+"""Measurement of activations in the forward pass: dead units, saturation, attention entropy.
 
-Units are seen at the input of every `down` projection of a model with a known anatomy, and at the
-output of the modules in `ONE_SIDED` and `BOUNDED`; activations called as functions elsewhere are
-not seen. Attention is seen where it calls torch's scaled_dot_product_attention or a softmax over
-(batch, heads, queries, keys); nn.MultiheadAttention hides both.
+Units are measured at the input of every `down` projection of a model with a known anatomy, and at
+the output of the modules in `ONE_SIDED` and `BOUNDED`. Other activations, such as F.relu, are not
+measured. Attention is measured where the model calls F.scaled_dot_product_attention or a softmax
+over (batch, heads, queries, keys); it cannot be measured inside nn.MultiheadAttention.
 """
 
 import math
@@ -26,15 +26,15 @@ BOUNDED: dict[type[nn.Module], tuple[float, float]] = {
     nn.Tanh: (-1.0, 1.0),
     nn.Hardtanh: (-1.0, 1.0),
 }
-_EDGE = 0.01  # of a bounded range: closer to a bound is saturated
-_NEGLIGIBLE = 1e-6  # of the largest activation: a unit that never exceeds it is dead
-_EXAMPLES = 4  # of a batch, for the entropy of attention
+_EDGE = 0.01  # an activation this close to a bound is saturated, as a fraction of the range
+_NEGLIGIBLE = 1e-6  # a unit that never exceeds this fraction of the largest activation is dead
+_EXAMPLES = 4  # examples per batch that the attention entropy is computed from
 
-Measurements = dict[tuple[str, str], Tensor]  # (dead, saturated or entropy; module): numbers
+Measurements = dict[tuple[str, str], Tensor]  # (dead | saturated | entropy, module) → values
 
 
 class Activity:
-    """Forward hooks that measure activations at the steps that are due."""
+    """Forward hooks that measure activations at the steps to be measured."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Activity:
         self._attention_mode = ExitStack()
 
     def hooks(self) -> list[Any]:
-        """Register the hooks that were asked for, and return their handles."""
+        """Register the requested hooks, and return their handles."""
         handles = self.unit_hooks()
         if self._attention_entropy:
             handles.append(self._model.register_forward_pre_hook(self._enter_forward))
@@ -68,18 +68,18 @@ class Activity:
         return handles
 
     def listening(self) -> AbstractContextManager[Any]:
-        """Return a context for a forward pass outside `model(…)`: attention is measured if due."""
+        """Return a context that measures attention, if due, in a forward outside `model(…)`."""
         if self._attention_entropy and self._is_due():
             return _AttentionMode(self._measured)
         return nullcontext()
 
     def numbers(self) -> Tensor | None:
-        """Return all measurements since the last report in one tensor, or None without any."""
+        """Return all measurements since the last report as one tensor, or None if empty."""
         numbers = [value.flatten().double() for value in self._measured.values()]
         return torch.cat(numbers) if numbers else None
 
     def reader(self) -> Callable[[list[float]], dict[str, Any]]:
-        """Return a function that turns those numbers into fields of a report, and start afresh."""
+        """Clear the measurements; return a function from `numbers()` to report fields."""
         sizes = {key: value.numel() for key, value in self._measured.items()}
         self._measured = {}
 
@@ -95,7 +95,7 @@ class Activity:
 
     def _on_input(self, name: str, hooked: nn.Module) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if module is hooked and self._measures(module):  # a copy of the model has hooks, too
+            if module is hooked and self._measures(module):  # a deep copy keeps this hook
                 self._measured["dead", name] = dead_fraction(args[0].detach())
 
         return hook
@@ -124,7 +124,7 @@ class Activity:
 
 
 def _down_projections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that project the hidden units of a feed-forward network back."""
+    """Yield the name and module of every `down` projection of the feed-forward networks."""
     try:
         anatomy, slots = survey(model)
     except UnknownArchitecture:
@@ -135,7 +135,7 @@ def _down_projections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def dead_fraction(activations: Tensor) -> Tensor:
-    """Return the fraction of units (last axis) that stay at zero in every example."""
+    """Return the fraction of units (last axis) that are zero in every example."""
     size = activations.abs().reshape(-1, activations.shape[-1]).amax(0)  # (units,)
     return (size <= _NEGLIGIBLE * size.max()).float().mean()
 
@@ -147,7 +147,7 @@ def saturated_fraction(activations: Tensor, low: float, high: float) -> Tensor:
 
 
 class _AttentionMode(TorchFunctionMode):
-    """Measures the entropy of every attention that a forward pass computes, in order."""
+    """A function mode that measures the entropy of each attention call, in call order."""
 
     def __init__(self, measured: Measurements) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ def attention_probabilities(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return the attention of scaled_dot_product_attention: (examples, heads, queries, keys)."""
+    """Return the attention probabilities, of shape (examples, heads, queries, keys)."""
     query, key = query[:_EXAMPLES].float(), key[:_EXAMPLES].float()
     if enable_gqa:
         key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
@@ -196,7 +196,10 @@ def attention_probabilities(
 
 @torch.no_grad()
 def entropy(probabilities: Tensor) -> Tensor:
-    """Return the relative entropy of each head: 0 at one token, 1 if all visible ones are alike."""
+    """Return the mean entropy of each head, relative to the entropy of uniform attention.
+
+    It is 0 if all attention is on one token, and 1 if it is uniform over the visible tokens.
+    """
     entropies = torch.special.entr(probabilities).sum(-1)  # (examples, heads, queries)
     visible = (probabilities > 0).sum(-1).amax(1, keepdim=True)  # (examples, 1, queries)
     counted = (visible > 1) & (probabilities.sum(-1) > 0)

@@ -1,4 +1,4 @@
-"""A diagnosis of a run: a sentence on its flow, the ratios over depth, and its targets."""
+"""Diagnosis of a run: a summary of its gradient flow, gradient ratios over depth, and targets."""
 
 import math
 from collections.abc import Sequence
@@ -26,11 +26,11 @@ from frostlab.records.index import read_run
 from frostlab.storage import finite
 from frostlab.text import NONE, columns
 
-FLOW_TARGETS = {"front_ratio": 0.1, "weight_change": 0.01}  # more than this is wanted of any run
-RATIO_WORDS = ((0.01, "vanishing"), (0.1, "weak"), (0.5, "fair"))  # front_ratio below the limit
+FLOW_TARGETS = {"front_ratio": 0.1, "weight_change": 0.01}  # the measured value should exceed these
+RATIO_WORDS = ((0.01, "vanishing"), (0.1, "weak"), (0.5, "fair"))  # (limit of front_ratio, word)
 _TITLES = {"front_ratio": "front/output gradient", "weight_change": "front weight change"}
 
-UNHEALTHY = {  # verdict: the verb for one part, and for several
+UNHEALTHY = {  # verdict → the verb for one part, the verb for several parts
     STILL: ("does not learn", "do not learn"),
     DECAYING: ("is moved by weight decay alone", "are moved by weight decay alone"),
     EXPLODING: ("explodes", "explode"),
@@ -42,25 +42,25 @@ _NOTABLE = {
     UNKNOWN: ("is not known yet", "are not known yet"),
 }
 _TOO_EARLY = "only one step has been measured; verdicts need two"
-_MOST_NAMES = 5  # parts named in a sentence
+_MOST_NAMES = 5  # at most this many parts are named in a sentence
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A run, its flow by stage, and the values wanted of it."""
+    """The state of a run, its flow for each stage, and its targets."""
 
     folder: Path
     status: str
     error: str | None
     step: int | None
     metric: str | None
-    value: float | None  # of the metric: the best once the run has ended, the latest until then
+    value: float | None  # best metric value of a finished run, latest of a running one
     flows: dict[str, Flow]
-    wanted: dict[str, float] = field(default_factory=lambda: dict(FLOW_TARGETS))  # name: value
+    wanted: dict[str, float] = field(default_factory=lambda: dict(FLOW_TARGETS))  # name → target
 
     @property
     def healthy(self) -> bool | None:
-        """Whether every trainable part learns and nothing blew up; None before the first report."""
+        """Whether all trainable parts learn and no value diverged; None before the first report."""
         words = {v.word for flow in self.flows.values() for v in flow.verdicts().values()}
         if self.status == "diverged" or words & set(UNHEALTHY):
             return False
@@ -68,7 +68,7 @@ class Diagnosis:
 
     @property
     def sentences(self) -> list[str]:
-        """A sentence a stage, then one on the run if it did not end well."""
+        """One sentence per stage, plus one on the run if it diverged or failed."""
         several = len(self.flows) > 1
         sentences = [
             (f"stage {name}: " if several else "") + sentence_of(flow)
@@ -127,15 +127,15 @@ def diagnose(folder: Path) -> Diagnosis:
 
 
 def _wanted(folder: Path, metric: str | None) -> dict[str, float]:
-    """Return a recipe's targets: `evaluate.target`, and those of a metric that has its own.
+    """Return the targets of a recipe: its `evaluate.target`, or the metric's default target.
 
-    Where a metric has a target of its own, the gradients of the first layers have theirs, too.
+    If the metric has a default target, the flow targets of the first layers are added.
     """
     target = None
     try:
         recipe = load_recipe(str(folder / "recipe.yaml"))
     except BadInput:
-        pass  # damaged, or written by another version: the metric's own target remains
+        pass  # damaged, or written by another version: use the metric's default target
     else:
         metric, target = recipe.metric, recipe.evaluate.target
     if metric is None or (target is None and metric not in METRIC_TARGETS):
@@ -146,7 +146,7 @@ def _wanted(folder: Path, metric: str | None) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Target:
-    """A value that is wanted of a run, and the measured one; None where it was not measured."""
+    """A target of a run and the measured value, which is None if it was not measured."""
 
     name: str
     value: float | None
@@ -154,7 +154,7 @@ class Target:
 
     @property
     def reached(self) -> bool:
-        """Whether the measured value is strictly better than the wanted one."""
+        """Whether the measured value is strictly better than the target."""
         if self.value is None:
             return False
         if self.name in LOWER_IS_BETTER:
@@ -172,10 +172,10 @@ class Target:
 
 
 def targets_of(diagnosis: Diagnosis) -> tuple[Target, ...]:
-    """Compare a run with its recipe's targets; flow targets are those of its last stage.
+    """Compare a run with the targets of its recipe; flow targets apply to the last stage.
 
-    The gradient and the weight change of the first layers count only where those layers learn,
-    the gradient only if the head learns.
+    The targets of the first layers apply only if those layers are trainable; the gradient ratio
+    also needs a trainable head.
     """
     flow = list(diagnosis.flows.values())[-1]
     ratios, reports = flow.depth_ratios(), flow.reports
@@ -196,7 +196,7 @@ def targets_of(diagnosis: Diagnosis) -> tuple[Target, ...]:
 
 
 def targets_table(targets: Sequence[Target]) -> str:
-    """Return a heading that says whether all targets are reached, and a line a target."""
+    """Return a heading that says whether all targets are reached, and one line per target."""
     rows = [
         (
             _TITLES.get(target.name, f"validation {target.name}"),
@@ -212,7 +212,7 @@ def targets_table(targets: Sequence[Target]) -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """Parts with the same verdict and the same hint; the reason is that of the first part."""
+    """A group of parts with the same verdict and hint; `why` is the reason for the first part."""
 
     word: str
     why: str
@@ -222,7 +222,7 @@ class Finding:
 
 
 def findings_of(flow: Flow) -> list[Finding]:
-    """Group the verdicts; parts that learn or are frozen on purpose come last."""
+    """Group parts by verdict and hint; parts that learn or are frozen on purpose come last."""
     groups: dict[tuple[str, str], list[str]] = {}
     verdicts = flow.verdicts()
     for name, verdict in verdicts.items():
@@ -235,7 +235,7 @@ def findings_of(flow: Flow) -> list[Finding]:
 
 
 def sentence_of(flow: Flow) -> str:
-    """Say how many parts do not learn, and which: "7 of 24 parts do not learn: layers[1].up, …"."""
+    """Summarise the verdicts: "7 of 24 parts do not learn: layers[1].up, …"."""
     if not flow.reports:
         return "no step has been measured yet"
     words = {name: verdict.word for name, verdict in flow.verdicts().items()}
@@ -261,7 +261,7 @@ def sentence_of(flow: Flow) -> str:
 
 
 def join_names(names: Sequence[str], most: int) -> str:
-    """Join the first names, and count the others."""
+    """Join at most `most` names, and append the number of the remaining names."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -270,10 +270,10 @@ def join_names(names: Sequence[str], most: int) -> str:
 class DepthRatios:
     """Gradient sizes of the first and last layers relative to the head; NaN where unknown.
 
-    Front is layers 0 and 1, back the last two layers, output the head. A tensor's gradient size is
-    max |g| at the last report, a group's size the mean over its tensors. Weight change is the mean
-    over front tensors of |range - first range| / first range, without tensors whose first range is
-    0 (such as all ones); it is NaN after one report.
+    `front` is layers 0 and 1, `back` is the last two layers, `output` is the head. The gradient
+    size of a tensor is max |g| at the last report; the size of a group is the mean over its
+    tensors. `weight_change` is the mean of |range - first range| / first range over the front
+    tensors whose first range is not 0; it is NaN if there is only one report.
     """
 
     front: float
@@ -283,12 +283,12 @@ class DepthRatios:
 
     @property
     def front_ratio(self) -> float:
-        """Gradient size of the front over that of the output."""
+        """Gradient size of the front divided by the gradient size of the output."""
         return _quotient(self.front, self.output)
 
     @property
     def back_ratio(self) -> float:
-        """Gradient size of the back over that of the output."""
+        """Gradient size of the back divided by the gradient size of the output."""
         return _quotient(self.back, self.output)
 
     @property
@@ -300,7 +300,7 @@ class DepthRatios:
         return next((word for limit, word in RATIO_WORDS if ratio < limit), "good")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON, with the ratios and their word."""
+        """Return plain values for JSON, including the ratios and the word."""
         return asdict(self) | {
             "front_ratio": self.front_ratio, "back_ratio": self.back_ratio, "word": self.word
         }  # fmt: skip
@@ -319,7 +319,7 @@ def depth_ratios(reports: Sequence[Report]) -> DepthRatios:
 
 
 def front_ratios(reports: Sequence[Report]) -> dict[int, float]:
-    """Return the front ratio by step; NaN where either size is unknown."""
+    """Return the front ratio for each step; NaN where either gradient size is unknown."""
     return {r.step: DepthRatios(**r.largest, weight_change=math.nan).front_ratio for r in reports}
 
 

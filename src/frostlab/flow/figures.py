@@ -1,6 +1,6 @@
-"""Heat maps and lines of a flow: a grid of cells for terminal and page, drawn with altair.
+"""Heat maps and line charts of a flow, as a grid of cells and as altair figures.
 
-The grid needs no other package; the pictures need `frostlab[report]`.
+The grid needs no other package; the figures need `frostlab[report]`.
 """
 
 import json
@@ -30,17 +30,17 @@ MEANINGS = {
     BROKEN: "NaN or infinity",
 }
 TITLES = {"gradient": "gradient norm", "ratio": "update / weight"}
-DECADES = 8  # of a scale; smaller numbers are drawn as its smallest
+DECADES = 8  # range of a colour scale; smaller numbers are clamped to its lower end
 
-_ROWS, _COLUMNS = 130, 48  # of a drawn heat map; parts and reports beyond are joined
-_WIDTH = 280  # of a plot, in pixels
+_ROWS, _COLUMNS = 130, 48  # most rows and columns of a heat map; further ones are merged
+_WIDTH = 280  # width of a plot, in pixels
 _GREY, _RED = "#8c8c8c", "#d62728"
-_INK = {"svg": "currentColor", "png": "#222222"}  # the page's colour, or dark on white
+_INK = {"svg": "currentColor", "png": "#222222"}  # text colour: the page's own, or dark on white
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One row around one step: a kind, and the value if the kind is a number."""
+    """One cell of a grid: its kind, and its value if the kind is NUMBER."""
 
     kind: str
     value: float = math.nan
@@ -48,7 +48,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """A part, or the parts of a layer together, by their indices in the flow."""
+    """A row of a grid: one part or all parts of a layer, as indices into the flow's parts."""
 
     name: str
     parts: tuple[int, ...]
@@ -56,28 +56,28 @@ class Row:
 
 @dataclass(frozen=True)
 class Grid:
-    """Cells of one quantity: a row a part or layer, a column one report or several."""
+    """Cells of one quantity: one row per part or layer, one column per report or reports."""
 
     quantity: str
     rows: tuple[Row, ...]
     steps: tuple[int, ...]  # the last step of each column
     cells: tuple[tuple[Cell, ...], ...]
-    reports_a_column: int  # at most
-    low: float  # of the scale
-    high: float
+    reports_a_column: int  # largest number of reports in one column
+    low: float  # lower end of the colour scale
+    high: float  # upper end of the colour scale
 
     def kinds(self) -> list[str]:
-        """Return the kinds of cell in the grid that are not numbers."""
+        """Return the kinds of the cells without a number, in the order of `SIGNS`."""
         present = {cell.kind for row in self.cells for cell in row}
         return [kind for kind in SIGNS if kind in present]
 
     def power(self, value: float) -> float:
-        """Return the position of a number on the scale, as a logarithm."""
+        """Return log10 of a number, clamped to the scale."""
         return math.log10(min(max(value, self.low), self.high))
 
 
 def rows_of(flow: "Flow", most: int) -> tuple[Row, ...]:
-    """Return a row a part; with more than `most` parts a row a layer, and its alarming parts."""
+    """Return one row per part or, above `most` parts, one per layer and one per alarming part."""
     if len(flow.parts) <= most:
         return tuple(Row(part.name, (i,)) for i, part in enumerate(flow.parts))
     verdicts = flow.verdicts() if flow.reports else {}
@@ -98,7 +98,7 @@ def rows_of(flow: "Flow", most: int) -> tuple[Row, ...]:
 
 
 def grid_of(flow: "Flow", quantity: str, rows: Sequence[Row], columns: int) -> Grid:
-    """Return the cells of `gradient` or `ratio`; a column of several reports is their median."""
+    """Return the grid of `gradient` or `ratio`; a column of several reports shows the median."""
     spans = _spans(len(flow.reports), columns)
     reports = [flow.reports[a:b] for a, b in spans]
     cells = tuple(
@@ -114,13 +114,13 @@ def grid_of(flow: "Flow", quantity: str, rows: Sequence[Row], columns: int) -> G
 
 
 def _layer_of(part: str) -> str:
-    """Return a part's name up to the first number, or all of it without one."""
+    """Return a part's name up to its first number, or the whole name if it has no number."""
     match = re.match(r".*?(\[\d+\]|(?<![^.])\d+(?![^.]))", part)
     return match[0] if match else part
 
 
 def _spans(count: int, columns: int) -> list[tuple[int, int]]:
-    """Divide reports among at most so many columns, equally but for the last one."""
+    """Divide `count` reports into at most `columns` spans; only the last may be shorter."""
     size = max(1, math.ceil(count / columns))
     return [(a, min(a + size, count)) for a in range(0, count, size)]
 
@@ -146,7 +146,7 @@ def _number(value: float) -> Cell:
 
 
 def _joined(cells: Sequence[Cell]) -> Cell:
-    """Join the cells of several reports: broken if one of them is, else their median."""
+    """Merge the cells of several reports: broken if any is broken, otherwise their median."""
     if len(cells) == 1 or any(cell.kind == BROKEN for cell in cells):
         return next((cell for cell in cells if cell.kind == BROKEN), cells[0])
     values = [cell.value for cell in cells if cell.kind in (NUMBER, ZERO)]
@@ -154,13 +154,13 @@ def _joined(cells: Sequence[Cell]) -> Cell:
 
 
 def require_drawing() -> tuple[Any, Any]:
-    """Import altair and vl_convert, or say which extra brings them."""
+    """Import altair and vl_convert, or raise an error that names the extra to install."""
     purpose = "drawing a flow"
     return require("altair", "report", purpose), require("vl_convert", "report", purpose)
 
 
 def heat_png(flow: "Flow", scale: float = 1.5) -> bytes:
-    """Draw both heat maps side by side, on white."""
+    """Draw both heat maps side by side on a white background."""
     alt, vl_convert = require_drawing()
     grids = _grids(flow)
     both = alt.hconcat(*map(_heat, grids), spacing=24).resolve_scale(color="independent")
@@ -170,7 +170,7 @@ def heat_png(flow: "Flow", scale: float = 1.5) -> bytes:
 
 
 def heat_svgs(flow: "Flow") -> dict[str, str]:
-    """Draw a heat map a quantity; each cell has its numbers as a tooltip."""
+    """Draw one heat map per quantity; each cell shows its value as a tooltip."""
     return {
         g.quantity: _svg(_spec(_heat(g), "svg", {g.quantity: _cells(g)}), g.quantity)
         for g in _grids(flow)
@@ -178,7 +178,7 @@ def heat_svgs(flow: "Flow") -> dict[str, str]:
 
 
 def norm_svg(flow: "Flow") -> str:
-    """Draw the norm of the whole gradient by step, and before clipping where it was measured."""
+    """Draw the norm of the whole gradient by step, after and, if measured, before clipping."""
     titles = (("gradient", "after clipping"), ("before_clip", "before clipping"))
     series = {title: _points(flow.norms(quantity)) for quantity, title in titles}
     if not series["before clipping"]:
@@ -187,7 +187,7 @@ def norm_svg(flow: "Flow") -> str:
 
 
 def front_svg(flow: "Flow") -> str | None:
-    """Draw the front/output gradient ratio by step and the limits of its words; None without."""
+    """Draw the front/output gradient ratio by step, or return None if no ratio is known."""
     alt, _ = require_drawing()
     points = _points(front_ratios(flow.reports))
     if not points:
@@ -219,10 +219,10 @@ def _cells(grid: Grid) -> list[dict[str, Any]]:
 
 
 def _heat(grid: Grid) -> Any:
-    """Return a heat map whose cells `_spec` adds, under the quantity's name."""
+    """Return a heat map without data; `_spec` adds the cells under the quantity's name."""
     alt, _ = require_drawing()
     names = [row.name for row in grid.rows]
-    extent = min(6.5 * max(map(len, names)), 200)  # browsers' fonts are wider than the measured one
+    extent = min(6.5 * max(map(len, names)), 200)  # browser fonts are wider than vl_convert's
     height = 12 if len(grid.rows) > 30 else 16
     base = alt.Chart(alt.NamedData(grid.quantity)).encode(
         x=alt.X(
@@ -244,7 +244,7 @@ def _heat(grid: Grid) -> Any:
         .transform_filter("datum.kind == 'number'")
         .encode(color=alt.Color("power:Q", scale=scale, legend=legend))
     )
-    # Cells without a number are grey, broken ones red; a sign tells them apart.
+    # Broken cells are red, other cells without a number grey; a sign shows the kind.
     uncoloured = (
         base.mark_rect(fillOpacity=0.3)
         .transform_filter("datum.kind != 'number'")
@@ -282,14 +282,14 @@ def _lines(series: dict[str, list[dict[str, float]]], title: str) -> Any:
 
 
 def _points(series: dict[int, float]) -> list[dict[str, float]]:
-    """Return the points that a logarithmic axis can show."""
+    """Return the finite positive points, which a logarithmic axis can show."""
     return [{"step": s, "value": v} for s, v in series.items() if math.isfinite(v) and v > 0]
 
 
 def _spec(chart: Any, kind: str, data: dict[str, Any] | None = None) -> str:
-    """Return the chart's specification as JSON, coloured for a page or a picture.
+    """Return the chart's specification as JSON, with colours for `kind`: svg or png.
 
-    Data are added last, because altair copies and checks the data it holds at every call.
+    The data are added last, because altair copies and validates its data at every call.
     """
     ink = _INK[kind]
     axis = {"labelColor": ink, "titleColor": ink, "domainColor": _GREY, "tickColor": _GREY}
@@ -307,7 +307,7 @@ def _spec(chart: Any, kind: str, data: dict[str, Any] | None = None) -> str:
 
 
 def _compressed(png: bytes) -> bytes:
-    """Compress a PNG as well as zlib can: some eight times smaller."""
+    """Recompress a PNG at the highest zlib level, which makes it about eight times smaller."""
     at, data, output = 8, b"", png[:8]
     while at < len(png):
         size, kind = struct.unpack(">I4s", png[at : at + 8])
@@ -323,7 +323,7 @@ def _compressed(png: bytes) -> bytes:
 
 
 def _svg(spec: str, name: str) -> str:
-    """Draw SVG for a page: labels become tooltips, ids are unique, the width can shrink."""
+    """Render SVG for a page, with tooltips for labels, unique ids and a flexible width."""
     _, vl_convert = require_drawing()
     svg = vl_convert.vegalite_to_svg(spec)
     size = re.search(r' width="([\d.]+)"', svg)

@@ -1,4 +1,4 @@
-"""Judges every part of a flow: its words, its thresholds, and the rules that apply them."""
+"""Verdicts on the parts of a flow: the words, the thresholds, and the rules."""
 
 import math
 from collections.abc import Iterable
@@ -21,31 +21,31 @@ WORDS = (LEARNING, SLOW, STILL, EXPLODING, FROZEN, SCALED, DECAYING, MOVED, UNKN
 
 @dataclass(frozen=True)
 class Rules:
-    """The thresholds.
+    """Thresholds of the verdicts.
 
-    Ratios are update/weight without the share that weight decay explains, extrapolated to the
-    highest learning rate of the flow; medians are over the last reports.
+    A ratio is |update| / |weight| without the contribution of weight decay, extrapolated to the
+    highest learning rate of the flow. Medians are taken over the last reports.
     """
 
-    window: int = 5  # last reports that are judged
-    fewest: int = 2  # reports before a part is not learning: at first zeros elsewhere may block it
-    still: float = 1e-6  # ratio below: not learning, if other parts move
-    asleep: float = 1e-9  # ratio below in every part: nothing learns
-    decayed: float = 2.0  # times the ratio of decay alone: up to here decay may explain it
-    drowned: float = 1e-4  # gradient over gradient + decay: below, normalised decay explains it
-    slow: float = 0.01  # ratio below this times the median of its peers: slow
-    apart: float = 1e-3  # the same, times the median of all other parts, for a part without peers
-    vanishing: float = 1e-4  # gradient below this times the largest: named as the cause
-    underflow: float = 1e-12  # smallest gradient below this times the largest: a 0 vanished, too
-    leap: float = 1.0  # ratio above: exploding
-    growth: float = 1e3  # gradient over that of the first report, part and model: exploding
-    scale: float = 10.0  # steady factor between the gradients of a layer and of both neighbours
-    steady: float = 0.5  # largest deviation of the logarithm of that factor
-    alike: float = 2.0  # ratios within this factor of the peers' are alike
-    saturated: float = 0.5  # fraction of activations above: named as a cause
-    steady_reports: int = 4  # fewest reports that show a steady factor
+    window: int = 5  # number of last reports that are judged
+    fewest: int = 2  # reports needed for "not learning": zero-initialised weights block others
+    still: float = 1e-6  # a smaller ratio is "not learning", if other parts move
+    asleep: float = 1e-9  # if every ratio is smaller, nothing learns
+    decayed: float = 2.0  # weight decay may explain ratios up to this multiple of lr · decay
+    drowned: float = 1e-4  # below this gradient / (gradient + decay), decay explains the update
+    slow: float = 0.01  # a ratio below this multiple of the median of the peers is "slow"
+    apart: float = 1e-3  # the same limit for parts without peers, relative to all other parts
+    vanishing: float = 1e-4  # a gradient below this multiple of the largest is named as the cause
+    underflow: float = 1e-12  # a 0 counts as vanished if others fall below this multiple
+    leap: float = 1.0  # a larger ratio is "exploding"
+    growth: float = 1e3  # "exploding" if the gradients of part and model grew by this factor
+    scale: float = 10.0  # smallest factor between the gradients of a layer and its neighbours
+    steady: float = 0.5  # largest deviation of the log of that factor
+    alike: float = 2.0  # ratios within this factor of the peers' median count as alike
+    saturated: float = 0.5  # a larger fraction of saturated activations is named as a cause
+    steady_reports: int = 4  # fewest reports needed to call a factor steady
     peers: int = 2  # with fewer peers, a part is compared with all other parts
-    normalising: tuple[str, ...] = (  # optimizers that divide by a gradient's size
+    normalising: tuple[str, ...] = (  # optimizers that divide by the gradient's size
         "Adam",
         "AdamW",
         "KernelAdamW",
@@ -62,7 +62,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class PartVerdict:
-    """A word for a part, the reason, and a hint what to try."""
+    """The verdict on a part: a word, the reason, and a hint on what to try."""
 
     word: str
     why: str
@@ -70,7 +70,7 @@ class PartVerdict:
 
     @property
     def accident(self) -> bool:
-        """Whether the part fails to learn though it is trainable."""
+        """Whether the part is trainable but does not learn."""
         return self.word in (STILL, DECAYING)
 
     @property
@@ -91,12 +91,12 @@ class RecentReports:
     def __init__(self, flow: "Flow", rules: Rules) -> None:
         self.flow, self.rules = flow, rules
         self.reports = flow.reports[-rules.window :]
-        self.highest = [  # learning rate of every group; early reports may lack later groups
+        self.highest = [  # learning rate per group; early reports may lack later groups
             max(_not_nan(r.rates[g] for r in flow.reports if g < len(r.rates)), default=0.0)
             for g in range(len(flow.groups))
         ]
         self.trainable = [i for i, part in enumerate(flow.parts) if part.state == "trainable"]
-        # parts that begin at zero move far relative to their size, and are no measure for others
+        # parts that start at zero have very large ratios, so others are not compared with them
         first = flow.reports[:1]
         self.comparable = {i for i in self.trainable if any(r.of("weight", i) > 0 for r in first)}
         self.ratios = {
@@ -106,7 +106,7 @@ class RecentReports:
 
     @property
     def enough(self) -> bool:
-        """Whether there are reports beyond the first, in which many gradients are 0 by design."""
+        """Whether there is more than the first report, where many gradients are 0 by design."""
         return len(self.reports) >= self.rules.fewest
 
     @property
@@ -116,10 +116,11 @@ class RecentReports:
         return bool(ratios) and max(ratios) < self.rules.asleep
 
     def _learned_ratio(self, report: Report, part: int) -> float:
-        """Return update over weight at the highest learning rate, without weight decay.
+        """Return |update| / |weight| at the highest learning rate, without weight decay.
 
-        Where decoupled decay explains the update, the gradient bounds the learned part of it;
-        where decay is added to the gradient, the ratio counts by the gradient's share of the sum.
+        If decoupled decay can explain the update, the ratio is bounded by the update that the
+        gradient can cause. If decay is added to the gradient, the ratio is multiplied by
+        gradient / (gradient + decay).
         """
         facts, ratio = self.flow.parts[part], report.ratio(part)
         if report.of("weight", part) == report.of("update", part) == 0.0:
@@ -159,21 +160,22 @@ class RecentReports:
         return _not_nan(self.ratios[i] for i in parts if i in self.comparable)
 
     def rate(self, part: PartFacts) -> float:
-        """Return the largest learning rate of a part in the last reports."""
+        """Return a part's largest learning rate in the last reports."""
         rates = (r.rates[g] for r in self.reports for g in part.groups if g < len(r.rates))
         return max(_not_nan(rates), default=math.nan)
 
     def vanishes(self, part: int) -> bool:
-        """Whether a part's gradient vanishes; 0 counts where other gradients are hardly above."""
+        """Return whether a part's gradient vanishes; a 0 counts if other gradients are near 0."""
         sizes = [x for x in _not_nan(self.sizes.values()) if x > 0]
         size = self.sizes[part] or min(sizes, default=0.0) * 0.1
         limit = self.rules.vanishing if self.sizes[part] else self.rules.underflow
         return bool(sizes) and size < limit * max(sizes)
 
     def layer_factors(self, part: PartFacts, side: int) -> list[float]:
-        """Compare the gradients of a part's layer with those of a neighbour: log of the factor.
+        """Return log(gradient of a part's layer / gradient of a neighbour) for each report.
 
-        One number a report, the median over roles; [] without a layer on that side (-1 or 1).
+        Each value is the median over roles; `side` is -1 or 1. The list is empty if there is no
+        layer on that side.
         """
         if part.layer is None:
             return []
@@ -192,7 +194,7 @@ class RecentReports:
         return medians
 
     def unreached(self, part: PartFacts) -> list[str]:
-        """Return the tensors of a part that got no gradient in any of the last reports."""
+        """Return the tensors of a part whose gradient was None in all of the last reports."""
         return [n for n in part.learning if all(n in r.unreached for r in self.reports)]
 
 
@@ -243,7 +245,7 @@ def _broken(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | Non
 
 
 def _left_out(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | None:
-    """Judge a part that cannot learn, whatever its numbers are."""
+    """Judge a part without an optimizer, a gradient or a learning rate: it cannot learn."""
     if part.missing:
         return PartVerdict(
             STILL,
@@ -325,7 +327,7 @@ def _slow(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | None:
 
 
 def _scaled(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | None:
-    """Judge a part whose layer has a steady factor in its gradients, and not in its updates."""
+    """Judge a part whose layer has steadily scaled gradients but ordinary updates."""
     rules = recent.rules
     if recent.flow.optimizer not in rules.normalising or len(recent.reports) < rules.steady_reports:
         return None
@@ -360,7 +362,7 @@ def _grew(now: float, first: float, factor: float) -> bool:
 
 
 def _cause_of(recent: RecentReports, i: int, part: PartFacts) -> tuple[str, str]:
-    """Return the reason why a part hardly moves, and a hint."""
+    """Return the reason why a part hardly moves, and a hint on what to try."""
     size, rules = recent.sizes[i], recent.rules
     largest = max(_not_nan(recent.sizes.values()), default=math.nan)
     saturated = {n: s for n, s in recent.reports[-1].saturated.items() if s > rules.saturated}

@@ -1,7 +1,7 @@
-"""A flow as data: facts about the parts, one report a measured step, and its stored forms.
+"""Data of a flow: facts about the parts, one report per measured step, and the stored formats.
 
-`fl.watch` fills a `Flow`. `save` writes it to a file, a watched run writes it to its events, and
-`load_flow` reads both.
+`fl.watch` fills a `Flow`. `Flow.save` writes a file, a watched run writes events, and `load_flow`
+reads both.
 """
 
 import json
@@ -31,16 +31,16 @@ QUANTITIES = {
     "gradient_cosine": "cosine between this gradient and the one of the previous report",
 }
 _NORMS = ("gradient", "before_clip", "weight", "update")
-# Optimizers of torch that add weight decay to the gradient, though their groups do not say so
+# torch optimizers that add weight decay to the gradient without saying so in param_groups
 _COUPLED = ("SGD", "ASGD", "RMSprop", "Adagrad", "Adadelta", "Adamax")
 
 
 @dataclass(frozen=True)
 class PartFacts:
-    """A part of a model: everything of one role in one layer."""
+    """A part of a model: all tensors of one role in one layer."""
 
     name: str
-    peers: str  # parts with the same value here play the same role
+    peers: str  # parts with the same value have the same role
     stack: str
     layer: int | None
     state: str  # trainable, frozen or fixed
@@ -49,7 +49,7 @@ class PartFacts:
     missing: tuple[str, ...]  # tensors that require a gradient and are in no optimizer
     groups: tuple[int, ...]  # the optimizer's groups that hold the part's tensors
     dtype: str
-    elements: int  # trainable numbers
+    elements: int  # number of trainable elements
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -57,7 +57,7 @@ class PartFacts:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "PartFacts":
-        """Read the values that `to_dict` wrote."""
+        """Build an instance from the values that `to_dict` returned."""
         arguments: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in values.items()
         }
@@ -66,7 +66,7 @@ class PartFacts:
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """The settings of one parameter group of an optimizer that the rules need."""
+    """The settings of one optimizer parameter group that the rules need."""
 
     decay: float
     momentum: float
@@ -75,7 +75,7 @@ class GroupFacts:
 
     @classmethod
     def of(cls, group: dict[str, Any], optimizer: str) -> "GroupFacts":
-        """Read one of `optimizer.param_groups`."""
+        """Read the settings from an element of `optimizer.param_groups`."""
         momentum, eps = group.get("momentum", 0.0), group.get("eps", 0.0)
         return cls(
             float(group.get("weight_decay", 0.0)),
@@ -87,32 +87,36 @@ class GroupFacts:
 
 @dataclass(frozen=True)
 class Report:
-    """One measured step: a number a part for each quantity, NaN where it was not measured."""
+    """One measured step: a value per quantity and part, NaN where it was not measured."""
 
     step: int
     values: dict[str, tuple[float, ...]]
-    rates: tuple[float, ...]  # the learning rate of every group, NaN for a group without one
+    rates: tuple[float, ...]  # learning rate of each group; NaN if the group has none
     unreached: tuple[str, ...] = ()  # trainable tensors whose gradient was None
-    largest: dict[str, float] = field(default_factory=dict)  # front, back, output: mean of max |g|
+    largest: dict[str, float] = field(default_factory=dict)  # mean of max |g| per depth
     ranges: dict[str, float] = field(default_factory=dict)  # max - min of each front tensor
     broken: tuple[int, ...] = ()  # parts with a NaN or an infinity
-    dead: dict[str, float] = field(default_factory=dict)  # module -> fraction of units
-    saturated: dict[str, float] = field(default_factory=dict)  # module -> fraction of activations
-    entropy: dict[str, tuple[float, ...]] = field(default_factory=dict)  # attention -> heads
+    dead: dict[str, float] = field(default_factory=dict)  # module → fraction of units
+    saturated: dict[str, float] = field(default_factory=dict)  # module → fraction of activations
+    entropy: dict[str, tuple[float, ...]] = field(default_factory=dict)  # attention → heads
 
     def of(self, quantity: str, part: int) -> float:
         """Return one quantity of one part."""
         return self.values[quantity][part]
 
     def ratio(self, part: int) -> float:
-        """Return update over weight: how far the step moved a part, relative to its norm."""
+        """Return |update| / |weight|: how far the step moved a part, relative to its norm."""
         weight, update = self.of("weight", part), self.of("update", part)
         if weight == 0.0:
             return float("inf") if update > 0.0 else float("nan")
         return update / weight
 
     def reindexed(self, indices: Sequence[int | None]) -> "Report":
-        """Return the report for other parts; `indices` are their former ones, None for new."""
+        """Return this report for a new list of parts.
+
+        Args:
+            indices: the former index of each part, or None for a new part.
+        """
         values = {
             quantity: tuple(math.nan if index is None else numbers[index] for index in indices)
             for quantity, numbers in self.values.items()
@@ -122,23 +126,23 @@ class Report:
 
 
 class Flow:
-    """Reports of a model's parts, step by step; made by `fl.watch` or read by `fl.load_flow`."""
+    """The reports on a model's parts, made by `fl.watch` or read by `fl.load_flow`."""
 
     def __init__(self, model: str, optimizer: str) -> None:
         self.model, self.optimizer = model, optimizer
         self.parts: tuple[PartFacts, ...] = ()
-        self.groups: tuple[GroupFacts, ...] = ()  # of the optimizer
+        self.groups: tuple[GroupFacts, ...] = ()  # optimizer groups
         self.moved: tuple[str, ...] = ()  # frozen parts whose weights changed
         self.verified = False  # whether frozen parts were compared with their digests
         self._reports: list[Report] = []
 
     @property
     def reports(self) -> list[Report]:
-        """The reports so far, one a measured step."""
+        """The reports so far, one per measured step."""
         return self._reports
 
     def series(self, part: str, quantity: str) -> dict[int, float]:
-        """Return one quantity of one part by step; `ratio` is update over weight."""
+        """Return one quantity of one part by step; `ratio` is |update| / |weight|."""
         index = self._index_of(part)
         if quantity == "ratio":
             return {report.step: report.ratio(index) for report in self.reports}
@@ -159,7 +163,7 @@ class Flow:
         return norms
 
     def ratios(self) -> dict[str, float]:
-        """Return every part's update/weight at the last report; NaN for frozen parts."""
+        """Return |update| / |weight| of each part at the last report; NaN for frozen parts."""
         if not self.reports:
             return {}
         return {part.name: self.reports[-1].ratio(i) for i, part in enumerate(self.parts)}
@@ -171,7 +175,7 @@ class Flow:
         return depth_ratios(self.reports)
 
     def first_broken(self) -> tuple[int, str] | None:
-        """Return the first reported step with a NaN or an infinity, and the part that had it."""
+        """Return the first reported step with NaN or infinity, and the name of the part."""
         for report in self.reports:
             if report.broken:
                 return report.step, self.parts[report.broken[0]].name
@@ -194,10 +198,10 @@ class Flow:
         return as_text(self)
 
     def to_frame(self) -> Any:
-        """Return a pandas DataFrame with one row a part and reported step."""
+        """Return a pandas DataFrame with one row per reported step and part."""
         try:
             import pandas
-        except ImportError:  # no extra of frostlab brings it
+        except ImportError:  # no extra of frostlab installs it
             raise FrostlabError("to_frame needs pandas: pip install pandas") from None
         rows = [
             {"step": report.step, "part": part.name, "layer": part.layer, "state": part.state,
@@ -208,7 +212,7 @@ class Flow:
         return pandas.DataFrame(rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON, null for NaN and infinity."""
+        """Return plain values for JSON, with None for NaN and infinity."""
         return {
             "schema": SCHEMA, "model": self.model, "optimizer": self.optimizer,
             "moved": list(self.moved), "verified": self.verified,
@@ -218,7 +222,7 @@ class Flow:
         }  # fmt: skip
 
     def save(self, path: str | Path) -> Path:
-        """Write the flow as JSON, in one piece."""
+        """Write the flow as JSON, atomically."""
         target = check_save_path(path)
         write_whole(target, json.dumps(self.to_dict(), allow_nan=False))
         return target
@@ -231,7 +235,7 @@ class Flow:
 
 
 def check_save_path(path: str | Path) -> Path:
-    """Refuse a path to which a flow cannot be saved, before there is a flow to lose."""
+    """Raise an error if a flow cannot be saved to `path`; call this before measuring."""
     target = Path(path)
     if target.is_dir():
         raise BadInput(f"save: {target} is a folder; name a file in it, such as flow.json")
@@ -241,10 +245,12 @@ def check_save_path(path: str | Path) -> Path:
 
 
 def load_flow(run_or_path: RunRecord | str | Path, stage: str | None = None) -> Flow:
-    """Read the flow of a run, given as a record or a folder, or a file that `flow.save` wrote.
+    """Read the flow of a run, or of a file that `flow.save` wrote.
 
-    Of a run in stages it is the last stage's flow, or that of the `stage` with this name. A run
-    that has not ended has the reports written so far.
+    Args:
+        run_or_path: the record or folder of a run, or the path of a file. An unfinished run
+            returns the reports written so far.
+        stage: the name of a stage of the run; default: the last stage.
     """
     path = Path(run_or_path.folder if isinstance(run_or_path, RunRecord) else run_or_path)
     if not path.is_dir() and not isinstance(run_or_path, RunRecord):
@@ -265,7 +271,7 @@ def load_flow(run_or_path: RunRecord | str | Path, stage: str | None = None) -> 
 
 
 def flows_of(folder: str | Path) -> dict[str, Flow]:
-    """Read the flow of every stage of a run, finished or running, by the stage's name."""
+    """Return the flow of each stage of a finished or running run, by stage name."""
     path = Path(folder)
     events = RunRecord(path).events()
     if not events:
@@ -314,14 +320,14 @@ def _nan_for_null(value: Any) -> Any:
     return math.nan if value is None else value
 
 
-# A flow in a run's events: one `flow_parts` event a stage, then one `flow` event a report.
-# Reports list numbers of the trainable parts only, in the order of `parts`.
+# A flow in a run's events: one `flow_parts` event per stage, then one `flow` event per report.
+# Reports list only values of trainable parts, in the order of `parts`.
 _DEPTHS = ("front", "back", "output")
 _MODULES = ("dead", "saturated", "entropy")
 
 
 def parts_event(flow: Flow, every_n_steps: int, front: Sequence[str]) -> dict[str, Any]:
-    """Return the facts that stay the same in a stage; `front` names the tensors with ranges."""
+    """Return the constant facts of a stage; `front` names the tensors with ranges."""
     return {
         "model": flow.model,
         "optimizer": flow.optimizer,
@@ -333,7 +339,7 @@ def parts_event(flow: Flow, every_n_steps: int, front: Sequence[str]) -> dict[st
 
 
 def report_event(report: Report, parts: Sequence[PartFacts]) -> dict[str, Any]:
-    """Return one report without the quantities it lacks; numbers have 5 digits."""
+    """Return one report with 5 digits per number, without quantities that were not measured."""
     trainable = _trainable(parts)
     event: dict[str, Any] = {}
     for name in QUANTITIES:
@@ -390,8 +396,8 @@ def _read_report(event: FlowEvent, parts: Sequence[PartFacts], front: Sequence[s
         largest={depth: _number(x) for depth, x in zip(_DEPTHS, event.ends, strict=True)},
         ranges={name: _number(x) for name, x in zip(front, event.ranges, strict=True)},
         broken=tuple(range(len(parts))[i] for i in event.broken),
-        dead={name: _number(share) for name, share in event.dead.items()},
-        saturated={name: _number(share) for name, share in event.saturated.items()},
+        dead={name: _number(fraction) for name, fraction in event.dead.items()},
+        saturated={name: _number(fraction) for name, fraction in event.saturated.items()},
         entropy={name: tuple(map(_number, heads)) for name, heads in event.entropy.items()},
     )
 
@@ -401,7 +407,7 @@ def _trainable(parts: Sequence[PartFacts]) -> list[int]:
 
 
 def _rounded(value: float, digits: int = 5) -> float | None:
-    """Round to significant digits; None for NaN and infinity, which JSON does not have."""
+    """Round to significant digits; return None for NaN and infinity, which JSON lacks."""
     return float(f"{value:.{digits}g}") if math.isfinite(value) else None
 
 

@@ -1,7 +1,7 @@
-"""Measures one optimizer step on the device, into one tensor that is read later.
+"""Measurement of one optimizer step on the device, into one tensor that is read later.
 
-Nothing here waits for the device or looks at a value, so that all of it can be captured in a CUDA
-graph. Call `before_step` and `after_step` around the optimizer's step.
+No code here synchronises with the device or reads a value, so all of it can be captured in a CUDA
+graph. Call `before_step` and `after_step` around the optimizer step.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from frostlab.flow.tensors import Layout, is_sharded, local, shard_group, wide_dtype
 
 Gradient = Callable[[nn.Parameter], Tensor | None]
-Views = list[list[Tensor]]  # for each list of tensors, a view a slice
+Views = list[list[Tensor]]  # for each list of tensors: the views of its slices
 SUMS = (
     "gradient", "before_clip", "weight", "update",
     "moved", "origin", "along",  # |weight - start|², |start|², weight·start
@@ -31,9 +31,9 @@ def own_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 class Probe:
-    """Measures a step: squared norms a part, and maxima of tensors in front, back and output.
+    """Measures squared norms per part, and maxima of the tensors in front, back and output.
 
-    It holds a copy of the weights at the start for `distance`, of the previous gradients for
+    It keeps a copy of the initial weights for `distance`, a copy of the previous gradients for
     `gradient_cosine`, and the copies of `Updates` between `before_step` and `after_step`.
     """
 
@@ -51,7 +51,7 @@ class Probe:
         self.device = layout.parameters[0].device
         self._totals = Totals(layout)
         self.wide, self._group = self._totals.wide, self._totals.group
-        # parameters whose largest gradient is measured
+        # indices of the parameters whose max |g| is measured
         self.extremes = tuple(dict.fromkeys((*layout.front, *layout.back, *layout.output)))
         sizes = dict.fromkeys(SUMS, len(layout.parts))
         sizes |= {"largest": len(self.extremes)}
@@ -59,13 +59,13 @@ class Probe:
         sizes |= {"rates": len(self._groups()), "stopped": 1}
         self.values = torch.zeros(sum(sizes.values()), dtype=self.wide, device=self.device)
         self.views = dict(zip(sizes, self.values.split(list(sizes.values())), strict=True))
-        # made once: filling a zero for each parameter at every report would be a kernel each
+        # created once: creating them at every report would launch one kernel per parameter
         self._zeros = [expanded_zero(local(p)) for p in layout.parameters]
         self._updates = Updates(layout, self.optimizers, self._totals, self._zeros)
         self._parameters_of = self._parameters_by_optimizer()
         self._clip_measured = False
         self._start = [local(p).detach().clone() for p in layout.parameters] if distance else []
-        self._previous = [  # products in half precision would overflow
+        self._previous = [  # at least float32: half-precision products would overflow
             torch.zeros_like(local(p), dtype=_product_dtype(local(p).dtype))
             for p in (layout.parameters if gradient_cosine else ())
         ]
@@ -75,7 +75,7 @@ class Probe:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def _parameters_by_optimizer(self) -> list[dict[int, None]]:
-        """Return the parameters of each optimizer; the first one also gets those in none."""
+        """Return the parameter indices of each optimizer; the first also gets unowned ones."""
         parameters: list[dict[int, None]] = [{} for _ in self.optimizers]
         owner = {
             id(p): number
@@ -88,19 +88,19 @@ class Probe:
         return parameters
 
     def start_as(self, former: "Probe") -> None:
-        """Measure distances from the same weights as another probe, where it has the parameter."""
+        """Take over another probe's initial weights for the parameters that both share."""
         pairs = zip(former.layout.parameters, former._start, strict=bool(former._start))
         former_starts = {id(parameter): start for parameter, start in pairs}
         pairs = zip(self.layout.parameters, self._start, strict=bool(self._start))
         self._start = [former_starts.get(id(parameter), start) for parameter, start in pairs]
 
     def start_at(self, weights: Sequence[Tensor]) -> None:
-        """Measure distances from these weights, or from this process's shards of them."""
+        """Measure distances from these weights; of sharded weights pass this process's shards."""
         self._start = list(weights)
 
     @torch.no_grad()
     def before_clip(self) -> None:
-        """Measure gradients before they are clipped."""
+        """Measure the gradients before clipping."""
         self.views["before_clip"].copy_(self._totals.squares(self._gradients()))
         self._clip_measured = True
 
@@ -108,8 +108,10 @@ class Probe:
     def before_step(self, clip_factor: Tensor | None = None, gradients: bool = True) -> None:
         """Measure gradients and weights.
 
-        `clip_factor` is given where the optimizer's kernel clips: it will multiply the gradients.
-        `gradients=False`: a closure computes them in the step, and they are measured after it.
+        Args:
+            clip_factor: the factor by which the optimizer's kernel multiplies the gradients.
+            gradients: False if a closure computes the gradients during the step; they are then
+                measured after it.
         """
         if gradients:
             self.measure_gradients(0, clip_factor)
@@ -121,7 +123,7 @@ class Probe:
 
     @torch.no_grad()
     def after_step(self, gradients: bool = False) -> None:
-        """Measure the change that the step made."""
+        """Measure the update, and the gradients if `before_step` did not measure them."""
         if gradients:
             for number in range(len(self.optimizers)):
                 self.measure_gradients(number)
@@ -137,7 +139,7 @@ class Probe:
 
     @torch.no_grad()
     def measure_gradients(self, optimizer: int, clip_factor: Tensor | None = None) -> None:
-        """Add the gradients of one optimizer, by its number; number 0 resets the sums."""
+        """Add the gradients of the optimizer with this index; index 0 resets the sums first."""
         parameters = self._parameters_of[optimizer]
         gradients = self._gradients(parameters)
         squares = self._totals.squares(gradients)
@@ -146,7 +148,7 @@ class Probe:
             self.views["largest"].zero_()
         if self.gradient_cosine:
             self._compare_with_previous(parameters, gradients, squares, optimizer == 0)
-        if clip_factor is not None:  # one pass measures both norms
+        if clip_factor is not None:  # one pass gives the norms before and after clipping
             self.views["before_clip"].copy_(squares)
             self._clip_measured = True
         factor = clip_factor if clip_factor is not None else self._unscaling(optimizer)
@@ -157,9 +159,9 @@ class Probe:
             torch.maximum(largest, norms if factor is None else norms * factor, out=largest)
 
     def _gradients(self, parameters: Collection[int] | None = None) -> list[Tensor]:
-        """Return this process's share of the gradients of these parameters, or of all.
+        """Return this process's shards of the gradients of these parameters (default: all).
 
-        A zero stands for a gradient that is None, and for parameters that were not asked for.
+        The list has one tensor per parameter: zeros if its gradient is None or not requested.
         """
         gradients = []
         for i, parameter in enumerate(self.layout.parameters):
@@ -171,12 +173,12 @@ class Probe:
         return gradients
 
     def _unscaling(self, optimizer: int) -> Tensor | None:
-        """Return the factor with which a fused optimizer undoes GradScaler's scale in its step."""
+        """Return the factor by which a fused optimizer undoes the scale of GradScaler, or None."""
         scale = getattr(self.optimizers[optimizer], "grad_scale", None)
         return 1.0 / scale.to(self.device, self.wide) if isinstance(scale, Tensor) else None
 
     def _range(self, parameter: int) -> tuple[Tensor, Tensor]:
-        """Return the smallest and the largest weight; infinities for an empty shard."""
+        """Return the smallest and the largest weight; (inf, -inf) for an empty shard."""
         weight = local(self.layout.parameters[parameter]).detach()
         if not weight.numel():
             infinity = torch.full((), torch.inf, dtype=self.wide, device=self.device)
@@ -187,9 +189,9 @@ class Probe:
     def _compare_with_previous(
         self, parameters: Collection[int], gradients: list[Tensor], squares: Tensor, resets: bool
     ) -> None:
-        """Multiply the gradients with the previous ones, then keep them for the next report.
+        """Compute the dot products with the previous gradients, then keep the current ones.
 
-        The first gradients are compared with zeros, whose norm is 0, so they have no cosine.
+        The first gradients are compared with zeros, so their cosine is undefined.
         """
         if resets:
             self.views["former"].copy_(self._energy)
@@ -208,7 +210,7 @@ class Probe:
         self.views["energy"].copy_(self._energy)
 
     def _measure_distance(self, weights: list[Tensor]) -> None:
-        """Measure distance and product with the start, view by view, without another copy."""
+        """Measure |weight - start|² and weight·start view by view, without a further copy."""
 
         def distances(views: Views) -> list[Tensor]:
             return [(a - b).float().norm().square() for a, b in zip(*views, strict=True)]
@@ -222,7 +224,7 @@ class Probe:
         self.views["along"].copy_(self._totals.add_up(products, weights, self._start))
 
     def _reduce(self) -> None:
-        """Reduce the measurements of a sharded model over its processes: a sum and a maximum."""
+        """All-reduce the sums and the maxima of a sharded model over its process group."""
         if self._group is None:
             return
         sums = torch.cat([self.views[name] for name in SUMS])
@@ -235,7 +237,7 @@ class Probe:
                 self.views[name].copy_(values)
 
     def _measure_rates(self) -> None:
-        """Note the learning rates, and whether GradScaler made the optimizer skip the step."""
+        """Record the learning rates, and whether GradScaler skipped the step."""
         groups = self._groups()
         for element, group in zip(self.views["rates"].unbind(), groups, strict=True):
             rate = group.get("lr")
@@ -251,14 +253,14 @@ class Probe:
 
 
 def _product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for products of such numbers: float32 or wider."""
+    """Return the dtype for products of this dtype: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class Totals:
-    """Sums a part over lists of tensors, each with the shapes of the trainable parameters.
+    """Sums per part over lists of tensors that have the shapes of the trainable parameters.
 
-    For a sharded model a process adds up its shards; the sum over processes is the total.
+    In a sharded model each process sums its own shards; the total is the sum over processes.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -268,10 +270,10 @@ class Totals:
         self._parts = len(layout.parts)
         self._zero = torch.zeros((), dtype=self.wide, device=self.device)
         sharded = [is_sharded(p) for p in layout.parameters]
-        self._slices = [  # of whole parameters, then of sharded ones
+        self._slices = [  # slices of unsharded parameters, then of sharded parameters
             [s for s in layout.slices if sharded[s.parameter] == kind] for kind in (False, True)
         ]
-        self._part_of_view = []  # for both: the part that each view belongs to
+        self._part_of_view = []  # for both lists: the part of each view
         for slices in self._slices:
             pairs = [(s, local(layout.parameters[s.parameter])) for s in slices]
             parts = [s.part for s, tensor in pairs for _ in s.views(tensor)]
@@ -282,7 +284,7 @@ class Totals:
         return self._add_up(lambda views: self.norms(views[0]).square(), tensors)
 
     def add_up(self, numbers: Callable[[Views], list[Tensor]], *lists: Sequence[Tensor]) -> Tensor:
-        """Sum one number a view over every part; `numbers` gets the views of each list."""
+        """Sum one number per view over each part; `numbers` maps the views to the numbers."""
 
         def stacked(views: Views) -> Tensor:
             return torch.stack([n.to(self.device, self.wide) for n in numbers(views)])
@@ -298,7 +300,7 @@ class Totals:
             addends = numbers(
                 [[v for s in slices for v in s.views(tensors[s.parameter])] for tensors in lists]
             )
-            if not is_shard and self.group is not None:  # every process will add it
+            if not is_shard and self.group is not None:  # every process adds the same value
                 addends = addends / dist.get_world_size(self.group)
             total.index_add_(0, parts, addends)
         return total
@@ -316,7 +318,7 @@ class Totals:
             wider = torch.float32 if dtype.itemsize < 4 else None
             of_kind = torch._foreach_norm([tensors[i] for i in indices], order, dtype=wider)
             stacked = torch.stack(of_kind).to(self.device, self.wide)
-            if len(indices) == len(tensors):  # all of one kind: in order already
+            if len(indices) == len(tensors):  # one kind only: already in order
                 return stacked
             for i, norm in zip(indices, stacked.unbind(), strict=True):
                 norms[i] = norm
@@ -324,18 +326,18 @@ class Totals:
 
 
 class MeasuringOptimizer(Protocol):
-    """An optimizer whose kernel measures its updates, so that no copy is needed."""
+    """An optimizer whose kernel measures its updates, so no copy of the weights is needed."""
 
     param_groups: list[dict[str, Any]]
-    sums: Tensor | None  # (parameters, 2): squared norms of weights before, and of updates
-    measures: bool  # whether a step writes them
+    sums: Tensor | None  # (parameters, 2): squared norms of old weights and of updates
+    measures: bool  # whether a step writes `sums`
 
 
 class Updates:
-    """Measures squared norms a part: of the weights before a step, and of its update.
+    """Measures the squared norms of the old weights and of the update for each part.
 
-    Between `before` and `after` it holds a copy of the trainable parameters, without the whole
-    parameters that the optimizer measures.
+    Between `before` and `after` it keeps a copy of the trainable parameters, except those that
+    the optimizer measures itself.
     """
 
     def __init__(
@@ -347,16 +349,16 @@ class Updates:
     ) -> None:
         self._layout, self._totals, self._zeros = layout, totals, zeros
         self._before: list[Tensor] = []
-        self._copied: list[int] = []  # parameters of which `_before` holds a copy
-        self._squares: Tensor | None = None  # of the copies
+        self._copied: list[int] = []  # parameters whose copy is in `_before`
+        self._squares: Tensor | None = None  # squared norms of the copies
         only = optimizers[0] if len(optimizers) == 1 and totals.group is None else None
         self._optimizer: MeasuringOptimizer | None = only if hasattr(only, "measures") else None
-        self._measured: set[int] = set()  # parameters that the optimizer measures
+        self._measured: set[int] = set()  # parameters that the optimizer measures itself
         if self._optimizer is not None:
             self._assign_parts(self._optimizer)
 
     def _assign_parts(self, optimizer: MeasuringOptimizer) -> None:
-        """Map the optimizer's parameters to parts, outside of any graph."""
+        """Map the optimizer's parameters to parts; this must run before a graph is captured."""
         slices, no_part = self._layout.slices, len(self._layout.parts)
         counts = Counter(s.parameter for s in slices)
         part_of = {s.parameter: s.part for s in slices if counts[s.parameter] == 1 and s.is_whole}
@@ -369,7 +371,11 @@ class Updates:
         self._measured = set(part_of)
 
     def before(self, reached: Sequence[bool] | None) -> None:
-        """Copy weights before a step; `reached` says which have a gradient, None if not known."""
+        """Copy the weights before a step.
+
+        Args:
+            reached: whether each parameter has a gradient, or None if that is unknown.
+        """
         weights = [local(p).detach() for p in self._layout.parameters]
         has_gradient = reached or [False] * len(weights)
         self._copied = [
@@ -385,7 +391,7 @@ class Updates:
             self._optimizer.measures = True
 
     def after(self) -> tuple[Tensor, Tensor]:
-        """Return squared norms of the weights before the step and of its update; drop copies."""
+        """Return the squared norms of the old weights and of the update; drop the copies."""
         assert self._squares is not None, "before comes first"
         if self._copied:
             now = [local(self._layout.parameters[i]).detach() for i in self._copied]
@@ -404,5 +410,5 @@ class Updates:
 
 
 def expanded_zero(like: Tensor) -> Tensor:
-    """Return zeros in a tensor's shape that take no memory: one zero with strides of 0."""
+    """Return a tensor of zeros shaped like `like` that stores one element, with strides of 0."""
     return torch.zeros((), dtype=like.dtype, device=like.device).expand_as(like)

@@ -1,4 +1,4 @@
-"""Present a flow: a table and a heat map in the terminal, and an HTML page."""
+"""Presentation of a flow: a table and a heat map in the terminal, and an HTML page."""
 
 import math
 from collections.abc import Sequence
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 _QUANTITIES = ("gradient", "before_clip", "weight", "update")
 SHADES = "▁▂▃▄▅▆▇█"
-NARROWEST = 40  # least width of a heat map, in characters
-_ROWS = 60  # most rows in a terminal; more parts are joined into layers
+NARROWEST = 40  # minimum width of a heat map, in characters
+_ROWS = 60  # most rows in a terminal; more parts are merged into layers
 
 
 def as_text(flow: "Flow") -> str:
@@ -82,7 +82,7 @@ def _number(value: float) -> str:
 
 
 def flow_map_text(flow: "Flow", width: int = 100) -> str:
-    """Draw gradients and updates side by side: parts are rows, one or more reports a column."""
+    """Draw gradients and updates side by side: rows are parts or layers, columns are reports."""
     if not flow.reports:
         return f"{flow.model}: no step has been measured yet"
     rows, width = rows_of(flow, _ROWS), max(width, NARROWEST)
@@ -108,7 +108,7 @@ def flow_map_text(flow: "Flow", width: int = 100) -> str:
 
 
 def _row_verdicts(flow: "Flow", rows: Sequence[Row]) -> list[str]:
-    """Return the verdict of each row, "" for a row that learns."""
+    """Return the verdict on each row, or "" for a row that learns."""
     verdicts, row_words = flow.verdicts(), []
     for row in rows:
         words = [verdicts[flow.parts[i].name].word for i in row.parts]
@@ -127,7 +127,7 @@ def _column_meaning(grid: Grid) -> str:
 
 
 def _end_of(name: str, width: int) -> str:
-    """Shorten a name from the left: its end is the more specific part."""
+    """Shorten a name from the left, because its end is more specific."""
     return name if len(name) <= width else "…" + name[1 - width :]
 
 
@@ -139,14 +139,14 @@ def _shaded(grid: Grid, cells: tuple[Cell, ...]) -> str:
 
 
 def _level(grid: Grid, value: float) -> int:
-    """Return the index of a number's shade; all shades are equally wide on a logarithmic scale."""
+    """Return the index of a number's shade; the shades divide the logarithmic scale equally."""
     first, last = grid.power(0.0), grid.power(grid.high)
     fraction = (grid.power(value) - first) / (last - first) if last > first else 1.0
     return min(int(fraction * len(SHADES)), len(SHADES) - 1)
 
 
 def _legend(gradient: Grid, ratio: Grid, width: int) -> list[str]:
-    """Explain the shades, each with the number it begins at, and the signs."""
+    """Return the legend: the smallest number of each shade, and the meaning of each sign."""
     lines = []
     for grid in (gradient, ratio):
         first, last = grid.power(0.0), grid.power(grid.high)
@@ -164,7 +164,7 @@ def _legend(gradient: Grid, ratio: Grid, width: int) -> list[str]:
 
 
 def flow_page(flow: "Flow", folder: Path) -> list[Path]:
-    """Write `flow.html`, a page that opens offline, and `flow.png`, its heat map; needs altair."""
+    """Write `flow.html`, a self-contained page, and `flow.png`, its heat map; needs altair."""
     if not flow.reports:
         raise BadInput("flow_page: no step has been measured yet, so there is nothing to draw")
     require_drawing()  # before anything is written
@@ -208,7 +208,7 @@ th, td { text-align: left; vertical-align: top; padding: .3rem .6rem .3rem 0;
 
 
 def page_of(flow: "Flow") -> str:
-    """Return the page as HTML: sentence, findings, ratios over depth, figures, numbers."""
+    """Return the page as HTML: summary, findings, depth ratios, figures and numbers."""
     alarm = any(verdict.alarming for verdict in flow.verdicts().values())
     first, last = flow.reports[0].step, flow.reports[-1].step
     title = f"Gradient flow of {flow.model}"

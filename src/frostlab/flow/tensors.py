@@ -1,7 +1,7 @@
-"""The layout of a watched model: its parts, and which slice of which parameter belongs to each.
+"""The layout of a watched model: its parts, and the parameter slices that belong to each part.
 
-A part is everything of one role in one layer. Its tensors are whole parameters, rows of a fused
-one, or the rows of a sharded one that this process holds; `ParameterSlice` says which.
+A part is all tensors of one role in one layer. A `ParameterSlice` is a whole parameter, some rows
+of a fused parameter, or the rows of them in this process's shard.
 """
 
 import re
@@ -31,7 +31,7 @@ class ParameterSlice:
     part: int  # index in `Layout.parts`
     axis: int = 0
     rows: Rows | None = None  # None: the whole parameter
-    ranges: Ranges | None = None  # the same rows, counted in this process's shard
+    ranges: Ranges | None = None  # the same rows, relative to this process's shard
 
     @property
     def is_whole(self) -> bool:
@@ -39,7 +39,7 @@ class ParameterSlice:
         return self.rows is None and self.ranges is None
 
     def views(self, tensor: Tensor) -> list[Tensor]:
-        """Return views of the slice in a tensor that has the parameter's shape."""
+        """Return the views of this slice in a tensor shaped like the parameter or its shard."""
         if self.ranges is not None:
             return [tensor.narrow(self.axis, a, b - a) for a, b in self.ranges]
         return [tensor] if self.rows is None else self.rows.pieces(tensor, self.axis)
@@ -50,18 +50,18 @@ class Layout:
     """The parts of a model, its trainable parameters, and the slices that belong to each part."""
 
     parts: tuple[PartFacts, ...]
-    parameters: tuple[nn.Parameter, ...]  # trainable ones
-    names: tuple[str, ...]  # of the parameters
+    parameters: tuple[nn.Parameter, ...]  # trainable parameters
+    names: tuple[str, ...]  # names of `parameters`
     slices: tuple[ParameterSlice, ...]
-    front: tuple[int, ...]  # parameters of the first two layers
-    back: tuple[int, ...]  # parameters of the last two layers
-    output: tuple[int, ...]  # parameters of the head
+    front: tuple[int, ...]  # indices of the parameters of the first two layers
+    back: tuple[int, ...]  # indices of the parameters of the last two layers
+    output: tuple[int, ...]  # indices of the parameters of the head
     fingerprint: tuple[int, ...]  # see `fingerprint`
 
 
 @dataclass(frozen=True)
 class _PlacedTensor:
-    """A tensor of the model before surgery, its place, and the parameter that holds it now."""
+    """A tensor of the unmodified model, its place, and the parameter that holds it now."""
 
     name: str
     place: Place
@@ -80,7 +80,7 @@ class _PlacedTensor:
 
     @property
     def part_name(self) -> str:
-        """The name of the tensor's part, as a selection would write it."""
+        """The name of the tensor's part, in the selection language."""
         place = self.place
         if not place.role:
             return self.name.rpartition(".")[0] or self.name
@@ -92,7 +92,7 @@ class _PlacedTensor:
 
 
 def read_layout(model: nn.Module, optimizers: Sequence[Optimizer]) -> Layout:
-    """Divide a model into parts by its anatomy or, where that is unknown, by its modules."""
+    """Divide a model into parts by its anatomy or, if the anatomy is unknown, by its modules."""
     for name, parameter in unwrapped(model).named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise BadInput(f"watch: {name} has no shape yet; give the model a batch first")
@@ -134,9 +134,9 @@ def read_layout(model: nn.Module, optimizers: Sequence[Optimizer]) -> Layout:
 
 
 def fingerprint(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[int, ...]:
-    """Identify the trainable parameters and the parameters of every optimizer group.
+    """Return ids of the trainable parameters and of the parameters in every optimizer group.
 
-    It differs after a freeze, a thaw, a change of the groups, or the replacement of a tensor.
+    The result changes after a freeze, a thaw, a change of the groups or a replaced parameter.
     """
     groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     parameters = (p for module in unwrapped(model).modules() for p in module._parameters.values())
@@ -145,7 +145,7 @@ def fingerprint(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[int,
 
 
 def former_indices(old: Layout, new: Layout) -> list[int | None]:
-    """Return each new part's index in the old layout: by its parameters, else by its name."""
+    """Return the old index of each new part, matched by parameter or else by name, or None."""
     old_parts = {(id(old.parameters[s.parameter]), s.rows): s.part for s in old.slices}
     matches: dict[int, int] = {}
     for s in new.slices:
@@ -177,7 +177,7 @@ def _by_anatomy(part: Part, slot: Slot) -> _PlacedTensor:
 
 
 def _by_module(model: nn.Module) -> Iterator[_PlacedTensor]:
-    """Make a part of each module that has parameters; peers differ only in numbers."""
+    """Yield the tensors with one part per module; names of peers differ only in numbers."""
     parameters = list(model.named_parameters())
     last = parameters[-1][0].rpartition(".")[0] if parameters else ""
     for name, parameter in parameters:
@@ -190,14 +190,14 @@ def _by_module(model: nn.Module) -> Iterator[_PlacedTensor]:
 
 
 def _parameter_name(tensors: list[_PlacedTensor]) -> str:
-    """Return a parameter's name, without a role where it holds several tensors."""
+    """Return a parameter's name, without the role if the parameter holds several tensors."""
     return tensors[0].name if len(tensors) == 1 else tensors[0].name.partition("[")[0]
 
 
 def rows_within(stored: Rows, wanted: Rows) -> Rows:
-    """Renumber rows of a whole tensor for a tensor that holds only some of its rows."""
+    """Renumber `wanted` rows of a whole tensor for a tensor that holds only its `stored` rows."""
     if (stored.period, stored.repeats) != (wanted.period, wanted.repeats):
-        return wanted  # stored is the whole tensor, described in another way
+        return wanted  # `stored` is the whole tensor, with another row pattern
     spans, before = [], 0
     for start, stop in stored.spans:
         for a, b in wanted.spans:
@@ -209,7 +209,7 @@ def rows_within(stored: Rows, wanted: Rows) -> Rows:
 
 
 def _group_of_parameter(optimizers: Sequence[Optimizer]) -> dict[int, int]:
-    """Return the index of the optimizer group that holds each parameter, by the parameter's id."""
+    """Map the id of each parameter to the index of its optimizer group."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     return {id(p): i for i, group in enumerate(groups) for p in group["params"]}
 
@@ -237,9 +237,9 @@ def _facts(name: str, tensors: list[_PlacedTensor], groups: dict[int, int]) -> P
 def _front_back_output(
     tensors: list[_PlacedTensor],
 ) -> tuple[list[_PlacedTensor], list[_PlacedTensor], list[_PlacedTensor]]:
-    """Return the tensors of the first two layers, of the last two, and of the head.
+    """Return the tensors of the first two layers, of the last two layers, and of the head.
 
-    The first layers are those of the first stack, the last ones those of the last stack.
+    The first layers belong to the first stack, the last layers to the last stack.
     """
     stacks = list(dict.fromkeys(t.place.stack for t in tensors if t.place.layers and not t.is_head))
     output = [t for t in tensors if t.is_head]
@@ -259,7 +259,7 @@ def _front_back_output(
 
 
 def shard_ranges(parameter: Any, rows: Rows | None, axis: int) -> Ranges | None:
-    """Return the rows in this process's shard, counted from its start; None without a shard."""
+    """Return the ranges of `rows` within this process's shard, or None if not sharded."""
     if rows is None or not hasattr(parameter, "to_local"):
         return None
     start, size = _shard_of(parameter, axis)
@@ -268,7 +268,7 @@ def shard_ranges(parameter: Any, rows: Rows | None, axis: int) -> Ranges | None:
 
 
 def _shard_of(parameter: Any, axis: int) -> tuple[int, int]:
-    """Return the start and the length of this process's shard along an axis."""
+    """Return the start and length of this process's shard along an axis."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(
@@ -278,7 +278,7 @@ def _shard_of(parameter: Any, axis: int) -> tuple[int, int]:
 
 
 def shard_group(parameters: Sequence[Any]) -> Any:
-    """Return the process group over which parameters are sharded, or None without shards."""
+    """Return the process group over which parameters are sharded, or None if none are."""
     groups: dict[Any, Any] = {}
     for parameter in parameters:
         if hasattr(parameter, "to_local"):
@@ -294,12 +294,12 @@ def shard_group(parameters: Sequence[Any]) -> Any:
 
 
 def is_sharded(parameter: Any) -> bool:
-    """Whether other processes hold some of a parameter."""
+    """Return whether a parameter is sharded across processes."""
     return hasattr(parameter, "to_local") and any(p.is_shard() for p in parameter.placements)
 
 
 def local(tensor: Any) -> Tensor:
-    """Return this process's share of a tensor, as plain real numbers."""
+    """Return this process's shard of a tensor, dense and real."""
     shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
     if shard.layout != torch.strided:
         shard = shard.to_dense()
@@ -307,5 +307,5 @@ def local(tensor: Any) -> Tensor:
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype for sums: float64 where the device has it."""
+    """Return the dtype for sums: float64, or float32 on devices without float64."""
     return torch.float32 if device.type == "mps" else torch.float64

@@ -1,6 +1,6 @@
-"""Measures every n-th optimizer step of any training loop, through the optimizer's hooks.
+"""Measurement of every n-th optimizer step of any training loop, through optimizer hooks.
 
-A probe measures on the device, a queue brings its numbers to the host without waiting, and frozen
+A probe measures on the device, a queue copies its numbers to the host asynchronously, and frozen
 weights are compared with their digests at the end.
 """
 
@@ -47,17 +47,17 @@ def watch(
     """Measure which parts of a model learn: `with fl.watch(model, optimizer) as flow: train()`.
 
     Args:
-        model: the model that is trained.
-        optimizer: the optimizer, or several in the order in which they step.
-        every_n_steps: n: steps 1, 1 + n, 1 + 2n … are measured: gradient, weight and update norms
-            of every part.
-        distance: measure the distance from the weights at the start; keeps a copy of them.
+        model: the model to train.
+        optimizer: the optimizer, or several optimizers in the order in which they step.
+        every_n_steps: the interval n: gradient, weight and update norms of every part are
+            measured at steps 1, 1 + n, 1 + 2n, …
+        distance: measure the distance from the initial weights; keeps a copy of them.
         gradient_cosine: measure the cosine between successive gradients; keeps a copy of them.
         dead_units: measure the fractions of dead and saturated units.
         attention_entropy: measure the entropy of every attention head.
         verify: compare digests of the frozen weights at the end.
-        gradient: returns a parameter's gradient, if it is not in `.grad`.
-        on_report: called with each report when it arrives, such as `TensorBoard(folder).flow`.
+        gradient: a function that returns a parameter's gradient; default: its `.grad`.
+        on_report: a function that is called with each report, e.g. `TensorBoard(folder).flow`.
     """
     optimizers: list[Any] = [*optimizer] if isinstance(optimizer, Sequence) else [optimizer]
     if not optimizers or not all(isinstance(o, Optimizer) for o in optimizers):
@@ -86,7 +86,7 @@ def _is_compiled(model: nn.Module) -> bool:
 
 
 class LiveFlow(Flow):
-    """A flow that is being measured: a context manager, or `start` and `stop` around a loop."""
+    """A flow under measurement; use it as a context manager, or call `start` and `stop`."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class LiveFlow(Flow):
         super().__init__(type(unwrapped(model)).__name__, type(optimizers[0]).__name__)
         self.every_n_steps = every_n_steps
         self.step = 0  # steps taken so far
-        self.first = 0  # steps taken before the first measured one
+        self.first = 0  # steps taken before the first measured step
         self._model, self._optimizers = model, tuple(optimizers)
         self._make_probe, self._verify, self._on_report = make_probe, verify, on_report
         self._activity, self._queue = make_activity(self.is_due), ReportQueue()
@@ -124,7 +124,12 @@ class LiveFlow(Flow):
         self.stop()
 
     def start(self, hooks: bool = True) -> "LiveFlow":
-        """Begin to measure; without `hooks` the loop calls `before_step` and `after_step`."""
+        """Begin to measure.
+
+        Args:
+            hooks: whether optimizer hooks measure; otherwise the training loop must call
+                `before_step` and `after_step`.
+        """
         if self._hooks:
             raise BadInput("watch: this flow is already watching; stop it first")
         if self._verify:
@@ -144,13 +149,13 @@ class LiveFlow(Flow):
         return self
 
     def stop(self) -> None:
-        """Remove hooks and copies, and compare frozen weights with their digests."""
+        """Remove the hooks and the probe, and compare frozen weights with their digests."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
         self._collect(wait=True)
         if self._digests is not None:
-            with suppress(BadInput):  # nothing is trainable any more
+            with suppress(BadInput):  # no parameter is trainable any more
                 self.refresh()
             self._verify_frozen()
             self.verified, self._digests = True, None
@@ -158,30 +163,30 @@ class LiveFlow(Flow):
 
     @property
     def reports(self) -> list[Report]:
-        """The reports so far; waits for those that are still on the device."""
+        """The reports so far; waits for reports that are still on the device."""
         self._collect(wait=True)
         return self._reports
 
     def take(self) -> list[Report]:
-        """Return the reports that have arrived, without waiting, and forget them."""
+        """Remove and return the reports that have arrived, without waiting."""
         self._collect(wait=False)
         taken, self._reports = self._reports, []
         return taken
 
     def is_due(self) -> bool:
-        """Whether the current step is measured or, between steps, the next one."""
+        """Return whether the current step, or between steps the next step, is measured."""
         if self._in_step:
             return self._measuring
         return (self.step - self.first) % self.every_n_steps == 0
 
     def before_clip(self) -> None:
-        """Measure gradient norms before clipping; call this before you clip."""
+        """Measure gradient norms; call this before clipping."""
         if self.is_due() and (probe := self._probe_or_none()) is not None:
             probe.before_clip()
 
     def before_step(self, clip_factor: Tensor | None = None, gradients: bool = True) -> None:
-        """Measure before an optimizer step; called by hooks, or by a loop (see `Probe`)."""
-        self._in_step = False  # a step that failed may have left it True
+        """Measure before an optimizer step; see `Probe.before_step`."""
+        self._in_step = False  # a failed step may have left it True
         self._measuring = self.is_due()
         self.step += 1
         self._in_step = True
@@ -191,7 +196,7 @@ class LiveFlow(Flow):
             probe.before_step(clip_factor, gradients)
 
     def after_step(self, gradients: bool = False) -> None:
-        """Measure after an optimizer step, with the probe that measured before it."""
+        """Measure after an optimizer step, with the probe of `before_step`."""
         self._in_step = False
         if self._measuring and self._probe is not None:
             self._measuring = False
@@ -199,24 +204,28 @@ class LiveFlow(Flow):
             self._send(self._probe)
 
     def count(self, measured: bool) -> None:
-        """Count a step that a CUDA graph has taken; `measured`: the graph ran the probe, too."""
+        """Count a step replayed by a CUDA graph.
+
+        Args:
+            measured: whether the graph also ran the probe.
+        """
         self.step += 1
         if measured:
             self._send(self.probe)
 
     def listening(self) -> AbstractContextManager[Any]:
-        """Return a context for the forward pass of a loop without hooks: it measures attention."""
+        """Return a context that measures attention in the forward pass of a loop without hooks."""
         return self._activity.listening()
 
     @property
     def probe(self) -> Probe:
-        """The probe for the parameters that are trainable now."""
+        """The probe for the currently trainable parameters."""
         self.refresh()
         assert self._probe is not None
         return self._probe
 
     def refresh(self) -> None:
-        """Read the layout again if freezing or thawing has changed the trainable parameters."""
+        """Read the layout again if the trainable parameters or optimizer groups have changed."""
         if (
             self._probe is None
             or self._changes != changes(self._model)
@@ -226,7 +235,7 @@ class LiveFlow(Flow):
 
     def _read_layout(self) -> None:
         """Divide the model into parts, and make a probe for its trainable parameters."""
-        self._collect(wait=True)  # reports refer to the parts they were measured with
+        self._collect(wait=True)  # pending reports refer to the old parts
         layout = read_layout(self._model, self._optimizers)
         if not layout.parameters:
             raise BadInput("watch: nothing requires a gradient; freeze less, or nothing will learn")
@@ -247,16 +256,16 @@ class LiveFlow(Flow):
         elif self._digests is not None:
             self._verify_frozen()
         if self._digests is not None:
-            self._digests = FrozenDigests(self._model)  # of the parameters frozen from now on
+            self._digests = FrozenDigests(self._model)  # now of the currently frozen parameters
 
     def _verify_frozen(self) -> None:
-        """Compare the parameters that are still frozen with their digests."""
+        """Compare still frozen parameters with their digests, and record the parts that moved."""
         assert self._digests is not None
         moved = self._digests.moved(self._model, self.parts)
         self.moved = tuple(dict.fromkeys((*self.moved, *moved)))
 
     def _probe_or_none(self) -> Probe | None:
-        """Return the probe, or None if the whole model has been frozen meanwhile."""
+        """Return the probe, or None if the whole model is frozen now."""
         try:
             return self.probe
         except BadInput:
@@ -277,7 +286,7 @@ class LiveFlow(Flow):
         self.before_step(gradients=not self._has_closure)
 
     def _before_later(self, number: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Measure the gradients of a later optimizer, which may not have existed before."""
+        """Measure a later optimizer's gradients, which may not have existed at the first step."""
         self._has_closure |= _has_closure(args, kwargs)
         if self._measuring and self._probe is not None and not self._has_closure:
             self._probe.measure_gradients(number)
@@ -293,20 +302,20 @@ def _has_closure(args: Any, kwargs: Any) -> bool:
 
 @dataclass(frozen=True)
 class _PendingReport:
-    """The numbers of one report on their way to the host."""
+    """The numbers of one report during their copy to the host."""
 
     step: int
     numbers: Tensor
-    arrived: Any  # a CUDA event, or None where the numbers are on the host
-    sizes: dict[str, int]  # of the probe's views in `numbers`
+    arrived: Any  # a CUDA event, or None if the numbers are already on the host
+    sizes: dict[str, int]  # lengths of the probe's views in `numbers`
     layout: Layout
-    reached: tuple[bool, ...]  # for each parameter: whether it had a gradient
-    extremes: tuple[int, ...]  # parameters whose largest gradient was measured
+    reached: tuple[bool, ...]  # whether each parameter had a gradient
+    extremes: tuple[int, ...]  # indices of the parameters whose max |g| was measured
     read_activity: Callable[[list[float]], dict[str, Any]]
 
 
 class ReportQueue:
-    """Reports that have been measured and not yet read, in order."""
+    """A queue of reports that were measured but not yet read on the host."""
 
     def __init__(self) -> None:
         self._pending: deque[_PendingReport] = deque()
@@ -318,7 +327,7 @@ class ReportQueue:
         activity: Tensor | None,
         read_activity: Callable[[list[float]], dict[str, Any]],
     ) -> None:
-        """Copy the numbers of a probe and of `activity` to the host, in one copy."""
+        """Copy the numbers of a probe and of `activity` to the host in one transfer."""
         numbers = probe.values
         if activity is not None:
             numbers = torch.cat([numbers, activity.to(numbers)])
@@ -339,7 +348,7 @@ class ReportQueue:
         )  # fmt: skip
 
     def collect(self, wait: bool) -> list[Report]:
-        """Return the reports that have arrived, or wait for all; skipped steps leave no report."""
+        """Return the reports that have arrived, or wait for all; skipped steps have no report."""
         reports = []
         while self._pending:
             first = self._pending[0]
@@ -354,7 +363,7 @@ class ReportQueue:
 
 
 def _read_report(pending: _PendingReport) -> Report | None:
-    """Turn a probe's sums into a report; None if GradScaler skipped the step."""
+    """Turn a probe's sums into a report, or return None if GradScaler skipped the step."""
     numbers = pending.numbers.tolist()
     raw, start = {}, 0
     for name, size in pending.sizes.items():
@@ -406,7 +415,7 @@ def _cosines_and_distance(raw: dict[str, list[float]]) -> dict[str, tuple[float,
 def _broken_parts(
     trainable: set[int], reached: set[int], values: dict[str, tuple[float, ...]]
 ) -> tuple[int, ...]:
-    """Return the parts with a NaN or an infinity in a quantity that was measured."""
+    """Return the parts with NaN or infinity in a measured quantity."""
     return tuple(
         i for i in sorted(trainable)
         if not math.isfinite(values["weight"][i]) or not math.isfinite(values["update"][i])
@@ -415,7 +424,7 @@ def _broken_parts(
 
 
 def _mean_largest(pending: _PendingReport, largest: list[float]) -> dict[str, float]:
-    """Return the mean of max |g| over the tensors of front, back and output."""
+    """Return the mean of max |g| over the tensors of each depth: front, back, output."""
     by_parameter = dict(zip(pending.extremes, largest, strict=True))
     means = {}
     for depth in ("front", "back", "output"):
@@ -434,7 +443,7 @@ def _quotient(numerator: float, denominator: float) -> float:
 
 
 class FrozenDigests:
-    """Digests of the frozen weights: an audit or, without an anatomy, one digest a parameter."""
+    """Digests of the frozen weights: an audit or, without an anatomy, one per parameter."""
 
     def __init__(self, model: nn.Module) -> None:
         self._audit: Audit | None = None
@@ -448,7 +457,7 @@ class FrozenDigests:
             pass  # nothing is frozen
 
     def moved(self, model: nn.Module, parts: Sequence[PartFacts]) -> list[str]:
-        """Return the parts with a frozen tensor whose bits changed."""
+        """Return the names of the parts with a frozen tensor that changed."""
         names = {n for n, value in self._digests.items() if _digest(model, n) != value}
         if self._audit is not None:
             try:

@@ -1,1 +1,1 @@
-"""Callbacks for other training loops, and TensorBoard."""
+"""Callbacks for Hugging Face and Lightning trainers, and TensorBoard output."""

@@ -1,4 +1,4 @@
-"""Gradient flow in Lightning: `Trainer(callbacks=[GradFlowCallback()])`; needs `lightning`."""
+"""Gradient flow in Lightning: `Trainer(callbacks=[GradFlowCallback()])`; requires `lightning`."""
 
 from typing import Any
 
@@ -7,19 +7,19 @@ from frostlab.integrations.transformers import FlowCallback
 
 try:
     from lightning import Callback
-except ImportError:  # no extra of frostlab brings it
+except ImportError:  # no extra of frostlab installs it
     raise FrostlabError("this callback needs Lightning: pip install lightning") from None
 
 
 class GradFlowCallback(FlowCallback, Callback):
-    """Measures the flow of a LightningModule, before clipping too; `.flow` is saved to `path`."""
+    """A callback that measures a LightningModule's flow, also before clipping."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to measure."""
         self.start_flow(pl_module, trainer.optimizers, trainer.global_step)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Measure gradients that Lightning has not clipped yet."""
+        """Measure the gradients before Lightning clips them."""
         self.flow.before_clip()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -27,6 +27,6 @@ class GradFlowCallback(FlowCallback, Callback):
         self.stop_flow(trainer.is_global_zero)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Stop measuring, and save the flow so far, if training fails."""
+        """Stop measuring when training fails, and save the flow so far."""
         if hasattr(self, "flow"):
             self.on_train_end(trainer, pl_module)

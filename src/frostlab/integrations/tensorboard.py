@@ -1,4 +1,4 @@
-"""Writes flows, metrics and histograms as TensorBoard event files, live or from a run's record."""
+"""TensorBoard event files of flows, metrics and histograms, written live or from a run's record."""
 
 import math
 import re
@@ -17,11 +17,11 @@ from frostlab.records.folder import RunRecord
 from frostlab.records.schema import EvaluationEvent
 from frostlab.roles.read import unwrapped
 
-_VALUES, _BINS = 10_000, 64  # of one histogram
+_VALUES, _BINS = 10_000, 64  # most values, and bins, of one histogram
 
 
 class TensorBoard:
-    """Writes event files, in training with `fl.watch(…, on_report=TensorBoard(folder).flow)`."""
+    """A writer of event files, e.g. `fl.watch(…, on_report=TensorBoard(folder).flow)`."""
 
     def __init__(self, folder: str | Path) -> None:
         package = require("tensorboardX", "tensorboard", "writing event files")
@@ -39,9 +39,9 @@ class TensorBoard:
     def flow(
         self, step: int, report: Report, parts: Sequence[PartFacts], at: float | None = None
     ) -> None:
-        """Write a report: the whole gradient's norm, then gradient, update and ratio a part.
+        """Write a report: the norm of the whole gradient, and gradient, update and ratio per part.
 
-        A part that is frozen or got no gradient has no point, a broken one has NaN.
+        A frozen part or a part without a gradient gets no point; a broken part gets NaN.
         """
         norms = [x for x in report.values["gradient"] if not math.isnan(x)]
         if norms or report.broken:
@@ -61,9 +61,9 @@ class TensorBoard:
             self._scalar("Depth/front_over_output", front, step, at)
 
     def metrics(self, step: int, metrics: Mapping[str, Any], at: float | None = None) -> None:
-        """Write the metrics of an evaluation as `Validation/<metric>`; null is NaN.
+        """Write the metrics of an evaluation as `Validation/<metric>`, with NaN for None.
 
-        Metrics of supervised layers are `Validation/layer_<number>/<metric>`.
+        Metrics of supervised layers are written as `Validation/layer_<number>/<metric>`.
         """
         layers = metrics.get("layers", {})
         groups = {"Validation": {k: v for k, v in metrics.items() if k != "layers"}}
@@ -73,11 +73,11 @@ class TensorBoard:
                 self._scalar(f"{group}/{name}", math.nan if value is None else value, step, at)
 
     def histograms(self, step: int, model: nn.Module, gradient: Gradient = own_gradient) -> None:
-        """Write `Weight/<parameter>` and, where it has a gradient, `Gradient/<parameter>`.
+        """Write `Weight/<parameter>` and, if it has a gradient, `Gradient/<parameter>`.
 
-        A histogram takes at most 10,000 evenly spaced numbers of a tensor and leaves out those
-        that are not finite; without a finite number there is no histogram. Of a sharded model it
-        shows this process's shard.
+        A histogram samples at most 10,000 evenly spaced elements of a tensor and drops non-finite
+        ones; if no element is finite, no histogram is written. Of a sharded model, only this
+        process's shard is sampled.
         """
         for name, parameter in unwrapped(model).named_parameters():
             self._histogram(f"Weight/{name}", parameter, step)
@@ -100,9 +100,10 @@ class TensorBoard:
 
 
 def tag_of(part: str) -> str:
-    """Return a part's name in TensorBoard's alphabet: `layers.0.query` for `layers[0].query`.
+    """Return a part's name as a TensorBoard tag: `layers.0.query` for `layers[0].query`.
 
-    The norm after the last layer is `outside.norm`, because `norm` is the whole gradient's.
+    The norm after the last layer becomes `outside.norm`, because `norm` is the tag of the norm of
+    the whole gradient.
     """
     name = re.sub(r"\[([^\]]*)\]", lambda match: "." + match[1].replace(":", "-"), part)
     return "outside.norm" if name == "norm" else name

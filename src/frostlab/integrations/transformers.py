@@ -10,10 +10,10 @@ from frostlab.flow.watch import LiveFlow, OnReport, watch
 
 
 class FlowCallback:
-    """Measures a flow over a training: shared by the Trainer's and Lightning's callbacks.
+    """Base class of the callbacks for the Hugging Face Trainer and Lightning.
 
-    `.flow` is the flow, which is also saved to `path` at the end; the other options are those of
-    `fl.watch`.
+    `.flow` is the measured flow; it is also saved to `path` when training ends. The other
+    arguments are passed to `fl.watch`.
     """
 
     flow: LiveFlow
@@ -39,28 +39,29 @@ class FlowCallback:
     def start_flow(self, model: Any, optimizer: Any, step: int) -> None:
         """Begin to measure; `step` is the number of steps already taken."""
         if self.path is not None:
-            check_save_path(self.path)  # before training, whose flow could not be saved
+            check_save_path(self.path)  # fail before training rather than after it
         self.flow = watch(model, optimizer, self.every_n_steps, **self.options)
         self.flow.step = step
         self.flow.start()
 
     def stop_flow(self, saves: bool) -> None:
-        """Stop measuring, and save the flow if this process `saves`."""
+        """Stop measuring, and save the flow if `saves`, which is true on one process only."""
         self.flow.stop()
         if self.path is not None and saves:
             self.flow.save(self.path)
 
 
 class GradFlowCallback(FlowCallback, TrainerCallback):
-    """Measures the flow of a Trainer's model; `.flow` is also saved to `path` at the end.
+    """A callback that measures the flow of a Trainer's model.
 
-    The Trainer clips before it calls any callback, so norms before clipping are not measured.
+    The Trainer clips gradients before it calls callbacks, so norms before clipping are not
+    measured.
     """
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **more: Any
     ) -> None:
-        """Begin to measure the optimizer that accelerate wraps."""
+        """Begin to measure, with the optimizer inside accelerate's wrapper."""
         inner: Any = optimizer
         while hasattr(inner, "accelerator_state"):
             inner = inner.optimizer

@@ -1,4 +1,4 @@
-"""frostlab's own models, and Hugging Face models by name."""
+"""frostlab's own models, and construction of Hugging Face models by name."""
 
 from frostlab.models.conformer import Conformer, ConformerConfig
 from frostlab.models.decoder import Decoder, DecoderConfig

@@ -1,4 +1,4 @@
-"""Attention over whole rows, or within each of the sequences that are packed into one row."""
+"""Attention over a batch of rows, or within each sequence packed into one row."""
 
 from dataclasses import dataclass
 
@@ -9,30 +9,30 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Packing:
-    """The places of N sequences in one row of T tokens; the end of the row is filler.
+    """The positions of N sequences packed into one row of T tokens; the row ends with filler.
 
-    An empty sequence has no token: it takes the place of a missing example.
+    An empty sequence has no tokens and stands for a missing example.
     """
 
     bounds: Tensor  # (N + 2,) int32: sequence i is bounds[i]:bounds[i + 1]; the last is filler
-    owners: Tensor  # (T,) the sequence of each token, N for filler
-    places: Tensor  # (T,) each token's place in its sequence
+    owners: Tensor  # (T,) the sequence index of each token; N for filler
+    places: Tensor  # (T,) the position of each token in its sequence
     longest: int  # an upper bound on the length of the sequences and the filler
 
     @property
     def firsts(self) -> Tensor:
-        """(N,) the index of each sequence's first token."""
+        """The index of each sequence's first token: (N,)."""
         return self.bounds[:-2].clamp(max=len(self.owners) - 1)
 
     def lasts(self, counts: Tensor) -> Tensor:
-        """(N,) the index of each sequence's last token among those marked in `counts`, (T,)."""
+        """Return (N,): the index of each sequence's last token where `counts`, (T,), is true."""
         indices = torch.arange(len(self.owners), device=self.owners.device)
         indices = torch.where(counts, indices, self.bounds[self.owners])
         lasts = torch.zeros(len(self.bounds) - 1, dtype=torch.long, device=indices.device)
         return lasts.scatter_reduce(0, self.owners, indices, "amax")[:-1]
 
     def mean(self, x: Tensor) -> Tensor:
-        """Average (T, width) over each sequence, by a matmul, whose order of summation is fixed."""
+        """Average (T, width) over each sequence by a matmul, which sums in a fixed order."""
         numbers = torch.arange(len(self.bounds) - 2, device=x.device)
         exact = torch.promote_types(x.dtype, torch.float32)
         members = (self.owners == numbers[:, None]).to(exact)  # (N, T)
@@ -51,10 +51,10 @@ def attend(
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """Attend with (B, heads, T, size) each, and return (B, T, heads, size).
+    """Attend with tensors of shape (B, heads, T, size), and return (B, T, heads, size).
 
-    If there are fewer key/value heads than queries, groups of queries share one. A mask or a
-    packing hides keys; without them, `causal` hides later ones.
+    With fewer key/value heads than query heads, groups of query heads share a key/value head. A
+    mask replaces `causal`; a packing restricts attention to each sequence.
     """
     if key.shape[1] < query.shape[1]:
         groups = query.shape[1] // key.shape[1]
@@ -71,7 +71,7 @@ def attend(
 
 
 def _has_kernel(query: Tensor) -> bool:
-    """Whether the flash kernel takes queries of this device, dtype and head size."""
+    """Return whether the flash kernel supports this device, dtype and head size."""
     half = query.dtype in (torch.bfloat16, torch.float16)
     return query.is_cuda and half and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
 
@@ -79,7 +79,7 @@ def _has_kernel(query: Tensor) -> bool:
 def _in_one_kernel(
     rows: tuple[Tensor, ...], packing: Packing, causal: bool, dropout: float, scale: float | None
 ) -> Tensor:
-    """Attend with the kernel below torch's varlen_attn, which itself has no dropout."""
+    """Call the kernel of torch's varlen_attn directly, because varlen_attn has no dropout."""
     bounds, longest = packing.bounds, packing.longest
     return torch.ops.aten._flash_attention_forward(
         *rows, bounds, bounds, longest, longest, dropout, causal, False, scale=scale
@@ -89,7 +89,7 @@ def _in_one_kernel(
 def _as_batch(
     rows: tuple[Tensor, ...], packing: Packing, causal: bool, dropout: float, scale: float | None
 ) -> Tensor:
-    """Attend with the sequences as a padded batch, whose padding is hidden."""
+    """Attend with the sequences as a padded batch, and mask the padding."""
     places = torch.arange(packing.longest, device=rows[0].device)
     indices = packing.bounds[:-1, None] + places  # (N + 1, longest)
     real = indices < packing.bounds[1:, None]
@@ -98,7 +98,7 @@ def _as_batch(
         x.index_select(0, indices.flatten()).unflatten(0, indices.shape).transpose(1, 2)
         for x in rows
     )  # each (N + 1, heads, longest, size)
-    visible = (real | (places == 0))[:, None, None, :]  # empty sequences see one key: no NaN
+    visible = (real | (places == 0))[:, None, None, :]  # empty sequences see one key, to avoid NaN
     if causal:
         visible = visible & (places[:, None] >= places)
     mixed = F.scaled_dot_product_attention(

@@ -1,6 +1,7 @@
-"""Build models: the one that a recipe asks for, or one by name, without weights.
+"""Construction of models, from a recipe or by name.
 
-Weights are drawn from the recipe's seed or read from a Hugging Face checkpoint.
+The weights of a recipe's model are drawn from its seed or read from a Hugging Face checkpoint. A
+model built by name has no weights.
 """
 
 import os
@@ -42,7 +43,7 @@ def build_for(recipe: Recipe, prepared: Material) -> nn.Module:
 
 
 def build_conformer(settings: ConformerModel, channels: int, subjects: int, seed: int) -> Conformer:
-    """Build a Conformer on the CPU for so many EEG channels and training subjects."""
+    """Build a Conformer on the CPU for the given numbers of EEG channels and subjects."""
     torch.manual_seed(seed)
     return Conformer(
         ConformerConfig(channels=channels, subjects=subjects, **_config_values(settings))
@@ -50,7 +51,7 @@ def build_conformer(settings: ConformerModel, channels: int, subjects: int, seed
 
 
 def build_model(recipe: Recipe, vocabulary: int, classes: int, pad: int) -> nn.Module:
-    """Build a recipe's model of tokens on the CPU; the same seed gives the same weights."""
+    """Build a recipe's token model on the CPU; the same seed gives the same weights."""
     torch.manual_seed(recipe.seed)
     settings = recipe.model
     if isinstance(settings, GPTModel):
@@ -65,7 +66,7 @@ def build_model(recipe: Recipe, vocabulary: int, classes: int, pad: int) -> nn.M
 
 
 def _config_values(settings: GPTModel | DecoderModel | ConformerModel) -> dict[str, Any]:
-    """The values of a model's section in a recipe, under the names that its config has."""
+    """Return the values of a recipe's model section, under the names of the model's config."""
     values = settings.model_dump(exclude={"kind"})
     values["hidden"] = settings.hidden or 4 * settings.width
     return values
@@ -74,7 +75,7 @@ def _config_values(settings: GPTModel | DecoderModel | ConformerModel) -> dict[s
 def _pretrained(
     settings: PretrainedModel, vocabulary: int, classes: int, pad: int, length: int
 ) -> nn.Module:
-    """A Hugging Face model with the head that the task needs; a new head is drawn from the seed."""
+    """Build a Hugging Face model with the task's head; a new head is drawn from the seed."""
     import transformers
 
     config, _ = find_config(settings.name)
@@ -82,7 +83,7 @@ def _pretrained(
     if classes:
         config.num_labels = classes
     text = config.get_text_config()
-    if not settings.weights or text.pad_token_id is None:  # some read the last token before it
+    if not settings.weights or text.pad_token_id is None:  # some heads read the token before it
         text.pad_token_id = pad
     room = getattr(text, "max_position_embeddings", None)
     if isinstance(room, int) and 0 < room < length:
@@ -116,7 +117,7 @@ def _pretrained(
 
 
 def _is_causal(config: Any) -> bool:
-    """Whether a language model of this config is causal: encoders are only if `is_decoder`."""
+    """Return whether a language model is causal; an encoder is causal only if `is_decoder`."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     encoder = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -125,7 +126,7 @@ def _is_causal(config: Any) -> bool:
 
 
 def _apply_settings(config: Any, settings: PretrainedModel) -> None:
-    """Change the config as `model.config` of the recipe says."""
+    """Apply the recipe's `model.config` to the config."""
     defaults = config.to_dict()
     for key, value in settings.config.items():
         if key not in defaults:
@@ -135,7 +136,7 @@ def _apply_settings(config: Any, settings: PretrainedModel) -> None:
             )
         try:
             setattr(config, key, value)
-        except Exception as error:  # each config has checks of its own
+        except Exception as error:  # configs validate values in different ways
             raise BadInput(f"model.config.{key} = {value!r}: {first_line(error)}") from None
 
 
@@ -161,10 +162,10 @@ def blueprint(name: str) -> tuple[nn.Module, str]:
 
 
 def recipe_blueprint(recipe: Recipe) -> tuple[nn.Module, str]:
-    """Build a recipe's model on the meta device, and describe the sizes that its data decide.
+    """Build a recipe's model on the meta device, and describe the sizes that depend on the data.
 
-    No data are read. Where the recipe does not fix the vocabulary, the classes, or the channels
-    and subjects of an EEG, a common size stands in and the description says "assumed".
+    No data are read. If the recipe does not fix the vocabulary, the classes, or the EEG channels
+    and subjects, a typical size is used and the description says "assumed".
     """
     model = recipe.model
     if isinstance(model, ConformerModel):
@@ -197,7 +198,7 @@ _ASSUMED, _AT_MOST = " (assumed)", " at most"
 
 
 def _config_at_hand(name: str) -> tuple[str, str]:
-    """Return a model whose config can be read: offline, a hub model's architecture stands in."""
+    """Return a name whose config can be read, and a note if it replaces a hub model offline."""
     try:
         find_config(name)
     except BadInput:
@@ -216,15 +217,15 @@ def _vocabulary(recipe: Recipe) -> tuple[int, str]:
     if isinstance(tokenizer, PretrainedTokenizer):
         try:
             return int(find_config(tokenizer.name)[0].get_text_config().vocab_size), ""
-        except BadInput:  # the tokenizer has no config at hand
+        except BadInput:  # the tokenizer's config is not available
             return GPTConfig().vocabulary, _ASSUMED
-    if tokenizer.size is None:  # as many as the training split has words
+    if tokenizer.size is None:  # the number of words in the training split
         return DecoderConfig().vocabulary, _ASSUMED
     return tokenizer.size, _AT_MOST
 
 
 def _classes(recipe: Recipe) -> tuple[int, str]:
-    """Return how many classes a recipe tells apart, and how certain it is; 0: none."""
+    """Return the number of classes (0 without classification), and how certain it is."""
     data = recipe.data
     if data.task != "classification":
         return 0, ""
@@ -237,7 +238,7 @@ def _classes(recipe: Recipe) -> tuple[int, str]:
 
 
 def find_config(name: str) -> tuple[Any, str]:
-    """Return a model's config by folder, architecture or hub name, and its source."""
+    """Return the config of a folder, an architecture or a hub model, and its source."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -267,12 +268,12 @@ def find_config(name: str) -> tuple[Any, str]:
 
 
 def looks_like_path(name: str) -> bool:
-    """Whether a name can only be a path: names on the hub have at most one slash, inside."""
+    """Return whether a name must be a path; hub names have at most one slash, inside."""
     return name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith("/")
 
 
 def nearest_path(path: Path) -> str:
-    """A hint for a missing path: a similar name in its folder, or the last folder that exists."""
+    """Return a hint for a missing path: a similar name, or the last folder that exists."""
     folder = next((parent for parent in path.parents if parent.is_dir()), None)
     if folder is None:
         return ""
@@ -280,13 +281,13 @@ def nearest_path(path: Path) -> str:
         return f"; there is nothing below {folder}"
     try:
         names = sorted(entry.name for entry in folder.iterdir())
-    except OSError:  # a folder that may not be listed
+    except OSError:  # the folder is not readable
         return ""
     return nearest(path.name, names, 0.7) or f"; no name like it is in {folder}"
 
 
 def hub_answers() -> bool:
-    """Whether the hub's host name resolves; without it, transformers would retry."""
+    """Return whether the hub's host name resolves; otherwise transformers would retry."""
     from huggingface_hub import constants
 
     host = urlsplit(constants.ENDPOINT).hostname
@@ -297,9 +298,9 @@ def hub_answers() -> bool:
 
 
 def _nearest_architecture(name: str, architectures: Iterable[str]) -> str:
-    """A hint at the architecture that a name begins with, or at the most similar one.
+    """Return a hint with the architecture that a name begins with, or the most similar one.
 
-    `bert-base-uncased` begins with `bert`; the longest such architecture wins.
+    `bert-base-uncased` begins with `bert`; the longest matching architecture is used.
     """
     choices, last = [*architectures, *OWN], name.rpartition("/")[2].lower()
     begins = _beginning(name)
@@ -318,7 +319,7 @@ def _beginning(name: str) -> str:
 
 
 def _model_class(config: Any) -> Any:
-    """The class that the config names; else the one that pretrains models of this kind."""
+    """Return the class named in the config, or else the model type's pretraining class."""
     import transformers
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,

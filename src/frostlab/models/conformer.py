@@ -1,4 +1,4 @@
-"""The Conformer for EEG: it decodes a speech envelope, sample by sample (docs/conformer.md).
+"""Conformer for EEG, which decodes a speech envelope sample by sample (docs/conformer.md).
 
 The layers follow Gulati et al. (2020); the residual around the stack, the gradient scale and
 the head are options of the config.
@@ -21,32 +21,32 @@ Norm = Literal["batch", "layer", "group"]
 Attending = Literal["plain", "relative"]
 Unseen = Literal["mean", "none"]
 
-KERNELS = (7, 5, 3)  # of the convolutions before the stack
-UNSEEN = -1  # the index of a subject that was not in training
+KERNELS = (7, 5, 3)  # kernel sizes of the convolutions before the stack
+UNSEEN = -1  # index of a subject that was not in training
 
 
 @dataclass(frozen=True)
 class ConformerConfig:
-    """The shape of a Conformer; the defaults are the published v2's.
+    """The shape of a Conformer; the defaults give the published v2.
 
     v1 is `residual="none"`, `head="linear"`, `gradient_scale=1.0`.
     """
 
-    channels: int = 64  # of the EEG
-    subjects: int = 71  # in training, each with its own embedding
+    channels: int = 64  # EEG channels
+    subjects: int = 71  # training subjects, each with its own embedding
     width: int = 256
     layers: int = 8
     heads: int = 4
-    hidden: int = 1024  # of each feed-forward network
-    kernel: int = 31  # of the depthwise convolution, in samples
+    hidden: int = 1024  # hidden units of each feed-forward network
+    kernel: int = 31  # kernel size of the depthwise convolution, in samples
     dropout: float = 0.3
-    residual: Residual = "gated"  # around the stack
-    gate_bias: float = 0.0  # the gate's bias at the start: 0 is half open, 4 nearly all stack
-    gradient_scale: float = 2.0  # of the gradient into the stack, not of the residual's
+    residual: Residual = "gated"  # residual around the stack
+    gate_bias: float = 0.0  # initial gate bias: 0 is half open, 4 passes almost only the stack
+    gradient_scale: float = 2.0  # scale of the gradient into the stack, not into the residual
     head: Head = "mlp"
-    norm: Norm = "batch"  # in the convolution module
+    norm: Norm = "batch"  # norm in the convolution module
     attention: Attending = "plain"  # plain: sinusoids are added once, before the stack
-    unseen: Unseen = "mean"  # an unseen subject's embedding: the mean of all, or zeros
+    unseen: Unseen = "mean"  # embedding of an unseen subject: the mean of all subjects, or zeros
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
@@ -58,14 +58,14 @@ class ConformerConfig:
 
 
 def sinusoids(places: Tensor, width: int) -> Tensor:
-    """Return (T, width): alternating sines and cosines of places (Vaswani et al. 2017)."""
+    """Return sinusoidal position embeddings, (T, width) (Vaswani et al. 2017)."""
     pairs = torch.arange(0, width, 2, device=places.device).float()
     angles = places.float()[:, None] * torch.exp(pairs * (-math.log(10000.0) / width))
     return torch.stack([angles.sin(), angles.cos()], -1).flatten(1)
 
 
 def distances(length: int, device: torch.device) -> Tensor:
-    """All distances from a query back to a key: length − 1 down to 1 − length."""
+    """Return all distances from a query back to a key: length − 1 down to 1 − length."""
     return torch.arange(length - 1, -length, -1, device=device)
 
 
@@ -85,9 +85,10 @@ class FeedForward(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention over the window; relative positions are Transformer-XL's (Dai et al. 2019).
+    """Self-attention over the window, with optional relative positions (Dai et al. 2019).
 
-    With them, query i scores key j with (q_i + content_bias)·k_j + (q_i + place_bias)·p_{i−j}.
+    The relative score of query i and key j is
+    (q_i + content_bias)·k_j + (q_i + place_bias)·p_{i−j}.
     """
 
     def __init__(self, config: ConformerConfig) -> None:
@@ -115,7 +116,7 @@ class Attention(nn.Module):
         return F.dropout(self.out(mixed.flatten(2)), self.dropout, self.training)
 
     def _bias(self, query: Tensor, places: Tensor) -> Tensor:
-        """(B, heads, T, T): the score of each query for the distance of each key."""
+        """Return (B, heads, T, T): the score of each query for the distance to each key."""
         keys = self.position(places).unflatten(-1, (self.heads, -1))  # (2T − 1, heads, size)
         scores = (query + self.place_bias[:, None].to(query.dtype)) @ keys.permute(1, 2, 0)
         bias = by_distance(scores) * query.shape[-1] ** -0.5
@@ -125,7 +126,7 @@ class Attention(nn.Module):
 def by_distance(scores: Tensor) -> Tensor:
     """Turn (…, T, 2T − 1), where [i, d] has distance T − 1 − d, into (…, T, T) with distance i − j.
 
-    Row i has to move left by T − 1 − i: pad one column on the left, and read rows one shorter.
+    Row i must shift left by T − 1 − i: pad one column on the left, then reshape to shorter rows.
     """
     length = scores.shape[-2]
     shifted = F.pad(scores, (1, 0)).flatten(-2).unflatten(-1, (2 * length, length))
@@ -133,10 +134,10 @@ def by_distance(scores: Tensor) -> Tensor:
 
 
 class Depthwise(nn.Conv1d):
-    """A depthwise convolution along time, of (B, T, width) without a transposed copy.
+    """A depthwise convolution along time over (B, T, width), without a transposed copy.
 
-    torch sees an image of one row with channels last: CUDA's kernels for that are three times as
-    fast as those for (B, width, T).
+    The input is viewed as a channels-last image of one row; the CUDA kernels for this format are
+    three times as fast as the kernels for (B, width, T).
     """
 
     def __init__(self, width: int, kernel: int) -> None:
@@ -180,7 +181,7 @@ def _norm(kind: Norm, width: int) -> nn.Module:
 
 
 class ConformerLayer(nn.Module):
-    """Attention and convolution between two half feed-forward steps, all residual; then a norm."""
+    """Residual attention and convolution between two half-step feed-forwards, then a norm."""
 
     def __init__(self, config: ConformerConfig) -> None:
         super().__init__()
@@ -212,7 +213,7 @@ class ConvolutionBlock(nn.Module):
 
 
 class ChannelAttention(nn.Module):
-    """Squeeze and excitation: channels are weighted by all channels' means (Hu et al. 2018)."""
+    """Squeeze-and-excitation: channel weights from the channel means (Hu et al. 2018)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -220,7 +221,7 @@ class ChannelAttention(nn.Module):
         self.excite = nn.Linear(max(1, width // 16), width)
 
     def weights(self, x: Tensor) -> Tensor:
-        """The weights of the channels of (B, T, width): (B, width), between 0 and 1."""
+        """Return the channel weights (B, width) for (B, T, width), between 0 and 1."""
         return torch.sigmoid(self.excite(F.relu(self.squeeze(x.mean(1)))))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -228,7 +229,7 @@ class ChannelAttention(nn.Module):
 
 
 class Gate(nn.Module):
-    """Mixes the stack's output and input, channel by channel, by the output's mean over time."""
+    """A gate per channel between the stack's output and input, from the output's mean."""
 
     def __init__(self, width: int, bias: float) -> None:
         super().__init__()
@@ -237,7 +238,7 @@ class Gate(nn.Module):
         nn.init.constant_(self.up.bias, bias)
 
     def opening(self, out: Tensor) -> Tensor:
-        """The fraction of the output in each channel: (B, 1, width), between 0 and 1."""
+        """Return the fraction of the output in each channel: (B, 1, width), between 0 and 1."""
         return torch.sigmoid(self.up(F.relu(self.down(out.mean(1))))).unsqueeze(1)
 
     def forward(self, out: Tensor, into: Tensor) -> Tensor:
@@ -257,12 +258,12 @@ class _GradientScale(torch.autograd.Function):
 
 
 def scale_gradient(x: Tensor, scale: float) -> Tensor:
-    """Return x; its gradient is multiplied by the scale."""
+    """Return x, and multiply its gradient by the scale in the backward pass."""
     return x if scale == 1.0 else _GradientScale.apply(x, scale)
 
 
 class Conformer(nn.Module):
-    """Decodes a speech envelope from EEG, sample by sample."""
+    """A Conformer that decodes a speech envelope from EEG, sample by sample."""
 
     def __init__(self, config: ConformerConfig) -> None:
         super().__init__()
@@ -293,12 +294,12 @@ class Conformer(nn.Module):
         for block in self.blocks:
             out = block(out, places)
         out = self.join(scale_gradient(out, self.config.gradient_scale), into)
-        with torch.autocast(eeg.device.type, enabled=False):  # correlations need small differences
+        with torch.autocast(eeg.device.type, enabled=False):  # correlations need full precision
             envelope = self.head(out.to(self.subjects.weight.dtype)).squeeze(-1)
         return envelope.to(torch.promote_types(envelope.dtype, torch.float32))
 
     def embed(self, eeg: Tensor, subject: Tensor | None) -> Tensor:
-        """The stack's input (B, T, width): features plus embeddings of subject and time."""
+        """Return the stack's input (B, T, width): features plus embeddings of subject and time."""
         if eeg.dim() != 3:
             raise BadInput(f"the EEG is {tuple(eeg.shape)}, not (B, T, channels)")
         if eeg.shape[-1] != self.config.channels:
@@ -311,11 +312,11 @@ class Conformer(nn.Module):
         return F.dropout(x, self.config.dropout, self.training)
 
     def waves(self, places: Tensor) -> Tensor:
-        """The sinusoids of places, in the dtype of the weights."""
+        """Return the sinusoids of places, in the dtype of the weights."""
         return sinusoids(places, self.config.width).to(self.subjects.weight.dtype)
 
     def rows(self, subject: Tensor | None) -> Tensor:
-        """The subjects' embeddings, (B, 1, width), or (width,) if all are unseen."""
+        """Return the subjects' embeddings, (B, 1, width), or (width,) if all are unseen."""
         table = self.subjects.weight
         unseen = table.mean(0) if self.config.unseen == "mean" else torch.zeros_like(table[0])
         if subject is None:
@@ -348,10 +349,10 @@ def electrode_importance(
 ) -> Tensor:
     """Return how strongly the decoded envelope depends on each electrode of (B, T, channels).
 
-    This is the root mean square of the derivatives of all envelope samples by all EEG samples,
-    times the electrode's standard deviation, estimated with random signs (Hutchinson 1990).
-    Channel attention alone would not do: it weighs features, which mix electrodes. Returns
-    (channels,), sum 1.
+    The importance is the root mean square of the derivatives of all envelope samples with respect
+    to all EEG samples, times the electrode's standard deviation, estimated with random signs
+    (Hutchinson 1990). Channel attention cannot show it, because it weights features that mix
+    electrodes. The result, (channels,), sums to 1.
     """
     training = model.training
     model.eval()

@@ -12,7 +12,7 @@ from frostlab.models.attention import Packing, attend
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The shape of a decoder; the defaults are the progressive-training model's."""
+    """The shape of a decoder; the defaults give the progressive-training model."""
 
     vocabulary: int = 69830
     width: int = 64
@@ -32,7 +32,7 @@ class DecoderConfig:
 
 
 def rotary_angles(places: Tensor, size: int, base: float) -> Tensor:
-    """Return (2, T, size): cosines and sines, each frequency for both halves of a head."""
+    """Return cosines and sines, (2, T, size); both halves of a head have equal frequencies."""
     frequencies = base ** (-torch.arange(0, size, 2, device=places.device).float() / size)
     angles = places.float()[:, None] * frequencies  # (T, size/2)
     angles = torch.cat([angles, angles], -1)
@@ -97,12 +97,12 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def initialise(self) -> None:
-        """Draw matrices from a normal with std 1/√width, truncated at two std; tokens with 0.02."""
+        """Draw matrices from a normal with std 1/√width cut at 2 std, and tokens with std 0.02."""
         self._draw(self)
         self.tokens.weight.normal_(0.0, 0.02)
 
     def new_block(self) -> DecoderBlock:
-        """Draw another block in the same way as the others; the model is not changed."""
+        """Return a new block with the model's initialisation; the model is not changed."""
         block = DecoderBlock(self.config)
         self._draw(block)
         return block
@@ -122,6 +122,6 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
     def angles(self, places: Tensor) -> Tensor:
-        """The cosines and sines that rotate tokens at these places."""
+        """Return the cosines and sines that rotate tokens at these positions."""
         config = self.config
         return rotary_angles(places, config.width // config.heads, config.rotary_base)

@@ -31,7 +31,7 @@ class GPTConfig:
 
 
 class GPTBlock(nn.Module):
-    """Attention and a feed-forward network, each behind a norm and added to its input."""
+    """Pre-norm attention and a pre-norm feed-forward network, both residual."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -78,11 +78,11 @@ class GPT(nn.Module):
             self.head.weight = self.tokens.weight
 
     def initialise(self) -> None:
-        """Draw the weights as GPT-2 does: std 0.02, less for outputs to the residual stream."""
+        """Draw the weights as GPT-2 does: std 0.02, smaller for the residual projections."""
         self._draw(self)
 
     def new_block(self) -> GPTBlock:
-        """Draw another block, as one of `config.layers`; the model is not changed."""
+        """Return a new block, drawn as one of `config.layers`; the model is not changed."""
         block = GPTBlock(self.config)
         self._draw(block)
         return block
@@ -101,7 +101,7 @@ class GPT(nn.Module):
                 module.down.weight.normal_(0.0, residual)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Return logits: (B, T, vocabulary), or (B, classes) of the mean over real tokens."""
+        """Return logits: (B, T, vocabulary), or (B, classes) from the mean over real tokens."""
         places = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.embed(input_ids, places)
         mask = None
@@ -117,7 +117,7 @@ class GPT(nn.Module):
         return self.head(x)
 
     def embed(self, input_ids: Tensor, places: Tensor) -> Tensor:
-        """Embed (B, T) tokens and their places as (B, T, width)."""
+        """Embed (B, T) tokens and their positions as (B, T, width)."""
         x = self.tokens(input_ids) + self.positions(places)
         return F.dropout(x, self.config.dropout, self.training)
 

@@ -1,7 +1,7 @@
-"""A model as a stack: its embedding, its layers one by one, and the input of its head.
+"""A model as a stack: separate steps for its embedding, each layer, and the head's input.
 
-Packing, the fused loss and cached layers need these steps separately, which a model's own forward
-does not offer.
+Packing, the fused loss and cached layers need these steps, which a model's own forward does not
+offer.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ from frostlab.models.attention import Packing, attend
 from frostlab.models.decoder import Decoder
 from frostlab.models.gpt import GPT
 
-_NAME = "frostlab"  # of our attention, in transformers' registry
+_NAME = "frostlab"  # name of our attention in transformers' registry
 
 
 class Stack(ABC):
@@ -25,20 +25,23 @@ class Stack(ABC):
 
     model: Any
     layers: Sequence[nn.Module]
-    head: Any  # weight (outputs, width), and a bias or None
-    classifies: bool  # else it models language
+    head: Any  # has a weight (outputs, width) and a bias or None
+    classifies: bool  # False: a language model
 
     def run(
         self, x: Tensor, packing: Packing | None, first: int = 0, last: int | None = None
     ) -> Tensor:
-        """Apply the layers from `first` up to, not including, `last` to (B, T, width)."""
+        """Apply the layers from `first` to `last` (exclusive) to (B, T, width)."""
         end = len(self.layers) if last is None else last
         return self.states(x, packing, [end], first)[0]
 
     def states(
         self, x: Tensor, packing: Packing | None, after: Sequence[int], first: int = 0
     ) -> list[Tensor]:
-        """The hidden states after some layers, counted from 1, in one pass from `first` on."""
+        """Return the hidden states after the layers in `after`, counted from 1, in one pass.
+
+        `x` is the hidden state after `first` layers.
+        """
         states = {first: x}
         with self.attention():
             arguments = self.layer_arguments(x, packing)
@@ -49,17 +52,17 @@ class Stack(ABC):
         return [states[number] for number in after]
 
     def places(self, rows: Tensor, packing: Packing | None) -> Tensor:
-        """(T,) each token's place in its sequence, for rows of shape (B, T, …)."""
+        """Return (T,): each token's position in its sequence, for rows of shape (B, T, …)."""
         if packing is not None:
             return packing.places
         return torch.arange(rows.shape[1], device=rows.device)
 
     def bypassed_modules(self) -> list[nn.Module]:
-        """The modules whose own forward is not called, so that hooks on them would not run."""
+        """Return the modules whose forward is not called, so their hooks would not run."""
         return [self.model, self.head]
 
     def attention(self) -> AbstractContextManager[None]:
-        """A context in which the layers attend with a packing."""
+        """Return a context in which the layers use frostlab's attention."""
         return nullcontext()
 
     @abstractmethod
@@ -68,18 +71,19 @@ class Stack(ABC):
 
     @abstractmethod
     def layer_arguments(self, x: Tensor, packing: Packing | None) -> dict[str, Any]:
-        """The arguments of every layer besides its input."""
+        """Return the keyword arguments of every layer."""
 
     @abstractmethod
     def read(self, x: Tensor, ids: Tensor, packing: Packing | None) -> Tensor:
-        """The head's input from a layer's output: (B, T, width) for language, else (N, width).
+        """Return the head's input: (B, T, width) for a language model, otherwise (N, width).
 
-        Without a packing, rows have no padding; those of causal models may be padded at the end.
+        `x` is the output of a layer. Without a packing, rows have no padding, except that rows
+        of causal models may be padded at the end.
         """
 
 
 class GPTStack(Stack):
-    """frostlab's GPT."""
+    """The stack of frostlab's GPT."""
 
     def __init__(self, model: GPT) -> None:
         self.model, self.layers, self.head = model, list(model.blocks), model.head
@@ -99,7 +103,7 @@ class GPTStack(Stack):
 
 
 class DecoderStack(Stack):
-    """frostlab's decoder."""
+    """The stack of frostlab's Decoder."""
 
     def __init__(self, model: Decoder) -> None:
         self.model, self.layers, self.head = model, list(model.blocks), model.head
@@ -126,7 +130,7 @@ def _attention(
     packing: Packing | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """The attention of Hugging Face modules within a stack, where there is no dense mask."""
+    """Compute attention for Hugging Face modules in a stack, without a dense mask."""
     assert attention_mask is None
     mixed = attend(
         query, key, value, packing=packing, causal=bool(module.is_causal), dropout=dropout,
@@ -139,7 +143,7 @@ AttentionInterface.register(_NAME, _attention)
 
 
 class HuggingFaceStack(Stack):
-    """The common steps of the Hugging Face models below."""
+    """The common base of the Hugging Face stacks below."""
 
     def __init__(self, model: Any, body: Any, layers: Any, head: Any, classifies: bool) -> None:
         self.model, self.body, self.head = model, body, head
@@ -163,7 +167,7 @@ class HuggingFaceStack(Stack):
 
 
 class BertStack(HuggingFaceStack):
-    """BERT: its head reads each sequence's first token, or each token after a transform."""
+    """BERT, whose head reads each sequence's first token, or each token after a transform."""
 
     def __init__(self, model: Any) -> None:
         classifies = hasattr(model, "classifier")
@@ -183,7 +187,7 @@ class BertStack(HuggingFaceStack):
 
 
 class CausalStack(HuggingFaceStack):
-    """GPT-2 and Llama: the head reads each token, or a sequence's last real token, after a norm."""
+    """GPT-2 and Llama, whose head reads each token, or each last real token, after a norm."""
 
     def __init__(self, model: Any, body: Any, layers: Any, norm: nn.Module) -> None:
         classifies = hasattr(model, "score")
@@ -204,7 +208,7 @@ class CausalStack(HuggingFaceStack):
 
 
 class GPT2Stack(CausalStack):
-    """GPT-2 has learned positions."""
+    """GPT-2, with learned positions."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model, model.transformer, model.transformer.h, model.transformer.ln_f)
@@ -214,7 +218,7 @@ class GPT2Stack(CausalStack):
 
 
 class LlamaStack(CausalStack):
-    """Llama has rotary positions, computed once for all layers."""
+    """Llama, with rotary positions that are computed once for all layers."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model, model.model, model.model.layers, model.model.norm)
@@ -239,7 +243,7 @@ STACKS: dict[str, Any] = {
 
 
 def take_apart(model: nn.Module) -> Stack | None:
-    """Return a model as a stack; None if its class is unknown or hooks need its own forward."""
+    """Return a model as a stack, or None if its class is unknown or hooks need its forward."""
     kinds: dict[str, Any] = {"GPT": GPTStack, "Decoder": DecoderStack}
     if type(model).__module__.startswith("transformers.models."):
         kinds = STACKS
@@ -251,10 +255,10 @@ def take_apart(model: nn.Module) -> Stack | None:
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Whether the model's attention is causal, in a kernel that skips hidden keys."""
+    """Return whether the model uses a causal attention kernel, which skips masked keys."""
     return isinstance(model, Decoder) or (isinstance(model, GPT) and model.config.causal)
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    """Whether calls of a module run hooks."""
+    """Return whether a module has forward or backward hooks."""
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)

@@ -1,1 +1,1 @@
-"""Roles: which parameter, or rows of a fused one, is the query, key or value of which head."""
+"""Roles of parameters, and of the rows of fused parameters: query, key, value, norm, head, …"""

@@ -1,8 +1,8 @@
-"""Descriptions of architectures: a table from parameter paths to roles for each.
+"""Descriptions of architectures: for each, a table that maps parameter paths to roles.
 
-Paths are matched segment by segment, never by substring: `{i}` is a layer's index, `*` matches
-one segment, `**` (at the end) anything below. A path names a parameter, or a module whose weight
-and bias get the role.
+Paths are matched segment by segment, never by substring: `{i}` matches a layer index, `*` matches
+one segment, and `**` (at the end) matches all remaining segments. A path names a parameter, or a
+module whose weight and bias both get the role.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,8 +30,8 @@ class Fused:
     def rows(self, size: int, heads: Heads | None) -> dict[str, Rows]:
         """Return the rows of each role in a weight of `size` rows.
 
-        Roles of attention take as many rows as their heads need; other roles share the rest
-        equally.
+        Query, key and value take the rows of their heads; the other roles divide the remaining
+        rows equally.
         """
         repeats = heads.kv if heads and self.interleaved else 1
         period = size // repeats
@@ -55,7 +55,7 @@ class Fused:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A role whose tensor the architecture itself never trains."""
+    """A role whose tensor the architecture never trains, such as fixed sinusoids."""
 
     role: str
 
@@ -71,17 +71,17 @@ class Description:
 
     table: Table | Callable[[Any], Table]
     heads: HeadsOf
-    stacks: Mapping[str, str] = field(default_factory=dict)  # first path segment → stack's name
-    shared: Callable[[Any, int], tuple[int, ...]] | None = None  # index in the path → layers
+    stacks: Mapping[str, str] = field(default_factory=dict)  # first path segment → stack name
+    shared: Callable[[Any, int], tuple[int, ...]] | None = None  # (model, path index) → layers
 
     def table_of(self, module: nn.Module) -> Table:
-        """Return the table for a module, whose config may decide it."""
+        """Return the table for a module; it may depend on the module's config."""
         return self.table(module) if callable(self.table) else self.table
 
 
 _by_class: dict[type, Description] = {}
 _by_type: dict[str, Description] = {}
-REFUSED: dict[str, str] = {}  # model type → why no table can describe it
+REFUSED: dict[str, str] = {}  # model type → reason why it is not supported
 
 
 def register(target: type | str, description: Description) -> None:
@@ -93,12 +93,12 @@ def register(target: type | str, description: Description) -> None:
 
 
 def known_types() -> list[str]:
-    """The Hugging Face model types that have a description."""
+    """Return the Hugging Face model types that have a description."""
     return sorted(_by_type)
 
 
 def model_type(module: nn.Module) -> str | None:
-    """The model type of a Hugging Face model; None for any other module."""
+    """Return the model type of a Hugging Face model; None for any other module."""
     if not hasattr(type(module), "base_model_prefix"):
         return None
     kind = getattr(module.__dict__.get("config"), "model_type", None)
@@ -115,7 +115,7 @@ def find_description(module: nn.Module) -> Description | None:
 
 
 def fused(*roles: str, interleaved: bool = False) -> Fused:
-    """Name the roles in the rows of one weight, such as `fused("query", "key", "value")`."""
+    """Return an entry for a weight with several roles, e.g. `fused("query", "key", "value")`."""
     for role in roles:
         _check_role(role, f"fused{roles}")
     return Fused(roles, interleaved)
@@ -132,10 +132,10 @@ def register_architecture(
 
     Args:
         target: the model's class, or its Hugging Face `model_type`.
-        table: paths to roles, e.g. `{"blocks.{i}.attn.q": "query", "lm_head": "head"}`; a
-            submodule of a registered class needs no entry.
+        table: a map from paths to roles, e.g. `{"blocks.{i}.attn.q": "query", "lm_head": "head"}`;
+            submodules of a registered class need no entry.
         heads: the number of heads, `Heads(count, kv, size)`, or a function of the model.
-        stacks: names of stacks, by first path segment, for a model with more than one.
+        stacks: a map from the first path segment to the stack name, for models with several stacks.
     """
     for path, entry in table.items():
         if not path or any(not segment for segment in path.split(".")):
@@ -153,7 +153,7 @@ def register_architecture(
 
 
 def role_of(entry: str | Fixed) -> str:
-    """The role of an entry that is not fused, including its prefix `cross.`."""
+    """Return the role of an unfused entry, including the prefix `cross.`."""
     return entry.role if isinstance(entry, Fixed) else entry
 
 
@@ -169,7 +169,7 @@ class _Node:
 
 
 class Matcher:
-    """A table as a tree of path segments, so that a lookup takes as many steps as a path has."""
+    """A prefix tree over the path segments of a table, for fast lookups."""
 
     def __init__(self, table: Table) -> None:
         self.root = _Node()
@@ -180,7 +180,7 @@ class Matcher:
             node.entry = entry
 
     def find(self, path: str) -> tuple[Entry, int | None] | None:
-        """Return the entry of a parameter's path, or of its module's, and the layer index."""
+        """Return the entry for a parameter's path or its module's path, and the layer index."""
         segments = path.split(".")
         return self._walk(self.root, segments, None) or self._walk(self.root, segments[:-1], None)
 

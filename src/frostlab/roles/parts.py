@@ -1,7 +1,7 @@
 """The parts of a model, and the parameters that hold them.
 
-A part is a parameter, or some rows of a fused one, that plays one role. Users see parts; a slot is
-where the values of a part are stored, in one parameter or in several pieces.
+A part is a parameter, or some rows of a fused parameter, with one role. Users see parts. A slot
+stores the values of one or more parts, in one parameter or in several pieces.
 """
 
 import math
@@ -37,18 +37,18 @@ State = Literal["trainable", "frozen", "fixed"]
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of an attention: query heads, key/value heads, and rows of each."""
+    """The heads of an attention: number of query heads, key/value heads, and rows per head."""
 
     count: int
     kv: int
     size: int
 
     def of(self, role: str) -> int:
-        """The number of heads of a role."""
+        """Return the number of heads of a role."""
         return self.count if role == "query" else self.kv
 
     def rows(self, role: str) -> int:
-        """The number of rows of a role."""
+        """Return the number of rows of a role."""
         return self.of(role) * self.size
 
 
@@ -57,17 +57,17 @@ Span = tuple[int, int]  # start, stop
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a fused weight that belong to one role: spans within each of equal periods.
+    """The rows of a fused weight that belong to one role, as spans within a repeated period.
 
-    Every layout met in practice repeats one pattern. Concatenated weights have it once,
-    interleaved ones once a head, Falcon's grouped ones once a key/value head:
+    Every supported layout repeats one pattern: concatenated weights once, interleaved weights
+    once per head, and Falcon's grouped weights once per key/value head:
 
         concatenated   | q q q q | k k | v v |       period = all rows, 1 repeat
-        interleaved    | q k v | q k v | q k v |     period = 3 head sizes, one repeat a head
-        grouped        | q q k v | q q k v |         period = 4 head sizes, one repeat a kv head
+        interleaved    | q k v | q k v | q k v |     period = 3 head sizes, 1 repeat per head
+        grouped        | q q k v | q q k v |         period = 4 head sizes, 1 repeat per kv head
 
-    So every operation is a view of (repeats, period) and a few slices: no index tensors, no
-    loops over heads.
+    Every operation is therefore a view as (repeats, period) and a few slices, without index
+    tensors or loops over heads.
     """
 
     period: int
@@ -76,7 +76,7 @@ class Rows:
 
     @classmethod
     def whole(cls, size: int) -> "Rows":
-        """All rows of an axis."""
+        """Return all rows of an axis of this size."""
         return cls(size, 1, ((0, size),))
 
     @property
@@ -93,29 +93,29 @@ class Rows:
         return Rows(self.period, self.repeats, _merge([*self.spans, *other.spans]))
 
     def rest(self) -> "Rows":
-        """The rows of the axis that are not among these."""
+        """Return the complement: all other rows of the axis."""
         edges = [0, *(edge for span in self.spans for edge in span), self.period]
         gaps = zip(edges[::2], edges[1::2], strict=True)
         return Rows(self.period, self.repeats, tuple(gap for gap in gaps if gap[0] < gap[1]))
 
     def ranges(self) -> list[Span]:
-        """The rows as (start, stop) pairs along the axis, adjacent ones merged."""
+        """Return the rows as (start, stop) pairs along the axis, with adjacent pairs merged."""
         starts = range(0, self.size, self.period)
         return list(_merge((s + a, s + b) for s in starts for a, b in self.spans))
 
     def pieces(self, tensor: Tensor, axis: int) -> list[Tensor]:
-        """One view (…, repeats, span, …) for each span, of a tensor that has the whole axis."""
+        """Return one view of shape (…, repeats, span, …) per span, of a tensor with all rows."""
         folded = tensor.unflatten(axis, (self.repeats, self.period))
         return [folded.narrow(axis + 1, start, stop - start) for start, stop in self.spans]
 
     def take(self, tensor: Tensor, axis: int = 0) -> Tensor:
-        """Return these rows in order: a view if they are contiguous, else a copy."""
+        """Return these rows in order: a view if they are contiguous, otherwise a copy."""
         pieces = self.pieces(tensor, axis)
         folded = pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis + 1)
         return folded.flatten(axis, axis + 1)
 
     def put(self, tensor: Tensor, value: Tensor, axis: int = 0) -> None:
-        """Write `value`, rows in order, into a tensor that has the whole axis."""
+        """Write `value`, whose rows are in order, into these rows of a tensor with all rows."""
         width = len(self) // self.repeats
         folded = value.unflatten(axis, (self.repeats, width))
         sizes = [stop - start for start, stop in self.spans]
@@ -126,7 +126,7 @@ class Rows:
 
 
 def join(first: Rows, a: Tensor, b: Tensor, axis: int = 0) -> Tensor:
-    """Interleave `a` (at rows `first`) and `b` (at the rest) into one tensor, in one copy."""
+    """Merge `a` (at rows `first`) and `b` (at the other rows) into one tensor, in one copy."""
     rest = first.rest()
     sources: list[tuple[Span, Tensor]] = []
     for rows, tensor in ((first, a), (rest, b)):
@@ -159,7 +159,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Tie:
-    """Another name of the same tensor, and its place under that name."""
+    """Another name of a tied tensor, and the place under that name."""
 
     name: str
     place: Place
@@ -167,7 +167,7 @@ class Tie:
 
 @dataclass(frozen=True)
 class Part:
-    """One parameter, or some rows of a fused one, that plays one role."""
+    """One parameter, or some rows of a fused parameter, with one role."""
 
     name: str
     place: Place
@@ -175,7 +175,7 @@ class Part:
     shape: tuple[int, ...]
     state: State
     rows: Rows | None = None  # None: the whole parameter
-    axis: int = 0  # the axis the rows lie along: 1 for Conv1D's transposed weight
+    axis: int = 0  # the axis of the rows: 1 for Conv1D's transposed weight
     heads: Heads | None = None
     layout: str = "separate"
     matmul: bool = False
@@ -191,12 +191,12 @@ class Part:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers that use this part; several if they share one set of weights."""
+        """The layers that use this part: several if layers share weights."""
         return self.place.layers
 
     @property
     def layer(self) -> int | None:
-        """The only layer that uses this part, or None."""
+        """The layer that uses this part; None if there is no layer or more than one."""
         return self.layers[0] if len(self.layers) == 1 else None
 
     @property
@@ -245,12 +245,12 @@ class Slot:
     """A parameter of the unmodified model, and the parameters that hold its rows now."""
 
     name: str
-    owner: Any  # the module that holds it
-    local: str  # its name within the owner
+    owner: Any  # the module that holds the parameter
+    local: str  # the parameter's name within the owner
     shape: tuple[int, ...]
     axis: int
     pieces: tuple[Piece, ...]
-    adapts: str | None = None  # for an adapter's weight: the path of the module it adapts
+    adapts: str | None = None  # for an adapter: the path of the adapted module
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -259,14 +259,14 @@ class Slot:
         return piece.parameter
 
     def piece_of(self, rows: Rows | None) -> Piece:
-        """The piece that holds these rows; a role never lies in two pieces."""
+        """Return the piece that holds these rows; a role is never divided between pieces."""
         if len(self.pieces) == 1 or rows is None:
             (piece,) = self.pieces
             return piece
         return next(p for p in self.pieces if p.rows | rows == p.rows)
 
     def read(self, rows: Rows | None = None) -> Tensor:
-        """Return the values of these rows (default: all), detached, gathered if sharded."""
+        """Return the values of these rows (default: all), detached, and gathered if sharded."""
         values = join_pieces(self.pieces, self.axis)
         return values if rows is None else rows.take(values, self.axis)
 
@@ -287,20 +287,20 @@ class Slot:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """Return a sharded tensor in one piece (a collective call), or the tensor itself."""
+    """Return the full tensor of a sharded tensor (a collective call), or the tensor itself."""
     full: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
     return tensor if full is None else full()
 
 
 @torch.no_grad()
 def join_pieces(pieces: tuple[Piece, ...], axis: int) -> Tensor:
-    """Join a slot's pieces into the tensor that the unmodified model would have."""
+    """Join a slot's pieces into the fused tensor of the unmodified model."""
     if len(pieces) == 1:
         return gathered(pieces[0].parameter.detach())
     values = [gathered(piece.parameter.detach()) for piece in pieces]
     if len(pieces) == 2:
         return join(pieces[0].rows, values[0], values[1], axis)
-    return torch.cat(values, axis)  # only torch's attention has three pieces, and in order
+    return torch.cat(values, axis)  # only nn.MultiheadAttention has three pieces, already in order
 
 
 SlotPieces = tuple[tuple[int, ...], int, tuple[Piece, ...]]  # shape, axis of the rows, pieces

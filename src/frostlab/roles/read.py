@@ -1,7 +1,8 @@
-"""Read the anatomy of a model: give every parameter exactly one role and place.
+"""Reading the anatomy of a model: every parameter gets exactly one role and place.
 
-Slots are collected under the names that the unmodified model has, placed by the descriptions of
-the modules around them, and cut into parts. An anatomy is complete or an error, never partial.
+Slots are collected under the names of the unmodified model, placed by the descriptions of the
+enclosing modules, and divided into parts. A parameter without a role is an error: an anatomy is
+never partial.
 """
 
 import sys
@@ -40,19 +41,19 @@ from frostlab.roles.parts import (
 from frostlab.roles.snapshot import Anatomy
 
 _BIASES = ("bias", "in_proj_bias")
-_BASE = "base_layer"  # PEFT's name for the module that it wraps
-_STUB_LINES = 40  # the most paths that an error suggests
+_BASE = "base_layer"  # PEFT's name for the wrapped module
+_STUB_LINES = 40  # most paths in the stub of an error message
 
 Placement = tuple[Entry, Place, Heads | None]
 
 
 def anatomy(model: nn.Module) -> Anatomy:
-    """Return which parameter, or rows of a fused one, plays which role in which layer."""
+    """Return the role and layer of every parameter, or of the rows of a fused parameter."""
     return survey(model)[0]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside DataParallel, DDP or torch.compile."""
+    """Return the model inside DataParallel, DDP or torch.compile."""
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
@@ -90,7 +91,7 @@ def survey(model: nn.Module) -> tuple[Anatomy, dict[str, Slot]]:
 
 
 def _slots(model: nn.Module) -> Iterator[Slot]:
-    """Every parameter under every name it has; split and adapted ones under canonical names."""
+    """Yield a slot for each name of each parameter; split and adapted ones get original names."""
     wrapped = _peft_paths(model)
     for path, module in model.named_modules(remove_duplicate=False):
         path, adapts = _without_peft(path, wrapped)
@@ -109,13 +110,13 @@ def _slots(model: nn.Module) -> Iterator[Slot]:
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    """Whether a module keeps its weight as (in, out), as GPT-2's Conv1D does."""
+    """Return whether a module stores its weight as (in, out), like GPT-2's Conv1D."""
     source = sys.modules.get("transformers.pytorch_utils")
     return source is not None and isinstance(module, source.Conv1D)
 
 
 def _is_matmul(slot: Slot) -> bool:
-    """Whether the tensor is multiplied with activations."""
+    """Return whether the tensor is the weight of a matmul with activations."""
     if len(slot.shape) != 2:
         return False
     linear = isinstance(slot.owner, nn.Linear | nn.MultiheadAttention | Split)
@@ -131,13 +132,13 @@ def _tied_names(slots: Iterable[Slot]) -> list[list[str]]:
 
 
 def _all_layers(place: Place, tied: Sequence[Place]) -> tuple[int, ...]:
-    """The layers of a tensor that plays one role in several of them."""
+    """Return the layers in which a tied tensor has the role of `place`."""
     alike = [p for p in tied if replace(p, layers=()) == replace(place, layers=())]
     return tuple(sorted({index for p in alike for index in p.layers}))
 
 
 def _peft_paths(model: nn.Module) -> set[str]:
-    """The paths of the modules that PEFT wrapped."""
+    """Return the paths of the modules that PEFT wrapped."""
     source = sys.modules.get("peft.tuners.tuners_utils")
     if source is None:  # PEFT is not loaded, so nothing is wrapped
         return set()
@@ -146,7 +147,7 @@ def _peft_paths(model: nn.Module) -> set[str]:
 
 
 def _without_peft(path: str, wrapped: set[str]) -> tuple[str, str | None]:
-    """Return a path without PEFT's wrapping, and for an adapter the path of the adapted module."""
+    """Return a path without PEFT's wrappers and, for an adapter, the adapted module's path."""
     if not path or not wrapped:
         return path, None
     here, plain = "", ""
@@ -161,14 +162,14 @@ def _without_peft(path: str, wrapped: set[str]) -> tuple[str, str | None]:
 
 
 def _place_slots(model: nn.Module, slots: Sequence[Slot]) -> dict[str, Placement]:
-    """Find the entry, place and heads of every slot, or raise an error that names the rest."""
+    """Find the entry, place and heads of each slot; raise an error if a slot has no role."""
     kind = model_type(model)
     if kind in REFUSED:
         raise UnknownArchitecture(f"{type(model).__name__} is not supported: {REFUSED[kind]}")
     readers = list(_readers(model))
     below = [reader for reader in readers if reader.path]
     outermost = [reader for reader in below if not any(reader.inside(r) for r in below)]
-    several = len(outermost) > 1  # then stacks are named by the paths of their models
+    several = len(outermost) > 1  # then stack names include the paths of the models
     placements: dict[str, Placement] = {}
     unplaced: dict[str, Slot] = {}
     for slot in slots:
@@ -199,11 +200,11 @@ class _Reader:
         self.heads: dict[str, Heads] = {}  # by stack
 
     def inside(self, other: "_Reader") -> bool:
-        """Whether this reader's module is a submodule of another's."""
+        """Return whether this reader's module is a submodule of another's."""
         return self is not other and self.path.startswith(other.prefix)
 
     def read(self, slot: Slot, named: bool) -> Placement | None:
-        """Place a slot by the description's table; `named` puts the path into its stack's name."""
+        """Place a slot by the table; if `named`, its stack name includes the module's path."""
         if not slot.name.startswith(self.prefix):
             return None
         local = slot.name[len(self.prefix) :]
@@ -243,14 +244,14 @@ class _Reader:
 
 
 def _readers(model: nn.Module) -> Iterator[_Reader]:
-    """One reader for each described module of a model, outermost first."""
+    """Yield a reader for each described module of a model, outermost first."""
     readers: list[_Reader] = []
     for path, module in model.named_modules():
         description = find_description(module)
         if description is None:
             continue
         if any(path.startswith(r.prefix) and r.description is description for r in readers):
-            continue  # a part of a model of the same kind
+            continue  # a submodule of a module with the same description
         reader = _Reader(path, module, description)
         readers.append(reader)
         yield reader
@@ -270,7 +271,7 @@ def _place_adapters(
 
 
 def _how_to_register(model: nn.Module, unplaced: dict[str, Slot], described: bool) -> str:
-    """A message that names the first module without a role, and a stub that registers them all."""
+    """Return an error message with the first unplaced module, and a stub for all of them."""
     name = type(model).__name__
     first, slot = next(iter(unplaced.items()))
     kind = model_type(model)
@@ -286,7 +287,7 @@ def _how_to_register(model: nn.Module, unplaced: dict[str, Slot], described: boo
 
 
 def _templates(paths: Iterable[str]) -> list[str]:
-    """The different paths, with `{i}` for the first number in each and `*` for others."""
+    """Return the distinct paths, with `{i}` for the first number and `*` for later numbers."""
     templates: dict[str, None] = {}
     for path in paths:
         segments, numbered = path.split("."), False
@@ -301,7 +302,7 @@ def _templates(paths: Iterable[str]) -> list[str]:
 def _parts(
     slot: Slot, entry: Entry, place: Place, heads: Heads | None, ties: tuple[Tie, ...], matmul: bool
 ) -> list[Part]:
-    """Cut a slot into its parts: one for each role."""
+    """Divide a slot into parts, one for each role."""
     kind: Kind = "bias" if slot.local in _BIASES else "weight"
     size = slot.shape[slot.axis] if slot.shape else 1
     if heads is not None:
@@ -346,7 +347,7 @@ def _state(slot: Slot, rows: Rows | None, fixed: bool) -> State:
 
 
 def _check_attention(parts: Sequence[Part], model: str) -> None:
-    """Raise an error if an attention lacks a query, key or value: the anatomy would be partial."""
+    """Raise an error if an attention lacks a query, key or value."""
     inputs: dict[tuple[str, tuple[int, ...], bool], set[str]] = {}
     for part in parts:
         if part.role in ATTENTION_INPUTS and part.kind == "weight":

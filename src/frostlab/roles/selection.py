@@ -1,11 +1,11 @@
 """The selection language: `query`, `layers[0:3]`, `encoder.layers[-1].cross.key.bias`, `!head`.
 
-A selection is a path of filters in this order, each optional, at least one given:
+A selection is a path of filters in this order; each is optional, but one is required:
 
     [!] [stack .] [layers[…] .] [cross | self .] [role | all] [. weight | bias]
 
-Several selections are a union; `!` takes parts away from it, or from all parts if every selection
-is negative.
+Several selections form a union. `!` removes parts from the union, or from all parts if every
+selection is negative.
 """
 
 import re
@@ -16,7 +16,7 @@ from frostlab.errors import BadInput, nearest
 from frostlab.roles.parts import ROLES, Kind, Part, Place
 
 _LAYERS = re.compile(r"layers\[([^\[\]]*)\]")
-_SYNONYMS = {  # names that users may write, and ours, for suggestions
+_SYNONYMS = {  # names that users may write → our names, for suggestions
     "q": "query",
     "k": "key",
     "v": "value",
@@ -40,7 +40,7 @@ _SYNONYMS = {  # names that users may write, and ours, for suggestions
 
 @dataclass(frozen=True)
 class Term:
-    """One selection, parsed; None for a filter that it leaves out."""
+    """A parsed selection; a filter that is not given is None."""
 
     text: str
     negative: bool = False
@@ -51,7 +51,7 @@ class Term:
     kind: Kind | None = None
 
     def fits(self, place: Place, kind: Kind) -> bool:
-        """Whether the selection names this place; layers are not checked."""
+        """Return whether the selection matches this place; layers are not checked."""
         return (
             (self.stack is None or place.stack == self.stack)
             and (self.cross is None or (place.cross == self.cross and _is_attention(place)))
@@ -65,10 +65,10 @@ def _is_attention(place: Place) -> bool:
 
 
 def select(parts: Sequence[Part], texts: Iterable[str], model: str) -> tuple[Part, ...]:
-    """Return the parts that the selections name together, in the model's order.
+    """Return the parts in the union of the selections, in model order.
 
-    A selection that reaches a tensor only by a tied name (a head tied to the embedding) is an
-    error, unless another selection names the tensor itself.
+    A selection that matches a tensor only by a tied name (such as a head tied to the embedding)
+    is an error, unless another selection matches the tensor by its own role.
     """
     stacks = sorted({p.stack for p in parts if p.stack})
     terms = [parse(text, stacks) for text in texts]
@@ -168,7 +168,7 @@ def _parse_token(token: str, text: str, stacks: Sequence[str]) -> tuple[str, obj
 def _matching_keys(
     parts: Sequence[Part], term: Term, counts: dict[str, int], model: str
 ) -> set[str]:
-    """The keys of the parts that one selection names; `counts` has the layers of each stack."""
+    """Return the keys of the parts that match; `counts` maps stacks to numbers of layers."""
     wanted: dict[str, set[int]] = {}
     if term.layers is not None:
         stacks = [s for s in counts if term.stack in (None, s)]
@@ -193,7 +193,7 @@ def _matching_keys(
 
 
 def _layer_indices(spec: str, count: int, term: Term, stack: str) -> set[int]:
-    """The layers of one stack that `layers[spec]` names; both ends of a slice must exist."""
+    """Return the layers of a stack in `layers[spec]`; both ends of a slice must exist."""
     where = f"`{term.text}`: {f'the {stack}' if stack else 'the model'} has layers 0 to {count - 1}"
     try:
         numbers = [None if not s.strip() else int(s) for s in spec.split(":")]
@@ -218,7 +218,7 @@ def _layer_indices(spec: str, count: int, term: Term, stack: str) -> set[int]:
 
 
 def _no_match(parts: Sequence[Part], term: Term, model: str) -> str:
-    """The message for a selection that names no part."""
+    """Return the error message for a selection that matches no part."""
     if term.kind == "bias" and not any(part.kind == "bias" for part in parts):
         return f"`{term.text}` matches nothing in {model}: it has no biases"
     roles = [role for role in ROLES if any(p.role == role for p in parts)]

@@ -1,4 +1,4 @@
-"""The anatomy of a model as users hold it: parts, layers, counts, selections and a table."""
+"""The public anatomy object: parts, layers, parameter counts, selections and a table."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """The parts of a model, in the model's order, as they were when it was read."""
+    """A snapshot of the parts of a model, in model order."""
 
     model: str
     parts: tuple[Part, ...]
@@ -41,7 +41,7 @@ class Anatomy:
         )
 
     def select(self, *selections: str) -> tuple[Part, ...]:
-        """Return the parts that the selections name (the language is in `roles/selection.py`)."""
+        """Return the parts that match the selections (syntax: `roles/selection.py`)."""
         return select(self.parts, selections, self.model)
 
     def with_frozen(self, *selections: str) -> "Anatomy":
@@ -51,7 +51,7 @@ class Anatomy:
         )
 
     def with_state(self, frozen: Collection[str]) -> "Anatomy":
-        """Return this anatomy with exactly the parts of these keys frozen."""
+        """Return this anatomy with exactly the parts with these keys frozen."""
 
         def state(part: Part) -> State:
             if part.state == "fixed":
@@ -61,16 +61,16 @@ class Anatomy:
         return replace(self, parts=tuple(replace(p, state=state(p)) for p in self.parts))
 
     def count(self, *states: State) -> int:
-        """Count the parameters in any of these states, or all of them."""
+        """Count the parameters in these states (default: all states)."""
         return sum(p.parameters for p in self.parts if not states or p.state in states)
 
     @property
     def fixed(self) -> tuple[Part, ...]:
-        """The parts that the architecture itself never trains."""
+        """The parts that the architecture never trains."""
         return tuple(p for p in self.parts if p.state == "fixed")
 
     def table(self) -> str:
-        """Return the anatomy as text; layers that are alike are shown once."""
+        """Return the anatomy as text; runs of identical layers are shown once."""
         return _as_text(self)
 
     def to_dict(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ _RIGHT = (4,)  # columns of numbers
 
 
 def _as_text(anatomy: Anatomy) -> str:
-    """Show the parts outside the layers, then the layers, then the totals."""
+    """Return the table: parts outside the layers, then the layers, then the totals."""
     blocks: list[tuple[str, list[tuple[str, ...]]]] = []
     outside = [part for part in anatomy.parts if not part.layers]
     if outside:
@@ -108,7 +108,7 @@ def _as_text(anatomy: Anatomy) -> str:
 
 
 def _totals(anatomy: Anatomy) -> list[str]:
-    """The number of parameters, in total and in each state that occurs."""
+    """Return the parameter counts as text, in total and for each state that occurs."""
     total = anatomy.count()
     lines = [f"{'parameters':<12}{total:>16,}"]
     for state in ("trainable", "frozen", "fixed"):
@@ -131,14 +131,14 @@ def _row(part: Part, name: str) -> tuple[str, ...]:
 
 
 def _local_name(part: Part) -> str:
-    """A part's name within its layer: the path after the layer's number."""
+    """Return a part's name within its layer: the path after the layer index."""
     segments = part.name.split(".")
     numbers = [i for i, segment in enumerate(segments) if segment.isdecimal()]
     return ".".join(segments[numbers[0] + 1 :]) if numbers else part.name
 
 
 def _runs_of_equal_layers(layers: Sequence[Layer]) -> Iterator[list[Layer]]:
-    """Runs of neighbouring layers that have the same rows in the table."""
+    """Yield runs of adjacent layers that have the same rows in the table."""
     for _, run in groupby(layers, key=lambda layer: [_row(p, _local_name(p)) for p in layer.parts]):
         yield list(run)
 

@@ -1,1 +1,1 @@
-"""Surgery: which weights learn, and what they start from."""
+"""Surgery on models: freezing, splitting, growing and initialising weights."""

@@ -1,4 +1,4 @@
-"""Proof that frozen tensors did not change: their digests, taken once and compared later."""
+"""Digests of frozen tensors, which prove later that the tensors did not change."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,17 +20,17 @@ class Audit:
     digests: dict[str, str] = field(repr=False)
 
     def verify(self, model: nn.Module) -> None:
-        """Raise FrozenWeightsMoved, with their names, if a bit of any frozen tensor changed."""
+        """Raise FrozenWeightsMoved with the names of all frozen tensors that changed."""
         now = _digests(model, only=self.digests)
         moved = [name for name, value in self.digests.items() if now.get(name) != value]
         if moved:
             raise FrozenWeightsMoved(moved)
 
     def renewed(self, model: nn.Module, growth: Growth) -> "Audit":
-        """Return this audit for the model right after it has grown.
+        """Return this audit updated for a model that has just grown.
 
-        Digests get the new names of their tensors; tensors that growing itself changed get new
-        digests. FrozenWeightsMoved is raised if any other tensor changed.
+        Renamed tensors keep their digests under the new names; tensors that `grow` changed get
+        new digests. Raises FrozenWeightsMoved if any other tensor changed.
         """
         before = {growth.renamed(name): value for name, value in self.digests.items()}
         now = _digests(model, only=before)
@@ -45,7 +45,7 @@ class Audit:
 
 
 def audit(model: nn.Module) -> Audit:
-    """Take the sha256 of every frozen tensor, including frozen rows of split projections."""
+    """Compute the sha256 of every frozen tensor, including frozen rows of split projections."""
     digests = _digests(model, only=None)
     if not digests:
         raise BadInput("audit: nothing is frozen; call fl.freeze first")
@@ -53,7 +53,7 @@ def audit(model: nn.Module) -> Audit:
 
 
 def _digests(model: nn.Module, only: dict[str, str] | None) -> dict[str, str]:
-    """The digests of these tensors and buffers by name (None: of all that are frozen)."""
+    """Return digests by name, of the tensors and buffers in `only` (None: all frozen ones)."""
     anatomy, slots = survey(model)
     inner = unwrapped(model)
     chosen = {

@@ -1,7 +1,7 @@
-"""Freeze and thaw parts of a model.
+"""Freezing and thawing of parts of a model.
 
-Every parameter is set to learn or not to learn, so the result does not depend on earlier calls.
-Fused projections that are frozen in part are split; a frozen BatchNorm keeps its statistics.
+Each call sets the state of every parameter, so the result does not depend on earlier calls.
+Partly frozen fused projections are split; a frozen BatchNorm keeps its running statistics.
 """
 
 import warnings
@@ -28,8 +28,8 @@ _QUANTISED_MODULES = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized"
 def freeze(model: nn.Module, *selections: str) -> Anatomy:
     """Freeze exactly the selected parts, make all others trainable, and return the anatomy.
 
-    Fused projections that are frozen in part are split, so that frozen rows have no gradient,
-    no optimizer state and no weight-gradient matmul. Build the optimizer afterwards.
+    Partly frozen fused projections are split, so that frozen rows have no gradient, no
+    optimizer state and no weight-gradient matmul. Build the optimizer afterwards.
     """
     refuse_wrapped(model, "freeze")
     before, slots = survey(model)
@@ -44,7 +44,7 @@ def freeze(model: nn.Module, *selections: str) -> Anatomy:
 
 
 def thaw(model: nn.Module) -> Anatomy:
-    """Make everything trainable but fixed parts, and join projections that were split.
+    """Make all parts trainable except fixed parts, and rejoin split projections.
 
     Build the optimizer afterwards.
     """
@@ -56,7 +56,7 @@ def thaw(model: nn.Module) -> Anatomy:
 
 
 def learn_only(model: nn.Module, keys: Collection[str]) -> None:
-    """Make exactly the parts with these keys trainable, fixed parts excepted.
+    """Make exactly the parts with these keys trainable, except fixed parts.
 
     Build the optimizer afterwards.
     """
@@ -68,7 +68,7 @@ def learn_only(model: nn.Module, keys: Collection[str]) -> None:
 
 
 def _apply(model: nn.Module, wanted: Anatomy, slots: dict[str, Slot]) -> None:
-    """Bring every parameter into the state that `wanted` gives it."""
+    """Set every parameter to its state in `wanted`."""
     frozen_rows = _rows_to_freeze(wanted.parts)
     for name in frozen_rows:
         _check_splittable(slots[name], slots.values())
@@ -92,7 +92,7 @@ def _apply(model: nn.Module, wanted: Anatomy, slots: dict[str, Slot]) -> None:
 
 
 def _rows_to_freeze(parts: Iterable[Part]) -> dict[str, Rows]:
-    """The rows to freeze in each slot that is frozen in part."""
+    """Return the rows to freeze in each partly frozen slot."""
     frozen: dict[str, Rows] = {}
     trainable: set[str] = set()
     for part in parts:
@@ -107,7 +107,7 @@ def _rows_to_freeze(parts: Iterable[Part]) -> dict[str, Rows]:
 
 
 def _check_splittable(slot: Slot, slots: Iterable[Slot]) -> None:
-    """Refuse to split a slot that is tied, adapted, or used by an unknown forward."""
+    """Raise an error for a slot that is tied, adapted, or used by an unknown forward."""
     owner = slot.owner
     parameters = {id(piece.parameter) for piece in slot.pieces}
     for other in slots:
@@ -141,7 +141,7 @@ def _resplit(model: nn.Module, frozen_rows: dict[str, Rows], slots: dict[str, Sl
         for slot in slots.values()
         if slot.name in frozen_rows or isinstance(slot.owner, Split)
     }
-    # a module in several places has several names; one of them has the rows to freeze
+    # a shared module has several names; only one of them is in `frozen_rows`
     for slot in slots.values():
         if id(slot.owner) in owners:
             owned = owners[id(slot.owner)][1]
@@ -171,7 +171,7 @@ def _resplit(model: nn.Module, frozen_rows: dict[str, Rows], slots: dict[str, Sl
 def _resplit_attention(
     attention: nn.MultiheadAttention, slots: dict[str, Slot], split: bool
 ) -> bool:
-    """Split or join torch's attention; return whether it changed."""
+    """Split or join an nn.MultiheadAttention; return whether it changed."""
     if split == isinstance(attention, SplitMultiheadAttention):
         return False
     _retire({local: s for local, s in slots.items() if local.startswith("in_proj_")})
@@ -189,7 +189,7 @@ def _retire(slots: dict[str, Slot]) -> None:
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Replace a module by another wherever it is used."""
+    """Replace a module by another one wherever the model uses it."""
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child is old:
@@ -197,7 +197,7 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def _disable_nested_tensors(model: nn.Module) -> None:
-    """Keep torch's encoder off its fused inference path while an attention in it is split."""
+    """Disable the fused inference path of each nn.TransformerEncoder with a split attention."""
     for encoder in model.modules():
         if not isinstance(encoder, nn.TransformerEncoder):
             continue
@@ -217,7 +217,7 @@ def _use_running_statistics(module: nn.Module, args: object) -> None:
 def _hold_running_statistics(model: nn.Module) -> None:
     """Make a frozen BatchNorm use its running statistics even after `model.train()`.
 
-    A BatchNorm without weights is frozen if the whole model is.
+    A BatchNorm without weights counts as frozen if the whole model is frozen.
     """
     everything = list(model.parameters())
     for module in model.modules():
@@ -236,7 +236,7 @@ def _hold_running_statistics(model: nn.Module) -> None:
 
 
 def frozen_statistics(model: nn.Module) -> dict[str, Tensor]:
-    """The running statistics of frozen BatchNorms, by name."""
+    """Return the running statistics of frozen BatchNorms, by name."""
     return {
         f"{path}.{name}" if path else name: buffer
         for path, module in model.named_modules()
@@ -246,7 +246,7 @@ def frozen_statistics(model: nn.Module) -> dict[str, Tensor]:
 
 
 def refuse_wrapped(model: nn.Module, verb: str) -> None:
-    """Refuse a model that is wrapped, in whole or in part, by DDP, FSDP or torch.compile."""
+    """Raise an error if the model or a submodule is wrapped by DDP, FSDP or torch.compile."""
     if not isinstance(model, nn.Module):
         raise BadInput(f"{verb}: {model!r} is not a model")
     for path, module in model.named_modules():
@@ -256,7 +256,7 @@ def refuse_wrapped(model: nn.Module, verb: str) -> None:
 
 
 def _wrapper(module: nn.Module) -> str:
-    """The name of the wrapper around a module, or \"\"."""
+    """Return the name of the wrapper around a module, or an empty string."""
     if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
         return "torch.compile"
     for cls in type(module).__mro__:
@@ -268,7 +268,7 @@ def _wrapper(module: nn.Module) -> str:
 
 
 def refuse_untouchable(model: nn.Module, slots: Iterable[Slot], verb: str) -> None:
-    """Refuse weights without values (meta device) and quantised ones."""
+    """Raise an error for weights on the meta device and for quantised weights."""
     for slot in slots:
         for piece in slot.pieces:
             parameter = piece.parameter

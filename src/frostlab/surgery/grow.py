@@ -1,7 +1,7 @@
-"""Add layers to an existing model, at the top, the bottom or in between.
+"""Growing of a model: new layers at the top, at the bottom or in between.
 
-The new layers can leave the function of the model unchanged (init="identity"), be drawn as the
-model draws its own, or copy a neighbour.
+The new layers can leave the model's function unchanged (init="identity"), use the model's own
+initialisation (init="random"), or copy a neighbour (init="copy").
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,21 +26,21 @@ from frostlab.surgery.stale import expect, record_change
 _GROWABLE = ("bert", "gpt2", "llama")  # Hugging Face model types
 _SUPPORTED = "frostlab's GPT and Decoder, Hugging Face's bert, gpt2 and llama"
 _INDICES = ("layer_idx", "layer_index")  # attributes that hold a layer's number
-_SCALED = "scale_attn_by_inverse_layer_idx"  # GPT-2's option to divide scores by the layer's number
+_SCALED = "scale_attn_by_inverse_layer_idx"  # GPT-2's option to divide scores by layer_idx + 1
 
 Init = Literal["identity", "random", "copy"]
 _INITS = ("identity", "random", "copy")
 _ENDS = ("top", "bottom")
-_ADDED = ("output", "down")  # the roles whose outputs are added to the input of a layer
-_ALLOWED = 8e-7  # of the promised 1e-6; the rest is left to rounding in float32
-_NEGLIGIBLE = 1e-9  # an eps that is too small to matter in a working model
-_PROBE = (4, 32)  # sequences, and tokens of each, that measure variances
+_ADDED = ("output", "down")  # roles whose outputs are added to the residual stream
+_ALLOWED = 8e-7  # part of the promised 1e-6; the rest is for float32 rounding
+_NEGLIGIBLE = 1e-9  # a smaller eps has no measurable effect
+_PROBE = (4, 32)  # sequences, and tokens per sequence, for measuring variances
 _INSTEAD = 'use init="copy" or init="random"'
 
 
 @dataclass(frozen=True)
 class Trunk:
-    """The list of a model's layers, and the module whose config counts them."""
+    """The list of a model's layers, and the module whose config has their number."""
 
     path: str
     layers: nn.ModuleList
@@ -48,7 +48,7 @@ class Trunk:
 
     @property
     def norm_after(self) -> bool:
-        """Whether a layer ends in a norm rather than in a sum."""
+        """Whether a layer ends with a norm rather than with a residual sum."""
         if isinstance(self.body, Decoder):
             return self.body.config.norm == "after"
         return model_type(self.body) == "bert"
@@ -60,12 +60,12 @@ class Growth:
 
     at: int
     layers: tuple[int, ...]  # the indices of the new layers
-    names: tuple[str, ...]  # their prefixes in the state dict, without the final dot
-    changed: tuple[str, ...]  # parts of the model before whose values have changed
-    note: str  # other consequences, or ""
+    names: tuple[str, ...]  # prefixes of the new layers in the state dict, without the final dot
+    changed: tuple[str, ...]  # existing parts whose values have changed
+    note: str  # other effects, or ""
 
     def renamed(self, name: str) -> str:
-        """The new name of a tensor of the model before."""
+        """Return the new name of a tensor that the model had before growing."""
         path = self.names[0].rpartition(".")[0]
         index, dot, rest = name.removeprefix(f"{path}.").partition(".")
         if not name.startswith(f"{path}.") or int(index) < self.at:
@@ -80,16 +80,16 @@ def grow(
     """Add layers to a model, in place, and return what changed.
 
     New layers are trainable and not split, with the dtypes, device and mode of their neighbour.
-    Existing parameters stay the same objects, frozen or not: optimizers still hold them, and
-    lack the new ones.
+    Existing parameters stay the same objects, frozen or not. Optimizers still hold them, but do
+    not hold the new parameters.
 
     Args:
-        layers: the number of new layers, one above the other.
+        layers: the number of new layers, which are inserted next to each other.
         at: the index of the first new layer, "top" or "bottom" (0).
-        init: "identity" leaves what the model computes unchanged within 1e-6 (where layers end in
-            a norm, as in BERT, the gain of the norm below moves to the last new one: `changed`);
-            "random" draws them as the model draws its own, from torch's default generator;
-            "copy" copies the layer below, at the bottom the layer above.
+        init: "identity" keeps the model's outputs unchanged within 1e-6 (if layers end with a
+            norm, as in BERT, the gain of the norm below moves to the last new norm; `changed`
+            lists it); "random" uses the model's own initialisation and torch's default generator;
+            "copy" copies the layer below or, at the bottom, the layer above.
     """
     refuse_wrapped(model, "grow")
     try:
@@ -143,7 +143,7 @@ def _checked_count(layers: int) -> int:
 
 
 def _insertion_index(at: int | str, layers: int) -> int:
-    """The index of the first new layer, in a model of so many layers."""
+    """Return the index of the first new layer in a model that has `layers` layers."""
     if at == "top":
         return layers
     if at == "bottom":
@@ -158,7 +158,7 @@ def _insertion_index(at: int | str, layers: int) -> int:
 
 
 def find_trunk(model: nn.Module, anatomy: Anatomy) -> Trunk:
-    """Find the list that holds the layers of the anatomy, or refuse the model."""
+    """Find the list of the anatomy's layers, or raise an error if the model cannot grow."""
     name = type(model).__name__
     if len({layer.stack for layer in anatomy.layers}) > 1:
         raise BadInput(f"grow: {name} has several stacks of layers; supported: {_SUPPORTED}")
@@ -171,12 +171,12 @@ def find_trunk(model: nn.Module, anatomy: Anatomy) -> Trunk:
 
 
 def _refusal(model: nn.Module) -> str:
-    """The message for a model that cannot grow."""
+    """Return the error message for a model that cannot grow."""
     return f"grow: {type(model).__name__} cannot be grown; supported: {_SUPPORTED}"
 
 
 def _holds(path: str, layers: nn.ModuleList, anatomy: Anatomy) -> bool:
-    """Whether a list has exactly the layers of the anatomy, at the paths of their parts."""
+    """Return whether a ModuleList at this path holds exactly the layers of the anatomy."""
     complete = [layer.index for layer in anatomy.layers] == list(range(len(layers)))
     return bool(anatomy.layers) and complete and all(
         part.name.startswith(f"{path}.{layer.index}.")
@@ -186,7 +186,7 @@ def _holds(path: str, layers: nn.ModuleList, anatomy: Anatomy) -> bool:
 
 
 def _body(model: nn.Module, path: str) -> nn.Module:
-    """The innermost model around a path."""
+    """Return the innermost supported model that contains a path."""
     body, module = model, model
     for segment in path.split("."):
         if isinstance(module, GPT | Decoder) or model_type(module) is not None:
@@ -196,7 +196,7 @@ def _body(model: nn.Module, path: str) -> nn.Module:
 
 
 def _set_count(model: nn.Module, trunk: Trunk, count: int, kinds: dict[str, list[str]]) -> None:
-    """Set the number of layers, and their kinds, in every config of the model."""
+    """Set the number of layers and the layer types in every config of the model."""
     if isinstance(trunk.body, GPT | Decoder):
         trunk.body.config = replace(trunk.body.config, layers=count)
         return
@@ -207,7 +207,7 @@ def _set_count(model: nn.Module, trunk: Trunk, count: int, kinds: dict[str, list
 
 
 def _kinds_of_layers(model: nn.Module, trunk: Trunk) -> dict[str, list[str]]:
-    """The lists in a Hugging Face config that have one entry for each layer."""
+    """Return the lists in a Hugging Face config that have one layer type per layer."""
     if isinstance(trunk.body, GPT | Decoder):
         return {}
     return {
@@ -218,17 +218,17 @@ def _kinds_of_layers(model: nn.Module, trunk: Trunk) -> dict[str, list[str]]:
 
 
 def _configs(model: nn.Module, trunk: Trunk) -> Iterable[Any]:
-    """The different configs of the body's kind in the model: some heads give it a copy."""
+    """Return the distinct configs of the body's model type; some heads hold a copy."""
     kind = model_type(trunk.body)
     configs = (module.__dict__.get("config") for module in model.modules())
     return {id(c): c for c in configs if getattr(c, "model_type", None) == kind}.values()
 
 
 def _build_layer(trunk: Trunk, index: int, neighbour: nn.Module) -> nn.Module:
-    """Draw a layer as the model draws its own, with the dtypes, device and mode of its neighbour.
+    """Build a layer with the model's initialisation and the neighbour's dtypes, device and mode.
 
-    It is drawn on the CPU from torch's default generator, so that a seed gives the same weights
-    on every device.
+    The weights are drawn on the CPU from torch's default generator, so that a seed gives the
+    same weights on every device.
     """
     with torch.device("cpu"):
         if isinstance(trunk.body, GPT | Decoder):
@@ -247,7 +247,7 @@ def _build_layer(trunk: Trunk, index: int, neighbour: nn.Module) -> nn.Module:
 
 
 def _copy_capturing_hooks(layer: nn.Module, neighbour: nn.Module) -> None:
-    """Copy the hooks by which transformers records the hidden states of a neighbour."""
+    """Copy the hooks with which transformers records a neighbour's hidden states."""
     for name, module in neighbour.named_modules():
         for hook in module._forward_hooks.values():
             if getattr(hook, "__name__", "") == "output_capturing_hook":
@@ -255,7 +255,7 @@ def _copy_capturing_hooks(layer: nn.Module, neighbour: nn.Module) -> None:
 
 
 def _insert_layers(trunk: Trunk, at: int, new: list[nn.Module]) -> None:
-    """Put layers into the list, and number all layers again."""
+    """Insert layers into the list, and renumber all layers."""
     for offset, layer in enumerate(new):
         trunk.layers.insert(at + offset, layer)
     for index, layer in enumerate(trunk.layers):
@@ -269,10 +269,10 @@ def _insert_layers(trunk: Trunk, at: int, new: list[nn.Module]) -> None:
 
 
 def _rescale_queries(model: nn.Module, trunk: Trunk, moved: dict[int, int]) -> list[str]:
-    """Compensate in the queries for the scale of a layer's new index; return the changed parts.
+    """Rescale queries to cancel the score scale of a new layer index; return the changed parts.
 
     Args:
-        moved: the new index of each layer that moved, and the index that it had before.
+        moved: a map from the new index of each moved layer to its former index.
     """
     if not getattr(trunk.body.config, _SCALED, False):
         return []
@@ -288,7 +288,7 @@ def _rescale_queries(model: nn.Module, trunk: Trunk, moved: dict[int, int]) -> l
 
 
 def _insert(model: nn.Module, trunk: Trunk, at: int, count: int, init: Init) -> None:
-    """Build the layers, then insert them; nothing is changed if one cannot be built."""
+    """Build the layers, then insert them; if building fails, the model is unchanged."""
     before, kinds = len(trunk.layers), _kinds_of_layers(model, trunk)
     source = max(at - 1, 0)
     neighbour = trunk.layers[source]
@@ -308,7 +308,7 @@ def _insert(model: nn.Module, trunk: Trunk, at: int, count: int, init: Init) -> 
 
 
 def _keep_scales(model: nn.Module, trunk: Trunk, new: tuple[int, ...], init: Init) -> list[str]:
-    """Let layers that moved, and copies, attend as they did at their former index."""
+    """Keep the attention scale of moved and copied layers; return the changed parts."""
     moved = {index: index - len(new) for index in range(new[-1] + 1, len(trunk.layers))}
     changed = _rescale_queries(model, trunk, moved)
     if init == "copy":
@@ -318,14 +318,14 @@ def _keep_scales(model: nn.Module, trunk: Trunk, new: tuple[int, ...], init: Ini
 
 
 def _zero_outputs(anatomy: Anatomy, slots: dict[str, Slot], layers: tuple[int, ...]) -> None:
-    """Make new layers add nothing to their input."""
+    """Zero the output projections of new layers, so that they add nothing to their input."""
     for part in anatomy.parts:
         if part.layer in layers and part.role in _ADDED:
             slots[part.name].write(torch.zeros_like(slots[part.name].read()))
 
 
 def _norm_below(anatomy: Anatomy, at: int) -> str | None:
-    """The path of the norm whose output is the input of the layer at an index, or None."""
+    """Return the path of the norm that feeds the layer at index `at`, or None."""
     first = next(i for i, part in enumerate(anatomy.parts) if part.layers)
     below = [p for p in anatomy.parts if p.layer == at - 1] if at else anatomy.parts[:first]
     norms = [part.name.rpartition(".")[0] for part in below if part.role == "norm"]
@@ -333,7 +333,7 @@ def _norm_below(anatomy: Anatomy, at: int) -> str | None:
 
 
 def _last_norm(anatomy: Anatomy, layer: int) -> str:
-    """The path of the norm at the end of a layer."""
+    """Return the path of the norm at the end of a layer."""
     path = _norm_below(anatomy, layer + 1)
     assert path is not None
     return path
@@ -341,7 +341,7 @@ def _last_norm(anatomy: Anatomy, layer: int) -> str:
 
 @torch.no_grad()
 def _move_affine(model: nn.Module, source: str, target: str) -> list[str]:
-    """Move gain and bias from one norm to another; return the names of the first's tensors."""
+    """Move gain and bias from one norm to another; return the source's tensor names."""
     old, new = model.get_submodule(source), model.get_submodule(target)
     for name, parameter in old.named_parameters():
         new.get_parameter(name).copy_(parameter)
@@ -350,7 +350,7 @@ def _move_affine(model: nn.Module, source: str, target: str) -> list[str]:
 
 
 def _refuse_impossible_identity(model: nn.Module, trunk: Trunk, at: int, below: str | None) -> None:
-    """Refuse an identity that would not hold within 1e-6, for layers that end in a norm."""
+    """Raise an error if identity layers that end with a norm would exceed 1e-6."""
     where = f'grow: init="identity" at {at}'
     if below is None:
         raise BadInput(
@@ -372,10 +372,10 @@ def _refuse_impossible_identity(model: nn.Module, trunk: Trunk, at: int, below: 
 
 
 def _change_by_eps(trunk: Trunk, norm: Any) -> tuple[float, float]:
-    """The largest relative change by normalising twice, and the variance where it happens.
+    """Return the largest relative change by a second norm, and the variance where it occurs.
 
-    A norm turns variance v into v / (v + eps), and a second norm that into 1 - eps: the output,
-    which should not change, is multiplied by 1 + (eps / (v + eps) - eps) / 2.
+    A norm turns the variance v into v / (v + eps), and a second norm turns this into about
+    1 - eps. The output, which should not change, is multiplied by 1 + (eps / (v + eps) - eps) / 2.
     """
     if norm.eps <= _NEGLIGIBLE:
         return 0.0, 1.0
@@ -388,7 +388,7 @@ def _change_by_eps(trunk: Trunk, norm: Any) -> tuple[float, float]:
 
 
 def _inputs_of(norm: nn.Module, trunk: Trunk) -> Tensor:
-    """The inputs of a norm when the model reads random tokens."""
+    """Return the inputs of a norm in a forward pass over random tokens."""
     inputs: list[Tensor] = []
     body, (rows, length) = trunk.body, _PROBE
     size = getattr(body.config, "vocabulary", None) or body.config.vocab_size
@@ -407,7 +407,7 @@ def _inputs_of(norm: nn.Module, trunk: Trunk) -> Tensor:
 
 @contextmanager
 def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model in eval mode, and every module back into its own mode afterwards."""
+    """Put a model into eval mode, and restore the mode of every module afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,6 +1,6 @@
 """nn.MultiheadAttention with its fused input projection split into query, key and value.
 
-torch itself can compute with separate weights, but needs a fused bias, which is joined in each
+torch supports separate weights but needs a fused bias, so the biases are concatenated in each
 forward pass. Checkpoints keep `in_proj_weight` and `in_proj_bias`.
 """
 
@@ -23,19 +23,19 @@ _ORDER = (
 
 
 class SplitMultiheadAttention(nn.MultiheadAttention, Split):
-    """torch's attention with separate parameters for queries, keys and values."""
+    """An nn.MultiheadAttention with separate parameters for query, key and value."""
 
     _was_fused: bool
 
     @property
     def in_proj_bias(self) -> Tensor | None:  # type: ignore[override]
-        """The fused bias that torch reads; gradients reach the trainable rows."""
+        """The fused bias for torch's forward; gradients flow to the trainable rows."""
         parameters = [self._parameters.get(f"{letter}_bias") for letter in _LETTERS]
         biases: list[Tensor] = [bias for bias in parameters if bias is not None]
         return torch.cat(biases) if biases else None
 
     def slots(self) -> dict[str, SlotPieces]:
-        """The fused weight and bias, and the parameters that hold them."""
+        """Return the fused weight and bias, and the parameters that hold them."""
         width = self.embed_dim
         slots: dict[str, SlotPieces] = {}
         if self._was_fused:
@@ -91,7 +91,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention, Split):
 
 
 def split_attention(attention: nn.MultiheadAttention) -> None:
-    """Split torch's attention, in place."""
+    """Split an nn.MultiheadAttention, in place."""
     attention.__class__ = SplitMultiheadAttention
     assert isinstance(attention, SplitMultiheadAttention)
     attention._was_fused = attention._qkv_same_embed_dim
@@ -110,7 +110,7 @@ def split_attention(attention: nn.MultiheadAttention) -> None:
 
 
 def join_attention(attention: SplitMultiheadAttention) -> None:
-    """Turn a split attention back into torch's, in place."""
+    """Turn a split attention back into an nn.MultiheadAttention, in place."""
     parameters = attention._parameters
     for local, (_, _, pieces) in attention.slots().items():
         joined = torch.cat([piece.parameter.detach() for piece in pieces])
@@ -122,7 +122,7 @@ def join_attention(attention: SplitMultiheadAttention) -> None:
     for letter in _LETTERS:
         parameters.pop(f"{letter}_bias", None)
     parameters.setdefault("in_proj_bias", None)
-    for name in _ORDER:  # as torch declares them, so that optimizer states keep their places
+    for name in _ORDER:  # torch's order, so that optimizer states keep their indices
         if name in parameters:
             parameters[name] = parameters.pop(name)
     del attention._was_fused

@@ -1,4 +1,4 @@
-"""The origin of weights, by which frozen ones can be made again instead of stored."""
+"""The origin of weights, from which frozen weights can be regenerated instead of stored."""
 
 import hashlib
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class Origin:
 
 
 def digest(tensor: Tensor) -> str:
-    """The sha256 of a tensor's dtype, shape and bytes."""
+    """Return the sha256 of a tensor's dtype, shape and bytes."""
     plain = tensor.detach().contiguous().cpu()
     sha = hashlib.sha256(f"{plain.dtype} {tuple(plain.shape)} ".encode())
     if plain.numel():
@@ -45,13 +45,13 @@ def digest(tensor: Tensor) -> str:
 
 
 def record_origin(model: nn.Module, part: Part, slot: Slot, origin: Origin) -> None:
-    """Store on the model how a part was made, and the digest of its values."""
+    """Store the origin of a part and the digest of its values on the model."""
     origins = model.__dict__.setdefault(_ATTRIBUTE, {})
     origins[part.key] = (origin, digest(slot.read(part.rows)))
 
 
 def origin_of(model: nn.Module, part: Part, slot: Slot) -> Origin | None:
-    """How a part was made; None if unknown or if its values have changed since."""
+    """Return a part's origin, or None if it is unknown or its values have changed since."""
     origin: Origin
     origin, stored = model.__dict__.get(_ATTRIBUTE, {}).get(part.key, (None, None))
     return origin if stored is not None and stored == digest(slot.read(part.rows)) else None
@@ -60,8 +60,8 @@ def origin_of(model: nn.Module, part: Part, slot: Slot) -> Origin | None:
 def move_origins(model: nn.Module, renamed: Callable[[str], str]) -> None:
     """Move the origins of parts to their new names.
 
-    A draw from a seed depends on the name, so it is forgotten if the name has changed: under
-    the new name it could not be made again.
+    A draw from a seed depends on the part's name. If the name has changed, the origin is
+    dropped, because the draw cannot be reproduced under the new name.
     """
     origins = model.__dict__.get(_ATTRIBUTE, {})
     if origins:
@@ -73,10 +73,11 @@ def move_origins(model: nn.Module, renamed: Callable[[str], str]) -> None:
 
 
 def fingerprint(tensor: Tensor) -> list[float]:
-    """A few numbers that differ between tensors and hardly change by rounding.
+    """Return a few numbers that identify a tensor and hardly change with rounding.
 
-    The norm, and projections of the normalised tensor on random signs: rounding each weight by
-    6e-8 changes a projection by about as much, another tensor changes it by about 1.
+    They are the norm, and projections of the normalised tensor onto random signs. A rounding
+    error of 6e-8 per weight changes a projection by about 6e-8; another tensor changes it by
+    about 1.
     """
     flat = tensor.detach().cpu().double().flatten()
     norm = flat.norm()
@@ -88,7 +89,7 @@ def fingerprint(tensor: Tensor) -> list[float]:
 
 
 def same_fingerprint(a: list[float], b: list[float]) -> bool:
-    """Whether two fingerprints belong to the same tensor, up to rounding."""
+    """Return whether two fingerprints belong to the same tensor, up to rounding."""
     if len(a) != len(b):
         return False
     norms_agree = abs(a[0] - b[0]) <= _TOLERANCE * max(a[0], b[0], 1e-300)

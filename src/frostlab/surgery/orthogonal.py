@@ -1,7 +1,7 @@
-"""Give weights new values: orthonormal rows, per head or over the matrix, or random draws.
+"""New values for weights: orthonormal rows, per head or per matrix, or random draws.
 
-`orthonormal` factorises by Cholesky: one pass for well-conditioned matrices, two for others, and
-torch's QR for nearly singular ones.
+`orthonormal` uses one Cholesky pass for well-conditioned matrices, two passes for other matrices,
+and torch's QR for nearly singular matrices.
 """
 
 import math
@@ -22,12 +22,12 @@ from frostlab.surgery.origin import Origin, record_origin
 Scope = Literal["head", "matrix"]
 Source = Literal["weights", "gaussian"]
 
-_ONE_PASS = 16.0  # the condition number up to which one pass keeps full precision
-_RUN = 512  # columns that a GPU sums in one product
-_TINY = 1e-12  # squares of smaller entries would underflow
-_AT_ONCE = 2**28  # numbers that a GPU factorises together: 1 GiB of float32
-_SINGULAR = 1e6  # the condition number from which Cholesky is not trusted
-_LIMIT = {torch.float32: 2e-6, torch.float64: 1e-13}  # acceptable |Q·Qᵀ − 1|
+_ONE_PASS = 16.0  # one pass is precise up to this condition number
+_RUN = 512  # columns per product in a Gram matrix on a GPU
+_TINY = 1e-12  # squares of smaller maxima would underflow
+_AT_ONCE = 2**28  # elements that a GPU factorises in one batch: 1 GiB of float32
+_SINGULAR = 1e6  # above this condition number Cholesky is not used
+_LIMIT = {torch.float32: 2e-6, torch.float64: 1e-13}  # largest accepted |Q·Qᵀ − 1|
 
 
 def orthogonalize(
@@ -37,11 +37,11 @@ def orthogonalize(
     source: Source = "weights",
     seed: int = 0,
 ) -> None:
-    """Give the selected weights orthonormal rows, per head or over the matrix; biases are kept.
+    """Make the rows of the selected weights orthonormal; biases are kept.
 
     Args:
-        scope: "head" makes each head's rows orthonormal, "matrix" the whole matrix's.
-        source: "weights" factorises the present values, "gaussian" a draw from `seed`.
+        scope: "head" makes the rows of each head orthonormal, "matrix" all rows of the matrix.
+        source: "weights" factorises the current values, "gaussian" a draw from `seed`.
     """
     _check_choice("scope", scope, ("head", "matrix"))
     _check_choice("source", source, ("weights", "gaussian"))
@@ -55,7 +55,7 @@ def randomize(
     """Draw the selected weights from a normal distribution; biases are kept.
 
     Args:
-        std: the standard deviation, or "match" to keep the Frobenius norm of the present values.
+        std: the standard deviation, or "match" to keep the Frobenius norm of the current values.
     """
     number = isinstance(std, int | float) and not isinstance(std, bool)
     if std != "match" and not (number and 0 < float(std) < math.inf):
@@ -64,7 +64,7 @@ def randomize(
 
 
 def _seed(source: str, seed: int) -> int | None:
-    """The seed of a draw; None if nothing is drawn."""
+    """Return the seed of a draw; None if nothing is drawn."""
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise BadInput(f"seed={seed!r} is not an integer")
     return seed if source == "gaussian" else None
@@ -114,7 +114,7 @@ def renewed(part: Part, slot: Slot, origin: Origin) -> Tensor:
 
 
 def _renew(parts: list[Part], slots: dict[str, Slot], origin: Origin) -> Iterator[Tensor]:
-    """The new values of parts, one after another, in the shapes of the parts."""
+    """Yield the new values of each part, in the shape of the part."""
     if origin.seed is None:
         stacks = (_stacked(p, _exact(_read(p, slots[p.name])), origin) for p in parts)
         values = (stack.flatten(0, 1) for stack in orthonormal_each(stacks))
@@ -130,18 +130,18 @@ def _check_finite(part: Part, slot: Slot, origin: Origin) -> None:
 
 
 def _read(part: Part, slot: Slot) -> Tensor:
-    """A part's values as (rows, in), also where the weight is (in, out)."""
+    """Return a part's values as (rows, in), even if the weight is stored as (in, out)."""
     rows = slot.read(part.rows)
     return rows.t() if part.axis else rows
 
 
 def _exact(rows: Tensor) -> Tensor:
-    """At least float32."""
+    """Convert to float32, except float64."""
     return rows if rows.dtype == torch.float64 else rows.float()
 
 
 def _stacked(part: Part, rows: Tensor, origin: Origin) -> Tensor:
-    """The matrices to factorise: (heads, size, in), or one matrix as (1, rows, in)."""
+    """Return the matrices to factorise: (heads, size, in), or (1, rows, in) for one matrix."""
     if origin.scope == "matrix":
         return rows.unsqueeze(0)
     assert part.heads is not None
@@ -149,7 +149,7 @@ def _stacked(part: Part, rows: Tensor, origin: Origin) -> Tensor:
 
 
 def _random(part: Part, present: Tensor, origin: Origin) -> Tensor:
-    """Draw in float64 on the CPU with one thread: the bits depend on neither device nor threads."""
+    """Draw in float64 on the CPU with one thread, so that the bits are the same everywhere."""
     assert origin.seed is not None
     generator = torch.Generator().manual_seed(derive_seed(origin.seed, part.key))
     with _one_thread(), torch.no_grad():
@@ -176,7 +176,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def orthonormal(matrices: Tensor) -> Tensor:
-    """Return orthonormal rows, or columns if there are more rows than columns.
+    """Return matrices with orthonormal rows, or columns if there are more rows than columns.
 
     Args:
         matrices: (batch, s, n), float32 or float64.
@@ -192,7 +192,7 @@ def orthonormal(matrices: Tensor) -> Tensor:
 
 
 def orthonormal_each(stacks: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Factorise stacks (batch, s, n) in order; on a GPU neighbours of the same shape together."""
+    """Factorise stacks (batch, s, n) in order; a GPU batches adjacent stacks of equal shape."""
     group: list[Tensor] = []
     for stack in stacks:
         if group and not _joins(group, stack):
@@ -204,7 +204,7 @@ def orthonormal_each(stacks: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _joins(group: list[Tensor], stack: Tensor) -> bool:
-    """Whether a stack can be factorised together with a group."""
+    """Return whether a stack can be factorised together with a group."""
     first = group[0]
     alike = (first.shape[1:], first.dtype, first.device) == (
         stack.shape[1:], stack.dtype, stack.device,
@@ -231,7 +231,7 @@ def _orthonormal_rows(x: Tensor) -> Tensor:
 def _cholesky_pass(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the new rows, and a bound on the condition number (∞ if Cholesky failed).
 
-    The small matrices are float64, so that only the large products are rounded to x's dtype.
+    The (s, s) matrices are float64; only the large products are in x's dtype.
     """
     lower, info = torch.linalg.cholesky_ex(_gram(x))  # (B, s, s)
     identity = torch.eye(x.shape[-2], dtype=torch.float64, device=x.device).expand_as(lower)
@@ -243,7 +243,7 @@ def _cholesky_pass(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gram(x: Tensor) -> Tensor:
-    """X·Xᵀ in float64; on a GPU summed from short products, as long ones would lose precision."""
+    """Return X·Xᵀ in float64; a GPU sums short products, because long ones lose precision."""
     if not x.is_cuda or x.dtype == torch.float64 or x.shape[-1] % _RUN:
         return (x @ x.mT).double()
     runs = x.unflatten(-1, (-1, _RUN)).transpose(-3, -2)  # (B, n / run, s, run)
@@ -251,19 +251,19 @@ def _gram(x: Tensor) -> Tensor:
 
 
 def _norm_bound(matrix: Tensor) -> Tensor:
-    """√(‖·‖₁·‖·‖∞), an upper bound on the spectral norm."""
+    """Return √(‖·‖₁·‖·‖∞), an upper bound on the spectral norm."""
     size = matrix.abs()
     return (size.sum(-1).amax(-1) * size.sum(-2).amax(-1)).sqrt()
 
 
 def _departure(rows: Tensor) -> Tensor:
-    """The largest entry of |Q·Qᵀ − 1|."""
+    """Return the largest entry of |Q·Qᵀ − 1|."""
     identity = torch.eye(rows.shape[-2], dtype=torch.float64, device=rows.device)
     return (_gram(rows) - identity).abs().amax((-1, -2))
 
 
 def householder(matrices: Tensor) -> Tensor:
-    """Orthonormal rows by torch's QR in float64; rank-deficient input still gives a basis."""
+    """Return orthonormal rows by float64 QR, even for rank-deficient matrices."""
     q, r = torch.linalg.qr(matrices.mT.double())
     diagonal = r.diagonal(dim1=-2, dim2=-1)
     sign = torch.where(diagonal < 0, -1.0, 1.0).to(q)  # the sign of 0 counts as +1

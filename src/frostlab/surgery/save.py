@@ -1,8 +1,8 @@
-"""Save what learned and load it again, or export a whole Hugging Face checkpoint.
+"""Saving and loading of trainable tensors, and export of whole Hugging Face checkpoints.
 
 A delta folder holds the trainable tensors and a manifest, delta.json. Frozen weights are not
-stored: loading keeps those of the base model or makes them again from their seed, and compares
-their fingerprints with the manifest.
+stored: loading keeps the weights of the base model or regenerates them from their seed, and
+compares their fingerprints with the manifest.
 """
 
 import json
@@ -58,11 +58,11 @@ class Delta:
 def save_trainable(
     model: nn.Module, folder: str | Path, *, frozen: Literal["rebuild", "store"] = "rebuild"
 ) -> Path:
-    """Write a delta: trainable tensors (only the trainable rows of split ones) and buffers.
+    """Write a delta: buffers and trainable tensors (of split tensors, the trainable rows only).
 
     Args:
-        frozen: "rebuild" records the origin and a fingerprint of frozen weights; "store" writes
-            them too, for weights that cannot be made again elsewhere.
+        frozen: "rebuild" records the origin and a fingerprint of frozen weights; "store" also
+            writes their values, for weights that cannot be regenerated elsewhere.
     """
     if frozen not in ("rebuild", "store"):
         raise BadInput(f'save_trainable: frozen={frozen!r} is not "rebuild" or "store"')
@@ -104,8 +104,8 @@ def save_trainable(
 def load_trainable(model: nn.Module, folder: str | Path) -> None:
     """Load a delta into a model of the same architecture and with the same base weights.
 
-    Everything is checked before anything is written. Parameters stay frozen or trainable as they
-    are: call freeze to continue training as before.
+    The delta is checked completely before the model is changed. Parameters stay frozen or
+    trainable as they are; call freeze to continue training as before.
     """
     refuse_wrapped(model, "load_trainable")
     anatomy, slots = survey(model)
@@ -132,7 +132,7 @@ def load_trainable(model: nn.Module, folder: str | Path) -> None:
 
 
 def export(model: nn.Module, folder: str | Path) -> Path:
-    """Write a checkpoint that `from_pretrained` loads without frostlab, with equal logits.
+    """Write a checkpoint that `from_pretrained` loads without frostlab, with the same logits.
 
     An older checkpoint in the folder is replaced; other files there are kept.
     """
@@ -176,13 +176,13 @@ def _move_checkpoint(source: Path, target: Path) -> None:
 
 
 def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that are saved in checkpoints."""
+    """Return the buffers that are saved in checkpoints."""
     saved = set(model.state_dict())
     return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
 def _signature(anatomy: Anatomy) -> dict[str, list[list[int]]]:
-    """The shape and the heads of every part."""
+    """Return the shape and the heads of every part."""
     return {
         part.key: [list(part.shape), [] if part.heads is None else list(astuple(part.heads))]
         for part in anatomy.parts
@@ -208,7 +208,7 @@ def _check_architecture(anatomy: Anatomy, delta: Delta) -> None:
 
 
 def _check_complete(delta: Delta, parts: dict[str, Part]) -> None:
-    """Check that the file has every part that was not frozen, and no unknown one."""
+    """Check that the delta has every part that was not frozen, and no unknown parts."""
     stored = delta.tensors.keys() - set(delta.manifest["buffers"])
     missing = parts.keys() - stored
     frozen = delta.manifest["frozen"].keys()
@@ -219,7 +219,7 @@ def _check_complete(delta: Delta, parts: dict[str, Part]) -> None:
 
 
 def _check_buffers(delta: Delta, buffers: dict[str, Tensor]) -> None:
-    """Check that saved buffers fit and that frozen statistics are the same in this model."""
+    """Check that saved buffers fit this model and that its frozen statistics are the same."""
     for name in delta.manifest["buffers"]:
         buffer = buffers.get(name)
         stored = delta.tensors.get(name)
@@ -235,7 +235,7 @@ def _check_buffers(delta: Delta, buffers: dict[str, Tensor]) -> None:
 
 
 def _frozen_value(part: Part, slot: Slot, record: dict[str, Any]) -> Tensor | None:
-    """The value of a frozen part, made again and checked; None if the model already has it."""
+    """Regenerate and check a frozen part's value; return None if the model already has it."""
     wanted = record["fingerprint"]
     if same_fingerprint(fingerprint(slot.read(part.rows)), wanted):
         return None
@@ -254,7 +254,7 @@ def _frozen_value(part: Part, slot: Slot, record: dict[str, Any]) -> Tensor | No
 
 
 def write_delta(folder: Path, tensors: dict[str, Tensor], manifest: dict[str, Any]) -> Path:
-    """Write the tensors, then the manifest that names them; until then the old delta is valid."""
+    """Write the tensors, then the manifest; the old delta stays valid until then."""
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"save_trainable: {folder} is a file, not a folder")
     if folder.is_dir() and not all(map(_belongs_to_delta, folder.iterdir())):
@@ -269,18 +269,18 @@ def write_delta(folder: Path, tensors: dict[str, Tensor], manifest: dict[str, An
     except BaseException:
         path.unlink(missing_ok=True)
         raise
-    if former is not None:  # no other file: another process may be saving
+    if former is not None:  # delete only this file: another process may be saving
         (folder / former).unlink(missing_ok=True)
     return folder
 
 
 def _belongs_to_delta(path: Path) -> bool:
-    """Whether a file is part of a delta, or left over from a save that was killed."""
+    """Return whether a file belongs to a delta or is left over from a killed save."""
     return path.name == _MANIFEST or any(path.match(pattern) for pattern in _LEFTOVERS)
 
 
 def _named_tensors(folder: Path) -> str | None:
-    """The tensor file that the manifest in a folder names; None without a readable manifest."""
+    """Return the tensor file named in the manifest, or None without a readable manifest."""
     try:
         name = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))["tensors"]["file"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -289,7 +289,7 @@ def _named_tensors(folder: Path) -> str | None:
 
 
 def read_delta(folder: Path) -> Delta:
-    """Read and check a delta folder; an error says in one line what is wrong with it."""
+    """Read and check a delta folder; raise a one-line error if it is damaged."""
     path = folder / _MANIFEST
     if not path.is_file():
         raise BadInput(f"load_trainable: {folder} is not a delta folder (no {_MANIFEST})")

@@ -1,8 +1,8 @@
-"""A fused projection of which some rows are frozen, held as two parameters.
+"""A partly frozen fused projection, stored as two parameters.
 
-The forward pass is one matmul over all rows; the backward pass computes weight gradients for the
-trainable rows only. State dicts keep the fused names and shapes, so that split and unmodified
-models read each other's checkpoints.
+The forward pass is one matmul over all rows; the backward pass computes weight gradients only for
+the trainable rows. State dicts keep the fused names and shapes, so split and unmodified models can
+load each other's checkpoints.
 """
 
 import weakref
@@ -30,13 +30,13 @@ _HOOKS = (
 
 @dataclass(frozen=True)
 class FrozenRows:
-    """The rows of a projection that are frozen, in its weight and in its bias."""
+    """The frozen rows of a projection, in its weight and in its bias."""
 
-    axis: int  # of the weight's rows: 0 for (out, in), 1 for Conv1D's (in, out)
+    axis: int  # axis of the weight's rows: 0 for (out, in), 1 for Conv1D's (in, out)
     weight: Rows | None  # None: no row is frozen
     bias: Rows | None
 
-    trainable: Rows | None = field(init=False)  # the other rows of the weight; None: all
+    trainable: Rows | None = field(init=False)  # the other rows of the weight; None: all rows
     trainable_bias: Rows | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -48,9 +48,9 @@ class FrozenRows:
 class FusedCache:
     """The fused tensor of a projection, kept between steps so that frozen rows are copied once.
 
-    It costs the memory of the fused tensor and saves assembling it in each step. It is only
-    written in place, so that a captured graph keeps reading current values. Changes of frozen
-    rows through `.data`, which torch does not count as changes, go unnoticed.
+    The cache trades the memory of the fused tensor for the time to assemble it in each step. It
+    is written in place only, so a captured graph always reads current values. Writes to frozen
+    rows through `.data` do not change the tensor's version and are not detected.
     """
 
     def __init__(
@@ -63,15 +63,15 @@ class FusedCache:
     ) -> None:
         self.frozen_rows, self.trainable_rows, self.axis = frozen_rows, frozen_rows.rest(), axis
         self.fused = torch.empty(shape, dtype=dtype, device=device)
-        self.frozen_version: tuple[int, int] | None = None  # of the frozen rows that are in
-        self.trainable_version: tuple[int, int] | None = None  # of the trainable rows that are in
-        self.trainable_view: Tensor | None = None  # of the trainable rows, if contiguous
+        self.frozen_version: tuple[int, int] | None = None  # of the cached frozen rows
+        self.trainable_version: tuple[int, int] | None = None  # of the cached trainable rows
+        self.trainable_view: Tensor | None = None  # view of the trainable rows, if contiguous
         if self.trainable_rows.repeats == len(self.trainable_rows.spans) == 1:
             start, stop = self.trainable_rows.spans[0]
             self.trainable_view = self.fused.narrow(axis, start, stop - start)
 
     def fill(self, trainable: Tensor, frozen: Tensor) -> None:
-        """Copy the trainable rows in, and the frozen ones if they have changed."""
+        """Copy the trainable rows into the cache, and the frozen rows if they have changed."""
         version = (frozen.data_ptr(), frozen._version)
         if version != self.frozen_version:
             self.frozen_rows.put(self.fused, frozen.detach(), self.axis)
@@ -86,7 +86,7 @@ class FusedCache:
 def assemble(
     trainable: Tensor | None, frozen: Tensor | None, rows: Rows | None, axis: int
 ) -> Tensor:
-    """Join trainable and frozen rows into the fused tensor, in one copy if there are both."""
+    """Join trainable and frozen rows into the fused tensor; copy only if both exist."""
     if rows is None or frozen is None:
         assert trainable is not None
         return trainable
@@ -126,8 +126,8 @@ class Project(torch.autograd.Function):
         rows: FrozenRows = ctx.rows
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            # The cache serves if it still holds the rows of this forward pass; a second
-            # derivative must reach the parameters themselves.
+            # Use the cache only if it still holds the rows of this forward pass. A second
+            # derivative needs the parameters themselves.
             cache: FusedCache | None = ctx.cache
             if cache is None or cache.trainable_version != ctx.version or torch.is_grad_enabled():
                 weight = assemble(trainable, frozen, rows.weight, rows.axis).to(grad.dtype)
@@ -153,10 +153,10 @@ def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _trainable_columns(grad: Tensor, rows: Rows | None) -> list[Tensor]:
-    """The trainable columns of (N, out), one view for each span: (N, span) or (N, repeats, span).
+    """Return the trainable columns of (N, out) per span: (N, span) or (N, repeats, span).
 
-    Interleaved columns are copied together for float32, where one matmul over the copy is faster
-    than a batched one over the view; for half precision on a GPU the batched one is faster.
+    Interleaved columns stay views for half precision on a GPU, where a batched matmul is faster.
+    Otherwise they are copied into one tensor, because one matmul over the copy is faster.
     """
     if rows is None:
         return [grad]
@@ -168,7 +168,7 @@ def _trainable_columns(grad: Tensor, rows: Rows | None) -> list[Tensor]:
 
 
 def _weight_gradient(columns: list[Tensor], inputs: Tensor, axis: int) -> Tensor:
-    """The gradient of the trainable rows: one matmul for each span, batched over repeats."""
+    """Return the gradient of the trainable rows: one matmul per span, batched over repeats."""
     if columns[0].dim() == 2:
         blocks = [inputs.t() @ span if axis else span.t() @ inputs for span in columns]
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, axis)
@@ -179,7 +179,7 @@ def _weight_gradient(columns: list[Tensor], inputs: Tensor, axis: int) -> Tensor
 
 
 class SplitProjection(nn.Module, Split):
-    """Replaces a linear module of which some rows are frozen."""
+    """A replacement for a linear module with some frozen rows."""
 
     trainable_weight: nn.Parameter | None
     frozen_weight: nn.Parameter | None
@@ -202,11 +202,11 @@ class SplitProjection(nn.Module, Split):
         for name in _HOOKS:
             setattr(self, name, getattr(original, name))
         original.weight = original.bias = None
-        self._original: tuple[nn.Module] = (original,)  # in a tuple, so not a submodule
+        self._original: tuple[nn.Module] = (original,)  # the tuple hides it from nn.Module
         self.training = original.training
 
     def _cut(self, local: str, fused: Tensor) -> tuple[nn.Parameter | None, nn.Parameter | None]:
-        """Cut a fused tensor into its frozen and its trainable rows."""
+        """Divide a fused tensor into its frozen and its trainable rows."""
         rows, axis = self._rows(local), self._axis(local)
         if rows is None:
             return None, nn.Parameter(fused)
@@ -221,7 +221,7 @@ class SplitProjection(nn.Module, Split):
         return self.frozen_rows.axis if local == "weight" else 0
 
     def joined(self) -> nn.Module:
-        """Return the original module with the rows joined again."""
+        """Return the original module with the rows rejoined."""
         (original,) = self._original
         for local in self.shapes:
             setattr(original, local, nn.Parameter(getattr(self, local).detach().clone()))
@@ -229,7 +229,7 @@ class SplitProjection(nn.Module, Split):
         return original
 
     def slots(self) -> dict[str, SlotPieces]:
-        """The fused weight and bias, and the parameters that hold them."""
+        """Return the fused weight and bias, and the parameters that hold them."""
         slots = {}
         for local, shape in self.shapes.items():
             rows, axis = self._rows(local), self._axis(local)
@@ -255,7 +255,7 @@ class SplitProjection(nn.Module, Split):
 
     @property
     def weight(self) -> Tensor:
-        """The fused weight; gradients reach the trainable rows."""
+        """The fused weight; gradients flow to the trainable rows."""
         return assemble(
             self.trainable_weight,
             self.frozen_weight,
@@ -265,7 +265,7 @@ class SplitProjection(nn.Module, Split):
 
     @property
     def bias(self) -> Tensor | None:
-        """The fused bias, if there is one; gradients reach the trainable rows."""
+        """The fused bias, or None; gradients flow to the trainable rows."""
         if "bias" not in self.shapes:
             return None
         return assemble(self.trainable_bias, self.frozen_bias, self.frozen_rows.bias, 0)
@@ -290,10 +290,10 @@ class SplitProjection(nn.Module, Split):
     def _fused(
         self, local: str, trainable: Tensor | None, frozen: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor | None, FusedCache | None]:
-        """The fused tensor in a dtype, and its cache if there is one.
+        """Return the fused tensor in a dtype, and its cache if there is one.
 
-        Only this module's own rows are cached: tensors that replace them for a moment (a
-        gathered shard, a functional call) are not.
+        Only this module's own parameters are cached, not tensors that replace them temporarily
+        (a gathered shard, a functional call).
         """
         if trainable is None or frozen is None:
             only = frozen if trainable is None else trainable
@@ -317,7 +317,7 @@ class SplitProjection(nn.Module, Split):
         return own_trainable() is trainable and own_frozen() is frozen
 
     def _remember_own_rows(self) -> None:
-        """Take the present parameters as this module's own, and empty the caches."""
+        """Register the current parameters as this module's own, and clear the caches."""
         self._caches: dict[tuple[str, torch.dtype], FusedCache] = {}
         self._own: dict[str, tuple[weakref.ref[nn.Parameter], ...]] = {}
         for local in self.shapes:
@@ -373,7 +373,7 @@ def _is_sharded(tensor: Tensor) -> bool:
 
 
 def _sharded_like(value: Tensor, tensor: Any) -> Tensor:
-    """Shard a value in the same way as `tensor`, if that is sharded."""
+    """Shard a value like `tensor`, if `tensor` is sharded."""
     if not _is_sharded(tensor):
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -382,7 +382,7 @@ def _sharded_like(value: Tensor, tensor: Any) -> Tensor:
 
 
 def save_pieces(slots: dict[str, SlotPieces], destination: dict[str, Any], prefix: str) -> None:
-    """Add each slot to a state dict, fused, under its canonical name."""
+    """Add the fused tensor of each slot to a state dict, under its original name."""
     for local, (_, axis, pieces) in slots.items():
         destination[prefix + local] = _sharded_like(join_pieces(pieces, axis), pieces[0].parameter)
 

@@ -1,9 +1,9 @@
-"""Notice when freeze, thaw or grow has changed which parameters of a model learn.
+"""Detection of stale code and optimizers after freeze, thaw or grow.
 
-Code that was compiled or captured for a model asks `changes(model)` whether it is still valid.
-Optimizers are checked by a hook: one that holds replaced parameters would go on stepping tensors
-that are no longer in the model, and one built before a thaw would never update what was thawed;
-training would look healthy in both cases.
+Compiled or captured code compares `changes(model)` to know whether it is still valid. A hook
+checks optimizers: an optimizer with replaced parameters would update tensors that are no longer in
+the model, and an optimizer built before a thaw would never update the thawed parameters. Training
+would look healthy in both cases.
 """
 
 import warnings
@@ -16,21 +16,21 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from frostlab.errors import LeftOutOfOptimizer, StaleOptimizer
 
-_REPLACED = "_frostlab_replaced"  # on a parameter: the name it had in the model
-_CHECKED = "_frostlab_checked"  # on an optimizer: the change it was last checked after
+_REPLACED = "_frostlab_replaced"  # attribute of a replaced parameter: its former name
+_CHECKED = "_frostlab_checked"  # attribute of an optimizer: the last change it was checked for
 
-# How often each model changed; only models that somebody asked about are counted.
+# Number of changes per model; only models passed to `changes` are counted.
 _counts: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
-# Changes of all models together: it only tells optimizers when to check their own parameters.
+# Total number of changes; an optimizer is checked again when it has increased.
 _total = 0
 
 
-# Parameters that have become trainable and that no optimizer is known to hold yet, by name.
+# Newly trainable parameters that are not known to be in an optimizer yet, and their names.
 _expected: list[tuple["weakref.ref[nn.Parameter]", str]] = []
 
 
 def changes(model: nn.Module) -> int:
-    """How often freeze, thaw or grow has changed what learns in this model, since first asked."""
+    """Return the number of changes by freeze, thaw or grow since the first call for a model."""
     return _counts.setdefault(model, 0)
 
 
@@ -47,21 +47,21 @@ def record_change(model: nn.Module) -> None:
 
 
 def retire(parameter: nn.Parameter, name: str) -> None:
-    """Mark a parameter as replaced: no optimizer may step with it."""
+    """Mark a parameter as replaced; an optimizer that holds it will raise StaleOptimizer."""
     parameter.grad = None
     setattr(parameter, _REPLACED, name)
 
 
 def expect(parameter: nn.Parameter, name: str) -> None:
-    """Expect an optimizer to hold a parameter, which is trainable from now on."""
+    """Record that an optimizer must hold this newly trainable parameter."""
     _expected.append((weakref.ref(parameter), name))
 
 
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Check an optimizer at its first and its second step after a change."""
+    """Check an optimizer at its first and second steps after a change."""
     number, seen_twice = getattr(optimizer, _CHECKED, (0, False))
     if number == _total:
-        if not seen_twice:  # its second step: the model's other optimizers have had their first
+        if not seen_twice:  # by its second step, all other optimizers have made a first step
             setattr(optimizer, _CHECKED, (_total, True))
             _warn_of_left_out()
         return
@@ -84,9 +84,9 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _warn_of_left_out() -> None:
-    """Warn of parameters that get gradients and are in no optimizer that steps.
+    """Warn about parameters that have a gradient but are in no optimizer that steps.
 
-    Parameters without a gradient stay expected: their model may not have been trained yet.
+    Parameters without a gradient are checked again later: their model may not be in training yet.
     """
     left_out: list[str] = []
     waiting: list[tuple[weakref.ref[nn.Parameter], str]] = []

@@ -1,4 +1,4 @@
-"""Entries, table helpers and head counts that several architectures share."""
+"""Entries, table helpers and head functions for several architectures."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def under(prefix: str, table: Table) -> dict[str, Entry]:
 
 
 def cross(table: Table) -> dict[str, Entry]:
-    """Mark the roles of a table as cross-attention's."""
+    """Mark the roles of a table as cross-attention."""
     return {path: _as_cross(entry) for path, entry in table.items()}
 
 
@@ -27,7 +27,7 @@ def _as_cross(entry: Entry) -> Entry:
 
 
 def heads_from(config: Any) -> Heads:
-    """Read the heads from a Hugging Face config's standard names."""
+    """Read the heads from the standard attributes of a Hugging Face config."""
     count = config.num_attention_heads
     kv = getattr(config, "num_key_value_heads", None) or count
     size = getattr(config, "head_dim", None) or config.hidden_size // count
@@ -35,12 +35,12 @@ def heads_from(config: Any) -> Heads:
 
 
 def config_heads(module: Any, stack: str) -> Heads:
-    """The heads of a model whose stacks all have the same."""
+    """Return the heads of a model whose stacks have equal heads."""
     return heads_from(module.config)
 
 
 def encoder_decoder_heads(module: Any, stack: str) -> Heads:
-    """The heads of a model whose config counts those of encoder and decoder separately."""
+    """Return the heads of a stack whose config counts encoder and decoder heads separately."""
     config = module.config
     count = getattr(config, f"{stack}_attention_heads")
     return Heads(count, count, config.d_model // count)

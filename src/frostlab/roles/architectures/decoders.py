@@ -50,7 +50,7 @@ register("gptj", Description(GPTJ, config_heads))
 
 
 def bigcode(module: Any) -> Table:
-    """GPT-BigCode: q | k | v with one key/value head, or interleaved with as many as queries."""
+    """Return GPT-BigCode's table; query, key and value are interleaved without multi-query."""
     layer: dict[str, Entry] = {
         "attn.c_attn": QKV if module.config.multi_query else QKV_PER_HEAD,
         "attn.c_proj": "output",
@@ -61,7 +61,7 @@ def bigcode(module: Any) -> Table:
 
 
 def bigcode_heads(module: Any, stack: str) -> Heads:
-    """GPT-BigCode has one key/value head, or as many as queries if `multi_query` is off."""
+    """Return GPT-BigCode's heads: one key/value head with multi-query, otherwise all."""
     config = module.config
     count = config.num_attention_heads
     return Heads(count, 1 if config.multi_query else count, config.hidden_size // count)
@@ -95,7 +95,7 @@ register("bloom", Description(BLOOM, config_heads))
 
 
 def falcon(module: Any) -> Table:
-    """Falcon: one key/value head after the queries, or interleaved per head or group of heads."""
+    """Return Falcon's table; several key/value heads are interleaved with their queries."""
     config = module.config
     one_kv = config.multi_query and not config.new_decoder_architecture
     return {
@@ -112,7 +112,7 @@ def falcon(module: Any) -> Table:
 
 
 def falcon_heads(module: Any, stack: str) -> Heads:
-    """Falcon's new architecture groups heads; the old one has one key/value head or all."""
+    """Return Falcon's heads: grouped in the new architecture, else one key/value head or all."""
     config = module.config
     count = config.num_attention_heads
     if config.new_decoder_architecture:

@@ -25,7 +25,7 @@ BERT_EMBEDDINGS: Table = {
 }
 BERT: Table = {
     **BERT_EMBEDDINGS,
-    "embeddings_project": "embedding",  # ELECTRA, where the embedding is narrower
+    "embeddings_project": "embedding",  # ELECTRA with a narrower embedding
     **under("encoder.layer.{i}.attention", BERT_ATTENTION),
     "encoder.layer.{i}.attention.output.LayerNorm": "norm",
     **under("encoder.layer.{i}.crossattention", cross(BERT_ATTENTION)),
@@ -67,7 +67,7 @@ register("deberta-v2", Description(DEBERTA_V2, config_heads))
 
 
 def distilbert(module: Any) -> Table:
-    """DistilBERT: positions are learned, or fixed sinusoids if the config asks for them."""
+    """Return DistilBERT's table; sinusoidal positions are fixed."""
     fixed = module.config.sinusoidal_pos_embds
     layer: dict[str, Entry] = {
         "attention.q_lin": "query",
@@ -110,7 +110,7 @@ ALBERT: Table = {
 
 
 def albert_layers(module: Any, group: int) -> tuple[int, ...]:
-    """The layers that share one of ALBERT's groups of weights."""
+    """Return the layers that share the weights of one of ALBERT's groups."""
     config = module.config
     per_group = config.num_hidden_layers / config.num_hidden_groups
     return tuple(i for i in range(config.num_hidden_layers) if int(i / per_group) == group)
@@ -125,7 +125,7 @@ MODERNBERT: Table = {
     "layers.{i}.attn.Wo": "output",
     "layers.{i}.attn_norm": "norm",
     "layers.{i}.mlp_norm": "norm",
-    "layers.{i}.mlp.Wi": GATE_UP,  # the half that is activated is the gate
+    "layers.{i}.mlp.Wi": GATE_UP,  # the first half, which is activated, is the gate
     "layers.{i}.mlp.Wo": "down",
     "final_norm": "norm",
 }

@@ -14,7 +14,7 @@ from frostlab.roles.parts import Heads
 MULTIHEAD: Table = {
     "in_proj_weight": QKV,
     "in_proj_bias": QKV,
-    "q_proj_weight": "query",  # where keys or values have another width than queries
+    "q_proj_weight": "query",  # separate if keys or values have another width
     "k_proj_weight": "key",
     "v_proj_weight": "value",
     "bias_k": "other",
@@ -42,7 +42,7 @@ TORCH_TRANSFORMER: Table = {
 
 
 def multihead_heads(module: Any, stack: str) -> Heads:
-    """The heads of the first `nn.MultiheadAttention` in the module."""
+    """Return the heads of the first `nn.MultiheadAttention` in the module."""
     modules = module.get_submodule(stack).modules()
     attention = next(m for m in modules if isinstance(m, nn.MultiheadAttention))
     return Heads(attention.num_heads, attention.num_heads, attention.head_dim)
@@ -58,7 +58,7 @@ register(nn.Transformer, Description(TORCH_TRANSFORMER, multihead_heads, TORCH_S
 
 
 def own_heads(module: Any, stack: str) -> Heads:
-    """The heads of frostlab's models."""
+    """Return the heads of frostlab's models."""
     config = module.config
     return Heads(config.heads, config.heads, config.width // config.heads)
 
@@ -99,7 +99,7 @@ CONFORMER_LAYER: Table = {
     "attention.norm": "norm",
     "attention.qkv": QKV,
     "attention.out": "output",
-    "attention.position": "position",  # where positions are relative
+    "attention.position": "position",  # with relative positions
     "attention.content_bias": "position",
     "attention.place_bias": "position",
     "convolution.norm": "norm",
@@ -116,7 +116,7 @@ CONFORMER_TABLE: Table = {
     "channels.**": "other",
     "subjects": "embedding",
     **under("blocks.{i}", CONFORMER_LAYER),
-    "gate.**": "gate",  # of the residual around the stack
+    "gate.**": "gate",  # gate of the residual around the stack
     "head.**": "head",
 }
 register(Conformer, Description(CONFORMER_TABLE, own_heads))

@@ -19,7 +19,7 @@ T5_FEED_FORWARD: Table = {"wi": "up", "wi_0": "gate", "wi_1": "up", "wo": "down"
 
 
 def t5_stack(feed_forward: int) -> dict[str, Entry]:
-    """One of T5's stacks; all blocks use the relative positions that the first one holds."""
+    """Return the table of a T5 stack; its first block holds the positions of all blocks."""
     return {
         "embed_tokens": "embedding",
         **under("block.{i}.layer.0.SelfAttention", T5_ATTENTION),
@@ -41,7 +41,7 @@ T5: Table = {
 
 
 def t5_heads(module: Any, stack: str) -> Heads:
-    """T5's head size does not depend on the width."""
+    """Return T5's heads, whose size does not depend on the model width."""
     config = module.config
     return Heads(config.num_heads, config.num_heads, config.d_kv)
 
@@ -107,7 +107,7 @@ CLIP_VISION: Table = {
     "embeddings.class_embedding": "embedding",
     "embeddings.patch_embedding": "embedding",
     "embeddings.position_embedding": "position",
-    "pre_layrnorm": "norm",  # sic
+    "pre_layrnorm": "norm",  # spelt like this in transformers
     **CLIP_LAYERS,
     "post_layernorm": "norm",
 }
@@ -122,7 +122,7 @@ CLIP: Table = {
 
 
 def clip_heads(module: Any, stack: str) -> Heads:
-    """The full CLIP has a config for each stack; its text or vision model alone has only one."""
+    """Return CLIP's heads from the stack's config, or the only config of a single tower."""
     return heads_from(getattr(module.config, f"{stack}_config", module.config))
 
 
