@@ -66,7 +66,7 @@ def _write_survey(split: Split, columns: Columns, folder: Path) -> None:
     for row in split.rows(columns):
         for number, text in enumerate(row.texts):
             if number:
-                document.update(b"\xff")  # never occurs in UTF-8; separates ("ab", "c") from ("a", "bc")
+                document.update(b"\xff")  # not UTF-8: separates ("ab", "c") from ("a", "bc")
             document.update(_encode(split, row.line, text))
             size += len(text)
         if not row.ends:
@@ -225,7 +225,7 @@ def _hold_out_rows(
     train = portions["train"]
     left = train.taken.copy()
     for role, share in shares.items():
-        scaled = share * len(left) / max(1, left.sum())  # a share of all rows, not of the remaining rows
+        scaled = share * len(left) / max(1, left.sum())  # share of all rows, not of the rest
         if numbers is None:
             taken, how = _last_documents(left, scaled), f"the last {share:.0%} of the documents"
         else:

@@ -115,7 +115,7 @@ def _set_up_words(backend: Tokenizer, lowercase: bool) -> None:
 
 
 def sample_texts(texts: Iterable[str], size: int) -> Iterator[str]:
-    """Yield every k-th text, about SAMPLE of `size` characters; limit very long words to ENDLESS."""
+    """Yield every k-th text, at most SAMPLE characters or so; limit very long words to ENDLESS."""
     step = -(-size // SAMPLE)
     endless = 0
     for text in islice(texts, 0, None, step):
@@ -151,7 +151,7 @@ class Fast:
         return [(encoding.ids, (*encoding.type_ids, 1).index(1)) for encoding in encoded]
 
     def _single(self, texts: list[str], length: int) -> list[list[int]]:
-        """Encode the beginning of each text; encode the whole text if the beginning is too short."""
+        """Encode the beginning of each text, or the whole text if the beginning is too short."""
         words = self.backend.pre_tokenizer is not None  # no token spans white space
         heads = [text[: word_end(text, HEAD * length)] if words else text for text in texts]
         encoded = [encoding.ids for encoding in self.backend.encode_batch_fast(heads)]
@@ -237,7 +237,7 @@ def load_pretrained(name: str) -> Pretrained:
         slow = Slow(tokenizer, len(tokenizer), pad, end)
         name = type(tokenizer).__name__
         return Pretrained(tokenizer, slow, digest_of([name, words, pad, end, types]))
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # copy, because settings change
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # a copy to modify
     backend.no_padding()
     backend.no_truncation()
     fast = Fast(backend, len(tokenizer), pad, end, types)

@@ -57,7 +57,7 @@ class Decoder:
     bias: float
     pattern: Floats
     strength: float  # the selected λ
-    curve: dict[float, float]  # λ → mean r on held-out recordings; empty if there was only one λ
+    curve: dict[float, float]  # λ → mean r on held-out recordings; empty without cross-validation
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +112,7 @@ def fit_ridge(
         sums: dict[int, Moments] = {}
         held_out: dict[int, list[Recording]] = {}
         for rank, recording in enumerate(recordings):
-            # Subjects start at different folds, so one recording per subject still fills several folds.
+            # Subjects start at different folds, so single recordings still fill several folds.
             fold = (index + rank) % folds
             _accumulate(sums, fold, recording_moments(recording, taps))
             held_out.setdefault(fold, []).append(recording)
@@ -124,7 +124,7 @@ def fit_ridge(
                 own[subject] = _decoder(total, taps, lambdas, curve)
             else:
                 waiting[subject] = total
-        for fold, moments in sums.items():  # last, because _accumulate changes moments in place
+        for fold, moments in sums.items():  # last: _accumulate works in place
             _accumulate(shared, fold, moments)
     total = _sum(shared, features)
     everybody = _decoder(total, taps, lambdas, _curve(shared, total, groups, taps, lambdas))
