@@ -23,7 +23,7 @@ Subjects = Annotated[tuple[str, ...], Field(min_length=1)]
 class DataSettings(Strict):
     """Base class of all kinds of data; each has a name, a task and an example length."""
 
-    form: ClassVar[Literal["text", "tokens", "signals"]]  # of examples; text needs a tokenizer
+    form: ClassVar[Literal["text", "tokens", "signals"]]  # text needs a tokenizer
 
     def problems(self) -> Iterator[str]:
         """Yield a line for each contradiction between these settings."""

@@ -132,7 +132,7 @@ class Watch(Strict):
     """Interval of gradient-flow measurements, and quantities to measure besides the norms."""
 
     every_n_steps: Positive = 10
-    distance: bool = False  # from the weights at the start of the stage; keeps a copy of them
+    distance: bool = False  # from the stage's initial weights; keeps a copy of them
     gradient_cosine: bool = False  # between successive gradients; keeps a copy of them
     dead_units: bool = False  # dead and saturated units; requires eager steps
     attention_entropy: bool = False  # of every attention head; requires eager steps

@@ -51,7 +51,7 @@ class Stage:
     stopped_early: bool  # whether patience ended it
     best: StageBest  # the evaluation whose weights the stage passes on
     metrics: Metrics  # all metrics of that evaluation
-    seconds: float  # of `clocks.total_seconds`
+    seconds: float  # s, the stage's part of `clocks.total_seconds`
     trainable: int  # trainable parameters
     total: int  # parameters of the model
 
@@ -61,7 +61,7 @@ class Target:
     """When `evaluate.target` was reached."""
 
     step: int  # optimizer steps done
-    seconds: float  # of `clocks.total_seconds`, before that evaluation
+    seconds: float  # s of `clocks.total_seconds` until that evaluation
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class Clocks:
     step_ms: StepTimes | None  # null if no step came after warm-up
     warmup_ms: list[float]  # ms of each warm-up step
     tokens: int  # real tokens (EEG: samples) that were trained on
-    tokens_per_second: float | None  # of `train_seconds`
-    examples_per_second: float | None  # of `train_seconds`
+    tokens_per_second: float | None  # `tokens` per second of `train_seconds`
+    examples_per_second: float | None  # examples per second of `train_seconds`
     padding_share: float | None  # padding as a share of the model's input, 0 to 1
     packing_efficiency: float | None  # real tokens as a share of packed rows; null without packing
 
@@ -205,9 +205,9 @@ class Result:
     ended: str  # ISO 8601, UTC
     steps: int  # optimizer steps done
     stopped_early: bool  # whether patience ended the last stage
-    best: Best  # of the last stage
+    best: Best  # best evaluation of the last stage
     report: Metrics | None  # metrics of the best weights on the report split; null if unfinished
-    caution: str | None  # what keeps the reported numbers from being honest
+    caution: str | None  # why the reported numbers are not honest
     last: Metrics | None  # metrics of the last evaluation
     target: Target | None  # null if no target was set or reached
     stepping: "list[SteppingEvent]"  # kinds of steps taken, in order
@@ -274,7 +274,7 @@ class StartEvent(_Shape, Event):
     data: str  # `data.name` of the recipe
     model: str  # `model.kind` of the recipe
     origin: dict[str, str]  # where each split comes from, and what was held out or dropped
-    caution: str | None  # what keeps reported numbers from being honest
+    caution: str | None  # why reported numbers are not honest
     known: dict[str, float | None]  # answers known beforehand, such as the best achievable r
 
 
@@ -344,8 +344,8 @@ class StepEvent(Event):
     kind = "step"
 
     first: int  # number of its first step, counted from 1
-    loss: list[float | None]  # of each step; null: not finite
-    norm: list[float | None]  # of each step's gradient before clipping; null: not finite
+    loss: list[float | None]  # loss of each step; null: not finite
+    norm: list[float | None]  # gradient norm of each step before clipping; null: not finite
     ms: list[float]  # ms of each step
     rate: float  # learning rate of the last step
     tokens: int  # total number of real tokens (EEG: samples)

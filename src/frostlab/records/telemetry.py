@@ -250,7 +250,7 @@ class Telemetry:
             self._last_error = f"{name}: {reason}"
 
 
-_BUSY = 0.1  # of all cores
+_BUSY = 0.1  # share of all cores
 
 
 @dataclass(frozen=True)
