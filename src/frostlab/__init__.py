@@ -1,6 +1,6 @@
 """frostlab: which weights of a transformer learn, and what does it change?
 
-Public names are loaded when first used, so that `frostlab --help` need not wait for torch.
+Public names are loaded on first use, so that `frostlab --help` does not wait for torch.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""`python -m frostlab` is the command `frostlab`."""
+"""Entry point of `python -m frostlab`, which runs the command `frostlab`."""
 
 from frostlab.cli.main import main
 

@@ -1,4 +1,4 @@
-"""What a device can do: the one module that tells CUDA, MPS and the CPU apart."""
+"""Device capabilities: the only module that distinguishes CUDA, MPS and the CPU."""
 
 import os
 
@@ -9,9 +9,9 @@ from frostlab.errors import BadInput
 
 
 def choose_device(wanted: str) -> torch.device:
-    """Return the device a recipe asks for; `auto` is CUDA, then MPS, then the CPU.
+    """Return the device that a recipe asks for; `auto` tries CUDA, then MPS, then the CPU.
 
-    With several processes each takes its own GPU.
+    With several processes, each process takes its own GPU.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if wanted in ("auto", "cuda"):
@@ -44,7 +44,7 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def default_precision(device: torch.device) -> torch.dtype:
-    """Return bf16 where the hardware is made for it, else float32."""
+    """Return bf16 on CUDA, else float32."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
@@ -54,32 +54,32 @@ def exact_dtype(device: torch.device) -> torch.dtype:
 
 
 def runs_ahead(device: torch.device) -> bool:
-    """Whether the host goes on while the device still works."""
+    """Return whether the device executes kernels asynchronously to the host."""
     return device.type != "cpu"
 
 
 def has_events(device: torch.device) -> bool:
-    """Whether the device's own clock can be read through events."""
+    """Return whether the device can be timed with events."""
     return device.type == "cuda"
 
 
 def captures_graphs(device: torch.device) -> bool:
-    """Whether a step can be captured as a graph and replayed."""
+    """Return whether a step can be captured as a graph and replayed."""
     return device.type == "cuda"
 
 
 def prepares_kernels(device: torch.device) -> bool:
-    """Whether kernels are loaded, or tuned for a shape, when they are first used."""
+    """Return whether kernels are loaded, or tuned for a shape, on first use."""
     return device.type == "cuda"
 
 
 def updates_conditionally(device: torch.device) -> bool:
-    """Whether a fused optimizer clips, and skips a broken step, inside its kernel."""
+    """Return whether a fused optimizer clips gradients and skips bad steps inside its kernel."""
     return device.type == "cuda"
 
 
 def uses_nccl(device: torch.device) -> bool:
-    """Whether processes that each have such a device of their own talk through NCCL."""
+    """Return whether processes that each have such a device communicate through NCCL."""
     return device.type == "cuda"
 
 
@@ -90,7 +90,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all its work."""
+    """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -98,7 +98,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed the CPU's generator and the device's own; torch.manual_seed takes a millisecond."""
+    """Seed the CPU's and the device's generator; faster than torch.manual_seed (1 ms)."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(seed)
@@ -107,29 +107,29 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 
 def forked_devices(device: torch.device) -> list[torch.device]:
-    """Return the devices whose generators `torch.random.fork_rng` has to save."""
+    """Return the devices whose generators `torch.random.fork_rng` must save."""
     return [device] if device.type == "cuda" else []
 
 
 def release_cached_memory() -> None:
-    """Give memory that torch keeps for later back to the device."""
+    """Return torch's cached memory to the device."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Return the memory allocated now; 0 where torch does not count it."""
+    """Return the currently allocated bytes; 0 if torch does not count them."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def reset_peak(device: torch.device) -> None:
-    """Measure the peak of allocated memory from now on."""
+    """Reset the peak of allocated memory."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Return the peak of allocated memory since the last reset; None where it is not counted."""
+    """Return the peak of allocated bytes since the last reset; None if torch does not count it."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 

@@ -1,4 +1,4 @@
-"""Errors that a user can see; every message is one line to act on."""
+"""Errors that users see; every message is one actionable line."""
 
 import difflib
 import importlib
@@ -8,15 +8,15 @@ from typing import Any
 
 
 class FrostlabError(Exception):
-    """Anything that frostlab refuses or finds wrong."""
+    """Base class of all errors that frostlab raises."""
 
 
 class BadInput(FrostlabError, ValueError):
-    """A value that cannot be used; the message names its place and the nearest valid value."""
+    """An invalid value; the message names its location and the nearest valid value."""
 
 
 class UnknownArchitecture(BadInput):
-    """A model, or a module of one, whose parts frostlab cannot name."""
+    """A model or module whose parts frostlab cannot identify."""
 
 
 class FrozenWeightsMoved(FrostlabError):
@@ -49,7 +49,7 @@ def nearest(value: str, choices: Iterable[str], cutoff: float = 0.5) -> str:
 
 
 def require(package: str, extra: str, purpose: str) -> Any:
-    """Return an optional package, or name in one line the extra that installs it."""
+    """Import an optional package, or raise a one-line error that names the extra to install."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -70,7 +70,7 @@ def check_registration(function: str, name: object, registered: object) -> None:
 
 
 def same_function(function: Any, other: Any) -> bool:
-    """Whether two functions have the same module and name, as when a notebook cell runs again."""
+    """Return whether functions share module and name, as when a notebook cell runs again."""
     missing = object()
     return all(
         getattr(function, key, missing) == getattr(other, key, None)

@@ -1,4 +1,4 @@
-"""Storage on disk: files and folders that appear whole, locks, digests and seeds, the cache."""
+"""Storage on disk: atomic files and folders, locks, digests, seeds and the cache."""
 
 import hashlib
 import json
@@ -17,12 +17,12 @@ from frostlab.errors import BadInput, FrostlabError
 if TYPE_CHECKING:
     from torch import Tensor
 
-FORMAT = 1  # of the cache; raise it when its files, or how text becomes tokens, change
+FORMAT = 1  # version of the cache; raise it when its files or the tokenization change
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write; flush it and rename it to `path` when all went well."""
+    """Yield a temporary path to write; on success, flush it and rename it to `path`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
@@ -34,7 +34,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Yield a new temporary folder to fill; rename it to `path` when all went well."""
+    """Yield a new temporary folder to fill; on success, rename it to `path`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -46,7 +46,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file, whole or not at all."""
+    """Write a text file atomically."""
     with whole_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
@@ -72,14 +72,14 @@ def load_tensors(path: Path) -> "dict[str, Tensor]":
 
 
 def save_tensors(path: Path, tensors: "dict[str, Tensor]") -> None:
-    """Write a safetensors file, whole or not at all."""
+    """Write a safetensors file atomically."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     with whole_file(path) as temporary:
         try:
             save_file(_plain_tensors(tensors), temporary)
-        except SafetensorError as error:  # what the operating system refuses is its own error
+        except SafetensorError as error:  # re-raised as OSError if the system refused
             if code := re.search(r"os error (\d+)", str(error)):
                 raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from None
             raise
@@ -98,21 +98,21 @@ def _plain_tensors(tensors: "dict[str, Tensor]") -> "dict[str, Tensor]":
 
 
 def use_default_mode(path: Path) -> None:
-    """Give a file the mode of any new file; safetensors makes its files readable by the owner."""
+    """Give a file the default mode; safetensors makes its files readable only by the owner."""
     mask = os.umask(0o077)  # the mask can only be read by setting it
     os.umask(mask)
     path.chmod(0o666 & ~mask)
 
 
 class Lock:
-    """A file that one process at a time holds; the system frees it even after kill -9."""
+    """A lock file that one process at a time holds; the system frees it even after kill -9."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: IO[str] | None = None
 
     def acquire(self, seconds: float = math.inf) -> bool:
-        """Take the lock, waiting at most so long; return whether it was taken."""
+        """Take the lock, waiting at most `seconds`; return whether it was taken."""
         fcntl = _fcntl()
         file = self.path.open("a")
         deadline = time.monotonic() + seconds
@@ -129,7 +129,7 @@ class Lock:
                 return True
 
     def release(self) -> None:
-        """Let the next process take the lock."""
+        """Release the lock for the next process."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -165,7 +165,7 @@ def _fcntl() -> Any:
 
 
 def cache_folder(asked: Path | None) -> Path:
-    """Return the folder asked for, else FROSTLAB_CACHE, else frostlab's in the user's cache."""
+    """Return `asked`, else FROSTLAB_CACHE, else frostlab's folder in the user's cache."""
     if asked is not None:
         return asked.expanduser()
     if named := os.environ.get("FROSTLAB_CACHE"):
@@ -175,7 +175,7 @@ def cache_folder(asked: Path | None) -> Path:
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
-    """Return `folder`; if it is not there yet, build it elsewhere and rename it."""
+    """Return `folder`; if it does not exist, build it under a temporary name and rename it."""
     if folder.is_dir():
         return folder
     try:
@@ -217,7 +217,7 @@ def derive_seed(*parts: object) -> int:
 
 
 def finite(value: Any) -> Any:
-    """Return plain values with None for NaN and infinity, which JSON does not have."""
+    """Replace NaN and infinity, which JSON does not support, with None in plain values."""
     if isinstance(value, dict):
         return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Numbers, durations and tables as text."""
+"""Formatting of numbers, durations and tables as text."""
 
 import json
 import math
@@ -9,7 +9,7 @@ NONE = "–"
 
 
 def hms(seconds: Any) -> str:
-    """Write seconds as h:mm:ss, rounded."""
+    """Format seconds as h:mm:ss, rounded."""
     if typed(seconds, int, float) is None or not math.isfinite(seconds):
         return NONE
     rounded = round(abs(seconds))
@@ -17,7 +17,7 @@ def hms(seconds: Any) -> str:
 
 
 def plain(value: Any) -> str:
-    """Write a value on one line of printable characters."""
+    """Format a value on one line of printable characters."""
     if value is None:
         return NONE
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
@@ -27,12 +27,12 @@ def plain(value: Any) -> str:
 
 
 def number(value: Any) -> str:
-    """Write a number to four digits."""
+    """Format a number with four digits."""
     return NONE if typed(value, int, float) is None else f"{value:.4g}"
 
 
 def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Return rows as lines of aligned columns; the columns numbered in `right` are flush right."""
+    """Format rows as lines of aligned columns; right-align the columns with numbers in `right`."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

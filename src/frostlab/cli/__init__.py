@@ -1,1 +1,1 @@
-"""The commands of `frostlab`: thin, and importing torch only where a command needs it."""
+"""Commands of `frostlab`: thin functions that import torch only if they need it."""

@@ -1,4 +1,4 @@
-"""`frostlab compare`: arms of one recipe that differ in the treatment alone."""
+"""`frostlab compare`: train arms of one recipe that differ only in the treatment."""
 
 import json
 from pathlib import Path
@@ -109,7 +109,7 @@ def compare(
     }
     rules = {key: value for key, value in options.items() if value is not None}
     plan = make_plan(source, rules, settings=changes, quick=quick)
-    from frostlab.comparison.page import show  # these import torch, the plan does without
+    from frostlab.comparison.page import show  # these import torch; the plan does not need it
     from frostlab.comparison.run import run_plan
     from frostlab.comparison.runner import Runner
 

@@ -1,4 +1,4 @@
-"""`frostlab diagnose`: which parts of a run, or of a recipe that it trains first, do not learn."""
+"""`frostlab diagnose`: report which parts of a model do not learn, in a run or a recipe."""
 
 import json
 import shutil
@@ -107,7 +107,7 @@ def _read(folder: Path) -> "Diagnosis":
 
 
 def _find_run(source: str, runs: Path) -> Path | None:
-    """Return the run that `source` names, None for a recipe; a run's complete name comes first."""
+    """Return the run that `source` names, or None for a recipe; a run's full name wins."""
     from frostlab.recipe.load import shipped_recipes
     from frostlab.records.index import find_run, is_run
 
@@ -131,7 +131,7 @@ def _shortened(
     changes: dict[str, Any],
     seed: int | None,
 ) -> tuple["Recipe", str]:
-    """Load a recipe that trains for so many epochs or steps, watched, and the name of its run."""
+    """Load a recipe with watched training of `epochs` or `steps`; also return the run's name."""
     from frostlab.recipe.load import load_recipe, recipe_name, short_run_settings
 
     for option, value in (("--epochs", epochs), ("--steps", steps)):
@@ -155,7 +155,7 @@ def _shortened(
 def _train(
     recipe: "Recipe", name: str, data_dir: Path | None, runs: Path, out: Path | None
 ) -> Path:
-    """Train a recipe into a folder of its own; a run that fails is kept if it was measured."""
+    """Train a recipe in its own folder; keep a failed run if it has measurements."""
     from frostlab.cli.progress import display
     from frostlab.flow.measurements import flows_of
     from frostlab.records.folder import new_folder
@@ -170,11 +170,11 @@ def _train(
     except RunFailed:
         if not any(flow.reports for flow in flows_of(folder).values()):
             raise
-    return folder  # the measurements until then show why it failed
+    return folder  # its measurements show why it failed
 
 
 def _judge(diagnosis: "Diagnosis") -> tuple["Target", ...]:
-    """Compare a recipe's run with its targets, and keep the outcome in its folder."""
+    """Compare a recipe's run with its targets, and store the outcome in the run's folder."""
     from frostlab.flow.diagnosis import targets_of
     from frostlab.records.folder import RunFolder
 
@@ -203,7 +203,7 @@ def _show(diagnosis: "Diagnosis", targets: tuple["Target", ...] | None, as_json:
 
 
 def _show_flows(diagnosis: "Diagnosis") -> None:
-    """Print the sentences, then of every stage a table, a heat map, and the paths of its pages."""
+    """Print the findings, then a table, a heat map and the page paths of every stage."""
     from frostlab.flow.show import flow_map_text, flow_page
 
     for line in diagnosis.sentences:

@@ -1,4 +1,4 @@
-"""`frostlab inspect`: the anatomy of a model, or of the model that a recipe trains."""
+"""`frostlab inspect`: show the parts of a model, or of the model that a recipe trains."""
 
 import json
 from typing import TYPE_CHECKING, Annotated, Any
@@ -75,7 +75,7 @@ def inspect(
 
 
 def _model_anatomy(name: str, recipes: list[str]) -> tuple["Anatomy", str]:
-    """Read a model by folder, architecture or hub name; a misspelt recipe gets a hint."""
+    """Read a model by folder, architecture or hub name; suggest a recipe for a misspelt name."""
     from frostlab.models.build import blueprint
     from frostlab.roles.read import anatomy
 
@@ -89,7 +89,7 @@ def _model_anatomy(name: str, recipes: list[str]) -> tuple["Anatomy", str]:
 
 
 def _recipe_anatomy(name: str, settings: list[str]) -> tuple["Anatomy", str, int]:
-    """Read the model of a recipe as its treatment leaves it, and the length of its examples."""
+    """Read a recipe's model after its treatment; also return the example length."""
     from frostlab.models.build import recipe_blueprint
     from frostlab.recipe.load import load_recipe
     from frostlab.roles.read import anatomy

@@ -74,7 +74,7 @@ for _name, _command in _COMMANDS.items():
 
 
 def main() -> None:
-    """Run a command; bad input is one line and exit code 2, failed work one line and 1."""
+    """Run a command; print an error on one line and exit with 2 for bad input, 1 for a failure."""
     _quiet_libraries()
     try:
         app()
@@ -95,11 +95,10 @@ def _quiet_libraries() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """Exit; in a distributed run without the interpreter's shutdown.
+    """Exit; in a distributed run, skip the interpreter's shutdown.
 
-    DDP keeps gloo's threads alive after the process group is destroyed. A thread that frees a
-    tensor while the interpreter shuts down aborts it, and torchrun then calls a finished run
-    failed.
+    DDP keeps gloo's threads alive after the process group is destroyed. If such a thread frees a
+    tensor during shutdown, the process aborts, and torchrun reports the finished run as failed.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         sys.stdout.flush()

@@ -49,7 +49,7 @@ Settings = Annotated[
 
 
 def settings_from(settings: Iterable[str] | None, device: str | None = None) -> dict[str, Any]:
-    """Return the recipe settings of a command line: those of --set, then --device."""
+    """Return the recipe settings of a command line: first --set, then --device."""
     from frostlab.recipe.load import parse_settings
 
     return parse_settings(settings or ()) | ({} if device is None else {"train.device": device})

@@ -1,4 +1,4 @@
-"""A run's progress on stderr: a live bar on a terminal, plain lines elsewhere."""
+"""Progress of a run on stderr: a live bar on a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -104,7 +104,7 @@ class Lines:
     def begin(
         self, step: int, steps: int, per_epoch: int, caution: str | None, stage_began: int
     ) -> None:
-        """Print how many steps there are."""
+        """Print the number of steps."""
         if caution:
             self.say(f"caution: {caution}")
         self._steps, self._per_epoch, self._stage_began = steps, per_epoch, stage_began

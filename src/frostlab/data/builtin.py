@@ -1,4 +1,4 @@
-"""Data that need no download: docstrings of installed packages, and synthetic tasks.
+"""Built-in data, without downloads: docstrings of installed packages, and synthetic tasks.
 
 Docstrings are read from source files; their packages are not imported. Synthetic tasks have a known
 answer and are drawn from fixed seeds.
@@ -29,7 +29,7 @@ from frostlab.storage import FORMAT, build_once, digest_of
 
 PACKAGES = ("numpy", "scipy", "torch", "transformers")
 SPLIT_SHARES = {"train": 0.8, "validation": 0.1, "test": 0.1}
-FEWEST_WORDS = 12  # of a text, or of the body of a pair
+FEWEST_WORDS = 12  # minimum length of a text, or of the body of a pair
 MASK = "package"  # replaces the packages' names, which would give the label away
 _PACKAGE_NAMES = re.compile(
     r"(?<![a-z])(?:num[-_ ]?py\w*|np|sci[-_ ]?py\w*|(?:py|lib)?torch\w*|aten|c10d?"
@@ -41,7 +41,7 @@ _ROLE = re.compile(r":[a-zA-Z:]+:(?=`)")
 _RULE = re.compile(r"^\W*([-=~^*#])\1{2,}\W*$")
 _DIRECTIVE = re.compile(r"^\.\. ")
 _MARKUP = str.maketrans("", "", "`*~")
-_PLACEHOLDER = re.compile(r"%\(\w+\)s")  # filled in when the package is imported
+_PLACEHOLDER = re.compile(r"%\(\w+\)s")  # the package fills it in when imported
 _PLAIN_WORD = re.compile(r"(?<![\w.])[a-z]+(?![\w(])")
 
 # Synthetic tasks
@@ -89,10 +89,10 @@ def docstring_files(per_package: int, *, pairs: bool, cache: Path) -> dict[str, 
 def _write_docstrings(
     packages: tuple[str, ...], per_package: int, pairs: bool, folder: Path
 ) -> None:
-    """Write a file for each split, with as many docstrings of every package."""
+    """Write a file for each split, with the same number of docstrings from every package."""
     counts = {split: max(2, round(share * per_package)) for split, share in SPLIT_SHARES.items()}
     collected: list[dict[str, list[Docstring]]] = []
-    for name in packages:  # no package needs more than the one before had
+    for name in packages:  # the smallest package sets the counts
         collected.append(collect_docstrings(name, counts, pairs=pairs))
         counts = {split: len(docs) for split, docs in collected[-1].items()}
     for split, count in counts.items():
@@ -109,7 +109,7 @@ def _write_docstrings(
 
 
 def _pairs(docs: list[Docstring]) -> list[dict[str, str | int]]:
-    """Pair one half with their own bodies (label 1), the other half with the next one's (0)."""
+    """Pair half of the summaries with their own bodies (label 1), the others with another's (0)."""
     half = len(docs) // 2
     rows = [(doc.summary, doc.body, 1) for doc in docs[:half]]
     mismatched = docs[half : 2 * half]
@@ -156,7 +156,7 @@ def split_of_module(package: str, name: str) -> str:
 
 
 def near_duplicate_key(text: str) -> str:
-    """Return the plain words, without names, numbers and code, which near duplicates share."""
+    """Return the plain words, without names, numbers and code; near duplicates share them."""
     first, _, rest = text.partition(" ")
     return " ".join((first.lower(), *_PLAIN_WORD.findall(rest)))
 
@@ -166,7 +166,7 @@ def _hash(text: str) -> str:
 
 
 def _docstrings_of(path: Path) -> Iterator[str]:
-    """Yield the docstrings of a source file; one that cannot be parsed has none."""
+    """Yield the docstrings of a source file; yield nothing if the file cannot be parsed."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in strings
@@ -177,7 +177,7 @@ def _docstrings_of(path: Path) -> Iterator[str]:
 
 
 def _docstrings_in(node: ast.AST) -> Iterator[str]:
-    """Walk statements only: expressions are most of a tree and hold no docstring."""
+    """Yield the docstrings in a node; walk only statements, since expressions hold none."""
     if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node, clean=False)):
         yield text
     for name in ("body", "orelse", "finalbody", "handlers"):
@@ -220,24 +220,24 @@ def _without_markup(text: str) -> str:
 
 
 def synthetic_vocabulary(data: Synthetic) -> int:
-    """Return the number of tokens: symbols (for recall as keys and as values) and padding."""
+    """Return the vocabulary size: symbols (for recall, both keys and values) and padding."""
     return (2 if data.name == "recall" else 1) * data.symbols + 1
 
 
 def reference_scores(data: Synthetic) -> dict[str, float]:
-    """Return the accuracy of guessing and of a perfect model."""
+    """Return the accuracies of guessing and of a perfect model."""
     best = "best_token_accuracy" if data.name == "induction" else "best_accuracy"
     return {"chance": 1 / data.symbols, best: 1.0}
 
 
 def majority(data: Synthetic, count: int, random: np.random.Generator) -> tuple[Ids, Ids]:
-    """Draw sequences in which one symbol is the most frequent, which is the class."""
+    """Draw sequences with one most frequent symbol; this symbol is the class."""
     ids = random.integers(data.symbols, size=(count, data.length))
     rows = np.arange(count)
     # (count, symbols)
     counts = np.zeros((count, data.symbols), dtype=np.int64)
     np.add.at(counts, (rows[:, None], ids), 1)
-    # A tie is broken at random: the winner replaces another symbol at one position.
+    # Break ties at random: the winner replaces another symbol at one position.
     priorities = random.random(counts.shape)
     winners = np.where(counts == counts.max(1, keepdims=True), priorities, -1).argmax(1)
     tied = (counts == counts.max(1, keepdims=True)).sum(1) > 1
@@ -261,7 +261,7 @@ def recall(data: Synthetic, count: int, random: np.random.Generator) -> tuple[Id
 
 
 def induction(data: Synthetic, count: int, random: np.random.Generator) -> tuple[Ids, Ids]:
-    """Draw distinct symbols and repeat them, so that the same symbol always follows another."""
+    """Draw distinct symbols and repeat them, so that each symbol always has the same successor."""
     period = min(data.symbols, (data.length + 1) // 2)
     first = random.permuted(np.tile(np.arange(data.symbols), (count, 1)), axis=1)[:, :period]
     repeats = -(-(data.length + 1) // period)
@@ -276,7 +276,7 @@ TASKS: dict[str, Callable[[Synthetic, int, np.random.Generator], tuple[Ids, Ids]
 
 
 def write_synthetic(data: Synthetic, folder: Path) -> dict[str, str]:
-    """Draw and write the splits, which share no example; return their digests."""
+    """Draw splits that share no example, write them, and return their digests."""
     held_out = max(256, data.examples // 8)
     seen: set[bytes] = set()
     digests: dict[str, str] = {}

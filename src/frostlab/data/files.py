@@ -1,4 +1,4 @@
-"""Reading text files, a bounded amount at a time, as rows or pieces; errors name the line."""
+"""Readers of text files as rows or pieces, in bounded memory; errors name the line."""
 
 import codecs
 import csv
@@ -16,7 +16,7 @@ from frostlab.errors import BadInput, require
 FORMATS = ("jsonl", "csv", "tsv", "txt", "parquet")
 PIECE = 1 << 16  # characters of running text read at once
 MARK = "<|endoftext|>"  # between the documents of a .txt file
-WORD = 512  # words of twice this length are cut: BPE takes quadratic time in a word's length
+WORD = 512  # cut words of twice this length: BPE takes quadratic time in a word's length
 _SPACE = re.compile(r"\s")
 _WORD_END = re.compile(r"(?<=\S)\s")
 _READ_ERRORS = (OSError, EOFError, zlib.error)
@@ -26,13 +26,13 @@ Piece = tuple[str, bool]  # text, and whether its document ends here
 
 
 def format_of(path: Path) -> str | None:
-    """Return the format that a file's ending names, with or without `.gz`; None for others."""
+    """Return the format that a file's ending names, with or without `.gz`, or None if unknown."""
     ending = path.name.removesuffix(".gz").rpartition(".")[2]
     return ending if ending in FORMATS else None
 
 
 def split_files(folder: Path) -> dict[str, Path]:
-    """Return the files of a folder by the split that their name gives."""
+    """Return the files of a folder by the split that each file is named after."""
     files: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
         if format_of(path) is None or not path.is_file():
@@ -105,7 +105,7 @@ def _json(path: Path, file: IO[bytes]) -> Iterator[Line]:
 
 
 def _table(path: Path, file: IO[bytes], *, tabs: bool) -> Iterator[Line]:
-    """Yield rows of CSV, or of TSV, in which quotes have no meaning."""
+    """Yield the rows of a CSV or TSV file; in TSV, quotes have no special meaning."""
     csv.field_size_limit((1 << 31) - 1)
     lines = (text for _, text in _decoded(path, file))
     reader = (
@@ -163,7 +163,7 @@ def _chunks(path: Path, file: IO[bytes]) -> Iterator[str]:
 
 
 def _pieces(chunks: Iterator[str]) -> Iterator[Piece]:
-    """Yield pieces of documents, which marks separate."""
+    """Yield the pieces of documents; a MARK separates two documents."""
     buffer, begun, several = "", False, False
     for chunk in chunks:
         buffer += chunk
@@ -184,7 +184,7 @@ def _pieces(chunks: Iterator[str]) -> Iterator[Piece]:
 
 
 def _without_long_words(text: str, ends: bool) -> Iterator[Piece]:
-    """Cut very long words, such as DNA."""
+    """Cut very long words, such as DNA sequences."""
     start = 0
     for stop in range(WORD, len(text), WORD):
         if _SPACE.search(text, stop - WORD, stop) is None:
@@ -194,17 +194,17 @@ def _without_long_words(text: str, ends: bool) -> Iterator[Piece]:
 
 
 def _safe_cut(buffer: str) -> int:
-    """Return where to cut a full buffer: before its last white space, else near its end."""
+    """Return the position to cut a full buffer: before its last white space, else near its end."""
     if len(buffer) < PIECE:
         return 0
     for begin in (len(buffer) - 1024, 0):
         ends = [match.start() for match in _WORD_END.finditer(buffer, begin)]
         if ends:
             return ends[-1]
-    return len(buffer) - len(MARK)  # a mark may have begun
+    return len(buffer) - len(MARK)  # a MARK may begin in the last characters
 
 
 def word_end(text: str, start: int) -> int:
-    """Return where the word at `start` ends, or `start` when no white space follows it."""
+    """Return the end of the word at `start`, or `start` if no white space follows the word."""
     match = _WORD_END.search(text, start)
     return match.start() if match else start

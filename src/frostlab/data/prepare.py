@@ -1,4 +1,4 @@
-"""Preparing a recipe's data: text becomes token arrays in the cache, each made once."""
+"""Preparation of a recipe's data: text becomes token arrays, built once and cached."""
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -51,13 +51,13 @@ from frostlab.storage import FORMAT, build_once, cache_folder, digest_of
 
 CAUTION = "selected on the reporting split"
 LEAK = "made with a vocabulary that knows the words of {}"
-BATCH = 1 << 20  # characters encoded at once
-ROWS = 1024  # texts encoded at once, at most
+BATCH = 1 << 20  # characters per encoded batch, approximately
+ROWS = 1024  # maximum number of texts per encoded batch
 T = TypeVar("T")
 
 
 def prepare(recipe: Recipe, data_dir: Path | None = None, cache: Path | None = None) -> Material:
-    """Return the data of a recipe, from the cache if they were prepared before."""
+    """Return a recipe's data; use the cache if the data were prepared before."""
     cache = cache_folder(cache)
     if isinstance(recipe.data, Synthetic):
         return _prepare_synthetic(recipe.data, cache)
@@ -92,7 +92,7 @@ def _prepare_synthetic(data: Synthetic, cache: Path) -> Prepared:
 class _TextPreparation:
     """The steps from text to token arrays: survey splits, divide rows, train a tokenizer, encode.
 
-    The cache key is known once the splits are surveyed.
+    The cache key depends on the surveys of the splits.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class _TextPreparation:
             }
 
     def prepared(self) -> Prepared:
-        """Return the arrays, from the cache or made now."""
+        """Return the token arrays from the cache; build them first if necessary."""
         data, settings = self.data, self.tokenizer
         pretrained = (
             load_pretrained(settings.name) if isinstance(settings, PretrainedTokenizer) else None
@@ -156,7 +156,7 @@ class _TextPreparation:
         return " and ".join(warnings) or None
 
     def _division(self) -> list[Any]:
-        """Return everything that decides which text has which role, wherever the files are."""
+        """Return everything that decides the role of each text, independent of file locations."""
         roles = (self.plan.train, self.plan.tune, self.plan.report)
         shares = [role if not isinstance(role, Split) else "split" for role in roles]
         texts = {role: rows.digest for role, rows in self.surveys.items()}
@@ -280,8 +280,8 @@ def encode_running(
 ) -> str:
     """Write documents as one stream of tokens, with an example every `stride`; return the digest.
 
-    An example has `length` + 1 tokens: the first token of the next is its last target. With a
-    stride above `length`, examples share no token, or leave some out.
+    An example has `length` + 1 tokens; with a stride of `length`, its last target is the first
+    token of the next example. With a larger stride, examples share no token and may skip some.
     """
     max_tokens = None if limit is None else (limit - 1) * stride + length + 1
     with writer:
@@ -299,7 +299,7 @@ def encode_running(
 
 
 def _stream(portion: Portion, columns: Columns, encoder: Encoder) -> Iterator[Numbers]:
-    """Yield the tokens of documents, an end token after each that has any."""
+    """Yield the tokens of documents, with an end token after each document that is not empty."""
     open_document = False
     for batch in batches(portion.pieces(columns), lambda piece: len(piece[0])):
         ids: list[list[int]] = []
@@ -314,7 +314,7 @@ def _stream(portion: Portion, columns: Columns, encoder: Encoder) -> Iterator[Nu
 
 
 def batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Group items into batches of about BATCH characters, and ROWS items at most."""
+    """Group items into batches of about BATCH characters and at most ROWS items."""
     batch: list[T] = []
     characters = 0
     for item in items:

@@ -1,7 +1,7 @@
-"""Kinds of data that users register: rows from a function, used like files of one's own.
+"""Kinds of data that users register: a function returns the rows, which are used like files.
 
-The rows of each split are written to the cache as JSON lines, in a folder that their digest names;
-from there on they are read, split and tokenized like any other text.
+The rows of each split are written to the cache as JSON lines, in a folder named by their digest.
+Then they are read, split and tokenized like any other text.
 """
 
 import hashlib
@@ -30,14 +30,14 @@ def register_data(
 
     Args:
         name: a name that no other kind of data has.
-        load: takes the folder of `--data-dir`, or None, and returns the rows of each split by its
-            name: `train`, and `tune` and `report` where there are such; a share of train is taken
-            for those that are missing. A row is (text, label), or for language a text; the order
-            of rows must not change from call to call.
+        load: function that takes the folder of `--data-dir`, or None, and returns the rows of each
+            split by its name: `train` and, optionally, `tune` and `report`. A share of train
+            replaces a missing split. A row is (text, label), or for language a text; the order of
+            rows must not change from call to call.
         task: `classification` or `language`.
 
-    A function of the same module and name replaces the one registered before, as when a notebook's
-    cell is run again.
+    A function with the same module and name replaces the function registered before, so that a
+    notebook cell can run again.
     """
     check_registration("register_data", name, load)
     if task not in get_args(TextTask):
@@ -80,7 +80,7 @@ def registered_files(name: str, data_dir: Path | None, cache: Path) -> dict[str,
 
 
 def _columns(place: str, number: int, row: Any, task: TextTask) -> dict[str, Any]:
-    """Return a row by column; labels are checked where the file is read."""
+    """Return the values of a row by column; labels are checked when the file is read."""
     if task == "language":
         if isinstance(row, str):
             return {"text": row}
@@ -88,7 +88,7 @@ def _columns(place: str, number: int, row: Any, task: TextTask) -> dict[str, Any
     if not isinstance(row, tuple | list) or len(row) != 2 or not isinstance(row[0], str):
         raise BadInput(f"data.name {place}: row {number} is {row!r:.60}, not (text, label)")
     text, label = row
-    label = label.item() if hasattr(label, "item") else label  # of NumPy or torch
+    label = label.item() if hasattr(label, "item") else label  # NumPy or torch scalar
     if not isinstance(label, int | str):
         raise BadInput(
             f"data.name {place}: the label of row {number} is {label!r:.40}, neither a whole "

@@ -20,7 +20,7 @@ from frostlab.recipe.data import Docstrings, Named, Own, Registered
 
 Label = int | str
 TextData = Docstrings | Named | Own | Registered
-HELD_OUT = 0.05  # share of train that is held out where a set has no split to tune or report on
+HELD_OUT = 0.05  # share of train to hold out for each of tune and report that a data set lacks
 LANGUAGES = (
     "ar", "bg", "de", "el", "en", "es", "fr", "hi", "ru", "sw", "th", "tr", "ur", "vi", "zh",
 )  # fmt: skip
@@ -33,7 +33,7 @@ _TRUE = ("1", "true", "yes", "on")
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns to read; `joined`: the rows are the lines of one document."""
+    """Columns to read; with `joined`, the rows are the lines of one document."""
 
     texts: tuple[str, ...]
     label: str | None
@@ -41,7 +41,7 @@ class Columns:
 
 
 class Row(NamedTuple):
-    """One example, or a piece of a document; `ends`: it is the last piece."""
+    """One example, or a piece of a document; `ends` marks the last piece."""
 
     line: int
     texts: tuple[str, ...]
@@ -54,7 +54,7 @@ class Split:
     """One split of a data set, in files or from the hub."""
 
     name: str
-    place: str  # for messages and records
+    place: str  # location to show in messages and records
     files: tuple[Path, ...]
     hub: Any = None  # a split of the `datasets` library, or None for a file
 
@@ -85,7 +85,7 @@ class Split:
                 yield number, dict(zip(batch, values, strict=True))
 
     def stamp(self) -> list[list[str | int]]:
-        """Return the paths, sizes and times of the files, which change when a file does."""
+        """Return the files' paths, sizes and modification times, to detect when a file changes."""
         try:
             states = [(path.resolve(), path.stat()) for path in self.files]
         except OSError as error:
@@ -134,7 +134,7 @@ def _label(place: str, line: int, values: Mapping[str, Any], name: str) -> Label
 
 @dataclass(frozen=True)
 class SetDefaults:
-    """The splits and columns that a data set is used with; a number is a share of train."""
+    """Default splits and columns of a data set; a number is a share of train."""
 
     hub: tuple[str, str | None, str | None] = ("", None, None)  # name, config, revision
     tune: str | float = HELD_OUT
@@ -180,10 +180,10 @@ PUBLIC_SETS = {
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """The role of each split: it trains, tunes or reports; a number is a share of train."""
+    """Splits by role (train, tune and report); a number is a share of train."""
 
     train: Split
-    tune: Split | float | None  # None: `splits: published` selects on the report
+    tune: Split | float | None  # None: `splits: published` selects on the report split
     report: Split | float
     columns: Columns
     classes: int | None  # None: the labels of the training split
@@ -235,7 +235,7 @@ def _plan_own(data: Own) -> SplitPlan:
 
 
 def _splits(files: dict[str, Path], shown: str | None = None) -> dict[str, Split]:
-    """Return a split for each file; messages show its path, or the name of its data set."""
+    """Return a split for each file; messages show the file's path, or `shown` if it is given."""
     return {
         name: Split(name, str(path) if shown is None else f"{shown}: {name}", (path,))
         for name, path in files.items()
@@ -249,7 +249,7 @@ def _assign_roles(
     label: str = "label",
     training: dict[str, Split] | None = None,
 ) -> SplitPlan:
-    """Apply the recipe's choice of splits, else the defaults; `training`: splits to train on."""
+    """Apply the recipe's choice of splits, else the defaults; choose train from `training`."""
     train = _choose(training or splits, "data.train", data.train)
     published = data.splits == "published"
     report = data.report or (published and defaults.published) or defaults.report
@@ -343,12 +343,12 @@ def hub_splits(name: str, config: str | None, revision: str | None) -> dict[str,
 
 
 def unreachable() -> str | None:
-    """Return why the hub cannot be reached; None if it can, or if its cache is to be used."""
+    """Return why the hub cannot be reached; None if it can, or if libraries use their cache."""
     offline = any(
         os.environ.get(name, "").lower() in _TRUE
         for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
     )
-    if offline:  # the libraries then answer from their cache, or fail at once
+    if offline:  # offline, the libraries use their cache or fail at once
         return None
     host = urlparse(os.environ.get("HF_ENDPOINT") or "https://huggingface.co").hostname or ""
     try:

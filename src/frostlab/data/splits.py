@@ -1,8 +1,8 @@
-"""Splits of text: which rows train, tune and report.
+"""Splits of text into rows that train, tune and report.
 
-The texts alone decide, so the splits are the same for every seed and arm. A `Survey` of a split
-holds a hash, the size and the label of each row; rows are assigned to roles by these, and texts
-that are in a held-out split are dropped from training.
+The splits depend only on the texts, so they are the same for every seed and arm. A `Survey` of a
+split holds the hash, size and label of each row; these decide the role of the row. Texts that are
+in a held-out split are dropped from training.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ class Survey:
 
 
 def survey(split: Split, columns: Columns, cache: Path) -> Survey:
-    """Read a split's rows once; the survey is kept while its files have the same size and time."""
+    """Read a split's rows once; reuse the survey while the files keep their size and time."""
     key = [split.stamp(), split.name, columns.texts, columns.label, columns.joined, FORMAT]
     folder = build_once(
         cache / "surveys" / digest_of(key)[:32],
@@ -66,7 +66,7 @@ def _write_survey(split: Split, columns: Columns, folder: Path) -> None:
     for row in split.rows(columns):
         for number, text in enumerate(row.texts):
             if number:
-                document.update(b"\xff")  # never part of UTF-8: ("ab", "c") is not ("a", "bc")
+                document.update(b"\xff")  # not UTF-8: separates ("ab", "c") from ("a", "bc")
             document.update(_encode(split, row.line, text))
             size += len(text)
         if not row.ends:
@@ -105,7 +105,7 @@ def _encode(split: Split, line: int, text: str) -> bytes:
 
 
 def classes_of(split: Split, train: Survey, count: int | None) -> tuple[Label, ...]:
-    """Return the labels in class order: 0 to `count` - 1, or the sorted labels of training."""
+    """Return the labels in class order: 0 to `count` - 1, or the sorted training labels."""
     if count is not None:
         return tuple(range(count))
     labels = [label for label, _ in train.labels]
@@ -134,7 +134,7 @@ def class_numbers(split: Split, rows: Survey, classes: tuple[Label, ...]) -> Num
 
 @dataclass(frozen=True)
 class Portion:
-    """The rows or documents of a split that have one role, or a range of its characters."""
+    """Part of a split with one role: rows, documents or a range of characters."""
 
     split: Split
     survey: Survey
@@ -150,7 +150,7 @@ class Portion:
         return int(self.survey.sizes[self.taken].sum())
 
     def pieces(self, columns: Columns) -> Iterator[tuple[str, bool]]:
-        """Yield the running text in pieces, each with whether a document ends with it."""
+        """Yield pieces of the running text, each with a flag that marks the end of a document."""
         document = end = 0
         for row in self.split.rows(columns):
             text, begin = row.texts[0], end
@@ -174,7 +174,7 @@ def _cut(text: str, edge: int) -> int:
 def divide(
     plan: SplitPlan, surveys: dict[str, Survey], numbers: Numbers | None
 ) -> dict[str, Portion]:
-    """Return the rows of each role; `numbers`: classes of the training rows, None for language."""
+    """Return each role's rows; `numbers` are the training rows' classes, None for language."""
     portions = {
         role: Portion(split, surveys[role], np.ones(len(surveys[role]), dtype=np.bool_))
         for role, split in (("train", plan.train), ("tune", plan.tune), ("report", plan.report))
@@ -203,7 +203,7 @@ def divide(
 
 
 def _hold_out_characters(portions: dict[str, Portion], shares: dict[str, float]) -> None:
-    """Hold out the end of the text, report last."""
+    """Hold out the end of the text; the report portion comes last."""
     train = portions["train"]
     stop = total = int(train.survey.sizes.sum())
     for role, share in shares.items():
@@ -225,7 +225,7 @@ def _hold_out_rows(
     train = portions["train"]
     left = train.taken.copy()
     for role, share in shares.items():
-        scaled = share * len(left) / max(1, left.sum())  # a share of all rows, not of the rest
+        scaled = share * len(left) / max(1, left.sum())  # share of all rows, not of the rest
         if numbers is None:
             taken, how = _last_documents(left, scaled), f"the last {share:.0%} of the documents"
         else:
@@ -264,7 +264,7 @@ def stratified_share(keys: Keys, numbers: Numbers, left: Mask, share: float, pur
 
 
 def scramble(keys: Keys, purpose: str) -> Keys:
-    """Hash keys (splitmix64), differently for each purpose, to order rows at random but fixed."""
+    """Hash keys with splitmix64 for a fixed pseudo-random order, a different one per purpose."""
     z = keys + np.uint64((_SALT[purpose] * 0x9E3779B97F4A7C15) % 2**64)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -289,7 +289,7 @@ def _drop_shared_texts(portions: dict[str, Portion]) -> None:
 
 
 def limit_rows(portion: Portion, numbers: Numbers, limit: int | None) -> Numbers:
-    """Return at most `limit` row numbers, every class in proportion, in the order of the file."""
+    """Return at most `limit` row numbers in file order, with every class in proportion."""
     rows = np.flatnonzero(portion.taken)
     if limit is None or limit >= len(rows):
         return rows

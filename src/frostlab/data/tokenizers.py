@@ -26,31 +26,31 @@ from frostlab.recipe.recipe import Recipe
 from frostlab.storage import digest_of
 
 PAD, END, SEPARATOR, UNKNOWN = "<|pad|>", "<|end|>", "<|sep|>", "<unk>"
-SAMPLE = 100_000_000  # characters that a vocabulary is learned from, at most
-ENDLESS = 5_000_000  # of them in very long words, each of which takes 50 bytes a character
-HEAD = 6  # characters of a token; few are longer
+SAMPLE = 100_000_000  # maximum number of characters that a vocabulary is learned from
+ENDLESS = 5_000_000  # maximum in very long words, which take 50 bytes of memory per character
+HEAD = 6  # characters per token; few tokens are longer
 Texts = tuple[str, ...]
 
 
 class Encoder(Protocol):
-    """Turns text into token ids, a batch at a time."""
+    """Encoder of text as token ids, one batch at a time."""
 
     vocabulary: int
     pad: int
     end: int
 
     def special_tokens(self, *, pairs: bool) -> int:
-        """Return how many tokens an example has in addition to its text."""
+        """Return the number of special tokens that are added to the text of an example."""
 
     def examples(self, batch: list[Texts], length: int) -> list[tuple[list[int], int | None]]:
-        """Return each example's ids, at most `length`, and where its second text begins."""
+        """Return each example's ids, at most `length`, and the start of its second text."""
 
     def running(self, batch: list[str]) -> list[list[int]]:
         """Return the ids of pieces of running text, without special tokens."""
 
 
 def tokenizer_settings(recipe: Recipe) -> BPE | Words | PretrainedTokenizer:
-    """Return the recipe's tokenizer, or the default: the pretrained model's, else BPE."""
+    """Return the recipe's tokenizer; by default the pretrained model's tokenizer, else BPE."""
     if recipe.tokenizer is not None:
         return recipe.tokenizer
     model = recipe.model
@@ -115,7 +115,7 @@ def _set_up_words(backend: Tokenizer, lowercase: bool) -> None:
 
 
 def sample_texts(texts: Iterable[str], size: int) -> Iterator[str]:
-    """Yield every k-th text, about SAMPLE of `size` characters, and few of very long words."""
+    """Yield every k-th text, at most SAMPLE characters or so; limit very long words to ENDLESS."""
     step = -(-size // SAMPLE)
     endless = 0
     for text in islice(texts, 0, None, step):
@@ -141,7 +141,7 @@ class Fast:
         return self.backend.num_special_tokens_to_add(pairs)
 
     def examples(self, batch: list[Texts], length: int) -> list[tuple[list[int], int | None]]:
-        """Encode, truncated as the library does: of a pair the longer text first."""
+        """Encode and truncate as the library does: it truncates the longer text of a pair first."""
         self.backend.enable_truncation(length)
         if len(batch[0]) == 1:
             return [(ids, None) for ids in self._single([text for (text,) in batch], length)]
@@ -151,7 +151,7 @@ class Fast:
         return [(encoding.ids, (*encoding.type_ids, 1).index(1)) for encoding in encoded]
 
     def _single(self, texts: list[str], length: int) -> list[list[int]]:
-        """Encode the beginnings of texts, and whole texts where a beginning is too short."""
+        """Encode the beginning of each text, or the whole text if the beginning is too short."""
         words = self.backend.pre_tokenizer is not None  # no token spans white space
         heads = [text[: word_end(text, HEAD * length)] if words else text for text in texts]
         encoded = [encoding.ids for encoding in self.backend.encode_batch_fast(heads)]
@@ -182,7 +182,7 @@ def load_trained(path: Path) -> Fast:
 
 @dataclass
 class Slow:
-    """A `transformers` tokenizer that has no fast form."""
+    """A `transformers` tokenizer without a fast implementation."""
 
     tokenizer: Any
     vocabulary: int
@@ -190,7 +190,7 @@ class Slow:
     end: int
 
     def special_tokens(self, *, pairs: bool) -> int:
-        """Ask the tokenizer."""
+        """Return the number of special tokens that the tokenizer adds."""
         return int(self.tokenizer.num_special_tokens_to_add(pair=pairs))
 
     def examples(self, batch: list[Texts], length: int) -> list[tuple[list[int], int | None]]:
@@ -223,7 +223,7 @@ class Pretrained:
 
 
 def load_pretrained(name: str) -> Pretrained:
-    """Load a tokenizer; the end-of-text token pads if there is no padding token."""
+    """Load a tokenizer; without a padding token, the end-of-text token is used for padding."""
     tokenizer = _load_from_transformers(name)
     pads = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     ends = (tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id)
@@ -237,7 +237,7 @@ def load_pretrained(name: str) -> Pretrained:
         slow = Slow(tokenizer, len(tokenizer), pad, end)
         name = type(tokenizer).__name__
         return Pretrained(tokenizer, slow, digest_of([name, words, pad, end, types]))
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # a copy to set up
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # a copy to modify
     backend.no_padding()
     backend.no_truncation()
     fast = Fast(backend, len(tokenizer), pad, end, types)

@@ -23,20 +23,20 @@ _TYPES = {"starts": np.int64, "stops": np.int64, "labels": np.int64} | dict.from
 class Tokens:
     """One split: example i is `ids[starts[i]:stops[i]]`."""
 
-    ids: npt.NDArray[Any]  # uint16 when the vocabulary fits, else int32
+    ids: npt.NDArray[Any]  # uint16 if the vocabulary fits, else int32
     starts: npt.NDArray[np.int64]
     stops: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64] | None  # None for language
-    second: npt.NDArray[np.int32] | None  # where an example's second text (token type 1) begins
+    second: npt.NDArray[np.int32] | None  # start of an example's second text (token type 1)
     scored_from: npt.NDArray[np.int32] | None  # the first token scored as a target; None: all
-    digest: str  # of everything above
+    digest: str  # digest of all arrays above
 
     def __len__(self) -> int:
         return len(self.starts)
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens of each example."""
+        """Number of tokens of each example."""
         return self.stops - self.starts
 
 
@@ -47,17 +47,17 @@ class Prepared:
     task: Task
     classes: int  # 0 for language
     vocabulary: int
-    pad: int  # fills up short examples
+    pad: int  # token id that pads short examples
     splits: dict[str, Tokens]  # train, report and, unless published, tune
-    origin: dict[str, str]  # each split's place, and how rows were held out or dropped
+    origin: dict[str, str]  # where each split comes from, and how rows were held out or dropped
     caution: str | None  # a warning to show with every number
     known: dict[str, float]  # reference scores, such as chance
-    digest: str  # of texts, tokenizer and settings
+    digest: str  # digest of texts, tokenizer and settings
     tokenizer: Path | None  # tokenizer.json or a folder; None for synthetic tasks
 
 
 class TokenWriter:
-    """Writes one split: token ids as they come, the examples' bounds at the end."""
+    """Writer of one split: token ids as they arrive, then the bounds of the examples."""
 
     def __init__(self, folder: Path, role: str, vocabulary: int) -> None:
         self.folder, self.role = folder, role
@@ -68,14 +68,14 @@ class TokenWriter:
         self._header = self._write_header()
 
     def _write_header(self) -> int:
-        # numpy pads the header, so the length can grow in place.
+        # numpy pads the header, so it can be overwritten with a larger length.
         shape = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.count,)}
         self._file.seek(0)
         np.lib.format.write_array_header_1_0(self._file, shape)
         return self._file.tell()
 
     def append(self, ids: npt.ArrayLike) -> None:
-        """Add token ids at the end."""
+        """Append token ids."""
         new = np.asarray(ids).astype(self.dtype)
         raw = new.tobytes()
         self._file.write(raw)
@@ -121,12 +121,12 @@ def load_tokens(folder: Path, role: str, digest: str) -> Tokens:
 
 
 def save_facts(folder: Path, facts: dict[str, Any]) -> None:
-    """Write the facts that hold for all splits."""
+    """Write the metadata that all splits share."""
     (folder / "prepared.json").write_text(json.dumps(facts, ensure_ascii=False, indent=1))
 
 
 def load_facts(folder: Path) -> dict[str, Any]:
-    """Read what `save_facts` wrote."""
+    """Read the metadata that `save_facts` wrote."""
     facts: dict[str, Any] = json.loads((folder / "prepared.json").read_text())
     return facts
 

@@ -1,4 +1,4 @@
-"""Pearson's r of decoded envelopes: means by Fisher's z, chance, matching, and stitched windows."""
+"""Pearson's r of decoded envelopes: Fisher's z means, chance, matching, and window stitching."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from scipy import special
 from frostlab.errors import BadInput
 
 Floats = NDArray[np.float64]
-_LARGEST = 1 - 1e-12  # of r whose z is finite
-_FLAT = 64 * float(np.finfo(np.float32).eps)  # relative deviation of a constant, by rounding
+_LARGEST = 1 - 1e-12  # largest r with a finite z
+_FLAT = 64 * float(np.finfo(np.float32).eps)  # relative deviation of a constant, due to rounding
 
 
 class Recording(Protocol):
-    """EEG and the envelope of the speech, aligned in time and at one rate."""
+    """EEG and the envelope of the speech, aligned in time and sampled at one rate."""
 
     @property
     def name(self) -> str: ...
@@ -34,7 +34,7 @@ R = TypeVar("R", bound=Recording)
 
 
 def by_subject(recordings: Sequence[R]) -> dict[str, list[R]]:
-    """Return each subject's recordings, in their order; names must differ."""
+    """Group recordings by subject, in the given order; the names of recordings must differ."""
     subjects: dict[str, list[R]] = {}
     names: set[str] = set()
     for recording in recordings:
@@ -59,7 +59,7 @@ def to_samples(seconds: float, rate: float, what: str) -> int:
 
 
 def pearson(a: ArrayLike, b: ArrayLike) -> Floats:
-    """Return Pearson's r along the last axis; 0 if one of both is constant."""
+    """Return Pearson's r along the last axis; 0 if either input is constant."""
     return np.clip((unit_norm(a) * unit_norm(b)).sum(-1), -1, 1)
 
 
@@ -87,7 +87,7 @@ def fisher_mean(r: ArrayLike, axis: int = 0) -> Floats:
 def shifted_pearson(prediction: ArrayLike, envelope: ArrayLike) -> Floats:
     """Return r of the prediction with the envelope shifted circularly by 0, 1, 2 … samples.
 
-    A circular shift keeps mean and variance, so one cross-correlation by FFT gives all of them.
+    A circular shift keeps mean and variance, so one FFT cross-correlation gives r at every shift.
     """
     a, b = unit_norm(prediction), unit_norm(envelope)
     product = np.fft.rfft(a) * np.conj(np.fft.rfft(b))
@@ -97,13 +97,13 @@ def shifted_pearson(prediction: ArrayLike, envelope: ArrayLike) -> Floats:
 def draw_shifts(
     samples: int, away: int, count: int, random: np.random.Generator
 ) -> NDArray[np.int64]:
-    """Draw `count` different circular shifts, at least `away` samples in either direction."""
+    """Draw `count` different circular shifts of at least `away` samples in either direction."""
     return random.choice(np.arange(away, samples - away + 1), count, replace=False)
 
 
 @dataclass(frozen=True)
 class Null:
-    """Null distribution of r: quantiles of r with mismatched envelopes, and the p value of r.
+    """Null distribution of r: the quantiles of r with mismatched envelopes, and its p value.
 
     p is (1 + number of mismatched r ≥ r) / (1 + number of mismatched r).
     """
@@ -122,7 +122,7 @@ def null_distribution(r: float, mismatched: Floats) -> Null:
 
 @dataclass(frozen=True)
 class Tally:
-    """Number of right decisions (a tie counts half), of all decisions, and of windows."""
+    """Counts of right decisions (a tie counts half), of all decisions, and of windows."""
 
     right: float
     decisions: int
@@ -134,7 +134,7 @@ class Tally:
         return self.right / self.decisions if self.decisions else None
 
     def interval(self, confidence: float = 0.95) -> tuple[float, float] | None:
-        """Return Wilson's interval; windows, not decisions, are the independent draws."""
+        """Return Wilson's interval, which counts windows, not decisions, as independent draws."""
         if not self.decisions:
             return None
         n, share = self.windows, self.right / self.decisions
@@ -154,8 +154,8 @@ class Tally:
 def match_mismatch(prediction: ArrayLike, envelope: ArrayLike, window: int, gap: int) -> Tally:
     """Count windows whose prediction correlates more with their envelope than with a wrong one.
 
-    Windows do not overlap. The wrong envelope begins `gap` samples after the window, or ends so
-    many before it; both are tried where they fit.
+    Windows do not overlap. One wrong envelope begins `gap` samples after the window, the other
+    ends `gap` samples before it; each counts as a decision if it fits in the recording.
     """
     x, y = (np.asarray(values, np.float64) for values in (prediction, envelope))
     samples, distance = len(y), window + gap
@@ -175,7 +175,7 @@ def match_mismatch(prediction: ArrayLike, envelope: ArrayLike, window: int, gap:
 def match_attended(
     prediction: ArrayLike, envelope: ArrayLike, other: ArrayLike, window: int
 ) -> Tally:
-    """Count windows whose prediction correlates more with the attended than the other speaker."""
+    """Count windows whose prediction correlates more with the attended speaker than the other."""
     starts = np.arange(0, np.shape(envelope)[0] - window + 1, window)
     predicted, attended, ignored = (
         _windows(np.asarray(values, np.float64), starts, window)
@@ -192,12 +192,12 @@ def _windows(values: Floats, starts: np.ndarray, window: int) -> Floats:
 
 
 def _count_larger(matched: Floats, mismatched: Floats) -> float:
-    """Count where the first is larger; a tie counts half."""
+    """Count the entries where `matched` is larger; a tie counts half."""
     return float((matched > mismatched).sum() + 0.5 * (matched == mismatched).sum())
 
 
 def window_starts(samples: int, length: int, hop: int) -> NDArray[np.int64]:
-    """Return starts of windows that cover every sample: every `hop`, and one at the end."""
+    """Return window starts every `hop` samples, and a last start, to cover every sample."""
     if samples < length:
         raise BadInput(f"a recording of {samples} samples is shorter than a window of {length}")
     if not 1 <= hop <= length:
@@ -207,10 +207,10 @@ def window_starts(samples: int, length: int, hop: int) -> NDArray[np.int64]:
 
 
 def stitch(windows: ArrayLike, starts: ArrayLike, samples: int) -> Floats:
-    """Return one signal (samples,) from windows (n, T), their weighted mean where they overlap.
+    """Join windows (n, T) into one signal (samples,), with a weighted mean where they overlap.
 
-    The weight is a squared sine over the window: largest where the decoder saw both past and
-    future. It is nowhere 0, so a single window is kept as it is.
+    The weight is a squared sine over the window: it is largest where the decoder saw both past and
+    future. The weight is never 0, so a single window does not change.
     """
     values = np.asarray(windows, np.float64)
     first = np.asarray(starts, np.int64)

@@ -19,8 +19,8 @@ from frostlab.errors import BadInput, require
 
 Rows = list[dict[str, Any]]
 _WIDTH = 640
-_RIM = 1.15  # radius of the map, relative to the head's
-_LIMIT = 1.3  # channels farther out, relative to the head's radius, are on face or neck
+_RIM = 1.15  # radius of the map, relative to the head's radius
+_LIMIT = 1.3  # in head radii; channels beyond this are on the face or neck
 _TITLE = "EEG to speech envelope"
 _STYLE = "body{font-family:sans-serif;max-width:60em;margin:2em auto}pre{overflow-x:auto}"
 
@@ -39,17 +39,17 @@ def eeg_page(
     """Write `index.html` and a PNG of each figure into the folder, and return the page.
 
     Args:
-        scores: by split, then by decoder.
+        scores: scores by split, then by decoder.
         best: the best achievable r by split.
-        excerpts: `excerpt_rows` by title.
-        kernels: `kernel_rows`.
+        excerpts: rows of `excerpt_rows` by title.
+        kernels: rows of `kernel_rows`.
         importance: channel names, and one value for each.
         caution: a warning to show on top.
-        titles: titles of splits, by default their names.
+        titles: titles of the splits (default: their names).
     """
     if not scores:
         raise BadInput("an EEG page needs the scores of at least one split")
-    _altair()  # fails before anything is written
+    _altair()  # raises before anything is written
     folder.mkdir(parents=True, exist_ok=True)
     parts = [f"<p>{escape(caution)}</p>"] if caution else []
     for split, decoders in scores.items():
@@ -85,7 +85,7 @@ def _figure(folder: Path, name: str, chart: Any) -> str:
 
 
 def _draw_importance(names: Sequence[str], values: ArrayLike) -> tuple[Any, str | None]:
-    """Draw a scalp map, or bars with the reason if MNE is missing or lacks a channel."""
+    """Draw a scalp map; if MNE is missing or lacks a channel, draw bars and return the reason."""
     rows = channel_rows(values, names)
     try:
         places = scalp_positions([row["channel"] for row in rows])
@@ -97,7 +97,7 @@ def _draw_importance(names: Sequence[str], values: ArrayLike) -> tuple[Any, str 
 
 
 def subject_rows(decoders: Mapping[str, EnvelopeScores]) -> Rows:
-    """Return r and chance of each subject with each decoder."""
+    """Return r and chance for each subject and decoder."""
     return [
         {"decoder": name, "subject": score.subject, "r": score.r, "p": score.null.p,
          "chance_low": score.null.low, "chance_high": score.null.high}
@@ -107,7 +107,7 @@ def subject_rows(decoders: Mapping[str, EnvelopeScores]) -> Rows:
 
 
 def draw_subjects(rows: Rows, best: float | None = None) -> Any:
-    """Draw r of each subject with each decoder; grey is chance."""
+    """Draw r for each subject and decoder, with chance in grey."""
     alt = _altair()
     first = rows[0]["decoder"]
     first_rows = [row for row in rows if row["decoder"] == first]
@@ -153,7 +153,7 @@ def excerpt_rows(
 ) -> Rows:
     """Return an excerpt of signals, such as envelope and prediction, with mean 0 and variance 1.
 
-    Longer ones than `points` are thinned by averaging neighbours, which avoids aliasing.
+    Excerpts with more than `points` samples are averaged over neighbours, to avoid aliasing.
     """
     rows: Rows = []
     for name, values in signals.items():
@@ -195,7 +195,7 @@ def draw_excerpt(rows: Rows, title: str) -> Any:
 def kernel_rows(weights: ArrayLike, rate: float, *, first: int = 0, most: int = 8) -> Rows:
     """Return the time courses of the strongest filters, from weights (filters, channels, taps).
 
-    A course is the leading singular vector over time, times its singular value: the course that
+    A time course is the leading temporal singular vector of a filter, times its singular value: it
     explains most of the filter over all channels. Its largest value is positive.
     """
     kernels = np.asarray(weights, np.float64)
@@ -240,7 +240,7 @@ def channel_rows(importance: ArrayLike, channels: Sequence[str]) -> Rows:
 
 
 def draw_channels(rows: Rows, most: int = 20) -> Any:
-    """Draw the most important channels as bars, where a scalp map is not possible."""
+    """Draw the most important channels as bars, for use when a scalp map is not possible."""
     alt = _altair()
     return (
         alt.Chart(alt.Data(values=rows[:most]))
@@ -253,7 +253,7 @@ def draw_channels(rows: Rows, most: int = 20) -> Any:
 def scalp_positions(channels: Sequence[str]) -> dict[str, tuple[float, float]]:
     """Return x (to the right) and y (to the nose) of each channel; the head has radius 1.
 
-    Positions are taken from the montage of MNE that has every name. The angle from the top of the
+    Positions come from an MNE montage that has every channel name. The angle from the top of the
     head becomes the distance from the centre, so the circle runs through the ears.
     """
     mne = require("mne", "eeg", "a scalp map")
@@ -283,7 +283,7 @@ def _sphere_centre(places: Floats) -> tuple[float, float]:
 
 
 def _project(place: Floats) -> tuple[float, float]:
-    """Project a place on the sphere by its angle from the top (azimuthal equidistant)."""
+    """Project a position on the sphere by its angle from the top (azimuthal equidistant)."""
     x, y, z = place
     radius = float(np.hypot(x, y))
     angle = float(np.arctan2(radius, z)) / (np.pi / 2)
@@ -293,14 +293,14 @@ def _project(place: Floats) -> tuple[float, float]:
 def scalp_rows(
     importance: ArrayLike, places: Sequence[tuple[float, float]], cells: int = 64
 ) -> Rows:
-    """Return a smooth map of the channels' values, as cells of a grid within the rim."""
-    from scipy.interpolate import RBFInterpolator  # takes a while to load
+    """Interpolate the channels' values smoothly on a grid; return the cells within the rim."""
+    from scipy.interpolate import RBFInterpolator  # slow to import
 
     values, positions = np.asarray(importance, np.float64), np.array(places, np.float64)
     near = np.hypot(*positions.T) <= _LIMIT
     try:
         smooth = RBFInterpolator(positions[near], values[near], kernel="thin_plate_spline")
-    except (ValueError, np.linalg.LinAlgError):  # fewer than three, or all on one line
+    except (ValueError, np.linalg.LinAlgError):  # fewer than three channels, or all on one line
         raise BadInput(f"{near.sum()} channels on the head do not span a map") from None
     side = 2 * _RIM / cells
     centres = -_RIM + side * (np.arange(cells) + 0.5)
@@ -353,6 +353,6 @@ def draw_scalp(rows: Rows, cells: Rows, places: Sequence[tuple[float, float]]) -
 
 
 def _altair() -> Any:
-    """Return Altair, or refuse to draw without it or without vl-convert, which writes PNG."""
+    """Return Altair; raise an error without Altair or without vl-convert, which writes PNG."""
     require("vl_convert", "report", "drawing figures")
     return require("altair", "report", "drawing figures")

@@ -1,4 +1,4 @@
-"""Ridge regression from lagged EEG to the envelope, the linear baseline; folds choose λ."""
+"""Linear baseline: ridge regression from lagged EEG to the envelope; cross-validation selects λ."""
 
 import math
 from collections.abc import Sequence
@@ -27,14 +27,14 @@ class Lags:
         return self.last - self.first + 1
 
     def pad(self, eeg: NDArray[np.generic]) -> Floats:
-        """Return EEG padded with zeros, so that every lag is a slice of it."""
+        """Pad EEG with zeros, so that every lag is a slice of the result."""
         front, back = max(0, -self.first), max(0, self.last)
         padded = np.zeros((front + len(eeg) + back, eeg.shape[1]))
         padded[front : front + len(eeg)] = eeg
         return padded
 
     def apply(self, eeg: NDArray[np.generic], weights: Floats) -> Floats:
-        """Return lagged EEG times weights (lags, channels, n): (n, samples)."""
+        """Multiply lagged EEG by weights (lags, channels, n); return (n, samples)."""
         padded, base = self.pad(eeg), max(0, self.first)
         count, channels, n = weights.shape
         products = weights.transpose(0, 2, 1).reshape(-1, channels) @ padded.T
@@ -47,22 +47,22 @@ class Lags:
 
 @dataclass(frozen=True, eq=False)
 class Decoder:
-    """One fit: weights (lags, channels), and r of each λ on held-out recordings.
+    """One fitted decoder: weights (lags, channels), and the mean held-out r for each λ.
 
-    `pattern` is the covariance of EEG and decoded envelope, by lag and channel: unlike weights,
-    which also cancel noise, it can be read as a response (Haufe et al. 2014, equation 6).
+    `pattern` is the covariance of EEG and decoded envelope, by lag and channel. Weights also cancel
+    noise, but the pattern can be interpreted as a response (Haufe et al. 2014, equation 6).
     """
 
     weights: Floats
     bias: float
     pattern: Floats
-    strength: float  # the λ chosen
-    curve: dict[float, float]  # λ → mean r on held-out recordings; empty without a choice
+    strength: float  # the selected λ
+    curve: dict[float, float]  # λ → mean r on held-out recordings; empty without cross-validation
 
 
 @dataclass(frozen=True, eq=False)
 class Ridge:
-    """One decoder for each training subject, and one of all subjects."""
+    """One decoder per training subject, and a shared decoder, fitted to all subjects."""
 
     rate: float
     lags: Lags
@@ -70,11 +70,11 @@ class Ridge:
     own: dict[str, Decoder]
 
     def decoder_of(self, subject: str) -> Decoder:
-        """Return a subject's decoder, or for other subjects the one of all."""
+        """Return the subject's own decoder if there is one, else the shared decoder."""
         return self.own.get(subject, self.everybody)
 
     def predict(self, recording: Recording) -> Floats:
-        """Return the envelope (samples,) of a recording; EEG beyond its end counts as 0."""
+        """Decode the envelope (samples,) of a recording; EEG beyond its ends counts as 0."""
         decoder = self.decoder_of(recording.subject)
         if recording.eeg.shape[1] != decoder.weights.shape[1]:
             raise BadInput(
@@ -93,12 +93,13 @@ def fit_ridge(
     *,
     per: Literal["subject", "all"] = "subject",
 ) -> Ridge:
-    """Fit the envelope at t to the EEG of t + lags seconds, with a bias that is not penalised.
+    """Fit the envelope at t to the EEG at t + lags seconds, with a bias that is not penalised.
 
-    λ is in units of the mean variance of a lagged channel. The chosen one has the highest mean r
-    (by Fisher's z) on held-out recordings, in `folds` groups of each subject, or one at a time if
-    there are fewer. A subject with one recording gets the λ of all. With `per` "all", every subject
-    gets the decoder of all, as subjects without training recordings always do.
+    λ is in units of the mean variance of a lagged channel. Cross-validation selects the λ with the
+    highest mean r (by Fisher's z) on held-out recordings. Each subject's recordings form `folds`
+    groups, or one group per recording if there are fewer recordings. A subject with one recording
+    uses the λ of the shared decoder. With `per` "all", every subject uses the shared decoder;
+    subjects without training recordings always do.
     """
     taps = _check_arguments(train, rate, lags, lambdas, folds, per)
     subjects = by_subject(train)
@@ -106,12 +107,12 @@ def fit_ridge(
     shared: dict[int, Moments] = {}
     groups: dict[int, list[Recording]] = {}
     own: dict[str, Decoder] = {}
-    waiting: dict[str, Moments] = {}  # subjects that get the λ of all
+    waiting: dict[str, Moments] = {}  # subjects that use the shared decoder's λ
     for index, (subject, recordings) in enumerate(subjects.items()):
         sums: dict[int, Moments] = {}
         held_out: dict[int, list[Recording]] = {}
         for rank, recording in enumerate(recordings):
-            # Subjects start with different folds: one recording each still makes several folds.
+            # Subjects start at different folds, so single recordings still fill several folds.
             fold = (index + rank) % folds
             _accumulate(sums, fold, recording_moments(recording, taps))
             held_out.setdefault(fold, []).append(recording)
@@ -123,7 +124,7 @@ def fit_ridge(
                 own[subject] = _decoder(total, taps, lambdas, curve)
             else:
                 waiting[subject] = total
-        for fold, moments in sums.items():  # last: the first moments of a fold are changed in place
+        for fold, moments in sums.items():  # last: _accumulate works in place
             _accumulate(shared, fold, moments)
     total = _sum(shared, features)
     everybody = _decoder(total, taps, lambdas, _curve(shared, total, groups, taps, lambdas))
@@ -142,7 +143,7 @@ def _check_arguments(
     folds: int,
     per: str,
 ) -> Lags:
-    """Return the lags in samples; refuse arguments that make no sense."""
+    """Return the lags in samples; refuse invalid arguments."""
     if per not in _PER:
         raise BadInput(f"per must be subject or all, not {per!r}{nearest(per, _PER)}")
     if not len(lambdas) or not all(math.isfinite(value) and value > 0 for value in lambdas):
@@ -181,7 +182,7 @@ def _check_recording(recording: Recording, first: Recording, taps: Lags) -> None
 
 @dataclass
 class Moments:
-    """Sums over samples of lagged EEG x and envelope y; the features are (lag, channel)."""
+    """Sums over samples of lagged EEG x and envelope y; a feature of x is a (lag, channel) pair."""
 
     xx: Floats
     xy: Floats
@@ -204,7 +205,7 @@ class Moments:
         self.samples += other.samples
 
     def without(self, other: "Moments") -> "Moments":
-        """Return the sums without the samples of another."""
+        """Return the sums without the samples of `other`."""
         return Moments(
             self.xx - other.xx,
             self.xy - other.xy,
@@ -214,7 +215,7 @@ class Moments:
         )
 
     def covariance(self) -> tuple[Floats, Floats]:
-        """Return cov(x, x) and cov(x, y), about the means, so that the bias is not penalised."""
+        """Return cov(x, x) and cov(x, y); subtracting the means leaves the bias unpenalised."""
         mean = self.x / self.samples
         xx = self.xx / self.samples
         xx -= np.outer(mean, mean)
@@ -226,10 +227,10 @@ class Moments:
 
 
 def recording_moments(recording: Recording, lags: Lags) -> Moments:
-    """Return a recording's sums.
+    """Return the moments of one recording.
 
-    Increasing both lags by a sample removes one sample from a sum and adds one, so only products
-    with the first lag are summed over the recording: 1 / lags of the work.
+    Increasing both lags by one sample removes one product from a sum and adds one. So only the
+    products with the first lag are summed over the recording, which takes 1 / lags of the work.
     """
     padded = lags.pad(recording.eeg)
     envelope = np.asarray(recording.envelope, np.float64)
@@ -275,7 +276,7 @@ def _curve(
     taps: Lags,
     lambdas: Sequence[float],
 ) -> dict[float, float]:
-    """Return the mean r on held-out recordings by λ; empty for a single λ."""
+    """Return the mean r on held-out recordings for each λ; empty for a single λ."""
     if len(lambdas) == 1:
         return {}
     scores = []
@@ -304,8 +305,8 @@ def _decoder(
 def ridge_path(moments: Moments, lambdas: Sequence[float]) -> Floats:
     """Return ridge weights (features, lambdas), λ in units of the mean variance of a feature.
 
-    One orthogonal reduction to tridiagonal form serves every λ, each of which then takes linear
-    time; the reduction takes less than half the time of an eigendecomposition.
+    The covariance is reduced to tridiagonal form once, after which each λ takes linear time. The
+    reduction takes less than half the time of an eigendecomposition.
     """
     xx, xy = moments.covariance()
     size = float(np.trace(xx)) / len(xx)

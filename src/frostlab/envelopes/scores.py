@@ -1,6 +1,6 @@
-"""Scores of a decoder: r and chance by recording, subject and split, and the table that shows them.
+"""Scores of a decoder: r and chance by recording, subject and split, and their table.
 
-Scores are stored with a digest, and an edited file is refused.
+Scores are stored with a digest; a file that was edited is refused.
 """
 
 import hashlib
@@ -41,19 +41,19 @@ FEWEST_SHIFTS = 19  # with fewer, p cannot be 0.05
 
 @dataclass(frozen=True)
 class Settings:
-    """The parameters of a scoring: times in seconds, the rate in Hz."""
+    """Settings of the scores: times in seconds, the rate in Hz."""
 
     rate: float
     null_shifts: int
-    away: float  # least shift of a mismatched envelope
-    window: float  # length of the windows that are matched
-    gap: float  # between a window and its mismatched one
+    away: float  # minimum shift of a mismatched envelope
+    window: float  # length of a matching window
+    gap: float  # time between a window and its mismatched window
     seed: int
 
 
 @dataclass(frozen=True)
 class RecordingScore:
-    """One recording: r with the attended speech, and with the other speaker if there is one."""
+    """Score of one recording: r with the attended speech, and with another speaker if present."""
 
     name: str
     subject: str
@@ -67,7 +67,7 @@ class RecordingScore:
 
 @dataclass(frozen=True)
 class SubjectScore:
-    """One subject: the mean over recordings by Fisher's z, unweighted."""
+    """Score of one subject: the unweighted mean over recordings, by Fisher's z."""
 
     subject: str
     recordings: int
@@ -78,10 +78,11 @@ class SubjectScore:
 
 @dataclass(frozen=True)
 class Summary:
-    """All subjects, unweighted.
+    """Summary of all subjects, unweighted.
 
-    `mean` is by Fisher's z, `low` and `high` its 95 % t interval over subjects (None for a single
-    one), `std` and the quartiles are of the subjects' r, `above` counts subjects with p ≤ 0.05.
+    `mean` is computed by Fisher's z; `low` and `high` bound its 95 % t interval over subjects (None
+    for a single subject). `std` and `quartiles` describe the subjects' r. `above` counts the
+    subjects with p ≤ 0.05.
     """
 
     subjects: int
@@ -106,11 +107,11 @@ class EnvelopeScores:
     settings: Settings
     recordings: tuple[RecordingScore, ...]
     subjects: tuple[SubjectScore, ...]
-    null: Null  # of the mean over subjects
+    null: Null  # null distribution of the mean over subjects
 
     @cached_property
     def digest(self) -> str:
-        """Digest of everything measured; the summary follows from it."""
+        """Digest of all measured values; the summary is computed from these values."""
         return _digest(self._measured())
 
     @cached_property
@@ -147,7 +148,7 @@ class EnvelopeScores:
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> "EnvelopeScores":
-        """Read stored scores; edited ones are refused."""
+        """Read stored scores; refuse edited scores."""
         try:
             scores = EnvelopeScores(
                 Settings(**values["settings"]),
@@ -184,12 +185,12 @@ def _digest(values: dict[str, Any]) -> str:
 
 
 def _plain(values: Any) -> Any:
-    """Return values as read from a JSON file: lists instead of tuples."""
+    """Return values as JSON stores them, with lists instead of tuples."""
     return json.loads(json.dumps(values))
 
 
 def _close(a: Any, b: Any) -> bool:
-    """Whether values are equal up to rounding, which differs between machines."""
+    """Return whether values are equal up to rounding, which differs between machines."""
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_close(a[key], b[key]) for key in a)
     if isinstance(a, list) and isinstance(b, list):
@@ -235,11 +236,11 @@ def score_recordings(
 ) -> EnvelopeScores:
     """Score predictions (samples,) of recordings, given by name.
 
-    Chance is r of the prediction with its envelope shifted circularly, by `null_shifts` different
-    shifts of at least `away` seconds; the k-th shifts of all recordings give the k-th mean by
-    chance of a subject, and of all. The shifts depend only on the seed and the recording's name,
-    so every decoder gets the same. Matching uses windows of `window` seconds, and mismatched ones
-    `gap` seconds away.
+    Chance is the r of the prediction with its circularly shifted envelope, for `null_shifts`
+    different shifts of at least `away` seconds. The k-th shifts of all recordings give the k-th
+    chance value of each mean, per subject and over subjects. The shifts depend only on the seed
+    and the recording's name, so they are the same for every decoder. Matching uses windows of
+    `window` seconds, and mismatched windows `gap` seconds away.
     """
     settings = Settings(float(rate), null_shifts, away, window, gap, seed)
     _check_settings(settings)
@@ -345,7 +346,7 @@ def _check_signals(recording: Recording, prediction: NDArray[Any], settings: Set
 
 
 def scores_table(decoders: Mapping[str, EnvelopeScores], best: float | None = None) -> str:
-    """Return a table with a line for each decoder, and the best achievable r if it is known."""
+    """Return a table with one line per decoder, and the best achievable r if it is known."""
     head = ["", "r [95 %]", "median", "std", "chance ≤", "p", "p ≤ 0.05"]
     two_speakers = any(scores.summary.attended is not None for scores in decoders.values())
     head += [f"match {_seconds(decoders)}"] + ["r other", "attended"] * two_speakers

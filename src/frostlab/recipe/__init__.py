@@ -1,1 +1,1 @@
-"""Recipes: typed definitions of runs, read from YAML files that hold what differs from defaults."""
+"""Recipes: typed definitions of runs, read from YAML files that hold the non-default settings."""

@@ -1,7 +1,8 @@
 """Data sections of a recipe: text, tokens or EEG, and tokenizers that turn text into tokens.
 
-A kind of data is one class and a member of `Data`: it knows its names, its task and which of its
-settings contradict each other. `LOADERS` holds the kinds that users registered.
+Each kind of data is a class and a member of the union `Data`. The class defines the names of the
+data, the task, and a check for contradictory settings. `LOADERS` holds the kinds of data that
+users registered.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,9 +21,9 @@ Subjects = Annotated[tuple[str, ...], Field(min_length=1)]
 
 
 class DataSettings(Strict):
-    """Base of every kind of data; each has a name, a task and the length of an example."""
+    """Base class of all kinds of data; each has a name, a task and an example length."""
 
-    form: ClassVar[Literal["text", "tokens", "signals"]]  # of the examples; text needs a tokenizer
+    form: ClassVar[Literal["text", "tokens", "signals"]]  # text needs a tokenizer
 
     def problems(self) -> Iterator[str]:
         """Yield a line for each contradiction between these settings."""
@@ -30,7 +31,7 @@ class DataSettings(Strict):
 
 
 class Synthetic(DataSettings):
-    """A task with a known answer, drawn from the seed of the data, not of the run."""
+    """A task with a known answer, drawn with the seed of the data, not of the run."""
 
     form = "tokens"
     name: Literal["majority", "recall", "induction"]
@@ -40,16 +41,16 @@ class Synthetic(DataSettings):
 
     @property
     def task(self) -> TextTask:
-        """Predict the class of a sequence, or for induction its next symbol."""
+        """The task: classifying a sequence, or for induction predicting the next symbol."""
         return "language" if self.name == "induction" else "classification"
 
 
 class Corpus(DataSettings):
-    """Text, and how it is split."""
+    """Text and its splits."""
 
     form = "text"
     task: TextTask = "classification"
-    length: Annotated[int, Field(ge=2)] = 128  # tokens an example has at most
+    length: Annotated[int, Field(ge=2)] = 128  # maximum number of tokens per example
     stride: Positive | None = (
         None  # tokens from one example of running text to the next; null: length
     )
@@ -57,8 +58,8 @@ class Corpus(DataSettings):
     train: str = "train"
     tune: Share | str | None = None  # a share of train, or a split's name; null: the set's default
     report: str | None = None  # the split whose result is reported; null: the set's default
-    limit: Positive | None = None  # training examples at most
-    evaluation_limit: Positive | None = None  # examples of tune and of report at most
+    limit: Positive | None = None  # maximum number of training examples
+    evaluation_limit: Positive | None = None  # maximum number of tune or report examples
 
     def problems(self) -> Iterator[str]:
         """Yield a line for each contradiction between these settings."""
@@ -110,11 +111,11 @@ _LABELLED_ONLY = ("mnli", "xnli", "sst2")  # pairs and phrases: no running text
 
 
 class Own(Corpus):
-    """A file or folder of the user."""
+    """A file or folder that the user provides."""
 
     name: Literal["own"]
     path: str
-    text: tuple[str, ...] = ("text",)  # one column, or two for pairs
+    text: tuple[str, ...] = ("text",)  # one text column, or two for pairs
     label: str = "label"
 
     def problems(self) -> Iterator[str]:
@@ -125,7 +126,7 @@ class Own(Corpus):
 
 
 class Loader(NamedTuple):
-    """A kind of data that a user registered: the function that gives its rows, and its task."""
+    """A kind of data that a user registered: the function that returns the rows, and the task."""
 
     load: Callable[[Path | None], Mapping[str, Iterable[Any]]]
     task: TextTask
@@ -135,19 +136,19 @@ LOADERS: dict[str, Loader] = {}  # by name; filled by frostlab.data.registered
 
 
 def _known_name(name: Any) -> Any:
-    """Refuse an unknown name of data in the way pydantic refuses what a Literal does not list."""
+    """Refuse an unknown data name with the error that pydantic raises for a Literal."""
     return name if isinstance(name, str) and name in LOADERS else one_of(name, data_names())
 
 
 class Registered(Corpus):
-    """Rows of a loader that was registered under this name."""
+    """Rows from a loader that was registered under this name."""
 
     name: Annotated[str, BeforeValidator(_known_name)]
 
     @model_validator(mode="before")
     @classmethod
     def _take_task(cls, value: Any) -> Any:
-        """Use the loader's task where the recipe gives none."""
+        """Use the loader's task if the recipe does not set a task."""
         loader = LOADERS.get(str(value.get("name"))) if isinstance(value, dict) else None
         return value if loader is None else {"task": loader.task} | value
 
@@ -162,27 +163,27 @@ class Registered(Corpus):
 
 
 class EEGData(DataSettings):
-    """EEG with the envelope of the speech a subject heard, and how windows are cut from it."""
+    """EEG with the envelope of the speech that a subject heard, and the windows to cut."""
 
     form = "signals"
     name: str
     rate: Rate = 64.0  # Hz
-    length: Annotated[int, Field(ge=8)] = 640  # samples of a window
-    hop: Positive | None = None  # from one training window to the next; null: seeded offsets
+    length: Annotated[int, Field(ge=8)] = 640  # samples per window
+    hop: Positive | None = None  # samples from one training window to the next; null: random starts
 
     @property
     def task(self) -> Literal["envelope"]:
-        """Decode the envelope from the EEG."""
+        """The task: decoding the envelope from the EEG."""
         return "envelope"
 
 
 class SimulatedEEG(EEGData):
-    """Simulated recordings whose best decoder is known, drawn from the seed of the data."""
+    """Simulated recordings with a known best decoder, drawn with the seed of the data."""
 
     name: Literal["eeg-simulated"]
     subjects: Positive = 8
     unseen: Annotated[int, Field(ge=0)] = 4  # subjects in no training split, added to `subjects`
-    recordings: Positive = 6  # of each subject, including `tune` and `report`
+    recordings: Positive = 6  # per subject, including `tune` and `report`
     tune: Positive = 1
     report: Positive = 1
     seconds: Annotated[float, Field(gt=0)] = 60.0
@@ -199,7 +200,7 @@ class SimulatedEEG(EEGData):
             )
         if self.rate < 32:
             raise ValueError(f"rate {self.rate:g} Hz is too low for speech rhythm; 32 is the least")
-        if self.rate > 512:  # the grid on which spectra are compared is too coarse above
+        if self.rate > 512:  # above, the frequency grid of the spectra is too coarse
             raise ValueError(f"rate {self.rate:g} Hz is too high to know best_r; 512 is the most")
         if round(self.seconds * self.rate) < self.length:
             raise ValueError(
@@ -210,12 +211,12 @@ class SimulatedEEG(EEGData):
 
 
 class RecordedEEG(EEGData):
-    """Recordings of a folder, and which subjects and recordings are held out."""
+    """Recordings in a folder, and the subjects and recordings to hold out."""
 
     path: str  # relative to the working folder, else to --data-dir or FROSTLAB_DATA
     seen: Subjects | None = None  # the subjects to train on; null: all that are not unseen
     unseen: Subjects | Share | None = None  # subjects in no training split: names, or a share
-    band: tuple[Rate, Rate] | None = None  # Hz, of both EEG and envelope; null: unfiltered
+    band: tuple[Rate, Rate] | None = None  # Hz, pass band of EEG and envelope; null: unfiltered
 
     @model_validator(mode="after")
     def _in_band(self) -> Self:
@@ -229,11 +230,11 @@ class RecordedEEG(EEGData):
 
 
 class ChallengeEEG(RecordedEEG):
-    """The Auditory EEG Challenge's folder: `train_-_sub-001_-_STORY_-_eeg.npy` and alike."""
+    """The Auditory EEG Challenge's folder, with files like `train_-_sub-001_-_STORY_-_eeg.npy`."""
 
     name: Literal["eeg-challenge"]
-    file_rate: Rate = 64.0  # Hz; .npy files do not say
-    tune: Positive | None = None  # recordings of each subject; null: the val_ files, else 1
+    file_rate: Rate = 64.0  # Hz; .npy files do not store it
+    tune: Positive | None = None  # recordings per subject; null: the val_ files, else 1
     report: Positive | None = None  # null: the test_ files, else 1
     reference: Literal["none", "average"] = "none"
 
@@ -243,13 +244,13 @@ class MatlabEEG(RecordedEEG):
 
     name: Literal["eeg-matlab"]
     path: str = "eeg_cocktail"
-    held_out: Positive = 1  # number of each subject's reporting recording; the next one tunes
+    held_out: Positive = 1  # number of each subject's reporting recording; the next is for tuning
     band: tuple[Rate, Rate] | None = (1.0, 9.0)
     reference: Literal["average", "mastoids", "none"] = "average"
 
 
 class MneEEG(RecordedEEG):
-    """Files MNE reads: `sub-001_-_STORY_-_eeg.fif` (.edf, .bdf, .set, .vhdr) with envelopes."""
+    """MNE's files: `sub-001_-_STORY_-_eeg.fif` (.edf, .bdf, .set, .vhdr) with envelopes."""
 
     name: Literal["eeg-mne"]
     envelope_rate: Rate | None = None  # Hz of the envelope files; null: the EEG's rate
@@ -259,7 +260,7 @@ class MneEEG(RecordedEEG):
 
 
 def data_kind(value: Any) -> str:
-    """Return the tag in `Data` of a data section: the class that its name belongs to."""
+    """Return the tag of a data section in the union `Data`: the class that its name belongs to."""
     name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
     if name is None:
         return Docstrings.__name__
@@ -282,11 +283,11 @@ Data = Annotated[
 KINDS: tuple[type[DataSettings], ...] = tuple(
     get_args(member)[0] for member in get_args(get_args(Data)[0])
 )
-RECORDED = {"eeg-simulated": "eeg-challenge"}  # simulated data, and the kind that a path implies
+RECORDED = {"eeg-simulated": "eeg-challenge"}  # the recorded kind that a path implies
 
 
 def names_of(kind: type[DataSettings]) -> tuple[str, ...]:
-    """Return the names that `data.name` has for a kind of data."""
+    """Return the values of `data.name` that select a kind of data."""
     if kind is Registered:
         return tuple(LOADERS)
     return get_args(kind.model_fields["name"].annotation)
@@ -298,19 +299,19 @@ def data_names() -> list[str]:
 
 
 class BPE(Strict):
-    """Byte-pair encoding of bytes, learned from the training split only."""
+    """Byte-level byte-pair encoding, learned from the training split only."""
 
     kind: Literal["bpe"]
     size: Annotated[int, Field(ge=300)] = 8000
 
 
 class Words(Strict):
-    """Whole words between white space, counted in the training split."""
+    """Vocabulary of whole words, separated by white space and counted in the training split."""
 
     kind: Literal["words"]
     size: Annotated[int, Field(ge=4)] | None = None  # null: every word of the training split
     lowercase: bool = True
-    also: tuple[Literal["tune", "report"], ...] = ()  # counted too: a leak, which the run reports
+    also: tuple[Literal["tune", "report"], ...] = ()  # count these splits too: a reported leak
 
 
 class PretrainedTokenizer(Strict):

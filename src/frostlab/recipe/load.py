@@ -1,7 +1,7 @@
-"""Loading recipes: YAML files with their parents, settings on top, and errors in one line.
+"""Loader of recipes: YAML files with their parents, settings on top, and one-line errors.
 
-The keys, sections and kinds that error texts suggest are read from the annotations of `Recipe`, so
-that a new key, section or kind changes nothing here.
+Error messages read the keys, sections and kinds that they suggest from the annotations of
+`Recipe`, so a new key, section or kind needs no change here.
 """
 
 import copy
@@ -25,11 +25,11 @@ from frostlab.recipe.recipe import Recipe
 
 Settings = Mapping[str, Any]  # dotted keys, such as optim.lr, or whole sections
 _ENDINGS = (".yaml", ".yml")
-_MEASUREMENTS = 20  # number of times gradient flow is measured in a stage of a short run
-_EXAMPLES = 500  # a short run is evaluated on at most this many
+_MEASUREMENTS = 20  # gradient-flow measurements per stage of a short run
+_EXAMPLES = 500  # maximum number of examples in an evaluation of a short run
 _RUN_NAME = re.compile(r"[\w.-]+")
 _KEY_IN_TEXT = re.compile(r"\b[a-z]+\.[a-z_]+\b|\btokenizer\b")
-_EXPECTED = {  # by pydantic's name of the error
+_EXPECTED = {  # by pydantic's error type
     "int_type": "a whole number",
     "int_from_float": "a whole number",
     "float_type": "a number",
@@ -61,7 +61,7 @@ def load_recipe(name: str, settings: Settings | None = None, seed: int | None = 
 def recipe_from(
     values: dict[str, Any], source: str = "recipe", settings: Settings | None = None
 ) -> Recipe:
-    """Check plain values, as in a YAML file or in a run's record, with settings on top."""
+    """Build a recipe from plain values, as in a YAML file, with settings on top, and check it."""
     layers = Layers()
     _add_values(values, source, layers, origin=None, children=())
     layers.add_settings(settings or {})
@@ -85,7 +85,7 @@ def read_values(path: str) -> dict[str, Any]:
 
 
 def recipe_name(name: str) -> str:
-    """Return the name for runs of a recipe: its file's name without the ending."""
+    """Return the name that runs of a recipe get: the recipe's file name without the ending."""
     path = Path(name)
     stem = path.name.removesuffix(path.suffix) if path.suffix in _ENDINGS else path.name
     return "".join(_RUN_NAME.findall(stem)) or "recipe"
@@ -115,7 +115,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def parse_settings(texts: Iterable[str]) -> dict[str, Any]:
-    """Return the settings of a command line by key; if a key is repeated, its last value counts."""
+    """Return the settings of a command line by key; the last value of a repeated key wins."""
     settings: dict[str, Any] = {}
     for key, value in map(parse_setting, texts):
         settings.pop(key, None)
@@ -129,7 +129,7 @@ def short_run_settings(
     """Return settings that shorten a run to `steps` or `epochs` and measure its gradient flow.
 
     The duration is divided evenly among the stages. With `steps`, the run is evaluated at the end
-    of each stage; with `epochs`, as often as the recipe says.
+    of each stage; with `epochs`, at the recipe's interval.
     """
     unit, other, total = (
         ("epochs", "steps", epochs) if steps is None else ("steps", "epochs", steps)
@@ -143,7 +143,7 @@ def short_run_settings(
         stages = [stage.model_dump(mode="json", exclude_defaults=True) for stage in recipe.stages]
         settings["stages"] = [{**stage, unit: duration, other: None} for stage in stages]
     warmup = recipe.optim.warmup
-    if warmup >= 1:  # a number of steps: keep its share of the run
+    if warmup >= 1:  # a number of steps: keep the same share of the run
         share = min(0.5, warmup / (recipe.train.steps or 10 * warmup))
         settings["optim.warmup"] = float(f"{share:g}")
     if steps is not None:
@@ -163,7 +163,7 @@ def watch_interval(steps: int) -> int:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-4 is a number and a repeated key is an error."""
+    """YAML loader that reads 1e-4 as a number and refuses repeated keys."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -197,7 +197,7 @@ def _files(package: str) -> dict[str, Traversable]:
 
 
 def _find(name: str, origin: Path | None) -> tuple[str, str, Path | None]:
-    """Return a recipe's text, its name in errors, and the folder its parents are relative to."""
+    """Return a recipe's text, its name for errors, and the base folder for its parents' paths."""
     if name.endswith(_ENDINGS):
         path = Path(name) if origin is None else origin / name
         try:
@@ -244,11 +244,11 @@ class Layers:
     """A recipe's values, merged from files and settings, and the source of each key."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    sources: dict[tuple[str, ...], str] = field(default_factory=dict)  # the latest last
+    sources: dict[tuple[str, ...], str] = field(default_factory=dict)  # in order, the latest last
     settings: set[tuple[str, ...]] = field(default_factory=set)  # keys that come from settings
 
     def add_settings(self, settings: Settings) -> None:
-        """Put settings on top; they survive a change of kind by a later setting."""
+        """Put settings on top; they stay if a later setting changes the kind."""
         for key, value in settings.items():
             path = key.split(".")
             for name in reversed(path):
@@ -272,7 +272,7 @@ class Layers:
         self._merge(self.values, values, source, ())
 
     def _with_implied_kind(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Add the name of recorded data where a path is given on top of simulated data."""
+        """Add the name of the recorded data if a path is set on top of simulated data."""
         new, old = values.get("data"), self.values.get("data")
         if isinstance(new, dict) and "path" in new and "name" not in new:
             name = old.get("name") if isinstance(old, dict) else None
@@ -281,7 +281,7 @@ class Layers:
         return values
 
     def _drop_other_duration(self, new: Any) -> None:
-        """Let epochs replace a parent's steps, and steps its epochs."""
+        """Let epochs replace a parent's steps, and steps replace a parent's epochs."""
         old = self.values.get("train")
         if isinstance(new, dict) and isinstance(old, dict):
             for unit, other in (("steps", "epochs"), ("epochs", "steps")):
@@ -321,7 +321,7 @@ class Layers:
         return next(reversed(self.sources.values()), "recipe")
 
     def source_of_text(self, text: str) -> str:
-        """Return the latest source of the keys that a text mentions."""
+        """Return the latest source among the keys that a text mentions."""
         keys = {tuple(key.split(".")) for key in _KEY_IN_TEXT.findall(text)}
         sources = [source for path, source in self.sources.items() if path in keys]
         return sources[-1] if sources else self.source_of(())
@@ -388,7 +388,7 @@ def _first_problem(error: ValidationError, values: dict[str, Any]) -> tuple[list
 
 
 def _path_of(details: ErrorDetails, values: Any) -> list[Any]:
-    """Return where in the user's values an error is, without pydantic's tags of union members."""
+    """Return the path of an error in the user's values, without pydantic's union tags."""
     path: list[Any] = []
     for key in details["loc"]:
         inside = isinstance(values, dict) and key in values
@@ -401,7 +401,7 @@ def _path_of(details: ErrorDetails, values: Any) -> list[Any]:
 
 
 def _describe(path: list[Any], errors: list[ErrorDetails], values: dict[str, Any]) -> str:
-    """Describe the errors of one value in a line that names its key."""
+    """Describe the errors of one value in one line that names its key."""
     key, kind = ".".join(map(str, path)), errors[0]["type"]
     value = _at(values, path)
     if kind == "value_error":
@@ -426,7 +426,7 @@ def _describe(path: list[Any], errors: list[ErrorDetails], values: dict[str, Any
 
 
 def _expectation(details: ErrorDetails) -> str:
-    """Describe the values that would have been right."""
+    """Describe the valid values."""
     if choices := _choices(details):
         return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
     text = _EXPECTED.get(details["type"])
@@ -440,7 +440,7 @@ def _choices(details: ErrorDetails) -> list[str]:
 
 
 def _key_suggestion(path: list[Any], values: dict[str, Any]) -> str:
-    """Suggest the closest key of the same section, else a key of that name in another section."""
+    """Suggest the closest key of the same section, else the same key in another section."""
     section, name = path[:-1], str(path[-1])
     model = _model_at(section, values)
     if hint := nearest(name, model.model_fields if model else ()):
@@ -474,7 +474,7 @@ def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _member(members: list[type[BaseModel]], values: Any) -> type[BaseModel] | None:
-    """Return the member of a union that the tag of the values names."""
+    """Return the union member that the tag in the values names."""
     if len(members) < 2:
         return next(iter(members), None)
     tag = _tag(members)
@@ -486,7 +486,7 @@ def _member(members: list[type[BaseModel]], values: Any) -> type[BaseModel] | No
 
 
 def _tag(members: list[type[BaseModel]]) -> str:
-    """Return the key whose values tell the members of a union apart, such as `kind`."""
+    """Return the key that distinguishes the members of a union, such as `kind`."""
     shared = [key for key in members[0].model_fields if all(key in m.model_fields for m in members)]
     return next(
         key
@@ -496,7 +496,7 @@ def _tag(members: list[type[BaseModel]]) -> str:
 
 
 def _section_tags() -> dict[str, str]:
-    """Return the sections that have several kinds, such as `model`, and the key that names it."""
+    """Return each section with several kinds, such as `model`, and the key that names the kind."""
     unions = {name: list(models_in(info.annotation)) for name, info in Recipe.model_fields.items()}
     return {name: _tag(members) for name, members in unions.items() if len(members) > 1}
 

@@ -1,6 +1,6 @@
 """Model sections of a recipe, and the loss of models that decode envelopes.
 
-A model class says which tasks it is for and which of its settings do not fit the data.
+Each model class defines the tasks that it supports, and checks that its settings fit the data.
 """
 
 from collections.abc import Iterator
@@ -11,20 +11,20 @@ from pydantic import Field, model_validator
 from frostlab.recipe.data import Data, Task
 from frostlab.recipe.treatment import Positive, Strict
 
-# Presets of the Conformer: a shorthand, replaced by its values as soon as it is read.
+# Presets of the Conformer; validation replaces a preset with its values.
 PRESETS: dict[str, dict[str, Any]] = {
     "v1": {"residual": "none", "head": "linear", "gradient_scale": 1.0},
     "full": {"residual": "gated", "head": "mlp", "gradient_scale": 2.0},
     "conservative": {"residual": "plain", "head": "mlp", "gradient_scale": 1.5},  # small data
     "aggressive": {"residual": "gated", "head": "mlp", "gradient_scale": 3.0},  # > 10 layers
 }
-SCALES = (1, 2, 4, 8)  # default scales of the multiscale loss, in samples averaged into one
+SCALES = (1, 2, 4, 8)  # default scales of the multiscale loss: number of samples to average
 
 
 class ModelSettings(Strict):
-    """Base of every kind of model."""
+    """Base class of all kinds of models."""
 
-    tasks: ClassVar[tuple[Task, ...]]  # that it can learn
+    tasks: ClassVar[tuple[Task, ...]]  # supported tasks
 
     def problems(self, data: Data) -> Iterator[str]:
         """Yield a line for each of these settings that does not fit the data."""
@@ -32,7 +32,7 @@ class ModelSettings(Strict):
 
 
 class GPTModel(ModelSettings):
-    """frostlab's GPT, from scratch."""
+    """frostlab's GPT, trained from scratch."""
 
     tasks = ("classification", "language")
     kind: Literal["gpt"]
@@ -56,7 +56,7 @@ class GPTModel(ModelSettings):
 
 
 class DecoderModel(ModelSettings):
-    """frostlab's decoder, from scratch: rotary positions, RMSNorm, gated feed-forward."""
+    """frostlab's decoder, trained from scratch: rotary positions, RMSNorm, gated feed-forward."""
 
     tasks = ("language",)
     kind: Literal["decoder"]
@@ -81,8 +81,8 @@ class PretrainedModel(ModelSettings):
     tasks = ("classification", "language")
     kind: Literal["pretrained"]
     name: str
-    weights: bool = True  # false: only the configuration; weights are drawn from the seed
-    config: dict[str, Any] = Field(default_factory=dict)  # changes to its configuration
+    weights: bool = True  # false: load only the configuration; draw weights with the seed
+    config: dict[str, Any] = Field(default_factory=dict)  # changes to the configuration
 
     def problems(self, data: Data) -> Iterator[str]:
         """Yield a line for each of these settings that does not fit the data."""
@@ -91,7 +91,7 @@ class PretrainedModel(ModelSettings):
 
 
 class ConformerModel(ModelSettings):
-    """frostlab's Conformer, from scratch: EEG to a speech envelope; defaults as in version 2."""
+    """frostlab's Conformer, trained from scratch, from EEG to envelope; defaults of version 2."""
 
     tasks = ("envelope",)
     kind: Literal["conformer"]
@@ -100,12 +100,12 @@ class ConformerModel(ModelSettings):
     layers: Positive = 8
     heads: Positive = 4
     hidden: Positive | None = None  # null: four times the width
-    kernel: Positive = 31  # of the depthwise convolution, in samples
+    kernel: Positive = 31  # size of the depthwise convolution, in samples
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.3
-    residual: Literal["none", "plain", "gated"] = "gated"  # around the whole stack
-    gate_bias: float = 0.0  # where the gate starts: 0 is half open, 4 nearly all stack
+    residual: Literal["none", "plain", "gated"] = "gated"  # residual around the whole stack
+    gate_bias: float = 0.0  # initial bias of the gate: 0 is half open, 4 nearly all stack
     gradient_scale: Annotated[float, Field(gt=0)] = (
-        2.0  # of gradients that flow back into the stack
+        2.0  # factor of gradients that flow back into the stack
     )
     head: Literal["linear", "mlp"] = "mlp"
     norm: Literal["batch", "layer", "group"] = "batch"  # in the convolution module
@@ -115,7 +115,7 @@ class ConformerModel(ModelSettings):
     @model_validator(mode="before")
     @classmethod
     def _spell_out(cls, value: Any) -> Any:
-        """Replace a preset by its values; explicit settings win."""
+        """Replace a preset with its values; explicit settings win."""
         preset = PRESETS.get(str(value.get("preset"))) if isinstance(value, dict) else None
         return value if preset is None else preset | value | {"preset": None}
 
@@ -135,7 +135,7 @@ class ConformerModel(ModelSettings):
 
 
 class EnvelopeLoss(Strict):
-    """Loss of a decoded envelope, per window; r is Pearson's correlation.
+    """Loss per window of a decoded envelope; r is Pearson's correlation.
 
     - pearson: −r
     - pearson-l1: −r + weight·L1
@@ -146,7 +146,7 @@ class EnvelopeLoss(Strict):
     tasks: ClassVar[tuple[Task, ...]] = ("envelope",)
 
     kind: Literal["pearson", "pearson-l1", "mse-pearson", "multiscale"] = "mse-pearson"
-    weight: Annotated[float, Field(gt=0)] | None = None  # null: 1, where there are two terms
+    weight: Annotated[float, Field(gt=0)] | None = None  # null: 1 for losses with two terms
     scales: Annotated[tuple[Positive, ...], Field(min_length=1)] | None = None  # null: 1, 2, 4, 8
 
     @model_validator(mode="after")

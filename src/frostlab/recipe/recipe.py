@@ -1,7 +1,7 @@
 """`Recipe`: everything that defines a run, with its stages, checked as a whole.
 
-Sections live in recipe.data, recipe.model, recipe.treatment and recipe.settings; contradictions
-inside data and models are checked there, contradictions between sections here.
+Sections are defined in recipe.data, recipe.model, recipe.treatment and recipe.settings. These
+modules check for contradictions inside a section; this module checks between sections.
 """
 
 import hashlib
@@ -25,11 +25,11 @@ from frostlab.recipe.treatment import (
 )
 
 Rate = Annotated[float, Field(gt=0)]
-WORDS = ("new", "old")  # groups that a stage's rates can name in addition to selections
+WORDS = ("new", "old")  # groups that a stage's learning rates can name besides selections
 
 
 class Add(Strict):
-    """Layers to add before a stage: how many, where, and their initial weights."""
+    """Layers to add before a stage: their number, position and initial weights."""
 
     layers: Positive = 1
     at: Literal["top", "bottom"] | Annotated[int, Field(ge=0)] = "top"
@@ -37,17 +37,17 @@ class Add(Strict):
 
 
 class StageSettings(Strict):
-    """One stage; a setting that is null is as in the run."""
+    """One stage; a null setting takes the run's value."""
 
-    name: str | None = None  # null: its number
-    train: Selections | None = None  # selections that learn; null: all but the frozen ones
+    name: str | None = None  # null: the stage's number
+    train: Selections | None = None  # trainable selections; null: all that are not frozen
     add: Add | None = None
     lr: Rate | Annotated[dict[str, Rate], Field(min_length=1)] | None = None  # null: optim.lr
-    epochs: Positive | None = None  # null: as long as `train` says
+    epochs: Positive | None = None  # null: the duration in `train`
     steps: Positive | None = None
     patience: Positive | None = None  # null: evaluate.patience
     supervise: Supervise | None = None  # null: the run's
-    keep_state: bool = True  # of the optimizer, for weights that also learned in the stage before
+    keep_state: bool = True  # keep optimizer state of weights that were trainable before
 
     @model_validator(mode="after")
     def _one_duration(self) -> Self:
@@ -57,7 +57,7 @@ class StageSettings(Strict):
 
 
 def stage_names(stages: tuple[StageSettings, ...]) -> tuple[str, ...]:
-    """Return the stages' names, by default their numbers; a run without stages has one, train."""
+    """Return the stages' names (default: numbers); a run without stages has one, named train."""
     return tuple(stage.name or str(number) for number, stage in enumerate(stages, 1)) or ("train",)
 
 
@@ -129,7 +129,7 @@ def _stage_problems(recipe: "Recipe") -> Iterator[str]:
 
 
 class Recipe(Strict):
-    """Everything that defines a run: equal recipes make equal runs."""
+    """Complete definition of a run: equal recipes make equal runs."""
 
     about: str = ""
     data: Data = Docstrings()
@@ -147,7 +147,7 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        """Raise the first contradiction between sections."""
+        """Raise an error for the first contradiction between sections."""
         checks = (_data_problems, _model_problems, _supervision_problems, _stage_problems)
         for problem in (problem for check in checks for problem in check(self)):
             raise ValueError(problem)
@@ -160,7 +160,7 @@ class Recipe(Strict):
 
     @property
     def surgery(self) -> Treatment:
-        """The treatment with a name replaced by its definition."""
+        """The treatment; a name is replaced with its definition."""
         treatment = self.treatment
         return treatment if isinstance(treatment, Treatment) else TREATMENTS[treatment]
 
@@ -177,9 +177,9 @@ class Recipe(Strict):
 
     @property
     def digest(self) -> str:
-        """A stable name of a run's definition, by which stored runs are found.
+        """Stable digest of a run's definition, used to find stored runs.
 
-        The description does not count, nor by which of its names a treatment is called.
+        It ignores the description, and is equal for all names of the same treatment.
         """
         values = self.model_dump(mode="json", exclude={"about"})
         if isinstance(self.treatment, str):

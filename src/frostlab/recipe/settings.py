@@ -1,4 +1,4 @@
-"""Sections of a recipe about optimizer, training, supervision, gradient flow and evaluation."""
+"""Sections of a recipe for optimizer, training, supervision, gradient flow and evaluation."""
 
 import re
 from typing import Annotated, Any, Literal, Self
@@ -8,13 +8,13 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from frostlab.recipe.treatment import Positive, Strict, one_of
 
 StepKind = Literal["auto", "eager", "compiled", "captured"]
-METRICS = {  # of each task, the first its default; training/evaluate.py computes them
+METRICS = {  # by task, the default first; training/evaluate.py computes them
     "classification": ["accuracy", "macro_f1", "loss"],
     "language": ["perplexity", "token_accuracy", "loss"],
     "envelope": ["pearson", "loss"],
 }
 LOWER_IS_BETTER = {"loss", "perplexity"}
-METRIC_TARGETS = {"pearson": 0.3}  # wanted in a diagnosis where evaluate.target is null
+METRIC_TARGETS = {"pearson": 0.3}  # targets of a diagnosis if evaluate.target is null
 
 
 def _known_metric(name: Any) -> Any:
@@ -38,14 +38,14 @@ Every = Annotated[int | str, AfterValidator(_check_every)]
 
 
 class StepDecay(Strict):
-    """Multiply the learning rate by `factor` every so many steps or epochs."""
+    """Schedule that multiplies the learning rate by `factor` at a fixed interval."""
 
     every: Every
     factor: Annotated[float, Field(gt=0, lt=1)]
 
 
 class Optim(Strict):
-    """AdamW and its schedule; weight decay is for matrices, not for vectors."""
+    """AdamW and its schedule; weight decay applies to matrices, not to vectors."""
 
     lr: Annotated[float, Field(gt=0)] = 3e-4
     decay: Annotated[float, Field(ge=0)] = 0.01
@@ -55,7 +55,7 @@ class Optim(Strict):
     )
     eps: Annotated[float, Field(gt=0)] = 1e-8
     clip: Annotated[float, Field(gt=0)] | None = 1.0
-    warmup: Annotated[float, Field(ge=0)] = 0.1  # below 1: a share of all steps; else steps
+    warmup: Annotated[float, Field(ge=0)] = 0.1  # below 1: share of all steps; else number of steps
     schedule: Literal["linear", "cosine", "constant"] | StepDecay = "linear"
 
     @model_validator(mode="after")
@@ -73,15 +73,15 @@ class Train(Strict):
     epochs: Positive | None = None
     steps: Positive | None = None
     batching: Literal["bucketed", "packed", "padded"] = "bucketed"
-    step: StepKind = "auto"  # auto: the fastest that works
-    cache_prefix: Literal["memory", "disk"] | None = None  # outputs of the frozen first layers
-    cache_gb: Annotated[float, Field(gt=0)] = 16.0  # size of that cache, at most
+    step: StepKind = "auto"  # auto: the fastest kind that works
+    cache_prefix: Literal["memory", "disk"] | None = None  # for the frozen first layers' outputs
+    cache_gb: Annotated[float, Field(gt=0)] = 16.0  # maximum size of that cache
     precision: Literal["auto", "float32", "bf16"] = "auto"  # auto: bf16 on CUDA
     device: str = "auto"
     threads: Positive | None = None
-    processes: Positive | None = None  # refuse to run with another number of processes
+    processes: Positive | None = None  # required number of processes; null: any
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    checkpoint: Positive | None = None  # steps between checkpoints; null: at evaluations
+    checkpoint: Positive | None = None  # steps between checkpoints; null: checkpoint at evaluations
 
     @model_validator(mode="before")
     @classmethod
@@ -109,11 +109,11 @@ class Train(Strict):
 
 
 class Supervise(Strict):
-    """Layers that predict through the shared head, and the weights of their losses."""
+    """Supervised layers, which predict through the shared head, and the weights of their losses."""
 
     layers: Literal["last", "all"] | Annotated[tuple[Positive, ...], Field(min_length=1)] = "last"
     weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)] | None = None
-    frozen: bool = False  # true: also layers that have no trainable weights at or below them
+    frozen: bool = False  # true: include layers without trainable weights at or below them
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -129,25 +129,25 @@ class Supervise(Strict):
 
 
 class Watch(Strict):
-    """How often gradient flow is measured, and what is measured besides the norms."""
+    """Interval of gradient-flow measurements, and quantities to measure besides the norms."""
 
     every_n_steps: Positive = 10
-    distance: bool = False  # from the weights at the start of the stage; keeps a copy of them
+    distance: bool = False  # from the stage's initial weights; keeps a copy of them
     gradient_cosine: bool = False  # between successive gradients; keeps a copy of them
-    dead_units: bool = False  # and saturated ones; takes eager steps
-    attention_entropy: bool = False  # of every attention head; takes eager steps
+    dead_units: bool = False  # dead and saturated units; requires eager steps
+    attention_entropy: bool = False  # of every attention head; requires eager steps
 
     @property
     def inside(self) -> bool:
-        """Whether the forward pass is measured, which neither graphs nor compiled code allow."""
+        """Whether to measure inside the forward pass, which graphs and compiled code prevent."""
         return self.dead_units or self.attention_entropy
 
 
 class Evaluate(Strict):
-    """When to evaluate, by which metric, and when to stop early."""
+    """Evaluation: its interval and metric, and the criterion for early stopping."""
 
     every: Every = "epoch"
     metric: Metric | None = None  # null: accuracy, perplexity for language, pearson for envelopes
     patience: Positive | None = None  # evaluations without improvement before stopping
-    target: float | None = None  # record the steps and seconds it took to reach this
-    batch: Positive | None = None  # null: as many as in training
+    target: float | None = None  # metric value; record the steps and seconds until it is reached
+    batch: Positive | None = None  # examples per batch; null: as in training

@@ -1,4 +1,4 @@
-"""Treatments: new weights, frozen weights or adapters, by name or in full."""
+"""Treatments: new weights, frozen weights or adapters, given by name or in full."""
 
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
@@ -11,13 +11,13 @@ Selections = Annotated[tuple[str, ...], Field(min_length=1)]
 
 
 class Strict(BaseModel):
-    """Base of every section: unknown keys and wrong types are errors, and values are immutable."""
+    """Base class of all sections: immutable, without unknown keys or implicit type conversion."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Orthogonalize(Strict):
-    """Replace weights by orthonormal rows, per head or over the whole matrix."""
+    """Replacement of weights with orthonormal rows, per head or over the whole matrix."""
 
     method: Literal["orthogonalize"]
     select: Selections
@@ -26,7 +26,7 @@ class Orthogonalize(Strict):
 
 
 class Randomize(Strict):
-    """Replace weights by a normal draw, of a given deviation or with the norm of the weights."""
+    """Replacement of weights with normal draws of a given deviation, or with the weights' norm."""
 
     method: Literal["randomize"]
     select: Selections
@@ -34,14 +34,14 @@ class Randomize(Strict):
 
 
 class RegisteredChange(Strict):
-    """Change weights by a function that was registered under a treatment's name."""
+    """Change of weights by a function that was registered under a treatment's name."""
 
     method: Literal["registered"]
     name: str
 
 
 class LowRank(Strict):
-    """LoRA: a learned low-rank product added to each projection; DoRA learns magnitudes as well."""
+    """LoRA: a trainable low-rank product per projection; DoRA also trains magnitudes."""
 
     method: Literal["lora", "dora"]
     select: Selections = ("query", "value")
@@ -51,19 +51,19 @@ class LowRank(Strict):
 
 
 class Scales(Strict):
-    """IA³: a learned factor for each output of a projection, or each input of a down-projection."""
+    """IA³: a trainable factor per output of a projection, or per input of a down-projection."""
 
     method: Literal["ia3"]
     select: Selections = ("key", "value", "down")
 
 
 def _all_but(learns: str) -> tuple[str, ...]:
-    """Return selections that freeze all but this and the head; a tied head stays frozen."""
+    """Return selections that freeze all but `learns` and the head; a tied head stays frozen."""
     return ("all", "embedding", f"!{learns}", "!head")
 
 
 class Treatment(Strict):
-    """New values for weights, then weights to freeze; or adapters of PEFT."""
+    """New values for weights and weights to freeze, in this order; or PEFT adapters."""
 
     init: tuple[
         Annotated[Orthogonalize | Randomize | RegisteredChange, Field(discriminator="method")], ...
@@ -116,13 +116,13 @@ TREATMENTS = {
     "norms": Treatment(freeze=_all_but("norm")),
     "bitfit": Treatment(freeze=_all_but("bias")),
 }
-SAME = {"baseline": "none"}  # other names of the same treatment
+SAME = {"baseline": "none"}  # aliases of treatments
 
 
 def one_of(value: Any, names: Iterable[str]) -> Any:
-    """Refuse an unknown name as pydantic refuses a value that a Literal does not list.
+    """Refuse an unknown name with the error that pydantic raises for a Literal.
 
-    For names that users may register, which a Literal cannot list.
+    This is for names that users may register, because a Literal cannot list them.
     """
     names = tuple(names)
     if isinstance(value, str) and value in names:

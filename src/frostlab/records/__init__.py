@@ -1,1 +1,1 @@
-"""Records: a run's folder, its environment and telemetry, its checkpoints, the index of runs."""
+"""Records: a run's folder, environment, telemetry and checkpoints, and the index of runs."""

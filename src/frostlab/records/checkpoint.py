@@ -1,6 +1,6 @@
-"""Checkpoints: safetensors and JSON in a folder that appears whole, by one rename.
+"""Checkpoints: safetensors and JSON in a folder that one rename makes visible.
 
-The newest and the best are kept; the best keeps its weights only.
+The newest and the best checkpoint are kept; the best one keeps only its weights.
 """
 
 import json
@@ -43,12 +43,12 @@ class Checkpoint:
 
 
 def checkpoint_name(step: int, stage: int) -> str:
-    """Return the name of a checkpoint's folder; two stages can have one at the same step."""
+    """Return the name of a checkpoint's folder; two stages can have checkpoints at one step."""
     return f"step-{step:09d}" + (f"-stage-{stage + 1}" if stage else "")
 
 
 def checkpoints_in(folder: Path) -> list[Checkpoint]:
-    """Return every whole checkpoint, oldest first."""
+    """Return all complete checkpoints, oldest first."""
     root = folder / "checkpoints"
     if not root.is_dir():
         return []
@@ -71,21 +71,21 @@ def save_checkpoint(
     progress: dict[str, Any],
     stage: int = 0,
 ) -> Checkpoint:
-    """Write a checkpoint under another name, flush it to disk, and rename it."""
+    """Write a checkpoint under a temporary name, flush it to disk, and rename it."""
     target = folder / "checkpoints" / checkpoint_name(step, stage)
     remove_leftovers(folder)
     with whole_folder(target) as temporary:
         save_tensors(temporary / "model.safetensors", model)
         save_tensors(temporary / "optimizer.safetensors", optimizer)
         write_whole(temporary / "progress.json", json.dumps(progress, indent=1))
-        if target.exists():  # the same step, left by a run that was killed and went back
+        if target.exists():  # the run was killed and repeats this step
             shutil.rmtree(target)
     flush(target.parent)
     return Checkpoint(target, step, stage)
 
 
 def keep_only(folder: Path, newest: int, best: int | None, stage: int = 0) -> None:
-    """Remove every checkpoint but these two of a stage; the best, if older, keeps its weights."""
+    """Remove all checkpoints but the newest and the best; an older best keeps only its weights."""
     for checkpoint in checkpoints_in(folder):
         place = (checkpoint.step, checkpoint.stage)
         if place == (newest, stage):
@@ -97,6 +97,6 @@ def keep_only(folder: Path, newest: int, best: int | None, stage: int = 0) -> No
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the unfinished folders of saves that were killed."""
+    """Remove the unfinished folders that killed saves left behind."""
     for path in (folder / "checkpoints").glob(".step-*.tmp"):
         shutil.rmtree(path, ignore_errors=True)

@@ -33,12 +33,12 @@ _TIMEOUT = 1.5  # seconds to wait for the driver and for git
 
 
 def gpu_state(device: str) -> dict[str, Any] | None:
-    """Temperature, clocks, power, utilisation and memory of the GPU now, or None without one."""
+    """Return the GPU's current state (temperature, clocks, power, …), or None without a GPU."""
     return _try(lambda: _ask_gpu(device, _state).answer(time.monotonic() + _TIMEOUT))
 
 
 def _state(gpu: Gpu) -> dict[str, Any]:
-    """Return the GPU's state, as `schema.GpuState` has it; null where it does not answer."""
+    """Return the GPU's state with the keys of `schema.GpuState`; None if a query fails."""
     return {
         "temperature_c": _try(gpu.temperature),
         "sm_clock_mhz": _try(gpu.clock, "SM"),
@@ -50,7 +50,7 @@ def _state(gpu: Gpu) -> dict[str, Any]:
 
 
 def _facts(gpu: Gpu) -> dict[str, Any]:
-    """Return the GPU's name and limits, its state, and the other processes on it."""
+    """Return the GPU's name, limits and state, and the other processes on it."""
     return {
         "name": _try(gpu.ask, "nvmlDeviceGetName"),
         "uuid": _try(gpu.ask, "nvmlDeviceGetUUID"),
@@ -65,7 +65,7 @@ def _facts(gpu: Gpu) -> dict[str, Any]:
 
 
 def _other_processes(gpu: Gpu) -> list[dict[str, Any]] | None:
-    """Return every other process on the GPU, or None where NVML does not answer."""
+    """Return all other processes on the GPU, or None if NVML does not answer."""
     kinds = ("Compute", "Graphics")
     answers = [_try(gpu.ask, f"nvmlDeviceGet{kind}RunningProcesses") for kind in kinds]
     if all(answer is None for answer in answers):
@@ -83,7 +83,7 @@ def _other_processes(gpu: Gpu) -> list[dict[str, Any]] | None:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Describe the machine of this process; unknown facts are null, and nothing is raised."""
+    """Describe this process's machine; unknown values are None, and no error is raised."""
     until = time.monotonic() + _TIMEOUT
     git = _Question(_git)
     gpu, reason = None, None
@@ -105,7 +105,7 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def one_line(values: dict[str, Any]) -> str:
-    """Return the main facts of an environment on one line; missing facts are left out."""
+    """Return the main facts of an environment on one line; omit missing facts."""
     objects = ((key, values.get(key)) for key in ("gpu", "host", "versions", "git"))
     parts = {key: value if isinstance(value, dict) else {} for key, value in objects}
     fields = [
@@ -121,7 +121,7 @@ def one_line(values: dict[str, Any]) -> str:
 
 
 def _versions() -> dict[str, str | None]:
-    torch: Any = sys.modules.get("torch")  # never imported for this alone: that takes seconds
+    torch: Any = sys.modules.get("torch")  # do not import it only for this: that takes seconds
     cudnn = _try(lambda: torch.backends.cudnn.version())
     return {
         "python": platform.python_version(),
@@ -183,7 +183,7 @@ def _ask_gpu(device: str, ask: Callable[[Gpu], dict[str, Any]]) -> "_Question":
 
 
 class _Question(Thread):
-    """A question asked on a thread of its own, so that a driver that hangs blocks nothing."""
+    """Query on its own thread, so that a hanging driver does not block the run."""
 
     def __init__(self, ask: Callable[[], Any]) -> None:
         super().__init__(daemon=True)
@@ -199,7 +199,7 @@ class _Question(Thread):
             self._error = error
 
     def answer(self, until: float) -> Any:
-        """Return the answer, waiting at most until `until` on the monotonic clock."""
+        """Return the answer; wait no longer than `until` on the monotonic clock."""
         self.join(max(0.0, until - time.monotonic()))
         if self.is_alive():
             raise TimeoutError(f"no answer within {_TIMEOUT} s")

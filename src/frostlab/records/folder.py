@@ -1,6 +1,6 @@
-"""A run's folder: one process writes it, and `RunRecord` reads it as typed records.
+"""Run folders: one process writes a folder, and `RunRecord` reads it as typed records.
 
-Events are appended; every other file is whole or absent.
+Events are appended; every other file is complete or absent.
 """
 
 import errno
@@ -44,7 +44,7 @@ _Kind = TypeVar("_Kind", bound=Event)
 
 
 class RunFolder:
-    """A folder that this process alone writes; the lock is freed even by kill -9."""
+    """A folder that only this process writes; the system frees its lock even after kill -9."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -53,7 +53,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, files: dict[str, str], **start: Any) -> "RunFolder":
-        """Make a folder with its first files and its start event; it appears whole."""
+        """Create a folder with its first files and its start event in one atomic rename."""
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         folder = cls(temporary)
         try:
@@ -78,7 +78,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = Lock(self.path / "run.lock")
-            taken = lock.acquire(seconds=0.2)  # a listing may hold it for a moment
+            taken = lock.acquire(seconds=0.2)  # a listing may hold the lock for a moment
         except OSError as error:
             raise BadInput(f"{self.path}: cannot be written ({error.strerror})") from None
         if not taken:
@@ -104,24 +104,24 @@ class RunFolder:
         self.close()
 
     def event(self, kind: str, step: int, **values: Any) -> None:
-        """Append an event with exactly the keys of its class; a crash after this keeps it."""
+        """Append an event with exactly the keys of its class; a later crash does not lose it."""
         if kind not in EVENTS:
             raise FrostlabError(f"{kind} is not a kind of event")
         assert self._events is not None, "the folder is open"
         at = round(time.time(), 3)
-        EVENTS[kind](at=at, step=step, **values)  # a TypeError names an unknown or missing key
+        EVENTS[kind](at=at, step=step, **values)  # raises TypeError for an unknown or missing key
         line = {"kind": kind, "at": at, "step": step, **values}
         self._events.write(json.dumps(finite(line)) + "\n")
         self._events.flush()
 
     def write(self, name: str, value: Any) -> None:
-        """Write plain values or a record as a JSON file, whole or not at all."""
+        """Write plain values or a record as a JSON file, atomically."""
         if is_dataclass(value) and not isinstance(value, type):
             value = asdict(value)
         write_whole(self.path / name, json.dumps(finite(value), indent=1) + "\n")
 
     def events(self) -> list[Event]:
-        """Return the events that count: what a resumed run did again counts once."""
+        """Return the valid events: steps that a resumed run repeated appear once."""
         return effective(read_events(self.path / "events.jsonl"))
 
 
@@ -137,7 +137,7 @@ def mend_events(path: Path) -> None:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Yield the events of a file; skip a line that a crash tore, refuse one that does not fit."""
+    """Yield the events of a file; skip lines that a crash truncated, and refuse invalid events."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             for number, line in enumerate(file, 1):
@@ -148,7 +148,7 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def effective(events: Iterable[Event]) -> list[Event]:
-    """Leave out events that came after a checkpoint from which the run was later resumed."""
+    """Drop events that came after a checkpoint from which the run was later resumed."""
     valid: list[Event] = []
     for event in events:
         if isinstance(event, ResumeEvent):
@@ -158,12 +158,12 @@ def effective(events: Iterable[Event]) -> list[Event]:
 
 
 def _survives(event: Event, step: int) -> bool:
-    """Whether an event still counts after the run went back to a step."""
+    """Return whether an event still counts after the run went back to a step."""
     if isinstance(event, StartEvent | ResumeEvent | NoteEvent):
         return True
-    if isinstance(event, StageEvent | FlowPartsEvent):  # written before the first step of theirs
+    if isinstance(event, StageEvent | FlowPartsEvent):  # written before their first step
         return event.step < step
-    if isinstance(event, EndEvent) or _is_report(event):  # both are written again
+    if isinstance(event, EndEvent) or _is_report(event):  # the run writes both again
         return False
     return event.step <= step
 
@@ -179,7 +179,7 @@ def start_of(folder: Path) -> StartEvent | None:
 
 
 def new_folder(runs: Path, name: str) -> Path:
-    """Return the first free `name`, `name-2`, … under `runs`."""
+    """Return the first unused folder of `name`, `name-2`, … under `runs`."""
     path, number = runs / name, 2
     while path.exists() and any(path.iterdir() if path.is_dir() else [path]):
         path, number = runs / f"{name}-{number}", number + 1
@@ -189,7 +189,7 @@ def new_folder(runs: Path, name: str) -> Path:
 def given_folder(
     path: Path, resume: bool, digest: str, values: dict[str, Any]
 ) -> tuple[Path, bool]:
-    """Return a folder that the user names, and whether it holds a run to resume."""
+    """Return the folder that the user named, and whether it holds a run to resume."""
     if path.exists() and not path.is_dir():
         raise BadInput(f"--out {path}: is a file, not a folder")
     if not path.is_dir() or not any(path.iterdir()):
@@ -209,8 +209,8 @@ def given_folder(
 def own_folder(runs: Path, name: str, resume: bool, digest: str) -> tuple[Path, bool]:
     """Return a folder under `runs`, and whether it holds a run to resume.
 
-    Resuming takes the newest unfinished run of this recipe, or a new folder if the recipe has no
-    run yet, so that the same command can be repeated.
+    With `resume`, this is the newest unfinished run of this recipe, or a new folder if the recipe
+    has no run yet, so that the same command can be repeated.
     """
     if not resume:
         return new_folder(runs, name), False
@@ -224,7 +224,7 @@ def own_folder(runs: Path, name: str, resume: bool, digest: str) -> tuple[Path, 
 
 
 def _has_recipe(folder: Path, digest: str) -> bool:
-    """Whether a folder holds a run of this recipe; one that cannot be read does not."""
+    """Return whether a folder holds a run of this recipe; False if it cannot be read."""
     with suppress(BadInput):
         start = start_of(folder)
         return start is not None and start.recipe_digest == digest
@@ -232,7 +232,7 @@ def _has_recipe(folder: Path, digest: str) -> bool:
 
 
 def _changed(stored: Path, values: dict[str, Any]) -> list[str]:
-    import yaml  # listings do without it
+    import yaml  # here, because listings do not need it
 
     try:
         return differences(yaml.safe_load(stored.read_text(encoding="utf-8")), values)
@@ -241,7 +241,7 @@ def _changed(stored: Path, values: dict[str, Any]) -> list[str]:
 
 
 def differences(left: Any, right: Any, path: str = "") -> list[str]:
-    """Return the dotted keys at which two recipes differ, descriptions aside."""
+    """Return the dotted keys at which two recipes differ, except descriptions."""
     if not (isinstance(left, dict) and isinstance(right, dict)):
         return [] if left == right else [path]
     keys = [key for key in {**left, **right} if (path or key != "about")]
@@ -253,7 +253,7 @@ def differences(left: Any, right: Any, path: str = "") -> list[str]:
 
 
 def finished_status(path: Path) -> Ending | None:
-    """Return the status in a run's result; None without a result, or with a damaged one."""
+    """Return the status in a run's result; None if the result is missing or damaged."""
     try:
         return RunRecord(path).status
     except (OSError, BadInput):
@@ -271,16 +271,16 @@ def supersede_result(folder: RunFolder) -> None:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run as its folder tells it; each file is read once, when it is first asked for."""
+    """Record of a run, read from its folder; each file is read once, when first needed."""
 
     folder: Path
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "folder", Path(self.folder))  # a str will do
+        object.__setattr__(self, "folder", Path(self.folder))  # accepts a str
 
     @cached_property
     def result(self) -> Result:
-        """The result, once there is one."""
+        """The result; available when the run has ended."""
         return read_result(self._text("result.json"), self.folder / "result.json")
 
     @property
@@ -290,13 +290,13 @@ class RunRecord:
 
     @cached_property
     def metrics(self) -> dict[str, float | None]:
-        """The reported metrics, of the last layer; None where a metric is not a finite number."""
+        """The reported metrics of the last layer; None if a metric is not finite."""
         report = self.result.report or {}
         return {name: value for name, value in report.items() if not isinstance(value, dict)}
 
     @cached_property
     def layers(self) -> dict[int, dict[str, float | None]]:
-        """The reported metrics by supervised layer; empty where only the last layer has a loss."""
+        """The reported metrics by supervised layer; empty if only the last layer has a loss."""
         layers = (self.result.report or {}).get("layers")
         if not isinstance(layers, dict):
             return {}
@@ -318,7 +318,7 @@ class RunRecord:
 
     @cached_property
     def environment(self) -> dict[str, Any]:
-        """The machine, the libraries and the command it began with."""
+        """The machine, the libraries and the command at the start of the run."""
         path = self.folder / "environment.json"
         if (values := parse(self._text(path.name))) is None:
             raise BadInput(f"{path} is not a JSON object")
@@ -326,7 +326,7 @@ class RunRecord:
 
     @cached_property
     def digests(self) -> Digests:
-        """What it started from: weights, data, frozen tensors."""
+        """The digests of the initial weights, the data and the frozen tensors."""
         return read_digests(self._text("digests.json"), self.folder / "digests.json")
 
     @cached_property
@@ -341,7 +341,7 @@ class RunRecord:
     @overload
     def events(self, kind: type[_Kind]) -> list[_Kind]: ...
     def events(self, kind: type[Event] = Event) -> list[Any]:
-        """Return the events that count, in order: all of them, or those of one class."""
+        """Return the valid events in order: all events, or the events of one class."""
         return [event for event in self._events if isinstance(event, kind)]
 
     @cached_property
@@ -371,7 +371,7 @@ SPLITS = {  # the reported splits of EEG recordings
     "unseen": "subjects not trained on",
 }
 REPORTED = tuple(SPLITS)
-_BEST = {"report": "best_r", "unseen": "best_r_unseen"}  # key of the best r that is achievable
+_BEST = {"report": "best_r", "unseen": "best_r_unseen"}  # key of the best achievable r
 
 
 def scores_file(

@@ -1,6 +1,6 @@
-"""The runs of a folder, each on one line, through an index that only saves time.
+"""Summaries of the runs in a folder, with an index that only saves time.
 
-Without the index the answer is the same. Listing must not import torch, pydantic or yaml.
+The result is the same without the index. Listing must not import torch, pydantic or yaml.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ from frostlab.records.schema import (
 from frostlab.storage import is_locked
 
 RESULT, EVENTS, LOCK, INDEX = "result.json", "events.jsonl", "run.lock", ".index.json"
-_VERSION = 2  # of the index
+_VERSION = 2  # version of the index format
 _HEAD = 65536  # bytes read from the beginning of a run's events
-_TAIL = 2**20  # bytes read from their end: watched runs write much between two evaluations
+_TAIL = 2**20  # bytes read from the end; watched runs write much between evaluations
 _SETTLED = 200_000_000  # ns; a file changed more recently may change again within one clock tick
 _FLOW = b'{"kind": "flow'
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A run on one line; None stands for what is not known. Its columns are in show.py."""
+    """One-line summary of a run; None marks unknown values. show.py defines the columns."""
 
     name: str
     folder: Path
@@ -48,12 +48,12 @@ class Summary:
     started: float | None = None  # seconds since 1970
     steps: int | None = None
     metric: str | None = None
-    value: float | None = None  # the best once the run ended, the latest until then
+    value: float | None = None  # the best value of an ended run, the latest value of others
     report: dict[str, float] | None = None
     caution: str | None = None
     total_seconds: float | None = None
     step_ms: float | None = None  # the median
-    error: str | None = None  # why it failed, or why it cannot be read
+    error: str | None = None  # why the run failed, or why it cannot be read
 
 
 _STORED = tuple(field.name for field in fields(Summary))[2:]
@@ -61,7 +61,7 @@ _Entries = dict[str, list[list[Any]]]  # name: [signature, stored fields]
 
 
 def list_runs(root: Path) -> list[Summary]:
-    """Summarise every run in `root`, oldest first; a damaged one is listed with the reason."""
+    """Summarise every run in `root`, oldest first; a damaged run is listed with the reason."""
     stored, entries, runs, settled = _load(root), _Entries(), [], time.time_ns() - _SETTLED
     for name, signature in _run_folders(root):
         entry = stored.get(name)
@@ -80,11 +80,11 @@ def list_runs(root: Path) -> list[Summary]:
 
 def read_run(folder: Path) -> Summary:
     """Summarise one run from its files alone."""
-    return _with_lock(_read(Path(os.path.abspath(folder)))[0])  # `.` has no name
+    return _with_lock(_read(Path(os.path.abspath(folder)))[0])  # because `.` has no name
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder holds a run, whole or damaged."""
+    """Return whether a folder holds a run, intact or damaged."""
     return any(os.path.exists(folder / file) for file in (RESULT, EVENTS, LOCK))
 
 
@@ -95,7 +95,7 @@ def find_run(root: Path, text: str) -> Path:
     names = sorted(name for name, _ in _run_folders(root))
     matches = [name for name in names if text and name.startswith(text)]
     if len(matches) == 1 or text in matches:
-        return root / matches[0]  # sorted: the name itself comes first
+        return root / matches[0]  # sorted, so an exact name comes first
     if matches:
         shown = ", ".join(matches[:5]) + f" and {len(matches) - 5} more" * (len(matches) > 5)
         raise BadInput(f"run {text!r} could be {shown} in {root}")
@@ -104,7 +104,7 @@ def find_run(root: Path, text: str) -> Path:
 
 
 def result_of(folder: Path) -> Result | None:
-    """Return a run's result, or None before there is one; BadInput if it is damaged."""
+    """Return a run's result, or None if it has none yet; raise BadInput if it is damaged."""
     try:
         text = (folder / RESULT).read_bytes()
     except FileNotFoundError:
@@ -136,10 +136,10 @@ def _with_lock(run: Summary) -> Summary:
 
 
 def _read(folder: Path) -> tuple[Summary, bool]:
-    """Summarise a run as if nobody ran it; return also whether its files could be read."""
+    """Summarise a run without checking its lock; also return whether its files could be read."""
     try:
         return _summary(folder), True
-    except OSError as error:  # another time it may be readable, with the same time and size
+    except OSError as error:  # may be readable later with the same time and size
         reason = f"{Path(error.filename or folder).name}: {error.strerror}"
         return Summary(folder.name, folder, "damaged", error=reason), False
     except BadInput as error:
@@ -185,7 +185,7 @@ def _ended(run: Summary, result: Result) -> Summary:
 
 
 def _unfinished(run: Summary, latest: Iterator[Event]) -> Summary:
-    """Add the step and the evaluation that came last; `latest` yields events backwards."""
+    """Add the last step and the last evaluation; `latest` yields events in reverse order."""
     for event in latest:
         if run.steps is None:
             run = replace(run, steps=event.step)
@@ -196,9 +196,9 @@ def _unfinished(run: Summary, latest: Iterator[Event]) -> Summary:
 
 
 def _ends(folder: Path, strict: bool) -> tuple[StartEvent | None, Iterator[Event]]:
-    """Return the start event, and the last events from the latest back; a torn end is normal.
+    """Return the start event, and the last events in reverse order; ignore a truncated last line.
 
-    `strict`: refuse a file that does not begin with a start event, and read its end too.
+    With `strict`, refuse a file that does not begin with a start event, and also read its end.
     """
     try:
         with open(folder / EVENTS, "rb") as file:
@@ -221,7 +221,7 @@ def _ends(folder: Path, strict: bool) -> tuple[StartEvent | None, Iterator[Event
 
 
 def _backwards(text: bytes) -> Iterator[Event]:
-    """Yield the events of whole lines from the last to the first, without those of flows."""
+    """Yield the events of complete lines in reverse order, except flow events."""
     for line in reversed(text.split(b"\n")[:-1]):
         if not line.startswith(_FLOW):
             with contextlib.suppress(BadInput):
@@ -230,7 +230,7 @@ def _backwards(text: bytes) -> Iterator[Event]:
 
 
 def _load(root: Path) -> _Entries:
-    """Return the stored entries; none if the file is absent, damaged or of another version."""
+    """Return the stored entries; empty if the file is absent, damaged or of another version."""
     try:
         head, _, body = (root / INDEX).read_bytes().partition(b"\n")
         return json.loads(body) if json.loads(head) == _header(body) else {}
@@ -239,7 +239,7 @@ def _load(root: Path) -> _Entries:
 
 
 def _save(root: Path, entries: _Entries) -> None:
-    """Replace the index in one move; where that cannot be, the next listing reads the folders."""
+    """Replace the index atomically; if that fails, the next listing reads the folders."""
     body = json.dumps(entries, separators=(",", ":")).encode()
     draft = root / f"{INDEX}.{os.getpid()}.tmp"
     try:

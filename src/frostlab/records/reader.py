@@ -1,6 +1,6 @@
-"""Read parsed JSON as a dataclass: typed, and checked key by key.
+"""Reader of parsed JSON as typed dataclasses, checked key by key.
 
-Values that do not fit are refused in one line that names the file and the key.
+The error for an invalid value is one line that names the file and the key.
 """
 
 import dataclasses
@@ -24,12 +24,12 @@ _WORDS = {
 
 
 def read(schema: type[Schema], values: object, where: object) -> Schema:
-    """Return parsed JSON as a dataclass, or refuse it in a line that names the key."""
+    """Convert parsed JSON to a dataclass, or refuse it with an error that names the key."""
     return _dataclass(schema, values, f"{where}: ", ())
 
 
 def parse(text: bytes | str) -> dict[str, Any] | None:
-    """Return the JSON object that a text is, or None if it is not one."""
+    """Parse a text as a JSON object; return None if it is not a JSON object."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
@@ -39,7 +39,7 @@ def parse(text: bytes | str) -> dict[str, Any] | None:
 
 @cache
 def _fields(schema: type) -> dict[str, tuple[Any, bool]]:
-    """Return each key's annotation, and whether the key must be there."""
+    """Return each key's annotation, and whether the key is required."""
     hints = get_type_hints(schema)
     return {
         key.name: (hints[key.name], key.default is key.default_factory is dataclasses.MISSING)
@@ -49,7 +49,7 @@ def _fields(schema: type) -> dict[str, tuple[Any, bool]]:
 
 @cache
 def _json_types(hint: Any) -> frozenset[type]:
-    """Return the types of JSON values that need no closer look under an annotation."""
+    """Return the types of JSON values that an annotation accepts without further checks."""
     if get_origin(hint) in (Union, types.UnionType):
         return frozenset().union(*map(_json_types, get_args(hint)))
     return frozenset((int, float) if hint is float else (hint,) if hint in _WORDS else ())
@@ -75,7 +75,7 @@ def _dataclass(schema: Any, values: object, where: str, path: tuple[str, ...]) -
 
 
 def _value(hint: Any, value: object, where: str, path: tuple[str, ...]) -> Any:
-    """Return a value as its annotation says, JSON's lists as tuples where tuples are wanted."""
+    """Convert a value to its annotated type, for example a JSON list to a tuple."""
     if type(value) in _json_types(hint):
         return value
     origin, args = get_origin(hint), get_args(hint)
@@ -108,7 +108,7 @@ def _sequence(
     if origin is tuple and len(args) != len(value) and args[-1] is not Ellipsis:
         raise _misfit(value, f"a list of {len(args)}", where, path)
     if origin is list and _json_types(args[0]).issuperset(map(type, value)):
-        return list(value)  # thousands of numbers are read at once
+        return list(value)  # fast path for thousands of numbers
     kinds = args if origin is tuple and args[-1] is not Ellipsis else args[:1] * len(value)
     return origin(
         _value(kind, item, where, (*path, str(index)))
@@ -117,7 +117,7 @@ def _sequence(
 
 
 def _union(kinds: tuple[Any, ...], value: object, where: str, path: tuple[str, ...]) -> Any:
-    """Return the value as the first kind that it fits."""
+    """Convert the value to the first type of the union that accepts it."""
     if value is None and type(None) in kinds:
         return None
     rest = [kind for kind in kinds if kind is not type(None)]
@@ -126,7 +126,7 @@ def _union(kinds: tuple[Any, ...], value: object, where: str, path: tuple[str, .
             return _value(kind, value, where, path)
         except BadInput:
             if kind is rest[-1] and (len(rest) == 1 or isinstance(value, Mapping)):
-                raise  # it names the key within
+                raise  # this error names the inner key
     raise _misfit(value, " or ".join(map(_wanted, rest)), where, path)
 
 

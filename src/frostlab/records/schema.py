@@ -1,8 +1,8 @@
 """The schema of a run's records: every key of result.json, digests.json and events.jsonl.
 
-Everything that reads these files reads them as these dataclasses. `read_result`, `read_digests` and
-`read_event` turn text into them; a file that does not fit is refused in one line that names the
-key. Whoever adds, removes or renames a key raises `SCHEMA` and docs/runs.md: a test compares both.
+All code reads these files as the dataclasses of this module. `read_result`, `read_digests` and
+`read_event` parse text into them; an invalid file is refused with one line that names the key. To
+add, remove or rename a key, raise `SCHEMA` and update docs/runs.md: a test compares both.
 """
 
 from collections.abc import Mapping
@@ -13,13 +13,13 @@ from frostlab.errors import BadInput
 from frostlab.records.reader import parse
 from frostlab.records.reader import read as read
 
-SCHEMA = 2  # of the folder; a folder of another schema is refused
+SCHEMA = 2  # version of the folder; a folder of another version is refused
 
 Ending = Literal["finished", "stopped", "failed", "diverged"]
 ENDINGS: tuple[Ending, ...] = get_args(Ending)
 
 LayerMetrics = dict[str, dict[str, float | None]]  # by layer number, counted from 1, and metric
-Metrics = dict[str, float | LayerMetrics | None]  # by metric; under `layers` those of each layer
+Metrics = dict[str, float | LayerMetrics | None]  # by metric; `layers` holds each layer's metrics
 
 
 # result.json
@@ -31,28 +31,28 @@ class Best:
 
     metric: str  # the metric that selects
     value: float | None  # its best value; null before the first evaluation
-    step: int | None  # optimizer steps done when it was measured
+    step: int | None  # optimizer steps done at this evaluation
 
 
 @dataclass(frozen=True)
 class StageBest(Best):
     """The best evaluation of one stage."""
 
-    epoch: float | None  # epochs done since the stage began
+    epoch: float | None  # epochs done in the stage
 
 
 @dataclass(frozen=True)
 class Stage:
     """The outcome of one stage."""
 
-    name: str  # the recipe's name for it, or its number
-    steps: int  # optimizer steps it took
-    epochs: float  # the same in epochs
+    name: str  # the stage's name in the recipe, or its number
+    steps: int  # optimizer steps in the stage
+    epochs: float  # epochs in the stage
     stopped_early: bool  # whether patience ended it
-    best: StageBest  # the evaluation whose weights it hands on
+    best: StageBest  # the evaluation whose weights the stage passes on
     metrics: Metrics  # all metrics of that evaluation
-    seconds: float  # of `clocks.total_seconds`
-    trainable: int  # parameters that learned
+    seconds: float  # s, the stage's part of `clocks.total_seconds`
+    trainable: int  # trainable parameters
     total: int  # parameters of the model
 
 
@@ -61,7 +61,7 @@ class Target:
     """When `evaluate.target` was reached."""
 
     step: int  # optimizer steps done
-    seconds: float  # of `clocks.total_seconds`, before that evaluation
+    seconds: float  # s of `clocks.total_seconds` until that evaluation
 
 
 @dataclass(frozen=True)
@@ -83,31 +83,31 @@ class Clocks:
     train_seconds: float  # s of the total without validation, checkpoints and waiting for data
     validation_seconds: float  # s of evaluations on the selecting split
     data_seconds: float  # s of preparing batches on the host
-    data_overlapped_seconds: float  # s of these while a GPU worked, part of `train_seconds` too
+    data_overlapped_seconds: float  # s of these while a GPU worked, also part of `train_seconds`
     checkpoint_seconds: float  # s of writing checkpoints and of boundaries between stages
     setup_seconds: float  # s of building and compiling steps; not part of the total
-    epoch_seconds: list[float]  # s of training alone, a number an epoch
-    step_ms: StepTimes | None  # null where no step came after warm-up
+    epoch_seconds: list[float]  # s of training alone, one number per epoch
+    step_ms: StepTimes | None  # null if no step came after warm-up
     warmup_ms: list[float]  # ms of each warm-up step
     tokens: int  # real tokens (EEG: samples) that were trained on
-    tokens_per_second: float | None  # of `train_seconds`
-    examples_per_second: float | None  # of `train_seconds`
-    padding_share: float | None  # filler as a share of what the model was given, 0 to 1
+    tokens_per_second: float | None  # `tokens` per second of `train_seconds`
+    examples_per_second: float | None  # examples per second of `train_seconds`
+    padding_share: float | None  # padding as a share of the model's input, 0 to 1
     packing_efficiency: float | None  # real tokens as a share of packed rows; null without packing
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Sizes of the model in the last stage, in numbers; a tied tensor counts once."""
+    """Parameter counts of the model in the last stage; a tied tensor counts once."""
 
     total: int  # all parameters
-    trainable: int  # those that learn
-    frozen: int  # those that do not
+    trainable: int  # trainable parameters
+    frozen: int  # parameters that are not trainable
 
 
 @dataclass(frozen=True)
 class GpuState:
-    """The GPU at one moment; null where it does not answer."""
+    """State of the GPU at one moment; null if the GPU does not answer."""
 
     temperature_c: float | None  # degrees Celsius
     sm_clock_mhz: float | None  # MHz of the processors
@@ -134,14 +134,14 @@ class TelemetrySummary:
 
     interval_seconds: float  # s between two samples
     seconds: float  # s from the first sample to the last
-    samples: int  # how often it sampled
-    errors: int  # how many quantities failed to answer, over all samples
+    samples: int  # number of samples
+    errors: int  # number of failed readings, over all samples
     last_error: str | None  # the latest of these errors
     gpu_reason: str | None  # why no GPU was sampled
     gpu_energy_joules: float | None  # J, the integral of the sampled power
-    host_peak_bytes: int  # bytes this process held at most since it began
+    host_peak_bytes: int  # peak memory of this process since it began, in bytes
     sampling_cpu_seconds: float  # s of CPU time that sampling took
-    load_1min: Series  # the host's load average over a minute
+    load_1min: Series  # the host's load average over one minute
     process_rss_bytes: Series  # bytes of memory of this process
     process_cpu_percent: Series  # % of one core
     system_cpu_percent: Series  # % of all cores
@@ -165,17 +165,17 @@ class Chance:
 class Decisions:
     """Right decisions between two envelopes."""
 
-    right: float  # how many were right; a tie counts half
-    decisions: int  # how many were taken
-    windows: int  # from how many windows
+    right: float  # number of right decisions; a tie counts half
+    decisions: int  # number of decisions
+    windows: int  # number of windows
 
 
 @dataclass(frozen=True)
 class Scores:
     """Correlations r of one decoder on the recordings of one split, each subject counting once."""
 
-    subjects: int  # how many
-    recordings: int  # how many
+    subjects: int  # number of subjects
+    recordings: int  # number of recordings
     mean: float  # mean r, by Fisher's z
     low: float | None  # lower end of its 95 % t interval; null for one subject
     high: float | None  # upper end of its 95 % t interval; null for one subject
@@ -186,8 +186,8 @@ class Scores:
     above: int  # subjects with p <= 0.05
     null: Chance  # r by chance
     match: Decisions  # matching a window to its own envelope or to another
-    attended: Decisions | None  # attended or other speech; null where there is one speaker
-    digest: str  # of all that scores.json says of this decoder and split
+    attended: Decisions | None  # choosing the attended or the other speech; null with one speaker
+    digest: str  # digest of this decoder's scores for this split in scores.json
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class Result:
 
     schema: int  # `SCHEMA` when it was written
     status: Ending  # how the run ended
-    error: str | None  # why it did not finish, in one line
+    error: str | None  # why the run did not finish, in one line
     name: str  # the recipe's name
     recipe_digest: str  # digest of the recipe's values
     seed: int  # the recipe's seed
@@ -205,11 +205,11 @@ class Result:
     ended: str  # ISO 8601, UTC
     steps: int  # optimizer steps done
     stopped_early: bool  # whether patience ended the last stage
-    best: Best  # of the last stage
+    best: Best  # best evaluation of the last stage
     report: Metrics | None  # metrics of the best weights on the report split; null if unfinished
-    caution: str | None  # what keeps the reported numbers from being honest
+    caution: str | None  # why the reported numbers are not honest
     last: Metrics | None  # metrics of the last evaluation
-    target: Target | None  # null if none was set or it was not reached
+    target: Target | None  # null if no target was set or reached
     stepping: "list[SteppingEvent]"  # kinds of steps taken, in order
     clocks: Clocks  # where the time went
     parameters: Parameters  # sizes of the model
@@ -220,7 +220,7 @@ class Result:
     telemetry: TelemetrySummary  # load of the machine meanwhile
     device_memory_peak: int | None  # bytes of CUDA memory of this run alone; null elsewhere
     weights_digest: str | None  # digest of the reported weights; null if unfinished
-    order_digest: str  # digest of the order of examples of all whole epochs
+    order_digest: str  # digest of the order of examples in all complete epochs
     scores: dict[str, dict[str, Scores]] | None = None  # EEG: by split and decoder
 
 
@@ -229,12 +229,12 @@ class Result:
 
 @dataclass(frozen=True)
 class Digests:
-    """digests.json: what a run starts from, so that two runs can be compared part by part."""
+    """digests.json: digests of a run's initial state, to compare two runs part by part."""
 
-    data: str  # of the prepared data
-    weights: dict[str, str]  # of every part of the treated model, by its key
+    data: str  # digest of the prepared data
+    weights: dict[str, str]  # digest of every part of the treated model, by key
     touched: list[str]  # keys of the parts that the treatment gave new values
-    frozen: dict[str, str]  # of every frozen tensor, by its name
+    frozen: dict[str, str]  # digest of every frozen tensor, by name
 
 
 # events.jsonl
@@ -242,7 +242,7 @@ class Digests:
 
 @dataclass(frozen=True)
 class Event:
-    """One line of events.jsonl; its class is named by the key `kind`."""
+    """One line of events.jsonl; the key `kind` names its class."""
 
     kind: ClassVar[str]
 
@@ -252,12 +252,12 @@ class Event:
 
 @dataclass(frozen=True)
 class _Shape:
-    """What decides the bits of a result besides the recipe."""
+    """Properties besides the recipe that determine the exact bits of a result."""
 
-    device: str  # torch's name of it, such as cuda:0
+    device: str  # torch's name of the device, such as cuda:0
     precision: str  # float32 or bfloat16
-    processes: int  # that share a batch
-    threads: int  # of torch on the CPU
+    processes: int  # number of processes that share a batch
+    threads: int  # number of torch's CPU threads
 
 
 @dataclass(frozen=True)
@@ -273,8 +273,8 @@ class StartEvent(_Shape, Event):
     treatment: str  # the treatment's name
     data: str  # `data.name` of the recipe
     model: str  # `model.kind` of the recipe
-    origin: dict[str, str]  # where each split comes from, and what was carved or dropped
-    caution: str | None  # what keeps reported numbers from being honest
+    origin: dict[str, str]  # where each split comes from, and what was held out or dropped
+    caution: str | None  # why reported numbers are not honest
     known: dict[str, float | None]  # answers known beforehand, such as the best achievable r
 
 
@@ -287,11 +287,11 @@ class ResumeEvent(_Shape, Event):
 
 @dataclass(frozen=True)
 class Supervised:
-    """Layers that have a loss of their own."""
+    """Layers with their own losses."""
 
     layers: list[int]  # counted from 1
     weights: list[float]  # the factor of each layer's loss
-    left_out: list[int]  # layers without anything that learns at or below them
+    left_out: list[int]  # layers without trainable weights at or below them
 
 
 @dataclass(frozen=True)
@@ -300,23 +300,23 @@ class StageEvent(Event):
 
     kind = "stage"
 
-    name: str  # the recipe's name for it, or its number
-    steps: int  # optimizer steps it takes at most
+    name: str  # the stage's name in the recipe, or its number
+    steps: int  # maximum number of optimizer steps
     patience: int | None  # evaluations without improvement that end it
-    train: list[str] | None  # selections that learn; null: all that the treatment leaves
+    train: list[str] | None  # trainable selections; null: all that are not frozen
     freeze: list[str]  # selections that the treatment freezes
-    changed: list[str]  # old tensors that growing changed
-    added: list[str]  # prefixes of the layers that it adds
-    trainable: int  # parameters that learn
+    changed: list[str]  # old tensors that adding layers changed
+    added: list[str]  # prefixes of the layers that the stage adds
+    trainable: int  # trainable parameters
     total: int  # parameters of the model
     lr: float | dict[str, float]  # learning rate, or rates by selection
     best_before: StageBest | None  # best evaluation of the stage before
-    supervise: Supervised | None  # null: the last layer alone has a loss
+    supervise: Supervised | None  # null: only the last layer has a loss
 
 
 @dataclass(frozen=True)
 class SteppingEvent(Event):
-    """Another kind of step is taken from here on."""
+    """The kind of step changes from here on."""
 
     kind = "stepping"
 
@@ -332,8 +332,8 @@ class PrefixEvent(Event):
     kind = "prefix"
 
     where: str  # memory or disk
-    reused: bool  # whether they were on the disk already
-    depth: int  # how many layers
+    reused: bool  # whether the outputs were already on disk
+    depth: int  # number of layers
     bytes: int  # size of the table
 
 
@@ -344,14 +344,14 @@ class StepEvent(Event):
     kind = "step"
 
     first: int  # number of its first step, counted from 1
-    loss: list[float | None]  # of each step; null: not finite
-    norm: list[float | None]  # of each step's gradient before clipping; null: not finite
+    loss: list[float | None]  # loss of each step; null: not finite
+    norm: list[float | None]  # gradient norm of each step before clipping; null: not finite
     ms: list[float]  # ms of each step
     rate: float  # learning rate of the last step
-    tokens: int  # real tokens (EEG: samples) in all
-    padded: int  # tokens in all, filler included
-    examples: int  # examples in all
-    warmup: int  # how many steps at the beginning do not count for times
+    tokens: int  # total number of real tokens (EEG: samples)
+    padded: int  # total number of tokens, including padding
+    examples: int  # total number of examples
+    warmup: int  # number of first steps that the times exclude
 
 
 @dataclass(frozen=True)
@@ -373,9 +373,9 @@ class EvaluationEvent(Event):
 
     split: str  # tune or report
     metrics: Metrics  # the selecting metric comes first
-    frozen_verified: int  # frozen tensors that were proved unmoved
+    frozen_verified: int  # number of frozen tensors that were verified as unchanged
     best: bool | None = None  # whether it is the best so far; null for the report
-    checkpoint: int | None = None  # for the report alone: step of the reported weights
+    checkpoint: int | None = None  # for the report only: step of the reported weights
 
 
 @dataclass(frozen=True)
@@ -393,25 +393,25 @@ class EndEvent(Event):
 
     kind = "end"
 
-    status: Ending  # how
+    status: Ending  # how the run ended
     error: str | None  # why it did not finish, in one line
 
 
 @dataclass(frozen=True)
 class FlowPart:
-    """A part of a watched model: everything of one role in one layer."""
+    """A part of a watched model: all tensors of one role in one layer."""
 
     name: str  # such as layers[0].query
-    peers: str  # parts with the same word here are alike
+    peers: str  # group of comparable parts
     stack: str  # the stack of layers it is in
     layer: int | None  # number in the stack, counted from 0
     state: str  # trainable, frozen or fixed
     tensors: list[str]  # names of its tensors
     learning: list[str]  # tensors that require a gradient
-    missing: list[str]  # learning tensors that the optimizer does not hold
-    groups: list[int]  # numbers of the optimizer's groups that hold the others
-    dtype: str  # of its weights
-    elements: int  # how many numbers of it learn
+    missing: list[str]  # trainable tensors that the optimizer does not hold
+    groups: list[int]  # numbers of the optimizer's groups that hold the other tensors
+    dtype: str  # data type of the weights
+    elements: int  # number of trainable elements
 
 
 @dataclass(frozen=True)
@@ -434,14 +434,14 @@ class FlowPartsEvent(Event):
     model: str  # class of the model
     optimizer: str  # class of the optimizer
     every: int  # steps from one measured step to the next
-    groups: list[FlowGroup]  # of the optimizer
-    parts: list[FlowPart]  # of the model
-    front: list[str]  # tensors that `ranges` of a flow event belong to
+    groups: list[FlowGroup]  # parameter groups of the optimizer
+    parts: list[FlowPart]  # parts of the model
+    front: list[str]  # tensors that the `ranges` of a flow event refer to
 
 
 @dataclass(frozen=True)
 class FlowEvent(Event):
-    """One measured step; norms have a number a part that learns, in the order of `parts`."""
+    """One measured step; norms have one number per trainable part, in the order of `parts`."""
 
     kind = "flow"
 
@@ -451,14 +451,14 @@ class FlowEvent(Event):
     gradient: list[float | None] | None = None  # norm of the gradient, after clipping
     before_clip: list[float | None] | None = None  # norm of the gradient before clipping
     weight: list[float | None] | None = None  # norm of the weights before the step
-    update: list[float | None] | None = None  # norm of what the step changed
+    update: list[float | None] | None = None  # norm of the step's change
     distance: list[float | None] | None = None  # relative distance from the weights at the start
-    weight_cosine: list[float | None] | None = None  # between the weights and those at the start
+    weight_cosine: list[float | None] | None = None  # cosine with the initial weights
     gradient_cosine: list[float | None] | None = None  # cosine with the gradient measured before
-    unreached: list[str] = field(default_factory=list)  # learning tensors without a gradient
+    unreached: list[str] = field(default_factory=list)  # trainable tensors without a gradient
     broken: list[int] = field(default_factory=list)  # numbers of parts with a NaN or infinity
     dead: dict[str, float | None] = field(default_factory=dict)  # share of units by module, 0 to 1
-    saturated: dict[str, float | None] = field(default_factory=dict)  # the same of saturated units
+    saturated: dict[str, float | None] = field(default_factory=dict)  # share of saturated units
     entropy: dict[str, list[float | None]] = field(default_factory=dict)  # attention's, by head
 
 
@@ -484,7 +484,7 @@ EVENTS: dict[str, type[Event]] = {
 
 
 def read_result(text: bytes | str, where: object) -> Result:
-    """Return result.json's text as a Result, or refuse it in one line."""
+    """Parse the text of result.json, or refuse it with a one-line error."""
     values = parse(text)
     if values is None:
         raise BadInput(f"{where} is not a JSON object")
@@ -493,7 +493,7 @@ def read_result(text: bytes | str, where: object) -> Result:
 
 
 def read_digests(text: bytes | str, where: object) -> Digests:
-    """Return digests.json's text as Digests, or refuse it in one line."""
+    """Parse the text of digests.json, or refuse it with a one-line error."""
     values = parse(text)
     if values is None:
         raise BadInput(f"{where} is not a JSON object")
@@ -501,7 +501,7 @@ def read_digests(text: bytes | str, where: object) -> Digests:
 
 
 def read_event(line: bytes | str, where: object) -> Event | None:
-    """Return a line as an event; None for a line that a crash tore, which is no JSON object."""
+    """Parse a line as an event; return None for a truncated line, which is not a JSON object."""
     values = parse(line)
     if values is None:
         return None

@@ -1,6 +1,6 @@
-"""Runs as text: the table of all runs, and one run in a fixed form.
+"""Runs as text: the table of all runs, and one run in a fixed layout.
 
-A column of the table is one entry of `COLUMNS`, made from a field of `index.Summary`.
+Each column of the table is an entry of `COLUMNS` that shows a field of `index.Summary`.
 """
 
 import contextlib
@@ -36,9 +36,9 @@ class Column:
     """A column of the table of runs."""
 
     name: str
-    text: Callable[[Summary], Any]  # None: not known
-    right: bool = False  # whether it is flush right
-    marked: bool = False  # whether it carries the mark of the run's caution
+    text: Callable[[Summary], Any]  # None: unknown
+    right: bool = False  # whether it is right-aligned
+    marked: bool = False  # whether it shows the mark of the run's caution
 
 
 def _best(run: Summary) -> str | None:
@@ -68,7 +68,7 @@ _MARKS = "*†‡§"
 
 
 def runs_table(summaries: Iterable[Summary]) -> str:
-    """Set runs in aligned columns, within 100 characters where names allow it, with footnotes."""
+    """Format runs as a table with footnotes, at most 100 characters wide if the names permit."""
     runs = list(summaries)
     if not runs:
         return "no runs"
@@ -90,7 +90,7 @@ def _cell(column: Column, run: Summary, marks: dict[str, str]) -> str:
 
 
 def _within_width(rows: list[list[str]]) -> list[str]:
-    """Align rows; the treatments are cut, but not the names, which are needed whole."""
+    """Align rows; shorten treatments, but not names, which users need in full."""
     lines = columns(rows, _RIGHT)
     too_wide = max(map(len, lines)) - WIDTH
     if too_wide <= 0:
@@ -106,20 +106,20 @@ def _within_width(rows: list[list[str]]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Run:
-    """The content of a run's files; None stands for what is absent or damaged."""
+    """Contents of a run's files; None marks an absent or damaged file."""
 
     summary: Summary
     result: Result | None
-    events: list[Event]  # that count
-    damaged_events: list[str]  # a reason for each line that cannot be read
+    events: list[Event]  # valid events
+    damaged_events: list[str]  # the reason for each unreadable line
     recipe: dict[str, Any] | None
     recipe_file_digest: str | None
-    differences: dict[str, Any] | None  # from the defaults, by dotted key
+    differences: dict[str, Any] | None  # differences from the defaults, by dotted key
     environment: dict[str, Any] | None
 
 
 def show_json(folder: Path) -> dict[str, Any]:
-    """Return the content of a run's files as plain values, null where absent or damaged."""
+    """Return the contents of a run's files as plain values, None if absent or damaged."""
     run = _read(folder)
     evaluations = [asdict(event) for event in run.events if isinstance(event, EvaluationEvent)]
     return {
@@ -138,7 +138,7 @@ def show_json(folder: Path) -> dict[str, Any]:
 
 
 def show(folder: Path) -> str:
-    """Set a run in fixed form: configuration, results, clocks, parameters, environment, notes."""
+    """Format a run: configuration, results, clocks, parameters, environment, notes."""
     from frostlab.records.environment import one_line
 
     run = _read(folder)
@@ -159,7 +159,7 @@ def show(folder: Path) -> str:
 
 
 def stages_table(stages: list[Stage]) -> list[str]:
-    """Return a line for each stage, under a line of names; nothing for a single stage."""
+    """Return a header and a line for each stage; no lines for a single stage."""
     if len(stages) < 2:
         return []
     head = ["stage", "trainable", "of", "steps", "epochs", "best at", "best", "seconds", "ended"]
@@ -253,7 +253,7 @@ def _clocks(result: Result | None) -> list[str]:
         step = f"{', '.join(parts)} ms, cv {number(times.cv)}"
         step += f"; {len(clocks.warmup_ms)} warm-up steps not counted"
     kinds = [f"{event.how} ({event.reason})" for event in result.stepping] if result else []
-    unit = "samples" if result and result.scores is not None else "tokens"  # of a recording, a text
+    unit = "samples" if result and result.scores is not None else "tokens"  # EEG or text
     rest = [
         ("packing_efficiency", clocks.packing_efficiency), ("padding_share", clocks.padding_share),
         (unit, clocks.tokens),
@@ -285,7 +285,7 @@ def _parameters(counts: Parameters | None) -> list[str]:
 
 
 def _machine(result: Result) -> list[str]:
-    """Return what the run took of the machine, as far as it was measured."""
+    """Return the run's measured use of the machine."""
     telemetry, gibibyte = result.telemetry, 2**30
     lines = [
         ("memory", _scaled(telemetry.host_peak_bytes, gibibyte, "GiB at most")),
@@ -321,7 +321,7 @@ def _read(folder: Path) -> _Run:
     if not is_run(folder):
         raise BadInput(f"{folder} is not a run: it has neither {EVENTS} nor {RESULT}")
     result = None
-    with contextlib.suppress(OSError, BadInput):  # the summary names the reason
+    with contextlib.suppress(OSError, BadInput):  # the summary shows the reason
         result = result_of(folder)
     events, damaged = _events(folder)
     recipe = _recipe(folder)
@@ -335,7 +335,7 @@ def _read(folder: Path) -> _Run:
 
 
 def _events(folder: Path) -> tuple[list[Event], list[str]]:
-    """Return the events that count, and a reason for each whole line that cannot be read."""
+    """Return the valid events, and the reason for each complete line that cannot be read."""
     try:
         lines = (folder / EVENTS).read_bytes().split(b"\n")[:-1]
     except OSError:
@@ -365,7 +365,7 @@ def _recipe(folder: Path) -> dict[str, Any] | None:
 def _differences(recipe: dict[str, Any] | None) -> tuple[dict[str, Any] | None, str | None]:
     """Return a recipe's non-default settings by dotted key, and its digest.
 
-    A recipe that is no longer valid returns all its settings, and None.
+    For a recipe that is no longer valid, return all its settings, and None.
     """
     if recipe is None:
         return None, None

@@ -1,4 +1,4 @@
-"""The GPU through NVML, and samples of the load of GPU and host during a run."""
+"""Telemetry: GPU state through NVML, and samples of GPU and host load during a run."""
 
 import importlib
 import os
@@ -16,15 +16,15 @@ import psutil  # type: ignore[import-untyped]
 
 from frostlab.errors import BadInput
 
-_KEPT = 8192  # values a quantity remembers for its median
+_KEPT = 8192  # maximum number of values kept per quantity, for its median
 
 
 class NoGpu(Exception):
-    """The reason why there is no GPU to ask."""
+    """No GPU can be queried; the message gives the reason."""
 
 
 def wanted_gpu(device: str) -> tuple[int | str, ...]:
-    """Translate torch's `cuda:N` into what NVML may know it as; call it on the training thread."""
+    """Translate torch's `cuda:N` to NVML indices or UUIDs; call this on the training thread."""
     kind, _, number = device.partition(":")
     if kind != "cuda":
         raise NoGpu(f"no CUDA device: the run is on {device}")
@@ -44,7 +44,7 @@ def wanted_gpu(device: str) -> tuple[int | str, ...]:
     seen: list[int | str] = []
     for word in (word.strip() for word in listed.split(",")):
         if not (word.isdecimal() or word.startswith(("GPU-", "MIG-"))):
-            break  # as CUDA: what stands after an invalid entry is not visible
+            break  # as in CUDA, entries after an invalid one are not visible
         seen.append(int(word) if word.isdecimal() else word)
     if index >= len(seen):
         raise NoGpu(f"no CUDA device {index} in CUDA_VISIBLE_DEVICES={listed}")
@@ -55,7 +55,7 @@ class Gpu:
     """One GPU, read through NVML; a value that NVML cannot read raises its own error."""
 
     def __init__(self, wanted: tuple[int | str, ...]) -> None:
-        """Open the first of `wanted`, indices or UUIDs, that NVML knows."""
+        """Open the first GPU of `wanted` (indices or UUIDs) that NVML knows."""
         try:
             self.nvml: Any = importlib.import_module("pynvml")
         except ImportError:
@@ -77,7 +77,7 @@ class Gpu:
             if not choice.startswith("GPU-"):
                 return nvml.nvmlDeviceGetHandleByUUID(choice)
             every = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
-            # CUDA takes the beginning of a UUID, if only one GPU's begins so.
+            # CUDA accepts a prefix of a UUID if it matches only one GPU.
             alike = [h for h in every if nvml.nvmlDeviceGetUUID(h).startswith(choice)]
             return alike[0] if len(alike) == 1 else None
         except nvml.NVMLError:
@@ -88,26 +88,26 @@ class Gpu:
         return getattr(self.nvml, question)(self._device, *arguments)
 
     def clock(self, domain: str = "SM", question: str = "nvmlDeviceGetClockInfo") -> float:
-        """Megahertz of the domain SM or MEM."""
+        """Return the clock of the domain SM or MEM in MHz."""
         return float(self.ask(question, getattr(self.nvml, f"NVML_CLOCK_{domain}")))
 
     def power(self) -> float:
-        """Watts."""
+        """Return the power in watts."""
         return float(self.ask("nvmlDeviceGetPowerUsage")) / 1000
 
     def temperature(self) -> float:
-        """Degrees Celsius."""
-        old = hasattr(self.nvml, "nvmlDeviceGetTemperature")  # its end is announced for CUDA 14
+        """Return the temperature in degrees Celsius."""
+        old = hasattr(self.nvml, "nvmlDeviceGetTemperature")  # deprecated, to be removed in CUDA 14
         name = "nvmlDeviceGetTemperature" if old else "nvmlDeviceGetTemperatureV"
         return float(self.ask(name, self.nvml.NVML_TEMPERATURE_GPU))
 
     def utilisation(self) -> float:
-        """Percent of NVML's last sample period in which a kernel ran."""
+        """Return the percentage of NVML's last sample period in which a kernel ran."""
         return float(self.ask("nvmlDeviceGetUtilizationRates").gpu)
 
 
 class _Series:
-    """One quantity: exact count, mean and extremes, and evenly thinned values for the median."""
+    """Statistics of one quantity: exact count, mean and extremes; thinned values for the median."""
 
     def __init__(self) -> None:
         self.n, self._sum, self._min, self._max = 0, 0.0, float("inf"), float("-inf")
@@ -130,7 +130,7 @@ class _Series:
 
 
 class Telemetry:
-    """Samples a GPU and the host on a thread while its `with` block runs; never stops the run."""
+    """Context manager that samples GPU and host load on a thread; its errors never stop the run."""
 
     def __init__(self, device: str = "cpu", interval: float = 1.0) -> None:
         if not interval > 0:
@@ -143,7 +143,7 @@ class Telemetry:
             "load_1min": lambda: os.getloadavg()[0],
             "process_rss_bytes": lambda: float(self._process.memory_info().rss),
         }
-        self._shares: dict[str, Callable[[], float]] = {  # since they were last asked
+        self._shares: dict[str, Callable[[], float]] = {  # percentages since the last query
             "process_cpu_percent": lambda: float(self._process.cpu_percent(None)),
             "system_cpu_percent": lambda: float(psutil.cpu_percent(None)),
         }
@@ -152,7 +152,7 @@ class Telemetry:
         self._last_error: str | None = None
         self._wanted: tuple[int | str, ...] = ()
         self._gpu_reason: str | None = None
-        self._power: tuple[float, float] | None = None  # when, watts
+        self._power: tuple[float, float] | None = None  # time, watts
         self._joules, self._began, self._ended = 0.0, time.monotonic(), float("inf")
 
     def __enter__(self) -> Self:
@@ -172,7 +172,7 @@ class Telemetry:
             self._fail("sampling", "no answer within 1 s of the end")
 
     def summary(self) -> dict[str, Any]:
-        """Return all samples so far as `schema.TelemetrySummary` has them, in plain values."""
+        """Summarise the samples so far in plain values, with the keys of `TelemetrySummary`."""
         unit = 1 if sys.platform == "darwin" else 1024
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         with self._lock:
@@ -185,7 +185,7 @@ class Telemetry:
                 "last_error": self._last_error,
                 "gpu_reason": self._gpu_reason,
                 "gpu_energy_joules": None if self._power is None else self._joules,
-                # since the process began; the kernel's peak may lag behind what was sampled
+                # since the process began; the kernel's peak may lag behind the samples
                 "host_peak_bytes": int(max(peak, series["process_rss_bytes"]["max"] or 0)),
                 "sampling_cpu_seconds": self._cost,
                 **series,
@@ -194,7 +194,7 @@ class Telemetry:
     def _run(self) -> None:
         if self._wanted:
             self._open_gpu()
-        self._sample(self._shares, keep=False)  # the first answer of a share means nothing
+        self._sample(self._shares, keep=False)  # the first value of a percentage is meaningless
         asked, last = time.monotonic(), False
         while True:
             self._sample(self._read)
@@ -203,7 +203,7 @@ class Telemetry:
                 asked = now
             with self._lock:
                 self._samples += 1
-                self._cost = time.thread_time()  # all of this thread's, opening NVML too
+                self._cost = time.thread_time()  # this thread's total, including opening NVML
             if last:
                 return
             last = self._stop.wait(self._interval)
@@ -238,7 +238,7 @@ class Telemetry:
             except Exception as error:
                 self._fail(name, str(error) or type(error).__name__)
                 if type(error).__name__ == "NVMLError_NotSupported":
-                    del readers[name]  # it never will be: counted once
+                    del readers[name]  # never supported: count one error
                 continue
             if keep:
                 with self._lock:
@@ -250,20 +250,20 @@ class Telemetry:
             self._last_error = f"{name}: {reason}"
 
 
-_BUSY = 0.1  # of all cores
+_BUSY = 0.1  # share of all cores
 
 
 @dataclass(frozen=True)
 class Watched:
-    """How busy other processes kept the machine, and the sampled load."""
+    """Load that other processes put on the machine, and the sampled telemetry."""
 
     cores: int
-    cores_of_others: float | None  # busy on average with other processes; None: not known
-    others_on_gpu: int | None  # processes; None: no GPU, or NVML does not say
+    cores_of_others: float | None  # mean number of cores busy with other processes; None: unknown
+    others_on_gpu: int | None  # number of processes; None: no GPU, or unknown to NVML
     telemetry: dict[str, Any]
 
     def complaints(self) -> list[str]:
-        """Return the reasons why a timing on this busy machine proves nothing."""
+        """Return the reasons why a timing on this busy machine is not reliable."""
         reasons = []
         if self.cores_of_others is not None and self.cores_of_others > _BUSY * self.cores:
             reasons.append(
@@ -279,7 +279,7 @@ class Watched:
 
 
 class Watching:
-    """Watches for other processes while its `with` block runs."""
+    """Context manager that watches for other processes."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -296,7 +296,7 @@ class Watching:
         self._on_gpu.append(others_on_gpu(self._device))
 
     def watched(self) -> Watched:
-        """Return everything that was seen."""
+        """Return all observations."""
         telemetry = self._telemetry.summary()
         cores = psutil.cpu_count() or 1
         ours, total = (telemetry[f"{key}_cpu_percent"]["mean"] for key in ("process", "system"))
@@ -308,10 +308,10 @@ class Watching:
 
 
 def others_on_gpu(device: str) -> int | None:
-    """Return how many other processes hold the GPU; in a container our own id differs there."""
+    """Return the number of other processes on the GPU; a container's process ids differ."""
     try:
         gpu = Gpu(wanted_gpu(device))
         on_it = {p.pid for p in gpu.ask("nvmlDeviceGetComputeRunningProcesses")}
-    except Exception:  # a driver fails in ways of its own
+    except Exception:  # drivers raise many types of errors
         return None
     return max(0, len(on_it) - 1)

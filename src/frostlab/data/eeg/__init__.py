@@ -1,4 +1,4 @@
-"""EEG with the envelope of the speech a subject heard: simulated, or read from a folder."""
+"""EEG with the envelope of the speech that a subject heard: simulated, or read from a folder."""
 
 from frostlab.data.eeg.load import gather, load_recordings
 from frostlab.data.eeg.readers import from_mne

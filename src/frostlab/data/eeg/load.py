@@ -29,11 +29,11 @@ from frostlab.errors import BadInput
 from frostlab.recipe.data import ChallengeEEG, EEGData, MatlabEEG, MneEEG, RecordedEEG, SimulatedEEG
 from frostlab.storage import build_once, cache_folder, digest_of
 
-FORMAT = 2  # of stored recordings; raise it when the simulation or the preprocessing changes
+FORMAT = 2  # version of stored recordings; raise it when simulation or preprocessing changes
 
 
 def load_signals(data: EEGData, data_dir: Path | None, cache: Path) -> Signals:
-    """Return recordings as windows: cut as the recipe asks for training, else on a grid."""
+    """Return recordings as windows: as the recipe asks for training, on a grid for other splits."""
     source = load_recordings(data, data_dir, cache)
     rows = {subject: row for row, subject in enumerate(source.subjects)}
     splits = {}
@@ -83,7 +83,7 @@ def gather(
     report: int = 1,
     unseen: tuple[str, ...] | float | None = None,
 ) -> Recordings:
-    """Split recordings that are in memory, such as those of `from_mne`."""
+    """Split recordings that are in memory, such as the recordings that `from_mne` returns."""
     if not recordings:
         raise BadInput("there are no recordings to divide")
     for recording in recordings:
@@ -122,7 +122,7 @@ def _hold_out(data: RecordedEEG) -> HoldOut:
 
 
 def _stamp(path: Path) -> list[str | int]:
-    """Return the name, size and time of a file, which change when it does."""
+    """Return a file's name, size and modification time, to detect when the file changes."""
     state = path.stat()
     return [path.name, state.st_size, state.st_mtime_ns]
 
@@ -134,7 +134,7 @@ def _write(
     stamps: Sequence[list[str | int]],
     place: Path,
 ) -> None:
-    """Read the recordings of a folder, split them, and store them in another."""
+    """Read the recordings of a folder, split them, and store them in another folder."""
     division, caution = divide([s.heading for s in sources], _hold_out(data), str(folder))
     by_name = {source.heading.name: source for source in sources}
     store = Store(place)
@@ -162,7 +162,7 @@ def _write(
 
 
 def _speech_digest(recording: Recording) -> str:
-    """Return a digest of the envelope, by which equal speech is recognised."""
+    """Return a digest of the envelope; recordings of the same speech have the same digest."""
     return hashlib.sha256(recording.envelope.tobytes()).hexdigest()
 
 

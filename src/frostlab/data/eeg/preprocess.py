@@ -10,7 +10,7 @@ from frostlab.errors import BadInput
 
 Array = NDArray[np.float64]
 Band = tuple[float, float]
-_ORDER = 3  # of the band pass, each way
+_ORDER = 3  # filter order of the band pass, in each direction
 
 
 def preprocess(
@@ -26,7 +26,7 @@ def preprocess(
     reference: Array | None = None,
     other: Array | None = None,
 ) -> Recording:
-    """Return a recording of measured signals; `rates` are of EEG and envelope."""
+    """Return a recording of measured signals; `rates` are the rates of EEG and envelope."""
     speakers = [envelope] if other is None else [envelope, other]
     for speaker in speakers:
         check_signals(name, eeg, channels, speaker)
@@ -41,7 +41,7 @@ def preprocess(
             )
 
     def ready(x: Array, measured: float) -> Array:
-        # Without its first sample's value a flat channel is exactly 0, also after filtering.
+        # Subtracting the first sample makes a flat channel exactly 0, before and after filtering.
         return bandpass(resample(x - x[0], measured, rate, name), rate, band, name)
 
     signals = [ready(rereference(eeg, reference), rates[0])]
@@ -51,7 +51,7 @@ def preprocess(
 
 
 def check_signals(name: str, eeg: Array, channels: tuple[str, ...], envelope: Array) -> None:
-    """Refuse signals of wrong shape, with values that are not finite, or without variation."""
+    """Refuse signals that have a wrong shape, contain non-finite values, or are constant."""
     if eeg.ndim != 2 or envelope.ndim != 1:
         raise BadInput(
             f"{name}: the EEG has shape {eeg.shape} and the envelope {envelope.shape}, "
@@ -75,7 +75,7 @@ def check_signals(name: str, eeg: Array, channels: tuple[str, ...], envelope: Ar
 
 
 def check_durations(name: str, eeg: int, envelope: int, rates: tuple[float, float]) -> None:
-    """Refuse signals whose durations differ by more than a sample of the slower one."""
+    """Refuse signals whose durations differ by more than one sample at the lower rate."""
     if abs(eeg / rates[0] - envelope / rates[1]) > (rates[0] != rates[1]) / min(rates) + 1e-9:
         raise BadInput(
             f"{name}: the EEG has {eeg} samples at {rates[0]:g} Hz and the envelope {envelope} at "
@@ -122,7 +122,7 @@ def bandpass(x: Array, rate: float, band: Band | None, name: str) -> Array:
 
 
 def standardize(x: Array) -> Signal:
-    """Return every channel with mean 0 and standard deviation 1; a flat channel becomes 0."""
+    """Scale every channel to mean 0 and standard deviation 1; a flat channel becomes 0."""
     centred = x - x.mean(axis=0)
     deviation = centred.std(axis=0)
     flat = deviation <= 1e-9 * np.abs(x).max(axis=0)

@@ -1,6 +1,6 @@
 """Readers of folders of recordings: the challenge's .npy, MATLAB's .mat, and files that MNE reads.
 
-A reader lists a folder as `Source`s, which are read one at a time.
+Each reader lists the recordings of a folder as `Source`s, which are read one at a time.
 """
 
 import os
@@ -20,26 +20,26 @@ from frostlab.data.eeg.splits import PREFIXES, Heading
 from frostlab.errors import BadInput, first_line, nearest, require
 from frostlab.recipe.data import ChallengeEEG, MatlabEEG, MneEEG
 
-MATLAB_RATE = 128.0  # Hz; the files do not hold it
-ENDINGS = (".fif", ".edf", ".bdf", ".set", ".vhdr")  # that MNE reads
+MATLAB_RATE = 128.0  # Hz; the files do not store the rate
+ENDINGS = (".fif", ".edf", ".bdf", ".set", ".vhdr")  # file types that MNE reads
 _ROLES = {prefix: role for role, prefix in PREFIXES.items()}
 _SEPARATOR = "_-_"  # between the parts of a file's name
 _TRIAL = re.compile(r"([12])_(\d+)\.mat")
-# By block: the file of the attended speaker, of the ignored one, and the order of the ignored.
+# By block: the attended speaker's file, the ignored speaker's file, the ignored speaker's order.
 _BLOCKS = {1: ("F_env", "M_env", "blk1_M_Order"), 2: ("M_env", "F_env", "blk2_F_Order")}
 
 
 @dataclass(frozen=True)
 class Source:
-    """A recording that is not read yet."""
+    """A recording that has not been read yet."""
 
     heading: Heading
     files: tuple[Path, ...]
-    read: Callable[[], tuple[Recording, tuple[str, ...]]]  # returns the channels' names too
+    read: Callable[[], tuple[Recording, tuple[str, ...]]]  # also returns channel names
 
 
 def find_folder(path: str, data_dir: Path | None) -> Path:
-    """Return the folder at a path, relative to the working folder or else to the data folder."""
+    """Find a folder by its path, relative to the working folder or else to the data folder."""
     parent = data_dir or (Path(env) if (env := os.environ.get("FROSTLAB_DATA")) else None)
     places = [Path(path).expanduser()]
     if parent is not None and not places[0].is_absolute():
@@ -55,7 +55,7 @@ def find_folder(path: str, data_dir: Path | None) -> Path:
 
 
 def pair_files(folder: Path, endings: Iterable[str]) -> list[tuple[list[str], Path, Path]]:
-    """Return the parts of each recording's name, its EEG file and its envelope file, by name."""
+    """Return, sorted by name, each recording's name parts, EEG file and envelope file."""
     eeg_endings = tuple(f"{_SEPARATOR}eeg{ending}" for ending in endings)
     pairs = []
     for path in sorted(folder.iterdir()):
@@ -91,7 +91,7 @@ def load_array(path: Path) -> NDArray[np.float64]:
 
 
 def load_envelope(path: Path) -> NDArray[np.float64]:
-    """Read an envelope (samples,) of a .npy file of one row or column."""
+    """Read an envelope (samples,) from a .npy file with one row or column."""
     envelope = load_array(path)
     if envelope.ndim == 2 and 1 in envelope.shape:
         return envelope.reshape(-1)
@@ -140,8 +140,8 @@ def _challenge_reader(
 def matlab_sources(data: MatlabEEG, folder: Path) -> list[Source]:
     """List `BLOCK_TRIAL.mat`: speaker F is attended in block 1, speaker M in block 2.
 
-    The attended speaker's story has the trial's number; `competing_speaker_order.mat` lists the
-    ignored speaker's. Each sub-folder is a subject.
+    The number of a trial is also the number of the attended speaker's story; the file
+    `competing_speaker_order.mat` lists the ignored speaker's stories. Each sub-folder is a subject.
     """
     names = ("F_env", "M_env", "competing_speaker_order")
     shared = {name: folder / f"{name}.mat" for name in names}
@@ -209,7 +209,7 @@ def _matlab_reader(
 
 
 def _trial_order(path: Path) -> tuple[str, int, int]:
-    """Sort by folder, block and trial."""
+    """Return the sort key of a trial: its folder, block and number."""
     match = _TRIAL.fullmatch(path.name)
     return (str(path.parent), *((int(match[1]), int(match[2])) if match else (0, 0)))
 
@@ -219,7 +219,7 @@ def _load_mat(path: Path, *keys: str) -> dict[str, Any]:
 
     try:
         variables: dict[str, Any] = io.loadmat(path, variable_names=keys)
-    except Exception as error:  # scipy raises errors of many kinds for a broken file
+    except Exception as error:  # scipy raises many types of errors for a broken file
         raise BadInput(f"{path} cannot be read: {first_line(error)}") from error
     for key in keys:
         if key not in variables:
@@ -229,7 +229,7 @@ def _load_mat(path: Path, *keys: str) -> dict[str, Any]:
 
 
 def mne_sources(data: MneEEG, folder: Path) -> list[Source]:
-    """List `SUBJECT_-_STIMULUS_-_eeg.fif`, or with another ending that MNE reads."""
+    """List `SUBJECT_-_STIMULUS_-_eeg.fif`, and such files of other types that MNE reads."""
     require("mne", "eeg", f"data.name {data.name}")
     sources = []
     for parts, eeg, envelope in pair_files(folder, ENDINGS):
@@ -247,7 +247,7 @@ def _mne_reader(
         mne = require("mne", "eeg", f"reading {eeg}")
         try:
             raw = mne.io.read_raw(eeg, preload=True, verbose="ERROR")
-        except Exception as error:  # MNE raises errors of many kinds for a broken file
+        except Exception as error:  # MNE raises many types of errors for a broken file
             raise BadInput(f"{eeg} cannot be read: {first_line(error)}") from error
         recording = from_mne(
             raw,
@@ -275,11 +275,11 @@ def from_mne(
     band: Band | None = None,
     reference: str | tuple[str, ...] = "none",
 ) -> Recording:
-    """Return a recording of a Raw's EEG channels and the envelope of the speech.
+    """Return a recording with the EEG channels of an MNE Raw and the envelope of the speech.
 
-    The envelope is at the Raw's rate, or at `envelope_rate`; both are resampled to `rate`. The
-    reference is "none", "average" or names of channels, whose mean is subtracted and which are
-    left out.
+    The envelope is sampled at the Raw's rate, or at `envelope_rate`; EEG and envelope are
+    resampled to `rate`. `reference` is "none", "average" or channel names; the mean of these
+    channels is subtracted from all others, and the recording omits them.
     """
     eeg, channels, reference_signals = _raw_signals(raw, name, reference)
     return preprocess(
@@ -296,7 +296,7 @@ def from_mne(
 
 
 def eeg_channels(raw: Any, reference: str | tuple[str, ...] = "none") -> tuple[str, ...]:
-    """Return the names of a Raw's EEG channels, also of bad ones, without the reference."""
+    """Return the names of a Raw's EEG channels, including bad ones but not the reference."""
     picked = raw.copy().pick("eeg", exclude=()).ch_names
     return tuple(name for name in picked if name not in _reference_channels(reference))
 
@@ -308,7 +308,7 @@ def _reference_channels(reference: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _raw_signals(raw: Any, name: str, reference: str | tuple[str, ...]) -> tuple[Any, Any, Any]:
-    """Return the EEG (samples, channels), its channels' names, and the reference's signals."""
+    """Return the EEG (samples, channels), its channel names, and the reference signals."""
     try:
         channels = eeg_channels(raw, reference)
     except ValueError as error:

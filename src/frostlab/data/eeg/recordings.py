@@ -23,7 +23,7 @@ UNSEEN = -1  # the embedding's row for subjects in no training split
 
 @dataclass(frozen=True)
 class Recording:
-    """EEG with the envelope of the speech a subject heard, sample by sample."""
+    """EEG and the envelope of the speech that the subject heard, aligned sample by sample."""
 
     name: str
     subject: str
@@ -41,10 +41,10 @@ class Recordings:
 
     rate: float  # Hz
     channels: tuple[str, ...]
-    splits: dict[str, tuple[Recording, ...]]  # train, tune, report, and unseen: held-out subjects
-    subjects: tuple[str, ...]  # of train, in the order of an embedding's rows
+    splits: dict[str, tuple[Recording, ...]]  # train, tune, report, and unseen (held-out subjects)
+    subjects: tuple[str, ...]  # training subjects, in the order of the embedding's rows
     known: dict[str, float]  # reference scores: best_r, best_r_unseen, …
-    origin: dict[str, str]  # each split's place, and how recordings were held out
+    origin: dict[str, str]  # where each split comes from, and how recordings were held out
     caution: str | None  # a warning to show with every number
     digest: str
 
@@ -56,7 +56,7 @@ class Windows:
     recordings: tuple[Recording, ...]
     subjects: tuple[int, ...]  # each recording's row of the embedding, or UNSEEN
     length: int  # samples
-    hop: int | None  # samples from one window to the next; None: redrawn every epoch
+    hop: int | None  # samples from one window to the next; None: windows are redrawn every epoch
     digest: str
 
     def __len__(self) -> int:
@@ -64,12 +64,12 @@ class Windows:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Number of samples of each window in an epoch."""
+        """Length in samples of each window in an epoch."""
         return np.full(len(self), self.length)
 
     @cached_property
     def bounds(self) -> NDArray[np.int64]:
-        """First sample of each recording, and the end of the last."""
+        """First sample of each recording, and the end of the last recording."""
         return np.array([0, *accumulate(map(len, self.recordings))])
 
     def draw(self, seed: int, epoch: int) -> NDArray[np.int64]:
@@ -94,7 +94,7 @@ class Windows:
     def cut(
         self, rows: NDArray[np.int64]
     ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
-        """Return (B, T, channels) EEG, (B, T) envelopes and (B,) subjects of windows."""
+        """Return the EEG (B, T, channels), envelopes (B, T) and subjects (B,) of windows."""
         owners = self.owners(rows)
         starts = zip(owners, rows - self.bounds[owners], strict=True)
         cuts = [(self.recordings[n], slice(start, start + self.length)) for n, start in starts]
@@ -110,7 +110,7 @@ class Signals:
     splits: dict[str, Windows]  # train, tune, report, and unseen if subjects are held out
     rate: float  # Hz
     channels: tuple[str, ...]
-    subjects: tuple[str, ...]  # of the training split, in the order of the embedding
+    subjects: tuple[str, ...]  # training subjects, in the order of the embedding's rows
     origin: dict[str, str]
     caution: str | None
     known: dict[str, float]
@@ -122,7 +122,7 @@ Material = Prepared | Signals
 
 
 def text_of(prepared: Material) -> Prepared:
-    """Return data that must be tokens: recipes allow packing and cached layers for them only."""
+    """Narrow the type to token data: recipes allow packing and cached layers only for tokens."""
     assert isinstance(prepared, Prepared)
     return prepared
 
@@ -136,9 +136,10 @@ def windows(
 ) -> Starts:
     """Return the recording and the first sample of each window.
 
-    With a hop, windows start every `hop` samples and the last ends with the recording, so that
-    they cover every sample. Without, as many as fit without overlap are drawn from seed and epoch,
-    one start from each equal range of the possible starts: their number never changes.
+    With a hop, windows start every `hop` samples and the last window ends with the recording, so
+    the windows cover every sample. Without a hop, the number of windows is the number that fits
+    without overlap. The possible starts are divided into equal ranges, and one start is drawn
+    from each range with `seed` and `epoch`.
     """
     parts: list[Starts] = []
     for index, recording in enumerate(recordings):
@@ -160,7 +161,7 @@ def windows(
 
 
 class Store:
-    """Writes recordings to a folder, one at a time."""
+    """Writer that stores recordings in a folder, one at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -186,7 +187,7 @@ class Store:
         known: dict[str, float] | None = None,
         caution: str | None = None,
     ) -> None:
-        """Write the facts that hold for all recordings."""
+        """Write the metadata that all recordings share."""
         check_channels("the list of names", len(channels), *(self._first or ("", 0)))
         save_facts(
             self.folder,
@@ -233,7 +234,7 @@ def subjects_of(recordings: Iterable[Recording]) -> tuple[str, ...]:
 
 
 def check_channels(name: str, count: int, first: str, expected: int) -> None:
-    """Refuse a recording with another number of channels than the first."""
+    """Refuse a recording whose number of channels differs from the first recording's."""
     if count != expected:
         raise BadInput(f"{name} has {count} channels, {first} has {expected}")
 

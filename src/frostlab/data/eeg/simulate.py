@@ -1,8 +1,8 @@
 """Simulated EEG whose best decoder is known.
 
-Envelopes are Gaussian with a speech-like rhythm. Each subject (a `Head`) responds to them by three
-waves from both auditory cortices; noise comes from brain, eyes and sensors. `best_correlation`
-computes, from the true responses and spectra, which r no decoder exceeds.
+Envelopes are Gaussian signals with a speech-like rhythm. The response of each subject (a `Head`)
+consists of three waves from both auditory cortices; noise comes from brain, eyes and sensors.
+`best_correlation` computes the upper bound of r from the true responses and spectra.
 """
 
 from collections.abc import Iterable
@@ -19,24 +19,24 @@ from frostlab.recipe.data import SimulatedEEG
 
 Array = NDArray[np.float64]
 SPAN = 0.4  # s, duration of a response
-MEMORY = 2.0  # s, after which the adaptation no longer depends on its start
-_LATENCIES = (0.06, 0.12, 0.20)  # s, of the three waves
-_WIDTHS = (0.018, 0.025, 0.04)  # s
+MEMORY = 2.0  # s; after this time the adaptation no longer depends on its initial state
+_LATENCIES = (0.06, 0.12, 0.20)  # s, latencies of the three waves
+_WIDTHS = (0.018, 0.025, 0.04)  # s, widths of the three waves
 _HEIGHTS = (0.6, -1.0, 0.8)
-_DELAY = 0.1  # s, largest delay of a subject with non-linear responses
+_DELAY = 0.1  # s, maximum delay of a subject with non-linear responses
 _SHARES = {"background": 0.6, "alpha": 0.2, "blinks": 0.15, "sensors": 0.05}  # of noise power
 _EXPONENT = 1.2  # loudness = amplitude to this power, amplitude = exp(envelope)
-_ADAPTATION = 0.25  # s
+_ADAPTATION = 0.25  # s, time constant
 _SUSTAINED = 0.5  # weight of loudness relative to its onsets
 GRID = 257  # number of frequencies on which spectra are compared
 SYLLABLES = 4.8  # Hz, centre of the envelope's rhythm; most power is between 3 and 8
 BLINKS = 0.25  # per second
 _BLINK = 0.08  # s, standard deviation of a blink's Gaussian
 _BLINK_SPREAD = 0.2  # standard deviation of a blink's height
-_HEAD, _RECORDING = 0, 1  # part of the seeds of subjects and of recordings
+_HEAD, _RECORDING = 0, 1  # keep the seeds of subjects and of recordings apart
 BOUND = "with nonlinear responses best_r is an upper bound (by rate and distortion)"
 
-# Inclination from the top and azimuth from the right ear, in degrees: BioSemi's cap of 64.
+# BioSemi's 64-channel cap: inclination from the top and azimuth from the right ear, in degrees.
 _CAP = """
 Fp1 92 108 AF7 92 126 AF3 74 115 F1 50 112 F3 60 129 F5 75 139 F7 92 144 FT7 92 162
 FC5 72 159 FC3 50 152 FC1 32 135 C1 23 180 C3 46 180 C5 69 180 T7 92 180 TP7 92 -162
@@ -53,13 +53,13 @@ BIOSEMI128: tuple[str, ...] = tuple(f"{bank}{n}" for bank in "ABCD" for n in ran
 
 @dataclass(frozen=True)
 class Head:
-    """One subject: responses, and the topographies of noise, at a noise power of 1."""
+    """One subject: the responses, and the topographies of the noise, whose total power is 1."""
 
-    response: Array  # (taps, channels), to a drive of variance 1
+    response: Array  # (taps, channels), response to a drive of variance 1
     background: Array  # (channels, dipoles)
     alpha: Array  # (channels, dipoles)
     blinks: Array  # (channels,)
-    sensors: float
+    sensors: float  # standard deviation of the sensor noise
 
 
 def write_simulated(data: SimulatedEEG, folder: Path) -> None:
@@ -106,9 +106,9 @@ def simulate(
     eeg: Array = signal.oaconvolve(driven[:, None], head.response, "valid", axes=0)
     eeg += head.blinks * draw_blinks(samples, rate, random)[:, None]
     for kind, pattern in (("background", head.background), ("alpha", head.alpha)):
-        # As many signals as the channels' covariance has ranks have the same distribution.
+        # Draw one signal per rank of the channel covariance: the distribution is the same.
         values, vectors = np.linalg.eigh(pattern @ pattern.T)
-        largest = np.abs(vectors).argmax(0)  # fix the signs, which the library chooses
+        largest = np.abs(vectors).argmax(0)  # fixes the signs, which eigh leaves open
         vectors = vectors * np.sign(vectors[largest, np.arange(len(values))])
         nonzero = values > 1e-12 * values[-1]
         spread = vectors[:, nonzero] * np.sqrt(values[nonzero])  # (64, rank)
@@ -119,13 +119,13 @@ def simulate(
 
 
 def head_of(data: SimulatedEEG, unseen: bool, subject: int) -> Head:
-    """Draw a subject, independently of the number of subjects."""
+    """Draw one subject; the draw does not depend on the number of subjects."""
     random = np.random.default_rng([data.seed, _HEAD, unseen, subject])
     return draw_head(data.rate, data.snr, data.responses, random)
 
 
 def draw_head(rate: float, snr: float, responses: str, random: np.random.Generator) -> Head:
-    """Draw a subject whose responses are `snr` dB above the noise, over channels and time."""
+    """Draw a subject whose signal-to-noise ratio, over channels and time, is `snr` dB."""
     response = _draw_response(rate, responses, random)
     noise = _draw_noise(random)
     _, drive_power, _ = drive_spectra(rate, responses)
@@ -153,7 +153,7 @@ def _draw_response(rate: float, responses: str, random: np.random.Generator) -> 
 
 
 def _draw_noise(random: np.random.Generator) -> tuple[Array, Array, Array, float]:
-    """Draw the topographies of background, alpha and blinks, and the sensors' deviation."""
+    """Draw the topographies of background, alpha and blinks, and the sensor noise's deviation."""
     directions = random.standard_normal((256, 3))
     radii = 0.8 * random.random(256) ** (1 / 3)
     places = directions / np.linalg.norm(directions, axis=1, keepdims=True) * radii[:, None]
@@ -176,7 +176,7 @@ def _draw_noise(random: np.random.Generator) -> tuple[Array, Array, Array, float
 
 
 def drive(envelope: Array, rate: float, responses: str) -> Array:
-    """Return the signal that the brain responds to; if non-linear, valid after MEMORY seconds."""
+    """Return the signal that drives the brain; a non-linear drive is valid after MEMORY seconds."""
     if responses == "linear":
         return envelope
     moments = _measure_drive(rate)
@@ -184,7 +184,7 @@ def drive(envelope: Array, rate: float, responses: str) -> Array:
 
 
 def _adapt(envelope: Array, rate: float) -> Array:
-    """Return loudness by a power law, and its onsets, which recent loudness attenuates."""
+    """Return power-law loudness plus its onsets, attenuated by recent loudness."""
     from scipy import signal
 
     loud = np.exp(_EXPONENT * envelope)
@@ -196,12 +196,12 @@ def _adapt(envelope: Array, rate: float) -> Array:
 
 @dataclass(frozen=True)
 class _DriveMoments:
-    """Moments of the non-linear drive, estimated from a long draw: there is no formula."""
+    """Moments of the non-linear drive, estimated from a long draw because no formula is known."""
 
     mean: float
     deviation: float
-    power: Array  # on the grid, of the drive at variance 1
-    coherence: Array  # with the envelope
+    power: Array  # power spectrum of the drive at variance 1, on the frequency grid
+    coherence: Array  # coherence with the envelope, on the frequency grid
 
 
 @cache
@@ -223,7 +223,7 @@ def _measure_drive(rate: float) -> _DriveMoments:
 
 
 def drive_spectra(rate: float, responses: str) -> tuple[Array, Array, Array]:
-    """Return the power of envelope and drive, and their coherence, on the frequency grid."""
+    """Return the spectra of envelope and drive, and their coherence, on the frequency grid."""
     envelope = rhythm_power("envelope", frequency_grid(rate), rate)
     if responses == "linear":
         return envelope, envelope, np.ones_like(envelope)
@@ -232,14 +232,14 @@ def drive_spectra(rate: float, responses: str) -> tuple[Array, Array, Array]:
 
 
 def channel_names(count: int) -> tuple[str, ...]:
-    """Return the names of BioSemi's cap of so many channels, else numbers."""
+    """Return the channel names of BioSemi's cap with `count` channels; number them if none has."""
     caps = {64: BIOSEMI64, 128: BIOSEMI128}
     return caps.get(count, tuple(str(n) for n in range(1, count + 1)))
 
 
 @cache
 def positions() -> Array:
-    """Return the 64 electrodes on the unit sphere: x to the right ear, y to the nose, z up."""
+    """Return 64 electrode positions on the unit sphere: x to the right ear, y to the nose, z up."""
     tilt = np.radians(np.array(_CAP[1::3], dtype=float))
     turn = np.radians(np.array(_CAP[2::3], dtype=float))
     xyz = (np.sin(tilt) * np.cos(turn), np.sin(tilt) * np.sin(turn), np.cos(tilt))
@@ -247,7 +247,7 @@ def positions() -> Array:
 
 
 def topographies(places: Array, moments: Array) -> Array:
-    """Return the potentials of dipoles at the electrodes, average-referenced: (64, dipoles)."""
+    """Return the average-referenced potentials of dipoles at the electrodes: (64, dipoles)."""
     offsets = positions()[:, None, :] - places[None]  # (64, dipoles, 3)
     distance = np.linalg.norm(offsets, axis=2)
     potentials: Array = (offsets * moments[None]).sum(axis=2) / distance**3
@@ -265,7 +265,7 @@ def _envelope(f: Array) -> Array:
 
 
 def _background(f: Array) -> Array:
-    """1/f with an amplifier's high-pass filter."""
+    """Return a 1/f spectrum after an amplifier's high-pass filter."""
     return f / (f**2 + 0.5**2)
 
 
@@ -298,7 +298,7 @@ def draw_rhythm(
     from scipy import fft
 
     samples = shape[-1]
-    padded = fft.next_fast_len(samples + round(8 * rate), real=True)  # ends do not correlate
+    padded = fft.next_fast_len(samples + round(8 * rate), real=True)  # decorrelates the ends
     white = fft.rfft(random.standard_normal((*shape[:-1], padded)))
     gain = np.sqrt(rhythm_power(kind, fft.rfftfreq(padded, 1 / rate), rate) * rate / 2)
     signals: Array = fft.irfft(white * gain, padded)
@@ -319,14 +319,14 @@ def draw_blinks(samples: int, rate: float, random: np.random.Generator) -> Array
 
 @dataclass(frozen=True)
 class BestCorrelation:
-    """The best r with one subject, in expectation over long recordings."""
+    """Best expected r for one subject, over long recordings."""
 
-    overall: float  # no decoder exceeds it
-    linear: float  # of the best linear decoder
+    overall: float  # upper bound for all decoders
+    linear: float  # r of the best linear decoder
 
 
 def best_correlation(head: Head, rate: float, responses: str) -> BestCorrelation:
-    """Return the best r with one subject, over all decoders and over linear ones."""
+    """Return the best r for one subject: the bound for all decoders, and the best linear one."""
     f = frequency_grid(rate)
     envelope, drive_power, coherence = drive_spectra(rate, responses)
     ratio = signal_to_noise(head, rate, blinks=True) * drive_power
@@ -360,11 +360,11 @@ def signal_to_noise(head: Head, rate: float, blinks: bool) -> Array:
 
 
 def least_distortion(power: Array, nats: float, f: Array) -> float:
-    """Return the least squared error of a Gaussian signal coded in so many nats per second.
+    """Return the minimum squared error of a Gaussian signal that is coded at `nats` per second.
 
-    Reverse water-filling (Cover and Thomas, Elements of Information Theory, 10.3.3).
+    The method is reverse water-filling (Cover and Thomas, Elements of Information Theory, 10.3.3).
     """
-    low, high = -700.0, float(np.log(power.max()))  # of the logarithm of the water level
+    low, high = -700.0, float(np.log(power.max()))  # bounds of the log water level
     logs = np.log(np.maximum(power, 1e-300))
     for _ in range(100):
         level = (low + high) / 2

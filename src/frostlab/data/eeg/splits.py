@@ -8,7 +8,7 @@ from frostlab.data.eeg.recordings import ROLES
 from frostlab.errors import BadInput, nearest
 from frostlab.storage import digest_of
 
-PREFIXES = {"train": "train", "tune": "val", "report": "test"}  # of file names, by role
+PREFIXES = {"train": "train", "tune": "val", "report": "test"}  # prefixes of file names, by role
 Division = dict[str, list[str]]  # the names of each split's recordings
 
 
@@ -19,22 +19,22 @@ class Heading:
     name: str
     subject: str
     stimulus: str
-    role: str | None = None  # by its file's prefix
+    role: str | None = None  # the role that the file's prefix names
 
 
 @dataclass(frozen=True)
 class HoldOut:
     """The subjects and recordings to hold out."""
 
-    seen: tuple[str, ...] | None = None  # None: every subject that is not unseen
+    seen: tuple[str, ...] | None = None  # to train on; None: every subject that is not unseen
     unseen: tuple[str, ...] | float | None = None  # names, or a share of the subjects
     tune: int | None = None  # recordings of each subject; None: by the files' prefixes, else 1
-    report: int | None = None
+    report: int | None = None  # as for tune
     held_out: int | None = None  # instead of both: number of the reporting recording, from 1
 
 
 def divide(headings: Sequence[Heading], rule: HoldOut, place: str) -> tuple[Division, str | None]:
-    """Return the recordings of each role, and a warning if training and held-out share speech."""
+    """Return each role's recordings, and a warning if held-out speech is also in training."""
     counts = Counter(heading.name for heading in headings)
     if repeated := [name for name, count in counts.items() if count > 1]:
         raise BadInput(f"{place}: {counts[repeated[0]]} recordings are called {repeated[0]}")
@@ -49,7 +49,7 @@ def divide(headings: Sequence[Heading], rule: HoldOut, place: str) -> tuple[Divi
             _assign_by_order(subject, names, rule, division)
         division["unseen"] = [h.name for h in headings if h.subject in unseen]
     division = {role: names for role, names in division.items() if names}
-    if by_prefix:  # files are parts of a recording, cut at the same times for every subject
+    if by_prefix:  # each file is a part of a recording, cut at the same times for every subject
         return division, None
     stimuli = {heading.name: heading.stimulus for heading in headings}
     return division, shared_speech_warning(stimuli, division)
@@ -58,7 +58,7 @@ def divide(headings: Sequence[Heading], rule: HoldOut, place: str) -> tuple[Divi
 def _subjects(
     subjects: list[str], rule: HoldOut, place: str
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the subjects to train on, and the unseen ones."""
+    """Return the subjects to train on, and the unseen subjects."""
     for key, named in (("seen", rule.seen), ("unseen", rule.unseen)):
         for name in named if isinstance(named, tuple) else ():
             if name not in subjects:
@@ -73,7 +73,7 @@ def _subjects(
                 f"data.unseen {unseen:g} is {count} of the {len(subjects)} subjects of {place}, "
                 f"but data.seen leaves {len(candidates)}"
             )
-        unseen = tuple(sorted(sorted(candidates, key=digest_of)[:count]))  # random, by their names
+        unseen = tuple(sorted(sorted(candidates, key=digest_of)[:count]))  # pseudo-random, by name
     unseen = unseen or ()
     if both := [name for name in rule.seen or () if name in unseen]:
         raise BadInput(f"subject {both[0]} is both in data.seen and in data.unseen")
@@ -93,7 +93,7 @@ def _assign_by_prefix(
     division: Division,
     place: str,
 ) -> None:
-    """Assign files by their prefix; of unseen subjects only test files, which share no speech."""
+    """Assign files by prefix; use only the test files of unseen subjects: they share no speech."""
     for heading in headings:
         assert heading.role is not None
         if heading.subject in seen:
@@ -136,7 +136,7 @@ def _assign_by_order(subject: str, names: list[str], rule: HoldOut, division: Di
         if rule.held_out > count:
             raise BadInput(f"data.held_out {rule.held_out}, but {subject} has {count} recordings")
         start = rule.held_out % count
-        names = names[start:] + names[:start]  # the reporting one last, the tuning one first
+        names = names[start:] + names[:start]  # reporting recording last, tuning recording first
         names = [*names[1:-1], names[0], names[-1]]
     division["train"] += names[: count - tune - report]
     division["tune"] += names[count - tune - report : count - report]
@@ -144,7 +144,7 @@ def _assign_by_order(subject: str, names: list[str], rule: HoldOut, division: Di
 
 
 def shared_speech_warning(stimuli: Mapping[str, str], division: Division) -> str | None:
-    """Return a warning that counts held-out recordings of speech that is also in training."""
+    """Return a warning that counts the held-out recordings whose speech is also in training."""
     trained = {stimuli[name] for name in division["train"]}
     counts = [
         f"{count} of {len(names)} {role}"
