@@ -8,7 +8,8 @@ import pytest
 
 from frostlab.errors import BadInput, FrostlabError
 from frostlab.records.folder import RunFolder, RunRecord, given_folder, own_folder
-from frostlab.records.schema import SCHEMA, EvaluationEvent, ResumeEvent, StartEvent, StepEvent
+from frostlab.records.reader import SCHEMA
+from frostlab.records.schema import EvaluationEvent, ResumeEvent, StartEvent, StepEvent
 from run_made import RESULT, SHAPE, START, evaluation_event, step_event, write_events
 
 STARTED = {key: value for key, value in START.items() if key not in ("kind", "at", "step")}

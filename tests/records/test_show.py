@@ -11,8 +11,8 @@ import yaml
 
 from frostlab.errors import BadInput
 from frostlab.recipe.recipe import Recipe
-from frostlab.records.index import Summary, read_run
-from frostlab.records.show import runs_table, show, show_json
+from frostlab.records.index import Summary, read_run, runs_table
+from frostlab.records.show import show, show_json
 from frostlab.text import hms
 from run_made import (
     CAUTION,

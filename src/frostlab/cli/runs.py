@@ -90,7 +90,7 @@ def list_runs(
 ) -> None:
     """List all runs, with their status, settings, results and times."""
     from frostlab.records.index import list_runs as read_runs
-    from frostlab.records.show import runs_table
+    from frostlab.records.index import runs_table
 
     source = context.get_parameter_source("runs")
     by_default = source is not None and source.name == "DEFAULT"

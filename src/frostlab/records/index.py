@@ -8,22 +8,18 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from frostlab.errors import BadInput, nearest
-from frostlab.records.schema import (
-    SCHEMA,
-    EvaluationEvent,
-    Event,
-    Result,
-    StartEvent,
-    read_event,
-    read_result,
-)
+from frostlab.records.reader import SCHEMA
 from frostlab.storage import is_locked
+from frostlab.text import columns, hms, number, plain, short
+
+if TYPE_CHECKING:  # a listing of indexed runs does without it
+    from frostlab.records.schema import Event, Result, StartEvent
 
 RESULT, EVENTS, LOCK, INDEX = "result.json", "events.jsonl", "run.lock", ".index.json"
 _VERSION = 2  # version of the index format
@@ -103,12 +99,14 @@ def find_run(root: Path, text: str) -> Path:
     raise BadInput(f"no run {text!r} in {root}{hint}")
 
 
-def result_of(folder: Path) -> Result | None:
+def result_of(folder: Path) -> "Result | None":
     """Return a run's result, or None if it has none yet; raise BadInput if it is damaged."""
     try:
         text = (folder / RESULT).read_bytes()
     except FileNotFoundError:
         return None
+    from frostlab.records.schema import read_result
+
     return read_result(text, RESULT)
 
 
@@ -164,7 +162,7 @@ def _summary(folder: Path) -> Summary:
     return _unfinished(run, latest) if result is None else _ended(run, result)
 
 
-def _ended(run: Summary, result: Result) -> Summary:
+def _ended(run: Summary, result: "Result") -> Summary:
     report = {n: v for n, v in (result.report or {}).items() if isinstance(v, int | float)}
     step = result.clocks.step_ms
     return replace(
@@ -184,8 +182,10 @@ def _ended(run: Summary, result: Result) -> Summary:
     )
 
 
-def _unfinished(run: Summary, latest: Iterator[Event]) -> Summary:
+def _unfinished(run: Summary, latest: "Iterator[Event]") -> Summary:
     """Add the last step and the last evaluation; `latest` yields events in reverse order."""
+    from frostlab.records.schema import EvaluationEvent
+
     for event in latest:
         if run.steps is None:
             run = replace(run, steps=event.step)
@@ -195,11 +195,13 @@ def _unfinished(run: Summary, latest: Iterator[Event]) -> Summary:
     return run
 
 
-def _ends(folder: Path, strict: bool) -> tuple[StartEvent | None, Iterator[Event]]:
+def _ends(folder: Path, strict: bool) -> "tuple[StartEvent | None, Iterator[Event]]":
     """Return the start event, and the last events in reverse order; ignore a truncated last line.
 
     With `strict`, refuse a file that does not begin with a start event, and also read its end.
     """
+    from frostlab.records.schema import StartEvent, read_event
+
     try:
         with open(folder / EVENTS, "rb") as file:
             head = last = file.read(_HEAD)
@@ -220,8 +222,10 @@ def _ends(folder: Path, strict: bool) -> tuple[StartEvent | None, Iterator[Event
     return start if isinstance(start, StartEvent) else None, _backwards(last)
 
 
-def _backwards(text: bytes) -> Iterator[Event]:
+def _backwards(text: bytes) -> "Iterator[Event]":
     """Yield the events of complete lines in reverse order, except flow events."""
+    from frostlab.records.schema import read_event
+
     for line in reversed(text.split(b"\n")[:-1]):
         if not line.startswith(_FLOW):
             with contextlib.suppress(BadInput):
@@ -252,3 +256,73 @@ def _save(root: Path, entries: _Entries) -> None:
 
 def _header(body: bytes) -> list[int | str]:
     return [_VERSION, SCHEMA, *_STORED, zlib.crc32(body)]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table of runs."""
+
+    name: str
+    text: Callable[[Summary], Any]  # None: unknown
+    right: bool = False  # whether it is right-aligned
+    marked: bool = False  # whether it shows the mark of the run's caution
+
+
+def _best(run: Summary) -> str | None:
+    return f"{run.metric}={number(run.value)}" if run.metric else None
+
+
+def _reported(run: Summary) -> str | None:
+    value = (run.report or {}).get(run.metric or "")
+    return None if value is None else number(value)
+
+
+WIDTH = 100
+COLUMNS = (
+    Column("name", lambda run: run.name),
+    Column("status", lambda run: run.status),
+    Column("treatment", lambda run: run.treatment),
+    Column("seed", lambda run: run.seed, right=True),
+    Column("steps", lambda run: run.steps, right=True),
+    Column("best", _best, marked=True),
+    Column("report", _reported, marked=True),
+    Column("step ms", lambda run: number(run.step_ms), right=True),
+    Column("total", lambda run: hms(run.total_seconds), right=True),
+)
+_RIGHT = {place for place, column in enumerate(COLUMNS) if column.right}
+_CUT = next(place for place, column in enumerate(COLUMNS) if column.name == "treatment")
+_MARKS = "*†‡§"
+
+
+def runs_table(summaries: Iterable[Summary]) -> str:
+    """Format runs as a table with footnotes, at most 100 characters wide if the names permit."""
+    runs = list(summaries)
+    if not runs:
+        return "no runs"
+    cautions = list(dict.fromkeys(run.caution for run in runs if run.caution))
+    marks = {text: _MARKS[i] if i < 4 else f"[{i + 1}]" for i, text in enumerate(cautions)}
+    rows = [[_cell(column, run, marks) for column in COLUMNS] for run in runs]
+    lines = _within_width([[column.name for column in COLUMNS], *rows])
+    lines += [f"{mark} {plain(text)}" for text, mark in marks.items()]
+    failed = [run for run in runs if run.error]
+    lines += [short(plain(f"{run.name}: {run.error}"), WIDTH) for run in failed[:10]]
+    lines += [f"and {len(failed) - 10} more with an error"] * (len(failed) > 10)
+    return "\n".join(lines)
+
+
+def _cell(column: Column, run: Summary, marks: dict[str, str]) -> str:
+    value = column.text(run)
+    mark = marks.get(run.caution or "", "") if column.marked and value is not None else ""
+    return plain(value) + mark
+
+
+def _within_width(rows: list[list[str]]) -> list[str]:
+    """Align rows; shorten treatments, but not names, which users need in full."""
+    lines = columns(rows, _RIGHT)
+    too_wide = max(map(len, lines)) - WIDTH
+    if too_wide <= 0:
+        return lines
+    widest = max(len(row[_CUT]) for row in rows)
+    width = max(min(widest, 10), widest - too_wide)
+    cut = [[*row[:_CUT], short(row[_CUT], width), *row[_CUT + 1 :]] for row in rows]
+    return columns(cut, _RIGHT)

@@ -12,6 +12,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from frostlab.errors import BadInput, nearest
 
+SCHEMA = 2  # version of the folder; a folder of another version is refused
+
 Schema = TypeVar("Schema")
 
 _WORDS = {

@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
 from frostlab.errors import BadInput
-from frostlab.records.reader import parse
+from frostlab.records.reader import SCHEMA, parse
 from frostlab.records.reader import read as read
-
-SCHEMA = 2  # version of the folder; a folder of another version is refused
 
 Ending = Literal["finished", "stopped", "failed", "diverged"]
 ENDINGS: tuple[Ending, ...] = get_args(Ending)

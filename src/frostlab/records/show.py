@@ -1,11 +1,8 @@
-"""Runs as text: the table of all runs, and one run in a fixed layout.
-
-Each column of the table is an entry of `COLUMNS` that shows a field of `index.Summary`.
-"""
+"""One run as text: its settings, its result, its clocks and its stages, or all of it as JSON."""
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,79 +23,9 @@ from frostlab.records.schema import (
     Stage,
     read_event,
 )
-from frostlab.text import NONE, columns, hms, number, plain, short, typed
+from frostlab.text import NONE, columns, hms, number, plain, typed
 
 # All runs
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of the table of runs."""
-
-    name: str
-    text: Callable[[Summary], Any]  # None: unknown
-    right: bool = False  # whether it is right-aligned
-    marked: bool = False  # whether it shows the mark of the run's caution
-
-
-def _best(run: Summary) -> str | None:
-    return f"{run.metric}={number(run.value)}" if run.metric else None
-
-
-def _reported(run: Summary) -> str | None:
-    value = (run.report or {}).get(run.metric or "")
-    return None if value is None else number(value)
-
-
-WIDTH = 100
-COLUMNS = (
-    Column("name", lambda run: run.name),
-    Column("status", lambda run: run.status),
-    Column("treatment", lambda run: run.treatment),
-    Column("seed", lambda run: run.seed, right=True),
-    Column("steps", lambda run: run.steps, right=True),
-    Column("best", _best, marked=True),
-    Column("report", _reported, marked=True),
-    Column("step ms", lambda run: number(run.step_ms), right=True),
-    Column("total", lambda run: hms(run.total_seconds), right=True),
-)
-_RIGHT = {place for place, column in enumerate(COLUMNS) if column.right}
-_CUT = next(place for place, column in enumerate(COLUMNS) if column.name == "treatment")
-_MARKS = "*†‡§"
-
-
-def runs_table(summaries: Iterable[Summary]) -> str:
-    """Format runs as a table with footnotes, at most 100 characters wide if the names permit."""
-    runs = list(summaries)
-    if not runs:
-        return "no runs"
-    cautions = list(dict.fromkeys(run.caution for run in runs if run.caution))
-    marks = {text: _MARKS[i] if i < 4 else f"[{i + 1}]" for i, text in enumerate(cautions)}
-    rows = [[_cell(column, run, marks) for column in COLUMNS] for run in runs]
-    lines = _within_width([[column.name for column in COLUMNS], *rows])
-    lines += [f"{mark} {plain(text)}" for text, mark in marks.items()]
-    failed = [run for run in runs if run.error]
-    lines += [short(plain(f"{run.name}: {run.error}"), WIDTH) for run in failed[:10]]
-    lines += [f"and {len(failed) - 10} more with an error"] * (len(failed) > 10)
-    return "\n".join(lines)
-
-
-def _cell(column: Column, run: Summary, marks: dict[str, str]) -> str:
-    value = column.text(run)
-    mark = marks.get(run.caution or "", "") if column.marked and value is not None else ""
-    return plain(value) + mark
-
-
-def _within_width(rows: list[list[str]]) -> list[str]:
-    """Align rows; shorten treatments, but not names, which users need in full."""
-    lines = columns(rows, _RIGHT)
-    too_wide = max(map(len, lines)) - WIDTH
-    if too_wide <= 0:
-        return lines
-    widest = max(len(row[_CUT]) for row in rows)
-    width = max(min(widest, 10), widest - too_wide)
-    cut = [[*row[:_CUT], short(row[_CUT], width), *row[_CUT + 1 :]] for row in rows]
-    return columns(cut, _RIGHT)
 
 
 # One run

@@ -27,7 +27,8 @@ from frostlab.records.folder import (
     own_folder,
     supersede_result,
 )
-from frostlab.records.schema import SCHEMA, Result, StartEvent, SteppingEvent, read
+from frostlab.records.reader import SCHEMA
+from frostlab.records.schema import Result, StartEvent, SteppingEvent, read
 from frostlab.records.telemetry import Telemetry
 from frostlab.storage import finite, write_whole
 from frostlab.surgery.audit import Audit
