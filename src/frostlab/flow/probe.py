@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from frostlab.flow.tensors import Layout, is_sharded, local, shard_group, wide_dtype
+from frostlab.devices import exact_dtype
+from frostlab.flow.tensors import Layout, is_sharded, local, shard_group
 
 Gradient = Callable[[nn.Parameter], Tensor | None]
 Views = list[list[Tensor]]  # for each list of tensors: the views of its slices
@@ -265,7 +266,7 @@ class Totals:
 
     def __init__(self, layout: Layout) -> None:
         self.device = layout.parameters[0].device
-        self.wide = wide_dtype(self.device)
+        self.wide = exact_dtype(self.device)
         self.group = shard_group(layout.parameters)
         self._parts = len(layout.parts)
         self._zero = torch.zeros((), dtype=self.wide, device=self.device)

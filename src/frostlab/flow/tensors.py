@@ -304,8 +304,3 @@ def local(tensor: Any) -> Tensor:
     if shard.layout != torch.strided:
         shard = shard.to_dense()
     return torch.view_as_real(shard.resolve_conj()) if shard.is_complex() else shard
-
-
-def wide_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype for sums: float64, or float32 on devices without float64."""
-    return torch.float32 if device.type == "mps" else torch.float64

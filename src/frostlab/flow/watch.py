@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from frostlab.devices import has_events
 from frostlab.errors import BadInput, FrozenWeightsMoved, UnknownArchitecture
 from frostlab.flow.activity import Activity
 from frostlab.flow.measurements import Flow, GroupFacts, PartFacts, Report
@@ -332,7 +333,7 @@ class ReportQueue:
         if activity is not None:
             numbers = torch.cat([numbers, activity.to(numbers)])
         arrived = None
-        if numbers.device.type == "cuda":
+        if has_events(numbers.device):
             host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             host.copy_(numbers, non_blocking=True)
             arrived = torch.cuda.Event()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from frostlab.devices import has_events
 from frostlab.errors import first_line
 from frostlab.training.batches.batch import Batch
 from frostlab.training.step.compiled import CompiledStep, shape_key
@@ -196,11 +197,11 @@ class _HostBuffer:
     """A pinned buffer and its views, kept because creating them takes longer than filling them."""
 
     def __init__(self, parts: list[Batch], size: int, device: torch.device) -> None:
-        cuda = device.type == "cuda"
-        self.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=cuda)
+        asynchronous = has_events(device)
+        self.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=asynchronous)
         views, self._numbers = _views(self.buffer, parts)
         self._views = [view for part in views for view in part.tensors()]
-        self._event = torch.cuda.Event() if cuda else None
+        self._event = torch.cuda.Event() if asynchronous else None
 
     def fill(self, tensors: list[Tensor], scored: int, rate: float) -> None:
         """Write a step's inputs once the buffer's previous copy to the device has finished."""

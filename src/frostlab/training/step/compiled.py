@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
+from frostlab.devices import captures_graphs
 from frostlab.errors import first_line
 from frostlab.surgery.stale import changes
 from frostlab.training.batches.batch import Batch
@@ -112,7 +113,7 @@ def compile_layers(objective: nn.Module) -> None:
     for module in objective.modules():
         if isinstance(module, Objective):
             for block in blocks(module.model) or [module.model]:
-                on_cuda = any(p.is_cuda for p in block.parameters())
+                on_cuda = any(captures_graphs(p.device) for p in block.parameters())
                 block.compile(backend=joining_backend if on_cuda else "inductor")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from frostlab.devices import updates_conditionally
+from frostlab.devices import captures_graphs, updates_conditionally
 from frostlab.errors import FrostlabError
 from frostlab.models.stack import take_apart
 from frostlab.recipe.settings import Optim, StepDecay
@@ -262,7 +262,7 @@ class KernelAdamW(torch.optim.AdamW):
         While a graph is recorded, return an empty table that `fill_address_tables` fills later. It
         lies outside the graph's memory pool, which the graph's other kernels overwrite.
         """
-        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        if not captures_graphs(device) or not torch.cuda.is_current_stream_capturing():
             self._keep_spare_tables(device)
             return torch.tensor(values).to(device)
         table = self._spare_tables.pop()
