@@ -24,12 +24,23 @@ Word = Literal[
 ]  # fmt: skip
 # The meaning of every word, for the documentation and for pages, in the documentation's order.
 MEANINGS: dict[Word, str] = {
-    "better": "the t test finds a difference for the arm; the sign-flip test does not disagree",
-    "worse": "the t test finds a difference against the arm; the sign-flip test does not disagree",
-    "no difference found": "the tests find none; the sentence gives the effect they could see",
+    "better": (
+        "the t test finds a difference in favour of the arm; "
+        "the sign-flip test does not contradict it"
+    ),
+    "worse": (
+        "the t test finds a difference to the arm's disadvantage; "
+        "the sign-flip test does not contradict it"
+    ),
+    "no difference found": (
+        "the tests find no difference; "
+        "the sentence gives the smallest effect they could have detected"
+    ),
     "too few seeds": f"fewer than {LEAST_SEEDS} pairs of runs",
-    "confounded": "a setting differs that is not compared",
-    "unproven": "the runs differ in more than what is compared, or the timing cannot be trusted",
+    "confounded": "a setting differs that is not part of the comparison",
+    "unproven": (
+        "the runs differ in more than the compared settings, or the timing cannot be trusted"
+    ),
 }
 Values = Mapping[int, float]  # by seed
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
