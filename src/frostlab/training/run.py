@@ -17,7 +17,7 @@ from frostlab.devices import choose_device
 from frostlab.errors import BadInput, FrostlabError
 from frostlab.recipe.load import load_recipe, recipe_from, recipe_name
 from frostlab.recipe.recipe import Recipe
-from frostlab.records.checkpoint import Checkpoint, checkpoint_name, resumable
+from frostlab.records.checkpoint import Checkpoint, checkpoint_name, keep_only, resumable
 from frostlab.records.environment import environment, gpu_state
 from frostlab.records.folder import (
     RunFolder,
@@ -259,6 +259,8 @@ def _train_and_report(context: RunContext, resumed: Checkpoint | None, meter: Me
     if resumed is not None:
         progress = Progress.from_dict(resumed.progress())
         restore(context, progress, resumed)
+        if context.folder is not None:  # a killed run may not have removed what it replaced
+            keep_only(context.path, progress.step, progress.best.step, progress.stage)
     device = str(context.compute.device)
     gpu_before = gpu_state(device)
     clock = Stopwatch(context.compute.device, progress.seconds)
