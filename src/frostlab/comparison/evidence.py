@@ -61,8 +61,8 @@ class ArmVerdict:
     word: Word
     sentence: str  # the word and its numbers in a sentence
     paired: Effect | None  # None if there is no pair of values
-    p_adjusted: float | None  # after Holm's correction over the family
-    could_have_seen: float | None  # effect that the whole rule detects with 80 % power
+    p_adjusted: float | None  # after Holm's correction over all arms or contrasts judged together
+    could_have_seen: float | None  # effect that t test and sign-flip test detect with 80 % power
     noninferior: Limit | None  # None if the rules set no limit
     notes: tuple[str, ...]
 
@@ -255,8 +255,8 @@ class StepTiming:
     baseline: str
     arms: dict[str, TimedArm]  # including the control
     control: TimedArm  # a second copy of the baseline
-    proven: bool
-    reasons: tuple[str, ...]  # why the timing is unproven
+    proven: bool  # whether the timing can be trusted
+    reasons: tuple[str, ...]  # why it cannot be trusted; empty if proven
     steps_per_block: int
     batches: int  # distinct batches that were timed
     builds: int  # how often every arm was built

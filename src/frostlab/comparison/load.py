@@ -42,7 +42,7 @@ def make_plan(
     Args:
         source: a recipe or a comparison: a shipped name, a YAML file, or values.
         changes: keys of a comparison that override the source's keys.
-        settings: recipe settings for every arm: `{"optim.lr": 1e-4}` or `["optim.lr=1e-4"]`.
+        settings: recipe settings for every arm by dotted key, such as `{"optim.lr": 1e-4}`.
         quick: plan fewer seeds and less timing.
     """
     values, label = _read(source)

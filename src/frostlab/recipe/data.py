@@ -31,7 +31,7 @@ class DataSettings(Strict):
 
 
 class Synthetic(DataSettings):
-    """A task with a known answer, drawn with the seed of the data, not of the run."""
+    """A task with a known answer; its examples are the same for every seed of the run."""
 
     form = "tokens"
     name: Literal["majority", "recall", "induction"]
@@ -200,7 +200,9 @@ class SimulatedEEG(EEGData):
             )
         if self.rate < 32:
             raise ValueError(f"rate {self.rate:g} Hz is too low for speech rhythm; 32 is the least")
-        if self.rate > 512:  # above, the frequency grid of the spectra is too coarse
+        # best_r is the correlation of the best decoder, computed on a frequency grid that is too
+        # coarse for higher rates.
+        if self.rate > 512:
             raise ValueError(f"rate {self.rate:g} Hz is too high to know best_r; 512 is the most")
         if round(self.seconds * self.rate) < self.length:
             raise ValueError(
@@ -283,7 +285,8 @@ Data = Annotated[
 KINDS: tuple[type[DataSettings], ...] = tuple(
     get_args(member)[0] for member in get_args(get_args(Data)[0])
 )
-RECORDED = {"eeg-simulated": "eeg-challenge"}  # the recorded kind that a path implies
+# The name that replaces a simulated data.name when only data.path is set on top of it.
+RECORDED = {"eeg-simulated": "eeg-challenge"}
 
 
 def names_of(kind: type[DataSettings]) -> tuple[str, ...]:
@@ -311,7 +314,8 @@ class Words(Strict):
     kind: Literal["words"]
     size: Annotated[int, Field(ge=4)] | None = None  # null: every word of the training split
     lowercase: bool = True
-    also: tuple[Literal["tune", "report"], ...] = ()  # count these splits too: a reported leak
+    # Splits whose words are counted too; results then carry a warning about this leak.
+    also: tuple[Literal["tune", "report"], ...] = ()
 
 
 class PretrainedTokenizer(Strict):

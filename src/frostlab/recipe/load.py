@@ -248,7 +248,7 @@ class Layers:
     settings: set[tuple[str, ...]] = field(default_factory=set)  # keys that come from settings
 
     def add_settings(self, settings: Settings) -> None:
-        """Put settings on top; they stay if a later setting changes the kind."""
+        """Put settings on top; a later setting that changes a section's kind does not drop them."""
         for key, value in settings.items():
             path = key.split(".")
             for name in reversed(path):

@@ -94,9 +94,10 @@ def _train_stage(
             restore_optimizer(context.model, step_once.optimizer, state,
                               partly=not progress.stage_step)  # fmt: skip
         epoch, place = divmod(progress.stage_step, per_epoch)
-        # each stage begins a new epoch
+        # Each stage begins a new epoch. Epochs are counted over the whole run, and the order of
+        # examples depends only on that count.
         before = sum(-(-steps // per_epoch) for steps in progress.lengths)
-        order = feed.order(before + epoch)  # does not depend on how a run is divided into stages
+        order = feed.order(before + epoch)
         step_once.warm_up(feed(order[place]), feed.examples.scored(order[place]))
         if prepares_kernels(compute.device):  # a process's first evaluation also loads kernels
             _evaluate(context, _selecting_split(context), most=1)

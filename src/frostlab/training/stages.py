@@ -125,7 +125,8 @@ def _stage(recipe: Recipe, name: str, settings: StageSettings, examples: int) ->
     )
 
 
-StateBySlot = dict[str, list[tuple[Rows, dict[str, Tensor]]]]  # optimizer state by slot and rows
+# Optimizer state by slot (a parameter of the unmodified model) and by the rows of that parameter.
+StateBySlot = dict[str, list[tuple[Rows, dict[str, Tensor]]]]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""Tables of models with two stacks (T5, BART, Whisper, CLIP), and of image and sound encoders."""
+"""Models with two stacks (T5, BART, Whisper, CLIP), and image and sound encoders.
+
+Each table maps parameter paths to roles; `frostlab.roles.description` defines the patterns.
+"""
 
 from typing import Any
 
