@@ -43,6 +43,11 @@ def choose_device(wanted: str) -> torch.device:
     return device
 
 
+def first_gpu() -> torch.device:
+    """Return the first CUDA device, or the CPU if there is none."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def default_precision(device: torch.device) -> torch.dtype:
     """Return bf16 on CUDA, else float32."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -1,12 +1,15 @@
 """kill -9 at any moment, then resume: the same weights and metrics, bit for bit."""
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import frostlab as fl
 from forked import attempt, attempt_for, outcome
+from tiny import tiny
 
 RECIPE: dict[str, Any] = {
     "data": {"name": "majority", "examples": 256, "length": 12, "symbols": 4},
@@ -64,3 +67,15 @@ def test_other_seeds_give_other_runs(tmp_path: Path, uninterrupted: dict[str, An
     other = outcome(tmp_path / "run")
     for key in ("weights_digest", "order_digest", "losses"):
         assert other[key] != uninterrupted[key]
+
+
+def test_a_resumed_run_removes_checkpoints_that_a_kill_left(tmp_path: Path) -> None:
+    """A kill between saving a checkpoint and removing the older ones leaves one too many."""
+    recipe, folder = tiny(train__checkpoint=2), tmp_path / "run"
+    fl.run(recipe, out=folder)
+    left = {path.name for path in (folder / "checkpoints").iterdir()}
+    newest = max((folder / "checkpoints").iterdir())
+    shutil.copytree(newest, folder / "checkpoints" / "step-000000001")
+    (folder / "result.json").unlink()
+    fl.run(recipe, out=folder, resume=True)
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == left

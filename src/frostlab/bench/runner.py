@@ -19,7 +19,7 @@ from frostlab.bench import cases
 from frostlab.bench.catalogue import Benchmark, NotAvailable, Result, Scale
 from frostlab.bench.peers import reset_torch
 from frostlab.bench.workloads import BenchSettings
-from frostlab.devices import captures_graphs, device_name
+from frostlab.devices import captures_graphs, device_name, first_gpu
 from frostlab.errors import FrostlabError, first_line
 from frostlab.records.environment import environment
 from frostlab.timing.flops import Ceilings, measure_ceilings
@@ -49,7 +49,7 @@ def run_benchmarks(
     say: Callable[[str], object] = lambda line: None,
 ) -> Iterator[Result]:
     """Measure the device's ceilings and then each benchmark, and yield the results one by one."""
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = first_gpu()
     reasons = {b.name: b.missing(scale, data_dir, captures_graphs(device)) for b in benchmarks}
     machine: dict[str, Any] = machine_facts(device)
     ceilings: Ceilings | None = None
