@@ -38,6 +38,10 @@ class LeftOutOfOptimizer(UserWarning):
     """Weights that became trainable after the optimizer was built, so it does not update them."""
 
 
+class DamagedCache(UserWarning):
+    """A cached file that no longer has its checksum; it was built again."""
+
+
 class NothingLearns(UserWarning):
     """Every parameter is frozen: training would change nothing."""
 

@@ -1,29 +1,125 @@
-"""Storage on disk: atomic files and folders, locks, digests, seeds and the cache."""
+"""Storage on disk: bounded reads, atomic writes, locks, checksums, seeds and the cache."""
 
 import hashlib
 import json
 import math
 import os
 import re
+import secrets
 import shutil
+import stat
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from frostlab.errors import BadInput, FrostlabError
+from frostlab.errors import BadInput, DamagedCache, FrostlabError, first_line
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-FORMAT = 1  # version of the cache; raise it when its files or the tokenization change
+FORMAT = 2  # version of the cache; raise it when its files or the tokenization change
+MOST_BYTES = 256 << 20  # the largest file that is read whole
+SEAL = "checksums.json"  # the checksums of the other files in a folder
+_BLOCK = 64 << 20  # bytes that have one checksum
+_PIECE = 1 << 20  # bytes that are read at once to compute a checksum
+_NAME_BYTES = 200  # the longest name of a file or folder; most file systems allow 255 bytes
+
+
+def check_name(name: object, what: str) -> str:
+    """Return a name that is one part of a path; refuse separators, control characters and `..`."""
+    if (
+        not isinstance(name, str)
+        or not name.isprintable()
+        or name.strip(". ") == ""
+        or name.startswith(".")
+        or any(separator in name for separator in "/\\")
+    ):
+        raise BadInput(f"{what} {name!r:.80} should be a plain file name, without / or a leading .")
+    if len(name.encode()) > _NAME_BYTES:
+        raise BadInput(f"{what} {name[:40]!r}… is longer than {_NAME_BYTES} bytes")
+    return name
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a regular file for reading; refuse folders, pipes and devices.
+
+    A missing file raises FileNotFoundError.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read ({error.strerror})") from None
+    except ValueError:  # a path with a null character
+        raise BadInput(f"{str(path)!r} is not a path") from None
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise BadInput(f"{path} is not a regular file")
+    return os.fdopen(handle, "rb")
+
+
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+    """Read a regular file whole; refuse a file of more than `most` bytes."""
+    with open_regular(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise BadInput(f"{path} is larger than {most >> 20} MiB")
+    return content
+
+
+def read_text(path: Path, most: int = MOST_BYTES) -> str:
+    """Read a regular file of UTF-8 text whole."""
+    try:
+        return read_bytes(path, most).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path} is not UTF-8 text (byte {error.start})") from None
+
+
+def read_json(path: Path, most: int = MOST_BYTES) -> Any:
+    """Read a JSON file; an invalid file is refused in one line that names it."""
+    return parse_json(read_bytes(path, most), path)
+
+
+def parse_json(text: bytes | str, where: object) -> Any:
+    """Parse JSON; the error for an invalid text is one line that begins with `where`."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise BadInput(f"{where} is nested too deeply") from None
+    except ValueError as error:
+        raise BadInput(f"{where} is not valid JSON ({first_line(error)})") from None
+
+
+def _temporary_name(path: Path) -> Path:
+    """Return a random name next to `path`, which nobody can guess and replace with a link."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+
+
+def remove_temporary(folder: Path, name: str = "*") -> None:
+    """Remove temporary files and folders, which killed processes left behind.
+
+    Call it only while no other process writes files of this name in the folder.
+    """
+    for path in folder.glob(f".{name}.*.tmp"):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write; on success, flush it and rename it to `path`."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Yield a temporary path to write; on success, flush it and rename it to `path`.
+
+    A link at `path` is replaced, not followed.
+    """
+    temporary = _temporary_name(path)
+    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     try:
         yield temporary
         flush(temporary)
@@ -35,9 +131,9 @@ def whole_file(path: Path) -> Iterator[Path]:
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
     """Yield a new temporary folder to fill; on success, rename it to `path`."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    temporary = _temporary_name(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary.mkdir()
     try:
         yield temporary
         os.replace(temporary, path)
@@ -109,12 +205,13 @@ class Lock:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: IO[str] | None = None
+        self._file: IO[bytes] | None = None
 
     def acquire(self, seconds: float = math.inf) -> bool:
         """Take the lock, waiting at most `seconds`; return whether it was taken."""
         fcntl = _fcntl()
-        file = self.path.open("a")
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        file = os.fdopen(os.open(self.path, flags, 0o666), "r+b")
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -175,14 +272,21 @@ def cache_folder(asked: Path | None) -> Path:
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
-    """Return `folder`; if it does not exist, build it under a temporary name and rename it."""
-    if folder.is_dir():
-        return folder
+    """Return `folder` after checking its files; build it if it is missing or damaged."""
     try:
+        if folder.is_dir() and damaged_file(folder) is None:
+            return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         with Lock(folder.with_name(folder.name + ".lock")):
+            remove_temporary(folder.parent, folder.name)
+            if folder.is_dir() and (damaged := damaged_file(folder)) is not None:
+                warnings.warn(f"{damaged} was damaged; it is built again", DamagedCache, 2)
+                os.replace(folder, _temporary_name(folder))  # other processes may still read it
+                remove_temporary(folder.parent, folder.name)
             if not folder.is_dir():
-                _build(folder, build)
+                with whole_folder(folder) as temporary:
+                    build(temporary)
+                    seal(temporary)
     except OSError as error:
         reason = error.strerror or error
         raise BadInput(
@@ -191,11 +295,52 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     return folder
 
 
-def _build(folder: Path, build: Callable[[Path], None]) -> None:
-    for left in folder.parent.glob(f".{folder.name}.*.tmp"):  # a killed process left it
-        shutil.rmtree(left)
-    with whole_folder(folder) as temporary:
-        build(temporary)
+def seal(folder: Path) -> None:
+    """Write the checksums of all files in a folder, so that `damaged_file` can verify them."""
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    write_whole(folder / SEAL, json.dumps(_checksums(folder, names), indent=1))
+
+
+def damaged_file(folder: Path, names: Iterable[str] | None = None) -> Path | None:
+    """Return the first sealed file (of `names`; None: of all) that is missing or was changed."""
+    try:
+        sealed = read_json(folder / SEAL)
+        wanted = {name: sealed[name] for name in (sealed if names is None else names)}
+    except (OSError, BadInput, LookupError, TypeError):
+        return folder / SEAL
+    present = {name for name in wanted if _is_plain(folder, name)}
+    checksums = _checksums(folder, sorted(present))
+    return next((folder / name for name in wanted if checksums.get(name) != wanted[name]), None)
+
+
+def _is_plain(folder: Path, name: str) -> bool:
+    """Return whether a name in a seal is a regular file inside the folder, and not a link."""
+    with suppress(OSError, ValueError):
+        path = folder / name
+        return ".." not in Path(name).parts and stat.S_ISREG(path.lstat().st_mode)
+    return False
+
+
+def _checksums(folder: Path, names: list[str]) -> dict[str, list[Any]]:
+    """Return each file's size followed by the sha256 of every block, computed in threads."""
+    sizes = {name: (folder / name).stat().st_size for name in names}
+    blocks = [(folder / name, offset) for name in names for offset in range(0, sizes[name], _BLOCK)]
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        digests = iter(list(pool.map(_block_digest, blocks)))
+    return {
+        name: [size, *(next(digests) for _ in range(0, size, _BLOCK))]
+        for name, size in sizes.items()
+    }
+
+
+def _block_digest(block: tuple[Path, int]) -> str:
+    path, offset = block
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        file.seek(offset)
+        for _ in range(0, _BLOCK, _PIECE):
+            digest.update(file.read(_PIECE))
+    return digest.hexdigest()
 
 
 def digest_of(value: object) -> str:
