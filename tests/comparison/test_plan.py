@@ -72,14 +72,17 @@ def test_what_each_look_spends() -> None:
 def test_the_history_says_when_alpha_was_spent_before() -> None:
     planned = rules_for("loss", looks=2, look=2)
     assert planned.history() == (
-        "look 2, looked at before: this look spends 0.0125, all looks together at most 0.05"
+        "look 2 at these results: it spends 0.0125 of alpha, and all looks together spend at most "
+        "0.05"
     )
-    assert rules_for("loss", looks=2).history() == "look 1 of 2 planned: it spends 0.025 of 0.05"
+    assert rules_for("loss", looks=2).history() == (
+        "look 1 of 2 planned: it spends 0.025 of alpha = 0.05"
+    )
     further = rules_for("loss", looks=2, look=5)
     assert "at most 0.05" in (further.history() or "")
     extended = rules_for("loss", look=2)
     assert extended.risk == pytest.approx(0.0625)
-    assert "it had spent all of 0.05" in (extended.history() or "")
+    assert "the only planned look had spent all of 0.05" in (extended.history() or "")
     assert "up to 6.25%" in (extended.history() or "")
 
 
