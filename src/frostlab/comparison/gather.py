@@ -353,18 +353,18 @@ def _prediction_tests(runs: Runs) -> dict[str, tuple[PredictionTest, ...]]:
     """
     plan = runs.plan
     left_out = {(pair.arm, pair.seed) for pair in runs.refused}
-    right = {key: _right_predictions(record.folder) for key, record in runs.records.items()}
+    correct = {key: _correct_predictions(record.folder) for key, record in runs.records.items()}
     tests: dict[str, list[PredictionTest]] = {}
     for arm in plan.others:
         for seed in plan.seeds:
-            of_arm, of_base = right[arm.name, seed], right[plan.baseline.name, seed]
+            of_arm, of_base = correct[arm.name, seed], correct[plan.baseline.name, seed]
             if of_arm is not None and of_base is not None and (arm.name, seed) not in left_out:
                 test = PredictionTest(seed=seed, **vars(mcnemar(of_arm, of_base)))
                 tests.setdefault(arm.name, []).append(test)
     return {arm: tuple(arm_tests) for arm, arm_tests in tests.items()}
 
 
-def _right_predictions(folder: Path) -> list[bool] | None:
+def _correct_predictions(folder: Path) -> list[bool] | None:
     """Return whether each example was predicted correctly; None if the run has no predictions."""
     try:
         predictions = json.loads((folder / "predictions.json").read_text(encoding="utf-8"))

@@ -57,24 +57,24 @@ def paired(arm: ArrayLike, base: ArrayLike, *, alpha: float = 0.05, log: bool = 
     """Compare paired values with a t test and, with at least 6 pairs, a sign-flip test."""
     differences, rounding = _differences(arm, base, log)
     n = len(differences)
-    back = _exp if log else float
+    untransform = _exp if log else float
     if n < 2:
-        effect = back(differences[0]) if n else NAN
+        effect = untransform(differences[0]) if n else NAN
         return Paired(n, log, alpha, effect, NAN, NAN, NAN, None, NAN, NAN)
     mean, std, p = (float(x) for x in t_test(differences, rounding))
-    reach = special.stdtrit(n - 1, 1 - alpha / 2) * std / math.sqrt(n)
-    least = seen_by_t(n, alpha) * std
+    half_width = special.stdtrit(n - 1, 1 - alpha / 2) * std / math.sqrt(n)
+    smallest = seen_by_t(n, alpha) * std
     return Paired(
         n=n,
         log=log,
         alpha=alpha,
-        effect=back(mean),
-        low=back(mean - reach),
-        high=back(mean + reach),
+        effect=untransform(mean),
+        low=untransform(mean - half_width),
+        high=untransform(mean + half_width),
         p=p,
         p_flip=float(flip_p(differences, n * rounding)) if n >= _FEWEST_FLIPPED else None,
         std=std,
-        smallest_seen=back(least) - 1 if log else least,
+        smallest_seen=untransform(smallest) - 1 if log else smallest,
     )
 
 
