@@ -133,7 +133,7 @@ def test_what_varies_is_no_confound_and_all_else_still_is() -> None:
     assert not any(plan.confounds().values())
     arms = [*LAYERS["arms"], {"name": "hot", "set": {"optim.lr": 1.0}}]
     with pytest.raises(
-        fl.BadInput, match=r"hot differs from one in optim.lr 0.003 → 1: a confound"
+        fl.BadInput, match=r"hot differs from one in optim.lr 0.003 → 1, which is a confound"
     ):
         make_plan(LAYERS | {"arms": arms})
     with pytest.raises(fl.BadInput, match=r"two differs from one in model.layers 1 → 2"):

@@ -158,7 +158,7 @@ def test_failed_seeds_are_named_and_cost_pairs() -> None:
     )
     wild = one(shifted(0.02) | {3: math.inf})
     assert (wild.word, wild.paired and wild.paired.n) == ("better", 5)
-    assert "failed seeds of oelm: 3 (inf): fewer pairs" in wild.notes[0]
+    assert "failed seeds of oelm: 3 (inf); the verdict rests on" in wild.notes[0]
     less = {s: x for s, x in BASE.items() if s}
     base = judge({"base": less, "oelm": shifted(0.02)}, "base", ACCURACY, failed={"base": [0]})
     assert base["oelm"].notes[0].startswith("failed seeds of base: 0")
@@ -208,7 +208,7 @@ def test_a_later_look_is_stricter_and_says_so() -> None:
     again = one(arm, rules_for("accuracy", look=2))
     assert again.word == "no difference found"
     assert "98.75 %" in again.sentence
-    assert "it had spent all of 0.05" in again.notes[0]
+    assert "the only planned look had spent all of 0.05" in again.notes[0]
 
 
 @pytest.mark.parametrize(
