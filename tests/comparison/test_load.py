@@ -58,24 +58,24 @@ def test_tuning_gets_a_grid_around_the_recipes_value() -> None:
     [
         ({"arms": ["baseline"]}, "arms: baseline: a comparison needs two"),
         ({"arms": []}, "a comparison needs two, such as baseline,oelm"),
-        ({"arms": ["baseline", "none"]}, "baseline and none are the same treatment"),
+        ({"arms": ["baseline", "none"]}, "baseline and none train in the same way"),
         ({"arms": ["oelm", "oelm"]}, "oelm is given twice"),
         ({"arms": ["baseline", "olem"]}, "no treatment is called `olem`; did you mean `oelm`?"),
-        ({"arms": ["baseline", 3]}, "arm 3 is neither"),
-        ({"seeds": 0}, "seeds 0: a comparison needs at least one"),
-        ({"seeds": [1, 1]}, "one is given twice"),
-        ({"seeds": [TUNING_SEED]}, "are kept for tuning"),
+        ({"arms": ["baseline", 3]}, "arm 3 must be a treatment's name"),
+        ({"seeds": 0}, "seeds 0: a comparison needs at least one seed"),
+        ({"seeds": [1, 1]}, "a seed is given twice"),
+        ({"seeds": [TUNING_SEED]}, "are reserved for tuning"),
         ({"metric": "perplexity"}, "metric perplexity does not exist for classification"),
         ({"metric": "acuracy"}, "did you mean `accuracy`?"),
-        ({"tune": "beta"}, "--tune beta: cannot be tuned"),
-        ({"tune": {"values": [3.0, 1.0]}}, "should rise"),
+        ({"tune": "beta"}, "--tune beta: cannot be tuned by name"),
+        ({"tune": {"values": [3.0, 1.0]}}, "should be in ascending order"),
         ({"tune": [{"values": [1.0, 3.0]}] * 2}, "tune: optim.lr is given twice"),
-        ({"tune": {"key": "stages.1.lr", "values": [1e-4, 1e-3]}}, "no 1 among 0"),
+        ({"tune": {"key": "stages.1.lr", "values": [1e-4, 1e-3]}}, "1 is not an index of"),
         ({"alpha": 2.0}, "alpha"),
         ({"seed": 3}, "seed is not a key of a comparison; did you mean `seeds`?"),
         (
             {"arms": ["baseline", HOT]},
-            "hot differs from baseline in optim.lr 0.003 → 0.01: a confound",
+            "hot differs from baseline in optim.lr 0.003 → 0.01, which is a confound",
         ),
         ({"arms": ["baseline", HOT], "allow_confounds": ["rl"]}, "did you mean `lr`?"),
         (
@@ -102,11 +102,11 @@ def arm(**changes: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"arms": arm(seed=3)}, "set.seed is not possible here"),
-        ({"arms": arm(treatment="bitfit")}, "set.treatment is not possible here"),
-        ({"arms": arm(**{"optim.lr.x": 1})}, "lr has nothing below it"),
+        ({"arms": arm(seed=3)}, "arm other: an arm cannot set seed under `set`"),
+        ({"arms": arm(treatment="bitfit")}, "an arm cannot set treatment under `set`"),
+        ({"arms": arm(**{"optim.lr.x": 1})}, "lr has no settings below it"),
         ({"arms": ["baseline", {"name": "same", "treatment": "none", "set": {"optim.lr": 3e-3}}]},
-         "are the same treatment"),
+         "train in the same way"),
         ({"arms": ["baseline", "oelm", {"name": "oelm-freeze", "treatment": "frozen-qk"}]},
          "its name is taken in comparison.json"),
         ({"arms": ["baseline", {"name": "dataset", "treatment": "oelm"}]}, "is taken"),
@@ -150,7 +150,7 @@ def test_settings_change_a_recipe_that_is_spelled_out_and_the_clock_can_be_left_
             {"contrasts": [ASKED[0] | {"arm": "twoo"}]},
             "contrasts: twoo is not an arm; did you mean `two`",
         ),
-        ({"contrasts": [ASKED[0] | {"arm": "one"}]}, "contrasts: one against itself"),
+        ({"contrasts": [ASKED[0] | {"arm": "one"}]}, "contrasts: one is compared with itself"),
         ({"contrasts": [ASKED[0] | {"of": "speed"}]}, "contrasts.0.of 'speed'"),
         ({"contrasts": [ASKED[0], ASKED[0]]}, "contrasts: `Do two layers help.` is asked twice"),
     ],
@@ -173,7 +173,7 @@ def test_a_preset_cannot_hide_in_an_arm() -> None:
     [
         (
             {"contrasts": [GROWN["contrasts"][1] | {"against": "scratch"}]},
-            "contrasts: a gain needs two stages, and scratch has one",
+            "contrasts: a gain needs two stages, but scratch has only one",
         ),
         (
             {
@@ -182,7 +182,7 @@ def test_a_preset_cannot_hide_in_an_arm() -> None:
                 "contrasts": [],
                 "tune": "lr",
             },
-            "arm own: a stage has an lr of its own, which tuning optim.lr would not reach",
+            "arm own: a stage sets its own lr, which tuning optim.lr does not change",
         ),
     ],
 )  # fmt: skip

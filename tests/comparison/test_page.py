@@ -33,7 +33,7 @@ def test_the_page_answers_the_questions(tmp_path: Path) -> None:
         "2. **Does freezing hurt with two?** too few seeds to judge two-frozen against two" in text
     )
     assert "The five questions" not in text
-    assert "- What is compared: model.layers." in text
+    assert "- Compared settings: model.layers." in text
     assert "- two: model.layers 2" in text
     assert not found.evidence.refused_pairs  # other weights, as models of other sizes have
     for verdict in (answer.verdict for answer in found.evidence.contrasts):

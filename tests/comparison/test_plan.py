@@ -72,14 +72,17 @@ def test_what_each_look_spends() -> None:
 def test_the_history_says_when_alpha_was_spent_before() -> None:
     planned = rules_for("loss", looks=2, look=2)
     assert planned.history() == (
-        "look 2, looked at before: this look spends 0.0125, all looks together at most 0.05"
+        "look 2 at these results: it spends 0.0125 of alpha, and all looks together spend at most "
+        "0.05"
     )
-    assert rules_for("loss", looks=2).history() == "look 1 of 2 planned: it spends 0.025 of 0.05"
+    assert rules_for("loss", looks=2).history() == (
+        "look 1 of 2 planned: it spends 0.025 of alpha = 0.05"
+    )
     further = rules_for("loss", looks=2, look=5)
     assert "at most 0.05" in (further.history() or "")
     extended = rules_for("loss", look=2)
     assert extended.risk == pytest.approx(0.0625)
-    assert "it had spent all of 0.05" in (extended.history() or "")
+    assert "the only planned look had spent all of 0.05" in (extended.history() or "")
     assert "up to 6.25%" in (extended.history() or "")
 
 
@@ -130,7 +133,7 @@ def test_what_varies_is_no_confound_and_all_else_still_is() -> None:
     assert not any(plan.confounds().values())
     arms = [*LAYERS["arms"], {"name": "hot", "set": {"optim.lr": 1.0}}]
     with pytest.raises(
-        fl.BadInput, match=r"hot differs from one in optim.lr 0.003 → 1: a confound"
+        fl.BadInput, match=r"hot differs from one in optim.lr 0.003 → 1, which is a confound"
     ):
         make_plan(LAYERS | {"arms": arms})
     with pytest.raises(fl.BadInput, match=r"two differs from one in model.layers 1 → 2"):

@@ -105,7 +105,7 @@ def test_a_folder_that_was_barely_begun_can_be_used(tmp_path: Path) -> None:
 def test_a_damaged_plan_is_said_to_be(text: str, tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "plan.json").write_text(text)
-    with pytest.raises(fl.BadInput, match="is damaged, or of another version"):
+    with pytest.raises(fl.BadInput, match="is damaged, or was written by another version"):
         compare(tmp_path / "c")
 
 

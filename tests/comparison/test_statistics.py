@@ -149,10 +149,10 @@ def test_far_apart_on_log_scale_is_no_overflow() -> None:
 @pytest.mark.parametrize(
     ("arm", "base", "log", "said"),
     [
-        ([1.0], [1.0, 2.0], False, "as many values in arm as in base, not 1, 2"),
+        ([1.0], [1.0, 2.0], False, "the same number of values, not 1 and 2"),
         ([1.0, math.nan], [1.0, 2.0], False, "arm must be a list of finite numbers"),
         ([[1.0]], [[1.0]], False, "arm must be a list of finite numbers"),
-        ([1.0, 0.0], [1.0, 2.0], True, "above 0, and 0 is among them"),
+        ([1.0, 0.0], [1.0, 2.0], True, "above 0, but one value is 0"),
     ],
 )
 def test_bad_values_are_one_line(arm: list, base: list, log: bool, said: str) -> None:
@@ -239,7 +239,7 @@ def test_mcnemar_is_the_binomial_test(mine: int, theirs: int) -> None:
     wanted = stats.binomtest(mine, mine + theirs).pvalue if mine + theirs else 1.0
     assert found.p == pytest.approx(wanted)
     assert (found.both, found.arm_only, found.base_only, found.neither) == (4, mine, theirs, 2)
-    with pytest.raises(BadInput, match="same on both sides"):
+    with pytest.raises(BadInput, match="predict the same examples"):
         mcnemar(arm, [*base[1:], True, True])
 
 
@@ -263,10 +263,10 @@ def test_noninferiority_carries_its_interval_and_reasons() -> None:
     assert found.reason is None
     zero = noninferior([0.0, 1.0], [1.0, 1.0], 1.05, lower_is_better=False)
     assert (zero.answer, zero.n) == ("not shown", 2)
-    assert zero.reason == "a ratio needs values above 0, and 0 is among them"
+    assert zero.reason == "a ratio needs values above 0, but one value is 0"
     single = noninferior([1.0], [2.0], 1.05, lower_is_better=True)
     assert (single.answer, single.ratio) == ("not shown", 0.5)
-    assert single.reason == "1 paired seeds give no interval"
+    assert single.reason == "an interval needs at least 2 paired seeds, not 1"
     with pytest.raises(BadInput, match="limit 0.95 of non-inferiority must be 1 or more"):
         noninferior(arm, base, 0.95, lower_is_better=True)
 

@@ -52,7 +52,7 @@ def test_what_tuning_chose_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     folders = [tmp_path / "c" / run.folder for run in again.evidence.arms["baseline"].runs]
     recipes = [yaml.safe_load((folder / "recipe.yaml").read_text()) for folder in folders]
     assert len({recipe["optim"]["lr"] for recipe in recipes}) == 1 < len(folders)
-    assert "was tuned for each" in again.page.read_text()
+    assert "was tuned for each arm" in again.page.read_text()
 
 
 @pytest.mark.slow
@@ -85,4 +85,4 @@ def test_a_stages_rate_is_tuned_at_the_best_of_the_run(tmp_path: Path) -> None:
         )  # fmt: skip
     text = found.page.read_text()
     assert text.count("← best") == 4
-    assert "- stages.1.lr was tuned for each on an equal budget" in text
+    assert "- stages.1.lr was tuned for each arm on an equal budget" in text

@@ -71,7 +71,7 @@ def test_under_five_pairs_nothing_is_better_or_worse(n: int) -> None:
     found = one(shifted(0.5, n), rules_for("accuracy", noninferior=1.05))
     assert found.word == "too few seeds"
     assert f"{n} paired seed" in found.sentence
-    assert "5 is the least" in found.sentence
+    assert "at least 5 are needed" in found.sentence
     assert found.noninferior is not None
     assert found.noninferior.answer == "not shown"
     assert one(shifted(0.5, 5)).word == "better"
@@ -88,9 +88,7 @@ def test_where_the_tests_disagree_no_difference_is_found() -> None:
     assert found.paired is not None
     assert found.paired.p < 0.05 < 0.0625 == found.paired.p_flip
     assert found.word == "no difference found"
-    said = (
-        "the t test sees one and the sign-flip test does not (sign-flip p = 0.0625): they disagree"
-    )
+    said = "the t test finds a difference, but the sign-flip test does not (sign-flip p = 0.0625)"
     assert said in found.sentence
 
 
@@ -100,7 +98,7 @@ def test_flips_alone_decide_nothing() -> None:
     assert found.paired is not None
     assert found.paired.p_flip == 0.03125 < 0.05 < found.paired.p
     assert found.word == "no difference found"
-    assert "the sign-flip test sees one and the t test does not" in found.sentence
+    assert "the sign-flip test finds a difference, but the t test does not" in found.sentence
 
 
 def test_where_holm_alone_decides_no_disagreement_is_claimed() -> None:
@@ -112,7 +110,7 @@ def test_where_holm_alone_decides_no_disagreement_is_claimed() -> None:
     assert found.paired.p < 0.05 < (found.p_adjusted or 0)
     assert found.word == "no difference found"
     assert "after Holm over 2 arms" in found.sentence
-    assert "disagree" not in found.sentence
+    assert "finds a difference, but" not in found.sentence
 
 
 def test_every_arm_counts_in_holms_family() -> None:
@@ -140,7 +138,7 @@ def test_an_unproven_arm_says_why() -> None:
     rules = rules_for("step_ms", noninferior=1.05)
     found = one(shifted(0.02), rules, unproven={"oelm": why})
     assert found.word == "unproven"
-    assert f"is unproven, {why}: 1.025 ×" in found.sentence
+    assert f"is unproven ({why}): 1.025 ×" in found.sentence
     assert found.noninferior is not None
     assert (found.noninferior.answer, found.noninferior.reason) == ("not shown", f"unproven: {why}")
     both = one(shifted(0.02), rules, unproven={"oelm": why}, confounds={"oelm": ["lr"]})
@@ -156,11 +154,11 @@ def test_failed_seeds_are_named_and_cost_pairs() -> None:
     found = one(arm, failed={"oelm": [4, 2]})
     assert found.word == "too few seeds"
     assert found.notes == (
-        "failed seeds of oelm: 2, 4: fewer pairs, and the verdict holds for runs that finished",
+        "failed seeds of oelm: 2, 4; the verdict rests on the runs that finished",
     )
     wild = one(shifted(0.02) | {3: math.inf})
     assert (wild.word, wild.paired and wild.paired.n) == ("better", 5)
-    assert "failed seeds of oelm: 3 (inf): fewer pairs" in wild.notes[0]
+    assert "failed seeds of oelm: 3 (inf); the verdict rests on" in wild.notes[0]
     less = {s: x for s, x in BASE.items() if s}
     base = judge({"base": less, "oelm": shifted(0.02)}, "base", ACCURACY, failed={"base": [0]})
     assert base["oelm"].notes[0].startswith("failed seeds of base: 0")
@@ -170,7 +168,7 @@ def test_seeds_of_one_side_are_left_out_and_named() -> None:
     found = one(shifted(0.02, 8))
     assert found.paired is not None
     assert found.paired.n == 6
-    assert found.notes == ("seeds of oelm without a partner, left out: 6, 7",)
+    assert found.notes == ("seeds that only oelm has are left out: 6, 7",)
 
 
 def test_values_are_paired_by_seed_not_by_place() -> None:
@@ -210,7 +208,7 @@ def test_a_later_look_is_stricter_and_says_so() -> None:
     again = one(arm, rules_for("accuracy", look=2))
     assert again.word == "no difference found"
     assert "98.75 %" in again.sentence
-    assert "it had spent all of 0.05" in again.notes[0]
+    assert "the only planned look had spent all of 0.05" in again.notes[0]
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""Comparisons of arms that differ in one thing: plans, runs, statistics, verdicts and pages."""
+"""Comparisons of training variants (arms): plans, runs, statistics, verdicts and pages."""

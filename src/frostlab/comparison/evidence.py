@@ -1,8 +1,11 @@
-"""The schema of evidence.json, from which verdicts, tables and pages are made.
+"""The schema of evidence.json, the file from which the page and the tables are made.
 
-`read_evidence` turns the file into these dataclasses. If the file does not match them, it raises a
-one-line error that names the key. A number that is not finite is null in the file and None here.
-Raise `SCHEMA` when a key is added, removed or renamed.
+A comparison trains several arms, which are variants of one recipe, with the same seeds. Each run
+is paired with the run of another arm (usually the baseline) that has the same seed.
+
+`read_evidence` turns the file into these dataclasses, and raises a one-line error with the name of
+the key if the file does not match them. A number that is not finite is null in the file and None
+here. Increase `SCHEMA` by 1 when a key is added, removed or renamed.
 """
 
 import json
@@ -32,20 +35,20 @@ class Effect:
     effect: float | None  # mean difference, or ratio of geometric means
     low: float | None  # ends of the interval
     high: float | None
-    p: float | None  # paired t test
-    p_flip: float | None  # sign-flip test; None with fewer than 6 pairs
-    std: float | None  # of the differences, or of the log ratios
-    smallest_seen: float | None  # effect that the t test detects with 80 % power
+    p: float | None  # p of the paired t test
+    p_flip: float | None  # p of the sign-flip test; None with fewer than 6 pairs
+    std: float | None  # standard deviation of the differences, or of the log ratios
+    smallest_seen: float | None  # effect that the t test detects with 80 % power; ratio − 1 if log
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The test whether an arm is at most `limit` times as bad (`statistics.NonInferiority`)."""
+    """The non-inferiority test of an arm (`statistics.NonInferiority`)."""
 
-    answer: Literal["yes", "no", "not shown"]
+    answer: Literal["yes", "no", "not shown"]  # is the arm at most `limit` times as bad?
     limit: float
     n: int  # pairs
-    ratio: float | None
+    ratio: float | None  # of the arm's geometric mean to the baseline's
     low: float | None  # ends of the ratio's interval
     high: float | None
     reason: str | None  # why the answer is "not shown"
@@ -62,17 +65,17 @@ class ArmVerdict:
     sentence: str  # the word and its numbers in a sentence
     paired: Effect | None  # None if there is no pair of values
     p_adjusted: float | None  # after Holm's correction over all arms or contrasts judged together
-    could_have_seen: float | None  # effect that t test and sign-flip test detect with 80 % power
+    could_have_seen: float | None  # effect that t and sign-flip test both detect with 80 % power
     noninferior: Limit | None  # None if the rules set no limit
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # remarks, such as the list of failed seeds
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The question of one contrast of the plan, and its verdict."""
+    """One question of the plan about two arms, and the verdict that answers it."""
 
     question: str
-    of: Literal["value", "gain"]
+    of: Literal["value", "gain"]  # the metric, or its improvement from the first stage to the last
     verdict: ArmVerdict
 
 
@@ -94,16 +97,16 @@ class StageSummary:
 
     name: str
     metric: str  # the metric that selects the best weights
-    best: float | None  # its best value on the tune split
+    best: float | None  # its best value on the tune split, which is for selection and not reported
     epoch: float | None  # epoch of the best value
     seconds: float
-    trainable: int  # parameters
-    total: int
+    trainable: int  # number of trainable parameters
+    total: int  # number of all parameters
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Numbers of parameters."""
+    """The numbers of all and of trainable parameters of a model."""
 
     total: int
     trainable: int
@@ -117,9 +120,9 @@ class RunSummary:
     folder: str  # relative to the comparison's folder
     status: str  # finished, stopped, failed or diverged
     error: str | None
-    attempts: int  # 1 + failed attempts
+    attempts: int  # 1 + earlier attempts that failed or were stopped
     metrics: dict[str, float | None]  # reported metrics; empty for a run that did not finish
-    best: float | None  # best value of the selecting metric on the tune split
+    best: float | None  # best value, on the tune split, of the metric that selects checkpoints
     final_loss: float | None  # on the tune split, at the last evaluation
     steps: int
     stages: tuple[StageSummary, ...]
@@ -128,10 +131,10 @@ class RunSummary:
     train_seconds: float
     validation_seconds: float
     epoch_seconds: tuple[float, ...]
-    step_ms: float | None  # mean
+    step_ms: float | None  # mean time of a step
     weights_digest: str | None  # of the final weights
     recipe_digest: str
-    caution: str | None  # about the data's splits
+    caution: str | None  # a warning about the data, to show with every number
 
     @property
     def finished(self) -> bool:
@@ -144,9 +147,9 @@ class ArmEvidence:
     """The runs of one arm and their summaries."""
 
     runs: tuple[RunSummary, ...]  # in the order of the plan's seeds
-    metrics: dict[str, Summary]  # over finished runs
+    metrics: dict[str, Summary]  # by metric, over the finished runs
     parameters: Parameters | None  # None if no run finished
-    seconds: Summary | None  # of whole runs
+    seconds: Summary | None  # total time of the finished runs; None if no run finished
 
     @property
     def finished(self) -> list[RunSummary]:
@@ -169,7 +172,7 @@ class PredictionTest:
 
     seed: int
     both: int  # examples that both models predicted correctly
-    arm_only: int
+    arm_only: int  # examples that only the arm's model predicted correctly
     base_only: int
     neither: int
     p: float
@@ -177,41 +180,45 @@ class PredictionTest:
 
 @dataclass(frozen=True)
 class SubjectTest:
-    """The test of an arm against the baseline, paired by subject."""
+    """The test of an arm against the baseline, paired by EEG subject.
+
+    A subject's score is the correlation r of the decoded and the true speech envelope, or Fisher's
+    z of r.
+    """
 
     n: int  # subjects
-    seeds: int  # each subject's value is the mean over these seeds
+    seeds: int  # number of seeds over which each subject's z is averaged
     better: int  # subjects that the arm decodes better than the baseline
-    r: float | None  # difference of the mean correlations
-    z: Effect  # difference of Fisher's z
-    p: float | None  # paired t test on z
-    p_signed: float | None  # Wilcoxon's signed-rank test on r
+    r: float | None  # difference of the mean r, which is averaged as z
+    z: Effect  # difference of the mean z
+    p: float | None  # p of the paired t test on z
+    p_signed: float | None  # p of Wilcoxon's signed-rank test on r
     p_adjusted: float | None  # p after Holm's correction over the arms
 
 
 @dataclass(frozen=True)
 class SplitTests:
-    """The tests on one split of recordings, by arm."""
+    """The tests on one split of the EEG recordings."""
 
-    subjects: dict[str, SubjectTest]  # against the baseline
-    ridge: dict[str, Effect]  # against the ridge decoder, over seeds
+    subjects: dict[str, SubjectTest]  # by arm: against the baseline
+    ridge: dict[str, Effect]  # by arm: mean r minus the ridge decoder's, paired by seed
 
 
 @dataclass(frozen=True)
 class Quantity:
     """One quantity of gradient flow, summarized over an arm's seeds."""
 
-    summary: Summary | None
+    summary: Summary | None  # None if no run has the quantity
     against: Effect | None  # ratio to the baseline; None for the baseline itself
 
 
 @dataclass(frozen=True)
 class TuningPoint:
-    """The score of one value of a tuned setting."""
+    """The scores that an arm reached with one value of a tuned setting."""
 
     value: float
-    mean: float | None  # over the tuning seeds; None if a run failed
-    scores: tuple[float | None, ...]  # by tuning seed
+    mean: float | None  # mean score over the tuning seeds; None if a run failed
+    scores: tuple[float | None, ...]  # best value of the metric on the tune split, by tuning seed
 
 
 @dataclass(frozen=True)
@@ -220,8 +227,8 @@ class TunedSetting:
 
     key: str  # such as optim.lr
     values: tuple[float, ...]  # the grid
-    extended: bool  # whether the grid was extended at an edge
-    best: dict[str, float]  # by arm
+    extended: bool  # whether the grid was extended at an end
+    best: dict[str, float]  # by arm: the value of the setting with the best mean score
     on_edge: dict[str, bool]  # by arm: whether the best value is at an end of the grid
     curves: dict[str, tuple[TuningPoint, ...]]  # by arm
 
@@ -236,15 +243,15 @@ class TimedArm:
     low: float | None  # ends of the ratio's 95 % interval
     high: float | None
     ceiling: float | None  # smallest ratio that the saved FLOPs explain
-    limits: dict[str, Any] | None  # FLOPs and bytes from which the ceiling follows
-    flag: str | None  # a gain beyond the ceiling, with its likely reason
-    word: Word | None
-    sentence: str | None
+    limits: dict[str, Any] | None  # FLOPs and memory traffic with and without the treatment
+    flag: str | None  # likely reason if the whole interval is below the ceiling
+    word: Word | None  # verdict on the time; None for the baseline
+    sentence: str | None  # the word and its numbers in a sentence
     step: str  # kind of step: eager, compiled or captured
-    peak_bytes: int | None  # on CUDA
-    optimizer_bytes: int
-    checkpoint_bytes: int  # of the trainable parameters
-    trainable: int  # parameters
+    peak_bytes: int | None  # peak memory; None on other devices than CUDA
+    optimizer_bytes: int  # size of the optimizer's state
+    checkpoint_bytes: int  # size of the trainable parameters
+    trainable: int  # number of trainable parameters
     blocks: tuple[float, ...]  # seconds of each block of steps
 
 
@@ -260,12 +267,12 @@ class StepTiming:
     steps_per_block: int
     batches: int  # distinct batches that were timed
     builds: int  # how often every arm was built
-    rounds: int
-    seconds: float
-    stopped_by: str  # width or time
+    rounds: int  # in each round, every arm takes one block of steps
+    seconds: float  # duration of the rounds and of building the arms again
+    stopped_by: str  # `width` (every interval was narrow enough) or `time` (limit reached)
     width: float  # target width of every interval, relative to the ratio
     device: str
-    drift: dict[str, float | None]  # of the baseline during the measurement
+    drift: dict[str, float | None]  # change of the baseline's time during the measurement
     watched: dict[str, Any]  # load of the machine by other processes
 
 
@@ -273,7 +280,7 @@ class StepTiming:
 class RoundTimes:
     """The times of one arm's whole runs, which alternated with runs of the other arms."""
 
-    seconds: tuple[float, ...]  # of each round
+    seconds: tuple[float, ...]  # by round: total time of the arm's run
     paired: Effect | None  # ratio to the baseline's time; None for the baseline
     finished: bool  # whether every run finished
 
@@ -283,19 +290,19 @@ class Evidence:
     """Everything a comparison measured and decided."""
 
     schema: int
-    plan: Plan  # with all seeds so far; a quick plan in its shortened form
+    plan: Plan  # with the seeds of all calls so far; with shortened runs if it is quick
     baseline: str  # name of the arm
-    look: int  # number of this look at the results
-    jobs: int  # runs in parallel
-    caution: str | None  # about the data's splits
-    pairs: int  # pairs of finished runs, over all arms
-    confounds: dict[str, tuple[str, ...]]  # by arm
+    look: int  # 1 if the results are judged for the first time, 2 after adding seeds, and so on
+    jobs: int  # number of runs in parallel
+    caution: str | None  # a warning about the data, to show with every number
+    pairs: int  # number of pairs in which both runs finished, over all arms
+    confounds: dict[str, tuple[str, ...]]  # by arm: other settings that differ from the baseline
     tuning: tuple[TunedSetting, ...]
     arms: dict[str, ArmEvidence]
     refused_pairs: tuple[RefusedPair, ...]
     verdicts: dict[str, dict[str, ArmVerdict]]  # by metric (the plan's first) and arm
     contrasts: tuple[Answer, ...]
-    orthogonality: ArmVerdict | None  # OELM against random weights; None without these arms
+    orthogonality: ArmVerdict | None  # orthogonal (oelm) against random frozen query/key weights
     mcnemar: dict[str, tuple[PredictionTest, ...]]  # by arm; for information only
     subjects: dict[str, SplitTests]  # by split; empty without recordings
     flow: dict[str, dict[str, Quantity]]  # by arm and quantity; empty if not watched
@@ -304,7 +311,7 @@ class Evidence:
 
     @property
     def rules(self) -> Rules:
-        """The plan's rules at this look."""
+        """The plan's rules, with the number of this look."""
         return self.plan.rules.model_copy(update={"look": self.look})
 
     @property
@@ -318,7 +325,7 @@ class Evidence:
 
 
 def stored(schema: type[Schema], value: Any) -> Schema:
-    """Convert a computed dataclass to its schema, with None for numbers that are not finite."""
+    """Convert a computed dataclass to `schema`, with None for numbers that are not finite."""
     return read(schema, finite(asdict(value)), schema.__name__)
 
 

@@ -1,4 +1,8 @@
-"""Evidence of a comparison: every run is read once, then paired, judged and tested."""
+"""Gathering of a comparison's evidence: read its runs, pair them by seed, and judge every arm.
+
+An arm is a variant of the recipe, with one run per seed. A run of an arm is paired with the
+baseline's run of the same seed, unless the two runs differ in more than the plan allows.
+"""
 
 import json
 import math
@@ -45,7 +49,7 @@ from frostlab.text import typed
 
 Records = Mapping[tuple[str, int], RunRecord]  # by arm and seed, or by arm and round
 _FRONT = (0, 1)  # indices of the front layers
-_QUANTITIES = ("front_ratio", "weight_change", "update")  # of gradient flow
+_QUANTITIES = ("front_ratio", "weight_change", "update")  # of gradient flow; see `_measure_flow`
 
 
 def gather(
@@ -59,7 +63,15 @@ def gather(
     tuning: Sequence[TunedSetting],
     timing: StepTiming | None,
 ) -> Evidence:
-    """Return all evidence: runs, pairs, summaries, times, and verdicts for every metric."""
+    """Return the evidence: runs, pairs, summaries, times, and verdicts for every metric.
+
+    Args:
+        folder: the comparison's folder, to which the paths of runs become relative.
+        records: the runs that give the results, by arm and seed.
+        rounds: the whole runs that were only timed, by arm and round.
+        look: 1 if the results are judged for the first time, 2 after adding seeds, and so on.
+        jobs: number of runs that shared the machine.
+    """
     runs = Runs.read(plan, records, folder)
     metrics = METRICS[plan.recipe_of(plan.baseline, plan.seeds[0]).data.task]
     primary = plan.rules.metric
@@ -98,7 +110,7 @@ def gather(
 
 
 def _rules_for(plan: Plan, metric: str, look: int) -> Rules:
-    """Return the plan's rules for its own metric, and default rules without limits for others."""
+    """Return the plan's rules for its own metric, and rules without effect limits for others."""
     if metric == plan.rules.metric:
         return plan.rules.model_copy(update={"look": look})
     return rules_for(metric, alpha=plan.rules.alpha, looks=plan.rules.looks, look=look)
@@ -111,12 +123,12 @@ class Runs:
     plan: Plan
     records: Records
     summaries: dict[tuple[str, int], RunSummary]
-    facts: dict[tuple[str, int], PairingFacts]  # of finished runs
-    refused: tuple[RefusedPair, ...]  # runs that do not pair with the baseline's run
+    facts: dict[tuple[str, int], PairingFacts]  # finished runs only
+    refused: tuple[RefusedPair, ...]  # finished runs that cannot be paired with the baseline's
 
     @classmethod
     def read(cls, plan: Plan, records: Records, folder: Path) -> "Runs":
-        """Read every run, and decide which runs pair with the baseline's."""
+        """Read every run, and find the runs that cannot be paired with the baseline's."""
         keys = [(arm.name, seed) for arm in plan.arms for seed in plan.seeds]
         summaries = {key: summarize(records[key], folder) for key in keys}
         facts = {key: PairingFacts.of(records[key]) for key in keys if summaries[key].finished}
@@ -125,9 +137,9 @@ class Runs:
     def values(
         self, arms: Iterable[str], metric: str, left_out: Iterable[tuple[str, int]]
     ) -> tuple[dict[str, dict[int, float]], dict[str, list[int]]]:
-        """Return a metric's values by arm and seed, and the seeds without a value by arm.
+        """Return two mappings by arm: a metric's value by seed, and the seeds without a value.
 
-        `left_out` lists finished runs to ignore, by arm and seed.
+        `left_out` lists (arm, seed) of finished runs that appear in neither mapping.
         """
         left_out = set(left_out)
         values: dict[str, dict[int, float]] = {arm: {} for arm in arms}
@@ -144,7 +156,7 @@ class Runs:
 
 
 def summarize(record: RunRecord, folder: Path) -> RunSummary:
-    """Summarize the facts about a run that a comparison uses."""
+    """Return the facts about a run that a comparison uses; its path is relative to `folder`."""
     result = record.result
     clocks, best, last = result.clocks, result.best, result.last
     parameters = result.parameters
@@ -188,6 +200,11 @@ def _stage(stage: Stage) -> StageSummary:
 def _refused_pairs(
     plan: Plan, facts: Mapping[tuple[str, int], PairingFacts]
 ) -> Iterable[RefusedPair]:
+    """Yield the finished runs that cannot be paired with the baseline's run, with the reason.
+
+    A pair is also refused if its data differ from the first seed's data, which happens if the
+    data's files changed between two calls.
+    """
     baseline = {seed: facts[arm, seed] for arm, seed in facts if arm == plan.baseline.name}
     first = next(iter(baseline), None)
     for arm in plan.others:
@@ -197,12 +214,13 @@ def _refused_pairs(
                 continue
             reason = why_unpaired(base, treated, plan.vary)
             if base.data != baseline[first].data:
-                reason = f"the data are no longer those of seed {first}"
+                reason = f"the data differ from the data of seed {first}"
             if reason is not None:
                 yield RefusedPair(arm.name, seed, reason)
 
 
 def _arm(runs: Runs, name: str, metrics: Sequence[str]) -> ArmEvidence:
+    """Summarize the finished runs of one arm."""
     own_runs = tuple(runs.summaries[name, seed] for seed in runs.plan.seeds)
     finished = [run for run in own_runs if run.finished]
     values = {
@@ -226,13 +244,13 @@ def _verdicts(runs: Runs, rules: Rules) -> dict[str, ArmVerdict]:
     plan = runs.plan
     left_out = [(pair.arm, pair.seed) for pair in runs.refused]
     values, failed = runs.values([arm.name for arm in plan.arms], rules.metric, left_out)
-    mixed = {arm: list(map(str, keys)) for arm, keys in plan.confounds().items()}
-    verdicts = judge(values, plan.baseline.name, rules, confounds=mixed, failed=failed)
+    confounding = {arm: list(map(str, found)) for arm, found in plan.confounds().items()}
+    verdicts = judge(values, plan.baseline.name, rules, confounds=confounding, failed=failed)
     return {arm: stored(ArmVerdict, verdict) for arm, verdict in verdicts.items()}
 
 
 def contrasts(runs: Runs, rules: Rules) -> tuple[Answer, ...]:
-    """Answer the plan's questions; Holm's correction treats values and gains separately."""
+    """Answer the plan's questions, with one Holm correction for values and one for gains."""
     verdicts: dict[str, ArmVerdict] = {}
     for of in ("value", "gain"):
         asked = [contrast for contrast in runs.plan.contrasts if contrast.of == of]
@@ -245,6 +263,7 @@ def contrasts(runs: Runs, rules: Rules) -> tuple[Answer, ...]:
 
 
 def _judge_contrasts(runs: Runs, asked: Sequence[Contrast], rules: Rules) -> dict[str, ArmVerdict]:
+    """Return the verdict on each question; all of them are about values, or all about gains."""
     plan = runs.plan
     arms = {arm.name: arm for arm in plan.arms}
     names = {name for contrast in asked for name in (contrast.arm, contrast.against)}
@@ -277,7 +296,10 @@ def _judge_contrasts(runs: Runs, asked: Sequence[Contrast], rules: Rules) -> dic
 
 
 def _contrast_value(run: RunSummary, rules: Rules, of: str) -> float | None:
-    """Return a run's metric, or its gain from the first stage's best value to the last stage's."""
+    """Return a run's metric or, for a gain, the change of the best value from first to last stage.
+
+    On the log scale, the change is a ratio. Return None if the run did not finish or lacks a value.
+    """
     if not run.finished:
         return None
     if of == "value":
@@ -289,7 +311,7 @@ def _contrast_value(run: RunSummary, rules: Rules, of: str) -> float | None:
 
 
 def _unpaired_seed(runs: Runs, contrast: Contrast) -> str | None:
-    """Return the first seed for which a contrast's runs cannot be paired, with the reason."""
+    """Return why the two arms of a contrast cannot be paired, for the first such seed, or None."""
     for seed in runs.plan.seeds:
         arm = runs.facts.get((contrast.arm, seed))
         against = runs.facts.get((contrast.against, seed))
@@ -301,7 +323,10 @@ def _unpaired_seed(runs: Runs, contrast: Contrast) -> str | None:
 
 
 def _orthogonality(runs: Runs, rules: Rules) -> ArmVerdict | None:
-    """Judge OELM against random weights; return None unless both are arms."""
+    """Judge the arm with orthogonal weights (OELM) against the arm with random weights.
+
+    Both arms freeze these weights. Return None unless the plan has both arms.
+    """
     plan = runs.plan
     arms = {arm.name: arm for arm in plan.arms}
     names = orthogonality_arms(arms)
@@ -316,27 +341,30 @@ def _orthogonality(runs: Runs, rules: Rules) -> ArmVerdict | None:
     values, failed = runs.values(names, rules.metric, left_out)
     tuned = [tune.key for tune in plan.tune]
     differing = confounds(plan.recipe_of(arms[random], 0), plan.recipe_of(arms[arm], 0))
-    mixed = [str(confound) for confound in differing if confound.key not in tuned]
-    verdicts = judge(values, random, rules, confounds={arm: mixed}, failed=failed)
+    confounding = [str(confound) for confound in differing if confound.key not in tuned]
+    verdicts = judge(values, random, rules, confounds={arm: confounding}, failed=failed)
     return stored(ArmVerdict, verdicts[arm])
 
 
 def _prediction_tests(runs: Runs) -> dict[str, tuple[PredictionTest, ...]]:
-    """Run McNemar's test on each pair of runs; it compares two models, not two treatments."""
+    """Run McNemar's test on the predictions of each pair of runs, by arm.
+
+    The test compares two trained models, not two treatments, so no verdict uses it.
+    """
     plan = runs.plan
     left_out = {(pair.arm, pair.seed) for pair in runs.refused}
-    right = {key: _right_predictions(record.folder) for key, record in runs.records.items()}
+    correct = {key: _correct_predictions(record.folder) for key, record in runs.records.items()}
     tests: dict[str, list[PredictionTest]] = {}
     for arm in plan.others:
         for seed in plan.seeds:
-            of_arm, of_base = right[arm.name, seed], right[plan.baseline.name, seed]
+            of_arm, of_base = correct[arm.name, seed], correct[plan.baseline.name, seed]
             if of_arm is not None and of_base is not None and (arm.name, seed) not in left_out:
                 test = PredictionTest(seed=seed, **vars(mcnemar(of_arm, of_base)))
                 tests.setdefault(arm.name, []).append(test)
     return {arm: tuple(arm_tests) for arm, arm_tests in tests.items()}
 
 
-def _right_predictions(folder: Path) -> list[bool] | None:
+def _correct_predictions(folder: Path) -> list[bool] | None:
     """Return whether each example was predicted correctly; None if the run has no predictions."""
     try:
         predictions = json.loads((folder / "predictions.json").read_text(encoding="utf-8"))
@@ -347,7 +375,7 @@ def _right_predictions(folder: Path) -> list[bool] | None:
 
 
 def _round_times(plan: Plan, rounds: Mapping[tuple[str, int], RunSummary]) -> dict[str, RoundTimes]:
-    """Return the times of the alternating whole runs by arm, paired by round."""
+    """Return the total times of the timed whole runs by arm, paired by round with the baseline."""
     if not rounds:
         return {}
     seconds = {
@@ -370,10 +398,10 @@ def _round_times(plan: Plan, rounds: Mapping[tuple[str, int], RunSummary]) -> di
 def subject_tests(
     plan: Plan, records: Records, refused: Iterable[RefusedPair]
 ) -> dict[str, SplitTests]:
-    """Test every arm on every split: against the baseline by subject, against ridge by seed.
+    """Test EEG decoders on every split: arm against baseline by subject, and against ridge by seed.
 
-    Each subject counts once, with its mean z over the seeds that both arms have. Runs without
-    scores of recordings are skipped.
+    Each subject counts once, with its mean Fisher z over the seeds that both arms have. Runs of
+    other tasks have no file of scores and are skipped.
     """
     left_out = {(pair.arm, pair.seed) for pair in refused}
     scores = {
@@ -391,6 +419,7 @@ def subject_tests(
 
 
 def _split_tests(plan: Plan, scores: Mapping[tuple[str, int], Mapping[str, Any]]) -> SplitTests:
+    """Run the tests of one split, given the scores of `model` and `ridge` by arm and seed."""
     by_arm = {
         arm.name: {seed: decoders for (name, seed), decoders in scores.items() if name == arm.name}
         for arm in plan.arms
@@ -423,7 +452,7 @@ def _split_tests(plan: Plan, scores: Mapping[tuple[str, int], Mapping[str, Any]]
 
 
 def _subject_z(scores: Any) -> dict[str, float]:
-    """Return Fisher's z of every subject, which can be averaged and tested, unlike r."""
+    """Return Fisher's z by subject; unlike r, it is close to normal, so it can be averaged."""
     from frostlab.envelopes.correlation import fisher_z
 
     return {score.subject: float(fisher_z(score.r)) for score in scores.subjects}
@@ -432,7 +461,10 @@ def _subject_z(scores: Any) -> dict[str, float]:
 def _subject_test(
     arm: Sequence[dict[str, float]], base: Sequence[dict[str, float]]
 ) -> dict[str, Any]:
-    """Test subjects as pairs, given their z by seed: t test on z, signed-rank test on r."""
+    """Compare an arm with the baseline by subject: t test on z, signed-rank test on r.
+
+    Each item of `arm` and `base` holds the z by subject of one seed.
+    """
     from scipy import stats
 
     subjects = sorted(arm[0]) if arm else []
@@ -455,7 +487,7 @@ def _subject_test(
 
 
 def _gradient_flow(plan: Plan, records: Records, runs: Runs) -> dict[str, dict[str, Quantity]]:
-    """Return the gradient-flow quantities of the last stage of watched runs, by arm."""
+    """Return the gradient-flow quantities by arm; empty if the recipe does not measure them."""
     if plan.recipe_of(plan.baseline, plan.seeds[0]).watch is None:
         return {}
     measured = {
@@ -474,7 +506,11 @@ def _gradient_flow(plan: Plan, records: Records, runs: Runs) -> dict[str, dict[s
 
 
 def _measure_flow(folder: Path) -> dict[str, float]:
-    """Return the positive, finite quantities of a run's last stage."""
+    """Return the gradient-flow quantities of a run's last stage, if they are positive and finite.
+
+    They are the gradient size of the front layers relative to the head's, the change of the front
+    weights' range, and the update/weight ratio of the front layers.
+    """
     flow = list(flows_of(folder).values())[-1]
     ends = flow.depth_ratios()
     values = (ends.front_ratio, ends.weight_change, _front_update(flow))
@@ -486,7 +522,7 @@ def _measure_flow(folder: Path) -> dict[str, float]:
 
 
 def _front_update(flow: Flow) -> float:
-    """Return the front's update/weight ratio: the median over parts, then over reports."""
+    """Return the update/weight ratio of the front: the median over its parts, then over reports."""
     front = [i for i, part in enumerate(flow.parts) if part.layer in _FRONT]
     medians = []
     for report in flow.reports:
@@ -498,6 +534,7 @@ def _front_update(flow: Flow) -> float:
 def _quantity(
     own: Mapping[int, dict[str, float]], baseline: Mapping[int, dict[str, float]], name: str
 ) -> Quantity:
+    """Summarize one quantity over an arm's seeds, and compare it with the baseline by seed."""
     values = {seed: flow[name] for seed, flow in own.items() if name in flow}
     both = [seed for seed in values if name in baseline.get(seed, {})]
     ratio = paired([values[s] for s in both], [baseline[s][name] for s in both], log=True)

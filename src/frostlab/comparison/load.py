@@ -1,4 +1,8 @@
-"""Loading of plans: from a recipe, or from a comparison's file or values, with all checks."""
+"""Loading of a comparison's plan from a recipe, a YAML file or a dict, with all checks.
+
+A comparison has the keys of a `Plan` in a shorter notation: `seeds: 6` and `arms: baseline,oelm`
+are enough, and the rules are keys at the top level.
+"""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -23,11 +27,11 @@ from frostlab.recipe.treatment import TREATMENTS
 Source = str | Path | dict[str, Any] | Recipe
 
 _RULES = ("metric", "alpha", "minimum_effect", "noninferior", "looks")
-_SET_HERE = ("name", "rules", "quick")  # keys of a plan that a comparison's file does not have
+_SET_HERE = ("name", "rules", "quick")  # keys of a plan that a comparison's file may not set
 KEYS = ("about", "set", *_RULES, *(key for key in Plan.model_fields if key not in _SET_HERE))
-_TUNABLE = {"lr": "optim.lr", "decay": "optim.decay"}
-_GRID = (1 / 3, 1.0, 3.0)  # factors of the recipe's own value
-_QUICK_SEEDS, _QUICK_TIMING = 3, {"seconds": 20.0}
+_TUNABLE = {"lr": "optim.lr", "decay": "optim.decay"}  # settings that can be tuned by name alone
+_GRID = (1 / 3, 1.0, 3.0)  # default grid, in multiples of the recipe's value
+_QUICK_SEEDS, _QUICK_TIMING = 3, {"seconds": 20.0}  # defaults of a quick comparison
 
 
 def make_plan(
@@ -37,13 +41,14 @@ def make_plan(
     settings: Mapping[str, Any] | None = None,
     quick: bool = False,
 ) -> Plan:
-    """Return the checked plan of a comparison, or of a recipe with arms.
+    """Return the checked plan of a comparison.
 
     Args:
-        source: a recipe or a comparison: a shipped name, a YAML file, or values.
+        source: a comparison, or a recipe if `changes` gives the arms: a shipped name, a YAML file
+            or a dict.
         changes: keys of a comparison that override the source's keys.
         settings: recipe settings for every arm by dotted key, such as `{"optim.lr": 1e-4}`.
-        quick: plan fewer seeds and less timing.
+        quick: plan fewer seeds and shorter step timing, unless the source sets them.
     """
     values, label = _read(source)
     values |= changes or {}
@@ -56,7 +61,7 @@ def make_plan(
         values.get("recipe"), {**(values.get("set") or {}), **(settings or {})}, label
     )
     rules = _rules(values, recipe)
-    base = recipe.to_dict() | {"treatment": "none", "seed": 0}
+    base = recipe.to_dict() | {"treatment": "none", "seed": 0}  # each run sets its own
     base["evaluate"]["metric"] = rules["metric"]  # the compared metric also selects checkpoints
     plan_values = {
         "name": label if label in shipped_comparisons() else name,
@@ -72,19 +77,22 @@ def make_plan(
         "quick": quick,
     }
     if "clock" in values:
-        plan_values["clock"] = values["clock"] or None  # false: steps are not timed
+        plan_values["clock"] = values["clock"] or None  # `clock: false` turns off step timing
     elif quick:
         plan_values["clock"] = _QUICK_TIMING
     plan = _validated(plan_values, label)
     plan.check()
-    from frostlab.comparison.oelm_json import check_names  # imports scipy
+    from frostlab.comparison.oelm_json import check_names  # imported here because it loads scipy
 
     check_names([arm.name for arm in plan.arms], plan.baseline.name)
     return plan
 
 
 def _read(source: Source) -> tuple[dict[str, Any], str]:
-    """Return a comparison's values and its name for errors; a recipe becomes the key `recipe`."""
+    """Return a comparison's values, and its name for error messages.
+
+    If the source is a recipe, the values have the single key `recipe`.
+    """
     if isinstance(source, Recipe):
         return {"recipe": source.to_dict()}, "comparison"
     if isinstance(source, dict):
@@ -114,7 +122,7 @@ def _check_kind(values: dict[str, Any], key: str, kind: type, wanted: str, label
 
 
 def _validated(values: dict[str, Any], label: str) -> Plan:
-    """Return the values as a plan, or refuse the first invalid value with a one-line error."""
+    """Return the values as a plan, or raise a one-line error about the first invalid value."""
     try:
         text = json.dumps(values, default=list)
     except TypeError as error:
@@ -137,7 +145,10 @@ def _recipe(recipe: Any, settings: Mapping[str, Any], label: str) -> tuple[Recip
 
 
 def _as_list(value: Any) -> Any:
-    """Split `a,b` into a list and turn None into an empty one; validation checks the rest."""
+    """Split the string `a,b` into a list, and turn None into an empty list.
+
+    Other iterables become lists; a value of the wrong type is returned for validation to refuse.
+    """
     if value is None:
         return []
     if isinstance(value, str):
@@ -151,10 +162,15 @@ def _arms(value: Any, label: str) -> Any:
 
 
 def _arm(value: Any, label: str) -> dict[str, Any]:
+    """Return an arm's keys with its treatment.
+
+    By default, the treatment is the one with the arm's name. An arm that only sets other settings
+    may have any name, and has no treatment.
+    """
     if isinstance(value, str):
         value = {"name": value, "treatment": value}
     if not isinstance(value, dict) or "name" not in value:
-        raise BadInput(f"{label}: arm {value!r} is neither a treatment's name nor has a name")
+        raise BadInput(f"{label}: arm {value!r} must be a treatment's name, or have a key `name`")
     name = value["name"]
     default = "none" if "set" in value and name not in TREATMENTS else name
     treatment = value.get("treatment", default)
@@ -165,17 +181,18 @@ def _arm(value: Any, label: str) -> dict[str, Any]:
 
 
 def _seeds(value: Any, quick: bool) -> Any:
-    """Return the seeds 0, 1, … for a number of seeds; leave anything else to validation."""
+    """Turn a number of seeds into the list 0, 1, …, and return other values as a list."""
     if value is None:
         value = _QUICK_SEEDS if quick else DEFAULT_SEEDS
     if isinstance(value, int) and not isinstance(value, bool):
         if value < 1:
-            raise BadInput(f"seeds {value}: a comparison needs at least one")
+            raise BadInput(f"seeds {value}: a comparison needs at least one seed")
         return list(range(value))
     return _as_list(value)
 
 
 def _rules(values: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
+    """Return the values of `Rules`, with the recipe's metric by default."""
     metric, task = values.get("metric") or recipe.metric, recipe.data.task
     if not isinstance(metric, str) or metric not in METRICS[task]:
         raise BadInput(
@@ -189,14 +206,14 @@ def _rules(values: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
 
 
 def _tune(value: Any, recipe: Recipe) -> Any:
-    """Return the settings to tune; for a name alone, add a grid around the recipe's value."""
+    """Return the settings to tune; `lr` or `decay` gets a grid around the recipe's value."""
     if isinstance(value, dict):
         return [value]
     if not isinstance(value, str):
         return _as_list(value)
     if value not in _TUNABLE:
         raise BadInput(
-            f"--tune {value}: cannot be tuned{nearest(value, _TUNABLE)}; "
+            f"--tune {value}: cannot be tuned by name{nearest(value, _TUNABLE)}; "
             f"choose from: {', '.join(_TUNABLE)}"
         )
     key = _TUNABLE[value]

@@ -1,7 +1,8 @@
 """The five questions of the OELM study, and its output files comparison.json and timing.json.
 
-The files keep the format of the study's scripts, which wrote one record per comparison. Here the
-numbers are means over seeds, times are in seconds, and an unknown value is null.
+OELM replaces the query and key weights by orthogonal matrices and freezes them. The files keep
+the format of the study's scripts, but the numbers are means over seeds. Times are in seconds, and
+an unknown value is null.
 """
 
 from collections.abc import Collection, Sequence
@@ -21,13 +22,13 @@ QUESTIONS = (
     "Does it carry from BERT to GPT?",
 )
 _OELM = "oelm"
-_RANDOM = ("oelm-random-matched", "oelm-random")  # the first keeps the original scale
-_KEYS = {_OELM: "oelm_freeze"}  # keys in comparison.json that are not the arm's name
+_RANDOM = ("oelm-random-matched", "oelm-random")  # the first keeps the scale of the weights
+_KEYS = {_OELM: "oelm_freeze"}  # by arm: its key in comparison.json if that is not its name
 _OTHER_KEYS = ("dataset", "model", "environment", "comparison")  # keys that are not arms
-_COST: dict[Word, str] = {  # cost of the saved parameters, by verdict
-    "better": "it is also better, so there is nothing to weigh",
-    "worse": "it pays for them: see the gap",
-    "no difference found": "no cost was found, as far as these seeds could have seen one",
+_COST: dict[Word, str] = {  # what the saved parameters cost, by verdict on the arm
+    "better": "it is also better, so the saving costs nothing",
+    "worse": "the saving costs performance: see the gap",
+    "no difference found": "no cost was found, but these seeds may have missed a small one",
 }
 
 
@@ -49,14 +50,14 @@ def check_names(arms: Sequence[str], baseline: str) -> None:
 def orthogonality_arms(arms: Collection[str]) -> tuple[str, str] | None:
     """Return the two arms that show the effect of orthogonality, or None if one is missing.
 
-    The arms are OELM and random weights, preferably random weights of the same scale.
+    They are OELM and an arm with random frozen weights, preferably weights of the original scale.
     """
     random = next((arm for arm in _RANDOM if arm in arms), None)
     return None if _OELM not in arms or random is None else (_OELM, random)
 
 
 def main_arm(evidence: Evidence) -> str:
-    """Return the arm that the questions are about: OELM, else the first after the baseline."""
+    """Return the arm that the questions are about: OELM, else the first besides the baseline."""
     others = [arm for arm in evidence.arms if arm != evidence.baseline]
     named = [arm for arm in others if arm_key(arm, evidence.baseline) == _KEYS[_OELM]]
     return (named or others)[0]
@@ -94,7 +95,7 @@ def _saving(evidence: Evidence, arm: str) -> str:
 
 def _speed(evidence: Evidence, arm: str) -> str:
     if evidence.timing is None:
-        return "Steps were not timed against each other."
+        return "Not known: steps were not timed."
     return str(evidence.timing.arms[arm].sentence)
 
 
@@ -103,15 +104,15 @@ def _orthogonality(evidence: Evidence) -> str:
     if verdict is None:
         return "Not asked: it needs the arms oelm and oelm-random-matched (or oelm-random)."
     scale = "" if verdict.baseline == _RANDOM[0] else (
-        " oelm-random also has another scale; oelm-random-matched would tell the two apart."
+        " oelm-random also changes the scale of the weights; oelm-random-matched would keep it."
     )  # fmt: skip
     return f"{verdict.sentence}{scale}"
 
 
 def _transfer(evidence: Evidence) -> str:
     return (
-        f"Not answered by one model: this comparison has {_model_name(evidence)} alone; "
-        "run the other one too."
+        f"One model cannot answer this: the comparison has only {_model_name(evidence)}; "
+        "run it with the other model too."
     )
 
 
@@ -121,7 +122,7 @@ def _model_name(evidence: Evidence) -> str:
 
 
 def comparison_json(evidence: Evidence, first: RunRecord) -> dict[str, Any]:
-    """Return the values of comparison.json; its environment is taken from the run `first`."""
+    """Return the values of comparison.json; `first` is the run that describes the environment."""
     baseline = evidence.arms[evidence.baseline]
     values: dict[str, Any] = {
         "dataset": evidence.plan.recipe["data"]["name"],
@@ -177,6 +178,7 @@ def _environment(record: RunRecord) -> dict[str, Any]:
 
 
 def _arm_values(arm: ArmEvidence) -> dict[str, Any]:
+    """Return an arm's performance, trainable parameters and times, as means over finished runs."""
     fraction, parameters = _trainable_fraction(arm), arm.parameters
     trainable = None
     if fraction is not None and parameters is not None:
@@ -244,7 +246,7 @@ def _gap(value: float | None, base: float | None) -> float | None:
 
 
 def _relative_gap(value: float | None, base: float | None) -> float | None:
-    """Return the gap as a percentage of the baseline's value."""
+    """Return value − base in percent of base."""
     return None if value is None or not base else 100 * (value - base) / base
 
 

@@ -1,7 +1,8 @@
-"""The page of a comparison in Markdown, and a short summary for the terminal.
+"""The report of a comparison as a Markdown page, and a short summary for the terminal.
 
-The page is a list of sections. Each section has a title and a function that returns its text; the
-text is empty if the section does not apply.
+A comparison trains several arms, which are variants of one recipe, with the same seeds. The page is
+a list of sections. Each section has a title and a function that returns its text; the text is empty
+if the section does not apply.
 """
 
 import json
@@ -26,7 +27,7 @@ from frostlab.recipe.settings import LOWER_IS_BETTER
 from frostlab.text import NONE, columns, markdown, number
 
 _BAR = 30  # width of the longest bar of a tuning curve, in characters
-_GAIN = "(By how much the last stage improved on the first one's best.) "
+_GAIN = "(Compares the gain from the first stage's best value to the last stage's.) "
 _FLOW = {  # column title of each gradient-flow quantity
     "front_ratio": "front/output gradient",
     "weight_change": "front weight change",
@@ -40,7 +41,7 @@ def page(evidence: Evidence) -> str:
     if evidence.caution:
         parts.append(f"Caution: {evidence.caution}.")
     if evidence.plan.quick:
-        parts.append("A quick look, its runs cut short: is it worth a real run?")
+        parts.append("A quick comparison with shortened runs: is a full comparison worthwhile?")
     for title, section in SECTIONS:
         if text := section(evidence):
             parts.append(f"## {title}\n\n{text}")
@@ -48,7 +49,7 @@ def page(evidence: Evidence) -> str:
 
 
 def show(evidence: Evidence, page: Path) -> str:
-    """Return the main results as lines for the terminal."""
+    """Return the main results as text for the terminal; `page` is the path of the Markdown page."""
     metric, verdicts, timing = evidence.plan.rules.metric, evidence.primary, evidence.timing
     rows = [["arm", metric, "against baseline", "trainable", "ms a step", "ratio", "verdict"]]
     for name, arm in evidence.arms.items():
@@ -86,8 +87,8 @@ def _verdicts(evidence: Evidence) -> str:
             )
     if timing is not None:
         for name in verdicts:
-            mixed = ", ".join(evidence.confounds.get(name, ()))
-            mark = f" Confounded by {mixed}." if mixed else ""
+            confounds = ", ".join(evidence.confounds.get(name, ()))
+            mark = f" Confounded by {confounds}." if confounds else ""
             lines.append(f"- **time, {name}**: {timing.arms[name].sentence}{mark}")
     history = rules.history()
     if history is not None:
@@ -103,7 +104,7 @@ def _planned_questions(evidence: Evidence) -> str:
 
 
 def _default_questions(evidence: Evidence) -> str:
-    """Answer the five default questions about freezing, unless the plan has its own questions."""
+    """Answer the five questions of the OELM study, unless the plan has its own questions."""
     return "" if evidence.contrasts else _numbered(answers(evidence))
 
 
@@ -132,9 +133,10 @@ def _performance(evidence: Evidence) -> str:
     ]
     used = {row[-1] for row in verdicts}
     note = (
-        "Mean ± standard deviation over seeds; cv: of the first metric. Below: paired over seeds, "
-        f"{100 * (1 - evidence.rules.level):.4g} % t interval; a ratio for perplexity. Only the "
-        "first metric was chosen beforehand."
+        "Mean ± standard deviation over seeds; cv is the coefficient of variation of the first "
+        "metric. The next table shows the effect over paired seeds with its "
+        f"{100 * (1 - evidence.rules.level):.4g} % t interval; the effect on perplexity is a "
+        "ratio. Only the first metric was chosen beforehand."
     )
     return "\n\n".join([
         markdown(["arm", "seeds", *metrics, "cv", "trainable"], rows),
@@ -152,7 +154,8 @@ def _subjects(evidence: Evidence) -> str:
              number(test.p_signed), number(test.p_adjusted)]
             for name, test in tests.subjects.items()
         ]  # fmt: skip
-        head = ["arm", "subjects better", "r", "z [95 %]", "p", "p signed ranks", "p (Holm)"]
+        head = ["arm", "subjects better", "r difference", "z difference [95 %]", "p",
+                "p (signed ranks)", "p (Holm)"]  # fmt: skip
         ridge = [[name, _effect(test), number(test.p)] for name, test in tests.ridge.items()]
         parts.append(
             f"### {split}\n\n{markdown(head, rows)}\n\n"
@@ -161,9 +164,9 @@ def _subjects(evidence: Evidence) -> str:
     if not parts:
         return ""
     note = (
-        f"Against {evidence.baseline}, each subject is a pair: its mean Fisher z over the seeds. "
-        "`report`: other recordings of subjects trained on; `unseen`: subjects not trained on. "
-        "The ridge decoder is the same for every seed."
+        f"Each subject gives one pair, the arm and {evidence.baseline}, of its mean Fisher z over "
+        "the seeds. `report`: other recordings of the training subjects; `unseen`: subjects held "
+        "out of training. The ridge decoder is the same for every seed."
     )
     return "\n\n".join([note, *parts])
 
@@ -178,9 +181,10 @@ def _gradients(evidence: Evidence) -> str:
         for name, flow in evidence.flow.items()
     ]  # fmt: skip
     note = (
-        "Means over seeds, and ratios to the baseline paired over them. Front: layers 0 and 1. "
-        "Gradients are the largest of each tensor at the last measured step, as the source took "
-        "them; update/weight is the median over the front's parts and all measured steps."
+        "Means over seeds, and ratios to the baseline, paired by seed. Front: layers 0 and 1. The "
+        "gradient of a tensor is its largest absolute value at the last measured step. Weight "
+        "change is the relative change of a tensor's range since the first measured step. "
+        "Update/weight is the median over the front's parts, then over the measured steps."
     )
     return f"{note}\n\n{markdown(head, rows)}"
 
@@ -196,13 +200,14 @@ def _stages(evidence: Evidence) -> str:
     head = ["arm", "stage", "trainable", "best on the tune split", "best epoch", "seconds",
             "change"]  # fmt: skip
     note = (
-        "Means over seeds. Change: of the best value against that of the stage before, positive "
-        "where it is better."
+        "Means over seeds. Change is the relative change of the best value from the stage before, "
+        "positive if it improved."
     )
     return f"{markdown(head, rows)}\n\n{note}"
 
 
 def _stage_rows(name: str, runs: Sequence[Sequence[StageSummary]]) -> list[list[str]]:
+    """Return one row per stage of an arm, with means over its runs."""
     rows: list[list[str]] = []
     before: float | None = None
     for stages in zip(*runs, strict=True):  # the same stage of every run
@@ -253,9 +258,10 @@ def _step_times(evidence: Evidence) -> str:
             "trained weights"]  # fmt: skip
     proof = "proven" if timing.proven else f"**unproven**: {'; '.join(timing.reasons)}"
     note = (
-        f"Interleaved in one process, {timing.builds} builds, {timing.rounds} rounds, "
-        f"{timing.seconds:.0f} s, stopped by {timing.stopped_by}. A/A control (the baseline "
-        f"again): {_ratio(timing.control)}: {proof}."
+        f"The arms took turns in one process, with {timing.builds} builds and {timing.rounds} "
+        f"rounds in {timing.seconds:.0f} s, until the {timing.stopped_by} limit. The ratio of the "
+        f"A/A control, a second copy of the baseline, is {_ratio(timing.control)}. The timing is "
+        f"{proof}."
     )
     return f"{markdown(head, rows)}\n\n{note}"
 
@@ -274,9 +280,10 @@ def _run_times(evidence: Evidence) -> str:
         ])  # fmt: skip
     if not rows:
         return ""
-    head = ["arm", "total s", "cv", "of it validation s", "alternating rounds s", "ratio of these"]
+    head = ["arm", "total s", "cv", "validation s", "timed rounds s", "ratio of rounds [95 %]"]
     note = "" if evidence.jobs == 1 else (
-        f"\n\nUp to {evidence.jobs} runs at once: totals say little; the rounds ran alone."
+        f"\n\nUp to {evidence.jobs} runs shared the machine, so the total times are not "
+        "comparable; the timed rounds ran one at a time."
     )  # fmt: skip
     return f"{markdown(head, rows)}{note}"
 
@@ -295,11 +302,14 @@ def _tuning_curves(setting: TunedSetting) -> str:
             mark = "  ← best" if point.value == setting.best[name] else ""
             lines.append(f"  {point.value:<10g} {_bar(point.mean, low, high)}{mark}")
     edges = [name for name, on_edge in setting.on_edge.items() if on_edge]
-    note = f"{setting.key}, the mean over tuning seeds on the tune split, the same grid for all."
+    note = (
+        f"{setting.key}: the mean over the tuning seeds of the metric on the tune split, with the "
+        "same grid for every arm."
+    )
     if setting.extended:
         note += " The grid was extended once."
     if edges:
-        note += f" On the edge of the grid still: {', '.join(edges)}."
+        note += f" The best value is still at an end of the grid for {', '.join(edges)}."
     curves = "\n".join(lines)
     return f"{note}\n\n```\n{curves}\n```"
 
@@ -324,12 +334,13 @@ def _differences(evidence: Evidence) -> str:
     ]
     for setting in evidence.tuning:
         values = ", ".join(f"{name} {value:g}" for name, value in setting.best.items())
-        lines.append(f"- {setting.key} was tuned for each on an equal budget: {values}")
+        lines.append(f"- {setting.key} was tuned for each arm on an equal budget: {values}")
     if not evidence.pairs:
         lines.append("- No pair of runs finished, so nothing could be compared.")
     if not lines:
-        lines = ["- The arms differ in the treatment alone: data, order of examples, untouched "
-                 "weights, device and precision are equal for every seed, by digest."]  # fmt: skip
+        lines = ["- The arms differ only in the treatment: for every seed, data, order of examples "
+                 "and untouched weights are equal by digest, and device and precision are equal."
+                 ]  # fmt: skip
     return "\n".join(lines)
 
 
@@ -338,12 +349,12 @@ def _varied_settings(evidence: Evidence) -> list[str]:
     plan = evidence.plan
     if not plan.vary:
         return []
-    lines = [f"- What is compared: {', '.join(plan.vary)}. All else is equal for every seed."]
+    lines = [f"- Compared settings: {', '.join(plan.vary)}. All else is equal for every seed."]
     if any(key.partition(".")[0] == "model" for key in plan.vary):
-        lines.append("- Models of other sizes begin with other weights, drawn from the same seed.")
+        lines.append("- Models of different sizes start from different weights of the same seed.")
     for arm in plan.arms:
         values = "; ".join(f"{key} {json.dumps(value)}" for key, value in arm.set.items())
-        lines.append(f"- {arm.name}: {values or 'as the recipe has it'}")
+        lines.append(f"- {arm.name}: {values or 'as in the recipe'}")
     return lines
 
 

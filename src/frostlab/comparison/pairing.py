@@ -1,4 +1,8 @@
-"""Rules of pairing: two runs form a pair if their digests differ in the treatment alone."""
+"""Pairing of runs: two runs with the same seed form a pair if only the treatment differs.
+
+The seed, the data, the order of examples, the initial weights that neither treatment changes, and
+the machine's settings must be equal.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,15 +18,15 @@ class PairingFacts:
     """The facts about a run that decide which runs it can be paired with."""
 
     seed: int
-    data: str  # digest
-    weights: dict[str, str]  # digest of each tensor at the start
-    touched: frozenset[str]  # tensors whose values the treatment replaced
-    orders: tuple[str, ...]  # digest of the order of examples, by epoch
-    machine: dict[str, tuple[str, ...]]  # by key, the values at every start and resume
+    data: str  # digest of the prepared data
+    weights: dict[str, str]  # digest of each part of the treated model before training
+    touched: frozenset[str]  # names of the parts whose values the treatment replaced
+    orders: tuple[str, ...]  # for each epoch, a digest of the order of examples so far
+    machine: dict[str, tuple[str, ...]]  # by key: the distinct values over all starts and resumes
 
     @classmethod
     def of(cls, record: RunRecord) -> "PairingFacts":
-        """Read the facts of a run, and parse each of its files once."""
+        """Read the facts of a run from its record."""
         digests = record.digests
         starts = [*record.events(StartEvent), *record.events(ResumeEvent)]
         return cls(
@@ -39,9 +43,10 @@ class PairingFacts:
 
 
 def why_unpaired(first: PairingFacts, second: PairingFacts, vary: Iterable[str] = ()) -> str | None:
-    """Return the first difference that prevents pairing two runs, or None.
+    """Return the first difference that prevents pairing two runs, or None if they form a pair.
 
-    Initial weights may differ if `vary` includes a setting of the model.
+    `vary` lists the settings that the plan compares. If one of them is a setting of the model, the
+    initial weights may differ.
     """
     same_model = not any(key.partition(".")[0] == "model" for key in vary)
     return next(_differences(first, second, same_model), None)
@@ -67,7 +72,7 @@ def _weight_differences(first: PairingFacts, second: PairingFacts) -> Iterator[s
     touched = first.touched | second.touched
     for name, digest in first.weights.items():
         if name not in touched and second.weights.get(name) != digest:
-            yield f"the initial weights of {name} differ, which neither treatment touches"
+            yield f"the initial weights of {name} differ, though neither treatment changes them"
     for name in second.weights:
         if name not in first.weights and name not in touched:
             yield f"only one of the two runs has the weights {name}"

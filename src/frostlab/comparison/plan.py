@@ -1,4 +1,9 @@
-"""The plan of a comparison: its recipe, arms, seeds and rules, fixed before the first run."""
+"""The plan of a comparison: its recipe, arms, seeds and rules, fixed before the first run.
+
+An arm is a variant of the recipe: a treatment of the model (such as freezing some weights), or
+other settings that the plan varies on purpose. Any further difference between two arms is a
+confound, which must be declared or removed.
+"""
 
 import copy
 from collections.abc import Iterable, Mapping
@@ -18,20 +23,21 @@ from frostlab.storage import digest_of
 SCHEMA = 2  # version of plan.json
 LEAST_SEEDS = 5  # with fewer pairs, no arm is called better or worse
 DEFAULT_SEEDS = 6  # the fewest with which the sign-flip test can reach 5 %
-TUNING_SEED = 900_000  # seeds from here on are for tuning runs only
-_LOWER_IS_BETTER_ENDINGS = ("_seconds", "_ms", "_bytes")
-_NO_CONFOUNDS = ("about", "treatment", "seed")  # sections that may differ between arms
-_SAME_FOR_ALL = ("data", "tokenizer")  # sections that may not differ between arms
-_NOT_IN_SET = ("seed", "treatment")  # sections that an arm's `set` may not change
+TUNING_SEED = 900_000  # seeds from this number on are for tuning runs only
+_LOWER_IS_BETTER_ENDINGS = ("_seconds", "_ms", "_bytes")  # of metric names
+_NO_CONFOUNDS = ("about", "treatment", "seed")  # recipe sections that may differ between arms
+_SAME_FOR_ALL = ("data", "tokenizer")  # recipe sections that may not differ between arms
+_NOT_IN_SET = ("seed", "treatment")  # recipe sections that an arm's `set` may not change
 
 
 class Rules(Strict):
     """The metric that is compared, and the conditions for calling an arm better or worse.
 
-    `minimum_effect` is the smallest effect of interest, in the metric's unit or, on the log scale,
-    as a ratio − 1. `noninferior` is the limit of non-inferiority: 1.05 allows an arm to be 1.05
-    times as bad. `looks` is the planned number of looks at the results, and `look` is the number
-    of the current look.
+    `log` means that values are compared as ratios, on the log scale. `minimum_effect` is the
+    smallest effect of interest, in the metric's unit or, on the log scale, as a ratio − 1.
+    `noninferior` is the limit of non-inferiority: 1.05 allows an arm to be 1.05 times as bad.
+    A look is one analysis of the results; a later look has more seeds. `looks` is the planned
+    number of looks, and `look` is the number of the current look, counted from 1.
     """
 
     metric: Annotated[str, Field(min_length=1)]
@@ -45,7 +51,7 @@ class Rules(Strict):
 
     @property
     def level(self) -> float:
-        """The false-alarm rate that this look may spend."""
+        """The false-alarm rate of this look, over all arms."""
         return alpha_spent(self.alpha, self.look, self.looks)
 
     @property
@@ -61,29 +67,32 @@ class Rules(Strict):
         if self.look == 1:
             if self.looks == 1:
                 return None
-            return f"look 1 of {self.looks} planned: it spends {self.level:.4g} of {self.alpha:.4g}"
-        text = f"look {self.look}, looked at before: this look spends {self.level:.4g}"
+            return (
+                f"look 1 of {self.looks} planned: it spends {self.level:.4g} "
+                f"of alpha = {self.alpha:.4g}"
+            )
+        text = f"look {self.look} at these results: it spends {self.level:.4g} of alpha"
         if self.risk <= self.alpha:
-            return f"{text}, all looks together at most {self.alpha:.4g}"
+            return f"{text}, and all looks together spend at most {self.alpha:.4g}"
         return (
-            f"{text}; one look was planned and it had spent all of {self.alpha:.4g}, "
-            f"so together the looks so far raise a false alarm in up to {self.risk:.2%}"
+            f"{text}, but the only planned look had spent all of {self.alpha:.4g}, "
+            f"so the false-alarm rate of all looks so far is up to {self.risk:.2%}"
         )
 
 
 def alpha_spent(alpha: float, look: int, looks: int = 1) -> float:
-    """Return the part of alpha that look number `look` spends if `looks` were planned.
+    """Return the false-alarm rate of look number `look` if `looks` were planned.
 
     A plan of one look spends all of alpha on it. In a plan of several looks, look k spends
     alpha / 2**k. The sum stays below alpha for any number of looks, so such a plan can be extended
-    without limit. If a plan of one look is extended, look k also spends alpha / 2**k, and the sum
-    exceeds alpha but stays below 1.5 alpha.
+    without limit. If a plan of one look is extended, look k = 2, 3, … also spends alpha / 2**k, and
+    the sum exceeds alpha but stays below 1.5 alpha.
     """
     return alpha if look == looks == 1 else alpha / 2**look
 
 
 def scale_of(metric: str) -> dict[str, bool]:
-    """Return the direction and the scale of a known metric.
+    """Return whether lower values of a metric are better, and whether it is compared as a ratio.
 
     Perplexity, times and sizes in bytes are compared as ratios, on the log scale.
     """
@@ -108,7 +117,7 @@ def rules_for(
     looks: int = 1,
     look: int = 1,
 ) -> Rules:
-    """Return rules with the direction and the scale of a known metric."""
+    """Return rules in which the metric's name decides the direction and the scale."""
     return Rules(
         metric=metric,
         **scale_of(metric),
@@ -125,11 +134,11 @@ class Confound:
     """A setting that differs between an arm and the baseline."""
 
     key: str  # such as optim.lr
-    baseline: Any
-    arm: Any
+    baseline: Any  # value of the setting in the baseline
+    arm: Any  # value of the setting in the arm
 
     def within(self, keys: Iterable[str]) -> bool:
-        """Return whether the setting is one of these keys or nested below one."""
+        """Return whether the setting is one of these keys or nested in one of them."""
         return any(self.key == key or self.key.startswith(f"{key}.") for key in keys)
 
     def __str__(self) -> str:
@@ -137,7 +146,7 @@ class Confound:
 
 
 def confounds(baseline: Recipe, arm: Recipe) -> tuple[Confound, ...]:
-    """Return every setting in which an arm differs from the baseline."""
+    """Return the settings in which an arm differs from the baseline, apart from its treatment."""
     base_values, arm_values = baseline.to_dict(), arm.to_dict()
     changed = differences(base_values, arm_values)
     keys = [key for key in changed if _section(key) not in _NO_CONFOUNDS]
@@ -150,7 +159,10 @@ def confounds(baseline: Recipe, arm: Recipe) -> tuple[Confound, ...]:
 def check_confounds(
     baseline: str, arm: str, confounds: Iterable[Confound], allowed: Iterable[str]
 ) -> None:
-    """Refuse a confound that was not declared, and any difference in the data."""
+    """Refuse a confound that was not declared, and any difference in the data.
+
+    A confound such as `optim.lr` is declared by its key, its section `optim` or its last part `lr`.
+    """
     permitted = set(allowed)
     for confound in confounds:
         problem = f"{arm} differs from {baseline} in {confound}"
@@ -159,37 +171,40 @@ def check_confounds(
         section, _, short = confound.key.partition(".")
         if not permitted & {confound.key, section, short, short.rpartition(".")[2]}:
             raise BadInput(
-                f"{problem}: a confound; give both the same, tune it for both (--tune), "
-                f"or declare it (--allow-confound {short})"
+                f"{problem}, which is a confound; set it to the same value, tune it for both arms "
+                f"(--tune), or declare it (--allow-confound {short})"
             )
 
 
 class Arm(Strict):
-    """A named treatment with further settings, each of which is a confound unless it is varied."""
+    """A named treatment, with further settings in `set`.
+
+    Each further setting is a confound unless the plan varies or tunes it.
+    """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.+-]*$")]
     treatment: str | dict[str, Any]
-    set: dict[str, Any] = Field(default_factory=dict)  # dotted keys
+    set: dict[str, Any] = Field(default_factory=dict)  # by dotted key, such as optim.lr
 
 
 class Tune(Strict):
-    """A setting that is tuned for every arm, on an equal budget."""
+    """A setting that is tuned for each arm, with the same grid and seeds for all."""
 
     key: str = "optim.lr"
-    values: Annotated[tuple[float, ...], Field(min_length=2)]
-    seeds: Positive = 2
+    values: Annotated[tuple[float, ...], Field(min_length=2)]  # the grid
+    seeds: Positive = 2  # number of tuning seeds
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
         if list(self.values) != sorted(set(self.values)):
-            raise ValueError("tune.values should rise, each value once")
+            raise ValueError("tune.values should be in ascending order, without duplicates")
         return self
 
 
 class Contrast(Strict):
     """A question that is answered by comparing two arms.
 
-    `of: gain` compares the improvement of each arm from its first stage to its last.
+    `of: gain` compares how much each arm improves from its first stage to its last.
     """
 
     question: str
@@ -199,27 +214,27 @@ class Contrast(Strict):
 
 
 class TimingPlan(Strict):
-    """The limits of timing the arms' steps against each other."""
+    """The two conditions that end the timing of the arms' steps, whichever is met first."""
 
     seconds: Annotated[float, Field(gt=0)] = 60.0
-    width: Annotated[float, Field(gt=0, lt=1)] = 0.01  # target width of the intervals, relative
+    width: Annotated[float, Field(gt=0, lt=1)] = 0.01  # of every interval, relative to the ratio
 
 
 class Plan(Strict):
     """Every decision about a comparison, made before it begins."""
 
     name: str
-    recipe: dict[str, Any]
+    recipe: dict[str, Any]  # settings that all arms share
     arms: tuple[Arm, ...]
     seeds: tuple[int, ...]
     rules: Rules
     tune: tuple[Tune, ...] = ()  # in order; each uses the best values of the earlier settings
-    allow_confounds: tuple[str, ...] = ()
-    vary: tuple[str, ...] = ()  # settings that arms may vary like treatments, such as stages
+    allow_confounds: tuple[str, ...] = ()  # settings that may differ; the verdict says so
+    vary: tuple[str, ...] = ()  # settings that are compared like treatments, such as stages
     contrasts: tuple[Contrast, ...] = ()
-    rounds: Annotated[int, Field(ge=0)] = 0  # number of alternating whole runs per arm, for timing
+    rounds: Annotated[int, Field(ge=0)] = 0  # extra whole runs per arm, only to time them
     clock: TimingPlan | None = TimingPlan()  # None: steps are not timed
-    quick: bool = False
+    quick: bool = False  # whether runs are shortened
 
     @property
     def baseline(self) -> Arm:
@@ -237,7 +252,7 @@ class Plan(Strict):
         return digest_of(self.model_dump(mode="json", exclude={"seeds"}))[:16]
 
     def recipe_of(self, arm: Arm, seed: int, tuned: Mapping[str, float] | None = None) -> Recipe:
-        """Return the recipe of an arm's run with a seed, after applying tuned settings."""
+        """Return the recipe of an arm's run with a seed and, if given, with tuned settings."""
         values = copy.deepcopy(self.recipe)
         values["treatment"], values["seed"] = arm.treatment, seed
         for key, value in (*copy.deepcopy(arm.set).items(), *(tuned or {}).items()):
@@ -245,7 +260,7 @@ class Plan(Strict):
         return recipe_from(values, source=f"arm {arm.name}")
 
     def confounds(self) -> dict[str, tuple[Confound, ...]]:
-        """Return the confounds of every arm but the baseline."""
+        """Return the confounds by arm, for every arm but the baseline."""
         return {arm.name: self.confounds_between(self.baseline, arm) for arm in self.others}
 
     def confounds_between(self, baseline: Arm, arm: Arm) -> tuple[Confound, ...]:
@@ -258,7 +273,7 @@ class Plan(Strict):
         )
 
     def check(self) -> None:
-        """Refuse a plan whose arms cannot be compared."""
+        """Raise an error if the arms, seeds or settings do not make a fair comparison."""
         self._check_arms()
         self._check_seeds()
         recipe = self.recipe_of(self.baseline, 0)
@@ -281,11 +296,12 @@ class Plan(Strict):
         for i, arm in enumerate(self.arms):
             misplaced = next((key for key in arm.set if _section(key) in _NOT_IN_SET), None)
             if misplaced is not None:
-                raise BadInput(f"arm {arm.name}: set.{misplaced} is not possible here")
+                raise BadInput(f"arm {arm.name}: an arm cannot set {misplaced} under `set`")
             if "model.preset" in arm.set:
                 raise BadInput(
-                    f"arm {arm.name}: set.model.preset is spelled out in the recipe already; "
-                    "set the keys of the preset, such as model.residual"
+                    f"arm {arm.name}: set.model.preset would have no effect, because the recipe "
+                    "already sets the keys of a preset; set the keys of the preset, such as "
+                    "model.residual"
                 )
             for other in self.arms[:i]:
                 if arm.name == other.name:
@@ -293,17 +309,17 @@ class Plan(Strict):
                 recipe, other_recipe = self.recipe_of(arm, 0), self.recipe_of(other, 0)
                 same_surgery = recipe.surgery == other_recipe.surgery
                 if same_surgery and not confounds(recipe, other_recipe):
-                    raise BadInput(f"arms: {other.name} and {arm.name} are the same treatment")
+                    raise BadInput(f"arms: {other.name} and {arm.name} train in the same way")
 
     def _check_seeds(self) -> None:
         if not self.seeds:
-            raise BadInput("seeds 0: a comparison needs at least one")
+            raise BadInput("seeds 0: a comparison needs at least one seed")
         if min(self.seeds) < 0:
             raise BadInput(f"seeds {list(self.seeds)}: a seed is 0 or more")
         if max(self.seeds) >= TUNING_SEED:
-            raise BadInput(f"seeds from {TUNING_SEED} on are kept for tuning")
+            raise BadInput(f"seeds from {TUNING_SEED} on are reserved for tuning")
         if len(set(self.seeds)) < len(self.seeds):
-            raise BadInput(f"seeds {list(self.seeds)}: one is given twice")
+            raise BadInput(f"seeds {list(self.seeds)}: a seed is given twice")
 
     def _check_contrasts(self) -> None:
         arms = {arm.name: arm for arm in self.arms}
@@ -312,14 +328,15 @@ class Plan(Strict):
             if contrast.question in questions[:i]:
                 raise BadInput(f"contrasts: `{contrast.question}` is asked twice")
             if contrast.arm == contrast.against:
-                raise BadInput(f"contrasts: {contrast.arm} against itself")
+                raise BadInput(f"contrasts: {contrast.arm} is compared with itself")
             for name in (contrast.arm, contrast.against):
                 if name not in arms:
                     raise BadInput(f"contrasts: {name} is not an arm{nearest(name, arms)}")
                 if contrast.of == "gain" and len(self.recipe_of(arms[name], 0).stages) < 2:
-                    raise BadInput(f"contrasts: a gain needs two stages, and {name} has one")
+                    raise BadInput(f"contrasts: a gain needs two stages, but {name} has only one")
 
     def _check_quick(self) -> None:
+        """Refuse `quick` if an arm sets its own length of training, which cannot be shortened."""
         for arm in self.arms if self.quick else ():
             lengths = [key for key in arm.set if key in ("train", "train.steps", "train.epochs")]
             if lengths or self.recipe_of(arm, 0).stages:
@@ -336,17 +353,17 @@ class Plan(Strict):
         for arm in self.arms if self.tune else ():
             for tune in self.tune:
                 for value in tune.values:
-                    self.recipe_of(arm, 0, {tune.key: value})
+                    self.recipe_of(arm, 0, {tune.key: value})  # raises if the value is invalid
             stages = self.recipe_of(arm, 0).stages
             if "optim.lr" in keys and any(stage.lr is not None for stage in stages):
                 raise BadInput(
-                    f"arm {arm.name}: a stage has an lr of its own, which tuning optim.lr "
-                    "would not reach; leave it out"
+                    f"arm {arm.name}: a stage sets its own lr, which tuning optim.lr does not "
+                    "change; remove the stage's lr"
                 )
 
 
 def check_settings_exist(option: str, keys: Iterable[str], recipe: Recipe) -> None:
-    """Refuse a key that names no setting of the recipe."""
+    """Refuse a key that is neither a section, a dotted key nor a last part of one in the recipe."""
     paths = _paths(recipe.to_dict())
     names = {*recipe.to_dict(), *paths, *(path.rpartition(".")[2] for path in paths)}
     for key in keys:
@@ -361,12 +378,12 @@ def set_nested(values: dict[str, Any], key: str, value: Any) -> None:
     for name in path:
         if isinstance(inner, list):
             if not name.isdigit() or int(name) >= len(inner):
-                raise BadInput(f"{key}: there is no {name} among {len(inner)}")
+                raise BadInput(f"{key}: {name} is not an index of a list of {len(inner)} items")
             inner = inner[int(name)]
         else:
             inner = inner.setdefault(name, {})
         if not isinstance(inner, dict | list):
-            raise BadInput(f"{key}: {name} has nothing below it")
+            raise BadInput(f"{key}: {name} has no settings below it")
     inner[last] = value
 
 

@@ -1,6 +1,7 @@
-"""`fl.compare`: plan a comparison, carry it out in a folder, and read the result.
+"""`fl.compare`: plan a comparison of arms, carry it out in a folder, and read the result.
 
-Repeating a call continues where the last call stopped, without repeating finished work.
+An arm is a variant of one recipe. Calling `fl.compare` again with the same plan continues where
+the last call stopped; finished runs are not repeated.
 """
 
 import copy
@@ -32,7 +33,8 @@ from frostlab.records.schema import read
 from frostlab.storage import write_whole
 from frostlab.training.stages import total_steps
 
-_QUICK_SECONDS, _QUICK_LEAST = 60.0, 10  # training time of all runs together; fewest steps per run
+_QUICK_SECONDS = 60.0  # training time of all runs of a quick comparison together
+_QUICK_LEAST = 10  # fewest steps of a run in a quick comparison
 _DEFAULT_PARENT = Path("comparisons")
 
 
@@ -50,7 +52,7 @@ class Comparison:
         """Everything that was measured and decided."""
         evidence = read_evidence(self.folder / "evidence.json")
         if evidence is None:
-            raise FrostlabError(f"{self.folder} has no verdicts yet")
+            raise FrostlabError(f"{self.folder} has no verdicts yet (evidence.json is missing)")
         return evidence
 
     @property
@@ -60,7 +62,7 @@ class Comparison:
 
     @property
     def page(self) -> Path:
-        """The path of the comparison's page, a Markdown file."""
+        """The path of the comparison's report, a Markdown file."""
         return self.folder / "comparison.md"
 
     def to_frame(self) -> Any:
@@ -82,7 +84,7 @@ def load_comparison(folder: str | Path) -> Comparison:
         problem = "it has no evidence.json" if path.is_dir() else "it is not a folder"
         raise BadInput(f"{path} does not hold a finished comparison: {problem}")
     comparison = Comparison(path)
-    comparison.evidence  # noqa: B018  (refuses a file that does not match the schema)
+    comparison.evidence  # noqa: B018  (raises if the file does not match the schema)
     return comparison
 
 
@@ -106,29 +108,32 @@ def compare(
     jobs: int = 1,
     say: Say = lambda line: None,
 ) -> Comparison:
-    """Compare arms of one recipe that differ in the treatment alone.
+    """Compare arms, which are variants of one recipe that differ only in the treatment.
 
-    An argument of None keeps the value of the comparison's file, or the default. `vary`,
-    `contrasts` and `looks` have no argument: set them in the comparison's file or values.
+    An argument of None keeps the value in the source, or the default. `vary`, `contrasts` and
+    `looks` have no argument: set them in the source.
 
     Args:
-        source: a recipe or a comparison: a shipped name, a YAML file, or values.
+        source: a recipe or a comparison: a shipped name, a YAML file, or a dict.
         arms: names of treatments, or mappings `{name, treatment, set}`; the treatment `baseline`
             trains everything.
         seeds: the number of seeds, or a list; seeds can be added to a finished comparison.
-        metric: the metric that decides the verdicts; by default the recipe's.
+        metric: the metric that decides the verdicts; by default the recipe's metric.
         alpha: the allowed rate of false alarms, over all arms.
-        minimum_effect: the smallest effect of interest.
-        noninferior: also test whether an arm is at most this many times as bad.
-        tune: `lr`, `decay`, `{key, values, seeds}` or a list of these, tuned for every arm.
-        allow_confounds: settings that may differ between arms.
-        rounds: number of alternating whole runs per arm, for timing.
-        clock: `{seconds, width}`, the limits of step timing; False turns it off.
+        minimum_effect: the smallest effect of interest; verdicts mention smaller effects.
+        noninferior: also test whether an arm is at most this many times as bad as the baseline.
+        tune: the settings to tune for each arm: `lr`, `decay`, `{key, values, seeds}`, or a list of
+            such mappings.
+        allow_confounds: settings that may differ between arms; the verdict is then "confounded".
+        rounds: number of extra whole runs per arm, which alternate between arms for timing.
+        clock: `{seconds, width}`, the time limit of step timing and the target width of its
+            intervals; False turns it off.
         settings: settings of the recipe for every arm, such as `{"optim.lr": 1e-4}`.
         quick: shorten runs and timing, to see whether a full comparison is worthwhile.
         out: the comparison's folder; by default a folder under `comparisons`.
         data_dir: folder of the data sets.
-        jobs: number of parallel runs, if the GPU has room for them; steps are timed alone.
+        jobs: number of parallel runs, if the GPU has room for them; steps and rounds are timed
+            without parallel runs.
         say: a function that is called with each line of progress.
     """
     changes = {
@@ -143,7 +148,7 @@ def compare(
 
 
 def run_plan(plan: Plan, runner: Runner, out: Path | None = None) -> Comparison:
-    """Carry out a checked plan in its folder, or continue it."""
+    """Carry out a checked plan in the folder `out`, or continue what an earlier call began."""
     path = _DEFAULT_PARENT / _folder_name(plan) if out is None else out
     if not path.exists():  # refuse missing data before anything is written
         prepare(plan.recipe_of(plan.baseline, plan.seeds[0]), runner.data_dir)
@@ -160,6 +165,7 @@ def _folder_name(plan: Plan) -> str:
 
 
 def _carry_out(plan: Plan, folder: ComparisonFolder, runner: Runner) -> None:
+    """Time steps, tune settings, train all runs, and write the evidence and the page."""
     timing = _time_steps(plan, folder, runner)
     short = _shortened(plan, folder, timing, runner.data_dir) if plan.quick else plan
     tuning = _tune(short, folder, runner)
@@ -189,9 +195,10 @@ def _tune(plan: Plan, folder: ComparisonFolder, runner: Runner) -> list[TunedSet
 
 
 def _time_steps(plan: Plan, folder: ComparisonFolder, runner: Runner) -> StepTiming | None:
-    """Time the arms' steps against each other, or read the stored timing; None if not timed.
+    """Time the steps of all arms, or read the stored timing; return None if they are not timed.
 
-    Tuned settings do not change the time of a step, so timing comes first.
+    Tuned settings do not change the time of a step, so timing can come before tuning. A quick
+    comparison needs it first, to choose the length of its runs.
     """
     if plan.clock is None:
         return None
@@ -206,8 +213,8 @@ def _time_steps(plan: Plan, folder: ComparisonFolder, runner: Runner) -> StepTim
             folder.write("steps.json", time_steps(plan, runner.data_dir, runner.say))
         except torch.OutOfMemoryError:
             raise FrostlabError(
-                "out of memory while all arms are timed at once; lower train.batch, or set "
-                "clock: null"
+                "out of memory: step timing holds the models of all arms at once; lower "
+                "train.batch, or set clock: null"
             ) from None
         values = folder.read("steps.json")
     return read(StepTiming, values, folder.path / "steps.json")
@@ -216,10 +223,14 @@ def _time_steps(plan: Plan, folder: ComparisonFolder, runner: Runner) -> StepTim
 def _shortened(
     plan: Plan, folder: ComparisonFolder, timing: StepTiming | None, data_dir: Path | None
 ) -> Plan:
-    """Return a plan whose runs train for about one minute in total; no run gets longer."""
+    """Return the plan with so few steps per run that all runs train for about one minute in total.
+
+    No run gets longer than planned. The number of steps is stored, so that later calls reuse it.
+    """
     recipe = plan.recipe_of(plan.baseline, plan.seeds[0])
     quick = folder.read("quick.json")
     if quick is None:
+        # Without timing, assume one second per step.
         slowest_ms = max(arm.ms for arm in timing.arms.values()) if timing else 1e3
         tuning_runs = sum(len(tune.values) * tune.seeds for tune in plan.tune)
         runs = len(plan.arms) * (len(plan.seeds) + tuning_runs)

@@ -1,4 +1,7 @@
-"""The runs of a comparison, and the folder that stores its plan and results."""
+"""The training runs of a comparison, and the folder that stores its plan and results.
+
+A task is one run of an arm, which is a variant of the recipe.
+"""
 
 import json
 import multiprocessing
@@ -22,27 +25,27 @@ from frostlab.training.run import RunFailed, run
 from frostlab.training.state import Silent
 
 Say = Callable[[str], None]
-Tuned = dict[str, dict[str, float]]  # best values by arm and setting
+Tuned = dict[str, dict[str, float]]  # by arm and tuned setting: its best value
 _PLAN, _LOCK = "plan.json", "compare.lock"
 
 
 @dataclass(frozen=True)
 class Task:
-    """One run of an arm."""
+    """One training run of an arm."""
 
     arm: str
-    number: int  # seed, or number of the round
+    number: int  # the seed or, for a timed run, the round
     recipe: Recipe
     path: Path  # the run's folder
     about: str  # name in progress lines
 
 
 class Stopped(RunFailed):
-    """Raised when the comparison was asked to stop; finished runs are kept."""
+    """Raised when a run was stopped by the user; finished runs are kept."""
 
 
 class Runner:
-    """A runner of tasks that reports progress and the time left."""
+    """A runner of tasks, up to `jobs` at a time, that reports progress and the time left."""
 
     def __init__(self, data_dir: Path | None, say: Say, jobs: int = 1) -> None:
         self.data_dir, self.say, self.jobs = data_dir, say, jobs
@@ -50,10 +53,10 @@ class Runner:
     def run_all(
         self, tasks: Sequence[Task], *, alone: bool = False
     ) -> dict[tuple[str, int], RunRecord]:
-        """Run the tasks that are not done, and return the record of every task.
+        """Run the tasks that are not done, and return the records of all by arm and number.
 
-        A failed run also has a record, and does not stop the other runs. With `alone`, one task
-        runs at a time, so that no other task slows it down.
+        A failed run also has a record, and does not stop the other runs. With `alone`, tasks run
+        one at a time, so that no task slows another down.
         """
         left = [task for task in tasks if not _is_done(task)]
         if len(left) < len(tasks):
@@ -61,7 +64,7 @@ class Runner:
         at_once, total = 1 if alone else self.jobs, 0.0
         for count, (task, outcome, seconds) in enumerate(self._outcomes(left, at_once), 1):
             if outcome is None:
-                raise Stopped("stopped; the same command continues it")
+                raise Stopped("stopped; the same command continues the comparison")
             total += seconds
             remaining = total / count * (len(left) - count) / at_once
             self.say(
@@ -73,7 +76,7 @@ class Runner:
     def _outcomes(
         self, tasks: Sequence[Task], at_once: int
     ) -> Iterator[tuple[Task, str | None, float]]:
-        """Yield each task with its outcome and its seconds as soon as the task ends."""
+        """Yield each task with its outcome (None if stopped) and its seconds when the task ends."""
         if at_once == 1 or len(tasks) < 2:
             for task in tasks:
                 yield (task, *run_task(task, self.data_dir))
@@ -84,13 +87,15 @@ class Runner:
             for done in as_completed(running):
                 yield (running[done], *done.result())
         except BrokenProcessPool:
-            raise FrostlabError("a run's process was killed; the same command continues") from None
+            raise FrostlabError(
+                "a run's process was killed; the same command continues the comparison"
+            ) from None
         finally:
             pool.shutdown(cancel_futures=True)
 
 
 def run_task(task: Task, data_dir: Path | None) -> tuple[str | None, float]:
-    """Run a task; return its outcome in words (None if it was stopped) and its seconds."""
+    """Run a task, or resume it; return its outcome in words (None if stopped) and its seconds."""
     began = time.monotonic()
     try:
         record = run(
@@ -100,7 +105,7 @@ def run_task(task: Task, data_dir: Path | None) -> tuple[str | None, float]:
     except RunFailed as error:
         stopped = finished_status(task.path) == "stopped"
         return None if stopped else f"failed: {error}", time.monotonic() - began
-    except Exception as error:  # perhaps a bug in this arm alone: continue with the others
+    except Exception as error:  # the bug may affect only this arm, so the other runs continue
         if isinstance(error, FrostlabError) or finished_status(task.path) != "failed":
             raise
         write_whole(task.path / "traceback.txt", traceback.format_exc())
@@ -110,7 +115,7 @@ def run_task(task: Task, data_dir: Path | None) -> tuple[str | None, float]:
 
 
 def _is_done(task: Task) -> bool:
-    """Return whether a task has a complete record; refuse a record of another recipe."""
+    """Return whether a task's run finished or diverged; refuse a run of another recipe."""
     if finished_status(task.path) not in ("finished", "diverged"):
         return False
     if RunRecord(task.path).result.recipe_digest != task.recipe.digest:
@@ -119,7 +124,7 @@ def _is_done(task: Task) -> bool:
 
 
 def result_tasks(plan: Plan, folder: Path, tuned: Tuned) -> list[Task]:
-    """Return the runs of every arm at every seed; the order of arms alternates."""
+    """Return a task for every arm and seed; every second seed takes the arms in reverse order."""
     return [
         Task(arm.name, seed, plan.recipe_of(arm, seed, tuned.get(arm.name)),
              folder / "runs" / f"{arm.name}-s{seed}", f"{arm.name} seed {seed}")
@@ -129,7 +134,11 @@ def result_tasks(plan: Plan, folder: Path, tuned: Tuned) -> list[Task]:
 
 
 def round_tasks(plan: Plan, folder: Path, tuned: Tuned) -> list[Task]:
-    """Return repeated runs of every arm at one seed, for timing; the order of arms alternates."""
+    """Return repeated runs of every arm with the first seed, which are only timed.
+
+    Every second round takes the arms in reverse order, so that a drift of the machine's speed
+    affects all arms alike.
+    """
     return [
         Task(arm.name, index, plan.recipe_of(arm, plan.seeds[0], tuned.get(arm.name)),
              folder / "rounds" / f"{arm.name}-r{index + 1}", f"{arm.name} round {index + 1}")
@@ -139,7 +148,7 @@ def round_tasks(plan: Plan, folder: Path, tuned: Tuned) -> list[Task]:
 
 
 def alternated(arms: Sequence[Arm], index: int) -> Sequence[Arm]:
-    """Return the arms in their order, or reversed for an odd index."""
+    """Return the arms in the given order for an even index, and reversed for an odd index."""
     return arms if index % 2 == 0 else arms[::-1]
 
 
@@ -150,22 +159,24 @@ def _duration(seconds: float) -> str:
 
 
 class ComparisonFolder:
-    """The folder of a comparison's plan, runs and evidence; one process writes it at a time."""
+    """The folder with a comparison's plan, runs and evidence."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @contextmanager
     def open(self, plan: Plan) -> Iterator[Plan]:
-        """Lock the folder, and write the plan or check it against the stored plan.
+        """Lock the folder, write the plan, and yield it with the seeds of earlier calls.
 
-        The yielded plan also has the seeds of earlier calls.
+        A stored plan that differs in more than the seeds is an error. The lock keeps other
+        processes from writing to the folder.
         """
         if self.path.exists() and not self.path.is_dir():
             raise BadInput(f"{self.path} is a file, not a folder")
         names = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
-        begun = {name for name in names if name == _LOCK or name.startswith(f".{_PLAN}")}
-        if names - begun and _PLAN not in names:
+        # An interrupted first call leaves only the lock and a temporary file of the plan.
+        leftovers = {name for name in names if name == _LOCK or name.startswith(f".{_PLAN}")}
+        if names - leftovers and _PLAN not in names:
             raise BadInput(
                 f"{self.path} is not empty and holds no comparison; choose another folder"
             )
@@ -176,14 +187,17 @@ class ComparisonFolder:
         except OSError as error:
             raise BadInput(f"{self.path} cannot be written ({error.strerror})") from None
         if not locked:
-            raise BadInput(f"{self.path}: another process is comparing in it")
+            raise BadInput(f"{self.path}: another process is running a comparison in this folder")
         try:
             yield self._with_stored_seeds(plan)
         finally:
             lock.release()
 
     def _with_stored_seeds(self, plan: Plan) -> Plan:
-        """Return the plan with the stored plan's seeds first; refuse any other difference."""
+        """Store and return the plan with the stored plan's seeds before its own new seeds.
+
+        Any other difference from the stored plan is refused.
+        """
         values = self.read(_PLAN)
         looks: list[dict[str, Any]] = []
         if values is not None or (self.path / _PLAN).exists():
@@ -204,7 +218,7 @@ class ComparisonFolder:
                 return Plan.model_validate_json(json.dumps(values["plan"]))
         except (KeyError, TypeError, ValueError):
             pass
-        raise BadInput(f"{self.path / _PLAN} is damaged, or of another version")
+        raise BadInput(f"{self.path / _PLAN} is damaged, or was written by another version")
 
     def _write_plan(self, plan: Plan, looks: list[dict[str, Any]]) -> None:
         self.write(
@@ -213,7 +227,10 @@ class ComparisonFolder:
         )
 
     def look(self, plan: Plan) -> int:
-        """Return the number of this look (interim analysis); each number of seeds is one look."""
+        """Return the number of this look, counted from 1, and store a new look.
+
+        A look is one analysis of the results; with the same number of seeds, it is the same look.
+        """
         values = self.read(_PLAN)
         assert values is not None, "the plan is written first"
         looks = values["looks"]
@@ -235,5 +252,5 @@ class ComparisonFolder:
             raise BadInput(f"{path} is damaged ({error})") from None
 
     def write(self, name: str, value: Any) -> None:
-        """Write a JSON file atomically."""
+        """Write a JSON file atomically, with null for numbers that are not finite."""
         write_whole(self.path / name, json.dumps(finite(value), indent=1) + "\n")

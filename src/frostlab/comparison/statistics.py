@@ -1,4 +1,9 @@
-"""Paired statistics over seeds: effects, intervals, tests and their detectable effects."""
+"""Statistics of values that are paired by seed: effects, intervals, tests and detectable effects.
+
+`arm` and `base` hold the values of two arms of a comparison, in the same order of seeds. A verdict
+rests on two tests of their differences: a paired t test, and a sign-flip test. The sign-flip test
+asks how often the mean would be as large if every difference had a random sign.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,13 +20,13 @@ from frostlab.errors import BadInput
 
 Numbers = NDArray[np.float64]
 
-POWER = 0.8  # power at which the smallest detectable effect is reported
+POWER = 0.8  # probability of finding the smallest detectable effect
 NAN = math.nan
-_FEWEST_FLIPPED = 6  # pairs; with 5 the smallest sign-flip p is 0.0625
+_FEWEST_FLIPPED = 6  # pairs; with 5, the sign-flip p is at least 0.0625
 _MOST_EXACT = 16  # pairs; with more, only a sample of the sign patterns is tried
-_SIGN_DRAWS = 2**15
-_AT_ONCE = 2**22  # sums held in memory at once
-_POWER_DRAWS = 4_000
+_SIGN_DRAWS = 2**15  # size of that sample
+_AT_ONCE = 2**22  # number of sums that are held in memory at once
+_POWER_DRAWS = 4_000  # number of simulated experiments
 _MOST_SIMULATED = 10  # pairs; with more, the sign-flip test costs only about 1 % of power
 
 
@@ -32,7 +37,8 @@ class Paired:
     `effect` is the mean of arm − base or, on the log scale, the ratio of the geometric means.
     `low` and `high` bound the effect with confidence 1 − alpha. `std` is the standard deviation of
     the differences or, on the log scale, of the log ratios. `smallest_seen` is the effect that the
-    t test detects with 80 % power at this size and spread; on the log scale, it is a ratio − 1.
+    t test detects with 80 % power, given n and std; on the log scale, it is a ratio − 1. `p`
+    belongs to the t test, and `p_flip` to the sign-flip test.
     """
 
     n: int
@@ -48,35 +54,35 @@ class Paired:
 
 
 def paired(arm: ArrayLike, base: ArrayLike, *, alpha: float = 0.05, log: bool = False) -> Paired:
-    """Compare values of the same seeds with a t test and, from 6 pairs on, a sign-flip test."""
+    """Compare paired values with a t test and, with at least 6 pairs, a sign-flip test."""
     differences, rounding = _differences(arm, base, log)
     n = len(differences)
-    back = _exp if log else float
+    untransform = _exp if log else float
     if n < 2:
-        effect = back(differences[0]) if n else NAN
+        effect = untransform(differences[0]) if n else NAN
         return Paired(n, log, alpha, effect, NAN, NAN, NAN, None, NAN, NAN)
     mean, std, p = (float(x) for x in t_test(differences, rounding))
-    reach = special.stdtrit(n - 1, 1 - alpha / 2) * std / math.sqrt(n)
-    least = seen_by_t(n, alpha) * std
+    half_width = special.stdtrit(n - 1, 1 - alpha / 2) * std / math.sqrt(n)
+    smallest = seen_by_t(n, alpha) * std
     return Paired(
         n=n,
         log=log,
         alpha=alpha,
-        effect=back(mean),
-        low=back(mean - reach),
-        high=back(mean + reach),
+        effect=untransform(mean),
+        low=untransform(mean - half_width),
+        high=untransform(mean + half_width),
         p=p,
         p_flip=float(flip_p(differences, n * rounding)) if n >= _FEWEST_FLIPPED else None,
         std=std,
-        smallest_seen=back(least) - 1 if log else least,
+        smallest_seen=untransform(smallest) - 1 if log else smallest,
     )
 
 
 def t_test(differences: Numbers, rounding: float = 0.0) -> tuple[Numbers, Numbers, Numbers]:
     """Return mean, standard deviation and two-sided p of the t test along the last axis.
 
-    Means and deviations up to `rounding` count as zero. If all differences are equal, p is 1 if
-    they are zero and 0 otherwise.
+    A mean or standard deviation of at most `rounding` counts as zero. If all differences are equal,
+    p is 1 if they are zero, and 0 otherwise.
     """
     n = differences.shape[-1]
     mean, std = differences.mean(-1), differences.std(-1, ddof=1)
@@ -92,8 +98,9 @@ def t_test(differences: Numbers, rounding: float = 0.0) -> tuple[Numbers, Number
 def signs(n: int) -> Numbers:
     """Return sign patterns for n differences, one pattern per row.
 
-    Up to 16 differences, these are all patterns that keep the first sign, which is enough for a
-    two-sided p. Beyond 16, they are a seeded random sample.
+    For up to 16 differences, these are all patterns that keep the first sign. The other half would
+    only negate their sums, which a two-sided test counts alike. For more than 16 differences, the
+    patterns are a random sample with a fixed seed.
     """
     if n <= _MOST_EXACT:
         bits = np.arange(2 ** (n - 1))[:, None] >> np.arange(n)[::-1] & 1
@@ -107,8 +114,8 @@ def signs(n: int) -> Numbers:
 def flip_p(differences: Numbers, rounding: float = 0.0) -> Numbers:
     """Return the two-sided p of a sign-flip permutation test of the mean along the last axis.
 
-    The test is exact up to 16 pairs and samples sign patterns beyond. A sum within `rounding` of
-    the observed sum counts as equal to it.
+    The test tries all sign patterns of up to 16 pairs, and a random sample for more pairs. A sum
+    within `rounding` of the observed sum counts as equal to it.
     """
     n = differences.shape[-1]
     rows = differences.reshape(-1, n)
@@ -126,17 +133,17 @@ def flip_p(differences: Numbers, rounding: float = 0.0) -> Numbers:
 
 
 def smallest_flip_p(n: int) -> float:
-    """Return the smallest sign-flip p that n pairs can give."""
+    """Return the smallest p that the sign-flip test can give for n pairs."""
     return 2.0 ** (1 - n) if n <= _MOST_EXACT else 1 / (1 + _SIGN_DRAWS)
 
 
 def flips_can_decide(n: int, level: float) -> bool:
-    """Return whether n pairs are enough for the sign-flip test to reach this level."""
+    """Return whether n pairs are enough for the sign-flip test to be significant at this level."""
     return n >= _FEWEST_FLIPPED and smallest_flip_p(n) <= level
 
 
 def holm(p_by_name: Mapping[str, float]) -> dict[str, float]:
-    """Return Holm's adjusted p values; a NaN stays NaN but counts as a member of the family."""
+    """Return Holm's adjusted p values; a NaN stays NaN, but counts as one of the tests."""
     adjusted: dict[str, float] = {}
     largest = 0.0
     order = sorted(p_by_name, key=lambda name: (math.isnan(p_by_name[name]), p_by_name[name]))
@@ -149,7 +156,10 @@ def holm(p_by_name: Mapping[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Spread:
-    """The spread of one arm's values; `low` and `high` are the smallest and the largest."""
+    """Mean and spread of one arm's values; `low` and `high` are the smallest and the largest.
+
+    `cv` is the coefficient of variation, std / |mean|.
+    """
 
     n: int
     mean: float
@@ -160,7 +170,7 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Return mean, standard deviation and coefficient of variation of one arm's values."""
+    """Summarize one arm's values; statistics that are not defined are NaN."""
     numbers = _finite(values, "values")
     if not len(numbers):
         return Spread(0, NAN, NAN, NAN, NAN, NAN)
@@ -172,7 +182,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True)
 class McNemar:
-    """Counts of the examples that both, one or neither of two models predicted correctly, and p."""
+    """Counts of examples that both, one or neither of two models predicted correctly, with p."""
 
     both: int
     arm_only: int
@@ -188,7 +198,10 @@ def mcnemar(arm_right: ArrayLike, base_right: ArrayLike) -> McNemar:
     """
     arm, base = np.asarray(arm_right, bool), np.asarray(base_right, bool)
     if arm.ndim != 1 or arm.shape != base.shape:
-        raise BadInput(f"examples must be the same on both sides, not {arm.shape} and {base.shape}")
+        raise BadInput(
+            "both models must predict the same examples, but the shapes are "
+            f"{arm.shape} and {base.shape}"
+        )
     arm_only, base_only = int((arm & ~base).sum()), int((base & ~arm).sum())
     fewer, differing = min(arm_only, base_only), arm_only + base_only
     p = min(1.0, 2 * float(special.bdtr(fewer, differing, 0.5)))
@@ -197,7 +210,11 @@ def mcnemar(arm_right: ArrayLike, base_right: ArrayLike) -> McNemar:
 
 @dataclass(frozen=True)
 class NonInferiority:
-    """The answer whether an arm is at most `limit` times as bad as the baseline, with interval."""
+    """The non-inferiority test: is an arm at most `limit` times as bad as the baseline?
+
+    `ratio` is the ratio of the geometric means, `low` and `high` are the ends of its interval, and
+    `reason` explains an answer of "not shown" that the interval does not explain.
+    """
 
     answer: Literal["yes", "no", "not shown"]
     limit: float
@@ -213,18 +230,18 @@ def noninferior(
 ) -> NonInferiority:
     """Test arm ≤ limit × base if lower is better, and arm ≥ base / limit if higher is better.
 
-    The answer is "yes" if the whole 1 − alpha interval of the ratio is within the limit, "no" if
-    the whole interval is beyond it, and "not shown" otherwise.
+    The answer is "yes" if the whole interval of arm / base, with confidence 1 − alpha, is within
+    the limit, "no" if the whole interval is beyond it, and "not shown" otherwise.
     """
     if not limit >= 1:
         raise BadInput(f"limit {limit:g} of non-inferiority must be 1 or more, e.g. 1.05")
     values = np.concatenate([_finite(arm, "arm"), _finite(base, "base")])
     if (values <= 0).any():
-        reason = f"a ratio needs values above 0, and {values.min():g} is among them"
+        reason = f"a ratio needs values above 0, but one value is {values.min():g}"
         return NonInferiority("not shown", limit, len(values) // 2, NAN, NAN, NAN, reason)
     pair = paired(arm, base, alpha=alpha, log=True)
     if pair.n < 2:
-        reason = f"{pair.n} paired seeds give no interval"
+        reason = f"an interval needs at least 2 paired seeds, not {pair.n}"
         return NonInferiority("not shown", limit, pair.n, pair.effect, NAN, NAN, reason)
     if lower_is_better:
         inside, beyond = pair.high <= limit, pair.low > limit
@@ -235,44 +252,45 @@ def noninferior(
 
 
 def _differences(arm: ArrayLike, base: ArrayLike, log: bool) -> tuple[Numbers, float]:
-    """Return arm − base, of the logs if `log`, and the rounding error of a difference."""
+    """Return arm − base (or log arm − log base), and a bound on the rounding error of each."""
     arm_values, base_values = _finite(arm, "arm"), _finite(base, "base")
     if len(arm_values) != len(base_values):
         raise BadInput(
-            "pairs need as many values in arm as in base, "
-            f"not {len(arm_values)}, {len(base_values)}"
+            "arm and base must have the same number of values, "
+            f"not {len(arm_values)} and {len(base_values)}"
         )
     if not len(arm_values):
         return arm_values, 0.0
     if log:
         if min(arm_values.min(), base_values.min()) <= 0:
             least = min(arm_values.min(), base_values.min())
-            raise BadInput(f"log scale needs values above 0, and {least:g} is among them")
+            raise BadInput(f"the log scale needs values above 0, but one value is {least:g}")
         arm_values, base_values = np.log(arm_values), np.log(base_values)
     size = max(np.abs(arm_values).max(), np.abs(base_values).max(), 1.0 if log else 0.0)
     return arm_values - base_values, 4 * float(np.finfo(float).eps * size)
 
 
-def _finite(values: ArrayLike, side: str) -> Numbers:
+def _finite(values: ArrayLike, name: str) -> Numbers:
     numbers = np.asarray(values, float)
     if numbers.ndim != 1 or not np.isfinite(numbers).all():
-        raise BadInput(f"{side} must be a list of finite numbers, not {values!r}")
+        raise BadInput(f"{name} must be a list of finite numbers, not {values!r}")
     return numbers
 
 
 def _exp(x: float) -> float:
-    return math.exp(x) if x < 709 else math.inf
+    return math.exp(x) if x < 709 else math.inf  # math.exp overflows near 710
 
 
 @cache
 def seen_by_t(n: int, alpha: float) -> float:
-    """Return the effect that the t test detects with 80 % power, in standard deviations."""
+    """Return the mean, in standard deviations, that a t test of n pairs detects with 80 % power."""
     critical = special.stdtrit(n - 1, 1 - alpha / 2)
 
     def excess_power(effect: float) -> float:
         shift = effect * np.sqrt(n)
-        wrong_way = np.nan_to_num(special.nctdtr(n - 1, shift, -critical))  # scipy gives NaN near 0
-        return 1 - special.nctdtr(n - 1, shift, critical) + wrong_way - POWER
+        # The probability of a significant result with the wrong sign; scipy gives NaN near 0.
+        wrong_sign = np.nan_to_num(special.nctdtr(n - 1, shift, -critical))
+        return 1 - special.nctdtr(n - 1, shift, critical) + wrong_sign - POWER
 
     high = 1.0
     while excess_power(high) < 0:
@@ -282,10 +300,12 @@ def seen_by_t(n: int, alpha: float) -> float:
 
 @cache
 def seen_by_rule(n: int, level: float, arms: int = 1) -> float:
-    """Return the effect that both tests detect with 80 % power, in standard deviations.
+    """Return the mean, in standard deviations, that the verdict's rule detects with 80 % power.
 
-    The t test uses the level of Holm's strictest step. Up to 10 pairs, the power is simulated with
-    normal differences from a fixed seed. With more pairs, the power of the t test alone is used.
+    The rule requires that both the t test and the sign-flip test find a difference. The t test uses
+    the strictest level of Holm's correction, level / arms. For up to 10 pairs, the power is
+    simulated with normally distributed differences from a fixed seed. For more pairs, and for too
+    few pairs for the sign-flip test, the power of the t test alone is used.
     """
     least = seen_by_t(n, level / arms)
     if n > _MOST_SIMULATED or not flips_can_decide(n, level):
@@ -307,7 +327,7 @@ def seen_by_rule(n: int, level: float, arms: int = 1) -> float:
         return least
     while excess_power(high) < 0:
         high *= 2
-    for _ in range(12):
+    for _ in range(12):  # bisection
         middle = (low + high) / 2
         low, high = (middle, high) if excess_power(middle) < 0 else (low, middle)
     return high

@@ -1,8 +1,9 @@
 """Interleaved timing of whole training steps of several arms, with an A/A control.
 
-All arms run in one process. The control is a second copy of the baseline, which differs only in
-its memory addresses. If the timing finds a difference between the baseline and the control, it
-proves nothing about the arms.
+All arms (variants of one recipe) run in one process and take blocks of steps in turn; one round is
+one block of every arm. The control is a second copy of the baseline, which differs only in its
+memory addresses. If the timing finds a difference between the baseline and the control, it proves
+nothing about the arms.
 """
 
 import gc
@@ -62,29 +63,29 @@ from frostlab.training.tasks import TASKS
 from frostlab.training.treatment import count_parameters
 
 CONTROL = "baseline again"
-_SHORTEST_BLOCK = 0.2  # seconds
-_SHORTEST_BLOCK_AHEAD = 0.05  # seconds, on a device that works asynchronously
+_SHORTEST_BLOCK = 0.2  # seconds that a block should take at least
+_SHORTEST_BLOCK_AHEAD = 0.05  # the same on a device that works asynchronously, such as a GPU
 _TRIAL_BATCHES = 4  # enough to estimate the time of a step
-_WARM_UP_SECONDS = 10.0  # after this time, eager steps skip the remaining batches
-_WARM_UP_BLOCKS = 2  # fewest; there are more if there are more distinct blocks
+_WARM_UP_SECONDS = 10.0  # after this time, an arm with eager steps drops its remaining batches
+_WARM_UP_BLOCKS = 2  # fewest warm-up rounds; every distinct block gets at least one
 # torch.compile gives up on a function after this many compilations, and arms share layer classes.
 _RECOMPILE_LIMIT = 64
 
 
 @dataclass(frozen=True)
 class BuiltArm:
-    """An arm's treated model on the CPU; timed arms use copies of it."""
+    """An arm's model on the CPU after its treatment; each `TimedArm` uses a copy of it."""
 
     recipe: Recipe
     built: BuiltModel
-    savings: StepSavings | None  # by the treatment; None for an unknown architecture
+    savings: StepSavings | None  # FLOPs and memory traffic saved; None if architecture is unknown
 
 
 class TimedArm:
     """One arm on its device: its model, optimizer, step and batches.
 
-    `order` lists the batches of an earlier build; by default, the arm chooses its batches. The
-    constructor warms up the step, unless it is eager and `order` is given.
+    `order` holds the batches to use; by default, they are the first batches of a training run. The
+    constructor warms up the step. An eager step needs no warm-up if `order` is given.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class TimedArm:
         self.prepare_seconds, self.peak_bytes = meter.read()
 
     def take(self, batches: Sequence[int]) -> Outcome:
-        """Take a step on each of these batches like a training run, with a learning rate of 0."""
+        """Take a training step on each of these batches, with a learning rate of 0."""
         for index in batches:
             micro_batches = self.feed(self.order[index])
             seed_step(self.recipe.seed, index, 0, self.device)
@@ -120,9 +121,10 @@ class TimedArm:
         return outcome
 
     def _warm_up_every_shape(self, shorten: bool) -> None:
-        """Take a step on every batch, and repeat each new shape until a captured step is replayed.
+        """Take a step on every batch, and refuse a loss or gradient that is not finite.
 
-        With `shorten`, drop the remaining batches if eager steps are slow.
+        A compiled or captured step is repeated for each new shape, until a captured graph is
+        replayed. With `shorten`, drop the remaining batches if eager steps are slow.
         """
         shapes, began = set(), perf_counter()
         repeats = 1 if self.step.kind == "eager" else 3
@@ -150,18 +152,18 @@ class TimedArm:
         return sum(t.nbytes for t in optimizer_tensors(self.model, self.step.optimizer).values())
 
     def model_bytes(self, trainable: bool) -> int:
-        """Return the size of all or only the trainable parameters; tied parameters count once."""
+        """Return the size of the trainable or of all parameters; tied parameters count once."""
         return sum(p.nbytes for p in self.model.parameters() if p.requires_grad or not trainable)
 
 
 def check_arms(recipes: Mapping[str, Recipe], baseline: str) -> None:
-    """Refuse arms that cannot be timed side by side on the same batches."""
+    """Refuse arms that cannot be timed in one process on the same batches."""
     if baseline not in recipes:
         hint = nearest(baseline, recipes)
         choices = ", ".join(recipes)
         raise BadInput(f"time_arms: unknown baseline {baseline}; choose from: {choices}{hint}")
     if CONTROL in recipes:
-        raise BadInput(f"time_arms: rename the arm `{CONTROL}`: that is the control's name")
+        raise BadInput(f"time_arms: rename the arm `{CONTROL}`, because it is the control's name")
     base = recipes[baseline]
     for name, recipe in recipes.items():
         for key, value, expected in (
@@ -173,7 +175,7 @@ def check_arms(recipes: Mapping[str, Recipe], baseline: str) -> None:
         ):
             if value != expected:
                 raise BadInput(
-                    f"time_arms: {key} of {name} is {value}, of {baseline} {expected}; "
+                    f"time_arms: {key} is {value} in {name} but {expected} in {baseline}; "
                     "arms are timed on the same batches in one process"
                 )
 
@@ -194,7 +196,7 @@ def build_arms(
 
 
 def _savings_of(built: BuiltModel, recipe: Recipe, prepared: Material) -> StepSavings | None:
-    """Return a treatment's savings at the recipe's batch size; None for an unknown architecture."""
+    """Return a treatment's savings for examples of mean length; None for unknown architectures."""
     length = float(prepared.splits["train"].lengths.mean())
     try:
         return step_savings(built.model, round(length), recipe.train.batch * length)
@@ -209,9 +211,9 @@ def place_arms(
     say: Callable[[str], None] = lambda line: None,
     order: Order | None = None,
 ) -> dict[str, TimedArm]:
-    """Move the arms to the device one by one, and warm up each before moving the next.
+    """Copy the arms to the device one by one, and warm up each before copying the next.
 
-    `order` lists the batches of an earlier build; by default, the first arm chooses the batches.
+    `order` holds the batches of all arms; by default, the first arm chooses them.
     """
     timed: dict[str, TimedArm] = {}
     for name, arm in arms.items():
@@ -223,7 +225,10 @@ def place_arms(
 
 
 def choose_block(timed: Mapping[str, TimedArm], clock: BlockClock) -> int:
-    """Return the steps per block with which the fastest arm's block is long enough to time."""
+    """Return the number of steps per block that makes the fastest arm's block long enough to time.
+
+    The number is a power of 2 up to `MOST_BATCHES`, and a multiple of `MOST_BATCHES` beyond.
+    """
     shortest = _SHORTEST_BLOCK_AHEAD if runs_ahead(clock.device) else _SHORTEST_BLOCK
     fastest = min(clock.time(partial(arm.take, arm.trial_batches())).host for arm in timed.values())
     steps = shortest * _TRIAL_BATCHES / fastest
@@ -238,23 +243,23 @@ class ArmTiming:
 
     ratio: Ratio | None  # to the baseline; None for the baseline itself
     ms_median: float  # per step, on the device's clock
-    ms_mean: float
-    host_ms_median: float
+    ms_mean: float  # per step, on the device's clock
+    host_ms_median: float  # per step, on the host's clock
     blocks: tuple[float, ...]  # seconds of each block, by round
-    step: str  # kind of step
-    step_reason: str
-    prepare_seconds: float
-    peak_bytes: int | None  # of building and warming up this arm, on CUDA
-    optimizer_bytes: int
-    trainable: int  # parameters
-    checkpoint_bytes: int  # of the trainable parameters
-    model_bytes: int  # of all parameters
-    savings: StepSavings | None  # upper bounds on what the treatment saves
+    step: str  # kind of step: eager, compiled or captured
+    step_reason: str  # why this kind was chosen
+    prepare_seconds: float  # time of the first build and warm-up
+    peak_bytes: int | None  # peak memory of the first build and warm-up; None without CUDA
+    optimizer_bytes: int  # size of the optimizer's state
+    trainable: int  # number of trainable parameters
+    checkpoint_bytes: int  # size of the trainable parameters
+    model_bytes: int  # size of all parameters
+    savings: StepSavings | None  # upper bounds on the FLOPs and memory traffic saved
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The timing of all arms, and whether it is proven."""
+    """The timing of all arms, and whether it is proven, that is, whether it can be trusted."""
 
     baseline: str
     arms: dict[str, ArmTiming]  # including the baseline and the control
@@ -263,23 +268,23 @@ class Timing:
     steps_per_block: int
     batches: int  # distinct batches that were timed
     builds: int  # how often every arm was built
-    rounds: int
-    seconds: float  # for the rounds and for rebuilding
-    stopped_by: str  # width or time
-    width: float  # target width of every interval
+    rounds: int  # in each round, every arm takes one block of steps
+    seconds: float  # duration of the rounds and of rebuilding the arms
+    stopped_by: str  # `width` (every interval was narrow enough) or `time` (limit reached)
+    width: float  # target width of every interval, relative to the ratio
     device: str
-    drift: Drift
-    watched: Watched
+    drift: Drift  # change of the baseline's time during the measurement
+    watched: Watched  # load of the machine by other processes
 
     @property
     def control(self) -> Ratio:
-        """The control's time over the baseline's, which is 1 apart from noise."""
+        """The control's time over the baseline's; it differs from 1 only by noise."""
         ratio = self.arms[CONTROL].ratio
         assert ratio is not None
         return ratio
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
+        """Return the values as JSON types, with the control's ratio."""
         return asdict(self) | {"control": self.control.to_dict()}
 
 
@@ -295,21 +300,21 @@ def time_arms(
     seed: int = 0,
     say: Callable[[str], None] = lambda line: None,
 ) -> Timing:
-    """Time whole steps of every arm against the baseline, until the intervals are narrow.
+    """Time whole steps of every arm, until the intervals of all ratios to the baseline are narrow.
 
     Args:
-        seconds: time limit for the rounds and for rebuilding, after the first build.
+        seconds: time limit for the rounds and for rebuilding the arms, after the first build.
         width: target width of every 95 % interval, including the control's, relative to the
             ratio: 0.01 means ±0.5 %.
-        block: steps per block; by default, enough to be timed accurately.
+        block: steps per block; by default, enough steps for an accurate time.
         seed: random seed for the order in which arms are timed and rebuilt.
     """
     check_arms(recipes, baseline)
     if block is not None and block < 1:
-        raise BadInput(f"time_arms: block is {block} steps, and must be at least 1")
+        raise BadInput(f"time_arms: block is {block} steps, but must be at least 1")
     device = choose_device(str(device))
     clock = BlockClock(device)
-    threads = recipes[baseline].train.threads  # the same as in a run
+    threads = recipes[baseline].train.threads  # time with as many threads as a training run
     with with_threads(threads), _raised_recompile_limit(recipes.values(), prepared, device):
         arms = build_arms(recipes, prepared, baseline)
         timed = place_arms(arms, prepared, device, say)
@@ -321,12 +326,14 @@ def time_arms(
             return clock.time(lambda: timed[name].take(batches))
 
         def warm_up(count: int) -> float:
+            """Time this many rounds without recording them; return the seconds of the last."""
             for number in range(count):
                 batches = blocks.of_pair(number)
                 round_seconds = sum(measure(name, batches).host for name in timed)
             return round_seconds
 
         def rebuild() -> None:
+            """Build all timed arms again, in random order, at other memory addresses."""
             timed.clear()
             gc.collect()
             release_cached_memory()
@@ -349,7 +356,7 @@ def time_arms(
     say(
         f"{rounds.builds} builds, {len(rounds.starts)} rounds of {blocks.steps} steps in "
         f"{rounds.seconds:.0f} s, "
-        f"ended by {rounds.stopped_by}: {'; '.join(reasons) or 'proven'}"
+        f"ended by the {rounds.stopped_by} limit: {'; '.join(reasons) or 'proven'}"
     )
     return Timing(
         baseline=baseline,
@@ -382,7 +389,7 @@ def time_arms(
 def reasons_unproven(
     rounds: Rounds, control: Ratio, drift: Drift, watched: Watched
 ) -> tuple[str, ...]:
-    """Return the reasons why a timing proves nothing; empty if it is proven."""
+    """Return the reasons why a timing cannot be trusted; empty if it can."""
     reasons = []
     if not control.holds(1.0):
         reasons.append(
@@ -390,9 +397,10 @@ def reasons_unproven(
             f"[{control.low:.4f}, {control.high:.4f}]"
         )
     if drift.drifted:
-        reasons.append(f"the baseline drifted: its second half took {drift.halves - 1:+.1%}")
+        change = f"{drift.halves - 1:+.1%}"
+        reasons.append(f"the baseline drifted: its time changed by {change} in the second half")
     if rounds.builds < FEWEST_BUILDS:
-        reasons.append(f"too few builds: {rounds.builds} of {FEWEST_BUILDS}")
+        reasons.append(f"too few builds: {rounds.builds} of at least {FEWEST_BUILDS}")
     return (*reasons, *watched.complaints())
 
 
@@ -404,7 +412,7 @@ def _arm_timing(
     steps: int,
     ratio: Ratio | None,
 ) -> ArmTiming:
-    """Summarize an arm's blocks; `preparation` holds its build seconds and its peak bytes."""
+    """Summarize an arm's blocks; `preparation` is the time and peak memory of its first build."""
     seconds = [block.device for block in blocks]
     return ArmTiming(
         ratio=ratio,
@@ -442,13 +450,13 @@ def _raised_recompile_limit(
 
 
 def time_steps(plan: Plan, data_dir: Path | None, say: Callable[[str], None]) -> dict[str, Any]:
-    """Time every arm of a comparison against the baseline, and return plain values for JSON."""
+    """Time every arm of a comparison against the baseline, and return the values of steps.json."""
     assert plan.clock is not None
     seed = plan.seeds[0]
     recipes = {arm.name: plan.recipe_of(arm, seed) for arm in plan.arms}
     base = recipes[plan.baseline.name]
     prepared = prepare(base, data_dir)
-    say(f"timing {len(recipes)} arms and a control, {plan.clock.seconds:.0f} s at most")
+    say(f"timing {len(recipes)} arms and a control for at most {plan.clock.seconds:.0f} s")
     timing = time_arms(
         recipes, prepared, baseline=plan.baseline.name, device=choose_device(base.train.device),
         seconds=plan.clock.seconds, width=plan.clock.width, say=say,
@@ -458,7 +466,7 @@ def time_steps(plan: Plan, data_dir: Path | None, say: Callable[[str], None]) ->
 
 
 def _arm_evidence(name: str, timing: Timing) -> dict[str, Any]:
-    """Return one arm's timing for the evidence; the control has no savings."""
+    """Return one arm's values in steps.json; the control, which saves nothing, has no ceiling."""
     arm = timing.arms[name]
     ratio, saved = arm.ratio, None if name == CONTROL else arm.savings
     word, sentence = (None, None) if ratio is None else judge_time(ratio, saved, timing)

@@ -1,4 +1,7 @@
-"""Tuning of nuisance settings, such as the learning rate, with an equal budget for every arm."""
+"""Tuning of settings that are not compared, such as the learning rate, by grid search.
+
+Every arm (variant of the recipe) gets the same grid and the same seeds, so the budget is equal.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +24,7 @@ def tune_all(plan: Plan, folder: Path, runner: Runner) -> list[TunedSetting]:
 
 
 def tuned_values(plan: Plan, settings: Sequence[TunedSetting]) -> Tuned:
-    """Return the best values by arm and setting."""
+    """Return the best value of each tuned setting, by arm and setting."""
     return {
         arm.name: {setting.key: setting.best[arm.name] for setting in settings} for arm in plan.arms
     }
@@ -38,7 +41,10 @@ class _Search:
     runner: Runner
 
     def result(self) -> TunedSetting:
-        """Search the grid; if an arm's best value is at an end, extend it once for all arms."""
+        """Search the grid; if an arm's best value is at an end, extend the grid and search again.
+
+        The grid is extended for all arms, by one value at that end, and only once.
+        """
         values, extended = list(self.tune.values), False
         while True:
             curves = self._curves(values)
@@ -53,13 +59,14 @@ class _Search:
                     on_edge={arm: value in (values[0], values[-1]) for arm, value in best.items()},
                     curves=curves,
                 )
+            # Extend by the first ratio of the grid; a grid that begins at 0 has no such ratio.
             step = values[1] / values[0] if values[0] else 3.0
             below = self._if_valid(values[0] / step) if low and values[0] else []
             above = self._if_valid(values[-1] * step) if high else []
             values, extended = [*below, *values, *above], True
 
     def _if_valid(self, value: float) -> list[float]:
-        """Return a list of the rounded value, or an empty list if the recipe does not allow it."""
+        """Return a list with the value, rounded, or an empty list if the recipe refuses it."""
         rounded = float(f"{value:.3g}")
         try:
             self.plan.recipe_of(self.plan.baseline, TUNING_SEED, {self.tune.key: rounded})
@@ -68,7 +75,7 @@ class _Search:
         return [rounded]
 
     def _curves(self, values: Sequence[float]) -> dict[str, tuple[TuningPoint, ...]]:
-        """Run every value with every tuning seed, and return the tuning curve of each arm."""
+        """Run every value with every tuning seed, and return each arm's scores by value."""
         tasks = dict(self._tasks(values))
         self.runner.run_all(list(tasks.values()))
         return {
@@ -84,7 +91,7 @@ class _Search:
         }  # fmt: skip
 
     def _tasks(self, values: Sequence[float]) -> Iterator[tuple[tuple[str, float, int], Task]]:
-        """Yield each run with its key: arm, value and number of the tuning seed."""
+        """Yield each run with a key: arm, value and number of the tuning seed."""
         key = self.tune.key
         infix = f"-{key}" if len(self.plan.tune) > 1 else ""
         for number in range(self.tune.seeds):
@@ -111,14 +118,17 @@ def _point(value: float, scores: Sequence[float | None]) -> TuningPoint:
 
 
 def _score(path: Path) -> float | None:
-    """Return the best evaluation on the tune split; None if the run did not finish."""
+    """Return a run's best value of the metric on the tune split; None if it did not finish."""
     if finished_status(path) != "finished":
         return None
     return RunRecord(path).result.best.value
 
 
 def _best(curve: Sequence[TuningPoint], metric: str) -> float:
-    """Return the value with the best mean; skip values with a failed run unless all failed."""
+    """Return the value with the best mean score, among the values without a failed run.
+
+    If every value has a failed run, return the first value.
+    """
     sign = 1.0 if metric in LOWER_IS_BETTER else -1.0
     finished = [point for point in curve if point.mean is not None]
     return min(finished or curve, key=lambda point: sign * (point.mean or 0.0)).value

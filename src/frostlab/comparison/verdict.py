@@ -1,4 +1,9 @@
-"""Verdicts: one word and one sentence per arm, from values by seed and the plan's rules."""
+"""Verdicts on arms: one word and one sentence per arm, from its values by seed and the rules.
+
+An arm is a variant of a recipe that was trained with several seeds, and is compared with another
+arm, the baseline, on the same seeds. An arm is better or worse if the t test finds a difference
+after Holm's correction, and the sign-flip test, where it can decide, finds it too.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -50,8 +55,9 @@ _EMPTY: Mapping[str, Any] = MappingProxyType({})
 class Verdict:
     """The verdict on one arm for one metric, and the numbers behind it.
 
-    `could_have_seen` is the effect that the whole rule detects with 80 % power at this size and
-    spread, in the metric's unit or, on the log scale, as a ratio − 1.
+    `could_have_seen` is the smallest effect that the t test and the sign-flip test both find with
+    80 % power, given the number of pairs and the standard deviation of their differences. It is in
+    the metric's unit or, on the log scale, a ratio − 1.
     """
 
     arm: str
@@ -66,7 +72,7 @@ class Verdict:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON, with None for a number that is not finite."""
+        """Return the values as JSON types, with None for a number that is not finite."""
         values: dict[str, Any] = finite(asdict(self))
         return values
 
@@ -83,8 +89,13 @@ def judge(
     """Judge every arm against the baseline on the rules' metric, over the seeds that both have.
 
     Holm's correction counts every arm, even an arm with too few values, because the arms were
-    fixed before the first run. `failed` lists the seeds without a value by arm. `unproven` gives
-    the reason why an arm's values prove nothing.
+    fixed before the first run.
+
+    Args:
+        arms: the metric's values by arm and seed.
+        confounds: by arm, the settings that differ from the baseline but are not compared.
+        failed: by arm, the seeds without a value.
+        unproven: by arm, the reason why its values prove nothing.
     """
     _check_names(arms, baseline, confounds, failed, unproven)
     family = {arm: (arm, baseline) for arm in arms if arm != baseline}
@@ -105,8 +116,9 @@ def judge_family(
 ) -> dict[str, Verdict]:
     """Judge named pairs of arms, with Holm's correction over all pairs.
 
-    `members` is the word for the pairs in sentences. The keys of `family`, `confounds` and
-    `unproven` are the names of the pairs.
+    `family` maps each name to an arm and its baseline. `confounds` and `unproven` have the same
+    keys; the keys of `arms` and `failed` are arms. `members` is the word for the pairs in
+    sentences, such as "arms" or "questions".
     """
     usable, lost_seed_notes = _usable_values(arms, failed, rules)
     pairs = {name: _pair(usable[a], usable[b], rules) for name, (a, b) in family.items()}
@@ -123,12 +135,12 @@ def judge_family(
         if reason := unproven.get(name):
             notes += [f"unproven: {reason}"]
             limit = limit and replace(limit, answer="not shown", reason=f"unproven: {reason}")
-        if mixed := confounds.get(name, ()):
-            notes += [f"confounded by {', '.join(mixed)}"]
+        if confounding := confounds.get(name, ()):
+            notes += [f"confounded by {', '.join(confounding)}"]
             limit = limit and replace(
                 limit, reason="; ".join(filter(None, (limit.reason, notes[-1])))
             )
-        word, sentence, more_notes = case.decide(tuple(mixed), reason)
+        word, sentence, more_notes = case.decide(tuple(confounding), reason)
         verdicts[name] = Verdict(
             arm=arm,
             baseline=baseline,
@@ -146,15 +158,15 @@ def judge_family(
 
 @dataclass(frozen=True)
 class _Case:
-    """The numbers of one pair of arms, which decide its word and sentence."""
+    """The numbers of one pair of arms, from which the word and the sentence follow."""
 
     arm: str
     baseline: str
     rules: Rules
     pair: Paired | None
     p: float  # after Holm's correction
-    family_size: int
-    members: str
+    family_size: int  # number of pairs in Holm's correction
+    members: str  # word for these pairs in sentences
 
     @property
     def n(self) -> int:
@@ -165,24 +177,27 @@ class _Case:
         if self.pair is None or self.n < LEAST_SEEDS:
             return None
         least = seen_by_rule(self.n, self.rules.level, self.family_size) * self.pair.std
-        return math.expm1(min(least, 700)) if self.rules.log else least
+        return math.expm1(min(least, 700)) if self.rules.log else least  # expm1 overflows near 710
 
     def decide(
-        self, mixed: tuple[str, ...], unproven: str | None
+        self, confounding: tuple[str, ...], unproven: str | None
     ) -> tuple[Word, str, tuple[str, ...]]:
-        """Return the word, its sentence and further notes."""
+        """Return the word, its sentence and further notes.
+
+        `confounding` lists the confounds; `unproven` is the reason why the values prove nothing.
+        """
         arm, baseline, on = self.arm, self.baseline, f"on {self.rules.metric}"
         p = _p_text(self.p, self.family_size, self.members)
         numbers = f"{_effect_text(self.pair)}, {p}, {_seeds_text(self.n)}"
-        if mixed:
-            sentence = f"{arm} is confounded by {', '.join(mixed)} {on}: {numbers}; "
-            return "confounded", f"{sentence}the treatment is not all that differs.", ()
+        if confounding:
+            sentence = f"{arm} is confounded by {', '.join(confounding)} {on}: {numbers}; "
+            return "confounded", f"{sentence}more than the treatment differs.", ()
         if unproven:
-            sentence = f"{arm} against {baseline} {on} is unproven, {unproven}: {numbers}."
+            sentence = f"{arm} against {baseline} {on} is unproven ({unproven}): {numbers}."
             return "unproven", sentence, ()
         if self.pair is None or self.n < LEAST_SEEDS:
             sentence = f"too few seeds to judge {arm} against {baseline} {on}: {numbers}; "
-            return "too few seeds", f"{sentence}{LEAST_SEEDS} is the least.", ()
+            return "too few seeds", f"{sentence}at least {LEAST_SEEDS} are needed.", ()
         by_t, by_flips = self.p <= self.rules.level, self._by_flips()
         if by_t and by_flips is not False:
             higher = self.pair.effect > (1 if self.rules.log else 0)
@@ -200,7 +215,8 @@ class _Case:
     def _by_flips(self) -> bool | None:
         """Return whether the sign-flip test finds a difference; None if there are too few pairs.
 
-        Its p is not adjusted, because after Holm's correction 6 seeds could never be significant.
+        The p of this test is not adjusted: with 6 seeds it is at least 0.03125, so after Holm's
+        correction over two arms it could never be below 0.05.
         """
         if self.pair is None or self.pair.p_flip is None:
             return None
@@ -208,13 +224,17 @@ class _Case:
         return self.pair.p_flip <= self.rules.level if can_decide else None
 
     def _disagreement(self, by_t: bool, by_flips: bool | None) -> str:
+        """Return the part of the sentence about tests that disagree, or "".
+
+        A t test that is significant without Holm's correction does not contradict the sign flips.
+        """
         assert self.pair is not None
-        alone = self.pair.p <= self.rules.level  # the t test finds it before Holm's correction
-        if by_flips is None or by_flips == by_t or (by_flips and alone):
+        uncorrected = self.pair.p <= self.rules.level
+        if by_flips is None or by_flips == by_t or (by_flips and uncorrected):
             return ""
         yes, no = ("t", "sign-flip") if by_t else ("sign-flip", "t")
         flips = f"sign-flip p = {self.pair.p_flip:.3g}"
-        return f"; the {yes} test sees one and the {no} test does not ({flips}): they disagree"
+        return f"; the {yes} test finds a difference, but the {no} test does not ({flips})"
 
     def _note_without_flips(self) -> tuple[str, ...]:
         if flips_can_decide(self.n, self.rules.level):
@@ -225,6 +245,7 @@ class _Case:
         )
 
     def _small_effect(self) -> str:
+        """Return the part of the sentence about an effect below `minimum_effect`, or ""."""
         least = self.rules.minimum_effect
         if least is None or self.pair is None:
             return ""
@@ -253,7 +274,7 @@ def _check_names(
     failed: Mapping[str, Sequence[int]],
     unproven: Mapping[str, str],
 ) -> None:
-    """Refuse unknown arms, a baseline without other arms, and a failed seed that has a value."""
+    """Refuse unknown arms, a baseline without other arms, and failed seeds that have a value."""
     if baseline not in arms:
         raise BadInput(f"baseline `{baseline}` is not among the arms{nearest(baseline, arms)}")
     if len(arms) < 2:
@@ -272,7 +293,7 @@ def _check_names(
 def _usable_values(
     arms: Mapping[str, Values], failed: Mapping[str, Sequence[int]], rules: Rules
 ) -> tuple[dict[str, dict[int, float]], dict[str, list[str]]]:
-    """Return the finite values by arm and seed, and a note by arm on the seeds without one."""
+    """Return the finite values by arm and seed, and by arm a note on its seeds without a value."""
     usable, lost_seed_notes = {}, {}
     for arm, values in arms.items():
         usable[arm] = {seed: value for seed, value in values.items() if math.isfinite(value)}
@@ -280,27 +301,27 @@ def _usable_values(
             if rules.log and value <= 0:
                 raise BadInput(
                     f"seed {seed} of `{arm}` has {rules.metric} {value:g}: "
-                    "on log scale values must be above 0"
+                    "on the log scale, values must be above 0"
                 )
         lost = [str(seed) for seed in sorted(failed.get(arm, ()))]
         lost += [f"{seed} ({values[seed]})" for seed in sorted(set(values) - set(usable[arm]))]
         if lost:
-            effect = "fewer pairs, and the verdict holds for runs that finished"
-            lost_seed_notes[arm] = [f"failed seeds of {arm}: {', '.join(lost)}: {effect}"]
+            consequence = "the verdict rests on the runs that finished"
+            lost_seed_notes[arm] = [f"failed seeds of {arm}: {', '.join(lost)}; {consequence}"]
     return usable, lost_seed_notes
 
 
 def _notes_on_unpaired_seeds(
     arm: str, baseline: str, arms: Mapping[str, Values], failed: Mapping[str, Sequence[int]]
 ) -> list[str]:
-    """Return notes on the seeds that only one of the two arms was run with."""
+    """Return notes on the seeds that only one of the two arms has."""
     arm_seeds = {*arms[arm], *failed.get(arm, ())}
     base_seeds = {*arms[baseline], *failed.get(baseline, ())}
     notes = []
     for name, seeds in ((arm, arm_seeds - base_seeds), (baseline, base_seeds - arm_seeds)):
         if seeds:
             listed = ", ".join(str(seed) for seed in sorted(seeds))
-            notes.append(f"seeds of {name} without a partner, left out: {listed}")
+            notes.append(f"seeds that only {name} has are left out: {listed}")
     return notes
 
 
@@ -313,6 +334,7 @@ def _pair(arm: Values, base: Values, rules: Rules) -> Paired | None:
 
 
 def _noninferior(arm: Values, base: Values, rules: Rules) -> NonInferiority | None:
+    """Test non-inferiority if the rules set a limit; too few pairs give the answer "not shown"."""
     if rules.noninferior is None:
         return None
     seeds = sorted(set(arm) & set(base))
@@ -325,7 +347,7 @@ def _noninferior(arm: Values, base: Values, rules: Rules) -> NonInferiority | No
     )
     if len(seeds) >= LEAST_SEEDS:
         return limit
-    reason = f"{_seeds_text(len(seeds))}; {LEAST_SEEDS} is the least"
+    reason = f"{_seeds_text(len(seeds))}; at least {LEAST_SEEDS} are needed"
     return replace(limit, answer="not shown", reason=reason)
 
 
