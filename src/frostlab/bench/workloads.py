@@ -104,7 +104,7 @@ def bert(settings: BenchSettings, dropout: float = 0.1, layers: int = 12) -> nn.
 
 
 def gpt(settings: BenchSettings, vocabulary: int, classes: int, dropout: float) -> GPT:
-    """Build GPT Medium-512, bidirectional if it classifies.
+    """Build GPT Medium-512, the default GPT of frostlab; a classifier is bidirectional.
 
     At small scale, it has 2 layers of width 32.
     """
