@@ -85,7 +85,7 @@ def test_token_types_only_where_they_mean_the_second_text() -> None:
         ({"name": "bert", "config": {"max_position_embeddings": 4}}, "has 4 positions"),
         ({"name": "gone/model"}, "is not a folder, an architecture"),
         ({"name": "roberta", "config": {**SMALL["roberta"], "max_position_embeddings": 13}},
-         "roberta cannot take an example of 12 tokens"),
+         "roberta cannot read an example of 12 tokens"),
     ],
 )  # fmt: skip
 def test_impossible_models_are_refused(model: dict[str, Any], problem: str, tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_a_run_of_two_stops_and_goes_on_in_one(way: str, tmp_path: Path, free_po
             break
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=100)
-    assert "frostlab: stopped; `--resume` goes on" in errors
+    assert "frostlab: stopped; `--resume` continues the run" in errors
     stopped = RunRecord(folder)
     assert stopped.status == "stopped"
     step = stopped.result.steps
@@ -209,7 +209,7 @@ def test_another_number_of_processes_is_refused(tmp_path: Path, free_port: int) 
     recipe = {**RECIPE, "train": {**RECIPE["train"], "processes": 4, "batch": 64}}
     done = in_two(recipe, tmp_path / "run", free_port)
     assert done.returncode != 0
-    assert "train.processes asks for 4, but 2 run" in done.stderr
+    assert "train.processes asks for 4, but 2 started" in done.stderr
     assert not (tmp_path / "run").exists()
 
 

@@ -194,10 +194,10 @@ def test_weights_that_were_not_reported_are_refused(finished: RunRecord, tmp_pat
     weights = load_file(moved)
     weights["head.4.bias"] += 1e-3
     save_file(weights, moved)
-    with pytest.raises(BadInput, match="is not what was reported"):
+    with pytest.raises(BadInput, match="does not hold the reported weights"):
         best_model(RunRecord(tmp_path / "run"), data)
     other = prepared(data__seed=1)[1]
-    with pytest.raises(BadInput, match="cannot be made again: they changed"):
+    with pytest.raises(BadInput, match="have changed since the run"):
         best_model(finished, other)
 
 

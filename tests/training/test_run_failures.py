@@ -115,7 +115,7 @@ def test_an_interrupted_run_stops_with_a_checkpoint_and_goes_on(
     process.signal(signals)
     done = process.wait()
     assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1] == "frostlab: stopped; `--resume` goes on"
+    assert done.stderr.strip().splitlines()[-1] == "frostlab: stopped; `--resume` continues the run"
     assert "Traceback" not in done.stderr
     record = fl.RunRecord(folder)
     assert record.status == "stopped"
@@ -143,7 +143,7 @@ def test_a_file_that_cannot_grow_loses_nothing_that_was_finished(tmp_path: Path)
 def test_out_of_memory_is_one_line(tmp_path: Path) -> None:
     recipe = tiny(model__width=1024, model__layers=4, train__steps=3, train__epochs=None)
     said = limited(resource.RLIMIT_AS, 600_000_000, recipe, tmp_path / "run")
-    assert said.startswith("out of memory; a lower train.batch 32 or data.length 12")
+    assert said.startswith("out of memory; lower train.batch 32 or data.length 12")
     assert fl.RunRecord(tmp_path / "run").status == "failed"
 
 

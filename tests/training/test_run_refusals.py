@@ -52,7 +52,7 @@ def test_data_that_changed_cannot_be_gone_on_with(tmp_path: Path) -> None:
     record = fl.run(recipe, runs=tmp_path / "runs")
     (record.folder / "result.json").unlink()
     own.write_text("text,label\n" + "\n".join(rows[1:]))
-    with pytest.raises(fl.BadInput, match="the data of .* cannot be made again: they changed"):
+    with pytest.raises(fl.BadInput, match="the data of .* have changed since the run"):
         fl.run(recipe, out=record.folder, resume=True)
 
 

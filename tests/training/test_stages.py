@@ -262,7 +262,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stages": [{}, {"train": ["layers[4]"]}]}, r"stages.1.train: `layers\[4\]`: .* 0 to 0"),
     ({"treatment": "frozen-qk", "stages": [{"train": ["query"]}]},
      "stages.0.train trains nothing: the treatment freezes all of it"),
-    ({"stages": [{"lr": {"new": 1e-3, "old": 1e-4}}]}, "stages.0.lr.new: no layer has been added"),
+    ({"stages": [{"lr": {"new": 1e-3, "old": 1e-4}}]}, "stages.0.lr.new: no stage has added"),
     ({"stages": [{"lr": {"head": 1e-3}}]}, "stages.0.lr has no rate for tokens.weight.* add `old`"),
     ({"stages": [{}, {"train": ["head"], "lr": {"query": 1e-3, "old": 1e-4}}]},
      "stages.1.lr.query: every part that it names is frozen in this stage"),

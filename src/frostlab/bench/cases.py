@@ -1,6 +1,6 @@
 """The benchmark functions, which build both sides, check their losses and time them in turn.
 
-`ours` is frostlab's fast way. `theirs` is the Hugging Face Trainer, nanoGPT's loop, or frostlab
+`ours` is frostlab. `theirs` is the Hugging Face Trainer, nanoGPT's loop, or frostlab
 without the feature that is measured.
 """
 
@@ -56,7 +56,8 @@ from frostlab.training.step.objective import (
 
 FINE_TUNING = Optim(lr=2e-5)
 PRETRAINING = Optim(lr=3e-4, decay=0.1, betas=(0.9, 0.95))
-# At a higher rate, a GPT with an enlarged head overshoots and rounding errors grow.
+# For loss checks: at a higher rate, a GPT with an enlarged head overshoots and rounding errors
+# grow.
 _SLOW = Optim(lr=2e-6)
 VOCABULARY = 50304
 Build = Callable[[BenchSettings, int], nn.Module]  # builds a model with the given number of layers
@@ -95,7 +96,7 @@ def sst2_epoch(settings: BenchSettings) -> Iterator[Result]:
     prepared = load_text(settings, "sst2", 128, 30000)
     tokens, batch = prepared.splits["train"], 4 if settings.small else 32
     order = [rows for rows in epoch_order(tokens.lengths, batch, 0, 0, False) if len(rows) == batch]
-    feed, each_width = packed_feed(tokens, order, prepared.pad)
+    feed, step_of_each_width = packed_feed(tokens, order, prepared.pad)
     check = _check_against_trainer(
         settings, first_batch_only(feed), lambda _: collate(tokens, order[0], prepared.pad)
     )
@@ -103,7 +104,7 @@ def sst2_epoch(settings: BenchSettings) -> Iterator[Result]:
 
     def ours() -> Step:
         loop = FrostlabLoop(bert(settings), feed, FINE_TUNING, settings)
-        loop.warm_up(each_width)
+        loop.warm_up(step_of_each_width)
         loops.append(loop)
         return loop.step
 
@@ -138,7 +139,7 @@ def sst2_epoch(settings: BenchSettings) -> Iterator[Result]:
 
 
 def _check_against_trainer(settings: BenchSettings, ours: Feed, theirs: Feed) -> dict[str, Any]:
-    """Check both sides on one batch without dropout, with a Trainer that does not compile."""
+    """Compare both sides' losses on one batch without dropout; the Trainer does not compile."""
 
     def model() -> nn.Module:
         return enlarge_head(bert(settings, dropout=0.0), "classifier")
@@ -158,12 +159,12 @@ def gpt_imdb(settings: BenchSettings) -> Iterator[Result]:
         order = epoch_order(tokens.lengths, batch, 0, 0, True)
         order = [rows for rows in order if len(rows) == batch]
         mean, note = float(tokens.lengths.mean()), "IMDB at its real lengths: ours packed"
-        feed, each_width = packed_feed(tokens, order, pad)
+        feed, step_of_each_width = packed_feed(tokens, order, pad)
 
         padded: Feed = lambda step: collate(tokens, order[step % len(order)], pad, limit=limit)  # noqa: E731
 
     else:
-        vocabulary, mean, each_width = 16000, float(length), []
+        vocabulary, mean, step_of_each_width = 16000, float(length), []
         feed = padded = random_feed(
             batch, length, SMALL_VOCABULARY if settings.small else vocabulary, 2
         )  # fmt: skip
@@ -181,7 +182,7 @@ def gpt_imdb(settings: BenchSettings) -> Iterator[Result]:
 
     def ours() -> Step:
         loop = FrostlabLoop(model(0.1), feed, PRETRAINING, settings)
-        loop.warm_up(each_width)
+        loop.warm_up(step_of_each_width)
         loops.append(loop)
         return loop.step
 
@@ -198,17 +199,17 @@ def gpt_imdb(settings: BenchSettings) -> Iterator[Result]:
         check=check,
         step=loops[0].kind_and_reason,
         notes=(note,),
-        mean=bool(each_width),
+        mean=bool(step_of_each_width),
     )
 
 
 def gpt_language_8(settings: BenchSettings) -> Iterator[Result]:
-    """Pretrain with 8 sequences per step, where kernel launches dominate."""
+    """Pretrain GPT with 8 sequences per step, where kernel launches take most of the time."""
     yield _language(settings, 2 if settings.small else 8)
 
 
 def gpt_language_64(settings: BenchSettings) -> Iterator[Result]:
-    """Pretrain with 64 sequences per step, where the head dominates."""
+    """Pretrain GPT with 64 sequences per step, where the head takes most of the time."""
     yield _language(settings, 4 if settings.small else 64)
 
 
@@ -245,7 +246,7 @@ def _language(settings: BenchSettings, batch: int) -> Result:
         check=check,
         step=loops[0].kind_and_reason,
         notes=(
-            "random ids, no dropout; causal attention counts half",
+            "random ids, no dropout; causal attention counts half its FLOPs",
             *(() if settings.on_gpu else ("the plain loop does not compile on the CPU here",)),
         ),
     )
@@ -306,11 +307,11 @@ def _frozen_qk(settings: BenchSettings, batch: int, length: int) -> Result:
 def frozen_prefix(settings: BenchSettings) -> Iterator[Result]:
     """Train the last of twelve layers, with and without a cache of the frozen layers' outputs.
 
-    BERT is a classifier. The decoders train a new layer and the head, like a stage of progressive
-    training. One decoder has the published width, at which the head needs most of the FLOPs. The
-    other is so wide that the head does not.
+    BERT is a classifier. The two decoders are language models that train their last layer and the
+    head, like a stage of progressive training. At the published width of 64, the head needs most of
+    the FLOPs; at a width of 1024, the layers do.
     """
-    if settings.small:
+    if settings.small:  # model, examples per step, tokens per example, classes
         cases = [(_bert, 2, 16, 2), (_decoder(16), 4, 8, 0)]
     else:
         cases = [(_bert, 32, 128, 2), (_decoder(64), 64, 32, 0), (_decoder(1024), 64, 128, 0)]
@@ -354,8 +355,8 @@ def _frozen_prefix(
         check=check,
         step=loops[0].kind_and_reason,
         notes=(
-            "no dropout; filling the cache counts in our prepare_s and in no step",
-            "the ceiling is that of the last layer alone",
+            "no dropout; filling the cache counts in ours_prepare_s, not in the step times",
+            "the ceiling counts the last layer and the head",
         ),
         extra={
             "theirs_step": loops[1].kind_and_reason[0],
@@ -393,7 +394,7 @@ def _decoder(width: int) -> Build:
 
 
 class PlainLogits(Objective):
-    """A plain loss at several layers, which keeps all logits for cross-entropy in float32."""
+    """An objective without the fused loss: it keeps the float32 logits of all supervised layers."""
 
     def supervised_loss(self, batch: Batch, supervision: Supervision) -> Tensor:
         stack = language_stack(self.model, "plain logits")
@@ -411,7 +412,7 @@ def decoder_config(small: bool) -> DecoderConfig:
 
 
 def supervised(cls: type[Objective], config: DecoderConfig, layers: Supervise) -> Objective:
-    """Build a fresh decoder with an objective that supervises these layers."""
+    """Build an untrained decoder, with an objective that has a loss at each of these layers."""
     torch.manual_seed(0)
     objective = cls(Decoder(config))
     objective.supervision = resolve_supervision(layers, objective.model)
@@ -421,12 +422,13 @@ def supervised(cls: type[Objective], config: DecoderConfig, layers: Supervise) -
 def deep_work(config: DecoderConfig, length: int, tokens: int) -> StepWork:
     """Return the work of a step that supervises every layer and applies the head to each."""
     work = step_work(Decoder(config), length, tokens)
-    head = 6 * config.vocabulary * config.width * (config.layers - 1) * tokens  # with backward
+    # forward and backward pass of the head at all layers but the last, which `work` includes
+    head = 6 * config.vocabulary * config.width * (config.layers - 1) * tokens
     return StepWork(work.flops + head, work.parameters)
 
 
 def deep_supervision(settings: BenchSettings) -> Iterator[Result]:
-    """Train a decoder with a fused loss at every layer, against a loss with plain logits."""
+    """Train a decoder with a loss at every layer: fused with the head, against plain logits."""
     batch, length = (4, 8) if settings.small else (64, 32)
     config = decoder_config(settings.small)
     feed = random_feed(batch, length + 1, config.vocabulary, 0)
@@ -476,8 +478,8 @@ def _result(
     Args:
         items: examples or tokens per step, in the benchmark's unit.
         case: the name of the variant in the table.
-        check: the losses of both sides, which agreed.
-        step: the kind of our step, and the reason for it.
+        check: the result of `check_losses`.
+        step: the kind of our step (captured, compiled or eager), and the reason for it.
         mean: report means of the rounds, because steps differ in length.
         extra: further keys of the result.
     """

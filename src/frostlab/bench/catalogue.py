@@ -1,4 +1,7 @@
-"""The list of benchmarks, with their work, competitors and targets; it does not import torch."""
+"""The list of benchmarks, with their work, competitors and targets.
+
+This module does not import torch, so that the command line can list benchmarks quickly.
+"""
 
 import importlib.util
 from collections.abc import Sequence
@@ -18,12 +21,12 @@ class NotAvailable(FrostlabError):
 
 @dataclass(frozen=True)
 class Target:
-    """The figures that a result must reach; None sets no target."""
+    """The figures that a result must reach; a figure that is None is not required."""
 
     faster: float | None = None  # their time over ours, at least
     ours_ms: float | None = None  # at most
     memory: float | None = None  # our peak memory over theirs, at most
-    gain_share: float | None = None  # measured gain over the gain that FLOPs allow, at least
+    gain_share: float | None = None  # measured gain over the gain that saved FLOPs allow, at least
 
     def __str__(self) -> str:
         texts = (
@@ -36,7 +39,7 @@ class Target:
 
     def reached(self, result: Result) -> bool | None:
         """Return whether a result reaches every target; None if a figure was not measured."""
-        targets = (
+        targets = (  # 1: at least, -1: at most
             (self.faster, "faster", 1),
             (self.ours_ms, "ours_ms", -1),
             (self.memory, "memory_ratio", -1),
@@ -65,12 +68,12 @@ class Benchmark:
     def missing(self, scale: Scale, data_dir: Path | None, cuda: bool) -> str | None:
         """Return the reason why the benchmark cannot run on this machine, or None."""
         if scale == "full" and not cuda:
-            return "needs a CUDA device; --scale small runs a tiny one here"
+            return "needs a CUDA device; --scale small runs a small variant here"
         for need in self.needs:
             kind, _, name = need.rpartition(":")
             if kind == "data":
                 if data_dir is None:
-                    return f"needs {name}/SPLIT.jsonl in a folder named with --data-dir"
+                    return f"needs {name}/SPLIT.jsonl in the folder given with --data-dir"
                 if not (data_dir / name).is_dir():
                     return f"needs {name}, and {data_dir} has no such folder"
             elif importlib.util.find_spec(need) is None:
@@ -80,6 +83,7 @@ class Benchmark:
 
 _TRAINER = "Hugging Face Trainer"
 _PLAIN_LOOP = "a plain torch.compile loop, fused AdamW, SDPA"
+# Sizes are examples × tokens per step; V is the size of the vocabulary and d the width.
 BENCHMARKS = {
     benchmark.name: benchmark
     for benchmark in (

@@ -24,14 +24,15 @@ from frostlab.training.step.objective import Objective
 from frostlab.training.step.optimizer import build_optimizer
 
 _MANY_STEPS = 10**5  # more steps than any benchmark takes
-CHECKED_STEPS = 4
+CHECKED_STEPS = 4  # first steps in which the losses of both sides are compared
+# Relative tolerances of the first loss and of later losses, in which rounding errors add up.
 _FIRST_TOLERANCE = {torch.bfloat16: 0.015, torch.float32: 1e-4}
 _LATER_TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 0.005}
-_HEAD_FACTOR = 10.0
+_HEAD_FACTOR = 10.0  # the factor of `enlarge_head`
 
 
 class FrostlabLoop:
-    """A loop of frostlab's steps over a feed; `model` may be an objective."""
+    """A loop of frostlab's steps over a feed; `model` may already be an `Objective` with a loss."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class FrostlabLoop:
         return self._step([batch], batch.scored, self.rate).loss
 
     def warm_up(self, steps: Sequence[int]) -> None:
-        """Take each of these steps three times, so that its shape is captured and replayed."""
+        """Take the steps with these numbers three times, to capture the shape of each batch."""
         for number in steps:
             for _ in range(3):
                 self.taken = number
@@ -148,9 +149,9 @@ class TrainerLoop:
         from transformers import PrinterCallback, Trainer, TrainingArguments
 
         if settings.on_gpu and torch.cuda.device_count() > 1:
-            raise NotAvailable("a Trainer takes every GPU it sees; set CUDA_VISIBLE_DEVICES=0")
+            raise NotAvailable("the Trainer would use all GPUs; set CUDA_VISIBLE_DEVICES=0")
         _clear_dynamo_environment()
-        self.losses: list[Tensor] = []
+        self.losses: list[Tensor] = []  # holds only the loss of the last step
         losses = self.losses
 
         class LossKeeper(Trainer):
@@ -176,7 +177,9 @@ class TrainerLoop:
         self.trainer.remove_callback(PrinterCallback)
         compiles = self.trainer.accelerator.state.dynamo_plugin.backend.value != "NO"
         if compiles != bool(arguments.get("torch_compile")):
-            raise FrostlabError(f"the Trainer {'compiles' if compiles else 'does not compile'}")
+            raise FrostlabError(
+                f"the Trainer {'compiles, but should not' if compiles else 'does not compile'}"
+            )
 
     def drive(self, after_step: AfterStep) -> None:
         """Train until `after_step` returns True."""
@@ -223,7 +226,7 @@ class LossesDiffer(FrostlabError):
 
 
 def enlarge_head(model: nn.Module, head: str) -> nn.Module:
-    """Scale up a fresh head's weights, so that the loss depends on the model's input."""
+    """Scale up an untrained head's weights, so that the loss depends on the rest of the model."""
     with torch.no_grad():
         model.get_submodule(head).weight.mul_(_HEAD_FACTOR)  # type: ignore[operator]
     return model
@@ -237,18 +240,19 @@ def first_losses(step: Callable[[], Any]) -> list[float]:
 def check_losses(
     ours: Sequence[float], theirs: Sequence[float], precision: torch.dtype
 ) -> dict[str, Any]:
-    """Check that both sides have equal losses in the first steps on one batch without dropout.
+    """Refuse sides with different losses in their first steps, on one batch without dropout.
 
     The first loss checks the forward pass; the later losses check the backward pass and the
-    update. Tolerances are relative to the larger of the first and the current loss.
+    update. Tolerances are relative to the larger of the competitor's first and current loss.
+    Return the losses for the record.
     """
     first, later = _FIRST_TOLERANCE[precision], _LATER_TOLERANCE[precision]
     for number, (our_loss, their_loss) in enumerate(zip(ours, theirs, strict=True)):
         allowed = max(abs(theirs[0]), abs(their_loss)) * (later if number else first)
         if not abs(our_loss - their_loss) <= allowed:
             raise LossesDiffer(
-                f"the sides differ: loss {our_loss:.6g} and {their_loss:.6g} at step {number + 1} "
-                f"on the first batch, {allowed:.2g} is allowed; nothing was timed"
+                f"the losses differ at step {number + 1} on the first batch: {our_loss:.6g} (ours) "
+                f"and {their_loss:.6g} (theirs); {allowed:.2g} is allowed; nothing was timed"
             )
     reset_torch()
     return {
@@ -259,7 +263,7 @@ def check_losses(
 
 
 def reset_torch() -> None:
-    """Drop compiled code and cached memory, so that one measurement does not affect the next."""
+    """Drop compiled code and cached memory, so that a measurement does not affect the next one."""
     torch._dynamo.reset()  # also resets the count of compilations, which torch limits
     gc.collect()
     release_cached_memory()

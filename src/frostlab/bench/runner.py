@@ -62,7 +62,7 @@ def run_benchmarks(
             ceilings = measure_ceilings(device, scale == "small")
             machine["ceilings"] = ceilings.to_dict()
             say(_ceiling_line(ceilings))
-        small = "a small one of: " if scale == "small" else ""
+        small = "a small variant of " if scale == "small" else ""
         say(f"{benchmark.name}: {small}{benchmark.work}, against {benchmark.against}")
         settings = BenchSettings(
             benchmark, device, scale == "small", rounds, seconds, data_dir, ceilings
@@ -73,7 +73,7 @@ def run_benchmarks(
 
 
 def _measure(settings: BenchSettings, scale: Scale) -> Iterator[Result]:
-    """Yield the results of one benchmark, or a single result that says why it has none."""
+    """Yield the results of one benchmark; after an error, yield a result with the reason."""
     benchmark = settings.benchmark
     try:
         with _Quiet():
@@ -129,7 +129,7 @@ def _ceiling_line(ceilings: Ceilings) -> str:
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:
-    """Return the device and the versions that a result was measured with."""
+    """Return the device and the software versions, which every result records."""
     facts = environment(str(device))
     gpu = facts["gpu"] or {}
     host = f"{facts['host']['cpu']}, {facts['host']['torch_threads']} threads"
@@ -155,9 +155,10 @@ def append(path: Path, result: Result) -> None:
 
 
 def table(results: Sequence[Result]) -> Group:
-    """Return a table of the measured results, their notes, and why the others are missing."""
+    """Return a table of the measured results, their notes, and the reasons for missing results."""
     grid = Table(
-        title="ours ÷ theirs: times, below 1 ours is faster; [10th, 90th percentile of rounds]"
+        title="ours ÷ theirs: ratio of times, below 1 if ours is faster; "
+        "[10th, 90th percentile of rounds]"
     )
     for name in _COLUMNS:
         grid.add_column(name, justify="left" if name == "benchmark" else "right")
@@ -178,7 +179,7 @@ def table(results: Sequence[Result]) -> Group:
 
 
 def show(results: Sequence[Result]) -> None:
-    """Print the table, 200 columns wide if the output is not a terminal."""
+    """Print the table; it is 200 columns wide if the output is not a terminal."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=200)

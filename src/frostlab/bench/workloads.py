@@ -69,7 +69,10 @@ class BenchSettings:
         rounds: int,
         warm_up: int = 3,
     ) -> PairTimes:
-        """Time both sides in turn; `rounds` is the default, which a small scale limits to 3."""
+        """Time both sides in turn.
+
+        Unless the user sets the number of rounds, it is `rounds`, or at most 3 at small scale.
+        """
         return interleave_pair(
             ours,
             theirs,
@@ -101,7 +104,7 @@ def bert(settings: BenchSettings, dropout: float = 0.1, layers: int = 12) -> nn.
 
 
 def gpt(settings: BenchSettings, vocabulary: int, classes: int, dropout: float) -> GPT:
-    """Build GPT Medium-512, bidirectional if it classifies.
+    """Build GPT Medium-512, the default GPT of frostlab; a classifier is bidirectional.
 
     At small scale, it has 2 layers of width 32.
     """
@@ -117,16 +120,17 @@ def gpt(settings: BenchSettings, vocabulary: int, classes: int, dropout: float) 
 
 
 def random_tokens(examples: int, length: int, vocabulary: int, classes: int) -> Tokens:
-    """Draw examples of one length with random ids; without classes, for language modelling."""
+    """Draw examples of one length with random ids; with 0 classes, for language modelling."""
     draw = np.random.default_rng(0)
     stops = np.arange(1, examples + 1) * length
+    # ids below 5 may be special tokens
     ids = draw.integers(5, vocabulary, examples * length).astype(np.int32)
     labels = draw.integers(0, classes, examples) if classes else None
     return Tokens(ids, stops - length, stops, labels, None, None, "random")
 
 
 def random_feed(batch: int, length: int, vocabulary: int, classes: int) -> Feed:
-    """Return a feed that cycles through 64 batches of random ids, each collated on demand."""
+    """Return a feed that cycles through 64 batches of random ids; each step collates its batch."""
     tokens = random_tokens(_RANDOM_BATCHES * batch, length, vocabulary, classes)
     order = np.arange(_RANDOM_BATCHES * batch).reshape(_RANDOM_BATCHES, batch)
     return lambda step: collate(tokens, order[step % _RANDOM_BATCHES], 0)
@@ -138,7 +142,7 @@ def first_batch_only(feed: Feed) -> Feed:
 
 
 def load_text(settings: BenchSettings, name: str, length: int, size: int) -> Prepared:
-    """Prepare a public dataset of the data folder, with a BPE of `size` tokens trained on it."""
+    """Prepare a public dataset in the data folder, with a BPE tokenizer trained on it."""
     limit = {"limit": 400, "evaluation_limit": 50} if settings.small else {}
     recipe = recipe_from(
         {
@@ -179,7 +183,7 @@ def padding_collator(pad: int) -> Callable[[list[dict[str, Any]]], dict[str, Ten
 
 
 def packed_feed(tokens: Tokens, order: Order, pad: int) -> tuple[Feed, list[int]]:
-    """Return a feed of batches packed into few static widths, and a step number per width."""
+    """Return a feed of packed batches of a few widths, and the number of a step of each width."""
     shapes, lengths = shapes_for(tokens, order), row_lengths(tokens)
     widths = [shapes.width(int(lengths[rows].sum())) for rows in order]
 
@@ -192,16 +196,16 @@ def packed_feed(tokens: Tokens, order: Order, pad: int) -> tuple[Feed, list[int]
 def prefix_feed(
     model: nn.Module, tokens: Tokens, order: Order, settings: BenchSettings, cached: bool
 ) -> tuple[Prefix | None, Feed]:
-    """Return the cache of a model's frozen prefix (None unless `cached`), and a feed for it."""
+    """Return a feed and, if `cached`, a cache of the outputs of a model's frozen lowest layers."""
     shapes, prefix = shapes_for(tokens, order), None
     if cached:
         task: Task = "classification" if tokens.labels is not None else "language"
         prepared = Prepared(task, 2, 0, 0, {"train": tokens}, {}, None, {}, "", None)
         train = Train(cache_prefix="memory")
         prefix = build_prefix(model, prepared, train, settings.precision, types=False)
-    table = None if prefix is None else prefix.starts
+    starts = None if prefix is None else prefix.starts
 
     def feed(step: int) -> Batch:
-        return pack(tokens, order[step % len(order)], 0, shapes=shapes, cached_starts=table)
+        return pack(tokens, order[step % len(order)], 0, shapes=shapes, cached_starts=starts)
 
     return prefix, feed

@@ -4,8 +4,8 @@
 are events that are read long after the step is over; on other devices, they are readings of the
 host's clock. Phases (data, validation, checkpoints) are timed on the host. A phase that does not
 wait for a GPU runs while the GPU still works on earlier steps, so its seconds count as overlapped
-and are not subtracted from the training time. The time for building a step is kept out of the
-total, because the first step that a process builds takes far longer than later ones.
+and are not subtracted from the training time. Building a step is timed separately, outside the
+total, because the first step that a process builds takes far longer to build than later ones.
 
 `BlockClock` times a block of steps; the device is idle before and after the block. `Meter` measures
 the seconds and the peak memory since its construction.
@@ -39,7 +39,7 @@ SETUP = "setup"  # phase: building steps, not part of the total
 class Stopwatch:
     """A stopwatch for steps on the device and phases on the host.
 
-    `seconds` holds the seconds by phase of the earlier parts of a resumed run.
+    `seconds` holds the seconds by phase that a resumed run had counted before.
     """
 
     def __init__(self, device: torch.device, seconds: dict[str, float] | None = None) -> None:
@@ -64,14 +64,14 @@ class Stopwatch:
 
     @contextmanager
     def setup(self) -> Iterator[None]:
-        """Count the time inside this context as set-up, outside the total."""
+        """Count the time inside this context as setup, outside the total."""
         self.stop()
         with self.phase(SETUP, device=True):
             yield
         self.start()
 
     def mark(self) -> Any:
-        """Return a mark of the current time on the device's own clock."""
+        """Return a mark of the current time: a CUDA event, or the host's time on other devices."""
         if not self._events:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -79,7 +79,7 @@ class Stopwatch:
         return event
 
     def milliseconds(self, laps: Sequence[Lap]) -> list[float]:
-        """Return the milliseconds of each step; on a GPU, wait for the last step."""
+        """Return the milliseconds of each step; on CUDA, wait for the last step."""
         if self._events and laps:
             laps[-1][1].synchronize()
             return [began.elapsed_time(ended) for began, ended in laps]
@@ -122,20 +122,21 @@ class Stopwatch:
 
 def training_seconds(seconds: dict[str, float]) -> float:
     """Return the total without the phases that training had to wait for."""
-    not_waited_for = ("total", OVERLAPPED, SETUP)
-    waited = sum(spent for name, spent in seconds.items() if name not in not_waited_for)
+    left_out = ("total", OVERLAPPED, SETUP)
+    waited = sum(spent for name, spent in seconds.items() if name not in left_out)
     return seconds.get("total", 0.0) - waited
 
 
 class Meter:
-    """A meter of the seconds since its construction, and of the peak memory added since then."""
+    """A meter of the seconds and of the peak of newly allocated memory since its construction."""
 
     def __init__(self, device: torch.device) -> None:
         synchronize(device)
         self.device = device
         if prepares_kernels(device):
+            # cuBLAS allocates its workspaces in this matmul, before memory is measured
             weight = torch.ones(1, 1, device=device, requires_grad=True)
-            F.linear(weight, weight, weight[0]).sum().backward()  # cuBLAS allocates its workspaces
+            F.linear(weight, weight, weight[0]).sum().backward()
             del weight
             gc.collect()
         self.before = allocated_bytes(device)

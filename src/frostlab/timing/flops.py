@@ -27,8 +27,8 @@ from frostlab.timing.interleave import Ratio
 
 ADAM_BYTES = 28  # moved per trainable parameter: weight and moments read and written, gradient read
 _STATE_BYTES = 12  # kept per trainable parameter: gradient and two moments in float32
-_MOST_FLOPS_PER_BYTE = 300.0  # ratio of an H100 in bf16, higher than other devices'
-_LAUNCH_BOUND_TOKENS = 2048  # with fewer per step, kernel launches may dominate the time
+_MOST_FLOPS_PER_BYTE = 300.0  # an H100's bf16 FLOP/s over its bandwidth; lower on other devices
+_LAUNCH_BOUND_TOKENS = 2048  # with fewer tokens per step, kernel launches may dominate
 _SPEC_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # the vendor's dense bf16 figures
 CEILING_FORMULA = (
     "max(matmul FLOPs of forward and backward / measured matmul rate, "
@@ -48,7 +48,10 @@ class StepWork:
 
 
 def step_work(model: nn.Module, length: int, tokens: float) -> StepWork:
-    """Return the work of a step over `tokens` tokens in sequences of `length`, as frozen now."""
+    """Return the work of a step over `tokens` tokens, in sequences of `length` tokens.
+
+    Parts that are frozen in the model count as frozen.
+    """
     flops = savings(anatomy(model), length, causal=is_causal(model)).flops
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return StepWork(flops * tokens, trainable)
@@ -88,8 +91,9 @@ def _layer_flops(
 ) -> float:
     total = 0.0
     query_widths: dict[bool, int] = {}  # by whether the attention is cross-attention
-    needs_backward: dict[bool, bool] = {}  # likewise
+    needs_backward: dict[bool, bool] = {}  # by the same key
     learns_inside = any(_learns(part) for part in layer.parts)
+    # `below` says whether a matrix needs an input gradient
     for part in layer.parts:
         if part.kind != "weight" or not part.matmul:
             continue
@@ -103,6 +107,7 @@ def _layer_flops(
         else:
             below = learns_below or learns_inside
         total += 2 * part.parameters * (1 + below + _learns(part))
+    # two products of 2 FLOPs per multiply-add; the backward pass costs twice the forward pass
     for cross, width in query_widths.items():
         attended = length / 2 if causal and not cross else length
         total += 2 * 2 * attended * width * (3 if needs_backward[cross] else 1)
@@ -137,7 +142,7 @@ class Savings:
     as it is frozen.
     """
 
-    length: int  # of the sequences
+    length: int  # tokens per sequence
     flops_all: float
     flops: float
     bytes_all: int
@@ -145,7 +150,7 @@ class Savings:
 
     @property
     def flop_share(self) -> float:
-        """The share of all matmul FLOPs that freezing removes."""
+        """The fraction of matmul FLOPs that freezing removes."""
         return 1 - self.flops / self.flops_all if self.flops_all else 0.0
 
     @property
@@ -180,7 +185,7 @@ def savings(anatomy: Anatomy, length: int, *, causal: bool = False) -> Savings:
 
 
 def describe_savings(anatomy: Anatomy, length: int) -> Sequence[str]:
-    """Describe the most that freezing can save, as lines of text."""
+    """Describe the largest possible savings from freezing, as lines of text."""
     saved = savings(anatomy, length)
     mib = 2**20
     return [
@@ -201,7 +206,7 @@ class StepSavings(Savings):
 
     @property
     def speed_up_with_traffic(self) -> float:
-        """The largest possible speed-up on the device with the slowest memory for its FLOPs."""
+        """The largest possible speed-up on a device with slow memory relative to its FLOPs."""
         frozen = self.flops / _MOST_FLOPS_PER_BYTE + self.traffic
         everything = self.flops_all / _MOST_FLOPS_PER_BYTE + self.traffic_all
         return everything / frozen if frozen else 1.0
@@ -241,12 +246,13 @@ def unexplained_gain(
 
     Args:
         ratio: the arm's time over the baseline's time; the baseline trains everything.
-        reasons: why the timing is not proven.
+        proven: whether the timing passed its own checks, such as that for drift.
+        reasons: the checks that failed.
     """
     gain = 1 / ratio.high  # the smallest gain in the interval
     if gain <= saved.speed_up:
         return None
-    beyond = f"{gain:.3f}× as fast at least, and matmuls explain {saved.speed_up:.3f}×"
+    beyond = f"{gain:.3f}× as fast at least, and saved matmuls explain {saved.speed_up:.3f}×"
     if not proven:
         return f"{beyond}: the timing is not proven ({'; '.join(reasons) or 'no reason given'})"
     if gain <= saved.speed_up_with_traffic:
@@ -254,7 +260,7 @@ def unexplained_gain(
         return f"{beyond}: likely optimizer traffic, {mib:,.1f} MiB less per step"
     if saved.tokens < _LAUNCH_BOUND_TOKENS:
         return f"{beyond}: likely launch-bound, with {saved.tokens:,.0f} tokens a step"
-    return f"{beyond}: nothing counted here explains it; look for a second difference"
+    return f"{beyond}: nothing counted explains this; look for another difference between the arms"
 
 
 # The limits of the device
@@ -267,7 +273,7 @@ class Ceilings:
     matmul_flops: float  # per second
     copy_bytes: float  # per second, read and written
     how: str  # the matmul and the copy that were timed
-    spec_flops: float | None  # per second; None for a device without an entry here
+    spec_flops: float | None  # per second; None if the device is not in `_SPEC_FLOPS`
 
     def lower_bounds(self, work: StepWork) -> dict[str, float]:
         """Return lower bounds on the milliseconds of a step's matmuls and optimizer.
@@ -308,7 +314,7 @@ def measure_ceilings(device: torch.device, small: bool = False) -> Ceilings:
 
 def _best_seconds(work: Callable[[], object], device: torch.device) -> float:
     """Return the seconds per call in the best of five groups of calls, after a warm-up group."""
-    calls = 10 if runs_ahead(device) else 2  # long enough for the clock
+    calls = 10 if runs_ahead(device) else 2  # enough for the clock to measure them accurately
     groups = []
     for _ in range(6):
         synchronize(device)

@@ -4,7 +4,7 @@ Noise that lasts longer than a block affects all competitors equally and cancels
 
 `interleave_arms` times the arms of a comparison. One round takes the arms in random order, and the
 next round takes them in reverse. The arms are rebuilt after a few pairs of rounds, because the
-memory addresses of a copy can make all its steps faster or slower. The confidence interval
+memory addresses of one build can make all its steps faster or slower. The confidence interval
 therefore treats each build as one observation.
 
 `interleave_pair` times two sides of a benchmark, one of which may be a training loop that cannot
@@ -26,19 +26,19 @@ from scipy import stats
 from frostlab.devices import synchronize
 from frostlab.timing.clock import BlockSeconds, Meter
 
-FEWEST_BUILDS = 8
+FEWEST_BUILDS = 8  # builds before narrow intervals may end the timing
 MOST_BATCHES = 16  # distinct batches; the step is warmed up on the shape of each
-_BUILDS_AFTER_WIDTH = 4  # so that one quiet period does not end the timing
+_BUILDS_AFTER_WIDTH = 4  # more builds once intervals are narrow, which may be due to a quiet period
 _CONFIDENCE = 0.95
-_MOST_BLOCKS = 4  # distinct blocks
-_PROGRESS_EVERY = 10.0  # seconds
-_FEWEST_ROUNDS = 3  # of two sides, even if the time limit is shorter
+_MOST_BLOCKS = 4  # distinct blocks, and also pairs of rounds per build
+_PROGRESS_EVERY = 10.0  # seconds between progress messages
+_FEWEST_ROUNDS = 3  # rounds of a benchmark, even if the time limit is shorter
 _DRIFT = 0.05  # allowed change of the baseline's time between the halves of a measurement
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """An arm's time over the baseline's, with its interval; below 1, the arm is faster."""
+    """An arm's time divided by the baseline's, with a 95 % interval; below 1, the arm is faster."""
 
     estimate: float
     low: float
@@ -59,9 +59,10 @@ class Ratio:
 
 
 def ratio_of(arm: Sequence[float], base: Sequence[float], pairs: int = 1) -> Ratio:
-    """Estimate the paired ratio and its 95 % interval from at least two builds.
+    """Estimate the ratio of an arm's time to the baseline's, and its 95 % interval.
 
-    `pairs` is the number of pairs of rounds per build.
+    `arm` and `base` hold the seconds of each round, from at least two builds; `pairs` is the number
+    of pairs of rounds per build.
     """
     logs = paired_logs(arm, base, pairs)
     middle = float(logs.mean())
@@ -91,8 +92,8 @@ class StopRule:
         self._builds_left: int | None = None  # set once the width is reached
 
     def stopped_by(self, builds: int, ratios: Iterable[Ratio], elapsed: float) -> str | None:
-        """Return `width` or `time` if the timing ends after this build; require two builds."""
-        if builds < 2:
+        """Return `width` or `time` if the timing ends after this build, else None."""
+        if builds < 2:  # an interval needs two builds
             return None
         if self._builds_left is not None:
             self._builds_left -= 1
@@ -105,13 +106,13 @@ class StopRule:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The choice of batches for each block of steps, in a cycle of a few distinct blocks.
+    """The batches of each block of steps; a few distinct blocks recur in a cycle.
 
-    The cycle is short, so that each block soon recurs and can be compared with itself.
+    The cycle is short, so that the drift can be estimated from repetitions of the same block.
     """
 
     steps: int  # per block
-    batches: int  # length of the list of batches
+    batches: int  # number of batches to choose from
 
     @property
     def different(self) -> int:
@@ -143,15 +144,15 @@ def round_orders(names: Sequence[str], seed: int) -> Iterator[tuple[str, ...]]:
 
 @dataclass
 class Rounds:
-    """The measured blocks, with one block per arm and round."""
+    """The measured times: one block for each arm and round."""
 
     baseline: str
     blocks: dict[str, list[BlockSeconds]]  # by arm
     pairs: int = 1  # pairs of rounds per build
-    began: list[float] = field(default_factory=list)  # start time of each baseline block
+    began: list[float] = field(default_factory=list)  # start of each baseline block, in s
     starts: list[int] = field(default_factory=list)  # index of the first batch of each round
-    seconds: float = 0.0
-    stopped_by: str = ""
+    seconds: float = 0.0  # duration of the whole measurement
+    stopped_by: str = ""  # `width` or `time`
 
     def device_seconds(self, name: str) -> list[float]:
         """Return the seconds of an arm's blocks on the device's clock."""
@@ -183,7 +184,7 @@ def interleave_arms(
     seed: int,
     say: Callable[[str], None],
 ) -> Rounds:
-    """Time pairs of rounds, rebuilding all arms in between, until the rule ends the timing.
+    """Time rounds until the rule ends the timing; rebuild all arms after some pairs of rounds.
 
     Args:
         names: names of the arms, the baseline first.
@@ -221,8 +222,8 @@ def interleave_arms(
 class Drift:
     """The change of the baseline's time during the measurement."""
 
-    halves: float  # the second half's time over the first's
-    per_minute: float  # change of the log time, by regression
+    halves: float  # time of a block in the second half, divided by that in the first half
+    per_minute: float  # relative change, from a linear regression of log times
 
     @property
     def drifted(self) -> bool:
@@ -231,12 +232,15 @@ class Drift:
 
 
 def drift_of(seconds: Sequence[float], began: Sequence[float], starts: Sequence[int]) -> Drift:
-    """Compare the halves and regress on time, only among blocks of the same batches."""
+    """Estimate the drift of the baseline from the seconds and start times of its blocks.
+
+    Only blocks of the same batches are compared; `starts` has the first batch of each block.
+    """
     logs, times = np.log(np.asarray(seconds, float)), np.asarray(began, float)
-    kinds, late = np.asarray(starts), np.arange(len(logs)) >= len(logs) // 2
+    first_batches, late = np.asarray(starts), np.arange(len(logs)) >= len(logs) // 2
     changes: list[float] = []
-    for kind in np.unique(kinds):
-        same = kinds == kind
+    for first_batch in np.unique(first_batches):
+        same = first_batches == first_batch
         if (same & late).any() and (same & ~late).any():
             changes.append(float(np.median(logs[same & late]) - np.median(logs[same & ~late])))
         logs[same] -= logs[same].mean()
@@ -268,7 +272,7 @@ class PairTimes:
     def to_dict(self, *, mean: bool = False) -> dict[str, Any]:
         """Return milliseconds per step and their ratio: medians of the rounds, or means.
 
-        Use means if steps differ in length, so that all the work counts.
+        Use means if steps differ in length, so that every step counts.
         """
         average = np.mean if mean else np.median
         ours, theirs = (round(1e3 * float(average(side)), 5) for side in (self.ours, self.theirs))
@@ -308,7 +312,8 @@ def interleave_pair(
 ) -> PairTimes:
     """Build and warm up our side, then their side, then time both in turn.
 
-    The peak memory of a side covers its build and its warm-up, during which a graph is captured.
+    The peak memory of a side covers its build and its warm-up, which includes the capture of a CUDA
+    graph. `seconds` limits the time of the timed rounds.
     """
     times = PairTimes(steps_per_round=steps_per_round)
     meter = Meter(device)
@@ -329,7 +334,7 @@ def interleave_pair(
 
 
 def as_driver(step: Step) -> Driver:
-    """Turn a single step into a loop that takes it until told to stop."""
+    """Turn a single step into a loop that repeats it until `after_step` returns True."""
 
     def drive(after_step: AfterStep) -> None:
         step()
@@ -340,13 +345,13 @@ def as_driver(step: Step) -> Driver:
 
 
 def pair_order(rounds: int) -> Iterator[str]:
-    """Yield the side of each block: theirs first in even rounds, ours first in odd rounds."""
+    """Yield the side of each timed block: theirs first in even rounds, ours first in odd rounds."""
     for number in range(rounds):
         yield from ("theirs", "ours") if number % 2 == 0 else ("ours", "theirs")
 
 
 class _PairTimer:
-    """A timer that follows their loop step by step, and takes our blocks when it is our turn."""
+    """A timer that their loop calls after each step; it takes our blocks when it is our turn."""
 
     def __init__(
         self,
@@ -360,13 +365,13 @@ class _PairTimer:
         on_warm: Callable[[], object],
     ) -> None:
         self.our_step, self.times, self.device = our_step, times, device
-        self.block, self.order, self.seconds = (
+        self.block, self.order, self.seconds = (  # steps per block, side of each block, limit
             times.steps_per_round,
             list(pair_order(rounds)),
             seconds,
         )
         self.steps_left, self.on_warm, self.warming = warm_up, on_warm, True
-        self.done = 0  # blocks of either side
+        self.done = 0  # timed blocks of both sides
         self.start = self.block_began = 0.0
 
     def after_step(self) -> bool:
@@ -393,6 +398,7 @@ class _PairTimer:
         return False
 
     def _over(self) -> bool:
+        """Return whether all rounds are done, or the time is up at the end of a round."""
         if self.done == len(self.order):
             return True
         late = self.seconds is not None and self._now() - self.start > self.seconds

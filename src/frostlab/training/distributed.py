@@ -1,4 +1,4 @@
-"""The device, precision and processes of a run, and the wrapping of models for them."""
+"""The device, precision and processes of a run, and the wrapping of models in DDP or FSDP."""
 
 import os
 from collections.abc import Iterator
@@ -22,21 +22,21 @@ class World:
 
     rank: int = 0
     size: int = 1
-    local_rank: int = 0
+    local_rank: int = 0  # the rank among the processes of this machine
 
     @property
     def writes(self) -> bool:
-        """Return whether this process writes the run's folder."""
+        """Return whether this is rank 0, the only process that writes to the run's folder."""
         return self.rank == 0
 
     def total(self, values: Tensor) -> Tensor:
-        """Return the sum of a tensor over all processes."""
+        """Sum a tensor over all processes, in place, and return it."""
         if self.size > 1:
             dist.all_reduce(values)
         return values
 
     def agree(self, value: Any) -> Any:
-        """Broadcast the writing process's value to every process."""
+        """Return the value of rank 0 in every process."""
         if self.size == 1:
             return value
         values = [value]
@@ -69,13 +69,13 @@ class Compute:
 
 @contextmanager
 def process_group(device: torch.device, train: Train) -> Iterator[World]:
-    """Join the processes that torchrun started; refuse if train.processes sets another number."""
+    """Join the processes that torchrun started; refuse if `train.processes` differs."""
     asked = train.processes
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if asked is not None and asked != size:
         raise BadInput(
-            f"train.processes asks for {asked}, but {size} run; "
-            f"start it with `torchrun --nproc_per_node {asked} -m frostlab run …`"
+            f"train.processes asks for {asked}, but {size} started; "
+            f"start the run with `torchrun --nproc_per_node {asked} -m frostlab run …`"
         )
     if size == 1:
         yield World()
@@ -85,9 +85,10 @@ def process_group(device: torch.device, train: Train) -> Iterator[World]:
         gpus, enough = torch.cuda.device_count(), torch.cuda.device_count() >= _local_processes()
         if uses_nccl(device) and not enough and train.parallel == "fsdp":
             raise BadInput(
-                f"train.parallel fsdp needs a GPU for each process; {_local_processes()} share "
-                f"{gpus}: use ddp"
+                f"train.parallel fsdp needs one GPU per process; {_local_processes()} processes "
+                f"share {gpus}: use ddp"
             )
+        # NCCL refuses two processes on one GPU
         dist.init_process_group("nccl" if uses_nccl(device) and enough else "gloo")
     try:
         if dist.get_world_size() != size:
@@ -99,16 +100,17 @@ def process_group(device: torch.device, train: Train) -> Iterator[World]:
 
 
 def _local_processes() -> int:
-    """Return how many processes share this machine."""
+    """Return the number of the run's processes on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
 
 
 def wrap_model(
     model: nn.Module, world: World, parallel: Literal["ddp", "fsdp"], unused: bool
 ) -> nn.Module:
-    """Wrap a model for all processes, after freezing it and moving it to its device.
+    """Wrap a model in DDP or FSDP; with a single process, return it unchanged.
 
-    `unused`: whether some trainable parameters get no gradient; DDP needs to know.
+    Freeze the model and move it to its device first. `unused` tells DDP whether some trainable
+    parameters get no gradient.
     """
     if world.size == 1:
         return model
@@ -132,7 +134,10 @@ def reshard(model: nn.Module) -> None:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of every stack: the children of the model's longest module lists."""
+    """Return the model's layers, assumed to be the members of its longest `ModuleList`.
+
+    If several lists are equally long, as in encoder-decoders, the members of all count.
+    """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     longest = max((len(stack) for stack in lists), default=0)
     return [block for stack in lists if len(stack) == longest for block in stack]
@@ -140,6 +145,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def _without_sync(model: Any) -> Iterator[None]:
+    """Leave out FSDP's gradient synchronisation in this context."""
     model.set_requires_gradient_sync(False)
     try:
         yield
@@ -148,7 +154,7 @@ def _without_sync(model: Any) -> Iterator[None]:
 
 
 def accumulate_gradients(model: Any, last: bool) -> Any:
-    """Return the context of a micro-batch: only the last one synchronises gradients."""
+    """Return a context for a micro-batch; only the last one of a step synchronises gradients."""
     if last:
         return nullcontext()
     if hasattr(model, "no_sync"):
@@ -163,7 +169,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def place_like(value: Tensor, tensor: Tensor) -> Tensor:
-    """Return a full value placed and sharded like `tensor`."""
+    """Return a full tensor with the device, dtype and sharding of `tensor`."""
     value = value.to(tensor.device, tensor.dtype)
     if not hasattr(tensor, "full_tensor"):
         return value
@@ -175,7 +181,7 @@ def place_like(value: Tensor, tensor: Tensor) -> Tensor:
 
 @contextmanager
 def preserve_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore buffers afterwards, so that a trial pass does not change running statistics."""
+    """Restore all buffers after this context: a trial pass must not change running statistics."""
     copies = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         yield
@@ -188,7 +194,7 @@ def preserve_buffers(model: nn.Module) -> Iterator[None]:
 def sync_batch_norms(model: nn.Module, world_size: int, device: torch.device) -> None:
     """Convert trainable BatchNorms to SyncBatchNorm; frozen ones use running statistics.
 
-    Call it before the model is wrapped, and again after each freeze or thaw.
+    Call this before the model is wrapped, and again after each freeze or thaw.
     """
     if world_size == 1:
         return

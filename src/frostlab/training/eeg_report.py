@@ -24,14 +24,14 @@ from frostlab.training.setup import best_model
 from frostlab.training.state import RunContext
 from frostlab.training.step.compiled import uncompiled
 
-_FORMAT = 1  # raise it when the baseline or its scoring changes
-_WINDOWS = 32  # windows over which electrode importance is averaged
+_FORMAT = 1  # version of cached baseline scores; raise it when the baseline or scoring changes
+_WINDOWS = 32  # the most windows over which electrode importance is averaged
 
 Scores = dict[str, EnvelopeScores]  # by split
 
 
 def baseline_scores(signals: Signals) -> Scores:
-    """Return the ridge decoder's scores by split, cached for the same data."""
+    """Return the scores by split of the linear baseline, a ridge decoder; cached by data."""
 
     def build(folder: Path) -> None:
         ridge = fit_ridge(signals.splits["train"].recordings, signals.rate)
@@ -48,7 +48,7 @@ def baseline_scores(signals: Signals) -> Scores:
 
 
 def reported(signals: Signals) -> tuple[str, ...]:
-    """Return the splits that were not used to select weights or settings."""
+    """Return the splits to report: their data were not used to train or select weights."""
     return tuple(split for split in REPORTED if split in signals.splits)
 
 
@@ -57,7 +57,8 @@ def measure_recordings(
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Score whole recordings of every reported split; return metrics and a summary.
 
-    The metrics include the loss and the mean r of single windows.
+    `window_metrics` holds the loss and the mean Pearson's r of single windows; the metrics include
+    both.
     """
     ridge, decoded, model = baseline_scores(signals), {}, {}
     for split in reported(signals):
@@ -76,12 +77,12 @@ def measure_recordings(
         write_whole(context.folder.path / SCORES, text)
     metrics = {"pearson": model["report"].summary.mean, "loss": window_metrics["loss"]}
     for split, split_scores in model.items():
-        summary, ending = split_scores.summary, "" if split == "report" else f"_{split}"
-        metrics[f"pearson{ending}"] = summary.mean
-        metrics[f"ridge{ending}"] = ridge[split].summary.mean
-        metrics[f"chance{ending}"] = summary.null.high
+        summary, suffix = split_scores.summary, "" if split == "report" else f"_{split}"
+        metrics[f"pearson{suffix}"] = summary.mean
+        metrics[f"ridge{suffix}"] = ridge[split].summary.mean
+        metrics[f"chance{suffix}"] = summary.null.high
         if (matched := summary.match.accuracy) is not None:
-            metrics[f"match{ending}"] = matched
+            metrics[f"match{suffix}"] = matched
     metrics["window_pearson"] = window_metrics["pearson"]
     return metrics, {
         split: {
@@ -94,22 +95,26 @@ def measure_recordings(
 
 @torch.no_grad()
 def decode(context: RunContext, windows: Windows) -> dict[str, NDArray[np.float64]]:
-    """Return each recording's decoded envelope, by name, from windows that overlap by half."""
+    """Decode windows that overlap by half; return the envelope of each recording, by name."""
     device, world = context.compute.device, context.world
     examples, half = WindowExamples(windows), max(1, windows.length // 2)
     starts = [
         window_starts(len(recording), windows.length, half) for recording in windows.recordings
     ]
-    rows = np.concatenate([b + s for b, s in zip(windows.bounds[:-1], starts, strict=True)])
+    # the first sample of each window, counted over all recordings
+    rows = np.concatenate(
+        [first + within for first, within in zip(windows.bounds[:-1], starts, strict=True)]
+    )
     decoded = torch.zeros(len(rows), windows.length, device=device)
     context.objective.eval()
     with uncompiled():
-        for places in in_batches(np.arange(len(rows)), context.evaluation_batch):
-            (own,) = micro_batches(places, world.rank, world.size, count=1)
+        for indices in in_batches(np.arange(len(rows)), context.evaluation_batch):
+            (own,) = micro_batches(indices, world.rank, world.size, count=1)
             with context.compute.autocast():
                 prediction = context.objective(
                     examples.collate(rows[own]).to(device), want="logits"
                 )
+            # a process without windows in this batch has decoded a placeholder
             decoded[torch.from_numpy(own).to(device)] = prediction[: len(own)].float()
     ends = np.cumsum([len(recording_starts) for recording_starts in starts])[:-1]
     predictions = np.split(world.total(decoded).cpu().numpy(), ends)
@@ -120,7 +125,7 @@ def decode(context: RunContext, windows: Windows) -> dict[str, NDArray[np.float6
 
 
 def draw_run(folder: Path, data_dir: Path | None = None) -> Path:
-    """Write a page with figures of a finished run into its folder, and return the page."""
+    """Write a page with figures of a finished run into its folder; return the page's path."""
     record = RunRecord(folder)
     if record.status != "finished":
         raise BadInput(f"{folder} is {record.status}; a page needs a finished run")
@@ -136,7 +141,7 @@ def draw_run(folder: Path, data_dir: Path | None = None) -> Path:
     return eeg_page(
         folder / "envelopes",
         scores,
-        best=json.loads((folder / SCORES).read_text("utf-8"))["best"],
+        best=json.loads((folder / SCORES).read_text("utf-8"))["best"],  # the best achievable r
         excerpts=_excerpts(folder, signals),
         kernels=kernel_rows(kernels.numpy(), signals.rate, first=-(kernels.shape[-1] // 2)),
         importance=(signals.channels, _importance(model, signals)),
@@ -146,7 +151,7 @@ def draw_run(folder: Path, data_dir: Path | None = None) -> Path:
 
 
 def _excerpts(folder: Path, signals: Signals) -> dict[str, Rows]:
-    """Return the middle of each split's first recording: heard and decoded envelopes."""
+    """Return the heard and the decoded envelope in the middle of each split's first recording."""
     excerpts, decoded = {}, _read_decoded(folder / "decoded.npz")
     for split, meaning in SPLITS.items():
         if split in signals.splits:
@@ -169,7 +174,7 @@ def _read_decoded(path: Path) -> dict[str, NDArray[np.float32]]:
 
 
 def _importance(model: Conformer, signals: Signals) -> NDArray[np.float32]:
-    """Return each electrode's importance, averaged over windows of the reported split."""
+    """Return each electrode's importance, averaged over windows of the `report` split."""
     examples = WindowExamples(signals.splits["report"])
     rows = signals.splits["report"].grid
     sampled = rows[np.linspace(0, len(rows) - 1, min(_WINDOWS, len(rows))).round().astype(int)]

@@ -34,26 +34,27 @@ def evaluate(
     layers: Sequence[int] = (),
     most: int | None = None,
 ) -> dict[str, Any]:
-    """Return every metric of the task over a split; the model's mode is restored afterwards.
+    """Return every metric of the task over a split; the training mode is restored afterwards.
 
     Args:
-        classes: a zero for every example; each process writes the predicted classes of its own
-            examples into it, counted from 1.
-        layers: layers, counted from 1, at which the model is also measured as if it ended there;
-            the result has their metrics by number under `layers`.
-        most: the largest number of batches to read; None: all.
+        classes: a tensor with a zero for each example. Each process writes 1 + the predicted class
+            of its own examples into it, so that the sum over processes holds all predictions.
+        layers: numbers of layers, from 1. The model is also measured as if it ended after each of
+            them; the result holds these metrics by layer number, under the key `layers`.
+        most: the largest number of batches to evaluate; None: all batches.
     """
     device, world = compute.device, compute.world
-    below = [number for number in layers if number != objective.depth]
-    tally, *others = (task.tally(objective, prepared, device) for _ in (0, *below))
-    tallies = dict(zip(below, others, strict=True))
+    lower = [number for number in layers if number != objective.depth]  # all but the last layer
+    # one tally for the whole model, and one for each lower layer
+    tally, *others = (task.tally(objective, prepared, device) for _ in (0, *lower))
+    tallies = dict(zip(lower, others, strict=True))
     training = objective.training
     examples = task.examples(prepared, split, device, wants_types(objective.model))
 
     def add_layer(number: int, logits: Tensor) -> None:
-        tallies[number].add(logits, inputs)
+        tallies[number].add(logits, inputs)  # `inputs` is the batch of the loop below
 
-    want: Literal["logits"] | Exits = Exits(below, add_layer) if below else "logits"
+    want: Literal["logits"] | Exits = Exits(lower, add_layer) if lower else "logits"
     objective.eval()
     try:
         with torch.no_grad(), uncompiled():
@@ -70,7 +71,7 @@ def evaluate(
     metrics = tally.metrics(world)
     if not layers:
         return metrics
-    by_layer = {number: tallies[number].metrics(world) for number in below}
+    by_layer = {number: tallies[number].metrics(world) for number in lower}
     return {**metrics, "layers": {str(number): by_layer.get(number, metrics) for number in layers}}
 
 
@@ -81,24 +82,24 @@ class Totals:
     loss: float  # mean over the scored targets
     count: int  # scored targets
     correct: int  # targets that were predicted correctly
-    confusion: list[list[int]]  # true classes × predicted classes; empty for language
+    confusion: list[list[int]]  # true classes × predicted classes; empty for language modelling
 
 
 def _perplexity(totals: Totals) -> float:
-    return math.exp(totals.loss) if totals.loss < 700 else math.inf
+    return math.exp(totals.loss) if totals.loss < 700 else math.inf  # exp overflows above 709
 
 
 def _macro_f1(totals: Totals) -> float:
     """Return the mean F1 over the classes that occur or were predicted."""
     scores = []
     for i, row in enumerate(totals.confusion):
-        both = sum(row) + sum(other[i] for other in totals.confusion)
-        if both:
-            scores.append(2 * row[i] / both)
+        true_and_predicted = sum(row) + sum(other[i] for other in totals.confusion)
+        if true_and_predicted:
+            scores.append(2 * row[i] / true_and_predicted)
     return sum(scores) / len(scores)
 
 
-# The metrics of each text task; their names and directions are in recipe/settings.py.
+# The metrics of each text task; recipe/settings.py lists their names, and which ones to minimise.
 COMPUTED: dict[str, dict[str, Callable[[Totals], float]]] = {
     "classification": {
         "loss": lambda totals: totals.loss,
@@ -120,7 +121,7 @@ def register_metric(
     task: Literal["classification", "language"] = "classification",
     lower_is_better: bool = False,
 ) -> None:
-    """Register a metric that every evaluation of a task computes and that recipes can select by.
+    """Register a metric: every evaluation of the task computes it, and recipes can name it.
 
     Args:
         name: a name that no other metric has.
@@ -128,7 +129,8 @@ def register_metric(
         task: `classification` or `language`.
         lower_is_better: whether a lower value is better.
 
-    Registering a function with the same module and name again replaces the earlier one.
+    A name can be registered again only with a function of the same module and name, as when a
+    notebook cell runs again.
     """
     check_registration("register_metric", name, compute)
     if task not in COMPUTED:
@@ -147,11 +149,12 @@ def register_metric(
 
 @dataclass
 class TextTally:
-    """Sums of loss and predictions on the device; one transfer gives every metric."""
+    """Sums of losses and predictions on the device, read in one transfer for all metrics."""
 
     task: str
     classes: int
     device: torch.device
+    # loss, scored targets, and the confusion matrix (classification) or correct predictions
     sums: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -188,34 +191,34 @@ class TextTally:
 
 @dataclass
 class EnvelopeTally:
-    """Sums of loss and Pearson's r over single windows; the report scores whole recordings."""
+    """Sums of loss and Pearson's r over single windows; only the report scores whole recordings."""
 
     objective: EnvelopeObjective
     device: torch.device
-    sums: Tensor = field(init=False)
+    sums: Tensor = field(init=False)  # loss, windows and Pearson's r
 
     def __post_init__(self) -> None:
         self.sums = torch.zeros(3, dtype=exact_dtype(self.device), device=self.device)
 
     def add(self, prediction: Tensor, batch: Batch) -> None:
-        """Add a batch to the sums; the placeholder of an empty batch is ignored."""
+        """Add a batch to the sums, unless it is the placeholder for an empty batch."""
         if batch.scored:
             self.sums[0] += self.objective.loss_of(prediction, batch)
             self.sums[1] += batch.scored
             self.sums[2] += pearson(prediction, batch.targets).sum()
 
     def metrics(self, world: World) -> dict[str, float]:
-        """Return means over the windows of all processes."""
+        """Return the mean loss and the mean r over the windows of all processes."""
         loss, count, correlation = world.total(self.sums).tolist()
         return {"loss": loss / count, "pearson": correlation / count} if count else {}
 
 
 def text_tally(objective: Objective, prepared: Material, device: torch.device) -> Tally:
-    """Return the tally of classification or language modelling."""
+    """Create the sums for classification or language modelling."""
     return TextTally(prepared.task, text_of(prepared).classes, device)
 
 
 def envelope_tally(objective: Objective, prepared: Material, device: torch.device) -> Tally:
-    """Return the tally of decoded envelopes."""
+    """Create the sums for decoded envelopes."""
     assert isinstance(objective, EnvelopeObjective)
     return EnvelopeTally(objective, device)

@@ -26,15 +26,15 @@ from frostlab.training.treatment import count_parameters
 
 @dataclass(frozen=True)
 class Exit:
-    """The metrics and cost of a model that ends after a layer, counted from 1."""
+    """The metrics and cost of a model that ends after one of its layers."""
 
-    layer: int
+    layer: int  # from 1
     loss: float
     perplexity: float
     token_accuracy: float
-    flops: float  # of one token's matrix products in the forward pass, with the head
-    share: float  # of the whole model's FLOPs
-    parameters: int  # in embedding, layers up to this one, final norm and head
+    flops: float  # matmul FLOPs of the forward pass per token, including the head
+    share: float  # `flops` as a fraction of the whole model's FLOPs
+    parameters: int  # of the embedding, the layers up to this one, the final norm and the head
 
 
 def early_exits(
@@ -43,16 +43,19 @@ def early_exits(
     data_dir: str | Path | None = None,
     device: str | None = None,
 ) -> tuple[Exit, ...]:
-    """Measure a finished run's best weights at every layer, on the reported split.
+    """Evaluate a finished run's best weights as if the model ended after each layer.
 
-    It takes one pass over the split, and also writes `exits.json` to the run's folder.
+    This takes one pass over the `report` split. The results are also written to `exits.json` in the
+    run's folder.
     """
     record = run if isinstance(run, RunRecord) else RunRecord(Path(run))
     if record.status != "finished":
         raise BadInput(f"{record.folder} is {record.status}; early exits need a finished run")
     recipe = record.recipe
     if recipe.data.task != "language":
-        raise BadInput(f"{record.folder} is a run for {recipe.data.task}; early exits for language")
+        raise BadInput(
+            f"{record.folder} is a run for {recipe.data.task}; early exits need a language model"
+        )
     chosen = choose_device(device or recipe.train.device)
     compute = Compute(chosen, choose_precision(recipe.train, chosen))
     prepared = text_of(prepare(recipe, None if data_dir is None else Path(data_dir)))
@@ -72,15 +75,15 @@ def early_exits(
 def measure_exits(
     model: torch.nn.Module, prepared: Prepared, batch: int, compute: Compute
 ) -> tuple[Exit, ...]:
-    """Return every layer's metrics on the reported split, from one pass, and its cost."""
+    """Return the metrics on the `report` split and the cost of an exit after each layer."""
     blocks = language_stack(model, "an early exit").layers
     layers = range(1, len(blocks) + 1)
     metrics = evaluate(
         TASKS["language"], Objective(model), prepared, prepared.splits["report"], batch, compute,
         layers=layers,
     )["layers"]  # fmt: skip
-    layer_flops, rest = forward_flops(anatomy(model), _length(prepared), causal=True)
-    costs = [rest + sum(layer_flops[:number]) for number in layers]
+    layer_flops, other_flops = forward_flops(anatomy(model), _length(prepared), causal=True)
+    costs = [other_flops + sum(layer_flops[:number]) for number in layers]
     sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
     total = count_parameters(model)["total"]
     return tuple(
@@ -98,7 +101,7 @@ def measure_exits(
 
 
 def exits_table(exits: tuple[Exit, ...]) -> str:
-    """Return exits as an aligned table."""
+    """Return the exits as an aligned table."""
     head = [
         "layer",
         "loss",
@@ -117,5 +120,5 @@ def exits_table(exits: tuple[Exit, ...]) -> str:
 
 
 def _length(prepared: Prepared) -> int:
-    """Return the number of tokens that the model reads in the longest example."""
+    """Return the length in tokens of the longest input in the `report` split."""
     return int(row_lengths(prepared.splits["report"]).max())

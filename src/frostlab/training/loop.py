@@ -52,7 +52,7 @@ def train(
         progress.step, total, per_epoch, context.prepared.caution, sum(progress.lengths)
     )
     clock.start()
-    state = {} if resumed is None else resumed.optimizer()
+    state = {} if resumed is None else resumed.optimizer()  # the optimizer's tensors
     should_stop = StopRequest(context.asked_to_stop, context.compute)
     while True:
         step_once = _train_stage(context, progress, clock, state, should_stop)
@@ -62,7 +62,7 @@ def train(
         with clock.phase("checkpoint", device=True):
             state = next_stage(context, progress, step_once)
             del step_once
-            gc.collect()  # frees memory that reference cycles of model, graphs and wrapper hold
+            gc.collect()  # frees the old model, which is part of reference cycles
         _save_checkpoint(context, progress, clock, state)
     clock.stop()
     progress.seconds = clock.seconds
@@ -75,31 +75,34 @@ def _train_stage(
     state: dict[str, Tensor],
     should_stop: "StopRequest",
 ) -> EagerStep:
-    """Train a stage to its end or to early stopping; return its step object."""
+    """Train a stage to its end or to early stopping; return its step object.
+
+    `state` holds the optimizer's tensors to start from; it may be empty.
+    """
     recipe, compute, world = context.recipe, context.compute, context.world
-    assembled = (context.current, recipe, context.prepared, context.task, compute)
+    arguments = (context.current, recipe, context.prepared, context.task, compute)
     per_epoch = _steps_per_epoch(context)
     stage = context.current.stage
     end, optim = sum(progress.lengths) + stage.steps, stage.optim(recipe.optim)
-    last = progress.stage == len(context.stages) - 1
+    is_last_stage = progress.stage == len(context.stages) - 1
 
     context.objective.train()
     with clock.phase("data", device=True):
-        feed = make_feed(*assembled)
+        feed = make_feed(*arguments)
         _record_prefix(context, progress)
     with clock.setup():
-        inside = recipe.watch is not None and recipe.watch.inside
-        step_once = make_step(*assembled, watches_inside=inside)
-        if state:
+        watches_inside = recipe.watch is not None and recipe.watch.inside
+        step_once = make_step(*arguments, watches_inside=watches_inside)
+        if state:  # at the beginning of a stage, new parameters have no state yet
             restore_optimizer(context.model, step_once.optimizer, state,
                               partly=not progress.stage_step)  # fmt: skip
-        epoch, place = divmod(progress.stage_step, per_epoch)
-        # Each stage begins a new epoch. Epochs are counted over the whole run, and the order of
-        # examples depends only on that count.
-        before = sum(-(-steps // per_epoch) for steps in progress.lengths)
-        order = feed.order(before + epoch)
-        step_once.warm_up(feed(order[place]), feed.examples.scored(order[place]))
-        if prepares_kernels(compute.device):  # a process's first evaluation also loads kernels
+        epoch, index = divmod(progress.stage_step, per_epoch)
+        # Each stage begins a new epoch. Epochs are counted over the whole run, and this count,
+        # with the seed, determines the order of examples.
+        past_epochs = sum(-(-steps // per_epoch) for steps in progress.lengths)
+        order = feed.order(past_epochs + epoch)
+        step_once.warm_up(feed(order[index]), feed.examples.scored(order[index]))
+        if prepares_kernels(compute.device):  # so that no timed evaluation loads kernels
             _evaluate(context, _selecting_split(context), most=1)
         watch_stage(context, progress, step_once)
     epoch_began = clock.training_seconds() - progress.epoch_seconds
@@ -111,7 +114,7 @@ def _train_stage(
                 record_stage(context, progress)
 
             with clock.phase("data"):
-                rows = order[place]
+                rows = order[index]
                 batches = feed(rows)
             seed_step(recipe.seed, progress.step, world.rank, compute.device)
             rate = rate_at(stage_step, stage.steps, optim)
@@ -121,13 +124,13 @@ def _train_stage(
             if recorded_reason != step_once.reason:
                 recorded_reason = step_once.reason
                 record_step_kind(context, progress.step, step_once, feed.packs)
-            progress.step, place = progress.step + 1, place + 1
+            progress.step, index = progress.step + 1, index + 1
             tokens = feed.examples.tokens_read(rows)
             padded = sum(batch.padded_tokens for batch in batches)
             log.add(Entry(progress.step, outcome, rate, tokens, padded, len(rows), lap))
             context.display.advance(progress.step, log.loss)
 
-            if place == per_epoch:
+            if index == per_epoch:
                 clock.wait_for_device()
                 spent = clock.training_seconds() - epoch_began
                 progress.order = order_digest(order, progress.order)
@@ -135,10 +138,10 @@ def _train_stage(
                 if context.folder:
                     context.folder.event("epoch", progress.step, epoch=epoch, order=progress.order,
                                          seconds=round(spent, 4))  # fmt: skip
-                epoch, place, epoch_began = epoch + 1, 0, clock.training_seconds()
+                epoch, index, epoch_began = epoch + 1, 0, clock.training_seconds()
                 if progress.step < end:
                     with clock.phase("data"):
-                        order = feed.order(before + epoch)
+                        order = feed.order(past_epochs + epoch)
 
             improved = False
             evaluates = _is_due(recipe.evaluate.every, progress.stage_step, per_epoch, stage.steps)
@@ -155,7 +158,8 @@ def _train_stage(
                 log.flush()
                 progress.epoch_seconds = clock.training_seconds() - epoch_began
                 _save_checkpoint(context, progress, clock, step_once.optimizer)
-            if stop and not (last and (progress.step == end or progress.stopped_early)):
+            # a run that has just taken its last step continues to its report
+            if stop and not (is_last_stage and (progress.step == end or progress.stopped_early)):
                 raise Stopped
     clock.wait_for_device()
     return step_once
@@ -166,17 +170,17 @@ def _steps_per_epoch(context: RunContext) -> int:
 
 
 def _is_due(every: Every | None, step: int, per_epoch: int, total: int) -> bool:
-    """Return whether an action with this interval is due; it always is at the last step."""
+    """Return whether an action is due: at every multiple of its interval, and at the last step."""
     return step == total or (every is not None and step % in_steps(every, per_epoch) == 0)
 
 
 def _select(context: RunContext, progress: Progress, clock: Stopwatch) -> bool:
-    """Evaluate on the selecting split, and verify that frozen weights have not changed.
+    """Evaluate the model to select the best weights; return whether this evaluation is the best.
 
-    Return whether this evaluation is the best so far.
+    Also verify that frozen weights have not changed.
     """
     recipe, split, audit = context.recipe, _selecting_split(context), context.current.audit
-    before = clock.seconds["total"]
+    seconds_before = clock.seconds["total"]
     with clock.phase("validation", device=True):
         metrics = measure(context, split, progress.step)
         if audit is not None:
@@ -188,7 +192,7 @@ def _select(context: RunContext, progress: Progress, clock: Stopwatch) -> bool:
         progress.metrics = metrics
     target = recipe.evaluate.target
     if target is not None and progress.target is None and reaches(recipe.metric, value, target):
-        progress.target = {"step": progress.step, "seconds": round(before, 4)}
+        progress.target = {"step": progress.step, "seconds": round(seconds_before, 4)}
     if context.folder:
         verified = 0 if audit is None else len(audit.digests)
         context.folder.event("evaluation", progress.step, split=split, metrics=metrics,
@@ -200,9 +204,10 @@ def _select(context: RunContext, progress: Progress, clock: Stopwatch) -> bool:
 def measure(
     context: RunContext, split: str, step: int, classes: Tensor | None = None
 ) -> dict[str, Any]:
-    """Return every metric of a split, over all processes, the selecting metric first.
+    """Return every metric of a split, over all processes; the recipe's metric comes first.
 
-    `classes` must hold a zero for every example; it receives the predicted classes, from 1.
+    Raise `Diverged` if the loss is not finite. `classes` is as in `evaluate`: a tensor of zeros
+    that receives 1 + the predicted class of each example.
     """
     metric = context.recipe.metric
     metrics = _evaluate(context, split, classes)
@@ -232,7 +237,7 @@ def _evaluate(
 
 
 def _selecting_split(context: RunContext) -> str:
-    """Return the split on which the best weights are selected."""
+    """Return the split that selects the best weights: `tune`, or `report` if there is no `tune`."""
     return "tune" if "tune" in context.prepared.splits else "report"
 
 
@@ -259,7 +264,7 @@ def _save_checkpoint(
 
 
 def record_stage(context: RunContext, progress: Progress) -> None:
-    """Record and show a stage's settings and trainable parameters, before its first step."""
+    """Record and show a stage's settings and number of trainable parameters."""
     recipe, stage, entered = context.recipe, context.current.stage, context.current.entered
     counts = count_parameters(context.model)
     supervision = context.objective.supervision
@@ -289,7 +294,7 @@ def _stage_line(context: RunContext, stage: Stage, counts: dict[str, int]) -> st
 
 
 def record_step_kind(context: RunContext, step: int, step_once: EagerStep, packed: bool) -> None:
-    """Record and show the kind of step and the reason for it."""
+    """Record and show the kind of step (eager, compiled or captured) and the reason for it."""
     context.display.say(f"{step_once.kind} steps: {step_once.reason}")
     if context.folder:
         context.folder.event("stepping", step, how=step_once.kind, reason=step_once.reason,
@@ -297,12 +302,13 @@ def record_step_kind(context: RunContext, step: int, step_once: EagerStep, packe
 
 
 def _record_prefix(context: RunContext, progress: Progress) -> None:
+    """Record the prefix cache (stored outputs of the frozen lowest layers), if there is one."""
     prefix = context.objective.prefix
     if prefix is not None and context.folder:
         context.folder.event("prefix", progress.step, **prefix.facts)
 
 
-FLOW_START = "flow-start.safetensors"  # the weights at the start of a watched stage
+FLOW_START = "flow-start.safetensors"  # trainable weights at the start of the current stage
 
 
 def watch_stage(context: RunContext, progress: Progress, step: EagerStep) -> None:
@@ -310,6 +316,7 @@ def watch_stage(context: RunContext, progress: Progress, step: EagerStep) -> Non
     settings = context.recipe.watch
     if settings is None:
         return
+    # verify=False, because `_select` already verifies the frozen weights
     flow = watch(
         context.model, step.optimizer, settings.every_n_steps, distance=settings.distance,
         gradient_cosine=settings.gradient_cosine, dead_units=settings.dead_units,
@@ -324,11 +331,14 @@ def watch_stage(context: RunContext, progress: Progress, step: EagerStep) -> Non
         front = [layout.names[i] for i in layout.front]
         event = parts_event(flow, settings.every_n_steps, front)
         context.folder.event("flow_parts", progress.step, stage=context.current.stage.name, **event)
-    step.flow = flow.start(hooks=False)
+    step.flow = flow.start(hooks=False)  # the step calls the flow itself
 
 
 def _measure_from_stage_start(context: RunContext, progress: Progress, flow: LiveFlow) -> None:
-    """Save the weights at the start of a stage; a resumed stage measures distance from them."""
+    """Save the weights at the start of a stage, or load them if the stage is resumed.
+
+    The distance that each weight has moved is measured from these values.
+    """
     path = context.path / FLOW_START
     names = {id(p): name for name, p in context.model.named_parameters()}
     trainable: dict[str, nn.Parameter] = {names[id(p)]: p for p in flow.probe.layout.parameters}
@@ -342,13 +352,16 @@ def _measure_from_stage_start(context: RunContext, progress: Progress, flow: Liv
     flow.probe.start_at([local(place_like(stored[name], p)) for name, p in trainable.items()])
 
 
-_SECONDS = 2.0  # at most, between two checks whether any process was asked to stop
-_STEPS = 50  # at most, between two such checks
+_EXCHANGE_SECONDS = 2.0  # from one exchange of stop requests between processes to the next
+_EXCHANGE_STEPS = 50  # the most steps between two exchanges
 
 
 @contextmanager
 def interruptions() -> Iterator[Callable[[], bool]]:
-    """Catch SIGINT and SIGTERM in this context; yield a function that tells if one has arrived."""
+    """Catch SIGINT and SIGTERM; yield a function that returns whether one has arrived.
+
+    A second signal raises KeyboardInterrupt at once. Only the main thread can catch signals.
+    """
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked.is_set
@@ -368,10 +381,15 @@ def interruptions() -> Iterator[Callable[[], bool]]:
 
 
 class StopRequest:
-    """A check whether to stop after a step, agreed among all processes every few seconds."""
+    """A function that returns whether the run must stop after a step.
+
+    All processes must stop at the same step. They exchange their requests about every two seconds,
+    because an exchange after every step would make each step wait for the device.
+    """
 
     def __init__(self, asked: Callable[[], bool], compute: Compute) -> None:
         self._asked, self._world, self._device = asked, compute.world, compute.device
+        # the steps of the next and the last exchange, and the time of the last one
         self._next, self._last, self._at = 1, 0, time.monotonic()
 
     def __call__(self, step: int) -> bool:
@@ -380,9 +398,10 @@ class StopRequest:
         if step < self._next:
             return False
         now = time.monotonic()
+        # seconds per step; only rank 0 measures it, so that the sum is the same in all processes
         pace = (now - self._at) / max(step - self._last, 1) if self._world.writes else 0.0
         answers = torch.tensor([float(self._asked()), pace], device=self._device)
         asked, pace = self._world.total(answers).tolist()
-        self._next = step + max(1, min(_STEPS, int(_SECONDS / max(pace, 1e-9))))
+        self._next = step + max(1, min(_EXCHANGE_STEPS, int(_EXCHANGE_SECONDS / max(pace, 1e-9))))
         self._last, self._at = step, now
         return asked > 0

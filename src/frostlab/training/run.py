@@ -1,4 +1,4 @@
-"""`fl.run`: train a recipe and write a complete record."""
+"""`fl.run`: train a recipe and write the complete record of the run to a folder."""
 
 import errno
 import json
@@ -75,14 +75,14 @@ def run(
     """Train a recipe and return the record of its run.
 
     Args:
-        recipe: the name of a shipped recipe, a YAML file, plain values, or a Recipe.
+        recipe: the name of a shipped recipe, a YAML file, a dict, or a Recipe.
         settings: changes to the recipe by dotted key, such as `{"optim.lr": 1e-4}`.
         seed: the seed of weights, data order and dropout; None: the recipe's.
         name: the first part of the folder's name; None: the recipe's name.
-        out: the folder of the run; None: a new one in `runs`.
+        out: the folder of the run; None: a new folder in `runs`.
         data_dir: the folder with the data sets.
         resume: continue the newest unfinished run of this recipe.
-        display: an object that shows the progress; None: nothing is shown.
+        display: an object that shows the progress; None: show nothing.
     """
     recipe, name = _resolve(recipe, settings or {}, seed, name)
     device = choose_device(recipe.train.device)
@@ -91,7 +91,7 @@ def run(
         if recipe.train.batch % (world.size * recipe.train.accumulate):
             raise BadInput(
                 f"train.batch {recipe.train.batch} cannot be shared by {world.size} processes × "
-                f"{recipe.train.accumulate} accumulated parts"
+                f"{recipe.train.accumulate} micro-batches"
             )
         path, resumes = world.agree(_choose_folder(recipe, name, out, Path(runs), resume))
         folder = stack.enter_context(RunFolder(path).open()) if world.writes and resumes else None
@@ -144,6 +144,7 @@ def _resolve(
 def _choose_folder(
     recipe: Recipe, name: str, out: str | Path | None, runs: Path, resume: bool
 ) -> tuple[Path, bool]:
+    """Return the run's folder, and whether it holds a run to resume."""
     if out is not None:
         return given_folder(Path(out).resolve(), resume, recipe.digest, recipe.to_dict())
     return own_folder(runs, f"{name}-{recipe.treatment_name}-s{recipe.seed}", resume, recipe.digest)
@@ -164,7 +165,7 @@ def _create_folder(
     compute: Compute,
     out: str | Path | None,
 ) -> RunFolder:
-    """Create the run's folder with its first files, under a new name if another run took it."""
+    """Create the run's folder with its first files; use the next free name if this one is taken."""
     prepared = assembly.prepared
     files = {
         "recipe.yaml": yaml.safe_dump(recipe.to_dict(), sort_keys=False),
@@ -182,18 +183,21 @@ def _create_folder(
             return RunFolder.create(path, files, **facts)
         except FileExistsError:
             if out is not None:
-                raise BadInput(f"--out {path}: another run has just begun there") from None
+                raise BadInput(f"--out {path}: another run has just started there") from None
             path = new_folder(path.parent, path.name)
 
 
 def _continue(
     path: Path, folder: RunFolder | None, assembly: Assembly, compute: Compute
 ) -> tuple[StageModel, Checkpoint | None]:
-    """Check that data and initial weights are unchanged; find the run's newest checkpoint."""
+    """Check that data and initial weights are unchanged; find the run's newest checkpoint.
+
+    The returned stage model is audited against the recorded digests of frozen weights.
+    """
     recorded, current = RunRecord(path).digests, assembly.current
     for name in ("data", "weights"):
         if getattr(recorded, name) != assembly.digests[name]:
-            raise BadInput(f"--resume: the {name} of {path} cannot be made again: they changed")
+            raise BadInput(f"--resume: the {name} of {path} have changed since the run began")
     if current.audit is not None:
         current = replace(current, audit=Audit(current.audit.model, recorded.frozen))
     checkpoint: Checkpoint | None = compute.world.agree(resumable(path))
@@ -207,7 +211,7 @@ def _continue(
 
 
 def _shape(compute: Compute) -> dict[str, Any]:
-    """Return the settings, other than the recipe, that determine a result's exact bits."""
+    """Return the settings outside the recipe on which the exact bits of a result depend."""
     return {
         "device": str(compute.device),
         "precision": str(compute.precision).removeprefix("torch."),
@@ -216,11 +220,11 @@ def _shape(compute: Compute) -> dict[str, Any]:
     }
 
 
-_ALLOCATOR = "DefaultCPUAllocator"  # on the CPU, torch raises a RuntimeError when memory runs out
+_ALLOCATOR = "DefaultCPUAllocator"  # named in torch's RuntimeError when CPU memory runs out
 
 
 class RunFailed(FrostlabError):
-    """Raised when a run does not finish; its record says how far it came."""
+    """Raised when a run does not finish; its record shows how far it came."""
 
 
 @dataclass(frozen=True)
@@ -232,15 +236,17 @@ class Failure:
 
 
 def failure_of(error: BaseException, recipe: Recipe) -> Failure:
-    """Turn an expected error into one line that helps a user; keep other errors unchanged."""
+    """Turn an expected error into a `RunFailed` with a one-line message; keep any other."""
     line = str(error).strip().partition("\n")[0]
     if isinstance(error, Stopped | KeyboardInterrupt):
-        return Failure("stopped", RunFailed("stopped; `--resume` goes on"))
+        return Failure("stopped", RunFailed("stopped; `--resume` continues the run"))
     if isinstance(error, Diverged):
         return Failure("diverged", RunFailed(line))
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or _ALLOCATOR in line:
-        half = f"train.batch {recipe.train.batch} or data.length {recipe.data.length}"
-        return Failure("failed", RunFailed(f"out of memory; a lower {half}, or train.accumulate"))
+        sizes = f"train.batch {recipe.train.batch} or data.length {recipe.data.length}"
+        return Failure(
+            "failed", RunFailed(f"out of memory; lower {sizes}, or raise train.accumulate")
+        )
     if isinstance(error, OSError):
         full = " (the disk is full)" if error.errno == errno.ENOSPC else ""
         where = f"{error.filename}: " if error.filename else ""
@@ -259,18 +265,18 @@ def _train_and_report(context: RunContext, resumed: Checkpoint | None, meter: Me
     if resumed is not None:
         progress = Progress.from_dict(resumed.progress())
         restore(context, progress, resumed)
-        if context.folder is not None:  # a killed run may not have removed what it replaced
+        if context.folder is not None:  # a killed run may have left old checkpoints
             keep_only(context.path, progress.step, progress.best.step, progress.stage)
     device = str(context.compute.device)
     gpu_before = gpu_state(device)
     clock = Stopwatch(context.compute.device, progress.seconds)
-    metrics, scores, weights = None, None, None
+    metrics, scores, weights_digest = None, None, None
     failure: Failure | None = None
     with Telemetry(device) as telemetry:
         try:
             train(context, progress, clock, resumed)
             metrics, scores = _report(context, progress)
-            weights = state_digest(context.model)
+            weights_digest = state_digest(context.model)
         except BaseException as error:
             failure = failure_of(error, context.recipe)
             progress.seconds = clock.seconds
@@ -280,7 +286,7 @@ def _train_and_report(context: RunContext, resumed: Checkpoint | None, meter: Me
             "gpu_after": gpu_state(device),
             "telemetry": telemetry.summary(),
             "device_memory_peak": meter.peak_bytes(),
-            "weights_digest": weights,
+            "weights_digest": weights_digest,
             "order_digest": progress.order,
         }
         extra |= {} if scores is None else {"scores": scores}
@@ -311,9 +317,9 @@ def _write_end(
 
 
 def _report(context: RunContext, progress: Progress) -> Report:
-    """Measure the best weights on the split that was not used for selection.
+    """Evaluate the best weights on the `report` split.
 
-    With published splits, the best evaluation is the report, and the record says so.
+    With published splits, this split has also selected the weights; the record then has a caution.
     """
     best, audit = best_checkpoint(context.path, progress), context.current.audit
     load_weights(context.model, best)
@@ -328,7 +334,7 @@ def _report(context: RunContext, progress: Progress) -> Report:
 
 
 def _measure_report(context: RunContext, step: int) -> Report:
-    """Return the metrics of the reported split and a summary; write predictions to files."""
+    """Return the metrics of the `report` split and a summary; write the predictions to a file."""
     if not context.task.predicts_classes:
         return context.task.report(context, measure(context, "report", step))
     labels = text_of(context.prepared).splits["report"].labels

@@ -1,12 +1,13 @@
 """The setup of training: from recipe, data and device to a model that can take a step.
 
     prepared = prepare(recipe, data_dir)              data
-    built    = build_model(recipe, prepared, stages)  a model on the CPU, treated and grown
-    current  = place_model(built, …)                  on its device, with its loss
-    feed     = make_feed(current, …)                  its batches
-    step     = make_step(current, …)                  its optimizer and kind of step
+    built    = build_model(recipe, prepared, stages)  the model on the CPU, changed and frozen by
+                                                      the recipe's treatment and stages
+    current  = place_model(built, …)                  the model on its device, with its loss
+    feed     = make_feed(current, …)                  the training batches
+    step     = make_step(current, …)                  the step, with its optimizer
 
-Runs, later stages, resumed runs, timed arms, benchmarks and ceilings all use these functions.
+Runs, later stages, resumed runs and the timed arms of comparisons all use these functions.
 """
 
 from collections.abc import Iterator, Sequence
@@ -87,7 +88,7 @@ def with_threads(count: int | None) -> Iterator[None]:
 
 
 def prepare_data(recipe: Recipe, data_dir: str | Path | None, task: Task, world: World) -> Material:
-    """Prepare the data in the writing process first; the others then read it from the cache."""
+    """Prepare the data in rank 0 first; the other processes then read them from the cache."""
     folder = None if data_dir is None else Path(data_dir)
     if not world.writes:
         world.wait()
@@ -100,15 +101,19 @@ def prepare_data(recipe: Recipe, data_dir: str | Path | None, task: Task, world:
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A recipe's model on the CPU, treated, after entering some stages."""
+    """A recipe's model on the CPU, after its treatment and the beginning of some stages."""
 
     model: nn.Module
     touched: frozenset[str]  # keys of the parts that the treatment changed or added
-    entered: Entered
+    entered: Entered  # the result of entering the last stage
 
 
 def build_model(recipe: Recipe, prepared: Material, stages: Sequence[Stage] = ()) -> BuiltModel:
-    """Build the recipe's model with its initial weights, treat it, and enter these stages."""
+    """Build the recipe's model, apply its treatment, and enter these stages one after another.
+
+    The result has initial weights: entering a stage adds layers and freezes weights, but does not
+    train them.
+    """
     model = build_for(recipe, prepared)
     touched = treat(model, recipe)
     entered = Entered()
@@ -131,9 +136,10 @@ def place_model(
 def make_feed(
     current: StageModel, recipe: Recipe, prepared: Material, task: Task, compute: Compute
 ) -> Feed:
-    """Return the training batches; build the prefix cache first if the recipe asks for one.
+    """Return the training batches; first build the prefix cache if the recipe asks for one.
 
-    Call it before `make_step`: building the cache needs the model before it is wrapped.
+    The cache holds outputs of the frozen lowest layers. Call this function before `make_step`
+    wraps the model, because the cache is computed with the model itself.
     """
     model, train = current.model, recipe.train
     types = wants_types(model)
@@ -152,7 +158,7 @@ def make_step(
     *,
     watches_inside: bool = False,
 ) -> EagerStep:
-    """Return a stage's step, of the fastest kind that works, with its optimizer.
+    """Return a stage's step with its optimizer; recipe and device decide the kind of step.
 
     `watches_inside`: whether gradient flow reads activations of the forward pass.
     """
@@ -172,15 +178,18 @@ def make_step(
 def _has_unused(
     current: StageModel, recipe: Recipe, prepared: Material, task: Task, compute: Compute
 ) -> bool:
-    """Return whether a trainable parameter gets no gradient; DDP must be told in advance."""
+    """Return whether a trainable parameter gets no gradient on a small batch.
+
+    DDP needs to know this in advance.
+    """
     if compute.world.size == 1 or recipe.train.parallel == "fsdp":
         return False
     model, types = current.model, wants_types(current.model)
     examples = task.examples(prepared, prepared.splits["train"], torch.device("cpu"), types)
     batch = examples.collate(examples.epoch_order(2, recipe.seed, 0, bucket=False)[0])
     optimizer = build_optimizer(model, recipe.optim, fused=False)
-    alone = replace(compute, world=World())
-    step = EagerStep(current.objective, optimizer, alone, clip=None)
+    one_process = replace(compute, world=World())
+    step = EagerStep(current.objective, optimizer, one_process, clip=None)
     with preserve_buffers(model):
         step.gradients([batch.to(compute.device)], batch.scored)
     unused = any(p.grad is None for p in model.parameters() if p.requires_grad)
@@ -212,24 +221,24 @@ def _try_longest_example(model: nn.Module, prepared: Prepared, name: str) -> Non
             shape = tuple(logits_of(model, batch.inputs).shape)
     except Exception as error:  # models raise errors of many types
         length = int(tokens.lengths.max())
-        problem = f"model.name {name} cannot take an example of {length} tokens"
+        problem = f"model.name {name} cannot read an example of {length} tokens"
         raise BadInput(f"{problem} ({first_line(error)})") from None
     if len(shape) != (2 if prepared.classes else 3):
-        raise BadInput(f"model.name {name} answers with shape {shape}, not with logits")
+        raise BadInput(f"model.name {name} returns shape {shape}, not the shape of logits")
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """A recipe with its data and the model of its first stage, before anything is written."""
+    """A recipe's data, its stages and the model of its first stage, ready to train."""
 
     prepared: Material
     stages: tuple[Stage, ...]
     current: StageModel
-    digests: dict[str, Any]  # digests of data, weights and frozen weights; keys of touched parts
+    digests: dict[str, Any]  # contents of digests.json
 
 
 def assemble(recipe: Recipe, data_dir: str | Path | None, task: Task, compute: Compute) -> Assembly:
-    """Prepare data, model and treatment; refuse invalid settings before anything is written."""
+    """Prepare the data and the first stage's model; refuse invalid settings early."""
     prepared = prepare_data(recipe, data_dir, task, compute.world)
     stages = stages_of(recipe, len(prepared.splits["train"]))
     built = build_model(recipe, prepared)
@@ -248,11 +257,15 @@ def assemble(recipe: Recipe, data_dir: str | Path | None, task: Task, compute: C
 
 
 def _audited(current: StageModel, recipe: Recipe) -> StageModel:
+    """Return the stage's model with digests of its frozen weights, to verify them later."""
     return replace(current, audit=audit_frozen(current.model, recipe))
 
 
 def next_stage(context: RunContext, progress: Progress, step: EagerStep) -> dict[str, Tensor]:
-    """End the current stage and enter the next; return the optimizer state that it keeps."""
+    """End the current stage and enter the next one, from the best weights of the current stage.
+
+    Return the optimizer state that the next stage keeps.
+    """
     reshard(context.objective)
     state = state_by_slot(context.model, step.optimizer)
     if getattr(step, "compiles", False):
@@ -264,7 +277,7 @@ def next_stage(context: RunContext, progress: Progress, step: EagerStep) -> dict
     progress.began = progress.seconds["total"]
     index = progress.stage
     built = build_model(context.recipe, context.prepared, context.stages[:index])
-    load_weights(built.model, best)  # on the CPU, where all processes draw the same new layers
+    load_weights(built.model, best)  # on the CPU, so that all processes draw equal new layers
     stage = context.stages[index]
     entered = enter_stage(built.model, context.recipe, stage, index, built.entered)
     _replace_model(context, replace(built, entered=entered), index)
@@ -275,7 +288,7 @@ def next_stage(context: RunContext, progress: Progress, step: EagerStep) -> dict
 
 
 def restore(context: RunContext, progress: Progress, checkpoint: Checkpoint) -> None:
-    """Bring the model into a checkpoint's stage and load its weights."""
+    """Rebuild the model if the checkpoint is of a later stage, and load the saved weights."""
     if progress.stage:
         stages = context.stages[: progress.stage + 1]
         built = build_model(context.recipe, context.prepared, stages)
@@ -294,7 +307,10 @@ def _replace_model(context: RunContext, built: BuiltModel, index: int) -> None:
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Load a checkpoint's weights into a model, sharded or not; tied weights are stored once."""
+    """Load a checkpoint's weights into a model, sharded or not.
+
+    A checkpoint stores tied weights once, so their other names may be missing from it.
+    """
     stored = checkpoint.model()
     state = model.state_dict()
     weights = {name: place_like(stored[name], state[name]) for name in stored if name in state}
@@ -305,7 +321,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def best_checkpoint(folder: Path, progress: Progress) -> Checkpoint:
-    """Return the current stage's best checkpoint, from which the next stage starts."""
+    """Return the current stage's best checkpoint."""
     if progress.best.step is None:
         raise FrostlabError(f"no evaluation gave a number for {progress.best.metric}")
     place = (progress.best.step, progress.stage)
@@ -313,7 +329,7 @@ def best_checkpoint(folder: Path, progress: Progress) -> Checkpoint:
 
 
 def stage_facts(context: RunContext, progress: Progress) -> dict[str, Any]:
-    """Return the record of the current stage; epochs are counted from its beginning."""
+    """Return the record of the current stage; epochs are counted from the stage's beginning."""
     best, counts = progress.best, count_parameters(context.model)
     per_epoch = steps_per_epoch(len(context.prepared.splits["train"]), context.recipe.train.batch)
     began = sum(progress.lengths)
@@ -336,9 +352,9 @@ def stage_facts(context: RunContext, progress: Progress) -> dict[str, Any]:
 
 
 def best_model(record: RunRecord, prepared: Material) -> nn.Module:
-    """Load the model that a run reported and verify its digest; the data must be unchanged."""
+    """Load the model that a run reported; refuse changed data and changed weights."""
     if prepared.digest != record.digests.data:
-        raise BadInput(f"the data of {record.folder} cannot be made again: they changed")
+        raise BadInput(f"the data of {record.folder} have changed since the run")
     stages = stages_of(record.recipe, len(prepared.splits["train"]))
     model = build_model(record.recipe, prepared, stages).model
     result = record.result
@@ -346,5 +362,5 @@ def best_model(record: RunRecord, prepared: Material) -> nn.Module:
     assert result.best.step is not None
     load_weights(model, Checkpoint(record.folder / result.checkpoint, result.best.step))
     if state_digest(model) != result.weights_digest:
-        raise BadInput(f"{record.folder}/{result.checkpoint} is not what was reported")
+        raise BadInput(f"{record.folder}/{result.checkpoint} does not hold the reported weights")
     return model

@@ -27,21 +27,22 @@ from frostlab.training.step.objective import resolve_supervision
 
 @dataclass(frozen=True)
 class Stage:
-    """A sequence of steps with one set of trainable weights, one schedule and one patience."""
+    """The settings of one stage: a sequence of steps that train one set of weights."""
 
     name: str
     steps: int  # at most
-    patience: int | None = None
-    train: tuple[str, ...] | None = None  # selections; None: all that the treatment does not freeze
-    add: Add | None = None
+    patience: int | None = None  # evaluations without improvement before the stage ends
+    # selections of parts to train (None: all); parts that the treatment freezes never learn
+    train: tuple[str, ...] | None = None
+    add: Add | None = None  # layers to add at the beginning
     lr: float | None = None  # the highest rate; None: optim.lr
-    rates: Mapping[str, float] = field(default_factory=dict)  # by selection, or `new` and `old`
+    rates: Mapping[str, float] = field(default_factory=dict)  # by selection, `new` or `old`
     supervise: Supervise = field(default_factory=Supervise)
-    keep_state: bool = True
-    per_epoch: int = 1  # steps
+    keep_state: bool = True  # whether weights that learned before keep their optimizer state
+    per_epoch: int = 1  # steps per epoch
 
     def optim(self, optim: Optim) -> Optim:
-        """Return the run's settings with this stage's learning rate, and the schedule in steps."""
+        """Return the run's optimizer settings for this stage, with intervals converted to steps."""
         schedule = optim.schedule
         if isinstance(schedule, StepDecay):
             steps = in_steps(schedule.every, self.per_epoch)
@@ -50,7 +51,7 @@ class Stage:
 
 
 def in_steps(every: Every, per_epoch: int) -> int:
-    """Convert a number of steps or epochs to steps."""
+    """Convert an interval in steps or epochs to a number of steps."""
     if isinstance(every, int):
         return every
     return per_epoch * (1 if every == "epoch" else int(every.removesuffix(" epochs")))
@@ -63,17 +64,17 @@ def stage_at(stages: Sequence[Stage], step: int, ended: Sequence[int] = ()) -> t
     """
     if step < 0:
         raise BadInput(f"step {step} is before the first stage")
-    place = step
+    remaining = step
     for index, stage in enumerate(stages):
         steps = ended[index] if index < len(ended) else stage.steps
-        if place < steps:
-            return index, place
-        place -= steps
+        if remaining < steps:
+            return index, remaining
+        remaining -= steps
     raise BadInput(f"step {step} is past the end of the last stage")
 
 
 def most_steps(stages: Sequence[Stage], ended: Sequence[int] = ()) -> int:
-    """Return how many steps a run takes if no stage ends early from now on."""
+    """Return how many steps a run takes if no further stage ends early."""
     return sum(ended) + sum(stage.steps for stage in stages[len(ended) :])
 
 
@@ -83,7 +84,7 @@ def steps_per_epoch(examples: int, batch: int) -> int:
 
 
 def total_steps(train: Train, examples: int) -> int:
-    """Return the number of steps of a stage that does not set its own."""
+    """Return the number of steps of a stage that does not set its own number."""
     if train.steps is not None:
         return train.steps
     assert train.epochs is not None
@@ -91,7 +92,7 @@ def total_steps(train: Train, examples: int) -> int:
 
 
 def stages_of(recipe: Recipe, examples: int) -> tuple[Stage, ...]:
-    """Return a recipe's stages with the run's settings as defaults; by default, one stage."""
+    """Return a recipe's stages, completed by the run's settings; by default, a single stage."""
     settings = recipe.stages or (StageSettings(),)
     names = stage_names(recipe.stages)
     stages = tuple(_stage(recipe, *item, examples) for item in zip(names, settings, strict=True))
@@ -101,7 +102,7 @@ def stages_of(recipe: Recipe, examples: int) -> tuple[Stage, ...]:
             where = f" of stages.{index}" if recipe.stages else ""
             raise BadInput(
                 f"optim.warmup {warmup:g} takes all {stage.steps} steps{where}; "
-                "a fraction below 1 would not"
+                "lower it, or set a fraction below 1"
             )
     return stages
 
@@ -125,17 +126,18 @@ def _stage(recipe: Recipe, name: str, settings: StageSettings, examples: int) ->
     )
 
 
-# Optimizer state by slot (a parameter of the unmodified model) and by the rows of that parameter.
+# The optimizer state by slot. A slot is a parameter of the unmodified model, and freezing may split
+# it into several parameters; the list has the rows and the state tensors of each of them.
 StateBySlot = dict[str, list[tuple[Rows, dict[str, Tensor]]]]
 
 
 @dataclass(frozen=True)
 class Entered:
-    """The result of entering a stage: the newest layers, and the former names of tensors."""
+    """The result of entering a stage: its newest layers, and the former names of its tensors."""
 
-    new: tuple[str, ...] = ()  # prefixes of the layers added last
-    old_names: dict[str, str] | None = None  # former names by new names; None if no layer moved
-    changed: tuple[str, ...] = ()  # old tensors that growing changed
+    new: tuple[str, ...] = ()  # name prefixes of the layers that were added last
+    old_names: dict[str, str] | None = None  # former names by new names; None if no layer was added
+    changed: tuple[str, ...] = ()  # older tensors whose values changed when layers were added
 
     def is_new(self, name: str) -> bool:
         """Return whether a tensor is in one of the newest layers."""
@@ -145,7 +147,11 @@ class Entered:
 def enter_stage(
     model: nn.Module, recipe: Recipe, stage: Stage, index: int, last: Entered
 ) -> Entered:
-    """Add a stage's layers, drawn from the seed and the stage, and set which weights learn."""
+    """Add a stage's layers and set which weights learn.
+
+    `last` is the result of entering the previous stage. The seed of new layers depends on the
+    run's seed and on the stage. A recipe without stages changes nothing.
+    """
     if not recipe.stages:
         return last
     entered = Entered(last.new)
@@ -159,10 +165,11 @@ def enter_stage(
 
 
 def _grow(model: nn.Module, recipe: Recipe, stage: Stage, index: int) -> Entered:
+    """Add the stage's layers to the model and pair the old tensors with their new names."""
     add = stage.add
     assert add is not None
     try:
-        thaw(model)
+        thaw(model)  # `enter_stage` freezes parts again
         names = list(survey(model)[1])
         with torch.random.fork_rng([]):
             torch.manual_seed(derive_seed(recipe.seed, f"stage {index}"))
@@ -187,7 +194,7 @@ def _parts_that_learn(model: nn.Module, recipe: Recipe, stage: Stage, index: int
 
 
 def lr_scales(model: nn.Module, stage: Stage, index: int, entered: Entered) -> dict[str, float]:
-    """Return each trainable parameter's factor of the stage's learning rate; empty if all are 1.
+    """Return each trainable parameter's factor of the stage's learning rate; empty: all are 1.
 
     A selection's rate takes precedence over `new` and `old`; selections that overlap are refused.
     """
@@ -206,7 +213,7 @@ def lr_scales(model: nn.Module, stage: Stage, index: int, entered: Entered) -> d
             if other != selection:
                 raise BadInput(f"{at}: `{other}` and `{selection}` both name {part.key}")
     if "new" in stage.rates and not entered.new:
-        raise BadInput(f"{at}.new: no layer has been added by then; add one with stages.*.add")
+        raise BadInput(f"{at}.new: no stage has added a layer so far; add one with stages.*.add")
     names = {id(p): name for name, p in model.named_parameters()}
     rate_keys: dict[str, str] = {}
     for part in learning:
@@ -225,7 +232,7 @@ def lr_scales(model: nn.Module, stage: Stage, index: int, entered: Entered) -> d
 
 
 def state_by_slot(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBySlot:
-    """Return the optimizer's state, unsharded, by the model's slots and their rows."""
+    """Return the optimizer's state, unsharded, by the name of the slot."""
     return {
         slot.name: [
             (piece.rows, {key: full_tensor(value) for key, value in state.items()})
@@ -237,7 +244,10 @@ def state_by_slot(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBy
 
 
 def surviving_state(model: nn.Module, entered: Entered, state: StateBySlot) -> dict[str, Tensor]:
-    """Return the optimizer state of tensors that continue to learn, keyed by `name//key`."""
+    """Return the optimizer state of parameters that continue to learn.
+
+    The keys are `parameter//entry`, as in checkpoints.
+    """
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     surviving: dict[str, Tensor] = {}
     for slot in survey(model)[1].values():
@@ -249,7 +259,7 @@ def surviving_state(model: nn.Module, entered: Entered, state: StateBySlot) -> d
                 for key, value in values.items():
                     if rows == piece.rows or not value.ndim:
                         surviving[f"{name}//{key}"] = value
-                    elif len(rows) == rows.size:  # all rows; some were frozen since
+                    elif len(rows) == rows.size:  # of all rows; some of them are frozen now
                         surviving[f"{name}//{key}"] = piece.rows.take(value, slot.axis).contiguous()
     return _with_moments(surviving)
 
@@ -282,6 +292,7 @@ def check_stages(
         except BadInput as error:
             raise _at(f"stages.{index}", error) from None
         last = index == len(stages) - 1
+        # at least one stage must have layers to cache
         if recipe.train.cache_prefix is not None and (
             prefix_depth(copied) or (last and not cached)
         ):

@@ -52,20 +52,21 @@ def reaches(metric: Metric, value: float, target: float, strictly: bool = False)
 
 @dataclass
 class Progress:
-    """The progress of a run between two steps; recipe and data determine everything else."""
+    """The progress of a run, which checkpoints save with the weights and the optimizer state."""
 
     best: Best  # the best evaluation of this stage
     step: int = 0
     stopped_early: bool = False  # whether this stage ran out of patience
-    seconds: dict[str, float] = field(default_factory=dict)
-    epoch_seconds: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)  # by phase, and in total
+    epoch_seconds: float = 0.0  # training time in the current epoch
     order: str = ""  # digest of the example order in all completed epochs
     target: dict[str, float] | None = None  # step and seconds when the target was reached
     last: dict[str, float] = field(default_factory=dict)  # metrics of the last evaluation
     ended: list[dict[str, Any]] = field(default_factory=list)  # records of past stages
     began: float = 0.0  # total seconds of the run when this stage began
     metrics: dict[str, float] = field(default_factory=dict)  # of this stage's best evaluation
-    frozen: dict[str, str] = field(default_factory=dict)  # digests of frozen weights
+    # digests of this stage's frozen weights; the first stage's are in digests.json
+    frozen: dict[str, str] = field(default_factory=dict)
 
     @property
     def stage(self) -> int:
@@ -91,7 +92,11 @@ class Progress:
 
 
 class Display(Protocol):
-    """A display of a run's progress; the library itself prints nothing."""
+    """A display of a run's progress; the library itself prints nothing.
+
+    `steps` is the most steps that the run can take, and `stage_began` the number of steps before
+    the current stage.
+    """
 
     def begin(
         self, step: int, steps: int, per_epoch: int, caution: str | None, stage_began: int
@@ -139,7 +144,7 @@ class StageModel:
 
     @property
     def model(self) -> nn.Module:
-        """Return the treated model, without a DDP or FSDP wrapper."""
+        """Return the model itself, without a DDP or FSDP wrapper."""
         return self.objective.model
 
 
@@ -160,15 +165,20 @@ Report = tuple[dict[str, float], dict[str, Any] | None]  # metrics, and a summar
 class Task:
     """The functions that differ between tasks; `training/tasks.py` has the table of tasks."""
 
+    # returns a split's examples; the bool asks for token types
     examples: Callable[[Material, Split, torch.device, bool], Examples]
+    # adds the loss to a model
     objective: Callable[[nn.Module, Recipe], Objective]
+    # creates the sums for an evaluation
     tally: Callable[[Objective, Material, torch.device], Tally]
     predicts_classes: bool = False  # whether the record keeps each example's predicted class
+    # may extend the metrics of the `report` split
     report: Callable[["RunContext", dict[str, float]], Report] = lambda context, metrics: (
         metrics,
         None,
-    )  # completes the metrics of the reported split
-    check: Callable[[Material], object] = lambda prepared: None  # refuses data before a run
+    )
+    # refuses data that the task cannot use
+    check: Callable[[Material], object] = lambda prepared: None
 
 
 @dataclass
@@ -181,9 +191,9 @@ class RunContext:
     stages: tuple[Stage, ...]
     compute: Compute
     path: Path  # the run's folder, for all processes to read
-    folder: RunFolder | None  # None in processes that do not write
+    folder: RunFolder | None  # None in processes other than rank 0
     display: Display
-    asked_to_stop: Callable[[], bool]
+    asked_to_stop: Callable[[], bool]  # whether this process got SIGINT or SIGTERM
     current: StageModel  # replaced when a stage begins
 
     @property

@@ -1,6 +1,6 @@
-"""The log of steps: it reads outcomes from the device in blocks, so that no step waits.
+"""The log of steps: it reads losses from the device in blocks, so that no step waits for them.
 
-`clocks` sums up a run's logged steps and seconds for its result.
+`clocks` summarises the logged steps and the seconds of a run for `result.json`.
 """
 
 import math
@@ -20,7 +20,7 @@ from frostlab.training.distributed import World
 from frostlab.training.step.eager import Diverged, EagerStep, Outcome
 
 _BLOCK = 50  # steps per event
-WARMUP = 5  # steps after a start, whose times are reported separately
+WARMUP = 5  # first steps of each stage or resumed run; their times are reported separately
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Entry:
 
 
 class StepLog:
-    """A log that writes steps in blocks and detects divergence at most two blocks later."""
+    """A log that writes steps in blocks and detects divergence within two blocks."""
 
     def __init__(
         self, step: EagerStep, watch: Stopwatch, world: World, folder: RunFolder | None
@@ -45,11 +45,11 @@ class StepLog:
         self._step, self._watch, self._world, self._folder = step, watch, world, folder
         self._runs_ahead = runs_ahead(step.device)
         self._entries: list[Entry] = []
-        self._first: int | None = None
-        self.loss: float | None = None
+        self._first: int | None = None  # the first logged step
+        self.loss: float | None = None  # the newest finite loss that was read
 
     def add(self, entry: Entry) -> None:
-        """Log a step; on the CPU, detect a broken gradient at once."""
+        """Log a step; on the CPU, detect a gradient that is not finite at once."""
         if self._first is None:
             self._first = entry.step
         self._entries.append(entry)
@@ -71,7 +71,8 @@ class StepLog:
     def __exit__(self, kind: Any, error: BaseException | None, *trace: object) -> None:
         """Flush and stop measuring gradient flow; after an error, ignore further errors.
 
-        Losses are summed over processes, so the last block is lost if one of several fails.
+        With several processes, an error loses the last block, because writing a block sums losses
+        over all processes.
         """
         if error is None:
             self._close()
@@ -90,8 +91,9 @@ class StepLog:
         block = self._entries[:count]
         outcomes = [entry.outcome for entry in block]
         values = torch.stack([outcome.values for outcome in outcomes])
-        places = values.new_tensor([entry.padded for entry in block])  # exact up to 2**24
-        losses, padded = self._world.total(torch.stack([values[:, 0], places])).tolist()
+        # float32 holds whole numbers exactly up to 2**24
+        padded_counts = values.new_tensor([entry.padded for entry in block])
+        losses, padded = self._world.total(torch.stack([values[:, 0], padded_counts])).tolist()
         _, norms, broken = values.T.tolist()
         self.loss = next((x for x in reversed(losses) if math.isfinite(x)), None)
         assert self._first is not None
@@ -129,12 +131,12 @@ class StepLog:
 
 
 def _short(value: float) -> float | None:
-    """Round a number to 7 digits; return None for NaN and infinity, which JSON does not have."""
+    """Round to 7 significant digits; return None for NaN and infinity, which JSON does not have."""
     return float(f"{value:.7g}") if math.isfinite(value) else None
 
 
 def clocks(events: list[Event], seconds: dict[str, float]) -> Clocks:
-    """Return totals, step times and rates; warm-up steps are listed separately."""
+    """Return a run's total times, step times and throughput; warm-up steps are kept apart."""
     blocks = [event for event in events if isinstance(event, StepEvent)]
     training = training_seconds(seconds)
     data, overlapped = seconds.get("data", 0.0), seconds.get(OVERLAPPED, 0.0)

@@ -1,4 +1,7 @@
-"""Treatments applied to a model, and digests that prove which weights they left alone."""
+"""The treatment of a model before training: changed weights, adapters and frozen parts.
+
+Digests of the weights show later which parts a treatment left unchanged.
+"""
 
 import hashlib
 import re
@@ -49,6 +52,7 @@ def _randomize(model: nn.Module, change: Randomize, seed: int) -> set[str]:
 
 
 def _weights_of(model: nn.Module, selections: Sequence[str]) -> set[str]:
+    """Return the keys of the selected parts that are weights, not biases."""
     return {part.key for part in anatomy(model).select(*selections) if part.kind == "weight"}
 
 
@@ -63,13 +67,13 @@ def _call_registered(model: nn.Module, change: RegisteredChange, seed: int) -> s
     return {key for key, value in after.items() if before.get(key) != value}
 
 
-# The function that applies each class of change; it returns the keys of the changed parts.
+# For each class of change, a function that applies it and returns the keys of the changed parts.
 _APPLY: dict[type, Callable[[nn.Module, Any, int], set[str]]] = {
     Orthogonalize: _orthogonalize,
     Randomize: _randomize,
     RegisteredChange: _call_registered,
 }
-CHANGES: dict[str, Callable[[nn.Module, int], object]] = {}  # functions by treatment name
+CHANGES: dict[str, Callable[[nn.Module, int], object]] = {}  # registered functions by name
 
 
 def register_treatment(
@@ -78,7 +82,7 @@ def register_treatment(
     *,
     freeze: Sequence[str] = (),
 ) -> None:
-    """Register a treatment for recipes and arms that say `treatment: NAME`.
+    """Register a treatment for recipes and arms that set `treatment: NAME`.
 
     Args:
         name: a name that no other treatment has.
@@ -87,7 +91,8 @@ def register_treatment(
             not change stay equal across arms.
         freeze: selections to freeze afterwards.
 
-    Registering a function with the same module and name again replaces the earlier one.
+    A name can be registered again only with a function of the same module and name, as when a
+    notebook cell runs again.
     """
     check_registration("register_treatment", name, change)
     if name in TREATMENTS and not same_function(CHANGES.get(name), change):
@@ -100,7 +105,7 @@ def register_treatment(
 def treat(model: nn.Module, recipe: Recipe) -> set[str]:
     """Apply the recipe's treatment; return the keys of the parts that it changed or added.
 
-    Surgery draws from its own random generators, so it does not change any other random value.
+    A treatment draws from its own random generators, so all other random values stay the same.
     """
     surgery, touched = recipe.surgery, set[str]()
     for change in surgery.init:
@@ -117,7 +122,7 @@ def treat(model: nn.Module, recipe: Recipe) -> set[str]:
 def _freeze(model: nn.Module, recipe: Recipe) -> None:
     """Freeze the treatment's selections; an error names the treatment.
 
-    The recipe of a named treatment does not contain the selection that the error is about.
+    A recipe may contain only the name of the treatment, not the selection that failed.
     """
     try:
         freeze(model, *recipe.surgery.frozen)
@@ -128,7 +133,7 @@ def _freeze(model: nn.Module, recipe: Recipe) -> None:
 
 
 def weight_digests(model: nn.Module) -> dict[str, str]:
-    """Return a digest of every part, so that two runs can be compared weight by weight."""
+    """Return the digest of every part by its key, so that runs can be compared part by part."""
     try:
         structure, slots = survey(model)
     except UnknownArchitecture:
@@ -145,7 +150,7 @@ def state_digest(model: nn.Module) -> str:
 
 
 def audit_frozen(model: nn.Module, recipe: Recipe) -> Audit | None:
-    """Return an audit of the weights that the treatment or a stage froze; None without any."""
+    """Return an audit of the weights that the treatment or a stage froze; None if neither did."""
     by_stage = recipe.stages and not all(p.requires_grad for p in model.parameters())
     return audit(model) if recipe.surgery.frozen or by_stage else None
 
@@ -158,7 +163,7 @@ def count_parameters(model: nn.Module) -> dict[str, int]:
 
 
 def wants_types(model: Any) -> bool:
-    """Return whether a model has token types, which mark the second text of a pair."""
+    """Return whether a model embeds token types, which mark the second text of a pair."""
     config = getattr(model, "config", None)
     return getattr(config, "type_vocab_size", 0) > 1
 
@@ -169,8 +174,8 @@ _SELECT_KEY = "treatment.peft.select"
 def adapt(model: nn.Module, wanted: LowRank | Scales, seed: int) -> set[str]:
     """Add adapters to a model in place and return their keys; the model's outputs do not change.
 
-    PEFT draws from torch's global generator. Its state is restored afterwards, so that no other
-    random value changes.
+    PEFT draws from torch's global generator. The generator's state is restored afterwards, so that
+    all other random values stay the same.
     """
     peft = require("peft", "peft", "treatment.peft")
     structure, slots = survey(model)
@@ -182,54 +187,60 @@ def adapt(model: nn.Module, wanted: LowRank | Scales, seed: int) -> set[str]:
         peft.inject_adapter_in_model(config, model)
     structure, slots = survey(model)
     if {s.adapts for s in slots.values() if s.adapts is not None} != targets.keys():
-        raise FrostlabError(f"{_SELECT_KEY}: PEFT adapted other modules than it was asked to")
+        raise FrostlabError(f"{_SELECT_KEY}: PEFT adapted other modules than the selected ones")
     return {part.key for part in structure.select("adapter")}
 
 
 def _weights_to_adapt(
     structure: Anatomy, slots: dict[str, Slot], selections: tuple[str, ...]
 ) -> list[Part]:
-    """Return the selected weights; refuse all but whole projections, which adapters wrap."""
+    """Return the selected weights; refuse weights that are not a whole projection.
+
+    An adapter always wraps a whole projection.
+    """
     try:
         chosen = [part for part in structure.select(*selections) if part.kind == "weight"]
     except BadInput as error:
         raise BadInput(f"{_SELECT_KEY}: {error}") from None
     if not chosen:
-        raise BadInput(f"{_SELECT_KEY}: names biases alone; adapters go around weights")
+        raise BadInput(f"{_SELECT_KEY}: selects only biases; adapters need weights")
     keys = {part.key for part in chosen}
     for part in chosen:
         if part.role == "head":
-            raise BadInput(f"{_SELECT_KEY}: {part.name} is of the head, which learns as a whole")
+            raise BadInput(f"{_SELECT_KEY}: {part.name} belongs to the head, which learns fully")
         projection = isinstance(slots[part.name].owner, nn.Linear) or part.axis == 1
         if not part.matmul or not projection or part.ties:
             raise BadInput(
-                f"{_SELECT_KEY}: {part.name} ({part.role}) is no projection of its own; "
-                "select among query, key, value, output, up, gate, down"
+                f"{_SELECT_KEY}: {part.name} ({part.role}) is not a projection of its own; "
+                "select from query, key, value, output, up, gate, down"
             )
-        held = [other for other in structure.parts if other.name == part.name]
-        if not {other.key for other in held} <= keys:
-            roles = ", ".join(other.role for other in held)
+        sharing = [other for other in structure.parts if other.name == part.name]
+        if not {other.key for other in sharing} <= keys:
+            roles = ", ".join(other.role for other in sharing)
             raise BadInput(
-                f"{_SELECT_KEY}: {part.name} holds {roles} in one; select all of them, or none"
+                f"{_SELECT_KEY}: {part.name} holds {roles} in one; select all of them or none"
             )
     return chosen
 
 
 def _config(peft: Any, wanted: LowRank | Scales, targets: dict[str, Part], transposed: bool) -> Any:
-    """Return PEFT's settings; a pattern matches whole paths, while a list would match suffixes."""
-    every = _pattern(targets)
+    """Return PEFT's config for these modules.
+
+    PEFT matches a regular expression with whole paths, but names in a list also with suffixes.
+    """
+    all_targets = _pattern(targets)
     if isinstance(wanted, LowRank):
         return peft.LoraConfig(
             r=wanted.r,
             lora_alpha=wanted.alpha,
             lora_dropout=wanted.dropout,
-            target_modules=every,
+            target_modules=all_targets,
             use_dora=wanted.method == "dora",
             fan_in_fan_out=transposed,
         )
     down = [path for path, part in targets.items() if part.role == "down"]
     return peft.IA3Config(
-        target_modules=every,
+        target_modules=all_targets,
         feedforward_modules=_pattern(down) if down else [],
         fan_in_fan_out=transposed,
     )
