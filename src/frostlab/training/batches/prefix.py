@@ -78,7 +78,7 @@ def check_prefix(
     key, depth = "train.cache_prefix", prefix_depth(model)
     if not depth:
         raise BadInput(
-            f"{key} needs a frozen embedding and frozen layers below the first trainable layer, "
+            f"{key} needs frozen layers below the first trainable layer, and a frozen embedding, "
             "e.g. freeze: [all, '!layers[-1]', '!head']"
         )
     text = text_of(prepared)
