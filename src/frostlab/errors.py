@@ -31,7 +31,7 @@ class FrozenWeightsMoved(FrostlabError):
 
 
 class StaleOptimizer(FrostlabError):
-    """An optimizer still holds parameters that a freeze, thaw or grow has replaced."""
+    """An optimizer still holds parameters that a later freeze or thaw has replaced."""
 
 
 class LeftOutOfOptimizer(UserWarning):

@@ -165,7 +165,7 @@ def _fcntl() -> Any:
 
 
 def cache_folder(asked: Path | None) -> Path:
-    """Return the cache folder: `asked`, else FROSTLAB_CACHE, else ~/.cache/frostlab."""
+    """Return the cache folder: `asked`, else FROSTLAB_CACHE, else one in the user's cache."""
     if asked is not None:
         return asked.expanduser()
     if named := os.environ.get("FROSTLAB_CACHE"):

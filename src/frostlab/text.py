@@ -44,7 +44,7 @@ def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
 
 
 def short(text: str, width: int) -> str:
-    """Cut a text to a width; a cut text ends in …."""
+    """Cut a text to a width; a cut text ends in `…`."""
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
@@ -55,5 +55,5 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def typed(value: Any, *kinds: type) -> Any:
-    """Return the value if it has one of these types, else None; a bool never has."""
+    """Return the value if it has one of these types and is not a bool, else None."""
     return value if isinstance(value, kinds) and not isinstance(value, bool) else None

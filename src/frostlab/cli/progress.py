@@ -122,7 +122,7 @@ class Lines:
         self._stage_began, self._steps = step, steps
 
     def advance(self, step: int, loss: float | None) -> None:
-        """Print step, epoch, loss and speed, unless a line was printed less than _EVERY ago."""
+        """Print step, epoch, loss and speed, at most every _EVERY seconds."""
         now = time.monotonic()
         if now - self._last_printed < _EVERY:
             return

@@ -1,1 +1,1 @@
-"""Recipes: typed definitions of runs, read from YAML files; other settings have defaults."""
+"""Recipes: typed definitions of runs, read from YAML files that hold the non-default settings."""

@@ -75,7 +75,7 @@ class Docstrings(Corpus):
     """The docstrings of installed scientific packages, so that nothing is downloaded."""
 
     name: Literal["docstrings", "docstrings-pairs"] = "docstrings"
-    per_package: Positive = 1500
+    per_package: Positive = 1500  # maximum number of examples per package, over all splits
 
     def problems(self) -> Iterator[str]:
         """Yield a line for each contradiction between these settings."""
@@ -91,7 +91,7 @@ class Named(Corpus):
         "sst2", "mnli", "xnli", "imdb", "ag_news",
         "tinystories", "openwebtext", "wikitext2", "wikitext103", "tinyshakespeare",
     ]  # fmt: skip
-    language: str = "en"  # of xnli
+    language: str = "en"  # only for xnli
 
     def problems(self) -> Iterator[str]:
         """Yield a line for each contradiction between these settings."""
@@ -185,7 +185,7 @@ class SimulatedEEG(EEGData):
     tune: Positive = 1  # recordings per subject
     report: Positive = 1  # recordings per subject
     seconds: Annotated[float, Field(gt=0)] = 60.0  # length of a recording
-    snr: Annotated[float, Field(ge=-60, le=40)] = -10.0  # dB, averaged over channels
+    snr: Annotated[float, Field(ge=-60, le=40)] = -10.0  # dB, over channels and time
     responses: Literal["linear", "nonlinear"] = "linear"
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # of the simulation, not of the run
 

@@ -25,8 +25,9 @@ from frostlab.recipe.recipe import Recipe
 
 Settings = Mapping[str, Any]  # dotted keys, such as optim.lr, or whole sections
 _ENDINGS = (".yaml", ".yml")
-_MEASUREMENTS = 20  # gradient-flow measurements per stage of a short run, as diagnose trains
-_EXAMPLES = 500  # maximum number of examples in an evaluation of a short run
+# For the short runs of `frostlab diagnose`: measurements of gradient flow per stage, and maximum
+# number of examples in an evaluation.
+_MEASUREMENTS, _EXAMPLES = 20, 500
 _RUN_NAME = re.compile(r"[\w.-]+")  # characters that a run's name may have
 # Keys in an error message, such as optim.lr.
 _KEY_IN_TEXT = re.compile(r"\b[a-z]+\.[a-z_]+\b|\btokenizer\b")
@@ -116,7 +117,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def parse_settings(texts: Iterable[str]) -> dict[str, Any]:
-    """Return the settings of all --set options by key; of a repeated key, the last value counts."""
+    """Return the settings of all --set options by key; the last value of a repeated key wins."""
     settings: dict[str, Any] = {}
     for key, value in map(parse_setting, texts):
         settings.pop(key, None)
@@ -288,7 +289,7 @@ class Layers:
         return values
 
     def _drop_other_duration(self, new: Any) -> None:
-        """Drop the steps below new epochs, and the epochs below new steps."""
+        """Drop the old steps if new values set epochs, and the old epochs if they set steps."""
         old = self.values.get("train")
         if isinstance(new, dict) and isinstance(old, dict):
             for unit, other in (("steps", "epochs"), ("epochs", "steps")):

@@ -64,7 +64,7 @@ class DecoderModel(ModelSettings):
     layers: Positive = 4
     heads: Positive = 4
     hidden: Positive | None = None  # null: four times the width
-    norm: Literal["before", "after"] = "after"  # each attention and feed-forward network
+    norm: Literal["before", "after"] = "after"  # before or after each attention and feed-forward
     final_norm: bool = False  # a norm between the last layer and the head
 
     def problems(self, data: Data) -> Iterator[str]:
@@ -103,12 +103,13 @@ class ConformerModel(ModelSettings):
     kernel: Positive = 31  # size of the depthwise convolution, in samples
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.3
     residual: Literal["none", "plain", "gated"] = "gated"  # connection around all layers
-    gate_bias: float = 0.0  # initially: 0 mixes layers and residual equally, 4 passes layers
+    # initial bias of the gate: 0 mixes layers and residual equally, 4 passes almost only layers
+    gate_bias: float = 0.0
     gradient_scale: Annotated[float, Field(gt=0)] = 2.0  # factor of the gradient into the layers
     head: Literal["linear", "mlp"] = "mlp"
     norm: Literal["batch", "layer", "group"] = "batch"  # norm in the convolution module
     attention: Literal["plain", "relative"] = "plain"  # relative: with relative positions
-    unseen: Literal["mean", "none"] = "mean"  # their embedding: the mean of all, or 0
+    unseen: Literal["mean", "none"] = "mean"  # embedding of an unseen subject: the mean, or zeros
 
     @model_validator(mode="before")
     @classmethod

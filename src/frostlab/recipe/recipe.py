@@ -47,7 +47,7 @@ class StageSettings(Strict):
     steps: Positive | None = None
     patience: Positive | None = None  # null: evaluate.patience
     supervise: Supervise | None = None  # null: the recipe's
-    keep_state: bool = True  # keep the optimizer state of weights that learned in the last stage
+    keep_state: bool = True  # keep the optimizer state of weights that already learned before
 
     @model_validator(mode="after")
     def _one_duration(self) -> Self:

@@ -55,7 +55,7 @@ class Optim(Strict):
     )
     eps: Annotated[float, Field(gt=0)] = 1e-8
     clip: Annotated[float, Field(gt=0)] | None = 1.0
-    warmup: Annotated[float, Field(ge=0)] = 0.1  # a number of steps; below 1: a share of them
+    warmup: Annotated[float, Field(ge=0)] = 0.1  # number of steps; below 1: share of the stage
     schedule: Literal["linear", "cosine", "constant"] | StepDecay = "linear"
 
     @model_validator(mode="after")
@@ -74,8 +74,9 @@ class Train(Strict):
     steps: Positive | None = None
     batching: Literal["bucketed", "packed", "padded"] = "bucketed"
     step: StepKind = "auto"  # auto: the fastest kind that works
-    cache_prefix: Literal["memory", "disk"] | None = None  # where to cache frozen layers
-    cache_gb: Annotated[float, Field(gt=0)] = 16.0  # maximum size of the prefix cache, in GB
+    # where to cache the outputs of the frozen first layers; null: not at all
+    cache_prefix: Literal["memory", "disk"] | None = None
+    cache_gb: Annotated[float, Field(gt=0)] = 16.0  # maximum size of that cache, in GB
     precision: Literal["auto", "float32", "bf16"] = "auto"  # auto: bf16 on CUDA
     device: str = "auto"
     threads: Positive | None = None  # CPU threads; null: torch's default
@@ -150,5 +151,6 @@ class Evaluate(Strict):
     every: Every = "epoch"
     metric: Metric | None = None  # null: accuracy, perplexity for language, pearson for envelopes
     patience: Positive | None = None  # evaluations without improvement before stopping
-    target: float | None = None  # value of the metric; the result has the steps and seconds to it
+    # value of the metric; the result records the steps and seconds until it was reached
+    target: float | None = None
     batch: Positive | None = None  # examples per batch; null: as in training

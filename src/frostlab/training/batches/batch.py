@@ -25,7 +25,7 @@ Split = Tokens | Windows
 def epoch_order(
     lengths: NDArray[np.int64], batch: int, seed: int, epoch: int, bucket: bool
 ) -> Order:
-    """Return the shuffled example indices of each step of an epoch; the last step may have fewer.
+    """Return the shuffled example indices of each step of an epoch; the last step may be smaller.
 
     With `bucket`, examples of similar length share a batch: each pool of shuffled examples is
     sorted by length and split into batches, and the batches are shuffled again.

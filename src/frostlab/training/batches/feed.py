@@ -38,7 +38,7 @@ class Feed:
         self._world = compute.world
         self.packs = train.batching == "packed" or prefix is not None
         self.shapes = None
-        if self.packs and prepares_kernels(compute.device):  # kernels are prepared for each shape
+        if self.packs and prepares_kernels(compute.device):  # use few shapes: each needs kernels
             parts = [part for rows in self.order(0) for part in self._micro_batches(rows)]
             self.shapes = shapes_for(self._text.tokens, parts)
 

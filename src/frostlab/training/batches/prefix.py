@@ -128,7 +128,7 @@ def starts_of(tokens: Tokens) -> NDArray[np.int64]:
 def build_prefix(
     model: nn.Module, prepared: Material, train: Train, precision: torch.dtype, types: bool
 ) -> Prefix:
-    """Compute the table in memory or on disk; on disk, reuse the table of an earlier equal run."""
+    """Compute the table in memory or on disk; on disk, reuse an equal table of an earlier run."""
     text, depth = text_of(prepared), prefix_depth(model)
     tokens = text.splits["train"]
     builder = _TableBuilder(model, tokens, text.pad, depth, precision, types)

@@ -49,7 +49,7 @@ class Outcome:
 
     @property
     def broken(self) -> Tensor:
-        """Return the index of the first parameter whose gradient is not finite, or −1."""
+        """Return the index in `EagerStep.reached` of the first non-finite gradient, or −1."""
         return self.values[2]
 
 

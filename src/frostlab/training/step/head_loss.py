@@ -36,7 +36,7 @@ def head_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropy of a linear head on one or several supervised layers.
 
-    `hidden` is the output of one layer, (…, width), or of several layers that share the head;
+    `hidden` is the head's input after one layer, (…, width), or a list for several layers;
     `weight` is (vocabulary, width) and `targets` is (…). Return the sum of the layers' losses, each
     times its entry of `weights`, and each layer's loss without gradient. Only tensors that require
     a gradient get one.
