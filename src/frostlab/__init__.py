@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from frostlab.training.run import RunFailed, run
     from frostlab.training.treatment import register_treatment
 
-_HOMES = {
+_HOMES = {  # public name → the module inside frostlab that defines it
     "Anatomy": "roles.snapshot",
     "Audit": "surgery.audit",
     "BadInput": "errors",

@@ -1,4 +1,4 @@
-"""Device capabilities: the only module that distinguishes CUDA, MPS and the CPU."""
+"""Capabilities of devices, so that other modules need not ask for CUDA, MPS or CPU by name."""
 
 import os
 
@@ -59,7 +59,7 @@ def exact_dtype(device: torch.device) -> torch.dtype:
 
 
 def runs_ahead(device: torch.device) -> bool:
-    """Return whether the device executes kernels asynchronously to the host."""
+    """Return whether the device runs kernels while the host continues."""
     return device.type != "cpu"
 
 
@@ -69,12 +69,12 @@ def has_events(device: torch.device) -> bool:
 
 
 def captures_graphs(device: torch.device) -> bool:
-    """Return whether a step can be captured as a graph and replayed."""
+    """Return whether the device can capture a training step as a graph and replay it."""
     return device.type == "cuda"
 
 
 def prepares_kernels(device: torch.device) -> bool:
-    """Return whether kernels are loaded, or tuned for a shape, on first use."""
+    """Return whether the first use of a kernel, or of a tensor shape, is slow."""
     return device.type == "cuda"
 
 
@@ -103,7 +103,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed the CPU's and the device's generator; faster than torch.manual_seed (1 ms)."""
+    """Seed the CPU's and the device's generator; torch.manual_seed, slower, takes 1 ms."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(seed)
@@ -117,7 +117,7 @@ def forked_devices(device: torch.device) -> list[torch.device]:
 
 
 def release_cached_memory() -> None:
-    """Return torch's cached memory to the device."""
+    """Free the GPU memory that torch keeps cached, so that other processes can use it."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 

@@ -1,4 +1,4 @@
-"""Errors that users see; every message is one actionable line."""
+"""Errors and warnings that users see, and helpers that keep their messages to one line."""
 
 import difflib
 import importlib
@@ -12,7 +12,7 @@ class FrostlabError(Exception):
 
 
 class BadInput(FrostlabError, ValueError):
-    """An invalid value; the message names its location and the nearest valid value."""
+    """An invalid value; the message says where it is and, if possible, suggests a valid one."""
 
 
 class UnknownArchitecture(BadInput):
@@ -20,7 +20,7 @@ class UnknownArchitecture(BadInput):
 
 
 class FrozenWeightsMoved(FrostlabError):
-    """Frozen weights changed after they were audited."""
+    """Frozen weights changed after `fl.audit` had recorded them."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = tuple(names)
@@ -31,7 +31,7 @@ class FrozenWeightsMoved(FrostlabError):
 
 
 class StaleOptimizer(FrostlabError):
-    """An optimizer holds parameters that a later freeze or thaw replaced."""
+    """An optimizer still holds parameters that a later freeze or thaw has replaced."""
 
 
 class LeftOutOfOptimizer(UserWarning):
@@ -74,7 +74,7 @@ def check_registration(function: str, name: object, registered: object) -> None:
 
 
 def same_function(function: Any, other: Any) -> bool:
-    """Return whether functions share module and name, as when a notebook cell runs again."""
+    """Return whether two functions have the same module and name, as after running a cell again."""
     missing = object()
     return all(
         getattr(function, key, missing) == getattr(other, key, None)

@@ -21,7 +21,7 @@ from frostlab.errors import BadInput, DamagedCache, FrostlabError, first_line
 if TYPE_CHECKING:
     from torch import Tensor
 
-FORMAT = 2  # version of the cache; raise it when its files or the tokenization change
+FORMAT = 2  # version of the cache; increase it when the cached files or the tokenization change
 MOST_BYTES = 256 << 20  # the largest file that is read whole
 SEAL = "checksums.json"  # the checksums of the other files in a folder
 _BLOCK = 64 << 20  # bytes that have one checksum
@@ -148,7 +148,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
+    """Wait until the contents of a file or folder are on the disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -175,7 +175,7 @@ def save_tensors(path: Path, tensors: "dict[str, Tensor]") -> None:
     with whole_file(path) as temporary:
         try:
             save_file(_plain_tensors(tensors), temporary)
-        except SafetensorError as error:  # re-raised as OSError if the system refused
+        except SafetensorError as error:  # raise OSError if the system refused, e.g. a full disk
             if code := re.search(r"os error (\d+)", str(error)):
                 raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from None
             raise
@@ -183,7 +183,7 @@ def save_tensors(path: Path, tensors: "dict[str, Tensor]") -> None:
 
 
 def _plain_tensors(tensors: "dict[str, Tensor]") -> "dict[str, Tensor]":
-    """Return tensors that safetensors can write: on the CPU, contiguous, each storage once."""
+    """Return tensors as safetensors needs them: on the CPU, contiguous, shared ones only once."""
     seen: dict[tuple[int, int], str] = {}
     plain = {}
     for name, tensor in tensors.items():
@@ -194,14 +194,14 @@ def _plain_tensors(tensors: "dict[str, Tensor]") -> "dict[str, Tensor]":
 
 
 def use_default_mode(path: Path) -> None:
-    """Give a file the default mode; safetensors makes its files readable only by the owner."""
+    """Give a file the usual permissions; safetensors makes its files readable only by the owner."""
     mask = os.umask(0o077)  # the mask can only be read by setting it
     os.umask(mask)
     path.chmod(0o666 & ~mask)
 
 
 class Lock:
-    """A lock file that one process at a time holds; the system frees it even after kill -9."""
+    """A file lock that one process holds at a time; the system releases it if the process dies."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -240,7 +240,7 @@ class Lock:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process holds the lock; False for a file that cannot be read."""
+    """Return whether a process holds the lock of this file; False if the file cannot be read."""
     fcntl = _fcntl()
     with suppress(OSError), path.open() as file:
         try:
@@ -262,7 +262,7 @@ def _fcntl() -> Any:
 
 
 def cache_folder(asked: Path | None) -> Path:
-    """Return `asked`, else FROSTLAB_CACHE, else frostlab's folder in the user's cache."""
+    """Return the cache folder: `asked`, else FROSTLAB_CACHE, else one in the user's cache."""
     if asked is not None:
         return asked.expanduser()
     if named := os.environ.get("FROSTLAB_CACHE"):
@@ -356,13 +356,13 @@ def file_digest(path: Path) -> str:
 
 
 def derive_seed(*parts: object) -> int:
-    """Return a 63-bit seed that depends on all parts: a run's seed and the purpose of the draw."""
+    """Return a 63-bit seed that depends on all parts, such as a run's seed and a step."""
     text = "/".join(map(str, parts))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 def finite(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON does not support, with None in plain values."""
+    """Replace NaN and infinity, which JSON lacks, with None, also inside lists and dicts."""
     if isinstance(value, dict):
         return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -5,7 +5,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-NONE = "–"
+NONE = "–"  # text for a missing value
 
 
 def hms(seconds: Any) -> str:
@@ -27,12 +27,12 @@ def plain(value: Any) -> str:
 
 
 def number(value: Any) -> str:
-    """Format a number with four digits."""
+    """Format a number with four significant digits."""
     return NONE if typed(value, int, float) is None else f"{value:.4g}"
 
 
 def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Format rows as lines of aligned columns; right-align the columns with numbers in `right`."""
+    """Format rows as lines of aligned columns; `right` holds the columns to align right, from 0."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -44,7 +44,7 @@ def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
 
 
 def short(text: str, width: int) -> str:
-    """Cut a text to a width."""
+    """Cut a text to a width; a cut text ends in `…`."""
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
@@ -55,5 +55,5 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def typed(value: Any, *kinds: type) -> Any:
-    """Return the value if it has one of these types, else None; True is not a number."""
+    """Return the value if it has one of these types and is not a bool, else None."""
     return value if isinstance(value, kinds) and not isinstance(value, bool) else None

@@ -388,10 +388,13 @@ WRONG = [
     ({"loss": {"kind": "pearsn"}}, "did you mean `pearson`?"),
     (
         {"loss": {"kind": "multiscale", "scales": [1, 33]}},
-        "loss.scales has 33, which leaves no two samples of data.length 64; the largest",
+        "loss.scales has 33, which leaves fewer than two samples of data.length 64; the largest",
     ),
     ({"loss": {"kind": "multiscale"}, "data__length": 15}, "the largest that fits is 7"),
-    ({"evaluate__every": "two epochs"}, "should be a number of steps, epoch, or such as 10 epochs"),
+    (
+        {"evaluate__every": "two epochs"},
+        "should be a number of steps, `epoch`, or e.g. `10 epochs`",
+    ),
 ]
 
 

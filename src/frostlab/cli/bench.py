@@ -21,19 +21,19 @@ def bench(
     ] = False,
     scale: Annotated[
         Scale,
-        typer.Option(help="full: the sizes that the targets refer to; small: tiny models."),
+        typer.Option(help="full: the sizes for which targets are set; small: tiny models."),
     ] = "full",
     rounds: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", help="Number of timed rounds per side (default: the benchmark's)."
+            min=1,
+            metavar="N",
+            help="Number of timed rounds of each loop (default: the benchmark's).",
         ),
     ] = None,
     seconds: Annotated[
         float | None,
-        typer.Option(
-            min=0, metavar="S", help="End the rounds of a benchmark after this many seconds."
-        ),
+        typer.Option(min=0, metavar="S", help="Stop timing a benchmark after this many seconds."),
     ] = None,
     data_dir: DataDir = None,
     out: Annotated[

@@ -1,4 +1,4 @@
-"""`frostlab compare`: train arms of one recipe that differ only in the treatment."""
+"""`frostlab compare`: train a recipe with several treatments (the arms), and compare the arms."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`frostlab diagnose`: report which parts of a model do not learn, in a run or a recipe."""
+"""`frostlab diagnose`: report which parts of a model do not learn, for a run or a recipe."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from frostlab.flow.diagnosis import Diagnosis, Target
     from frostlab.recipe.recipe import Recipe
 
-_STEPS = 200
+_STEPS = 200  # default number of steps to train a recipe
 
 
 def diagnose(
@@ -107,7 +107,10 @@ def _read(folder: Path) -> "Diagnosis":
 
 
 def _find_run(source: str, runs: Path) -> Path | None:
-    """Return the run that `source` names, or None for a recipe; a run's full name wins."""
+    """Return the run that `source` names, or None for a recipe.
+
+    A run's full name goes before a recipe's name, and that before the beginning of a run's name.
+    """
     from frostlab.recipe.load import shipped_recipes
     from frostlab.records.index import find_run, is_run
 
@@ -131,7 +134,7 @@ def _shortened(
     changes: dict[str, Any],
     seed: int | None,
 ) -> tuple["Recipe", str]:
-    """Load a recipe with watched training of `epochs` or `steps`; also return the run's name."""
+    """Load a recipe, shortened to `epochs` or `steps` and measured; also return the run's name."""
     from frostlab.recipe.load import load_recipe, recipe_name, short_run_settings
 
     for option, value in (("--epochs", epochs), ("--steps", steps)):
@@ -141,7 +144,7 @@ def _shortened(
         raise BadInput("--epochs and --steps exclude each other")
     for key in ("train.steps", "train.epochs"):
         if key in changes:
-            raise BadInput(f"--set {key}: say how long to train with --epochs or --steps")
+            raise BadInput(f"--set {key}: set the duration with --epochs or --steps instead")
     full_recipe = load_recipe(source, changes, seed)
     if epochs is None:
         steps = steps or _STEPS
@@ -155,7 +158,7 @@ def _shortened(
 def _train(
     recipe: "Recipe", name: str, data_dir: Path | None, runs: Path, out: Path | None
 ) -> Path:
-    """Train a recipe in its own folder; keep a failed run if it has measurements."""
+    """Train a recipe and return the run's folder, also if the run failed but has measurements."""
     from frostlab.cli.progress import display
     from frostlab.flow.measurements import flows_of
     from frostlab.records.folder import new_folder
@@ -170,11 +173,11 @@ def _train(
     except RunFailed:
         if not any(flow.reports for flow in flows_of(folder).values()):
             raise
-    return folder  # its measurements show why it failed
+    return folder  # the measurements may show why the run failed
 
 
 def _judge(diagnosis: "Diagnosis") -> tuple["Target", ...]:
-    """Compare a recipe's run with its targets, and store the outcome in the run's folder."""
+    """Compare a recipe's run with its targets, and store the outcome in targets.json."""
     from frostlab.flow.diagnosis import targets_of
     from frostlab.records.folder import RunFolder
 
@@ -203,7 +206,7 @@ def _show(diagnosis: "Diagnosis", targets: tuple["Target", ...] | None, as_json:
 
 
 def _show_flows(diagnosis: "Diagnosis") -> None:
-    """Print the findings, then a table, a heat map and the page paths of every stage."""
+    """Print the findings; then, for every stage, a table, a heat map and the paths of its pages."""
     from frostlab.flow.show import flow_map_text, flow_page
 
     for line in diagnosis.sentences:

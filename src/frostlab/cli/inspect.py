@@ -1,4 +1,4 @@
-"""`frostlab inspect`: show the parts of a model, or of the model that a recipe trains."""
+"""`frostlab inspect`: show the parts of a model, given directly or by a recipe."""
 
 import json
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +11,7 @@ from frostlab.errors import BadInput, nearest
 if TYPE_CHECKING:
     from frostlab.roles.snapshot import Anatomy
 
-_LENGTH = 128
+_LENGTH = 128  # default sequence length, in tokens
 
 
 def inspect(
@@ -75,7 +75,7 @@ def inspect(
 
 
 def _model_anatomy(name: str, recipes: list[str]) -> tuple["Anatomy", str]:
-    """Read a model by folder, architecture or hub name; suggest a recipe for a misspelt name."""
+    """Return a model's parts and its source; if it is unknown, suggest a recipe of similar name."""
     from frostlab.models.build import blueprint
     from frostlab.roles.read import anatomy
 
@@ -89,7 +89,7 @@ def _model_anatomy(name: str, recipes: list[str]) -> tuple["Anatomy", str]:
 
 
 def _recipe_anatomy(name: str, settings: list[str]) -> tuple["Anatomy", str, int]:
-    """Read a recipe's model after its treatment; also return the example length."""
+    """Return the parts of a recipe's treated model, its source, and the length of examples."""
     from frostlab.models.build import recipe_blueprint
     from frostlab.recipe.load import load_recipe
     from frostlab.roles.read import anatomy

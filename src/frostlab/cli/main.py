@@ -14,7 +14,7 @@ from frostlab.errors import BadInput, FrostlabError
 
 
 def _without_value(params: list[Any]) -> list[Any]:
-    """Show `--json`, not `--json <bool>`: a flag takes no value."""
+    """Show a flag in --help as `--json`, not as `--json <bool>`, because it takes no value."""
     for param in params:
         if getattr(param, "is_flag", False):
             param.metavar = ""
@@ -83,12 +83,13 @@ def main() -> None:
     except FrostlabError as error:
         typer.echo(f"frostlab: {error}", err=True)
         _leave(2 if isinstance(error, BadInput) else 1)
-    except BrokenPipeError:
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _leave(1)
 
 
 def _quiet_libraries() -> None:
+    """Turn off the warnings and progress bars of the Hugging Face libraries by default."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

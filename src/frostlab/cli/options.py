@@ -49,7 +49,7 @@ Settings = Annotated[
 
 
 def settings_from(settings: Iterable[str] | None, device: str | None = None) -> dict[str, Any]:
-    """Return the recipe settings of a command line: first --set, then --device."""
+    """Return the recipe settings of --set and --device; --device wins over --set train.device."""
     from frostlab.recipe.load import parse_settings
 
     return parse_settings(settings or ()) | ({} if device is None else {"train.device": device})
@@ -62,5 +62,5 @@ def check_data_dir(data_dir: Path | None) -> None:
 
 
 def is_first_process() -> bool:
-    """Return whether this process prints: with torchrun, only rank 0 does."""
+    """Return whether this is the process that prints: with torchrun, only rank 0."""
     return os.environ.get("RANK", "0") == "0"

@@ -8,11 +8,11 @@ import typer
 
 from frostlab.cli.options import is_first_process
 
-_EVERY = 10.0  # seconds between plain lines
+_EVERY = 10.0  # least number of seconds between plain lines
 
 
 def display() -> "Bar | Lines | None":
-    """Return a bar on a terminal, else lines; None in all but the first process of a run."""
+    """Return a bar on a terminal, else lines; None in every process but the first."""
     if not is_first_process():
         return None
     return Bar() if sys.stderr.isatty() else Lines()
@@ -49,7 +49,7 @@ class Bar:
     def begin(
         self, step: int, steps: int, per_epoch: int, caution: str | None, stage_began: int
     ) -> None:
-        """Show the bar, at `step` of `steps`."""
+        """Show the bar at `step` of `steps`; the current stage began at step `stage_began`."""
         if caution:
             self.say(f"caution: {caution}")
         self._per_epoch, self._started, self._first_step = per_epoch, time.monotonic(), step
@@ -65,7 +65,7 @@ class Bar:
         self._progress.console.print(line, highlight=False, markup=False)
 
     def stage(self, line: str, step: int, steps: int) -> None:
-        """Announce a stage; `steps` may have shrunk because the stage before ended early."""
+        """Announce a stage; `steps`, the total, is smaller if the last stage ended early."""
         self.say(line)
         self._stage_began = step
         self._progress.update(self._task, total=steps)
@@ -99,12 +99,12 @@ class Bar:
 
 
 class Lines:
-    """A line every few seconds and at every evaluation."""
+    """A plain line every ten seconds, and at every evaluation."""
 
     def begin(
         self, step: int, steps: int, per_epoch: int, caution: str | None, stage_began: int
     ) -> None:
-        """Print the number of steps."""
+        """Print `step` of `steps`; the current stage began at step `stage_began`."""
         if caution:
             self.say(f"caution: {caution}")
         self._steps, self._per_epoch, self._stage_began = steps, per_epoch, stage_began
@@ -117,12 +117,12 @@ class Lines:
         typer.echo(line, err=True)
 
     def stage(self, line: str, step: int, steps: int) -> None:
-        """Announce a stage; `steps` may have shrunk because the stage before ended early."""
+        """Announce a stage; `steps`, the total, is smaller if the last stage ended early."""
         self.say(line)
         self._stage_began, self._steps = step, steps
 
     def advance(self, step: int, loss: float | None) -> None:
-        """Print step, epoch, loss and speed, unless a line was printed a moment ago."""
+        """Print step, epoch, loss and speed, at most every _EVERY seconds."""
         now = time.monotonic()
         if now - self._last_printed < _EVERY:
             return

@@ -93,6 +93,7 @@ def list_runs(
     from frostlab.records.index import runs_table
 
     source = context.get_parameter_source("runs")
+    # no runs yet is fine in the default folder; a folder that the user names must exist
     by_default = source is not None and source.name == "DEFAULT"
     summaries = [] if by_default and not runs.exists() else read_runs(runs)
     if as_json:
@@ -141,7 +142,7 @@ def envelopes(run: RunName, data_dir: DataDir = None, runs: RunsFolder = Path("r
     """Draw the results of a finished EEG run as a page with figures, in the run's folder.
 
     The page shows the scores, the correlation of every subject, decoded and heard
-    envelopes, temporal kernels, and the weights of the electrodes on a scalp.
+    envelopes, temporal kernels, and a scalp map of the electrodes' weights.
     """
     from frostlab.records.index import find_run
 

@@ -1,1 +1,1 @@
-"""Callbacks for Hugging Face and Lightning trainers, and TensorBoard output."""
+"""Callbacks that measure gradient flow in other trainers, and TensorBoard output."""

@@ -12,7 +12,7 @@ except ImportError:  # no extra of frostlab installs it
 
 
 class GradFlowCallback(FlowCallback, Callback):
-    """A callback that measures a LightningModule's flow, also before clipping."""
+    """A callback that measures a LightningModule's gradient flow, before and after clipping."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to measure."""
@@ -23,7 +23,7 @@ class GradFlowCallback(FlowCallback, Callback):
         self.flow.before_clip()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Stop measuring, and save the flow."""
+        """Stop measuring, and save the flow if a path was given."""
         self.stop_flow(trainer.is_global_zero)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""TensorBoard event files of flows, metrics and histograms, written live or from a run's record."""
+"""TensorBoard event files of gradient flow and metrics, written live or from a run's record."""
 
 import math
 import re
@@ -17,7 +17,7 @@ from frostlab.records.folder import RunRecord
 from frostlab.records.schema import EvaluationEvent
 from frostlab.roles.read import unwrapped
 
-_VALUES, _BINS = 10_000, 64  # most values, and bins, of one histogram
+_VALUES, _BINS = 10_000, 64  # maximum number of sampled values, and number of bins, per histogram
 
 
 class TensorBoard:
@@ -39,9 +39,11 @@ class TensorBoard:
     def flow(
         self, step: int, report: Report, parts: Sequence[PartFacts], at: float | None = None
     ) -> None:
-        """Write a report: the norm of the whole gradient, and gradient, update and ratio per part.
+        """Write a flow report: the norm of the whole gradient, and three values for each part.
 
-        A frozen part or a part without a gradient gets no point; a broken part gets NaN.
+        The values are the norms of gradient and update, and the update's norm relative to the
+        weights. A frozen part or a part without a gradient gets no point; a part with a NaN or an
+        infinity gets NaN. `at` is the time of the step, by default now.
         """
         norms = [x for x in report.values["gradient"] if not math.isnan(x)]
         if norms or report.broken:
@@ -56,6 +58,7 @@ class TensorBoard:
             for group, number in numbers.items():
                 if i in report.broken or not math.isnan(number):
                     self._scalar(f"{group}/{tag_of(part.name)}", number, step, at)
+        # the gradient of the first layers relative to the output's
         front = depth_ratios([report]).front_ratio if report.largest else math.nan
         if not math.isnan(front):
             self._scalar("Depth/front_over_output", front, step, at)
@@ -76,8 +79,8 @@ class TensorBoard:
         """Write `Weight/<parameter>` and, if it has a gradient, `Gradient/<parameter>`.
 
         A histogram samples at most 10,000 evenly spaced elements of a tensor and drops non-finite
-        ones; if no element is finite, no histogram is written. Of a sharded model, only this
-        process's shard is sampled.
+        ones; if no element is finite, no histogram is written. In a sharded model, each process
+        samples only its own shard.
         """
         for name, parameter in unwrapped(model).named_parameters():
             self._histogram(f"Weight/{name}", parameter, step)
@@ -110,7 +113,7 @@ def tag_of(part: str) -> str:
 
 
 def export_run(run: str | Path, out: str | Path, flows: Iterable[Flow] = ()) -> Path:
-    """Write the evaluations and flows of a recorded run as event files, with the recorded times."""
+    """Write the evaluations and flows of a recorded run as event files in `out`."""
     events = RunRecord(Path(run)).events()
     if not events:
         raise BadInput(f"export_run: {run} has no events; give the folder of a run")

@@ -12,8 +12,8 @@ from frostlab.flow.watch import LiveFlow, OnReport, watch
 class FlowCallback:
     """Base class of the callbacks for the Hugging Face Trainer and Lightning.
 
-    `.flow` is the measured flow; it is also saved to `path` when training ends. The other
-    arguments are passed to `fl.watch`.
+    `.flow` is the measured gradient flow; it is saved to `path`, if given, when training ends. The
+    other arguments are passed to `fl.watch`.
     """
 
     flow: LiveFlow
@@ -37,7 +37,7 @@ class FlowCallback:
         }  # fmt: skip
 
     def start_flow(self, model: Any, optimizer: Any, step: int) -> None:
-        """Begin to measure; `step` is the number of steps already taken."""
+        """Start measuring; `step` is the number of steps already taken."""
         if self.path is not None:
             check_save_path(self.path)  # fail before training rather than after it
         self.flow = watch(model, optimizer, self.every_n_steps, **self.options)
@@ -45,28 +45,28 @@ class FlowCallback:
         self.flow.start()
 
     def stop_flow(self, saves: bool) -> None:
-        """Stop measuring, and save the flow if `saves`, which is true on one process only."""
+        """Stop measuring, and save the flow if `saves` is true, as on the first process only."""
         self.flow.stop()
         if self.path is not None and saves:
             self.flow.save(self.path)
 
 
 class GradFlowCallback(FlowCallback, TrainerCallback):
-    """A callback that measures the flow of a Trainer's model.
+    """A callback that measures the gradient flow of a Trainer's model.
 
-    The Trainer clips gradients before it calls callbacks, so norms before clipping are not
-    measured.
+    The Trainer clips gradients before it calls callbacks, so gradients are measured only after
+    clipping.
     """
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **more: Any
     ) -> None:
-        """Begin to measure, with the optimizer inside accelerate's wrapper."""
+        """Start measuring, with the optimizer itself instead of accelerate's wrapper around it."""
         inner: Any = optimizer
         while hasattr(inner, "accelerator_state"):
             inner = inner.optimizer
         self.start_flow(model, inner, state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Stop measuring, and save the flow."""
+        """Stop measuring, and save the flow if a path was given."""
         self.stop_flow(state.is_world_process_zero)

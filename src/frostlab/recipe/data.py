@@ -1,8 +1,7 @@
 """Data sections of a recipe: text, tokens or EEG, and tokenizers that turn text into tokens.
 
-Each kind of data is a class and a member of the union `Data`. The class defines the names of the
-data, the task, and a check for contradictory settings. `LOADERS` holds the kinds of data that
-users registered.
+Each kind of data is a class in the union `Data`, which `data.name` chooses. The class defines the
+task, and checks for contradictory settings. `LOADERS` holds the data that users registered.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,7 +22,7 @@ Subjects = Annotated[tuple[str, ...], Field(min_length=1)]
 class DataSettings(Strict):
     """Base class of all kinds of data; each has a name, a task and an example length."""
 
-    form: ClassVar[Literal["text", "tokens", "signals"]]  # text needs a tokenizer
+    form: ClassVar[Literal["text", "tokens", "signals"]]  # only text needs a tokenizer
 
     def problems(self) -> Iterator[str]:
         """Yield a line for each contradiction between these settings."""
@@ -31,13 +30,13 @@ class DataSettings(Strict):
 
 
 class Synthetic(DataSettings):
-    """A task with a known answer; its examples are the same for every seed of the run."""
+    """Generated sequences with a known answer; the run's seed does not change them."""
 
     form = "tokens"
     name: Literal["majority", "recall", "induction"]
     examples: Positive = 4096
     length: Annotated[int, Field(ge=8)] = 32
-    symbols: Annotated[int, Field(ge=2)] = 16
+    symbols: Annotated[int, Field(ge=2)] = 16  # number of different symbols
 
     @property
     def task(self) -> TextTask:
@@ -46,20 +45,19 @@ class Synthetic(DataSettings):
 
 
 class Corpus(DataSettings):
-    """Text and its splits."""
+    """Base class of text data: the task, the length of examples, and the splits."""
 
     form = "text"
     task: TextTask = "classification"
     length: Annotated[int, Field(ge=2)] = 128  # maximum number of tokens per example
-    stride: Positive | None = (
-        None  # tokens from one example of running text to the next; null: length
-    )
+    stride: Positive | None = None  # tokens between the starts of two examples; null: length
+    # honest: `tune` selects the checkpoint; published: `report` selects it and is reported
     splits: Literal["honest", "published"] = "honest"
-    train: str = "train"
+    train: str = "train"  # name of the training split
     tune: Share | str | None = None  # a share of train, or a split's name; null: the set's default
-    report: str | None = None  # the split whose result is reported; null: the set's default
+    report: str | None = None  # name of the split to report on; null: the set's default
     limit: Positive | None = None  # maximum number of training examples
-    evaluation_limit: Positive | None = None  # maximum number of tune or report examples
+    evaluation_limit: Positive | None = None  # maximum number of examples of tune, and of report
 
     def problems(self) -> Iterator[str]:
         """Yield a line for each contradiction between these settings."""
@@ -74,10 +72,10 @@ class Corpus(DataSettings):
 
 
 class Docstrings(Corpus):
-    """The docstrings of installed scientific packages; nothing is downloaded."""
+    """The docstrings of installed scientific packages, so that nothing is downloaded."""
 
     name: Literal["docstrings", "docstrings-pairs"] = "docstrings"
-    per_package: Positive = 1500
+    per_package: Positive = 1500  # maximum number of examples per package, over all splits
 
     def problems(self) -> Iterator[str]:
         """Yield a line for each contradiction between these settings."""
@@ -87,13 +85,13 @@ class Docstrings(Corpus):
 
 
 class Named(Corpus):
-    """A public data set, from a local folder or from the hub."""
+    """A public data set, from a local folder or from the Hugging Face hub."""
 
     name: Literal[
         "sst2", "mnli", "xnli", "imdb", "ag_news",
         "tinystories", "openwebtext", "wikitext2", "wikitext103", "tinyshakespeare",
     ]  # fmt: skip
-    language: str = "en"
+    language: str = "en"  # only for xnli
 
     def problems(self) -> Iterator[str]:
         """Yield a line for each contradiction between these settings."""
@@ -107,7 +105,7 @@ class Named(Corpus):
 
 
 _UNLABELLED = ("tinystories", "openwebtext", "wikitext2", "wikitext103", "tinyshakespeare")
-_LABELLED_ONLY = ("mnli", "xnli", "sst2")  # pairs and phrases: no running text
+_LABELLED_ONLY = ("mnli", "xnli", "sst2")  # pairs or phrases, which are no running text
 
 
 class Own(Corpus):
@@ -126,7 +124,7 @@ class Own(Corpus):
 
 
 class Loader(NamedTuple):
-    """A kind of data that a user registered: the function that returns the rows, and the task."""
+    """Data that a user registered: a function that returns the rows of each split, and the task."""
 
     load: Callable[[Path | None], Mapping[str, Iterable[Any]]]
     task: TextTask
@@ -141,7 +139,7 @@ def _known_name(name: Any) -> Any:
 
 
 class Registered(Corpus):
-    """Rows from a loader that was registered under this name."""
+    """Data from the loader of `fl.register_data` with this name."""
 
     name: Annotated[str, BeforeValidator(_known_name)]
 
@@ -163,11 +161,11 @@ class Registered(Corpus):
 
 
 class EEGData(DataSettings):
-    """EEG with the envelope of the speech that a subject heard, and the windows to cut."""
+    """Base class of EEG data: EEG and the envelope of the heard speech, cut into windows."""
 
     form = "signals"
     name: str
-    rate: Rate = 64.0  # Hz
+    rate: Rate = 64.0  # Hz, sampling rate of EEG and envelope
     length: Annotated[int, Field(ge=8)] = 640  # samples per window
     hop: Positive | None = None  # samples from one training window to the next; null: random starts
 
@@ -178,18 +176,18 @@ class EEGData(DataSettings):
 
 
 class SimulatedEEG(EEGData):
-    """Simulated recordings with a known best decoder, drawn with the seed of the data."""
+    """Simulated recordings, for which the best possible decoder is known."""
 
     name: Literal["eeg-simulated"]
     subjects: Positive = 8
-    unseen: Annotated[int, Field(ge=0)] = 4  # subjects in no training split, added to `subjects`
-    recordings: Positive = 6  # per subject, including `tune` and `report`
-    tune: Positive = 1
-    report: Positive = 1
-    seconds: Annotated[float, Field(gt=0)] = 60.0
-    snr: Annotated[float, Field(ge=-60, le=40)] = -10.0  # dB, mean power over channels
+    unseen: Annotated[int, Field(ge=0)] = 4  # further subjects, in no training split
+    recordings: Positive = 6  # recordings per subject, including `tune` and `report`
+    tune: Positive = 1  # recordings per subject
+    report: Positive = 1  # recordings per subject
+    seconds: Annotated[float, Field(gt=0)] = 60.0  # length of a recording
+    snr: Annotated[float, Field(ge=-60, le=40)] = -10.0  # dB, over channels and time
     responses: Literal["linear", "nonlinear"] = "linear"
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # of the simulation, not of the run
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -213,9 +211,9 @@ class SimulatedEEG(EEGData):
 
 
 class RecordedEEG(EEGData):
-    """Recordings in a folder, and the subjects and recordings to hold out."""
+    """Base class of recorded EEG: a folder, and the subjects to train on and to hold out."""
 
-    path: str  # relative to the working folder, else to --data-dir or FROSTLAB_DATA
+    path: str  # looked up in the working folder, then in --data-dir or FROSTLAB_DATA
     seen: Subjects | None = None  # the subjects to train on; null: all that are not unseen
     unseen: Subjects | Share | None = None  # subjects in no training split: names, or a share
     band: tuple[Rate, Rate] | None = None  # Hz, pass band of EEG and envelope; null: unfiltered
@@ -242,17 +240,17 @@ class ChallengeEEG(RecordedEEG):
 
 
 class MatlabEEG(RecordedEEG):
-    """Two competing speakers: `BLOCK_TRIAL.mat`, `F_env.mat`, `M_env.mat`, 128 Hz."""
+    """Recordings with two speakers at 128 Hz: `BLOCK_TRIAL.mat`, `F_env.mat` and `M_env.mat`."""
 
     name: Literal["eeg-matlab"]
     path: str = "eeg_cocktail"
-    held_out: Positive = 1  # number of each subject's reporting recording; the next is for tuning
+    held_out: Positive = 1  # number of each subject's recording for report; the next is for tune
     band: tuple[Rate, Rate] | None = (1.0, 9.0)
     reference: Literal["average", "mastoids", "none"] = "average"
 
 
 class MneEEG(RecordedEEG):
-    """MNE's files: `sub-001_-_STORY_-_eeg.fif` (.edf, .bdf, .set, .vhdr) with envelopes."""
+    """Files that MNE reads: `sub-001_-_STORY_-_eeg.fif` (or .edf, .bdf, .set, .vhdr)."""
 
     name: Literal["eeg-mne"]
     envelope_rate: Rate | None = None  # Hz of the envelope files; null: the EEG's rate
@@ -262,7 +260,7 @@ class MneEEG(RecordedEEG):
 
 
 def data_kind(value: Any) -> str:
-    """Return the tag of a data section in the union `Data`: the class that its name belongs to."""
+    """Return the tag of a data section in the union `Data`: the name of its class."""
     name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
     if name is None:
         return Docstrings.__name__
@@ -285,7 +283,7 @@ Data = Annotated[
 KINDS: tuple[type[DataSettings], ...] = tuple(
     get_args(member)[0] for member in get_args(get_args(Data)[0])
 )
-# The name that replaces a simulated data.name when only data.path is set on top of it.
+# simulated data.name → the data.name that replaces it if a recipe or setting adds only data.path.
 RECORDED = {"eeg-simulated": "eeg-challenge"}
 
 

@@ -1,7 +1,7 @@
-"""Loader of recipes: YAML files with their parents, settings on top, and one-line errors.
+"""Loading of recipes: YAML files, the files they extend, settings on top, and one-line errors.
 
-Error messages read the keys, sections and kinds that they suggest from the annotations of
-`Recipe`, so a new key, section or kind needs no change here.
+A file that another file extends is its parent. Error messages take the keys, sections and kinds
+that they suggest from the annotations of `Recipe`, so a new one needs no change here.
 """
 
 import copy
@@ -25,11 +25,13 @@ from frostlab.recipe.recipe import Recipe
 
 Settings = Mapping[str, Any]  # dotted keys, such as optim.lr, or whole sections
 _ENDINGS = (".yaml", ".yml")
-_MEASUREMENTS = 20  # gradient-flow measurements per stage of a short run
-_EXAMPLES = 500  # maximum number of examples in an evaluation of a short run
-_RUN_NAME = re.compile(r"[\w.-]+")
+# For the short runs of `frostlab diagnose`: measurements of gradient flow per stage, and maximum
+# number of examples in an evaluation.
+_MEASUREMENTS, _EXAMPLES = 20, 500
+_RUN_NAME = re.compile(r"[\w.-]+")  # characters that a run's name may have
+# Keys in an error message, such as optim.lr.
 _KEY_IN_TEXT = re.compile(r"\b[a-z]+\.[a-z_]+\b|\btokenizer\b")
-_EXPECTED = {  # by pydantic's error type
+_EXPECTED = {  # pydantic's error type → the expected value in plain words
     "int_type": "a whole number",
     "int_from_float": "a whole number",
     "float_type": "a number",
@@ -95,14 +97,14 @@ def recipe_name(name: str) -> str:
 
 
 class SettingKey(str):
-    """A dotted key that keeps the text of its setting, so that errors quote the user."""
+    """A dotted key that keeps the user's text of the whole setting, so that errors can quote it."""
 
     __slots__ = ("text",)
     text: str
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """Split a `key=value` of the command line; the value is YAML."""
+    """Split the text of a --set option, `key=value`, and parse its value as YAML."""
     path, equals, value = text.partition("=")
     key = SettingKey(path.strip())
     key.text = f"--set {text}"
@@ -115,7 +117,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def parse_settings(texts: Iterable[str]) -> dict[str, Any]:
-    """Return the settings of a command line by key; the last value of a repeated key wins."""
+    """Return the settings of all --set options by key; the last value of a repeated key wins."""
     settings: dict[str, Any] = {}
     for key, value in map(parse_setting, texts):
         settings.pop(key, None)
@@ -143,7 +145,7 @@ def short_run_settings(
         stages = [stage.model_dump(mode="json", exclude_defaults=True) for stage in recipe.stages]
         settings["stages"] = [{**stage, unit: duration, other: None} for stage in stages]
     warmup = recipe.optim.warmup
-    if warmup >= 1:  # a number of steps: keep the same share of the run
+    if warmup >= 1:  # a number of steps: shorten it with the run; 10 % if the length is unknown
         share = min(0.5, warmup / (recipe.train.steps or 10 * warmup))
         settings["optim.warmup"] = float(f"{share:g}")
     if steps is not None:
@@ -163,7 +165,7 @@ def watch_interval(steps: int) -> int:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader that reads 1e-4 as a number and refuses repeated keys."""
+    """YAML loader that, unlike PyYAML's, reads 1e-4 as a number and refuses repeated keys."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -185,6 +187,7 @@ _Loader.add_implicit_resolver(
 
 
 def _shipped(package: str) -> dict[str, dict[str, Any]]:
+    """Return the keys of every YAML file of a package by the file's name."""
     files = _files(package).items()
     return {name: _parse_yaml(file.read_text("utf-8"), file.name) for name, file in files}
 
@@ -197,7 +200,10 @@ def _files(package: str) -> dict[str, Traversable]:
 
 
 def _find(name: str, origin: Path | None) -> tuple[str, str, Path | None]:
-    """Return a recipe's text, its name for errors, and the base folder for its parents' paths."""
+    """Return a recipe's text, its label in errors, and the folder of the file if it is not shipped.
+
+    A parent's path is relative to `origin`, the folder of the file that extends it.
+    """
     if name.endswith(_ENDINGS):
         path = Path(name) if origin is None else origin / name
         try:
@@ -232,7 +238,9 @@ def _parse_yaml(text: str, label: str) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise BadInput(f"{label}: a recipe is a list of `key: value`, not {type(values).__name__}")
+        raise BadInput(
+            f"{label}: a recipe is a mapping of `key: value`, not {type(values).__name__}"
+        )
     return values
 
 
@@ -244,11 +252,11 @@ class Layers:
     """A recipe's values, merged from files and settings, and the source of each key."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    sources: dict[tuple[str, ...], str] = field(default_factory=dict)  # in order, the latest last
-    settings: set[tuple[str, ...]] = field(default_factory=set)  # keys that come from settings
+    sources: dict[tuple[str, ...], str] = field(default_factory=dict)  # by key, the latest last
+    settings: set[tuple[str, ...]] = field(default_factory=set)  # keys whose source is a setting
 
     def add_settings(self, settings: Settings) -> None:
-        """Put settings on top; a later setting that changes a section's kind does not drop them."""
+        """Put settings on top; they stay if a later setting changes the kind of their section."""
         for key, value in settings.items():
             path = key.split(".")
             for name in reversed(path):
@@ -272,7 +280,7 @@ class Layers:
         self._merge(self.values, values, source, ())
 
     def _with_implied_kind(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Add the name of the recorded data if a path is set on top of simulated data."""
+        """Add the `data.name` of recorded data if a path is put on top of simulated data."""
         new, old = values.get("data"), self.values.get("data")
         if isinstance(new, dict) and "path" in new and "name" not in new:
             name = old.get("name") if isinstance(old, dict) else None
@@ -281,7 +289,7 @@ class Layers:
         return values
 
     def _drop_other_duration(self, new: Any) -> None:
-        """Let epochs replace a parent's steps, and steps replace a parent's epochs."""
+        """Drop the old steps if new values set epochs, and the old epochs if they set steps."""
         old = self.values.get("train")
         if isinstance(new, dict) and isinstance(old, dict):
             for unit, other in (("steps", "epochs"), ("epochs", "steps")):
@@ -289,7 +297,7 @@ class Layers:
                     old.pop(other, None)
 
     def _drop_preset_keys(self, new: Any) -> None:
-        """Let a preset replace a parent's values, but not settings."""
+        """Drop the values that a new preset replaces, unless they come from settings."""
         old = self.values.get("model")
         if isinstance(new, dict) and isinstance(old, dict):
             for key in PRESETS.get(str(new.get("preset")), {}):
@@ -313,7 +321,7 @@ class Layers:
                 into[key] = copy.deepcopy(value)
 
     def source_of(self, path: Sequence[Any]) -> str:
-        """Return the source of a key, else of its section, else the latest source."""
+        """Return the source of a key; if it has none, its section's, or else the latest source."""
         for end in range(len(path), 0, -1):
             source = self.sources.get(tuple(map(str, path[:end])))
             if source is not None:
@@ -336,7 +344,7 @@ def _paths(values: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple
 
 
 def _add_file(name: str, layers: Layers, origin: Path | None, children: tuple[str, ...]) -> None:
-    """Read a recipe file into layers, its parents first."""
+    """Add a recipe file to `layers`, after its parents; `children` are the files that extend it."""
     text, label, folder = _find(name, origin)
     if label in children:
         raise BadInput(f"{label}: extends itself ({' → '.join([*children, label])})")
@@ -350,6 +358,7 @@ def _add_values(
     origin: Path | None,
     children: tuple[str, ...],
 ) -> None:
+    """Add a recipe's values to `layers`, after its parents."""
     values = dict(values)
     parent = values.pop("extends", None)
     if parent is not None:
@@ -377,13 +386,16 @@ def _validated(layers: Layers) -> Recipe:
 
 
 def _first_problem(error: ValidationError, values: dict[str, Any]) -> tuple[list[Any], str]:
-    """Return the path of the first wrong value, and a line that describes the error."""
+    """Return the path of the first wrong value, and a line that describes its errors.
+
+    A value of a union has an error for each member; the deepest one is the most precise.
+    """
     errors = [(_path_of(details, values), details) for details in error.errors()]
     first = errors[0][0]
-    inside = [(path, details) for path, details in errors if path[: len(first)] == first]
-    deepest = max(inside, key=lambda item: len(item[0]))[0]
+    related = [(path, details) for path, details in errors if path[: len(first)] == first]
+    deepest = max(related, key=lambda item: len(item[0]))[0]
     return deepest, _describe(
-        deepest, [details for path, details in inside if path == deepest], values
+        deepest, [details for path, details in related if path == deepest], values
     )
 
 
@@ -426,7 +438,7 @@ def _describe(path: list[Any], errors: list[ErrorDetails], values: dict[str, Any
 
 
 def _expectation(details: ErrorDetails) -> str:
-    """Describe the valid values."""
+    """Return the valid values of an error as text."""
     if choices := _choices(details):
         return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
     text = _EXPECTED.get(details["type"])
@@ -434,6 +446,7 @@ def _expectation(details: ErrorDetails) -> str:
 
 
 def _choices(details: ErrorDetails) -> list[str]:
+    """Return the valid names that an error lists; empty if it lists none."""
     context = details.get("ctx", {})
     listed = context.get("expected", context.get("expected_tags", ""))
     return [part.strip(" '") for part in str(listed).replace(" or ", ",").split(",") if part]
@@ -452,13 +465,14 @@ def _key_suggestion(path: list[Any], values: dict[str, Any]) -> str:
 
 
 def _model_at(path: list[Any], values: dict[str, Any]) -> type[BaseModel] | None:
-    """Return the model class that checks the values at a path."""
+    """Return the pydantic class that checks the values at a path; None if there is none."""
     model: type[BaseModel] | None = Recipe
     for end, key in enumerate(path, 1):
         if isinstance(key, int):
             continue
         if model is None or key not in model.model_fields:
             return None
+        # for a list, the class depends on the item, whose index follows in the path
         items = 1 if end < len(path) and isinstance(path[end], int) else 0
         members = list(models_in(model.model_fields[key].annotation))
         model = _member(members, _at(values, path[: end + items]))
@@ -466,7 +480,7 @@ def _model_at(path: list[Any], values: dict[str, Any]) -> type[BaseModel] | None
 
 
 def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the model classes in an annotation, at any depth of unions, lists and `Annotated`."""
+    """Yield the pydantic classes in an annotation, also inside unions, lists and `Annotated`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
@@ -474,7 +488,7 @@ def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _member(members: list[type[BaseModel]], values: Any) -> type[BaseModel] | None:
-    """Return the union member that the tag in the values names."""
+    """Return the class of a union to which the values belong, by their tag (such as `kind`)."""
     if len(members) < 2:
         return next(iter(members), None)
     tag = _tag(members)
@@ -486,7 +500,7 @@ def _member(members: list[type[BaseModel]], values: Any) -> type[BaseModel] | No
 
 
 def _tag(members: list[type[BaseModel]]) -> str:
-    """Return the key that distinguishes the members of a union, such as `kind`."""
+    """Return the key whose value distinguishes the classes of a union, such as `kind`."""
     shared = [key for key in members[0].model_fields if all(key in m.model_fields for m in members)]
     return next(
         key
@@ -496,12 +510,13 @@ def _tag(members: list[type[BaseModel]]) -> str:
 
 
 def _section_tags() -> dict[str, str]:
-    """Return each section with several kinds, such as `model`, and the key that names the kind."""
+    """Return the sections that have several kinds, such as `model`, with the key of the kind."""
     unions = {name: list(models_in(info.annotation)) for name, info in Recipe.model_fields.items()}
     return {name: _tag(members) for name, members in unions.items() if len(members) > 1}
 
 
 def _at(values: Any, path: list[Any]) -> Any:
+    """Return the value at a path, or None."""
     for key in path:
         try:
             values = values[key]

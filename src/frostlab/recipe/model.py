@@ -1,6 +1,6 @@
-"""Model sections of a recipe, and the loss of models that decode envelopes.
+"""Model sections of a recipe, and the loss section of models that decode speech envelopes.
 
-Each model class defines the tasks that it supports, and checks that its settings fit the data.
+Each class lists the tasks that it supports, and checks that its settings fit the data.
 """
 
 from collections.abc import Iterator
@@ -15,16 +15,16 @@ from frostlab.recipe.treatment import Positive, Strict
 PRESETS: dict[str, dict[str, Any]] = {
     "v1": {"residual": "none", "head": "linear", "gradient_scale": 1.0},
     "full": {"residual": "gated", "head": "mlp", "gradient_scale": 2.0},
-    "conservative": {"residual": "plain", "head": "mlp", "gradient_scale": 1.5},  # small data
-    "aggressive": {"residual": "gated", "head": "mlp", "gradient_scale": 3.0},  # > 10 layers
+    "conservative": {"residual": "plain", "head": "mlp", "gradient_scale": 1.5},  # for little data
+    "aggressive": {"residual": "gated", "head": "mlp", "gradient_scale": 3.0},  # for over 10 layers
 }
-SCALES = (1, 2, 4, 8)  # default scales of the multiscale loss: number of samples to average
+SCALES = (1, 2, 4, 8)  # default scales of the multiscale loss: numbers of samples averaged into one
 
 
 class ModelSettings(Strict):
-    """Base class of all kinds of models."""
+    """Base class of the model sections; `kind` chooses one of them."""
 
-    tasks: ClassVar[tuple[Task, ...]]  # supported tasks
+    tasks: ClassVar[tuple[Task, ...]]  # tasks that the model supports
 
     def problems(self, data: Data) -> Iterator[str]:
         """Yield a line for each of these settings that does not fit the data."""
@@ -50,7 +50,7 @@ class GPTModel(ModelSettings):
         if self.width % self.heads:
             yield f"model.width {self.width} is not a multiple of model.heads {self.heads}"
         if data.task == "language" and self.causal is False:
-            yield "model.causal false would see the tokens it is to predict; data.task is language"
+            yield "model.causal false shows the model the tokens to predict; data.task is language"
         if (self.positions or data.length) < data.length:
             yield f"model.positions {self.positions} is less than data.length {data.length}"
 
@@ -63,9 +63,9 @@ class DecoderModel(ModelSettings):
     width: Positive = 64
     layers: Positive = 4
     heads: Positive = 4
-    hidden: Positive | None = None
-    norm: Literal["before", "after"] = "after"
-    final_norm: bool = False
+    hidden: Positive | None = None  # null: four times the width
+    norm: Literal["before", "after"] = "after"  # before or after each attention and feed-forward
+    final_norm: bool = False  # a norm between the last layer and the head
 
     def problems(self, data: Data) -> Iterator[str]:
         """Yield a line for each of these settings that does not fit the data."""
@@ -76,13 +76,13 @@ class DecoderModel(ModelSettings):
 
 
 class PretrainedModel(ModelSettings):
-    """A Hugging Face model by folder, hub name or architecture."""
+    """A Hugging Face model, given by folder, hub name or architecture."""
 
     tasks = ("classification", "language")
     kind: Literal["pretrained"]
     name: str
-    weights: bool = True  # false: load only the configuration; draw weights with the seed
-    config: dict[str, Any] = Field(default_factory=dict)  # changes to the configuration
+    weights: bool = True  # false: load the configuration only, and draw random weights
+    config: dict[str, Any] = Field(default_factory=dict)  # values that replace the configuration's
 
     def problems(self, data: Data) -> Iterator[str]:
         """Yield a line for each of these settings that does not fit the data."""
@@ -91,7 +91,7 @@ class PretrainedModel(ModelSettings):
 
 
 class ConformerModel(ModelSettings):
-    """frostlab's Conformer, trained from scratch, from EEG to envelope; defaults of version 2."""
+    """frostlab's Conformer, which decodes a speech envelope from EEG; the defaults give its v2."""
 
     tasks = ("envelope",)
     kind: Literal["conformer"]
@@ -102,15 +102,14 @@ class ConformerModel(ModelSettings):
     hidden: Positive | None = None  # null: four times the width
     kernel: Positive = 31  # size of the depthwise convolution, in samples
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.3
-    residual: Literal["none", "plain", "gated"] = "gated"  # residual around the whole stack
-    gate_bias: float = 0.0  # initial bias of the gate: 0 is half open, 4 nearly all stack
-    gradient_scale: Annotated[float, Field(gt=0)] = (
-        2.0  # factor of gradients that flow back into the stack
-    )
+    residual: Literal["none", "plain", "gated"] = "gated"  # connection around all layers
+    # initial bias of the gate: 0 mixes layers and residual equally, 4 passes almost only layers
+    gate_bias: float = 0.0
+    gradient_scale: Annotated[float, Field(gt=0)] = 2.0  # factor of the gradient into the layers
     head: Literal["linear", "mlp"] = "mlp"
-    norm: Literal["batch", "layer", "group"] = "batch"  # in the convolution module
-    attention: Literal["plain", "relative"] = "plain"
-    unseen: Literal["mean", "none"] = "mean"  # embedding of subjects in no training split
+    norm: Literal["batch", "layer", "group"] = "batch"  # norm in the convolution module
+    attention: Literal["plain", "relative"] = "plain"  # relative: with relative positions
+    unseen: Literal["mean", "none"] = "mean"  # embedding of an unseen subject: the mean, or zeros
 
     @model_validator(mode="before")
     @classmethod
@@ -140,7 +139,7 @@ class EnvelopeLoss(Strict):
     - pearson: −r
     - pearson-l1: −r + weight·L1
     - mse-pearson: MSE + weight·(1 − r)², as published
-    - multiscale: the mean of −r over average-pooled scales
+    - multiscale: the mean of −r over several scales of average pooling
     """
 
     tasks: ClassVar[tuple[Task, ...]] = ("envelope",)
@@ -164,7 +163,7 @@ class EnvelopeLoss(Strict):
         largest = max(self.scales or SCALES)
         if self.kind == "multiscale" and data.length < 2 * largest:
             yield (
-                f"loss.scales has {largest}, which leaves no two samples of data.length "
+                f"loss.scales has {largest}, which leaves fewer than two samples of data.length "
                 f"{data.length}; the largest that fits is {data.length // 2}"
             )
 

@@ -1,7 +1,7 @@
 """`Recipe`: everything that defines a run, with its stages, checked as a whole.
 
-Sections are defined in recipe.data, recipe.model, recipe.treatment and recipe.settings. These
-modules check for contradictions inside a section; this module checks between sections.
+The other sections are defined in recipe.data, recipe.model, recipe.treatment and recipe.settings,
+which check each section; this module also checks for contradictions between sections.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from frostlab.recipe.treatment import (
 )
 
 Rate = Annotated[float, Field(gt=0)]
-WORDS = ("new", "old")  # groups that a stage's learning rates can name besides selections
+WORDS = ("new", "old")  # keys of a stage's `lr` besides selections: added layers, and other parts
 
 
 class Add(Strict):
@@ -37,27 +37,27 @@ class Add(Strict):
 
 
 class StageSettings(Strict):
-    """One stage; a null setting takes the run's value."""
+    """One stage of a run; a setting that is null is taken from the rest of the recipe."""
 
     name: str | None = None  # null: the stage's number
-    train: Selections | None = None  # trainable selections; null: all that are not frozen
-    add: Add | None = None
+    train: Selections | None = None  # selections to train; null: all weights that are not frozen
+    add: Add | None = None  # null: no new layers
     lr: Rate | Annotated[dict[str, Rate], Field(min_length=1)] | None = None  # null: optim.lr
-    epochs: Positive | None = None  # null: the duration in `train`
+    epochs: Positive | None = None  # epochs and steps null: the duration in the section `train`
     steps: Positive | None = None
     patience: Positive | None = None  # null: evaluate.patience
-    supervise: Supervise | None = None  # null: the run's
-    keep_state: bool = True  # keep optimizer state of weights that were trainable before
+    supervise: Supervise | None = None  # null: the recipe's
+    keep_state: bool = True  # keep the optimizer state of weights that already learned before
 
     @model_validator(mode="after")
     def _one_duration(self) -> Self:
         if self.epochs is not None and self.steps is not None:
-            raise ValueError(f"epochs {self.epochs} and steps {self.steps} both say how long")
+            raise ValueError(f"epochs {self.epochs} and steps {self.steps} both set the duration")
         return self
 
 
 def stage_names(stages: tuple[StageSettings, ...]) -> tuple[str, ...]:
-    """Return the stages' names (default: numbers); a run without stages has one, named train."""
+    """Return the stages' names, by default their numbers; a run without stages has one, `train`."""
     return tuple(stage.name or str(number) for number, stage in enumerate(stages, 1)) or ("train",)
 
 
@@ -70,8 +70,8 @@ def _data_problems(recipe: "Recipe") -> Iterator[str]:
     if tokenizer is not None and data.form != "text":
         yield f"data.name {data.name} is made of {data.form}; tokenizer must be null"
     yield from data.problems()
-    leaks = tokenizer.also if isinstance(tokenizer, Words) else ()
-    if "tune" in leaks and getattr(data, "splits", None) == "published":
+    counted_too = tokenizer.also if isinstance(tokenizer, Words) else ()
+    if "tune" in counted_too and getattr(data, "splits", None) == "published":
         yield "tokenizer.also names tune, but splits: published has train and report only"
     if data.form == "signals" and recipe.train.batching == "packed":
         yield "train.batching packed is for text; windows of signals are all of one length"
@@ -108,7 +108,7 @@ def _supervision_problems(recipe: "Recipe") -> Iterator[str]:
         yield f"supervise.layers is for language models; data.task is {recipe.data.task}"
     if recipe.supervise.frozen and recipe.train.cache_prefix is not None:
         yield (
-            "supervise.frozen needs the layers that train.cache_prefix leaves out; "
+            "supervise.frozen needs the frozen layers that train.cache_prefix skips; "
             "set one of them to its default"
         )
 
@@ -160,13 +160,13 @@ class Recipe(Strict):
 
     @property
     def surgery(self) -> Treatment:
-        """The treatment; a name is replaced with its definition."""
+        """The treatment in full, also if the recipe gives only its name."""
         treatment = self.treatment
         return treatment if isinstance(treatment, Treatment) else TREATMENTS[treatment]
 
     @property
     def treatment_name(self) -> str:
-        """The treatment's name; without one, the name of its PEFT method, else `explicit`."""
+        """The treatment's name; if it has none, its PEFT method, or else `explicit`."""
         if not isinstance(self.treatment, Treatment):
             return str(self.treatment)
         return "explicit" if self.treatment.peft is None else self.treatment.peft.method
@@ -179,7 +179,7 @@ class Recipe(Strict):
     def digest(self) -> str:
         """Stable digest of a run's definition, used to find stored runs.
 
-        It ignores the description, and is equal for all names of the same treatment.
+        It ignores `about`, and is equal for all names of the same treatment.
         """
         values = self.model_dump(mode="json", exclude={"about"})
         if isinstance(self.treatment, str):

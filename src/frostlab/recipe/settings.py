@@ -1,4 +1,4 @@
-"""Sections of a recipe for optimizer, training, supervision, gradient flow and evaluation."""
+"""The sections optim, train, supervise, watch and evaluate of a recipe."""
 
 import re
 from typing import Annotated, Any, Literal, Self
@@ -8,13 +8,13 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from frostlab.recipe.treatment import Positive, Strict, one_of
 
 StepKind = Literal["auto", "eager", "compiled", "captured"]
-METRICS = {  # by task, the default first; training/evaluate.py computes them
+METRICS = {  # metrics of each task, the default first; training/evaluate.py computes them
     "classification": ["accuracy", "macro_f1", "loss"],
     "language": ["perplexity", "token_accuracy", "loss"],
     "envelope": ["pearson", "loss"],
 }
 LOWER_IS_BETTER = {"loss", "perplexity"}
-METRIC_TARGETS = {"pearson": 0.3}  # targets of a diagnosis if evaluate.target is null
+METRIC_TARGETS = {"pearson": 0.3}  # targets of `frostlab diagnose` if evaluate.target is null
 
 
 def _known_metric(name: Any) -> Any:
@@ -31,7 +31,7 @@ def _check_every(every: int | str) -> int | str:
         return every
     if isinstance(every, str) and re.fullmatch(r"[1-9]\d* epochs", every):
         return every
-    raise ValueError(f"{every!r} should be a number of steps, epoch, or such as 10 epochs")
+    raise ValueError(f"{every!r} should be a number of steps, `epoch`, or e.g. `10 epochs`")
 
 
 Every = Annotated[int | str, AfterValidator(_check_every)]
@@ -55,18 +55,18 @@ class Optim(Strict):
     )
     eps: Annotated[float, Field(gt=0)] = 1e-8
     clip: Annotated[float, Field(gt=0)] | None = 1.0
-    warmup: Annotated[float, Field(ge=0)] = 0.1  # below 1: share of all steps; else number of steps
+    warmup: Annotated[float, Field(ge=0)] = 0.1  # number of steps; below 1: share of the stage
     schedule: Literal["linear", "cosine", "constant"] | StepDecay = "linear"
 
     @model_validator(mode="after")
     def _check_warmup(self) -> Self:
         if self.warmup > 1 and self.warmup != int(self.warmup):
-            raise ValueError(f"warmup {self.warmup} is neither a share below 1 nor whole steps")
+            raise ValueError(f"warmup {self.warmup} is neither a share below 1 nor a whole number")
         return self
 
 
 class Train(Strict):
-    """Duration, batches, precision and devices of training."""
+    """Duration, batches, kind of step, precision and devices of training."""
 
     batch: Positive = 32  # examples per step, over all processes and micro-batches
     accumulate: Positive = 1  # micro-batches per step
@@ -74,11 +74,12 @@ class Train(Strict):
     steps: Positive | None = None
     batching: Literal["bucketed", "packed", "padded"] = "bucketed"
     step: StepKind = "auto"  # auto: the fastest kind that works
-    cache_prefix: Literal["memory", "disk"] | None = None  # for the frozen first layers' outputs
-    cache_gb: Annotated[float, Field(gt=0)] = 16.0  # maximum size of that cache
+    # where to cache the outputs of the frozen first layers; null: not at all
+    cache_prefix: Literal["memory", "disk"] | None = None
+    cache_gb: Annotated[float, Field(gt=0)] = 16.0  # maximum size of that cache, in GB
     precision: Literal["auto", "float32", "bf16"] = "auto"  # auto: bf16 on CUDA
     device: str = "auto"
-    threads: Positive | None = None
+    threads: Positive | None = None  # CPU threads; null: torch's default
     processes: Positive | None = None  # required number of processes; null: any
     parallel: Literal["ddp", "fsdp"] = "ddp"
     checkpoint: Positive | None = None  # steps between checkpoints; null: checkpoint at evaluations
@@ -95,11 +96,11 @@ class Train(Strict):
     def _check(self) -> Self:
         if self.epochs is not None and self.steps is not None:
             raise ValueError(
-                f"epochs {self.epochs} and steps {self.steps} both say how long; "
+                f"epochs {self.epochs} and steps {self.steps} both set the duration; "
                 "set one of them to null"
             )
         if self.cache_prefix is not None and self.parallel == "fsdp":
-            raise ValueError("cache_prefix leaves layers out, which parallel fsdp cannot; use ddp")
+            raise ValueError("cache_prefix skips layers, which parallel fsdp cannot do; use ddp")
         if self.batch % (self.accumulate * (self.processes or 1)):
             raise ValueError(
                 f"batch {self.batch} cannot be shared by {self.processes or 1} processes × "
@@ -109,16 +110,17 @@ class Train(Strict):
 
 
 class Supervise(Strict):
-    """Supervised layers, which predict through the shared head, and the weights of their losses."""
+    """Layers that get a loss through the model's head, and the weights of these losses."""
 
     layers: Literal["last", "all"] | Annotated[tuple[Positive, ...], Field(min_length=1)] = "last"
+    # null: equal weights that sum to 1
     weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)] | None = None
     frozen: bool = False  # true: include layers without trainable weights at or below them
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.layers == "last" and self.frozen:
-            raise ValueError("frozen is about layers below the last; layers is last")
+            raise ValueError("frozen is for layers below the last; layers is last")
         if isinstance(self.layers, str):
             return self
         if twice := [n for n in self.layers if self.layers.count(n) > 1]:
@@ -129,17 +131,17 @@ class Supervise(Strict):
 
 
 class Watch(Strict):
-    """Interval of gradient-flow measurements, and quantities to measure besides the norms."""
+    """Measurement of gradient flow: its interval, and quantities to measure besides the norms."""
 
     every_n_steps: Positive = 10
-    distance: bool = False  # from the stage's initial weights; keeps a copy of them
-    gradient_cosine: bool = False  # between successive gradients; keeps a copy of them
+    distance: bool = False  # from the stage's initial weights, which are kept in memory
+    gradient_cosine: bool = False  # of successive gradients, which are kept in memory
     dead_units: bool = False  # dead and saturated units; requires eager steps
-    attention_entropy: bool = False  # of every attention head; requires eager steps
+    attention_entropy: bool = False  # per attention head; requires eager steps
 
     @property
     def inside(self) -> bool:
-        """Whether to measure inside the forward pass, which graphs and compiled code prevent."""
+        """Whether to read activations inside the forward pass, which needs eager steps."""
         return self.dead_units or self.attention_entropy
 
 
@@ -149,5 +151,6 @@ class Evaluate(Strict):
     every: Every = "epoch"
     metric: Metric | None = None  # null: accuracy, perplexity for language, pearson for envelopes
     patience: Positive | None = None  # evaluations without improvement before stopping
-    target: float | None = None  # metric value; record the steps and seconds until it is reached
+    # value of the metric; the result records the steps and seconds until it was reached
+    target: float | None = None
     batch: Positive | None = None  # examples per batch; null: as in training

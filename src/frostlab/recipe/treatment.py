@@ -1,4 +1,4 @@
-"""Treatments: new weights, frozen weights or adapters, given by name or in full."""
+"""Treatments: changes of a model before training (new values, frozen weights or adapters)."""
 
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
@@ -7,26 +7,27 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic_core import PydanticCustomError
 
 Positive = Annotated[int, Field(gt=0)]
+# Names of model parts, such as query or layers[0:3]; a leading ! takes parts out again.
 Selections = Annotated[tuple[str, ...], Field(min_length=1)]
 
 
 class Strict(BaseModel):
-    """Base class of all sections: immutable, without unknown keys or implicit type conversion."""
+    """Base class of all sections: immutable; refuses unknown keys and converts no types."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Orthogonalize(Strict):
-    """Replacement of weights with orthonormal rows, per head or over the whole matrix."""
+    """Replacement of weights with orthonormal rows, in each head or in the whole matrix."""
 
     method: Literal["orthogonalize"]
     select: Selections
     scope: Literal["head", "matrix"] = "head"
-    source: Literal["weights", "gaussian"] = "weights"
+    source: Literal["weights", "gaussian"] = "weights"  # the matrix to orthogonalize
 
 
 class Randomize(Strict):
-    """Replacement of weights with normal draws of a given deviation, or with the weights' norm."""
+    """Replacement of weights with random normal values; `match` keeps the norm of the weights."""
 
     method: Literal["randomize"]
     select: Selections
@@ -34,14 +35,14 @@ class Randomize(Strict):
 
 
 class RegisteredChange(Strict):
-    """Change of weights by a function that was registered under a treatment's name."""
+    """Change of weights by the function of `fl.register_treatment` with this name."""
 
     method: Literal["registered"]
     name: str
 
 
 class LowRank(Strict):
-    """LoRA: a trainable low-rank product per projection; DoRA also trains magnitudes."""
+    """LoRA: a trainable low-rank product added to each projection; DoRA also trains magnitudes."""
 
     method: Literal["lora", "dora"]
     select: Selections = ("query", "value")
@@ -58,12 +59,12 @@ class Scales(Strict):
 
 
 def _all_but(learns: str) -> tuple[str, ...]:
-    """Return selections that freeze all but `learns` and the head; a tied head stays frozen."""
+    """Return selections that freeze all but `learns` and an untied head."""
     return ("all", "embedding", f"!{learns}", "!head")
 
 
 class Treatment(Strict):
-    """New values for weights and weights to freeze, in this order; or PEFT adapters."""
+    """Weights to change (`init`) and then weights to freeze; or PEFT adapters instead."""
 
     init: tuple[
         Annotated[Orthogonalize | Randomize | RegisteredChange, Field(discriminator="method")], ...
@@ -74,18 +75,18 @@ class Treatment(Strict):
     @model_validator(mode="after")
     def _does_something(self) -> Self:
         if self.freeze and all(selection.startswith("!") for selection in self.freeze):
-            raise ValueError("freeze only takes away; name what to freeze, e.g. [all, '!head']")
+            raise ValueError("freeze has only exceptions; add parts to freeze: [all, '!head']")
         if self.peft is not None and (self.init or self.freeze):
             other = "init" if self.init else "freeze"
             raise ValueError(
-                f"peft and {other} exclude each other: all but the adapters and the head is "
-                "frozen as it is"
+                f"peft and {other} exclude each other: peft freezes all weights but the adapters "
+                "and the head, unchanged"
             )
         return self
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """The selections that do not learn."""
+        """The selections that the treatment freezes."""
         return self.freeze if self.peft is None else _all_but("adapter")
 
 
@@ -116,13 +117,13 @@ TREATMENTS = {
     "norms": Treatment(freeze=_all_but("norm")),
     "bitfit": Treatment(freeze=_all_but("bias")),
 }
-SAME = {"baseline": "none"}  # aliases of treatments
+SAME = {"baseline": "none"}  # other names of a treatment → its name in digests
 
 
 def one_of(value: Any, names: Iterable[str]) -> Any:
     """Refuse an unknown name with the error that pydantic raises for a Literal.
 
-    This is for names that users may register, because a Literal cannot list them.
+    A Literal cannot list these names, because users may register more.
     """
     names = tuple(names)
     if isinstance(value, str) and value in names:

@@ -182,7 +182,9 @@ def test_a_model_that_cannot_be_packed_is_refused(tmp_path: Path) -> None:
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
              "intermediate_size": 16}  # fmt: skip
     model = {"kind": "pretrained", "name": "roberta", "weights": False, "config": small}
-    said = "train.batching packed does not know RobertaForSequenceClassification; it knows gpt"
+    said = (
+        "train.batching packed does not support RobertaForSequenceClassification; it supports gpt"
+    )
     with pytest.raises(fl.BadInput, match=said):
         fl.run(tiny(model=model, train__batching="packed"), runs=tmp_path)
     assert not list(tmp_path.iterdir())

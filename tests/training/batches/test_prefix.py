@@ -225,7 +225,7 @@ def test_a_thawed_layer_is_not_looked_up() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"treatment": "oelm"}, "needs frozen layers below the first that learns"),
+        ({"treatment": "oelm"}, "needs frozen layers below the first trainable layer"),
         ({"model__dropout": 0.1}, "needs frozen layers without dropout"),
         ({"train__cache_gb": 1e-4}, r"would take 0.0 GB; train.cache_gb allows 0.0001"),
     ],

@@ -192,7 +192,7 @@ def test_half_precision(half_model: bool) -> None:
 def test_targets_that_are_no_class_are_refused(wrong: int) -> None:
     hidden, weight, _, targets = inputs(11, 4, (10,))
     targets[7] = wrong
-    with pytest.raises(BadInput, match=f"target {wrong} at place 7 is not in 0…10"):
+    with pytest.raises(BadInput, match=f"target {wrong} at position 7 is not in 0…10"):
         head_loss(hidden, weight, targets)
 
 

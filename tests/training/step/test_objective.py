@@ -268,7 +268,7 @@ def test_other_models_are_refused() -> None:
         GPTNeoXConfig(**sizes))]  # fmt: skip
     for model in others:
         with pytest.raises(
-            fl.BadInput, match=f"supervise.layers does not know {type(model).__name__}"
+            fl.BadInput, match=f"supervise.layers does not support {type(model).__name__}"
         ):
             resolve_supervision(supervise(), model)
 

@@ -1,1 +1,1 @@
-"""Batches: the examples of a step as padded, packed or prefix-cached tensors."""
+"""Batches: the examples of a step as tensors, padded, packed or with cached layer outputs."""

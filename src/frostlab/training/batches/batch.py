@@ -1,4 +1,4 @@
-"""The order of examples, a pure function of the seed, and their collation into batches."""
+"""The order of examples in an epoch, fixed by the seed, and their collation into padded batches."""
 
 import hashlib
 from dataclasses import dataclass, replace
@@ -15,8 +15,8 @@ from frostlab.data.tokens import Tokens
 from frostlab.devices import prepares_kernels, to_device
 from frostlab.models.attention import Packing
 
-IGNORED = -100  # the target of a position that is not scored
-_POOL = 50  # batches per pool; the examples of a pool are sorted by length
+IGNORED = -100  # target of a position without a loss; every other target is a scored target
+_POOL = 50  # batches per pool; `epoch_order` sorts the examples of a pool by length
 Rows = NDArray[np.int64]  # indices of examples
 Order = list[Rows]  # the example indices of each batch
 Split = Tokens | Windows
@@ -25,29 +25,29 @@ Split = Tokens | Windows
 def epoch_order(
     lengths: NDArray[np.int64], batch: int, seed: int, epoch: int, bucket: bool
 ) -> Order:
-    """Return the examples of every step of an epoch; the last step may have fewer.
+    """Return the shuffled example indices of each step of an epoch; the last step may be smaller.
 
     With `bucket`, examples of similar length share a batch: each pool of shuffled examples is
     sorted by length and split into batches, and the batches are shuffled again.
     """
-    draw = np.random.default_rng([seed, epoch])
-    rows = draw.permutation(len(lengths))
+    generator = np.random.default_rng([seed, epoch])
+    rows = generator.permutation(len(lengths))
     if bucket:
         pools = [rows[i : i + _POOL * batch] for i in range(0, len(rows), _POOL * batch)]
         rows = np.concatenate([pool[np.argsort(lengths[pool], kind="stable")] for pool in pools])
     batches = in_batches(rows, batch)
     if bucket:
-        batches = [batches[i] for i in draw.permutation(len(batches))]
+        batches = [batches[i] for i in generator.permutation(len(batches))]
     return batches
 
 
 def evaluation_order(lengths: NDArray[np.int64], batch: int) -> Order:
-    """Return batches of all examples, longest first, so that memory runs out at once if at all."""
+    """Return batches of all examples, longest first: if memory runs out, it does so at once."""
     return in_batches(np.argsort(-lengths, kind="stable"), batch)
 
 
 def in_batches(rows: Rows, batch: int) -> Order:
-    """Split rows into batches and keep their order."""
+    """Split rows into consecutive batches."""
     return [rows[i : i + batch] for i in range(0, len(rows), batch)]
 
 
@@ -55,6 +55,7 @@ def scored_counts(tokens: Tokens) -> NDArray[np.int64]:
     """Return the number of scored targets of each example."""
     if tokens.labels is not None:
         return np.ones(len(tokens), np.int64)
+    # the first token is never predicted, so scoring starts at token 1 or later
     first = 1 if tokens.scored_from is None else np.maximum(tokens.scored_from, 1)
     return np.maximum(tokens.lengths - first, 0)
 
@@ -66,7 +67,7 @@ def row_lengths(tokens: Tokens, rows: Rows | slice = slice(None)) -> NDArray[np.
 
 
 def padding_limit(tokens: Tokens, device: torch.device) -> int | None:
-    """Return the largest width `collate` may pad to; None: each batch's longest example."""
+    """Return the `limit` of `collate`: the longest example's length on a GPU, None elsewhere."""
     return int(tokens.lengths.max()) if prepares_kernels(device) else None
 
 
@@ -80,9 +81,10 @@ def order_digest(order: Order, before: str = "") -> str:
 
 
 def micro_batches(rows: Rows, rank: int, size: int, count: int) -> Order:
-    """Split a process's share of a step into micro-batches, the same number in each process.
+    """Return the micro-batches of process `rank` of `size` processes, for the examples of a step.
 
-    A micro-batch may be empty: `collate` then makes a placeholder example that is not scored.
+    Every process gets the same number of micro-batches, at most `count`. A micro-batch may be
+    empty: `collate` then makes a placeholder example that is not scored.
     """
     longest = -(-len(rows) // size)
     own_rows = rows[rank::size]
@@ -95,11 +97,11 @@ class Batch:
     """Examples as tensors, with the numbers of real tokens and scored targets."""
 
     inputs: dict[str, Tensor]  # the model's arguments
-    targets: Tensor  # (B,) classes, (B, T) next tokens (IGNORED is not scored) or envelopes
+    targets: Tensor  # (B,) classes, or (B, T): next tokens, some of them IGNORED, or envelopes
     examples: int
-    tokens: int  # or EEG samples, without padding
-    scored: int  # scored targets
-    packing: Packing | None = None  # where each example lies in a packed row
+    tokens: int  # tokens or EEG samples, without padding
+    scored: int  # number of scored targets
+    packing: Packing | None = None  # positions of the examples in a packed row; None: not packed
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on a device, without waiting for the copy."""
@@ -115,24 +117,25 @@ class Batch:
     def tensors(self) -> list[Tensor]:
         """Return every tensor of the batch, in a fixed order."""
         packing = self.packing
-        places = [] if packing is None else [packing.bounds, packing.owners, packing.places]
-        return [*self.inputs.values(), self.targets, *places]
+        packed = [] if packing is None else [packing.bounds, packing.owners, packing.places]
+        return [*self.inputs.values(), self.targets, *packed]
 
     def with_tensors(self, tensors: list[Tensor]) -> "Batch":
         """Return the batch with other tensors, in the order of `tensors`."""
         inputs = dict(zip(self.inputs, tensors, strict=False))
-        targets, *places = tensors[len(inputs) :]
+        targets, *packed = tensors[len(inputs) :]
         packing = self.packing
         if packing is not None:
-            bounds, owners, in_own = places
-            packing = replace(packing, bounds=bounds, owners=owners, places=in_own)
+            bounds, owners, places = packed
+            packing = replace(packing, bounds=bounds, owners=owners, places=places)
         return replace(self, inputs=inputs, targets=targets, packing=packing)
 
 
 def padded_width(longest: int, limit: int) -> int:
-    """Round a width up to one of eight widths per octave, at most `limit`.
+    """Round a width up, but not above `limit`, so that few different widths occur.
 
-    Preparing a GPU's kernels for a new width takes at least a tenth of a second.
+    There are at most eight widths between two powers of two. Few widths save time, because a GPU
+    takes at least a tenth of a second to prepare its kernels for a new width.
     """
     step = max(8, 1 << max(0, (longest - 1).bit_length() - 4))
     return max(longest, min(limit, -(-longest // step) * step))
@@ -146,23 +149,24 @@ def collate(
     types: bool = False,
     limit: int | None = None,
 ) -> Batch:
-    """Pad examples to the longest of them, without a loop over examples.
+    """Return examples as tensors, padded to the longest of them.
 
-    `types` adds token types, which mark the second text of a pair. `limit` allows more padding, up
-    to that width, so that a device that prepares kernels for each width sees only a few. Without
-    rows, the batch is one placeholder that is not scored, so that every process takes every step.
+    `types` adds token types, which mark the second text of a pair. With `limit`, the width is also
+    rounded up by `padded_width`. Without rows, the batch is one placeholder that is not scored, so
+    that a process without examples still takes part in the step.
     """
-    counts = bool(len(rows))
-    rows = rows if counts else np.zeros(1, np.int64)
+    has_rows = bool(len(rows))
+    rows = rows if has_rows else np.zeros(1, np.int64)
     language = tokens.labels is None
     starts, lengths = tokens.starts[rows], tokens.stops[rows] - tokens.starts[rows]
-    width = max(int(lengths.max()), 2 if language else 1)  # at least one token to read
+    # a language model does not read the last token, and it needs at least one to read
+    width = max(int(lengths.max()), 2 if language else 1)
     if limit is not None:
         width = padded_width(width, limit)
     places = np.arange(width)
     real = places < lengths[:, None]  # (B, T)
-    at = np.minimum(starts[:, None] + places, tokens.stops[rows][:, None] - 1)
-    ids = np.where(real, tokens.ids[at], pad).astype(np.int64)
+    token_indices = np.minimum(starts[:, None] + places, tokens.stops[rows][:, None] - 1)
+    ids = np.where(real, tokens.ids[token_indices], pad).astype(np.int64)
     if language:
         targets = np.where(real, ids, IGNORED)[:, 1:]
         if tokens.scored_from is not None:
@@ -172,7 +176,7 @@ def collate(
     else:
         assert tokens.labels is not None
         targets = np.asarray(tokens.labels[rows])
-    targets = targets if counts else np.full_like(targets, IGNORED)
+    targets = targets if has_rows else np.full_like(targets, IGNORED)
     inputs: dict[str, Any] = {"input_ids": ids}
     if not (language or real.all()):  # a causal model never attends to trailing padding
         inputs["attention_mask"] = real.astype(np.int64)
@@ -181,23 +185,23 @@ def collate(
     return Batch(
         {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in inputs.items()},
         torch.from_numpy(np.ascontiguousarray(targets)),
-        examples=len(rows) if counts else 0,
-        tokens=int(real.sum()) if counts else 0,
+        examples=len(rows) if has_rows else 0,
+        tokens=int(real.sum()) if has_rows else 0,
         scored=int((targets != IGNORED).sum()),
     )
 
 
 class Examples(Protocol):
-    """The examples of a split for training and evaluation, indexed by rows from 0."""
+    """The examples of a split; a row is the index of an example, from 0."""
 
     def __len__(self) -> int:
         """Return the number of examples in an epoch."""
 
     def epoch_order(self, batch: int, seed: int, epoch: int, bucket: bool) -> Order:
-        """Return the examples of every step of an epoch."""
+        """Return the rows of each step of an epoch."""
 
     def evaluation_order(self, batch: int) -> Order:
-        """Return the examples of every batch of an evaluation."""
+        """Return the rows of each batch of an evaluation."""
 
     def scored(self, rows: Rows) -> int:
         """Return the number of scored targets of these examples."""
@@ -211,12 +215,12 @@ class Examples(Protocol):
 
 @dataclass(frozen=True)
 class TokenExamples:
-    """Padded examples of token ids."""
+    """Examples of token ids, padded by `collate`."""
 
     tokens: Tokens
-    pad: int
-    types: bool = False
-    limit: int | None = None  # the largest padded width, as in `collate`
+    pad: int  # token id of padding
+    types: bool = False  # whether to add token types
+    limit: int | None = None  # the largest padded width; None: the batch's longest example
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -247,7 +251,7 @@ class TokenExamples:
 
 @dataclass(frozen=True)
 class WindowExamples:
-    """Windows of recordings: drawn at random for an epoch, on a grid for an evaluation."""
+    """Windows of EEG recordings: drawn again in every epoch, and on a fixed grid in evaluations."""
 
     windows: Windows
 
@@ -282,7 +286,7 @@ class WindowExamples:
 def token_examples(
     prepared: Material, split: Split, device: torch.device, types: bool = False
 ) -> Examples:
-    """Return a split of text; `types` is for models with token types."""
+    """Return a text split as padded examples; `types` adds token types."""
     assert isinstance(split, Tokens)
     return TokenExamples(split, text_of(prepared).pad, types, padding_limit(split, device))
 
@@ -290,6 +294,6 @@ def token_examples(
 def window_examples(
     prepared: Material, split: Split, device: torch.device, types: bool = False
 ) -> Examples:
-    """Return a split of recordings."""
+    """Return an EEG split as examples; called like `token_examples`, but only `split` is used."""
     assert isinstance(split, Windows)
     return WindowExamples(split)

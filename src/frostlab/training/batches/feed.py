@@ -1,4 +1,4 @@
-"""The feed of training batches: padded, bucketed, packed or prefix-cached."""
+"""The feed: the micro-batches of each training step, padded, packed or with cached outputs."""
 
 from dataclasses import replace
 
@@ -19,12 +19,12 @@ from frostlab.training.distributed import Compute
 
 
 def packs_examples(train: Train) -> bool:
-    """Return whether several examples share a row, as in packed and prefix-cached batches."""
+    """Return whether examples are packed into one row; the prefix cache needs packed rows too."""
     return train.batching == "packed" or train.cache_prefix is not None
 
 
 class Feed:
-    """This process's training batches, in a recipe's order and batching mode."""
+    """This process's training batches, in the order and batching mode that a recipe sets."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Feed:
         self._world = compute.world
         self.packs = train.batching == "packed" or prefix is not None
         self.shapes = None
-        if self.packs and prepares_kernels(compute.device):  # few shapes need few kernels
+        if self.packs and prepares_kernels(compute.device):  # use few shapes: each needs kernels
             parts = [part for rows in self.order(0) for part in self._micro_batches(rows)]
             self.shapes = shapes_for(self._text.tokens, parts)
 
@@ -48,12 +48,12 @@ class Feed:
         return self.examples.epoch_order(self.train.batch, self.seed, epoch, bucket)
 
     def __call__(self, rows: Rows) -> list[Batch]:
-        """Return this process's micro-batches of a step, whose gradients are accumulated."""
+        """Return this process's micro-batches of a step; the step accumulates their gradients."""
         parts = self._micro_batches(rows)
         if not self.packs:
             return [self.examples.collate(part) for part in parts]
         width = None
-        if self.shapes is not None:
+        if self.shapes is not None:  # one width for all micro-batches of the step
             longest = max(int(row_lengths(self._text.tokens, part).sum()) for part in parts)
             width = self.shapes.width(longest)
         return [self._packed(part, width) for part in parts]
@@ -70,6 +70,7 @@ class Feed:
                      width=width, cached_starts=starts)  # fmt: skip
         if prefix is None or prefix.facts["where"] == "memory":
             return batch
+        # a table on disk stays on the CPU: look up its vectors here, not in the step
         cached = prefix.table.index_select(0, batch.inputs["cached"].flatten()).unsqueeze(0)
         return replace(batch, inputs=batch.inputs | {"cached": cached})
 

@@ -1,4 +1,4 @@
-"""Packing of examples of different lengths into one row, padded to one of a few widths."""
+"""Packing: a micro-batch's examples one after another in one row, padded to one of a few widths."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,25 +11,25 @@ from frostlab.data.tokens import Tokens
 from frostlab.models.attention import Packing
 from frostlab.training.batches.batch import IGNORED, Batch, Order, row_lengths
 
-_GRAIN = 64  # widths are multiples of this
-_WIDTHS = 8  # the largest number of different widths
+_GRAIN = 64  # widths are multiples of this number of tokens
+_WIDTHS = 8  # maximum number of different widths
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """The few shapes of packed rows, for devices that prepare kernels for each shape."""
+    """The shapes that packed rows may have: few, because a GPU prepares kernels for each shape."""
 
     widths: tuple[int, ...]  # tokens per row, ascending
-    examples: int  # the most examples per row
-    longest: int  # tokens of the longest example, rounded up
+    examples: int  # sequences per row; a row with fewer examples gets empty sequences
+    longest: int  # tokens of the longest example, rounded up to a multiple of _GRAIN
 
     def width(self, tokens: int) -> int:
-        """Return the smallest width that holds this number of tokens."""
+        """Return the smallest width that holds the tokens; if none does, round their number up."""
         return next((w for w in self.widths if w >= tokens), int(_round_up(tokens)))
 
 
 def shapes_for(tokens: Tokens, parts: Order) -> Shapes:
-    """Return shapes, of at most eight widths, that minimise the padding of these micro-batches."""
+    """Return the shapes, with at most _WIDTHS widths, that pad these micro-batches the least."""
     lengths = row_lengths(tokens)
     sums = np.array([int(lengths[rows].sum()) for rows in parts])
     needed, counts = np.unique(_round_up(sums), return_counts=True)
@@ -42,9 +42,9 @@ def _round_up(count: Any) -> Any:
 
 
 def _least_padding(needed: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[int, ...]:
-    """Choose the widths that pad rows the least, by dynamic programming.
+    """Choose at most _WIDTHS of the needed widths, by dynamic programming, to pad rows the least.
 
-    `needed` holds widths in ascending order, and `counts` the number of rows that need each.
+    `needed` holds widths in ascending order, and `counts` the number of rows that need each width.
     """
     row_sums = np.concatenate([[0], np.cumsum(counts)])
     token_sums = np.concatenate([[0], np.cumsum(counts * needed)])
@@ -53,13 +53,14 @@ def _least_padding(needed: NDArray[np.int64], counts: NDArray[np.int64]) -> tupl
     waste = (row_sums[last] - row_sums[:, None]) * needed
     waste -= token_sums[last] - token_sums[:, None]
     waste = np.where(np.arange(len(needed) + 1)[:, None] < last, waste, np.inf)
+    # best[j]: least padding of the rows that need one of the j smallest widths, so far
     best = np.concatenate([[0.0], np.full(len(needed), np.inf)])
     choices = []
     for _ in range(min(_WIDTHS, len(needed))):
         total = best[:, None] + waste
         choices.append(total.argmin(0))
         best = np.concatenate([[0.0], total.min(0)])
-    widths, end = [], len(needed)
+    widths, end = [], len(needed)  # walk back from the largest width
     for choice in reversed(choices):
         if end:
             widths.append(int(needed[end - 1]))
@@ -77,11 +78,12 @@ def pack(
     width: int | None = None,
     cached_starts: NDArray[np.int64] | None = None,
 ) -> Batch:
-    """Concatenate examples into one row; `shapes` pads the row to one of a few shapes.
+    """Concatenate examples into one row, padded to `width` or else to one of the `shapes`.
 
-    `cached_starts` holds each example's first row in a prefix table; with it, the batch also has
-    each token's row in that table. Without examples, the row is padding that is not scored, so
-    that every process takes every step.
+    `cached_starts` holds the index of each example's first token in a prefix's table (see
+    `frostlab.training.batches.prefix`); with it, the batch has an input `cached`, the table index
+    of each token. Without examples, the row is padding that is not scored, so that a process
+    without examples still takes part in the step.
     """
     lengths = row_lengths(tokens, rows)
     ends = np.cumsum(lengths)
@@ -90,18 +92,18 @@ def pack(
         width = max(total, 1) if shapes is None else shapes.width(total)
     examples = max(len(rows), 1) if shapes is None else shapes.examples
     longest = int(lengths.max(initial=1))
-    if shapes is not None:  # doubling until it covers the padding keeps values few
+    if shapes is not None:  # double it until it covers the padding: few values occur
         longest = shapes.longest
         while longest < width - total:
             longest *= 2
-    longest = max(longest, width - total)
+    longest = max(longest, width - total)  # attention treats the padding as a sequence too
 
     owner = np.repeat(np.arange(len(rows)), lengths)  # the example of each real token
-    place = np.arange(total) - np.repeat(ends - lengths, lengths)
-    at = np.repeat(tokens.starts[rows], lengths) + place
+    place = np.arange(total) - np.repeat(ends - lengths, lengths)  # its position in the example
+    token_indices = np.repeat(tokens.starts[rows], lengths) + place
     ids = np.full(width, pad, np.int64)
     owners, places = np.full(width, examples, np.int64), np.zeros(width, np.int64)
-    ids[:total], owners[:total], places[:total] = np.take(tokens.ids, at), owner, place
+    ids[:total], owners[:total], places[:total] = np.take(tokens.ids, token_indices), owner, place
     bounds = np.full(examples + 2, total, np.int32)
     bounds[0], bounds[1 : len(rows) + 1], bounds[-1] = 0, ends, width
 
@@ -110,7 +112,7 @@ def pack(
         targets[: len(rows)] = tokens.labels[rows]
     else:
         targets = np.full(width, IGNORED, np.int64)
-        targets[:total] = np.take(tokens.ids, at + 1)
+        targets[:total] = np.take(tokens.ids, token_indices + 1)
         if tokens.scored_from is not None:
             targets[:total][place + 1 < tokens.scored_from[rows][owner]] = IGNORED
     inputs = {"input_ids": torch.from_numpy(ids[None])}

@@ -1,6 +1,8 @@
 """The prefix cache: outputs of the frozen lowest layers, computed once per example.
 
-Layers with dropout cannot be cached. The table is exact in float32 and rounded once in bf16.
+The outputs form a table with one vector per token, in the precision of the run: in float32 it is
+exact, in bf16 each output is rounded once. Layers with dropout cannot be cached, because their
+outputs differ from step to step.
 """
 
 import json
@@ -29,7 +31,7 @@ from frostlab.surgery.origin import digest
 from frostlab.training.batches.batch import evaluation_order, row_lengths
 from frostlab.training.batches.packing import pack
 
-_BATCH = 32  # examples per forward pass
+_BATCH = 32  # examples per forward pass when the table is computed
 _GB = 10**9
 
 
@@ -38,14 +40,14 @@ class Prefix:
     """The outputs of the first `depth` layers for every token of the training split."""
 
     depth: int
-    table: Tensor  # (tokens, width), on the device or mapped from a file
+    table: Tensor  # (tokens, width), on the run's device or mapped from a file
     starts: NDArray[np.int64]  # each example's first row in the table
-    dtype: torch.dtype  # of the layers' outputs
-    weights: tuple[Tensor, ...]  # the frozen weights that computed the table
-    facts: dict[str, Any]  # for the run's record
+    dtype: torch.dtype  # dtype of the layers' outputs; the table's may be narrower
+    weights: tuple[Tensor, ...]  # frozen weights and buffers that must not be thawed
+    facts: dict[str, Any]  # place, size, depth and reuse of the table, for the run's record
 
     def check(self) -> None:
-        """Refuse the table if one of the weights that computed it has been thawed."""
+        """Raise an error if one of `weights` was thawed: the table would become wrong."""
         if any(weight.requires_grad for weight in self.weights):
             raise FrostlabError("train.cache_prefix: a layer whose outputs are cached was thawed")
 
@@ -55,7 +57,10 @@ class Prefix:
 
 
 def prefix_depth(model: nn.Module) -> int:
-    """Return the number of layers below the first trainable layer; 0 if the embedding learns."""
+    """Return the number of layers below the first trainable layer; 0 if the embedding learns.
+
+    It is 0 too if frostlab cannot run the model layer by layer.
+    """
     stack = take_apart(model)
     if stack is None:
         return 0
@@ -69,18 +74,18 @@ def prefix_depth(model: nn.Module) -> int:
 def check_prefix(
     model: nn.Module, prepared: Material, train: Train, precision: torch.dtype
 ) -> None:
-    """Refuse a prefix that is empty, has dropout or is larger than allowed."""
+    """Refuse train.cache_prefix if no layer can be cached, or if the table would be too large."""
     key, depth = "train.cache_prefix", prefix_depth(model)
     if not depth:
         raise BadInput(
-            f"{key} needs frozen layers below the first that learns, and a frozen embedding "
-            "before them, as by freeze: [all, '!layers[-1]', '!head']"
+            f"{key} needs frozen layers below the first trainable layer, and a frozen embedding, "
+            "e.g. freeze: [all, '!layers[-1]', '!head']"
         )
     text = text_of(prepared)
     tokens = text.splits["train"]
     first, second = _two_passes(model, tokens, text.pad, depth)
     if not torch.equal(first, second):
-        raise BadInput(f"{key} needs frozen layers without dropout; set the model's to 0")
+        raise BadInput(f"{key} needs frozen layers without dropout; set the model's dropout to 0")
     needed = int(row_lengths(tokens).sum()) * first.shape[-1] * precision.itemsize / _GB
     if needed > train.cache_gb:
         raise BadInput(
@@ -92,7 +97,7 @@ def _two_passes(model: nn.Module, tokens: Tokens, pad: int, depth: int) -> list[
     """Compute the same examples twice in training mode; the outputs differ if dropout is on."""
     training, passes = model.training, []
     model.train()
-    rows = np.argsort(tokens.lengths, kind="stable")[:2]
+    rows = np.argsort(tokens.lengths, kind="stable")[:2]  # the two shortest examples
     with torch.random.fork_rng([]), torch.no_grad():
         for seed in (0, 1):
             torch.manual_seed(seed)
@@ -104,7 +109,7 @@ def _two_passes(model: nn.Module, tokens: Tokens, pad: int, depth: int) -> list[
 def _compute(
     model: nn.Module, tokens: Tokens, rows: NDArray[np.int64], pad: int, depth: int, types: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs for some examples, one row per token, and their row indices."""
+    """Return the outputs for some examples, one per token, and their indices in the table."""
     stack = take_apart(model)
     assert stack is not None
     batch = pack(tokens, rows, pad, types=types, cached_starts=starts_of(tokens))
@@ -115,7 +120,7 @@ def _compute(
 
 
 def starts_of(tokens: Tokens) -> NDArray[np.int64]:
-    """Return each example's first row in a table of all tokens."""
+    """Return the index of each example's first token in a table of all tokens."""
     lengths = row_lengths(tokens)
     return np.cumsum(lengths) - lengths
 
@@ -123,7 +128,7 @@ def starts_of(tokens: Tokens) -> NDArray[np.int64]:
 def build_prefix(
     model: nn.Module, prepared: Material, train: Train, precision: torch.dtype, types: bool
 ) -> Prefix:
-    """Compute the table in memory, or reuse or compute the one on disk for this and later runs."""
+    """Compute the table in memory or on disk; on disk, reuse an equal table of an earlier run."""
     text, depth = text_of(prepared), prefix_depth(model)
     tokens = text.splits["train"]
     builder = _TableBuilder(model, tokens, text.pad, depth, precision, types)
@@ -141,7 +146,7 @@ def build_prefix(
 
 
 class _TableBuilder:
-    """A builder of a table and of the key for everything that the table depends on."""
+    """A builder of a prefix's table, and of the key under which the table is stored on disk."""
 
     def __init__(
         self,
@@ -155,13 +160,14 @@ class _TableBuilder:
         self.model, self.tokens, self.pad, self.depth = model, tokens, pad, depth
         self.precision, self.types = precision, types
         self.device = next(model.parameters()).device
+        # one pass, over the longest example, to learn the dtype and the width of the outputs
         longest, _ = self.compute(np.array([tokens.lengths.argmax()]))
         self.dtype = longest.dtype
         self.shape = (int(row_lengths(tokens).sum()), longest.shape[-1])
 
     @torch.no_grad()
     def compute(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Return the outputs for some examples and their row indices in the table."""
+        """Return the outputs for some examples, one per token, and their indices in the table."""
         training = self.model.training
         self.model.eval()
         half = self.precision == torch.bfloat16
@@ -171,13 +177,13 @@ class _TableBuilder:
         return outputs
 
     def fill(self, table: Tensor) -> None:
-        """Compute the rows of every example."""
+        """Compute the outputs of every example, and write them to the table."""
         for rows in evaluation_order(self.tokens.lengths, _BATCH):
             vectors, table_rows = self.compute(rows)
             table.index_copy_(0, table_rows.to(table.device), vectors.to(table))
 
     def weights(self) -> tuple[Tensor, ...]:
-        """Return the frozen parameters and buffers outside the layers above the prefix."""
+        """Return all buffers, and the frozen parameters except those in layers above the prefix."""
         stack = take_apart(self.model)
         assert stack is not None
         above = {id(t) for layer in stack.layers[self.depth :] for t in layer.parameters()}
@@ -206,8 +212,9 @@ def cached_table(
 ) -> tuple[Tensor, bool]:
     """Map a table from its file; return it, and whether it was reused.
 
-    A missing or damaged table is computed first. A lock admits one process at a time. A mapped
-    table stays readable if another process removes its file.
+    A missing or damaged table is computed with `fill` first. Old tables are removed if all tables
+    together would exceed `limit` bytes; a process that has mapped a table can still read it after
+    its file was removed. A lock admits one process at a time.
     """
     parent = cache_folder(None) / "prefixes"
     folder, needed = parent / key, shape[0] * shape[1] * dtype.itemsize
@@ -223,7 +230,7 @@ def cached_table(
                 part = folder.with_suffix(".part")
                 _write(part, shape, dtype, fill)
                 part.rename(folder)
-            os.utime(folder)
+            os.utime(folder)  # `_make_room` removes the least recently used tables
             return _mapped(folder / "vectors", shape, dtype, shared=False), reused
     except OSError as error:
         reason = error.strerror or error
@@ -244,7 +251,7 @@ def _write(
     path, needed = folder / "vectors", shape[0] * shape[1] * dtype.itemsize
     try:
         with path.open("wb") as file:
-            if hasattr(os, "posix_fallocate"):  # fails here if the disk is full
+            if hasattr(os, "posix_fallocate"):  # reserves the space: a full disk fails here
                 os.posix_fallocate(file.fileno(), 0, needed)
             file.truncate(needed)
         fill(_mapped(path, shape, dtype, shared=True))
@@ -256,6 +263,7 @@ def _write(
 
 
 def _is_complete(folder: Path, needed: int) -> bool:
+    """Return whether a stored table has the needed size and its recorded digest."""
     try:
         about = json.loads((folder / "about.json").read_text())
         path = folder / "vectors"
@@ -265,7 +273,7 @@ def _is_complete(folder: Path, needed: int) -> bool:
 
 
 def _make_room(parent: Path, needed: int, limit: int) -> None:
-    """Remove the least recently used tables until a new one fits."""
+    """Remove the least recently used tables until a new one fits into `limit` bytes."""
     tables = [path.parent for path in parent.glob("*/vectors")]
     sizes = {folder: (folder / "vectors").stat().st_size for folder in tables}
     for folder in sorted(tables, key=lambda folder: folder.stat().st_mtime):

@@ -16,8 +16,8 @@ from frostlab.training.step.head_loss import has_kernel
 from frostlab.training.step.objective import Objective
 from frostlab.training.step.optimizer import Bf16Copies, build_optimizer
 
-# Steps from which compiling pays: it takes seconds, and saves milliseconds per step
-# (benchmarks/kinds.py).
+# Compile only stages of at least this many steps: compiling takes seconds, and saves milliseconds
+# per step (measured by benchmarks/kinds.py).
 WORTH_COMPILING = 3000
 
 
@@ -26,16 +26,16 @@ class Choice:
     """A kind of step and the reason for it."""
 
     kind: StepKind
-    compiles: bool
+    compiles: bool  # whether the layers are compiled; a captured step can do without
     reason: str
 
 
 def choose_kind(
     wanted: StepKind, compute: Compute, steps: int, watches_inside: bool = False
 ) -> Choice:
-    """Return the fastest kind of step that works here, and the reason for it.
+    """Return the wanted kind of step, or the fastest for `auto`; eager if that kind cannot work.
 
-    `watches_inside`: whether gradient flow reads activations of the forward pass.
+    `watches_inside`: whether the gradient-flow measurement reads activations of the forward pass.
     """
     if wanted == "eager":
         return Choice("eager", False, "asked for")
@@ -67,12 +67,12 @@ def build_step(
     lr_scales: Mapping[str, float] | None = None,
     watches_inside: bool = False,
 ) -> EagerStep:
-    """Build a step of the chosen kind, with its optimizer, for a stage of `steps` steps.
+    """Build the step that `choose_kind` chooses, and its optimizer, for a stage of `steps` steps.
 
     Args:
         unused: whether some trainable parameters get no gradient.
         lr_scales: factors of the learning rate by parameter name; the default factor is 1.
-        watches_inside: whether gradient flow reads activations of the forward pass.
+        watches_inside: whether the gradient-flow measurement reads activations.
     """
     world = compute.world
     choice = choose_kind(train.step, compute, steps, watches_inside)
@@ -99,7 +99,7 @@ def build_step(
 
 
 def _bf16_copies(model: nn.Module) -> Bf16Copies | None:
-    """Return bf16 copies if every trainable tensor is float32 and contiguous."""
+    """Return bf16 copies, or None: their optimizer needs contiguous float32 parameters."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     if any(p.dtype != torch.float32 or not p.is_contiguous() for p in trainable):
         return None

@@ -1,9 +1,9 @@
 """The whole step as one CUDA graph: forward, backward, clipping and update in one launch.
 
-Each batch shape has one graph, and a second graph for the steps that gradient flow measures. A
-graph reads the batch, the learning rate and the number of targets from one static input buffer,
-which one copy fills, and writes three numbers. Dropout masks still differ from step to step,
-because a replay reads the generator's current seed.
+Each batch shape has one graph, and a second graph for the steps in which gradient flow is measured.
+A graph reads the batch, the learning rate and the number of scored targets from one static buffer,
+which a single copy fills, and writes the three values of the step's `Outcome`. Dropout masks still
+differ from step to step, because a replay reads the current state of the random generator.
 """
 
 import weakref
@@ -21,16 +21,16 @@ from frostlab.training.batches.batch import Batch
 from frostlab.training.step.compiled import CompiledStep, shape_key
 from frostlab.training.step.eager import Outcome
 
-_ALIGNED = 16  # bytes
+_ALIGNED = 16  # bytes; alignment of each tensor in the input buffer
 _AHEAD = 8  # steps whose inputs may be in transit to the device at once
-_MAX_GRAPHS = 64  # measured or not: a graph holds memory for its inputs and kernel arguments
-# A function that records another function and returns its replay.
+_MAX_GRAPHS = 64  # of measured steps, and as many of other steps; each graph holds memory
+# A function that records the kernels of another function, and returns a function to replay them.
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 @dataclass(frozen=True)
 class _CapturedGraph:
-    """A graph with its static inputs and outputs."""
+    """A graph with the tensors that every replay reads and writes."""
 
     inputs: "StaticInputs"
     outputs: Tensor
@@ -46,17 +46,18 @@ class CapturedStep(CompiledStep):
     def __init__(self, *settings: Any, record: Record | None = None, **options: Any) -> None:
         super().__init__(*settings, **options)
         scales = {group.get("lr_scale", 1.0) for group in self.optimizer.param_groups}
-        self._rates = {  # learning rates on the device by scale; the optimizer reads them
+        self._rates = {  # learning rates by their scale, on the device, where graphs read them
             scale: torch.zeros((), device=self.device) for scale in sorted(scales)
         }
         self._graphs: dict[Any, _CapturedGraph] = {}
         self._seen_shapes: set[Any] = set()
         self._record = record or _Recorder(self.device)
         self._captures = self._captures_measured = True
-        self._recording: bool | None = None  # while recording: whether the step is a measured one
+        # while a graph is recorded: whether it is for measured steps; otherwise None
+        self._recording: bool | None = None
 
     def __call__(self, parts: list[Batch], scored: int, rate: float) -> Outcome:
-        """Replay the graph of this shape; the first step of a shape runs without a graph."""
+        """Replay the graph of this batch shape; the first step of a shape runs without a graph."""
         if self._recompile_if_changed():
             self._graphs, self._seen_shapes = {}, set()
         if self.copies is not None:
@@ -82,7 +83,7 @@ class CapturedStep(CompiledStep):
         return Outcome(self.work([part.to(self.device) for part in parts], scored))
 
     def _capture(self, parts: list[Batch], shape: Any, measured: bool) -> _CapturedGraph | None:
-        """Record the step for a shape; return None if that is impossible."""
+        """Record the graph of a batch shape; return None if that is impossible."""
         if measured and not self._captures_measured:
             return None
         if sum(also_measured == measured for _, also_measured in self._graphs) >= _MAX_GRAPHS:
@@ -104,7 +105,7 @@ class CapturedStep(CompiledStep):
         fill_tables: Callable[[], list[Tensor]]
         fill_tables = getattr(self.optimizer, "fill_address_tables", list)
         if self.flow is not None and measured:
-            self.flow.refresh()  # the probe's tensors must not lie in the graph's memory
+            self.flow.refresh()  # before recording: its tensors must lie outside the graph
         try:
             replay = self._record(step)
             tables = fill_tables()
@@ -118,7 +119,7 @@ class CapturedStep(CompiledStep):
         return self._graphs[shape, measured]
 
     def _give_up(self, problem: str, measured: bool) -> None:
-        """Stop capturing: only measured steps if a measured step failed, else all steps."""
+        """Stop capturing: only measured steps if a measured step failed, otherwise all steps."""
         if measured:
             self._captures_measured = False
             self.reason = f"measured steps run without a graph: {problem}"
@@ -127,6 +128,7 @@ class CapturedStep(CompiledStep):
             self.fall_back(f"capturing failed: {problem}")
 
     def _before_step(self, clip_factor: Tensor) -> None:
+        """Measure; while recording, only record the probe, as `__call__` counts the replays."""
         if self._recording is None:
             super()._before_step(clip_factor)
         elif self._recording and self.flow is not None:
@@ -139,7 +141,7 @@ class CapturedStep(CompiledStep):
             self.flow.probe.after_step()
 
     def fall_back(self, reason: str) -> None:
-        """Keep the working half: compiled layers without a graph, or a graph of eager layers."""
+        """Continue without graphs if capturing failed, or with eager layers if compiling failed."""
         if not self._captures:
             self.kind = "compiled" if self.compiles else "eager"
         self.reason = reason
@@ -166,13 +168,14 @@ class _Recorder:
         except Exception as error:
             # a failed capture leaves the generator in capture mode
             generator.graphsafe_set_state(state)
-            raise (error.__context__ or error) from None  # the original error
+            # ending a failed capture raises its own error, which hides the original one
+            raise (error.__context__ or error) from None
         self.alive.add(graph)
         return graph.replay
 
 
 class StaticInputs:
-    """The inputs of a graph in one device buffer, which one copy fills."""
+    """The inputs of a graph in one buffer on the device, which a single copy fills."""
 
     def __init__(self, parts: list[Batch], device: torch.device) -> None:
         size = _offsets(parts)[-1] + _ALIGNED
@@ -181,7 +184,7 @@ class StaticInputs:
         self._sent = 0
 
     def views(self, parts: list[Batch]) -> tuple[list[Batch], Tensor]:
-        """Return batches that view the buffer, and a view of learning rate and target count."""
+        """Return the buffer as batches, and as a tensor of learning rate and number of targets."""
         return _views(self.buffer, parts)
 
     def send(self, parts: list[Batch], scored: int, rate: float) -> None:
@@ -194,7 +197,7 @@ class StaticInputs:
 
 
 class _HostBuffer:
-    """A pinned buffer and its views, kept because creating them takes longer than filling them."""
+    """A pinned buffer on the host and its views; both are reused, because creating them is slow."""
 
     def __init__(self, parts: list[Batch], size: int, device: torch.device) -> None:
         asynchronous = has_events(device)
@@ -204,7 +207,7 @@ class _HostBuffer:
         self._event = torch.cuda.Event() if asynchronous else None
 
     def fill(self, tensors: list[Tensor], scored: int, rate: float) -> None:
-        """Write a step's inputs once the buffer's previous copy to the device has finished."""
+        """Write a step's inputs after this buffer's last copy to the device has finished."""
         if self._event is not None:
             self._event.synchronize()
         for view, tensor in zip(self._views, tensors, strict=True):
@@ -224,7 +227,7 @@ def _offsets(parts: list[Batch]) -> list[int]:
 
 
 def _views(buffer: Tensor, parts: list[Batch]) -> tuple[list[Batch], Tensor]:
-    """Return batches whose tensors view a buffer, and a view of the two numbers after them."""
+    """Return batches that are views of a buffer, and a view of the two numbers after them."""
     offsets = iter(_offsets(parts))
     batches = []
     for part in parts:

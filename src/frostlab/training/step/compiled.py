@@ -1,4 +1,4 @@
-"""The step with compiled layers, in which linear maps that share an input are joined into one.
+"""The step with compiled layers; on CUDA, linear maps of the same input are joined into one.
 
 A model that cannot be compiled runs eagerly, and the step's `reason` says why.
 """
@@ -26,7 +26,7 @@ from frostlab.training.step.optimizer import Bf16Copies
 
 
 class CompiledStep(EagerStep):
-    """A step that compiles forward and backward layer by layer; the update runs eagerly."""
+    """A step whose layers are compiled, forward and backward; the optimizer runs eagerly."""
 
     kind = "compiled"
 
@@ -76,14 +76,14 @@ class CompiledStep(EagerStep):
         self.kind, self.reason = "eager", reason
 
     def _guarded_state(self) -> tuple[Any, ...]:
-        """Return the state that compiled or captured code depends on: which weights learn."""
+        """Return the state that compiled or captured code depends on, e.g. which weights learn."""
         # the supervision determines which weights get a gradient
         supervision = getattr(self.objective, "supervision", None)
         trainable = (p.requires_grad for p in self._all_parameters)
         return (changes(self.objective), self.objective.training, supervision, *trainable)
 
     def _recompile_if_changed(self) -> bool:
-        """Compile again and return True if that state has changed, as when a weight is thawed.
+        """Compile again and return True if the guarded state changed, as when a weight is thawed.
 
         Code that was compiled for a frozen weight computes no gradient for it after a thaw.
         """
@@ -98,7 +98,7 @@ class CompiledStep(EagerStep):
 
 
 def shape_key(parts: list[Batch]) -> Any:
-    """Return the key of a compiled shape: input names, tensor shapes and longest example."""
+    """Return the shapes of micro-batches as a key: input names, tensor shapes, longest example."""
     return tuple(
         (*part.inputs, *(t.shape for t in part.tensors()), part.packing and part.packing.longest)
         for part in parts
@@ -108,7 +108,7 @@ def shape_key(parts: list[Batch]) -> Any:
 def compile_layers(objective: nn.Module) -> None:
     """Compile every layer separately; equal layers share the compiled code.
 
-    One compilation serves all layers and takes seconds; compiling a whole model takes a minute.
+    This takes seconds, while compiling a whole model takes a minute.
     """
     for module in objective.modules():
         if isinstance(module, Objective):
@@ -126,7 +126,7 @@ def uncompile(objective: nn.Module) -> None:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run compiled modules eagerly in this context: compiling for evaluations does not pay."""
+    """Run compiled modules eagerly in this context: compiling does not pay for evaluations."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -134,9 +134,9 @@ def uncompiled() -> Iterator[None]:
 def joining_backend(module: GraphModule, inputs: Sequence[Any]) -> Any:
     """Join a graph's linear maps and compile it with inductor: a backend for torch.compile.
 
-    A GPU multiplies one wide matrix faster than three narrow ones. Torch's own kernels draw the
-    dropout masks, as in an eager step: drawing them in inductor's fused kernels takes as long as
-    the rest of the kernel.
+    A GPU multiplies by one wide matrix faster than by three narrow ones, such as query, key and
+    value. `fallback_random` makes torch's own kernels draw the dropout masks, as in an eager step,
+    because drawing them inside inductor's fused kernels doubles the time of these kernels.
     """
     from torch._inductor.compile_fx import compile_fx
 
@@ -147,15 +147,16 @@ def joining_backend(module: GraphModule, inputs: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True)
 class _Linear:
-    """A linear map in a graph; its weight and its bias are inputs of the graph."""
+    """A linear map in a graph, with a weight and perhaps a bias that are inputs of the graph."""
 
     node: Node
-    x: Node
+    x: Node  # the map's input
     weights: tuple[Node, ...]  # the weight, and the bias if there is one
-    learns: bool
+    learns: bool  # whether weight and bias are trainable
 
     @property
     def rows(self) -> int:
+        """Return the number of outputs."""
         return int(self.weights[0].meta["example_value"].shape[0])
 
 
@@ -168,6 +169,7 @@ def join_linears(graph: Graph) -> None:
             by_input.clear()
         linear = _as_linear(node)
         if linear is not None:
+            # maps with a bias are joined separately from maps without
             by_input[linear.x, len(linear.weights)].append(linear)
     _join_groups(graph, by_input.values())
     graph.lint()
@@ -185,6 +187,7 @@ def _as_linear(node: Node) -> _Linear | None:
     return _Linear(node, x, weights, learns.pop())
 
 
+# In-place operators such as iadd; other names with an i, such as index, do no harm here.
 _IN_PLACE = {"setitem", *(name for name in dir(operator) if name[:1] == "i")}
 
 
@@ -204,6 +207,7 @@ def _join_groups(graph: Graph, groups: Iterable[list[_Linear]]) -> None:
 
 
 def _join(graph: Graph, linears: list[_Linear]) -> None:
+    """Replace linear maps of one input with one product, split into the outputs of the maps."""
     first = linears[0]
     ordered = sorted(linears, key=lambda linear: linear.learns)  # frozen maps first
     groups = [[linear for linear in ordered if linear.learns == learns] for learns in (False, True)]
@@ -230,14 +234,15 @@ def _cat(graph: Graph, nodes: list[Node]) -> Node:
 
 
 def partly_frozen_linear(x: Tensor, frozen: Tensor, learning: Tensor, *biases: Tensor) -> Tensor:
-    """Apply a linear map whose first rows are frozen.
+    """Apply a linear map with the frozen rows first and the trainable rows after them.
 
-    It computes one product in the forward pass and two in the backward pass: the input's gradient,
-    and the gradient of the weight's trainable rows.
+    `biases` is empty, or holds the bias of the frozen and the bias of the trainable rows. There is
+    one product in the forward pass, and two in the backward pass: the input's gradient, and the
+    gradient of the weight's trainable rows.
     """
     device = x.device.type
-    half = torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if half else x.dtype
+    autocasts = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if autocasts else x.dtype
     weight, x = torch.cat([frozen, learning]).to(dtype), x.to(dtype)
     bias = torch.cat(biases).to(dtype).detach() if biases else None
     trainable = [learning, *biases[1:]]
@@ -253,6 +258,7 @@ class _PartlyFrozen(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *learning: Tensor
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
+        # the number of frozen rows, and whether a bias learns too (2) or not (1)
         ctx.frozen, ctx.count = len(weight) - len(learning[0]), len(learning)
         return F.linear(x, weight, bias)
 

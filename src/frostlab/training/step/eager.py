@@ -35,11 +35,11 @@ class Diverged(FrostlabError):
 class Outcome:
     """Three numbers of a step, kept on the device so that no step waits for them."""
 
-    values: Tensor  # (3,): loss, norm, broken
+    values: Tensor  # (3,): `loss`, `norm` and `broken`
 
     @property
     def loss(self) -> Tensor:
-        """Return this process's part of the mean loss."""
+        """Return this process's summand of the mean loss over all scored targets."""
         return self.values[0]
 
     @property
@@ -49,12 +49,12 @@ class Outcome:
 
     @property
     def broken(self) -> Tensor:
-        """Return the index of the first parameter whose gradient is not finite, or −1."""
+        """Return the index in `EagerStep.reached` of the first non-finite gradient, or −1."""
         return self.values[2]
 
 
 def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
-    """Seed dropout by seed, step and rank, so that a resumed run draws the same masks."""
+    """Seed dropout from seed, step and rank, so that a resumed run draws the same masks."""
     seed_generators(derive_seed(seed, step, rank), device)
 
 
@@ -76,11 +76,14 @@ class EagerStep:
         self.clip, self.reason, self.copies = clip, reason, copies
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.reached = self.parameters  # parameters that got a gradient in the last step
-        self.flow: LiveFlow | None = None  # measures some of the steps
+        self.flow: LiveFlow | None = None  # measures gradient flow in some steps
         self.device = self.parameters[0].device
 
     def __call__(self, parts: list[Batch], scored: int, rate: float) -> Outcome:
-        """Take a step over this process's micro-batches; `scored` counts all processes' targets."""
+        """Take a step over this process's micro-batches.
+
+        `scored` is the number of scored targets in all processes, `rate` the learning rate.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_scale", 1.0)
         return Outcome(self.work([part.to(self.device) for part in parts], scored))
@@ -94,9 +97,9 @@ class EagerStep:
         return torch.stack([loss, norm, broken.to(norm.dtype)])
 
     def warm_up(self, parts: list[Batch], scored: int) -> None:
-        """Load the kernels of a step on a GPU by a step that changes nothing.
+        """Take a step that changes nothing, so that a GPU loads its kernels before the first step.
 
-        Weights, moments, statistics and generators are unchanged afterwards.
+        Weights, moments, buffers and random generators are unchanged afterwards.
         """
         if not prepares_kernels(self.device):
             return
@@ -106,13 +109,13 @@ class EagerStep:
         self.optimizer.zero_grad(set_to_none=True)
 
     def dry_run(self, parts: list[Batch], scored: int | Tensor) -> None:
-        """Compute gradients and restore generators and buffers, as if no step had been taken."""
+        """Compute gradients, and restore random generators and buffers as if nothing had run."""
         with torch.random.fork_rng(forked_devices(self.device)), preserve_buffers(self.objective):
             self.gradients(parts, scored)
 
     def gradients(self, parts: list[Batch], scored: int | Tensor) -> Tensor:
-        """Accumulate the gradients of the mean loss; return this process's part of that loss."""
-        # several micro-batches accumulate their gradients in float32
+        """Accumulate the gradients of the mean loss; return this process's summand of that loss."""
+        # bf16 copies get bf16 gradients, in which sums over micro-batches would be inexact
         if self.copies is not None and len(parts) == 1:
             with self.copies.in_place():
                 return self._backward(parts, scored)
@@ -124,12 +127,12 @@ class EagerStep:
             with accumulate_gradients(self.objective, last=i == len(parts) - 1):
                 with self.compute.autocast(), self._listening():
                     loss = self.objective(part) / scored
-                (loss * self.compute.world.size).backward()  # processes average gradients
+                (loss * self.compute.world.size).backward()  # DDP and FSDP average gradients
             total += loss.detach()
         return total
 
     def _measure(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradient norm, the clip factor, and the first broken gradient's index."""
+        """Return the gradient norm, the clip factor, and the index for `Outcome.broken`."""
         by_dtype: dict[torch.dtype, list[tuple[nn.Parameter, Tensor]]] = {}
         for p in self.parameters:
             if (gradient := self._gradient(p)) is not None:
@@ -169,7 +172,7 @@ class EagerStep:
             self.flow.after_step()
 
     def name_of(self, index: int) -> str:
-        """Return the name of the parameter at an index of `Outcome.broken`."""
+        """Return the name of the parameter to which `Outcome.broken` points."""
         names = {id(p): name for name, p in self.objective.named_parameters()}
         name = names[id(self.reached[index])]
         return name.removeprefix("module.").removeprefix("model.")

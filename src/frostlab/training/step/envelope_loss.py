@@ -1,4 +1,4 @@
-"""Losses of decoded speech envelopes based on Pearson's r, and the objective with such a loss."""
+"""Losses for speech envelopes decoded from EEG, based on Pearson's r, and their objective."""
 
 from collections.abc import Sequence
 from typing import Literal, get_args
@@ -14,12 +14,12 @@ from frostlab.training.step.objective import Exits, Objective
 
 LossKind = Literal["pearson", "pearson-l1", "mse-pearson", "multiscale"]
 KINDS: tuple[LossKind, ...] = get_args(LossKind)
-_FLAT = 16.0  # rounding errors; a signal that varies less counts as constant
-_TINY = 1e-30
+_FLAT = 16.0  # a signal that varies by at most this many rounding errors counts as constant
+_TINY = 1e-30  # smallest divisor, to avoid a division by zero
 
 
 class EnvelopeObjective(Objective):
-    """A model that maps (B, T, channels) of EEG to a (B, T) envelope, with its loss."""
+    """An objective for a model that maps (B, T, channels) of EEG to a (B, T) envelope."""
 
     def __init__(self, model: nn.Module, loss: EnvelopeLoss) -> None:
         super().__init__(model)
@@ -31,7 +31,7 @@ class EnvelopeObjective(Objective):
         return prediction if want == "logits" else self.loss_of(prediction, batch)
 
     def loss_of(self, prediction: Tensor, batch: Batch) -> Tensor:
-        """Return the loss of a prediction; the placeholder of an empty batch gives 0."""
+        """Return the summed loss of a prediction; 0 for the placeholder of an empty batch."""
         kind, weight, scales = self.loss.kind, self.loss.weight, self.loss.scales
         loss = envelope_loss(kind, prediction, batch.targets, weight=weight, scales=scales)
         return loss if batch.scored else 0.0 * loss
@@ -49,9 +49,9 @@ def envelope_loss(
 
     Args:
         kind: "pearson" −r, "pearson-l1" −r + weight·L1, "mse-pearson" MSE + weight·(1 − r)²,
-            "multiscale" the mean of −r over average-pooled scales.
+            "multiscale" the mean of −r over several scales of average pooling.
         weight: factor of the second term; 1 by default.
-        scales: numbers of samples averaged into one; 1, 2, 4 and 8 by default.
+        scales: for multiscale, the numbers of samples averaged into one; default 1, 2, 4 and 8.
     """
     return window_losses(kind, prediction, target, weight=weight, scales=scales).sum()
 
@@ -104,7 +104,7 @@ def _centred(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _exact(x: Tensor) -> Tensor:
-    """Return the tensor in float32, or in float64 if it was; autocast does not change this."""
+    """Return a float64 tensor unchanged, and any other tensor, such as autocast's, in float32."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -132,7 +132,7 @@ def _check(
     chosen = (SCALES if scales is None else scales) if kind == "multiscale" else (1,)
     if not chosen or min(chosen) < 1:
         raise BadInput(
-            f"envelope_loss: scales {tuple(chosen)} must be numbers of samples from 1 on"
+            f"envelope_loss: scales {tuple(chosen)} must be one or more positive numbers"
         )
     if prediction.shape[1] < 2 * max(chosen):
         raise BadInput(

@@ -17,10 +17,11 @@ from torch._compile import _disable_dynamo
 from frostlab.errors import BadInput, FrostlabError
 from frostlab.training.batches.batch import IGNORED
 
-# Bytes that a chunk's logits may take; every chunk reads and writes the head's whole gradient once.
+# Bytes that a chunk's logits may take. Small chunks are slow, because each chunk reads and writes
+# the whole gradient of the head.
 CPU_CHUNK = 64 * 2**20
-GPU_CHUNK = 1 / 64  # of the device's memory
-_ALIGNED = 64  # columns; a GPU multiplies slowly if rows are not aligned
+GPU_CHUNK = 1 / 64  # as a fraction of the device's memory
+_ALIGNED = 64  # on a GPU, logits are padded to a multiple of this, to keep products fast
 
 
 @_disable_dynamo  # as in torch.optim: torch.compile of a caller skips this function
@@ -35,10 +36,10 @@ def head_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropy of a linear head on one or several supervised layers.
 
-    `hidden` is one tensor (…, width) or several that share the head; `weight` is
-    (vocabulary, width) and `targets` is (…). Return the sum of the layers' losses, each times its
-    entry of `weights`, and each layer's loss without gradient. Only tensors that require a
-    gradient get one.
+    `hidden` is the head's input after one layer, (…, width), or a list for several layers;
+    `weight` is (vocabulary, width) and `targets` is (…). Return the sum of the layers' losses, each
+    times its entry of `weights`, and each layer's loss without gradient. Only tensors that require
+    a gradient get one.
     """
     layers = [hidden] if isinstance(hidden, Tensor) else list(hidden)
     factors = [1.0] * len(layers) if weights is None else [float(w) for w in weights]
@@ -92,7 +93,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """Scale gradients, in place unless the graph is retained; autograd casts their dtypes."""
-        if torch.is_grad_enabled():  # once_differentiable would raise in some cases only
+        if torch.is_grad_enabled():  # torch's once_differentiable misses some cases
             raise FrostlabError("head_loss has no second derivative: leave out create_graph=True")
         retained = torch._C._autograd._get_current_graph_task_keep_graph()
         is_one = on_host(upstream) and bool(upstream == 1)
@@ -115,7 +116,10 @@ def _compute(
     layers: Sequence[Tensor],
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """Return the total, each layer's loss, and the wanted gradients of weight, bias and layers."""
+    """Return the total, each layer's loss, and gradients.
+
+    `wanted` holds whether weight, bias and each layer get a gradient, in this order.
+    """
     chunks = _ChunkedLoss(weight, bias, targets, layers[0].dtype, options.ignore, wanted)
     with torch.autocast(weight.device.type, enabled=False):
         results = [
@@ -131,8 +135,9 @@ def _compute(
 class _ChunkedLoss:
     """One pass over the tokens of every layer, which accumulates the head's gradients.
 
-    Products are computed in `dtype`, sums in `sum_dtype`. On the CPU, only scored tokens
-    are computed; a GPU masks the others, because selecting tokens would wait for the device.
+    Products are computed in `dtype`, sums in `sum_dtype`. On the CPU, only scored tokens are
+    computed. On a GPU, all are computed and the others masked, because the host would have to wait
+    for the number of scored tokens.
     """
 
     def __init__(
@@ -164,15 +169,15 @@ class _ChunkedLoss:
         self.logits = self._logits_buffer()
 
     def _tokens_per_chunk(self, tokens: int) -> int:
-        """Return the number of tokens per chunk: equal chunks whose logits fit the byte limit."""
+        """Return the number of tokens per chunk, for chunks of equal size within the byte limit."""
         size, chunk_bytes = self.dtype.itemsize, _chunk_bytes(self.weight.device)
         if not self.in_kernel and not (self.on_host and self.dtype == self.sum_dtype):
-            size += self.sum_dtype.itemsize  # log-probabilities or gradients exist at the same time
+            size += self.sum_dtype.itemsize  # log-probabilities or gradients need a second buffer
         most = max(1, chunk_bytes // (size * len(self.weight)))
         return max(1, math.ceil(tokens / max(1, math.ceil(tokens / most))))
 
     def _logits_buffer(self) -> Tensor:
-        """Allocate a chunk's logits, on a GPU in the product's dtype to save memory bandwidth."""
+        """Allocate a chunk's logits; on a GPU in `dtype`, to save memory bandwidth."""
         columns = len(self.weight)
         dtype = self.sum_dtype if self.on_host else self.dtype
         padded = columns if self.on_host else -(-columns // _ALIGNED) * _ALIGNED
@@ -202,7 +207,7 @@ class _ChunkedLoss:
     def _chunk(
         self, rows: Tensor, start: int, stop: int, factor: float
     ) -> tuple[Tensor, Tensor | None]:
-        """Return a chunk's loss and its gradient with respect to the logits; add the head's."""
+        """Return a chunk's loss and logit gradient, and add to the gradients of weight and bias."""
         scored, labels = self.scored[start:stop], self.labels[start:stop]
         if not self.on_host:  # rows that are not scored may hold anything, NaN included
             rows = rows.masked_fill(~scored[:, None], 0)
@@ -227,16 +232,16 @@ class _ChunkedLoss:
     def _cross_entropy(
         self, logits: Tensor, labels: Tensor, factor: float | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the kernel's loss and gradient with separate operations."""
-        scored, place = labels >= 0, labels.clamp(min=0)[:, None]
-        # in place is safe, because the CPU's kernel reads a row before it writes it
+        """Compute loss and gradient as `cross_entropy_rows` does, with torch's operations."""
+        scored, column = labels >= 0, labels.clamp(min=0)[:, None]
+        # writing over the logits is safe: the CPU's kernel reads a row before it writes it
         out = logits if self.on_host else None
         logs = torch.log_softmax(logits, 1, dtype=self.sum_dtype, out=out)
-        loss = -logs.gather(1, place).squeeze(1).masked_fill(~scored, 0).sum()
+        loss = -logs.gather(1, column).squeeze(1).masked_fill(~scored, 0).sum()
         if factor is None:
             return loss, None
         by_logits = logs.exp_()
-        by_logits.scatter_(1, place, by_logits.gather(1, place) - 1)
+        by_logits.scatter_(1, column, by_logits.gather(1, column) - 1)
         if factor != 1:
             by_logits *= factor
         if not self.on_host:
@@ -245,12 +250,12 @@ class _ChunkedLoss:
 
 
 def _scored_rows(targets: Tensor, ignore: int, classes: int) -> Tensor | None:
-    """Return the scored rows, or None if all are; refuse a target that is not a class."""
+    """Return the indices of scored targets, None if all are scored; refuse an impossible class."""
     scored = targets.ne(ignore)
     wrong = scored & ((targets < 0) | (targets >= classes))
     if bool(wrong.any()):
         row = int(wrong.int().argmax())
-        raise BadInput(f"target {int(targets[row])} at place {row} is not in 0…{classes - 1}")
+        raise BadInput(f"target {int(targets[row])} at position {row} is not in 0…{classes - 1}")
     return scored.nonzero().squeeze(1) if not bool(scored.all()) else None
 
 
@@ -268,19 +273,19 @@ def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Return whether a tensor is on the CPU; reading from a GPU waits and breaks a capture."""
+    """Return whether a tensor is on the CPU; reading from a GPU waits, and fails in a capture."""
     return tensor.device.type == "cpu"
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype of matrix products: autocast's dtype, except for float64."""
+    """Return the dtype of matrix products: autocast's if it is on, except for float64."""
     if dtype != torch.float64 and torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return dtype
 
 
 def put_product(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Write a matrix product into `out`; a half-precision product is rounded only once."""
+    """Write a matrix product into `out`; on CUDA, a float32 `out` is not rounded to bf16 first."""
     if out.dtype == a.dtype:
         return torch.mm(a, b, out=out)
     if a.device.type == "cuda" and out.dtype == torch.float32:

@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# The fastest of 13 pairs tried on an H200, for 50,304 and for 69,830 classes.
+# Columns per loop iteration and warps per program of the cross-entropy kernel: the fastest of 13
+# pairs on an H200, for 50,304 and for 69,830 classes.
 _BLOCK, _WARPS = 4096, 8
 
 
@@ -13,16 +14,17 @@ _BLOCK, _WARPS = 4096, 8
 def _rows(  # type: ignore[no-untyped-def]
     logits, labels, losses, stride, columns, wide, factor, writes: tl.constexpr, block: tl.constexpr
 ):
-    """Compute one row per program; a row with a negative label has loss and gradient 0.
+    """Compute the loss of one row per program; a row with a negative label has loss and gradient 0.
 
-    `wide` is the number of columns with padding, which keeps loads aligned and fast.
+    If `writes`, also overwrite the logits with factor × gradient. `wide` is the number of columns
+    with padding, which keeps loads aligned and fast.
     """
     row = tl.program_id(0).to(tl.int64)
     begin = logits + row * stride
     label = tl.load(labels + row)
     scored = label >= 0
-    top = -float("inf")
-    total = 0.0
+    top = -float("inf")  # running maximum of the logits
+    total = 0.0  # running sum of exp(logit - top)
     for start in range(0, wide, block):
         places = start + tl.arange(0, block)
         x = tl.load(begin + places, mask=places < wide, other=0.0).to(tl.float32)
@@ -37,15 +39,15 @@ def _rows(  # type: ignore[no-untyped-def]
         for start in range(0, wide, block):
             places = start + tl.arange(0, block)
             x = tl.load(begin + places, mask=places < wide, other=0.0).to(tl.float32)
-            slope = factor * (tl.exp(x - top) / total - tl.where(places == label, 1.0, 0.0))
-            slope = tl.where(scored & (places < columns), slope, 0.0)
-            tl.store(begin + places, slope.to(logits.dtype.element_ty), mask=places < wide)
+            gradient = factor * (tl.exp(x - top) / total - tl.where(places == label, 1.0, 0.0))
+            gradient = tl.where(scored & (places < columns), gradient, 0.0)
+            tl.store(begin + places, gradient.to(logits.dtype.element_ty), mask=places < wide)
 
 
 def cross_entropy_rows(logits: Tensor, labels: Tensor, factor: float | None) -> Tensor:
     """Return each row's loss in float32; with `factor`, write factor × gradient over the logits.
 
-    It also overwrites the padding between the rows.
+    The padding after each row is then set to 0.
     """
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
@@ -63,9 +65,11 @@ def _adamw(  # type: ignore[no-untyped-def]
     scaled: tl.constexpr, stops: tl.constexpr, measures: tl.constexpr, even: tl.constexpr,
     block: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
-    """Update one block of a tensor per program; the table holds addresses, sizes and dtypes.
+    """Update one block of a tensor per program; `owners` and `starts` say which tensor and where.
 
-    `sums` receives each block's sums of squares: of its weights before the step, and of their
+    Each row of `table` holds a tensor's addresses (weight, two moments, gradient, bf16 copy or 0),
+    its size, and whether its gradient is bf16. `even`: addresses and sizes are multiples of 16.
+    `sums` receives two sums of squares per block: of its weights before the step, and of their
     changes.
     """
     goes = True
@@ -127,10 +131,12 @@ def adamw_blocks(
     sums: Tensor | None, *,
     betas: tuple[float, float], eps: float, even: bool, block: int, columns: int,
 ) -> None:  # fmt: skip
-    """Take an AdamW step over a table of tensors; `first` and `second` correct the moments' bias.
+    """Take an AdamW step over a table of tensors; `_adamw` describes the columns of the table.
 
-    `whose` holds each tensor's index into the learning rates, `rates`; `sums` is (blocks, 2) or
-    None.
+    `owners` and `starts` have an entry per block: its tensor and first element. `decays`, `first`
+    and `second` (the moments' bias corrections) and `whose` (an index into `rates`, the learning
+    rates) have an entry per tensor. `scale` divides gradients; `stopped` above 0 skips the step;
+    `sums` is (blocks, 2) or None.
     """
     _adamw[(len(owners),)](
         table, owners, starts, decays, first, second, rates, whose, scale, stopped, sums, *betas,

@@ -35,28 +35,30 @@ class Supervision:
 
 
 def language_stack(model: nn.Module, asked: str) -> Stack:
-    """Return a language model's stack if its head can read every layer, else refuse `asked`."""
+    """Return a language model as a stack, or refuse the setting `asked` if that is impossible."""
     stack = take_apart(model)
     if stack is None or stack.classifies or type(stack.head) is not nn.Linear:
-        raise BadInput(f"{asked} does not know {type(model).__name__}; it knows {_SUPPORTED}")
+        raise BadInput(f"{asked} does not support {type(model).__name__}; it supports {_SUPPORTED}")
     return stack
 
 
 def resolve_supervision(supervise: Supervise, model: nn.Module) -> Supervision | None:
-    """Return the supervised layers, given the weights that learn now; None: the model's own loss.
+    """Return the supervised layers; None if the recipe asks only for the last layer's loss.
 
-    A layer's loss is left out if no weight at or below it learns, unless `supervise.frozen` asks
-    for it; the last layer's loss is never left out. By default the remaining layers have equal
-    weights that sum to 1; weights in the recipe are used unchanged.
+    A layer's loss is left out if no weight at or below it is trainable now, unless
+    `supervise.frozen` asks for it; the last layer's loss is never left out. By default the
+    remaining layers have equal weights that sum to 1; weights in the recipe are used unchanged.
     """
     if supervise == Supervise():
         return None
     stack = language_stack(model, "supervise.layers")
     count = len(stack.layers)
     weights = _weights(supervise, _named_layers(supervise, count))
-    depth = 0 if supervise.frozen else prefix_depth(model)
+    frozen_layers = 0 if supervise.frozen else prefix_depth(model)
     supervised = {
-        number: weight for number, weight in weights.items() if depth < number or number == count
+        number: weight
+        for number, weight in weights.items()
+        if frozen_layers < number or number == count
     }
     if not supervised:
         raise BadInput(
@@ -70,8 +72,8 @@ def resolve_supervision(supervise: Supervise, model: nn.Module) -> Supervision |
             f"add {count}, or freeze them"
         )
     layers = sorted(supervised)
-    asked = [supervised[number] for number in layers]
-    resolved = [1 / len(layers) if weight is None else weight for weight in asked]
+    given = [supervised[number] for number in layers]
+    resolved = [1 / len(layers) if weight is None else weight for weight in given]
     left_out = sorted(set(weights) - set(supervised))
     return Supervision(tuple(layers), tuple(resolved), tuple(left_out))
 
@@ -90,6 +92,7 @@ def _named_layers(supervise: Supervise, count: int) -> tuple[int, ...]:
 
 
 def _weights(supervise: Supervise, layers: tuple[int, ...]) -> dict[int, float | None]:
+    """Return the weight of each layer's loss in the recipe; None: equal weights."""
     if supervise.weights is None:
         return dict.fromkeys(layers)
     if len(supervise.weights) != len(layers):
@@ -113,7 +116,7 @@ def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Exits:
-    """Layers below the last, from 1, and a callback for each layer's number and logits."""
+    """Layers below the last, from 1, and a callback that gets each layer's number and logits."""
 
     layers: Sequence[int]
     see: Callable[[int, Tensor], None]
@@ -135,21 +138,25 @@ class Objective(nn.Module):
 
     @property
     def depth(self) -> int:
-        """Return the number of layers whose outputs the head can read."""
+        """Return the number of layers of a language model."""
         return len(language_stack(self.model, "an early exit").layers)
 
     def forward(self, batch: Batch, want: Literal["loss", "logits"] | Exits = "loss") -> Tensor:
-        """Return the loss, summed over scored targets, or logits; `Exits` visits lower layers."""
+        """Return the loss, summed over scored targets, or the logits.
+
+        With `Exits`, pass the logits of its layers to its callback, and return the last layer's.
+        """
         if isinstance(want, Exits):
             return self._visit_exits(batch, want)
         if want == "loss" and self.supervision is not None:
             return self.supervised_loss(batch, self.supervision)
         stack = take_apart(self.model)
         head = None if stack is None else stack.head
+        # a language model: compute the loss without all logits at once
         if want == "loss" and batch.targets.ndim == 2 and stack and type(head) is nn.Linear:
             (vectors,) = self.head_inputs(stack, batch, [len(stack.layers)])
             return head_loss(vectors, head.weight, batch.targets, bias=head.bias)[0]
-        if stack is not None and "attention_mask" not in batch.inputs:
+        if stack is not None and "attention_mask" not in batch.inputs:  # stacks take no mask
             (vectors,) = self.head_inputs(stack, batch, [len(stack.layers)])
             logits = stack.head(vectors)
         else:
@@ -166,7 +173,7 @@ class Objective(nn.Module):
         )[0]
 
     def _visit_exits(self, batch: Batch, exits: Exits) -> Tensor:
-        """Call `see` with one layer's logits at a time; return the last layer's logits."""
+        """Call `exits.see` with the logits of one layer after another; return the last layer's."""
         stack = language_stack(self.model, "an early exit")
         after = [*exits.layers, len(stack.layers)]
         *below, last = self.head_inputs(stack, batch, after)
@@ -175,7 +182,7 @@ class Objective(nn.Module):
         return stack.head(last)
 
     def head_inputs(self, stack: Stack, batch: Batch, after: Sequence[int]) -> list[Tensor]:
-        """Return the head's input after each of these layers, from tokens or cached outputs."""
+        """Return the head's input after each layer in `after`, from tokens or cached outputs."""
         inputs, packing, prefix = batch.inputs, batch.packing, self.prefix
         ids, first = inputs["input_ids"], 0
         if prefix is None or "cached" not in inputs:
@@ -189,18 +196,21 @@ class Objective(nn.Module):
 
 
 def check_stack(objective: Objective, prepared: Material, types: bool, packs: bool) -> None:
-    """Refuse a model that cannot be packed, or whose stack gives a different loss."""
+    """Refuse a model that cannot be packed, or has a different loss when run layer by layer."""
     model, kind = objective.model, type(objective.model).__name__
     language = prepared.task == "language"
     if take_apart(model) is None:
         if packs:
             supported = "gpt, decoder, and Hugging Face's BERT, GPT-2 and Llama, without hooks"
-            raise BadInput(f"train.batching packed does not know {kind}; it knows {supported}")
+            raise BadInput(
+                f"train.batching packed does not support {kind}; it supports {supported}"
+            )
         return
     if not packs and not language:
         return
     text, training = text_of(prepared), objective.training
     tokens = text.splits["train"]
+    # compare the losses of two examples: the shortest and one of median length
     rows = np.argsort(tokens.lengths, kind="stable")[[0, len(tokens) // 2]]
     padded = collate(tokens, rows, text.pad, types=types)
     batch = pack(tokens, rows, text.pad, types=types) if packs else padded

@@ -1,4 +1,7 @@
-"""AdamW: parameter groups, learning rates, updates, saved state, and a kernel for bf16 copies."""
+"""AdamW: parameter groups, learning rates, clipped updates, saved state, and a faster variant.
+
+The variant, `KernelAdamW`, also keeps bf16 copies of the weights up to date.
+"""
 
 import math
 from collections import Counter
@@ -17,7 +20,9 @@ from frostlab.recipe.settings import Optim, StepDecay
 from frostlab.training.distributed import place_like
 
 _BLOCK = 4096  # elements that one program of the kernel updates
-_COLUMNS = 7  # weight, two moments, gradient, copy, size, whether the gradient is bf16
+# Columns of the kernel's table: the addresses of weight, two moments, gradient and bf16 copy, then
+# the size, and whether the gradient is bf16.
+_COLUMNS = 7
 
 
 def build_optimizer(
@@ -53,7 +58,7 @@ def rate_at(step: int, steps: int, optim: Optim) -> float:
     warmup = warmup_steps(steps, optim)
     if step < warmup:
         return optim.lr * (step + 1) / warmup
-    if isinstance(optim.schedule, StepDecay):
+    if isinstance(optim.schedule, StepDecay):  # `every` is in steps: the stage converted epochs
         return optim.lr * optim.schedule.factor ** (step // int(optim.schedule.every))
     if optim.schedule == "constant":
         return optim.lr
@@ -69,9 +74,10 @@ def warmup_steps(steps: int, optim: Optim) -> int:
 def prepare_update(
     optimizer: Any, device: torch.device, clip_factor: Tensor | None, broken: Tensor
 ) -> bool:
-    """Prepare an update; return False if a gradient is broken and the step must be skipped.
+    """Prepare an update; return False if a gradient is not finite and the step must be skipped.
 
-    On a GPU, the optimizer's kernel clips and skips by itself, so that the host never waits.
+    `broken` is the index of the first parameter whose gradient is not finite, or −1. On a GPU, the
+    optimizer's kernel clips gradients and skips steps itself, so that the host never waits.
     """
     if not updates_conditionally(device):
         return int(broken) < 0
@@ -86,7 +92,7 @@ def apply_update(
     reached: Sequence[nn.Parameter],
     clip_factor: Tensor,
 ) -> None:
-    """Clip the gradients, unless the optimizer's kernel does, and take the step."""
+    """Clip the gradients of `reached`, unless the optimizer's kernel does it, and take the step."""
     if not updates_conditionally(device) and float(clip_factor) < 1.0:
         gradients: list[Any] = [p.grad for p in reached]
         torch._foreach_mul_(gradients, clip_factor)
@@ -95,6 +101,7 @@ def apply_update(
 
 def skip_update(optimizer: Any, device: torch.device, clip_factor: Tensor | None) -> None:
     """Run the kernels of an update without changing a weight or a moment."""
+    # an index from 0 on means that a gradient is not finite, so the kernel skips the step
     prepare_update(optimizer, device, clip_factor, torch.zeros((), device=device))
     optimizer.step()
 
@@ -102,7 +109,7 @@ def skip_update(optimizer: Any, device: torch.device, clip_factor: Tensor | None
 def optimizer_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, torch.Tensor]:
-    """Return the optimizer's state, keyed by `name//key`."""
+    """Return the optimizer's state by parameter and key, such as `head.weight//exp_avg`."""
     names = {id(p): name for name, p in model.named_parameters()}
     return {
         f"{names[id(p)]}//{key}": value
@@ -117,7 +124,7 @@ def restore_optimizer(
     tensors: dict[str, torch.Tensor],
     partly: bool = False,
 ) -> None:
-    """Load saved state, placed and sharded like the parameters.
+    """Load saved optimizer state, placed and sharded like the parameters.
 
     `partly`: whether parameters may lack state, as the parameters of new layers do.
     """
@@ -126,12 +133,14 @@ def restore_optimizer(
     for name, value in tensors.items():
         parameter, _, key = name.rpartition("//")
         if parameter not in parameters:
-            raise FrostlabError(f"the checkpoint's optimizer knows {parameter}, the model does not")
+            raise FrostlabError(
+                f"the checkpoint has optimizer state for {parameter}, which is not in the model"
+            )
         states.setdefault(parameter, {})[key] = value
     optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
     missing = [n for n, p in parameters.items() if id(p) in optimized and n not in states]
     if states and missing and not partly:
-        raise FrostlabError(f"the checkpoint's optimizer does not know {missing[0]}")
+        raise FrostlabError(f"the checkpoint has no optimizer state for {missing[0]}")
     for name, state in states.items():
         p = parameters[name]
         step_device = p.device if optimizer.defaults.get("fused") else torch.device("cpu")
@@ -142,11 +151,11 @@ def restore_optimizer(
 
 
 class KernelAdamW(torch.optim.AdamW):
-    """AdamW over float32 weights on CUDA in one or two kernel launches, with torch's state.
+    """AdamW for float32 weights on CUDA in one or two kernel launches; its state is like torch's.
 
     As in torch's fused AdamW, `grad_scale` divides gradients and `found_inf` above 0 skips a step.
-    If `measures` is set, a step writes the squared norms of weights and of their changes to `sums`
-    (see `frostlab.flow.probe`).
+    If `measures` is set, a step writes the squared norms of each parameter and of its change to
+    `sums`, from which `frostlab.flow.probe` reads them.
     """
 
     grad_scale: Tensor | None = None
@@ -157,9 +166,10 @@ class KernelAdamW(torch.optim.AdamW):
     def __init__(self, groups: Any, copies: "Bf16Copies", **options: Any) -> None:
         super().__init__(groups, **options, fused=True)
         self.copies = copies
-        self._unfilled: list[tuple[Tensor, list[int]]] = []  # tables of a graph being recorded
-        self._spare_tables: list[Tensor] = []
-        self._layouts: dict[Any, list[Tensor]] = {}
+        # tables of the graph that is being recorded, and their values
+        self._unfilled: list[tuple[Tensor, list[int]]] = []
+        self._spare_tables: list[Tensor] = []  # for the next graph
+        self._layouts: dict[Any, list[Tensor]] = {}  # results of `_block_layout`
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -179,9 +189,9 @@ class KernelAdamW(torch.optim.AdamW):
         if self.measures and self.sums is not None:
             self.sums.zero_()
         for even in (True, False):
-            aligned = [row for row in rows if row.even == even]
-            if aligned:
-                self._launch(aligned, even)
+            selected = [row for row in rows if row.even == even]
+            if selected:
+                self._launch(selected, even)
 
     def _launch(self, rows: list["_Row"], even: bool) -> None:
         from frostlab.training.step.kernels import adamw_blocks
@@ -191,9 +201,9 @@ class KernelAdamW(torch.optim.AdamW):
         steps = [state["step"] for state in states]
         stopped = self.found_inf
         torch._foreach_add_(steps, 1.0)
-        if stopped is not None:  # a list, because subtracting one tensor waits for its value
+        if stopped is not None:  # subtract a list: a single tensor would make the host wait
             torch._foreach_sub_(steps, [stopped] * len(steps))
-        values = []
+        values = []  # the kernel's table, row by row
         for row, state in zip(rows, states, strict=True):
             p, gradient, copy = row.p, row.gradient, self.copies.of(row.p)
             values += [
@@ -206,9 +216,9 @@ class KernelAdamW(torch.optim.AdamW):
         taken = torch.stack(steps).double()
         first, second = ((1 - beta**taken).float() for beta in (beta1, beta2))
         rate_index: dict[Any, int] = {}
-        for row in rows:  # tensors hash by identity, numbers by value
+        for row in rows:  # number the distinct rates; tensors differ by identity
             rate_index.setdefault(row.group["lr"], len(rate_index))
-        owners, starts, decay, whose, places = self._block_layout(
+        owners, starts, decays, rate_indices, places = self._block_layout(
             tuple(row.p.numel() for row in rows),
             tuple(float(row.group["weight_decay"]) for row in rows),
             tuple(rate_index[row.group["lr"]] for row in rows),
@@ -224,8 +234,8 @@ class KernelAdamW(torch.optim.AdamW):
         if self.measures:
             sums = torch.zeros(len(owners), 2, device=device)
         adamw_blocks(
-            table, owners, starts, decay, first, second, rate, whose, self.grad_scale, stopped,
-            sums, betas=(beta1, beta2), eps=eps, block=_BLOCK, columns=_COLUMNS, even=even,
+            table, owners, starts, decays, first, second, rate, rate_indices, self.grad_scale,
+            stopped, sums, betas=(beta1, beta2), eps=eps, block=_BLOCK, columns=_COLUMNS, even=even,
         )  # fmt: skip
         if sums is not None and self.sums is not None:
             self.sums.index_add_(0, places[owners], sums.to(self.sums.dtype))
@@ -241,26 +251,26 @@ class KernelAdamW(torch.optim.AdamW):
         self,
         sizes: tuple[int, ...],
         decays: tuple[float, ...],
-        whose: tuple[int, ...],
+        rate_indices: tuple[int, ...],
         places: tuple[int, ...],
         device: torch.device,
     ) -> list[Tensor]:
-        """Return each program's tensor and start, and each tensor's decay, rate index and place."""
-        key = (sizes, decays, whose, places)
+        """Return each block's tensor and start, and each tensor's decay, rate index and place."""
+        key = (sizes, decays, rate_indices, places)
         if key not in self._layouts:
             counts = torch.tensor([-(-size // _BLOCK) for size in sizes])
             owners = torch.repeat_interleave(counts)
             firsts = torch.cumsum(counts, 0) - counts
             starts = (torch.arange(len(owners)) - firsts[owners]) * _BLOCK
-            by_tensor = (torch.tensor(decays), torch.tensor(whose), torch.tensor(places))
+            by_tensor = (torch.tensor(decays), torch.tensor(rate_indices), torch.tensor(places))
             self._layouts[key] = [t.to(device) for t in (owners.int(), starts, *by_tensor)]
         return self._layouts[key]
 
     def _address_table(self, values: list[int], device: torch.device) -> Tensor:
         """Return the kernel's table of addresses on the device.
 
-        While a graph is recorded, return an empty table that `fill_address_tables` fills later. It
-        lies outside the graph's memory pool, which the graph's other kernels overwrite.
+        While a graph is recorded, return an empty table that `fill_address_tables` fills later.
+        This table lies outside the graph's memory pool, which the graph's other kernels overwrite.
         """
         if not captures_graphs(device) or not torch.cuda.is_current_stream_capturing():
             self._keep_spare_tables(device)
@@ -270,12 +280,13 @@ class KernelAdamW(torch.optim.AdamW):
         return table
 
     def _keep_spare_tables(self, device: torch.device) -> None:
+        """Allocate the tables of the next graph before the graph is recorded."""
         size = _COLUMNS * sum(len(group["params"]) for group in self.param_groups)
         while len(self._spare_tables) < 2:  # a step launches the kernel at most twice
             self._spare_tables.append(torch.zeros(size, dtype=torch.int64, device=device))
 
     def fill_address_tables(self) -> list[Tensor]:
-        """Fill and return the tables of a recorded graph; keep them as long as the graph."""
+        """Fill and return a recorded graph's tables; the caller keeps them as long as the graph."""
         unfilled, self._unfilled = self._unfilled, []
         for table, values in unfilled:
             table[: len(values)] = torch.tensor(values)
@@ -294,7 +305,7 @@ class _Row:
 
     @property
     def even(self) -> bool:
-        """Return whether the kernel may use wide loads."""
+        """Return whether the kernel may use wide loads: size and addresses are multiples of 16."""
         tensors = (self.p, self.gradient)
         return self.p.numel() % 16 == 0 and all(t.data_ptr() % 16 == 0 for t in tensors)
 
@@ -311,7 +322,7 @@ class _Copy:
 
 
 class Bf16Copies:
-    """Bf16 copies of the weights and biases of every layer's linear maps.
+    """Bf16 copies of the weights and biases of the linear maps in all layers.
 
     A step computes with the copies, so that autocast casts no weight; the optimizer updates the
     float32 weights and their copies in one kernel.
@@ -337,7 +348,7 @@ class Bf16Copies:
         return p.grad if copy is None or copy.grad is None else copy.grad
 
     def refresh(self) -> None:
-        """Update the copies of parameters that changed outside the optimizer, and requires_grad."""
+        """Copy parameters that changed outside the optimizer, and every requires_grad."""
         stale = [entry for entry in self._entries if entry.parameter._version != entry.version]
         if stale:
             with torch.no_grad():
@@ -357,7 +368,7 @@ class Bf16Copies:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Make layers compute with the copies inside this context."""
+        """Replace the parameters with their copies inside this context, so that layers use them."""
         self.refresh()
         for entry in self._entries:
             entry.module._parameters[entry.name] = entry.copy
@@ -369,16 +380,17 @@ class Bf16Copies:
 
 
 def _linear_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Yield the parameters of linear layers that one module uses and that have no hooks."""
+    """Yield module, name and parameter of linear maps; skip shared or hooked parameters."""
     stack = take_apart(model)
     modules = [m for layer in (stack.layers if stack else []) for m in layer.modules()]
     uses = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
     for module in modules:
+        # GPT-2 in transformers has Conv1D instead of Linear
         if type(module) is not nn.Linear and type(module).__name__ != "Conv1D":
             continue
         for name, p in module._parameters.items():
             if p is None or uses[id(p)] > 1 or p.dtype != torch.float32:
                 continue
-            watched = p._backward_hooks or p._post_accumulate_grad_hooks
-            if p.is_contiguous() and not watched:
+            has_hooks = p._backward_hooks or p._post_accumulate_grad_hooks
+            if p.is_contiguous() and not has_hooks:
                 yield module, name, p
