@@ -1,8 +1,8 @@
 """Splits of text by role: train, tune (to select checkpoints) and report (for the final scores).
 
-Rows are assigned by hashes of their texts, not by a seed, so the splits are the same for every
-seed and every arm of a comparison. A `Survey` holds the hash, size and label of each row. Rows of
-train whose text is also in a held-out split are dropped, except with `splits: published`.
+Rows are held out by a hash of their text, documents by their order. No seed is used, so the splits
+are the same for every seed and every arm of a comparison. A `Survey` holds the hash, size and label
+of each row. Rows of train whose text is also held out are dropped, except with `splits: published`.
 """
 
 import hashlib
