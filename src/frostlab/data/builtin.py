@@ -48,14 +48,14 @@ _PLAIN_WORD = re.compile(r"(?<![\w.])[a-z]+(?![\w(])")  # lower case, and no att
 # Synthetic tasks
 
 Ids = npt.NDArray[np.int64]
-SYNTHETIC_SEEDS = {"report": 101, "tune": 202, "train": 303}  # in the order of drawing
+SYNTHETIC_SEEDS = {"report": 101, "tune": 202, "train": 303}  # drawn in this order
 TRIES = 50  # draws in a row without a new example before giving up
-DRAWN_AT_ONCE = 8192  # examples
+DRAWN_AT_ONCE = 8192  # maximum number of examples per draw
 
 
 @dataclass(frozen=True)
 class Docstring:
-    """First paragraph and rest of a docstring, without markup and names of packages."""
+    """First paragraph and rest of a docstring, without markup and with package names masked."""
 
     summary: str
     body: str
@@ -150,9 +150,9 @@ def collect_docstrings(
 
 
 def split_of_module(package: str, name: str) -> str:
-    """Return a module's split by a hash of its dotted name's first three parts.
+    """Return a module's split, chosen by a hash of the first three parts of the dotted name.
 
-    Related modules share these parts, and so the split.
+    Related modules, which share these parts, are in the same split.
     """
     group = ".".join((package, *name.removesuffix(".py").split("/"))[:3])
     digit = int(_hash(f"module {group}")[:8], 16) % 10
@@ -191,7 +191,7 @@ def _docstrings_in(node: ast.AST) -> Iterator[str]:
 
 
 def clean_docstring(text: str) -> tuple[str, str]:
-    """Return the first paragraph and the rest without code and markup, package names masked."""
+    """Return the first paragraph and the rest, without code and markup; mask package names."""
     paragraphs: list[list[str]] = [[]]
     code_indent: int | None = None  # lines with more indentation are code
     fenced = prompt = False

@@ -91,9 +91,9 @@ def _prepare_synthetic(data: Synthetic, cache: Path) -> Prepared:
 
 
 class _TextPreparation:
-    """The steps from text to token arrays: survey splits, assign roles, train a tokenizer, encode.
+    """The steps from text to token arrays: survey, divide into roles, train a tokenizer, encode.
 
-    The cache key includes a digest of the texts, which the surveys provide.
+    A survey reads the hash and label of each row. Digests of the surveys are part of the cache key.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class _TextPreparation:
         return " and ".join(warnings) or None
 
     def _division(self) -> list[Any]:
-        """Return all values that decide the role of each text; the paths of files do not."""
+        """Return all values that decide the role of each text, as a part of cache keys."""
         roles = (self.plan.train, self.plan.tune, self.plan.report)
         shares = [role if not isinstance(role, Split) else "split" for role in roles]
         texts = {role: rows.digest for role, rows in self.surveys.items()}

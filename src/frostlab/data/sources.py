@@ -252,7 +252,10 @@ def _assign_roles(
     label: str = "label",
     training: dict[str, Split] | None = None,
 ) -> SplitPlan:
-    """Choose each role's split by the recipe, else by the defaults; train may be in `training`."""
+    """Choose each role's split by the recipe, else by the defaults.
+
+    If `training` is given, train is one of its splits, and the other roles have splits of `splits`.
+    """
     train = _choose(training or splits, "data.train", data.train)
     published = data.splits == "published"
     report = data.report or (published and defaults.published) or defaults.report

@@ -27,7 +27,8 @@ from frostlab.storage import digest_of
 
 PAD, END, SEPARATOR, UNKNOWN = "<|pad|>", "<|end|>", "<|sep|>", "<unk>"
 SAMPLE = 100_000_000  # maximum number of characters that a vocabulary is learned from
-ENDLESS = 5_000_000  # maximum number of them in very long words, which take 50 bytes each to learn
+# Of these, the maximum number in very long words, which take 50 bytes of memory per character.
+ENDLESS = 5_000_000
 HEAD = 6  # characters to encode per wanted token; most texts need fewer
 Texts = tuple[str, ...]  # one text, or the two texts of a pair
 

@@ -106,9 +106,10 @@ def draw_shifts(
 
 @dataclass(frozen=True)
 class Null:
-    """Null distribution of r: quantiles of r with mismatched envelopes, and the true r's p value.
+    """Null distribution of r: quantiles of r with mismatched envelopes, and the p value of r.
 
-    p is (1 + number of mismatched r that are at least the true r) / (1 + number of mismatched r).
+    Envelopes are mismatched by a circular shift. p is (1 + number of mismatched r that are at least
+    r) / (1 + number of mismatched r).
     """
 
     low: float  # the 5 % quantile
@@ -118,7 +119,7 @@ class Null:
 
 
 def null_distribution(r: float, mismatched: Floats) -> Null:
-    """Compare r with correlations of mismatched envelopes."""
+    """Return the null distribution of r, given the values of r with mismatched envelopes."""
     low, median, high = (float(x) for x in np.quantile(mismatched, (0.05, 0.5, 0.95)))
     return Null(low, median, high, float((1 + (mismatched >= r).sum()) / (1 + len(mismatched))))
 

@@ -115,7 +115,7 @@ def fit_ridge(
         sums: dict[int, Moments] = {}
         held_out: dict[int, list[Recording]] = {}
         for rank, recording in enumerate(recordings):
-            # Subjects start at different folds; else all single recordings were in the first fold.
+            # Subjects start at different folds; otherwise single recordings would share one fold.
             fold = (index + rank) % folds
             _accumulate(sums, fold, recording_moments(recording, taps))
             held_out.setdefault(fold, []).append(recording)

@@ -61,7 +61,7 @@ class RecordingScore:
     r: float
     r_other: float | None  # r with the envelope of the ignored speaker; None with one speaker
     null: Null
-    match: Tally  # decisions between an envelope's own window and a wrong one
+    match: Tally  # decisions between the envelope of a window and a wrong envelope
     attended: Tally | None  # decisions between the attended and the ignored speaker
 
 

@@ -33,7 +33,7 @@ FORMAT = 2  # version of stored recordings; raise it when simulation or preproce
 
 
 def load_signals(data: EEGData, data_dir: Path | None, cache: Path) -> Signals:
-    """Return a recipe's recordings as windows; only train has the recipe's hop between windows."""
+    """Return a recipe's recordings as windows; the recipe's hop applies to train only."""
     source = load_recordings(data, data_dir, cache)
     rows = {subject: row for row, subject in enumerate(source.subjects)}
     splits = {}

@@ -83,7 +83,7 @@ def check_signals(name: str, eeg: Array, channels: tuple[str, ...], envelope: Ar
 
 
 def check_durations(name: str, eeg: int, envelope: int, rates: tuple[float, float]) -> None:
-    """Refuse signals of different durations; unequal rates allow one sample at the lower rate."""
+    """Refuse signals of different durations, but allow one sample if the rates are different."""
     if abs(eeg / rates[0] - envelope / rates[1]) > (rates[0] != rates[1]) / min(rates) + 1e-9:
         raise BadInput(
             f"{name}: the EEG has {eeg} samples at {rates[0]:g} Hz and the envelope {envelope} at "

@@ -57,7 +57,7 @@ def find_folder(path: str, data_dir: Path | None) -> Path:
 
 
 def pair_files(folder: Path, endings: Iterable[str]) -> list[tuple[list[str], Path, Path]]:
-    """Return each recording's parts of the name, EEG file and envelope file, sorted by name."""
+    """Return each recording's name (as parts), EEG file and envelope file, sorted by name."""
     eeg_endings = tuple(f"{_SEPARATOR}eeg{ending}" for ending in endings)
     pairs = []
     for path in sorted(folder.iterdir()):
@@ -304,7 +304,7 @@ def from_mne(
 
 
 def eeg_channels(raw: Any, reference: str | tuple[str, ...] = "none") -> tuple[str, ...]:
-    """Return the names of a Raw's EEG channels, including bad ones but no named reference."""
+    """Return the names of a Raw's EEG channels that are not in `reference`, even if marked bad."""
     picked = raw.copy().pick("eeg", exclude=()).ch_names
     return tuple(name for name in picked if name not in _reference_channels(reference))
 

@@ -21,7 +21,7 @@ from frostlab.storage import digest_of
 Signal = NDArray[np.float32]
 Starts = NDArray[np.int64]  # (windows, 2): index of the recording, first sample in the recording
 ROLES = ("train", "tune", "report", "unseen")  # splits; unseen has subjects that are not in train
-UNSEEN = -1  # replaces the row of the subject embedding, for subjects that are not in train
+UNSEEN = -1  # marks subjects that are not in train, and so have no row in the subject embedding
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class Recordings:
-    """A recipe's recordings in splits; held-out recordings and subjects are held out as a whole."""
+    """A recipe's recordings by split, with the sampling rate, channels and subjects."""
 
     rate: float  # Hz
     channels: tuple[str, ...]
@@ -72,7 +72,7 @@ class Windows:
 
     @cached_property
     def bounds(self) -> NDArray[np.int64]:
-        """First sample of each recording, counted over all recordings, and the total."""
+        """First sample of each recording, counted over all recordings, and their total length."""
         return np.array([0, *accumulate(map(len, self.recordings))])
 
     def draw(self, seed: int, epoch: int) -> NDArray[np.int64]:
@@ -113,7 +113,8 @@ class Signals:
     splits: dict[str, Windows]  # train, tune, report, and unseen if subjects are held out
     rate: float  # Hz
     channels: tuple[str, ...]
-    subjects: tuple[str, ...]  # as in `Recordings`, like the next three
+    # These fields are as in `Recordings`.
+    subjects: tuple[str, ...]
     origin: dict[str, str]
     caution: str | None
     known: dict[str, float]
@@ -236,7 +237,7 @@ def subjects_of(recordings: Iterable[Recording]) -> tuple[str, ...]:
 
 
 def check_channels(name: str, count: int, first: str, expected: int) -> None:
-    """Refuse a recording with another number of channels than the first recording."""
+    """Refuse a recording that does not have the `expected` channels of the `first` recording."""
     if count != expected:
         raise BadInput(f"{name} has {count} channels, {first} has {expected}")
 

@@ -142,7 +142,7 @@ def draw_head(rate: float, snr: float, responses: str, random: np.random.Generat
 
 
 def _draw_response(rate: float, responses: str, random: np.random.Generator) -> Array:
-    """Draw a response (taps, 64): three waves, each from a dipole in both auditory cortices.
+    """Draw a response (taps, 64): three waves, each from one dipole in each auditory cortex.
 
     Positions are in head radii, with the axes of `positions`.
     """

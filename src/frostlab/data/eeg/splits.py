@@ -36,7 +36,7 @@ class HoldOut:
 
 
 def divide(headings: Sequence[Heading], rule: HoldOut, place: str) -> tuple[Division, str | None]:
-    """Return each role's recordings, and a warning if speech of a held-out one is also in train."""
+    """Return each role's recordings, and a warning if train has speech of held-out recordings."""
     counts = Counter(heading.name for heading in headings)
     if repeated := [name for name, count in counts.items() if count > 1]:
         raise BadInput(f"{place}: {counts[repeated[0]]} recordings are called {repeated[0]}")
