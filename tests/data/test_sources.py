@@ -161,7 +161,7 @@ BAD = [
     ({"report": "odd"}, "{f}/odd.jsonl:4: label maybe is not a class: 0, 1"),
     ({"train": "same"}, "{f}/same.jsonl: every label is good; two classes are needed"),
     ({"report": "empty"}, "{f}/empty.jsonl: split empty holds no text"),
-    ({"report": "half"}, "{f}/half.jsonl:1: \\ud800 is half a character, not text"),
+    ({"report": "half"}, "{f}/half.jsonl:1: \\ud800 is half of a surrogate pair"),
     ({"text": ("txet",)}, "{f}/train.jsonl:1: no column txet; did you mean `text`?"),
     ({"label": "labels"}, "{f}/train.jsonl:1: no column labels; did you mean `label`?"),
     ({"text": ("text", "text"), "task": "language"}, "data.text names 2 columns; data.task lang"),

@@ -127,7 +127,7 @@ def test_an_edit_with_a_new_digest_still_shows_where_sums_do_not_fit() -> None:
     first = replace(SCORES.recordings[0], r=0.99)
     forged = replace(SCORES, recordings=(first, *SCORES.recordings[1:]))
     said = json.loads(json.dumps(forged.to_dict()))
-    with pytest.raises(BadInput, match="^these scores were edited: r of s0 is not its mean$"):
+    with pytest.raises(BadInput, match="^these scores were edited: r of s0 is not the mean"):
         EnvelopeScores.from_dict(said)
     with pytest.raises(BadInput, match="^these are not envelope scores: 'settings'$"):
         EnvelopeScores.from_dict({})
@@ -167,7 +167,7 @@ SHORT = replace(ONE, eeg=ONE.eeg[:200], envelope=ONE.envelope[:200], other=None)
     [
         (ONE, {}, {}, "no prediction for recording s0_0"),
         (ONE, {"s0_O": 1}, {}, "no prediction for recording s0_0"),
-        (ONE, {"s0_0": 1, "s0_1": 1}, {}, "a prediction for s0_1, which is not a recording; did"),
+        (ONE, {"s0_0": 1, "s0_1": 1}, {}, "there is a prediction for s0_1, but no such recording"),
         (ONE, {"s0_0": np.ones(9)}, {}, "s0_0: the prediction is (9,), and the envelope (1280"),
         (ONE, {"s0_0": np.full(1280, np.nan)}, {}, "s0_0: the prediction has values that"),
         (FLAT, {"s0_0": GOOD["s0_0"]}, {}, "s0_0: the envelope is flat; nothing"),

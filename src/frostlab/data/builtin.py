@@ -1,7 +1,8 @@
 """Built-in data, without downloads: docstrings of installed packages, and synthetic tasks.
 
-Docstrings are read from source files; their packages are not imported. Synthetic tasks have a known
-answer and are drawn from fixed seeds.
+The task on docstrings is to name the package, or (pairs) to decide whether a summary and a body
+belong together. Docstrings are read from source files, without importing the packages. Synthetic
+tasks have a known answer and are drawn from fixed seeds.
 """
 
 import ast
@@ -29,7 +30,7 @@ from frostlab.storage import FORMAT, build_once, digest_of
 
 PACKAGES = ("numpy", "scipy", "torch", "transformers")
 SPLIT_SHARES = {"train": 0.8, "validation": 0.1, "test": 0.1}
-FEWEST_WORDS = 12  # minimum length of a text, or of the body of a pair
+FEWEST_WORDS = 12  # minimum number of words in a text, or in the body of a pair
 MASK = "package"  # replaces the packages' names, which would give the label away
 _PACKAGE_NAMES = re.compile(
     r"(?<![a-z])(?:num[-_ ]?py\w*|np|sci[-_ ]?py\w*|(?:py|lib)?torch\w*|aten|c10d?"
@@ -37,24 +38,24 @@ _PACKAGE_NAMES = re.compile(
     re.IGNORECASE,
 )
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-_ROLE = re.compile(r":[a-zA-Z:]+:(?=`)")
-_RULE = re.compile(r"^\W*([-=~^*#])\1{2,}\W*$")
-_DIRECTIVE = re.compile(r"^\.\. ")
+_ROLE = re.compile(r":[a-zA-Z:]+:(?=`)")  # a Sphinx role, such as :class: before a backtick
+_RULE = re.compile(r"^\W*([-=~^*#])\1{2,}\W*$")  # a line that underlines a heading
+_DIRECTIVE = re.compile(r"^\.\. ")  # a Sphinx directive
 _MARKUP = str.maketrans("", "", "`*~")
-_PLACEHOLDER = re.compile(r"%\(\w+\)s")  # the package fills it in when imported
-_PLAIN_WORD = re.compile(r"(?<![\w.])[a-z]+(?![\w(])")
+_PLACEHOLDER = re.compile(r"%\(\w+\)s")  # replaced by text when the package is imported
+_PLAIN_WORD = re.compile(r"(?<![\w.])[a-z]+(?![\w(])")  # lower case, and no attribute or call
 
 # Synthetic tasks
 
 Ids = npt.NDArray[np.int64]
-SYNTHETIC_SEEDS = {"report": 101, "tune": 202, "train": 303}
+SYNTHETIC_SEEDS = {"report": 101, "tune": 202, "train": 303}  # drawn in this order
 TRIES = 50  # draws in a row without a new example before giving up
-DRAWN_AT_ONCE = 8192  # examples
+DRAWN_AT_ONCE = 8192  # maximum number of examples per draw
 
 
 @dataclass(frozen=True)
 class Docstring:
-    """One docstring, cleaned and masked: its first paragraph and the rest."""
+    """First paragraph and rest of a docstring, without markup and with package names masked."""
 
     summary: str
     body: str
@@ -66,7 +67,7 @@ class Docstring:
 
 
 def docstring_files(per_package: int, *, pairs: bool, cache: Path) -> dict[str, Path]:
-    """Return the files of the splits, extracted from the installed packages once."""
+    """Return the file of each split; extract the docstrings if they are not in the cache."""
     versions = {
         name: importlib.metadata.version(name)
         for name in PACKAGES
@@ -109,7 +110,7 @@ def _write_docstrings(
 
 
 def _pairs(docs: list[Docstring]) -> list[dict[str, str | int]]:
-    """Pair half of the summaries with their own bodies (label 1), the others with another's (0)."""
+    """Pair half of the summaries with their own body (label 1), and half with another body (0)."""
     half = len(docs) // 2
     rows = [(doc.summary, doc.body, 1) for doc in docs[:half]]
     mismatched = docs[half : 2 * half]
@@ -123,7 +124,7 @@ def _pairs(docs: list[Docstring]) -> list[dict[str, str | int]]:
 def collect_docstrings(
     package: str, wanted: dict[str, int], *, pairs: bool
 ) -> dict[str, list[Docstring]]:
-    """Read a package's files, ordered by a hash, until every split has the wanted number."""
+    """Read a package's files in the order of a hash until each split has enough docstrings."""
     spec = importlib.util.find_spec(package)
     root = Path(next(iter((spec and spec.submodule_search_locations) or ())))
     collected: dict[str, list[Docstring]] = {split: [] for split in wanted}
@@ -135,9 +136,9 @@ def collect_docstrings(
             continue
         for text in _docstrings_of(root / name):
             doc = Docstring(*clean_docstring(text))
-            learned = doc.body if pairs else doc.text
-            key = near_duplicate_key(learned)
-            if len(learned.split()) < FEWEST_WORDS or len(doc.summary.split()) < 3 or key in seen:
+            content = doc.body if pairs else doc.text
+            key = near_duplicate_key(content)
+            if len(content.split()) < FEWEST_WORDS or len(doc.summary.split()) < 3 or key in seen:
                 continue
             seen.add(key)
             docs.append(doc)
@@ -149,14 +150,17 @@ def collect_docstrings(
 
 
 def split_of_module(package: str, name: str) -> str:
-    """Return the split of a module, by a hash of the first three parts of its dotted name."""
+    """Return a module's split, chosen by a hash of the first three parts of the dotted name.
+
+    Related modules, which share these parts, are in the same split.
+    """
     group = ".".join((package, *name.removesuffix(".py").split("/"))[:3])
     digit = int(_hash(f"module {group}")[:8], 16) % 10
     return "train" if digit < 8 else "validation" if digit == 8 else "test"
 
 
 def near_duplicate_key(text: str) -> str:
-    """Return the plain words, without names, numbers and code; near duplicates share them."""
+    """Return a text's plain words, without names, numbers and code; near duplicates share them."""
     first, _, rest = text.partition(" ")
     return " ".join((first.lower(), *_PLAIN_WORD.findall(rest)))
 
@@ -177,7 +181,7 @@ def _docstrings_of(path: Path) -> Iterator[str]:
 
 
 def _docstrings_in(node: ast.AST) -> Iterator[str]:
-    """Yield the docstrings in a node; walk only statements, since expressions hold none."""
+    """Yield the docstrings in a node; only statements are searched, as expressions have none."""
     if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node, clean=False)):
         yield text
     for name in ("body", "orelse", "finalbody", "handlers"):
@@ -187,7 +191,7 @@ def _docstrings_in(node: ast.AST) -> Iterator[str]:
 
 
 def clean_docstring(text: str) -> tuple[str, str]:
-    """Return the first paragraph and the rest as running text, with package names masked."""
+    """Return the first paragraph and the rest, without code and markup; mask package names."""
     paragraphs: list[list[str]] = [[]]
     code_indent: int | None = None  # lines with more indentation are code
     fenced = prompt = False
@@ -220,7 +224,7 @@ def _without_markup(text: str) -> str:
 
 
 def synthetic_vocabulary(data: Synthetic) -> int:
-    """Return the vocabulary size: symbols (for recall, both keys and values) and padding."""
+    """Return the vocabulary size: the symbols (twice for recall: as key, as value) and padding."""
     return (2 if data.name == "recall" else 1) * data.symbols + 1
 
 
@@ -247,7 +251,7 @@ def majority(data: Synthetic, count: int, random: np.random.Generator) -> tuple[
 
 
 def recall(data: Synthetic, count: int, random: np.random.Generator) -> tuple[Ids, Ids]:
-    """Draw key, value, key, value, …, then one of the keys; its value is the class."""
+    """Draw sequences of key, value, key, value, …, and one of the keys; its value is the class."""
     pairs = min(data.symbols, (data.length - 1) // 2)
     keys = random.permuted(np.tile(np.arange(data.symbols), (count, 1)), axis=1)[:, :pairs]
     values = random.integers(data.symbols, size=(count, pairs))
@@ -255,19 +259,23 @@ def recall(data: Synthetic, count: int, random: np.random.Generator) -> tuple[Id
     rows = np.arange(count)
     ids = np.empty((count, 2 * pairs + 1), dtype=np.int64)
     ids[:, 0:-1:2] = keys
-    ids[:, 1::2] = values + data.symbols
+    ids[:, 1::2] = values + data.symbols  # token ids of values follow the token ids of keys
     ids[:, -1] = keys[rows, asked]
     return ids, values[rows, asked]
 
 
 def induction(data: Synthetic, count: int, random: np.random.Generator) -> tuple[Ids, Ids]:
-    """Draw distinct symbols and repeat them, so that each symbol always has the same successor."""
+    """Draw distinct symbols and repeat them, so that each symbol always has the same successor.
+
+    Return the sequences, and for each the first position with a symbol that can be predicted.
+    """
     period = min(data.symbols, (data.length + 1) // 2)
     first = random.permuted(np.tile(np.arange(data.symbols), (count, 1)), axis=1)[:, :period]
     repeats = -(-(data.length + 1) // period)
     return np.tile(first, (1, repeats))[:, : data.length + 1], np.full(count, period + 1)
 
 
+# Each function returns token ids (count, length), and classes or (induction) positions (count,).
 TASKS: dict[str, Callable[[Synthetic, int, np.random.Generator], tuple[Ids, Ids]]] = {
     "majority": majority,
     "recall": recall,
@@ -277,11 +285,11 @@ TASKS: dict[str, Callable[[Synthetic, int, np.random.Generator], tuple[Ids, Ids]
 
 def write_synthetic(data: Synthetic, folder: Path) -> dict[str, str]:
     """Draw splits that share no example, write them, and return their digests."""
-    held_out = max(256, data.examples // 8)
+    held_out_count = max(256, data.examples // 8)
     seen: set[bytes] = set()
     digests: dict[str, str] = {}
     for role, seed in SYNTHETIC_SEEDS.items():
-        count = data.examples if role == "train" else held_out
+        count = data.examples if role == "train" else held_out_count
         ids, answers = _draw(data, count, np.random.Generator(np.random.PCG64(seed)), seen)
         seen |= {row.tobytes() for row in ids} if role != "train" else set()
         with TokenWriter(folder, role, synthetic_vocabulary(data)) as writer:
@@ -302,7 +310,7 @@ def write_synthetic(data: Synthetic, folder: Path) -> dict[str, str]:
 def _draw(
     data: Synthetic, count: int, random: np.random.Generator, seen: set[bytes]
 ) -> tuple[Ids, Ids]:
-    """Draw examples that are not in `seen`."""
+    """Draw `count` examples that are not in `seen`, and their answers."""
     batches: list[tuple[Ids, Ids]] = []
     missing, tries = count, 0
     while missing:

@@ -1,4 +1,7 @@
-"""Readers of text files as rows or pieces, in bounded memory; errors name the line."""
+"""Readers of text files: rows of tables, or pieces of running text.
+
+Running text is a `.txt` file of documents. A file is never read into memory as a whole.
+"""
 
 import codecs
 import csv
@@ -14,15 +17,15 @@ from typing import IO, Any, cast
 from frostlab.errors import BadInput, require
 
 FORMATS = ("jsonl", "csv", "tsv", "txt", "parquet")
-PIECE = 1 << 16  # characters of running text read at once
-MARK = "<|endoftext|>"  # between the documents of a .txt file
-WORD = 512  # cut words of twice this length: BPE takes quadratic time in a word's length
+PIECE = 1 << 16  # approximate number of characters in a piece of running text
+MARK = "<|endoftext|>"  # separates the documents of a .txt file
+WORD = 512  # characters; longer words may be cut, because BPE takes quadratic time in their length
 _SPACE = re.compile(r"\s")
-_WORD_END = re.compile(r"(?<=\S)\s")
+_WORD_END = re.compile(r"(?<=\S)\s")  # the first white space after a word
 _READ_ERRORS = (OSError, EOFError, zlib.error)
 
-Line = tuple[int, Mapping[str, Any]]
-Piece = tuple[str, bool]  # text, and whether its document ends here
+Line = tuple[int, Mapping[str, Any]]  # line number of a row, and its values by column
+Piece = tuple[str, bool]  # text, and whether its document ends with this piece
 
 
 def format_of(path: Path) -> str | None:
@@ -32,7 +35,7 @@ def format_of(path: Path) -> str | None:
 
 
 def split_files(folder: Path) -> dict[str, Path]:
-    """Return the files of a folder by the split that each file is named after."""
+    """Return the files of a folder by split, such as train.jsonl for train."""
     files: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
         if format_of(path) is None or not path.is_file():
@@ -45,7 +48,7 @@ def split_files(folder: Path) -> dict[str, Path]:
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """Yield the rows of a table with their line number, or row number for parquet."""
+    """Yield the rows of a table, each with its line number (parquet: its row number)."""
     try:
         with _opened(path) as file:
             kind = format_of(path)
@@ -60,7 +63,7 @@ def read_lines(path: Path) -> Iterator[Line]:
 
 
 def read_pieces(path: Path) -> Iterator[Piece]:
-    """Yield running text in pieces that begin at white space, so that words stay whole."""
+    """Yield running text in pieces that end at the end of a word; only very long words are cut."""
     try:
         with _opened(path) as file:
             for text, ends in _pieces(_chunks(path, file)):
@@ -83,6 +86,7 @@ def _decoded(path: Path, file: IO[bytes]) -> Iterator[tuple[int, str]]:
             text = raw.decode()
         except UnicodeDecodeError as error:
             raise _not_utf8(path, number, error) from error
+        # The first line may begin with a byte-order mark.
         yield number, text.removeprefix("\ufeff") if number == 1 else text
 
 
@@ -106,7 +110,7 @@ def _json(path: Path, file: IO[bytes]) -> Iterator[Line]:
 
 def _table(path: Path, file: IO[bytes], *, tabs: bool) -> Iterator[Line]:
     """Yield the rows of a CSV or TSV file; in TSV, quotes have no special meaning."""
-    csv.field_size_limit((1 << 31) - 1)
+    csv.field_size_limit((1 << 31) - 1)  # the default is 128 KiB per cell
     lines = (text for _, text in _decoded(path, file))
     reader = (
         csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE) if tabs else csv.reader(lines)
@@ -143,7 +147,7 @@ def _parquet(path: Path, file: IO[bytes]) -> Iterator[Line]:
 
 
 def _chunks(path: Path, file: IO[bytes]) -> Iterator[str]:
-    """Yield decoded text with universal newlines."""
+    """Yield decoded text, with line endings of all systems converted to newlines."""
     decoder = io.IncrementalNewlineDecoder(
         codecs.getincrementaldecoder("utf-8-sig")(), translate=True
     )
@@ -163,8 +167,10 @@ def _chunks(path: Path, file: IO[bytes]) -> Iterator[str]:
 
 
 def _pieces(chunks: Iterator[str]) -> Iterator[Piece]:
-    """Yield the pieces of documents; a MARK separates two documents."""
-    buffer, begun, several = "", False, False
+    """Yield the pieces of documents, without MARK and the newlines around it."""
+    buffer = ""
+    begun = False  # whether a piece of the current document has been yielded
+    several = False  # whether a MARK has been read
     for chunk in chunks:
         buffer += chunk
         while MARK in buffer:
@@ -184,7 +190,7 @@ def _pieces(chunks: Iterator[str]) -> Iterator[Piece]:
 
 
 def _without_long_words(text: str, ends: bool) -> Iterator[Piece]:
-    """Cut very long words, such as DNA sequences."""
+    """Yield a piece of text, cut wherever WORD characters have no white space, as in DNA."""
     start = 0
     for stop in range(WORD, len(text), WORD):
         if _SPACE.search(text, stop - WORD, stop) is None:
@@ -194,17 +200,17 @@ def _without_long_words(text: str, ends: bool) -> Iterator[Piece]:
 
 
 def _safe_cut(buffer: str) -> int:
-    """Return the position to cut a full buffer: before its last white space, else near its end."""
+    """Return where to cut a full buffer: after its last whole word, else near its end."""
     if len(buffer) < PIECE:
         return 0
-    for begin in (len(buffer) - 1024, 0):
+    for begin in (len(buffer) - 1024, 0):  # a search of the last characters is usually enough
         ends = [match.start() for match in _WORD_END.finditer(buffer, begin)]
         if ends:
             return ends[-1]
-    return len(buffer) - len(MARK)  # a MARK may begin in the last characters
+    return len(buffer) - len(MARK)  # the last characters may be the beginning of a MARK
 
 
 def word_end(text: str, start: int) -> int:
-    """Return the end of the word at `start`, or `start` if no white space follows the word."""
+    """Return the end of the word at `start`, or `start` if no white space follows."""
     match = _WORD_END.search(text, start)
     return match.start() if match else start

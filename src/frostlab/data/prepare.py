@@ -49,15 +49,16 @@ from frostlab.recipe.data import BPE, Docstrings, EEGData, PretrainedTokenizer, 
 from frostlab.recipe.recipe import Recipe
 from frostlab.storage import FORMAT, build_once, cache_folder, digest_of
 
+# Warnings that are shown with the scores.
 CAUTION = "selected on the reporting split"
 LEAK = "made with a vocabulary that knows the words of {}"
-BATCH = 1 << 20  # characters per encoded batch, approximately
+BATCH = 1 << 20  # approximate number of characters per encoded batch
 ROWS = 1024  # maximum number of texts per encoded batch
 T = TypeVar("T")
 
 
 def prepare(recipe: Recipe, data_dir: Path | None = None, cache: Path | None = None) -> Material:
-    """Return a recipe's data; use the cache if the data were prepared before."""
+    """Return a recipe's data, from the cache if they were prepared before."""
     cache = cache_folder(cache)
     if isinstance(recipe.data, Synthetic):
         return _prepare_synthetic(recipe.data, cache)
@@ -90,9 +91,9 @@ def _prepare_synthetic(data: Synthetic, cache: Path) -> Prepared:
 
 
 class _TextPreparation:
-    """The steps from text to token arrays: survey splits, divide rows, train a tokenizer, encode.
+    """The steps from text to token arrays: survey, divide into roles, train a tokenizer, encode.
 
-    The cache key depends on the surveys of the splits.
+    A survey reads the hash and label of each row. Digests of the surveys are part of the cache key.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class _TextPreparation:
         self.surveys: dict[str, Survey] = {
             role: survey(split, self.plan.columns, cache) for role, split in self.splits.items()
         }
-        self.numbers: dict[str, Numbers] = {}  # the class of each row
+        self.numbers: dict[str, Numbers] = {}  # class of each row, by role; empty for language
         self.classes = 0
         if data.task == "classification":
             labels = classes_of(self.plan.train, self.surveys["train"], self.plan.classes)
@@ -127,14 +128,14 @@ class _TextPreparation:
             load_pretrained(settings.name) if isinstance(settings, PretrainedTokenizer) else None
         )
         tokenizer = pretrained.digest if pretrained else digest_of(settings.model_dump(mode="json"))
-        lengths = [data.length, data.limit, data.evaluation_limit]
-        lengths += [] if data.stride is None else [data.stride]
-        digest = digest_of([self._division(), tokenizer, lengths])
+        sizes = [data.length, data.limit, data.evaluation_limit]
+        sizes += [] if data.stride is None else [data.stride]
+        digest = digest_of([self._division(), tokenizer, sizes])
         folder = build_once(
             self.cache / "prepared" / digest[:32], lambda folder: self._build(folder, pretrained)
         )
         facts = load_facts(folder)
-        balanced = isinstance(data, Docstrings) and self.classes  # classes of equal size
+        balanced = isinstance(data, Docstrings) and self.classes  # whether classes have equal size
         return Prepared(
             task=data.task,
             classes=self.classes,
@@ -149,14 +150,14 @@ class _TextPreparation:
         )
 
     def _caution(self) -> str | None:
-        """Return the warning that must accompany the numbers."""
+        """Return the warning to show with every score."""
         warnings = [CAUTION] if self.data.splits == "published" else []
         if isinstance(self.tokenizer, Words) and self.tokenizer.also:
             warnings.append(LEAK.format(" and ".join(self.tokenizer.also)))
         return " and ".join(warnings) or None
 
     def _division(self) -> list[Any]:
-        """Return everything that decides the role of each text, independent of file locations."""
+        """Return all values that decide the role of each text, as a part of cache keys."""
         roles = (self.plan.train, self.plan.tune, self.plan.report)
         shares = [role if not isinstance(role, Split) else "split" for role in roles]
         texts = {role: rows.digest for role, rows in self.surveys.items()}
@@ -167,6 +168,7 @@ class _TextPreparation:
         return f"{place}: {note}" if note else place
 
     def _build(self, folder: Path, pretrained: Pretrained | None) -> None:
+        """Write the tokenizer, the token arrays and their metadata to a folder."""
         portions = divide(self.plan, self.surveys, self.numbers.get("train"))
         encoder: Encoder
         if pretrained is not None:
@@ -191,6 +193,7 @@ class _TextPreparation:
         )
 
     def _train_tokenizer(self, portions: dict[str, Portion]) -> Path:
+        """Return the file of the trained tokenizer, from the cache if it was trained before."""
         settings = self.tokenizer
         assert not isinstance(settings, PretrainedTokenizer)
         also = settings.also if isinstance(settings, Words) else ()
@@ -252,9 +255,9 @@ def encode_labelled(
     lengths: list[int] = []
     second: list[int] = []
     with writer:
-        for batch in batches(texts, lambda pair: sum(map(len, pair))):
+        for batch in batches(texts, lambda row_texts: sum(map(len, row_texts))):
             encoded = encoder.examples(batch, length)
-            ids = [tokens or [encoder.end] for tokens, _ in encoded]  # no example is empty
+            ids = [tokens or [encoder.end] for tokens, _ in encoded]  # an example needs a token
             writer.append(concatenate(ids))
             lengths += map(len, ids)
             second += (begin for _, begin in encoded if begin is not None)
@@ -278,10 +281,11 @@ def encode_running(
     limit: int | None,
     writer: TokenWriter,
 ) -> str:
-    """Write documents as one stream of tokens, with an example every `stride`; return the digest.
+    """Write documents as one stream of tokens and cut it into examples; return the digest.
 
-    An example has `length` + 1 tokens; with a stride of `length`, its last target is the first
-    token of the next example. With a larger stride, examples share no token and may skip some.
+    An example starts every `stride` tokens and has `length` + 1 tokens. With a stride of `length`,
+    the last target of an example is the first token of the next example. With a larger stride,
+    examples share no token and may skip some.
     """
     max_tokens = None if limit is None else (limit - 1) * stride + length + 1
     with writer:
@@ -300,7 +304,7 @@ def encode_running(
 
 def _stream(portion: Portion, columns: Columns, encoder: Encoder) -> Iterator[Numbers]:
     """Yield the tokens of documents, with an end token after each document that is not empty."""
-    open_document = False
+    open_document = False  # whether tokens of a document are waiting for their end token
     for batch in batches(portion.pieces(columns), lambda piece: len(piece[0])):
         ids: list[list[int]] = []
         encoded = encoder.running([text for text, _ in batch])

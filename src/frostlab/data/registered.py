@@ -1,7 +1,7 @@
-"""Kinds of data that users register: a function returns the rows, which are used like files.
+"""Data sets that users register: a name, and a function that returns the rows of each split.
 
-The rows of each split are written to the cache as JSON lines, in a folder named by their digest.
-Then they are read, split and tokenized like any other text.
+The rows are written to the cache as JSON lines, in a folder named by the digest of the rows. From
+there they are read, split and tokenized like any other text.
 """
 
 import hashlib
@@ -26,18 +26,18 @@ def register_data(
     *,
     task: TextTask = "classification",
 ) -> None:
-    """Add a kind of data, for recipes that say `data: {name: NAME}`.
+    """Register a data set for recipes with `data: {name: NAME}`.
 
     Args:
-        name: a name that no other kind of data has.
-        load: function that takes the folder of `--data-dir`, or None, and returns the rows of each
-            split by its name: `train` and, optionally, `tune` and `report`. A share of train
-            replaces a missing split. A row is (text, label), or for language a text; the order of
-            rows must not change from call to call.
+        name: a name that no other data set has.
+        load: function that takes the folder of `--data-dir`, or None, and returns a dict of splits:
+            the rows of `train` and, optionally, of `tune` and `report`. If tune or report is
+            missing, a share of train is held out. A row is (text, label) for classification and
+            a text for language; the order of the rows must be the same in every call.
         task: `classification` or `language`.
 
-    A function with the same module and name replaces the function registered before, so that a
-    notebook cell can run again.
+    A name can be registered again only with a function of the same module and name, as when a
+    notebook cell runs again.
     """
     check_registration("register_data", name, load)
     if task not in get_args(TextTask):
@@ -50,7 +50,7 @@ def register_data(
 
 
 def registered_files(name: str, data_dir: Path | None, cache: Path) -> dict[str, Path]:
-    """Call a registered loader and return the files with the rows of each split."""
+    """Call a registered loader, write its rows to the cache, and return the file of each split."""
     loader = LOADERS[name]
     splits = loader.load(data_dir)
     if not isinstance(splits, Mapping) or "train" not in splits:
@@ -80,7 +80,7 @@ def registered_files(name: str, data_dir: Path | None, cache: Path) -> dict[str,
 
 
 def _columns(place: str, number: int, row: Any, task: TextTask) -> dict[str, Any]:
-    """Return the values of a row by column; labels are checked when the file is read."""
+    """Check a row and return its values by column; the file reader checks the label's value."""
     if task == "language":
         if isinstance(row, str):
             return {"text": row}

@@ -1,6 +1,6 @@
-"""Sources of text: find a data set's splits on disk or on the hub, and read their rows.
+"""Sources of text: find a data set's splits on disk or the Hugging Face hub, and read their rows.
 
-`plan_splits` decides which split trains, which tunes (selects checkpoints) and which reports.
+`plan_splits` gives each split a role: train, tune (to select checkpoints) or report (final scores).
 """
 
 import os
@@ -20,12 +20,13 @@ from frostlab.recipe.data import Docstrings, Named, Own, Registered
 
 Label = int | str
 TextData = Docstrings | Named | Own | Registered
-HELD_OUT = 0.05  # share of train to hold out for each of tune and report that a data set lacks
+HELD_OUT = 0.05  # share of train that replaces a missing tune split, and a missing report split
+# The languages of XNLI.
 LANGUAGES = (
     "ar", "bg", "de", "el", "en", "es", "fr", "hi", "ru", "sw", "th", "tr", "ur", "vi", "zh",
 )  # fmt: skip
 _WHOLE_NUMBER = re.compile(r"-?\d+")
-_TRUE = ("1", "true", "yes", "on")
+_TRUE = ("1", "true", "yes", "on")  # values that turn on an environment variable
 
 
 # Rows
@@ -43,7 +44,7 @@ class Columns:
 class Row(NamedTuple):
     """One example, or a piece of a document; `ends` marks the last piece."""
 
-    line: int
+    line: int  # 0 for running text
     texts: tuple[str, ...]
     label: Label | None
     ends: bool
@@ -56,10 +57,10 @@ class Split:
     name: str
     place: str  # location to show in messages and records
     files: tuple[Path, ...]
-    hub: Any = None  # a split of the `datasets` library, or None for a file
+    hub: Any = None  # the split as an object of the `datasets` library; None for a file
 
     def rows(self, columns: Columns) -> Iterator[Row]:
-        """Yield the rows, with texts and labels checked."""
+        """Yield the rows; raise an error if a text or label is missing or invalid."""
         if self.hub is None and format_of(self.files[0]) == "txt":
             yield from self._running_text(columns)
             return
@@ -67,7 +68,7 @@ class Split:
         line = 0
         for line, values in lines:
             yield _row(self.place, line, values, columns)
-        if columns.joined and line:
+        if columns.joined and line:  # an empty piece ends the document
             yield Row(line, ("",), None, ends=True)
 
     def _running_text(self, columns: Columns) -> Iterator[Row]:
@@ -134,15 +135,15 @@ def _label(place: str, line: int, values: Mapping[str, Any], name: str) -> Label
 
 @dataclass(frozen=True)
 class SetDefaults:
-    """Default splits and columns of a data set; a number is a share of train."""
+    """Default splits and columns of a data set; a number as split is a share of train."""
 
-    hub: tuple[str, str | None, str | None] = ("", None, None)  # name, config, revision
+    hub: tuple[str, str | None, str | None] = ("", None, None)  # name, configuration, revision
     tune: str | float = HELD_OUT
     report: str | float = "test"
-    published: str | None = None  # the reporting split of `splits: published`; None: `report`
+    published: str | None = None  # replaces `report` if the recipe has `splits: published`
     texts: tuple[str, ...] = ("text",)
     classes: int | None = None
-    joined: bool = False  # rows are the lines of one text
+    joined: bool = False  # whether the rows are the lines of one document
 
 
 PUBLIC_SETS = {
@@ -156,7 +157,7 @@ PUBLIC_SETS = {
         classes=3,
     ),
     "xnli": SetDefaults(
-        ("facebook/xnli", "LANGUAGE", None),
+        ("facebook/xnli", "LANGUAGE", None),  # `public_splits` replaces LANGUAGE
         tune="validation",
         published="validation",
         texts=("premise", "hypothesis"),
@@ -180,13 +181,13 @@ PUBLIC_SETS = {
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """Splits by role (train, tune and report); a number is a share of train."""
+    """The split of each role; a number as split is a share of train to hold out."""
 
     train: Split
-    tune: Split | float | None  # None: `splits: published` selects on the report split
+    tune: Split | float | None  # None with `splits: published`: report also selects checkpoints
     report: Split | float
     columns: Columns
-    classes: int | None  # None: the labels of the training split
+    classes: int | None  # number of classes; None: as many as train has labels
 
 
 def plan_splits(data: TextData, data_dir: Path | None, cache: Path) -> SplitPlan:
@@ -199,6 +200,7 @@ def plan_splits(data: TextData, data_dir: Path | None, cache: Path) -> SplitPlan
         return _assign_roles(data, _splits(files, data.name), defaults)
     if isinstance(data, Named):
         splits = public_splits(data.name, data.language, data_dir)
+        # XNLI measures transfer to another language, so its models train on English MNLI.
         training = public_splits("mnli", "en", data_dir) if data.name == "xnli" else splits
         return _assign_roles(data, splits, PUBLIC_SETS[data.name], training=training)
     if isinstance(data, Registered):
@@ -212,6 +214,7 @@ def plan_splits(data: TextData, data_dir: Path | None, cache: Path) -> SplitPlan
 
 
 def _plan_own(data: Own) -> SplitPlan:
+    """Find the splits in a user's folder, or hold out tune and report from a user's file."""
     path = Path(data.path).expanduser()
     if path.is_dir():
         files = split_files(path)
@@ -249,7 +252,10 @@ def _assign_roles(
     label: str = "label",
     training: dict[str, Split] | None = None,
 ) -> SplitPlan:
-    """Apply the recipe's choice of splits, else the defaults; choose train from `training`."""
+    """Choose each role's split by the recipe, else by the defaults.
+
+    If `training` is given, train is one of its splits, and the other roles have splits of `splits`.
+    """
     train = _choose(training or splits, "data.train", data.train)
     published = data.splits == "published"
     report = data.report or (published and defaults.published) or defaults.report
@@ -279,7 +285,7 @@ def _choose(splits: dict[str, Split], key: str, name: str) -> Split:
         return splits[name]
     hint = nearest(name, splits) or f"; there are {', '.join(sorted(splits))}"
     first = next(iter(splits.values()))
-    where = first.place.removesuffix(f": {first.name}")  # the form of places on the hub
+    where = first.place.removesuffix(f": {first.name}")  # places on the hub end with the split
     if len(splits) > 1 and where == first.place:  # a folder with a file for each split
         where = str(Path(where).parent)
     raise BadInput(f"{key} {name} is not a split of {where}{hint}")
@@ -289,7 +295,7 @@ def _choose(splits: dict[str, Split], key: str, name: str) -> Split:
 
 
 def public_splits(name: str, language: str, data_dir: Path | None) -> dict[str, Split]:
-    """Return the splits of a public set from the local folder, else from the hub."""
+    """Return the splits of a public data set from the user's data folder, else from the hub."""
     if name == "xnli" and language not in LANGUAGES:
         hint = nearest(language, LANGUAGES) or f"; there are {', '.join(LANGUAGES)}"
         raise BadInput(f"data.language {language} is not one of xnli's{hint}")
@@ -316,7 +322,7 @@ def public_splits(name: str, language: str, data_dir: Path | None) -> dict[str, 
 
 
 def hub_splits(name: str, config: str | None, revision: str | None) -> dict[str, Split]:
-    """Return the splits of a set on the hub, or raise BadInput with the reason."""
+    """Return the splits of a data set on the hub, or raise BadInput with the reason."""
     datasets = require("datasets", "data", f"the hub's {name}")
     reason = None if Path(name).is_dir() else unreachable()
     if reason is not None:
@@ -343,7 +349,7 @@ def hub_splits(name: str, config: str | None, revision: str | None) -> dict[str,
 
 
 def unreachable() -> str | None:
-    """Return why the hub cannot be reached; None if it can, or if libraries use their cache."""
+    """Return why the hub cannot be reached; None if it can, or in the libraries' offline mode."""
     offline = any(
         os.environ.get(name, "").lower() in _TRUE
         for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")

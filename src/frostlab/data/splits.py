@@ -1,8 +1,8 @@
-"""Splits of text into rows that train, tune and report.
+"""Splits of text by role: train, tune (to select checkpoints) and report (for the final scores).
 
-The splits depend only on the texts, so they are the same for every seed and arm. A `Survey` of a
-split holds the hash, size and label of each row; these decide the role of the row. Texts that are
-in a held-out split are dropped from training.
+Rows are held out by a hash of their text, documents by their order. No seed is used, so the splits
+are the same for every seed and every arm of a comparison. A `Survey` holds the hash, size and label
+of each row. Rows of train whose text is also held out are dropped, except with `splits: published`.
 """
 
 import hashlib
@@ -23,8 +23,8 @@ from frostlab.storage import FORMAT, build_once, digest_of
 Mask = npt.NDArray[np.bool_]
 Keys = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int64]
-FEWEST_DOCUMENTS = 20  # with fewer, running text is divided by characters
-_SALT = {"report": 1, "tune": 2, "limit": 3}
+FEWEST_DOCUMENTS = 20  # with fewer documents, running text is split by characters
+_SALT = {"report": 1, "tune": 2, "limit": 3}  # gives each purpose its own order of rows
 
 
 # Surveys
@@ -32,20 +32,20 @@ _SALT = {"report": 1, "tune": 2, "limit": 3}
 
 @dataclass(frozen=True)
 class Survey:
-    """The rows of a split without their text; equal texts have equal keys."""
+    """The hash, size and label of each row of a split."""
 
     digest: str
-    keys: Keys
-    sizes: Numbers  # characters
-    codes: Numbers  # indices into `labels`; empty without labels
-    labels: tuple[tuple[Label, int], ...]  # each label with the line of its first row
+    keys: Keys  # hash of each row's texts
+    sizes: Numbers  # number of characters of each row
+    codes: Numbers  # index into `labels` of each row's label; empty without labels
+    labels: tuple[tuple[Label, int], ...]  # each different label, and the line of its first row
 
     def __len__(self) -> int:
         return len(self.keys)
 
 
 def survey(split: Split, columns: Columns, cache: Path) -> Survey:
-    """Read a split's rows once; reuse the survey while the files keep their size and time."""
+    """Survey a split; reuse a cached survey if the files have the same sizes and times."""
     key = [split.stamp(), split.name, columns.texts, columns.label, columns.joined, FORMAT]
     folder = build_once(
         cache / "surveys" / digest_of(key)[:32],
@@ -66,7 +66,7 @@ def _write_survey(split: Split, columns: Columns, folder: Path) -> None:
     for row in split.rows(columns):
         for number, text in enumerate(row.texts):
             if number:
-                document.update(b"\xff")  # not UTF-8: separates ("ab", "c") from ("a", "bc")
+                document.update(b"\xff")  # never in UTF-8, so ("ab", "c") and ("a", "bc") differ
             document.update(_encode(split, row.line, text))
             size += len(text)
         if not row.ends:
@@ -97,7 +97,7 @@ def _encode(split: Split, line: int, text: str) -> bytes:
     except UnicodeEncodeError as error:
         surrogate = f"\\u{ord(text[error.start]):04x}"
         raise BadInput(
-            f"{split.place}:{line}: {surrogate} is half a character, not text"
+            f"{split.place}:{line}: {surrogate} is half of a surrogate pair, not a character"
         ) from error
 
 
@@ -117,7 +117,7 @@ def classes_of(split: Split, train: Survey, count: int | None) -> tuple[Label, .
 
 
 def class_numbers(split: Split, rows: Survey, classes: tuple[Label, ...]) -> Numbers:
-    """Return the class of each row, or refuse the first label that is not a class."""
+    """Return the class number of each row; refuse a label that is not a class."""
     order = {label: number for number, label in enumerate(classes)}
     numbers = []
     for label, line in rows.labels:
@@ -134,12 +134,12 @@ def class_numbers(split: Split, rows: Survey, classes: tuple[Label, ...]) -> Num
 
 @dataclass(frozen=True)
 class Portion:
-    """Part of a split with one role: rows, documents or a range of characters."""
+    """The part of a split that has one role: some rows or documents, or a range of characters."""
 
     split: Split
     survey: Survey
-    taken: Mask
-    characters: tuple[int, int] | None = None
+    taken: Mask  # which rows or documents are in the portion
+    characters: tuple[int, int] | None = None  # if given, replaces `taken`
     note: str = ""  # how rows were held out or dropped, for the record
 
     @property
@@ -151,12 +151,13 @@ class Portion:
 
     def pieces(self, columns: Columns) -> Iterator[tuple[str, bool]]:
         """Yield pieces of the running text, each with a flag that marks the end of a document."""
-        document = end = 0
+        document = end = 0  # index of the document; number of characters read
         for row in self.split.rows(columns):
             text, begin = row.texts[0], end
             end += len(text)
             if self.characters is not None:
                 low, high = (_cut(text, edge - begin) for edge in self.characters)
+                # Yield an empty piece only if it ends a document.
                 if high > low or (row.ends and self.characters[0] < end <= self.characters[1]):
                     yield text[low:high], row.ends and high == len(text)
             elif self.taken[document]:
@@ -165,7 +166,7 @@ class Portion:
 
 
 def _cut(text: str, edge: int) -> int:
-    """Move an edge inside a text to the end of its word."""
+    """Return the edge of a portion as a position in a text, moved to the end of a word."""
     if edge <= 0 or edge >= len(text):
         return min(max(edge, 0), len(text))
     return word_end(text, edge)
@@ -174,7 +175,7 @@ def _cut(text: str, edge: int) -> int:
 def divide(
     plan: SplitPlan, surveys: dict[str, Survey], numbers: Numbers | None
 ) -> dict[str, Portion]:
-    """Return each role's rows; `numbers` are the training rows' classes, None for language."""
+    """Return each role's portion; `numbers` are the classes of train's rows, None for language."""
     portions = {
         role: Portion(split, surveys[role], np.ones(len(surveys[role]), dtype=np.bool_))
         for role, split in (("train", plan.train), ("tune", plan.tune), ("report", plan.report))
@@ -203,7 +204,7 @@ def divide(
 
 
 def _hold_out_characters(portions: dict[str, Portion], shares: dict[str, float]) -> None:
-    """Hold out the end of the text; the report portion comes last."""
+    """Hold out the end of the text: tune, then report."""
     train = portions["train"]
     stop = total = int(train.survey.sizes.sum())
     for role, share in shares.items():
@@ -225,7 +226,7 @@ def _hold_out_rows(
     train = portions["train"]
     left = train.taken.copy()
     for role, share in shares.items():
-        scaled = share * len(left) / max(1, left.sum())  # share of all rows, not of the rest
+        scaled = share * len(left) / max(1, left.sum())  # relative to the rows that are left
         if numbers is None:
             taken, how = _last_documents(left, scaled), f"the last {share:.0%} of the documents"
         else:
@@ -245,15 +246,15 @@ def _last_documents(left: Mask, share: float) -> Mask:
 
 
 def stratified_share(keys: Keys, numbers: Numbers, left: Mask, share: float, purpose: str) -> Mask:
-    """Take a share of each class; rows of equal text stay together, and no class is emptied."""
+    """Take a share of each class; rows of equal text stay together, and every class keeps rows."""
     rows = np.flatnonzero(left)
     texts, first, text_of_row, counts = np.unique(
         keys[rows], return_index=True, return_inverse=True, return_counts=True
     )
-    number = numbers[rows][first]
-    order = np.lexsort((scramble(texts, purpose), number))
+    class_of_text = numbers[rows][first]
+    order = np.lexsort((scramble(texts, purpose), class_of_text))
     taken_texts = np.zeros(len(texts), dtype=np.bool_)
-    for group in np.split(order, np.flatnonzero(np.diff(number[order])) + 1):
+    for group in np.split(order, np.flatnonzero(np.diff(class_of_text[order])) + 1):
         running = np.cumsum(counts[group])
         wanted = round(share * int(running[-1]))
         size = max(1, int(np.searchsorted(running, wanted, side="right")))
@@ -264,7 +265,7 @@ def stratified_share(keys: Keys, numbers: Numbers, left: Mask, share: float, pur
 
 
 def scramble(keys: Keys, purpose: str) -> Keys:
-    """Hash keys with splitmix64 for a fixed pseudo-random order, a different one per purpose."""
+    """Hash keys with splitmix64, which gives a fixed pseudo-random order for each purpose."""
     z = keys + np.uint64((_SALT[purpose] * 0x9E3779B97F4A7C15) % 2**64)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -272,7 +273,7 @@ def scramble(keys: Keys, purpose: str) -> Keys:
 
 
 def _drop_shared_texts(portions: dict[str, Portion]) -> None:
-    """Drop texts of report from tune, and texts of either from train."""
+    """Drop rows of tune whose text is in report, and rows of train whose text is in either."""
     held_out: list[Keys] = []
     roles: list[str] = []
     for role in ("report", "tune", "train"):
@@ -289,14 +290,15 @@ def _drop_shared_texts(portions: dict[str, Portion]) -> None:
 
 
 def limit_rows(portion: Portion, numbers: Numbers, limit: int | None) -> Numbers:
-    """Return at most `limit` row numbers in file order, with every class in proportion."""
+    """Choose at most `limit` rows with all classes in proportion; return them in file order."""
     rows = np.flatnonzero(portion.taken)
     if limit is None or limit >= len(rows):
         return rows
-    number, scrambled = numbers[rows], scramble(portion.survey.keys[rows], "limit")
-    order = np.lexsort((rows, scrambled, number))
-    counts = np.bincount(number)
-    begin = np.concatenate(([0], np.cumsum(counts)))[number[order]]
-    quantile = (np.arange(len(order)) - begin + 0.5) / counts[number[order]]
+    classes, scrambled = numbers[rows], scramble(portion.survey.keys[rows], "limit")
+    order = np.lexsort((rows, scrambled, classes))
+    counts = np.bincount(classes)
+    begin = np.concatenate(([0], np.cumsum(counts)))[classes[order]]
+    # Each row's rank within its class, from 0 to 1; the lowest ranks of all classes are chosen.
+    quantile = (np.arange(len(order)) - begin + 0.5) / counts[classes[order]]
     chosen = order[np.lexsort((scrambled[order], quantile))[:limit]]
     return np.sort(rows[chosen])

@@ -1,4 +1,4 @@
-"""Tokenizers: byte pairs or words of the training split, or a pretrained model's tokenizer."""
+"""Tokenizers: BPE or whole words, learned from the training split, or a pretrained tokenizer."""
 
 import importlib
 from collections.abc import Iterable, Iterator
@@ -27,9 +27,10 @@ from frostlab.storage import digest_of
 
 PAD, END, SEPARATOR, UNKNOWN = "<|pad|>", "<|end|>", "<|sep|>", "<unk>"
 SAMPLE = 100_000_000  # maximum number of characters that a vocabulary is learned from
-ENDLESS = 5_000_000  # maximum in very long words, which take 50 bytes of memory per character
-HEAD = 6  # characters per token; few tokens are longer
-Texts = tuple[str, ...]
+# Of these, the maximum number in very long words, which take 50 bytes of memory per character.
+ENDLESS = 5_000_000
+HEAD = 6  # characters to encode per wanted token; most texts need fewer
+Texts = tuple[str, ...]  # one text, or the two texts of a pair
 
 
 class Encoder(Protocol):
@@ -43,14 +44,14 @@ class Encoder(Protocol):
         """Return the number of special tokens that are added to the text of an example."""
 
     def examples(self, batch: list[Texts], length: int) -> list[tuple[list[int], int | None]]:
-        """Return each example's ids, at most `length`, and the start of its second text."""
+        """Return each example's ids (at most `length`), and the position of its second text."""
 
     def running(self, batch: list[str]) -> list[list[int]]:
         """Return the ids of pieces of running text, without special tokens."""
 
 
 def tokenizer_settings(recipe: Recipe) -> BPE | Words | PretrainedTokenizer:
-    """Return the recipe's tokenizer; by default the pretrained model's tokenizer, else BPE."""
+    """Return the recipe's tokenizer, else the pretrained model's tokenizer, else BPE."""
     if recipe.tokenizer is not None:
         return recipe.tokenizer
     model = recipe.model
@@ -63,7 +64,7 @@ def tokenizer_settings(recipe: Recipe) -> BPE | Words | PretrainedTokenizer:
 
 
 def train_tokenizer(settings: BPE | Words, texts: Iterable[str], folder: Path) -> None:
-    """Learn a vocabulary and save it with the template for pairs."""
+    """Learn a vocabulary and save the tokenizer, which joins the texts of a pair by SEPARATOR."""
     backend = (
         _train_bpe(settings.size, texts)
         if isinstance(settings, BPE)
@@ -99,6 +100,7 @@ def _train_words(settings: Words, texts: Iterable[str]) -> Tokenizer:
     counting.train_from_iterator(texts, trainer)
     special = [PAD, END, SEPARATOR, UNKNOWN]
     counted = counting.get_vocab(with_added_tokens=False)
+    # The trainer numbers words by frequency, the most frequent first.
     words = [word for word in sorted(counted, key=counted.__getitem__) if word not in special]
     if settings.size is not None:
         words = words[: settings.size - len(special)]
@@ -115,20 +117,24 @@ def _set_up_words(backend: Tokenizer, lowercase: bool) -> None:
 
 
 def sample_texts(texts: Iterable[str], size: int) -> Iterator[str]:
-    """Yield every k-th text, at most SAMPLE characters or so; limit very long words to ENDLESS."""
+    """Yield every k-th text so that about SAMPLE characters remain, and skip some long words.
+
+    `size` is the number of characters in all texts. Texts that are one long word are skipped once
+    they have ENDLESS characters in all.
+    """
     step = -(-size // SAMPLE)
-    endless = 0
+    in_long_words = 0
     for text in islice(texts, 0, None, step):
         if len(text) >= WORD and len(text.split(None, 1)) == 1:
-            endless += len(text)
-            if endless > ENDLESS:
+            in_long_words += len(text)
+            if in_long_words > ENDLESS:
                 continue
         yield text
 
 
 @dataclass
 class Fast:
-    """A tokenizer of the `tokenizers` library."""
+    """Encoder with a tokenizer of the `tokenizers` library."""
 
     backend: Tokenizer
     vocabulary: int
@@ -137,11 +143,11 @@ class Fast:
     types: bool = True  # whether the model marks the second text by token types
 
     def special_tokens(self, *, pairs: bool) -> int:
-        """Count the special tokens of the template."""
+        """Return the number of special tokens that the tokenizer adds."""
         return self.backend.num_special_tokens_to_add(pairs)
 
     def examples(self, batch: list[Texts], length: int) -> list[tuple[list[int], int | None]]:
-        """Encode and truncate as the library does: it truncates the longer text of a pair first."""
+        """Encode and truncate examples; the longer text of a pair is truncated first."""
         self.backend.enable_truncation(length)
         if len(batch[0]) == 1:
             return [(ids, None) for ids in self._single([text for (text,) in batch], length)]
@@ -151,9 +157,9 @@ class Fast:
         return [(encoding.ids, (*encoding.type_ids, 1).index(1)) for encoding in encoded]
 
     def _single(self, texts: list[str], length: int) -> list[list[int]]:
-        """Encode the beginning of each text, or the whole text if the beginning is too short."""
-        words = self.backend.pre_tokenizer is not None  # no token spans white space
-        heads = [text[: word_end(text, HEAD * length)] if words else text for text in texts]
+        """Encode the beginning of each text; if it has too few tokens, encode the whole text."""
+        can_cut = self.backend.pre_tokenizer is not None  # then no token crosses the end of a word
+        heads = [text[: word_end(text, HEAD * length)] if can_cut else text for text in texts]
         encoded = [encoding.ids for encoding in self.backend.encode_batch_fast(heads)]
         short = [
             number
@@ -175,14 +181,14 @@ class Fast:
 def load_trained(path: Path) -> Fast:
     """Read a tokenizer that `train_tokenizer` saved."""
     backend = Tokenizer.from_file(str(path))
-    backend.encode_special_tokens = True  # encode "<|end|>" in a text as text
+    backend.encode_special_tokens = True  # treat "<|end|>" in a text as ordinary characters
     numbers = backend.get_vocab()
     return Fast(backend, len(numbers), numbers[PAD], numbers[END])
 
 
 @dataclass
 class Slow:
-    """A `transformers` tokenizer without a fast implementation."""
+    """Encoder with a tokenizer of `transformers` that has no fast implementation."""
 
     tokenizer: Any
     vocabulary: int
@@ -215,7 +221,7 @@ class Slow:
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A pretrained tokenizer, its encoder, and a digest of its vocabulary and rules."""
+    """A pretrained tokenizer, an encoder that uses it, and a digest of its vocabulary and rules."""
 
     tokenizer: Any
     encoder: Encoder
@@ -223,7 +229,7 @@ class Pretrained:
 
 
 def load_pretrained(name: str) -> Pretrained:
-    """Load a tokenizer; without a padding token, the end-of-text token is used for padding."""
+    """Load a pretrained tokenizer; if it has no padding token, pad with the end-of-text token."""
     tokenizer = _load_from_transformers(name)
     pads = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     ends = (tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id)
@@ -237,7 +243,7 @@ def load_pretrained(name: str) -> Pretrained:
         slow = Slow(tokenizer, len(tokenizer), pad, end)
         name = type(tokenizer).__name__
         return Pretrained(tokenizer, slow, digest_of([name, words, pad, end, types]))
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # a copy to modify
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # a copy, changed below
     backend.no_padding()
     backend.no_truncation()
     fast = Fast(backend, len(tokenizer), pad, end, types)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from frostlab.recipe.data import Task
 
-_OPTIONAL = ("labels", "second", "scored_from")
+_OPTIONAL = ("labels", "second", "scored_from")  # arrays that a split may lack
 _TYPES = {"starts": np.int64, "stops": np.int64, "labels": np.int64} | dict.fromkeys(
     ("second", "scored_from"), np.int32
 )
@@ -21,14 +21,16 @@ _TYPES = {"starts": np.int64, "stops": np.int64, "labels": np.int64} | dict.from
 
 @dataclass(frozen=True)
 class Tokens:
-    """One split: example i is `ids[starts[i]:stops[i]]`."""
+    """Tokens of one split; example i is `ids[starts[i]:stops[i]]`."""
 
     ids: npt.NDArray[Any]  # uint16 if the vocabulary fits, else int32
     starts: npt.NDArray[np.int64]
     stops: npt.NDArray[np.int64]
-    labels: npt.NDArray[np.int64] | None  # None for language
-    second: npt.NDArray[np.int32] | None  # start of an example's second text (token type 1)
-    scored_from: npt.NDArray[np.int32] | None  # the first token scored as a target; None: all
+    labels: npt.NDArray[np.int64] | None  # class of each example; None for language modelling
+    # For pairs: the position in each example where the second text (token type 1) starts.
+    second: npt.NDArray[np.int32] | None
+    # The position in each example of the first token that is a target of the loss; None: all are.
+    scored_from: npt.NDArray[np.int32] | None
     digest: str  # digest of all arrays above
 
     def __len__(self) -> int:
@@ -45,19 +47,19 @@ class Prepared:
     """A recipe's data, ready to be batched."""
 
     task: Task
-    classes: int  # 0 for language
-    vocabulary: int
+    classes: int  # number of classes; 0 for language modelling
+    vocabulary: int  # number of token ids
     pad: int  # token id that pads short examples
-    splits: dict[str, Tokens]  # train, report and, unless published, tune
+    splits: dict[str, Tokens]  # train, report, and tune unless the recipe has `splits: published`
     origin: dict[str, str]  # where each split comes from, and how rows were held out or dropped
-    caution: str | None  # a warning to show with every number
+    caution: str | None  # a warning to show with every score
     known: dict[str, float]  # reference scores, such as chance
     digest: str  # digest of texts, tokenizer and settings
-    tokenizer: Path | None  # tokenizer.json or a folder; None for synthetic tasks
+    tokenizer: Path | None  # tokenizer.json, or a pretrained tokenizer's folder; None if synthetic
 
 
 class TokenWriter:
-    """Writer of one split: token ids as they arrive, then the bounds of the examples."""
+    """Writer of one split: appends token ids in pieces, then writes the bounds of the examples."""
 
     def __init__(self, folder: Path, role: str, vocabulary: int) -> None:
         self.folder, self.role = folder, role
@@ -68,7 +70,7 @@ class TokenWriter:
         self._header = self._write_header()
 
     def _write_header(self) -> int:
-        # numpy pads the header, so it can be overwritten with a larger length.
+        # NumPy leaves room in the header, so the final length can overwrite the initial 0.
         shape = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.count,)}
         self._file.seek(0)
         np.lib.format.write_array_header_1_0(self._file, shape)
@@ -96,7 +98,7 @@ class TokenWriter:
         self._file.close()
 
     def finish(self, arrays: dict[str, npt.NDArray[Any] | None]) -> str:
-        """Write the arrays that bound the examples; return the digest of everything written."""
+        """Write the arrays with one value per example; return the digest of all arrays."""
         for name, dtype in _TYPES.items():
             values = arrays.get(name)
             if values is not None:
@@ -107,7 +109,7 @@ class TokenWriter:
 
 
 def load_tokens(folder: Path, role: str, digest: str) -> Tokens:
-    """Map one written split into memory."""
+    """Memory-map a split that a `TokenWriter` wrote."""
 
     def mapped(name: str) -> Any:
         path = folder / f"{role}.{name}.npy"
@@ -133,4 +135,4 @@ def load_facts(folder: Path) -> dict[str, Any]:
 
 def concatenate(lists: Iterable[list[int]]) -> npt.NDArray[np.int64]:
     """Join lists of token ids into one array."""
-    return np.array([number for ids in lists for number in ids], dtype=np.int64)
+    return np.array([token for ids in lists for token in ids], dtype=np.int64)

@@ -1,4 +1,7 @@
-"""Pearson's r of decoded envelopes: Fisher's z means, chance, matching, and window stitching."""
+"""Agreement of decoded and true envelopes: Pearson's r, its chance level, and matching accuracy.
+
+`stitch` joins the windows that a decoder predicts into one signal.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +15,11 @@ from frostlab.errors import BadInput
 
 Floats = NDArray[np.float64]
 _LARGEST = 1 - 1e-12  # largest r with a finite z
-_FLAT = 64 * float(np.finfo(np.float32).eps)  # relative deviation of a constant, due to rounding
+_FLAT = 64 * float(np.finfo(np.float32).eps)  # smaller relative deviations are rounding errors
 
 
 class Recording(Protocol):
-    """EEG and the envelope of the speech, aligned in time and sampled at one rate."""
+    """EEG and the envelope of the speech that the subject heard, sampled at the same times."""
 
     @property
     def name(self) -> str: ...
@@ -34,7 +37,7 @@ R = TypeVar("R", bound=Recording)
 
 
 def by_subject(recordings: Sequence[R]) -> dict[str, list[R]]:
-    """Group recordings by subject, in the given order; the names of recordings must differ."""
+    """Group recordings by subject, in the given order; refuse recordings of the same name."""
     subjects: dict[str, list[R]] = {}
     names: set[str] = set()
     for recording in recordings:
@@ -75,12 +78,12 @@ def unit_norm(values: ArrayLike) -> Floats:
 
 
 def fisher_z(r: ArrayLike) -> Floats:
-    """Return Fisher's z of r, finite even for r = ±1."""
+    """Return Fisher's z, the inverse hyperbolic tangent of r; it is finite even for r = ±1."""
     return np.arctanh(np.clip(np.asarray(r, np.float64), -_LARGEST, _LARGEST))
 
 
 def fisher_mean(r: ArrayLike, axis: int = 0) -> Floats:
-    """Return the mean of correlations by Fisher's z."""
+    """Return the mean of correlations, averaged as Fisher's z."""
     return np.tanh(fisher_z(r).mean(axis))
 
 
@@ -103,9 +106,10 @@ def draw_shifts(
 
 @dataclass(frozen=True)
 class Null:
-    """Null distribution of r: the quantiles of r with mismatched envelopes, and its p value.
+    """Null distribution of r: quantiles of r with mismatched envelopes, and the p value of r.
 
-    p is (1 + number of mismatched r ≥ r) / (1 + number of mismatched r).
+    Envelopes are mismatched by a circular shift. p is (1 + number of mismatched r that are at least
+    r) / (1 + number of mismatched r).
     """
 
     low: float  # the 5 % quantile
@@ -115,14 +119,17 @@ class Null:
 
 
 def null_distribution(r: float, mismatched: Floats) -> Null:
-    """Compare r with correlations of mismatched envelopes."""
+    """Return the null distribution of r, given the values of r with mismatched envelopes."""
     low, median, high = (float(x) for x in np.quantile(mismatched, (0.05, 0.5, 0.95)))
     return Null(low, median, high, float((1 + (mismatched >= r).sum()) / (1 + len(mismatched))))
 
 
 @dataclass(frozen=True)
 class Tally:
-    """Counts of right decisions (a tie counts half), of all decisions, and of windows."""
+    """Counts of right decisions (a tie counts half), of all decisions, and of windows.
+
+    In a decision, the prediction in a window is compared with a right and a wrong envelope.
+    """
 
     right: float
     decisions: int
@@ -130,11 +137,14 @@ class Tally:
 
     @property
     def accuracy(self) -> float | None:
-        """Share of right decisions; None without any decision."""
+        """Share of right decisions; None if there are no decisions."""
         return self.right / self.decisions if self.decisions else None
 
     def interval(self, confidence: float = 0.95) -> tuple[float, float] | None:
-        """Return Wilson's interval, which counts windows, not decisions, as independent draws."""
+        """Return Wilson's interval of the accuracy.
+
+        The sample size is the number of windows: decisions in one window are not independent.
+        """
         if not self.decisions:
             return None
         n, share = self.windows, self.right / self.decisions
@@ -152,10 +162,10 @@ class Tally:
 
 
 def match_mismatch(prediction: ArrayLike, envelope: ArrayLike, window: int, gap: int) -> Tally:
-    """Count windows whose prediction correlates more with their envelope than with a wrong one.
+    """Count how often a prediction correlates more with its own envelope than with a wrong one.
 
-    Windows do not overlap. One wrong envelope begins `gap` samples after the window, the other
-    ends `gap` samples before it; each counts as a decision if it fits in the recording.
+    Windows do not overlap. A window has up to two wrong envelopes, taken from the same recording:
+    one begins `gap` samples after the window, and one ends `gap` samples before the window.
     """
     x, y = (np.asarray(values, np.float64) for values in (prediction, envelope))
     samples, distance = len(y), window + gap
@@ -175,7 +185,7 @@ def match_mismatch(prediction: ArrayLike, envelope: ArrayLike, window: int, gap:
 def match_attended(
     prediction: ArrayLike, envelope: ArrayLike, other: ArrayLike, window: int
 ) -> Tally:
-    """Count windows whose prediction correlates more with the attended speaker than the other."""
+    """Count windows whose prediction correlates more with the attended than the ignored speaker."""
     starts = np.arange(0, np.shape(envelope)[0] - window + 1, window)
     predicted, attended, ignored = (
         _windows(np.asarray(values, np.float64), starts, window)
@@ -197,7 +207,7 @@ def _count_larger(matched: Floats, mismatched: Floats) -> float:
 
 
 def window_starts(samples: int, length: int, hop: int) -> NDArray[np.int64]:
-    """Return window starts every `hop` samples, and a last start, to cover every sample."""
+    """Return window starts every `hop` samples; the last window ends with the recording."""
     if samples < length:
         raise BadInput(f"a recording of {samples} samples is shorter than a window of {length}")
     if not 1 <= hop <= length:
@@ -209,8 +219,8 @@ def window_starts(samples: int, length: int, hop: int) -> NDArray[np.int64]:
 def stitch(windows: ArrayLike, starts: ArrayLike, samples: int) -> Floats:
     """Join windows (n, T) into one signal (samples,), with a weighted mean where they overlap.
 
-    The weight is a squared sine over the window: it is largest where the decoder saw both past and
-    future. The weight is never 0, so a single window does not change.
+    The weight is a squared sine over the window: it is largest in the middle, where the decoder saw
+    both past and future. The weight is never 0, so samples in a single window do not change.
     """
     values = np.asarray(windows, np.float64)
     first = np.asarray(starts, np.int64)

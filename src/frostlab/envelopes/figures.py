@@ -1,7 +1,7 @@
-"""Figures of envelope scores, and the page that shows them.
+"""Figures of envelope scores, and the page that shows the figures.
 
-`…_rows` functions return plain rows, `draw_…` functions draw them with Altair, and `eeg_page`
-writes a folder with the page and a PNG of each figure.
+Functions `…_rows` return the data of a figure as plain rows, functions `draw_…` draw the rows with
+Altair, and `eeg_page` writes a folder with the page and a PNG of each figure.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,9 +18,9 @@ from frostlab.envelopes.scores import EnvelopeScores, scores_table
 from frostlab.errors import BadInput, require
 
 Rows = list[dict[str, Any]]
-_WIDTH = 640
-_RIM = 1.15  # radius of the map, relative to the head's radius
-_LIMIT = 1.3  # in head radii; channels beyond this are on the face or neck
+_WIDTH = 640  # pixels
+_RIM = 1.15  # radius of the coloured map, in head radii
+_LIMIT = 1.3  # in head radii; channels beyond it, on face or neck, do not colour the map
 _TITLE = "EEG to speech envelope"
 _STYLE = "body{font-family:sans-serif;max-width:60em;margin:2em auto}pre{overflow-x:auto}"
 
@@ -36,7 +36,7 @@ def eeg_page(
     caution: str | None = None,
     titles: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write `index.html` and a PNG of each figure into the folder, and return the page.
+    """Write `index.html` and a PNG of each figure into the folder, and return the page's path.
 
     Args:
         scores: scores by split, then by decoder.
@@ -44,7 +44,7 @@ def eeg_page(
         excerpts: rows of `excerpt_rows` by title.
         kernels: rows of `kernel_rows`.
         importance: channel names, and one value for each.
-        caution: a warning to show on top.
+        caution: a warning to show above the scores.
         titles: titles of the splits (default: their names).
     """
     if not scores:
@@ -97,7 +97,7 @@ def _draw_importance(names: Sequence[str], values: ArrayLike) -> tuple[Any, str 
 
 
 def subject_rows(decoders: Mapping[str, EnvelopeScores]) -> Rows:
-    """Return r and chance for each subject and decoder."""
+    """Return r, p and the chance range of r for each subject and decoder."""
     return [
         {"decoder": name, "subject": score.subject, "r": score.r, "p": score.null.p,
          "chance_low": score.null.low, "chance_high": score.null.high}
@@ -107,7 +107,7 @@ def subject_rows(decoders: Mapping[str, EnvelopeScores]) -> Rows:
 
 
 def draw_subjects(rows: Rows, best: float | None = None) -> Any:
-    """Draw r for each subject and decoder, with chance in grey."""
+    """Draw r for each subject and decoder, with the first decoder's chance range in grey."""
     alt = _altair()
     first = rows[0]["decoder"]
     first_rows = [row for row in rows if row["decoder"] == first]
@@ -153,7 +153,7 @@ def excerpt_rows(
 ) -> Rows:
     """Return an excerpt of signals, such as envelope and prediction, with mean 0 and variance 1.
 
-    Excerpts with more than `points` samples are averaged over neighbours, to avoid aliasing.
+    If an excerpt has more than `points` samples, neighbouring samples are averaged.
     """
     rows: Rows = []
     for name, values in signals.items():
@@ -195,8 +195,9 @@ def draw_excerpt(rows: Rows, title: str) -> Any:
 def kernel_rows(weights: ArrayLike, rate: float, *, first: int = 0, most: int = 8) -> Rows:
     """Return the time courses of the strongest filters, from weights (filters, channels, taps).
 
-    A time course is the leading temporal singular vector of a filter, times its singular value: it
-    explains most of the filter over all channels. Its largest value is positive.
+    A time course is a filter's leading temporal singular vector, times the singular value; no other
+    time course explains more of the filter. Its largest value is positive. `first` is the lag of
+    the first tap in samples, and `most` the maximum number of filters.
     """
     kernels = np.asarray(weights, np.float64)
     if kernels.ndim != 3:
@@ -215,7 +216,7 @@ def kernel_rows(weights: ArrayLike, rate: float, *, first: int = 0, most: int = 
 
 
 def draw_kernels(rows: Rows) -> Any:
-    """Draw the time courses of the strongest filters, one small panel each."""
+    """Draw the rows of `kernel_rows`, one small panel for each filter."""
     alt = _altair()
     filters = list(dict.fromkeys(row["filter"] for row in rows))
     return (
@@ -240,7 +241,7 @@ def channel_rows(importance: ArrayLike, channels: Sequence[str]) -> Rows:
 
 
 def draw_channels(rows: Rows, most: int = 20) -> Any:
-    """Draw the most important channels as bars, for use when a scalp map is not possible."""
+    """Draw the `most` most important channels as bars, the substitute for a scalp map."""
     alt = _altair()
     return (
         alt.Chart(alt.Data(values=rows[:most]))
@@ -253,12 +254,12 @@ def draw_channels(rows: Rows, most: int = 20) -> Any:
 def scalp_positions(channels: Sequence[str]) -> dict[str, tuple[float, float]]:
     """Return x (to the right) and y (to the nose) of each channel; the head has radius 1.
 
-    Positions come from an MNE montage that has every channel name. The angle from the top of the
-    head becomes the distance from the centre, so the circle runs through the ears.
+    Positions come from the first MNE montage that has all channel names. The angle from the top of
+    the head becomes the distance from the centre; 90°, at the height of the ears, becomes 1.
     """
     mne = require("mne", "eeg", "a scalp map")
     built_in = mne.channels.get_builtin_montages()
-    dense = "colin27_1005" if "colin27_1005" in built_in else "standard_1005"  # older MNE
+    dense = "colin27_1005" if "colin27_1005" in built_in else "standard_1005"  # name in older MNE
     montages = ("biosemi64", "biosemi128", dense)
     missing: list[str] = []
     for name in montages:
@@ -268,6 +269,7 @@ def scalp_positions(channels: Sequence[str]) -> dict[str, tuple[float, float]]:
         if not unknown:
             centre = np.array([0.0, *_sphere_centre(np.array(list(places.values())))])
             return {channel: _project(by_name[channel.lower()] - centre) for channel in channels}
+        # The error names a channel that the closest montage lacks.
         missing = unknown if not missing or len(unknown) < len(missing) else missing
     raise BadInput(
         f"no montage of {', '.join(montages)} has channel {missing[0]}, so there is no map"
@@ -275,7 +277,10 @@ def scalp_positions(channels: Sequence[str]) -> dict[str, tuple[float, float]]:
 
 
 def _sphere_centre(places: Floats) -> tuple[float, float]:
-    """Return y and z of the centre of the sphere that fits the electrodes best."""
+    """Return y and z of the centre of the sphere that fits the electrodes best.
+
+    Every point p on a sphere with centre c satisfies |p|² = 2 p·c + constant, which is linear in c.
+    """
     square = (places**2).sum(1)
     rows = np.column_stack([2 * places, np.ones(len(places))])
     solved = np.linalg.lstsq(rows, square, rcond=None)[0]
@@ -283,7 +288,7 @@ def _sphere_centre(places: Floats) -> tuple[float, float]:
 
 
 def _project(place: Floats) -> tuple[float, float]:
-    """Project a position on the sphere by its angle from the top (azimuthal equidistant)."""
+    """Project a position on the sphere onto the map (azimuthal equidistant projection)."""
     x, y, z = place
     radius = float(np.hypot(x, y))
     angle = float(np.arctan2(radius, z)) / (np.pi / 2)
@@ -293,7 +298,7 @@ def _project(place: Floats) -> tuple[float, float]:
 def scalp_rows(
     importance: ArrayLike, places: Sequence[tuple[float, float]], cells: int = 64
 ) -> Rows:
-    """Interpolate the channels' values smoothly on a grid; return the cells within the rim."""
+    """Interpolate the channels' values on a grid of squares; return the squares of the map."""
     from scipy.interpolate import RBFInterpolator  # slow to import
 
     values, positions = np.asarray(importance, np.float64), np.array(places, np.float64)
@@ -315,7 +320,10 @@ def scalp_rows(
 
 
 def draw_scalp(rows: Rows, cells: Rows, places: Sequence[tuple[float, float]]) -> Any:
-    """Draw channel importance on the head, seen from above with the nose up."""
+    """Draw channel importance on the head, seen from above with the nose up.
+
+    `rows` (of `channel_rows`) and `places` are in the same order; `cells` are of `scalp_rows`.
+    """
     alt = _altair()
     square = alt.Scale(domain=[-1.3, 1.3])
     x = alt.X("x:Q", scale=square, axis=None)
@@ -353,6 +361,6 @@ def draw_scalp(rows: Rows, cells: Rows, places: Sequence[tuple[float, float]]) -
 
 
 def _altair() -> Any:
-    """Return Altair; raise an error without Altair or without vl-convert, which writes PNG."""
+    """Return Altair; raise an error if Altair or vl-convert, which writes images, is missing."""
     require("vl_convert", "report", "drawing figures")
     return require("altair", "report", "drawing figures")

@@ -1,4 +1,7 @@
-"""Linear baseline: ridge regression from lagged EEG to the envelope; cross-validation selects λ."""
+"""Linear baseline: ridge regression from lagged EEG to the envelope.
+
+Cross-validation selects λ, the strength of the penalty on the weights.
+"""
 
 import math
 from collections.abc import Sequence
@@ -13,12 +16,12 @@ from frostlab.envelopes.correlation import Floats, Recording, by_subject, fisher
 from frostlab.errors import BadInput, nearest
 
 LAMBDAS = tuple(10.0**k for k in range(-4, 5))
-_PER = ("subject", "all")
+_PER = ("subject", "all")  # values of the argument `per`
 
 
 @dataclass(frozen=True)
 class Lags:
-    """The first and the last lag in samples, both included."""
+    """The first and the last lag of the EEG behind the envelope in samples, both included."""
 
     first: int
     last: int
@@ -27,14 +30,14 @@ class Lags:
         return self.last - self.first + 1
 
     def pad(self, eeg: NDArray[np.generic]) -> Floats:
-        """Pad EEG with zeros, so that every lag is a slice of the result."""
+        """Pad EEG (samples, channels) with zeros, so that lagged EEG is a slice of the result."""
         front, back = max(0, -self.first), max(0, self.last)
         padded = np.zeros((front + len(eeg) + back, eeg.shape[1]))
         padded[front : front + len(eeg)] = eeg
         return padded
 
     def apply(self, eeg: NDArray[np.generic], weights: Floats) -> Floats:
-        """Multiply lagged EEG by weights (lags, channels, n); return (n, samples)."""
+        """Apply n decoders with weights (lags, channels, n) to EEG; return (n, samples)."""
         padded, base = self.pad(eeg), max(0, self.first)
         count, channels, n = weights.shape
         products = weights.transpose(0, 2, 1).reshape(-1, channels) @ padded.T
@@ -47,15 +50,15 @@ class Lags:
 
 @dataclass(frozen=True, eq=False)
 class Decoder:
-    """One fitted decoder: weights (lags, channels), and the mean held-out r for each λ.
+    """One fitted decoder.
 
-    `pattern` is the covariance of EEG and decoded envelope, by lag and channel. Weights also cancel
-    noise, but the pattern can be interpreted as a response (Haufe et al. 2014, equation 6).
+    `pattern` is the covariance of EEG and decoded envelope. Weights also cancel noise, but the
+    pattern can be interpreted as the brain's response (Haufe et al. 2014, equation 6).
     """
 
-    weights: Floats
+    weights: Floats  # (lags, channels)
     bias: float
-    pattern: Floats
+    pattern: Floats  # (lags, channels)
     strength: float  # the selected λ
     curve: dict[float, float]  # λ → mean r on held-out recordings; empty without cross-validation
 
@@ -64,17 +67,17 @@ class Decoder:
 class Ridge:
     """One decoder per training subject, and a shared decoder, fitted to all subjects."""
 
-    rate: float
+    rate: float  # Hz
     lags: Lags
-    everybody: Decoder
-    own: dict[str, Decoder]
+    everybody: Decoder  # the shared decoder
+    own: dict[str, Decoder]  # by subject; empty if all subjects use the shared decoder
 
     def decoder_of(self, subject: str) -> Decoder:
         """Return the subject's own decoder if there is one, else the shared decoder."""
         return self.own.get(subject, self.everybody)
 
     def predict(self, recording: Recording) -> Floats:
-        """Decode the envelope (samples,) of a recording; EEG beyond its ends counts as 0."""
+        """Decode the envelope (samples,); EEG before and after the recording counts as 0."""
         decoder = self.decoder_of(recording.subject)
         if recording.eeg.shape[1] != decoder.weights.shape[1]:
             raise BadInput(
@@ -93,26 +96,26 @@ def fit_ridge(
     *,
     per: Literal["subject", "all"] = "subject",
 ) -> Ridge:
-    """Fit the envelope at t to the EEG at t + lags seconds, with a bias that is not penalised.
+    """Fit decoders that predict the envelope at time t from the EEG at t + lags, in seconds.
 
-    λ is in units of the mean variance of a lagged channel. Cross-validation selects the λ with the
-    highest mean r (by Fisher's z) on held-out recordings. Each subject's recordings form `folds`
-    groups, or one group per recording if there are fewer recordings. A subject with one recording
-    uses the λ of the shared decoder. With `per` "all", every subject uses the shared decoder;
-    subjects without training recordings always do.
+    λ is in units of the mean variance of a lagged channel, and does not penalise the bias.
+    Cross-validation selects the λ with the highest mean r, averaged as Fisher's z, on held-out
+    recordings. The recordings of a subject form `folds` groups, or one group per recording if there
+    are fewer. A subject with one recording uses the λ of the shared decoder. With `per` "all",
+    every subject uses the shared decoder; subjects without training recordings always do.
     """
     taps = _check_arguments(train, rate, lags, lambdas, folds, per)
     subjects = by_subject(train)
     features = len(taps) * train[0].eeg.shape[1]
-    shared: dict[int, Moments] = {}
-    groups: dict[int, list[Recording]] = {}
+    shared: dict[int, Moments] = {}  # moments of all subjects, by fold
+    groups: dict[int, list[Recording]] = {}  # recordings of all subjects, by fold
     own: dict[str, Decoder] = {}
-    waiting: dict[str, Moments] = {}  # subjects that use the shared decoder's λ
+    waiting: dict[str, Moments] = {}  # moments of subjects that use the shared decoder's λ
     for index, (subject, recordings) in enumerate(subjects.items()):
         sums: dict[int, Moments] = {}
         held_out: dict[int, list[Recording]] = {}
         for rank, recording in enumerate(recordings):
-            # Subjects start at different folds, so single recordings still fill several folds.
+            # Subjects start at different folds; otherwise single recordings would share one fold.
             fold = (index + rank) % folds
             _accumulate(sums, fold, recording_moments(recording, taps))
             held_out.setdefault(fold, []).append(recording)
@@ -124,7 +127,8 @@ def fit_ridge(
                 own[subject] = _decoder(total, taps, lambdas, curve)
             else:
                 waiting[subject] = total
-        for fold, moments in sums.items():  # last: _accumulate works in place
+        # `sums` is no longer needed: _accumulate may keep its moments and add to them in place.
+        for fold, moments in sums.items():
             _accumulate(shared, fold, moments)
     total = _sum(shared, features)
     everybody = _decoder(total, taps, lambdas, _curve(shared, total, groups, taps, lambdas))
@@ -182,11 +186,14 @@ def _check_recording(recording: Recording, first: Recording, taps: Lags) -> None
 
 @dataclass
 class Moments:
-    """Sums over samples of lagged EEG x and envelope y; a feature of x is a (lag, channel) pair."""
+    """Sums over the samples of lagged EEG x and envelope y.
 
-    xx: Floats
-    xy: Floats
-    x: Floats
+    A feature of x is one channel at one lag.
+    """
+
+    xx: Floats  # sum of products of features, (features, features)
+    xy: Floats  # sum of products of features and envelope, (features,)
+    x: Floats  # (features,)
     y: float
     samples: int
 
@@ -197,7 +204,7 @@ class Moments:
         )
 
     def add(self, other: "Moments") -> None:
-        """Add the sums of other samples in place."""
+        """Add the sums over other samples, in place."""
         self.xx += other.xx
         self.xy += other.xy
         self.x += other.x
@@ -215,22 +222,23 @@ class Moments:
         )
 
     def covariance(self) -> tuple[Floats, Floats]:
-        """Return cov(x, x) and cov(x, y); subtracting the means leaves the bias unpenalised."""
+        """Return cov(x, x) and cov(x, y); without the means, ridge does not penalise the bias."""
         mean = self.x / self.samples
         xx = self.xx / self.samples
         xx -= np.outer(mean, mean)
         return xx, self.xy / self.samples - mean * (self.y / self.samples)
 
     def bias(self, weights: Floats) -> float:
-        """Return the bias that gives predictions the envelope's mean."""
+        """Return the bias that gives predictions the same mean as the envelope."""
         return float((self.y - self.x @ weights) / self.samples)
 
 
 def recording_moments(recording: Recording, lags: Lags) -> Moments:
     """Return the moments of one recording.
 
-    Increasing both lags by one sample removes one product from a sum and adds one. So only the
-    products with the first lag are summed over the recording, which takes 1 / lags of the work.
+    The sum of products at lags i + 1 and j + 1 has the same terms as the sum at lags i and j, but
+    for one at each end. So only products with the first lag are summed over the whole recording,
+    and the other sums are updated from those, which takes about 1 / lags of the work.
     """
     padded = lags.pad(recording.eeg)
     envelope = np.asarray(recording.envelope, np.float64)
@@ -276,7 +284,7 @@ def _curve(
     taps: Lags,
     lambdas: Sequence[float],
 ) -> dict[float, float]:
-    """Return the mean r on held-out recordings for each λ; empty for a single λ."""
+    """Return the mean r on held-out recordings for each λ; empty if there is only one λ."""
     if len(lambdas) == 1:
         return {}
     scores = []
@@ -293,6 +301,7 @@ def _curve(
 def _decoder(
     moments: Moments, taps: Lags, lambdas: Sequence[float], curve: dict[float, float]
 ) -> Decoder:
+    # If two λ have the same r, select the larger one.
     strength = max(curve, key=lambda k: (curve[k], k)) if curve else float(lambdas[0])
     weights = ridge_path(moments, [strength])[:, 0]
     pattern = moments.covariance()[0] @ weights
@@ -303,17 +312,17 @@ def _decoder(
 
 
 def ridge_path(moments: Moments, lambdas: Sequence[float]) -> Floats:
-    """Return ridge weights (features, lambdas), λ in units of the mean variance of a feature.
+    """Return ridge weights (features, lambdas); λ is in units of the mean variance of a feature.
 
-    The covariance is reduced to tridiagonal form once, after which each λ takes linear time. The
-    reduction takes less than half the time of an eigendecomposition.
+    The covariance is reduced to tridiagonal form once; solving for each λ then takes linear time.
+    The reduction takes less than half the time of an eigendecomposition.
     """
     xx, xy = moments.covariance()
-    size = float(np.trace(xx)) / len(xx)
-    if not size > 0:
+    mean_variance = float(np.trace(xx)) / len(xx)
+    if not mean_variance > 0:
         raise BadInput("the EEG is constant; there is nothing to fit a linear decoder to")
     if len(xx) == 1:
-        return xy[:, None] / (xx + size * np.asarray(lambdas))
+        return xy[:, None] / (xx + mean_variance * np.asarray(lambdas))
     workspace = int(lapack.dsytrd_lwork(len(xx), lower=1)[0])
     reduced, diagonal, off_diagonal, tau, _ = lapack.dsytrd(
         xx.T, lower=1, lwork=workspace, overwrite_a=1
@@ -321,7 +330,8 @@ def ridge_path(moments: Moments, lambdas: Sequence[float]) -> Floats:
     rotated = _rotate(reduced, tau, xy[:, None], "T")[:, 0]
     weights = np.empty((len(xx), len(lambdas)))
     for k, strength in enumerate(lambdas):
-        *_, solved, failed = lapack.dptsv(diagonal + strength * size, off_diagonal, rotated)
+        shifted = diagonal + strength * mean_variance
+        *_, solved, failed = lapack.dptsv(shifted, off_diagonal, rotated)
         if failed:
             raise BadInput(
                 f"λ {strength:g} is too small to solve for this EEG; take {10 * strength:g}"

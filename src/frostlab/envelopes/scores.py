@@ -1,6 +1,6 @@
-"""Scores of a decoder: r and chance by recording, subject and split, and their table.
+"""Scores of a decoder: r and its chance level by recording, subject and split, and a table of them.
 
-Scores are stored with a digest; a file that was edited is refused.
+Scores are stored with a digest, so that edited scores are refused.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ from frostlab.errors import BadInput, nearest
 from frostlab.storage import derive_seed
 from frostlab.text import NONE, columns
 
-FEWEST_SHIFTS = 19  # with fewer, p cannot be 0.05
+FEWEST_SHIFTS = 19  # with fewer, p cannot be as low as 0.05, as p is at least 1 / (1 + shifts)
 
 
 @dataclass(frozen=True)
@@ -44,30 +44,30 @@ class Settings:
     """Settings of the scores: times in seconds, the rate in Hz."""
 
     rate: float
-    null_shifts: int
-    away: float  # minimum shift of a mismatched envelope
-    window: float  # length of a matching window
-    gap: float  # time between a window and its mismatched window
+    null_shifts: int  # number of shifted envelopes per recording that give the chance level
+    away: float  # minimum shift of an envelope
+    window: float  # length of a window for matching
+    gap: float  # time between a window and a wrong window
     seed: int
 
 
 @dataclass(frozen=True)
 class RecordingScore:
-    """Score of one recording: r with the attended speech, and with another speaker if present."""
+    """Score of one recording."""
 
     name: str
     subject: str
     samples: int
     r: float
-    r_other: float | None
+    r_other: float | None  # r with the envelope of the ignored speaker; None with one speaker
     null: Null
-    match: Tally
-    attended: Tally | None
+    match: Tally  # decisions between the envelope of a window and a wrong envelope
+    attended: Tally | None  # decisions between the attended and the ignored speaker
 
 
 @dataclass(frozen=True)
 class SubjectScore:
-    """Score of one subject: the unweighted mean over recordings, by Fisher's z."""
+    """Score of one subject: unweighted means over recordings, averaged as Fisher's z."""
 
     subject: str
     recordings: int
@@ -78,11 +78,11 @@ class SubjectScore:
 
 @dataclass(frozen=True)
 class Summary:
-    """Summary of all subjects, unweighted.
+    """Summary of all subjects, with equal weights.
 
-    `mean` is computed by Fisher's z; `low` and `high` bound its 95 % t interval over subjects (None
-    for a single subject). `std` and `quartiles` describe the subjects' r. `above` counts the
-    subjects with p ≤ 0.05.
+    `mean` is averaged as Fisher's z; `low` and `high` bound its 95 % t interval over subjects (None
+    for a single subject). `median`, `std` and `quartiles` describe the subjects' r. `above` counts
+    the subjects with p ≤ 0.05.
     """
 
     subjects: int
@@ -93,7 +93,7 @@ class Summary:
     median: float
     std: float | None
     quartiles: tuple[float, float]
-    mean_other: float | None
+    mean_other: float | None  # mean r with the ignored speaker
     above: int
     null: Null
     match: Tally
@@ -111,7 +111,7 @@ class EnvelopeScores:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of all measured values; the summary is computed from these values."""
+        """Digest of all measured values, without the summary, which is computed from them."""
         return _digest(self._measured())
 
     @cached_property
@@ -167,7 +167,10 @@ class EnvelopeScores:
         for subject in scores.subjects:
             r = [score.r for score in scores.recordings if score.subject == subject.subject]
             if not r or abs(float(fisher_mean(r)) - subject.r) > 1e-9:
-                raise BadInput(f"these scores were edited: r of {subject.subject} is not its mean")
+                raise BadInput(
+                    f"these scores were edited: r of {subject.subject} is not the mean of its "
+                    "recordings"
+                )
         if not _close(summary, _plain(asdict(scores.summary))):
             raise BadInput("these scores were edited: the summary does not fit the recordings")
         return scores
@@ -215,7 +218,7 @@ def _read_subject(values: dict[str, Any]) -> SubjectScore:
 
 
 def _interval(r: np.ndarray) -> tuple[float | None, float | None]:
-    """Return the 95 % t interval of the mean by Fisher's z, as r."""
+    """Return the 95 % t interval of the mean, computed as Fisher's z and converted back to r."""
     if len(r) < 2:
         return None, None
     z = fisher_z(r)
@@ -234,13 +237,13 @@ def score_recordings(
     window: float = 5.0,
     gap: float = 1.0,
 ) -> EnvelopeScores:
-    """Score predictions (samples,) of recordings, given by name.
+    """Score decoded envelopes (samples,); `predictions` holds one for each recording's name.
 
-    Chance is the r of the prediction with its circularly shifted envelope, for `null_shifts`
-    different shifts of at least `away` seconds. The k-th shifts of all recordings give the k-th
-    chance value of each mean, per subject and over subjects. The shifts depend only on the seed
-    and the recording's name, so they are the same for every decoder. Matching uses windows of
-    `window` seconds, and mismatched windows `gap` seconds away.
+    The chance level is r between the prediction and the recording's envelope after a circular
+    shift, for `null_shifts` different shifts of at least `away` seconds. The k-th chance value of a
+    mean is the mean of the recordings' k-th chance values. The shifts do not depend on the
+    predictions, so they are the same for every decoder. Matching uses windows of `window` seconds,
+    and wrong windows `gap` seconds before and after.
     """
     settings = Settings(float(rate), null_shifts, away, window, gap, seed)
     _check_settings(settings)
@@ -271,7 +274,7 @@ def score_recordings(
 def _score(
     recording: Recording, prediction: NDArray[Any], settings: Settings
 ) -> tuple[RecordingScore, Floats]:
-    """Return a recording's score, and its r with each mismatched envelope."""
+    """Return a recording's score, and r between its prediction and each shifted envelope."""
     envelope = np.asarray(recording.envelope, np.float64)
     _check_signals(recording, prediction, settings)
     rate, samples = settings.rate, len(envelope)
@@ -317,7 +320,7 @@ def _check_names(predictions: Mapping[str, ArrayLike], recordings: Sequence[Reco
     for name in predictions:
         if name not in names:
             raise BadInput(
-                f"a prediction for {name}, which is not a recording{nearest(name, names)}"
+                f"there is a prediction for {name}, but no such recording{nearest(name, names)}"
             )
 
 
@@ -346,7 +349,7 @@ def _check_signals(recording: Recording, prediction: NDArray[Any], settings: Set
 
 
 def scores_table(decoders: Mapping[str, EnvelopeScores], best: float | None = None) -> str:
-    """Return a table with one line per decoder, and the best achievable r if it is known."""
+    """Return a table with one line per decoder, compared with the best achievable r if known."""
     head = ["", "r [95 %]", "median", "std", "chance ≤", "p", "p ≤ 0.05"]
     two_speakers = any(scores.summary.attended is not None for scores in decoders.values())
     head += [f"match {_seconds(decoders)}"] + ["r other", "attended"] * two_speakers
@@ -370,7 +373,7 @@ def scores_table(decoders: Mapping[str, EnvelopeScores], best: float | None = No
 def _row(
     name: str, summary: Summary, two_speakers: bool, best: float | None, shifts: int
 ) -> list[str]:
-    least = 1 / (1 + shifts)
+    least = 1 / (1 + shifts)  # the lowest possible p
     cells = [
         name,
         f"{summary.mean:.3f}{_between(summary.low, summary.high)}",

@@ -54,7 +54,7 @@ def test_what_is_known_is_of_these_subjects(tmp_path: Path) -> None:
     found = load_recordings(alone, cache=tmp_path)
     assert set(found.known) == {"best_r", "best_linear_r"}
     assert "unseen" not in found.splits
-    assert "rate and distortion" in (found.caution or "")
+    assert "rate-distortion theory" in (found.caution or "")
 
 
 def test_simulated_once_and_by_its_settings(
@@ -104,7 +104,7 @@ def test_gathering_recordings_in_memory() -> None:
     assert gather(other, 64.0, ("Fz", "Cz"), unseen=("b",)).digest != found.digest
     with pytest.raises(BadInput, match="2 recordings are called 1"):
         gather([*four, made("1", "b")], 64.0, ("Fz", "Cz"))
-    with pytest.raises(BadInput, match="4 has 3 channels, the list of names has 2"):
+    with pytest.raises(BadInput, match="4 has 3 channels, the list of channels has 2"):
         gather([*four, made("4", "a", 3)], 64.0, ("Fz", "Cz"))
     with pytest.raises(BadInput, match="no recordings"):
         gather([], 64.0, ("Fz", "Cz"))

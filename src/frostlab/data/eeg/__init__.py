@@ -1,4 +1,4 @@
-"""EEG with the envelope of the speech that a subject heard: simulated, or read from a folder."""
+"""EEG and the envelope (loudness over time) of the speech that a subject heard."""
 
 from frostlab.data.eeg.load import gather, load_recordings
 from frostlab.data.eeg.readers import from_mne

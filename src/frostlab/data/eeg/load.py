@@ -1,4 +1,4 @@
-"""Loading a recipe's recordings: simulated or read once, then mapped from the cache."""
+"""Loading of a recipe's recordings: simulated or read once, then memory-mapped from the cache."""
 
 import hashlib
 from collections.abc import Sequence
@@ -33,16 +33,16 @@ FORMAT = 2  # version of stored recordings; raise it when simulation or preproce
 
 
 def load_signals(data: EEGData, data_dir: Path | None, cache: Path) -> Signals:
-    """Return recordings as windows: as the recipe asks for training, on a grid for other splits."""
+    """Return a recipe's recordings as windows; the recipe's hop applies to train only."""
     source = load_recordings(data, data_dir, cache)
     rows = {subject: row for row, subject in enumerate(source.subjects)}
     splits = {}
     for role, recordings in source.splits.items():
-        hop = data.hop if role == "train" else data.length
+        hop = data.hop if role == "train" else data.length  # other windows are back to back
         subjects = tuple(rows.get(recording.subject, UNSEEN) for recording in recordings)
         digest = digest_of([source.digest, role, data.length, hop])
         splits[role] = Windows(recordings, subjects, data.length, hop, digest)
-        len(splits[role])  # refuses a recording that is shorter than a window
+        len(splits[role])  # raises an error if a recording is shorter than a window
     return Signals(
         splits=splits,
         rate=source.rate,
@@ -58,7 +58,7 @@ def load_signals(data: EEGData, data_dir: Path | None, cache: Path) -> Signals:
 def load_recordings(
     data: EEGData, data_dir: Path | None = None, cache: Path | None = None
 ) -> Recordings:
-    """Return the recordings of a recipe, from the cache if they were made before."""
+    """Return a recipe's recordings, from the cache if they were stored before."""
     stored = cache_folder(cache) / "eeg"
     settings = [FORMAT, data.model_dump(mode="json", exclude={"path", "length", "hop"})]
     if isinstance(data, SimulatedEEG):
@@ -83,11 +83,16 @@ def gather(
     report: int = 1,
     unseen: tuple[str, ...] | float | None = None,
 ) -> Recordings:
-    """Split recordings that are in memory, such as the recordings that `from_mne` returns."""
+    """Split recordings that are in memory, such as the results of `from_mne`.
+
+    The last `report` recordings of each subject are for reporting, and the `tune` recordings before
+    them for tuning. `unseen` names the subjects to hold out, or is a share of the subjects.
+    """
     if not recordings:
         raise BadInput("there are no recordings to divide")
     for recording in recordings:
-        check_channels(recording.name, recording.eeg.shape[1], "the list of names", len(channels))
+        count = recording.eeg.shape[1]
+        check_channels(recording.name, count, "the list of channels", len(channels))
     headings = [Heading(r.name, r.subject, _speech_digest(r)) for r in recordings]
     division, caution = divide(headings, HoldOut(None, unseen, tune, report), "these recordings")
     by_name = {recording.name: recording for recording in recordings}
@@ -134,12 +139,12 @@ def _write(
     stamps: Sequence[list[str | int]],
     place: Path,
 ) -> None:
-    """Read the recordings of a folder, split them, and store them in another folder."""
+    """Read the recordings of `folder`, split them, and store them in the folder `place`."""
     division, caution = divide([s.heading for s in sources], _hold_out(data), str(folder))
     by_name = {source.heading.name: source for source in sources}
     store = Store(place)
     channels: tuple[str, ...] = ()
-    speech: dict[str, str] = {}
+    speech: dict[str, str] = {}  # digest of the envelope, by recording
     for role, names in division.items():
         for name in names:
             recording, labels = by_name[name].read()

@@ -10,7 +10,7 @@ from frostlab.errors import BadInput
 
 Array = NDArray[np.float64]
 Band = tuple[float, float]
-_ORDER = 3  # filter order of the band pass, in each direction
+_ORDER = 3  # order of the band-pass filter, which is applied once in each direction
 
 
 def preprocess(
@@ -26,7 +26,12 @@ def preprocess(
     reference: Array | None = None,
     other: Array | None = None,
 ) -> Recording:
-    """Return a recording of measured signals; `rates` are the rates of EEG and envelope."""
+    """Check and preprocess the signals of one recording.
+
+    `rates` are the sampling rates of EEG and envelope in Hz; both are resampled to `rate`. The mean
+    of the channels in `reference` is subtracted from the EEG. `other` is the envelope of a second
+    speaker, whom the subject ignored.
+    """
     speakers = [envelope] if other is None else [envelope, other]
     for speaker in speakers:
         check_signals(name, eeg, channels, speaker)
@@ -40,9 +45,9 @@ def preprocess(
                 f"{finite} of them finite"
             )
 
-    def ready(x: Array, measured: float) -> Array:
+    def ready(x: Array, measured_rate: float) -> Array:
         # Subtracting the first sample makes a flat channel exactly 0, before and after filtering.
-        return bandpass(resample(x - x[0], measured, rate, name), rate, band, name)
+        return bandpass(resample(x - x[0], measured_rate, rate, name), rate, band, name)
 
     signals = [ready(rereference(eeg, reference), rates[0])]
     signals += [ready(speaker, rates[1]) for speaker in speakers]
@@ -51,14 +56,17 @@ def preprocess(
 
 
 def check_signals(name: str, eeg: Array, channels: tuple[str, ...], envelope: Array) -> None:
-    """Refuse signals that have a wrong shape, contain non-finite values, or are constant."""
+    """Refuse signals that have a wrong shape or non-finite values, or are constant."""
     if eeg.ndim != 2 or envelope.ndim != 1:
         raise BadInput(
             f"{name}: the EEG has shape {eeg.shape} and the envelope {envelope.shape}, "
             "not (samples, channels) and (samples,)"
         )
     if min(eeg.size, len(envelope)) == 0:
-        raise BadInput(f"{name}: the EEG has shape {eeg.shape}, the envelope {envelope.shape}")
+        raise BadInput(
+            f"{name}: the EEG has shape {eeg.shape}, the envelope {envelope.shape}; "
+            "neither may be empty"
+        )
     if eeg.shape[1] != len(channels):
         raise BadInput(f"{name} has {eeg.shape[1]} channels and {len(channels)} channel names")
     finite = np.isfinite(eeg).all(axis=0)
@@ -75,7 +83,7 @@ def check_signals(name: str, eeg: Array, channels: tuple[str, ...], envelope: Ar
 
 
 def check_durations(name: str, eeg: int, envelope: int, rates: tuple[float, float]) -> None:
-    """Refuse signals whose durations differ; with unequal rates, allow one sample of the lower."""
+    """Refuse signals of different durations, but allow one sample if the rates are different."""
     if abs(eeg / rates[0] - envelope / rates[1]) > (rates[0] != rates[1]) / min(rates) + 1e-9:
         raise BadInput(
             f"{name}: the EEG has {eeg} samples at {rates[0]:g} Hz and the envelope {envelope} at "
@@ -84,7 +92,7 @@ def check_durations(name: str, eeg: int, envelope: int, rates: tuple[float, floa
 
 
 def rereference(eeg: Array, reference: Array | None) -> Array:
-    """Subtract the mean of the reference channels from every channel; None changes nothing."""
+    """Subtract the mean of the reference channels, if there are any, from every channel."""
     return eeg if reference is None else eeg - reference.mean(axis=1, keepdims=True)
 
 
@@ -106,13 +114,13 @@ def resample(x: Array, rate: float, wanted: float, name: str) -> Array:
 
 
 def bandpass(x: Array, rate: float, band: Band | None, name: str) -> Array:
-    """Filter forwards and backwards, without a shift in time; None changes nothing."""
+    """Apply a band-pass filter, if any, forwards and backwards, so that no time shift remains."""
     from scipy import signal
 
     if band is None:
         return x
     sections = signal.butter(_ORDER, band, "bandpass", fs=rate, output="sos")
-    pad = min(len(x) - 1, int(3 * rate / band[0]))
+    pad = min(len(x) - 1, int(3 * rate / band[0]))  # three periods of the lowest frequency
     if len(x) < rate / band[0]:
         raise BadInput(
             f"{name} has {len(x) / rate:.1f} s, too short for a band from {band[0]:g} Hz"

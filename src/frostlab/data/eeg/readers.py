@@ -1,6 +1,8 @@
-"""Readers of folders of recordings: the challenge's .npy, MATLAB's .mat, and files that MNE reads.
+"""Readers of folders of recordings, in three layouts.
 
-Each reader lists the recordings of a folder as `Source`s, which are read one at a time.
+The layouts are the Auditory EEG Challenge's .npy files, MATLAB's .mat files with two speakers, and
+files that MNE reads. A reader lists the recordings of a folder as `Source`s, which are read later,
+one at a time.
 """
 
 import os
@@ -22,10 +24,10 @@ from frostlab.recipe.data import ChallengeEEG, MatlabEEG, MneEEG
 
 MATLAB_RATE = 128.0  # Hz; the files do not store the rate
 ENDINGS = (".fif", ".edf", ".bdf", ".set", ".vhdr")  # file types that MNE reads
-_ROLES = {prefix: role for role, prefix in PREFIXES.items()}
+_ROLES = {prefix: role for role, prefix in PREFIXES.items()}  # by prefix of a file's name
 _SEPARATOR = "_-_"  # between the parts of a file's name
-_TRIAL = re.compile(r"([12])_(\d+)\.mat")
-# By block: the attended speaker's file, the ignored speaker's file, the ignored speaker's order.
+_TRIAL = re.compile(r"([12])_(\d+)\.mat")  # BLOCK_TRIAL.mat
+# By block: file of the attended speaker, file of the ignored speaker, order of the ignored stories.
 _BLOCKS = {1: ("F_env", "M_env", "blk1_M_Order"), 2: ("M_env", "F_env", "blk2_F_Order")}
 
 
@@ -35,11 +37,11 @@ class Source:
 
     heading: Heading
     files: tuple[Path, ...]
-    read: Callable[[], tuple[Recording, tuple[str, ...]]]  # also returns channel names
+    read: Callable[[], tuple[Recording, tuple[str, ...]]]  # returns also the channel names
 
 
 def find_folder(path: str, data_dir: Path | None) -> Path:
-    """Find a folder by its path, relative to the working folder or else to the data folder."""
+    """Find a folder by its path, relative to the working folder, else to the user's data folder."""
     parent = data_dir or (Path(env) if (env := os.environ.get("FROSTLAB_DATA")) else None)
     places = [Path(path).expanduser()]
     if parent is not None and not places[0].is_absolute():
@@ -55,7 +57,7 @@ def find_folder(path: str, data_dir: Path | None) -> Path:
 
 
 def pair_files(folder: Path, endings: Iterable[str]) -> list[tuple[list[str], Path, Path]]:
-    """Return, sorted by name, each recording's name parts, EEG file and envelope file."""
+    """Return each recording's name (as parts), EEG file and envelope file, sorted by name."""
     eeg_endings = tuple(f"{_SEPARATOR}eeg{ending}" for ending in endings)
     pairs = []
     for path in sorted(folder.iterdir()):
@@ -101,7 +103,10 @@ def load_envelope(path: Path) -> NDArray[np.float64]:
 
 
 def challenge_sources(data: ChallengeEEG, folder: Path) -> list[Source]:
-    """List `ROLE_-_SUBJECT_-_STIMULUS_-_eeg.npy`; other features of the stimuli are ignored."""
+    """List the recordings in files `PREFIX_-_SUBJECT_-_STIMULUS_-_eeg.npy` and `…_-_envelope.npy`.
+
+    Files with other features of the speech are ignored.
+    """
     sources = []
     for parts, eeg, envelope in pair_files(folder, [".npy"]):
         if len(parts) < 3 or parts[0] not in _ROLES:
@@ -138,10 +143,11 @@ def _challenge_reader(
 
 
 def matlab_sources(data: MatlabEEG, folder: Path) -> list[Source]:
-    """List `BLOCK_TRIAL.mat`: speaker F is attended in block 1, speaker M in block 2.
+    """List the recordings in files `BLOCK_TRIAL.mat`; each sub-folder holds one subject.
 
-    The number of a trial is also the number of the attended speaker's story; the file
-    `competing_speaker_order.mat` lists the ignored speaker's stories. Each sub-folder is a subject.
+    Subjects attend to speaker F in block 1 and to speaker M in block 2. The number of a trial is
+    also the number of the attended speaker's story; the file `competing_speaker_order.mat` lists
+    the ignored speaker's story for each trial.
     """
     names = ("F_env", "M_env", "competing_speaker_order")
     shared = {name: folder / f"{name}.mat" for name in names}
@@ -155,17 +161,18 @@ def matlab_sources(data: MatlabEEG, folder: Path) -> list[Source]:
         if not (match := _TRIAL.fullmatch(path.name)):
             continue
         block, trial = int(match[1]), int(match[2])
-        attended, ignored, listed = _BLOCKS[block]
-        numbers = order[listed].ravel()
+        attended, ignored, order_name = _BLOCKS[block]
+        numbers = order[order_name].ravel()
         if not 1 <= trial <= min(len(numbers), len(stories[attended])):
             raise BadInput(
                 f"{path}: trial {trial}, but {shared['competing_speaker_order'].name} lists "
-                f"{len(numbers)}, and {attended}.mat has {len(stories[attended])}"
+                f"{len(numbers)} trials, and {attended}.mat has {len(stories[attended])} stories"
             )
         if numbers[trial - 1] not in range(1, len(stories[ignored]) + 1):
             raise BadInput(
-                f"{shared['competing_speaker_order']}: {listed} names story {numbers[trial - 1]} "
-                f"for trial {trial}, but {ignored}.mat has 1 to {len(stories[ignored])}"
+                f"{shared['competing_speaker_order']}: {order_name} names story "
+                f"{numbers[trial - 1]} for trial {trial}, but {ignored}.mat has 1 to "
+                f"{len(stories[ignored])}"
             )
         subject = "sub-001" if path.parent == folder else path.parent.name
         heading = Heading(f"{subject}{_SEPARATOR}{block}_{trial}", subject, f"{attended[0]}{trial}")
@@ -229,7 +236,7 @@ def _load_mat(path: Path, *keys: str) -> dict[str, Any]:
 
 
 def mne_sources(data: MneEEG, folder: Path) -> list[Source]:
-    """List `SUBJECT_-_STIMULUS_-_eeg.fif`, and such files of other types that MNE reads."""
+    """List the recordings in files `SUBJECT_-_STIMULUS_-_eeg.fif`, or with another of ENDINGS."""
     require("mne", "eeg", f"data.name {data.name}")
     sources = []
     for parts, eeg, envelope in pair_files(folder, ENDINGS):
@@ -277,9 +284,10 @@ def from_mne(
 ) -> Recording:
     """Return a recording with the EEG channels of an MNE Raw and the envelope of the speech.
 
-    The envelope is sampled at the Raw's rate, or at `envelope_rate`; EEG and envelope are
-    resampled to `rate`. `reference` is "none", "average" or channel names; the mean of these
-    channels is subtracted from all others, and the recording omits them.
+    The envelope is sampled at `envelope_rate` (default: the Raw's rate); EEG and envelope are
+    resampled to `rate` and filtered to `band`, all in Hz. `reference` is "none", "average" or
+    channel names; the mean of named channels is subtracted from all others, and the recording
+    omits the named channels.
     """
     eeg, channels, reference_signals = _raw_signals(raw, name, reference)
     return preprocess(
@@ -296,7 +304,7 @@ def from_mne(
 
 
 def eeg_channels(raw: Any, reference: str | tuple[str, ...] = "none") -> tuple[str, ...]:
-    """Return the names of a Raw's EEG channels, including bad ones but not the reference."""
+    """Return the names of a Raw's EEG channels that are not in `reference`, even if marked bad."""
     picked = raw.copy().pick("eeg", exclude=()).ch_names
     return tuple(name for name in picked if name not in _reference_channels(reference))
 
@@ -317,9 +325,9 @@ def _raw_signals(raw: Any, name: str, reference: str | tuple[str, ...]) -> tuple
     for channel in named:
         if channel not in raw.ch_names:
             hint = nearest(channel, [*raw.ch_names, "none", "average"])
-            raise BadInput(f"{name} has no channel {channel} to refer to{hint}")
+            raise BadInput(f"{name} has no channel {channel} to use as reference{hint}")
     if not channels:
-        raise BadInput(f"{name} has no EEG channel but the reference {', '.join(named)}")
+        raise BadInput(f"{name} has no EEG channel besides the reference {', '.join(named)}")
     if bad := [channel for channel in (*channels, *named) if channel in raw.info["bads"]]:
         raise BadInput(
             f"{name} has channels marked as bad: {', '.join(bad)}; interpolate or drop them first"

@@ -1,4 +1,7 @@
-"""Recordings, their store on disk, and the windows that are cut from them."""
+"""EEG recordings of subjects who hear speech: their files in the cache, and windows cut from them.
+
+The envelope of the speech is its loudness over time, which the models decode from the EEG.
+"""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,20 +19,20 @@ from frostlab.errors import BadInput
 from frostlab.storage import digest_of
 
 Signal = NDArray[np.float32]
-Starts = NDArray[np.int64]  # (windows, 2): the recording's index, the first sample
-ROLES = ("train", "tune", "report", "unseen")
-UNSEEN = -1  # the embedding's row for subjects in no training split
+Starts = NDArray[np.int64]  # (windows, 2): index of the recording, first sample in the recording
+ROLES = ("train", "tune", "report", "unseen")  # splits; unseen has subjects that are not in train
+UNSEEN = -1  # marks subjects that are not in train, and so have no row in the subject embedding
 
 
 @dataclass(frozen=True)
 class Recording:
-    """EEG and the envelope of the speech that the subject heard, aligned sample by sample."""
+    """EEG and the envelope of the speech that a subject heard, aligned sample by sample."""
 
     name: str
     subject: str
     eeg: Signal  # (samples, channels), every channel with mean 0 and standard deviation 1
     envelope: Signal  # (samples,), with mean 0 and standard deviation 1
-    other: Signal | None = None  # the envelope of an ignored speaker
+    other: Signal | None = None  # envelope of a second speaker, whom the subject ignored
 
     def __len__(self) -> int:
         return len(self.envelope)
@@ -37,26 +40,26 @@ class Recording:
 
 @dataclass(frozen=True)
 class Recordings:
-    """A recipe's recordings, split by recording and by subject."""
+    """A recipe's recordings by split, with the sampling rate, channels and subjects."""
 
     rate: float  # Hz
     channels: tuple[str, ...]
-    splits: dict[str, tuple[Recording, ...]]  # train, tune, report, and unseen (held-out subjects)
-    subjects: tuple[str, ...]  # training subjects, in the order of the embedding's rows
-    known: dict[str, float]  # reference scores: best_r, best_r_unseen, …
-    origin: dict[str, str]  # where each split comes from, and how recordings were held out
-    caution: str | None  # a warning to show with every number
+    splits: dict[str, tuple[Recording, ...]]  # by role; unseen only if subjects are held out
+    subjects: tuple[str, ...]  # subjects in train, in the order of the subject embedding's rows
+    known: dict[str, float]  # reference scores, such as best_r, the best achievable correlation
+    origin: dict[str, str]  # by role: where the recordings come from
+    caution: str | None  # a warning to show with every score
     digest: str
 
 
 @dataclass(frozen=True)
 class Windows:
-    """One split; a window is identified by its first sample, counted over all recordings."""
+    """Windows of one split; a window's number is its first sample, counted over all recordings."""
 
     recordings: tuple[Recording, ...]
-    subjects: tuple[int, ...]  # each recording's row of the embedding, or UNSEEN
-    length: int  # samples
-    hop: int | None  # samples from one window to the next; None: windows are redrawn every epoch
+    subjects: tuple[int, ...]  # each recording's row of the subject embedding, or UNSEEN
+    length: int  # samples per window
+    hop: int | None  # samples from one start to the next; None: starts are redrawn every epoch
     digest: str
 
     def __len__(self) -> int:
@@ -64,16 +67,16 @@ class Windows:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Length in samples of each window in an epoch."""
+        """Number of samples in each window of an epoch."""
         return np.full(len(self), self.length)
 
     @cached_property
     def bounds(self) -> NDArray[np.int64]:
-        """First sample of each recording, and the end of the last recording."""
+        """First sample of each recording, counted over all recordings, and their total length."""
         return np.array([0, *accumulate(map(len, self.recordings))])
 
     def draw(self, seed: int, epoch: int) -> NDArray[np.int64]:
-        """Return the windows of an epoch, in the order of the recordings."""
+        """Return the numbers of an epoch's windows, in the order of the recordings."""
         starts = windows(self.recordings, self.length, self.hop, seed, epoch)
         return self.bounds[starts[:, 0]] + starts[:, 1]
 
@@ -83,18 +86,18 @@ class Windows:
 
     @property
     def grid(self) -> NDArray[np.int64]:
-        """All windows, for splits with a hop."""
+        """Numbers of all windows of a split with a hop, which are the same in every epoch."""
         assert self.hop is not None
         return self._first
 
     def owners(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the index of each window's recording."""
+        """Return the index of the recording that each window (by number) is cut from."""
         return np.searchsorted(self.bounds, rows, side="right") - 1
 
     def cut(
         self, rows: NDArray[np.int64]
     ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
-        """Return the EEG (B, T, channels), envelopes (B, T) and subjects (B,) of windows."""
+        """Cut windows, given by number: EEG (B, T, channels), envelopes (B, T), subjects (B,)."""
         owners = self.owners(rows)
         starts = zip(owners, rows - self.bounds[owners], strict=True)
         cuts = [(self.recordings[n], slice(start, start + self.length)) for n, start in starts]
@@ -105,12 +108,13 @@ class Windows:
 
 @dataclass(frozen=True)
 class Signals:
-    """A recipe's recordings, ready to be batched; the counterpart of `Prepared` for tokens."""
+    """A recipe's EEG data, ready to be batched; `Prepared` is the same for token data."""
 
     splits: dict[str, Windows]  # train, tune, report, and unseen if subjects are held out
     rate: float  # Hz
     channels: tuple[str, ...]
-    subjects: tuple[str, ...]  # training subjects, in the order of the embedding's rows
+    # These fields are as in `Recordings`.
+    subjects: tuple[str, ...]
     origin: dict[str, str]
     caution: str | None
     known: dict[str, float]
@@ -118,11 +122,11 @@ class Signals:
     task: Literal["envelope"] = "envelope"
 
 
-Material = Prepared | Signals
+Material = Prepared | Signals  # a recipe's data: tokens or EEG
 
 
 def text_of(prepared: Material) -> Prepared:
-    """Narrow the type to token data: recipes allow packing and cached layers only for tokens."""
+    """Narrow the type to `Prepared`, in code that runs only for recipes with token data."""
     assert isinstance(prepared, Prepared)
     return prepared
 
@@ -136,15 +140,14 @@ def windows(
 ) -> Starts:
     """Return the recording and the first sample of each window.
 
-    With a hop, windows start every `hop` samples and the last window ends with the recording, so
-    the windows cover every sample. Without a hop, the number of windows is the number that fits
-    without overlap. The possible starts are divided into equal ranges, and one start is drawn
-    from each range with `seed` and `epoch`.
+    With a hop, windows start every `hop` samples, and the last window ends with the recording.
+    Without a hop, starts are random. There are as many windows as fit without overlap; the possible
+    starts are divided into that many equal ranges, and one start is drawn from each range.
     """
     parts: list[Starts] = []
     for index, recording in enumerate(recordings):
-        spare = len(recording) - length
-        if spare < 0:
+        last = len(recording) - length  # the last possible start
+        if last < 0:
             raise BadInput(
                 f"{recording.name} has {len(recording)} samples, a window {length}; "
                 f"set data.length to {len(recording)} or less"
@@ -152,10 +155,10 @@ def windows(
         if hop is None:
             random = np.random.default_rng([seed, epoch, index])
             count = len(recording) // length
-            starts = (np.arange(count) + random.random(count)) * (spare + 1) / count
+            starts = (np.arange(count) + random.random(count)) * (last + 1) / count
             starts = starts.astype(np.int64)
         else:
-            starts = np.unique(np.append(np.arange(0, spare + 1, hop), spare))
+            starts = np.unique(np.append(np.arange(0, last + 1, hop), last))
         parts.append(np.stack([np.full_like(starts, index), starts], axis=1))
     return np.concatenate(parts) if parts else np.empty((0, 2), dtype=np.int64)
 
@@ -167,7 +170,7 @@ class Store:
         self.folder = folder
         self.entries: list[dict[str, str]] = []
         self._digests: list[str] = []
-        self._first: tuple[str, int] | None = None
+        self._first: tuple[str, int] | None = None  # first recording's name, number of channels
 
     def add(self, role: str, recording: Recording) -> None:
         """Write one recording of a split."""
@@ -188,7 +191,7 @@ class Store:
         caution: str | None = None,
     ) -> None:
         """Write the metadata that all recordings share."""
-        check_channels("the list of names", len(channels), *(self._first or ("", 0)))
+        check_channels("the list of channels", len(channels), *(self._first or ("", 0)))
         save_facts(
             self.folder,
             {
@@ -204,7 +207,7 @@ class Store:
 
 
 def load_store(folder: Path) -> Recordings:
-    """Map the recordings of a Store into memory."""
+    """Memory-map the recordings that a `Store` wrote."""
     facts = load_facts(folder)
     splits: dict[str, list[Recording]] = {}
     for number, entry in enumerate(facts["entries"]):
@@ -229,12 +232,12 @@ def load_store(folder: Path) -> Recordings:
 
 
 def subjects_of(recordings: Iterable[Recording]) -> tuple[str, ...]:
-    """Return the subjects, sorted."""
+    """Return the subjects of recordings, sorted by name."""
     return tuple(sorted({recording.subject for recording in recordings}))
 
 
 def check_channels(name: str, count: int, first: str, expected: int) -> None:
-    """Refuse a recording whose number of channels differs from the first recording's."""
+    """Refuse a recording that does not have the `expected` channels of the `first` recording."""
     if count != expected:
         raise BadInput(f"{name} has {count} channels, {first} has {expected}")
 

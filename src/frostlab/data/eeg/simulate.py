@@ -1,8 +1,9 @@
-"""Simulated EEG whose best decoder is known.
+"""Simulated EEG, with a known upper bound on the correlation r of decoded and true envelopes.
 
-Envelopes are Gaussian signals with a speech-like rhythm. The response of each subject (a `Head`)
-consists of three waves from both auditory cortices; noise comes from brain, eyes and sensors.
-`best_correlation` computes the upper bound of r from the true responses and spectra.
+Envelopes are Gaussian signals with a speech-like rhythm. The brain of a subject (a `Head`) responds
+to a drive: the envelope itself, or a non-linear function of it. The response consists of three
+waves from both auditory cortices; noise comes from brain, eyes and sensors. `best_correlation`
+computes the bound from the true responses and spectra.
 """
 
 from collections.abc import Iterable
@@ -22,19 +23,19 @@ SPAN = 0.4  # s, duration of a response
 MEMORY = 2.0  # s; after this time the adaptation no longer depends on its initial state
 _LATENCIES = (0.06, 0.12, 0.20)  # s, latencies of the three waves
 _WIDTHS = (0.018, 0.025, 0.04)  # s, widths of the three waves
-_HEIGHTS = (0.6, -1.0, 0.8)
-_DELAY = 0.1  # s, maximum delay of a subject with non-linear responses
-_SHARES = {"background": 0.6, "alpha": 0.2, "blinks": 0.15, "sensors": 0.05}  # of noise power
+_HEIGHTS = (0.6, -1.0, 0.8)  # median amplitudes of the three waves
+_DELAY = 0.1  # s, maximum extra latency of a subject with non-linear responses
+_SHARES = {"background": 0.6, "alpha": 0.2, "blinks": 0.15, "sensors": 0.05}  # of the noise power
 _EXPONENT = 1.2  # loudness = amplitude to this power, amplitude = exp(envelope)
-_ADAPTATION = 0.25  # s, time constant
-_SUSTAINED = 0.5  # weight of loudness relative to its onsets
-GRID = 257  # number of frequencies on which spectra are compared
-SYLLABLES = 4.8  # Hz, centre of the envelope's rhythm; most power is between 3 and 8
-BLINKS = 0.25  # per second
-_BLINK = 0.08  # s, standard deviation of a blink's Gaussian
-_BLINK_SPREAD = 0.2  # standard deviation of a blink's height
-_HEAD, _RECORDING = 0, 1  # keep the seeds of subjects and of recordings apart
-BOUND = "with nonlinear responses best_r is an upper bound (by rate and distortion)"
+_ADAPTATION = 0.25  # s, time constant of the adaptation to loudness
+_SUSTAINED = 0.5  # weight of the loudness in the non-linear drive; its onsets have weight 1
+GRID = 257  # number of frequencies at which spectra are computed
+SYLLABLES = 4.8  # Hz, centre of the envelope's spectrum; most power is between 3 and 8 Hz
+BLINKS = 0.25  # mean number per second
+_BLINK = 0.08  # s, standard deviation of the Gaussian shape of a blink
+_BLINK_SPREAD = 0.2  # standard deviation of a blink's height; the mean is 1
+_HEAD, _RECORDING = 0, 1  # parts of seeds, so that subjects and recordings have different seeds
+BOUND = "with nonlinear responses best_r is an upper bound (by rate-distortion theory)"
 
 # BioSemi's 64-channel cap: inclination from the top and azimuth from the right ear, in degrees.
 _CAP = """
@@ -46,14 +47,18 @@ Fpz 92 90 Fp2 92 72 AF8 92 54 AF4 74 65 AFz 69 90 Fz 46 90 F2 50 68 F4 60 51
 F6 75 41 F8 92 36 FT8 92 18 FC6 72 21 FC4 50 28 FC2 32 45 FCz 23 90 Cz 0 0
 C2 23 0 C4 46 0 C6 69 0 T8 92 0 TP8 92 -18 CP6 72 -21 CP4 50 -28 CP2 32 -45
 P2 50 -68 P4 60 -51 P6 75 -41 P8 92 -36 P10 115 -36 PO8 92 -54 PO4 74 -65 O2 92 -72
-""".split()  # noqa: SIM905 (a table reads better)
+""".split()  # noqa: SIM905 (a table is easier to read)
 BIOSEMI64: tuple[str, ...] = tuple(_CAP[::3])
 BIOSEMI128: tuple[str, ...] = tuple(f"{bank}{n}" for bank in "ABCD" for n in range(1, 33))
 
 
 @dataclass(frozen=True)
 class Head:
-    """One subject: the responses, and the topographies of the noise, whose total power is 1."""
+    """One subject: the response, and the noise sources, whose mean power over channels is 1.
+
+    A topography (a column of `background` or `alpha`, or `blinks`) holds the potential of a source
+    at each channel.
+    """
 
     response: Array  # (taps, channels), response to a drive of variance 1
     background: Array  # (channels, dipoles)
@@ -63,7 +68,7 @@ class Head:
 
 
 def write_simulated(data: SimulatedEEG, folder: Path) -> None:
-    """Draw all subjects and recordings, and store them with the best r of any decoder."""
+    """Draw all subjects and recordings, and store them with the best achievable r."""
     store = Store(folder)
     samples = round(data.seconds * data.rate)
     roles = ["train"] * (data.recordings - data.tune - data.report)
@@ -100,15 +105,16 @@ def simulate(
     """Draw an envelope (samples,) and a head's EEG (samples, 64) in response to it."""
     from scipy import signal
 
-    lead = round(MEMORY * rate) + len(head.response) - 1
+    lead = round(MEMORY * rate) + len(head.response) - 1  # past samples that the EEG depends on
     envelope = draw_rhythm("envelope", (lead + samples,), rate, random)
     driven = drive(envelope, rate, responses)[round(MEMORY * rate) :]
     eeg: Array = signal.oaconvolve(driven[:, None], head.response, "valid", axes=0)
     eeg += head.blinks * draw_blinks(samples, rate, random)[:, None]
     for kind, pattern in (("background", head.background), ("alpha", head.alpha)):
-        # Draw one signal per rank of the channel covariance: the distribution is the same.
+        # One signal per eigenvector of the channel covariance has the same distribution as one
+        # signal per dipole, and there are fewer eigenvectors.
         values, vectors = np.linalg.eigh(pattern @ pattern.T)
-        largest = np.abs(vectors).argmax(0)  # fixes the signs, which eigh leaves open
+        largest = np.abs(vectors).argmax(0)  # made positive, since eigh does not fix the signs
         vectors = vectors * np.sign(vectors[largest, np.arange(len(values))])
         nonzero = values > 1e-12 * values[-1]
         spread = vectors[:, nonzero] * np.sqrt(values[nonzero])  # (64, rank)
@@ -125,7 +131,7 @@ def head_of(data: SimulatedEEG, unseen: bool, subject: int) -> Head:
 
 
 def draw_head(rate: float, snr: float, responses: str, random: np.random.Generator) -> Head:
-    """Draw a subject whose signal-to-noise ratio, over channels and time, is `snr` dB."""
+    """Draw a subject whose signal-to-noise ratio, averaged over channels and time, is `snr` dB."""
     response = _draw_response(rate, responses, random)
     noise = _draw_noise(random)
     _, drive_power, _ = drive_spectra(rate, responses)
@@ -136,7 +142,10 @@ def draw_head(rate: float, snr: float, responses: str, random: np.random.Generat
 
 
 def _draw_response(rate: float, responses: str, random: np.random.Generator) -> Array:
-    """Draw three waves from both auditory cortices."""
+    """Draw a response (taps, 64): three waves, each from one dipole in each auditory cortex.
+
+    Positions are in head radii, with the axes of `positions`.
+    """
     delay = random.uniform(0, _DELAY)
     lag = np.arange(int(SPAN * rate) + 1) / rate
     response = np.zeros((len(lag), 64))
@@ -149,15 +158,17 @@ def _draw_response(rate: float, responses: str, random: np.random.Generator) -> 
             size = height * np.exp(0.25 * random.standard_normal())
             wave = size * np.exp(-0.5 * ((lag - peak) / width) ** 2)
             response += wave[:, None] * topographies(place[None], moment[None])[:, 0]
-    return response * np.cos(np.pi / 2 * (lag / SPAN) ** 8)[:, None]
+    return response * np.cos(np.pi / 2 * (lag / SPAN) ** 8)[:, None]  # fades to 0 at SPAN
 
 
 def _draw_noise(random: np.random.Generator) -> tuple[Array, Array, Array, float]:
     """Draw the topographies of background, alpha and blinks, and the sensor noise's deviation."""
+    # Background: 256 dipoles, uniformly in a ball of 0.8 head radii.
     directions = random.standard_normal((256, 3))
     radii = 0.8 * random.random(256) ** (1 / 3)
     places = directions / np.linalg.norm(directions, axis=1, keepdims=True) * radii[:, None]
     background = topographies(places, random.standard_normal((256, 3)))
+    # Alpha: 24 dipoles in the back of the head.
     places = np.array([0, -0.5, 0.15]) + 0.15 * random.standard_normal((24, 3))
     places *= np.minimum(1, 0.8 / np.linalg.norm(places, axis=1, keepdims=True))
     alpha = topographies(places, random.standard_normal((24, 3)))
@@ -176,7 +187,10 @@ def _draw_noise(random: np.random.Generator) -> tuple[Array, Array, Array, float
 
 
 def drive(envelope: Array, rate: float, responses: str) -> Array:
-    """Return the signal that drives the brain; a non-linear drive is valid after MEMORY seconds."""
+    """Return the signal that the brain responds to, with mean 0 and variance 1.
+
+    The first MEMORY seconds of a non-linear drive are not valid.
+    """
     if responses == "linear":
         return envelope
     moments = _measure_drive(rate)
@@ -184,19 +198,19 @@ def drive(envelope: Array, rate: float, responses: str) -> Array:
 
 
 def _adapt(envelope: Array, rate: float) -> Array:
-    """Return power-law loudness plus its onsets, attenuated by recent loudness."""
+    """Return the onsets of loudness, reduced by recent loudness, plus the loudness itself."""
     from scipy import signal
 
     loud = np.exp(_EXPONENT * envelope)
-    step = np.exp(-1 / (_ADAPTATION * rate))
-    recent: Array = signal.lfilter([0, 1 - step], [1, -step], loud)
+    decay = np.exp(-1 / (_ADAPTATION * rate))
+    recent: Array = signal.lfilter([0, 1 - decay], [1, -decay], loud)
     rise = np.maximum(np.diff(loud, prepend=loud[:1]), 0) * rate / (2 * np.pi * SYLLABLES)
     return rise / (recent + 0.5) + _SUSTAINED * loud
 
 
 @dataclass(frozen=True)
 class _DriveMoments:
-    """Moments of the non-linear drive, estimated from a long draw because no formula is known."""
+    """Statistics of the non-linear drive, estimated from a long draw as no formula is known."""
 
     mean: float
     deviation: float
@@ -213,9 +227,9 @@ def _measure_drive(rate: float) -> _DriveMoments:
     envelope, driven = (x[round(MEMORY * rate) :] for x in (envelope, driven))
     mean, deviation = float(driven.mean()), float(driven.std())
     driven = (driven - mean) / deviation
-    how = {"fs": rate, "nperseg": 2 * (GRID - 1), "detrend": False}
-    _, cross = signal.csd(envelope, driven, **how)
-    (_, envelope_power), (_, power) = (signal.welch(x, **how) for x in (envelope, driven))
+    options = {"fs": rate, "nperseg": 2 * (GRID - 1), "detrend": False}
+    _, cross = signal.csd(envelope, driven, **options)
+    (_, envelope_power), (_, power) = (signal.welch(x, **options) for x in (envelope, driven))
     coherence = np.minimum(np.abs(cross) ** 2 / (envelope_power * power), 1)
     return _DriveMoments(
         mean, deviation, power / np.trapezoid(power, frequency_grid(rate)), coherence
@@ -223,7 +237,7 @@ def _measure_drive(rate: float) -> _DriveMoments:
 
 
 def drive_spectra(rate: float, responses: str) -> tuple[Array, Array, Array]:
-    """Return the spectra of envelope and drive, and their coherence, on the frequency grid."""
+    """Return the power of envelope and drive, and their coherence, on the frequency grid."""
     envelope = rhythm_power("envelope", frequency_grid(rate), rate)
     if responses == "linear":
         return envelope, envelope, np.ones_like(envelope)
@@ -232,7 +246,7 @@ def drive_spectra(rate: float, responses: str) -> tuple[Array, Array, Array]:
 
 
 def channel_names(count: int) -> tuple[str, ...]:
-    """Return the channel names of BioSemi's cap with `count` channels; number them if none has."""
+    """Return the channel names of BioSemi's cap with 64 or 128 channels, else numbers from 1."""
     caps = {64: BIOSEMI64, 128: BIOSEMI128}
     return caps.get(count, tuple(str(n) for n in range(1, count + 1)))
 
@@ -247,7 +261,7 @@ def positions() -> Array:
 
 
 def topographies(places: Array, moments: Array) -> Array:
-    """Return the average-referenced potentials of dipoles at the electrodes: (64, dipoles)."""
+    """Return the potentials of dipoles at the electrodes, average-referenced: (64, dipoles)."""
     offsets = positions()[:, None, :] - places[None]  # (64, dipoles, 3)
     distance = np.linalg.norm(offsets, axis=2)
     potentials: Array = (offsets * moments[None]).sum(axis=2) / distance**3
@@ -255,11 +269,12 @@ def topographies(places: Array, moments: Array) -> Array:
 
 
 def frequency_grid(rate: float, count: int = GRID) -> Array:
-    """Return frequencies from 0 to half the rate."""
+    """Return `count` frequencies from 0 to half the rate."""
     return np.linspace(0, rate / 2, count)
 
 
 def _envelope(f: Array) -> Array:
+    """Return a peak at the rate of syllables, Gaussian in the logarithm of the frequency."""
     safe = np.maximum(f, 1e-3)
     return np.exp(-0.5 * (np.log(safe / SYLLABLES) / 0.42) ** 2)
 
@@ -270,35 +285,40 @@ def _background(f: Array) -> Array:
 
 
 def _alpha(f: Array) -> Array:
+    """Return a Lorentzian peak at 10 Hz."""
     return 1 / (1 + ((f - 10) / 0.7) ** 2)
 
 
 def _blinks(f: Array) -> Array:
+    """Return the power spectrum of a Gaussian pulse."""
     return np.exp(-((2 * np.pi * f * _BLINK) ** 2))
 
 
+# Power spectra of the signals, not normalized.
 SHAPES = {"envelope": _envelope, "background": _background, "alpha": _alpha, "blinks": _blinks}
 
 
 @cache
 def _total(kind: str, rate: float) -> float:
+    """Return the integral of a spectrum up to half the rate."""
     f = frequency_grid(rate, 16385)
     return float(np.trapezoid(SHAPES[kind](f), f))
 
 
 def rhythm_power(kind: str, f: Array, rate: float) -> Array:
-    """Return the power density of a rhythm at frequencies f; it integrates to 1."""
+    """Return the power density of a signal in SHAPES at frequencies f; its integral is 1."""
     return SHAPES[kind](f) / _total(kind, rate)
 
 
 def draw_rhythm(
     kind: str, shape: tuple[int, ...], rate: float, random: np.random.Generator
 ) -> Array:
-    """Draw Gaussian signals with a rhythm's spectrum and variance 1, time on the last axis."""
+    """Draw Gaussian signals of a kind in SHAPES, with variance 1; the last axis is time."""
     from scipy import fft
 
     samples = shape[-1]
-    padded = fft.next_fast_len(samples + round(8 * rate), real=True)  # decorrelates the ends
+    # The FFT makes periodic signals; dropping at least 8 s makes both ends independent.
+    padded = fft.next_fast_len(samples + round(8 * rate), real=True)
     white = fft.rfft(random.standard_normal((*shape[:-1], padded)))
     gain = np.sqrt(rhythm_power(kind, fft.rfftfreq(padded, 1 / rate), rate) * rate / 2)
     signals: Array = fft.irfft(white * gain, padded)
@@ -326,17 +346,22 @@ class BestCorrelation:
 
 
 def best_correlation(head: Head, rate: float, responses: str) -> BestCorrelation:
-    """Return the best r for one subject: the bound for all decoders, and the best linear one."""
+    """Return the best r for one subject: the bound for all decoders, and the best linear decoder's.
+
+    The best linear decoder is a Wiener filter. For non-linear responses, the bound follows from the
+    least squared error at the rate, in nats per second, at which the EEG can carry information.
+    """
     f = frequency_grid(rate)
     envelope, drive_power, coherence = drive_spectra(rate, responses)
     ratio = signal_to_noise(head, rate, blinks=True) * drive_power
-    linear = np.trapezoid(envelope * coherence * ratio / (1 + ratio), f)
-    clean = signal_to_noise(head, rate, blinks=False) * drive_power  # as if blinks were known
+    linear_r2 = np.trapezoid(envelope * coherence * ratio / (1 + ratio), f)
+    # Blinks are not Gaussian, so the bound assumes a decoder that can remove them completely.
+    clean = signal_to_noise(head, rate, blinks=False) * drive_power
     if responses == "linear":
-        best = float(np.trapezoid(envelope * clean / (1 + clean), f))
+        best_r2 = float(np.trapezoid(envelope * clean / (1 + clean), f))
     else:
-        best = 1 - least_distortion(envelope, float(np.trapezoid(np.log1p(clean), f)), f)
-    return BestCorrelation(best**0.5, float(linear) ** 0.5)
+        best_r2 = 1 - least_distortion(envelope, float(np.trapezoid(np.log1p(clean), f)), f)
+    return BestCorrelation(best_r2**0.5, float(linear_r2) ** 0.5)
 
 
 def noise_power(head: Head, rate: float, blinks: bool) -> Array:
@@ -351,9 +376,13 @@ def noise_power(head: Head, rate: float, blinks: bool) -> Array:
 
 
 def signal_to_noise(head: Head, rate: float, blinks: bool) -> Array:
-    """Return the best spatial filter's signal-to-noise ratio for a drive of power 1 per Hz."""
+    """Return the best spatial filter's signal-to-noise ratio at each frequency.
+
+    The ratio is for a drive with a power of 1 per Hz.
+    """
     response = np.fft.rfft(head.response, 2 * (GRID - 1), axis=0)  # (frequencies, 64)
-    parts = np.stack([response.real, response.imag], axis=2)  # the noise's density is real
+    # The noise density is real, so real and imaginary parts can be solved separately.
+    parts = np.stack([response.real, response.imag], axis=2)
     filters = np.linalg.solve(noise_power(head, rate, blinks), parts)
     ratio: Array = (parts * filters).sum(axis=(1, 2))
     return ratio
@@ -376,5 +405,5 @@ def least_distortion(power: Array, nats: float, f: Array) -> float:
 
 
 def mean_r(values: Iterable[float]) -> float:
-    """Return the mean of correlations by Fisher's z."""
+    """Return the mean of correlations, averaged as Fisher's z."""
     return float(np.tanh(np.mean(np.arctanh(list(values)))))

@@ -9,32 +9,34 @@ from frostlab.errors import BadInput, nearest
 from frostlab.storage import digest_of
 
 PREFIXES = {"train": "train", "tune": "val", "report": "test"}  # prefixes of file names, by role
-Division = dict[str, list[str]]  # the names of each split's recordings
+Division = dict[str, list[str]]  # names of recordings, by role
 
 
 @dataclass(frozen=True)
 class Heading:
-    """A recording's name, its subject, and the speech that the subject heard."""
+    """The facts about a recording that decide its split."""
 
     name: str
     subject: str
-    stimulus: str
-    role: str | None = None  # the role that the file's prefix names
+    stimulus: str  # identifies the speech that the subject heard, by a name or a digest
+    role: str | None = None  # role by the prefix of the file's name; None without a prefix
 
 
 @dataclass(frozen=True)
 class HoldOut:
     """The subjects and recordings to hold out."""
 
-    seen: tuple[str, ...] | None = None  # to train on; None: every subject that is not unseen
-    unseen: tuple[str, ...] | float | None = None  # names, or a share of the subjects
-    tune: int | None = None  # recordings of each subject; None: by the files' prefixes, else 1
-    report: int | None = None  # as for tune
-    held_out: int | None = None  # instead of both: number of the reporting recording, from 1
+    seen: tuple[str, ...] | None = None  # subjects to train on; None: all that are not unseen
+    unseen: tuple[str, ...] | float | None = None  # subjects to hold out: names, or a share
+    tune: int | None = None  # recordings per subject; None: by the prefixes of files, else 1
+    report: int | None = None  # recordings per subject; None: as for tune
+    # If given, replaces tune and report: the number, from 1, of each subject's recording to report.
+    # The next recording is for tuning.
+    held_out: int | None = None
 
 
 def divide(headings: Sequence[Heading], rule: HoldOut, place: str) -> tuple[Division, str | None]:
-    """Return each role's recordings, and a warning if held-out speech is also in training."""
+    """Return each role's recordings, and a warning if train has speech of held-out recordings."""
     counts = Counter(heading.name for heading in headings)
     if repeated := [name for name, count in counts.items() if count > 1]:
         raise BadInput(f"{place}: {counts[repeated[0]]} recordings are called {repeated[0]}")
@@ -49,7 +51,9 @@ def divide(headings: Sequence[Heading], rule: HoldOut, place: str) -> tuple[Divi
             _assign_by_order(subject, names, rule, division)
         division["unseen"] = [h.name for h in headings if h.subject in unseen]
     division = {role: names for role, names in division.items() if names}
-    if by_prefix:  # each file is a part of a recording, cut at the same times for every subject
+    if by_prefix:
+        # Files with prefixes are parts of recordings, cut at the same times for every subject, so
+        # train, val and test share a stimulus but no speech.
         return division, None
     stimuli = {heading.name: heading.stimulus for heading in headings}
     return division, shared_speech_warning(stimuli, division)
@@ -73,7 +77,8 @@ def _subjects(
                 f"data.unseen {unseen:g} is {count} of the {len(subjects)} subjects of {place}, "
                 f"but data.seen leaves {len(candidates)}"
             )
-        unseen = tuple(sorted(sorted(candidates, key=digest_of)[:count]))  # pseudo-random, by name
+        # The order by digest is pseudo-random, but the same in every run.
+        unseen = tuple(sorted(sorted(candidates, key=digest_of)[:count]))
     unseen = unseen or ()
     if both := [name for name in rule.seen or () if name in unseen]:
         raise BadInput(f"subject {both[0]} is both in data.seen and in data.unseen")
@@ -93,7 +98,10 @@ def _assign_by_prefix(
     division: Division,
     place: str,
 ) -> None:
-    """Assign files by prefix; use only the test files of unseen subjects: they share no speech."""
+    """Assign files to roles by prefix; of unseen subjects, use only test files.
+
+    Test files share no speech with train and val files.
+    """
     for heading in headings:
         assert heading.role is not None
         if heading.subject in seen:
@@ -104,8 +112,8 @@ def _assign_by_prefix(
     for role in ("train", "tune", "report"):
         if not division[role]:
             raise BadInput(
-                f"{place} has no {PREFIXES[role]}_-_ file of the subjects to train on; of train, "
-                "val and test all are needed, or train alone"
+                f"{place} has no {PREFIXES[role]}_-_ file of the subjects to train on; train, val "
+                "and test files are needed, or only train files"
             )
     for role, count in (("tune", rule.tune), ("report", rule.report)):
         if count is not None:
@@ -124,7 +132,7 @@ def _assign_by_prefix(
 
 
 def _assign_by_order(subject: str, names: list[str], rule: HoldOut, division: Division) -> None:
-    """Hold out a subject's last recordings, or `rule.held_out` and the one after it."""
+    """Hold out a subject's last recordings, or recording number `rule.held_out` and the next."""
     count = len(names)
     tune, report = rule.tune or 1, rule.report or 1
     if count < tune + report + 1:
@@ -136,7 +144,7 @@ def _assign_by_order(subject: str, names: list[str], rule: HoldOut, division: Di
         if rule.held_out > count:
             raise BadInput(f"data.held_out {rule.held_out}, but {subject} has {count} recordings")
         start = rule.held_out % count
-        names = names[start:] + names[:start]  # reporting recording last, tuning recording first
+        names = names[start:] + names[:start]  # the tuning recording first, the reporting one last
         names = [*names[1:-1], names[0], names[-1]]
     division["train"] += names[: count - tune - report]
     division["tune"] += names[count - tune - report : count - report]
