@@ -232,9 +232,7 @@ def _judge_part(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict:
         if (verdict := rule(recent, i, part)) is not None:
             return verdict
     if math.isnan(recent.ratios[i]):
-        return PartVerdict(
-            UNKNOWN, "no measured step has had a learning rate above 0 for it yet"
-        )
+        return PartVerdict(UNKNOWN, "no measured step has had a learning rate above 0 for it yet")
     return PartVerdict(LEARNING, f"a step moves it by {recent.ratios[i]:.1e} of its weights")
 
 

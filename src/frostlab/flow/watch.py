@@ -69,9 +69,7 @@ def watch(
             f"watch: every_n_steps is {every_n_steps}; pass a whole number above 0, such as 10"
         )
     if (dead_units or attention_entropy) and _is_compiled(model):
-        raise BadInput(
-            "watch: dead_units and attention_entropy need a model without torch.compile"
-        )
+        raise BadInput("watch: dead_units and attention_entropy need a model without torch.compile")
     make_probe = partial(
         Probe, optimizers=optimizers, distance=distance, gradient_cosine=gradient_cosine,
         gradient=gradient,
