@@ -33,7 +33,7 @@ _EDGE = 0.01  # an activation is saturated within this fraction of the range fro
 _NEGLIGIBLE = 1e-6  # a unit that never exceeds this fraction of the largest activation is dead
 _EXAMPLES = 4  # number of examples per batch from which the attention entropy is computed
 
-Measurements = dict[tuple[str, str], Tensor]  # (dead, saturated or entropy; module) → values
+Measurements = dict[tuple[str, str], Tensor]  # (field of `Report`, module) → values
 
 
 class Activity:
@@ -71,13 +71,13 @@ class Activity:
         return handles
 
     def listening(self) -> AbstractContextManager[Any]:
-        """Return a context that measures attention, if due, in code that never calls `model(…)`."""
+        """Return a context that measures attention, if due; for loops that bypass `model(…)`."""
         if self._attention_entropy and self._is_due():
             return _AttentionMode(self._measured)
         return nullcontext()
 
     def numbers(self) -> Tensor | None:
-        """Return all measurements since the last report as one tensor, None without any."""
+        """Return all measurements since the last report as one tensor, or None if empty."""
         numbers = [value.flatten().double() for value in self._measured.values()]
         return torch.cat(numbers) if numbers else None
 

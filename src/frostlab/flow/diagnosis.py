@@ -61,7 +61,7 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool | None:
-        """Whether the run has not diverged and no verdict is `UNHEALTHY`; None without a report."""
+        """Whether the run did not diverge and no verdict is in `UNHEALTHY`; None if unmeasured."""
         words = {v.word for flow in self.flows.values() for v in flow.verdicts().values()}
         if self.status == "diverged" or words & set(UNHEALTHY):
             return False

@@ -32,7 +32,7 @@ MEANINGS = {
     BROKEN: "NaN or infinity",
 }
 TITLES = {"gradient": "gradient norm", "ratio": "update / weight"}
-DECADES = 8  # powers of ten that a colour scale spans; smaller numbers are clamped
+DECADES = 8  # a colour scale spans at most this many powers of ten; smaller numbers are clamped
 
 _ROWS, _COLUMNS = 130, 48  # more parts are merged into layers, more reports into medians
 _WIDTH = 280  # width of a plot, in pixels

@@ -29,11 +29,11 @@ class Rules:
     """
 
     window: int = 5  # number of last reports that are judged
-    fewest: int = 2  # reports needed: in the first, zero-initialised weights block gradients
+    fewest: int = 2  # reports needed for most verdicts: at first, weights of 0 block gradients
     still: float = 1e-6  # a smaller ratio is "not learning", if other parts move
     asleep: float = 1e-9  # if every ratio is smaller, every part is "not learning"
     decayed: float = 2.0  # weight decay may explain ratios up to this multiple of lr · decay
-    drowned: float = 1e-4  # below this |gradient| / (|gradient| + |decay|), only decay counts
+    drowned: float = 1e-4  # below this |gradient| / (|gradient| + |decay|), decay explains the step
     slow: float = 0.01  # a ratio below this multiple of the peers' median is "slow"
     apart: float = 1e-3  # the same limit for parts with too few peers, relative to all parts
     vanishing: float = 1e-4  # a gradient below this multiple of the largest "vanishes"
@@ -41,9 +41,11 @@ class Rules:
     underflow: float = 1e-12
     leap: float = 1.0  # a larger ratio is "exploding"
     growth: float = 1e3  # "exploding" if the gradients of the part and the model grew so much
-    scale: float = 10.0  # "scaled away": smallest factor between the gradients of two layers,
-    steady: float = 0.5  # the largest deviation of the log of that factor from its median,
-    alike: float = 2.0  # and the largest factor between the ratios of a part and its peers
+    # "scaled away": gradients of neighbouring layers differ by at least the factor `scale`, its log
+    # stays within `steady` of its median, and ratios differ from the peers' by less than `alike`
+    scale: float = 10.0
+    steady: float = 0.5
+    alike: float = 2.0  # a factor
     saturated: float = 0.5  # a larger fraction of saturated activations is named as a cause
     steady_reports: int = 4  # fewest reports needed to call a factor steady
     peers: int = 2  # with fewer peers, a part is compared with all other parts

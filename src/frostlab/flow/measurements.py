@@ -93,12 +93,12 @@ class Report:
     values: dict[str, tuple[float, ...]]
     rates: tuple[float, ...]  # learning rate of each group; NaN if the group has none
     unreached: tuple[str, ...] = ()  # trainable tensors whose gradient was None
-    largest: dict[str, float] = field(default_factory=dict)  # mean of max |g|: front, back, output
+    largest: dict[str, float] = field(default_factory=dict)  # front, back, output → mean of max |g|
     ranges: dict[str, float] = field(default_factory=dict)  # front tensor → max - min
     broken: tuple[int, ...] = ()  # parts with a NaN or an infinity
     dead: dict[str, float] = field(default_factory=dict)  # module → dead fraction
     saturated: dict[str, float] = field(default_factory=dict)  # module → saturated fraction
-    entropy: dict[str, tuple[float, ...]] = field(default_factory=dict)  # attention → per head
+    entropy: dict[str, tuple[float, ...]] = field(default_factory=dict)  # attention → each head
 
     def of(self, quantity: str, part: int) -> float:
         """Return one quantity of one part."""

@@ -21,7 +21,7 @@ Views = list[list[Tensor]]  # for each list of tensors: the views of its slices
 SUMS = (  # names of the sums over each part
     "gradient", "before_clip", "weight", "update",  # squared norms
     "moved", "origin", "along",  # |weight - start|², |start|², weight·start
-    "agree", "energy", "former",  # gradient·previous, |gradient|², |previous|², all unclipped
+    "agree", "energy", "former",  # gradient·previous, |gradient|² as stored, |previous|²
 )  # fmt: skip
 _MAXIMA = ("largest", "high", "low")  # max |gradient|, max weight, max -weight of a parameter
 

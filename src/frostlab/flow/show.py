@@ -261,7 +261,7 @@ def _depth_html(flow: "Flow") -> str:
     text = (
         f"The gradient of the first two layers is <strong>{ratios.front_ratio:.3g}</strong> of the "
         f"output's: <strong>{ratios.word}</strong> (above {FLOW_TARGETS['front_ratio']:g} is "
-        f"wanted); the gradient of the last two layers is {ratios.back_ratio:.3g} of it."
+        f"wanted). The gradient of the last two layers is {ratios.back_ratio:.3g} of the output's."
     )
     if not math.isnan(ratios.weight_change):
         text += (

@@ -62,9 +62,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class _PlacedTensor:
-    """A tensor of the original model, its place, and the parameter that holds it now.
+    """A tensor with one role, its place in the model, and the parameter that holds it.
 
-    The two differ after `fl.freeze` has split a fused parameter to freeze some of its rows.
+    A fused parameter holds several tensors, each in its own rows. `fl.freeze` splits a fused
+    parameter if only some of its tensors are frozen.
     """
 
     name: str

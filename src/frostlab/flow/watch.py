@@ -444,11 +444,11 @@ def _quotient(numerator: float, denominator: float) -> float:
 
 
 class FrozenDigests:
-    """Digests of the frozen weights: an `Audit` or, for an unknown architecture, a dict."""
+    """Digests of the frozen weights: an `Audit`, or a dict if the architecture is unknown."""
 
     def __init__(self, model: nn.Module) -> None:
         self._audit: Audit | None = None
-        self._digests: dict[str, str] = {}
+        self._digests: dict[str, str] = {}  # parameter name → digest
         try:
             self._audit = audit(model)
         except UnknownArchitecture:

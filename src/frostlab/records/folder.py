@@ -162,7 +162,7 @@ def _survives(event: Event, step: int) -> bool:
     """Return whether an event still counts after the run was resumed at a step."""
     if isinstance(event, StartEvent | ResumeEvent | NoteEvent):
         return True
-    if isinstance(event, StageEvent | FlowPartsEvent):  # written before their first step
+    if isinstance(event, StageEvent | FlowPartsEvent):  # a resume at this step repeats them
         return event.step < step
     if isinstance(event, EndEvent) or _is_report(event):  # the resumed run writes both again
         return False

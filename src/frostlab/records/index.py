@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # imported only for runs that the index does not have, to be 
 RESULT, EVENTS, LOCK, INDEX = "result.json", "events.jsonl", "run.lock", ".index.json"
 _VERSION = 2  # version of the index format
 _HEAD = 65536  # number of bytes read from the beginning of a run's events
-_TAIL = 2**20  # number of bytes read from their end, enough to reach the last evaluation
+_TAIL = 2**20  # number of bytes read from their end, to find the last evaluation
 # A file is indexed this many ns after its last change: earlier, it could change again without a
 # change of its modification time.
 _SETTLED = 200_000_000
