@@ -184,7 +184,7 @@ class Scores:
     mean_other: float | None  # mean r with the speech that was not attended
     above: int  # number of subjects with p <= 0.05
     null: Chance  # mean r by chance
-    match: Decisions  # between a window's own envelope and that of another window
+    match: Decisions  # between a window's own envelope and another window's
     attended: Decisions | None  # between the attended and the other speaker; null with one speaker
     digest: str  # digest of this decoder's scores for this split in scores.json
 
