@@ -51,9 +51,9 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     half.write_text(json.dumps({"schema": 1, "model": "GPT", "optimizer": "AdamW"}))
     cases: list[tuple[Any, str]] = [
         (lambda: fl.watch(model, optimizer, every_n_steps=0),
-         "every_n_steps is 0; give a whole number"),
-        (lambda: fl.watch(model, "adam"), "no torch.optim.Optimizer"),  # type: ignore[arg-type]
-        (lambda: fl.watch(model, []), "no torch.optim.Optimizer"),
+         "every_n_steps is 0; pass a whole number"),
+        (lambda: fl.watch(model, "adam"), "is not a torch.optim.Optimizer"),  # type: ignore[arg-type]
+        (lambda: fl.watch(model, []), "is not a torch.optim.Optimizer"),
         (lambda: fl.watch(nn.ReLU(), optimizer), "no parameters to watch"),
         (lambda: flow.series("layers[0].qery", "ratio"), "did you mean `layers[0].query`?"),
         (lambda: flow.series("head", "size"), "is not measured; choose from ratio, gradient"),
@@ -66,7 +66,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
         (lambda: fl.load_flow(half, "train"), "is not a run, so it has no stage `train`"),
         (lambda: fl.load_flow(fl.RunRecord(tmp_path / "none")), "none is not a run"),
         (lambda: fl.watch(torch.compile(model), optimizer, dead_units=True),
-         "before torch.compile"),
+         "need a model without torch.compile"),
         (lambda: fl.watch(model.requires_grad_(False), optimizer), "nothing requires a gradient"),
     ]  # fmt: skip
     for call, said in cases:

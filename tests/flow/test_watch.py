@@ -189,7 +189,7 @@ def test_what_cannot_be_watched_or_written_is_said_before_training(tmp_path: Pat
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     for wrong in (None, schedule, []):
-        with pytest.raises(BadInput, match=r"no torch\.optim\.Optimizer"):
+        with pytest.raises(BadInput, match=r"is not a torch\.optim\.Optimizer"):
             fl.watch(model, wrong)  # type: ignore[arg-type]
     lazy = nn.Sequential(nn.LazyLinear(3))
     with pytest.raises(BadInput, match=r"0\.weight has no shape yet"):

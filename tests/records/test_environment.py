@@ -148,7 +148,7 @@ def test_cuda_numbers_follow_the_visible_devices(
     [
         (None, "cpu", "no CUDA device: the run is on cpu"),
         (None, "mps", "no CUDA device: the run is on mps"),
-        (None, "cuda:x", "no CUDA device: 'cuda:x' names none"),
+        (None, "cuda:x", "no CUDA device: 'cuda:x' is not a device name"),
         (None, "cuda:3", "NVML knows no GPU 3"),
         ("", "cuda", "no CUDA device 0 in CUDA_VISIBLE_DEVICES="),
         ("1,-1,2", "cuda:1", "no CUDA device 1 in CUDA_VISIBLE_DEVICES=1,-1,2"),

@@ -392,7 +392,7 @@ def test_a_run_that_is_not_one_is_refused(tmp_path: Path, text: str, message: st
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="rusn is no folder of runs: No such file or directory"):
+    with pytest.raises(BadInput, match="rusn is not a folder of runs: No such file or directory"):
         list_runs(tmp_path / "rusn")
     with pytest.raises(BadInput, match="no run 'x' in .*; it has no runs"):
         find_run(tmp_path, "x")

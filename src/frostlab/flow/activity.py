@@ -1,9 +1,10 @@
 """Measurement of activations in the forward pass: dead units, saturation, attention entropy.
 
-Units are measured at the input of every `down` projection of a model with a known anatomy, and at
-the output of the modules in `ONE_SIDED` and `BOUNDED`. Other activations, such as F.relu, are not
-measured. Attention is measured where the model calls F.scaled_dot_product_attention or a softmax
-over (batch, heads, queries, keys); it cannot be measured inside nn.MultiheadAttention.
+Units are measured at the output of the modules in `ONE_SIDED` and `BOUNDED` and, if the
+architecture is known, at the input of every feed-forward network's last projection (role `down`).
+Other activation functions, such as F.relu, are not measured. Attention is measured where the model
+calls F.scaled_dot_product_attention or a softmax over (batch, heads, queries, keys); it cannot be
+measured inside nn.MultiheadAttention.
 """
 
 import math
@@ -19,22 +20,24 @@ from torch.overrides import TorchFunctionMode
 from frostlab.errors import UnknownArchitecture
 from frostlab.roles.read import survey, unwrapped
 
+# activation functions for which dead units are measured
 ONE_SIDED = (nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish)
+# activation functions for which saturation is measured, with their lower and upper bounds
 BOUNDED: dict[type[nn.Module], tuple[float, float]] = {
     nn.Sigmoid: (0.0, 1.0),
     nn.Hardsigmoid: (0.0, 1.0),
     nn.Tanh: (-1.0, 1.0),
     nn.Hardtanh: (-1.0, 1.0),
 }
-_EDGE = 0.01  # an activation this close to a bound is saturated, as a fraction of the range
+_EDGE = 0.01  # an activation is saturated within this fraction of the range from a bound
 _NEGLIGIBLE = 1e-6  # a unit that never exceeds this fraction of the largest activation is dead
-_EXAMPLES = 4  # examples per batch that the attention entropy is computed from
+_EXAMPLES = 4  # number of examples per batch from which the attention entropy is computed
 
-Measurements = dict[tuple[str, str], Tensor]  # (dead | saturated | entropy, module) → values
+Measurements = dict[tuple[str, str], Tensor]  # (field of `Report`, module) → values
 
 
 class Activity:
-    """Forward hooks that measure activations at the steps to be measured."""
+    """Forward hooks that measure activations while `is_due()` is True."""
 
     def __init__(
         self,
@@ -49,7 +52,7 @@ class Activity:
         self._attention_mode = ExitStack()
 
     def hooks(self) -> list[Any]:
-        """Register the requested hooks, and return their handles."""
+        """Register the hooks for the requested measurements, and return their handles."""
         handles = self.unit_hooks()
         if self._attention_entropy:
             handles.append(self._model.register_forward_pre_hook(self._enter_forward))
@@ -57,7 +60,7 @@ class Activity:
         return handles
 
     def unit_hooks(self) -> list[Any]:
-        """Register only the hooks on modules inside the model, and return their handles."""
+        """Register only the hooks that measure units, if requested, and return their handles."""
         handles: list[Any] = []
         if self._dead_units:
             for name, module in _down_projections(self._model):
@@ -68,7 +71,7 @@ class Activity:
         return handles
 
     def listening(self) -> AbstractContextManager[Any]:
-        """Return a context that measures attention, if due, in a forward outside `model(…)`."""
+        """Return a context that measures attention, if due; for loops that bypass `model(…)`."""
         if self._attention_entropy and self._is_due():
             return _AttentionMode(self._measured)
         return nullcontext()
@@ -79,7 +82,7 @@ class Activity:
         return torch.cat(numbers) if numbers else None
 
     def reader(self) -> Callable[[list[float]], dict[str, Any]]:
-        """Clear the measurements; return a function from `numbers()` to report fields."""
+        """Clear the measurements; return a function from the numbers to fields of a `Report`."""
         sizes = {key: value.numel() for key, value in self._measured.items()}
         self._measured = {}
 
@@ -95,7 +98,7 @@ class Activity:
 
     def _on_input(self, name: str, hooked: nn.Module) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if module is hooked and self._measures(module):  # a deep copy keeps this hook
+            if module is hooked and self._measures(module):  # a deep copy has this hook too
                 self._measured["dead", name] = dead_fraction(args[0].detach())
 
         return hook
@@ -135,7 +138,7 @@ def _down_projections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def dead_fraction(activations: Tensor) -> Tensor:
-    """Return the fraction of units (last axis) that are zero in every example."""
+    """Return the fraction of units (last axis) that are (almost) zero at every position."""
     size = activations.abs().reshape(-1, activations.shape[-1]).amax(0)  # (units,)
     return (size <= _NEGLIGIBLE * size.max()).float().mean()
 
@@ -147,7 +150,7 @@ def saturated_fraction(activations: Tensor, low: float, high: float) -> Tensor:
 
 
 class _AttentionMode(TorchFunctionMode):
-    """A function mode that measures the entropy of each attention call, in call order."""
+    """A TorchFunctionMode that measures the entropy of each attention call, in call order."""
 
     def __init__(self, measured: Measurements) -> None:
         super().__init__()
@@ -179,7 +182,10 @@ def attention_probabilities(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return the attention probabilities, of shape (examples, heads, queries, keys)."""
+    """Recompute the attention probabilities of a call of F.scaled_dot_product_attention.
+
+    The result covers the first examples: (examples, heads, queries, keys).
+    """
     query, key = query[:_EXAMPLES].float(), key[:_EXAMPLES].float()
     if enable_gqa:
         key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
@@ -198,10 +204,12 @@ def attention_probabilities(
 def entropy(probabilities: Tensor) -> Tensor:
     """Return the mean entropy of each head, relative to the entropy of uniform attention.
 
-    It is 0 if all attention is on one token, and 1 if it is uniform over the visible tokens.
+    A head's result is 0 if it attends to one token, and 1 if it attends equally to all visible
+    tokens.
     """
     entropies = torch.special.entr(probabilities).sum(-1)  # (examples, heads, queries)
     visible = (probabilities > 0).sum(-1).amax(1, keepdim=True)  # (examples, 1, queries)
+    # with one visible token, or none, the entropy has no meaning
     counted = (visible > 1) & (probabilities.sum(-1) > 0)
     relative = torch.where(counted, entropies / visible.clamp(min=2).log(), 0.0)
     return relative.sum((0, 2)) / counted.sum((0, 2)).clamp(min=1)  # (heads,)

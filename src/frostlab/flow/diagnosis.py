@@ -26,8 +26,9 @@ from frostlab.records.index import read_run
 from frostlab.storage import finite
 from frostlab.text import NONE, columns
 
-FLOW_TARGETS = {"front_ratio": 0.1, "weight_change": 0.01}  # the measured value should exceed these
-RATIO_WORDS = ((0.01, "vanishing"), (0.1, "weak"), (0.5, "fair"))  # (limit of front_ratio, word)
+FLOW_TARGETS = {"front_ratio": 0.1, "weight_change": 0.01}  # a value above its target reaches it
+# (limit, word): the first word whose limit is above the front ratio describes it
+RATIO_WORDS = ((0.01, "vanishing"), (0.1, "weak"), (0.5, "fair"))
 _TITLES = {"front_ratio": "front/output gradient", "weight_change": "front weight change"}
 
 UNHEALTHY = {  # verdict → the verb for one part, the verb for several parts
@@ -36,13 +37,13 @@ UNHEALTHY = {  # verdict → the verb for one part, the verb for several parts
     EXPLODING: ("explodes", "explode"),
     MOVED: ("moved though it is frozen", "moved though they are frozen"),
 }
-_NOTABLE = {
+_NOTABLE = {  # further verdicts that a summary mentions, with their verbs
     SLOW: ("is slow", "are slow"),
     SCALED: ("has a gradient scale that is undone", "have a gradient scale that is undone"),
     UNKNOWN: ("is not known yet", "are not known yet"),
 }
 _TOO_EARLY = "only one step has been measured; verdicts need two"
-_MOST_NAMES = 5  # at most this many parts are named in a sentence
+_MOST_NAMES = 5  # maximum number of parts that a sentence names
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool | None:
-        """Whether all trainable parts learn and no value diverged; None before the first report."""
+        """Whether the run did not diverge and no verdict is in `UNHEALTHY`; None if unmeasured."""
         words = {v.word for flow in self.flows.values() for v in flow.verdicts().values()}
         if self.status == "diverged" or words & set(UNHEALTHY):
             return False
@@ -68,7 +69,7 @@ class Diagnosis:
 
     @property
     def sentences(self) -> list[str]:
-        """One sentence per stage, plus one on the run if it diverged or failed."""
+        """One sentence per stage, and one more if the run diverged or failed."""
         several = len(self.flows) > 1
         sentences = [
             (f"stage {name}: " if several else "") + sentence_of(flow)
@@ -127,9 +128,9 @@ def diagnose(folder: Path) -> Diagnosis:
 
 
 def _wanted(folder: Path, metric: str | None) -> dict[str, float]:
-    """Return the targets of a recipe: its `evaluate.target`, or the metric's default target.
+    """Return a run's targets by name: `evaluate.target`, or the metric's default target.
 
-    If the metric has a default target, the flow targets of the first layers are added.
+    If the metric has a default target, `FLOW_TARGETS` are added.
     """
     target = None
     try:
@@ -146,7 +147,7 @@ def _wanted(folder: Path, metric: str | None) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Target:
-    """A target of a run and the measured value, which is None if it was not measured."""
+    """A target of a run, and the measured value (None: not measured)."""
 
     name: str
     value: float | None
@@ -174,8 +175,8 @@ class Target:
 def targets_of(diagnosis: Diagnosis) -> tuple[Target, ...]:
     """Compare a run with the targets of its recipe; flow targets apply to the last stage.
 
-    The targets of the first layers apply only if those layers are trainable; the gradient ratio
-    also needs a trainable head.
+    Flow targets apply only if the first two layers are trainable; `front_ratio` also needs a
+    trainable head.
     """
     flow = list(diagnosis.flows.values())[-1]
     ratios, reports = flow.depth_ratios(), flow.reports
@@ -268,12 +269,12 @@ def join_names(names: Sequence[str], most: int) -> str:
 
 @dataclass(frozen=True)
 class DepthRatios:
-    """Gradient sizes of the first and last layers relative to the head; NaN where unknown.
+    """Gradient sizes of the first layers, the last layers and the head; NaN where unknown.
 
-    `front` is layers 0 and 1, `back` is the last two layers, `output` is the head. The gradient
-    size of a tensor is max |g| at the last report; the size of a group is the mean over its
-    tensors. `weight_change` is the mean of |range - first range| / first range over the front
-    tensors whose first range is not 0; it is NaN if there is only one report.
+    `front` is the first two layers, `back` is the last two layers, `output` is the head. Each
+    value is the mean of max |g| over their tensors, at the last report. `weight_change` compares
+    the range (max - min) of each front tensor at the first and the last report: it is the mean of
+    |last - first| / first, without tensors whose first range is 0, and NaN for a single report.
     """
 
     front: float
@@ -307,7 +308,7 @@ class DepthRatios:
 
 
 def depth_ratios(reports: Sequence[Report]) -> DepthRatios:
-    """Return the ratios at the last report, and the front's weight change since the first."""
+    """Return the gradient sizes at the last report, and the weight change since the first."""
     if not reports:
         return DepthRatios(math.nan, math.nan, math.nan, math.nan)
     first, last = reports[0].ranges, reports[-1].ranges

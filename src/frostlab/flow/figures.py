@@ -1,6 +1,7 @@
-"""Heat maps and line charts of a flow, as a grid of cells and as altair figures.
+"""Heat maps and line charts of a flow.
 
-The grid needs no other package; the figures need `frostlab[report]`.
+A heat map is first computed as a `Grid` of cells, which can also be shown as text. Drawing it, or
+a line chart, uses altair and needs `frostlab[report]`.
 """
 
 import json
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from frostlab.flow.measurements import Flow
 
 
+# kinds of cells
 NUMBER, ZERO, UNREACHED, FROZEN, BROKEN = "number", "zero", "unreached", "frozen", "broken"
 SIGNS = {ZERO: "0", UNREACHED: "-", FROZEN: "·", BROKEN: "!"}
 MEANINGS = {
@@ -30,9 +32,9 @@ MEANINGS = {
     BROKEN: "NaN or infinity",
 }
 TITLES = {"gradient": "gradient norm", "ratio": "update / weight"}
-DECADES = 8  # range of a colour scale; smaller numbers are clamped to its lower end
+DECADES = 8  # a colour scale spans at most this many powers of ten; smaller numbers are clamped
 
-_ROWS, _COLUMNS = 130, 48  # most rows and columns of a heat map; further ones are merged
+_ROWS, _COLUMNS = 130, 48  # more parts are merged into layers, more reports into medians
 _WIDTH = 280  # width of a plot, in pixels
 _GREY, _RED = "#8c8c8c", "#d62728"
 _INK = {"svg": "currentColor", "png": "#222222"}  # text colour: the page's own, or dark on white
@@ -56,7 +58,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Grid:
-    """Cells of one quantity: one row per part or layer, one column per report or reports."""
+    """Cells of one quantity: a row is a part or a layer, a column one or more reports."""
 
     quantity: str
     rows: tuple[Row, ...]
@@ -67,17 +69,20 @@ class Grid:
     high: float  # upper end of the colour scale
 
     def kinds(self) -> list[str]:
-        """Return the kinds of the cells without a number, in the order of `SIGNS`."""
+        """Return the kinds of cells in this grid other than NUMBER, in the order of `SIGNS`."""
         present = {cell.kind for row in self.cells for cell in row}
         return [kind for kind in SIGNS if kind in present]
 
     def power(self, value: float) -> float:
-        """Return log10 of a number, clamped to the scale."""
+        """Return log10 of a number, clamped to the colour scale."""
         return math.log10(min(max(value, self.low), self.high))
 
 
 def rows_of(flow: "Flow", most: int) -> tuple[Row, ...]:
-    """Return one row per part or, above `most` parts, one per layer and one per alarming part."""
+    """Return one row per part or, for more than `most` parts, one row per layer.
+
+    Parts with an alarming verdict keep their own rows unless all parts of the layer have one.
+    """
     if len(flow.parts) <= most:
         return tuple(Row(part.name, (i,)) for i, part in enumerate(flow.parts))
     verdicts = flow.verdicts() if flow.reports else {}
@@ -114,7 +119,7 @@ def grid_of(flow: "Flow", quantity: str, rows: Sequence[Row], columns: int) -> G
 
 
 def _layer_of(part: str) -> str:
-    """Return a part's name up to its first number, or the whole name if it has no number."""
+    """Return a part's name up to and including its first number, or the whole name."""
     match = re.match(r".*?(\[\d+\]|(?<![^.])\d+(?![^.]))", part)
     return match[0] if match else part
 
@@ -146,7 +151,7 @@ def _number(value: float) -> Cell:
 
 
 def _joined(cells: Sequence[Cell]) -> Cell:
-    """Merge the cells of several reports: broken if any is broken, otherwise their median."""
+    """Merge the cells of several reports: BROKEN if any is, otherwise the median number."""
     if len(cells) == 1 or any(cell.kind == BROKEN for cell in cells):
         return next((cell for cell in cells if cell.kind == BROKEN), cells[0])
     values = [cell.value for cell in cells if cell.kind in (NUMBER, ZERO)]
@@ -160,7 +165,7 @@ def require_drawing() -> tuple[Any, Any]:
 
 
 def heat_png(flow: "Flow", scale: float = 1.5) -> bytes:
-    """Draw both heat maps side by side on a white background."""
+    """Draw both heat maps side by side on a white background, and return the PNG file."""
     alt, vl_convert = require_drawing()
     grids = _grids(flow)
     both = alt.hconcat(*map(_heat, grids), spacing=24).resolve_scale(color="independent")
@@ -222,7 +227,8 @@ def _heat(grid: Grid) -> Any:
     """Return a heat map without data; `_spec` adds the cells under the quantity's name."""
     alt, _ = require_drawing()
     names = [row.name for row in grid.rows]
-    extent = min(6.5 * max(map(len, names)), 200)  # browser fonts are wider than vl_convert's
+    # room for row names, 6.5 px per character: browser fonts are wider than vl_convert's
+    extent = min(6.5 * max(map(len, names)), 200)
     height = 12 if len(grid.rows) > 30 else 16
     base = alt.Chart(alt.NamedData(grid.quantity)).encode(
         x=alt.X(
@@ -308,6 +314,7 @@ def _spec(chart: Any, kind: str, data: dict[str, Any] | None = None) -> str:
 
 def _compressed(png: bytes) -> bytes:
     """Recompress a PNG at the highest zlib level, which makes it about eight times smaller."""
+    # after 8 bytes of signature come chunks: length (4 bytes), kind (4), content, checksum (4)
     at, data, output = 8, b"", png[:8]
     while at < len(png):
         size, kind = struct.unpack(">I4s", png[at : at + 8])
@@ -323,7 +330,7 @@ def _compressed(png: bytes) -> bytes:
 
 
 def _svg(spec: str, name: str) -> str:
-    """Render SVG for a page, with tooltips for labels, unique ids and a flexible width."""
+    """Render SVG for an HTML page, with tooltips, a flexible width and ids prefixed with `name`."""
     _, vl_convert = require_drawing()
     svg = vl_convert.vegalite_to_svg(spec)
     size = re.search(r' width="([\d.]+)"', svg)

@@ -1,4 +1,4 @@
-"""Verdicts on the parts of a flow: the words, the thresholds, and the rules."""
+"""Verdicts on the parts of a flow, such as "not learning", and the rules that decide them."""
 
 import math
 from collections.abc import Iterable
@@ -23,29 +23,33 @@ WORDS = (LEARNING, SLOW, STILL, EXPLODING, FROZEN, SCALED, DECAYING, MOVED, UNKN
 class Rules:
     """Thresholds of the verdicts.
 
-    A ratio is |update| / |weight| without the contribution of weight decay, extrapolated to the
-    highest learning rate of the flow. Medians are taken over the last reports.
+    A ratio is |update| / |weight| without the contribution of weight decay, scaled to the highest
+    learning rate that the part has had. A part's ratio and gradient are medians over the last
+    reports. Peers are parts with the same role in other layers.
     """
 
     window: int = 5  # number of last reports that are judged
-    fewest: int = 2  # reports needed for "not learning": zero-initialised weights block others
+    fewest: int = 2  # reports needed for most verdicts: at first, weights of 0 block gradients
     still: float = 1e-6  # a smaller ratio is "not learning", if other parts move
-    asleep: float = 1e-9  # if every ratio is smaller, nothing learns
+    asleep: float = 1e-9  # if every ratio is smaller, every part is "not learning"
     decayed: float = 2.0  # weight decay may explain ratios up to this multiple of lr · decay
-    drowned: float = 1e-4  # below this gradient / (gradient + decay), decay explains the update
-    slow: float = 0.01  # a ratio below this multiple of the median of the peers is "slow"
-    apart: float = 1e-3  # the same limit for parts without peers, relative to all other parts
-    vanishing: float = 1e-4  # a gradient below this multiple of the largest is named as the cause
-    underflow: float = 1e-12  # a 0 counts as vanished if others fall below this multiple
+    drowned: float = 1e-4  # below this |gradient| / (|gradient| + |decay|), decay explains the step
+    slow: float = 0.01  # a ratio below this multiple of the peers' median is "slow"
+    apart: float = 1e-3  # the same limit for parts with too few peers, relative to all parts
+    vanishing: float = 1e-4  # a gradient below this multiple of the largest "vanishes"
+    # a gradient of 0 "vanishes" if another one is below 10 × this multiple of the largest
+    underflow: float = 1e-12
     leap: float = 1.0  # a larger ratio is "exploding"
-    growth: float = 1e3  # "exploding" if the gradients of part and model grew by this factor
-    scale: float = 10.0  # smallest factor between the gradients of a layer and its neighbours
-    steady: float = 0.5  # largest deviation of the log of that factor
-    alike: float = 2.0  # ratios within this factor of the peers' median count as alike
+    growth: float = 1e3  # "exploding" if the gradients of the part and the model grew so much
+    # "scaled away": gradients of neighbouring layers differ by at least the factor `scale`, its log
+    # stays within `steady` of its median, and ratios differ from the peers' by less than `alike`
+    scale: float = 10.0
+    steady: float = 0.5
+    alike: float = 2.0  # a factor
     saturated: float = 0.5  # a larger fraction of saturated activations is named as a cause
     steady_reports: int = 4  # fewest reports needed to call a factor steady
     peers: int = 2  # with fewer peers, a part is compared with all other parts
-    normalising: tuple[str, ...] = (  # optimizers that divide by the gradient's size
+    normalising: tuple[str, ...] = (  # optimizers that divide by the gradient's magnitude
         "Adam",
         "AdamW",
         "KernelAdamW",
@@ -91,7 +95,7 @@ class RecentReports:
     def __init__(self, flow: "Flow", rules: Rules) -> None:
         self.flow, self.rules = flow, rules
         self.reports = flow.reports[-rules.window :]
-        self.highest = [  # learning rate per group; early reports may lack later groups
+        self.highest = [  # highest learning rate of each group; a group may have been added later
             max(_not_nan(r.rates[g] for r in flow.reports if g < len(r.rates)), default=0.0)
             for g in range(len(flow.groups))
         ]
@@ -102,11 +106,12 @@ class RecentReports:
         self.ratios = {
             i: _median(self._learned_ratio(r, i) for r in self.reports) for i in self.trainable
         }
+        # median gradient norms
         self.sizes = {i: _median(r.of("gradient", i) for r in self.reports) for i in self.trainable}
 
     @property
     def enough(self) -> bool:
-        """Whether there is more than the first report, where many gradients are 0 by design."""
+        """Whether there are enough reports; in the first, many gradients are 0 by design."""
         return len(self.reports) >= self.rules.fewest
 
     @property
@@ -118,9 +123,9 @@ class RecentReports:
     def _learned_ratio(self, report: Report, part: int) -> float:
         """Return |update| / |weight| at the highest learning rate, without weight decay.
 
-        If decoupled decay can explain the update, the ratio is bounded by the update that the
-        gradient can cause. If decay is added to the gradient, the ratio is multiplied by
-        gradient / (gradient + decay).
+        If decoupled decay alone can explain the update, the ratio is limited to the largest update
+        that the gradient can cause. If decay is added to the gradient (L2), the ratio is multiplied
+        by |gradient| / (|gradient| + |decay|); under a normalising optimizer only if that is tiny.
         """
         facts, ratio = self.flow.parts[part], report.ratio(part)
         if report.of("weight", part) == report.of("update", part) == 0.0:
@@ -138,6 +143,8 @@ class RecentReports:
             share = size / (size + settings.decay * weight)
             ratio *= 1.0 if normalises and share > self.rules.drowned else share
         elif 0.0 < ratio <= self.rules.decayed * rate * settings.decay:
+            # largest |update| / rate: momentum adds up equal gradients, and a normalising
+            # optimizer moves each element by about 1, unless eps exceeds its gradient
             largest = size / (1.0 - min(settings.momentum, 0.99))
             if normalises:
                 spread = math.sqrt(facts.elements)
@@ -165,17 +172,17 @@ class RecentReports:
         return max(_not_nan(rates), default=math.nan)
 
     def vanishes(self, part: int) -> bool:
-        """Return whether a part's gradient vanishes; a 0 counts if other gradients are near 0."""
+        """Return whether a part's gradient vanishes; see `vanishing` and `underflow` in `Rules`."""
         sizes = [x for x in _not_nan(self.sizes.values()) if x > 0]
         size = self.sizes[part] or min(sizes, default=0.0) * 0.1
         limit = self.rules.vanishing if self.sizes[part] else self.rules.underflow
         return bool(sizes) and size < limit * max(sizes)
 
     def layer_factors(self, part: PartFacts, side: int) -> list[float]:
-        """Return log(gradient of a part's layer / gradient of a neighbour) for each report.
+        """Return log(gradient of a part's layer / gradient of the neighbouring layer) by report.
 
-        Each value is the median over roles; `side` is -1 or 1. The list is empty if there is no
-        layer on that side.
+        The neighbour is the layer before (`side` -1) or after (1). Each value is the median over
+        the roles that both layers have; the list is empty if there is no neighbour.
         """
         if part.layer is None:
             return []
@@ -211,7 +218,7 @@ def _judge_part(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict:
     if part.name in recent.flow.moved:
         return PartVerdict(
             MOVED,
-            "the bits of a frozen tensor in it changed",
+            "the values of a frozen tensor in it changed",
             "look for writes through .data, or an optimizer that still holds it",
         )
     if part.state != "trainable":
@@ -227,9 +234,7 @@ def _judge_part(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict:
         if (verdict := rule(recent, i, part)) is not None:
             return verdict
     if math.isnan(recent.ratios[i]):
-        return PartVerdict(
-            UNKNOWN, "no step in which it has a learning rate above 0 has been measured yet"
-        )
+        return PartVerdict(UNKNOWN, "no measured step has had a learning rate above 0 for it yet")
     return PartVerdict(LEARNING, f"a step moves it by {recent.ratios[i]:.1e} of its weights")
 
 
@@ -245,7 +250,7 @@ def _broken(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | Non
 
 
 def _left_out(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | None:
-    """Judge a part without an optimizer, a gradient or a learning rate: it cannot learn."""
+    """Judge a part that cannot learn: it has no optimizer, no gradient, or learning rate 0."""
     if part.missing:
         return PartVerdict(
             STILL,
@@ -258,9 +263,10 @@ def _left_out(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | N
             f"no gradient arrives: {_tensors_are(detached, part)} detached from the loss",
             "look for detach(), no_grad(), or an output that the loss does not use",
         )
-    any_rate = any(rate > 0 for r in recent.reports for rate in r.rates)
-    never = recent.enough and not any(recent.highest)
-    if recent.rate(part) == 0.0 and (any_rate or never):
+    # if all rates are 0 at the first report, a warm-up may still raise them
+    some_learn = any(rate > 0 for r in recent.reports for rate in r.rates)
+    none_ever = recent.enough and not any(recent.highest)
+    if recent.rate(part) == 0.0 and (some_learn or none_ever):
         return PartVerdict(STILL, "its learning rate is 0", "look at its group in the optimizer")
     return None
 
@@ -272,7 +278,7 @@ def _decaying(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | N
             DECAYING,
             "its gradient is exactly zero, and the optimizer still moves it "
             f"by {recent.reports[-1].ratio(i):.1e} of its weights a step",
-            "a mask does not freeze: use fl.freeze, which takes the rows out",
+            "a gradient mask does not stop weight decay: use fl.freeze instead",
         )
     return None
 
@@ -295,9 +301,9 @@ def _still(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | None
 def _exploding(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | None:
     rules, first = recent.rules, recent.flow.reports[0]
     hint = "lower the learning rate, or clip at 1.0"
-    steps = [r.ratio(i) for r in recent.reports if r.of("weight", i) > 0]
-    ratio = median(steps) if steps else 0.0
-    if ratio > rules.leap and len(steps) > 1 and first.of("weight", i) > 0:
+    ratios = [r.ratio(i) for r in recent.reports if r.of("weight", i) > 0]
+    ratio = median(ratios) if ratios else 0.0
+    if ratio > rules.leap and len(ratios) > 1 and first.of("weight", i) > 0:
         return PartVerdict(EXPLODING, f"a step moves it by {ratio:.1g} of its weights", hint)
     if _grew(recent.sizes[i], first.of("gradient", i), rules.growth):
         totals = list(recent.flow.norms().values())
@@ -327,17 +333,20 @@ def _slow(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | None:
 
 
 def _scaled(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | None:
-    """Judge a part whose layer has steadily scaled gradients but ordinary updates."""
+    """Judge a part whose layer's gradients are scaled by a constant that its updates do not show.
+
+    Compared with both neighbouring layers, the gradients are steadily larger, or steadily smaller.
+    """
     rules = recent.rules
     if recent.flow.optimizer not in rules.normalising or len(recent.reports) < rules.steady_reports:
         return None
     sides = [recent.layer_factors(part, side) for side in (-1, 1)]
-    middles = [median(factors) if factors else 0.0 for factors in sides]
+    medians = [median(factors) if factors else 0.0 for factors in sides]
     steady = all(
-        abs(f - m) <= rules.steady for fs, m in zip(sides, middles, strict=True) for f in fs
+        abs(f - m) <= rules.steady for fs, m in zip(sides, medians, strict=True) for f in fs
     )
-    least = min(middles, key=abs)
-    if not steady or middles[0] * middles[1] <= 0 or abs(least) < math.log(rules.scale):
+    least = min(medians, key=abs)
+    if not steady or medians[0] * medians[1] <= 0 or abs(least) < math.log(rules.scale):
         return None
     peers = recent.peer_ratios(i)
     if not peers or not 1 / rules.alike < recent.ratios[i] / median(peers) < rules.alike:
@@ -369,7 +378,7 @@ def _cause_of(recent: RecentReports, i: int, part: PartFacts) -> tuple[str, str]
     rates = _not_nan(recent.rate(p) for p in recent.flow.parts)
     if size == 0.0 and not recent.vanishes(i):
         why = "its gradient is exactly zero"
-        hint = "look for dead units, a mask, or a gate that is shut"
+        hint = "look for dead units, a mask, or a closed gate"
     elif recent.rate(part) < rules.slow * max(rates, default=0.0):
         return (f"its learning rate is {recent.rate(part):.1e}, the largest {max(rates):.1e}",
                 "look at its group in the optimizer")  # fmt: skip
@@ -391,5 +400,5 @@ def _cause_of(recent: RecentReports, i: int, part: PartFacts) -> tuple[str, str]
     if saturated:
         name, fraction = max(saturated.items(), key=lambda item: item[1])
         why += f"; {fraction:.0%} of the output of `{name}` is saturated"
-        hint = "draw smaller weights, put a norm before it, or use another activation"
+        hint = "use smaller initial weights, a norm before it, or another activation"
     return why, hint

@@ -1,7 +1,7 @@
-"""Data of a flow: facts about the parts, one report per measured step, and the stored formats.
+"""A `Flow`: facts about the parts of a model, one report per measured step, and their storage.
 
-`fl.watch` fills a `Flow`. `Flow.save` writes a file, a watched run writes events, and `load_flow`
-reads both.
+A part is all tensors of one role in one layer. `fl.watch` fills a `Flow`. `Flow.save` writes it to
+a file, a watched run writes it as events, and `load_flow` reads both.
 """
 
 import json
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from frostlab.flow.diagnosis import DepthRatios
     from frostlab.flow.judge import PartVerdict, Rules
 
-SCHEMA = 1
+SCHEMA = 1  # version of the file that `Flow.save` writes
 QUANTITIES = {
-    "gradient": "norm of the gradient the optimizer got: unscaled, after clipping",
+    "gradient": "norm of the gradient that the optimizer got, after unscaling and clipping",
     "before_clip": "norm of the gradient before clipping, where it was measured",
     "weight": "norm of the weights before the step",
     "update": "norm of the change that the step made",
     "distance": "distance from the weights at the start, relative to their norm",
     "weight_cosine": "cosine between the weights and the weights at the start",
-    "gradient_cosine": "cosine between this gradient and the one of the previous report",
+    "gradient_cosine": "cosine between this gradient and the gradient of the previous report",
 }
 _NORMS = ("gradient", "before_clip", "weight", "update")
-# torch optimizers that add weight decay to the gradient without saying so in param_groups
+# torch optimizers that add weight decay to the gradient and have no `decoupled_weight_decay`
 _COUPLED = ("SGD", "ASGD", "RMSprop", "Adagrad", "Adadelta", "Adamax")
 
 
@@ -41,13 +41,13 @@ class PartFacts:
 
     name: str
     peers: str  # parts with the same value have the same role
-    stack: str
-    layer: int | None
+    stack: str  # stack of layers, such as the encoder; empty if the model has only one
+    layer: int | None  # index in the stack; None if no layer, or several, hold the part
     state: str  # trainable, frozen or fixed
     tensors: tuple[str, ...]
     learning: tuple[str, ...]  # tensors that require a gradient
     missing: tuple[str, ...]  # tensors that require a gradient and are in no optimizer
-    groups: tuple[int, ...]  # the optimizer's groups that hold the part's tensors
+    groups: tuple[int, ...]  # indices of the optimizer's groups that hold the part's tensors
     dtype: str
     elements: int  # number of trainable elements
 
@@ -66,9 +66,9 @@ class PartFacts:
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """The settings of one optimizer parameter group that the rules need."""
+    """The settings of one optimizer parameter group that the verdicts depend on."""
 
-    decay: float
+    decay: float  # weight decay
     momentum: float
     eps: float
     coupled: bool = False  # weight decay is added to the gradient (L2), not decoupled (AdamW)
@@ -93,12 +93,12 @@ class Report:
     values: dict[str, tuple[float, ...]]
     rates: tuple[float, ...]  # learning rate of each group; NaN if the group has none
     unreached: tuple[str, ...] = ()  # trainable tensors whose gradient was None
-    largest: dict[str, float] = field(default_factory=dict)  # mean of max |g| per depth
-    ranges: dict[str, float] = field(default_factory=dict)  # max - min of each front tensor
+    largest: dict[str, float] = field(default_factory=dict)  # front, back, output → mean of max |g|
+    ranges: dict[str, float] = field(default_factory=dict)  # front tensor → max - min
     broken: tuple[int, ...] = ()  # parts with a NaN or an infinity
-    dead: dict[str, float] = field(default_factory=dict)  # module → fraction of units
-    saturated: dict[str, float] = field(default_factory=dict)  # module → fraction of activations
-    entropy: dict[str, tuple[float, ...]] = field(default_factory=dict)  # attention → heads
+    dead: dict[str, float] = field(default_factory=dict)  # module → dead fraction
+    saturated: dict[str, float] = field(default_factory=dict)  # module → saturated fraction
+    entropy: dict[str, tuple[float, ...]] = field(default_factory=dict)  # attention → each head
 
     def of(self, quantity: str, part: int) -> float:
         """Return one quantity of one part."""
@@ -169,13 +169,13 @@ class Flow:
         return {part.name: self.reports[-1].ratio(i) for i, part in enumerate(self.parts)}
 
     def depth_ratios(self) -> "DepthRatios":
-        """Return the gradient sizes of the first and last layers relative to the head."""
+        """Return the gradient sizes of the first layers, the last layers and the head."""
         from frostlab.flow.diagnosis import depth_ratios
 
         return depth_ratios(self.reports)
 
     def first_broken(self) -> tuple[int, str] | None:
-        """Return the first reported step with NaN or infinity, and the name of the part."""
+        """Return the first reported step with NaN or infinity, and the first such part's name."""
         for report in self.reports:
             if report.broken:
                 return report.step, self.parts[report.broken[0]].name
@@ -192,7 +192,7 @@ class Flow:
         return {name: v for name, v in self.verdicts(rules).items() if v.accident}
 
     def table(self) -> str:
-        """Return the parts as text, with the numbers of the last report and their verdicts."""
+        """Return a table of the parts, with the numbers of the last report and the verdicts."""
         from frostlab.flow.show import as_text
 
         return as_text(self)
@@ -320,14 +320,14 @@ def _nan_for_null(value: Any) -> Any:
     return math.nan if value is None else value
 
 
-# A flow in a run's events: one `flow_parts` event per stage, then one `flow` event per report.
-# Reports list only values of trainable parts, in the order of `parts`.
+# A run stores its flow as events: one `flow_parts` event per stage, then one `flow` event per
+# report. A `flow` event lists only the values of trainable parts, in the order of `parts`.
 _DEPTHS = ("front", "back", "output")
 _MODULES = ("dead", "saturated", "entropy")
 
 
 def parts_event(flow: Flow, every_n_steps: int, front: Sequence[str]) -> dict[str, Any]:
-    """Return the constant facts of a stage; `front` names the tensors with ranges."""
+    """Return the values of a `flow_parts` event; `front` names the tensors that have ranges."""
     return {
         "model": flow.model,
         "optimizer": flow.optimizer,
@@ -339,7 +339,10 @@ def parts_event(flow: Flow, every_n_steps: int, front: Sequence[str]) -> dict[st
 
 
 def report_event(report: Report, parts: Sequence[PartFacts]) -> dict[str, Any]:
-    """Return one report with 5 digits per number, without quantities that were not measured."""
+    """Return the values of a `flow` event, without quantities that were not measured.
+
+    Numbers are rounded to 5 digits; ranges to 7, because `weight_change` needs small differences.
+    """
     trainable = _trainable(parts)
     event: dict[str, Any] = {}
     for name in QUANTITIES:

@@ -18,12 +18,12 @@ from frostlab.flow.tensors import Layout, is_sharded, local, shard_group
 
 Gradient = Callable[[nn.Parameter], Tensor | None]
 Views = list[list[Tensor]]  # for each list of tensors: the views of its slices
-SUMS = (
-    "gradient", "before_clip", "weight", "update",
+SUMS = (  # names of the sums over each part
+    "gradient", "before_clip", "weight", "update",  # squared norms
     "moved", "origin", "along",  # |weight - start|², |start|², weight·start
     "agree", "energy", "former",  # gradient·previous, |gradient|² as stored, |previous|²
 )  # fmt: skip
-_MAXIMA = ("largest", "high", "low")
+_MAXIMA = ("largest", "high", "low")  # max |gradient|, max weight, max -weight of a parameter
 
 
 def own_gradient(parameter: nn.Parameter) -> Tensor | None:
@@ -32,10 +32,10 @@ def own_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 class Probe:
-    """Measures squared norms per part, and maxima of the tensors in front, back and output.
+    """Measures squared norms of every part, and maxima of the parameters in front, back and output.
 
     It keeps a copy of the initial weights for `distance`, a copy of the previous gradients for
-    `gradient_cosine`, and the copies of `Updates` between `before_step` and `after_step`.
+    `gradient_cosine` and, between `before_step` and `after_step`, the copies of `Updates`.
     """
 
     def __init__(
@@ -76,7 +76,10 @@ class Probe:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def _parameters_by_optimizer(self) -> list[dict[int, None]]:
-        """Return the parameter indices of each optimizer; the first also gets unowned ones."""
+        """Return the parameter indices of each optimizer, as an ordered set.
+
+        Parameters that no optimizer holds are assigned to the first one.
+        """
         parameters: list[dict[int, None]] = [{} for _ in self.optimizers]
         owner = {
             id(p): number
@@ -96,7 +99,7 @@ class Probe:
         self._start = [former_starts.get(id(parameter), start) for parameter, start in pairs]
 
     def start_at(self, weights: Sequence[Tensor]) -> None:
-        """Measure distances from these weights; of sharded weights pass this process's shards."""
+        """Measure distances from these weights; if sharded, pass this process's shards."""
         self._start = list(weights)
 
     @torch.no_grad()
@@ -110,7 +113,8 @@ class Probe:
         """Measure gradients and weights.
 
         Args:
-            clip_factor: the factor by which the optimizer's kernel multiplies the gradients.
+            clip_factor: the factor by which the optimizer's kernel will multiply the gradients;
+                None if they are clipped already, or not at all.
             gradients: False if a closure computes the gradients during the step; they are then
                 measured after it.
         """
@@ -200,7 +204,7 @@ class Probe:
             self._energy.zero_()
         previous = [self._previous[i] for i in parameters]
         current = [gradients[i] for i in parameters]
-        torch._foreach_mul_(previous, current)
+        torch._foreach_mul_(previous, current)  # in place, to save memory; overwritten below
         products = [
             self._previous[i] if i in parameters else zero for i, zero in enumerate(self._zeros)
         ]
@@ -211,7 +215,7 @@ class Probe:
         self.views["energy"].copy_(self._energy)
 
     def _measure_distance(self, weights: list[Tensor]) -> None:
-        """Measure |weight - start|² and weight·start view by view, without a further copy."""
+        """Measure |weight - start|² and weight·start view by view, to save memory."""
 
         def distances(views: Views) -> list[Tensor]:
             return [(a - b).float().norm().square() for a, b in zip(*views, strict=True)]
@@ -261,7 +265,7 @@ def _product_dtype(dtype: torch.dtype) -> torch.dtype:
 class Totals:
     """Sums per part over lists of tensors that have the shapes of the trainable parameters.
 
-    In a sharded model each process sums its own shards; the total is the sum over processes.
+    In a sharded model each process sums its own shards; `Probe` then adds up the processes.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -274,7 +278,7 @@ class Totals:
         self._slices = [  # slices of unsharded parameters, then of sharded parameters
             [s for s in layout.slices if sharded[s.parameter] == kind] for kind in (False, True)
         ]
-        self._part_of_view = []  # for both lists: the part of each view
+        self._part_of_view = []  # for both lists of slices: the part of each view
         for slices in self._slices:
             pairs = [(s, local(layout.parameters[s.parameter])) for s in slices]
             parts = [s.part for s, tensor in pairs for _ in s.views(tensor)]
@@ -301,17 +305,17 @@ class Totals:
             addends = numbers(
                 [[v for s in slices for v in s.views(tensors[s.parameter])] for tensors in lists]
             )
-            if not is_shard and self.group is not None:  # every process adds the same value
+            if not is_shard and self.group is not None:  # all processes add this same value
                 addends = addends / dist.get_world_size(self.group)
             total.index_add_(0, parts, addends)
         return total
 
     def norms(self, tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
-        """Return the norm of each tensor, with one kernel for each device, dtype and layout."""
+        """Return the norm of each tensor, with one kernel per device, dtype and contiguity."""
         kinds: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
         norms = [self._zero] * len(tensors)
         for i, tensor in enumerate(tensors):
-            is_zero = tensor.ndim > 0 and not any(tensor.stride())  # see `expanded_zero`
+            is_zero = tensor.ndim > 0 and not any(tensor.stride())  # from `expanded_zero`
             if tensor.numel() and not is_zero:
                 key = (tensor.device, tensor.dtype, tensor.is_contiguous())
                 kinds.setdefault(key, []).append(i)
@@ -335,9 +339,9 @@ class MeasuringOptimizer(Protocol):
 
 
 class Updates:
-    """Measures the squared norms of the old weights and of the update for each part.
+    """Measures, for each part, the squared norms of the weights before a step and of the update.
 
-    Between `before` and `after` it keeps a copy of the trainable parameters, except those that
+    Between `before` and `after` it keeps a copy of the trainable parameters, except the ones that
     the optimizer measures itself.
     """
 
@@ -346,7 +350,7 @@ class Updates:
         layout: Layout,
         optimizers: Sequence[Any],
         totals: Totals,
-        zeros: Sequence[Tensor],  # an expanded zero for each trainable parameter
+        zeros: Sequence[Tensor],  # an `expanded_zero` for each trainable parameter
     ) -> None:
         self._layout, self._totals, self._zeros = layout, totals, zeros
         self._before: list[Tensor] = []
@@ -359,7 +363,7 @@ class Updates:
             self._assign_parts(self._optimizer)
 
     def _assign_parts(self, optimizer: MeasuringOptimizer) -> None:
-        """Map the optimizer's parameters to parts; this must run before a graph is captured."""
+        """Map the optimizer's parameters to parts; call this before a CUDA graph is captured."""
         slices, no_part = self._layout.slices, len(self._layout.parts)
         counts = Counter(s.parameter for s in slices)
         part_of = {s.parameter: s.part for s in slices if counts[s.parameter] == 1 and s.is_whole}
@@ -379,6 +383,7 @@ class Updates:
         """
         weights = [local(p).detach() for p in self._layout.parameters]
         has_gradient = reached or [False] * len(weights)
+        # the optimizer skips, and does not measure, parameters without a gradient
         self._copied = [
             i for i, has in enumerate(has_gradient) if i not in self._measured or not has
         ]
@@ -392,8 +397,8 @@ class Updates:
             self._optimizer.measures = True
 
     def after(self) -> tuple[Tensor, Tensor]:
-        """Return the squared norms of the old weights and of the update; drop the copies."""
-        assert self._squares is not None, "before comes first"
+        """Return the squared norms of the old weights and of the update, and drop the copies."""
+        assert self._squares is not None, "call before() first"
         if self._copied:
             now = [local(self._layout.parameters[i]).detach() for i in self._copied]
             torch._foreach_sub_(self._copies(), now)
@@ -402,6 +407,7 @@ class Updates:
         if self._optimizer is None or self._optimizer.sums is None:
             return weights, updates
         self._optimizer.measures = False
+        # the last row collects parameters that are measured by copies instead
         sums = torch.zeros(len(weights) + 1, 2, dtype=weights.dtype, device=weights.device)
         sums.index_add_(0, self._parts, self._optimizer.sums)
         return weights + sums[:-1, 0], updates + sums[:-1, 1]
@@ -411,5 +417,5 @@ class Updates:
 
 
 def expanded_zero(like: Tensor) -> Tensor:
-    """Return a tensor of zeros shaped like `like` that stores one element, with strides of 0."""
+    """Return a tensor of zeros shaped like `like` that stores only one element (strides of 0)."""
     return torch.zeros((), dtype=like.dtype, device=like.device).expand_as(like)

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 
 _QUANTITIES = ("gradient", "before_clip", "weight", "update")
-SHADES = "▁▂▃▄▅▆▇█"
+SHADES = "▁▂▃▄▅▆▇█"  # from the smallest to the largest number
 NARROWEST = 40  # minimum width of a heat map, in characters
-_ROWS = 60  # most rows in a terminal; more parts are merged into layers
+_ROWS = 60  # in a terminal, more parts than this are merged into layers
 
 
 def as_text(flow: "Flow") -> str:
@@ -52,7 +52,7 @@ def as_text(flow: "Flow") -> str:
     for i, part in enumerate(flow.parts):
         numbers = [*(last.of(quantity, i) for quantity in _QUANTITIES), last.ratio(i)]
         rows.append((part.name, *map(_number, numbers), verdicts[part.name].word))
-    if all(row[2] == NONE for row in rows[1:]):  # gradients were not measured before clipping
+    if all(row[2] == NONE for row in rows[1:]):  # omit an empty column "before clip"
         rows = [(*row[:2], *row[3:]) for row in rows]
     lines = [f"{flow.model}, step {last.step}, {len(flow.reports)} reports", ""]
     lines += columns(rows, right=range(1, len(rows[0]) - 1))
@@ -87,8 +87,9 @@ def flow_map_text(flow: "Flow", width: int = 100) -> str:
         return f"{flow.model}: no step has been measured yet"
     rows, width = rows_of(flow, _ROWS), max(width, NARROWEST)
     words = _row_verdicts(flow, rows)
-    word_width = max(map(len, words)) if width >= 80 else 0
+    word_width = max(map(len, words)) if width >= 80 else 0  # narrow maps have no verdicts
     longest = max(len(row.name) for row in rows)
+    # a line is a name, two maps of at least 4 cells, and a verdict, separated by 3 × 2 spaces
     name_width = min(longest, width - word_width - 2 * 4 - 6, max(12, width // 3))
     cell_count = max(4, (width - name_width - word_width - 6) // 2)
     gradient, ratio = (grid_of(flow, quantity, rows, cell_count) for quantity in TITLES)
@@ -108,7 +109,7 @@ def flow_map_text(flow: "Flow", width: int = 100) -> str:
 
 
 def _row_verdicts(flow: "Flow", rows: Sequence[Row]) -> list[str]:
-    """Return the verdict on each row, or "" for a row that learns."""
+    """Return the verdict that a row's parts share ("" for learning), or how many are frozen."""
     verdicts, row_words = flow.verdicts(), []
     for row in rows:
         words = [verdicts[flow.parts[i].name].word for i in row.parts]
@@ -164,10 +165,10 @@ def _legend(gradient: Grid, ratio: Grid, width: int) -> list[str]:
 
 
 def flow_page(flow: "Flow", folder: Path) -> list[Path]:
-    """Write `flow.html`, a self-contained page, and `flow.png`, its heat map; needs altair."""
+    """Write `flow.html`, a self-contained page, and `flow.png`, its heat maps; needs altair."""
     if not flow.reports:
         raise BadInput("flow_page: no step has been measured yet, so there is nothing to draw")
-    require_drawing()  # before anything is written
+    require_drawing()  # raise an error before anything is written
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -260,7 +261,7 @@ def _depth_html(flow: "Flow") -> str:
     text = (
         f"The gradient of the first two layers is <strong>{ratios.front_ratio:.3g}</strong> of the "
         f"output's: <strong>{ratios.word}</strong> (above {FLOW_TARGETS['front_ratio']:g} is "
-        f"wanted); that of the last two is {ratios.back_ratio:.3g}."
+        f"wanted). The gradient of the last two layers is {ratios.back_ratio:.3g} of the output's."
     )
     if not math.isnan(ratios.weight_change):
         text += (
@@ -276,8 +277,8 @@ def _heat_html(flow: "Flow") -> str:
         "ratio": "How far a step moved the weights, relative to their norm.",
     }
     key = (
-        f" Rows are parts or layers, columns reported steps, brighter is larger, over at most "
-        f"{DECADES} powers of ten. · is frozen, 0 zero, - without a gradient, ! NaN or "
+        " Rows are parts or layers, columns are reported steps. Brighter is larger; the colours "
+        f"span at most {DECADES} powers of ten. Signs: · frozen, 0 zero, - no gradient, ! NaN or "
         "infinity. The numbers of the last report are in the table below."
     )
     figures = [

@@ -1,7 +1,8 @@
-"""The layout of a watched model: its parts, and the parameter slices that belong to each part.
+"""The layout of a model that `fl.watch` measures: its parts, and the parameters in each part.
 
-A part is all tensors of one role in one layer. A `ParameterSlice` is a whole parameter, some rows
-of a fused parameter, or the rows of them in this process's shard.
+A part is all tensors of one role in one layer. A part consists of slices: a `ParameterSlice` is a
+whole parameter, or some rows of a fused parameter. If the parameter is sharded, the slice covers
+only this process's shard.
 """
 
 import re
@@ -19,19 +20,19 @@ from frostlab.flow.measurements import PartFacts
 from frostlab.roles.parts import Part, Place, Rows, Slot
 from frostlab.roles.read import survey, unwrapped
 
-Ranges = tuple[tuple[int, int], ...]
+Ranges = tuple[tuple[int, int], ...]  # (start, stop) pairs of rows
 
 
 @dataclass(frozen=True)
 class ParameterSlice:
     """The elements of one parameter that belong to one part."""
 
-    tensor: str
+    tensor: str  # the tensor's name; rows of a fused tensor have names like `qkv.weight[query]`
     parameter: int  # index in `Layout.parameters`
     part: int  # index in `Layout.parts`
-    axis: int = 0
+    axis: int = 0  # the axis of the rows
     rows: Rows | None = None  # None: the whole parameter
-    ranges: Ranges | None = None  # the same rows, relative to this process's shard
+    ranges: Ranges | None = None  # if sharded: where `rows` are in this process's shard
 
     @property
     def is_whole(self) -> bool:
@@ -56,20 +57,24 @@ class Layout:
     front: tuple[int, ...]  # indices of the parameters of the first two layers
     back: tuple[int, ...]  # indices of the parameters of the last two layers
     output: tuple[int, ...]  # indices of the parameters of the head
-    fingerprint: tuple[int, ...]  # see `fingerprint`
+    fingerprint: tuple[int, ...]  # result of the function `fingerprint`
 
 
 @dataclass(frozen=True)
 class _PlacedTensor:
-    """A tensor of the unmodified model, its place, and the parameter that holds it now."""
+    """A tensor with one role, its place in the model, and the parameter that holds it.
+
+    A fused parameter holds several tensors, each in its own rows. `fl.freeze` splits a fused
+    parameter if only some of its tensors are frozen.
+    """
 
     name: str
     place: Place
     parameter: nn.Parameter
-    state: str
-    axis: int
-    rows: Rows | None
-    peers: str
+    state: str  # trainable, frozen or fixed
+    axis: int  # the axis of the rows
+    rows: Rows | None  # the tensor's rows in `parameter`; None: all rows
+    peers: str  # tensors with the same value have the same role
     is_head: bool
 
     @property
@@ -80,7 +85,7 @@ class _PlacedTensor:
 
     @property
     def part_name(self) -> str:
-        """The name of the tensor's part, in the selection language."""
+        """The name of the tensor's part, such as `layers[0].query`, or its module's path."""
         place = self.place
         if not place.role:
             return self.name.rpartition(".")[0] or self.name
@@ -92,7 +97,7 @@ class _PlacedTensor:
 
 
 def read_layout(model: nn.Module, optimizers: Sequence[Optimizer]) -> Layout:
-    """Divide a model into parts by its anatomy or, if the anatomy is unknown, by its modules."""
+    """Divide a model into parts by role and layer or, if its architecture is unknown, by module."""
     for name, parameter in unwrapped(model).named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise BadInput(f"watch: {name} has no shape yet; give the model a batch first")
@@ -145,7 +150,10 @@ def fingerprint(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[int,
 
 
 def former_indices(old: Layout, new: Layout) -> list[int | None]:
-    """Return the old index of each new part, matched by parameter or else by name, or None."""
+    """Return the index in `old` of each part of `new`; None for a part that `old` does not have.
+
+    Parts are matched by their parameters, and the remaining parts by their names.
+    """
     old_parts = {(id(old.parameters[s.parameter]), s.rows): s.part for s in old.slices}
     matches: dict[int, int] = {}
     for s in new.slices:
@@ -169,7 +177,7 @@ def _by_anatomy(part: Part, slot: Slot) -> _PlacedTensor:
     piece = slot.piece_of(part.rows)
     rows = None if part.rows is None else rows_within(piece.rows, part.rows)
     if rows is not None and len(rows) == rows.size:
-        rows = None
+        rows = None  # the parameter holds only these rows
     is_head = part.role == "head" or any(tie.place.role == "head" for tie in part.ties)
     return _PlacedTensor(
         part.key, part.place, piece.parameter, part.state, part.axis, rows, part.role, is_head
@@ -177,7 +185,10 @@ def _by_anatomy(part: Part, slot: Slot) -> _PlacedTensor:
 
 
 def _by_module(model: nn.Module) -> Iterator[_PlacedTensor]:
-    """Yield the tensors with one part per module; names of peers differ only in numbers."""
+    """Yield the tensors of an unknown architecture, where each module is a part.
+
+    Modules are peers if their paths differ only in numbers; the last module counts as the head.
+    """
     parameters = list(model.named_parameters())
     last = parameters[-1][0].rpartition(".")[0] if parameters else ""
     for name, parameter in parameters:
@@ -190,12 +201,12 @@ def _by_module(model: nn.Module) -> Iterator[_PlacedTensor]:
 
 
 def _parameter_name(tensors: list[_PlacedTensor]) -> str:
-    """Return a parameter's name, without the role if the parameter holds several tensors."""
+    """Return a parameter's name, without a suffix like `[query]` if it holds several tensors."""
     return tensors[0].name if len(tensors) == 1 else tensors[0].name.partition("[")[0]
 
 
 def rows_within(stored: Rows, wanted: Rows) -> Rows:
-    """Renumber `wanted` rows of a whole tensor for a tensor that holds only its `stored` rows."""
+    """Renumber the `wanted` rows of a full tensor for a tensor with only its `stored` rows."""
     if (stored.period, stored.repeats) != (wanted.period, wanted.repeats):
         return wanted  # `stored` is the whole tensor, with another row pattern
     spans, before = [], 0
@@ -239,7 +250,8 @@ def _front_back_output(
 ) -> tuple[list[_PlacedTensor], list[_PlacedTensor], list[_PlacedTensor]]:
     """Return the tensors of the first two layers, of the last two layers, and of the head.
 
-    The first layers belong to the first stack, the last layers to the last stack.
+    In a model with several stacks, such as an encoder and a decoder, the first layers are taken
+    from the first stack and the last layers from the last stack.
     """
     stacks = list(dict.fromkeys(t.place.stack for t in tensors if t.place.layers and not t.is_head))
     output = [t for t in tensors if t.is_head]
@@ -249,7 +261,7 @@ def _front_back_output(
     def in_stack(stack: str) -> list[_PlacedTensor]:
         return [t for t in tensors if t.place.stack == stack and t.place.layers and not t.is_head]
 
-    def layers(chosen: list[_PlacedTensor]) -> list[int]:  # modules without weights leave gaps
+    def layers(chosen: list[_PlacedTensor]) -> list[int]:  # may skip layers without weights
         return sorted({index for t in chosen for index in t.place.layers})
 
     first, last = in_stack(stacks[0]), in_stack(stacks[-1])
@@ -259,7 +271,7 @@ def _front_back_output(
 
 
 def shard_ranges(parameter: Any, rows: Rows | None, axis: int) -> Ranges | None:
-    """Return the ranges of `rows` within this process's shard, or None if not sharded."""
+    """Return where `rows` are in this process's shard; None for a whole or unsharded parameter."""
     if rows is None or not hasattr(parameter, "to_local"):
         return None
     start, size = _shard_of(parameter, axis)
@@ -278,13 +290,13 @@ def _shard_of(parameter: Any, axis: int) -> tuple[int, int]:
 
 
 def shard_group(parameters: Sequence[Any]) -> Any:
-    """Return the process group over which parameters are sharded, or None if none are."""
+    """Return the process group over which parameters are sharded, or None if they are not."""
     groups: dict[Any, Any] = {}
     for parameter in parameters:
         if hasattr(parameter, "to_local"):
             dimensions = [i for i, p in enumerate(parameter.placements) if p.is_shard()]
             if len(dimensions) > 1:
-                raise BadInput("watch: parameters sharded along two mesh dimensions; use one")
+                raise BadInput("watch: a parameter is sharded along two mesh dimensions; use one")
             for dimension in dimensions:
                 group = parameter.device_mesh.get_group(dimension)
                 groups[group.group_name] = group
@@ -299,7 +311,7 @@ def is_sharded(parameter: Any) -> bool:
 
 
 def local(tensor: Any) -> Tensor:
-    """Return this process's shard of a tensor, dense and real."""
+    """Return this process's shard of a tensor; sparse becomes dense, complex becomes real."""
     shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
     if shard.layout != torch.strided:
         shard = shard.to_dense()

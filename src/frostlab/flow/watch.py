@@ -1,7 +1,7 @@
 """Measurement of every n-th optimizer step of any training loop, through optimizer hooks.
 
-A probe measures on the device, a queue copies its numbers to the host asynchronously, and frozen
-weights are compared with their digests at the end.
+A `Probe` measures on the device, a `ReportQueue` copies the numbers to the host asynchronously, and
+`FrozenDigests` shows at the end whether frozen weights changed.
 """
 
 import math
@@ -53,24 +53,23 @@ def watch(
         every_n_steps: the interval n: gradient, weight and update norms of every part are
             measured at steps 1, 1 + n, 1 + 2n, …
         distance: measure the distance from the initial weights; keeps a copy of them.
-        gradient_cosine: measure the cosine between successive gradients; keeps a copy of them.
+        gradient_cosine: measure the cosine between the gradients of two successive measured steps;
+            keeps a copy of the gradients.
         dead_units: measure the fractions of dead and saturated units.
         attention_entropy: measure the entropy of every attention head.
-        verify: compare digests of the frozen weights at the end.
+        verify: compare the frozen weights with their digests at the end.
         gradient: a function that returns a parameter's gradient; default: its `.grad`.
         on_report: a function that is called with each report, e.g. `TensorBoard(folder).flow`.
     """
     optimizers: list[Any] = [*optimizer] if isinstance(optimizer, Sequence) else [optimizer]
     if not optimizers or not all(isinstance(o, Optimizer) for o in optimizers):
-        raise BadInput("watch: the optimizer is no torch.optim.Optimizer; give the one that steps")
+        raise BadInput("watch: the optimizer is not a torch.optim.Optimizer; pass one that is")
     if not isinstance(every_n_steps, int) or every_n_steps < 1:
         raise BadInput(
-            f"watch: every_n_steps is {every_n_steps}; give a whole number from 1 on, such as 10"
+            f"watch: every_n_steps is {every_n_steps}; pass a whole number above 0, such as 10"
         )
     if (dead_units or attention_entropy) and _is_compiled(model):
-        raise BadInput(
-            "watch: dead_units and attention_entropy need the model as it was before torch.compile"
-        )
+        raise BadInput("watch: dead_units and attention_entropy need a model without torch.compile")
     make_probe = partial(
         Probe, optimizers=optimizers, distance=distance, gradient_cosine=gradient_cosine,
         gradient=gradient,
@@ -87,7 +86,7 @@ def _is_compiled(model: nn.Module) -> bool:
 
 
 class LiveFlow(Flow):
-    """A flow under measurement; use it as a context manager, or call `start` and `stop`."""
+    """A flow that is being measured; use it as a context manager, or call `start` and `stop`."""
 
     def __init__(
         self,
@@ -128,7 +127,7 @@ class LiveFlow(Flow):
         """Begin to measure.
 
         Args:
-            hooks: whether optimizer hooks measure; otherwise the training loop must call
+            hooks: whether to measure in optimizer hooks; if not, the training loop must call
                 `before_step` and `after_step`.
         """
         if self._hooks:
@@ -156,7 +155,7 @@ class LiveFlow(Flow):
         self._hooks = []
         self._collect(wait=True)
         if self._digests is not None:
-            with suppress(BadInput):  # no parameter is trainable any more
+            with suppress(BadInput):  # raised if no parameter is trainable any more
                 self.refresh()
             self._verify_frozen()
             self.verified, self._digests = True, None
@@ -187,7 +186,7 @@ class LiveFlow(Flow):
 
     def before_step(self, clip_factor: Tensor | None = None, gradients: bool = True) -> None:
         """Measure before an optimizer step; see `Probe.before_step`."""
-        self._in_step = False  # a failed step may have left it True
+        self._in_step = False  # if the previous step failed, it is still True
         self._measuring = self.is_due()
         self.step += 1
         self._in_step = True
@@ -205,7 +204,7 @@ class LiveFlow(Flow):
             self._send(self._probe)
 
     def count(self, measured: bool) -> None:
-        """Count a step replayed by a CUDA graph.
+        """Count a step that a CUDA graph replayed.
 
         Args:
             measured: whether the graph also ran the probe.
@@ -215,7 +214,7 @@ class LiveFlow(Flow):
             self._send(self.probe)
 
     def listening(self) -> AbstractContextManager[Any]:
-        """Return a context that measures attention in the forward pass of a loop without hooks."""
+        """Return a context for the forward pass that measures attention without hooks."""
         return self._activity.listening()
 
     @property
@@ -239,7 +238,7 @@ class LiveFlow(Flow):
         self._collect(wait=True)  # pending reports refer to the old parts
         layout = read_layout(self._model, self._optimizers)
         if not layout.parameters:
-            raise BadInput("watch: nothing requires a gradient; freeze less, or nothing will learn")
+            raise BadInput("watch: nothing requires a gradient, so nothing can learn; freeze less")
         self.parts, self._fingerprint = layout.parts, layout.fingerprint
         self.groups = tuple(
             GroupFacts.of(group, type(optimizer).__name__)
@@ -252,12 +251,13 @@ class LiveFlow(Flow):
             return
         self._probe.start_as(former)
         if [p.name for p in former.layout.parts] != [p.name for p in layout.parts]:
-            indices = former_indices(former.layout, layout)  # layers were added
+            # layers were added: assign the earlier reports to the new parts
+            indices = former_indices(former.layout, layout)
             self._reports = [report.reindexed(indices) for report in self._reports]
         elif self._digests is not None:
             self._verify_frozen()
         if self._digests is not None:
-            self._digests = FrozenDigests(self._model)  # now of the currently frozen parameters
+            self._digests = FrozenDigests(self._model)  # of the parameters that are frozen now
 
     def _verify_frozen(self) -> None:
         """Compare still frozen parameters with their digests, and record the parts that moved."""
@@ -287,7 +287,7 @@ class LiveFlow(Flow):
         self.before_step(gradients=not self._has_closure)
 
     def _before_later(self, number: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Measure a later optimizer's gradients, which may not have existed at the first step."""
+        """Measure a later optimizer's gradients, which may not exist when the first one steps."""
         self._has_closure |= _has_closure(args, kwargs)
         if self._measuring and self._probe is not None and not self._has_closure:
             self._probe.measure_gradients(number)
@@ -303,16 +303,16 @@ def _has_closure(args: Any, kwargs: Any) -> bool:
 
 @dataclass(frozen=True)
 class _PendingReport:
-    """The numbers of one report during their copy to the host."""
+    """The numbers of one report while they are copied to the host."""
 
     step: int
     numbers: Tensor
     arrived: Any  # a CUDA event, or None if the numbers are already on the host
-    sizes: dict[str, int]  # lengths of the probe's views in `numbers`
+    sizes: dict[str, int]  # `numbers` begins with the probe's quantities: name → length
     layout: Layout
     reached: tuple[bool, ...]  # whether each parameter had a gradient
     extremes: tuple[int, ...]  # indices of the parameters whose max |g| was measured
-    read_activity: Callable[[list[float]], dict[str, Any]]
+    read_activity: Callable[[list[float]], dict[str, Any]]  # see `Activity.reader`
 
 
 class ReportQueue:
@@ -349,7 +349,7 @@ class ReportQueue:
         )  # fmt: skip
 
     def collect(self, wait: bool) -> list[Report]:
-        """Return the reports that have arrived, or wait for all; skipped steps have no report."""
+        """Return the reports that have arrived; with `wait`, wait for all of them first."""
         reports = []
         while self._pending:
             first = self._pending[0]
@@ -388,7 +388,7 @@ def _read_report(pending: _PendingReport) -> Report | None:
         unreached=tuple(s.tensor for s in layout.slices if not pending.reached[s.parameter]),
         largest=_mean_largest(pending, raw["largest"]),
         ranges={
-            layout.names[p]: high + low
+            layout.names[p]: high + low  # max - min: `low` is -min
             for p, high, low in zip(layout.front, raw["high"], raw["low"], strict=True)
         },
         broken=_broken_parts(trainable, reached, values),
@@ -425,7 +425,7 @@ def _broken_parts(
 
 
 def _mean_largest(pending: _PendingReport, largest: list[float]) -> dict[str, float]:
-    """Return the mean of max |g| over the tensors of each depth: front, back, output."""
+    """Return the mean of max |g| over the tensors of front, back and output."""
     by_parameter = dict(zip(pending.extremes, largest, strict=True))
     means = {}
     for depth in ("front", "back", "output"):
@@ -444,11 +444,11 @@ def _quotient(numerator: float, denominator: float) -> float:
 
 
 class FrozenDigests:
-    """Digests of the frozen weights: an audit or, without an anatomy, one per parameter."""
+    """Digests of the frozen weights: an `Audit`, or a dict if the architecture is unknown."""
 
     def __init__(self, model: nn.Module) -> None:
         self._audit: Audit | None = None
-        self._digests: dict[str, str] = {}
+        self._digests: dict[str, str] = {}  # parameter name → digest
         try:
             self._audit = audit(model)
         except UnknownArchitecture:

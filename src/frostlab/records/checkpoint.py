@@ -1,6 +1,6 @@
-"""Checkpoints: safetensors and JSON in a folder that one rename makes visible.
+"""Checkpoints: folders of safetensors and JSON, which get their names when they are complete.
 
-The newest and the best checkpoint are kept; the best one keeps only its weights.
+The newest and the best checkpoint are kept. If the best is older, it loses its optimizer state.
 """
 
 import json
@@ -23,11 +23,11 @@ class Checkpoint:
     """A checkpoint on disk."""
 
     folder: Path
-    step: int
-    stage: int = 0
+    step: int  # optimizer steps done
+    stage: int = 0  # counted from 0
 
     def progress(self) -> dict[str, Any]:
-        """Return the state of the run apart from its tensors."""
+        """Return the run's state other than tensors, from progress.json."""
         try:
             return json.loads((self.folder / "progress.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -43,12 +43,12 @@ class Checkpoint:
 
 
 def checkpoint_name(step: int, stage: int) -> str:
-    """Return the name of a checkpoint's folder; two stages can have checkpoints at one step."""
+    """Return a checkpoint's folder name; two stages can have checkpoints at the same step."""
     return f"step-{step:09d}" + (f"-stage-{stage + 1}" if stage else "")
 
 
 def checkpoints_in(folder: Path) -> list[Checkpoint]:
-    """Return all complete checkpoints, oldest first."""
+    """Return the checkpoints of a run's folder that were written completely, oldest first."""
     root = folder / "checkpoints"
     if not root.is_dir():
         return []
@@ -58,7 +58,7 @@ def checkpoints_in(folder: Path) -> list[Checkpoint]:
 
 
 def resumable(folder: Path) -> Checkpoint | None:
-    """Return the newest checkpoint that a run can be resumed from."""
+    """Return the newest checkpoint with an optimizer state, from which a run can be resumed."""
     complete = [c for c in checkpoints_in(folder) if (c.folder / "optimizer.safetensors").is_file()]
     return complete[-1] if complete else None
 
@@ -71,21 +71,21 @@ def save_checkpoint(
     progress: dict[str, Any],
     stage: int = 0,
 ) -> Checkpoint:
-    """Write a checkpoint under a temporary name, flush it to disk, and rename it."""
+    """Write a checkpoint to a temporary folder, flush it to disk, and rename the folder."""
     target = folder / "checkpoints" / checkpoint_name(step, stage)
     remove_leftovers(folder)
     with whole_folder(target) as temporary:
         save_tensors(temporary / "model.safetensors", model)
         save_tensors(temporary / "optimizer.safetensors", optimizer)
         write_whole(temporary / "progress.json", json.dumps(progress, indent=1))
-        if target.exists():  # the run was killed and repeats this step
+        if target.exists():  # the run was killed after this step, and has repeated it
             shutil.rmtree(target)
     flush(target.parent)
     return Checkpoint(target, step, stage)
 
 
 def keep_only(folder: Path, newest: int, best: int | None, stage: int = 0) -> None:
-    """Remove all checkpoints but the newest and the best; an older best keeps only its weights."""
+    """Remove all checkpoints but the newest and the best; an older best loses its optimizer."""
     for checkpoint in checkpoints_in(folder):
         place = (checkpoint.step, checkpoint.stage)
         if place == (newest, stage):

@@ -18,7 +18,7 @@ import psutil  # type: ignore[import-untyped]
 import frostlab
 from frostlab.records.telemetry import Gpu, wanted_gpu
 
-VARIABLES = (
+VARIABLES = (  # environment variables to record, because they affect speed or results
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
     "CUDA_VISIBLE_DEVICES",
@@ -38,7 +38,7 @@ def gpu_state(device: str) -> dict[str, Any] | None:
 
 
 def _state(gpu: Gpu) -> dict[str, Any]:
-    """Return the GPU's state with the keys of `schema.GpuState`; None if a query fails."""
+    """Return the values of `schema.GpuState`; a value is None if its query fails."""
     return {
         "temperature_c": _try(gpu.temperature),
         "sm_clock_mhz": _try(gpu.clock, "SM"),
@@ -83,7 +83,7 @@ def _other_processes(gpu: Gpu) -> list[dict[str, Any]] | None:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Describe this process's machine; unknown values are None, and no error is raised."""
+    """Describe the machine, libraries and command; unknown values are None, never an error."""
     until = time.monotonic() + _TIMEOUT
     git = _Question(_git)
     gpu, reason = None, None
@@ -121,7 +121,7 @@ def one_line(values: dict[str, Any]) -> str:
 
 
 def _versions() -> dict[str, str | None]:
-    torch: Any = sys.modules.get("torch")  # do not import it only for this: that takes seconds
+    torch: Any = sys.modules.get("torch")  # not imported only for this, which takes seconds
     cudnn = _try(lambda: torch.backends.cudnn.version())
     return {
         "python": platform.python_version(),
@@ -183,7 +183,7 @@ def _ask_gpu(device: str, ask: Callable[[Gpu], dict[str, Any]]) -> "_Question":
 
 
 class _Question(Thread):
-    """Query on its own thread, so that a hanging driver does not block the run."""
+    """A query on its own thread, so that a driver that hangs does not block the run."""
 
     def __init__(self, ask: Callable[[], Any]) -> None:
         super().__init__(daemon=True)
@@ -199,7 +199,7 @@ class _Question(Thread):
             self._error = error
 
     def answer(self, until: float) -> Any:
-        """Return the answer; wait no longer than `until` on the monotonic clock."""
+        """Return the answer, or raise TimeoutError at `until`, a time of `time.monotonic()`."""
         self.join(max(0.0, until - time.monotonic()))
         if self.is_alive():
             raise TimeoutError(f"no answer within {_TIMEOUT} s")
@@ -209,6 +209,7 @@ class _Question(Thread):
 
 
 def _try(ask: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function; return None if it raises an error."""
     try:
         return ask(*arguments)
     except Exception:

@@ -1,6 +1,7 @@
-"""Run folders: one process writes a folder, and `RunRecord` reads it as typed records.
+"""Run folders: `RunFolder` writes one, and `RunRecord` reads it as typed records.
 
-Events are appended; every other file is complete or absent.
+Only one process at a time writes a folder. It appends events; every other file is written at once,
+so it is complete or absent.
 """
 
 import errno
@@ -44,7 +45,7 @@ _Kind = TypeVar("_Kind", bound=Event)
 
 
 class RunFolder:
-    """A folder that only this process writes; the system frees its lock even after kill -9."""
+    """A run's folder, locked by this process; the system frees the lock even after kill -9."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -74,7 +75,7 @@ class RunFolder:
         return folder
 
     def open(self) -> "RunFolder":
-        """Lock the folder for this process; refuse a folder that another process holds."""
+        """Lock the folder and open its events; refuse a folder that another process has locked."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = Lock(self.path / "run.lock")
@@ -104,7 +105,7 @@ class RunFolder:
         self.close()
 
     def event(self, kind: str, step: int, **values: Any) -> None:
-        """Append an event with exactly the keys of its class; a later crash does not lose it."""
+        """Append an event with exactly the keys of its class, and flush it."""
         if kind not in EVENTS:
             raise FrostlabError(f"{kind} is not a kind of event")
         assert self._events is not None, "the folder is open"
@@ -115,13 +116,13 @@ class RunFolder:
         self._events.flush()
 
     def write(self, name: str, value: Any) -> None:
-        """Write plain values or a record as a JSON file, atomically."""
+        """Write plain values or a dataclass as a JSON file, atomically."""
         if is_dataclass(value) and not isinstance(value, type):
             value = asdict(value)
         write_whole(self.path / name, json.dumps(finite(value), indent=1) + "\n")
 
     def events(self) -> list[Event]:
-        """Return the valid events: steps that a resumed run repeated appear once."""
+        """Return the events; steps that a resumed run repeated appear once."""
         return effective(read_events(self.path / "events.jsonl"))
 
 
@@ -137,7 +138,7 @@ def mend_events(path: Path) -> None:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Yield the events of a file; skip lines that a crash truncated, and refuse invalid events."""
+    """Yield the events of a file; skip lines that a crash truncated, refuse invalid events."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             for number, line in enumerate(file, 1):
@@ -148,7 +149,7 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def effective(events: Iterable[Event]) -> list[Event]:
-    """Drop events that came after a checkpoint from which the run was later resumed."""
+    """Drop the events between a checkpoint and a later resume from that checkpoint."""
     valid: list[Event] = []
     for event in events:
         if isinstance(event, ResumeEvent):
@@ -158,12 +159,12 @@ def effective(events: Iterable[Event]) -> list[Event]:
 
 
 def _survives(event: Event, step: int) -> bool:
-    """Return whether an event still counts after the run went back to a step."""
+    """Return whether an event still counts after the run was resumed at a step."""
     if isinstance(event, StartEvent | ResumeEvent | NoteEvent):
         return True
-    if isinstance(event, StageEvent | FlowPartsEvent):  # written before their first step
+    if isinstance(event, StageEvent | FlowPartsEvent):  # a resume at this step repeats them
         return event.step < step
-    if isinstance(event, EndEvent) or _is_report(event):  # the run writes both again
+    if isinstance(event, EndEvent) or _is_report(event):  # the resumed run writes both again
         return False
     return event.step <= step
 
@@ -179,7 +180,7 @@ def start_of(folder: Path) -> StartEvent | None:
 
 
 def new_folder(runs: Path, name: str) -> Path:
-    """Return the first unused folder of `name`, `name-2`, … under `runs`."""
+    """Return the first of `name`, `name-2`, … under `runs` that is absent or empty."""
     path, number = runs / name, 2
     while path.exists() and any(path.iterdir() if path.is_dir() else [path]):
         path, number = runs / f"{name}-{number}", number + 1
@@ -189,7 +190,7 @@ def new_folder(runs: Path, name: str) -> Path:
 def given_folder(
     path: Path, resume: bool, digest: str, values: dict[str, Any]
 ) -> tuple[Path, bool]:
-    """Return the folder that the user named, and whether it holds a run to resume."""
+    """Check the folder that the user named; return it, and whether it holds a run to resume."""
     if path.exists() and not path.is_dir():
         raise BadInput(f"--out {path}: is a file, not a folder")
     if not path.is_dir() or not any(path.iterdir()):
@@ -207,10 +208,10 @@ def given_folder(
 
 
 def own_folder(runs: Path, name: str, resume: bool, digest: str) -> tuple[Path, bool]:
-    """Return a folder under `runs`, and whether it holds a run to resume.
+    """Choose a folder under `runs`; return it, and whether it holds a run to resume.
 
-    With `resume`, this is the newest unfinished run of this recipe, or a new folder if the recipe
-    has no run yet, so that the same command can be repeated.
+    With `resume`, this is the newest unfinished run of the recipe, or a new folder if the recipe
+    has no run yet: the first command and its repetitions can then be the same.
     """
     if not resume:
         return new_folder(runs, name), False
@@ -241,7 +242,7 @@ def _changed(stored: Path, values: dict[str, Any]) -> list[str]:
 
 
 def differences(left: Any, right: Any, path: str = "") -> list[str]:
-    """Return the dotted keys at which two recipes differ, except descriptions."""
+    """Return the dotted keys at which two recipes differ, except `about`, the description."""
     if not (isinstance(left, dict) and isinstance(right, dict)):
         return [] if left == right else [path]
     keys = [key for key in {**left, **right} if (path or key != "about")]
@@ -261,7 +262,7 @@ def finished_status(path: Path) -> Ending | None:
 
 
 def supersede_result(folder: RunFolder) -> None:
-    """Rename the result of a stopped attempt to `result-1.json`, `result-2.json` …"""
+    """Rename the result of an earlier attempt to `result-1.json`, `result-2.json`, …"""
     path, number = folder.path / "result.json", 1
     if path.exists():
         while (target := folder.path / f"result-{number}.json").exists():
@@ -271,7 +272,7 @@ def supersede_result(folder: RunFolder) -> None:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Record of a run, read from its folder; each file is read once, when first needed."""
+    """The record of a run, read from its folder; each file is read once, when first needed."""
 
     folder: Path
 
@@ -341,7 +342,7 @@ class RunRecord:
     @overload
     def events(self, kind: type[_Kind]) -> list[_Kind]: ...
     def events(self, kind: type[Event] = Event) -> list[Any]:
-        """Return the valid events in order: all events, or the events of one class."""
+        """Return all events in order, or the events of one class; see `effective`."""
         return [event for event in self._events if isinstance(event, kind)]
 
     @cached_property
@@ -371,13 +372,13 @@ SPLITS = {  # the reported splits of EEG recordings
     "unseen": "subjects not trained on",
 }
 REPORTED = tuple(SPLITS)
-_BEST = {"report": "best_r", "unseen": "best_r_unseen"}  # key of the best achievable r
+_BEST = {"report": "best_r", "unseen": "best_r_unseen"}  # split → key in `reference_scores`
 
 
 def scores_file(
     scores: Mapping[str, Mapping[str, Any]], reference_scores: Mapping[str, float]
 ) -> Any:
-    """Return the content of `scores.json`: raw scores by split and decoder, and the best r."""
+    """Return the content of scores.json: scores by split and decoder, and the best achievable r."""
     return {
         "schema": 1,
         "best": {
@@ -401,7 +402,7 @@ def read_scores(folder: Path) -> dict[str, dict[str, Any]]:
             for split, decoders in splits.items()
         }
         if _digests(RunRecord(folder).result.scores or {}) != _digests(scores):
-            raise BadInput("these scores were edited: they are not those of result.json")
+            raise BadInput("these scores were edited: they do not match result.json")
         return scores
     except BadInput as error:
         raise BadInput(f"{folder / SCORES}: {error}") from None

@@ -1,6 +1,7 @@
-"""Summaries of the runs in a folder, with an index that only saves time.
+"""Summaries of the runs in a folder, and the table that lists them.
 
-The result is the same without the index. Listing must not import torch, pydantic or yaml.
+An index file caches the summaries to save time; without it, the result is the same. To be fast,
+listing must not import torch, pydantic or yaml.
 """
 
 import contextlib
@@ -18,24 +19,26 @@ from frostlab.records.reader import SCHEMA
 from frostlab.storage import is_locked
 from frostlab.text import columns, hms, number, plain, short
 
-if TYPE_CHECKING:  # a listing of indexed runs does without it
+if TYPE_CHECKING:  # imported only for runs that the index does not have, to be fast
     from frostlab.records.schema import Event, Result, StartEvent
 
 RESULT, EVENTS, LOCK, INDEX = "result.json", "events.jsonl", "run.lock", ".index.json"
 _VERSION = 2  # version of the index format
-_HEAD = 65536  # bytes read from the beginning of a run's events
-_TAIL = 2**20  # bytes read from the end; watched runs write much between evaluations
-_SETTLED = 200_000_000  # ns; a file changed more recently may change again within one clock tick
-_FLOW = b'{"kind": "flow'
+_HEAD = 65536  # number of bytes read from the beginning of a run's events
+_TAIL = 2**20  # number of bytes read from their end, to find the last evaluation
+# A file is indexed this many ns after its last change: earlier, it could change again without a
+# change of its modification time.
+_SETTLED = 200_000_000
+_FLOW = b'{"kind": "flow'  # the beginning of a line with gradient flow
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One-line summary of a run; None marks unknown values. show.py defines the columns."""
+    """The facts about a run that a listing shows; None marks unknown values."""
 
     name: str
     folder: Path
-    status: str  # one of ENDINGS, or running, interrupted, damaged
+    status: str  # one of `schema.ENDINGS`, or running, interrupted, damaged
     recipe_digest: str | None = None
     seed: int | None = None
     treatment: str | None = None
@@ -45,15 +48,15 @@ class Summary:
     steps: int | None = None
     metric: str | None = None
     value: float | None = None  # the best value of an ended run, the latest value of others
-    report: dict[str, float] | None = None
-    caution: str | None = None
+    report: dict[str, float] | None = None  # the reported metrics
+    caution: str | None = None  # a warning about the reported numbers
     total_seconds: float | None = None
-    step_ms: float | None = None  # the median
+    step_ms: float | None = None  # median time of a step
     error: str | None = None  # why the run failed, or why it cannot be read
 
 
-_STORED = tuple(field.name for field in fields(Summary))[2:]
-_Entries = dict[str, list[list[Any]]]  # name: [signature, stored fields]
+_STORED = tuple(field.name for field in fields(Summary))[2:]  # without name and folder
+_Entries = dict[str, list[list[Any]]]  # run name → [signature of its files, stored fields]
 
 
 def list_runs(root: Path) -> list[Summary]:
@@ -62,11 +65,11 @@ def list_runs(root: Path) -> list[Summary]:
     for name, signature in _run_folders(root):
         entry = stored.get(name)
         if entry is not None and entry[0] == signature:
-            run, lasting = Summary(name, root / name, *entry[1]), True
+            run, readable = Summary(name, root / name, *entry[1]), True
         else:
-            run, lasting = _read(root / name)
+            run, readable = _read(root / name)
             entry = [signature, [getattr(run, field) for field in _STORED]]
-        if lasting and max(signature[0], signature[2]) < settled:
+        if readable and max(signature[0], signature[2]) < settled:
             entries[name] = entry
         runs.append(_with_lock(run))
     if entries != stored:
@@ -76,7 +79,7 @@ def list_runs(root: Path) -> list[Summary]:
 
 def read_run(folder: Path) -> Summary:
     """Summarise one run from its files alone."""
-    return _with_lock(_read(Path(os.path.abspath(folder)))[0])  # because `.` has no name
+    return _with_lock(_read(Path(os.path.abspath(folder)))[0])  # `.` alone has no name
 
 
 def is_run(folder: Path) -> bool:
@@ -85,7 +88,7 @@ def is_run(folder: Path) -> bool:
 
 
 def find_run(root: Path, text: str) -> Path:
-    """Return the run that `text` names: a run folder's path, its name in `root`, or a prefix."""
+    """Return the folder of the run that `text` names: a path, a name in `root`, or its prefix."""
     if text and is_run(Path(text)):
         return Path(text)
     names = sorted(name for name, _ in _run_folders(root))
@@ -100,7 +103,7 @@ def find_run(root: Path, text: str) -> Path:
 
 
 def result_of(folder: Path) -> "Result | None":
-    """Return a run's result, or None if it has none yet; raise BadInput if it is damaged."""
+    """Return a run's result, or None if it is not written yet; raise BadInput if damaged."""
     try:
         text = (folder / RESULT).read_bytes()
     except FileNotFoundError:
@@ -111,11 +114,11 @@ def result_of(folder: Path) -> "Result | None":
 
 
 def _run_folders(root: Path) -> Iterator[tuple[str, list[int]]]:
-    """Yield each run's name, and the time and size of its result and its events."""
+    """Yield each run's name, and as signature the time and size of its result and its events."""
     try:
         entries = list(os.scandir(root))
     except OSError as error:
-        raise BadInput(f"{root} is no folder of runs: {error.strerror}") from None
+        raise BadInput(f"{root} is not a folder of runs: {error.strerror}") from None
     for entry in entries:
         if entry.name.startswith(".") or not (entry.is_symlink() or entry.is_dir()):
             continue
@@ -129,15 +132,16 @@ def _run_folders(root: Path) -> Iterator[tuple[str, list[int]]]:
 
 
 def _with_lock(run: Summary) -> Summary:
-    lasting = run.status in ("finished", "damaged") or not is_locked(run.folder / LOCK)
-    return run if lasting else replace(run, status="running", error=None)
+    """Set the status to "running" if a process holds the lock of an unfinished run."""
+    idle = run.status in ("finished", "damaged") or not is_locked(run.folder / LOCK)
+    return run if idle else replace(run, status="running", error=None)
 
 
 def _read(folder: Path) -> tuple[Summary, bool]:
     """Summarise a run without checking its lock; also return whether its files could be read."""
     try:
         return _summary(folder), True
-    except OSError as error:  # may be readable later with the same time and size
+    except OSError as error:  # the same files may be readable later, so do not index this
         reason = f"{Path(error.filename or folder).name}: {error.strerror}"
         return Summary(folder.name, folder, "damaged", error=reason), False
     except BadInput as error:
@@ -183,7 +187,7 @@ def _ended(run: Summary, result: "Result") -> Summary:
 
 
 def _unfinished(run: Summary, latest: "Iterator[Event]") -> Summary:
-    """Add the last step and the last evaluation; `latest` yields events in reverse order."""
+    """Add the last step and evaluation to a summary; `latest` yields events in reverse order."""
     from frostlab.records.schema import EvaluationEvent
 
     for event in latest:
@@ -196,18 +200,19 @@ def _unfinished(run: Summary, latest: "Iterator[Event]") -> Summary:
 
 
 def _ends(folder: Path, strict: bool) -> "tuple[StartEvent | None, Iterator[Event]]":
-    """Return the start event, and the last events in reverse order; ignore a truncated last line.
+    """Return the start event, and an iterator over the events that were read, in reverse order.
 
-    With `strict`, refuse a file that does not begin with a start event, and also read its end.
+    With `strict`, the end of a long file is read too, and a file that does not begin with a start
+    event is refused. A truncated last line is ignored.
     """
     from frostlab.records.schema import StartEvent, read_event
 
     try:
         with open(folder / EVENTS, "rb") as file:
-            head = last = file.read(_HEAD)
+            head = tail = file.read(_HEAD)
             if strict and len(head) == _HEAD:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-                last = file.read()
+                tail = file.read()
     except FileNotFoundError:
         return None, iter(())
     line, ended, _ = head.partition(b"\n")
@@ -219,7 +224,7 @@ def _ends(folder: Path, strict: bool) -> "tuple[StartEvent | None, Iterator[Even
             raise
     if strict and ended and not isinstance(start, StartEvent):
         raise BadInput(f"{EVENTS} does not begin with a start event")
-    return start if isinstance(start, StartEvent) else None, _backwards(last)
+    return start if isinstance(start, StartEvent) else None, _backwards(tail)
 
 
 def _backwards(text: bytes) -> "Iterator[Event]":
@@ -243,7 +248,7 @@ def _load(root: Path) -> _Entries:
 
 
 def _save(root: Path, entries: _Entries) -> None:
-    """Replace the index atomically; if that fails, the next listing reads the folders."""
+    """Replace the index atomically; if that fails, the next listing reads all runs again."""
     body = json.dumps(entries, separators=(",", ":")).encode()
     draft = root / f"{INDEX}.{os.getpid()}.tmp"
     try:
@@ -263,9 +268,9 @@ class Column:
     """A column of the table of runs."""
 
     name: str
-    text: Callable[[Summary], Any]  # None: unknown
+    text: Callable[[Summary], Any]  # returns a run's value; None: unknown
     right: bool = False  # whether it is right-aligned
-    marked: bool = False  # whether it shows the mark of the run's caution
+    marked: bool = False  # whether a footnote mark for the run's caution is added
 
 
 def _best(run: Summary) -> str | None:
@@ -277,7 +282,7 @@ def _reported(run: Summary) -> str | None:
     return None if value is None else number(value)
 
 
-WIDTH = 100
+WIDTH = 100  # of the table, in characters
 COLUMNS = (
     Column("name", lambda run: run.name),
     Column("status", lambda run: run.status),
@@ -290,6 +295,7 @@ COLUMNS = (
     Column("total", lambda run: hms(run.total_seconds), right=True),
 )
 _RIGHT = {place for place, column in enumerate(COLUMNS) if column.right}
+# the column to shorten if the table is too wide
 _CUT = next(place for place, column in enumerate(COLUMNS) if column.name == "treatment")
 _MARKS = "*†‡§"
 
@@ -317,7 +323,7 @@ def _cell(column: Column, run: Summary, marks: dict[str, str]) -> str:
 
 
 def _within_width(rows: list[list[str]]) -> list[str]:
-    """Align rows; shorten treatments, but not names, which users need in full."""
+    """Align rows; if too wide, shorten treatments, but not names, which users need in full."""
     lines = columns(rows, _RIGHT)
     too_wide = max(map(len, lines)) - WIDTH
     if too_wide <= 0:

@@ -1,4 +1,4 @@
-"""Reader of parsed JSON as typed dataclasses, checked key by key.
+"""Conversion of parsed JSON to dataclasses, checked key by key against their annotations.
 
 The error for an invalid value is one line that names the file and the key.
 """
@@ -12,11 +12,11 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from frostlab.errors import BadInput, nearest
 
-SCHEMA = 2  # version of the folder; a folder of another version is refused
+SCHEMA = 2  # version of a run's records; records of another version are refused
 
 Schema = TypeVar("Schema")
 
-_WORDS = {
+_WORDS = {  # names of JSON types in error messages
     int: "a whole number",
     float: "a number",
     str: "a text",
@@ -51,7 +51,7 @@ def _fields(schema: type) -> dict[str, tuple[Any, bool]]:
 
 @cache
 def _json_types(hint: Any) -> frozenset[type]:
-    """Return the types of JSON values that an annotation accepts without further checks."""
+    """Return the Python types of JSON values that an annotation accepts unchanged."""
     if get_origin(hint) in (Union, types.UnionType):
         return frozenset().union(*map(_json_types, get_args(hint)))
     return frozenset((int, float) if hint is float else (hint,) if hint in _WORDS else ())
@@ -128,7 +128,7 @@ def _union(kinds: tuple[Any, ...], value: object, where: str, path: tuple[str, .
             return _value(kind, value, where, path)
         except BadInput:
             if kind is rest[-1] and (len(rest) == 1 or isinstance(value, Mapping)):
-                raise  # this error names the inner key
+                raise  # this error names the key inside the value
     raise _misfit(value, " or ".join(map(_wanted, rest)), where, path)
 
 

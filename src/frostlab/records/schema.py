@@ -2,7 +2,8 @@
 
 All code reads these files as the dataclasses of this module. `read_result`, `read_digests` and
 `read_event` parse text into them; an invalid file is refused with one line that names the key. To
-add, remove or rename a key, raise `SCHEMA` and update docs/runs.md: a test compares both.
+add, remove or rename a key, raise `SCHEMA` and update docs/runs.md: a test checks that the document
+lists the same keys. In comments, `null` is JSON's null, which is None in Python.
 """
 
 from collections.abc import Mapping
@@ -16,8 +17,8 @@ from frostlab.records.reader import read as read
 Ending = Literal["finished", "stopped", "failed", "diverged"]
 ENDINGS: tuple[Ending, ...] = get_args(Ending)
 
-LayerMetrics = dict[str, dict[str, float | None]]  # by layer number, counted from 1, and metric
-Metrics = dict[str, float | LayerMetrics | None]  # by metric; `layers` holds each layer's metrics
+LayerMetrics = dict[str, dict[str, float | None]]  # layer (the first is "1") → metric → value
+Metrics = dict[str, float | LayerMetrics | None]  # metric → value; `layers` → LayerMetrics
 
 
 # result.json
@@ -25,9 +26,9 @@ Metrics = dict[str, float | LayerMetrics | None]  # by metric; `layers` holds ea
 
 @dataclass(frozen=True)
 class Best:
-    """The best evaluation on the selecting split."""
+    """The best evaluation on the split that selects the weights."""
 
-    metric: str  # the metric that selects
+    metric: str  # the metric that selects the best weights
     value: float | None  # its best value; null before the first evaluation
     step: int | None  # optimizer steps done at this evaluation
 
@@ -36,7 +37,7 @@ class Best:
 class StageBest(Best):
     """The best evaluation of one stage."""
 
-    epoch: float | None  # epochs done in the stage
+    epoch: float | None  # epochs done in the stage at this evaluation
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,14 @@ class Stage:
     """The outcome of one stage."""
 
     name: str  # the stage's name in the recipe, or its number
-    steps: int  # optimizer steps in the stage
-    epochs: float  # epochs in the stage
+    steps: int  # optimizer steps done in the stage
+    epochs: float  # epochs done in the stage
     stopped_early: bool  # whether patience ended it
-    best: StageBest  # the evaluation whose weights the stage passes on
+    best: StageBest  # the best evaluation; the stage passes on its weights
     metrics: Metrics  # all metrics of that evaluation
-    seconds: float  # s, the stage's part of `clocks.total_seconds`
-    trainable: int  # trainable parameters
-    total: int  # parameters of the model
+    seconds: float  # s of `clocks.total_seconds` spent in the stage
+    trainable: int  # number of trainable parameters
+    total: int  # number of parameters of the model
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Target:
 class StepTimes:
     """Times of the steps after warm-up."""
 
-    count: int  # steps
+    count: int  # number of steps
     median: float  # ms
     mean: float  # ms
     p95: float  # ms, 95th percentile
@@ -75,15 +76,15 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Clocks:
-    """Where the time of a run went."""
+    """The time that a run spent on each activity."""
 
     total_seconds: float  # s from the first batch to the end of the last step, without set-up
     train_seconds: float  # s of the total without validation, checkpoints and waiting for data
     validation_seconds: float  # s of evaluations on the selecting split
     data_seconds: float  # s of preparing batches on the host
-    data_overlapped_seconds: float  # s of these while a GPU worked, also part of `train_seconds`
-    checkpoint_seconds: float  # s of writing checkpoints and of boundaries between stages
-    setup_seconds: float  # s of building and compiling steps; not part of the total
+    data_overlapped_seconds: float  # the part of it while a GPU worked; also in `train_seconds`
+    checkpoint_seconds: float  # s of writing checkpoints and of changing to the next stage
+    setup_seconds: float  # s of building and compiling the training step; not part of the total
     epoch_seconds: list[float]  # s of training alone, one number per epoch
     step_ms: StepTimes | None  # null if no step came after warm-up
     warmup_ms: list[float]  # ms of each warm-up step
@@ -105,21 +106,21 @@ class Parameters:
 
 @dataclass(frozen=True)
 class GpuState:
-    """State of the GPU at one moment; null if the GPU does not answer."""
+    """State of the GPU at one moment; a value is null if it cannot be read."""
 
     temperature_c: float | None  # degrees Celsius
-    sm_clock_mhz: float | None  # MHz of the processors
+    sm_clock_mhz: float | None  # MHz of the streaming multiprocessors
     memory_clock_mhz: float | None  # MHz of the memory
     power_watts: float | None  # W
     utilisation_percent: float | None  # % of the last sample period in which a kernel ran
-    memory_used_bytes: int | None  # bytes, of all processes
+    memory_used_bytes: int | None  # bytes that all processes use
 
 
 @dataclass(frozen=True)
 class Series:
-    """One quantity over a run; numbers are null without samples."""
+    """Statistics of one quantity over a run; null if there is no sample."""
 
-    n: int  # samples
+    n: int  # number of samples
     mean: float | None
     min: float | None
     p50: float | None  # median
@@ -128,12 +129,12 @@ class Series:
 
 @dataclass(frozen=True)
 class TelemetrySummary:
-    """Load of the host and the GPU, sampled while the run went on."""
+    """Load of the host and the GPU, sampled during the run."""
 
     interval_seconds: float  # s between two samples
-    seconds: float  # s from the first sample to the last
+    seconds: float  # s from the start to the end of sampling
     samples: int  # number of samples
-    errors: int  # number of failed readings, over all samples
+    errors: int  # number of times that a quantity could not be read
     last_error: str | None  # the latest of these errors
     gpu_reason: str | None  # why no GPU was sampled
     gpu_energy_joules: float | None  # J, the integral of the sampled power
@@ -151,21 +152,21 @@ class TelemetrySummary:
 
 @dataclass(frozen=True)
 class Chance:
-    """Correlations with mismatched envelopes."""
+    """Null distribution: a decoder's mean correlations with mismatched speech envelopes."""
 
-    low: float  # 5 % of them are below
-    median: float  # their median
-    high: float  # 5 % of them are above
-    p: float  # share of them that reach the decoder's correlation
+    low: float  # 5th percentile
+    median: float  # median
+    high: float  # 95th percentile
+    p: float  # (1 + number of them that reach the true mean correlation) / (1 + their number)
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """Right decisions between two envelopes."""
+    """Decisions on which of two speech envelopes fits a window of EEG better."""
 
     right: float  # number of right decisions; a tie counts half
     decisions: int  # number of decisions
-    windows: int  # number of windows
+    windows: int  # number of windows; one window can take part in several decisions
 
 
 @dataclass(frozen=True)
@@ -174,17 +175,17 @@ class Scores:
 
     subjects: int  # number of subjects
     recordings: int  # number of recordings
-    mean: float  # mean r, by Fisher's z
+    mean: float  # mean r of the subjects, averaged as Fisher's z
     low: float | None  # lower end of its 95 % t interval; null for one subject
     high: float | None  # upper end of its 95 % t interval; null for one subject
     median: float  # median r of the subjects
     std: float | None  # standard deviation of the subjects' r; null for one subject
-    quartiles: list[float]  # 25 % and 75 % of the subjects' r
+    quartiles: list[float]  # 25th and 75th percentile of the subjects' r
     mean_other: float | None  # mean r with the speech that was not attended
-    above: int  # subjects with p <= 0.05
-    null: Chance  # r by chance
-    match: Decisions  # matching a window to its own envelope or to another
-    attended: Decisions | None  # choosing the attended or the other speech; null with one speaker
+    above: int  # number of subjects with p <= 0.05
+    null: Chance  # mean r by chance
+    match: Decisions  # between a window's own envelope and another window's
+    attended: Decisions | None  # between the attended and the other speaker; null with one speaker
     digest: str  # digest of this decoder's scores for this split in scores.json
 
 
@@ -205,18 +206,18 @@ class Result:
     stopped_early: bool  # whether patience ended the last stage
     best: Best  # best evaluation of the last stage
     report: Metrics | None  # metrics of the best weights on the report split; null if unfinished
-    caution: str | None  # why the reported numbers are not honest
+    caution: str | None  # a warning about the reported numbers
     last: Metrics | None  # metrics of the last evaluation
     target: Target | None  # null if no target was set or reached
-    stepping: "list[SteppingEvent]"  # kinds of steps taken, in order
-    clocks: Clocks  # where the time went
+    stepping: "list[SteppingEvent]"  # kinds of training steps, in order of use
+    clocks: Clocks  # time spent on each activity
     parameters: Parameters  # sizes of the model
     stages: list[Stage]  # in order; at least one
     checkpoint: str | None  # folder of the best weights, within the run's folder
     gpu_before: GpuState | None  # before training; null without a GPU
     gpu_after: GpuState | None  # after the report; null without a GPU
-    telemetry: TelemetrySummary  # load of the machine meanwhile
-    device_memory_peak: int | None  # bytes of CUDA memory of this run alone; null elsewhere
+    telemetry: TelemetrySummary  # load of the machine during the run
+    device_memory_peak: int | None  # peak CUDA memory of this run alone, in bytes; or null
     weights_digest: str | None  # digest of the reported weights; null if unfinished
     order_digest: str  # digest of the order of examples in all complete epochs
     scores: dict[str, dict[str, Scores]] | None = None  # EEG: by split and decoder
@@ -227,11 +228,11 @@ class Result:
 
 @dataclass(frozen=True)
 class Digests:
-    """digests.json: digests of a run's initial state, to compare two runs part by part."""
+    """digests.json: digests of a run's initial state, by which two runs can be compared."""
 
     data: str  # digest of the prepared data
     weights: dict[str, str]  # digest of every part of the treated model, by key
-    touched: list[str]  # keys of the parts that the treatment gave new values
+    touched: list[str]  # keys of the parts to which the treatment gave new values
     frozen: dict[str, str]  # digest of every frozen tensor, by name
 
 
@@ -250,17 +251,17 @@ class Event:
 
 @dataclass(frozen=True)
 class _Shape:
-    """Properties besides the recipe that determine the exact bits of a result."""
+    """Conditions other than the recipe that change the exact bits of a result."""
 
     device: str  # torch's name of the device, such as cuda:0
     precision: str  # float32 or bfloat16
     processes: int  # number of processes that share a batch
-    threads: int  # number of torch's CPU threads
+    threads: int  # number of CPU threads of torch
 
 
 @dataclass(frozen=True)
 class StartEvent(_Shape, Event):
-    """The first line of every file."""
+    """The first line of every events.jsonl."""
 
     kind = "start"
 
@@ -271,25 +272,25 @@ class StartEvent(_Shape, Event):
     treatment: str  # the treatment's name
     data: str  # `data.name` of the recipe
     model: str  # `model.kind` of the recipe
-    origin: dict[str, str]  # where each split comes from, and what was held out or dropped
-    caution: str | None  # why reported numbers are not honest
-    known: dict[str, float | None]  # answers known beforehand, such as the best achievable r
+    origin: dict[str, str]  # split → its source, and the examples that were held out or dropped
+    caution: str | None  # a warning about the reported numbers
+    known: dict[str, float | None]  # reference values, such as the best achievable r
 
 
 @dataclass(frozen=True)
 class ResumeEvent(_Shape, Event):
-    """A run goes on from the checkpoint of `step`; events after that step no longer count."""
+    """A run continues from the checkpoint at `step`; earlier lines of later steps do not count."""
 
     kind = "resume"
 
 
 @dataclass(frozen=True)
 class Supervised:
-    """Layers with their own losses."""
+    """The layers of a language model that have their own loss."""
 
     layers: list[int]  # counted from 1
     weights: list[float]  # the factor of each layer's loss
-    left_out: list[int]  # layers without trainable weights at or below them
+    left_out: list[int]  # requested layers without a loss: nothing at or below them is trainable
 
 
 @dataclass(frozen=True)
@@ -300,27 +301,27 @@ class StageEvent(Event):
 
     name: str  # the stage's name in the recipe, or its number
     steps: int  # maximum number of optimizer steps
-    patience: int | None  # evaluations without improvement that end it
-    train: list[str] | None  # trainable selections; null: all that are not frozen
+    patience: int | None  # number of evaluations without improvement that end the stage
+    train: list[str] | None  # selections of trainable parts; null: all that are not frozen
     freeze: list[str]  # selections that the treatment freezes
-    changed: list[str]  # old tensors that adding layers changed
+    changed: list[str]  # existing tensors whose values changed when layers were added
     added: list[str]  # prefixes of the layers that the stage adds
-    trainable: int  # trainable parameters
-    total: int  # parameters of the model
+    trainable: int  # number of trainable parameters
+    total: int  # number of parameters of the model
     lr: float | dict[str, float]  # learning rate, or rates by selection
-    best_before: StageBest | None  # best evaluation of the stage before
+    best_before: StageBest | None  # best evaluation of the previous stage
     supervise: Supervised | None  # null: only the last layer has a loss
 
 
 @dataclass(frozen=True)
 class SteppingEvent(Event):
-    """The kind of step changes from here on."""
+    """The way in which training steps are executed from here on."""
 
     kind = "stepping"
 
     how: str  # eager, compiled or captured
-    reason: str  # why this kind
-    packed: bool  # whether examples share rows
+    reason: str  # why steps are executed this way
+    packed: bool  # whether several examples are packed into one row
 
 
 @dataclass(frozen=True)
@@ -331,8 +332,8 @@ class PrefixEvent(Event):
 
     where: str  # memory or disk
     reused: bool  # whether the outputs were already on disk
-    depth: int  # number of layers
-    bytes: int  # size of the table
+    depth: int  # number of these layers
+    bytes: int  # size of the stored outputs
 
 
 @dataclass(frozen=True)
@@ -346,10 +347,10 @@ class StepEvent(Event):
     norm: list[float | None]  # gradient norm of each step before clipping; null: not finite
     ms: list[float]  # ms of each step
     rate: float  # learning rate of the last step
-    tokens: int  # total number of real tokens (EEG: samples)
-    padded: int  # total number of tokens, including padding
-    examples: int  # total number of examples
-    warmup: int  # number of first steps that the times exclude
+    tokens: int  # number of real tokens (EEG: samples) in the block
+    padded: int  # number of tokens in the block, including padding
+    examples: int  # number of examples in the block
+    warmup: int  # number of its first steps that step times exclude as warm-up
 
 
 @dataclass(frozen=True)
@@ -359,17 +360,17 @@ class EpochEvent(Event):
     kind = "epoch"
 
     epoch: int  # number within the stage, counted from 0
-    order: str  # digest of the order of examples so far
+    order: str  # digest of the order of all examples so far
     seconds: float  # s of training alone
 
 
 @dataclass(frozen=True)
 class EvaluationEvent(Event):
-    """A split was measured: for selecting weights, or for the report at the end."""
+    """The model was evaluated: to select weights, or for the report at the end."""
 
     kind = "evaluation"
 
-    split: str  # tune or report
+    split: str  # tune (selects weights) or report
     metrics: Metrics  # the selecting metric comes first
     frozen_verified: int  # number of frozen tensors that were verified as unchanged
     best: bool | None = None  # whether it is the best so far; null for the report
@@ -400,14 +401,14 @@ class FlowPart:
     """A part of a watched model: all tensors of one role in one layer."""
 
     name: str  # such as layers[0].query
-    peers: str  # group of comparable parts
+    peers: str  # parts with the same value have the same role
     stack: str  # the stack of layers it is in
     layer: int | None  # number in the stack, counted from 0
     state: str  # trainable, frozen or fixed
     tensors: list[str]  # names of its tensors
     learning: list[str]  # tensors that require a gradient
     missing: list[str]  # trainable tensors that the optimizer does not hold
-    groups: list[int]  # numbers of the optimizer's groups that hold the other tensors
+    groups: list[int]  # indices of the optimizer's groups that hold its tensors
     dtype: str  # data type of the weights
     elements: int  # number of trainable elements
 
@@ -417,21 +418,21 @@ class FlowGroup:
     """One parameter group of the optimizer of a watched run."""
 
     decay: float  # weight decay
-    momentum: float  # momentum; 0 without
-    eps: float  # the optimizer's epsilon; 0 without
-    coupled: bool  # whether decay is added to the gradient
+    momentum: float  # momentum; 0 if the optimizer has no momentum
+    eps: float  # epsilon; 0 if the optimizer has no epsilon
+    coupled: bool  # whether weight decay is added to the gradient (L2)
 
 
 @dataclass(frozen=True)
 class FlowPartsEvent(Event):
-    """Gradient flow is measured from here on: at the beginning of a stage, and after resuming."""
+    """The parts of a watched model; written when a stage begins or a run resumes."""
 
     kind = "flow_parts"
 
     stage: str  # the stage's name
     model: str  # class of the model
     optimizer: str  # class of the optimizer
-    every: int  # steps from one measured step to the next
+    every: int  # number of steps from one measured step to the next
     groups: list[FlowGroup]  # parameter groups of the optimizer
     parts: list[FlowPart]  # parts of the model
     front: list[str]  # tensors that the `ranges` of a flow event refer to
@@ -439,25 +440,29 @@ class FlowPartsEvent(Event):
 
 @dataclass(frozen=True)
 class FlowEvent(Event):
-    """One measured step; norms have one number per trainable part, in the order of `parts`."""
+    """One measured step.
+
+    Norms, distances and cosines have one number per trainable part, in the order of `parts` in the
+    latest flow_parts event. Front is the first two layers, back the last two, output the head.
+    """
 
     kind = "flow"
 
     rates: list[float | None]  # learning rate of each group
-    ends: list[float | None]  # mean of max |g| over front, back and output
+    ends: list[float | None]  # of front, back, output: mean of max |g| over their tensors
     ranges: list[float | None]  # max - min of each front tensor
     gradient: list[float | None] | None = None  # norm of the gradient, after clipping
     before_clip: list[float | None] | None = None  # norm of the gradient before clipping
     weight: list[float | None] | None = None  # norm of the weights before the step
-    update: list[float | None] | None = None  # norm of the step's change
-    distance: list[float | None] | None = None  # relative distance from the weights at the start
+    update: list[float | None] | None = None  # norm of the change that the step made
+    distance: list[float | None] | None = None  # |weights - initial| / |initial|
     weight_cosine: list[float | None] | None = None  # cosine with the initial weights
-    gradient_cosine: list[float | None] | None = None  # cosine with the gradient measured before
+    gradient_cosine: list[float | None] | None = None  # cosine with the gradient reported before
     unreached: list[str] = field(default_factory=list)  # trainable tensors without a gradient
-    broken: list[int] = field(default_factory=list)  # numbers of parts with a NaN or infinity
-    dead: dict[str, float | None] = field(default_factory=dict)  # share of units by module, 0 to 1
-    saturated: dict[str, float | None] = field(default_factory=dict)  # share of saturated units
-    entropy: dict[str, list[float | None]] = field(default_factory=dict)  # attention's, by head
+    broken: list[int] = field(default_factory=list)  # indices of parts with NaN or infinity
+    dead: dict[str, float | None] = field(default_factory=dict)  # module → share of dead units
+    saturated: dict[str, float | None] = field(default_factory=dict)  # module → saturated share
+    entropy: dict[str, list[float | None]] = field(default_factory=dict)  # attention → of heads
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""One run as text: its settings, its result, its clocks and its stages, or all of it as JSON."""
+"""One run as text: its settings, result, clocks, stages and environment, or all as JSON."""
 
 import contextlib
 import json
@@ -25,11 +25,6 @@ from frostlab.records.schema import (
 )
 from frostlab.text import NONE, columns, hms, number, plain, typed
 
-# All runs
-
-
-# One run
-
 
 @dataclass(frozen=True)
 class _Run:
@@ -37,16 +32,16 @@ class _Run:
 
     summary: Summary
     result: Result | None
-    events: list[Event]  # valid events
+    events: list[Event]  # without events that a resumed run repeated
     damaged_events: list[str]  # the reason for each unreadable line
     recipe: dict[str, Any] | None
-    recipe_file_digest: str | None
-    differences: dict[str, Any] | None  # differences from the defaults, by dotted key
+    recipe_file_digest: str | None  # of recipe.yaml as it is now
+    differences: dict[str, Any] | None  # settings that are not the default, by dotted key
     environment: dict[str, Any] | None
 
 
 def show_json(folder: Path) -> dict[str, Any]:
-    """Return the contents of a run's files as plain values, None if absent or damaged."""
+    """Return the contents of a run's files as plain values; None for absent or damaged files."""
     run = _read(folder)
     evaluations = [asdict(event) for event in run.events if isinstance(event, EvaluationEvent)]
     return {
@@ -86,7 +81,7 @@ def show(folder: Path) -> str:
 
 
 def stages_table(stages: list[Stage]) -> list[str]:
-    """Return a header and a line for each stage; no lines for a single stage."""
+    """Return a header and a line for each stage; nothing if there is only one stage."""
     if len(stages) < 2:
         return []
     head = ["stage", "trainable", "of", "steps", "epochs", "best at", "best", "seconds", "ended"]
@@ -212,7 +207,7 @@ def _parameters(counts: Parameters | None) -> list[str]:
 
 
 def _machine(result: Result) -> list[str]:
-    """Return the run's measured use of the machine."""
+    """Return the measured load, memory and power of the machine during the run."""
     telemetry, gibibyte = result.telemetry, 2**30
     lines = [
         ("memory", _scaled(telemetry.host_peak_bytes, gibibyte, "GiB at most")),
@@ -248,7 +243,7 @@ def _read(folder: Path) -> _Run:
     if not is_run(folder):
         raise BadInput(f"{folder} is not a run: it has neither {EVENTS} nor {RESULT}")
     result = None
-    with contextlib.suppress(OSError, BadInput):  # the summary shows the reason
+    with contextlib.suppress(OSError, BadInput):  # the summary's `error` gives the reason
         result = result_of(folder)
     events, damaged = _events(folder)
     recipe = _recipe(folder)
@@ -262,7 +257,7 @@ def _read(folder: Path) -> _Run:
 
 
 def _events(folder: Path) -> tuple[list[Event], list[str]]:
-    """Return the valid events, and the reason for each complete line that cannot be read."""
+    """Return the events, and the reason for each complete line that cannot be read."""
     try:
         lines = (folder / EVENTS).read_bytes().split(b"\n")[:-1]
     except OSError:
@@ -292,14 +287,15 @@ def _recipe(folder: Path) -> dict[str, Any] | None:
 def _differences(recipe: dict[str, Any] | None) -> tuple[dict[str, Any] | None, str | None]:
     """Return a recipe's non-default settings by dotted key, and its digest.
 
-    For a recipe that is no longer valid, return all its settings, and None.
+    For a recipe that this version refuses, return all its settings, and None as the digest.
     """
     if recipe is None:
         return None, None
     from frostlab.recipe.recipe import Recipe
 
     try:
-        checked = Recipe.model_validate_json(json.dumps(recipe))  # strict: JSON has no tuples
+        # validated as JSON, because strict models accept lists as tuples only there
+        checked = Recipe.model_validate_json(json.dumps(recipe))
     except (TypeError, ValueError):
         return dict(_dotted(recipe)), None
     return dict(_dotted(checked.model_dump(mode="json", exclude_defaults=True))), checked.digest

@@ -1,4 +1,4 @@
-"""Telemetry: GPU state through NVML, and samples of GPU and host load during a run."""
+"""Telemetry: samples of GPU load, read through NVML, and of host load during a run."""
 
 import importlib
 import os
@@ -16,7 +16,7 @@ import psutil  # type: ignore[import-untyped]
 
 from frostlab.errors import BadInput
 
-_KEPT = 8192  # maximum number of values kept per quantity, for its median
+_KEPT = 8192  # fewer values than this are kept per quantity, to compute its median
 
 
 class NoGpu(Exception):
@@ -24,16 +24,19 @@ class NoGpu(Exception):
 
 
 def wanted_gpu(device: str) -> tuple[int | str, ...]:
-    """Translate torch's `cuda:N` to NVML indices or UUIDs; call this on the training thread."""
+    """Return the NVML indices or UUIDs that torch's device `cuda:N` can have.
+
+    Call this on the training thread, because torch's current device belongs to a thread.
+    """
     kind, _, number = device.partition(":")
     if kind != "cuda":
         raise NoGpu(f"no CUDA device: the run is on {device}")
     if number and not number.isdecimal():
-        raise NoGpu(f"no CUDA device: {device!r} names none")
+        raise NoGpu(f"no CUDA device: {device!r} is not a device name")
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         index = int(number) if number else torch.cuda.current_device()
-        # CUDA may number GPUs by speed, NVML by bus; the UUID is the same in both.
+        # CUDA may number GPUs by speed, NVML by bus position; both know the UUID.
         uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
         if uuid is not None:
             return (f"GPU-{uuid}", f"MIG-{uuid}")
@@ -41,18 +44,18 @@ def wanted_gpu(device: str) -> tuple[int | str, ...]:
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         return (index,)
-    seen: list[int | str] = []
+    visible: list[int | str] = []
     for word in (word.strip() for word in listed.split(",")):
         if not (word.isdecimal() or word.startswith(("GPU-", "MIG-"))):
             break  # as in CUDA, entries after an invalid one are not visible
-        seen.append(int(word) if word.isdecimal() else word)
-    if index >= len(seen):
+        visible.append(int(word) if word.isdecimal() else word)
+    if index >= len(visible):
         raise NoGpu(f"no CUDA device {index} in CUDA_VISIBLE_DEVICES={listed}")
-    return (seen[index],)
+    return (visible[index],)
 
 
 class Gpu:
-    """One GPU, read through NVML; a value that NVML cannot read raises its own error."""
+    """One GPU, read through NVML; a query that fails raises NVMLError."""
 
     def __init__(self, wanted: tuple[int | str, ...]) -> None:
         """Open the first GPU of `wanted` (indices or UUIDs) that NVML knows."""
@@ -76,19 +79,19 @@ class Gpu:
                 return nvml.nvmlDeviceGetHandleByIndex(choice)
             if not choice.startswith("GPU-"):
                 return nvml.nvmlDeviceGetHandleByUUID(choice)
-            every = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
+            handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
             # CUDA accepts a prefix of a UUID if it matches only one GPU.
-            alike = [h for h in every if nvml.nvmlDeviceGetUUID(h).startswith(choice)]
-            return alike[0] if len(alike) == 1 else None
+            matches = [h for h in handles if nvml.nvmlDeviceGetUUID(h).startswith(choice)]
+            return matches[0] if len(matches) == 1 else None
         except nvml.NVMLError:
             return None
 
     def ask(self, question: str, *arguments: Any) -> Any:
-        """Call an NVML function about this GPU."""
+        """Call the NVML function of this name for this GPU."""
         return getattr(self.nvml, question)(self._device, *arguments)
 
     def clock(self, domain: str = "SM", question: str = "nvmlDeviceGetClockInfo") -> float:
-        """Return the clock of the domain SM or MEM in MHz."""
+        """Return the clock of a domain, SM or MEM, in MHz."""
         return float(self.ask(question, getattr(self.nvml, f"NVML_CLOCK_{domain}")))
 
     def power(self) -> float:
@@ -97,7 +100,7 @@ class Gpu:
 
     def temperature(self) -> float:
         """Return the temperature in degrees Celsius."""
-        old = hasattr(self.nvml, "nvmlDeviceGetTemperature")  # deprecated, to be removed in CUDA 14
+        old = hasattr(self.nvml, "nvmlDeviceGetTemperature")  # deprecated: CUDA 14 removes it
         name = "nvmlDeviceGetTemperature" if old else "nvmlDeviceGetTemperatureV"
         return float(self.ask(name, self.nvml.NVML_TEMPERATURE_GPU))
 
@@ -107,7 +110,7 @@ class Gpu:
 
 
 class _Series:
-    """Statistics of one quantity: exact count, mean and extremes; thinned values for the median."""
+    """Statistics of one quantity; the median is computed from a subset of evenly spaced values."""
 
     def __init__(self) -> None:
         self.n, self._sum, self._min, self._max = 0, 0.0, float("inf"), float("-inf")
@@ -130,7 +133,7 @@ class _Series:
 
 
 class Telemetry:
-    """Context manager that samples GPU and host load on a thread; its errors never stop the run."""
+    """Context manager that samples GPU and host load on a thread; no error there stops the run."""
 
     def __init__(self, device: str = "cpu", interval: float = 1.0) -> None:
         if not interval > 0:
@@ -143,16 +146,16 @@ class Telemetry:
             "load_1min": lambda: os.getloadavg()[0],
             "process_rss_bytes": lambda: float(self._process.memory_info().rss),
         }
-        self._shares: dict[str, Callable[[], float]] = {  # percentages since the last query
+        self._percentages: dict[str, Callable[[], float]] = {  # each since its previous reading
             "process_cpu_percent": lambda: float(self._process.cpu_percent(None)),
             "system_cpu_percent": lambda: float(psutil.cpu_percent(None)),
         }
-        self._series = {name: _Series() for name in (*self._read, *self._shares)}
+        self._series = {name: _Series() for name in (*self._read, *self._percentages)}
         self._samples, self._errors, self._cost = 0, 0, 0.0
         self._last_error: str | None = None
         self._wanted: tuple[int | str, ...] = ()
         self._gpu_reason: str | None = None
-        self._power: tuple[float, float] | None = None  # time, watts
+        self._power: tuple[float, float] | None = None  # time and watts of the last reading
         self._joules, self._began, self._ended = 0.0, time.monotonic(), float("inf")
 
     def __enter__(self) -> Self:
@@ -185,7 +188,7 @@ class Telemetry:
                 "last_error": self._last_error,
                 "gpu_reason": self._gpu_reason,
                 "gpu_energy_joules": None if self._power is None else self._joules,
-                # since the process began; the kernel's peak may lag behind the samples
+                # since the process began; the kernel's own peak may be older than the last sample
                 "host_peak_bytes": int(max(peak, series["process_rss_bytes"]["max"] or 0)),
                 "sampling_cpu_seconds": self._cost,
                 **series,
@@ -194,13 +197,14 @@ class Telemetry:
     def _run(self) -> None:
         if self._wanted:
             self._open_gpu()
-        self._sample(self._shares, keep=False)  # the first value of a percentage is meaningless
-        asked, last = time.monotonic(), False
+        self._sample(self._percentages, keep=False)  # the first one has no previous reading
+        percentages_read, last = time.monotonic(), False
         while True:
             self._sample(self._read)
-            if (now := time.monotonic()) - asked >= self._interval / 2:
-                self._sample(self._shares)
-                asked = now
+            # a percentage over a much shorter time would be noise
+            if (now := time.monotonic()) - percentages_read >= self._interval / 2:
+                self._sample(self._percentages)
+                percentages_read = now
             with self._lock:
                 self._samples += 1
                 self._cost = time.thread_time()  # this thread's total, including opening NVML
@@ -225,6 +229,7 @@ class Telemetry:
             self._read |= readers
 
     def _add_energy(self, watts: float) -> float:
+        """Add the energy since the last reading, by the trapezoidal rule; return the power."""
         now = time.monotonic()
         since, before = self._power or (now, watts)
         self._joules += (now - since) * (before + watts) / 2
@@ -238,7 +243,7 @@ class Telemetry:
             except Exception as error:
                 self._fail(name, str(error) or type(error).__name__)
                 if type(error).__name__ == "NVMLError_NotSupported":
-                    del readers[name]  # never supported: count one error
+                    del readers[name]  # it will fail every time: count it once
                 continue
             if keep:
                 with self._lock:
@@ -250,12 +255,12 @@ class Telemetry:
             self._last_error = f"{name}: {reason}"
 
 
-_BUSY = 0.1  # share of all cores
+_BUSY = 0.1  # other processes may use this fraction of all cores before timings are unreliable
 
 
 @dataclass(frozen=True)
 class Watched:
-    """Load that other processes put on the machine, and the sampled telemetry."""
+    """The load that other processes put on the machine, and a summary of the telemetry."""
 
     cores: int
     cores_of_others: float | None  # mean number of cores busy with other processes; None: unknown
@@ -263,7 +268,7 @@ class Watched:
     telemetry: dict[str, Any]
 
     def complaints(self) -> list[str]:
-        """Return the reasons why a timing on this busy machine is not reliable."""
+        """Return the reasons why timings on this machine are not reliable; empty if it was idle."""
         reasons = []
         if self.cores_of_others is not None and self.cores_of_others > _BUSY * self.cores:
             reasons.append(
@@ -279,7 +284,7 @@ class Watched:
 
 
 class Watching:
-    """Context manager that watches for other processes."""
+    """Context manager that measures the load of other processes while it is open."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -296,7 +301,7 @@ class Watching:
         self._on_gpu.append(others_on_gpu(self._device))
 
     def watched(self) -> Watched:
-        """Return all observations."""
+        """Return the measured load."""
         telemetry = self._telemetry.summary()
         cores = psutil.cpu_count() or 1
         ours, total = (telemetry[f"{key}_cpu_percent"]["mean"] for key in ("process", "system"))
@@ -308,10 +313,13 @@ class Watching:
 
 
 def others_on_gpu(device: str) -> int | None:
-    """Return the number of other processes on the GPU; a container's process ids differ."""
+    """Return the number of other processes on the GPU, or None if it is unknown.
+
+    One process is subtracted for this one: in a container, NVML knows it by another id.
+    """
     try:
         gpu = Gpu(wanted_gpu(device))
-        on_it = {p.pid for p in gpu.ask("nvmlDeviceGetComputeRunningProcesses")}
+        pids = {p.pid for p in gpu.ask("nvmlDeviceGetComputeRunningProcesses")}
     except Exception:  # drivers raise many types of errors
         return None
-    return max(0, len(on_it) - 1)
+    return max(0, len(pids) - 1)
