@@ -77,7 +77,7 @@ def test_inspect_a_recipe_with_adapters(in_this_process: Command) -> None:
         ("eeg-cocktail", "64 channels and 71 subjects (assumed)"),
         (
             "sst2-bert",
-            "bert-base-uncased (not at hand; bert's default config is assumed), 2 classes",
+            "bert-base-uncased (not available; bert's default config is assumed), 2 classes",
         ),
     ],
 )
@@ -118,8 +118,8 @@ def test_inspect_shows_every_kind(name: str, in_this_process: Command) -> None:
         (("inspect", "deepseek_v2"), "low-rank attention"),
         (("inspect", "detr"), "frostlab: "),
         (("inspect", "x" * 300), "is not a folder, an architecture"),
-        (("inspect", "/nope"), "/nope does not exist; no name like it is in /\n"),
-        (("inspect", "/nope/deep"), "/nope/deep does not exist; there is nothing below /\n"),
+        (("inspect", "/nope"), "/nope does not exist; / has no similar name\n"),
+        (("inspect", "/nope/deep"), "/nope/deep does not exist; only / exists\n"),
         (("inspect", "somebody/xopt"), "or a model on the hub"),
         (("inspect", "gpt2", "--length", "0"), "--length"),
         (("inspect", "imdb-gtp"), "did you mean `imdb-gpt`?"),

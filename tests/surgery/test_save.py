@@ -202,8 +202,8 @@ DAMAGE = {
     "has format 9": lambda d: corrupt_manifest(d, lambda m: m.update(format=9)),
     "is missing": lambda d: next(d.glob("*.safetensors")).unlink(),
     "truncated or changed": lambda d: _truncate(next(d.glob("*.safetensors"))),
-    "made again, differs": lambda d: corrupt_manifest(d, _other_seed),
-    "lacks or adds": lambda d: corrupt_manifest(d, lambda m: m["frozen"].popitem()),
+    "regenerated, differs": lambda d: corrupt_manifest(d, _other_seed),
+    "has no value for": lambda d: corrupt_manifest(d, lambda m: m["frozen"].popitem()),
     "saved from another": lambda d: corrupt_manifest(
         d, lambda m: m["architecture"].update({"h.0.ln_1.weight": [64]})
     ),
@@ -284,7 +284,7 @@ def test_frozen_statistics_are_checked_or_stored(tmp_path: Path) -> None:
 def test_foreign_targets_are_not_overwritten(tmp_path: Path) -> None:
     model, _ = trained("gpt2")
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(fl.BadInput, match="holds something else"):
+    with pytest.raises(fl.BadInput, match="holds other files"):
         fl.save_trainable(model, tmp_path)
     with pytest.raises(fl.BadInput, match="is a file"):
         fl.save_trainable(model, tmp_path / "notes.txt")
@@ -330,7 +330,7 @@ def test_a_tied_language_model_stays_tied(tmp_path: Path) -> None:
 def test_bad_targets_of_an_export_are_refused(tmp_path: Path) -> None:
     model, _ = build("bert")
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(fl.BadInput, match="holds something else"):
+    with pytest.raises(fl.BadInput, match="holds other files"):
         fl.export(model, tmp_path)
     with pytest.raises(fl.BadInput, match="is a file"):
         fl.export(model, tmp_path / "notes.txt")

@@ -9,15 +9,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Packing:
-    """The positions of N sequences packed into one row of T tokens; the row ends with filler.
+    """The positions of N sequences packed into one row of T tokens.
 
-    An empty sequence has no tokens and stands for a missing example.
+    Filler tokens after the last sequence complete the row. An empty sequence has no tokens and
+    stands for a missing example.
     """
 
     bounds: Tensor  # (N + 2,) int32: sequence i is bounds[i]:bounds[i + 1]; the last is filler
     owners: Tensor  # (T,) the sequence index of each token; N for filler
     places: Tensor  # (T,) the position of each token in its sequence
-    longest: int  # an upper bound on the length of the sequences and the filler
+    longest: int  # an upper bound on the length of each sequence and of the filler
 
     @property
     def firsts(self) -> Tensor:
@@ -25,7 +26,10 @@ class Packing:
         return self.bounds[:-2].clamp(max=len(self.owners) - 1)
 
     def lasts(self, counts: Tensor) -> Tensor:
-        """Return (N,): the index of each sequence's last token where `counts`, (T,), is true."""
+        """Return the index of each sequence's last token with a true value in `counts`: (N,).
+
+        Without such a token it is the first token. `counts` has shape (T,).
+        """
         indices = torch.arange(len(self.owners), device=self.owners.device)
         indices = torch.where(counts, indices, self.bounds[self.owners])
         lasts = torch.zeros(len(self.bounds) - 1, dtype=torch.long, device=indices.device)
@@ -53,8 +57,9 @@ def attend(
 ) -> Tensor:
     """Attend with tensors of shape (B, heads, T, size), and return (B, T, heads, size).
 
-    With fewer key/value heads than query heads, groups of query heads share a key/value head. A
-    mask replaces `causal`; a packing restricts attention to each sequence.
+    With fewer key/value heads than query heads, groups of query heads share a key/value head. If
+    a mask is given, `causal` is ignored. A packing needs B = 1 and restricts attention to tokens of
+    the same sequence; the mask is ignored then.
     """
     if key.shape[1] < query.shape[1]:
         groups = query.shape[1] // key.shape[1]
@@ -65,9 +70,9 @@ def attend(
             query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, scale=scale
         )
         return mixed.transpose(1, 2)
-    rows = tuple(x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, heads, size)
-    attend_packed = _in_one_kernel if _has_kernel(rows[0]) else _as_batch
-    return attend_packed(rows, packing, causal, dropout, scale).unsqueeze(0)
+    packed = tuple(x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, heads, size)
+    attend_packed = _in_one_kernel if _has_kernel(packed[0]) else _as_batch
+    return attend_packed(packed, packing, causal, dropout, scale).unsqueeze(0)
 
 
 def _has_kernel(query: Tensor) -> bool:
@@ -77,26 +82,26 @@ def _has_kernel(query: Tensor) -> bool:
 
 
 def _in_one_kernel(
-    rows: tuple[Tensor, ...], packing: Packing, causal: bool, dropout: float, scale: float | None
+    packed: tuple[Tensor, ...], packing: Packing, causal: bool, dropout: float, scale: float | None
 ) -> Tensor:
     """Call the kernel of torch's varlen_attn directly, because varlen_attn has no dropout."""
     bounds, longest = packing.bounds, packing.longest
     return torch.ops.aten._flash_attention_forward(
-        *rows, bounds, bounds, longest, longest, dropout, causal, False, scale=scale
+        *packed, bounds, bounds, longest, longest, dropout, causal, False, scale=scale
     )[0]
 
 
 def _as_batch(
-    rows: tuple[Tensor, ...], packing: Packing, causal: bool, dropout: float, scale: float | None
+    packed: tuple[Tensor, ...], packing: Packing, causal: bool, dropout: float, scale: float | None
 ) -> Tensor:
     """Attend with the sequences as a padded batch, and mask the padding."""
-    places = torch.arange(packing.longest, device=rows[0].device)
+    places = torch.arange(packing.longest, device=packed[0].device)
     indices = packing.bounds[:-1, None] + places  # (N + 1, longest)
     real = indices < packing.bounds[1:, None]
     indices = torch.where(real, indices, 0)
     query, key, value = (
         x.index_select(0, indices.flatten()).unflatten(0, indices.shape).transpose(1, 2)
-        for x in rows
+        for x in packed
     )  # each (N + 1, heads, longest, size)
     visible = (real | (places == 0))[:, None, None, :]  # empty sequences see one key, to avoid NaN
     if causal:
@@ -104,5 +109,5 @@ def _as_batch(
     mixed = F.scaled_dot_product_attention(
         query, key, value, attn_mask=visible, dropout_p=dropout, scale=scale
     )
-    back = packing.owners * packing.longest + packing.places
-    return mixed.transpose(1, 2).flatten(0, 1).index_select(0, back)
+    in_batch = packing.owners * packing.longest + packing.places  # index of each token in the batch
+    return mixed.transpose(1, 2).flatten(0, 1).index_select(0, in_batch)

@@ -1,7 +1,7 @@
 """Construction of models, from a recipe or by name.
 
-The weights of a recipe's model are drawn from its seed or read from a Hugging Face checkpoint. A
-model built by name has no weights.
+The weights of a recipe's model are drawn from the recipe's seed or read from a Hugging Face
+checkpoint. A blueprint is a model on the meta device, without values for its weights.
 """
 
 import os
@@ -26,7 +26,7 @@ from frostlab.recipe.data import Docstrings, Named, PretrainedTokenizer, Simulat
 from frostlab.recipe.model import ConformerModel, DecoderModel, GPTModel, PretrainedModel
 from frostlab.recipe.recipe import Recipe
 
-OWN: dict[str, tuple[Any, Any]] = {
+OWN: dict[str, tuple[Any, Any]] = {  # name → model class, config class
     "gpt": (GPT, GPTConfig),
     "decoder": (Decoder, DecoderConfig),
     "conformer": (Conformer, ConformerConfig),
@@ -83,11 +83,14 @@ def _pretrained(
     if classes:
         config.num_labels = classes
     text = config.get_text_config()
-    if not settings.weights or text.pad_token_id is None:  # some heads read the token before it
+    if not settings.weights or text.pad_token_id is None:
+        # some classifiers read the last token before the padding
         text.pad_token_id = pad
-    room = getattr(text, "max_position_embeddings", None)
-    if isinstance(room, int) and 0 < room < length:
-        raise BadInput(f"model.name {settings.name} has {room} positions; data.length is {length}")
+    positions = getattr(text, "max_position_embeddings", None)
+    if isinstance(positions, int) and 0 < positions < length:
+        raise BadInput(
+            f"model.name {settings.name} has {positions} positions; data.length is {length}"
+        )
     if not settings.weights and vocabulary > text.vocab_size:
         text.vocab_size = vocabulary
     elif vocabulary > text.vocab_size:
@@ -121,12 +124,12 @@ def _is_causal(config: Any) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     encoder = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    two_sided = getattr(config, "is_encoder_decoder", False)  # its decoder is causal
-    return bool(not encoder or two_sided or getattr(config, "is_decoder", False))
+    encoder_decoder = getattr(config, "is_encoder_decoder", False)  # its decoder is causal
+    return bool(not encoder or encoder_decoder or getattr(config, "is_decoder", False))
 
 
 def _apply_settings(config: Any, settings: PretrainedModel) -> None:
-    """Apply the recipe's `model.config` to the config."""
+    """Set the values of the recipe's `model.config` in a Hugging Face config."""
     defaults = config.to_dict()
     for key, value in settings.config.items():
         if key not in defaults:
@@ -141,10 +144,10 @@ def _apply_settings(config: Any, settings: PretrainedModel) -> None:
 
 
 def blueprint(name: str) -> tuple[nn.Module, str]:
-    """Build a model without weights, on the meta device; return it and the source of its config.
+    """Build a model on the meta device; return it and the source of its config.
 
     The name is one of frostlab's own models (gpt, decoder, conformer), a folder with a config,
-    an architecture of transformers (its default config, offline) or a model on the hub. No
+    an architecture of transformers, which has a default config, or a model on the hub. No
     weights are read or downloaded.
     """
     if name in OWN:
@@ -158,11 +161,13 @@ def blueprint(name: str) -> tuple[nn.Module, str]:
     except BadInput:
         raise
     except Exception as error:  # transformers raises errors of many kinds
-        raise BadInput(f"{name}: its config builds no model ({first_line(error)})") from None
+        raise BadInput(
+            f"{name}: no model can be built from its config ({first_line(error)})"
+        ) from None
 
 
 def recipe_blueprint(recipe: Recipe) -> tuple[nn.Module, str]:
-    """Build a recipe's model on the meta device, and describe the sizes that depend on the data.
+    """Build a recipe's model on the meta device; return it and a description of its sizes.
 
     No data are read. If the recipe does not fix the vocabulary, the classes, or the EEG channels
     and subjects, a typical size is used and the description says "assumed".
@@ -205,12 +210,12 @@ def _config_at_hand(name: str) -> tuple[str, str]:
         architecture = "" if looks_like_path(name) or Path(name).exists() else _beginning(name)
         if not architecture:
             raise
-        return architecture, f" (not at hand; {architecture}'s default config is assumed)"
+        return architecture, f" (not available; {architecture}'s default config is assumed)"
     return name, ""
 
 
 def _vocabulary(recipe: Recipe) -> tuple[int, str]:
-    """Return the size of a recipe's vocabulary, and how certain it is."""
+    """Return the size of a recipe's vocabulary, and a note if the size is not certain."""
     if isinstance(recipe.data, Synthetic):
         return synthetic_vocabulary(recipe.data), ""
     tokenizer = tokenizer_settings(recipe)
@@ -219,13 +224,13 @@ def _vocabulary(recipe: Recipe) -> tuple[int, str]:
             return int(find_config(tokenizer.name)[0].get_text_config().vocab_size), ""
         except BadInput:  # the tokenizer's config is not available
             return GPTConfig().vocabulary, _ASSUMED
-    if tokenizer.size is None:  # the number of words in the training split
+    if tokenizer.size is None:  # then it is the number of words in the training split
         return DecoderConfig().vocabulary, _ASSUMED
     return tokenizer.size, _AT_MOST
 
 
 def _classes(recipe: Recipe) -> tuple[int, str]:
-    """Return the number of classes (0 without classification), and how certain it is."""
+    """Return the number of classes (0 without classification), and a note if it is not certain."""
     data = recipe.data
     if data.task != "classification":
         return 0, ""
@@ -268,7 +273,7 @@ def find_config(name: str) -> tuple[Any, str]:
 
 
 def looks_like_path(name: str) -> bool:
-    """Return whether a name must be a path; hub names have at most one slash, inside."""
+    """Return whether a name can only be a path: a hub name is `name` or `user/name`."""
     return name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith("/")
 
 
@@ -278,16 +283,16 @@ def nearest_path(path: Path) -> str:
     if folder is None:
         return ""
     if folder != path.parent:
-        return f"; there is nothing below {folder}"
+        return f"; only {folder} exists"
     try:
         names = sorted(entry.name for entry in folder.iterdir())
     except OSError:  # the folder is not readable
         return ""
-    return nearest(path.name, names, 0.7) or f"; no name like it is in {folder}"
+    return nearest(path.name, names, 0.7) or f"; {folder} has no similar name"
 
 
 def hub_answers() -> bool:
-    """Return whether the hub's host name resolves; otherwise transformers would retry."""
+    """Return whether the hub's host name resolves; offline, transformers would retry."""
     from huggingface_hub import constants
 
     host = urlsplit(constants.ENDPOINT).hostname
@@ -298,10 +303,7 @@ def hub_answers() -> bool:
 
 
 def _nearest_architecture(name: str, architectures: Iterable[str]) -> str:
-    """Return a hint with the architecture that a name begins with, or the most similar one.
-
-    `bert-base-uncased` begins with `bert`; the longest matching architecture is used.
-    """
+    """Return a hint with the architecture that a name begins with, or the most similar one."""
     choices, last = [*architectures, *OWN], name.rpartition("/")[2].lower()
     begins = _beginning(name)
     if begins or "/" in name:  # a user's model on the hub is not a misspelt architecture
@@ -310,7 +312,7 @@ def _nearest_architecture(name: str, architectures: Iterable[str]) -> str:
 
 
 def _beginning(name: str) -> str:
-    """Return the longest architecture that a model's name begins with, or ""."""
+    """Return the longest architecture that a name begins with (bert-base-uncased → bert), or ""."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     last = name.rpartition("/")[2].lower()
@@ -319,7 +321,7 @@ def _beginning(name: str) -> str:
 
 
 def _model_class(config: Any) -> Any:
-    """Return the class named in the config, or else the model type's pretraining class."""
+    """Return the class named in the config, or else the first class for the config's model type."""
     import transformers
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,

@@ -1,7 +1,7 @@
 """Conformer for EEG, which decodes a speech envelope sample by sample (docs/conformer.md).
 
-The layers follow Gulati et al. (2020); the residual around the stack, the gradient scale and
-the head are options of the config.
+The layers follow Gulati et al. (2020). The config sets the head, the residual connection around
+the whole stack of layers, and the factor by which the gradient into the stack is scaled.
 """
 
 import math
@@ -40,12 +40,12 @@ class ConformerConfig:
     hidden: int = 1024  # hidden units of each feed-forward network
     kernel: int = 31  # kernel size of the depthwise convolution, in samples
     dropout: float = 0.3
-    residual: Residual = "gated"  # residual around the stack
+    residual: Residual = "gated"  # residual connection around the stack
     gate_bias: float = 0.0  # initial gate bias: 0 is half open, 4 passes almost only the stack
-    gradient_scale: float = 2.0  # scale of the gradient into the stack, not into the residual
+    gradient_scale: float = 2.0  # factor of the gradient into the stack, not into the residual
     head: Head = "mlp"
     norm: Norm = "batch"  # norm in the convolution module
-    attention: Attending = "plain"  # plain: sinusoids are added once, before the stack
+    attention: Attending = "plain"  # plain: sinusoidal positions are added before the stack
     unseen: Unseen = "mean"  # embedding of an unseen subject: the mean of all subjects, or zeros
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ def sinusoids(places: Tensor, width: int) -> Tensor:
 
 
 def distances(length: int, device: torch.device) -> Tensor:
-    """Return all distances from a query back to a key: length − 1 down to 1 − length."""
+    """Return all distances i − j between a query i and a key j: length − 1 down to 1 − length."""
     return torch.arange(length - 1, -length, -1, device=device)
 
 
@@ -104,7 +104,11 @@ class Attention(nn.Module):
             self.place_bias = nn.Parameter(torch.zeros(self.heads, width // self.heads))
 
     def forward(self, x: Tensor, places: Tensor | None) -> Tensor:
-        """Attend over (B, T, width); relative positions need the sinusoids of all distances."""
+        """Attend over (B, T, width).
+
+        Args:
+            places: the sinusoids of all distances, (2T − 1, width), for relative positions only.
+        """
         qkv = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1))
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, T, size)
         bias = None
@@ -116,7 +120,7 @@ class Attention(nn.Module):
         return F.dropout(self.out(mixed.flatten(2)), self.dropout, self.training)
 
     def _bias(self, query: Tensor, places: Tensor) -> Tensor:
-        """Return (B, heads, T, T): the score of each query for the distance to each key."""
+        """Return the score of each query for its distance to each key: (B, heads, T, T)."""
         keys = self.position(places).unflatten(-1, (self.heads, -1))  # (2T − 1, heads, size)
         scores = (query + self.place_bias[:, None].to(query.dtype)) @ keys.permute(1, 2, 0)
         bias = by_distance(scores) * query.shape[-1] ** -0.5
@@ -124,9 +128,11 @@ class Attention(nn.Module):
 
 
 def by_distance(scores: Tensor) -> Tensor:
-    """Turn (…, T, 2T − 1), where [i, d] has distance T − 1 − d, into (…, T, T) with distance i − j.
+    """Turn scores per distance, (…, T, 2T − 1), into scores per key, (…, T, T).
 
-    Row i must shift left by T − 1 − i: pad one column on the left, then reshape to shorter rows.
+    Entry [i, d] of the input has distance T − 1 − d, and entry [i, j] of the result has distance
+    i − j, so row i must shift left by T − 1 − i. Padding one column on the left, dropping the first
+    T values and cutting rows of length 2T − 1 again shifts each row by one less than the row above.
     """
     length = scores.shape[-2]
     shifted = F.pad(scores, (1, 0)).flatten(-2).unflatten(-1, (2 * length, length))
@@ -144,9 +150,9 @@ class Depthwise(nn.Conv1d):
         super().__init__(width, width, kernel, padding=kernel // 2, groups=width)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, weight = x.transpose(1, 2)[:, :, None], self.weight[:, :, None]
+        image, weight = x.transpose(1, 2)[:, :, None], self.weight[:, :, None]
         padding = (0, self.weight.shape[-1] // 2)
-        mixed = F.conv2d(rows, weight, self.bias, padding=padding, groups=self.groups)
+        mixed = F.conv2d(image, weight, self.bias, padding=padding, groups=self.groups)
         return mixed[:, :, 0].transpose(1, 2)
 
 
@@ -169,7 +175,7 @@ class Convolution(nn.Module):
             x = self.middle(x.transpose(1, 2)).transpose(1, 2)
         elif isinstance(self.middle, nn.LayerNorm):
             x = self.middle(x)
-        else:  # statistics over all samples of the batch
+        else:  # BatchNorm, with statistics over all time samples of the batch
             x = self.middle(x.flatten(0, 1)).view_as(x)
         return F.dropout(self.leave(F.silu(x)), self.dropout, self.training)
 
@@ -181,7 +187,10 @@ def _norm(kind: Norm, width: int) -> nn.Module:
 
 
 class ConformerLayer(nn.Module):
-    """Residual attention and convolution between two half-step feed-forwards, then a norm."""
+    """Feed-forward network, attention, convolution and feed-forward network, then a norm.
+
+    The output of each is added to its input, for the feed-forward networks with the factor 0.5.
+    """
 
     def __init__(self, config: ConformerConfig) -> None:
         super().__init__()
@@ -213,7 +222,7 @@ class ConvolutionBlock(nn.Module):
 
 
 class ChannelAttention(nn.Module):
-    """Squeeze-and-excitation: channel weights from the channel means (Hu et al. 2018)."""
+    """Squeeze-and-excitation: channel weights from the channels' means (Hu et al. 2018)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -229,7 +238,10 @@ class ChannelAttention(nn.Module):
 
 
 class Gate(nn.Module):
-    """A gate per channel between the stack's output and input, from the output's mean."""
+    """A gate per channel that mixes the stack's output and input.
+
+    It is computed from the output's mean over time.
+    """
 
     def __init__(self, width: int, bias: float) -> None:
         super().__init__()
@@ -269,7 +281,7 @@ class Conformer(nn.Module):
         super().__init__()
         self.config = config
         width = config.width
-        inputs = (config.channels, width, width)
+        inputs = (config.channels, width, width)  # input channels of the convolutions
         self.cnn = nn.Sequential(
             *(
                 ConvolutionBlock(channels, width, kernel, config.dropout)
@@ -285,7 +297,10 @@ class Conformer(nn.Module):
         self.head = _head(config)
 
     def forward(self, eeg: Tensor, subject: Tensor | None = None) -> Tensor:
-        """Decode (B, T, channels) of subjects (B,) into (B, T); None: all subjects are unseen."""
+        """Decode EEG (B, T, channels) of subjects (B,) into envelopes (B, T).
+
+        Without subjects, all are treated as unseen.
+        """
         into = self.embed(eeg, subject)
         places = None
         if self.config.attention == "relative":
@@ -299,7 +314,7 @@ class Conformer(nn.Module):
         return envelope.to(torch.promote_types(envelope.dtype, torch.float32))
 
     def embed(self, eeg: Tensor, subject: Tensor | None) -> Tensor:
-        """Return the stack's input (B, T, width): features plus embeddings of subject and time."""
+        """Return the stack's input (B, T, width): features plus subject and position embeddings."""
         if eeg.dim() != 3:
             raise BadInput(f"the EEG is {tuple(eeg.shape)}, not (B, T, channels)")
         if eeg.shape[-1] != self.config.channels:
@@ -312,7 +327,7 @@ class Conformer(nn.Module):
         return F.dropout(x, self.config.dropout, self.training)
 
     def waves(self, places: Tensor) -> Tensor:
-        """Return the sinusoids of places, in the dtype of the weights."""
+        """Return the sinusoids of positions or distances, in the dtype of the weights."""
         return sinusoids(places, self.config.width).to(self.subjects.weight.dtype)
 
     def rows(self, subject: Tensor | None) -> Tensor:
@@ -325,7 +340,7 @@ class Conformer(nn.Module):
         return torch.where((subject < 0)[:, None], unseen, seen).unsqueeze(1)
 
     def join(self, out: Tensor, into: Tensor) -> Tensor:
-        """Combine the stack's output with its input by the configured residual."""
+        """Combine the stack's output with its input by the residual connection of the config."""
         if self.config.residual == "gated":
             return self.gate(out, into)
         return out + into if self.config.residual == "plain" else out
@@ -347,12 +362,15 @@ def _head(config: ConformerConfig) -> nn.Module:
 def electrode_importance(
     model: Conformer, eeg: Tensor, subject: Tensor | None = None, *, probes: int = 8, seed: int = 0
 ) -> Tensor:
-    """Return how strongly the decoded envelope depends on each electrode of (B, T, channels).
+    """Return how strongly the envelope depends on each electrode: (channels,), summing to 1.
 
     The importance is the root mean square of the derivatives of all envelope samples with respect
-    to all EEG samples, times the electrode's standard deviation, estimated with random signs
-    (Hutchinson 1990). Channel attention cannot show it, because it weights features that mix
-    electrodes. The result, (channels,), sums to 1.
+    to all samples of an electrode, estimated with `probes` draws of random signs (Hutchinson 1990),
+    times the electrode's standard deviation. The weights of the channel attention cannot show the
+    importance of electrodes, because they belong to features that mix electrodes.
+
+    Args:
+        eeg: (B, T, channels).
     """
     training = model.training
     model.eval()

@@ -12,15 +12,15 @@ from frostlab.models.attention import Packing, attend
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The shape of a decoder; the defaults give the progressive-training model."""
+    """The shape of a decoder; the defaults give the model in docs/progressive.md."""
 
     vocabulary: int = 69830
     width: int = 64
     layers: int = 4
     heads: int = 4
-    hidden: int = 256
-    norm: Literal["before", "after"] = "after"
-    final_norm: bool = False
+    hidden: int = 256  # hidden units of each feed-forward network
+    norm: Literal["before", "after"] = "after"  # before each sublayer, or after its residual sum
+    final_norm: bool = False  # a norm between the last layer and the head
     eps: float = 1e-6
     rotary_base: float = 10000.0
 
@@ -32,7 +32,10 @@ class DecoderConfig:
 
 
 def rotary_angles(places: Tensor, size: int, base: float) -> Tensor:
-    """Return cosines and sines, (2, T, size); both halves of a head have equal frequencies."""
+    """Return the cosines and sines of the rotation at each position, (2, T, size).
+
+    Both halves of a head have the same frequencies.
+    """
     frequencies = base ** (-torch.arange(0, size, 2, device=places.device).float() / size)
     angles = places.float()[:, None] * frequencies  # (T, size/2)
     angles = torch.cat([angles, angles], -1)
@@ -40,7 +43,7 @@ def rotary_angles(places: Tensor, size: int, base: float) -> Tensor:
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotate (B, heads, T, size) by the angles of its positions."""
+    """Rotate queries or keys, (B, heads, T, size), with the cosines and sines of `angles`."""
     cos, sin = angles.to(x.dtype)
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
@@ -97,12 +100,12 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def initialise(self) -> None:
-        """Draw matrices from a normal with std 1/√width cut at 2 std, and tokens with std 0.02."""
+        """Draw matrices with std 1/√width, truncated at 2 std, and embeddings with std 0.02."""
         self._draw(self)
         self.tokens.weight.normal_(0.0, 0.02)
 
     def new_block(self) -> DecoderBlock:
-        """Return a new block with the model's initialisation; the model is not changed."""
+        """Return a new block with the model's initialisation, without adding it to the model."""
         block = DecoderBlock(self.config)
         self._draw(block)
         return block

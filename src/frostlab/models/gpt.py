@@ -12,18 +12,18 @@ from frostlab.models.attention import Packing, attend
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a GPT; the defaults are GPT Medium-512."""
+    """The shape of a GPT; the defaults give GPT Medium-512."""
 
     vocabulary: int = 50257
     positions: int = 512
     width: int = 512
     layers: int = 6
     heads: int = 8
-    hidden: int = 2048
+    hidden: int = 2048  # hidden units of each feed-forward network
     dropout: float = 0.1
     bias: bool = True
     causal: bool = True
-    classes: int = 0  # 0: a language model whose head is the token embedding
+    classes: int = 0  # 0: a language model whose head is tied to the token embedding
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
@@ -78,11 +78,11 @@ class GPT(nn.Module):
             self.head.weight = self.tokens.weight
 
     def initialise(self) -> None:
-        """Draw the weights as GPT-2 does: std 0.02, smaller for the residual projections."""
+        """Draw the weights as GPT-2 does: std 0.02, less for projections into the residual sum."""
         self._draw(self)
 
     def new_block(self) -> GPTBlock:
-        """Return a new block, drawn as one of `config.layers`; the model is not changed."""
+        """Return a new block with the initialisation of a model that has `config.layers` layers."""
         block = GPTBlock(self.config)
         self._draw(block)
         return block

@@ -1,7 +1,7 @@
 """A model as a stack: separate steps for its embedding, each layer, and the head's input.
 
-Packing, the fused loss and cached layers need these steps, which a model's own forward does not
-offer.
+Packed batches, the fused loss of head and cross-entropy, and cached outputs of frozen layers need
+these steps, which a model's own forward does not offer.
 """
 
 from abc import ABC, abstractmethod
@@ -25,8 +25,8 @@ class Stack(ABC):
 
     model: Any
     layers: Sequence[nn.Module]
-    head: Any  # has a weight (outputs, width) and a bias or None
-    classifies: bool  # False: a language model
+    head: Any  # a module with a weight, (outputs, width), and a bias or None
+    classifies: bool  # one prediction per sequence; False: a language model, one per token
 
     def run(
         self, x: Tensor, packing: Packing | None, first: int = 0, last: int | None = None
@@ -38,7 +38,7 @@ class Stack(ABC):
     def states(
         self, x: Tensor, packing: Packing | None, after: Sequence[int], first: int = 0
     ) -> list[Tensor]:
-        """Return the hidden states after the layers in `after`, counted from 1, in one pass.
+        """Return the hidden state after each number of layers in `after`, in one pass.
 
         `x` is the hidden state after `first` layers.
         """
@@ -58,7 +58,7 @@ class Stack(ABC):
         return torch.arange(rows.shape[1], device=rows.device)
 
     def bypassed_modules(self) -> list[nn.Module]:
-        """Return the modules whose forward is not called, so their hooks would not run."""
+        """Return the modules whose forward the stack does not call, so that hooks would not run."""
         return [self.model, self.head]
 
     def attention(self) -> AbstractContextManager[None]:
@@ -71,14 +71,14 @@ class Stack(ABC):
 
     @abstractmethod
     def layer_arguments(self, x: Tensor, packing: Packing | None) -> dict[str, Any]:
-        """Return the keyword arguments of every layer."""
+        """Return the keyword arguments with which each layer is called."""
 
     @abstractmethod
     def read(self, x: Tensor, ids: Tensor, packing: Packing | None) -> Tensor:
         """Return the head's input: (B, T, width) for a language model, otherwise (N, width).
 
-        `x` is the output of a layer. Without a packing, rows have no padding, except that rows
-        of causal models may be padded at the end.
+        `x` is the output of a layer. Without a packing, rows must not be padded, except at the end
+        for a causal language model, where no token before the padding attends to it.
         """
 
 
@@ -130,7 +130,7 @@ def _attention(
     packing: Packing | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention for Hugging Face modules in a stack, without a dense mask."""
+    """Compute attention for the layers of a Hugging Face model that runs as a stack."""
     assert attention_mask is None
     mixed = attend(
         query, key, value, packing=packing, causal=bool(module.is_causal), dropout=dropout,
@@ -143,7 +143,7 @@ AttentionInterface.register(_NAME, _attention)
 
 
 class HuggingFaceStack(Stack):
-    """The common base of the Hugging Face stacks below."""
+    """The common base of the stacks of Hugging Face models."""
 
     def __init__(self, model: Any, body: Any, layers: Any, head: Any, classifies: bool) -> None:
         self.model, self.body, self.head = model, body, head
@@ -167,7 +167,7 @@ class HuggingFaceStack(Stack):
 
 
 class BertStack(HuggingFaceStack):
-    """BERT, whose head reads each sequence's first token, or each token after a transform."""
+    """BERT: a classifier reads each sequence's first token, a language model reads every token."""
 
     def __init__(self, model: Any) -> None:
         classifies = hasattr(model, "classifier")
@@ -187,7 +187,10 @@ class BertStack(HuggingFaceStack):
 
 
 class CausalStack(HuggingFaceStack):
-    """GPT-2 and Llama, whose head reads each token, or each last real token, after a norm."""
+    """GPT-2 and Llama: a classifier reads each sequence's last token before the padding.
+
+    A language model reads every token.
+    """
 
     def __init__(self, model: Any, body: Any, layers: Any, norm: nn.Module) -> None:
         classifies = hasattr(model, "score")
@@ -198,12 +201,12 @@ class CausalStack(HuggingFaceStack):
     def read(self, x: Tensor, ids: Tensor, packing: Packing | None) -> Tensor:
         if self.classifies:
             pad = self.model.config.get_text_config().pad_token_id
-            counts = ids != (-1 if pad is None else pad)
+            real = ids != (-1 if pad is None else pad)
             if packing is not None:
-                x = x.squeeze(0)[packing.lasts(counts.squeeze(0))]
+                x = x.squeeze(0)[packing.lasts(real.squeeze(0))]
             else:
                 places = torch.arange(ids.shape[1], device=ids.device)
-                x = x[torch.arange(len(ids), device=ids.device), (places * counts).argmax(1)]
+                x = x[torch.arange(len(ids), device=ids.device), (places * real).argmax(1)]
         return self.norm(x)
 
 
@@ -243,7 +246,7 @@ STACKS: dict[str, Any] = {
 
 
 def take_apart(model: nn.Module) -> Stack | None:
-    """Return a model as a stack, or None if its class is unknown or hooks need its forward."""
+    """Return a model as a stack, or None if its class is unknown or the stack would skip hooks."""
     kinds: dict[str, Any] = {"GPT": GPTStack, "Decoder": DecoderStack}
     if type(model).__module__.startswith("transformers.models."):
         kinds = STACKS
@@ -255,7 +258,10 @@ def take_apart(model: nn.Module) -> Stack | None:
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Return whether the model uses a causal attention kernel, which skips masked keys."""
+    """Return whether a model is one of frostlab's causal models.
+
+    Their attention kernel skips masked keys, so it computes fewer FLOPs.
+    """
     return isinstance(model, Decoder) or (isinstance(model, GPT) and model.config.causal)
 
 

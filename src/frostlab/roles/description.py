@@ -1,8 +1,9 @@
-"""Descriptions of architectures: for each, a table that maps parameter paths to roles.
+"""Descriptions of architectures: a table for each, which maps parameter paths to roles.
 
-Paths are matched segment by segment, never by substring: `{i}` matches a layer index, `*` matches
-one segment, and `**` (at the end) matches all remaining segments. A path names a parameter, or a
-module whose weight and bias both get the role.
+A role says what a weight does, such as query, norm or head (`frostlab.roles.parts.ROLES`). Paths
+are matched segment by segment, never by substring: `{i}` matches a layer index, `*` matches one
+segment, and `**` (at the end) matches all remaining segments. A path names a parameter, or a module
+whose weight and bias both get the role.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,11 +18,11 @@ from frostlab.roles.parts import ATTENTION_INPUTS, ROLES, Heads, Rows
 
 @dataclass(frozen=True)
 class Fused:
-    """Several roles in the rows of one weight: one after another, or interleaved per head."""
+    """A table entry for a weight with several roles, one after another or interleaved per head."""
 
     roles: tuple[str, ...]
     interleaved: bool = False
-    cross: bool = False
+    cross: bool = False  # whether the roles belong to cross-attention
 
     @property
     def layout(self) -> str:
@@ -45,7 +46,7 @@ class Fused:
         for role in without_heads:
             widths[role] = remaining // len(without_heads)
         if sum(widths.values()) * repeats != size:
-            raise ValueError(f"{size} rows are not {widths} × {repeats}")
+            raise ValueError(f"{size} rows cannot be divided into {widths} × {repeats}")
         rows, start = {}, 0
         for role in self.roles:
             rows[role] = Rows(period, repeats, ((start, start + widths[role]),))
@@ -55,14 +56,14 @@ class Fused:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A role whose tensor the architecture never trains, such as fixed sinusoids."""
+    """A table entry for a tensor that the architecture never trains, such as sinusoids."""
 
     role: str
 
 
 Entry = str | Fused | Fixed
 Table = Mapping[str, Entry]
-HeadsOf = Callable[[Any, str], Heads]
+HeadsOf = Callable[[Any, str], Heads]  # (model, stack name) → heads
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ class Description:
     table: Table | Callable[[Any], Table]
     heads: HeadsOf
     stacks: Mapping[str, str] = field(default_factory=dict)  # first path segment → stack name
-    shared: Callable[[Any, int], tuple[int, ...]] | None = None  # (model, path index) → layers
+    # For models with shared weights: (model, index in the path) → the layers that use the weights.
+    shared: Callable[[Any, int], tuple[int, ...]] | None = None
 
     def table_of(self, module: nn.Module) -> Table:
         """Return the table for a module; it may depend on the module's config."""
@@ -81,7 +83,7 @@ class Description:
 
 _by_class: dict[type, Description] = {}
 _by_type: dict[str, Description] = {}
-REFUSED: dict[str, str] = {}  # model type → reason why it is not supported
+REFUSED: dict[str, str] = {}  # Hugging Face model type → reason why it is not supported
 
 
 def register(target: type | str, description: Description) -> None:
@@ -106,7 +108,7 @@ def model_type(module: nn.Module) -> str | None:
 
 
 def find_description(module: nn.Module) -> Description | None:
-    """Return the description of a module's class or model type, or None."""
+    """Return the description for a module's class or model type, or None if there is none."""
     for cls in type(module).__mro__:
         if cls in _by_class:
             return _by_class[cls]
@@ -134,8 +136,10 @@ def register_architecture(
         target: the model's class, or its Hugging Face `model_type`.
         table: a map from paths to roles, e.g. `{"blocks.{i}.attn.q": "query", "lm_head": "head"}`;
             submodules of a registered class need no entry.
-        heads: the number of heads, `Heads(count, kv, size)`, or a function of the model.
-        stacks: a map from the first path segment to the stack name, for models with several stacks.
+        heads: the number of heads, `Heads(count, kv, size)`, or a function that returns one of
+            these for a model.
+        stacks: a map from the first path segment to the stack name, for models with several stacks
+            of layers, e.g. `{"text_model": "text", "vision_model": "vision"}`.
     """
     for path, entry in table.items():
         if not path or any(not segment for segment in path.split(".")):
@@ -153,7 +157,7 @@ def register_architecture(
 
 
 def role_of(entry: str | Fixed) -> str:
-    """Return the role of an unfused entry, including the prefix `cross.`."""
+    """Return the role of an unfused entry, with the prefix `cross.` if the entry has it."""
     return entry.role if isinstance(entry, Fixed) else entry
 
 
@@ -180,7 +184,10 @@ class Matcher:
             node.entry = entry
 
     def find(self, path: str) -> tuple[Entry, int | None] | None:
-        """Return the entry for a parameter's path or its module's path, and the layer index."""
+        """Return the entry for a parameter or its module, and the layer index in the path, if any.
+
+        The result is None if the table has no matching path.
+        """
         segments = path.split(".")
         return self._walk(self.root, segments, None) or self._walk(self.root, segments[:-1], None)
 
@@ -190,7 +197,7 @@ class Matcher:
         if not segments:
             return None if node.entry is None else (node.entry, index)
         segment, rest = segments[0], segments[1:]
-        branches = [(segment, index), ("*", index)]
+        branches = [(segment, index), ("*", index)]  # tried in order: the segment, `{i}`, `*`, `**`
         if segment.isdecimal():
             branches.insert(1, ("{i}", int(segment)))
         for name, layer in branches:

@@ -1,7 +1,9 @@
 """The parts of a model, and the parameters that hold them.
 
-A part is a parameter, or some rows of a fused parameter, with one role. Users see parts. A slot
-stores the values of one or more parts, in one parameter or in several pieces.
+A fused parameter holds several roles in its rows, such as query, key and value. A part is a whole
+parameter, or the rows of a fused parameter that have one role; users select and freeze parts. A
+slot is a parameter of the unmodified model; freezing may store its rows in several parameters,
+which are its pieces. Rows are always output units, even if a weight is stored transposed.
 """
 
 import math
@@ -19,36 +21,36 @@ ROLES = (
     "query",
     "key",
     "value",
-    "output",
-    "up",
+    "output",  # output projection of an attention
+    "up",  # first projection of a feed-forward network
     "gate",
-    "down",
+    "down",  # last projection of a feed-forward network
     "conv",
     "norm",
     "head",
     "other",
-    "adapter",
+    "adapter",  # weight that PEFT added, such as LoRA's
 )
 ATTENTION_INPUTS = ("query", "key", "value")
 
 Kind = Literal["weight", "bias"]
-State = Literal["trainable", "frozen", "fixed"]
+State = Literal["trainable", "frozen", "fixed"]  # fixed: the architecture never trains it
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of an attention: number of query heads, key/value heads, and rows per head."""
+    """The numbers of query heads and of key/value heads of an attention, and the rows per head."""
 
     count: int
     kv: int
-    size: int
+    size: int  # 0: derived later from the shape of the weight
 
     def of(self, role: str) -> int:
-        """Return the number of heads of a role."""
+        """Return the number of heads of a role: query, key or value."""
         return self.count if role == "query" else self.kv
 
     def rows(self, role: str) -> int:
-        """Return the number of rows of a role."""
+        """Return the number of rows of a role: query, key or value."""
         return self.of(role) * self.size
 
 
@@ -57,7 +59,7 @@ Span = tuple[int, int]  # start, stop
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a fused weight that belong to one role, as spans within a repeated period.
+    """Some rows of a weight, such as the rows of one role, as spans within a repeated period.
 
     Every supported layout repeats one pattern: concatenated weights once, interleaved weights
     once per head, and Falcon's grouped weights once per key/value head:
@@ -66,13 +68,13 @@ class Rows:
         interleaved    | q k v | q k v | q k v |     period = 3 head sizes, 1 repeat per head
         grouped        | q q k v | q q k v |         period = 4 head sizes, 1 repeat per kv head
 
-    Every operation is therefore a view as (repeats, period) and a few slices, without index
-    tensors or loops over heads.
+    Every operation therefore views the row axis as (repeats, period) and takes one slice per span,
+    without index tensors or loops over heads.
     """
 
-    period: int
+    period: int  # rows in one repeat of the pattern
     repeats: int
-    spans: tuple[Span, ...]
+    spans: tuple[Span, ...]  # within one period, in ascending order
 
     @classmethod
     def whole(cls, size: int) -> "Rows":
@@ -104,7 +106,7 @@ class Rows:
         return list(_merge((s + a, s + b) for s in starts for a, b in self.spans))
 
     def pieces(self, tensor: Tensor, axis: int) -> list[Tensor]:
-        """Return one view of shape (…, repeats, span, …) per span, of a tensor with all rows."""
+        """Return a view per span, (…, repeats, span length, …), of a tensor that has all rows."""
         folded = tensor.unflatten(axis, (self.repeats, self.period))
         return [folded.narrow(axis + 1, start, stop - start) for start, stop in self.spans]
 
@@ -115,7 +117,7 @@ class Rows:
         return folded.flatten(axis, axis + 1)
 
     def put(self, tensor: Tensor, value: Tensor, axis: int = 0) -> None:
-        """Write `value`, whose rows are in order, into these rows of a tensor with all rows."""
+        """Write the rows of `value`, in order, into these rows of a tensor that has all rows."""
         width = len(self) // self.repeats
         folded = value.unflatten(axis, (self.repeats, width))
         sizes = [stop - start for start, stop in self.spans]
@@ -152,14 +154,14 @@ class Place:
     """The place of a tensor in the model: its role, stack and layers."""
 
     role: str
-    stack: str = ""
-    layers: tuple[int, ...] = ()
-    cross: bool = False
+    stack: str = ""  # such as "encoder"; empty if the model has only one stack of layers
+    layers: tuple[int, ...] = ()  # several if layers share the tensor; empty outside the layers
+    cross: bool = False  # whether it belongs to cross-attention
 
 
 @dataclass(frozen=True)
 class Tie:
-    """Another name of a tied tensor, and the place under that name."""
+    """Another name of a tied tensor, and the tensor's place under that name."""
 
     name: str
     place: Place
@@ -177,8 +179,8 @@ class Part:
     rows: Rows | None = None  # None: the whole parameter
     axis: int = 0  # the axis of the rows: 1 for Conv1D's transposed weight
     heads: Heads | None = None
-    layout: str = "separate"
-    matmul: bool = False
+    layout: str = "separate"  # or, in a fused parameter, "concatenated" or "interleaved"
+    matmul: bool = False  # whether it is the weight of a matmul with activations
     ties: tuple[Tie, ...] = ()
 
     @property
@@ -234,7 +236,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Piece:
-    """A parameter, and the rows of a slot that it holds."""
+    """A parameter that holds some or all rows of a slot."""
 
     rows: Rows
     parameter: nn.Parameter
@@ -246,7 +248,7 @@ class Slot:
 
     name: str
     owner: Any  # the module that holds the parameter
-    local: str  # the parameter's name within the owner
+    local: str  # the name within the owner, as in the unmodified model
     shape: tuple[int, ...]
     axis: int
     pieces: tuple[Piece, ...]
@@ -259,7 +261,10 @@ class Slot:
         return piece.parameter
 
     def piece_of(self, rows: Rows | None) -> Piece:
-        """Return the piece that holds these rows; a role is never divided between pieces."""
+        """Return the piece that holds all of these rows, which have one role.
+
+        Freezing never divides a role between pieces.
+        """
         if len(self.pieces) == 1 or rows is None:
             (piece,) = self.pieces
             return piece
@@ -307,7 +312,7 @@ SlotPieces = tuple[tuple[int, ...], int, tuple[Piece, ...]]  # shape, axis of th
 
 
 class Split(ABC):
-    """A module that holds fused parameters in pieces."""
+    """A module that stores its fused parameters in pieces."""
 
     @abstractmethod
     def slots(self) -> dict[str, SlotPieces]:

@@ -1,8 +1,8 @@
-"""Reading the anatomy of a model: every parameter gets exactly one role and place.
+"""Reading the anatomy of a model: the role, stack and layer of each of its parts.
 
-Slots are collected under the names of the unmodified model, placed by the descriptions of the
-enclosing modules, and divided into parts. A parameter without a role is an error: an anatomy is
-never partial.
+Reading collects the slots, finds the role and place of each slot in the descriptions of the
+modules that contain it, and divides fused slots into one part per role. Slots have the names of
+the unmodified model. A parameter without a role is an error: an anatomy is never partial.
 """
 
 import sys
@@ -42,7 +42,7 @@ from frostlab.roles.snapshot import Anatomy
 
 _BIASES = ("bias", "in_proj_bias")
 _BASE = "base_layer"  # PEFT's name for the wrapped module
-_STUB_LINES = 40  # most paths in the stub of an error message
+_STUB_LINES = 40  # largest number of paths that an error message lists
 
 Placement = tuple[Entry, Place, Heads | None]
 
@@ -64,7 +64,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def survey(model: nn.Module) -> tuple[Anatomy, dict[str, Slot]]:
-    """Return the anatomy and the slots that hold its tensors, by canonical name."""
+    """Return the anatomy, and the slots that hold its tensors, by name."""
     if not isinstance(model, nn.Module):
         raise BadInput(f"{model!r} is not a model; build it first, then call anatomy")
     model = unwrapped(model)
@@ -76,7 +76,7 @@ def survey(model: nn.Module) -> tuple[Anatomy, dict[str, Slot]]:
     parts: list[Part] = []
     for names in _tied_names(slots.values()):
         placed = [(name, *placements[name]) for name in names]
-        # a tensor that is both an embedding and a head is an embedding
+        # heads last: a tensor that is both an embedding and a head counts as an embedding
         placed.sort(key=lambda item: isinstance(item[1], str) and item[1] == "head")
         name, entry, place, heads = placed[0]
         if len(placed) > 1:
@@ -91,7 +91,10 @@ def survey(model: nn.Module) -> tuple[Anatomy, dict[str, Slot]]:
 
 
 def _slots(model: nn.Module) -> Iterator[Slot]:
-    """Yield a slot for each name of each parameter; split and adapted ones get original names."""
+    """Yield a slot for each name of each parameter.
+
+    Parameters that frostlab split or PEFT wrapped have the names of the unmodified model.
+    """
     wrapped = _peft_paths(model)
     for path, module in model.named_modules(remove_duplicate=False):
         path, adapts = _without_peft(path, wrapped)
@@ -147,10 +150,13 @@ def _peft_paths(model: nn.Module) -> set[str]:
 
 
 def _without_peft(path: str, wrapped: set[str]) -> tuple[str, str | None]:
-    """Return a path without PEFT's wrappers and, for an adapter, the adapted module's path."""
+    """Return a path without PEFT's wrappers and, inside an adapter, the adapted module's path.
+
+    The path of an adapter itself stays as it is.
+    """
     if not path or not wrapped:
         return path, None
-    here, plain = "", ""
+    here, plain = "", ""  # the path so far, with and without PEFT's wrappers
     for segment in path.split("."):
         if here in wrapped:
             if segment != _BASE:
@@ -167,9 +173,9 @@ def _place_slots(model: nn.Module, slots: Sequence[Slot]) -> dict[str, Placement
     if kind in REFUSED:
         raise UnknownArchitecture(f"{type(model).__name__} is not supported: {REFUSED[kind]}")
     readers = list(_readers(model))
-    below = [reader for reader in readers if reader.path]
-    outermost = [reader for reader in below if not any(reader.inside(r) for r in below)]
-    several = len(outermost) > 1  # then stack names include the paths of the models
+    submodels = [reader for reader in readers if reader.path]
+    outermost = [reader for reader in submodels if not any(reader.inside(r) for r in submodels)]
+    several = len(outermost) > 1  # then stack names begin with the submodel's path
     placements: dict[str, Placement] = {}
     unplaced: dict[str, Slot] = {}
     for slot in slots:
@@ -189,13 +195,14 @@ def _first(placements: Iterable[Placement | None]) -> Placement | None:
 
 
 class _Reader:
-    """Places the parameters below one described module of a model."""
+    """Reader of the roles and places of all slots inside one module that has a description."""
 
     def __init__(self, path: str, module: nn.Module, description: Description) -> None:
         self.path, self.module, self.description = path, module, description
         self.prefix = f"{path}." if path else ""
         self.matcher = Matcher(description.table_of(module))
         base = getattr(module, "base_model_prefix", "")
+        # path of the body in a Hugging Face model with a head, such as `bert.`
         self.base = f"{base}." if base and module._modules.get(base) is not None else ""
         self.heads: dict[str, Heads] = {}  # by stack
 
@@ -204,7 +211,10 @@ class _Reader:
         return self is not other and self.path.startswith(other.prefix)
 
     def read(self, slot: Slot, named: bool) -> Placement | None:
-        """Place a slot by the table; if `named`, its stack name includes the module's path."""
+        """Return the placement of a slot in the table; None if the table does not have the slot.
+
+        If `named`, the stack name begins with the path of this reader's module.
+        """
         if not slot.name.startswith(self.prefix):
             return None
         local = slot.name[len(self.prefix) :]
@@ -227,7 +237,7 @@ class _Reader:
         return entry, place, heads
 
     def read_head(self, slot: Slot, named: bool) -> Placement | None:
-        """Place a slot outside a Hugging Face model's base as its head."""
+        """Return a placement as head for a slot outside the body of a Hugging Face model."""
         local = slot.name[len(self.prefix) :]
         if not self.base or not slot.name.startswith(self.prefix) or local.startswith(self.base):
             return None
@@ -244,7 +254,7 @@ class _Reader:
 
 
 def _readers(model: nn.Module) -> Iterator[_Reader]:
-    """Yield a reader for each described module of a model, outermost first."""
+    """Yield a reader for each module that has a description, outermost first."""
     readers: list[_Reader] = []
     for path, module in model.named_modules():
         description = find_description(module)
@@ -271,7 +281,7 @@ def _place_adapters(
 
 
 def _how_to_register(model: nn.Module, unplaced: dict[str, Slot], described: bool) -> str:
-    """Return an error message with the first unplaced module, and a stub for all of them."""
+    """Return an error message: the first module without a role, and a call that registers all."""
     name = type(model).__name__
     first, slot = next(iter(unplaced.items()))
     kind = model_type(model)
@@ -358,6 +368,6 @@ def _check_attention(parts: Sequence[Part], model: str) -> None:
             if role not in roles:
                 where = f"{stack + ' ' if stack else ''}layer {layers[0] if layers else '-'}"
                 raise UnknownArchitecture(
-                    f"{model}: {where} has no {role}; quantised or rebuilt modules "
-                    "have no weights to see"
+                    f"{model}: {where} has no {role} weight; the weights of quantised or "
+                    "replaced modules cannot be read"
                 )

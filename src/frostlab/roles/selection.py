@@ -1,11 +1,11 @@
 """The selection language: `query`, `layers[0:3]`, `encoder.layers[-1].cross.key.bias`, `!head`.
 
-A selection is a path of filters in this order; each is optional, but one is required:
+A selection is a path of filters in this order; at least one filter is required:
 
     [!] [stack .] [layers[…] .] [cross | self .] [role | all] [. weight | bias]
 
-Several selections form a union. `!` removes parts from the union, or from all parts if every
-selection is negative.
+Several selections form a union. A selection with `!` is negative: it removes its parts from the
+union, or from all parts if every selection is negative.
 """
 
 import re
@@ -16,7 +16,7 @@ from frostlab.errors import BadInput, nearest
 from frostlab.roles.parts import ROLES, Kind, Part, Place
 
 _LAYERS = re.compile(r"layers\[([^\[\]]*)\]")
-_SYNONYMS = {  # names that users may write → our names, for suggestions
+_SYNONYMS = {  # name that users may write → selection that the error message suggests
     "q": "query",
     "k": "key",
     "v": "value",
@@ -45,13 +45,13 @@ class Term:
     text: str
     negative: bool = False
     stack: str | None = None
-    layers: str | None = None
-    cross: bool | None = None
+    layers: str | None = None  # the text between the brackets of `layers[…]`
+    cross: bool | None = None  # True: only cross-attention; False: only self-attention
     role: str | None = None
     kind: Kind | None = None
 
     def fits(self, place: Place, kind: Kind) -> bool:
-        """Return whether the selection matches this place; layers are not checked."""
+        """Return whether all filters except `layers` match this place and kind."""
         return (
             (self.stack is None or place.stack == self.stack)
             and (self.cross is None or (place.cross == self.cross and _is_attention(place)))
@@ -67,24 +67,26 @@ def _is_attention(place: Place) -> bool:
 def select(parts: Sequence[Part], texts: Iterable[str], model: str) -> tuple[Part, ...]:
     """Return the parts in the union of the selections, in model order.
 
-    A selection that matches a tensor only by a tied name (such as a head tied to the embedding)
-    is an error, unless another selection matches the tensor by its own role.
+    A tied tensor has one role of its own: a head tied to the embedding is an `embedding`. A
+    selection that matches it only by the role of its other name is an error, unless another
+    selection takes or removes the tensor by its own role.
     """
     stacks = sorted({p.stack for p in parts if p.stack})
     terms = [parse(text, stacks) for text in texts]
     if not terms:
         raise BadInput("no selection given; try `query`, `layers[0]` or `all`")
-    counts: dict[str, int] = {}
+    counts: dict[str, int] = {}  # stack → number of layers
     for part in parts:
         if part.layers:
             counts[part.stack] = max(counts.get(part.stack, 0), 1 + max(part.layers))
     chosen: set[str] = set()
     if all(term.negative for term in terms):
         chosen = {part.key for part in parts}
-    tied: dict[str, tuple[Term, Part, str]] = {}
-    kept_by_tie: dict[str, tuple[Term, Part, str]] = {}
-    named: set[str] = set()
-    for term in sorted(terms, key=lambda t: t.negative):
+    # Parts that a selection takes or removes by a tied name only: key → (selection, part, name).
+    taken_by_tie: dict[str, tuple[Term, Part, str]] = {}
+    removed_by_tie: dict[str, tuple[Term, Part, str]] = {}
+    chosen_by_role: set[str] = set()
+    for term in sorted(terms, key=lambda t: t.negative):  # negative selections last
         hits = _matching_keys(parts, term, counts, model)
         ties = {
             part.key: (term, part, tie.name)
@@ -97,20 +99,20 @@ def select(parts: Sequence[Part], texts: Iterable[str], model: str) -> tuple[Par
         if term.negative:
             chosen -= hits
             for key in hits:
-                tied.pop(key, None)
-            kept_by_tie |= ties
+                taken_by_tie.pop(key, None)
+            removed_by_tie |= ties
         else:
             chosen |= hits
-            tied |= ties
-            named |= hits if term.role else set()
-    for key, (term, part, name) in tied.items():
+            taken_by_tie |= ties
+            chosen_by_role |= hits if term.role else set()
+    for key, (term, part, name) in taken_by_tie.items():
         if key not in chosen:
             raise BadInput(
                 f"`{term.text}`: {name} is tied to {part.name}, which is `{part.role}`; "
                 f"add `{part.role}` to take both, or `!{part.role}` to leave both"
             )
-    for key, (term, part, name) in kept_by_tie.items():
-        if key in chosen and key not in named:
+    for key, (term, part, name) in removed_by_tie.items():
+        if key in chosen and key not in chosen_by_role:
             raise BadInput(
                 f"`{term.text}`: {name} is tied to {part.name}, which is `{part.role}`; "
                 f"add `!{part.role}` to take both away, or `{part.role}` to keep both"
@@ -132,7 +134,7 @@ def parse(text: str, stacks: Sequence[str]) -> Term:
         raise BadInput(f"selection `{text}` is empty; try `query` or `layers[0]`")
     filters: dict[str, object] = {}
     order = ("stack", "layers", "cross", "role", "kind")
-    for token in re.split(r"\.(?![^\[]*\])", body):
+    for token in re.split(r"\.(?![^\[]*\])", body):  # at dots outside brackets
         name, value = _parse_token(token.strip(), text, stacks)
         if any(later in filters for later in order[order.index(name) :]):
             raise BadInput(
@@ -168,7 +170,7 @@ def _parse_token(token: str, text: str, stacks: Sequence[str]) -> tuple[str, obj
 def _matching_keys(
     parts: Sequence[Part], term: Term, counts: dict[str, int], model: str
 ) -> set[str]:
-    """Return the keys of the parts that match; `counts` maps stacks to numbers of layers."""
+    """Return the keys of the parts that match; `counts` has the number of layers per stack."""
     wanted: dict[str, set[int]] = {}
     if term.layers is not None:
         stacks = [s for s in counts if term.stack in (None, s)]
@@ -180,20 +182,20 @@ def _matching_keys(
         if term.layers is None:
             hits.add(part.key)
             continue
-        named = wanted.get(part.stack, set()) & set(part.layers)
-        if named and named != set(part.layers):
+        common = wanted.get(part.stack, set()) & set(part.layers)
+        if common and common != set(part.layers):
             first, last = part.layers[0], part.layers[-1]
             raise BadInput(
                 f"`{term.text}`: layers {first} to {last} of {model} share one set of weights; "
                 f"select `layers[{first}:{last + 1}]` or a role for all of them"
             )
-        if named:
+        if common:
             hits.add(part.key)
     return hits
 
 
 def _layer_indices(spec: str, count: int, term: Term, stack: str) -> set[int]:
-    """Return the layers of a stack in `layers[spec]`; both ends of a slice must exist."""
+    """Return the indices that `layers[spec]` selects; a slice must not exceed the stack."""
     where = f"`{term.text}`: {f'the {stack}' if stack else 'the model'} has layers 0 to {count - 1}"
     try:
         numbers = [None if not s.strip() else int(s) for s in spec.split(":")]

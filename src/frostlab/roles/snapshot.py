@@ -1,4 +1,4 @@
-"""The public anatomy object: parts, layers, parameter counts, selections and a table."""
+"""The anatomy of a model as users see it: parts, layers, counts, selections and a table."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """A snapshot of the parts of a model, in model order."""
+    """The parts of a model and their states at one moment, in the order of the model."""
 
     model: str
     parts: tuple[Part, ...]
@@ -149,5 +149,5 @@ def _title(run: Sequence[Layer]) -> str:
     if first is last:
         return f"{stack}layers[{first.index}]"
     shared = len(first.parts[0].layers) > 1
-    count = "share one set of weights" if shared else f"{len(run)} alike"
-    return f"{stack}layers[{first.index}:{last.index + 1}]  {count}"
+    remark = "share one set of weights" if shared else f"{len(run)} alike"
+    return f"{stack}layers[{first.index}:{last.index + 1}]  {remark}"

@@ -1,4 +1,4 @@
-"""Digests of frozen tensors, which prove later that the tensors did not change."""
+"""Digests of frozen tensors, to prove later that the tensors did not change."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,7 +53,7 @@ def audit(model: nn.Module) -> Audit:
 
 
 def _digests(model: nn.Module, only: dict[str, str] | None) -> dict[str, str]:
-    """Return digests by name, of the tensors and buffers in `only` (None: all frozen ones)."""
+    """Return the digests of the parts and buffers named in `only`; None: of all frozen ones."""
     anatomy, slots = survey(model)
     inner = unwrapped(model)
     chosen = {

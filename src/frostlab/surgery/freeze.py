@@ -1,7 +1,8 @@
 """Freezing and thawing of parts of a model.
 
-Each call sets the state of every parameter, so the result does not depend on earlier calls.
-Partly frozen fused projections are split; a frozen BatchNorm keeps its running statistics.
+Each call sets the state of every parameter, so the result does not depend on earlier calls. A
+fused projection with both frozen and trainable rows is split into separate parameters. A frozen
+BatchNorm keeps its running statistics.
 """
 
 import warnings
@@ -19,6 +20,7 @@ from frostlab.surgery.multihead import SplitMultiheadAttention, join_attention, 
 from frostlab.surgery.split import FrozenRows, SplitProjection
 from frostlab.surgery.stale import expect, record_change, retire
 
+# Fused projections that can be split although their forward is not nn.Linear's.
 _FALCON_LINEAR = "transformers.models.falcon.modeling_falcon.FalconLinear"
 _CONV1D = "transformers.pytorch_utils.Conv1D"
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
@@ -29,7 +31,8 @@ def freeze(model: nn.Module, *selections: str) -> Anatomy:
     """Freeze exactly the selected parts, make all others trainable, and return the anatomy.
 
     Partly frozen fused projections are split, so that frozen rows have no gradient, no
-    optimizer state and no weight-gradient matmul. Build the optimizer afterwards.
+    optimizer state and no weight-gradient matmul. Splitting replaces parameters, so build the
+    optimizer afterwards.
     """
     refuse_wrapped(model, "freeze")
     before, slots = survey(model)
@@ -72,7 +75,7 @@ def _apply(model: nn.Module, wanted: Anatomy, slots: dict[str, Slot]) -> None:
     frozen_rows = _rows_to_freeze(wanted.parts)
     for name in frozen_rows:
         _check_splittable(slots[name], slots.values())
-    learned = {id(p) for p in model.parameters() if p.requires_grad}
+    learned_before = {id(p) for p in model.parameters() if p.requires_grad}
     changed = _resplit(model, frozen_rows, slots)
     if changed:
         _, slots = survey(model)
@@ -83,16 +86,16 @@ def _apply(model: nn.Module, wanted: Anatomy, slots: dict[str, Slot]) -> None:
         parameter.requires_grad_(learns)
         if not learns:
             parameter.grad = None
-        elif id(parameter) not in learned:
+        elif id(parameter) not in learned_before:
             expect(parameter, part.name)
-            learned.add(id(parameter))
+            learned_before.add(id(parameter))  # a parameter can hold several parts
     _hold_running_statistics(model)
     if changed:
         record_change(model)
 
 
 def _rows_to_freeze(parts: Iterable[Part]) -> dict[str, Rows]:
-    """Return the rows to freeze in each partly frozen slot."""
+    """Return the frozen rows of each slot that also has trainable rows."""
     frozen: dict[str, Rows] = {}
     trainable: set[str] = set()
     for part in parts:
@@ -107,19 +110,19 @@ def _rows_to_freeze(parts: Iterable[Part]) -> dict[str, Rows]:
 
 
 def _check_splittable(slot: Slot, slots: Iterable[Slot]) -> None:
-    """Raise an error for a slot that is tied, adapted, or used by an unknown forward."""
+    """Raise an error if a slot is tied, has adapters, or is in a module with an unknown forward."""
     owner = slot.owner
     parameters = {id(piece.parameter) for piece in slot.pieces}
     for other in slots:
         if other.owner is not owner and id(other.pieces[0].parameter) in parameters:
             raise BadInput(
                 f"freeze: {slot.name} is fused and tied to {other.name}, so it cannot be split; "
-                "freeze the roles it holds together, or untie the modules"
+                "freeze all its roles together, or untie the modules"
             )
     if any(other.adapts == slot.name.rpartition(".")[0] for other in slots):
         raise BadInput(
             f"freeze: {slot.name} is fused and has adapters, so it cannot be split; "
-            "freeze the roles it holds together"
+            "freeze all its roles together"
         )
     if isinstance(owner, Split) or type(owner) is nn.MultiheadAttention:
         return
@@ -128,20 +131,20 @@ def _check_splittable(slot: Slot, slots: Iterable[Slot]) -> None:
     if not plain and f"{kind.__module__}.{kind.__qualname__}" not in (_FALCON_LINEAR, _CONV1D):
         raise BadInput(
             f"freeze: {slot.name} is fused in a {kind.__name__}, which cannot be split; "
-            "freeze the roles it holds together"
+            "freeze all its roles together"
         )
     if hasattr(owner, "parametrizations"):
         raise BadInput(f"freeze: {slot.name} is parametrized; remove the parametrization first")
 
 
 def _resplit(model: nn.Module, frozen_rows: dict[str, Rows], slots: dict[str, Slot]) -> bool:
-    """Split or join the owners of fused slots as needed; return whether anything changed."""
-    owners = {
+    """Split or join the modules of fused slots as needed; return whether anything changed."""
+    owners = {  # id → module, and its slots by local name
         id(slot.owner): (slot.owner, dict[str, Slot]())
         for slot in slots.values()
         if slot.name in frozen_rows or isinstance(slot.owner, Split)
     }
-    # a shared module has several names; only one of them is in `frozen_rows`
+    # a shared module has slots under several names; `frozen_rows` has only one of the names
     for slot in slots.values():
         if id(slot.owner) in owners:
             owned = owners[id(slot.owner)][1]
@@ -197,7 +200,11 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def _disable_nested_tensors(model: nn.Module) -> None:
-    """Disable the fused inference path of each nn.TransformerEncoder with a split attention."""
+    """Turn off nested tensors in each nn.TransformerEncoder with a split attention.
+
+    With nested tensors, torch reads the fused weight, which a split attention does not have. The
+    former setting is restored when no attention of the encoder is split.
+    """
     for encoder in model.modules():
         if not isinstance(encoder, nn.TransformerEncoder):
             continue
@@ -211,6 +218,7 @@ def _disable_nested_tensors(model: nn.Module) -> None:
 
 
 def _use_running_statistics(module: nn.Module, args: object) -> None:
+    """Put a BatchNorm into eval mode; registered as a forward pre-hook."""
     module.training = False
 
 
@@ -219,19 +227,19 @@ def _hold_running_statistics(model: nn.Module) -> None:
 
     A BatchNorm without weights counts as frozen if the whole model is frozen.
     """
-    everything = list(model.parameters())
+    all_parameters = list(model.parameters())
     for module in model.modules():
         if not isinstance(module, _BatchNorm):
             continue
-        deciding = list(module.parameters(recurse=False)) or everything
-        frozen = not any(p.requires_grad for p in deciding)
-        hooks = [k for k, hook in module._forward_pre_hooks.items()
-                 if hook is _use_running_statistics]  # fmt: skip
-        if frozen and not hooks:
+        parameters = list(module.parameters(recurse=False)) or all_parameters
+        frozen = not any(p.requires_grad for p in parameters)
+        keys = [key for key, hook in module._forward_pre_hooks.items()
+                if hook is _use_running_statistics]  # fmt: skip
+        if frozen and not keys:
             module.register_forward_pre_hook(_use_running_statistics)
-        elif not frozen and hooks:
+        elif not frozen and keys:
             module.training = model.training
-            for key in hooks:
+            for key in keys:
                 del module._forward_pre_hooks[key]
 
 

@@ -1,7 +1,7 @@
 """Growing of a model: new layers at the top, at the bottom or in between.
 
-The new layers can leave the model's function unchanged (init="identity"), use the model's own
-initialisation (init="random"), or copy a neighbour (init="copy").
+The new layers can leave the model's outputs unchanged (init="identity"), use the model's own
+initialisation (init="random"), or copy a neighbouring layer (init="copy").
 """
 
 from collections.abc import Iterable, Iterator
@@ -32,19 +32,20 @@ Init = Literal["identity", "random", "copy"]
 _INITS = ("identity", "random", "copy")
 _ENDS = ("top", "bottom")
 _ADDED = ("output", "down")  # roles whose outputs are added to the residual stream
-_ALLOWED = 8e-7  # part of the promised 1e-6; the rest is for float32 rounding
-_NEGLIGIBLE = 1e-9  # a smaller eps has no measurable effect
+# Largest change of outputs by a norm's eps; the rest of the promised 1e-6 is for float32 rounding.
+_ALLOWED = 8e-7
+_NEGLIGIBLE = 1e-9  # a norm's eps up to this value has no measurable effect
 _PROBE = (4, 32)  # sequences, and tokens per sequence, for measuring variances
 _INSTEAD = 'use init="copy" or init="random"'
 
 
 @dataclass(frozen=True)
 class Trunk:
-    """The list of a model's layers, and the module whose config has their number."""
+    """The list of a model's layers, and the model whose config has their number."""
 
-    path: str
+    path: str  # of the list within the model
     layers: nn.ModuleList
-    body: Any
+    body: Any  # the innermost frostlab or Hugging Face model around the list
 
     @property
     def norm_after(self) -> bool:
@@ -58,11 +59,11 @@ class Trunk:
 class Growth:
     """The result of growing a model."""
 
-    at: int
+    at: int  # the index of the first new layer
     layers: tuple[int, ...]  # the indices of the new layers
     names: tuple[str, ...]  # prefixes of the new layers in the state dict, without the final dot
     changed: tuple[str, ...]  # existing parts whose values have changed
-    note: str  # other effects, or ""
+    note: str  # an explanation of the changes, or ""
 
     def renamed(self, name: str) -> str:
         """Return the new name of a tensor that the model had before growing."""
@@ -77,19 +78,19 @@ def grow(
     model: nn.Module, layers: int = 1, at: int | Literal["top", "bottom"] = "top",
     init: Init = "identity",
 ) -> Growth:  # fmt: skip
-    """Add layers to a model, in place, and return what changed.
+    """Add layers to a model, in place, and return their indices, their names and other changes.
 
-    New layers are trainable and not split, with the dtypes, device and mode of their neighbour.
-    Existing parameters stay the same objects, frozen or not. Optimizers still hold them, but do
-    not hold the new parameters.
+    New layers are trainable, have no split projections, and take the dtypes, device and training
+    mode of their neighbour. Existing parameters stay the same objects, frozen or not, so existing
+    optimizers still update them; the new parameters are in no optimizer yet.
 
     Args:
         layers: the number of new layers, which are inserted next to each other.
         at: the index of the first new layer, "top" or "bottom" (0).
-        init: "identity" keeps the model's outputs unchanged within 1e-6 (if layers end with a
-            norm, as in BERT, the gain of the norm below moves to the last new norm; `changed`
-            lists it); "random" uses the model's own initialisation and torch's default generator;
-            "copy" copies the layer below or, at the bottom, the layer above.
+        init: "identity" changes the model's outputs by at most 1e-6; "random" uses the model's own
+            initialisation and torch's default generator; "copy" copies the layer below or, at the
+            bottom, the layer above. If layers end with a norm, as in BERT, "identity" moves the
+            gain and bias of the norm below to the last new norm.
     """
     refuse_wrapped(model, "grow")
     try:
@@ -115,7 +116,8 @@ def grow(
     changed, notes = _keep_scales(model, trunk, new, init), list[str]()
     if changed:
         notes.append(
-            "queries of moved layers were rescaled: the config divides by the layer's number"
+            "queries of moved layers were rescaled, because the config divides attention scores "
+            "by the layer's number"
         )
     if init == "identity":
         anatomy, slots = survey(model)
@@ -124,8 +126,8 @@ def grow(
             last = _last_norm(anatomy, new[-1])
             changed += _move_affine(model, below, last)
             notes.append(
-                f"{below} is plain now and {last} has its gain, so the output right after "
-                f"{below} (an early exit) has changed"
+                f"the gain and bias of {below} moved to {last}, so the output of {below} "
+                "(for example as an early exit) has changed"
             )
     growth = Growth(first, new, names, tuple(changed), "; ".join(notes))
     move_origins(model, growth.renamed)
@@ -158,7 +160,7 @@ def _insertion_index(at: int | str, layers: int) -> int:
 
 
 def find_trunk(model: nn.Module, anatomy: Anatomy) -> Trunk:
-    """Find the list of the anatomy's layers, or raise an error if the model cannot grow."""
+    """Find the list of a model's layers, or raise an error if the model cannot grow."""
     name = type(model).__name__
     if len({layer.stack for layer in anatomy.layers}) > 1:
         raise BadInput(f"grow: {name} has several stacks of layers; supported: {_SUPPORTED}")
@@ -186,7 +188,7 @@ def _holds(path: str, layers: nn.ModuleList, anatomy: Anatomy) -> bool:
 
 
 def _body(model: nn.Module, path: str) -> nn.Module:
-    """Return the innermost supported model that contains a path."""
+    """Return the innermost frostlab or Hugging Face model that contains a path."""
     body, module = model, model
     for segment in path.split("."):
         if isinstance(module, GPT | Decoder) or model_type(module) is not None:
@@ -207,7 +209,7 @@ def _set_count(model: nn.Module, trunk: Trunk, count: int, kinds: dict[str, list
 
 
 def _kinds_of_layers(model: nn.Module, trunk: Trunk) -> dict[str, list[str]]:
-    """Return the lists in a Hugging Face config that have one layer type per layer."""
+    """Return the lists of layer types in a Hugging Face config, with one entry per layer."""
     if isinstance(trunk.body, GPT | Decoder):
         return {}
     return {
@@ -218,7 +220,7 @@ def _kinds_of_layers(model: nn.Module, trunk: Trunk) -> dict[str, list[str]]:
 
 
 def _configs(model: nn.Module, trunk: Trunk) -> Iterable[Any]:
-    """Return the distinct configs of the body's model type; some heads hold a copy."""
+    """Return the distinct configs of the body's model type; some heads hold a copied config."""
     kind = model_type(trunk.body)
     configs = (module.__dict__.get("config") for module in model.modules())
     return {id(c): c for c in configs if getattr(c, "model_type", None) == kind}.values()
@@ -236,7 +238,8 @@ def _build_layer(trunk: Trunk, index: int, neighbour: nn.Module) -> nn.Module:
         else:
             layer = type(neighbour)(trunk.body.config, layer_idx=index)
             layer.apply(trunk.body._initialize_weights)
-    tensors = dict(neighbour.named_buffers()) | neighbour.state_dict()  # fused even if split
+    # a state dict has the original names and shapes even if the neighbour's projections are split
+    tensors = dict(neighbour.named_buffers()) | neighbour.state_dict()
     for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
         tensor.data = tensor.data.to(tensors[name])
     if getattr(neighbour, "gradient_checkpointing", False):
@@ -255,13 +258,13 @@ def _copy_capturing_hooks(layer: nn.Module, neighbour: nn.Module) -> None:
 
 
 def _insert_layers(trunk: Trunk, at: int, new: list[nn.Module]) -> None:
-    """Insert layers into the list, and renumber all layers."""
+    """Insert layers into the list, and update the layer number in every layer's modules."""
     for offset, layer in enumerate(new):
         trunk.layers.insert(at + offset, layer)
     for index, layer in enumerate(trunk.layers):
         for module in layer.modules():
             attention: Any = module
-            if module.__dict__.get(_SCALED):
+            if module.__dict__.get(_SCALED):  # the scale contains 1 / (layer number + 1)
                 attention.scaling *= (attention.layer_idx + 1) / (index + 1)
             for name in _INDICES:
                 if isinstance(module.__dict__.get(name), int):
@@ -269,10 +272,13 @@ def _insert_layers(trunk: Trunk, at: int, new: list[nn.Module]) -> None:
 
 
 def _rescale_queries(model: nn.Module, trunk: Trunk, moved: dict[int, int]) -> list[str]:
-    """Rescale queries to cancel the score scale of a new layer index; return the changed parts.
+    """Rescale queries so that moved layers keep their attention scores; return the changed parts.
+
+    Only GPT-2 needs this, and only if its config divides the scores by the layer's number.
 
     Args:
-        moved: a map from the new index of each moved layer to its former index.
+        moved: a map from the new index of a layer to its former index or, for a copied layer, to
+            the index of its source.
     """
     if not getattr(trunk.body.config, _SCALED, False):
         return []
@@ -290,12 +296,13 @@ def _rescale_queries(model: nn.Module, trunk: Trunk, moved: dict[int, int]) -> l
 def _insert(model: nn.Module, trunk: Trunk, at: int, count: int, init: Init) -> None:
     """Build the layers, then insert them; if building fails, the model is unchanged."""
     before, kinds = len(trunk.layers), _kinds_of_layers(model, trunk)
-    source = max(at - 1, 0)
+    source = max(at - 1, 0)  # index of the neighbour
     neighbour = trunk.layers[source]
     grown = {name: [*v[:at], *[v[source]] * count, *v[at:]] for name, v in kinds.items()}
     _set_count(model, trunk, before + count, grown)
     try:
-        with torch.random.fork_rng([], enabled=init == "copy"):  # a copy draws nothing
+        # building draws weights, but a copy must leave torch's generator unchanged
+        with torch.random.fork_rng([], enabled=init == "copy"):
             new = [_build_layer(trunk, at + i, neighbour) for i in range(count)]
         if init == "copy":
             values = neighbour.state_dict()
@@ -308,7 +315,7 @@ def _insert(model: nn.Module, trunk: Trunk, at: int, count: int, init: Init) -> 
 
 
 def _keep_scales(model: nn.Module, trunk: Trunk, new: tuple[int, ...], init: Init) -> list[str]:
-    """Keep the attention scale of moved and copied layers; return the changed parts."""
+    """Keep the attention scores of moved and copied layers; return the changed existing parts."""
     moved = {index: index - len(new) for index in range(new[-1] + 1, len(trunk.layers))}
     changed = _rescale_queries(model, trunk, moved)
     if init == "copy":
@@ -325,7 +332,7 @@ def _zero_outputs(anatomy: Anatomy, slots: dict[str, Slot], layers: tuple[int, .
 
 
 def _norm_below(anatomy: Anatomy, at: int) -> str | None:
-    """Return the path of the norm that feeds the layer at index `at`, or None."""
+    """Return the path of the norm whose output is the input of layer `at`, or None."""
     first = next(i for i, part in enumerate(anatomy.parts) if part.layers)
     below = [p for p in anatomy.parts if p.layer == at - 1] if at else anatomy.parts[:first]
     norms = [part.name.rpartition(".")[0] for part in below if part.role == "norm"]
@@ -341,7 +348,7 @@ def _last_norm(anatomy: Anatomy, layer: int) -> str:
 
 @torch.no_grad()
 def _move_affine(model: nn.Module, source: str, target: str) -> list[str]:
-    """Move gain and bias from one norm to another; return the source's tensor names."""
+    """Move gain and bias from one norm to another; return the names of the source's tensors."""
     old, new = model.get_submodule(source), model.get_submodule(target)
     for name, parameter in old.named_parameters():
         new.get_parameter(name).copy_(parameter)
@@ -350,7 +357,7 @@ def _move_affine(model: nn.Module, source: str, target: str) -> list[str]:
 
 
 def _refuse_impossible_identity(model: nn.Module, trunk: Trunk, at: int, below: str | None) -> None:
-    """Raise an error if identity layers that end with a norm would exceed 1e-6."""
+    """Raise an error if new layers that end with a norm cannot keep the outputs within 1e-6."""
     where = f'grow: init="identity" at {at}'
     if below is None:
         raise BadInput(
@@ -367,15 +374,16 @@ def _refuse_impossible_identity(model: nn.Module, trunk: Trunk, at: int, below: 
     if change > _ALLOWED:
         raise BadInput(
             f"{where} would change outputs by {change:.1e}: the eps of {below}, {norm.eps:g}, is "
-            f"not small against the variance there, {variance:.2g}; {_INSTEAD}"
+            f"not small compared with the variance of its input, {variance:.2g}; {_INSTEAD}"
         )
 
 
 def _change_by_eps(trunk: Trunk, norm: Any) -> tuple[float, float]:
-    """Return the largest relative change by a second norm, and the variance where it occurs.
+    """Return the largest relative change of outputs by eps, and the input variance where it occurs.
 
-    A norm turns the variance v into v / (v + eps), and a second norm turns this into about
-    1 - eps. The output, which should not change, is multiplied by 1 + (eps / (v + eps) - eps) / 2.
+    A norm turns the variance v of its input into w = v / (v + eps). The new layers apply a second
+    norm, which should change nothing but multiplies its input by 1 / √(w + eps), which is about
+    1 + (eps / (v + eps) - eps) / 2.
     """
     if norm.eps <= _NEGLIGIBLE:
         return 0.0, 1.0
@@ -391,11 +399,11 @@ def _inputs_of(norm: nn.Module, trunk: Trunk) -> Tensor:
     """Return the inputs of a norm in a forward pass over random tokens."""
     inputs: list[Tensor] = []
     body, (rows, length) = trunk.body, _PROBE
-    size = getattr(body.config, "vocabulary", None) or body.config.vocab_size
+    vocabulary = getattr(body.config, "vocabulary", None) or body.config.vocab_size
     length = min(length, getattr(body.config, "max_position_embeddings", length))
     with torch.device("cpu"):
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(size, (rows, length), generator=generator)
+        ids = torch.randint(vocabulary, (rows, length), generator=generator)
     handle = norm.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
     try:
         with _eval_mode(body), torch.no_grad():

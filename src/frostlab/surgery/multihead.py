@@ -13,7 +13,7 @@ from frostlab.roles.parts import Piece, Rows, SlotPieces, Split
 from frostlab.surgery.split import load_pieces, save_pieces
 
 _LETTERS = ("q", "k", "v")
-_ORDER = (
+_ORDER = (  # of nn.MultiheadAttention's parameters
     "in_proj_weight",
     *(f"{letter}_proj_weight" for letter in _LETTERS),
     "in_proj_bias",
@@ -25,11 +25,11 @@ _ORDER = (
 class SplitMultiheadAttention(nn.MultiheadAttention, Split):
     """An nn.MultiheadAttention with separate parameters for query, key and value."""
 
-    _was_fused: bool
+    _was_fused: bool  # whether query, key and value weights were one parameter before the split
 
     @property
     def in_proj_bias(self) -> Tensor | None:  # type: ignore[override]
-        """The fused bias for torch's forward; gradients flow to the trainable rows."""
+        """The fused bias, which torch's forward reads; gradients flow to the trainable rows."""
         parameters = [self._parameters.get(f"{letter}_bias") for letter in _LETTERS]
         biases: list[Tensor] = [bias for bias in parameters if bias is not None]
         return torch.cat(biases) if biases else None
@@ -76,6 +76,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention, Split):
         read_keys = load_pieces(
             self, self.slots(), state_dict, prefix, local_metadata, missing_keys, error_msgs
         )
+        # torch's own loading must not look for the split parameters, so they are taken out for it
         split = {
             name: self._parameters.pop(name)
             for name in [f"{x}_bias" for x in _LETTERS]
@@ -91,7 +92,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention, Split):
 
 
 def split_attention(attention: nn.MultiheadAttention) -> None:
-    """Split an nn.MultiheadAttention, in place."""
+    """Split the input projection of an nn.MultiheadAttention, in place."""
     attention.__class__ = SplitMultiheadAttention
     assert isinstance(attention, SplitMultiheadAttention)
     attention._was_fused = attention._qkv_same_embed_dim

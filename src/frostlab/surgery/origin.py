@@ -1,4 +1,4 @@
-"""The origin of weights, from which frozen weights can be regenerated instead of stored."""
+"""Records of how weights were made, to regenerate frozen weights instead of storing them."""
 
 import hashlib
 from collections.abc import Callable
@@ -10,20 +10,20 @@ from torch import Tensor, nn
 
 from frostlab.roles.parts import Part, Slot
 
-_ATTRIBUTE = "_frostlab_origins"
-_PROJECTIONS = 4
-_TOLERANCE = 1e-6
+_ATTRIBUTE = "_frostlab_origins"  # attribute of a model: part key → (origin, digest of the values)
+_PROJECTIONS = 4  # random projections in a fingerprint
+_TOLERANCE = 1e-6  # largest difference by rounding between two fingerprints of a tensor
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The operation that made a weight."""
+    """The call of `orthogonalize` or `randomize` that made a weight."""
 
     method: Literal["orthogonalize", "randomize"]
     scope: Literal["head", "matrix"] | None = None
     source: Literal["weights", "gaussian"] | None = None
     std: float | str | None = None
-    seed: int | None = None
+    seed: int | None = None  # None: nothing was drawn
 
     @property
     def reads_weights(self) -> bool:
@@ -31,7 +31,7 @@ class Origin:
         return self.seed is None or self.std == "match"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON, without None."""
+        """Return the values that are not None, for JSON."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
@@ -58,10 +58,10 @@ def origin_of(model: nn.Module, part: Part, slot: Slot) -> Origin | None:
 
 
 def move_origins(model: nn.Module, renamed: Callable[[str], str]) -> None:
-    """Move the origins of parts to their new names.
+    """Store the origins of parts under the new names of the parts.
 
-    A draw from a seed depends on the part's name. If the name has changed, the origin is
-    dropped, because the draw cannot be reproduced under the new name.
+    A draw depends on the seed and on the part's name. If the name of a drawn part has changed, its
+    origin is dropped, because the draw cannot be reproduced under the new name.
     """
     origins = model.__dict__.get(_ATTRIBUTE, {})
     if origins:
@@ -75,9 +75,9 @@ def move_origins(model: nn.Module, renamed: Callable[[str], str]) -> None:
 def fingerprint(tensor: Tensor) -> list[float]:
     """Return a few numbers that identify a tensor and hardly change with rounding.
 
-    They are the norm, and projections of the normalised tensor onto random signs. A rounding
-    error of 6e-8 per weight changes a projection by about 6e-8; another tensor changes it by
-    about 1.
+    They are the norm, and projections of the normalised tensor onto vectors of random signs. A
+    relative rounding error of 6e-8 (float32) in each weight changes a projection by about 6e-8;
+    projections of different tensors differ by about 1.
     """
     flat = tensor.detach().cpu().double().flatten()
     norm = flat.norm()

@@ -1,7 +1,8 @@
 """New values for weights: orthonormal rows, per head or per matrix, or random draws.
 
-`orthonormal` uses one Cholesky pass for well-conditioned matrices, two passes for other matrices,
-and torch's QR for nearly singular matrices.
+A Cholesky pass multiplies a matrix X by the inverse Cholesky factor of X·Xᵀ, which makes its rows
+orthonormal up to rounding. `orthonormal` uses one pass for well-conditioned matrices, two passes
+for other matrices, and torch's QR for nearly singular matrices.
 """
 
 import math
@@ -22,12 +23,12 @@ from frostlab.surgery.origin import Origin, record_origin
 Scope = Literal["head", "matrix"]
 Source = Literal["weights", "gaussian"]
 
-_ONE_PASS = 16.0  # one pass is precise up to this condition number
-_RUN = 512  # columns per product in a Gram matrix on a GPU
-_TINY = 1e-12  # squares of smaller maxima would underflow
+_ONE_PASS = 16.0  # up to this condition number, one Cholesky pass is precise enough
+_RUN = 512  # columns per partial product in a Gram matrix on a GPU
+_TINY = 1e-12  # matrices with a smaller maximum, or one above 1e12, are rescaled
 _AT_ONCE = 2**28  # elements that a GPU factorises in one batch: 1 GiB of float32
-_SINGULAR = 1e6  # above this condition number Cholesky is not used
-_LIMIT = {torch.float32: 2e-6, torch.float64: 1e-13}  # largest accepted |Q·Qᵀ − 1|
+_SINGULAR = 1e6  # above this condition number, QR replaces Cholesky
+_LIMIT = {torch.float32: 2e-6, torch.float64: 1e-13}  # largest accepted |Q·Qᵀ − I|
 
 
 def orthogonalize(
@@ -64,7 +65,7 @@ def randomize(
 
 
 def _seed(source: str, seed: int) -> int | None:
-    """Return the seed of a draw; None if nothing is drawn."""
+    """Return the seed, or None if the source of the values is not a draw."""
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise BadInput(f"seed={seed!r} is not an integer")
     return seed if source == "gaussian" else None
@@ -107,7 +108,7 @@ def _check_matrix(part: Part, origin: Origin) -> None:
 
 
 def renewed(part: Part, slot: Slot, origin: Origin) -> Tensor:
-    """Return the values that `origin` gives a part, without writing them."""
+    """Return the values of a part that has this origin, without writing them."""
     if origin.reads_weights:
         _check_finite(part, slot, origin)
     return next(_renew([part], {part.name: slot}, origin))
@@ -136,7 +137,7 @@ def _read(part: Part, slot: Slot) -> Tensor:
 
 
 def _exact(rows: Tensor) -> Tensor:
-    """Convert to float32, except float64."""
+    """Return float64 rows as they are, and other rows in float32."""
     return rows if rows.dtype == torch.float64 else rows.float()
 
 
@@ -148,21 +149,25 @@ def _stacked(part: Part, rows: Tensor, origin: Origin) -> Tensor:
     return rows.unflatten(0, (part.heads.of(part.role), part.heads.size))
 
 
-def _random(part: Part, present: Tensor, origin: Origin) -> Tensor:
-    """Draw in float64 on the CPU with one thread, so that the bits are the same everywhere."""
+def _random(part: Part, current: Tensor, origin: Origin) -> Tensor:
+    """Draw the new values of a part, in the shape of its current values.
+
+    Drawing in float64 on the CPU with one thread makes the values independent of the device and
+    of the number of threads.
+    """
     assert origin.seed is not None
     generator = torch.Generator().manual_seed(derive_seed(origin.seed, part.key))
     with _one_thread(), torch.no_grad():
-        draw = torch.randn(present.shape, generator=generator, dtype=torch.float64)
+        draw = torch.randn(current.shape, generator=generator, dtype=torch.float64)
         if origin.method == "orthogonalize":
             draw = orthonormal(_stacked(part, draw, origin)).flatten(0, 1)
         elif origin.std == "match":
-            norm = present.detach().to("cpu", torch.float64).norm()
+            norm = current.detach().to("cpu", torch.float64).norm()
             draw *= norm / draw.norm()
         else:
             assert isinstance(origin.std, int | float)
             draw *= origin.std
-    return draw.to(present.device)
+    return draw.to(current.device)
 
 
 @contextmanager
@@ -192,7 +197,7 @@ def orthonormal(matrices: Tensor) -> Tensor:
 
 
 def orthonormal_each(stacks: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Factorise stacks (batch, s, n) in order; a GPU batches adjacent stacks of equal shape."""
+    """Apply `orthonormal` to stacks (batch, s, n); a GPU joins adjacent stacks of equal shape."""
     group: list[Tensor] = []
     for stack in stacks:
         if group and not _joins(group, stack):
@@ -218,6 +223,7 @@ def _factorised(group: list[Tensor]) -> Iterator[Tensor]:
 
 
 def _orthonormal_rows(x: Tensor) -> Tensor:
+    """Return orthonormal rows for matrices (batch, s, n) with s ≤ n."""
     basis, condition = _cholesky_pass(x)
     twice = condition > _ONE_PASS
     if bool(twice.any()):
@@ -229,9 +235,9 @@ def _orthonormal_rows(x: Tensor) -> Tensor:
 
 
 def _cholesky_pass(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the new rows, and a bound on the condition number (∞ if Cholesky failed).
+    """Return the new rows, and an upper bound on the condition number of x (∞ if Cholesky failed).
 
-    The (s, s) matrices are float64; only the large products are in x's dtype.
+    The (s, s) matrices are float64; only the products with x are in x's dtype.
     """
     lower, info = torch.linalg.cholesky_ex(_gram(x))  # (B, s, s)
     identity = torch.eye(x.shape[-2], dtype=torch.float64, device=x.device).expand_as(lower)
@@ -243,7 +249,11 @@ def _cholesky_pass(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gram(x: Tensor) -> Tensor:
-    """Return X·Xᵀ in float64; a GPU sums short products, because long ones lose precision."""
+    """Return X·Xᵀ in float64.
+
+    On a GPU, a float32 product over many columns loses precision, so products over a few columns
+    are summed in float64.
+    """
     if not x.is_cuda or x.dtype == torch.float64 or x.shape[-1] % _RUN:
         return (x @ x.mT).double()
     runs = x.unflatten(-1, (-1, _RUN)).transpose(-3, -2)  # (B, n / run, s, run)
@@ -257,7 +267,7 @@ def _norm_bound(matrix: Tensor) -> Tensor:
 
 
 def _departure(rows: Tensor) -> Tensor:
-    """Return the largest entry of |Q·Qᵀ − 1|."""
+    """Return the largest entry of |Q·Qᵀ − I| for each matrix Q."""
     identity = torch.eye(rows.shape[-2], dtype=torch.float64, device=rows.device)
     return (_gram(rows) - identity).abs().amax((-1, -2))
 
@@ -266,7 +276,7 @@ def householder(matrices: Tensor) -> Tensor:
     """Return orthonormal rows by float64 QR, even for rank-deficient matrices."""
     q, r = torch.linalg.qr(matrices.mT.double())
     diagonal = r.diagonal(dim1=-2, dim2=-1)
-    sign = torch.where(diagonal < 0, -1.0, 1.0).to(q)  # the sign of 0 counts as +1
+    sign = torch.where(diagonal < 0, -1.0, 1.0).to(q)  # makes R's diagonal ≥ 0, as with Cholesky
     return (q * sign.unsqueeze(-2)).mT.to(matrices.dtype)
 
 

@@ -1,8 +1,8 @@
 """Saving and loading of trainable tensors, and export of whole Hugging Face checkpoints.
 
-A delta folder holds the trainable tensors and a manifest, delta.json. Frozen weights are not
-stored: loading keeps the weights of the base model or regenerates them from their seed, and
-compares their fingerprints with the manifest.
+A delta is a folder with the trainable tensors, the buffers and a manifest, delta.json. Frozen
+weights are normally not stored: loading keeps the model's own values if their fingerprints match
+the manifest, and otherwise regenerates the values from their recorded origin.
 """
 
 import json
@@ -35,8 +35,9 @@ from frostlab.surgery.orthogonal import renewed
 
 FORMAT = 1
 _MANIFEST = "delta.json"
+# Tensor files of a delta, and temporary files of an interrupted save.
 _LEFTOVERS = ("trainable-*.safetensors", ".trainable-*.tmp", f".{_MANIFEST}.*.tmp")
-_FIELDS = {
+_FIELDS = {  # manifest key → type
     "model": str,
     "architecture": dict,
     "trainable": list,
@@ -58,7 +59,7 @@ class Delta:
 def save_trainable(
     model: nn.Module, folder: str | Path, *, frozen: Literal["rebuild", "store"] = "rebuild"
 ) -> Path:
-    """Write a delta: buffers and trainable tensors (of split tensors, the trainable rows only).
+    """Write a delta: the buffers and the trainable tensors, or the trainable rows of split tensors.
 
     Args:
         frozen: "rebuild" records the origin and a fingerprint of frozen weights; "store" also
@@ -145,13 +146,13 @@ def export(model: nn.Module, folder: str | Path) -> Path:
     if save is None:
         raise BadInput(
             f"export: {type(model).__name__} is not a Hugging Face model; its state_dict() "
-            "already has the plain names and shapes"
+            "already has the original names and shapes"
         )
     target = Path(folder)
     if target.exists() and not target.is_dir():
         raise BadInput(f"export: {target} is a file, not a folder")
     if target.is_dir() and any(target.iterdir()) and not (target / "config.json").exists():
-        raise BadInput(f"export: {target} holds something else; choose an empty folder")
+        raise BadInput(f"export: {target} holds other files; choose an empty folder")
     new = target.with_name(f".{target.name}-{uuid4().hex}") if target.exists() else target
     with whole_folder(new) as temporary:
         save(temporary, state_dict=model.state_dict())
@@ -163,7 +164,7 @@ def export(model: nn.Module, folder: str | Path) -> Path:
 
 
 def _move_checkpoint(source: Path, target: Path) -> None:
-    """Move the files of a checkpoint into a folder that holds an older one."""
+    """Move the files of a checkpoint into a folder that holds an older checkpoint."""
     try:
         written = {path.name for path in source.iterdir()}
         for old in target.glob("model*.safetensors*"):
@@ -182,7 +183,7 @@ def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _signature(anatomy: Anatomy) -> dict[str, list[list[int]]]:
-    """Return the shape and the heads of every part."""
+    """Return the shape and the heads of every part, by key."""
     return {
         part.key: [list(part.shape), [] if part.heads is None else list(astuple(part.heads))]
         for part in anatomy.parts
@@ -208,23 +209,26 @@ def _check_architecture(anatomy: Anatomy, delta: Delta) -> None:
 
 
 def _check_complete(delta: Delta, parts: dict[str, Part]) -> None:
-    """Check that the delta has every part that was not frozen, and no unknown parts."""
+    """Check that the delta has a value or a frozen record for every part, and no unknown parts."""
     stored = delta.tensors.keys() - set(delta.manifest["buffers"])
     missing = parts.keys() - stored
     frozen = delta.manifest["frozen"].keys()
     if wrong := sorted((missing - frozen) | (stored - parts.keys())):
         raise BadInput(
-            f"load_trainable: {delta.folder} lacks or adds {wrong[0]}, which was not frozen"
+            f"load_trainable: {delta.folder} has no value for {wrong[0]}, or the model has no "
+            "such part"
         )
 
 
 def _check_buffers(delta: Delta, buffers: dict[str, Tensor]) -> None:
-    """Check that saved buffers fit this model and that its frozen statistics are the same."""
+    """Check that saved buffers fit this model and that its frozen statistics match the manifest."""
     for name in delta.manifest["buffers"]:
         buffer = buffers.get(name)
         stored = delta.tensors.get(name)
         if buffer is None or stored is None or buffer.shape != stored.shape:
-            raise BadInput(f"load_trainable: the buffer {name} of {delta.folder} does not fit")
+            raise BadInput(
+                f"load_trainable: the buffer {name} of {delta.folder} does not fit this model"
+            )
     for name, wanted in delta.manifest["statistics"].items():
         buffer = buffers.get(name)
         if buffer is None or not same_fingerprint(fingerprint(buffer), wanted):
@@ -247,40 +251,40 @@ def _frozen_value(part: Part, slot: Slot, record: dict[str, Any]) -> Tensor | No
     value = renewed(part, slot, Origin(**record["origin"])).to(slot.pieces[0].parameter.dtype)
     if not same_fingerprint(fingerprint(value), wanted):
         raise BadInput(
-            f"load_trainable: {part.key}, made again, differs from the one in training; "
+            f"load_trainable: {part.key}, regenerated, differs from the values in training; "
             'load the same base, or save with frozen="store"'
         )
     return value
 
 
 def write_delta(folder: Path, tensors: dict[str, Tensor], manifest: dict[str, Any]) -> Path:
-    """Write the tensors, then the manifest; the old delta stays valid until then."""
+    """Write the tensors, then replace the manifest; until then an older delta stays valid."""
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"save_trainable: {folder} is a file, not a folder")
     if folder.is_dir() and not all(map(_belongs_to_delta, folder.iterdir())):
-        raise BadInput(f"save_trainable: {folder} holds something else; choose an empty folder")
+        raise BadInput(f"save_trainable: {folder} holds other files; choose an empty folder")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"trainable-{uuid4().hex[:12]}.safetensors"
     try:
         save_tensors(path, tensors)
-        named = {**manifest, "tensors": {"file": path.name, "sha256": file_digest(path)}}
+        complete = {**manifest, "tensors": {"file": path.name, "sha256": file_digest(path)}}
         former = _named_tensors(folder)
-        write_whole(folder / _MANIFEST, json.dumps(named, indent=1, sort_keys=True))
+        write_whole(folder / _MANIFEST, json.dumps(complete, indent=1, sort_keys=True))
     except BaseException:
         path.unlink(missing_ok=True)
         raise
-    if former is not None:  # delete only this file: another process may be saving
+    if former is not None:  # delete no other file: another process may be saving
         (folder / former).unlink(missing_ok=True)
     return folder
 
 
 def _belongs_to_delta(path: Path) -> bool:
-    """Return whether a file belongs to a delta or is left over from a killed save."""
+    """Return whether a file belongs to a delta or was left by an interrupted save."""
     return path.name == _MANIFEST or any(path.match(pattern) for pattern in _LEFTOVERS)
 
 
 def _named_tensors(folder: Path) -> str | None:
-    """Return the tensor file named in the manifest, or None without a readable manifest."""
+    """Return the name of the tensor file in the manifest, or None without a readable manifest."""
     try:
         name = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))["tensors"]["file"]
     except (OSError, ValueError, KeyError, TypeError):

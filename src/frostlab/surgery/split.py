@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from frostlab.errors import BadInput
 from frostlab.roles.parts import Piece, Rows, SlotPieces, Split, gathered, join, join_pieces
 
-_HOOKS = (
+_HOOKS = (  # attributes of nn.Module that hold hooks
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
@@ -49,8 +49,8 @@ class FusedCache:
     """The fused tensor of a projection, kept between steps so that frozen rows are copied once.
 
     The cache trades the memory of the fused tensor for the time to assemble it in each step. It
-    is written in place only, so a captured graph always reads current values. Writes to frozen
-    rows through `.data` do not change the tensor's version and are not detected.
+    is written in place only, so a captured CUDA graph always reads current values. Writes to
+    frozen rows through `.data` do not change the tensor's version and are not detected.
     """
 
     def __init__(
@@ -63,8 +63,9 @@ class FusedCache:
     ) -> None:
         self.frozen_rows, self.trainable_rows, self.axis = frozen_rows, frozen_rows.rest(), axis
         self.fused = torch.empty(shape, dtype=dtype, device=device)
-        self.frozen_version: tuple[int, int] | None = None  # of the cached frozen rows
-        self.trainable_version: tuple[int, int] | None = None  # of the cached trainable rows
+        # (address, version) of the tensors from which the cached rows were copied
+        self.frozen_version: tuple[int, int] | None = None
+        self.trainable_version: tuple[int, int] | None = None
         self.trainable_view: Tensor | None = None  # view of the trainable rows, if contiguous
         if self.trainable_rows.repeats == len(self.trainable_rows.spans) == 1:
             start, stop = self.trainable_rows.spans[0]
@@ -86,7 +87,10 @@ class FusedCache:
 def assemble(
     trainable: Tensor | None, frozen: Tensor | None, rows: Rows | None, axis: int
 ) -> Tensor:
-    """Join trainable and frozen rows into the fused tensor; copy only if both exist."""
+    """Join trainable and frozen rows into the fused tensor; `rows` are the frozen ones.
+
+    Nothing is copied if all rows are trainable or all are frozen.
+    """
     if rows is None or frozen is None:
         assert trainable is not None
         return trainable
@@ -94,7 +98,11 @@ def assemble(
 
 
 class Project(torch.autograd.Function):
-    """x · Wᵀ + b over all rows, with gradients of W and b for the trainable rows only."""
+    """x · Wᵀ + b over all rows, with gradients of W and b for the trainable rows only.
+
+    The forward pass uses the fused `weight` and `bias`, which have no gradient. The backward pass
+    returns gradients for `x`, `trainable` and `trainable_bias`.
+    """
 
     generate_vmap_rule = True
 
@@ -126,8 +134,8 @@ class Project(torch.autograd.Function):
         rows: FrozenRows = ctx.rows
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            # Use the cache only if it still holds the rows of this forward pass. A second
-            # derivative needs the parameters themselves.
+            # Use the cache only if it still holds the values of the forward pass, and not for
+            # second derivatives, which must reach the parameters themselves.
             cache: FusedCache | None = ctx.cache
             if cache is None or cache.trainable_version != ctx.version or torch.is_grad_enabled():
                 weight = assemble(trainable, frozen, rows.weight, rows.axis).to(grad.dtype)
@@ -138,25 +146,26 @@ class Project(torch.autograd.Function):
         columns = _trainable_columns(flat, rows.trainable)
         if ctx.needs_input_grad[1]:
             inputs = x.reshape(-1, x.shape[-1])  # (N, in)
-            grad_weight = _as(_weight_gradient(columns, inputs, rows.axis), trainable.dtype)
+            grad_weight = _cast(_weight_gradient(columns, inputs, rows.axis), trainable.dtype)
         if ctx.needs_input_grad[2]:
             if rows.trainable_bias != rows.trainable:
                 columns = _trainable_columns(flat, rows.trainable_bias)
             sums = [span.sum(0) for span in columns]  # each (span,) or (repeats, span)
             joined = sums[0] if len(sums) == 1 else torch.cat(sums, -1)
-            grad_bias = _as(joined.flatten() if joined.dim() > 1 else joined, ctx.bias_dtype)
+            grad_bias = _cast(joined.flatten() if joined.dim() > 1 else joined, ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
-def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def _trainable_columns(grad: Tensor, rows: Rows | None) -> list[Tensor]:
-    """Return the trainable columns of (N, out) per span: (N, span) or (N, repeats, span).
+    """Return the columns of an output gradient (N, out) that belong to trainable rows.
 
-    Interleaved columns stay views for half precision on a GPU, where a batched matmul is faster.
-    Otherwise they are copied into one tensor, because one matmul over the copy is faster.
+    The result has one tensor per span: (N, span) or (N, repeats, span). Interleaved columns stay
+    views for half precision on a GPU, where a batched matmul is faster. Otherwise they are copied
+    into one tensor, because one matmul over the copy is faster.
     """
     if rows is None:
         return [grad]
@@ -168,7 +177,7 @@ def _trainable_columns(grad: Tensor, rows: Rows | None) -> list[Tensor]:
 
 
 def _weight_gradient(columns: list[Tensor], inputs: Tensor, axis: int) -> Tensor:
-    """Return the gradient of the trainable rows: one matmul per span, batched over repeats."""
+    """Return the weight gradient of the trainable rows by one matmul per span."""
     if columns[0].dim() == 2:
         blocks = [inputs.t() @ span if axis else span.t() @ inputs for span in columns]
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, axis)
@@ -202,7 +211,7 @@ class SplitProjection(nn.Module, Split):
         for name in _HOOKS:
             setattr(self, name, getattr(original, name))
         original.weight = original.bias = None
-        self._original: tuple[nn.Module] = (original,)  # the tuple hides it from nn.Module
+        self._original: tuple[nn.Module] = (original,)  # in a tuple: not a submodule
         self.training = original.training
 
     def _cut(self, local: str, fused: Tensor) -> tuple[nn.Parameter | None, nn.Parameter | None]:
@@ -274,12 +283,14 @@ class SplitProjection(nn.Module, Split):
         trainable, frozen = self.trainable_weight, self.frozen_weight
         for parameter in (frozen, self.frozen_bias):
             if parameter is not None and parameter.requires_grad:
-                raise BadInput("frozen rows were set to learn; use fl.thaw or fl.freeze for that")
-        some = frozen if trainable is None else trainable
-        assert some is not None
-        dtype, kind = some.dtype, x.device.type
-        if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(kind)
+                raise BadInput(
+                    "frozen rows have requires_grad=True; use fl.thaw or fl.freeze to train them"
+                )
+        either = frozen if trainable is None else trainable
+        assert either is not None
+        dtype, device = either.dtype, x.device.type
+        if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)
             x = x.to(dtype)
         weight, cache = self._fused("weight", trainable, frozen, dtype)
         bias, _ = self._fused("bias", self.trainable_bias, self.frozen_bias, dtype)
@@ -290,10 +301,10 @@ class SplitProjection(nn.Module, Split):
     def _fused(
         self, local: str, trainable: Tensor | None, frozen: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor | None, FusedCache | None]:
-        """Return the fused tensor in a dtype, and its cache if there is one.
+        """Return the fused tensor in a dtype, and the cache that holds it, if any.
 
-        Only this module's own parameters are cached, not tensors that replace them temporarily
-        (a gathered shard, a functional call).
+        Only this module's own parameters are cached, not tensors that replace them temporarily,
+        as a gathered shard or `torch.func.functional_call` does.
         """
         if trainable is None or frozen is None:
             only = frozen if trainable is None else trainable
@@ -317,7 +328,7 @@ class SplitProjection(nn.Module, Split):
         return own_trainable() is trainable and own_frozen() is frozen
 
     def _remember_own_rows(self) -> None:
-        """Register the current parameters as this module's own, and clear the caches."""
+        """Remember the current parameters as this module's own, and clear the caches."""
         self._caches: dict[tuple[str, torch.dtype], FusedCache] = {}
         self._own: dict[str, tuple[weakref.ref[nn.Parameter], ...]] = {}
         for local in self.shapes:

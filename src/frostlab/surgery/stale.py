@@ -1,9 +1,9 @@
-"""Detection of stale code and optimizers after freeze, thaw or grow.
+"""Detection of outdated code and optimizers after freeze, thaw or grow.
 
-Compiled or captured code compares `changes(model)` to know whether it is still valid. A hook
-checks optimizers: an optimizer with replaced parameters would update tensors that are no longer in
-the model, and an optimizer built before a thaw would never update the thawed parameters. Training
-would look healthy in both cases.
+A compiled step or captured CUDA graph is valid while `changes(model)` returns the same number. A
+hook before each optimizer step finds two errors that do not show in the loss at once: an optimizer
+that updates replaced parameters, which are no longer in the model, and an optimizer that was built
+before parameters became trainable and does not update them.
 """
 
 import warnings
@@ -17,20 +17,19 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from frostlab.errors import LeftOutOfOptimizer, StaleOptimizer
 
 _REPLACED = "_frostlab_replaced"  # attribute of a replaced parameter: its former name
-_CHECKED = "_frostlab_checked"  # attribute of an optimizer: the last change it was checked for
+# Attribute of an optimizer: (`_total` at its last check, whether it has made another step since).
+_CHECKED = "_frostlab_checked"
 
-# Number of changes per model; only models passed to `changes` are counted.
+# Number of changes per model, only for models that were passed to `changes`.
 _counts: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
-# Total number of changes; an optimizer is checked again when it has increased.
+# Number of changes of all models; after each increase, optimizers are checked again.
 _total = 0
-
-
-# Newly trainable parameters that are not known to be in an optimizer yet, and their names.
+# Newly trainable parameters, with names, that no checked optimizer holds yet.
 _expected: list[tuple["weakref.ref[nn.Parameter]", str]] = []
 
 
 def changes(model: nn.Module) -> int:
-    """Return the number of changes by freeze, thaw or grow since the first call for a model."""
+    """Return how often freeze, thaw or grow changed a model, counted from the first call for it."""
     return _counts.setdefault(model, 0)
 
 
@@ -58,10 +57,14 @@ def expect(parameter: nn.Parameter, name: str) -> None:
 
 
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Check an optimizer at its first and second steps after a change."""
-    number, seen_twice = getattr(optimizer, _CHECKED, (0, False))
-    if number == _total:
-        if not seen_twice:  # by its second step, all other optimizers have made a first step
+    """Check an optimizer at its first step after a change, and warn at its second step.
+
+    By the second step, all other optimizers of a training loop have made their first step, so a
+    parameter that no check found is in no optimizer.
+    """
+    checked_total, stepped_twice = getattr(optimizer, _CHECKED, (0, False))
+    if checked_total == _total:
+        if not stepped_twice:
             setattr(optimizer, _CHECKED, (_total, True))
             _warn_of_left_out()
         return
@@ -84,7 +87,7 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _warn_of_left_out() -> None:
-    """Warn about parameters that have a gradient but are in no optimizer that steps.
+    """Warn about newly trainable parameters that have a gradient but that no optimizer updates.
 
     Parameters without a gradient are checked again later: their model may not be in training yet.
     """
@@ -99,8 +102,8 @@ def _warn_of_left_out() -> None:
     _expected[:] = waiting
     if left_out:
         warnings.warn(
-            f"{len(left_out)} parameters became trainable after the optimizer was built and are in "
-            f"none that steps, such as {left_out[0]}; they will not learn until it is rebuilt",
+            f"{len(left_out)} parameters, such as {left_out[0]}, became trainable after the "
+            "optimizer was built, and no optimizer updates them; rebuild the optimizer",
             LeftOutOfOptimizer,
             stacklevel=4,
         )

@@ -1,4 +1,4 @@
-"""Entries, table helpers and head functions for several architectures."""
+"""Table entries, table helpers and functions for heads that several architectures use."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ GATE_UP = Fused(("gate", "up"))
 
 
 def under(prefix: str, table: Table) -> dict[str, Entry]:
-    """Prefix every path of a table."""
+    """Return a table with a prefix before every path."""
     return {f"{prefix}.{path}": entry for path, entry in table.items()}
 
 
 def cross(table: Table) -> dict[str, Entry]:
-    """Mark the roles of a table as cross-attention."""
+    """Return a table with its roles marked as cross-attention."""
     return {path: _as_cross(entry) for path, entry in table.items()}
 
 
@@ -35,12 +35,12 @@ def heads_from(config: Any) -> Heads:
 
 
 def config_heads(module: Any, stack: str) -> Heads:
-    """Return the heads of a model whose stacks have equal heads."""
+    """Return the heads in a model's config, which are the same in all stacks."""
     return heads_from(module.config)
 
 
 def encoder_decoder_heads(module: Any, stack: str) -> Heads:
-    """Return the heads of a stack whose config counts encoder and decoder heads separately."""
+    """Return a stack's heads from a config with separate counts for encoder and decoder."""
     config = module.config
     count = getattr(config, f"{stack}_attention_heads")
     return Heads(count, count, config.d_model // count)

@@ -1,4 +1,7 @@
-"""Tables of decoders: GPT, Llama and their relatives."""
+"""Tables of decoders: GPT, Llama and their relatives.
+
+Each table maps parameter paths to roles; `frostlab.roles.description` defines the patterns.
+"""
 
 from typing import Any
 
@@ -6,7 +9,7 @@ from frostlab.roles.architectures.common import GATE_UP, QKV, QKV_PER_HEAD, conf
 from frostlab.roles.description import REFUSED, Description, Entry, Fused, Table, register
 from frostlab.roles.parts import Heads
 
-GPT_EMBEDDINGS: Table = {
+GPT_EMBEDDINGS: Table = {  # and norms, with the same paths in several models
     "wte": "embedding",
     "wpe": "position",
     "ln_f": "norm",
@@ -50,7 +53,7 @@ register("gptj", Description(GPTJ, config_heads))
 
 
 def bigcode(module: Any) -> Table:
-    """Return GPT-BigCode's table; query, key and value are interleaved without multi-query."""
+    """Return GPT-BigCode's table; the roles are interleaved unless attention is multi-query."""
     layer: dict[str, Entry] = {
         "attn.c_attn": QKV if module.config.multi_query else QKV_PER_HEAD,
         "attn.c_proj": "output",
@@ -61,7 +64,7 @@ def bigcode(module: Any) -> Table:
 
 
 def bigcode_heads(module: Any, stack: str) -> Heads:
-    """Return GPT-BigCode's heads: one key/value head with multi-query, otherwise all."""
+    """Return GPT-BigCode's heads; multi-query attention has only one key/value head."""
     config = module.config
     count = config.num_attention_heads
     return Heads(count, 1 if config.multi_query else count, config.hidden_size // count)
@@ -95,7 +98,7 @@ register("bloom", Description(BLOOM, config_heads))
 
 
 def falcon(module: Any) -> Table:
-    """Return Falcon's table; several key/value heads are interleaved with their queries."""
+    """Return Falcon's table; the roles are interleaved unless there is only one key/value head."""
     config = module.config
     one_kv = config.multi_query and not config.new_decoder_architecture
     return {
@@ -112,7 +115,7 @@ def falcon(module: Any) -> Table:
 
 
 def falcon_heads(module: Any, stack: str) -> Heads:
-    """Return Falcon's heads: grouped in the new architecture, else one key/value head or all."""
+    """Return Falcon's heads; the number of key/value heads depends on the config."""
     config = module.config
     count = config.num_attention_heads
     if config.new_decoder_architecture:

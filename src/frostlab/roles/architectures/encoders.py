@@ -1,4 +1,7 @@
-"""Tables of encoders: BERT and its relatives."""
+"""Tables of encoders: BERT and its relatives.
+
+Each table maps parameter paths to roles; `frostlab.roles.description` defines the patterns.
+"""
 
 from typing import Any
 
@@ -16,7 +19,7 @@ BERT_FEED_FORWARD: Table = {
     "output.dense": "down",
     "output.LayerNorm": "norm",
 }
-BERT_EMBEDDINGS: Table = {
+BERT_EMBEDDINGS: Table = {  # and the pooler
     "embeddings.word_embeddings": "embedding",
     "embeddings.token_type_embeddings": "embedding",
     "embeddings.position_embeddings": "position",
@@ -25,7 +28,7 @@ BERT_EMBEDDINGS: Table = {
 }
 BERT: Table = {
     **BERT_EMBEDDINGS,
-    "embeddings_project": "embedding",  # ELECTRA with a narrower embedding
+    "embeddings_project": "embedding",  # in an ELECTRA whose embedding is narrower
     **under("encoder.layer.{i}.attention", BERT_ATTENTION),
     "encoder.layer.{i}.attention.output.LayerNorm": "norm",
     **under("encoder.layer.{i}.crossattention", cross(BERT_ATTENTION)),
@@ -110,7 +113,7 @@ ALBERT: Table = {
 
 
 def albert_layers(module: Any, group: int) -> tuple[int, ...]:
-    """Return the layers that share the weights of one of ALBERT's groups."""
+    """Return the layers that share one group of ALBERT's weights."""
     config = module.config
     per_group = config.num_hidden_layers / config.num_hidden_groups
     return tuple(i for i in range(config.num_hidden_layers) if int(i / per_group) == group)
@@ -125,7 +128,7 @@ MODERNBERT: Table = {
     "layers.{i}.attn.Wo": "output",
     "layers.{i}.attn_norm": "norm",
     "layers.{i}.mlp_norm": "norm",
-    "layers.{i}.mlp.Wi": GATE_UP,  # the first half, which is activated, is the gate
+    "layers.{i}.mlp.Wi": GATE_UP,  # the gate is the half with the activation function
     "layers.{i}.mlp.Wo": "down",
     "final_norm": "norm",
 }

@@ -1,4 +1,7 @@
-"""Tables of torch's own transformer modules and of frostlab's models."""
+"""Tables of torch's own transformer modules and of frostlab's models.
+
+Each table maps parameter paths to roles; `frostlab.roles.description` defines the patterns.
+"""
 
 from typing import Any
 
@@ -14,10 +17,10 @@ from frostlab.roles.parts import Heads
 MULTIHEAD: Table = {
     "in_proj_weight": QKV,
     "in_proj_bias": QKV,
-    "q_proj_weight": "query",  # separate if keys or values have another width
+    "q_proj_weight": "query",  # these three if keys or values have their own input width
     "k_proj_weight": "key",
     "v_proj_weight": "value",
-    "bias_k": "other",
+    "bias_k": "other",  # an extra key and value, with add_bias_kv=True
     "bias_v": "other",
     "out_proj": "output",
 }
@@ -42,7 +45,7 @@ TORCH_TRANSFORMER: Table = {
 
 
 def multihead_heads(module: Any, stack: str) -> Heads:
-    """Return the heads of the first `nn.MultiheadAttention` in the module."""
+    """Return the heads of the first `nn.MultiheadAttention` in a stack, which stands for all."""
     modules = module.get_submodule(stack).modules()
     attention = next(m for m in modules if isinstance(m, nn.MultiheadAttention))
     return Heads(attention.num_heads, attention.num_heads, attention.head_dim)
@@ -99,7 +102,7 @@ CONFORMER_LAYER: Table = {
     "attention.norm": "norm",
     "attention.qkv": QKV,
     "attention.out": "output",
-    "attention.position": "position",  # with relative positions
+    "attention.position": "position",  # these three only with relative positions
     "attention.content_bias": "position",
     "attention.place_bias": "position",
     "convolution.norm": "norm",
@@ -113,10 +116,10 @@ CONFORMER_LAYER: Table = {
 CONFORMER_TABLE: Table = {
     "cnn.*.conv": "conv",
     "cnn.*.norm": "norm",
-    "channels.**": "other",
+    "channels.**": "other",  # channel attention
     "subjects": "embedding",
     **under("blocks.{i}", CONFORMER_LAYER),
-    "gate.**": "gate",  # gate of the residual around the stack
+    "gate.**": "gate",  # gate of the residual connection around the stack
     "head.**": "head",
 }
 register(Conformer, Description(CONFORMER_TABLE, own_heads))

@@ -1,4 +1,4 @@
-"""Models with two stacks (T5, BART, Whisper, CLIP), and image and sound encoders.
+"""Tables of models with two stacks (T5, BART, Whisper, CLIP), and of image and sound encoders.
 
 Each table maps parameter paths to roles; `frostlab.roles.description` defines the patterns.
 """
@@ -18,11 +18,22 @@ from frostlab.roles.parts import Heads
 ENCODER_DECODER = {"encoder": "encoder", "decoder": "decoder"}
 
 T5_ATTENTION: Table = {"q": "query", "k": "key", "v": "value", "o": "output"}
-T5_FEED_FORWARD: Table = {"wi": "up", "wi_0": "gate", "wi_1": "up", "wo": "down"}
+T5_FEED_FORWARD: Table = {
+    "wi": "up",  # without a gate
+    "wi_0": "gate",
+    "wi_1": "up",  # with a gate
+    "wo": "down",
+}
 
 
 def t5_stack(feed_forward: int) -> dict[str, Entry]:
-    """Return the table of a T5 stack; its first block holds the positions of all blocks."""
+    """Return the table of a T5 stack.
+
+    The first block holds the position bias of all blocks, so `*` gives it no layer index.
+
+    Args:
+        feed_forward: the index of the feed-forward network within a block.
+    """
     return {
         "embed_tokens": "embedding",
         **under("block.{i}.layer.0.SelfAttention", T5_ATTENTION),
@@ -44,7 +55,7 @@ T5: Table = {
 
 
 def t5_heads(module: Any, stack: str) -> Heads:
-    """Return T5's heads, whose size does not depend on the model width."""
+    """Return T5's heads; their size is set separately from the model width."""
     config = module.config
     return Heads(config.num_heads, config.num_heads, config.d_kv)
 
@@ -110,7 +121,7 @@ CLIP_VISION: Table = {
     "embeddings.class_embedding": "embedding",
     "embeddings.patch_embedding": "embedding",
     "embeddings.position_embedding": "position",
-    "pre_layrnorm": "norm",  # spelt like this in transformers
+    "pre_layrnorm": "norm",  # transformers spells it this way
     **CLIP_LAYERS,
     "post_layernorm": "norm",
 }
@@ -125,12 +136,13 @@ CLIP: Table = {
 
 
 def clip_heads(module: Any, stack: str) -> Heads:
-    """Return CLIP's heads from the stack's config, or the only config of a single tower."""
+    """Return the heads of a CLIP stack from its own config; a single stack has only one config."""
     return heads_from(getattr(module.config, f"{stack}_config", module.config))
 
 
 CLIP_STACKS = {"text_model": "text", "vision_model": "vision"}
 register("clip", Description(CLIP, clip_heads, CLIP_STACKS))
+# Single stacks: paths begin with `text_model` or `vision_model` only if the model has a head.
 register("clip_text_model", Description({**CLIP, **CLIP_TEXT}, clip_heads, CLIP_STACKS))
 register("clip_vision_model", Description({**CLIP, **CLIP_VISION}, clip_heads, CLIP_STACKS))
 
