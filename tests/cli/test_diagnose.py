@@ -127,7 +127,7 @@ def test_stages_are_judged_one_by_one(runs: Path, in_this_process: Command) -> N
         (("majority-gpt", "--set", "watch=null"), "a diagnosis needs the measurements"),
         (("majority-gpt", "--epochs", "1", "--set", "watch=null"), "needs the measurements"),
         (("majority-gpt", "--set", "optim.lt=1"), "did you mean `lr`?"),
-        (("majority-gpt", "--set", "train.epochs=1"), "how long to train with --epochs or --steps"),
+        (("majority-gpt", "--set", "train.epochs=1"), "the duration with --epochs or --steps"),
     ],
 )
 def test_bad_input(

@@ -143,7 +143,7 @@ def test_supervision_counts_in_the_digest() -> None:
 def test_supervised_frozen_layers_cannot_be_cached_away() -> None:
     settings = {"supervise": {"layers": "all", "frozen": True}, "train.cache_prefix": "memory"}
     with pytest.raises(
-        BadInput, match=r"supervise.frozen needs the layers that train.cache_prefix"
+        BadInput, match=r"supervise.frozen needs the frozen layers that train.cache_prefix"
     ):
         load_recipe("docstrings-lm", settings)
     assert load_recipe("docstrings-lm", {"supervise.layers": "all", "train.cache_prefix": "memory"})
@@ -184,7 +184,7 @@ ERRORS = [
     ("optim.schedule=linaer", "'linaer' should be one of linear, cosine, constant", "`linear`?"),
     ("optim.betas=[0.9]", "optim.betas.1 is missing", ""),
     ("optim.betas=[0.9, 0.98, 1]", "optim.betas = [0.9, 0.98, 1] is 3 values, not 2", ""),
-    ("evaluate.every=epok", "evaluate.every: 'epok' should be a number of steps, epoch, or", ""),
+    ("evaluate.every=epok", "evaluate.every: 'epok' should be a number of steps, `epoch`, or", ""),
     ("evaluate.metric=perplexity", "evaluate.metric perplexity does not exist for class", "macro"),
     ("tokenizer.kind=pbe", "tokenizer.kind = 'pbe' should be one of bpe, words", "`bpe`?"),
     ("tokenizer={size: 500}", "", ""),
@@ -201,7 +201,7 @@ ERRORS = [
     ("model.width=30", "--set model.width=30: model.width 30 is not a multiple of model.heads", ""),
     ("model.positions=8", "model.positions 8 is less than data.length 96", ""),
     ("train={epochs: 1, steps: 2}", "both set the duration", "set one of them to null"),
-    ("train={cache_prefix: disk, parallel: fsdp}", "cache_prefix leaves layers out", "use ddp"),
+    ("train={cache_prefix: disk, parallel: fsdp}", "cache_prefix skips layers", "use ddp"),
     ("train.accumulate=5", "cannot be shared", ""),
     ("treatment={init: [{method: orth, select: [key]}]}", "treatment.init.0.method = 'orth'", ""),
     ("treatment={init: [{method: randomize, select: [key], sdt: 1}]}", "init.0.sdt is not a key",

@@ -133,8 +133,13 @@ def test_a_batch_is_the_sum_of_its_parts() -> None:
         ("pearson", [(9,), (9,)], {}, r"\(9,\) and \(9,\)"),
         ("pearson", [(2, 9), (2, 9)], {"weight": 0.5}, "weight 0.5 is given, but pearson has one"),
         ("pearson-l1", [(2, 9), (2, 9)], {"scales": (1,)}, "scales are given, but kind is pearson"),
-        ("multiscale", [(2, 9), (2, 9)], {"scales": ()}, r"scales \(\) must be numbers"),
-        ("multiscale", [(2, 9), (2, 9)], {"scales": (2, 0)}, r"scales \(2, 0\) must be numbers"),
+        ("multiscale", [(2, 9), (2, 9)], {"scales": ()}, r"scales \(\) must be one or more"),
+        (
+            "multiscale",
+            [(2, 9), (2, 9)],
+            {"scales": (2, 0)},
+            r"scales \(2, 0\) must be one or more",
+        ),
         ("multiscale", [(2, 9), (2, 9)], {}, "leaves fewer than two at scale 8; .* fits is 4"),
     ],
 )
