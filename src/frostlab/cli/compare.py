@@ -93,11 +93,6 @@ def compare(
     check_data_dir(data_dir)
     changes = settings_from(settings, device)
     from frostlab.comparison.load import make_plan
-    from frostlab.recipe.load import parse_settings
-
-    asked = parse_settings(settings or [])
-    if device is not None:
-        asked["train.device"] = device
 
     options: dict[str, Any] = {
         "arms": arms,

@@ -104,7 +104,7 @@ class Train(Strict):
         if self.batch % (self.accumulate * (self.processes or 1)):
             raise ValueError(
                 f"batch {self.batch} cannot be shared by {self.processes or 1} processes × "
-                f"{self.accumulate} accumulated parts"
+                f"{self.accumulate} accumulated micro-batches"
             )
         return self
 
