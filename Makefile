@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: test slow portable gpu demo bench setup clean
+.PHONY: test slow portable fuzz gpu demo bench setup clean
 
 setup: $(VENV)/.ready
 
@@ -32,6 +32,9 @@ slow: setup
 
 portable: setup
 	$(BIN)/python tests/portable.py
+
+fuzz: setup
+	$(BIN)/python tests/fuzz/campaign.py --inputs 100000
 
 gpu: setup
 	$(BIN)/pytest -n 6 tests/gpu
