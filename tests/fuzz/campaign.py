@@ -31,9 +31,8 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from fuzz.mutate import Target, inputs  # noqa: E402
-
 from frostlab.errors import FrostlabError  # noqa: E402
+from fuzz.mutate import Target, inputs  # noqa: E402
 
 SECONDS = 5.0  # for one input
 GIGABYTE = 1 << 30

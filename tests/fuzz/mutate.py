@@ -167,7 +167,8 @@ def _changed(value: Any, rng: random.Random) -> Any:
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the path of every node below `value`."""
-    nodes = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, node in nodes if isinstance(value, dict | list) else ():
+    if not isinstance(value, dict | list):
+        return
+    for key, node in value.items() if isinstance(value, dict) else enumerate(value):
         yield (*path, key)
         yield from _places(node, (*path, key))

@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from fuzz.mutate import Target
-
 from frostlab.storage import read_json
+from fuzz.mutate import Target
 
 
 def _read(data: bytes, folder: Path) -> None:

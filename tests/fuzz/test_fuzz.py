@@ -5,10 +5,10 @@ import time
 from pathlib import Path
 
 import pytest
-from fuzz.campaign import Tally, corpus, load_targets, run_chunk, try_input
-from fuzz.mutate import Target, inputs
 
 from frostlab.errors import BadInput
+from fuzz.campaign import Tally, corpus, load_targets, run_chunk, try_input
+from fuzz.mutate import Target, inputs
 
 TARGETS = load_targets()
 
