@@ -40,12 +40,15 @@ def _raise(error: BaseException) -> None:
         (lambda data, folder: _raise(KeyError("x")), "traceback"),
         (lambda data, folder: _raise(BadInput("two\nlines")), "traceback"),
         (lambda data, folder: bytearray(10 << 30), "traceback"),  # beyond the address space
-        (lambda data, folder: bytearray(b"x") * (1200 << 20), "memory"),
+        (lambda data, folder: bytearray(b"x") * (200 << 20), "memory"),
         (lambda data, folder: __import__("os").abort(), "crash"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # from Python 3.12 on
-def test_the_campaign_notices(check, kind: str) -> None:  # type: ignore[no-untyped-def]
+def test_the_campaign_notices(  # type: ignore[no-untyped-def]
+    check, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fuzz.campaign.GIGABYTE", 100 << 20)
     tally = Tally({}, [])
     target = Target(lambda: [b"x"], check)
     run_chunk("bad", target, 0, 0, 1, tally, multiprocessing.get_context("fork"))
