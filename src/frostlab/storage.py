@@ -308,6 +308,8 @@ def damaged_file(folder: Path, names: Iterable[str] | None = None) -> Path | Non
         wanted = {name: sealed[name] for name in (sealed if names is None else names)}
     except (OSError, BadInput, LookupError, TypeError):
         return folder / SEAL
+    if not isinstance(sealed, dict):
+        return folder / SEAL
     present = {name for name in wanted if _is_plain(folder, name)}
     checksums = _checksums(folder, sorted(present))
     return next((folder / name for name in wanted if checksums.get(name) != wanted[name]), None)
