@@ -39,7 +39,7 @@ class LeftOutOfOptimizer(UserWarning):
 
 
 class DamagedCache(UserWarning):
-    """A cached file that no longer has its checksum; it was built again."""
+    """A cached file does not match its checksum, so it is built again."""
 
 
 class NothingLearns(UserWarning):
@@ -74,7 +74,10 @@ def check_registration(function: str, name: object, registered: object) -> None:
 
 
 def same_function(function: Any, other: Any) -> bool:
-    """Return whether two functions have the same module and name, as after running a cell again."""
+    """Return whether two functions have the same module and name.
+
+    They do if a notebook's cell that defines the function is run again.
+    """
     missing = object()
     return all(
         getattr(function, key, missing) == getattr(other, key, None)

@@ -142,7 +142,7 @@ def envelopes(run: RunName, data_dir: DataDir = None, runs: RunsFolder = Path("r
     """Draw the results of a finished EEG run as a page with figures, in the run's folder.
 
     The page shows the scores, the correlation of every subject, decoded and heard
-    envelopes, temporal kernels, and a scalp map of the electrodes' weights.
+    envelopes, temporal kernels, and a scalp map of each electrode's importance.
     """
     from frostlab.records.index import find_run
 

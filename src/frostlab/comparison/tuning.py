@@ -32,7 +32,10 @@ def tuned_values(plan: Plan, settings: Sequence[TunedSetting]) -> Tuned:
 
 @dataclass(frozen=True)
 class _Search:
-    """A grid search over one setting on the tune split, with seeds reserved for tuning."""
+    """A grid search over one setting, with seeds reserved for tuning.
+
+    Values are scored on the tune split, which also selects each run's best checkpoint.
+    """
 
     plan: Plan
     tune: Tune

@@ -2,9 +2,9 @@
 
 Units are measured at the output of the modules in `ONE_SIDED` and `BOUNDED` and, if the
 architecture is known, at the input of every feed-forward network's last projection (role `down`).
-Other activation functions, such as F.relu, are not measured. Attention is measured where the model
-calls F.scaled_dot_product_attention or a softmax over (batch, heads, queries, keys); it cannot be
-measured inside nn.MultiheadAttention.
+Functions such as F.relu are not measured anywhere else. Attention is measured where the model calls
+F.scaled_dot_product_attention or a softmax over (batch, heads, queries, keys); it cannot be measured
+inside nn.MultiheadAttention.
 """
 
 import math
@@ -29,7 +29,7 @@ BOUNDED: dict[type[nn.Module], tuple[float, float]] = {
     nn.Tanh: (-1.0, 1.0),
     nn.Hardtanh: (-1.0, 1.0),
 }
-_EDGE = 0.01  # an activation is saturated within this fraction of the range from a bound
+_EDGE = 0.01  # an activation closer to a bound than this fraction of the range is saturated
 _NEGLIGIBLE = 1e-6  # a unit that never exceeds this fraction of the largest activation is dead
 _EXAMPLES = 4  # number of examples per batch from which the attention entropy is computed
 
@@ -71,7 +71,10 @@ class Activity:
         return handles
 
     def listening(self) -> AbstractContextManager[Any]:
-        """Return a context that measures attention, if due; for loops that bypass `model(…)`."""
+        """Return a context for a forward pass that measures attention if a measurement is due.
+
+        It is needed where the model is not called as `model(…)`, so that hooks do not run.
+        """
         if self._attention_entropy and self._is_due():
             return _AttentionMode(self._measured)
         return nullcontext()

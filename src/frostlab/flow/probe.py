@@ -1,7 +1,9 @@
 """Measurement of one optimizer step on the device, into one tensor that is read later.
 
-No code here synchronises with the device or reads a value, so all of it can be captured in a CUDA
-graph. Call `before_step` and `after_step` around the optimizer step.
+Once a `Probe` is built, its measurements neither synchronise with the device nor read a value, so
+they can be captured in a CUDA graph. Call `before_step` and `after_step` around the optimizer step.
+
+The front is the first two layers, the back the last two, and the output is the head.
 """
 
 from collections import Counter
@@ -17,11 +19,11 @@ from frostlab.devices import exact_dtype
 from frostlab.flow.tensors import Layout, is_sharded, local, shard_group
 
 Gradient = Callable[[nn.Parameter], Tensor | None]
-Views = list[list[Tensor]]  # for each list of tensors: the views of its slices
+Views = list[list[Tensor]]  # for each list of tensors, views of the rows that belong to a part
 SUMS = (  # names of the sums over each part
     "gradient", "before_clip", "weight", "update",  # squared norms
     "moved", "origin", "along",  # |weight - start|², |start|², weight·start
-    "agree", "energy", "former",  # gradient·previous, |gradient|² as stored, |previous|²
+    "agree", "energy", "former",  # gradient·previous, |gradient|² before clipping, |previous|²
 )  # fmt: skip
 _MAXIMA = ("largest", "high", "low")  # max |gradient|, max weight, max -weight of a parameter
 
@@ -32,7 +34,7 @@ def own_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 class Probe:
-    """Measures squared norms of every part, and maxima of the parameters in front, back and output.
+    """Measures norms and dot products of every part, and maxima in front, back and output.
 
     It keeps a copy of the initial weights for `distance`, a copy of the previous gradients for
     `gradient_cosine` and, between `before_step` and `after_step`, the copies of `Updates`.
@@ -110,7 +112,9 @@ class Probe:
 
     @torch.no_grad()
     def before_step(self, clip_factor: Tensor | None = None, gradients: bool = True) -> None:
-        """Measure gradients and weights.
+        """Measure the weights, and the gradients of the first optimizer.
+
+        Call `measure_gradients` for every further optimizer.
 
         Args:
             clip_factor: the factor by which the optimizer's kernel will multiply the gradients;
@@ -144,7 +148,7 @@ class Probe:
 
     @torch.no_grad()
     def measure_gradients(self, optimizer: int, clip_factor: Tensor | None = None) -> None:
-        """Add the gradients of the optimizer with this index; index 0 resets the sums first."""
+        """Add one optimizer's gradients to the norms of all; optimizer 0 sets them to zero first."""
         parameters = self._parameters_of[optimizer]
         gradients = self._gradients(parameters)
         squares = self._totals.squares(gradients)

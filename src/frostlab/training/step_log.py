@@ -46,10 +46,10 @@ class StepLog:
         self._runs_ahead = runs_ahead(step.device)
         self._entries: list[Entry] = []
         self._first: int | None = None  # the first logged step
-        self.loss: float | None = None  # the newest finite loss that was read
+        self.loss: float | None = None  # the last finite loss of the last written block
 
     def add(self, entry: Entry) -> None:
-        """Log a step; on the CPU, detect a gradient that is not finite at once."""
+        """Log a step; on the CPU, a gradient with NaN or infinity raises an error at once."""
         if self._first is None:
             self._first = entry.step
         self._entries.append(entry)
@@ -71,8 +71,8 @@ class StepLog:
     def __exit__(self, kind: Any, error: BaseException | None, *trace: object) -> None:
         """Flush and stop measuring gradient flow; after an error, ignore further errors.
 
-        With several processes, an error loses the last block, because writing a block sums losses
-        over all processes.
+        With several processes, nothing is written after an error: a block holds losses summed over
+        all processes, and the others may have ended.
         """
         if error is None:
             self._close()
@@ -136,7 +136,7 @@ def _short(value: float) -> float | None:
 
 
 def clocks(events: list[Event], seconds: dict[str, float]) -> Clocks:
-    """Return a run's total times, step times and throughput; warm-up steps are kept apart."""
+    """Return a run's total times, step times and throughput; `step_ms` excludes warm-up steps."""
     blocks = [event for event in events if isinstance(event, StepEvent)]
     training = training_seconds(seconds)
     data, overlapped = seconds.get("data", 0.0), seconds.get(OVERLAPPED, 0.0)
