@@ -2,8 +2,8 @@
 
 Units are measured at the output of the modules in `ONE_SIDED` and `BOUNDED` and, if the
 architecture is known, at the input of every feed-forward network's last projection (role `down`).
-Functions such as F.relu are not measured anywhere else. Attention is measured where the model calls
-F.scaled_dot_product_attention or a softmax over (batch, heads, queries, keys); it cannot be measured
+Functions such as F.relu are not measured elsewhere. Attention is measured where the model calls
+F.scaled_dot_product_attention or a softmax over (batch, heads, queries, keys), but not
 inside nn.MultiheadAttention.
 """
 

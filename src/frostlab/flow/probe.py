@@ -148,7 +148,7 @@ class Probe:
 
     @torch.no_grad()
     def measure_gradients(self, optimizer: int, clip_factor: Tensor | None = None) -> None:
-        """Add one optimizer's gradients to the norms of all; optimizer 0 sets them to zero first."""
+        """Add one optimizer's gradients to the norms; optimizer 0 sets the norms to zero first."""
         parameters = self._parameters_of[optimizer]
         gradients = self._gradients(parameters)
         squares = self._totals.squares(gradients)
