@@ -21,7 +21,9 @@ def bench(
     ] = False,
     scale: Annotated[
         Scale,
-        typer.Option(help="full: the sizes for which targets are set; small: tiny models."),
+        typer.Option(
+            help="full: the sizes of --list, with their wanted speed-ups; small: tiny models."
+        ),
     ] = "full",
     rounds: Annotated[
         int | None,
@@ -33,7 +35,11 @@ def bench(
     ] = None,
     seconds: Annotated[
         float | None,
-        typer.Option(min=0, metavar="S", help="Stop timing a benchmark after this many seconds."),
+        typer.Option(
+            min=0,
+            metavar="S",
+            help="Stop timing a benchmark after this many seconds and at least three rounds.",
+        ),
     ] = None,
     data_dir: DataDir = None,
     out: Annotated[

@@ -44,7 +44,7 @@ def compare(
         str | None,
         typer.Option(
             metavar="SETTING",
-            help="First tune lr or decay for each arm, on the same grid of values.",
+            help="First tune lr or weight decay (decay) for each arm: 1/3, 1 and 3 times its value.",
         ),
     ] = None,
     rounds: Annotated[
@@ -73,7 +73,7 @@ def compare(
         typer.Option(
             min=1,
             metavar="N",
-            help="Number of runs to train at the same time, if the GPU has room.",
+            help="Number of runs to train at the same time; they must fit in memory together.",
         ),
     ] = 1,
     data_dir: DataDir = None,

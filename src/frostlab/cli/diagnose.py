@@ -37,13 +37,13 @@ def diagnose(
     ],
     epochs: Annotated[
         int | None,
-        typer.Option(metavar="N", help="For a recipe: train for this many epochs in total."),
+        typer.Option(metavar="N", help="For a recipe: epochs to train, divided among its stages."),
     ] = None,
     steps: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help=f"For a recipe: train for this many steps in total (default: {_STEPS}).",
+            help=f"For a recipe: steps to train, divided among its stages (default: {_STEPS}).",
         ),
     ] = None,
     settings: Settings = None,

@@ -168,11 +168,10 @@ def check_confounds(
         problem = f"{arm} differs from {baseline} in {confound}"
         if _section(confound.key) in _SAME_FOR_ALL:
             raise BadInput(f"{problem}: arms must see the same data")
-        section, _, short = confound.key.partition(".")
-        if not permitted & {confound.key, section, short, short.rpartition(".")[2]}:
+        if not permitted & {confound.key, _section(confound.key), confound.key.rpartition(".")[2]}:
             raise BadInput(
                 f"{problem}, which is a confound; set it to the same value, tune it for both arms "
-                f"(--tune), or declare it (--allow-confound {short})"
+                f"(--tune), or declare it (--allow-confound {confound.key})"
             )
 
 
@@ -299,9 +298,9 @@ class Plan(Strict):
                 raise BadInput(f"arm {arm.name}: an arm cannot set {misplaced} under `set`")
             if "model.preset" in arm.set:
                 raise BadInput(
-                    f"arm {arm.name}: set.model.preset would have no effect, because the recipe "
-                    "already sets the keys of a preset; set the keys of the preset, such as "
-                    "model.residual"
+                    f"arm {arm.name}: set.model.preset would have no effect, because the loaded "
+                    "recipe has a value for every setting; set model.residual, model.head or "
+                    "model.gradient_scale instead"
                 )
             for other in self.arms[:i]:
                 if arm.name == other.name:
@@ -336,15 +335,12 @@ class Plan(Strict):
                     raise BadInput(f"contrasts: a gain needs two stages, but {name} has only one")
 
     def _check_quick(self) -> None:
-        """Refuse `quick` if an arm sets its own length of training, which cannot be shortened."""
+        """Refuse `quick` if an arm has stages or sets its own length, which is not shortened."""
         for arm in self.arms if self.quick else ():
             lengths = [key for key in arm.set if key in ("train", "train.steps", "train.epochs")]
             if lengths or self.recipe_of(arm, 0).stages:
-                setting = f"set.{lengths[0]}" if lengths else "its stages"
-                raise BadInput(
-                    f"--quick: arm {arm.name} sets its own length of training ({setting}), "
-                    "so its runs cannot be cut short"
-                )
+                reason = f"sets its own length (set.{lengths[0]})" if lengths else "has stages"
+                raise BadInput(f"--quick: arm {arm.name} {reason}, so its runs cannot be cut short")
 
     def _check_tuning(self) -> None:
         keys = [tune.key for tune in self.tune]
@@ -363,7 +359,7 @@ class Plan(Strict):
 
 
 def check_settings_exist(option: str, keys: Iterable[str], recipe: Recipe) -> None:
-    """Refuse a key that is neither a section, a dotted key nor a last part of one in the recipe."""
+    """Refuse a key unless it is a section, a setting's dotted key, or the last part of one."""
     paths = _paths(recipe.to_dict())
     names = {*recipe.to_dict(), *paths, *(path.rpartition(".")[2] for path in paths)}
     for key in keys:

@@ -77,8 +77,8 @@ class Stack(ABC):
     def read(self, x: Tensor, ids: Tensor, packing: Packing | None) -> Tensor:
         """Return the head's input: (B, T, width) for a language model, otherwise (N, width).
 
-        `x` is the output of a layer. Without a packing, rows must not be padded, except at the end
-        for a causal language model, where no token before the padding attends to it.
+        `x` is the output of a layer. Without a packing, rows may be padded only at the end and only
+        in a causal model, where no token before the padding attends to it.
         """
 
 

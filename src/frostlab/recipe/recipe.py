@@ -40,14 +40,14 @@ class StageSettings(Strict):
     """One stage of a run; a setting that is null is taken from the rest of the recipe."""
 
     name: str | None = None  # null: the stage's number
-    train: Selections | None = None  # selections to train; null: all weights that are not frozen
+    train: Selections | None = None  # null: all weights that the treatment does not freeze
     add: Add | None = None  # null: no new layers
     lr: Rate | Annotated[dict[str, Rate], Field(min_length=1)] | None = None  # null: optim.lr
     epochs: Positive | None = None  # epochs and steps null: the duration in the section `train`
     steps: Positive | None = None
     patience: Positive | None = None  # null: evaluate.patience
     supervise: Supervise | None = None  # null: the recipe's
-    keep_state: bool = True  # keep the optimizer state of weights that already learned before
+    keep_state: bool = True  # keep the optimizer state of weights that the stage before trained
 
     @model_validator(mode="after")
     def _one_duration(self) -> Self:

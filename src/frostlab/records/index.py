@@ -19,7 +19,7 @@ from frostlab.records.reader import SCHEMA
 from frostlab.storage import is_locked
 from frostlab.text import columns, hms, number, plain, short
 
-if TYPE_CHECKING:  # imported only for runs that the index does not have, to be fast
+if TYPE_CHECKING:  # functions import it only for runs that the index does not have
     from frostlab.records.schema import Event, Result, StartEvent
 
 RESULT, EVENTS, LOCK, INDEX = "result.json", "events.jsonl", "run.lock", ".index.json"
@@ -248,7 +248,7 @@ def _load(root: Path) -> _Entries:
 
 
 def _save(root: Path, entries: _Entries) -> None:
-    """Replace the index atomically; if that fails, the next listing reads all runs again."""
+    """Replace the index atomically; if that fails, the old index stays."""
     body = json.dumps(entries, separators=(",", ":")).encode()
     draft = root / f"{INDEX}.{os.getpid()}.tmp"
     try:

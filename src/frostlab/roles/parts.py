@@ -179,7 +179,8 @@ class Part:
     rows: Rows | None = None  # None: the whole parameter
     axis: int = 0  # the axis of the rows: 1 for Conv1D's transposed weight
     heads: Heads | None = None
-    layout: str = "separate"  # or, in a fused parameter, "concatenated" or "interleaved"
+    # "separate" or, in a fused parameter, "concatenated" or "interleaved" (by head or by group)
+    layout: str = "separate"
     matmul: bool = False  # whether it is the weight of a matmul with activations
     ties: tuple[Tie, ...] = ()
 

@@ -28,7 +28,7 @@ from frostlab.timing.clock import BlockSeconds, Meter
 
 FEWEST_BUILDS = 8  # builds before narrow intervals may end the timing
 MOST_BATCHES = 16  # distinct batches; the step is warmed up on the shape of each
-_BUILDS_AFTER_WIDTH = 4  # more builds once intervals are narrow, which may be due to a quiet period
+_BUILDS_AFTER_WIDTH = 4  # further builds, since a quiet period can make intervals narrow
 _CONFIDENCE = 0.95
 _MOST_BLOCKS = 4  # distinct blocks, and also pairs of rounds per build
 _PROGRESS_EVERY = 10.0  # seconds between progress messages
@@ -214,7 +214,7 @@ def interleave_arms(
         if perf_counter() - last_progress >= _PROGRESS_EVERY and ratios:
             last_progress, widest = perf_counter(), max(ratio.width for ratio in ratios)
             done = f"{rounds.builds} builds, {len(rounds.starts)} rounds, {rounds.seconds:.0f} s"
-            say(f"{done}: intervals within {widest:.2%}")
+            say(f"{done}: widest interval {widest:.2%} of its ratio")
     return rounds
 
 

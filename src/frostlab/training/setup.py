@@ -101,7 +101,7 @@ def prepare_data(recipe: Recipe, data_dir: str | Path | None, task: Task, world:
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A recipe's model on the CPU, after its treatment and the beginning of some stages."""
+    """A recipe's model on the CPU, treated, with the layers of the stages entered so far."""
 
     model: nn.Module
     touched: frozenset[str]  # keys of the parts that the treatment changed or added
@@ -277,8 +277,9 @@ def next_stage(context: RunContext, progress: Progress, step: EagerStep) -> dict
     progress.began = progress.seconds["total"]
     index = progress.stage
     built = build_model(context.recipe, context.prepared, context.stages[:index])
-    load_weights(built.model, best)  # on the CPU, so that all processes draw equal new layers
+    load_weights(built.model, best)
     stage = context.stages[index]
+    # The model is still on the CPU, so all processes draw equal new layers.
     entered = enter_stage(built.model, context.recipe, stage, index, built.entered)
     _replace_model(context, replace(built, entered=entered), index)
     audit = context.current.audit
@@ -358,7 +359,7 @@ def best_model(record: RunRecord, prepared: Material) -> nn.Module:
     stages = stages_of(record.recipe, len(prepared.splits["train"]))
     model = build_model(record.recipe, prepared, stages).model
     result = record.result
-    assert result.checkpoint is not None, "the run is finished"
+    assert result.checkpoint is not None, "the run has no reported checkpoint"
     assert result.best.step is not None
     load_weights(model, Checkpoint(record.folder / result.checkpoint, result.best.step))
     if state_digest(model) != result.weights_digest:

@@ -218,7 +218,7 @@ def test_a_thawed_layer_is_not_looked_up() -> None:
     batch = pack(tokens, np.arange(4), PAD, cached_starts=objective.prefix.starts)
     objective(batch)
     fl.thaw(model)
-    with pytest.raises(fl.FrostlabError, match="a layer whose outputs are cached was thawed"):
+    with pytest.raises(fl.FrostlabError, match="a weight was thawed after the cache was built"):
         objective(batch)
 
 

@@ -1,4 +1,7 @@
-"""Splits of recordings: whole recordings and whole subjects are held out, never single windows."""
+"""Splits of recordings: whole files and whole subjects are held out, never single windows.
+
+A file holds a recording or, if its name starts with the name of a split, a part of one.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

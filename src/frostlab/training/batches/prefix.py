@@ -43,13 +43,13 @@ class Prefix:
     table: Tensor  # (tokens, width), on the run's device or mapped from a file
     starts: NDArray[np.int64]  # each example's first row in the table
     dtype: torch.dtype  # dtype of the layers' outputs; the table's may be narrower
-    weights: tuple[Tensor, ...]  # frozen weights and buffers that must not be thawed
+    weights: tuple[Tensor, ...]  # buffers, and frozen weights that must stay frozen
     facts: dict[str, Any]  # place, size, depth and reuse of the table, for the run's record
 
     def check(self) -> None:
-        """Raise an error if one of `weights` was thawed: the table would become wrong."""
+        """Raise an error if one of `weights` was thawed, because the table may then be wrong."""
         if any(weight.requires_grad for weight in self.weights):
-            raise FrostlabError("train.cache_prefix: a layer whose outputs are cached was thawed")
+            raise FrostlabError("train.cache_prefix: a weight was thawed after the cache was built")
 
     def vectors(self, rows: Tensor) -> Tensor:
         """Look up (1, T) row indices in the table; return (1, T, width) vectors."""
