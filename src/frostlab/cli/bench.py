@@ -21,9 +21,7 @@ def bench(
     ] = False,
     scale: Annotated[
         Scale,
-        typer.Option(
-            help="full: the sizes of --list, with their wanted speed-ups; small: tiny models."
-        ),
+        typer.Option(help="full: the sizes that --list describes; small: tiny models."),
     ] = "full",
     rounds: Annotated[
         int | None,
@@ -38,7 +36,7 @@ def bench(
         typer.Option(
             min=0,
             metavar="S",
-            help="Stop timing a benchmark after this many seconds and at least three rounds.",
+            help="Stop timing a benchmark after S seconds and three rounds.",
         ),
     ] = None,
     data_dir: DataDir = None,

@@ -44,7 +44,7 @@ def compare(
         str | None,
         typer.Option(
             metavar="SETTING",
-            help="First tune lr or weight decay (decay) for each arm: 1/3, 1 and 3 times its value.",
+            help="First tune lr or weight decay (decay) for each arm: 1/3, 1 and 3 × its value.",
         ),
     ] = None,
     rounds: Annotated[
