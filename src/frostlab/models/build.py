@@ -21,15 +21,16 @@ from frostlab.data.tokenizers import tokenizer_settings
 from frostlab.errors import BadInput, first_line, nearest
 from frostlab.models.conformer import Conformer, ConformerConfig
 from frostlab.models.decoder import Decoder, DecoderConfig
-from frostlab.models.folder import (
+from frostlab.models.gpt import GPT, GPTConfig
+from frostlab.models.trust import (
     Refused,
     careful,
     check_config,
     check_weights,
     code_is_trusted,
+    never_ask,
     no_safetensors_on_hub,
 )
-from frostlab.models.gpt import GPT, GPTConfig
 from frostlab.recipe.data import Docstrings, Named, PretrainedTokenizer, SimulatedEEG, Synthetic
 from frostlab.recipe.model import ConformerModel, DecoderModel, GPTModel, PretrainedModel
 from frostlab.recipe.recipe import Recipe
@@ -119,21 +120,22 @@ def _pretrained(
         folder = Path(settings.name)
         check_weights(folder, check_config(folder / "config.json", settings.name))
     try:
-        if not settings.weights:
-            return auto.from_config(config, dtype=torch.float32, trust_remote_code=trust)
-        return auto.from_pretrained(
-            settings.name,
-            config=config,
-            dtype=torch.float32,
-            local_files_only=not hub_answers(),
-            trust_remote_code=trust,
-            use_safetensors=True,
-        )
+        with never_ask():
+            if not settings.weights:
+                return auto.from_config(config, dtype=torch.float32, trust_remote_code=trust)
+            return auto.from_pretrained(
+                settings.name,
+                config=config,
+                dtype=torch.float32,
+                local_files_only=not hub_answers(),
+                trust_remote_code=trust,
+                use_safetensors=True,
+            )
     except Exception as error:  # transformers raises errors of many kinds
         problem = first_line(error)
         if "use_safetensors" in problem:  # it advises to unpickle the weights
             problem = no_safetensors_on_hub(settings.name)
-        raise BadInput(f"model.name {settings.name}: {problem}") from None
+        raise BadInput(f"model.name {settings.name}: {problem:.300}") from None
 
 
 def _is_causal(config: Any) -> bool:
@@ -179,7 +181,7 @@ def blueprint(name: str) -> tuple[nn.Module, str]:
         raise
     except Exception as error:  # transformers raises errors of many kinds
         raise BadInput(
-            f"{name}: no model can be built from its config ({first_line(error)})"
+            f"{name}: no model can be built from its config ({first_line(error):.300})"
         ) from None
 
 
@@ -211,7 +213,7 @@ def recipe_blueprint(recipe: Recipe) -> tuple[nn.Module, str]:
     classes, certainty = _classes(recipe)
     if classes:
         sizes.append(f"{classes} classes{certainty}")
-    with torch.device("meta"):
+    with careful("the recipe's model"), torch.device("meta"):
         built = build_model(recipe, vocabulary, classes, pad=0)
     return built, f"the recipe's model; {', '.join(sizes)}"
 
@@ -298,7 +300,7 @@ def find_config(name: str) -> tuple[Any, str]:
     except BadInput:
         raise
     except Exception as error:  # transformers raises errors of many kinds
-        raise BadInput(f"{name}: its config cannot be read ({first_line(error)})") from None
+        raise BadInput(f"{name}: its config cannot be read ({first_line(error):.300})") from None
     return config, f"{file}" if exists else "the hub's config"
 
 

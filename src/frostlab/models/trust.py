@@ -63,9 +63,11 @@ def check_config(path: Path, name: str) -> dict[str, Any]:
         if isinstance(value, int | float) and any(word in last for word in _COUNTED):
             if not abs(value) <= _MOST_COUNT:
                 shown = "a number of many digits" if abs(value) > 1e30 else value
-                raise BadInput(f"{path}: {key} is {shown}; at most {_MOST_COUNT:,} are possible")
+                raise BadInput(
+                    f"{path}: {key!r:.80} is {shown}; at most {_MOST_COUNT:,} are possible"
+                )
         elif last == "configuration_files":
-            raise BadInput(f"{path}: {key} names other configs, which frostlab does not read")
+            raise BadInput(f"{path}: {key!r:.80} names other configs, which frostlab does not read")
     if not code_is_trusted():
         _refuse_code(values, path)
     return values
@@ -92,14 +94,15 @@ def _refuse_code(values: dict[str, Any], path: Path) -> None:
         listed = values["auto_map"]
         classes = [str(entry) for entry in listed.values()] if isinstance(listed, dict) else []
         named = ", ".join(map(_file_and_class, classes)) or "the classes in auto_map"
-        raise Refused(f"{path} wants to run {named:.200}; {_ALLOW}")
+        shown = "".join(letter if letter.isprintable() else "?" for letter in named)
+        raise Refused(f"{path} wants to run {shown:.200}; {_ALLOW}")
     for key, value in _entries(values):
         last = key.rpartition(".")[2]
         choices = value.values() if isinstance(value, dict) else [value]
         if "_implementation" in last and any(isinstance(c, str) and "/" in c for c in choices):
-            raise Refused(f"{path}: {key} {value!r:.80} is code on the hub; {_ALLOW}")
+            raise Refused(f"{path}: {key!r:.80} {value!r:.80} is code on the hub; {_ALLOW}")
         if last == "use_pretrained_backbone" and value:
-            raise Refused(f"{path}: {key} loads another model's weights unchecked; {_ALLOW}")
+            raise Refused(f"{path}: {key!r:.80} loads another model's weights unchecked; {_ALLOW}")
 
 
 def _file_and_class(reference: str) -> str:
@@ -196,14 +199,28 @@ def no_safetensors_on_hub(name: str) -> str:
 
 
 @contextmanager
-def careful(name: str) -> Iterator[None]:
-    """Limit the work of transformers on a config, and keep it from asking questions.
+def never_ask() -> Iterator[None]:
+    """Make transformers refuse code that nobody allowed, instead of asking on the terminal.
 
-    Without weights, a model is built in well under a second; one that has too many parts or
-    needs too much time is refused.
+    It would ask about the parts of a model, to which it does not pass `trust_remote_code` on.
     """
     from transformers import dynamic_module_utils
 
+    seconds = dynamic_module_utils.TIME_OUT_REMOTE_CODE
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+    try:
+        yield
+    finally:
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = seconds
+
+
+@contextmanager
+def careful(name: str) -> Iterator[None]:
+    """Limit the work of transformers on a config, or on a model without weights.
+
+    Such a model is built in well under a second; one that has too many parts or needs too much
+    time is refused.
+    """
     pieces, numbers = 0, 0
 
     def count(_module: nn.Module, _name: str, piece: Any) -> None:
@@ -220,13 +237,10 @@ def careful(name: str) -> Iterator[None]:
         register_module_module_registration_hook(count),
         register_module_parameter_registration_hook(count),
     ]
-    seconds = dynamic_module_utils.TIME_OUT_REMOTE_CODE
-    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # without permission: an error, not a question
     try:
-        with _time_limit(name):
+        with never_ask(), _time_limit(name):
             yield
     finally:
-        dynamic_module_utils.TIME_OUT_REMOTE_CODE = seconds
         for hook in hooks:
             hook.remove()
 

@@ -17,7 +17,7 @@ import frostlab as fl
 from bad_configs import BAD
 from frostlab.models.build import blueprint, build_model, find_config
 from frostlab.models.convert import convert
-from frostlab.models.folder import TRUST, check_weights
+from frostlab.models.trust import TRUST, check_weights
 from frostlab.recipe.load import recipe_from
 from tiny import tiny
 
