@@ -155,3 +155,20 @@ def test_the_recordings_example_runs(
     printed = capsys.readouterr().out
     assert "{'train': 2, 'tune': 2, 'report': 2, 'unseen': 1} ('sub-001', 'sub-002')" in printed
     assert "(4, 2)" in printed
+
+
+def test_the_document_of_security_names_the_permission_the_command_and_the_limits() -> None:
+    from frostlab.models import trust
+    from frostlab.records.environment import VARIABLES
+
+    text = (ROOT / "docs" / "security.md").read_text()
+    assert all(word in text for word in (trust.TRUST, trust.CONVERT, "--trust-remote-code"))
+    assert f"{trust._CONFIG_BYTES >> 20} MiB" in text
+    limits = f"{trust._MOST_PIECES:,} modules, 10¹³ parameters or {trust._SECONDS} s of"
+    assert limits in text
+    assert trust._MOST_NUMBERS == 10**13
+    assert trust.TRUST in VARIABLES
+    assert "docs/security.md" in (ROOT / "SECURITY.md").read_text()
+    assert "docs/security.md" in (ROOT / "README.md").read_text()
+    for name in re.findall(r"`fl\.(\w+)", text):
+        assert hasattr(fl, name), name

@@ -1,11 +1,13 @@
 """`frostlab inspect`: models by name, folder and recipe, and bad input."""
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from bad_configs import BAD
 from forked import Command, frostlab_command
 from frostlab.recipe.load import shipped_recipes
 from zoo import build
@@ -183,3 +185,16 @@ def test_a_folder_that_is_no_model(tmp_path: Path, in_this_process: Command) -> 
         assert result.returncode == 2, text
         assert "Traceback" not in result.stderr
         assert result.stderr.startswith("frostlab: ")
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_config_is_refused_in_one_line(
+    tmp_path: Path, name: str, in_this_process: Command
+) -> None:
+    (tmp_path / "config.json").write_text(BAD[name])
+    began = time.process_time()
+    done = in_this_process("inspect", str(tmp_path))
+    assert time.process_time() - began < 7
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr[-500:]
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith(f"frostlab: {tmp_path}")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -11,8 +12,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+import frostlab as fl
 from frostlab.records import environment as module
-from frostlab.records.environment import environment, gpu_state, one_line
+from frostlab.records.environment import code_state, environment, gpu_state, one_line
+from tiny import tiny
 
 
 class FakeNvml(ModuleType):
@@ -230,30 +233,169 @@ def test_torch_is_not_imported_for_it() -> None:
     assert done.stdout == "None False\n"
 
 
-def test_the_commit_of_the_folder_and_whether_it_was_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert environment("cpu")["git"] == {"commit": None, "dirty": None}
+HOSTILE = """
+[core]
+fsmonitor = touch {marker}
+hooksPath = {hooks}
+pager = touch {marker}
+sshCommand = touch {marker}
+[filter "evil"]
+clean = touch {marker}; cat
+smudge = touch {marker}; cat
+process = touch {marker}
+required = true
+[diff "evil"]
+textconv = touch {marker}
+[gpg]
+program = {hooks}/post-index-change
+[alias]
+status = !touch {marker}
+rev-parse = !touch {marker}
+"""
 
-    def git(*words: str) -> str:
-        who = ("-c", "user.name=a", "-c", "user.email=a@b")
-        done = subprocess.run(["git", *who, *words], capture_output=True, text=True, check=True)
-        return done.stdout.strip()
 
+@pytest.fixture
+def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make the current folder a repository whose config runs programs; they write this file."""
+    marker, folder, hooks = tmp_path / "marker", tmp_path / "repository", tmp_path / "hooks"
+    folder.mkdir()
+    hooks.mkdir()
+    monkeypatch.chdir(folder)
     git("init", "-q")
     Path("code.py").write_text("1")
-    git("add", "code.py")
+    Path(".gitattributes").write_text("* filter=evil diff=evil")
+    git("-c", "core.hooksPath=/", "add", "code.py")
     git("commit", "-qm", "Begin")
-    Path("runs").mkdir()
-    Path("runs/events.jsonl").touch()  # a run's own output makes nothing dirty
-    commit = git("rev-parse", "HEAD")
-    assert environment("cpu")["git"] == {"commit": commit, "dirty": False}
-    Path("code.py").write_text("2")
-    assert environment("cpu")["git"] == {"commit": commit, "dirty": True}
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert environment("cpu")["git"] == {"commit": None, "dirty": None}
+    with Path(".git/config").open("a") as config:
+        config.write(HOSTILE.format(marker=marker, hooks=hooks))
+    for name in ("post-index-change", "pre-commit", "post-checkout", "reference-transaction"):
+        (hooks / name).write_text(f"#!/bin/sh\ntouch {marker}\n")
+        (hooks / name).chmod(0o755)
+    os.utime("code.py", (1, 1))  # git must look at the content
+    programs = folder / "bin"  # a folder of programs in the repository, such as PATH=./bin
+    programs.mkdir()
+    for name in ("git", "uname"):
+        (programs / name).write_text(f"#!/bin/sh\ntouch {marker}\n")
+        (programs / name).chmod(0o755)
+    return marker
+
+
+def git(*words: str, cwd: Path | None = None) -> str:
+    who = ("-c", "user.name=a", "-c", "user.email=a@b")
+    command = ["git", *who, *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=cwd).stdout
+
+
+def test_a_repository_in_the_current_folder_runs_nothing(
+    marker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment("cpu")
+    assert not marker.exists()
+    subprocess.run(["git", "status"], capture_output=True, check=False)
+    assert marker.exists(), "the repository is harmless, so the test shows nothing"
+    marker.unlink()
+    monkeypatch.setenv("PATH", f"./bin:{os.environ['PATH']}")
+    monkeypatch.setattr(platform, "_uname_cache", None, raising=False)
+    monkeypatch.setattr(platform, "_platform_cache", {}, raising=False)
+    environment("cpu")
+    assert not marker.exists(), "a program was looked up in PATH"
+
+
+def test_a_run_in_somebody_elses_repository_runs_nothing_of_it(marker: Path) -> None:
+    record = fl.run(tiny(), runs=Path("runs"))
+    assert record.status == "finished"
+    assert set(record.environment["code"]) == {"commit", "digest"}
+    assert not marker.exists()
+
+
+def test_no_process_is_started(tmp_path: Path) -> None:
+    code = """
+import sys
+bad = ("subprocess", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.spawn", "pty")
+sys.addaudithook(lambda event, _: print(event) if event.startswith(bad) else None)
+from frostlab.records.environment import environment
+environment("cpu")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert done.stdout == ""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A repository of frostlab with one commit."""
+    package = tmp_path / "checkout" / "src" / "frostlab"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("1")
+    root = tmp_path / "checkout"
+    git("init", "-q", "-b", "main", cwd=root)
+    git("add", ".", cwd=root)
+    git("commit", "-qm", "Begin", cwd=root)
+    return root
+
+
+def commit_of(root: Path) -> str | None:
+    return code_state(root / "src" / "frostlab")["commit"]
+
+
+def test_the_commit_of_a_checkout(checkout: Path, tmp_path: Path) -> None:
+    commit = git("rev-parse", "HEAD", cwd=checkout).strip()
+    assert commit_of(checkout) == commit
+    git("worktree", "add", "-q", "-b", "feature/x", str(tmp_path / "worktree"), cwd=checkout)
+    assert commit_of(tmp_path / "worktree") == commit
+    git("pack-refs", "--all", cwd=checkout)
+    assert commit_of(checkout) == commit_of(tmp_path / "worktree") == commit
+    git("commit", "-qm", "Next", "--allow-empty", cwd=tmp_path / "worktree")
+    git("checkout", "-q", "--detach", "feature/x", cwd=checkout)
+    assert commit_of(checkout) == commit_of(tmp_path / "worktree") != commit
+
+
+def test_an_installed_package_has_no_commit(checkout: Path) -> None:
+    installed = checkout / ".venv" / "site-packages" / "frostlab"
+    installed.mkdir(parents=True)
+    (installed / "__init__.py").write_text("1")
+    state = code_state(installed)
+    assert state == {"commit": None, "digest": code_state(checkout / "src" / "frostlab")["digest"]}
+
+
+def test_the_digest_shows_changed_and_renamed_files(checkout: Path) -> None:
+    package = checkout / "src" / "frostlab"
+    digests = [code_state(package)["digest"]]
+    (package / "__pycache__").mkdir()
+    (package / "__pycache__" / "a.pyc").write_text("x")
+    assert code_state(package)["digest"] == digests[0]
+    (package / "__init__.py").write_text("2")
+    digests.append(code_state(package)["digest"])
+    (package / "__init__.py").rename(package / "other.py")
+    digests.append(code_state(package)["digest"])
+    assert len(set(digests)) == 3
+    assert None not in digests
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("HEAD", "ref: refs/../../secret\n"),
+        ("HEAD", "ref: /etc/hostname\n"),
+        ("HEAD", "ref: refs/heads/gone\n"),
+        ("HEAD", "x" * 40),
+        ("HEAD", ""),
+        ("HEAD", "\0"),
+        ("HEAD", "ref: refs/heads/\0"),
+        ("refs/heads/main", "ref: refs/heads/main\n"),
+        ("refs/heads/main", "é" * 40),
+    ],
+)
+def test_a_damaged_repository_has_no_commit(checkout: Path, name: str, content: str) -> None:
+    (checkout / ".git" / name).write_text(content)
+    assert commit_of(checkout) is None
+
+
+def test_a_pipe_instead_of_a_repository_does_not_block(checkout: Path) -> None:
+    (checkout / ".git" / "HEAD").unlink()
+    os.mkfifo(checkout / ".git" / "HEAD")
+    assert commit_of(checkout) is None
 
 
 def test_an_environment_on_one_line() -> None:
@@ -261,9 +403,10 @@ def test_an_environment_on_one_line() -> None:
         "gpu": {"name": "Fake 1", "driver": "550.1"},
         "host": {"name": "here", "cpu": "Old"},
         "versions": {"torch": "2.13", "python": "3.11"},
-        "git": {"commit": "0123456789abcdef", "dirty": True},
+        "code": {"commit": "0123456789abcdef", "digest": "fedcba98765432100"},
     }
-    line = "Fake 1, driver 550.1, torch 2.13, python 3.11, on here, commit 0123456789ab (dirty)"
+    line = "Fake 1, driver 550.1, torch 2.13, python 3.11, on here, commit 0123456789ab, "
+    line += "digest fedcba987654"
     assert one_line(whole) == line
-    assert one_line({**whole, "gpu": None, "versions": 3, "git": {}}) == "Old, on here"
+    assert one_line({**whole, "gpu": None, "versions": 3, "code": {}}) == "Old, on here"
     assert one_line({}) == ""

@@ -139,8 +139,8 @@ def machine_facts(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": facts["versions"]["transformers"],
         "frostlab": facts["versions"]["frostlab"],
-        "commit": facts["git"]["commit"],
-        "dirty": facts["git"]["dirty"],
+        "commit": facts["code"]["commit"],
+        "code_digest": facts["code"]["digest"],
         "time": facts["time"],
     }
 

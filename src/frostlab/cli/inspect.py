@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from frostlab.cli.options import AsJson, Settings, settings_from
+from frostlab.cli.options import AsJson, Settings, TrustRemoteCode, settings_from
 from frostlab.errors import BadInput, nearest
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def inspect(
         ),
     ] = None,
     settings: Settings = None,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Show a model's parts, which of them are trainable, and how much freezing can save at most.

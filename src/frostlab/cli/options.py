@@ -48,6 +48,21 @@ Settings = Annotated[
 ]  # fmt: skip
 
 
+def _trust(wanted: bool) -> None:
+    """Allow models to run code; processes that this one starts inherit the permission."""
+    if wanted:
+        os.environ["FROSTLAB_TRUST_REMOTE_CODE"] = "1"
+
+
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code", callback=_trust, expose_value=False,
+        help="Run the Python code that comes with the model; read it first.",
+    ),
+]  # fmt: skip
+
+
 def settings_from(settings: Iterable[str] | None, device: str | None = None) -> dict[str, Any]:
     """Return the recipe settings of --set and --device; --device wins over --set train.device."""
     from frostlab.recipe.load import parse_settings

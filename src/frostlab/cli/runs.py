@@ -15,6 +15,7 @@ from frostlab.cli.options import (
     RunsFolder,
     Seed,
     Settings,
+    TrustRemoteCode,
     check_data_dir,
     is_first_process,
     settings_from,
@@ -60,6 +61,7 @@ def run(
         typer.Option(metavar="FOLDER", help="Folder for this run (default: a new one in --runs)."),
     ] = None,
     device: Device = None,
+    trust_remote_code: TrustRemoteCode = False,
     runs: RunsFolder = Path("runs"),
     as_json: AsJson = False,
 ) -> None:

@@ -22,6 +22,15 @@ from frostlab.errors import BadInput, first_line, nearest
 from frostlab.models.conformer import Conformer, ConformerConfig
 from frostlab.models.decoder import Decoder, DecoderConfig
 from frostlab.models.gpt import GPT, GPTConfig
+from frostlab.models.trust import (
+    Refused,
+    careful,
+    check_config,
+    check_weights,
+    code_is_trusted,
+    never_ask,
+    no_safetensors_on_hub,
+)
 from frostlab.recipe.data import Docstrings, Named, PretrainedTokenizer, SimulatedEEG, Synthetic
 from frostlab.recipe.model import ConformerModel, DecoderModel, GPTModel, PretrainedModel
 from frostlab.recipe.recipe import Recipe
@@ -106,17 +115,27 @@ def _pretrained(
     kind: Literal["SequenceClassification", "CausalLM"]
     kind = "SequenceClassification" if classes else "CausalLM"
     auto: Any = getattr(transformers, f"AutoModelFor{kind}")
+    trust = code_is_trusted()
+    if settings.weights and os.path.exists(settings.name):
+        folder = Path(settings.name)
+        check_weights(folder, check_config(folder / "config.json", settings.name))
     try:
-        if settings.weights:
+        with never_ask():
+            if not settings.weights:
+                return auto.from_config(config, dtype=torch.float32, trust_remote_code=trust)
             return auto.from_pretrained(
                 settings.name,
                 config=config,
                 dtype=torch.float32,
                 local_files_only=not hub_answers(),
+                trust_remote_code=trust,
+                use_safetensors=True,
             )
-        return auto.from_config(config, dtype=torch.float32)
     except Exception as error:  # transformers raises errors of many kinds
-        raise BadInput(f"model.name {settings.name}: {first_line(error)}") from None
+        problem = first_line(error)
+        if "use_safetensors" in problem:  # it advises to unpickle the weights
+            problem = no_safetensors_on_hub(settings.name)
+        raise BadInput(f"model.name {settings.name}: {problem:.300}") from None
 
 
 def _is_causal(config: Any) -> bool:
@@ -156,13 +175,13 @@ def blueprint(name: str) -> tuple[nn.Module, str]:
             return model(config()), "frostlab's default config"
     config, source = find_config(name)
     try:
-        with torch.device("meta"):
-            return _model_class(config)(config), source
+        with careful(name), torch.device("meta"):
+            return _without_weights(config), source
     except BadInput:
         raise
     except Exception as error:  # transformers raises errors of many kinds
         raise BadInput(
-            f"{name}: no model can be built from its config ({first_line(error)})"
+            f"{name}: no model can be built from its config ({first_line(error):.300})"
         ) from None
 
 
@@ -194,7 +213,7 @@ def recipe_blueprint(recipe: Recipe) -> tuple[nn.Module, str]:
     classes, certainty = _classes(recipe)
     if classes:
         sizes.append(f"{classes} classes{certainty}")
-    with torch.device("meta"):
+    with careful("the recipe's model"), torch.device("meta"):
         built = build_model(recipe, vocabulary, classes, pad=0)
     return built, f"the recipe's model; {', '.join(sizes)}"
 
@@ -206,6 +225,8 @@ def _config_at_hand(name: str) -> tuple[str, str]:
     """Return a name whose config can be read, and a note if it replaces a hub model offline."""
     try:
         find_config(name)
+    except Refused:
+        raise
     except BadInput:
         architecture = "" if looks_like_path(name) or Path(name).exists() else _beginning(name)
         if not architecture:
@@ -246,30 +267,41 @@ def find_config(name: str) -> tuple[Any, str]:
     """Return the config of a folder, an architecture or a hub model, and its source."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.utils.hub import cached_file
 
     path = Path(name)
-    if looks_like_path(name) and not os.path.exists(path):
+    exists = os.path.exists(path)
+    if looks_like_path(name) and not exists:
         raise BadInput(f"{name} does not exist{nearest_path(path)}")
-    if os.path.exists(path):
-        if not (path / "config.json").is_file():
-            raise BadInput(f"{name} is not a model folder (no config.json)")
-        try:
-            return AutoConfig.from_pretrained(path), f"{path / 'config.json'}"
-        except Exception as error:  # transformers raises errors of many kinds
-            raise BadInput(f"{name}: its config cannot be read ({first_line(error)})") from None
-    if name in CONFIG_MAPPING_NAMES:
+    if not exists and name in CONFIG_MAPPING_NAMES:
         try:
             return AutoConfig.for_model(name), "the architecture's default config"
         except Exception as error:  # some architectures have no default
             raise BadInput(f"{name} has no default config ({first_line(error)})") from None
+    file: Any = path / "config.json"
+    offline = exists or not hub_answers()
+    if exists and not os.path.lexists(file):
+        raise BadInput(f"{name} is not a model folder (no config.json)")
+    if not exists:
+        try:
+            file = cached_file(name, "config.json", local_files_only=offline)
+        except Exception as error:  # the hub's client has errors of many kinds
+            raise BadInput(
+                f"{name} is not a folder, an architecture or a model on the hub "
+                f"({first_line(error)}){_nearest_architecture(name, CONFIG_MAPPING_NAMES)}"
+            ) from None
+    check_config(Path(file), name)
+    trust = code_is_trusted()
     try:
-        config = AutoConfig.from_pretrained(name, local_files_only=not hub_answers())
-        return config, "the hub's config"
-    except Exception as error:  # the hub's client has errors of many kinds
-        raise BadInput(
-            f"{name} is not a folder, an architecture or a model on the hub "
-            f"({first_line(error)}){_nearest_architecture(name, CONFIG_MAPPING_NAMES)}"
-        ) from None
+        with careful(name):
+            config = AutoConfig.from_pretrained(
+                name, local_files_only=offline, trust_remote_code=trust
+            )
+    except BadInput:
+        raise
+    except Exception as error:  # transformers raises errors of many kinds
+        raise BadInput(f"{name}: its config cannot be read ({first_line(error):.300})") from None
+    return config, f"{file}" if exists else "the hub's config"
 
 
 def looks_like_path(name: str) -> bool:
@@ -320,6 +352,18 @@ def _beginning(name: str) -> str:
     return max(begins, key=len, default="")
 
 
+def _without_weights(config: Any) -> nn.Module:
+    """Build a model from its config alone; its own code runs only if the user trusts it."""
+    import transformers
+
+    own = getattr(config, "auto_map", None) or {}
+    autos = [key for key in own if key.startswith("AutoModel")]
+    if not autos or not code_is_trusted():
+        return _model_class(config)(config)
+    auto = next((key for key in autos if key == "AutoModelForCausalLM"), autos[0])
+    return getattr(transformers, auto).from_config(config, trust_remote_code=True)
+
+
 def _model_class(config: Any) -> Any:
     """Return the class named in the config, or else the first class for the config's model type."""
     import transformers
@@ -340,6 +384,7 @@ def _model_class(config: Any) -> Any:
         classes = mapping.get(config.model_type)
         names += [classes] if isinstance(classes, str) else list(classes or [])
     for name in names:
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            return found
     raise BadInput(f"transformers has no model class for `{config.model_type}`")

@@ -1,21 +1,28 @@
-"""The environment of a run: GPU, host, libraries, commit and command."""
+"""The environment of a run: GPU, host, libraries, frostlab's own code, and command.
 
+Recording it starts no other program, and reads nothing from the current folder: a repository
+there could name programs that git would run.
+"""
+
+import hashlib
 import importlib.metadata
 import os
 import platform
+import re
 import shlex
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
 import frostlab
+from frostlab import storage
 from frostlab.records.telemetry import Gpu, wanted_gpu
 
 VARIABLES = (  # environment variables to record, because they affect speed or results
@@ -27,9 +34,11 @@ VARIABLES = (  # environment variables to record, because they affect speed or r
     "WORLD_SIZE",
     "RANK",
     "LOCAL_RANK",
+    "FROSTLAB_TRUST_REMOTE_CODE",
 )
 LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "safetensors", "peft")
-_TIMEOUT = 1.5  # seconds to wait for the driver and for git
+_TIMEOUT = 1.5  # seconds to wait for the driver
+_MOST_REFS = 64 << 20  # the largest file of a repository that is read, in bytes
 
 
 def gpu_state(device: str) -> dict[str, Any] | None:
@@ -84,11 +93,9 @@ def _other_processes(gpu: Gpu) -> list[dict[str, Any]] | None:
 
 def environment(device: str) -> dict[str, Any]:
     """Describe the machine, libraries and command; unknown values are None, never an error."""
-    until = time.monotonic() + _TIMEOUT
-    git = _Question(_git)
     gpu, reason = None, None
     try:
-        gpu = _ask_gpu(device, _facts).answer(until)
+        gpu = _ask_gpu(device, _facts).answer(time.monotonic() + _TIMEOUT)
     except Exception as error:
         reason = str(error) or type(error).__name__
     return {
@@ -99,14 +106,14 @@ def environment(device: str) -> dict[str, Any]:
         "gpu_reason": reason,
         "versions": _versions(),
         "host": _host(),
-        "git": _try(lambda: git.answer(until)) or {"commit": None, "dirty": None},
+        "code": code_state(Path(frostlab.__file__).parent),
         "variables": {name: os.environ.get(name) for name in VARIABLES},
     }
 
 
 def one_line(values: dict[str, Any]) -> str:
     """Return the main facts of an environment on one line; omit missing facts."""
-    objects = ((key, values.get(key)) for key in ("gpu", "host", "versions", "git"))
+    objects = ((key, values.get(key)) for key in ("gpu", "host", "versions", "code"))
     parts = {key: value if isinstance(value, dict) else {} for key, value in objects}
     fields = [
         ("", parts["gpu"].get("name") or parts["host"].get("cpu")),
@@ -114,10 +121,9 @@ def one_line(values: dict[str, Any]) -> str:
         *((f"{name} ", parts["versions"].get(name)) for name in ("torch", "cuda", "transformers")),
         *((f"{name} ", parts["versions"].get(name)) for name in ("python", "frostlab")),
         ("on ", parts["host"].get("name")),
-        ("commit ", str(parts["git"].get("commit") or "")[:12]),
+        *((f"{key} ", str(parts["code"].get(key) or "")[:12]) for key in ("commit", "digest")),
     ]
-    line = ", ".join(f"{label}{value}" for label, value in fields if value)
-    return f"{line} (dirty)" if parts["git"].get("dirty") is True else line
+    return ", ".join(f"{label}{value}" for label, value in fields if value)
 
 
 def _versions() -> dict[str, str | None]:
@@ -136,7 +142,7 @@ def _host() -> dict[str, Any]:
     torch: Any = sys.modules.get("torch")
     return {
         "name": _try(socket.gethostname),
-        "os": _try(platform.platform),
+        "os": _try(_system),
         "cpu": _try(_cpu_model),
         "logical_cores": _try(psutil.cpu_count),
         "physical_cores": _try(lambda: psutil.cpu_count(logical=False)),
@@ -148,6 +154,14 @@ def _host() -> dict[str, Any]:
     }
 
 
+def _system() -> str:
+    """Return the system's name; `platform.platform` would run `uname` to return the same."""
+    system = os.uname()
+    libc = "".join(platform.libc_ver())
+    parts = (system.sysname, system.release, system.machine, *(["with", libc] if libc else []))
+    return "-".join(parts)
+
+
 def _cpu_model() -> str | None:
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
@@ -156,25 +170,58 @@ def _cpu_model() -> str | None:
                     return line.partition(":")[2].strip()
     except OSError:
         pass
-    return platform.processor() or platform.machine() or None
+    return platform.machine() or None  # `platform.processor` would run `uname`
 
 
-def _git() -> dict[str, Any]:
-    """Return the commit of the current folder, and whether tracked files differ from it."""
+def code_state(package: Path) -> dict[str, str | None]:
+    """Return a digest of a package's files and, in a checkout, the commit; None if unknown.
 
-    def ask(*arguments: str) -> str:
-        command = ["git", "--no-optional-locks", *arguments]
-        completed = subprocess.run(
-            command, capture_output=True, text=True, stdin=subprocess.DEVNULL,
-            timeout=_TIMEOUT / 2, check=True,
-        )  # fmt: skip
-        return completed.stdout.strip()
-
-    status = ("status", "--porcelain", "--untracked-files=no")
+    The digest shows changes since the commit, because equal code has equal digests.
+    """
+    is_checkout = package.parent.name == "src"  # else a folder above may be another repository
     return {
-        "commit": _try(lambda: ask("rev-parse", "--verify", "HEAD")),
-        "dirty": _try(lambda: bool(ask(*status))),
+        "commit": _try(_commit, package.parents[1] / ".git") if is_checkout else None,
+        "digest": _try(_code_digest, package),
     }
+
+
+def _code_digest(package: Path) -> str:
+    """Return the sha256 of the names and contents of a package's files."""
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            content = storage.read_bytes(path)
+            digest.update(f"{path.relative_to(package).as_posix()}\0{len(content)}\0".encode())
+            digest.update(content)
+    return digest.hexdigest()
+
+
+def _commit(git: Path) -> str | None:
+    """Return the commit of a repository's HEAD, read from its files; git is not run."""
+    if git.is_file():  # a worktree: the file names the folder
+        git = git.parent / _line(git).removeprefix("gitdir: ")
+    common = git  # the folder with the branches, which worktrees share
+    if (git / "commondir").is_file():
+        common = git / _line(git / "commondir")
+    value = _line(git / "HEAD")
+    if value.startswith("ref: "):
+        value = _branch(git, common, value.removeprefix("ref: "))
+    return value if re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", value) else None
+
+
+def _branch(git: Path, common: Path, name: str) -> str:
+    """Return the commit of a branch, or "" if it has none."""
+    if not name.startswith("refs/") or ".." in name:
+        return ""
+    for folder in (git, common):
+        if (folder / name).is_file():
+            return _line(folder / name)
+    lines = storage.read_text(common / "packed-refs", _MOST_REFS).splitlines()
+    return next((line.partition(" ")[0] for line in lines if line.endswith(f" {name}")), "")
+
+
+def _line(path: Path) -> str:
+    return storage.read_text(path, _MOST_REFS).rstrip("\n")
 
 
 def _ask_gpu(device: str, ask: Callable[[Gpu], dict[str, Any]]) -> "_Question":
