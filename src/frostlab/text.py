@@ -17,13 +17,13 @@ def hms(seconds: Any) -> str:
 
 
 def plain(value: Any) -> str:
-    """Format a value on one line of printable characters."""
+    r"""Format a value on one line of printable characters; others are shown, as in `\x1b`."""
     if value is None:
         return NONE
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def number(value: Any) -> str:
@@ -32,7 +32,11 @@ def number(value: Any) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Format rows as lines of aligned columns; `right` holds the columns to align right, from 0."""
+    """Format rows as lines of aligned columns; `right` holds the columns to align right, from 0.
+
+    Cells are shown with `plain`, because names come from users' files.
+    """
+    rows = [[plain(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
