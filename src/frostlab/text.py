@@ -1,11 +1,21 @@
-"""Formatting of numbers, durations and tables as text."""
+"""Formatting of numbers, durations and tables as text, and of foreign text that is not trusted."""
 
 import json
 import math
+import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 NONE = "–"  # text for a missing value
+_MARKDOWN = re.compile(  # characters that Markdown would obey
+    r"[\\`*|$~]"
+    r"|<(?=[A-Za-z/!?]|$)"  # a tag
+    r"|&(?=[#\w])"  # a character by its name
+    r"|\](?=[(\[:])"  # a link
+    r"|(?<![^\W_])_|_(?![^\W_])"  # emphasis; inside a word, `_` is only a character
+    r"|^[>\[=]|^[#+-](?=[#\s-]|$)"  # the start of a quote, a heading or a list
+)
+_NUMBERED = re.compile(r"^(\d+)([.)])(?=\s|$)")  # the start of a numbered list
 
 
 def hms(seconds: Any) -> str:
@@ -24,6 +34,11 @@ def plain(value: Any) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def printable(text: str) -> str:
+    """Return a text of several lines in which every other control character is shown."""
+    return "\n".join(map(plain, text.split("\n")))
 
 
 def number(value: Any) -> str:
@@ -52,9 +67,22 @@ def short(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
+class Markdown(str):
+    """Text that is Markdown already, so that `escaped` leaves it as it is."""
+
+
+def escaped(text: str) -> Markdown:
+    """Return text for Markdown in which nothing is obeyed: no tag, link, emphasis or new line."""
+    if isinstance(text, Markdown):
+        return text
+    text = _MARKDOWN.sub(r"\\\g<0>", plain(text).strip())
+    return Markdown(_NUMBERED.sub(r"\1\\\2", text))
+
+
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
+    """Return a table in Markdown; its cells are escaped."""
+    lines = [[escaped(cell) for cell in line] for line in (head, *rows)]
+    lines.insert(1, [Markdown("---")] * len(head))
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
