@@ -89,14 +89,14 @@ def checked_svg(drawing: str, name: str) -> Markup:
         if "<!" in drawing:
             raise ElementTree.ParseError("it declares a document type")
         root = ElementTree.fromstring(drawing)
-    except ElementTree.ParseError as error:
-        raise FrostlabError(f"the chart is not valid SVG: {error}") from None
-    width = root.get("width", "")
+        width = float(root.get("width", ""))
+    except (ElementTree.ParseError, ValueError) as error:
+        raise FrostlabError(f"the chart is not valid SVG: {plain(first_line(error))}") from None
     for element in root.iter():
         _simplify(element, name)
     box = root.get("viewBox", "")
     root.attrib.clear()
-    root.attrib |= {"aria-hidden": "true", "viewBox": box, "style": f"width:{float(width):g}px"}
+    root.attrib |= {"aria-hidden": "true", "viewBox": box, "style": f"width:{width:g}px"}
     return Markup(ElementTree.tostring(root, encoding="unicode"))
 
 

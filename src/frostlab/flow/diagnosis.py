@@ -1,10 +1,10 @@
 """Diagnosis of a run: a summary of its gradient flow, gradient ratios over depth, and targets."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from frostlab.errors import BadInput
 from frostlab.flow.judge import (
@@ -153,9 +153,12 @@ def check_flow(flow: Flow) -> None:
 
 def _wrong_key(report: Report, parts: int) -> str | None:
     """Return the first key of a report whose values are not as they are measured."""
+    for key in ("values", "largest", "ranges", "dead", "saturated", "entropy"):
+        if not isinstance(getattr(report, key), dict):
+            return key
     for name in (*_NORMS, *report.values):
-        numbers = report.values.get(name, ())
-        if len(numbers) != parts or not _are_numbers(numbers):
+        numbers = report.values.get(name)
+        if not _are_numbers(numbers) or len(numbers) != parts:
             return name
         if name in _NORMS and any(number < 0 for number in numbers):
             return name
@@ -163,17 +166,16 @@ def _wrong_key(report: Report, parts: int) -> str | None:
         return "broken"
     if not report.largest.keys() <= set(_DEPTHS):
         return "largest"
-    lists = {"rates": report.rates}
+    lists: dict[str, object] = {"rates": report.rates, **report.entropy}
     for key in ("largest", "ranges", "dead", "saturated"):
         lists[key] = tuple(getattr(report, key).values())
-    lists["entropy"] = tuple(x for heads in report.entropy.values() for x in heads)
     return next((key for key, numbers in lists.items() if not _are_numbers(numbers)), None)
 
 
-def _are_numbers(values: Iterable[object], kind: type = float) -> bool:
-    """Return whether all values are numbers (of `kind`) that fit a float."""
+def _are_numbers(values: object, kind: type = float) -> TypeGuard[Sequence[float]]:
+    """Return whether a value is a sequence of numbers (of `kind`) that fit a float."""
     kinds = (int, kind)
-    return all(
+    return isinstance(values, list | tuple) and all(
         isinstance(value, kinds)
         and not isinstance(value, bool)
         and not (isinstance(value, int) and abs(value) > _LARGEST_INTEGER)
