@@ -16,6 +16,8 @@ SOURCE = ROOT / "src" / "frostlab"
 ORDER = (
     "errors",
     "text",
+    "html",
+    "charts",
     "storage",
     "devices",
     "recipe",

@@ -128,6 +128,18 @@ def whole_file(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def path_inside(folder: Path, *parts: str) -> Path:
+    """Return a path inside a folder to write to, and refuse one that a link leads out of it."""
+    path = folder.joinpath(*parts)
+    try:
+        inside = path.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):  # a loop of links
+        inside = False
+    if not inside:
+        raise BadInput(f"{path} is a link out of {folder}, so nothing is written there")
+    return path
+
+
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
     """Yield a new temporary folder to fill; on success, rename it to `path`."""

@@ -1,11 +1,21 @@
-"""Formatting of numbers, durations and tables as text."""
+"""Formatting of numbers, durations and tables as text, and of foreign text that is not trusted."""
 
 import json
 import math
+import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 NONE = "–"  # text for a missing value
+_MARKDOWN = re.compile(  # characters that Markdown would obey
+    r"[\\`*|$~]"
+    r"|<(?=[A-Za-z/!?]|$)"  # a tag
+    r"|&(?=[#\w])"  # a character by its name
+    r"|\](?=[(\[:])"  # a link
+    r"|(?<![^\W_])_|_(?![^\W_])"  # emphasis; inside a word, `_` is only a character
+    r"|^[>\[=]|^[#+-](?=[#\s-]|$)|#(?=#*$)"  # the start of a quote or list; a heading
+)
+_NUMBERED = re.compile(r"^(\d+)([.)])(?=\s|$)")  # the start of a numbered list
 
 
 def hms(seconds: Any) -> str:
@@ -17,13 +27,18 @@ def hms(seconds: Any) -> str:
 
 
 def plain(value: Any) -> str:
-    """Format a value on one line of printable characters."""
+    r"""Format a value on one line of printable characters; others are shown, as in `\x1b`."""
     if value is None:
         return NONE
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def printable(text: str) -> str:
+    """Return a text of several lines in which every other control character is shown."""
+    return "\n".join(map(plain, text.split("\n")))
 
 
 def number(value: Any) -> str:
@@ -32,7 +47,11 @@ def number(value: Any) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Format rows as lines of aligned columns; `right` holds the columns to align right, from 0."""
+    """Format rows as lines of aligned columns; `right` holds the columns to align right, from 0.
+
+    Cells are shown with `plain`, because names come from users' files.
+    """
+    rows = [[plain(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -48,9 +67,22 @@ def short(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
+class Markdown(str):
+    """Text that is Markdown already, so that `escaped` leaves it as it is."""
+
+
+def escaped(text: str) -> Markdown:
+    """Return text for Markdown in which nothing is obeyed: no tag, link, emphasis or new line."""
+    if isinstance(text, Markdown):
+        return text
+    text = _MARKDOWN.sub(r"\\\g<0>", plain(text).strip())
+    return Markdown(_NUMBERED.sub(r"\1\\\2", text))
+
+
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
+    """Return a table in Markdown; its cells are escaped."""
+    lines = [[escaped(cell) for cell in line] for line in (head, *rows)]
+    lines.insert(1, [Markdown("---")] * len(head))
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

@@ -121,7 +121,7 @@ def test_the_page_holds_tables_and_figures(tmp_path: Path) -> None:
     assert "best achievable r: 0.700" in text
     assert "<p>made up</p>" in text
     assert "Channels as bars: " in text
-    assert "http" not in text.replace("http://www.w3.org/", "")  # nothing is fetched
+    assert "://" not in text  # nothing is fetched
     pictures = sorted(path.name for path in page.parent.glob("*.png"))
     assert pictures == [
         "channels.png", "excerpt-1.png", "kernels.png", "r-report.png", "r-un-seen.png"

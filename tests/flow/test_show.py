@@ -8,8 +8,10 @@ import shutil
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from frostlab.flow.diagnosis import findings_of, front_ratios, sentence_of
 from frostlab.flow.figures import BROKEN, FROZEN, NUMBER, UNREACHED, ZERO, Cell, grid_of, rows_of
 from frostlab.flow.measurements import Report
 from frostlab.flow.show import SHADES, flow_map_text, flow_page
+from fuzz.targets_pages import small_flow
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -315,3 +318,89 @@ def test_the_table_shows_frozen_parts_without_numbers() -> None:
     assert lines["layers[0].key"][-1] == "learning"
     assert "before clip" not in flow.table()
     assert flow.table().splitlines()[-1].startswith("front/output gradient ")
+
+
+EVIL = "</title></style></svg></text>]]><img src=x onerror=\"document.title='ran'\"><script>\
+document.title='ran'</script>&\"'`\x1b[31m\x00\u202e\ud800\nlayers[0]"
+
+
+def spoilt(**changes: Any) -> fl.Flow:
+    flow = small_flow(EVIL)
+    flow.model = flow.optimizer = EVIL
+    flow._reports = [replace(report, **changes) for report in flow.reports]
+    return flow
+
+
+def test_hostile_names_are_shown_not_obeyed(tmp_path: Path) -> None:
+    flow = spoilt()
+    for text in (flow.table(), flow_map_text(flow), flow_map_text(flow, 200)):
+        assert all(line.isprintable() for line in text.split("\n"))
+    text = flow_page(flow, tmp_path)[0].read_text()
+    assert "<script" not in text
+    assert "<img" not in text
+    assert 'http-equiv="Content-Security-Policy" content="default-src &#39;none&#39;;' in text
+    assert r"&lt;script&gt;document.title=" in text
+    assert r"\x1b[31m\x00\u202e\ud800\nlayers[0]" in text
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium, which is not installed")
+@pytest.mark.parametrize("planted", [False, True])
+def test_a_browser_runs_no_script_in_the_page(tmp_path: Path, planted: bool) -> None:
+    """Not that of a name, and not one that somebody has put into the file."""
+    page = flow_page(spoilt(), tmp_path)[0]
+    if planted:
+        script = "<script>document.title='ran'</script><img src=x onerror=\"document.title='ran'\">"
+        page.write_text(page.read_text().replace("<main>", f"<main>{script}"))
+    command = [
+        str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
+        "--disable-background-networking", f"--user-data-dir={tmp_path / 'user'}", "--dump-dom",
+        f"file://{page}",
+    ]  # fmt: skip
+    made = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    (title,) = re.findall(r"<title>(.*?)</title></?[sh]", made.stdout, re.DOTALL)[:1] or [""]
+    assert title.startswith("Gradient flow of &lt;/title&gt;")
+    assert made.stdout.count("<svg") == 4
+    assert "Numbers of step 2" in made.stdout
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": "<script>"}, {"step": True}, {"step": 10**400}, {"step": -1}, {"values": None},
+        {"values": {}}, {"largest": {"front": "<script>"}}, {"largest": {"x": 1.0}},
+        {"ranges": {"a": "1"}}, {"broken": (7,)}, {"rates": ("<b>",)}, {"entropy": {"a": 3}},
+    ],
+)  # fmt: skip
+def test_what_is_no_number_reaches_no_page(changes: dict[str, Any], tmp_path: Path) -> None:
+    flow = spoilt(**changes)
+    for show in (fl.Flow.table, flow_map_text, lambda flow: flow_page(flow, tmp_path / "flow")):
+        with pytest.raises(fl.BadInput, match=r"^the flow of .*$"):
+            show(flow)
+    assert not (tmp_path / "flow").exists()
+
+
+def test_thousands_of_parts_are_drawn_in_part(tmp_path: Path) -> None:
+    flow = small_flow()
+    facts = flow.parts[0]
+    flow.parts = tuple(replace(facts, name=f"part{letters}x") for letters in range(3000))
+    values = {name: (numbers[0],) * 3000 for name, numbers in flow.reports[0].values.items()}
+    flow._reports = [replace(report, values=values) for report in flow.reports]
+    text = flow_page(flow, tmp_path)[0].read_text()
+    assert "Only the first 200 rows are drawn." in text
+    assert "part2999x" in text
+
+
+def test_pictures_replace_links(faulty: fl.Flow, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    folder = tmp_path / "flow"
+    folder.mkdir()
+    for name in ("flow.png", "flow.html"):
+        (folder / name).symlink_to(outside)
+    flow_page(faulty, folder)
+    assert outside.read_text() == "mine"
+    assert not any(path.is_symlink() for path in folder.iterdir())
+    (folder / "flow.png").unlink()
+    (folder / "flow.png").mkdir()
+    with pytest.raises(fl.BadInput, match="flow: Is a directory"):
+        flow_page(faulty, folder)

@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 from frostlab.bench.catalogue import Scale, chosen
-from frostlab.cli.options import DataDir, check_data_dir
+from frostlab.cli.options import DataDir, check_data_dir, echo
 from frostlab.errors import BadInput, FrostlabError
-from frostlab.text import columns
+from frostlab.text import columns, plain
 
 
 def bench(
@@ -52,7 +52,7 @@ def bench(
             (benchmark.name, f"{benchmark.work}; against {benchmark.against}; {benchmark.target}")
             for benchmark in benchmarks
         ]
-        typer.echo("\n".join(columns(rows)))
+        echo("\n".join(columns(rows)))
         return
     check_data_dir(data_dir)
     if out is not None:
@@ -65,7 +65,7 @@ def bench(
     results = []
     for result in run_benchmarks(
         benchmarks, scale=scale, rounds=rounds, seconds=seconds, data_dir=data_dir,
-        say=lambda line: typer.echo(line, err=True),
+        say=lambda line: echo(plain(line), err=True),
     ):  # fmt: skip
         results.append(result)
         if out is not None:

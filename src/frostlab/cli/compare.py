@@ -12,8 +12,10 @@ from frostlab.cli.options import (
     Device,
     Settings,
     check_data_dir,
+    echo,
     settings_from,
 )
+from frostlab.text import plain
 
 
 def compare(
@@ -109,9 +111,9 @@ def compare(
     from frostlab.comparison.runner import Runner
 
     comparison = run_plan(
-        plan, Runner(data_dir, lambda line: typer.echo(line, err=True), jobs), out
+        plan, Runner(data_dir, lambda line: echo(plain(line), err=True), jobs), out
     )
     if as_json:
-        typer.echo(json.dumps(comparison.evidence.to_dict(), indent=1))
+        echo(json.dumps(comparison.evidence.to_dict(), indent=1))
     else:
-        typer.echo(show(comparison.evidence, comparison.page))
+        echo(show(comparison.evidence, comparison.page))

@@ -15,10 +15,13 @@ from frostlab.cli.options import (
     Seed,
     Settings,
     check_data_dir,
+    echo,
     is_first_process,
     settings_from,
 )
 from frostlab.errors import BadInput, FrostlabError, nearest
+from frostlab.storage import path_inside
+from frostlab.text import plain
 
 if TYPE_CHECKING:
     from frostlab.flow.diagnosis import Diagnosis, Target
@@ -196,13 +199,13 @@ def _show(diagnosis: "Diagnosis", targets: tuple["Target", ...] | None, as_json:
         values: dict[str, Any] = diagnosis.to_dict()
         if targets is not None:
             values["targets"] = [target.to_dict() for target in targets]
-        typer.echo(json.dumps(values, indent=1))
+        echo(json.dumps(values, indent=1))
         return
     from frostlab.flow.diagnosis import targets_table
 
     _show_flows(diagnosis)
     if targets:
-        typer.echo(f"\n{targets_table(targets)}")
+        echo(f"\n{targets_table(targets)}")
 
 
 def _show_flows(diagnosis: "Diagnosis") -> None:
@@ -210,20 +213,20 @@ def _show_flows(diagnosis: "Diagnosis") -> None:
     from frostlab.flow.show import flow_map_text, flow_page
 
     for line in diagnosis.sentences:
-        typer.echo(line)
+        echo(plain(line))
     where = f"{diagnosis.folder}, {diagnosis.status}, step {diagnosis.step}"
-    typer.echo(where if diagnosis.validation is None else f"{where}: {diagnosis.validation}")
+    echo(plain(where if diagnosis.validation is None else f"{where}: {diagnosis.validation}"))
     width, several = shutil.get_terminal_size((100, 24)).columns, len(diagnosis.flows) > 1
     for number, (name, flow) in enumerate(diagnosis.flows.items(), 1):
-        typer.echo(f"\nstage {name}" if several else "")
-        typer.echo(flow.table())
+        echo(f"\nstage {plain(name)}" if several else "")
+        echo(flow.table())
         if not flow.reports:
             continue
-        typer.echo(f"\n{flow_map_text(flow, width)}")
-        folder = diagnosis.folder / "flow" / (str(number) if several else "")
+        echo(f"\n{flow_map_text(flow, width)}")
+        parts = ["flow", str(number)] if several else ["flow"]
         try:
-            pages = flow_page(flow, folder)
-        except FrostlabError as error:  # matplotlib may be missing
-            typer.echo(f"\nno picture: {error}")
+            pages = flow_page(flow, path_inside(diagnosis.folder, *parts))
+        except FrostlabError as error:  # altair may be missing
+            echo(f"\nno picture: {plain(str(error))}")
         else:
-            typer.echo("\n" + "\n".join(map(str, pages)))
+            echo("\n" + "\n".join(plain(str(page)) for page in pages))

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from frostlab.cli.options import AsJson, Settings, TrustRemoteCode, settings_from
+from frostlab.cli.options import AsJson, Settings, TrustRemoteCode, echo, settings_from
 from frostlab.errors import BadInput, nearest
+from frostlab.text import plain
 
 if TYPE_CHECKING:
     from frostlab.roles.snapshot import Anatomy
@@ -67,12 +68,13 @@ def inspect(
     if as_json:
         report: dict[str, Any] = {"source": source, **anatomy.to_dict()}
         report["savings"] = savings(anatomy, length).to_dict()
-        typer.echo(json.dumps(report, indent=1))
+        echo(json.dumps(report, indent=1))
         return
-    typer.echo(f"{model}: {source}\n{anatomy.table()}")
+    echo(plain(f"{model}: {source}"))
+    echo(anatomy.table())
     if anatomy.count("frozen"):
-        typer.echo("\nfreezing saves at most")
-        typer.echo("\n".join(describe_savings(anatomy, length)))
+        echo("\nfreezing saves at most")
+        echo("\n".join(describe_savings(anatomy, length)))
 
 
 def _model_anatomy(name: str, recipes: list[str]) -> tuple["Anatomy", str]:

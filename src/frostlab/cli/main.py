@@ -1,7 +1,9 @@
 """The program `frostlab`: its commands, its one-line errors and its exit codes."""
 
+import io
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Annotated, Any, NoReturn
 
@@ -10,7 +12,9 @@ from typer.core import TyperCommand, TyperGroup
 
 from frostlab import __version__
 from frostlab.cli import bench, compare, diagnose, inspect, runs
+from frostlab.cli.options import echo
 from frostlab.errors import BadInput, FrostlabError
+from frostlab.text import plain, printable
 
 
 def _without_value(params: list[Any]) -> list[Any]:
@@ -38,7 +42,7 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"frostlab {__version__}")
+        echo(f"frostlab {__version__}")
         raise typer.Exit
 
 
@@ -76,12 +80,13 @@ for _name, _command in _COMMANDS.items():
 def main() -> None:
     """Run a command; print an error on one line and exit with 2 for bad input, 1 for a failure."""
     _quiet_libraries()
+    _print_anything()
     try:
         app()
     except SystemExit as end:
         _leave(end.code if isinstance(end.code, int) else 0 if end.code is None else 1)
     except FrostlabError as error:
-        typer.echo(f"frostlab: {error}", err=True)
+        echo(plain(f"frostlab: {error}"), err=True)
         _leave(2 if isinstance(error, BadInput) else 1)
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -93,6 +98,15 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def _print_anything() -> None:
+    """Show characters that the terminal's encoding lacks, and control characters in warnings."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    format_warning = warnings.formatwarning
+    warnings.formatwarning = lambda *args, **more: printable(format_warning(*args, **more))
 
 
 def _leave(code: int) -> NoReturn:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from frostlab.errors import BadInput
+from frostlab.text import printable
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 DataDir = Annotated[
@@ -61,6 +62,11 @@ TrustRemoteCode = Annotated[
         help="Run the Python code that comes with the model; read it first.",
     ),
 ]  # fmt: skip
+
+
+def echo(text: object = "", err: bool = False) -> None:
+    """Print text; names in it cannot control the terminal. All output of the commands goes here."""
+    typer.echo(printable(str(text)), err=err)
 
 
 def settings_from(settings: Iterable[str] | None, device: str | None = None) -> dict[str, Any]:

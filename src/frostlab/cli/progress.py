@@ -4,9 +4,8 @@ import sys
 import time
 from typing import Any
 
-import typer
-
-from frostlab.cli.options import is_first_process
+from frostlab.cli.options import echo, is_first_process
+from frostlab.text import plain
 
 _EVERY = 10.0  # least number of seconds between plain lines
 
@@ -62,7 +61,7 @@ class Bar:
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""
-        self._progress.console.print(line, highlight=False, markup=False)
+        self._progress.console.print(plain(line), highlight=False, markup=False, emoji=False)
 
     def stage(self, line: str, step: int, steps: int) -> None:
         """Announce a stage; `steps`, the total, is smaller if the last stage ended early."""
@@ -114,7 +113,7 @@ class Lines:
 
     def say(self, line: str) -> None:
         """Print a line."""
-        typer.echo(line, err=True)
+        echo(plain(line), err=True)
 
     def stage(self, line: str, step: int, steps: int) -> None:
         """Announce a stage; `steps`, the total, is smaller if the last stage ended early."""

@@ -17,10 +17,12 @@ from frostlab.cli.options import (
     Settings,
     TrustRemoteCode,
     check_data_dir,
+    echo,
     is_first_process,
     settings_from,
 )
-from frostlab.text import columns
+from frostlab.storage import read_text
+from frostlab.text import columns, plain
 
 
 def recipes(as_json: AsJson = False) -> None:
@@ -35,11 +37,11 @@ def recipes(as_json: AsJson = False) -> None:
     listed += [("comparison", name, about) for name, about in comparisons.items()]
     if as_json:
         keys = ("kind", "name", "about")
-        typer.echo(json.dumps([dict(zip(keys, row, strict=True)) for row in listed], indent=1))
+        echo(json.dumps([dict(zip(keys, row, strict=True)) for row in listed], indent=1))
         return
     lines = columns([(name, about) for _, name, about in listed])
     lines[-len(comparisons) : -len(comparisons)] = ["", "comparisons, for `frostlab compare`:"]
-    typer.echo("\n".join(lines))
+    echo("\n".join(lines))
 
 
 def run(
@@ -84,7 +86,7 @@ def run(
         display=display(),
     )
     if is_first_process():
-        typer.echo(json.dumps(asdict(record.result), indent=1) if as_json else show(record.folder))
+        echo(json.dumps(asdict(record.result), indent=1) if as_json else show(record.folder))
 
 
 def list_runs(
@@ -99,9 +101,9 @@ def list_runs(
     by_default = source is not None and source.name == "DEFAULT"
     summaries = [] if by_default and not runs.exists() else read_runs(runs)
     if as_json:
-        typer.echo(json.dumps([asdict(summary) for summary in summaries], indent=1, default=str))
+        echo(json.dumps([asdict(summary) for summary in summaries], indent=1, default=str))
     else:
-        typer.echo(runs_table(summaries) if summaries else "no runs yet")
+        echo(runs_table(summaries) if summaries else "no runs yet")
 
 
 def show_run(run: RunName, runs: RunsFolder = Path("runs"), as_json: AsJson = False) -> None:
@@ -110,7 +112,7 @@ def show_run(run: RunName, runs: RunsFolder = Path("runs"), as_json: AsJson = Fa
     from frostlab.records.show import show, show_json
 
     folder = find_run(runs, run)
-    typer.echo(json.dumps(show_json(folder), indent=1) if as_json else show(folder))
+    echo(json.dumps(show_json(folder), indent=1) if as_json else show(folder))
 
 
 def exits(
@@ -136,8 +138,8 @@ def exits(
     from frostlab.training.exits import early_exits, exits_table
 
     table = exits_table(early_exits(folder, data_dir=data_dir, device=device))
-    text = (folder / "exits.json").read_text("utf-8") if as_json else table
-    typer.echo(text.rstrip())
+    text = read_text(folder / "exits.json") if as_json else table
+    echo(text.rstrip())
 
 
 def envelopes(run: RunName, data_dir: DataDir = None, runs: RunsFolder = Path("runs")) -> None:
@@ -152,4 +154,4 @@ def envelopes(run: RunName, data_dir: DataDir = None, runs: RunsFolder = Path("r
     check_data_dir(data_dir)
     from frostlab.training.eeg_report import draw_run
 
-    typer.echo(draw_run(folder, data_dir))
+    echo(plain(str(draw_run(folder, data_dir))))

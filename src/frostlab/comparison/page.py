@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
+from urllib.parse import quote
 
 from frostlab.comparison.evidence import (
     Effect,
@@ -24,7 +25,7 @@ from frostlab.comparison.evidence import (
 from frostlab.comparison.oelm_json import answers
 from frostlab.comparison.verdict import MEANINGS
 from frostlab.recipe.settings import LOWER_IS_BETTER
-from frostlab.text import NONE, columns, markdown, number
+from frostlab.text import NONE, Markdown, columns, escaped, markdown, number, plain
 
 _BAR = 30  # width of the longest bar of a tuning curve, in characters
 _GAIN = "(Compares the gain from the first stage's best value to the last stage's.) "
@@ -37,9 +38,9 @@ _FLOW = {  # column title of each gradient-flow quantity
 
 def page(evidence: Evidence) -> str:
     """Return the whole page in Markdown."""
-    parts = [f"# {evidence.plan.name}: {', '.join(evidence.arms)}"]
+    parts = [f"# {escaped(evidence.plan.name)}: {escaped(', '.join(evidence.arms))}"]
     if evidence.caution:
-        parts.append(f"Caution: {evidence.caution}.")
+        parts.append(f"Caution: {escaped(evidence.caution)}.")
     if evidence.plan.quick:
         parts.append("A quick comparison with shortened runs: is a full comparison worthwhile?")
     for title, section in SECTIONS:
@@ -70,29 +71,32 @@ def show(evidence: Evidence, page: Path) -> str:
         lines.append(f"timing is unproven: {'; '.join(timing.reasons)}")
     planned = [(answer.question, answer.verdict.sentence) for answer in evidence.contrasts]
     lines += ["", *(f"{question} {text}" for question, text in planned or answers(evidence))]
-    return "\n".join([*lines, "", f"page: {page}"])
+    return "\n".join(map(plain, [*lines, "", f"page: {page}"]))
 
 
 def _verdicts(evidence: Evidence) -> str:
     rules, verdicts, timing = evidence.rules, evidence.primary, evidence.timing
-    lines = [f"- **{name}**: {verdict.sentence}" for name, verdict in verdicts.items()]
+    lines = [
+        f"- **{escaped(name)}**: {escaped(verdict.sentence)}" for name, verdict in verdicts.items()
+    ]
     for name, verdict in verdicts.items():
-        lines += [f"  - {name}: {note}" for note in verdict.notes]
+        lines += [f"  - {escaped(f'{name}: {note}')}" for note in verdict.notes]
         limit = verdict.noninferior
         if limit is not None:
             lines.append(
-                f"- {name}: {rules.metric} within {limit.limit:g} × the baseline's? "
-                f"**{limit.answer}** (ratio {_ratio(limit)})"
-                + (f"; {limit.reason}" if limit.reason else "")
+                f"- {escaped(f'{name}: {rules.metric}')} within {limit.limit:g} × the baseline's? "
+                f"**{escaped(limit.answer)}** (ratio {_ratio(limit)})"
+                + (f"; {escaped(limit.reason)}" if limit.reason else "")
             )
     if timing is not None:
         for name in verdicts:
             confounds = ", ".join(evidence.confounds.get(name, ()))
             mark = f" Confounded by {confounds}." if confounds else ""
-            lines.append(f"- **time, {name}**: {timing.arms[name].sentence}{mark}")
+            sentence = f"{timing.arms[name].sentence}{mark}"
+            lines.append(f"- **time, {escaped(name)}**: {escaped(sentence)}")
     history = rules.history()
     if history is not None:
-        lines.append(f"- {history}")
+        lines.append(f"- {escaped(history)}")
     return "\n".join(lines)
 
 
@@ -109,8 +113,10 @@ def _default_questions(evidence: Evidence) -> str:
 
 
 def _numbered(answers: Iterable[tuple[str, str]]) -> str:
-    lines = [f"{n}. **{question}** {text}" for n, (question, text) in enumerate(answers, 1)]
-    return "\n".join(lines)
+    return "\n".join(
+        f"{n}. **{escaped(question)}** {escaped(text)}"
+        for n, (question, text) in enumerate(answers, 1)
+    )
 
 
 def _performance(evidence: Evidence) -> str:
@@ -158,15 +164,15 @@ def _subjects(evidence: Evidence) -> str:
                 "p (signed ranks)", "p (Holm)"]  # fmt: skip
         ridge = [[name, _effect(test), number(test.p)] for name, test in tests.ridge.items()]
         parts.append(
-            f"### {split}\n\n{markdown(head, rows)}\n\n"
+            f"### {escaped(split)}\n\n{markdown(head, rows)}\n\n"
             f"{markdown(['arm', 'r − ridge, over seeds [95 %]', 'p'], ridge)}"
         )
     if not parts:
         return ""
     note = (
-        f"Each subject gives one pair, the arm and {evidence.baseline}, of its mean Fisher z over "
-        "the seeds. `report`: other recordings of the training subjects; `unseen`: subjects held "
-        "out of training. The ridge decoder is the same for every seed."
+        f"Each subject gives one pair, the arm and {escaped(evidence.baseline)}, of its mean "
+        "Fisher z over the seeds. `report`: other recordings of the training subjects; `unseen`: "
+        "subjects held out of training. The ridge decoder is the same for every seed."
     )
     return "\n\n".join([note, *parts])
 
@@ -256,12 +262,12 @@ def _step_times(evidence: Evidence) -> str:
     ]
     head = ["arm", "ms a step", "ratio [95 %]", "FLOPs allow", "", "peak memory", "optimizer",
             "trained weights"]  # fmt: skip
-    proof = "proven" if timing.proven else f"**unproven**: {'; '.join(timing.reasons)}"
+    proof = "proven" if timing.proven else f"**unproven**: {escaped('; '.join(timing.reasons))}"
     note = (
         f"The arms took turns in one process, with {timing.builds} builds and {timing.rounds} "
-        f"rounds in {timing.seconds:.0f} s, until the {timing.stopped_by} limit. The ratio of the "
-        f"A/A control, a second copy of the baseline, is {_ratio(timing.control)}. The timing is "
-        f"{proof}."
+        f"rounds in {timing.seconds:.0f} s, until the {escaped(timing.stopped_by)} limit. "
+        "The ratio of the A/A control, a second copy of the baseline, is "
+        f"{_ratio(timing.control)}. The timing is {proof}."
     )
     return f"{markdown(head, rows)}\n\n{note}"
 
@@ -297,21 +303,21 @@ def _tuning_curves(setting: TunedSetting) -> str:
     for name, curve in setting.curves.items():
         means = [point.mean for point in curve if point.mean is not None]
         low, high = (min(means), max(means)) if means else (0.0, 1.0)
-        lines.append(name)
+        lines.append(plain(name))
         for point in curve:
             mark = "  ← best" if point.value == setting.best[name] else ""
             lines.append(f"  {point.value:<10g} {_bar(point.mean, low, high)}{mark}")
     edges = [name for name, on_edge in setting.on_edge.items() if on_edge]
     note = (
-        f"{setting.key}: the mean over the tuning seeds of the metric on the tune split, with the "
-        "same grid for every arm."
+        f"{escaped(setting.key)}: the mean over the tuning seeds of the metric on the tune split, "
+        "with the same grid for every arm."
     )
     if setting.extended:
         note += " The grid was extended once."
     if edges:
-        note += f" The best value is still at an end of the grid for {', '.join(edges)}."
-    curves = "\n".join(lines)
-    return f"{note}\n\n```\n{curves}\n```"
+        note += f" The best value is still at an end of the grid for {escaped(', '.join(edges))}."
+    curves = "\n".join(f"    {line}" for line in lines)  # indented, so that no name can end it
+    return f"{note}\n\n{curves}"
 
 
 def _bar(value: float | None, low: float, high: float) -> str:
@@ -324,17 +330,18 @@ def _bar(value: float | None, low: float, high: float) -> str:
 def _differences(evidence: Evidence) -> str:
     lines = _varied_settings(evidence)
     lines += [
-        f"- {name}: confounded by {', '.join(confounds)}"
+        f"- {escaped(name)}: confounded by {escaped(', '.join(confounds))}"
         for name, confounds in evidence.confounds.items()
         if confounds
     ]
     lines += [
-        f"- {pair.arm} seed {pair.seed} is not paired: {pair.reason}"
+        f"- {escaped(f'{pair.arm} seed {pair.seed} is not paired: {pair.reason}')}"
         for pair in evidence.refused_pairs
     ]
     for setting in evidence.tuning:
         values = ", ".join(f"{name} {value:g}" for name, value in setting.best.items())
-        lines.append(f"- {setting.key} was tuned for each arm on an equal budget: {values}")
+        tuned = f"{setting.key} was tuned for each arm on an equal budget: {values}"
+        lines.append(f"- {escaped(tuned)}")
     if not evidence.pairs:
         lines.append("- No pair of runs finished, so nothing could be compared.")
     if not lines:
@@ -349,12 +356,13 @@ def _varied_settings(evidence: Evidence) -> list[str]:
     plan = evidence.plan
     if not plan.vary:
         return []
-    lines = [f"- Compared settings: {', '.join(plan.vary)}. All else is equal for every seed."]
+    varied = escaped(", ".join(plan.vary))
+    lines = [f"- Compared settings: {varied}. All else is equal for every seed."]
     if any(key.partition(".")[0] == "model" for key in plan.vary):
         lines.append("- Models of different sizes start from different weights of the same seed.")
     for arm in plan.arms:
         values = "; ".join(f"{key} {json.dumps(value)}" for key, value in arm.set.items())
-        lines.append(f"- {arm.name}: {values or 'as in the recipe'}")
+        lines.append(f"- {escaped(arm.name)}: {escaped(values or 'as in the recipe')}")
     return lines
 
 
@@ -362,11 +370,17 @@ def _runs(evidence: Evidence) -> str:
     metric = evidence.plan.rules.metric
     rows = [
         [name, str(run.seed), _status(run), number(run.metrics.get(metric)),
-         f"[{run.folder}]({run.folder})"]
+         _link(run.folder)]
         for name, arm in evidence.arms.items()
         for run in arm.runs
     ]  # fmt: skip
     return markdown(["arm", "seed", "status", metric, "record"], rows)
+
+
+def _link(folder: str) -> Markdown:
+    """Return a link to a file beside the page."""
+    text = plain(folder)
+    return Markdown(f"[{escaped(text)}]({quote(text)})")
 
 
 def _status(run: RunSummary) -> str:

@@ -4,25 +4,39 @@ Functions `…_rows` return the data of a figure as plain rows, functions `draw_
 Altair, and `eeg_page` writes a folder with the page and a PNG of each figure.
 """
 
-from collections.abc import Mapping, Sequence
-from html import escape
-from io import StringIO
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from frostlab.charts import label, png, require_drawing, svg
 from frostlab.envelopes.correlation import Floats, unit_norm
 from frostlab.envelopes.scores import EnvelopeScores, scores_table
 from frostlab.errors import BadInput, require
+from frostlab.html import render
+from frostlab.storage import whole_file, write_whole
 
 Rows = list[dict[str, Any]]
 _WIDTH = 640  # pixels
 _RIM = 1.15  # radius of the coloured map, in head radii
 _LIMIT = 1.3  # in head radii; channels beyond it, on face or neck, do not colour the map
-_TITLE = "EEG to speech envelope"
-_STYLE = "body{font-family:sans-serif;max-width:60em;margin:2em auto}pre{overflow-x:auto}"
+_PAGE = """
+{% if caution %}<p>{{ caution }}</p>{% endif %}
+
+{% for split in splits %}
+<h2>{{ split.title }}</h2>
+<pre>{% for line in split.table %}{{ line }}
+{% endfor %}</pre>
+{{ figure(*split.figure) }}
+{% endfor %}
+{% for drawing in figures %}
+{{ figure(*drawing) }}
+{% endfor %}
+{% if note %}<p>{{ note }}</p>{% endif %}
+
+"""
 
 
 def eeg_page(
@@ -49,39 +63,50 @@ def eeg_page(
     """
     if not scores:
         raise BadInput("an EEG page needs the scores of at least one split")
-    _altair()  # raises before anything is written
-    folder.mkdir(parents=True, exist_ok=True)
-    parts = [f"<p>{escape(caution)}</p>"] if caution else []
-    for split, decoders in scores.items():
+    charts: dict[str, Any] = {}  # by the name of the file
+    splits: list[dict[str, Any]] = []
+    note = None
+    for number, (split, decoders) in enumerate(scores.items(), 1):
         best_r = (best or {}).get(split)
-        table = escape(scores_table(decoders, best_r))
-        parts.append(f"<h2>{escape((titles or {}).get(split, split))}</h2>\n<pre>{table}</pre>")
-        parts.append(_figure(folder, f"r-{split}", draw_subjects(subject_rows(decoders), best_r)))
+        name = _file_name(split, number, charts)
+        charts[name] = draw_subjects(subject_rows(decoders), best_r)
+        table = scores_table(decoders, best_r).splitlines()
+        splits.append({"title": (titles or {}).get(split, split), "table": table, "name": name})
     for number, (title, rows) in enumerate((excerpts or {}).items(), 1):
-        parts.append(_figure(folder, f"excerpt-{number}", draw_excerpt(rows, title)))
+        charts[f"excerpt-{number}"] = draw_excerpt(rows, title)
     if kernels:
-        parts.append(_figure(folder, "kernels", draw_kernels(kernels)))
+        charts["kernels"] = draw_kernels(kernels)
     if importance is not None:
-        chart, note = _draw_importance(*importance)
-        parts.append(_figure(folder, "channels", chart))
-        parts += [f"<p>{escape(note)}</p>"] if note else []
+        charts["channels"], note = _draw_importance(*importance)
+    specs = {name: chart.to_dict() for name, chart in charts.items()}
+    # each drawing with its alternative text
+    drawings = {name: (svg(spec, name), label(spec["title"], 200)) for name, spec in specs.items()}
+    for section in splits:
+        section["figure"] = drawings.pop(section["name"])
+    text = render(
+        _PAGE, title="EEG to speech envelope", caution=caution, splits=splits,
+        figures=drawings.values(), note=note,
+    )  # fmt: skip
+    return _write(folder, text, {name: png(spec, 2) for name, spec in specs.items()})
+
+
+def _file_name(split: str, number: int, taken: Collection[str]) -> str:
+    """Return the name of a split's picture, which keeps only letters and digits of the split."""
+    name = "r-" + "".join(c if c.isalnum() or c in "-_" else "-" for c in split)
+    return f"r-{number}" if name in taken or len(name.encode()) > 100 else name
+
+
+def _write(folder: Path, text: str, pictures: Mapping[str, bytes]) -> Path:
     page = folder / "index.html"
-    body = "\n".join(parts)
-    page.write_text(
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{_TITLE}</title>\n'
-        f"<style>{_STYLE}</style></head><body>\n<h1>{_TITLE}</h1>\n{body}\n</body></html>\n",
-        encoding="utf-8",
-    )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, picture in pictures.items():
+            with whole_file(folder / f"{name}.png") as temporary:
+                temporary.write_bytes(picture)
+        write_whole(page, text)
+    except OSError as error:
+        raise BadInput(f"{folder} cannot be written: {error.strerror}") from None
     return page
-
-
-def _figure(folder: Path, name: str, chart: Any) -> str:
-    """Write a chart as PNG, and return it as SVG for the page."""
-    file_name = "".join(c if c.isalnum() or c in "-_" else "-" for c in name)
-    chart.save(str(folder / f"{file_name}.png"), scale_factor=2)
-    svg = StringIO()
-    chart.save(svg, format="svg")
-    return f"<figure>{svg.getvalue()}</figure>"
 
 
 def _draw_importance(names: Sequence[str], values: ArrayLike) -> tuple[Any, str | None]:
@@ -362,5 +387,4 @@ def draw_scalp(rows: Rows, cells: Rows, places: Sequence[tuple[float, float]]) -
 
 def _altair() -> Any:
     """Return Altair; raise an error if Altair or vl-convert, which writes images, is missing."""
-    require("vl_convert", "report", "drawing figures")
-    return require("altair", "report", "drawing figures")
+    return require_drawing("drawing figures")[0]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from frostlab.errors import BadInput
 from frostlab.flow.judge import (
@@ -19,12 +19,13 @@ from frostlab.flow.judge import (
     UNKNOWN,
     Rules,
 )
-from frostlab.flow.measurements import Flow, Report, flows_of
+from frostlab.flow.measurements import Flow, GroupFacts, PartFacts, Report, flows_of
 from frostlab.recipe.load import load_recipe
 from frostlab.recipe.settings import LOWER_IS_BETTER, METRIC_TARGETS
 from frostlab.records.index import read_run
+from frostlab.records.reader import read
 from frostlab.storage import finite
-from frostlab.text import NONE, columns
+from frostlab.text import NONE, columns, plain
 
 FLOW_TARGETS = {"front_ratio": 0.1, "weight_change": 0.01}  # a value above its target reaches it
 # (limit, word): the first word whose limit is above the front ratio describes it
@@ -44,6 +45,9 @@ _NOTABLE = {  # further verdicts that a summary mentions, with their verbs
 }
 _TOO_EARLY = "only one step has been measured; verdicts need two"
 _MOST_NAMES = 5  # maximum number of parts that a sentence names
+_NORMS = ("gradient", "before_clip", "weight", "update")
+_DEPTHS = ("front", "back", "output")
+_LARGEST_INTEGER = 2**53  # larger integers are not exact as floats
 
 
 @dataclass(frozen=True)
@@ -120,11 +124,63 @@ def diagnose(folder: Path) -> Diagnosis:
             f"{folder} was not watched: run it with --set watch.every_n_steps=10, or train it for "
             f"a few watched steps with {command}"
         )
+    for flow in flows.values():
+        check_flow(flow)
     run = read_run(folder)
     return Diagnosis(
         folder, run.status, run.error, run.steps, run.metric, run.value, flows,
         _wanted(folder, run.metric),
     )  # fmt: skip
+
+
+def check_flow(flow: Flow) -> None:
+    """Refuse a flow with a value that no measurement gives, such as a text instead of a number."""
+    where = plain(f"the flow of {flow.model}")
+    if not isinstance(flow.model, str) or not isinstance(flow.optimizer, str):
+        raise BadInput(f"{where}: model and optimizer should be texts")
+    for part in flow.parts:
+        read(PartFacts, vars(part), f"{where}: parts")
+        if not all(0 <= group < len(flow.groups) for group in part.groups):
+            raise BadInput(f"{where}: {plain(part.name)} is in a group that does not exist")
+    for group in flow.groups:
+        read(GroupFacts, vars(group), f"{where}: groups")
+    for report in flow.reports:
+        if not _are_numbers([report.step], int) or report.step < 0:
+            raise BadInput(f"{where}: step should be a whole number, but is {report.step!r:.60}")
+        if (key := _wrong_key(report, len(flow.parts))) is not None:
+            raise BadInput(f"{where}, step {report.step}: {plain(key)} should be numbers")
+
+
+def _wrong_key(report: Report, parts: int) -> str | None:
+    """Return the first key of a report whose values are not as they are measured."""
+    for key in ("values", "largest", "ranges", "dead", "saturated", "entropy"):
+        if not isinstance(getattr(report, key), dict):
+            return key
+    for name in (*_NORMS, *report.values):
+        numbers = report.values.get(name)
+        if not _are_numbers(numbers) or len(numbers) != parts:
+            return name
+        if name in _NORMS and any(number < 0 for number in numbers):
+            return name
+    if not _are_numbers(report.broken, int) or not all(0 <= i < parts for i in report.broken):
+        return "broken"
+    if not report.largest.keys() <= set(_DEPTHS):
+        return "largest"
+    lists: dict[str, object] = {"rates": report.rates, **report.entropy}
+    for key in ("largest", "ranges", "dead", "saturated"):
+        lists[key] = tuple(getattr(report, key).values())
+    return next((key for key, numbers in lists.items() if not _are_numbers(numbers)), None)
+
+
+def _are_numbers(values: object, kind: type = float) -> TypeGuard[Sequence[float]]:
+    """Return whether a value is a sequence of numbers (of `kind`) that fit a float."""
+    kinds = (int, kind)
+    return isinstance(values, list | tuple) and all(
+        isinstance(value, kinds)
+        and not isinstance(value, bool)
+        and not (isinstance(value, int) and abs(value) > _LARGEST_INTEGER)
+        for value in values
+    )
 
 
 def _wanted(folder: Path, metric: str | None) -> dict[str, float]:
@@ -316,12 +372,16 @@ def depth_ratios(reports: Sequence[Report]) -> DepthRatios:
         abs(last[name] - start) / start for name, start in first.items() if name in last and start
     ]
     change = sum(changes) / len(changes) if changes and len(reports) > 1 else math.nan
-    return DepthRatios(**reports[-1].largest, weight_change=change)
+    return DepthRatios(**_sizes(reports[-1]), weight_change=change)
 
 
 def front_ratios(reports: Sequence[Report]) -> dict[int, float]:
     """Return the front ratio for each step; NaN where either gradient size is unknown."""
-    return {r.step: DepthRatios(**r.largest, weight_change=math.nan).front_ratio for r in reports}
+    return {r.step: DepthRatios(**_sizes(r), weight_change=math.nan).front_ratio for r in reports}
+
+
+def _sizes(report: Report) -> dict[str, float]:
+    return dict.fromkeys(_DEPTHS, math.nan) | report.largest
 
 
 def _quotient(size: float, output: float) -> float:

@@ -4,17 +4,16 @@ A heat map is first computed as a `Grid` of cells, which can also be shown as te
 a line chart, uses altair and needs `frostlab[report]`.
 """
 
-import json
 import math
 import re
-import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from frostlab.errors import require
+from markupsafe import Markup
+
+from frostlab.charts import label, png, require_drawing, svg
 from frostlab.flow.diagnosis import RATIO_WORDS, front_ratios
 from frostlab.flow.measurements import Report
 
@@ -35,6 +34,9 @@ TITLES = {"gradient": "gradient norm", "ratio": "update / weight"}
 DECADES = 8  # a colour scale spans at most this many powers of ten; smaller numbers are clamped
 
 _ROWS, _COLUMNS = 130, 48  # more parts are merged into layers, more reports into medians
+MOST_ROWS = 200  # further rows are not drawn
+_PURPOSE = "drawing a flow"
+_LARGEST = 1e300  # upper end of a colour scale; its logarithms must not overflow
 _WIDTH = 280  # width of a plot, in pixels
 _GREY, _RED = "#8c8c8c", "#d62728"
 _INK = {"svg": "currentColor", "png": "#222222"}  # text colour: the page's own, or dark on white
@@ -111,7 +113,7 @@ def grid_of(flow: "Flow", quantity: str, rows: Sequence[Row], columns: int) -> G
         for row in rows
     )
     numbers = [c.value for row in cells for c in row if c.kind == NUMBER and c.value < math.inf]
-    high = max(numbers, default=1.0)
+    high = min(max(numbers, default=1.0), _LARGEST)
     low = max(min(numbers, default=1.0), high * 10.0**-DECADES)
     steps = tuple(column[-1].step for column in reports)
     most = max((b - a for a, b in spans), default=0)
@@ -158,42 +160,36 @@ def _joined(cells: Sequence[Cell]) -> Cell:
     return _number(median(values)) if values else cells[-1]
 
 
-def require_drawing() -> tuple[Any, Any]:
-    """Import altair and vl_convert, or raise an error that names the extra to install."""
-    purpose = "drawing a flow"
-    return require("altair", "report", purpose), require("vl_convert", "report", purpose)
-
-
 def heat_png(flow: "Flow", scale: float = 1.5) -> bytes:
     """Draw both heat maps side by side on a white background, and return the PNG file."""
-    alt, vl_convert = require_drawing()
+    alt, _ = require_drawing(_PURPOSE)
     grids = _grids(flow)
     both = alt.hconcat(*map(_heat, grids), spacing=24).resolve_scale(color="independent")
     both = both.properties(padding={"left": 5, "top": 5, "bottom": 5, "right": 20})
     spec = _spec(both, "png", {grid.quantity: _cells(grid) for grid in grids})
-    return _compressed(vl_convert.vegalite_to_png(spec, scale=scale))
+    return png(spec, scale)
 
 
-def heat_svgs(flow: "Flow") -> dict[str, str]:
+def heat_svgs(flow: "Flow") -> dict[str, Markup]:
     """Draw one heat map per quantity; each cell shows its value as a tooltip."""
     return {
-        g.quantity: _svg(_spec(_heat(g), "svg", {g.quantity: _cells(g)}), g.quantity)
+        g.quantity: svg(_spec(_heat(g), "svg", {g.quantity: _cells(g)}), g.quantity)
         for g in _grids(flow)
     }
 
 
-def norm_svg(flow: "Flow") -> str:
+def norm_svg(flow: "Flow") -> Markup:
     """Draw the norm of the whole gradient by step, after and, if measured, before clipping."""
     titles = (("gradient", "after clipping"), ("before_clip", "before clipping"))
     series = {title: _points(flow.norms(quantity)) for quantity, title in titles}
     if not series["before clipping"]:
         series = {"gradient": series["after clipping"]}
-    return _svg(_spec(_lines(series, "norm of the whole gradient"), "svg"), "norm")
+    return svg(_spec(_lines(series, "norm of the whole gradient"), "svg"), "norm")
 
 
-def front_svg(flow: "Flow") -> str | None:
+def front_svg(flow: "Flow") -> Markup | None:
     """Draw the front/output gradient ratio by step, or return None if no ratio is known."""
-    alt, _ = require_drawing()
+    alt, _ = require_drawing(_PURPOSE)
     points = _points(front_ratios(flow.reports))
     if not points:
         return None
@@ -202,31 +198,37 @@ def front_svg(flow: "Flow") -> str | None:
     rule = base.mark_rule(strokeDash=[4, 3], stroke=_GREY)
     text = base.mark_text(align="left", dx=4, x=_WIDTH, color=_GREY).encode(text="word:N")
     chart = _lines({"front/output": points}, "front / output gradient") + rule + text
-    return _svg(
+    return svg(
         _spec(chart.properties(padding={"left": 12, "top": 5, "bottom": 8, "right": 40}), "svg"),
         "front",
     )
 
 
+def too_many_rows(flow: "Flow") -> bool:
+    """Return whether a heat map leaves out rows."""
+    return len(rows_of(flow, _ROWS)) > MOST_ROWS
+
+
 def _grids(flow: "Flow") -> list[Grid]:
-    rows = rows_of(flow, _ROWS)
+    rows = rows_of(flow, _ROWS)[:MOST_ROWS]
     return [grid_of(flow, quantity, rows, _COLUMNS) for quantity in TITLES]
 
 
 def _cells(grid: Grid) -> list[dict[str, Any]]:
+    names = [label(row.name) for row in grid.rows]
     return [
-        {"row": row.name, "step": step, "kind": cell.kind, "sign": SIGNS.get(cell.kind, ""),
+        {"row": name, "step": step, "kind": cell.kind, "sign": SIGNS.get(cell.kind, ""),
          "power": grid.power(cell.value) if cell.kind == NUMBER else None,
-         "tooltip": f"{row.name}, step {step}: {MEANINGS.get(cell.kind, f'{cell.value:.3g}')}"}
-        for row, line in zip(grid.rows, grid.cells, strict=True)
+         "tooltip": f"{name}, step {step}: {MEANINGS.get(cell.kind, f'{cell.value:.3g}')}"}
+        for name, line in zip(names, grid.cells, strict=True)
         for step, cell in zip(grid.steps, line, strict=True)
     ]  # fmt: skip
 
 
 def _heat(grid: Grid) -> Any:
     """Return a heat map without data; `_spec` adds the cells under the quantity's name."""
-    alt, _ = require_drawing()
-    names = [row.name for row in grid.rows]
+    alt, _ = require_drawing(_PURPOSE)
+    names = [label(row.name) for row in grid.rows]
     # room for row names, 6.5 px per character: browser fonts are wider than vl_convert's
     extent = min(6.5 * max(map(len, names)), 200)
     height = 12 if len(grid.rows) > 30 else 16
@@ -271,7 +273,7 @@ def _heat(grid: Grid) -> Any:
 
 
 def _lines(series: dict[str, list[dict[str, float]]], title: str) -> Any:
-    alt, _ = require_drawing()
+    alt, _ = require_drawing(_PURPOSE)
     points = [
         {**point, "line": name, "tooltip": f"step {point['step']:g}: {point['value']:.3g}"}
         for name, line in series.items()
@@ -292,8 +294,8 @@ def _points(series: dict[int, float]) -> list[dict[str, float]]:
     return [{"step": s, "value": v} for s, v in series.items() if math.isfinite(v) and v > 0]
 
 
-def _spec(chart: Any, kind: str, data: dict[str, Any] | None = None) -> str:
-    """Return the chart's specification as JSON, with colours for `kind`: svg or png.
+def _spec(chart: Any, kind: str, data: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the chart's specification, with colours for `kind`: svg or png.
 
     The data are added last, because altair copies and validates its data at every call.
     """
@@ -309,35 +311,4 @@ def _spec(chart: Any, kind: str, data: dict[str, Any] | None = None) -> str:
     )
     spec = styled.to_dict(validate=False)
     spec["datasets"] = {**spec.get("datasets", {}), **(data or {})}
-    return json.dumps(spec)
-
-
-def _compressed(png: bytes) -> bytes:
-    """Recompress a PNG at the highest zlib level, which makes it about eight times smaller."""
-    # after 8 bytes of signature come chunks: length (4 bytes), kind (4), content, checksum (4)
-    at, data, output = 8, b"", png[:8]
-    while at < len(png):
-        size, kind = struct.unpack(">I4s", png[at : at + 8])
-        if kind == b"IDAT":
-            data += png[at + 8 : at + 8 + size]
-        elif kind == b"IEND":
-            body = b"IDAT" + zlib.compress(zlib.decompress(data), 9)
-            output += struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body))
-        if kind != b"IDAT":
-            output += png[at : at + 12 + size]
-        at += 12 + size
-    return output
-
-
-def _svg(spec: str, name: str) -> str:
-    """Render SVG for an HTML page, with tooltips, a flexible width and ids prefixed with `name`."""
-    _, vl_convert = require_drawing()
-    svg = vl_convert.vegalite_to_svg(spec)
-    size = re.search(r' width="([\d.]+)"', svg)
-    svg = re.sub(
-        r"<svg [^>]*?( viewBox=\"[^\"]*\")>", r'<svg aria-hidden="true"\1 STYLE>', svg, count=1
-    )
-    svg = svg.replace("STYLE", f'style="width:{size[1] if size else _WIDTH}px"')
-    svg = re.sub(r'<path aria-label="([^"]+)"([^>]*?)/>', r"<path\2><title>\1</title></path>", svg)
-    svg = re.sub(r' (?:role|aria-label|aria-roledescription|class)="[^"]*"', "", svg)
-    return re.sub(r"(id=\"|url\(#)(gradient|clip)", rf"\1{name}-\2", svg)
+    return spec

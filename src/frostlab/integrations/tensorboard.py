@@ -9,14 +9,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from frostlab.errors import BadInput, require
-from frostlab.flow.diagnosis import depth_ratios
+from frostlab.flow.diagnosis import check_flow, depth_ratios
 from frostlab.flow.measurements import Flow, PartFacts, Report
 from frostlab.flow.probe import Gradient, own_gradient
 from frostlab.flow.tensors import local
 from frostlab.records.folder import RunRecord
 from frostlab.records.schema import EvaluationEvent
 from frostlab.roles.read import unwrapped
+from frostlab.text import plain, short, typed
 
+_LONGEST = 300  # maximum number of characters of a tag
 _VALUES, _BINS = 10_000, 64  # maximum number of sampled values, and number of bins, per histogram
 
 
@@ -91,15 +93,22 @@ class TensorBoard:
         """Write pending events, and close the files."""
         self._writer.close()
 
-    def _scalar(self, tag: str, value: float, step: int, at: float | None) -> None:
-        self._writer.add_scalar(tag, float(value), step, walltime=at)
+    def _scalar(self, tag: str, value: Any, step: int, at: float | None) -> None:
+        if typed(value, int, float) is None:
+            raise BadInput(f"TensorBoard: {plain(tag)} should be a number, but is {value!r:.60}")
+        self._writer.add_scalar(_shown(tag), float(value), step, walltime=at)
 
     def _histogram(self, tag: str, tensor: Tensor, step: int) -> None:
         flat = local(tensor).detach().flatten()
         sample = flat[:: max(1, math.ceil(len(flat) / _VALUES))].float().cpu()
         sample = sample[sample.isfinite()]
         if len(sample):
-            self._writer.add_histogram(tag, sample.double().numpy(), step, bins=_BINS)
+            self._writer.add_histogram(_shown(tag), sample.double().numpy(), step, bins=_BINS)
+
+
+def _shown(tag: str) -> str:
+    """Return a tag as one line that event files can hold."""
+    return short(plain(tag), _LONGEST)
 
 
 def tag_of(part: str) -> str:
@@ -117,6 +126,9 @@ def export_run(run: str | Path, out: str | Path, flows: Iterable[Flow] = ()) -> 
     events = RunRecord(Path(run)).events()
     if not events:
         raise BadInput(f"export_run: {run} has no events; give the folder of a run")
+    flows = list(flows)
+    for flow in flows:
+        check_flow(flow)
     times = {event.step: event.at for event in events}
     with TensorBoard(out) as board:
         for event in events:

@@ -74,10 +74,12 @@ def show(folder: Path) -> str:
         "clocks": _clocks(run.result),
         "parameters": _parameters(run.result.parameters if run.result else None),
         "machine": _machine(run.result) if run.result else [],
-        "environment": [plain(one_line(run.environment or {}) or None)],
-        "notes": [f"step {event.step}: {plain(event.text)}" for event in notes],
+        "environment": [one_line(run.environment or {}) or NONE],
+        "notes": [f"step {event.step}: {event.text}" for event in notes],
     }
-    return "\n\n".join("\n  ".join([title, *lines]) for title, lines in sections.items() if lines)
+    return "\n\n".join(
+        "\n  ".join(map(plain, [title, *lines])) for title, lines in sections.items() if lines
+    )
 
 
 def stages_table(stages: list[Stage]) -> list[str]:

@@ -18,7 +18,7 @@ from frostlab.envelopes.scores import EnvelopeScores, score_recordings
 from frostlab.errors import BadInput, first_line
 from frostlab.models.conformer import Conformer, electrode_importance
 from frostlab.records.folder import REPORTED, SCORES, SPLITS, RunRecord, read_scores, scores_file
-from frostlab.storage import build_once, cache_folder, write_whole
+from frostlab.storage import build_once, cache_folder, path_inside, write_whole
 from frostlab.training.batches.batch import WindowExamples, in_batches, micro_batches
 from frostlab.training.setup import best_model
 from frostlab.training.state import RunContext
@@ -139,7 +139,7 @@ def draw_run(folder: Path, data_dir: Path | None = None) -> Path:
     assert isinstance(model, Conformer)
     kernels = model.get_parameter("cnn.0.conv.weight").detach()  # (filters, channels, taps)
     return eeg_page(
-        folder / "envelopes",
+        path_inside(folder, "envelopes"),
         scores,
         best=json.loads((folder / SCORES).read_text("utf-8"))["best"],  # the best achievable r
         excerpts=_excerpts(folder, signals),

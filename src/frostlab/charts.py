@@ -1,0 +1,139 @@
+"""Drawing of Altair charts as PNG files, and as SVG that is safe to insert into a page.
+
+Texts in a chart come from models and data, so they can be anything. The drawing library aborts the
+whole process at a character that XML does not allow, and takes minutes for a very long label;
+`_cleaned` removes both before a chart is drawn.
+"""
+
+import json
+import re
+import struct
+import zlib
+from typing import Any
+from xml.etree import ElementTree
+
+from markupsafe import Markup
+
+from frostlab.errors import FrostlabError, first_line, require
+from frostlab.text import plain
+
+LONGEST = 100  # characters of a text in a chart
+_LARGEST = 1e300  # larger numbers are drawn like infinity
+LABEL = 40  # characters of a label at an axis, whose width is slow to measure
+_ELEMENTS = frozenset({
+    "svg", "g", "path", "rect", "circle", "line", "text", "tspan", "title", "defs", "clipPath",
+    "linearGradient", "stop",
+})  # fmt: skip
+_ATTRIBUTES = frozenset({
+    "clip-path", "cx", "cy", "d", "display", "dominant-baseline", "fill", "fill-opacity",
+    "fill-rule", "font-family", "font-size", "font-style", "font-weight", "gradientUnits", "height",
+    "id", "offset", "opacity", "pointer-events", "r", "stop-color", "stroke", "stroke-dasharray",
+    "stroke-dashoffset", "stroke-linecap", "stroke-linejoin", "stroke-miterlimit", "stroke-opacity",
+    "stroke-width", "text-anchor", "transform", "viewBox", "width", "x", "x1", "x2", "y", "y1",
+    "y2",
+})  # fmt: skip
+_NAMESPACE = "{http://www.w3.org/2000/svg}"
+
+
+def require_drawing(purpose: str) -> tuple[Any, Any]:
+    """Import altair and vl_convert, or raise an error that names the extra to install."""
+    return require("altair", "report", purpose), require("vl_convert", "report", purpose)
+
+
+def label(text: str, most: int = LABEL) -> str:
+    """Return a text for a chart; a long one loses its beginning, because its end says more."""
+    text = plain(text)
+    return text if len(text) <= most else f"…{text[1 - most :]}"
+
+
+def png(spec: dict[str, Any], scale: float) -> bytes:
+    """Draw a Vega-Lite specification as a PNG file."""
+    return _compressed(_draw("png", spec, scale=scale))
+
+
+def svg(spec: dict[str, Any], name: str) -> Markup:
+    """Draw a Vega-Lite specification as SVG for a page, with tooltips and a flexible width.
+
+    The ids of the drawing begin with `name`, because a page can hold several drawings.
+    """
+    return checked_svg(_draw("svg", spec), name)
+
+
+def _draw(kind: str, spec: dict[str, Any], **options: Any) -> Any:
+    _, vl_convert = require_drawing("drawing a chart")
+    text = json.dumps(_cleaned(spec), allow_nan=False)
+    try:
+        return getattr(vl_convert, f"vegalite_to_{kind}")(text, **options)
+    except ValueError as error:  # the library's only error, with a trace of its JavaScript
+        lines = str(error).splitlines()
+        reason = lines[1] if len(lines) > 1 else first_line(error)
+        raise FrostlabError(f"the chart cannot be drawn: {plain(reason)}") from None
+
+
+def _cleaned(value: Any) -> Any:
+    """Return a specification with short printable texts, and None for NaN and infinity."""
+    if isinstance(value, dict):
+        return {_cleaned(key): _cleaned(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_cleaned(inner) for inner in value]
+    if isinstance(value, str):
+        return label(value, LONGEST)
+    if isinstance(value, bool) or value is None:
+        return value
+    return value if abs(value) < _LARGEST else None  # NaN is not less
+
+
+def checked_svg(drawing: str, name: str) -> Markup:
+    """Return a drawing as markup that has only shapes and text, and refuse anything else in it."""
+    try:
+        if "<!" in drawing:
+            raise ElementTree.ParseError("it declares a document type")
+        root = ElementTree.fromstring(drawing)
+        width = float(root.get("width", ""))
+    except (ElementTree.ParseError, ValueError) as error:
+        raise FrostlabError(f"the chart is not valid SVG: {plain(first_line(error))}") from None
+    for element in root.iter():
+        _simplify(element, name)
+    box = root.get("viewBox", "")
+    root.attrib.clear()
+    root.attrib |= {"aria-hidden": "true", "viewBox": box, "style": f"width:{width:g}px"}
+    return Markup(ElementTree.tostring(root, encoding="unicode"))
+
+
+def _simplify(element: ElementTree.Element, name: str) -> None:
+    """Check an element, turn its label into a tooltip, and prefix its ids."""
+    tag = str(element.tag).removeprefix(_NAMESPACE)
+    if tag not in _ELEMENTS:
+        raise FrostlabError(f"the chart holds an element `{plain(tag)}`, which no page shows")
+    element.tag = tag
+    tooltip = element.get("aria-label")
+    for key, value in list(element.attrib.items()):
+        if key.startswith("on") or key.endswith("href"):
+            raise FrostlabError(f"the chart holds an attribute `{plain(key)}`, which no page has")
+        if key not in _ATTRIBUTES:
+            del element.attrib[key]
+        elif key == "id":
+            element.set(key, f"{name}-{value}")
+        elif "url(" in value:
+            if not re.fullmatch(r"url\(#\w+\)", value):
+                raise FrostlabError(f"the chart refers to {plain(value)}, which no page loads")
+            element.set(key, value.replace("#", f"#{name}-"))
+    if tooltip and tag == "path":
+        ElementTree.SubElement(element, "title").text = tooltip
+
+
+def _compressed(png: bytes) -> bytes:
+    """Recompress a PNG at the highest zlib level, which makes it about eight times smaller."""
+    # after 8 bytes of signature come chunks: length (4 bytes), kind (4), content, checksum (4)
+    at, data, output = 8, b"", png[:8]
+    while at < len(png):
+        size, kind = struct.unpack(">I4s", png[at : at + 8])
+        if kind == b"IDAT":
+            data += png[at + 8 : at + 8 + size]
+        elif kind == b"IEND":
+            body = b"IDAT" + zlib.compress(zlib.decompress(data), 9)
+            output += struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body))
+        if kind != b"IDAT":
+            output += png[at : at + 12 + size]
+        at += 12 + size
+    return output
