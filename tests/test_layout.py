@@ -17,6 +17,7 @@ ORDER = (
     "errors",
     "text",
     "storage",
+    "launcher",
     "devices",
     "recipe",
     "recipes",

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -11,6 +12,8 @@ from typer.core import TyperCommand, TyperGroup
 from frostlab import __version__
 from frostlab.cli import bench, compare, diagnose, inspect, runs
 from frostlab.errors import BadInput, FrostlabError
+from frostlab.launcher import check_variables, world_size
+from frostlab.text import plain
 
 
 def _without_value(params: list[Any]) -> list[Any]:
@@ -77,11 +80,12 @@ def main() -> None:
     """Run a command; print an error on one line and exit with 2 for bad input, 1 for a failure."""
     _quiet_libraries()
     try:
+        check_variables()
         app()
     except SystemExit as end:
         _leave(end.code if isinstance(end.code, int) else 0 if end.code is None else 1)
     except FrostlabError as error:
-        typer.echo(f"frostlab: {error}", err=True)
+        typer.echo(f"frostlab: {plain(str(error))}", err=True)
         _leave(2 if isinstance(error, BadInput) else 1)
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -101,7 +105,10 @@ def _leave(code: int) -> NoReturn:
     DDP keeps gloo's threads alive after the process group is destroyed. If such a thread frees a
     tensor during shutdown, the process aborts, and torchrun reports the finished run as failed.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    distributed = False
+    with suppress(BadInput):  # an invalid variable was the error
+        distributed = world_size() > 1
+    if distributed:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
