@@ -19,6 +19,7 @@ ORDER = (
     "html",
     "charts",
     "storage",
+    "launcher",
     "devices",
     "recipe",
     "recipes",

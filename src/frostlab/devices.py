@@ -1,11 +1,10 @@
 """Capabilities of devices, so that other modules need not ask for CUDA, MPS or CPU by name."""
 
-import os
-
 import torch
 from torch import Tensor
 
 from frostlab.errors import BadInput
+from frostlab.launcher import local_rank
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -13,10 +12,9 @@ def choose_device(wanted: str) -> torch.device:
 
     With several processes, each process takes its own GPU.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if wanted in ("auto", "cuda"):
         if torch.cuda.is_available():
-            device = torch.device("cuda", local_rank % torch.cuda.device_count())
+            device = torch.device("cuda", local_rank() % torch.cuda.device_count())
             torch.cuda.set_device(device)
             return device
         if wanted == "cuda":
@@ -24,9 +22,9 @@ def choose_device(wanted: str) -> torch.device:
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     try:
         device = torch.device(wanted)
-    except RuntimeError:
+    except (RuntimeError, ValueError, TypeError):
         raise BadInput(
-            f"train.device {wanted} is not a device; choose from auto, cpu, cuda, cuda:0 …"
+            f"train.device {wanted!r:.40} is not a device; choose from auto, cpu, cuda, cuda:0 …"
         ) from None
     if device.type == "cuda":
         if not torch.cuda.is_available():

@@ -277,10 +277,13 @@ def cache_folder(asked: Path | None) -> Path:
     """Return the cache folder: `asked`, else FROSTLAB_CACHE, else one in the user's cache."""
     if asked is not None:
         return asked.expanduser()
-    if named := os.environ.get("FROSTLAB_CACHE"):
-        return Path(named).expanduser()
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser() / "frostlab"
+    named = os.environ.get("FROSTLAB_CACHE")
+    folder = Path(named or os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    try:
+        folder = folder.expanduser()
+    except RuntimeError:  # ~ or ~user without a home folder
+        raise BadInput(f"FROSTLAB_CACHE: {folder} has no home folder; name another") from None
+    return folder if named else folder / "frostlab"
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:

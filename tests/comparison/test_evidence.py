@@ -58,7 +58,7 @@ def test_a_folder_without_evidence_has_no_verdicts_yet(tmp_path: Path) -> None:
     with pytest.raises(fl.FrostlabError, match="has no verdicts yet"):
         _ = fl.Comparison(tmp_path).verdicts
     (tmp_path / "evidence.json").write_text("{")
-    with pytest.raises(fl.BadInput, match="is damaged"):
+    with pytest.raises(fl.BadInput, match="is not valid JSON"):
         _ = fl.Comparison(tmp_path).verdicts
 
 

@@ -5,6 +5,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -14,6 +15,7 @@ from frostlab import __version__
 from frostlab.cli import bench, compare, diagnose, inspect, runs
 from frostlab.cli.options import echo
 from frostlab.errors import BadInput, FrostlabError
+from frostlab.launcher import check_variables, world_size
 from frostlab.text import plain, printable
 
 
@@ -82,6 +84,7 @@ def main() -> None:
     _quiet_libraries()
     _print_anything()
     try:
+        check_variables()
         app()
     except SystemExit as end:
         _leave(end.code if isinstance(end.code, int) else 0 if end.code is None else 1)
@@ -115,7 +118,10 @@ def _leave(code: int) -> NoReturn:
     DDP keeps gloo's threads alive after the process group is destroyed. If such a thread frees a
     tensor during shutdown, the process aborts, and torchrun reports the finished run as failed.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    distributed = False
+    with suppress(BadInput):  # an invalid variable was the error
+        distributed = world_size() > 1
+    if distributed:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -1,6 +1,5 @@
 """Arguments and options that several commands share, each with one name and one help text."""
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from frostlab.errors import BadInput
+from frostlab.launcher import rank
 from frostlab.text import printable
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
@@ -84,4 +84,4 @@ def check_data_dir(data_dir: Path | None) -> None:
 
 def is_first_process() -> bool:
     """Return whether this is the process that prints: with torchrun, only rank 0."""
-    return os.environ.get("RANK", "0") == "0"
+    return rank() == 0

@@ -15,11 +15,13 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
 
-from frostlab.comparison.plan import Plan, Rules
+from frostlab.comparison.plan import MOST_LOOKS, Plan, Rules
 from frostlab.comparison.verdict import Word
 from frostlab.errors import BadInput
+from frostlab.recipe.bounded_yaml import check_plain
 from frostlab.records.schema import read
-from frostlab.storage import finite
+from frostlab.storage import finite, read_json
+from frostlab.text import short
 
 SCHEMA = 2  # version of evidence.json
 Schema = TypeVar("Schema")
@@ -332,17 +334,42 @@ def stored(schema: type[Schema], value: Any) -> Schema:
 def read_evidence(path: Path) -> Evidence | None:
     """Read evidence.json; return None if it does not exist yet."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        raise BadInput(f"{path} is damaged ({error})") from None
     version = values.get("schema") if isinstance(values, dict) else None
     if version != SCHEMA:
-        raise BadInput(f"{path} has schema {version}, and this frostlab reads {SCHEMA}")
+        raise BadInput(f"{path} has schema {version!r:.40}, and this frostlab reads {SCHEMA}")
+    evidence = read(Evidence, values | {"plan": read_plan(values.get("plan"), path)}, path)
+    _check_names(evidence, path)
+    return evidence
+
+
+def _check_names(evidence: Evidence, path: Path) -> None:
+    """Refuse evidence whose parts name other arms or metrics than its plan."""
+    plan = evidence.plan
+    arms, others = [arm.name for arm in plan.arms], [arm.name for arm in plan.others]
+    expected = {
+        "baseline": ([evidence.baseline], [plan.baseline.name]),
+        "arms": (evidence.arms, arms),
+        "confounds": (evidence.confounds, others),
+        f"verdicts.{plan.rules.metric}": (evidence.verdicts.get(plan.rules.metric, ()), others),
+    }
+    for key, (names, wanted) in expected.items():
+        if sorted(names) != sorted(wanted):
+            raise BadInput(f"{path}: {key} should name {', '.join(wanted)}, as the plan does")
+    if not 1 <= evidence.look <= MOST_LOOKS:
+        raise BadInput(f"{path}: look {evidence.look} should be from 1 to {MOST_LOOKS}")
+
+
+def read_plan(values: object, path: Path) -> Plan:
+    """Return a stored plan; the error for an invalid one names the file and the key."""
+    check_plain(values, f"{path}: plan")
     try:
-        plan = Plan.model_validate_json(json.dumps(values.get("plan")))
+        plan = Plan.model_validate_json(json.dumps(values))
     except ValidationError as error:
         key = ".".join(map(str, ("plan", *error.errors()[0]["loc"])))
-        raise BadInput(f"{path}: {key}: {error.errors()[0]['msg']}") from None
-    return read(Evidence, values | {"plan": plan}, path)
+        raise BadInput(f"{path}: {short(key, 80)}: {error.errors()[0]['msg']}") from None
+    if not plan.arms or not plan.seeds:
+        raise BadInput(f"{path}: plan: it has no arms or no seeds")
+    return plan

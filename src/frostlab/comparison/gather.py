@@ -4,7 +4,6 @@ An arm is a variant of the recipe, with one run per seed. A run of an arm is pai
 baseline's run of the same seed, unless the two runs differ in more than the plan allows.
 """
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -40,11 +39,12 @@ from frostlab.comparison.pairing import PairingFacts, why_unpaired
 from frostlab.comparison.plan import Contrast, Plan, Rules, confounds, rules_for
 from frostlab.comparison.statistics import holm, mcnemar, paired, spread
 from frostlab.comparison.verdict import judge, judge_family
+from frostlab.errors import BadInput
 from frostlab.flow.measurements import Flow, flows_of
 from frostlab.recipe.settings import METRICS
 from frostlab.records.folder import REPORTED, SCORES, RunRecord, read_scores
 from frostlab.records.schema import Stage, read
-from frostlab.storage import finite
+from frostlab.storage import finite, read_json
 from frostlab.text import typed
 
 Records = Mapping[tuple[str, int], RunRecord]  # by arm and seed, or by arm and round
@@ -364,13 +364,26 @@ def _prediction_tests(runs: Runs) -> dict[str, tuple[PredictionTest, ...]]:
     return {arm: tuple(arm_tests) for arm, arm_tests in tests.items()}
 
 
+@dataclass(frozen=True)
+class _Predictions:
+    """The content of predictions.json, which only classifiers write."""
+
+    split: str
+    labels: list[int]
+    classes: list[int]
+
+
 def _correct_predictions(folder: Path) -> list[bool] | None:
     """Return whether each example was predicted correctly; None if the run has no predictions."""
+    path = folder / "predictions.json"
     try:
-        predictions = json.loads((folder / "predictions.json").read_text(encoding="utf-8"))
+        values = read_json(path)
     except FileNotFoundError:
         return None
-    pairs = zip(predictions["labels"], predictions["classes"], strict=True)
+    predictions = read(_Predictions, values, path)
+    if len(predictions.labels) != len(predictions.classes):
+        raise BadInput(f"{path}: labels and classes should have the same length")
+    pairs = zip(predictions.labels, predictions.classes, strict=True)
     return [label == prediction for label, prediction in pairs]
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from frostlab.comparison.plan import DEFAULT_SEEDS, Plan, scale_of
-from frostlab.errors import BadInput, nearest
+from frostlab.comparison.plan import DEFAULT_SEEDS, MOST_RUNS, Plan, scale_of
+from frostlab.errors import BadInput, first_line, nearest
+from frostlab.recipe.bounded_yaml import check_plain, shown
 from frostlab.recipe.load import (
     load_recipe,
     read_values,
@@ -23,6 +24,8 @@ from frostlab.recipe.load import (
 from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.settings import METRICS
 from frostlab.recipe.treatment import TREATMENTS
+from frostlab.storage import check_name
+from frostlab.text import short
 
 Source = str | Path | dict[str, Any] | Recipe
 
@@ -54,7 +57,9 @@ def make_plan(
     values |= changes or {}
     for key in map(str, values):
         if key not in KEYS:
-            raise BadInput(f"{label}: {key} is not a key of a comparison{nearest(key, KEYS)}")
+            raise BadInput(
+                f"{label}: {short(key, 80)} is not a key of a comparison{nearest(key, KEYS)}"
+            )
     _check_kind(values, "about", str, "a text", label)
     _check_kind(values, "set", dict, "a mapping of settings", label)
     recipe, name = _recipe(
@@ -118,21 +123,26 @@ def _is_file(name: str) -> bool:
 
 def _check_kind(values: dict[str, Any], key: str, kind: type, wanted: str, label: str) -> None:
     if values.get(key) is not None and not isinstance(values[key], kind):
-        raise BadInput(f"{label}: {key} {values[key]!r} should be {wanted}")
+        raise BadInput(f"{label}: {key} {shown(values[key])} should be {wanted}")
 
 
 def _validated(values: dict[str, Any], label: str) -> Plan:
     """Return the values as a plan, or raise a one-line error about the first invalid value."""
     try:
         text = json.dumps(values, default=list)
-    except TypeError as error:
-        raise BadInput(f"{label}: not plain values ({error})") from None
+        check_plain(json.loads(text), label)
+    except (TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, BadInput):
+            raise
+        raise BadInput(f"{label}: not plain values ({first_line(error)})") from None
     try:
         return Plan.model_validate_json(text)
     except ValidationError as error:
         problem = error.errors()[0]
         key = ".".join(map(str, problem["loc"])).removeprefix("rules.")
-        raise BadInput(f"{label}: {key} {problem.get('input')!r}: {problem['msg']}") from None
+        raise BadInput(
+            f"{label}: {short(key, 80)} {shown(problem.get('input'))}: {problem['msg']}"
+        ) from None
 
 
 def _recipe(recipe: Any, settings: Mapping[str, Any], label: str) -> tuple[Recipe, str]:
@@ -170,13 +180,15 @@ def _arm(value: Any, label: str) -> dict[str, Any]:
     if isinstance(value, str):
         value = {"name": value, "treatment": value}
     if not isinstance(value, dict) or "name" not in value:
-        raise BadInput(f"{label}: arm {value!r} must be a treatment's name, or have a key `name`")
-    name = value["name"]
+        raise BadInput(
+            f"{label}: arm {shown(value)} must be a treatment's name, or have a key `name`"
+        )
+    name = check_name(value["name"], f"{label}: the arm's name")
     default = "none" if "set" in value and name not in TREATMENTS else name
     treatment = value.get("treatment", default)
     if isinstance(treatment, str) and treatment not in TREATMENTS:
         hint = nearest(treatment, TREATMENTS)
-        raise BadInput(f"{label}: no treatment is called `{treatment}`{hint}")
+        raise BadInput(f"{label}: no treatment is called `{short(treatment, 80)}`{hint}")
     return {**value, "treatment": treatment}
 
 
@@ -187,6 +199,8 @@ def _seeds(value: Any, quick: bool) -> Any:
     if isinstance(value, int) and not isinstance(value, bool):
         if value < 1:
             raise BadInput(f"seeds {value}: a comparison needs at least one seed")
+        if value > MOST_RUNS:
+            raise BadInput(f"seeds {value}: a comparison has at most {MOST_RUNS} runs")
         return list(range(value))
     return _as_list(value)
 
@@ -196,7 +210,8 @@ def _rules(values: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
     metric, task = values.get("metric") or recipe.metric, recipe.data.task
     if not isinstance(metric, str) or metric not in METRICS[task]:
         raise BadInput(
-            f"metric {metric} does not exist for {task}{nearest(str(metric), METRICS[task])}; "
+            f"metric {short(str(metric), 80)} does not exist for {task}"
+            f"{nearest(str(metric), METRICS[task])}; "
             f"choose from: {', '.join(METRICS[task])}"
         )
     rules = {key: values[key] for key in _RULES if key in values}
@@ -213,7 +228,7 @@ def _tune(value: Any, recipe: Recipe) -> Any:
         return _as_list(value)
     if value not in _TUNABLE:
         raise BadInput(
-            f"--tune {value}: cannot be tuned by name{nearest(value, _TUNABLE)}; "
+            f"--tune {short(value, 80)}: cannot be tuned by name{nearest(value, _TUNABLE)}; "
             f"choose from: {', '.join(_TUNABLE)}"
         )
     key = _TUNABLE[value]

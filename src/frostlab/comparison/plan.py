@@ -6,6 +6,7 @@ confound, which must be declared or removed.
 """
 
 import copy
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
@@ -13,21 +14,29 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from frostlab.errors import BadInput, nearest
+from frostlab.recipe.bounded_yaml import MOST_DEPTH, shown
 from frostlab.recipe.load import recipe_from
 from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.settings import LOWER_IS_BETTER, METRICS
-from frostlab.recipe.treatment import Positive, Strict
+from frostlab.recipe.treatment import Strict
 from frostlab.records.folder import differences
 from frostlab.storage import digest_of
+from frostlab.text import short
 
 SCHEMA = 2  # version of plan.json
 LEAST_SEEDS = 5  # with fewer pairs, no arm is called better or worse
 DEFAULT_SEEDS = 6  # the fewest with which the sign-flip test can reach 5 %
+MOST_RUNS = 10_000  # of a comparison, over all arms
+MOST_ARMS = 100
+MOST_LOOKS = 1000
 TUNING_SEED = 900_000  # seeds from this number on are for tuning runs only
 _LOWER_IS_BETTER_ENDINGS = ("_seconds", "_ms", "_bytes")  # of metric names
 _NO_CONFOUNDS = ("about", "treatment", "seed")  # recipe sections that may differ between arms
 _SAME_FOR_ALL = ("data", "tokenizer")  # recipe sections that may not differ between arms
 _NOT_IN_SET = ("seed", "treatment")  # recipe sections that an arm's `set` may not change
+
+
+Look = Annotated[int, Field(gt=0, le=MOST_LOOKS)]
 
 
 class Rules(Strict):
@@ -46,8 +55,8 @@ class Rules(Strict):
     alpha: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
     minimum_effect: Annotated[float, Field(gt=0)] | None = None
     noninferior: Annotated[float, Field(ge=1)] | None = None
-    looks: Positive = 1
-    look: Positive = 1
+    looks: Look = 1
+    look: Look = 1
 
     @property
     def level(self) -> float:
@@ -88,7 +97,7 @@ def alpha_spent(alpha: float, look: int, looks: int = 1) -> float:
     without limit. If a plan of one look is extended, look k = 2, 3, … also spends alpha / 2**k, and
     the sum exceeds alpha but stays below 1.5 alpha.
     """
-    return alpha if look == looks == 1 else alpha / 2**look
+    return alpha if look == looks == 1 else math.ldexp(alpha, -look)
 
 
 def scale_of(metric: str) -> dict[str, bool]:
@@ -181,7 +190,7 @@ class Arm(Strict):
     Each further setting is a confound unless the plan varies or tunes it.
     """
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.+-]*$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.+-]*$", max_length=100)]
     treatment: str | dict[str, Any]
     set: dict[str, Any] = Field(default_factory=dict)  # by dotted key, such as optim.lr
 
@@ -189,9 +198,9 @@ class Arm(Strict):
 class Tune(Strict):
     """A setting that is tuned for each arm, with the same grid and seeds for all."""
 
-    key: str = "optim.lr"
-    values: Annotated[tuple[float, ...], Field(min_length=2)]  # the grid
-    seeds: Positive = 2  # number of tuning seeds
+    key: Annotated[str, Field(pattern=r"^\w+(\.\w+)*$", max_length=100)] = "optim.lr"
+    values: Annotated[tuple[float, ...], Field(min_length=2, max_length=MOST_RUNS)]  # the grid
+    seeds: Annotated[int, Field(gt=0, le=MOST_RUNS)] = 2  # number of tuning seeds
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
@@ -224,14 +233,16 @@ class Plan(Strict):
 
     name: str
     recipe: dict[str, Any]  # settings that all arms share
-    arms: tuple[Arm, ...]
-    seeds: tuple[int, ...]
+    arms: Annotated[tuple[Arm, ...], Field(max_length=MOST_ARMS)]
+    seeds: Annotated[tuple[int, ...], Field(max_length=MOST_RUNS)]
     rules: Rules
     tune: tuple[Tune, ...] = ()  # in order; each uses the best values of the earlier settings
     allow_confounds: tuple[str, ...] = ()  # settings that may differ; the verdict says so
     vary: tuple[str, ...] = ()  # settings that are compared like treatments, such as stages
-    contrasts: tuple[Contrast, ...] = ()
-    rounds: Annotated[int, Field(ge=0)] = 0  # extra whole runs per arm, only to time them
+    contrasts: tuple[Contrast, ...] = Field(default=(), max_length=1000)
+    rounds: Annotated[int, Field(ge=0, le=MOST_RUNS)] = (
+        0  # extra whole runs per arm, only to time them
+    )
     clock: TimingPlan | None = TimingPlan()  # None: steps are not timed
     quick: bool = False  # whether runs are shortened
 
@@ -273,8 +284,9 @@ class Plan(Strict):
 
     def check(self) -> None:
         """Raise an error if the arms, seeds or settings do not make a fair comparison."""
+        self.check_seeds()
+        self._check_runs()
         self._check_arms()
-        self._check_seeds()
         recipe = self.recipe_of(self.baseline, 0)
         check_settings_exist("--allow-confound", self.allow_confounds, recipe)
         check_settings_exist("vary", self.vary, recipe)
@@ -292,6 +304,7 @@ class Plan(Strict):
         if len(names) < 2:
             listed = ", ".join(names) or "none"
             raise BadInput(f"arms: {listed}: a comparison needs two, such as baseline,oelm")
+        recipes: list[Recipe] = []
         for i, arm in enumerate(self.arms):
             misplaced = next((key for key in arm.set if _section(key) in _NOT_IN_SET), None)
             if misplaced is not None:
@@ -302,23 +315,34 @@ class Plan(Strict):
                     "recipe has a value for every setting; set model.residual, model.head or "
                     "model.gradient_scale instead"
                 )
-            for other in self.arms[:i]:
-                if arm.name == other.name:
-                    raise BadInput(f"arms: {arm.name} is given twice")
-                recipe, other_recipe = self.recipe_of(arm, 0), self.recipe_of(other, 0)
+            if arm.name in names[:i]:
+                raise BadInput(f"arms: {arm.name} is given twice")
+            recipe = self.recipe_of(arm, 0)
+            recipes.append(recipe)
+            for other, other_recipe in zip(self.arms[:i], recipes, strict=False):
                 same_surgery = recipe.surgery == other_recipe.surgery
                 if same_surgery and not confounds(recipe, other_recipe):
                     raise BadInput(f"arms: {other.name} and {arm.name} train in the same way")
 
-    def _check_seeds(self) -> None:
+    def check_seeds(self) -> None:
+        """Refuse seeds that are negative, repeated or reserved for tuning."""
         if not self.seeds:
             raise BadInput("seeds 0: a comparison needs at least one seed")
         if min(self.seeds) < 0:
-            raise BadInput(f"seeds {list(self.seeds)}: a seed is 0 or more")
+            raise BadInput(f"seeds {shown(list(self.seeds))}: a seed is 0 or more")
         if max(self.seeds) >= TUNING_SEED:
             raise BadInput(f"seeds from {TUNING_SEED} on are reserved for tuning")
         if len(set(self.seeds)) < len(self.seeds):
-            raise BadInput(f"seeds {list(self.seeds)}: a seed is given twice")
+            raise BadInput(f"seeds {shown(list(self.seeds))}: a seed is given twice")
+
+    def _check_runs(self) -> None:
+        tuning = sum(len(tune.values) * tune.seeds for tune in self.tune)
+        runs = len(self.arms) * (len(self.seeds) + self.rounds + tuning)
+        if runs > MOST_RUNS:
+            raise BadInput(
+                f"{len(self.arms)} arms with {len(self.seeds)} seeds, {self.rounds} rounds and "
+                f"{tuning} tuning runs are {runs} runs; {MOST_RUNS} is the most"
+            )
 
     def _check_contrasts(self) -> None:
         arms = {arm.name: arm for arm in self.arms}
@@ -364,23 +388,36 @@ def check_settings_exist(option: str, keys: Iterable[str], recipe: Recipe) -> No
     names = {*recipe.to_dict(), *paths, *(path.rpartition(".")[2] for path in paths)}
     for key in keys:
         if key not in names:
-            raise BadInput(f"{option} {key}: no setting has this name{nearest(key, names)}")
+            raise BadInput(
+                f"{option} {short(key, 80)}: no setting has this name{nearest(key, names)}"
+            )
 
 
 def set_nested(values: dict[str, Any], key: str, value: Any) -> None:
     """Set the dotted key `a.b` in nested values, or `a.0.b` in an existing item of a list."""
     *path, last = key.split(".")
+    shown_key = short(key, 80)
+    if len(path) >= MOST_DEPTH:
+        raise BadInput(f"{shown_key} is nested too deeply; {MOST_DEPTH} levels is the most")
     inner: Any = values
     for name in path:
-        if isinstance(inner, list):
-            if not name.isdigit() or int(name) >= len(inner):
-                raise BadInput(f"{key}: {name} is not an index of a list of {len(inner)} items")
-            inner = inner[int(name)]
-        else:
-            inner = inner.setdefault(name, {})
+        inner = (
+            inner[_index(inner, name, key)]
+            if isinstance(inner, list)
+            else (inner.setdefault(name, {}))
+        )
         if not isinstance(inner, dict | list):
-            raise BadInput(f"{key}: {name} has no settings below it")
-    inner[last] = value
+            raise BadInput(f"{shown_key}: {short(name, 80)} has no settings below it")
+    inner[_index(inner, last, key) if isinstance(inner, list) else last] = value
+
+
+def _index(items: list[Any], name: str, key: str) -> int:
+    """Return the index of a list that is a part of a dotted key."""
+    if not (name.isascii() and name.isdecimal() and len(name) < 10) or int(name) >= len(items):
+        raise BadInput(
+            f"{short(key, 80)}: {short(name, 80)} is not an index of a list of {len(items)} items"
+        )
+    return int(name)
 
 
 def _section(key: str) -> str:

@@ -187,10 +187,29 @@ def _tune(plan: Plan, folder: ComparisonFolder, runner: Runner) -> list[TunedSet
     """Tune the plan's settings; later calls read the stored result."""
     values = folder.read("tuning.json")
     if values is not None:
-        return [read(TunedSetting, value, folder.path / "tuning.json") for value in values]
+        return _stored_tuning(values, plan, folder.path / "tuning.json")
     tuning = tune_all(plan, folder.path, runner)
     if tuning:
         folder.write("tuning.json", [asdict(setting) for setting in tuning])
+    return tuning
+
+
+@dataclass(frozen=True)
+class _Tuning:
+    """The content of tuning.json, which is a list."""
+
+    settings: list[TunedSetting]
+
+
+def _stored_tuning(values: object, plan: Plan, path: Path) -> list[TunedSetting]:
+    """Return the content of tuning.json; refuse it if it does not fit the plan."""
+    tuning = read(_Tuning, {"settings": values}, path).settings
+    arms = {arm.name for arm in plan.arms}
+    if [setting.key for setting in tuning] != [tune.key for tune in plan.tune]:
+        raise BadInput(f"{path}: its settings are not those of the plan")
+    for setting in tuning:
+        if not arms == setting.best.keys() == setting.curves.keys() == setting.on_edge.keys():
+            raise BadInput(f"{path}: the arms of {setting.key} are not those of the plan")
     return tuning
 
 
@@ -217,7 +236,18 @@ def _time_steps(plan: Plan, folder: ComparisonFolder, runner: Runner) -> StepTim
                 "train.batch, or set clock: null"
             ) from None
         values = folder.read("steps.json")
-    return read(StepTiming, values, folder.path / "steps.json")
+    timing = read(StepTiming, values, folder.path / "steps.json")
+    if not all(arm.name in timing.arms and timing.arms[arm.name].ms > 0 for arm in plan.arms):
+        raise BadInput(f"{folder.path / 'steps.json'}: arms lacks the time of an arm")
+    return timing
+
+
+@dataclass(frozen=True)
+class _Quick:
+    """The content of quick.json."""
+
+    steps: int  # of each run
+    of: int  # steps of a run that is not shortened
 
 
 def _shortened(
@@ -228,21 +258,25 @@ def _shortened(
     No run gets longer than planned. The number of steps is stored, so that later calls reuse it.
     """
     recipe = plan.recipe_of(plan.baseline, plan.seeds[0])
-    quick = folder.read("quick.json")
-    if quick is None:
+    values = folder.read("quick.json")
+    if values is not None:
+        quick = read(_Quick, values, folder.path / "quick.json")
+        if not 1 <= quick.steps <= quick.of:
+            raise BadInput(f"{folder.path / 'quick.json'}: steps should be from 1 to {quick.of}")
+    else:
         # Without timing, assume one second per step.
         slowest_ms = max(arm.ms for arm in timing.arms.values()) if timing else 1e3
         tuning_runs = sum(len(tune.values) * tune.seeds for tune in plan.tune)
         runs = len(plan.arms) * (len(plan.seeds) + tuning_runs)
         affordable = int(_QUICK_SECONDS * 1e3 / slowest_ms / runs)
         full = total_steps(recipe.train, len(prepare(recipe, data_dir).splits["train"]))
-        quick = {"steps": min(full, max(_QUICK_LEAST, affordable)), "of": full}
-        folder.write("quick.json", quick)
+        quick = _Quick(min(full, max(_QUICK_LEAST, affordable)), full)
+        folder.write("quick.json", asdict(quick))
     values = copy.deepcopy(plan.recipe)
-    values["train"] |= {"steps": quick["steps"], "epochs": None}
-    if quick["steps"] < quick["of"]:
-        values["evaluate"]["every"] = quick["steps"]
+    values["train"] |= {"steps": quick.steps, "epochs": None}
+    if quick.steps < quick.of:
+        values["evaluate"]["every"] = quick.steps
         if recipe.watch is not None:
-            every_n_steps = min(recipe.watch.every_n_steps, watch_interval(quick["steps"]))
+            every_n_steps = min(recipe.watch.every_n_steps, watch_interval(quick.steps))
             values["watch"]["every_n_steps"] = every_n_steps
     return plan.model_copy(update={"recipe": values})

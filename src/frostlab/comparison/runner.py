@@ -11,21 +11,24 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from frostlab.comparison.plan import SCHEMA, Arm, Plan
+from frostlab.comparison.evidence import read_plan
+from frostlab.comparison.plan import MOST_LOOKS, SCHEMA, Arm, Plan
 from frostlab.errors import BadInput, FrostlabError, first_line
 from frostlab.recipe.recipe import Recipe
 from frostlab.records.folder import RunRecord, differences, finished_status
-from frostlab.storage import Lock, finite, write_whole
+from frostlab.records.reader import read
+from frostlab.storage import Lock, finite, read_json, write_whole
 from frostlab.text import number
 from frostlab.training.run import RunFailed, run
 from frostlab.training.state import Silent
 
 Say = Callable[[str], None]
 Tuned = dict[str, dict[str, float]]  # by arm and tuned setting: its best value
+_MOST_JOBS = 256
 _PLAN, _LOCK = "plan.json", "compare.lock"
 
 
@@ -48,6 +51,8 @@ class Runner:
     """A runner of tasks, up to `jobs` at a time, that reports progress and the time left."""
 
     def __init__(self, data_dir: Path | None, say: Say, jobs: int = 1) -> None:
+        if type(jobs) is not int or not 1 <= jobs <= _MOST_JOBS:
+            raise BadInput(f"jobs {jobs!r:.40} should be a whole number from 1 to {_MOST_JOBS}")
         self.data_dir, self.say, self.jobs = data_dir, say, jobs
 
     def run_all(
@@ -58,6 +63,9 @@ class Runner:
         A failed run also has a record, and does not stop the other runs. With `alone`, tasks run
         one at a time, so that no task slows another down.
         """
+        for path in {path for task in tasks for path in (task.path, task.path.parent)}:
+            if path.is_symlink():
+                raise BadInput(f"{path} is a link; runs are written only inside their folder")
         left = [task for task in tasks if not _is_done(task)]
         if len(left) < len(tasks):
             self.say(f"{len(tasks) - len(left)} of {len(tasks)} runs are done already")
@@ -158,6 +166,23 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
+@dataclass(frozen=True)
+class Look:
+    """One analysis of the results."""
+
+    seeds: int  # number of seeds
+    at: float  # seconds since 1970
+
+
+@dataclass(frozen=True)
+class StoredPlan:
+    """The content of plan.json."""
+
+    schema: int
+    plan: dict[str, Any]
+    looks: list[Look]
+
+
 class ComparisonFolder:
     """The folder with a comparison's plan, runs and evidence."""
 
@@ -173,7 +198,10 @@ class ComparisonFolder:
         """
         if self.path.exists() and not self.path.is_dir():
             raise BadInput(f"{self.path} is a file, not a folder")
-        names = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
+        try:
+            names = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
+        except OSError as error:
+            raise BadInput(f"{self.path} cannot be read ({error.strerror})") from None
         # An interrupted first call leaves only the lock and a temporary file of the plan.
         leftovers = {name for name in names if name == _LOCK or name.startswith(f".{_PLAN}")}
         if names - leftovers and _PLAN not in names:
@@ -198,58 +226,58 @@ class ComparisonFolder:
 
         Any other difference from the stored plan is refused.
         """
-        values = self.read(_PLAN)
-        looks: list[dict[str, Any]] = []
-        if values is not None or (self.path / _PLAN).exists():
-            before = self._stored_plan(values)
+        stored, looks = self._stored(), list[Look]()
+        if stored is not None:
+            before = read_plan(stored.plan, self.path / _PLAN)
+            before.check_seeds()
             if before.digest != plan.digest:
                 changed = differences(before.model_dump(mode="json"), plan.model_dump(mode="json"))
                 keys = ", ".join(key for key in changed if key != "seeds")
                 raise BadInput(f"{self.path} was made by another plan ({keys} differ)")
             seeds = (*before.seeds, *(seed for seed in plan.seeds if seed not in before.seeds))
-            looks = values["looks"]
+            looks = stored.looks
             plan = plan.model_copy(update={"seeds": seeds})
         self._write_plan(plan, looks)
         return plan
 
-    def _stored_plan(self, values: Any) -> Plan:
-        try:
-            if values["schema"] == SCHEMA and isinstance(values["looks"], list):
-                return Plan.model_validate_json(json.dumps(values["plan"]))
-        except (KeyError, TypeError, ValueError):
-            pass
-        raise BadInput(f"{self.path / _PLAN} is damaged, or was written by another version")
+    def _stored(self) -> "StoredPlan | None":
+        """Return the content of plan.json; None if it does not exist."""
+        path = self.path / _PLAN
+        values = self.read(_PLAN)
+        if values is None and not path.exists():
+            return None
+        version = values.get("schema") if isinstance(values, dict) else None
+        if version != SCHEMA:
+            raise BadInput(f"{path} is damaged, or was written by another version")
+        return read(StoredPlan, values, path)
 
-    def _write_plan(self, plan: Plan, looks: list[dict[str, Any]]) -> None:
-        self.write(
-            _PLAN,
-            {"schema": SCHEMA, "plan": plan.model_dump(mode="json"), "looks": looks},
-        )
+    def _write_plan(self, plan: Plan, looks: list["Look"]) -> None:
+        stored = StoredPlan(SCHEMA, plan.model_dump(mode="json"), looks)
+        self.write(_PLAN, asdict(stored))
 
     def look(self, plan: Plan) -> int:
         """Return the number of this look, counted from 1, and store a new look.
 
         A look is one analysis of the results; with the same number of seeds, it is the same look.
         """
-        values = self.read(_PLAN)
-        assert values is not None, "the plan is written first"
-        looks = values["looks"]
-        judged = [look["seeds"] for look in looks]
+        stored = self._stored()
+        assert stored is not None, "the plan is written first"
+        looks = stored.looks
+        judged = [look.seeds for look in looks]
         if len(plan.seeds) not in judged:
-            looks.append({"seeds": len(plan.seeds), "at": round(time.time(), 3)})
+            if len(looks) == MOST_LOOKS:
+                raise BadInput(f"{self.path / _PLAN} has {MOST_LOOKS} looks; no more are possible")
+            looks.append(Look(len(plan.seeds), round(time.time(), 3)))
             self._write_plan(plan, looks)
             judged.append(len(plan.seeds))
         return judged.index(len(plan.seeds)) + 1
 
     def read(self, name: str) -> Any:
         """Read a JSON file of the folder; return None if it does not exist."""
-        path = self.path / name
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            return read_json(self.path / name)
         except FileNotFoundError:
             return None
-        except ValueError as error:
-            raise BadInput(f"{path} is damaged ({error})") from None
 
     def write(self, name: str, value: Any) -> None:
         """Write a JSON file atomically, with null for numbers that are not finite."""

@@ -7,6 +7,7 @@ checkpoint. A blueprint is a model on the meta device, without values for its we
 import os
 import socket
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -34,7 +35,10 @@ from frostlab.models.trust import (
 from frostlab.recipe.data import Docstrings, Named, PretrainedTokenizer, SimulatedEEG, Synthetic
 from frostlab.recipe.model import ConformerModel, DecoderModel, GPTModel, PretrainedModel
 from frostlab.recipe.recipe import Recipe
+from frostlab.text import typed
 
+# The largest numbers in `model.config`, by a word in the key; 2**24 for other keys.
+_MOST = {"layer": 300, "position": 2**20}
 OWN: dict[str, tuple[Any, Any]] = {  # name → model class, config class
     "gpt": (GPT, GPTConfig),
     "decoder": (Decoder, DecoderConfig),
@@ -53,25 +57,53 @@ def build_for(recipe: Recipe, prepared: Material) -> nn.Module:
 
 def build_conformer(settings: ConformerModel, channels: int, subjects: int, seed: int) -> Conformer:
     """Build a Conformer on the CPU for the given numbers of EEG channels and subjects."""
-    torch.manual_seed(seed)
-    return Conformer(
-        ConformerConfig(channels=channels, subjects=subjects, **_config_values(settings))
-    )
+    config = ConformerConfig(channels=channels, subjects=subjects, **_config_values(settings))
+    return _build_own(Conformer, config, seed)
 
 
 def build_model(recipe: Recipe, vocabulary: int, classes: int, pad: int) -> nn.Module:
     """Build a recipe's token model on the CPU; the same seed gives the same weights."""
-    torch.manual_seed(recipe.seed)
     settings = recipe.model
     if isinstance(settings, GPTModel):
         values = _config_values(settings)
         values["positions"] = settings.positions or recipe.data.length
         values["causal"] = not classes if settings.causal is None else settings.causal
-        return GPT(GPTConfig(vocabulary=vocabulary, classes=classes, **values))
+        config = GPTConfig(vocabulary=vocabulary, classes=classes, **values)
+        return _build_own(GPT, config, recipe.seed)
     if isinstance(settings, DecoderModel):
-        return Decoder(DecoderConfig(vocabulary=vocabulary, **_config_values(settings)))
+        decoder = DecoderConfig(vocabulary=vocabulary, **_config_values(settings))
+        return _build_own(Decoder, decoder, recipe.seed)
     assert isinstance(settings, PretrainedModel)
+    torch.manual_seed(recipe.seed)
     return _pretrained(settings, vocabulary, classes, pad, recipe.data.length)
+
+
+def _build_own(kind: Any, config: Any, seed: int) -> Any:
+    """Build one of frostlab's own models; refuse one that does not fit into memory."""
+    if torch.get_default_device().type != "meta":
+        with torch.device("meta"):  # two small models tell how much memory a layer takes
+            one, two = (_bytes_of(kind(replace(config, layers=count))) for count in (1, 2))
+        _check_memory(
+            one + (two - one) * (config.layers - 1),
+            f"model.width {config.width} and model.layers {config.layers} give",
+        )
+    torch.manual_seed(seed)
+    return kind(config)
+
+
+def _bytes_of(model: nn.Module) -> int:
+    """Return the size of a model's parameters and buffers."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def _check_memory(size: int, what: str) -> None:
+    """Refuse a model whose weights alone are larger than the machine's memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if size > memory:
+        raise BadInput(
+            f"{what} a model of {size / 1e9:,.0f} GB, but this machine has {memory / 1e9:,.0f} GB "
+            "of memory"
+        )
 
 
 def _config_values(settings: GPTModel | DecoderModel | ConformerModel) -> dict[str, Any]:
@@ -121,6 +153,10 @@ def _pretrained(
         check_weights(folder, check_config(folder / "config.json", settings.name))
     try:
         with never_ask():
+            if torch.get_default_device().type != "meta":
+                with torch.device("meta"), torch.random.fork_rng(devices=[]):
+                    model = auto.from_config(config, dtype=torch.float32, trust_remote_code=trust)
+                _check_memory(_bytes_of(model), f"model.name {settings.name} and model.config give")
             if not settings.weights:
                 return auto.from_config(config, dtype=torch.float32, trust_remote_code=trust)
             return auto.from_pretrained(
@@ -131,6 +167,8 @@ def _pretrained(
                 trust_remote_code=trust,
                 use_safetensors=True,
             )
+    except BadInput:
+        raise
     except Exception as error:  # transformers raises errors of many kinds
         problem = first_line(error)
         if "use_safetensors" in problem:  # it advises to unpickle the weights
@@ -156,10 +194,15 @@ def _apply_settings(config: Any, settings: PretrainedModel) -> None:
                 f"model.config.{key} is not in the config of {settings.name}"
                 f"{nearest(key, defaults)}"
             )
+        most = next((most for word, most in _MOST.items() if word in key), 2**24)
+        if isinstance(value, int | float) and abs(value) > most:
+            raise BadInput(f"model.config.{key} = {value} should be at most {most}")
+        if isinstance(value, int | float) and typed(defaults[key], int) and value < 0:
+            raise BadInput(f"model.config.{key} = {value} should not be negative")
         try:
             setattr(config, key, value)
         except Exception as error:  # configs validate values in different ways
-            raise BadInput(f"model.config.{key} = {value!r}: {first_line(error)}") from None
+            raise BadInput(f"model.config.{key} = {value!r:.80}: {first_line(error)}") from None
 
 
 def blueprint(name: str) -> tuple[nn.Module, str]:

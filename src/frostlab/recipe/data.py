@@ -10,13 +10,15 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from frostlab.recipe.treatment import Positive, Strict, one_of
+from frostlab.recipe.treatment import MOST_LISTED, Length, Positive, Strict, one_of
 
 TextTask = Literal["classification", "language"]
 Task = TextTask | Literal["envelope"]
 Share = Annotated[float, Field(gt=0, lt=1)]
-Rate = Annotated[float, Field(gt=0)]
-Subjects = Annotated[tuple[str, ...], Field(min_length=1)]
+Rate = Annotated[float, Field(gt=0, le=1e6)]
+Subjects = Annotated[tuple[str, ...], Field(min_length=1, max_length=MOST_LISTED)]
+_MOST_TOKENS = 10**9  # of generated data
+_MOST_HOURS = 1000  # of simulated EEG
 
 
 class DataSettings(Strict):
@@ -35,13 +37,21 @@ class Synthetic(DataSettings):
     form = "tokens"
     name: Literal["majority", "recall", "induction"]
     examples: Positive = 4096
-    length: Annotated[int, Field(ge=8)] = 32
-    symbols: Annotated[int, Field(ge=2)] = 16  # number of different symbols
+    length: Annotated[Length, Field(ge=8)] = 32
+    symbols: Annotated[int, Field(ge=2, le=10**6)] = 16  # number of different symbols
 
     @property
     def task(self) -> TextTask:
         """The task: classifying a sequence, or for induction predicting the next symbol."""
         return "language" if self.name == "induction" else "classification"
+
+    def problems(self) -> Iterator[str]:
+        """Yield a line for each contradiction between these settings."""
+        if self.examples * self.length > _MOST_TOKENS:
+            yield (
+                f"data.examples {self.examples} of data.length {self.length} are "
+                f"{self.examples * self.length:,} tokens; {_MOST_TOKENS:,} is the most"
+            )
 
 
 class Corpus(DataSettings):
@@ -49,7 +59,7 @@ class Corpus(DataSettings):
 
     form = "text"
     task: TextTask = "classification"
-    length: Annotated[int, Field(ge=2)] = 128  # maximum number of tokens per example
+    length: Annotated[Length, Field(ge=2)] = 128  # maximum number of tokens per example
     stride: Positive | None = None  # tokens between the starts of two examples; null: length
     # honest: `tune` selects the checkpoint; published: `report` selects it and is reported
     splits: Literal["honest", "published"] = "honest"
@@ -166,7 +176,7 @@ class EEGData(DataSettings):
     form = "signals"
     name: str
     rate: Rate = 64.0  # Hz, sampling rate of EEG and envelope
-    length: Annotated[int, Field(ge=8)] = 640  # samples per window
+    length: Annotated[Length, Field(ge=8)] = 640  # samples per window
     hop: Positive | None = None  # samples from one training window to the next; null: random starts
 
     @property
@@ -180,17 +190,23 @@ class SimulatedEEG(EEGData):
 
     name: Literal["eeg-simulated"]
     subjects: Positive = 8
-    unseen: Annotated[int, Field(ge=0)] = 4  # further subjects, in no training split
+    unseen: Annotated[int, Field(ge=0, le=10**12)] = 4  # further subjects, in no training split
     recordings: Positive = 6  # recordings per subject, including `tune` and `report`
     tune: Positive = 1  # recordings per subject
     report: Positive = 1  # recordings per subject
-    seconds: Annotated[float, Field(gt=0)] = 60.0  # length of a recording
+    seconds: Annotated[float, Field(gt=0, le=1e9)] = 60.0  # length of a recording
     snr: Annotated[float, Field(ge=-60, le=40)] = -10.0  # dB, over channels and time
     responses: Literal["linear", "nonlinear"] = "linear"
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # of the simulation, not of the run
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
+        hours = (self.subjects + self.unseen) * self.recordings * self.seconds / 3600
+        if hours > _MOST_HOURS:
+            raise ValueError(
+                f"subjects {self.subjects} and unseen {self.unseen} × recordings {self.recordings} "
+                f"× seconds {self.seconds:g} are {hours:.0f} hours; {_MOST_HOURS} is the most"
+            )
         if self.recordings <= self.tune + self.report:
             raise ValueError(
                 f"recordings {self.recordings} leaves none to train on after "
@@ -303,14 +319,15 @@ class BPE(Strict):
     """Byte-level byte-pair encoding, learned from the training split only."""
 
     kind: Literal["bpe"]
-    size: Annotated[int, Field(ge=300)] = 8000
+    size: Annotated[int, Field(ge=300, le=10**6)] = 8000
 
 
 class Words(Strict):
     """Vocabulary of whole words, separated by white space and counted in the training split."""
 
     kind: Literal["words"]
-    size: Annotated[int, Field(ge=4)] | None = None  # null: every word of the training split
+    # null: every word of the training split
+    size: Annotated[int, Field(ge=4, le=10**7)] | None = None
     lowercase: bool = True
     # Splits whose words are counted too; results then carry a warning about this leak.
     also: tuple[Literal["tune", "report"], ...] = ()

@@ -6,28 +6,34 @@ that they suggest from the annotations of `Recipe`, so a new one needs no change
 
 import copy
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from frostlab.errors import BadInput, first_line, nearest
+from frostlab.errors import BadInput, nearest
+from frostlab.recipe.bounded_yaml import check_plain, parse_mapping, parse_yaml, read_yaml, shown
 from frostlab.recipe.data import RECORDED, Corpus, data_kind
 from frostlab.recipe.model import PRESETS
 from frostlab.recipe.recipe import Recipe
+from frostlab.text import short
 
+Files = dict[str, str]  # labels of files, by identity
 Settings = Mapping[str, Any]  # dotted keys, such as optim.lr, or whole sections
 _ENDINGS = (".yaml", ".yml")
 # For the short runs of `frostlab diagnose`: measurements of gradient flow per stage, and maximum
 # number of examples in an evaluation.
 _MEASUREMENTS, _EXAMPLES = 20, 500
+_MOST_PARENTS = 20  # recipes that extend each other in a chain
+_MOST_TEXT = 100  # characters of a setting or a key in an error message
+_MOST_NAME = 100  # characters of a run's name
 _RUN_NAME = re.compile(r"[\w.-]+")  # characters that a run's name may have
 # Keys in an error message, such as optim.lr.
 _KEY_IN_TEXT = re.compile(r"\b[a-z]+\.[a-z_]+\b|\btokenizer\b")
@@ -53,7 +59,7 @@ def load_recipe(name: str, settings: Settings | None = None, seed: int | None = 
         settings: values by dotted key, such as `{"optim.lr": 1e-4}`, or by section.
     """
     layers = Layers()
-    _add_file(name, layers, origin=None, children=())
+    _add_file(name, layers, origin=None, children={})
     layers.add_settings(settings or {})
     if seed is not None:
         layers.add({"seed": seed}, f"--seed {seed}")
@@ -64,8 +70,11 @@ def recipe_from(
     values: dict[str, Any], source: str = "recipe", settings: Settings | None = None
 ) -> Recipe:
     """Build a recipe from plain values, as in a YAML file, with settings on top, and check it."""
+    if not isinstance(values, dict):
+        raise BadInput(f"{source}: a recipe is a mapping of `key: value`, not {shown(values)}")
+    check_plain(values, source)
     layers = Layers()
-    _add_values(values, source, layers, origin=None, children=())
+    _add_values(values, source, layers, origin=None, children={})
     layers.add_settings(settings or {})
     return _validated(layers)
 
@@ -82,15 +91,14 @@ def shipped_comparisons() -> dict[str, dict[str, Any]]:
 
 def read_values(path: str) -> dict[str, Any]:
     """Return the keys of a YAML file, unchecked."""
-    text, label, _ = _find(path, None)
-    return _parse_yaml(text, label)
+    return _find(path, None).values
 
 
 def recipe_name(name: str) -> str:
     """Return the name that runs of a recipe get: the recipe's file name without the ending."""
     path = Path(name)
     stem = path.name.removesuffix(path.suffix) if path.suffix in _ENDINGS else path.name
-    return "".join(_RUN_NAME.findall(stem)) or "recipe"
+    return "".join(_RUN_NAME.findall(stem)).lstrip(".")[:_MOST_NAME] or "recipe"
 
 
 # Settings
@@ -107,13 +115,13 @@ def parse_setting(text: str) -> tuple[str, Any]:
     """Split the text of a --set option, `key=value`, and parse its value as YAML."""
     path, equals, value = text.partition("=")
     key = SettingKey(path.strip())
-    key.text = f"--set {text}"
+    key.text = short(f"--set {text}", _MOST_TEXT)
     if not equals or not all(key.split(".")):
         raise BadInput(f"{key.text}: should be key=value, e.g. optim.lr=1e-4")
     try:
-        return key, yaml.load(value, _Loader)
-    except (yaml.YAMLError, ValueError, TypeError):
-        raise BadInput(f"{key.text}: {value!r} is not a YAML value") from None
+        return key, parse_yaml(value, key.text)
+    except BadInput as error:
+        raise BadInput(f"{error}; {shown(value)} is not a YAML value") from None
 
 
 def parse_settings(texts: Iterable[str]) -> dict[str, Any]:
@@ -164,32 +172,10 @@ def watch_interval(steps: int) -> int:
 # Files
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML loader that, unlike PyYAML's, reads 1e-4 as a number and refuses repeated keys."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            name = self.construct_object(key, deep=True)
-            if name in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key `{name}` is given twice", key.start_mark
-                )
-            seen.add(name)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$"),
-    list("+-0123456789"),
-)
-
-
 def _shipped(package: str) -> dict[str, dict[str, Any]]:
     """Return the keys of every YAML file of a package by the file's name."""
     files = _files(package).items()
-    return {name: _parse_yaml(file.read_text("utf-8"), file.name) for name, file in files}
+    return {name: parse_mapping(file.read_text("utf-8"), file.name) for name, file in files}
 
 
 def _files(package: str) -> dict[str, Traversable]:
@@ -199,49 +185,39 @@ def _files(package: str) -> dict[str, Traversable]:
     return {name.removesuffix(".yaml"): files[name] for name in names}
 
 
-def _find(name: str, origin: Path | None) -> tuple[str, str, Path | None]:
-    """Return a recipe's text, its label in errors, and the folder of the file if it is not shipped.
+class _File(NamedTuple):
+    """A recipe's file."""
 
-    A parent's path is relative to `origin`, the folder of the file that extends it.
+    values: dict[str, Any]
+    label: str  # its name in errors
+    identity: str  # the same for all spellings of its path
+    folder: Path | None  # None if the recipe is shipped
+
+
+def _find(name: str, origin: Path | None) -> _File:
+    """Read a recipe's file; a path is relative to `origin`, the folder of the file that extends it.
+
+    `origin` is None for the working folder.
     """
     if name.endswith(_ENDINGS):
         path = Path(name) if origin is None else origin / name
         try:
-            return path.read_text("utf-8"), str(path), path.parent
-        except UnicodeDecodeError:
-            raise BadInput(f"{path}: not a text file") from None
-        except OSError as error:
+            return _File(read_yaml(path), str(path), os.path.realpath(path), path.parent)
+        except FileNotFoundError as error:
             raise BadInput(f"{path}: cannot be read ({error.strerror})") from None
     shipped = _files("frostlab.recipes")
     if name not in shipped:
         raise BadInput(
-            f"no recipe is called `{name}`{_suggestion(name, shipped)}"
+            f"no recipe is called {shown(name)}{_suggestion(name, shipped)}"
             " (`frostlab recipes` lists them; a file of your own ends in .yaml)"
         )
-    return shipped[name].read_text("utf-8"), name, None
+    return _File(parse_mapping(shipped[name].read_text("utf-8"), name), name, name, None)
 
 
 def _suggestion(name: str, shipped: Iterable[str]) -> str:
     if name in _files("frostlab.comparisons"):
         return f"; it is a comparison: `frostlab compare {name}`"
     return nearest(name, shipped)
-
-
-def _parse_yaml(text: str, label: str) -> dict[str, Any]:
-    try:
-        values = yaml.load(text, _Loader)  # a SafeLoader
-    except yaml.MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise BadInput(f"{label}{line}: {error.problem}") from None
-    except (yaml.YAMLError, ValueError, TypeError) as error:
-        raise BadInput(f"{label}: not YAML ({first_line(error)})") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise BadInput(
-            f"{label}: a recipe is a mapping of `key: value`, not {type(values).__name__}"
-        )
-    return values
 
 
 # Layers
@@ -258,10 +234,13 @@ class Layers:
     def add_settings(self, settings: Settings) -> None:
         """Put settings on top; they stay if a later setting changes the kind of their section."""
         for key, value in settings.items():
-            path = key.split(".")
-            for name in reversed(path):
+            source = key.text if isinstance(key, SettingKey) else "settings"
+            if not isinstance(key, str):
+                raise BadInput(f"{source}: the key {shown(key)} is not a text")
+            for name in reversed(key.split(".")):
                 value = {name: value}
-            self.add(value, key.text if isinstance(key, SettingKey) else "settings")
+            check_plain(value, source)
+            self.add(value, source)
             self.settings.update(_paths(value))
 
     def add(self, values: dict[str, Any], source: str) -> None:
@@ -343,27 +322,27 @@ def _paths(values: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple
             yield from _paths(value, (*path, str(key)))
 
 
-def _add_file(name: str, layers: Layers, origin: Path | None, children: tuple[str, ...]) -> None:
+def _add_file(name: str, layers: Layers, origin: Path | None, children: Files) -> None:
     """Add a recipe file to `layers`, after its parents; `children` are the files that extend it."""
-    text, label, folder = _find(name, origin)
-    if label in children:
-        raise BadInput(f"{label}: extends itself ({' → '.join([*children, label])})")
-    _add_values(_parse_yaml(text, label), label, layers, folder, (*children, label))
+    file = _find(name, origin)
+    chain = children | {file.identity: file.label}
+    if file.identity in children:
+        shown_chain = " → ".join([*children.values(), file.label])
+        raise BadInput(f"{file.label}: extends itself ({shown_chain})")
+    if len(chain) > _MOST_PARENTS:
+        raise BadInput(f"{file.label}: more than {_MOST_PARENTS} recipes extend each other")
+    _add_values(file.values, file.label, layers, file.folder, chain)
 
 
 def _add_values(
-    values: dict[str, Any],
-    label: str,
-    layers: Layers,
-    origin: Path | None,
-    children: tuple[str, ...],
+    values: dict[str, Any], label: str, layers: Layers, origin: Path | None, children: Files
 ) -> None:
     """Add a recipe's values to `layers`, after its parents."""
     values = dict(values)
     parent = values.pop("extends", None)
     if parent is not None:
         if not isinstance(parent, str):
-            raise BadInput(f"{label}: extends = {parent!r} should be the name of a recipe")
+            raise BadInput(f"{label}: extends = {shown(parent)} should be the name of a recipe")
         _add_file(parent, layers, origin, children)
         layers.values.pop("about", None)
     layers.add(values, label)
@@ -414,7 +393,7 @@ def _path_of(details: ErrorDetails, values: Any) -> list[Any]:
 
 def _describe(path: list[Any], errors: list[ErrorDetails], values: dict[str, Any]) -> str:
     """Describe the errors of one value in one line that names its key."""
-    key, kind = ".".join(map(str, path)), errors[0]["type"]
+    key, kind = short(".".join(map(str, path)), _MOST_TEXT), errors[0]["type"]
     value = _at(values, path)
     if kind == "value_error":
         reason = str(errors[0].get("ctx", {}).get("error", errors[0]["msg"]))
@@ -424,7 +403,8 @@ def _describe(path: list[Any], errors: list[ErrorDetails], values: dict[str, Any
     if kind == "missing":
         return f"{key} is missing"
     if kind == "too_long":
-        return f"{key} = {value!r} is {len(value)} values, not {errors[0]['ctx']['max_length']}"
+        most = errors[0]["ctx"]["max_length"]
+        return f"{key} = {shown(value)} is {len(value)} values; {most} is the most"
     if kind == "union_tag_not_found":
         tag = errors[0]["ctx"]["discriminator"].strip("'")
         return f"{key}.{tag} is missing"
@@ -434,7 +414,7 @@ def _describe(path: list[Any], errors: list[ErrorDetails], values: dict[str, Any
         key = f"{key}.{errors[0]['ctx']['discriminator']}".replace("'", "")
         value = errors[0]["ctx"]["tag"]
     hint = nearest(value, choices) if isinstance(value, str) else ""
-    return f"{key} = {value!r} should be {' or '.join(expected)}{hint}"
+    return f"{key} = {shown(value)} should be {' or '.join(expected)}{hint}"
 
 
 def _expectation(details: ErrorDetails) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from frostlab.recipe.data import Data, Task
-from frostlab.recipe.treatment import Positive, Strict
+from frostlab.recipe.treatment import MOST_LISTED, Layers, Length, Strict, Width
 
 # Presets of the Conformer; validation replaces a preset with its values.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -36,14 +36,14 @@ class GPTModel(ModelSettings):
 
     tasks = ("classification", "language")
     kind: Literal["gpt"]
-    width: Positive = 512
-    layers: Positive = 6
-    heads: Positive = 8
-    hidden: Positive | None = None  # null: four times the width
+    width: Width = 512
+    layers: Layers = 6
+    heads: Width = 8
+    hidden: Width | None = None  # null: four times the width
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
     bias: bool = True
     causal: bool | None = None  # null: causal for language, bidirectional for classification
-    positions: Positive | None = None  # null: the data's length
+    positions: Length | None = None  # null: the data's length
 
     def problems(self, data: Data) -> Iterator[str]:
         """Yield a line for each of these settings that does not fit the data."""
@@ -60,10 +60,10 @@ class DecoderModel(ModelSettings):
 
     tasks = ("language",)
     kind: Literal["decoder"]
-    width: Positive = 64
-    layers: Positive = 4
-    heads: Positive = 4
-    hidden: Positive | None = None  # null: four times the width
+    width: Width = 64
+    layers: Layers = 4
+    heads: Width = 4
+    hidden: Width | None = None  # null: four times the width
     norm: Literal["before", "after"] = "after"  # before or after each attention and feed-forward
     final_norm: bool = False  # a norm between the last layer and the head
 
@@ -96,11 +96,11 @@ class ConformerModel(ModelSettings):
     tasks = ("envelope",)
     kind: Literal["conformer"]
     preset: Literal[tuple(PRESETS)] | None = Field(default=None, exclude=True)  # type: ignore[valid-type]
-    width: Positive = 256
-    layers: Positive = 8
-    heads: Positive = 4
-    hidden: Positive | None = None  # null: four times the width
-    kernel: Positive = 31  # size of the depthwise convolution, in samples
+    width: Width = 256
+    layers: Layers = 8
+    heads: Width = 4
+    hidden: Width | None = None  # null: four times the width
+    kernel: Length = 31  # size of the depthwise convolution, in samples
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.3
     residual: Literal["none", "plain", "gated"] = "gated"  # connection around all layers
     # initial bias of the gate: 0 mixes layers and residual equally, 4 passes almost only layers
@@ -146,7 +146,9 @@ class EnvelopeLoss(Strict):
 
     kind: Literal["pearson", "pearson-l1", "mse-pearson", "multiscale"] = "mse-pearson"
     weight: Annotated[float, Field(gt=0)] | None = None  # null: 1 for losses with two terms
-    scales: Annotated[tuple[Positive, ...], Field(min_length=1)] | None = None  # null: 1, 2, 4, 8
+    scales: (  # null: 1, 2, 4, 8
+        Annotated[tuple[Length, ...], Field(min_length=1, max_length=MOST_LISTED)] | None
+    ) = None
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -15,8 +15,10 @@ from frostlab.recipe.data import Data, Docstrings, Tokenizer, Words
 from frostlab.recipe.model import EnvelopeLoss, GPTModel, Model
 from frostlab.recipe.settings import METRICS, Evaluate, Metric, Optim, Supervise, Train, Watch
 from frostlab.recipe.treatment import (
+    MOST_LISTED,
     SAME,
     TREATMENTS,
+    Layers,
     Positive,
     Selections,
     Strict,
@@ -31,8 +33,8 @@ WORDS = ("new", "old")  # keys of a stage's `lr` besides selections: added layer
 class Add(Strict):
     """Layers to add before a stage: their number, position and initial weights."""
 
-    layers: Positive = 1
-    at: Literal["top", "bottom"] | Annotated[int, Field(ge=0)] = "top"
+    layers: Layers = 1
+    at: Literal["top", "bottom"] | Annotated[int, Field(ge=0, le=1000)] = "top"
     init: Literal["identity", "random", "copy"] = "random"
 
 
@@ -142,7 +144,8 @@ class Recipe(Strict):
     supervise: Supervise = Supervise()
     evaluate: Evaluate = Evaluate()
     watch: Watch | None = None  # null: gradient flow is not measured
-    stages: tuple[StageSettings, ...] = ()  # empty: the run is one stage
+    # empty: the run is one stage
+    stages: tuple[StageSettings, ...] = Field(default=(), max_length=MOST_LISTED)
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
 
     @model_validator(mode="after")

@@ -1,12 +1,14 @@
 """The sections optim, train, supervise, watch and evaluate of a recipe."""
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from frostlab.recipe.treatment import Positive, Strict, one_of
+from frostlab.recipe.treatment import MOST_LISTED, Layers, Positive, Strict, one_of
 
+Item = TypeVar("Item")
+Listed = Annotated[tuple[Item, ...], Field(min_length=1, max_length=MOST_LISTED)]
 StepKind = Literal["auto", "eager", "compiled", "captured"]
 METRICS = {  # metrics of each task, the default first; training/evaluate.py computes them
     "classification": ["accuracy", "macro_f1", "loss"],
@@ -27,11 +29,11 @@ Metric = Annotated[str, BeforeValidator(_known_metric)]
 
 def _check_every(every: int | str) -> int | str:
     """Refuse anything but a number of steps, `epoch` or `N epochs`."""
-    if every == "epoch" or (isinstance(every, int) and every > 0):
+    if every == "epoch" or (isinstance(every, int) and 0 < every <= 10**12):
         return every
-    if isinstance(every, str) and re.fullmatch(r"[1-9]\d* epochs", every):
+    if isinstance(every, str) and re.fullmatch(r"[1-9][0-9]{0,11} epochs", every):
         return every
-    raise ValueError(f"{every!r} should be a number of steps, `epoch`, or e.g. `10 epochs`")
+    raise ValueError(f"{every!r:.40} should be a number of steps, `epoch`, or e.g. `10 epochs`")
 
 
 Every = Annotated[int | str, AfterValidator(_check_every)]
@@ -76,10 +78,11 @@ class Train(Strict):
     step: StepKind = "auto"  # auto: the fastest kind that works
     # where to cache the outputs of the frozen first layers; null: not at all
     cache_prefix: Literal["memory", "disk"] | None = None
-    cache_gb: Annotated[float, Field(gt=0)] = 16.0  # maximum size of that cache, in GB
+    cache_gb: Annotated[float, Field(gt=0, le=1e6)] = 16.0  # maximum size of that cache, in GB
     precision: Literal["auto", "float32", "bf16"] = "auto"  # auto: bf16 on CUDA
     device: str = "auto"
-    threads: Positive | None = None  # CPU threads; null: torch's default
+    # CPU threads; null: torch's default
+    threads: Annotated[int, Field(gt=0, le=4096)] | None = None
     processes: Positive | None = None  # required number of processes; null: any
     parallel: Literal["ddp", "fsdp"] = "ddp"
     checkpoint: Positive | None = None  # steps between checkpoints; null: checkpoint at evaluations
@@ -112,9 +115,9 @@ class Train(Strict):
 class Supervise(Strict):
     """Layers that get a loss through the model's head, and the weights of these losses."""
 
-    layers: Literal["last", "all"] | Annotated[tuple[Positive, ...], Field(min_length=1)] = "last"
+    layers: Literal["last", "all"] | Listed[Layers] = "last"
     # null: equal weights that sum to 1
-    weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)] | None = None
+    weights: Listed[Annotated[float, Field(gt=0)]] | None = None
     frozen: bool = False  # true: include layers without trainable weights at or below them
 
     @model_validator(mode="after")

@@ -6,9 +6,14 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-Positive = Annotated[int, Field(gt=0)]
+# The upper limits of settings are generous: they only refuse what no machine can do.
+MOST_LISTED = 1000  # items of a list in a recipe
+Positive = Annotated[int, Field(gt=0, le=10**12)]
+Length = Annotated[int, Field(gt=0, le=2**20)]  # of an example or a window
+Width = Annotated[int, Field(gt=0, le=2**20)]  # of a layer
+Layers = Annotated[int, Field(gt=0, le=1000)]
 # Names of model parts, such as query or layers[0:3]; a leading ! takes parts out again.
-Selections = Annotated[tuple[str, ...], Field(min_length=1)]
+Selections = Annotated[tuple[str, ...], Field(min_length=1, max_length=MOST_LISTED)]
 
 
 class Strict(BaseModel):
@@ -46,7 +51,7 @@ class LowRank(Strict):
 
     method: Literal["lora", "dora"]
     select: Selections = ("query", "value")
-    r: Positive = 8
+    r: Width = 8
     alpha: Annotated[float, Field(gt=0)] = 16.0
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
@@ -68,8 +73,8 @@ class Treatment(Strict):
 
     init: tuple[
         Annotated[Orthogonalize | Randomize | RegisteredChange, Field(discriminator="method")], ...
-    ] = ()
-    freeze: tuple[str, ...] = ()
+    ] = Field(default=(), max_length=MOST_LISTED)
+    freeze: tuple[str, ...] = Field(default=(), max_length=MOST_LISTED)
     peft: Annotated[LowRank | Scales, Field(discriminator="method")] | None = None
 
     @model_validator(mode="after")

@@ -233,11 +233,11 @@ def _has_recipe(folder: Path, digest: str) -> bool:
 
 
 def _changed(stored: Path, values: dict[str, Any]) -> list[str]:
-    import yaml  # here, because listings do not need it
+    from frostlab.recipe.bounded_yaml import read_yaml  # here, because listings do not need it
 
     try:
-        return differences(yaml.safe_load(stored.read_text(encoding="utf-8")), values)
-    except (OSError, ValueError, yaml.YAMLError):
+        return differences(read_yaml(stored), values)
+    except (OSError, BadInput):
         return []
 
 
@@ -306,16 +306,14 @@ class RunRecord:
     @cached_property
     def recipe(self) -> "Recipe":
         """The recipe, with every default spelled out."""
-        import yaml
-
+        from frostlab.recipe.bounded_yaml import read_yaml
         from frostlab.recipe.load import recipe_from
 
         path = self.folder / "recipe.yaml"
         try:
-            values: dict[str, Any] = yaml.safe_load(path.read_text("utf-8"))
-        except (OSError, ValueError, yaml.YAMLError) as error:
+            return recipe_from(read_yaml(path), str(path))
+        except OSError as error:
             raise BadInput(f"{path} cannot be read ({error})") from None
-        return recipe_from(values, str(path))
 
     @cached_property
     def environment(self) -> dict[str, Any]:

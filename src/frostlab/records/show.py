@@ -23,7 +23,7 @@ from frostlab.records.schema import (
     Stage,
     read_event,
 )
-from frostlab.text import NONE, columns, hms, number, plain, typed
+from frostlab.text import NONE, columns, hms, number, plain
 
 
 @dataclass(frozen=True)
@@ -279,10 +279,10 @@ def _events(folder: Path) -> tuple[list[Event], list[str]]:
 
 
 def _recipe(folder: Path) -> dict[str, Any] | None:
-    import yaml
+    from frostlab.recipe.bounded_yaml import read_yaml
 
-    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
-        return typed(yaml.safe_load((folder / "recipe.yaml").read_text("utf-8")), dict)
+    with contextlib.suppress(OSError, BadInput):
+        return read_yaml(folder / "recipe.yaml")
     return None
 
 

@@ -46,7 +46,7 @@ def wanted_gpu(device: str) -> tuple[int | str, ...]:
         return (index,)
     visible: list[int | str] = []
     for word in (word.strip() for word in listed.split(",")):
-        if not (word.isdecimal() or word.startswith(("GPU-", "MIG-"))):
+        if not ((word.isdecimal() and len(word) < 10) or word.startswith(("GPU-", "MIG-"))):
             break  # as in CUDA, entries after an invalid one are not visible
         visible.append(int(word) if word.isdecimal() else word)
     if index >= len(visible):

@@ -1,6 +1,5 @@
 """The device, precision and processes of a run, and the wrapping of models in DDP or FSDP."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from frostlab.devices import uses_nccl
 from frostlab.errors import BadInput
+from frostlab.launcher import local_rank, local_world_size, world_size
 from frostlab.recipe.settings import Train
 
 
@@ -71,7 +71,7 @@ class Compute:
 def process_group(device: torch.device, train: Train) -> Iterator[World]:
     """Join the processes that torchrun started; refuse if `train.processes` differs."""
     asked = train.processes
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    size = world_size()
     if asked is not None and asked != size:
         raise BadInput(
             f"train.processes asks for {asked}, but {size} started; "
@@ -82,10 +82,10 @@ def process_group(device: torch.device, train: Train) -> Iterator[World]:
         return
     initialize = not dist.is_initialized()
     if initialize:
-        gpus, enough = torch.cuda.device_count(), torch.cuda.device_count() >= _local_processes()
+        gpus, enough = torch.cuda.device_count(), torch.cuda.device_count() >= local_world_size()
         if uses_nccl(device) and not enough and train.parallel == "fsdp":
             raise BadInput(
-                f"train.parallel fsdp needs one GPU per process; {_local_processes()} processes "
+                f"train.parallel fsdp needs one GPU per process; {local_world_size()} processes "
                 f"share {gpus}: use ddp"
             )
         # NCCL refuses two processes on one GPU
@@ -93,15 +93,10 @@ def process_group(device: torch.device, train: Train) -> Iterator[World]:
     try:
         if dist.get_world_size() != size:
             raise BadInput(f"WORLD_SIZE is {size}, but {dist.get_world_size()} processes joined")
-        yield World(dist.get_rank(), size, int(os.environ.get("LOCAL_RANK", "0")))
+        yield World(dist.get_rank(), size, local_rank())
     finally:
         if initialize and dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _local_processes() -> int:
-    """Return the number of the run's processes on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
 
 
 def wrap_model(

@@ -1,0 +1,47 @@
+"""The environment variables by which torchrun tells a process its place among the others."""
+
+import os
+
+from frostlab.errors import BadInput
+
+_MOST_PROCESSES = 10**6
+
+
+def rank() -> int:
+    """Return the number of this process among all processes of a run."""
+    return _integer("RANK", 0, 0)
+
+
+def local_rank() -> int:
+    """Return the number of this process among the run's processes on this machine."""
+    return _integer("LOCAL_RANK", 0, 0)
+
+
+def world_size() -> int:
+    """Return the number of the run's processes."""
+    return _integer("WORLD_SIZE", 1, 1)
+
+
+def local_world_size() -> int:
+    """Return the number of the run's processes on this machine."""
+    return _integer("LOCAL_WORLD_SIZE", world_size(), 1)
+
+
+def check_variables() -> None:
+    """Refuse an environment in which one of these variables is not a sensible number."""
+    for variable in (rank, local_rank, world_size, local_world_size):
+        variable()
+
+
+def _integer(name: str, default: int, least: int) -> int:
+    """Return the whole number in an environment variable, or the default if it is not set."""
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    value = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else -1
+    if least <= value <= _MOST_PROCESSES:
+        return value
+    raise BadInput(
+        f"the environment variable {name} is {text!r:.40}, but should be a whole number from "
+        f"{least} to {_MOST_PROCESSES}; unset it unless torchrun starts the program"
+    )

@@ -1,0 +1,108 @@
+"""A small evidence.json with every section, made without training."""
+
+import json
+from dataclasses import asdict
+from functools import cache
+
+from frostlab.comparison.evidence import (
+    SCHEMA,
+    Answer,
+    ArmEvidence,
+    ArmVerdict,
+    Effect,
+    Evidence,
+    Limit,
+    Parameters,
+    PredictionTest,
+    Quantity,
+    RefusedPair,
+    RoundTimes,
+    RunSummary,
+    SplitTests,
+    StageSummary,
+    StepTiming,
+    SubjectTest,
+    Summary,
+    TimedArm,
+    TunedSetting,
+    TuningPoint,
+)  # fmt: skip
+from frostlab.comparison.load import make_plan
+from frostlab.comparison.plan import Plan
+
+_EFFECT = Effect(2, False, 0.05, 0.1, -0.1, 0.3, 0.2, None, 0.1, 0.4)
+_SUMMARY = Summary(2, 0.5, 0.1, 0.2, 0.4, 0.6)
+_TUNED = TunedSetting(
+    "optim.decay", (0.01, 0.1), False, {"baseline": 0.01, "oelm": 0.1},
+    {"baseline": True, "oelm": True},
+    {name: (TuningPoint(0.01, 0.5, (0.5,)), TuningPoint(0.1, None, (None,)))
+     for name in ("baseline", "oelm")},
+)  # fmt: skip
+
+
+@cache
+def plan() -> Plan:
+    """Return a plan of two arms with a tuned setting and a question."""
+    return make_plan(
+        {
+            "recipe": {"data": {"name": "majority", "examples": 64, "length": 8}},
+            "arms": "baseline,oelm",
+            "seeds": 2,
+            "tune": {"key": "optim.decay", "values": [0.01, 0.1], "seeds": 1},
+            "contrasts": [{"question": "Is it?", "arm": "oelm", "against": "baseline"}],
+        }
+    )
+
+
+def tuning() -> bytes:
+    """Return a valid tuning.json for the plan."""
+    return json.dumps([asdict(_TUNED)]).encode()
+
+
+def _verdict(metric: str) -> ArmVerdict:
+    limit = Limit("not shown", 1.05, 2, 1.0, 0.9, 1.1, "too few pairs")
+    return ArmVerdict("oelm", "baseline", metric, "no difference found", "No difference was found.",
+                      _EFFECT, 0.2, 0.4, limit, ("a note",))  # fmt: skip
+
+
+def _run(name: str, seed: int) -> RunSummary:
+    stage = StageSummary("train", "accuracy", 0.5, 1.0, 2.0, 10, 20)
+    return RunSummary(
+        seed, f"runs/{name}-s{seed}", "finished", None, 1,
+        {"accuracy": 0.5, "macro_f1": 0.4, "loss": 1.0}, 0.5, 1.0, 3, (stage,),
+        Parameters(20, 10), 3.0, 2.0, 1.0, (1.0, 1.0), 5.0, "abc", "def", None,
+    )  # fmt: skip
+
+
+def _timed(baseline: bool) -> TimedArm:
+    ratio = None if baseline else 0.9
+    return TimedArm(1.0, 1.1, ratio, ratio, ratio, ratio, None, None, None if baseline else
+                    "better", None if baseline else "It is faster.", "eager", None, 100, 100, 10,
+                    (0.1, 0.2))  # fmt: skip
+
+
+def evidence() -> bytes:
+    """Return a valid evidence.json."""
+    names, metrics = ("baseline", "oelm"), ("accuracy", "macro_f1", "loss")
+    timing = StepTiming(
+        "baseline", {name: _timed(name == "baseline") for name in names}, _timed(False), True, (),
+        4, 2, 1, 2, 3.0, "time", 0.01, "cpu", {"halves": 1.0}, {"cores": 2.0},
+    )  # fmt: skip
+    subjects = SubjectTest(2, 2, 1, 0.1, _EFFECT, 0.5, None, 0.5)
+    whole = Evidence(
+        schema=SCHEMA, plan=plan(), baseline="baseline", look=1, jobs=1, caution=None, pairs=2,
+        confounds={"oelm": ()}, tuning=(_TUNED,),
+        arms={name: ArmEvidence((_run(name, 0), _run(name, 1)), dict.fromkeys(metrics, _SUMMARY),
+                                Parameters(20, 10), _SUMMARY) for name in names},
+        refused_pairs=(RefusedPair("oelm", 1, "the data differ"),),
+        verdicts={metric: {"oelm": _verdict(metric)} for metric in metrics},
+        contrasts=(Answer("Is it?", "value", _verdict("accuracy")),),
+        orthogonality=_verdict("accuracy"), mcnemar={"oelm": (PredictionTest(0, 1, 2, 3, 4, 0.5),)},
+        subjects={"report": SplitTests({"oelm": subjects}, dict.fromkeys(names, _EFFECT))},
+        flow={name: {"front_ratio": Quantity(_SUMMARY, _EFFECT if name == "oelm" else None)}
+              for name in names},
+        timing=timing,
+        rounds={name: RoundTimes((1.0,), _EFFECT if name == "oelm" else None, True)
+                for name in names},
+    )  # fmt: skip
+    return json.dumps(whole.to_dict()).encode()

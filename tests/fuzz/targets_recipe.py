@@ -1,0 +1,131 @@
+"""Fuzz targets: recipes, settings, comparisons and their files, selections and variables."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from unittest.mock import patch
+
+from frostlab.comparison.evidence import read_evidence
+from frostlab.comparison.gather import _correct_predictions
+from frostlab.comparison.load import make_plan
+from frostlab.comparison.page import page, show
+from frostlab.comparison.run import _stored_tuning
+from frostlab.comparison.runner import ComparisonFolder, Look, StoredPlan
+from frostlab.launcher import check_variables
+from frostlab.models.gpt import GPT, GPTConfig
+from frostlab.recipe.load import load_recipe, parse_settings
+from frostlab.roles.read import anatomy
+from fuzz.comparison_made import evidence, plan, tuning
+from fuzz.mutate import Target
+
+_RECIPES = (
+    b"extends: docstrings-gpt\noptim: {lr: 2e-3, betas: [0.9, 0.98], schedule: cosine}\nseed: 7\n",
+    b"data: {name: induction, examples: 64, length: 16}\nmodel: {kind: decoder, width: 8}\n"
+    b"train: {steps: 5, batch: 8}\nsupervise: {layers: [1, 2], weights: [1, 2.5]}\n"
+    b"stages:\n  - {name: one, steps: 2, lr: {new: 1e-3, head: 2e-3}}\n"
+    b"  - {add: {layers: 1, at: top, init: copy}, train: [head], keep_state: false}\n",
+    b"data: {name: own, path: x.csv, text: [a, b], label: c}\ntokenizer: {kind: words, size: 99}\n"
+    b"treatment:\n  init: [{method: randomize, select: [key], std: match}]\n  freeze: [key]\n",
+    b"data: {name: eeg-simulated, subjects: 2}\nmodel: {kind: conformer, preset: v1, layers: 2}\n"
+    b"loss: {kind: multiscale, scales: [1, 2]}\nwatch: {every_n_steps: 3, distance: true}\n",
+    b"model: {kind: pretrained, name: bert, config: {hidden_size: 8, id2label: {0: a}}}\n"
+    b"treatment: {peft: {method: lora, r: 2}}\nevaluate: {every: 2 epochs, metric: loss}\n",
+)
+_COMPARISONS = (
+    b"recipe: docstrings-gpt\narms: baseline,oelm\nseeds: 6\nmetric: accuracy\nrounds: 1\n",
+    b"about: x\nrecipe: {data: {name: majority, examples: 64, length: 8}}\nseeds: [3, 1]\n"
+    b"arms:\n  - {name: a, set: {}}\n  - {name: b, treatment: oelm, set: {optim.lr: 1e-4}}\n"
+    b"vary: optim.lr\ntune: [{key: optim.decay, values: [0.01, 0.1], seeds: 1}]\n"
+    b"contrasts: [{question: 'Is it?', arm: b, against: a}]\nclock: {seconds: 5, width: 0.1}\n"
+    b"alpha: 0.1\nlooks: 3\nallow_confounds: [optim.eps]\nset: {model.layers: 2, seed: 3}\n",
+)
+_SELECTIONS = (b"query", b"layers[0:2].key", b"!layers[-1].up.bias", b"all\nembedding\n!head")
+_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+def _written(data: bytes, path: Path) -> str:
+    path.write_bytes(data)
+    return str(path)
+
+
+def _recipe(data: bytes, folder: Path) -> None:
+    recipe = load_recipe(_written(data, folder / "me.yaml"))
+    assert recipe.digest
+
+
+def _settings(data: bytes, folder: Path) -> None:
+    texts = data.decode("utf-8", "surrogateescape").split("\n")
+    load_recipe("docstrings-gpt", parse_settings(text for text in texts if text))
+
+
+def _comparison(data: bytes, folder: Path) -> None:
+    make_plan(_written(data, folder / "me.yaml"))
+
+
+def _plans() -> list[bytes]:
+    values = plan().model_dump(mode="json")
+    stored = [StoredPlan(2, values, []), StoredPlan(2, values, [Look(1, 1.5), Look(2, 2.5)])]
+    return [json.dumps(asdict(content)).encode() for content in stored]
+
+
+def _plan_file(data: bytes, folder: Path) -> None:
+    _written(data, folder / "plan.json")
+    comparison = ComparisonFolder(folder)
+    with comparison.open(plan()) as with_seeds:
+        comparison.look(with_seeds)
+
+
+def _evidence(data: bytes, folder: Path) -> None:
+    path = Path(_written(data, folder / "evidence.json"))
+    stored = read_evidence(path)
+    if stored is not None:
+        json.dumps(stored.to_dict())
+        assert page(stored)
+        assert show(stored, path)
+
+
+def _predictions(data: bytes, folder: Path) -> None:
+    _written(data, folder / "predictions.json")
+    _correct_predictions(folder)
+
+
+def _tuning(data: bytes, folder: Path) -> None:
+    _written(data, folder / "tuning.json")
+    values = ComparisonFolder(folder).read("tuning.json")
+    _stored_tuning(values, plan(), folder / "tuning.json")
+
+
+@cache
+def _parts() -> Callable[..., object]:
+    return anatomy(GPT(GPTConfig(vocabulary=8, width=4, layers=3, heads=2, positions=4))).select
+
+
+def _selection(data: bytes, folder: Path) -> None:
+    _parts()(*data.decode("utf-8", "surrogateescape").split("\n"))
+
+
+def _variables(data: bytes, folder: Path) -> None:
+    texts = data.replace(b"\0", b"").split(b"\n")
+    variables = {name: os.fsdecode(text) for name, text in zip(_VARIABLES, texts, strict=False)}
+    with patch.dict(os.environ, variables):
+        check_variables()
+
+
+TARGETS: dict[str, Target] = {
+    "recipe": Target(lambda: list(_RECIPES), _recipe, "yaml"),
+    "settings": Target(lambda: [b"optim.lr=1e-4\nmodel={kind: gpt, width: 8}"], _settings),
+    "comparison": Target(lambda: list(_COMPARISONS), _comparison, "yaml"),
+    "plan": Target(_plans, _plan_file, "json"),
+    "evidence": Target(lambda: [evidence()], _evidence, "json"),
+    "predictions": Target(
+        lambda: [b'{"split": "report", "labels": [0, 1, 1], "classes": [0, 1, 0]}'],
+        _predictions,
+        "json",
+    ),
+    "tuning": Target(lambda: [tuning()], _tuning, "json"),
+    "selection": Target(lambda: list(_SELECTIONS), _selection),
+    "variables": Target(lambda: [b"0\n0\n1\n1", b"1\n1\n2\n2"], _variables),
+}
