@@ -17,6 +17,7 @@ ORDER = (
     "errors",
     "text",
     "storage",
+    "typed",
     "devices",
     "recipe",
     "recipes",

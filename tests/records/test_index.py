@@ -151,7 +151,8 @@ def test_a_file_that_cannot_be_read_is_not_remembered_as_such(tmp_path: Path) ->
     (folder / "result.json").mkdir()
     age(tmp_path)
     (run,) = list_runs(tmp_path)
-    assert (run.status, run.error) == ("damaged", "result.json: Is a directory")
+    reason = f"{folder}/result.json is not a regular file"
+    assert (run.status, run.error) == ("damaged", reason)
     assert "a" not in index._load(tmp_path)
 
 

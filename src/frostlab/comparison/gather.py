@@ -4,7 +4,6 @@ An arm is a variant of the recipe, with one run per seed. A run of an arm is pai
 baseline's run of the same seed, unless the two runs differ in more than the plan allows.
 """
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -353,7 +352,7 @@ def _prediction_tests(runs: Runs) -> dict[str, tuple[PredictionTest, ...]]:
     """
     plan = runs.plan
     left_out = {(pair.arm, pair.seed) for pair in runs.refused}
-    correct = {key: _correct_predictions(record.folder) for key, record in runs.records.items()}
+    correct = {key: _correct_predictions(record) for key, record in runs.records.items()}
     tests: dict[str, list[PredictionTest]] = {}
     for arm in plan.others:
         for seed in plan.seeds:
@@ -364,13 +363,11 @@ def _prediction_tests(runs: Runs) -> dict[str, tuple[PredictionTest, ...]]:
     return {arm: tuple(arm_tests) for arm, arm_tests in tests.items()}
 
 
-def _correct_predictions(folder: Path) -> list[bool] | None:
+def _correct_predictions(record: RunRecord) -> list[bool] | None:
     """Return whether each example was predicted correctly; None if the run has no predictions."""
-    try:
-        predictions = json.loads((folder / "predictions.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if (predictions := record.predictions) is None:
         return None
-    pairs = zip(predictions["labels"], predictions["classes"], strict=True)
+    pairs = zip(predictions.labels, predictions.classes, strict=True)
     return [label == prediction for label, prediction in pairs]
 
 
