@@ -205,11 +205,18 @@ def load_tensors(path: Path) -> "dict[str, Tensor]":
 
 
 def save_tensors(path: Path, tensors: "dict[str, Tensor]") -> None:
-    """Write a safetensors file atomically."""
+    """Write a safetensors file atomically.
+
+    safetensors makes a temporary file of its own next to its target. The target is therefore in a
+    temporary folder, which `remove_temporary` removes if the process is killed.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    with whole_file(path) as temporary:
+    folder = _temporary_name(path)
+    folder.mkdir()
+    try:
+        temporary = folder / path.name
         try:
             save_file(_plain_tensors(tensors), temporary)
         except SafetensorError as error:  # raise OSError if the system refused, e.g. a full disk
@@ -217,6 +224,10 @@ def save_tensors(path: Path, tensors: "dict[str, Tensor]") -> None:
                 raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from None
             raise
         use_default_mode(temporary)
+        flush(temporary)
+        os.replace(temporary, path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _plain_tensors(tensors: "dict[str, Tensor]") -> "dict[str, Tensor]":
@@ -238,35 +249,38 @@ def use_default_mode(path: Path) -> None:
 
 
 class Lock:
-    """A file lock that one process holds at a time; the system releases it if the process dies."""
+    """A lock on a file or an existing folder that one process holds at a time.
+
+    The system releases it if the process dies.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: IO[bytes] | None = None
+        self._handle: int | None = None
 
     def acquire(self, seconds: float = math.inf) -> bool:
         """Take the lock, waiting at most `seconds`; return whether it was taken."""
         fcntl = _fcntl()
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-        file = os.fdopen(os.open(self.path, flags, 0o666), "r+b")
+        flags = os.O_RDONLY if self.path.is_dir() else os.O_RDWR | os.O_CREAT
+        handle = os.open(self.path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         deadline = time.monotonic() + seconds
         while True:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 if time.monotonic() >= deadline:
-                    file.close()
+                    os.close(handle)
                     return False
                 time.sleep(0.01)
             else:
-                self._file = file
+                self._handle = handle
                 return True
 
     def release(self) -> None:
         """Release the lock for the next process."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
 
     def __enter__(self) -> "Lock":
         self.acquire()

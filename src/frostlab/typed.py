@@ -155,6 +155,8 @@ def _union(kinds: tuple[Any, ...], value: object, where: str, path: tuple[str, .
 
 
 def _wanted(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
     return _WORDS.get(kind) or ("a list" if get_origin(kind) in (list, tuple) else "an object")
 
 

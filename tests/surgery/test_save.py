@@ -1,6 +1,7 @@
 """Saved deltas restore the model or are refused; exports load without frostlab."""
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -166,26 +167,29 @@ def test_files_of_a_killed_save_do_not_stop_the_next(tmp_path: Path) -> None:
 def test_two_saves_at_once_leave_a_whole_delta(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other process finishes between our tensors and our manifest."""
+    """Another save begins between our tensors and our manifest: it waits until we are done."""
     from frostlab.surgery import save as folder
 
     ours, _ = trained("gpt2")
     theirs, _ = trained("gpt2")
     with torch.no_grad():
         theirs.wte.weight.add_(1.0)
-    replace, calls = folder.os.replace, []
+    replace = folder.os.replace
+    other = threading.Thread(target=fl.save_trainable, args=(theirs, tmp_path))
 
     def other_comes_between(source: Path, target: Path) -> None:
         replace(source, target)
-        calls.append(target)
-        if len(calls) == 1:
-            fl.save_trainable(theirs, tmp_path)
+        if other.ident is None:
+            other.start()
+            other.join(0.2)
 
     monkeypatch.setattr(folder.os, "replace", other_comes_between)
     fl.save_trainable(ours, tmp_path)
+    other.join(60)
+    assert sorted(p.suffix for p in tmp_path.iterdir()) == [".json", ".safetensors"]
     fresh, _ = build("gpt2")
     fl.load_trainable(fresh, tmp_path)
-    assert torch.equal(fresh.wte.weight, ours.wte.weight)
+    assert torch.equal(fresh.wte.weight, theirs.wte.weight)
 
 
 def corrupt_manifest(folder: Path, change: object) -> None:
@@ -197,25 +201,38 @@ def corrupt_manifest(folder: Path, change: object) -> None:
 
 DAMAGE = {
     "not a delta folder": lambda d: (d / "delta.json").unlink(),
-    "is damaged": lambda d: (d / "delta.json").write_text("{"),
-    "is damaged (KeyError": lambda d: corrupt_manifest(d, lambda m: m.pop("frozen")),
+    "delta.json is not valid JSON": lambda d: (d / "delta.json").write_text("{"),
+    "delta.json: it should be an object": lambda d: (d / "delta.json").write_text("[]"),
+    "delta.json: frozen is missing": lambda d: corrupt_manifest(d, lambda m: m.pop("frozen")),
     "has format 9": lambda d: corrupt_manifest(d, lambda m: m.update(format=9)),
     "is missing": lambda d: next(d.glob("*.safetensors")).unlink(),
     "truncated or changed": lambda d: _truncate(next(d.glob("*.safetensors"))),
     "regenerated, differs": lambda d: corrupt_manifest(d, _other_seed),
     "has no value for": lambda d: corrupt_manifest(d, lambda m: m["frozen"].popitem()),
     "saved from another": lambda d: corrupt_manifest(
-        d, lambda m: m["architecture"].update({"h.0.ln_1.weight": [64]})
+        d, lambda m: m["architecture"].update({"h.0.ln_1.weight": [[64], []]})
     ),
-    "is damaged (TypeError('architecture": lambda d: corrupt_manifest(
+    "architecture should be an object": lambda d: corrupt_manifest(
         d, lambda m: m.update(architecture=None)
     ),
-    "is damaged (TypeError('frozen": lambda d: corrupt_manifest(d, lambda m: m.update(frozen=[])),
-    "is damaged (KeyError('origin": lambda d: corrupt_manifest(
+    "frozen should be an object": lambda d: corrupt_manifest(d, lambda m: m.update(frozen=[])),
+    ".fingerprint is missing": lambda d: corrupt_manifest(
         d, lambda m: m["frozen"].update({next(iter(m["frozen"])): {}})
     ),
-    "is damaged (TypeError(": lambda d: corrupt_manifest(
+    "origin.spell is not a key": lambda d: corrupt_manifest(
         d, lambda m: next(iter(m["frozen"].values())).update(origin={"spell": 1})
+    ),
+    "tensors.file should be": lambda d: corrupt_manifest(
+        d, lambda m: m["tensors"].update(file="delta.json")
+    ),
+    "has not 5 values": lambda d: corrupt_manifest(
+        d, lambda m: next(iter(m["frozen"].values())).update(fingerprint=[1.0])
+    ),
+    "should be a finite number": lambda d: corrupt_manifest(
+        d, lambda m: next(iter(m["frozen"].values())).update(fingerprint=[float("nan")] * 5)
+    ),
+    "is not one that frostlab makes": lambda d: corrupt_manifest(
+        d, lambda m: next(iter(m["frozen"].values())).update(origin={"method": "randomize"})
     ),
     "the buffer nope": lambda d: corrupt_manifest(d, lambda m: m.update(buffers=["nope"])),
 }
