@@ -332,14 +332,15 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     """
     stored = checkpoint.model()
     state = model.state_dict()
-    for name in stored.keys() & state.keys():
-        if stored[name].shape != state[name].shape or stored[name].dtype != state[name].dtype:
+    for name, value in stored.items():
+        own = state.get(name)
+        if own is None or value.shape != own.shape or value.dtype != own.dtype:
             raise FrostlabError(f"{checkpoint.folder} does not fit the model ({name!a:.80})")
-    weights = {name: place_like(stored[name], state[name]) for name in stored if name in state}
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    tied = {n for n in missing if any(state[n].data_ptr() == state[k].data_ptr() for k in stored)}
-    if unexpected or set(stored) - set(state) or set(missing) - tied:
-        raise FrostlabError(f"{checkpoint.folder} does not fit the model")
+    for name in state.keys() - stored.keys():
+        if not any(state[name].data_ptr() == state[tied].data_ptr() for tied in stored):
+            raise FrostlabError(f"{checkpoint.folder} does not fit the model ({name})")
+    weights = {name: place_like(value, state[name]) for name, value in stored.items()}
+    model.load_state_dict(weights, strict=False)
 
 
 def best_checkpoint(folder: Path, progress: Progress) -> Checkpoint:
