@@ -348,7 +348,8 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
 
 def seal(folder: Path) -> None:
     """Write the checksums of all files in a folder, so that `damaged_file` can verify them."""
-    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    files = (path for path in folder.rglob("*") if path.is_file() and path != folder / SEAL)
+    names = sorted(str(path.relative_to(folder)) for path in files)
     write_whole(folder / SEAL, json.dumps(_checksums(folder, names), indent=1))
 
 

@@ -291,14 +291,19 @@ def _flow() -> Flow:
                   (), (0,), "float32", 6),
         PartFacts("head", "head", "", None, "frozen", ("b",), (), (), (), "float32", 0),
     )  # fmt: skip
-    flow.reports.extend(
-        Report(
-            step, {name: (0.5 + step, float("nan")) for name in QUANTITIES}, (1e-3,), ("a.weight",),
-            {"front": 0.1, "back": 0.2, "output": 0.3}, {"a.weight": 1.5}, (), {"relu": 0.5},
-            {"relu": 0.1}, {"attention": (0.5, 0.25)},
-        )  # fmt: skip
-        for step in (1, 11, 21)
-    )
+    for step in (1, 11, 21):
+        report = Report(
+            step=step,
+            values={name: (0.5 + step, float("nan")) for name in QUANTITIES},
+            rates=(1e-3,),
+            unreached=("a.weight",),
+            largest={"front": 0.1, "back": 0.2, "output": 0.3},
+            ranges={"a.weight": 1.5},
+            dead={"relu": 0.5},
+            saturated={"relu": 0.1},
+            entropy={"attention": (0.5, 0.25)},
+        )
+        flow.reports.append(report)
     return flow
 
 

@@ -1,12 +1,14 @@
 """Saved deltas restore the model or are refused; exports load without frostlab."""
 
 import json
+import re
+import signal
 import threading
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoModel,
@@ -17,6 +19,8 @@ from transformers import (
 )
 
 import frostlab as fl
+from forked import killed_save
+from frostlab.storage import file_digest
 from zoo import CASES, build, loss_of, outputs, slow_unless_layout, text
 
 
@@ -225,7 +229,7 @@ DAMAGE = {
     "tensors.file should be": lambda d: corrupt_manifest(
         d, lambda m: m["tensors"].update(file="delta.json")
     ),
-    "has not 5 values": lambda d: corrupt_manifest(
+    "has a wrong length": lambda d: corrupt_manifest(
         d, lambda m: next(iter(m["frozen"].values())).update(fingerprint=[1.0])
     ),
     "should be a finite number": lambda d: corrupt_manifest(
@@ -354,3 +358,51 @@ def test_bad_targets_of_an_export_are_refused(tmp_path: Path) -> None:
     with pytest.raises(fl.BadInput, match="is not a Hugging Face model"):
         fl.export(nn.TransformerEncoderLayer(32, 4), tmp_path / "x")
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("change", ["shape", "dtype"])
+@pytest.mark.parametrize("name", ["gpt2", "wav2vec2-conformer"])
+def test_a_tensor_that_does_not_fit_changes_nothing(name: str, change: str, tmp_path: Path) -> None:
+    model, _ = trained(name)
+    fl.save_trainable(model, tmp_path)
+    path = next(tmp_path.glob("*.safetensors"))
+    tensors = load_file(path)
+    for key in (list(tensors)[-1], next(iter(tensors))):
+        other = torch.zeros(3, 5) if change == "shape" else tensors[key].to(torch.float16)
+        save_file(tensors | {key: other}, path)
+        corrupt_manifest(tmp_path, lambda m: m["tensors"].update(sha256=file_digest(path)))
+        fresh, _ = build(name)
+        before = {k: v.clone() for k, v in fresh.state_dict().items()}
+        with pytest.raises(fl.BadInput, match=f"{re.escape(key)} of .* in this model"):
+            fl.load_trainable(fresh, tmp_path)
+        assert all(torch.equal(before[k], v) for k, v in fresh.state_dict().items())
+
+
+def test_a_manifest_that_names_other_files_deletes_none(tmp_path: Path) -> None:
+    model, _ = trained("gpt2")
+    fl.save_trainable(model, tmp_path / "delta")
+    (tmp_path / "mine.safetensors").write_text("mine")
+    for file in ("delta.json", "../mine.safetensors", "..", "trainable-x/../../mine.safetensors"):
+        corrupt_manifest(tmp_path / "delta", lambda m, f=file: m["tensors"].update(file=f))
+        with pytest.raises(fl.BadInput, match="tensors.file should be"):
+            fl.load_trainable(build("gpt2")[0], tmp_path / "delta")
+        fl.save_trainable(model, tmp_path / "delta")
+        fl.load_trainable(build("gpt2")[0], tmp_path / "delta")
+    assert (tmp_path / "mine.safetensors").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "moment",
+    ["inside safetensors", "before the first rename", "between tensors and manifest",
+     "before the clean-up"],
+)  # fmt: skip
+def test_the_next_save_cleans_up_after_a_kill(moment: str, tmp_path: Path) -> None:
+    model, _ = trained("gpt2")
+    fl.save_trainable(model, tmp_path)
+    assert killed_save(moment, tmp_path) == -signal.SIGKILL
+    fl.load_trainable(build("gpt2")[0], tmp_path)  # the old delta, or the whole new one
+    if moment != "before the clean-up":
+        assert len(list(tmp_path.iterdir())) > 2, "something was left"
+    fl.save_trainable(model, tmp_path)
+    assert sorted(p.suffix for p in tmp_path.iterdir()) == [".json", ".safetensors"]
+    fl.load_trainable(build("gpt2")[0], tmp_path)

@@ -43,7 +43,7 @@ from frostlab.surgery.origin import (
     same_fingerprint,
 )
 from frostlab.surgery.orthogonal import renewed
-from frostlab.text import plain
+from frostlab.text import plain, short
 from frostlab.typed import read
 
 FORMAT = 1
@@ -231,21 +231,26 @@ def _signature(anatomy: Anatomy) -> dict[str, list[list[int]]]:
 
 def _check_architecture(anatomy: Anatomy, delta: Delta) -> None:
     signature, saved = _signature(anatomy), delta.manifest.architecture
-    model = delta.manifest.model
-    if signature == saved and anatomy.model == model:
+    if signature == saved and anatomy.model == delta.manifest.model:
         return
     if signature == saved:
         raise BadInput(
-            f"load_trainable: {delta.folder} was saved from a {plain(model)}, "
+            f"load_trainable: {delta.folder} was saved from a {_shown(delta.manifest.model)}, "
             f"this is a {anatomy.model}"
         )
     name = next(k for k in {**saved, **signature} if signature.get(k) != saved.get(k))
     raise BadInput(
-        f"load_trainable: {delta.folder} was saved from another {plain(model)}: "
-        f"{plain(name)} is {saved.get(name, 'absent')} there, "
+        f"load_trainable: {delta.folder} was saved from another "
+        f"{_shown(delta.manifest.model)}: "
+        f"{_shown(name)} is {_shown(saved.get(name, 'absent'))} there, "
         f"{signature.get(name, 'absent')} in this "
         f"{anatomy.model}"
     )
+
+
+def _shown(value: object) -> str:
+    """Return a value of a manifest for an error message: one short line."""
+    return short(plain(value), 80)
 
 
 def _check_complete(delta: Delta, parts: dict[str, Part]) -> None:
@@ -255,7 +260,7 @@ def _check_complete(delta: Delta, parts: dict[str, Part]) -> None:
     frozen = delta.manifest.frozen.keys()
     if wrong := sorted((missing - frozen) | (stored - parts.keys())):
         raise BadInput(
-            f"load_trainable: {delta.folder} has no value for {plain(wrong[0])}, or the model has "
+            f"load_trainable: {delta.folder} has no value for {_shown(wrong[0])}, or the model has "
             "no such part"
         )
 
@@ -279,7 +284,7 @@ def _check_buffers(delta: Delta, buffers: dict[str, Tensor]) -> None:
     for name in delta.manifest.buffers:
         if name not in buffers or name not in delta.tensors:
             raise BadInput(
-                f"load_trainable: the buffer {plain(name)} of {delta.folder} does not fit this "
+                f"load_trainable: the buffer {_shown(name)} of {delta.folder} does not fit this "
                 "model"
             )
         _check_alike(delta, name, buffers[name])
@@ -287,7 +292,7 @@ def _check_buffers(delta: Delta, buffers: dict[str, Tensor]) -> None:
         buffer = buffers.get(name)
         if buffer is None or not same_fingerprint(fingerprint(buffer), wanted):
             raise BadInput(
-                f"load_trainable: the frozen statistics {plain(name)} differ from this model's; "
+                f"load_trainable: the frozen statistics {_shown(name)} differ from this model's; "
                 'load the same base, or save with frozen="store"'
             )
 
@@ -374,7 +379,7 @@ def read_manifest(folder: Path) -> Manifest:
         )
     for key, record in manifest.frozen.items():
         if len(record.fingerprint) != FINGERPRINT:
-            raise BadInput(f"{where}: the fingerprint of {plain(key)} has not {FINGERPRINT} values")
+            raise BadInput(f"{where}: the fingerprint of {_shown(key)} has a wrong length")
         if record.origin is not None and not record.origin.is_valid:
-            raise BadInput(f"{where}: the origin of {plain(key)} is not one that frostlab makes")
+            raise BadInput(f"{where}: the origin of {_shown(key)} is not one that frostlab makes")
     return manifest
