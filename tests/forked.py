@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -255,6 +256,45 @@ def attempt_for(recipe: dict[str, Any], out: Path, seconds: float) -> int:
     child.start()
     child.join(seconds)
     child.kill()
+    child.join(60)
+    assert child.exitcode is not None
+    return child.exitcode
+
+
+def _save_and_die(moment: str, folder: str) -> None:
+    import torch
+
+    import frostlab as fl
+    from frostlab import storage
+    from frostlab.surgery import save
+    from zoo import build
+
+    def dies(*_: object) -> Any:
+        die()
+
+    def die_at_a_temporary_file() -> None:
+        while not any(path.name.startswith(".tmp") for path in Path(folder).rglob("*")):
+            pass
+        die()
+
+    model, _ = build("gpt2")
+    if moment == "inside safetensors":
+        threading.Thread(target=die_at_a_temporary_file).start()
+        path = Path(folder) / "trainable-0123456789ab.safetensors"
+        storage.save_tensors(path, {"x": torch.zeros(40_000_000)})
+    elif moment == "before the first rename":
+        storage.os.replace = dies
+    elif moment == "between tensors and manifest":
+        save.file_digest = dies
+    elif moment == "before the clean-up":
+        save.remove_temporary = dies
+    fl.save_trainable(model, folder)
+
+
+def killed_save(moment: str, folder: Path) -> int:
+    """Save a delta in a child that dies by kill -9 at a moment; return its exit code."""
+    child = _process(_save_and_die, moment, str(folder))
+    child.start()
     child.join(60)
     assert child.exitcode is not None
     return child.exitcode

@@ -20,6 +20,7 @@ ORDER = (
     "charts",
     "storage",
     "launcher",
+    "typed",
     "devices",
     "recipe",
     "recipes",

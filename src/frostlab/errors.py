@@ -42,6 +42,10 @@ class DamagedCache(UserWarning):
     """A cached file does not match its checksum, so it is built again."""
 
 
+class DamagedCheckpoint(UserWarning):
+    """A checkpoint that no longer has its checksums; the run continues from an older one."""
+
+
 class NothingLearns(UserWarning):
     """Every parameter is frozen: training would change nothing."""
 

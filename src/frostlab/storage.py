@@ -1,5 +1,6 @@
 """Storage on disk: bounded reads, atomic writes, locks, checksums, seeds and the cache."""
 
+import errno
 import hashlib
 import json
 import math
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 FORMAT = 2  # version of the cache; increase it when the cached files or the tokenization change
 MOST_BYTES = 256 << 20  # the largest file that is read whole
+MOST_VALUES = 10_000_000  # the most values in a JSON text; an object's key counts as two
+LINE_BYTES = 16 << 20  # the longest line of a file that is read line by line
 SEAL = "checksums.json"  # the checksums of the other files in a folder
 _BLOCK = 64 << 20  # bytes that have one checksum
 _PIECE = 1 << 20  # bytes that are read at once to compute a checksum
@@ -63,6 +66,31 @@ def open_regular(path: Path) -> IO[bytes]:
     return os.fdopen(handle, "rb")
 
 
+def open_append(path: Path) -> IO[bytes]:
+    """Open or create a regular file for reading and appending; refuse links, pipes and devices."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        handle = os.open(path, flags, 0o666)
+    except OSError as error:
+        reason = "it is a link" if error.errno == errno.ELOOP else error.strerror
+        raise BadInput(f"{path} cannot be written ({reason})") from None
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise BadInput(f"{path} is not a regular file")
+    return os.fdopen(handle, "r+b")
+
+
+def read_lines(path: Path, most: int = LINE_BYTES) -> Iterator[bytes]:
+    """Yield the lines of a regular file, each with its end; refuse one longer than `most` bytes."""
+    with open_regular(path) as file:
+        number = 0
+        while line := file.readline(most + 1):
+            number += 1
+            if len(line) > most:
+                raise BadInput(f"{path} line {number} is longer than {most >> 20} MiB")
+            yield line
+
+
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
     """Read a regular file whole; refuse a file of more than `most` bytes."""
     with open_regular(path) as file:
@@ -87,6 +115,9 @@ def read_json(path: Path, most: int = MOST_BYTES) -> Any:
 
 def parse_json(text: bytes | str, where: object) -> Any:
     """Parse JSON; the error for an invalid text is one line that begins with `where`."""
+    comma, colon = (",", ":") if isinstance(text, str) else (b",", b":")
+    if text.count(comma) + 2 * text.count(colon) > MOST_VALUES:  # type: ignore[arg-type]
+        raise BadInput(f"{where} holds more than {MOST_VALUES:,} values")
     try:
         return json.loads(text)
     except RecursionError:
@@ -174,17 +205,30 @@ def load_tensors(path: Path) -> "dict[str, Tensor]":
     from safetensors.torch import load_file
 
     try:
+        open_regular(path).close()
         return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise FrostlabError(f"{path} is damaged ({error})") from None
+    except FileNotFoundError:
+        raise FrostlabError(f"{path} is missing") from None
+    # For some headers, torch raises an error of its own, such as RuntimeError for a huge shape.
+    except (OSError, SafetensorError, RuntimeError, TypeError, ValueError, LookupError) as error:
+        if isinstance(error, FrostlabError):
+            raise
+        raise FrostlabError(f"{path} is damaged ({first_line(error)})") from None
 
 
 def save_tensors(path: Path, tensors: "dict[str, Tensor]") -> None:
-    """Write a safetensors file atomically."""
+    """Write a safetensors file atomically.
+
+    safetensors makes a temporary file of its own next to its target. The target is therefore in a
+    temporary folder, which `remove_temporary` removes if the process is killed.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    with whole_file(path) as temporary:
+    folder = _temporary_name(path)
+    folder.mkdir()
+    try:
+        temporary = folder / path.name
         try:
             save_file(_plain_tensors(tensors), temporary)
         except SafetensorError as error:  # raise OSError if the system refused, e.g. a full disk
@@ -192,6 +236,10 @@ def save_tensors(path: Path, tensors: "dict[str, Tensor]") -> None:
                 raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from None
             raise
         use_default_mode(temporary)
+        flush(temporary)
+        os.replace(temporary, path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _plain_tensors(tensors: "dict[str, Tensor]") -> "dict[str, Tensor]":
@@ -213,35 +261,38 @@ def use_default_mode(path: Path) -> None:
 
 
 class Lock:
-    """A file lock that one process holds at a time; the system releases it if the process dies."""
+    """A lock on a file or an existing folder that one process holds at a time.
+
+    The system releases it if the process dies.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: IO[bytes] | None = None
+        self._handle: int | None = None
 
     def acquire(self, seconds: float = math.inf) -> bool:
         """Take the lock, waiting at most `seconds`; return whether it was taken."""
         fcntl = _fcntl()
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-        file = os.fdopen(os.open(self.path, flags, 0o666), "r+b")
+        flags = os.O_RDONLY if self.path.is_dir() else os.O_RDWR | os.O_CREAT
+        handle = os.open(self.path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         deadline = time.monotonic() + seconds
         while True:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 if time.monotonic() >= deadline:
-                    file.close()
+                    os.close(handle)
                     return False
                 time.sleep(0.01)
             else:
-                self._file = file
+                self._handle = handle
                 return True
 
     def release(self) -> None:
         """Release the lock for the next process."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
 
     def __enter__(self) -> "Lock":
         self.acquire()
@@ -254,7 +305,7 @@ class Lock:
 def is_locked(path: Path) -> bool:
     """Return whether a process holds the lock of this file; False if the file cannot be read."""
     fcntl = _fcntl()
-    with suppress(OSError), path.open() as file:
+    with suppress(OSError, BadInput), open_regular(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -312,7 +363,8 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
 
 def seal(folder: Path) -> None:
     """Write the checksums of all files in a folder, so that `damaged_file` can verify them."""
-    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    files = (path for path in folder.rglob("*") if path.is_file() and path != folder / SEAL)
+    names = sorted(str(path.relative_to(folder)) for path in files)
     write_whole(folder / SEAL, json.dumps(_checksums(folder, names), indent=1))
 
 

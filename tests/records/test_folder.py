@@ -1,6 +1,7 @@
 """A run's folder is written key by key as its schema says, and read once, typed."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +116,122 @@ def test_a_file_that_is_damaged_or_absent_is_named(tmp_path: Path, name: str) ->
     (tmp_path / f"{name}.json").write_text('{"data":')
     with pytest.raises(BadInput, match=f"^{tmp_path}/{name}.json is not a JSON object$"):
         getattr(RunRecord(tmp_path), name)
+
+
+SECRET = "not to be touched"
+
+
+def test_writes_do_not_leave_the_folder_through_links(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run").folder
+    outside = tmp_path / "outside"
+    for name in ("events.jsonl", "run.lock"):
+        outside.write_text(SECRET)
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(outside)
+        with pytest.raises(BadInput, match="cannot be written"):
+            RunFolder(folder).open()
+        assert outside.read_text() == SECRET
+        (folder / name).unlink()
+    os.mkfifo(folder / "events.jsonl")
+    with pytest.raises(BadInput, match="events.jsonl is not a regular file"):
+        RunFolder(folder).open()
+    (folder / "events.jsonl").unlink()
+    RunFolder(folder).open().close()  # the lock was released
+
+
+def test_a_link_at_a_guessed_temporary_name_is_not_followed(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (tmp_path / f".run.{os.getpid()}.tmp").symlink_to(outside)
+    RunFolder.create(tmp_path / "run", {}, **STARTED).close()
+    assert not list(outside.iterdir())
+    assert (tmp_path / "run" / "events.jsonl").is_file()
+
+
+def test_opening_a_folder_removes_files_of_a_killed_process(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run").folder
+    (folder / ".result.json.0123.tmp").write_text("half")
+    (folder / ".flow-start.safetensors.0123.tmp").mkdir()
+    RunFolder(folder).open().close()
+    assert {path.name for path in folder.iterdir()} == {"events.jsonl", "result.json", "run.lock"}
+
+
+def test_an_unfinished_line_of_any_length_is_cut_off(tmp_path: Path) -> None:
+    for size in (5, 3 << 20):
+        folder = write_run(tmp_path / str(size)).folder
+        before = (folder / "events.jsonl").read_bytes()
+        (folder / "events.jsonl").write_bytes(before + b"x" * size)
+        RunFolder(folder).open().close()
+        assert (folder / "events.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["../../x", "/x", ".x", "a/b", "a\nb", "x" * 300, "..", "\ud800"])
+def test_a_run_has_a_plain_name(tmp_path: Path, name: str) -> None:
+    for resume in (True, False):
+        with pytest.raises(BadInput, match="the run's name"):
+            own_folder(tmp_path / "runs", name, resume, "d1")
+
+
+HUGE = "9" * 400
+BAD_FILES = {
+    "empty": b"",
+    "truncated": b'{"a": ',
+    "deep": b"[" * 2000,
+    "deep object": b'{"a":' * 2000 + b"1" + b"}" * 2000,
+    "not text": b"\xff\xfe\x00",
+    "another type": b"[]",
+}
+
+
+@pytest.mark.parametrize("file", ["result", "digests", "environment", "predictions"])
+@pytest.mark.parametrize("bad", [*BAD_FILES, "pipe", "zeros", "folder"])
+def test_a_bad_file_is_refused_in_a_line(tmp_path: Path, file: str, bad: str) -> None:
+    path = tmp_path / f"{file}.json"
+    if bad == "pipe":
+        os.mkfifo(path)
+    elif bad == "zeros":
+        path.symlink_to("/dev/zero")
+    elif bad == "folder":
+        path.mkdir()
+    else:
+        path.write_bytes(BAD_FILES[bad])
+    with pytest.raises(BadInput, match=f"^{path}[: ]") as caught:
+        getattr(RunRecord(tmp_path), file)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", HUGE])
+def test_numbers_that_are_not_finite_are_refused(tmp_path: Path, number: str) -> None:
+    folder = write_run(tmp_path / "run").folder
+    text = json.dumps(RESULT).replace('"total_seconds": 9.5', f'"total_seconds": {number}')
+    (folder / "result.json").write_text(text)
+    with pytest.raises(BadInput, match=r"result.json: clocks.total_seconds should be a"):
+        _ = RunRecord(folder).result
+    (folder / "environment.json").write_text(f'{{"host": {{"memory": [{number}]}}}}')
+    with pytest.raises(BadInput, match=r"environment.json: host.memory.0 should be a"):
+        _ = RunRecord(folder).environment
+    line = json.dumps(step_event(2)).replace('"ms": [4.5]', f'"ms": [{number}]')
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(BadInput, match=r"events.jsonl line 4: ms.0 should be a"):
+        RunRecord(folder).events()
+
+
+@pytest.mark.parametrize(
+    "checkpoint",
+    ["../elsewhere", "checkpoints/..", "/x", "checkpoints/step-1", "checkpoints/step-000000020/.."],
+)
+def test_a_checkpoint_outside_the_run_is_refused(tmp_path: Path, checkpoint: str) -> None:
+    record = write_run(tmp_path / "run", checkpoint=checkpoint)
+    with pytest.raises(BadInput, match="result.json: checkpoint should be checkpoints/step-N"):
+        _ = record.result
+
+
+def test_a_long_line_is_refused_without_reading_it_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run(tmp_path / "run").folder
+    with (folder / "events.jsonl").open("ab") as file:
+        file.truncate(64 << 20)  # zeros, without an end of line
+    with pytest.raises(BadInput, match="events.jsonl line 4 is longer than 16 MiB"):
+        RunRecord(folder).events()

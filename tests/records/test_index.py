@@ -151,7 +151,8 @@ def test_a_file_that_cannot_be_read_is_not_remembered_as_such(tmp_path: Path) ->
     (folder / "result.json").mkdir()
     age(tmp_path)
     (run,) = list_runs(tmp_path)
-    assert (run.status, run.error) == ("damaged", "result.json: Is a directory")
+    reason = f"{folder}/result.json is not a regular file"
+    assert (run.status, run.error) == ("damaged", reason)
     assert "a" not in index._load(tmp_path)
 
 
@@ -403,3 +404,39 @@ def test_listing_needs_no_heavy_library() -> None:
     code += "print(*{'torch', 'pydantic', 'yaml'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "\n"
+
+
+def test_one_bad_run_does_not_hide_the_others(tmp_path: Path) -> None:
+    write_run(tmp_path / "good", RESULT)
+    for name, file in (("pipe", "result.json"), ("zeros", "events.jsonl"), ("lock", "run.lock")):
+        path = write_run(tmp_path / name) / file
+        path.unlink(missing_ok=True)
+        if name == "zeros":
+            path.symlink_to("/dev/zero")
+        else:
+            os.mkfifo(path)
+    (write_run(tmp_path / "huge") / "result.json").write_text(
+        json.dumps(RESULT).replace('"steps": 30', f'"steps": {"9" * 400}')
+    )
+    runs = {run.name: run for run in list_runs(tmp_path)}
+    assert runs["good"].status == "finished"
+    assert {name for name, run in runs.items() if run.status == "damaged"} == {
+        "pipe", "zeros", "huge",
+    }  # fmt: skip
+    assert "result.json: steps should be a number of at most 64 bits" in str(runs["huge"].error)
+    assert index.runs_table(runs.values())
+
+
+def test_a_crafted_index_is_not_believed(tmp_path: Path, reads: list[str]) -> None:
+    """Types are checked even if the checksum and the signatures fit."""
+    write_run(tmp_path / "a", RESULT)
+    age(tmp_path)
+    first = list_runs(tmp_path)
+    entries = index._load(tmp_path)
+    for change in (["x"], "x", {"a": 1}, float("nan")):
+        stored = json.loads(json.dumps(entries))
+        stored["a"][1][7] = change  # steps
+        del reads[:]
+        index._save(tmp_path, stored)
+        assert list_runs(tmp_path) == first
+        assert reads == ["a"]

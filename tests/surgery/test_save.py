@@ -1,11 +1,14 @@
 """Saved deltas restore the model or are refused; exports load without frostlab."""
 
 import json
+import re
+import signal
+import threading
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoModel,
@@ -16,6 +19,8 @@ from transformers import (
 )
 
 import frostlab as fl
+from forked import killed_save
+from frostlab.storage import file_digest
 from zoo import CASES, build, loss_of, outputs, slow_unless_layout, text
 
 
@@ -166,26 +171,29 @@ def test_files_of_a_killed_save_do_not_stop_the_next(tmp_path: Path) -> None:
 def test_two_saves_at_once_leave_a_whole_delta(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other process finishes between our tensors and our manifest."""
+    """Another save begins between our tensors and our manifest: it waits until we are done."""
     from frostlab.surgery import save as folder
 
     ours, _ = trained("gpt2")
     theirs, _ = trained("gpt2")
     with torch.no_grad():
         theirs.wte.weight.add_(1.0)
-    replace, calls = folder.os.replace, []
+    replace = folder.os.replace
+    other = threading.Thread(target=fl.save_trainable, args=(theirs, tmp_path))
 
     def other_comes_between(source: Path, target: Path) -> None:
         replace(source, target)
-        calls.append(target)
-        if len(calls) == 1:
-            fl.save_trainable(theirs, tmp_path)
+        if other.ident is None:
+            other.start()
+            other.join(0.2)
 
     monkeypatch.setattr(folder.os, "replace", other_comes_between)
     fl.save_trainable(ours, tmp_path)
+    other.join(60)
+    assert sorted(p.suffix for p in tmp_path.iterdir()) == [".json", ".safetensors"]
     fresh, _ = build("gpt2")
     fl.load_trainable(fresh, tmp_path)
-    assert torch.equal(fresh.wte.weight, ours.wte.weight)
+    assert torch.equal(fresh.wte.weight, theirs.wte.weight)
 
 
 def corrupt_manifest(folder: Path, change: object) -> None:
@@ -197,25 +205,38 @@ def corrupt_manifest(folder: Path, change: object) -> None:
 
 DAMAGE = {
     "not a delta folder": lambda d: (d / "delta.json").unlink(),
-    "is damaged": lambda d: (d / "delta.json").write_text("{"),
-    "is damaged (KeyError": lambda d: corrupt_manifest(d, lambda m: m.pop("frozen")),
+    "delta.json is not valid JSON": lambda d: (d / "delta.json").write_text("{"),
+    "delta.json: it should be an object": lambda d: (d / "delta.json").write_text("[]"),
+    "delta.json: frozen is missing": lambda d: corrupt_manifest(d, lambda m: m.pop("frozen")),
     "has format 9": lambda d: corrupt_manifest(d, lambda m: m.update(format=9)),
     "is missing": lambda d: next(d.glob("*.safetensors")).unlink(),
     "truncated or changed": lambda d: _truncate(next(d.glob("*.safetensors"))),
     "regenerated, differs": lambda d: corrupt_manifest(d, _other_seed),
     "has no value for": lambda d: corrupt_manifest(d, lambda m: m["frozen"].popitem()),
     "saved from another": lambda d: corrupt_manifest(
-        d, lambda m: m["architecture"].update({"h.0.ln_1.weight": [64]})
+        d, lambda m: m["architecture"].update({"h.0.ln_1.weight": [[64], []]})
     ),
-    "is damaged (TypeError('architecture": lambda d: corrupt_manifest(
+    "architecture should be an object": lambda d: corrupt_manifest(
         d, lambda m: m.update(architecture=None)
     ),
-    "is damaged (TypeError('frozen": lambda d: corrupt_manifest(d, lambda m: m.update(frozen=[])),
-    "is damaged (KeyError('origin": lambda d: corrupt_manifest(
+    "frozen should be an object": lambda d: corrupt_manifest(d, lambda m: m.update(frozen=[])),
+    ".fingerprint is missing": lambda d: corrupt_manifest(
         d, lambda m: m["frozen"].update({next(iter(m["frozen"])): {}})
     ),
-    "is damaged (TypeError(": lambda d: corrupt_manifest(
+    "origin.spell is not a key": lambda d: corrupt_manifest(
         d, lambda m: next(iter(m["frozen"].values())).update(origin={"spell": 1})
+    ),
+    "tensors.file should be": lambda d: corrupt_manifest(
+        d, lambda m: m["tensors"].update(file="delta.json")
+    ),
+    "has a wrong length": lambda d: corrupt_manifest(
+        d, lambda m: next(iter(m["frozen"].values())).update(fingerprint=[1.0])
+    ),
+    "should be a finite number": lambda d: corrupt_manifest(
+        d, lambda m: next(iter(m["frozen"].values())).update(fingerprint=[float("nan")] * 5)
+    ),
+    "is not one that frostlab makes": lambda d: corrupt_manifest(
+        d, lambda m: next(iter(m["frozen"].values())).update(origin={"method": "randomize"})
     ),
     "the buffer nope": lambda d: corrupt_manifest(d, lambda m: m.update(buffers=["nope"])),
 }
@@ -337,3 +358,51 @@ def test_bad_targets_of_an_export_are_refused(tmp_path: Path) -> None:
     with pytest.raises(fl.BadInput, match="is not a Hugging Face model"):
         fl.export(nn.TransformerEncoderLayer(32, 4), tmp_path / "x")
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("change", ["shape", "dtype"])
+@pytest.mark.parametrize("name", ["gpt2", "wav2vec2-conformer"])
+def test_a_tensor_that_does_not_fit_changes_nothing(name: str, change: str, tmp_path: Path) -> None:
+    model, _ = trained(name)
+    fl.save_trainable(model, tmp_path)
+    path = next(tmp_path.glob("*.safetensors"))
+    tensors = load_file(path)
+    for key in (list(tensors)[-1], next(iter(tensors))):
+        other = torch.zeros(3, 5) if change == "shape" else tensors[key].to(torch.float16)
+        save_file(tensors | {key: other}, path)
+        corrupt_manifest(tmp_path, lambda m: m["tensors"].update(sha256=file_digest(path)))
+        fresh, _ = build(name)
+        before = {k: v.clone() for k, v in fresh.state_dict().items()}
+        with pytest.raises(fl.BadInput, match=f"{re.escape(key)} of .* in this model"):
+            fl.load_trainable(fresh, tmp_path)
+        assert all(torch.equal(before[k], v) for k, v in fresh.state_dict().items())
+
+
+def test_a_manifest_that_names_other_files_deletes_none(tmp_path: Path) -> None:
+    model, _ = trained("gpt2")
+    fl.save_trainable(model, tmp_path / "delta")
+    (tmp_path / "mine.safetensors").write_text("mine")
+    for file in ("delta.json", "../mine.safetensors", "..", "trainable-x/../../mine.safetensors"):
+        corrupt_manifest(tmp_path / "delta", lambda m, f=file: m["tensors"].update(file=f))
+        with pytest.raises(fl.BadInput, match="tensors.file should be"):
+            fl.load_trainable(build("gpt2")[0], tmp_path / "delta")
+        fl.save_trainable(model, tmp_path / "delta")
+        fl.load_trainable(build("gpt2")[0], tmp_path / "delta")
+    assert (tmp_path / "mine.safetensors").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "moment",
+    ["inside safetensors", "before the first rename", "between tensors and manifest",
+     "before the clean-up"],
+)  # fmt: skip
+def test_the_next_save_cleans_up_after_a_kill(moment: str, tmp_path: Path) -> None:
+    model, _ = trained("gpt2")
+    fl.save_trainable(model, tmp_path)
+    assert killed_save(moment, tmp_path) == -signal.SIGKILL
+    fl.load_trainable(build("gpt2")[0], tmp_path)  # the old delta, or the whole new one
+    if moment != "before the clean-up":
+        assert len(list(tmp_path.iterdir())) > 2, "something was left"
+    fl.save_trainable(model, tmp_path)
+    assert sorted(p.suffix for p in tmp_path.iterdir()) == [".json", ".safetensors"]
+    fl.load_trainable(build("gpt2")[0], tmp_path)

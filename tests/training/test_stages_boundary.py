@@ -17,6 +17,7 @@ from frostlab.recipe.settings import Optim
 from frostlab.records.checkpoint import checkpoints_in, resumable
 from frostlab.records.folder import RunRecord
 from frostlab.records.schema import StageEvent
+from frostlab.storage import seal
 from frostlab.training.stages import Entered, enter_stage, stages_of, state_by_slot, surviving_state
 from frostlab.training.step.optimizer import build_optimizer, optimizer_tensors, restore_optimizer
 from frostlab.training.treatment import count_parameters
@@ -136,7 +137,7 @@ def test_a_run_keeps_the_state_or_does_not(keep: bool, tmp_path: Path) -> None:
         {"steps": 3}, {"steps": 3, "train": ["head"], "keep_state": keep},
     ]  # fmt: skip
     run = fl.run(progressive(stages=stages), runs=tmp_path)
-    last = resumable(run.folder)
+    last, _ = resumable(run.folder)
     assert last is not None
     state = last.optimizer()
     assert state.keys() == {f"head.weight//{key}" for key in ("step", "exp_avg", "exp_avg_sq")}
@@ -187,18 +188,19 @@ def test_the_moments_are_at_the_boundary(tmp_path: Path) -> None:
         assert attempt(KILLED, tmp_path / moment, moment, count) == -9
         found = checkpoints_in(tmp_path / moment)
         places.append([(c.step, c.stage) for c in found])
-    assert places == [[(10, 1)], [(10, 1), (10, 2)]]
+    assert places == [[(9, 1), (10, 1)], [(9, 1), (10, 1), (10, 2)]]
 
 
 def test_frozen_digests_are_renewed_and_kept(tmp_path: Path) -> None:
     """What moves under a resumed run is noticed: digests come from the boundary, not from now."""
     folder = tmp_path / "run"
     assert attempt(KILLED, folder, "step", 8) == -9
-    checkpoint = resumable(folder)
+    checkpoint, _ = resumable(folder)
     assert checkpoint is not None
     assert checkpoint.stage == 1
     weights = checkpoint.model()
     weights["tokens.weight"] += 1
     save_file(weights, checkpoint.folder / "model.safetensors")
+    seal(checkpoint.folder)
     with pytest.raises(fl.FrostlabError, match="1 frozen tensor moved: tokens.weight"):
         fl.run(KILLED, out=folder, resume=True)

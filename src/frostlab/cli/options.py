@@ -1,5 +1,6 @@
 """Arguments and options that several commands share, each with one name and one help text."""
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any

@@ -39,12 +39,11 @@ from frostlab.comparison.pairing import PairingFacts, why_unpaired
 from frostlab.comparison.plan import Contrast, Plan, Rules, confounds, rules_for
 from frostlab.comparison.statistics import holm, mcnemar, paired, spread
 from frostlab.comparison.verdict import judge, judge_family
-from frostlab.errors import BadInput
 from frostlab.flow.measurements import Flow, flows_of
 from frostlab.recipe.settings import METRICS
 from frostlab.records.folder import REPORTED, SCORES, RunRecord, read_scores
 from frostlab.records.schema import Stage, read
-from frostlab.storage import finite, read_json
+from frostlab.storage import finite
 from frostlab.text import typed
 
 Records = Mapping[tuple[str, int], RunRecord]  # by arm and seed, or by arm and round
@@ -353,7 +352,7 @@ def _prediction_tests(runs: Runs) -> dict[str, tuple[PredictionTest, ...]]:
     """
     plan = runs.plan
     left_out = {(pair.arm, pair.seed) for pair in runs.refused}
-    correct = {key: _correct_predictions(record.folder) for key, record in runs.records.items()}
+    correct = {key: _correct_predictions(record) for key, record in runs.records.items()}
     tests: dict[str, list[PredictionTest]] = {}
     for arm in plan.others:
         for seed in plan.seeds:
@@ -364,25 +363,10 @@ def _prediction_tests(runs: Runs) -> dict[str, tuple[PredictionTest, ...]]:
     return {arm: tuple(arm_tests) for arm, arm_tests in tests.items()}
 
 
-@dataclass(frozen=True)
-class _Predictions:
-    """The content of predictions.json, which only classifiers write."""
-
-    split: str
-    labels: list[int]
-    classes: list[int]
-
-
-def _correct_predictions(folder: Path) -> list[bool] | None:
+def _correct_predictions(record: RunRecord) -> list[bool] | None:
     """Return whether each example was predicted correctly; None if the run has no predictions."""
-    path = folder / "predictions.json"
-    try:
-        values = read_json(path)
-    except FileNotFoundError:
+    if (predictions := record.predictions) is None:
         return None
-    predictions = read(_Predictions, values, path)
-    if len(predictions.labels) != len(predictions.classes):
-        raise BadInput(f"{path}: labels and classes should have the same length")
     pairs = zip(predictions.labels, predictions.classes, strict=True)
     return [label == prediction for label, prediction in pairs]
 

@@ -159,6 +159,10 @@ class EnvelopeScores:
             digest, summary = values["digest"], values["summary"]
         except (KeyError, TypeError) as error:
             raise BadInput(f"these are not envelope scores: {error}") from None
+        correlations = [score.r for score in scores.recordings]
+        correlations += [score.r for score in scores.subjects]
+        if not scores.subjects or not all(-1 <= r <= 1 for r in correlations):
+            raise BadInput("these are not envelope scores: r should be between -1 and 1")
         if digest != scores.digest:
             raise BadInput(
                 f"these scores were edited: their digest is {scores.digest}, not {digest}; "
@@ -180,6 +184,18 @@ class EnvelopeScores:
         return _plain(
             {name: values[name] for name in ("settings", "recordings", "subjects", "null")}
         )
+
+
+@dataclass(frozen=True)
+class StoredScores:
+    """The types of the values that `EnvelopeScores.to_dict` returns, to check a stored file."""
+
+    settings: Settings
+    recordings: tuple[RecordingScore, ...]
+    subjects: tuple[SubjectScore, ...]
+    null: Null
+    summary: Summary
+    digest: str
 
 
 def _digest(values: dict[str, Any]) -> str:

@@ -7,14 +7,15 @@ a file, a watched run writes it as events, and `load_flow` reads both.
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from frostlab.errors import BadInput, FrostlabError, nearest
+from frostlab.errors import BadInput, FrostlabError, first_line, nearest
 from frostlab.records.folder import RunRecord
-from frostlab.records.schema import EvaluationEvent, Event, FlowEvent, FlowPartsEvent
-from frostlab.storage import finite, write_whole
+from frostlab.records.schema import EvaluationEvent, Event, FlowEvent, FlowPartsEvent, read
+from frostlab.storage import finite, parse_json, read_bytes, write_whole
+from frostlab.text import plain
 
 if TYPE_CHECKING:
     from frostlab.flow.diagnosis import DepthRatios
@@ -276,40 +277,82 @@ def flows_of(folder: str | Path) -> dict[str, Flow]:
     events = RunRecord(path).events()
     if not events:
         raise BadInput(f"load_flow: {path} is not a run: it has no events")
+    where = f"load_flow: the flow in {path}/events.jsonl"
     try:
-        return _read_events(events)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise BadInput(
-            f"load_flow: the flow in {path}/events.jsonl is damaged: {error!r}"
-        ) from None
+        flows = _read_events(events)
+    except (LookupError, ValueError) as error:  # lists of other lengths than the parts
+        raise BadInput(f"{where} is damaged: {first_line(error)}") from None
+    for flow in flows.values():
+        _check_flow(flow, where)
+    return flows
+
+
+@dataclass(frozen=True)
+class _StoredReport:
+    """A report in a file, with null for NaN and infinity."""
+
+    step: int
+    values: dict[str, list[float | None]]
+    rates: list[float | None]
+    unreached: list[str]
+    largest: dict[str, float | None]
+    ranges: dict[str, float | None]
+    broken: list[int]
+    dead: dict[str, float | None]
+    saturated: dict[str, float | None]
+    entropy: dict[str, list[float | None]]
+
+
+@dataclass(frozen=True)
+class _StoredFlow:
+    """The contents of a file that `Flow.save` wrote."""
+
+    schema: int
+    model: str
+    optimizer: str
+    moved: tuple[str, ...]
+    verified: bool
+    groups: tuple[GroupFacts, ...]
+    parts: tuple[PartFacts, ...]
+    reports: list[_StoredReport]
 
 
 def _load_file(path: Path) -> Flow:
+    where = f"load_flow: {path}"
     try:
-        data = json.loads(path.read_text())
-    except OSError as error:
-        raise BadInput(f"load_flow: {path}: {error.strerror}") from None
-    except ValueError:
-        raise BadInput(f"load_flow: {path} is not JSON") from None
+        data = parse_json(read_bytes(path), where)
+    except FileNotFoundError:
+        raise BadInput(f"{where}: No such file or directory") from None
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        raise BadInput(f"load_flow: {path} is not a flow of schema {SCHEMA}; `flow.save` makes one")
-    try:
-        flow = _flow_without_reports(data)
-        flow.moved, flow.verified = tuple(data["moved"]), data["verified"]
-        flow._reports = [
-            Report(**{f.name: _nan_for_null(values[f.name]) for f in fields(Report)})
-            for values in data["reports"]
-        ]
-    except (AttributeError, KeyError, TypeError) as error:
-        raise BadInput(f"load_flow: {path} is damaged: {error}") from None
+        raise BadInput(f"{where} is not a flow of schema {SCHEMA}; `flow.save` makes one")
+    stored = read(_StoredFlow, data, where)
+    flow = Flow(stored.model, stored.optimizer)
+    flow.parts, flow.groups = stored.parts, stored.groups
+    flow.moved, flow.verified = stored.moved, stored.verified
+    flow._reports = [
+        Report(**{name: _nan_for_null(value) for name, value in vars(report).items()})
+        for report in stored.reports
+    ]
+    _check_flow(flow, where)
     return flow
 
 
-def _flow_without_reports(values: dict[str, Any]) -> Flow:
-    flow = Flow(values["model"], values["optimizer"])
-    flow.parts = tuple(PartFacts.from_dict(part) for part in values["parts"])
-    flow.groups = tuple(GroupFacts(**group) for group in values["groups"])
-    return flow
+def _check_flow(flow: Flow, where: str) -> None:
+    """Refuse a flow whose reports do not fit its parts, or whose parts do not fit its groups."""
+    groups, parts = range(len(flow.groups)), range(len(flow.parts))
+    for part in flow.parts:
+        if any(group not in groups for group in part.groups):
+            raise BadInput(f"{where}: groups of the part {plain(part.name)} do not exist")
+    for report in flow.reports:
+        lengths = {len(numbers) for numbers in report.values.values()}
+        if report.values.keys() != QUANTITIES.keys() or lengths != {len(parts)}:
+            raise BadInput(f"{where}: values of step {report.step} do not fit the parts")
+        if len(report.rates) != len(groups):
+            raise BadInput(f"{where}: rates of step {report.step} do not fit the groups")
+        if any(index not in parts for index in report.broken):
+            raise BadInput(f"{where}: broken of step {report.step} names no part")
+        if report.largest.keys() != set(_DEPTHS):
+            raise BadInput(f"{where}: largest of step {report.step} should have {_DEPTHS}")
 
 
 def _nan_for_null(value: Any) -> Any:
@@ -372,7 +415,9 @@ def _read_events(events: Iterable[Event]) -> dict[str, Flow]:
     for event in events:
         if isinstance(event, FlowPartsEvent):
             stage, front = event.stage, event.front
-            flows[stage] = _flow_without_reports(asdict(event))
+            flow = flows[stage] = Flow(event.model, event.optimizer)
+            flow.parts = tuple(PartFacts.from_dict(vars(part)) for part in event.parts)
+            flow.groups = tuple(GroupFacts(**vars(group)) for group in event.groups)
             reports.setdefault(stage, {})
         elif isinstance(event, FlowEvent):
             reports[stage][event.step] = _read_report(event, flows[stage].parts, front)

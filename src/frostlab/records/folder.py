@@ -6,9 +6,9 @@ so it is complete or absent.
 
 import errno
 import glob
+import io
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar, overload
 
 from frostlab.errors import BadInput, FrostlabError
-from frostlab.records.reader import parse
+from frostlab.records.reader import check_numbers, parse, read
 from frostlab.records.schema import (
     EVENTS,
     Digests,
@@ -28,20 +28,34 @@ from frostlab.records.schema import (
     Event,
     FlowPartsEvent,
     NoteEvent,
+    Predictions,
     Result,
     ResumeEvent,
     StageEvent,
     StartEvent,
     read_digests,
     read_event,
+    read_predictions,
     read_result,
 )
-from frostlab.storage import Lock, finite, write_whole
+from frostlab.storage import (
+    Lock,
+    check_name,
+    finite,
+    open_append,
+    read_bytes,
+    read_json,
+    read_lines,
+    remove_temporary,
+    whole_folder,
+    write_whole,
+)
 
 if TYPE_CHECKING:
     from frostlab.recipe.recipe import Recipe
 
 _Kind = TypeVar("_Kind", bound=Event)
+_BLOCK = 1 << 20  # bytes that are read at once to find the last complete event
 
 
 class RunFolder:
@@ -55,17 +69,15 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path, files: dict[str, str], **start: Any) -> "RunFolder":
         """Create a folder with its first files and its start event in one atomic rename."""
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        folder = cls(temporary)
+        folder = cls(path)
         try:
-            folder.open()
-            for name, text in files.items():
-                write_whole(temporary / name, text)
-            folder.event("start", 0, **start)
-            os.replace(temporary, path)
+            with whole_folder(path) as folder.path:
+                folder.open()
+                for name, text in files.items():
+                    write_whole(folder.path / name, text)
+                folder.event("start", 0, **start)
         except BaseException as error:
             folder.close()
-            shutil.rmtree(temporary, ignore_errors=True)
             if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 raise FileExistsError(str(path)) from None
             if isinstance(error, OSError):
@@ -75,7 +87,10 @@ class RunFolder:
         return folder
 
     def open(self) -> "RunFolder":
-        """Lock the folder and open its events; refuse a folder that another process has locked."""
+        """Lock the folder and open its events; refuse a folder that another process has locked.
+
+        Temporary files that a killed process left behind are removed.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = Lock(self.path / "run.lock")
@@ -85,8 +100,12 @@ class RunFolder:
         if not taken:
             raise BadInput(f"{self.path}: another process is running in it")
         self._lock = lock
-        mend_events(self.path / "events.jsonl")
-        self._events = (self.path / "events.jsonl").open("a", encoding="utf-8")
+        try:
+            remove_temporary(self.path)
+            self._events = _open_events(self.path / "events.jsonl")
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def close(self) -> None:
@@ -126,24 +145,30 @@ class RunFolder:
         return effective(read_events(self.path / "events.jsonl"))
 
 
-def mend_events(path: Path) -> None:
-    """Cut off a last line that a crash left unfinished."""
-    try:
-        with path.open("rb+") as file:
-            content = file.read()
-            if content and not content.endswith(b"\n"):
-                file.truncate(content.rfind(b"\n") + 1)
-    except FileNotFoundError:
-        pass
+def _open_events(path: Path) -> TextIO:
+    """Open the events to append; cut off a last line that a crash left unfinished."""
+    file = open_append(path)
+    end = size = file.seek(0, os.SEEK_END)
+    while end:
+        begin = max(0, end - _BLOCK)
+        file.seek(begin)
+        newline = file.read(end - begin).rfind(b"\n")
+        if newline >= 0:
+            end = begin + newline + 1
+            break
+        end = begin
+    if end < size:
+        file.truncate(end)
+    return io.TextIOWrapper(file, encoding="utf-8", write_through=True)
 
 
 def read_events(path: Path) -> Iterator[Event]:
     """Yield the events of a file; skip lines that a crash truncated, refuse invalid events."""
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for number, line in enumerate(file, 1):
-                if (event := read_event(line, f"{path} line {number}")) is not None:
-                    yield event
+        for number, line in enumerate(read_lines(path), 1):
+            text = line.decode("utf-8", errors="replace")
+            if (event := read_event(text, f"{path} line {number}")) is not None:
+                yield event
     except FileNotFoundError:
         return
 
@@ -181,7 +206,7 @@ def start_of(folder: Path) -> StartEvent | None:
 
 def new_folder(runs: Path, name: str) -> Path:
     """Return the first of `name`, `name-2`, … under `runs` that is absent or empty."""
-    path, number = runs / name, 2
+    path, number = runs / check_name(name, "the run's name"), 2
     while path.exists() and any(path.iterdir() if path.is_dir() else [path]):
         path, number = runs / f"{name}-{number}", number + 1
     return path
@@ -213,6 +238,7 @@ def own_folder(runs: Path, name: str, resume: bool, digest: str) -> tuple[Path, 
     With `resume`, this is the newest unfinished run of the recipe, or a new folder if the recipe
     has no run yet: the first command and its repetitions can then be the same.
     """
+    check_name(name, "the run's name")
     if not resume:
         return new_folder(runs, name), False
     same = [path for path in runs.glob(f"{glob.escape(name)}*") if _has_recipe(path, digest)]
@@ -318,15 +344,21 @@ class RunRecord:
     @cached_property
     def environment(self) -> dict[str, Any]:
         """The machine, the libraries and the command at the start of the run."""
-        path = self.folder / "environment.json"
-        if (values := parse(self._text(path.name))) is None:
-            raise BadInput(f"{path} is not a JSON object")
-        return values
+        return read_environment(self.folder)
 
     @cached_property
     def digests(self) -> Digests:
         """The digests of the initial weights, the data and the frozen tensors."""
         return read_digests(self._text("digests.json"), self.folder / "digests.json")
+
+    @cached_property
+    def predictions(self) -> Predictions | None:
+        """The predicted classes of the report split; None if the run has no such file."""
+        path = self.folder / "predictions.json"
+        try:
+            return read_predictions(read_bytes(path), path)
+        except FileNotFoundError:
+            return None
 
     @cached_property
     def start(self) -> StartEvent:
@@ -347,12 +379,24 @@ class RunRecord:
     def _events(self) -> list[Event]:
         return effective(read_events(self.folder / "events.jsonl"))
 
-    def _text(self, name: str) -> str:
-        path = self.folder / name
+    def _text(self, name: str) -> bytes:
         try:
-            return path.read_text(encoding="utf-8", errors="replace")
+            return read_bytes(self.folder / name)
         except FileNotFoundError:
-            raise BadInput(f"{path} does not exist (yet)") from None
+            raise BadInput(f"{self.folder / name} does not exist (yet)") from None
+
+
+def read_environment(folder: Path) -> dict[str, Any]:
+    """Return the contents of environment.json: the machine, the libraries and the command."""
+    path = folder / "environment.json"
+    try:
+        values = parse(read_bytes(path))
+    except FileNotFoundError:
+        raise BadInput(f"{path} does not exist (yet)") from None
+    if values is None:
+        raise BadInput(f"{path} is not a JSON object")
+    check_numbers(values, path)
+    return values
 
 
 def load_run(folder: str | Path) -> RunRecord:
@@ -389,23 +433,46 @@ def scores_file(
     }
 
 
+@dataclass(frozen=True)
+class ScoresFile:
+    """The contents of scores.json."""
+
+    schema: int
+    best: dict[str, float]  # split → the best achievable r
+    splits: dict[str, dict[str, Any]]  # split → decoder → its scores
+
+
 def read_scores(folder: Path) -> dict[str, dict[str, Any]]:
     """Return a run's scores by split and decoder, checked against their digests and the result."""
-    from frostlab.envelopes.scores import EnvelopeScores
+    return _read_scores(folder)[0]
 
+
+def best_scores(folder: Path) -> dict[str, float]:
+    """Return the best achievable r by split, from scores.json."""
+    return _read_scores(folder)[1]
+
+
+def _read_scores(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
+    from frostlab.envelopes.scores import EnvelopeScores, StoredScores
+
+    path = folder / SCORES
     try:
-        splits = json.loads((folder / SCORES).read_text(encoding="utf-8"))["splits"]
+        file = read(ScoresFile, read_json(path), path)
+    except FileNotFoundError:
+        raise BadInput(f"{path} cannot be read (No such file or directory)") from None
+    for split, decoders in file.splits.items():
+        for name, values in decoders.items():
+            read(StoredScores, values, f"{path}: {split!a:.40} {name!a:.40}")
+    try:
         scores = {
             split: {name: EnvelopeScores.from_dict(values) for name, values in decoders.items()}
-            for split, decoders in splits.items()
+            for split, decoders in file.splits.items()
         }
         if _digests(RunRecord(folder).result.scores or {}) != _digests(scores):
             raise BadInput("these scores were edited: they do not match result.json")
-        return scores
     except BadInput as error:
-        raise BadInput(f"{folder / SCORES}: {error}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadInput(f"{folder / SCORES} cannot be read ({error})") from None
+        raise BadInput(f"{path}: {error}") from None
+    return scores, file.best
 
 
 def _digests(scores: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, str]]:
@@ -422,8 +489,7 @@ def scores_lines(folder: Path) -> list[str]:
     from frostlab.envelopes.scores import scores_table
 
     try:
-        scores = read_scores(folder)
-        best = json.loads((folder / SCORES).read_text(encoding="utf-8")).get("best", {})
+        scores, best = _read_scores(folder)
         tables = [
             (SPLITS.get(split, split), scores_table(decoders, best.get(split)))
             for split, decoders in scores.items()

@@ -15,8 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from frostlab.errors import BadInput, nearest
-from frostlab.records.reader import SCHEMA
-from frostlab.storage import is_locked
+from frostlab.records.reader import SCHEMA, read
+from frostlab.storage import (
+    is_locked,
+    open_regular,
+    parse_json,
+    read_bytes,
+    remove_temporary,
+    whole_file,
+)
 from frostlab.text import columns, hms, number, plain, short
 
 if TYPE_CHECKING:  # functions import it only for runs that the index does not have
@@ -64,12 +71,12 @@ def list_runs(root: Path) -> list[Summary]:
     stored, entries, runs, settled = _load(root), _Entries(), [], time.time_ns() - _SETTLED
     for name, signature in _run_folders(root):
         entry = stored.get(name)
-        if entry is not None and entry[0] == signature:
-            run, readable = Summary(name, root / name, *entry[1]), True
-        else:
-            run, readable = _read(root / name)
+        run = _stored_summary(root / name, signature, entry)
+        if run is None or entry is None:
+            run = _read(root / name)
             entry = [signature, [getattr(run, field) for field in _STORED]]
-        if readable and max(signature[0], signature[2]) < settled:
+        # a damaged run may become readable without a change of its files, so read it every time
+        if run.status != "damaged" and max(signature[0], signature[2]) < settled:
             entries[name] = entry
         runs.append(_with_lock(run))
     if entries != stored:
@@ -79,7 +86,7 @@ def list_runs(root: Path) -> list[Summary]:
 
 def read_run(folder: Path) -> Summary:
     """Summarise one run from its files alone."""
-    return _with_lock(_read(Path(os.path.abspath(folder)))[0])  # `.` alone has no name
+    return _with_lock(_read(Path(os.path.abspath(folder))))  # `.` alone has no name
 
 
 def is_run(folder: Path) -> bool:
@@ -105,7 +112,7 @@ def find_run(root: Path, text: str) -> Path:
 def result_of(folder: Path) -> "Result | None":
     """Return a run's result, or None if it is not written yet; raise BadInput if damaged."""
     try:
-        text = (folder / RESULT).read_bytes()
+        text = read_bytes(folder / RESULT)
     except FileNotFoundError:
         return None
     from frostlab.records.schema import read_result
@@ -137,15 +144,15 @@ def _with_lock(run: Summary) -> Summary:
     return run if idle else replace(run, status="running", error=None)
 
 
-def _read(folder: Path) -> tuple[Summary, bool]:
-    """Summarise a run without checking its lock; also return whether its files could be read."""
+def _read(folder: Path) -> Summary:
+    """Summarise a run without checking its lock."""
     try:
-        return _summary(folder), True
-    except OSError as error:  # the same files may be readable later, so do not index this
+        return _summary(folder)
+    except OSError as error:
         reason = f"{Path(error.filename or folder).name}: {error.strerror}"
-        return Summary(folder.name, folder, "damaged", error=reason), False
     except BadInput as error:
-        return Summary(folder.name, folder, "damaged", error=str(error)), True
+        reason = str(error)
+    return Summary(folder.name, folder, "damaged", error=reason)
 
 
 def _summary(folder: Path) -> Summary:
@@ -208,11 +215,11 @@ def _ends(folder: Path, strict: bool) -> "tuple[StartEvent | None, Iterator[Even
     from frostlab.records.schema import StartEvent, read_event
 
     try:
-        with open(folder / EVENTS, "rb") as file:
+        with open_regular(folder / EVENTS) as file:
             head = tail = file.read(_HEAD)
             if strict and len(head) == _HEAD:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-                tail = file.read()
+                tail = file.read(_TAIL)
     except FileNotFoundError:
         return None, iter(())
     line, ended, _ = head.partition(b"\n")
@@ -241,22 +248,30 @@ def _backwards(text: bytes) -> "Iterator[Event]":
 def _load(root: Path) -> _Entries:
     """Return the stored entries; empty if the file is absent, damaged or of another version."""
     try:
-        head, _, body = (root / INDEX).read_bytes().partition(b"\n")
-        return json.loads(body) if json.loads(head) == _header(body) else {}
-    except (OSError, ValueError, RecursionError):
+        head, _, body = read_bytes(root / INDEX).partition(b"\n")
+        entries = parse_json(body, INDEX) if parse_json(head, INDEX) == _header(body) else {}
+    except (OSError, BadInput):
         return {}
+    return entries if isinstance(entries, dict) else {}
+
+
+def _stored_summary(folder: Path, signature: list[int], entry: object) -> Summary | None:
+    """Return the summary in an entry; None if the entry is absent, outdated or damaged."""
+    match entry:
+        case [list(stored), list(values)] if stored == signature and len(values) == len(_STORED):
+            facts = {**dict(zip(_STORED, values, strict=True)), "name": folder.name}
+            with contextlib.suppress(BadInput):
+                return read(Summary, {**facts, "folder": folder}, INDEX)
+    return None
 
 
 def _save(root: Path, entries: _Entries) -> None:
     """Replace the index atomically; if that fails, the old index stays."""
     body = json.dumps(entries, separators=(",", ":")).encode()
-    draft = root / f"{INDEX}.{os.getpid()}.tmp"
-    try:
-        draft.write_bytes(json.dumps(_header(body)).encode() + b"\n" + body)
-        os.replace(draft, root / INDEX)
-    except OSError:
-        with contextlib.suppress(OSError):
-            draft.unlink()
+    with contextlib.suppress(OSError):
+        remove_temporary(root, INDEX)  # at worst, another listing's index is not saved
+        with whole_file(root / INDEX) as temporary:
+            temporary.write_bytes(json.dumps(_header(body)).encode() + b"\n" + body)
 
 
 def _header(body: bytes) -> list[int | str]:

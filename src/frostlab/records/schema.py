@@ -6,6 +6,7 @@ add, remove or rename a key, raise `SCHEMA` and update docs/runs.md: a test chec
 lists the same keys. In comments, `null` is JSON's null, which is None in Python.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
@@ -234,6 +235,18 @@ class Digests:
     weights: dict[str, str]  # digest of every part of the treated model, by key
     touched: list[str]  # keys of the parts to which the treatment gave new values
     frozen: dict[str, str]  # digest of every frozen tensor, by name
+
+
+# predictions.json
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """predictions.json: the class of every example of the report split, and the predicted one."""
+
+    split: str  # report
+    labels: list[int]  # the class of each example
+    classes: list[int]  # the predicted class of each example
 
 
 # events.jsonl
@@ -485,6 +498,9 @@ EVENTS: dict[str, type[Event]] = {
 
 # Reading
 
+# the name of a checkpoint's folder: steps done, and the stage if it is not the first
+CHECKPOINT_NAME = re.compile(r"step-([0-9]{9,18})(?:-stage-([0-9]{1,6}))?")
+
 
 def read_result(text: bytes | str, where: object) -> Result:
     """Parse the text of result.json, or refuse it with a one-line error."""
@@ -492,7 +508,15 @@ def read_result(text: bytes | str, where: object) -> Result:
     if values is None:
         raise BadInput(f"{where} is not a JSON object")
     _check_schema(values, where)
-    return read(Result, values, where)
+    result = read(Result, values, where)
+    if (checkpoint := result.checkpoint) is not None:
+        folder, _, name = checkpoint.partition("/")
+        if folder != "checkpoints" or not CHECKPOINT_NAME.fullmatch(name):
+            raise BadInput(
+                f"{where}: checkpoint should be checkpoints/step-NNNNNNNNN, "
+                f"but is {checkpoint!r:.80}"
+            )
+    return result
 
 
 def read_digests(text: bytes | str, where: object) -> Digests:
@@ -501,6 +525,17 @@ def read_digests(text: bytes | str, where: object) -> Digests:
     if values is None:
         raise BadInput(f"{where} is not a JSON object")
     return read(Digests, values, where)
+
+
+def read_predictions(text: bytes | str, where: object) -> Predictions:
+    """Parse the text of predictions.json, or refuse it with a one-line error."""
+    values = parse(text)
+    if values is None:
+        raise BadInput(f"{where} is not a JSON object")
+    predictions = read(Predictions, values, where)
+    if len(predictions.labels) != len(predictions.classes):
+        raise BadInput(f"{where}: classes should have as many values as labels")
+    return predictions
 
 
 def read_event(line: bytes | str, where: object) -> Event | None:
@@ -512,10 +547,12 @@ def read_event(line: bytes | str, where: object) -> Event | None:
     if kind == "start":
         _check_schema(values, where)
     if not isinstance(kind, str) or kind not in EVENTS:
-        raise BadInput(f"{where}: kind should be one of {', '.join(EVENTS)}, but is {kind!r}")
+        raise BadInput(f"{where}: kind should be one of {', '.join(EVENTS)}, but is {kind!r:.60}")
     return read(EVENTS[kind], values, where)
 
 
 def _check_schema(values: Mapping[str, Any], where: object) -> None:
     if (version := values.get("schema", SCHEMA)) != SCHEMA:
-        raise BadInput(f"{where}: its records have schema {version}, this frostlab reads {SCHEMA}")
+        raise BadInput(
+            f"{where}: its records have schema {version!r:.60}, this frostlab reads {SCHEMA}"
+        )

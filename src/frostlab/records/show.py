@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from frostlab.errors import BadInput
-from frostlab.records.folder import effective, scores_lines
+from frostlab.records.folder import effective, read_environment, scores_lines
 from frostlab.records.index import EVENTS, RESULT, Summary, is_run, read_run, result_of
-from frostlab.records.reader import parse
 from frostlab.records.schema import (
     EvaluationEvent,
     Event,
@@ -23,6 +22,7 @@ from frostlab.records.schema import (
     Stage,
     read_event,
 )
+from frostlab.storage import read_lines
 from frostlab.text import NONE, columns, hms, number, plain
 
 
@@ -251,8 +251,8 @@ def _read(folder: Path) -> _Run:
     recipe = _recipe(folder)
     differences, digest = _differences(recipe)
     environment = None
-    with contextlib.suppress(OSError):
-        environment = parse((folder / "environment.json").read_bytes())
+    with contextlib.suppress(BadInput):
+        environment = read_environment(folder)
     return _Run(
         read_run(folder), result, events, damaged, recipe, digest, differences, environment
     )  # fmt: skip
@@ -260,21 +260,25 @@ def _read(folder: Path) -> _Run:
 
 def _events(folder: Path) -> tuple[list[Event], list[str]]:
     """Return the events, and the reason for each complete line that cannot be read."""
+    events: list[Event] = []
+    damaged: list[str] = []
     try:
-        lines = (folder / EVENTS).read_bytes().split(b"\n")[:-1]
-    except OSError:
-        return [], []
-    events, damaged = [], []
-    for place, line in enumerate(lines, 1):
-        try:
-            event = read_event(line, f"line {place}")
-        except BadInput as error:
-            damaged.append(str(error))
-        else:
-            if event is None:
-                damaged.append(f"line {place} is not a JSON object")
+        for place, line in enumerate(read_lines(folder / EVENTS), 1):
+            if not line.endswith(b"\n"):
+                break  # not complete
+            try:
+                event = read_event(line, f"line {place}")
+            except BadInput as error:
+                damaged.append(str(error))
             else:
-                events.append(event)
+                if event is None:
+                    damaged.append(f"line {place} is not a JSON object")
+                else:
+                    events.append(event)
+    except FileNotFoundError:
+        pass
+    except BadInput as error:  # the rest of the file cannot be read
+        damaged.append(str(error))
     return effective(events), damaged
 
 

@@ -12,6 +12,7 @@ from frostlab.roles.parts import Part, Slot
 
 _ATTRIBUTE = "_frostlab_origins"  # attribute of a model: part key → (origin, digest of the values)
 _PROJECTIONS = 4  # random projections in a fingerprint
+FINGERPRINT = 1 + _PROJECTIONS  # numbers in a fingerprint
 _TOLERANCE = 1e-6  # largest difference by rounding between two fingerprints of a tensor
 
 
@@ -22,13 +23,23 @@ class Origin:
     method: Literal["orthogonalize", "randomize"]
     scope: Literal["head", "matrix"] | None = None
     source: Literal["weights", "gaussian"] | None = None
-    std: float | str | None = None
+    std: float | Literal["match"] | None = None
     seed: int | None = None  # None: nothing was drawn
 
     @property
     def reads_weights(self) -> bool:
         """Whether the new values depend on the old ones."""
         return self.seed is None or self.std == "match"
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether a call of `orthogonalize` or `randomize` can have this origin."""
+        if self.method == "orthogonalize":
+            drawn = self.source == "gaussian"
+            known = self.scope is not None and self.source is not None and self.std is None
+            return known and drawn == (self.seed is not None)
+        positive = self.std == "match" or (self.std is not None and float(self.std) > 0)
+        return positive and self.seed is not None and self.scope is None and self.source is None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values that are not None, for JSON."""

@@ -66,8 +66,8 @@ def randomize(
 
 def _seed(source: str, seed: int) -> int | None:
     """Return the seed, or None if the source of the values is not a draw."""
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise BadInput(f"seed={seed!r} is not an integer")
+    if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**63:
+        raise BadInput(f"seed={seed!r:.60} is not an integer of at most 64 bits")
     return seed if source == "gaussian" else None
 
 
@@ -109,6 +109,7 @@ def _check_matrix(part: Part, origin: Origin) -> None:
 
 def renewed(part: Part, slot: Slot, origin: Origin) -> Tensor:
     """Return the values of a part that has this origin, without writing them."""
+    _check_matrix(part, origin)
     if origin.reads_weights:
         _check_finite(part, slot, origin)
     return next(_renew([part], {part.name: slot}, origin))

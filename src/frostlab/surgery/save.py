@@ -7,6 +7,7 @@ the manifest, and otherwise regenerates the values from their recorded origin.
 
 import json
 import os
+import re
 import shutil
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -22,29 +23,66 @@ from frostlab.roles.parts import Part, Slot
 from frostlab.roles.read import survey
 from frostlab.roles.snapshot import Anatomy
 from frostlab.storage import (
+    Lock,
     file_digest,
     load_tensors,
+    parse_json,
+    read_bytes,
+    remove_temporary,
     save_tensors,
     use_default_mode,
     whole_folder,
     write_whole,
 )
 from frostlab.surgery.freeze import frozen_statistics, refuse_untouchable, refuse_wrapped
-from frostlab.surgery.origin import Origin, fingerprint, origin_of, same_fingerprint
+from frostlab.surgery.origin import (
+    FINGERPRINT,
+    Origin,
+    fingerprint,
+    origin_of,
+    same_fingerprint,
+)
 from frostlab.surgery.orthogonal import renewed
+from frostlab.text import plain, short
+from frostlab.typed import read
 
 FORMAT = 1
 _MANIFEST = "delta.json"
-# Tensor files of a delta, and temporary files of an interrupted save.
-_LEFTOVERS = ("trainable-*.safetensors", ".trainable-*.tmp", f".{_MANIFEST}.*.tmp")
-_FIELDS = {  # manifest key → type
-    "model": str,
-    "architecture": dict,
-    "trainable": list,
-    "buffers": list,
-    "frozen": dict,
-    "statistics": dict,
-}
+_TENSORS = re.compile(r"trainable-[0-9a-f]{12}\.safetensors")  # name of a delta's tensor file
+# Files that a delta folder may hold: tensor files, and temporary files of an interrupted save.
+_OWN = (_MANIFEST, "trainable-*.safetensors", ".trainable-*.tmp", f".{_MANIFEST}.*.tmp")
+_WAIT = 60.0  # seconds to wait for another process that saves to the same folder
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """The file with the tensors of a delta."""
+
+    file: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class FrozenPart:
+    """The record of a frozen part, by which its values are recognised or regenerated."""
+
+    fingerprint: list[float]
+    origin: Origin | None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of delta.json."""
+
+    format: int
+    frostlab: str  # version that wrote the delta
+    model: str  # class of the model
+    architecture: dict[str, list[list[int]]]  # part → its shape and its heads
+    trainable: list[str]
+    buffers: list[str]
+    frozen: dict[str, FrozenPart]
+    statistics: dict[str, list[float]]  # frozen buffer → its fingerprint
+    tensors: TensorFile
 
 
 @dataclass(frozen=True)
@@ -52,7 +90,7 @@ class Delta:
     """The contents of a delta folder."""
 
     folder: Path
-    manifest: dict[str, Any]
+    manifest: Manifest
     tensors: dict[str, Tensor]
 
 
@@ -120,15 +158,16 @@ def load_trainable(model: nn.Module, folder: str | Path) -> None:
     values: list[tuple[Part, Tensor]] = []
     for key, part in parts.items():
         if key in delta.tensors:
+            _check_alike(delta, key, slots[part.name].read(part.rows))
             values.append((part, delta.tensors[key]))
         else:
-            value = _frozen_value(part, slots[part.name], delta.manifest["frozen"][key])
+            value = _frozen_value(part, slots[part.name], delta.manifest.frozen[key])
             if value is not None:
                 values.append((part, value))
     with torch.no_grad():
         for part, value in values:
             slots[part.name].write(value.to(slots[part.name].pieces[0].parameter), part.rows)
-        for name in delta.manifest["buffers"]:
+        for name in delta.manifest.buffers:
             buffers[name].copy_(delta.tensors[name])
 
 
@@ -191,64 +230,84 @@ def _signature(anatomy: Anatomy) -> dict[str, list[list[int]]]:
 
 
 def _check_architecture(anatomy: Anatomy, delta: Delta) -> None:
-    signature, saved = _signature(anatomy), delta.manifest["architecture"]
-    if signature == saved and anatomy.model == delta.manifest["model"]:
+    signature, saved = _signature(anatomy), delta.manifest.architecture
+    if signature == saved and anatomy.model == delta.manifest.model:
         return
     if signature == saved:
         raise BadInput(
-            f"load_trainable: {delta.folder} was saved from a {delta.manifest['model']}, "
+            f"load_trainable: {delta.folder} was saved from a {_shown(delta.manifest.model)}, "
             f"this is a {anatomy.model}"
         )
     name = next(k for k in {**saved, **signature} if signature.get(k) != saved.get(k))
     raise BadInput(
-        f"load_trainable: {delta.folder} was saved from another {delta.manifest['model']}: "
-        f"{name} is {saved.get(name, 'absent')} there, "
+        f"load_trainable: {delta.folder} was saved from another "
+        f"{_shown(delta.manifest.model)}: "
+        f"{_shown(name)} is {_shown(saved.get(name, 'absent'))} there, "
         f"{signature.get(name, 'absent')} in this "
         f"{anatomy.model}"
     )
 
 
+def _shown(value: object) -> str:
+    """Return a value of a manifest for an error message: one short line."""
+    return short(plain(value), 80)
+
+
 def _check_complete(delta: Delta, parts: dict[str, Part]) -> None:
     """Check that the delta has a value or a frozen record for every part, and no unknown parts."""
-    stored = delta.tensors.keys() - set(delta.manifest["buffers"])
+    stored = delta.tensors.keys() - set(delta.manifest.buffers)
     missing = parts.keys() - stored
-    frozen = delta.manifest["frozen"].keys()
+    frozen = delta.manifest.frozen.keys()
     if wrong := sorted((missing - frozen) | (stored - parts.keys())):
         raise BadInput(
-            f"load_trainable: {delta.folder} has no value for {wrong[0]}, or the model has no "
-            "such part"
+            f"load_trainable: {delta.folder} has no value for {_shown(wrong[0])}, or the model has "
+            "no such part"
         )
+
+
+def _check_alike(delta: Delta, name: str, current: Tensor) -> None:
+    """Check that a stored tensor has the shape and data type of the model's tensor."""
+    stored = delta.tensors[name]
+    if stored.shape != current.shape or stored.dtype != current.dtype:
+        raise BadInput(
+            f"load_trainable: {name} of {delta.folder} is {_kind(stored)}, "
+            f"{_kind(current)} in this model"
+        )
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _check_buffers(delta: Delta, buffers: dict[str, Tensor]) -> None:
     """Check that saved buffers fit this model and that its frozen statistics match the manifest."""
-    for name in delta.manifest["buffers"]:
-        buffer = buffers.get(name)
-        stored = delta.tensors.get(name)
-        if buffer is None or stored is None or buffer.shape != stored.shape:
+    for name in delta.manifest.buffers:
+        if name not in buffers or name not in delta.tensors:
             raise BadInput(
-                f"load_trainable: the buffer {name} of {delta.folder} does not fit this model"
+                f"load_trainable: the buffer {_shown(name)} of {delta.folder} does not fit this "
+                "model"
             )
-    for name, wanted in delta.manifest["statistics"].items():
+        _check_alike(delta, name, buffers[name])
+    for name, wanted in delta.manifest.statistics.items():
         buffer = buffers.get(name)
         if buffer is None or not same_fingerprint(fingerprint(buffer), wanted):
             raise BadInput(
-                f"load_trainable: the frozen statistics {name} differ from this model's; "
+                f"load_trainable: the frozen statistics {_shown(name)} differ from this model's; "
                 'load the same base, or save with frozen="store"'
             )
 
 
-def _frozen_value(part: Part, slot: Slot, record: dict[str, Any]) -> Tensor | None:
+def _frozen_value(part: Part, slot: Slot, record: FrozenPart) -> Tensor | None:
     """Regenerate and check a frozen part's value; return None if the model already has it."""
-    wanted = record["fingerprint"]
+    wanted = record.fingerprint
     if same_fingerprint(fingerprint(slot.read(part.rows)), wanted):
         return None
-    if record["origin"] is None:
+    if record.origin is None:
         raise BadInput(
             f"load_trainable: {part.key} was frozen and not stored, and this model has other "
             'values; load the same base, or save with frozen="store"'
         )
-    value = renewed(part, slot, Origin(**record["origin"])).to(slot.pieces[0].parameter.dtype)
+    value = renewed(part, slot, record.origin).to(slot.pieces[0].parameter.dtype)
     if not same_fingerprint(fingerprint(value), wanted):
         raise BadInput(
             f"load_trainable: {part.key}, regenerated, differs from the values in training; "
@@ -258,62 +317,69 @@ def _frozen_value(part: Part, slot: Slot, record: dict[str, Any]) -> Tensor | No
 
 
 def write_delta(folder: Path, tensors: dict[str, Tensor], manifest: dict[str, Any]) -> Path:
-    """Write the tensors, then replace the manifest; until then an older delta stays valid."""
+    """Write the tensors, then replace the manifest; until then an older delta stays valid.
+
+    Afterwards, remove the older tensor file, and files that an interrupted save left behind.
+    """
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"save_trainable: {folder} is a file, not a folder")
-    if folder.is_dir() and not all(map(_belongs_to_delta, folder.iterdir())):
-        raise BadInput(f"save_trainable: {folder} holds other files; choose an empty folder")
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"trainable-{uuid4().hex[:12]}.safetensors"
+    lock = Lock(folder.resolve())
+    if not lock.acquire(_WAIT):
+        raise BadInput(f"save_trainable: another process is saving to {folder}")
     try:
-        save_tensors(path, tensors)
-        complete = {**manifest, "tensors": {"file": path.name, "sha256": file_digest(path)}}
-        former = _named_tensors(folder)
-        write_whole(folder / _MANIFEST, json.dumps(complete, indent=1, sort_keys=True))
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-    if former is not None:  # delete no other file: another process may be saving
-        (folder / former).unlink(missing_ok=True)
+        if not all(any(path.match(name) for name in _OWN) for path in folder.iterdir()):
+            raise BadInput(f"save_trainable: {folder} holds other files; choose an empty folder")
+        path = folder / f"trainable-{uuid4().hex[:12]}.safetensors"
+        try:
+            save_tensors(path, tensors)
+            complete = {**manifest, "tensors": {"file": path.name, "sha256": file_digest(path)}}
+            write_whole(folder / _MANIFEST, json.dumps(complete, indent=1, sort_keys=True))
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        for other in folder.iterdir():
+            if _TENSORS.fullmatch(other.name) and other != path and not other.is_dir():
+                other.unlink()
+        remove_temporary(folder, "trainable-*")
+        remove_temporary(folder, _MANIFEST)
+    finally:
+        lock.release()
     return folder
-
-
-def _belongs_to_delta(path: Path) -> bool:
-    """Return whether a file belongs to a delta or was left by an interrupted save."""
-    return path.name == _MANIFEST or any(path.match(pattern) for pattern in _LEFTOVERS)
-
-
-def _named_tensors(folder: Path) -> str | None:
-    """Return the name of the tensor file in the manifest, or None without a readable manifest."""
-    try:
-        name = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))["tensors"]["file"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return name if isinstance(name, str) and Path(name).name == name else None
 
 
 def read_delta(folder: Path) -> Delta:
     """Read and check a delta folder; raise a one-line error if it is damaged."""
-    path = folder / _MANIFEST
-    if not path.is_file():
-        raise BadInput(f"load_trainable: {folder} is not a delta folder (no {_MANIFEST})")
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        version = manifest["format"]
-        file, sha = folder / manifest["tensors"]["file"], manifest["tensors"]["sha256"]
-        for name, kind in _FIELDS.items():
-            if not isinstance(manifest[name], kind):
-                raise TypeError(f"{name} is not a {kind.__name__}")
-        for record in manifest["frozen"].values():
-            if record["origin"] is not None:
-                Origin(**record["origin"])
-            [float(value) for value in record["fingerprint"]]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadInput(f"load_trainable: {path} is damaged ({error!r})") from None
-    if version != FORMAT:
-        raise BadInput(f"load_trainable: {path} has format {version}, this frostlab reads {FORMAT}")
-    if not file.is_file() or file.parent != folder:
+    manifest = read_manifest(folder)
+    file = folder / manifest.tensors.file
+    if not file.is_file():
         raise BadInput(f"load_trainable: {file} is missing")
-    if file_digest(file) != sha:
+    if file_digest(file) != manifest.tensors.sha256:
         raise BadInput(f"load_trainable: {file} was truncated or changed (its digest differs)")
     return Delta(folder, manifest, load_tensors(file))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a delta folder; raise a one-line error if a value is invalid."""
+    path = folder / _MANIFEST
+    where = f"load_trainable: {path}"
+    try:
+        values = parse_json(read_bytes(path), where)
+    except FileNotFoundError:
+        raise BadInput(f"load_trainable: {folder} is not a delta folder (no {_MANIFEST})") from None
+    version = values.get("format", FORMAT) if isinstance(values, dict) else FORMAT
+    if version != FORMAT:
+        raise BadInput(f"{where} has format {version!r:.60}, this frostlab reads {FORMAT}")
+    manifest = read(Manifest, values, where)
+    name = manifest.tensors.file
+    if not _TENSORS.fullmatch(name):
+        raise BadInput(
+            f"{where}: tensors.file should be trainable-NNNNNNNNNNNN.safetensors, but is "
+            f"{name!r:.60}"
+        )
+    for key, record in manifest.frozen.items():
+        if len(record.fingerprint) != FINGERPRINT:
+            raise BadInput(f"{where}: the fingerprint of {_shown(key)} has a wrong length")
+        if record.origin is not None and not record.origin.is_valid:
+            raise BadInput(f"{where}: the origin of {_shown(key)} is not one that frostlab makes")
+    return manifest

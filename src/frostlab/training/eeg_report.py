@@ -17,7 +17,15 @@ from frostlab.envelopes.ridge import fit_ridge
 from frostlab.envelopes.scores import EnvelopeScores, score_recordings
 from frostlab.errors import BadInput, first_line
 from frostlab.models.conformer import Conformer, electrode_importance
-from frostlab.records.folder import REPORTED, SCORES, SPLITS, RunRecord, read_scores, scores_file
+from frostlab.records.folder import (
+    REPORTED,
+    SCORES,
+    SPLITS,
+    RunRecord,
+    best_scores,
+    read_scores,
+    scores_file,
+)
 from frostlab.storage import build_once, cache_folder, path_inside, write_whole
 from frostlab.training.batches.batch import WindowExamples, in_batches, micro_batches
 from frostlab.training.setup import best_model
@@ -141,7 +149,7 @@ def draw_run(folder: Path, data_dir: Path | None = None) -> Path:
     return eeg_page(
         path_inside(folder, "envelopes"),
         scores,
-        best=json.loads((folder / SCORES).read_text("utf-8"))["best"],  # the best achievable r
+        best=best_scores(folder),
         excerpts=_excerpts(folder, signals),
         kernels=kernel_rows(kernels.numpy(), signals.rate, first=-(kernels.shape[-1] // 2)),
         importance=(signals.channels, _importance(model, signals)),

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from frostlab.devices import prepares_kernels
+from frostlab.errors import FrostlabError
 from frostlab.flow.measurements import parts_event
 from frostlab.flow.probe import own_gradient
 from frostlab.flow.tensors import local
@@ -24,7 +27,7 @@ from frostlab.records.checkpoint import (
     keep_only,
     save_checkpoint,
 )
-from frostlab.storage import load_tensors, save_tensors
+from frostlab.storage import file_digest, load_tensors, save_tensors
 from frostlab.timing.clock import Stopwatch
 from frostlab.training.batches.batch import order_digest
 from frostlab.training.distributed import Compute, full_tensor, place_like, reshard
@@ -268,7 +271,7 @@ def record_stage(context: RunContext, progress: Progress) -> None:
     recipe, stage, entered = context.recipe, context.current.stage, context.current.entered
     counts = count_parameters(context.model)
     supervision = context.objective.supervision
-    best = progress.ended[-1]["best"] if progress.ended else None
+    best = asdict(progress.ended[-1].best) if progress.ended else None
     if context.folder:
         context.folder.event(
             "stage", progress.step, name=stage.name, steps=stage.steps, patience=stage.patience,
@@ -308,7 +311,9 @@ def _record_prefix(context: RunContext, progress: Progress) -> None:
         context.folder.event("prefix", progress.step, **prefix.facts)
 
 
-FLOW_START = "flow-start.safetensors"  # trainable weights at the start of the current stage
+def flow_start(folder: Path, stage: int) -> Path:
+    """Return the path of the file with the trainable weights at the start of a stage."""
+    return folder / f"flow-start{f'-stage-{stage + 1}' if stage else ''}.safetensors"
 
 
 def watch_stage(context: RunContext, progress: Progress, step: EagerStep) -> None:
@@ -339,16 +344,23 @@ def _measure_from_stage_start(context: RunContext, progress: Progress, flow: Liv
 
     The distance that each weight has moved is measured from these values.
     """
-    path = context.path / FLOW_START
+    path = flow_start(context.path, progress.stage)
     names = {id(p): name for name, p in context.model.named_parameters()}
     trainable: dict[str, nn.Parameter] = {names[id(p)]: p for p in flow.probe.layout.parameters}
     if progress.stage_step == 0:
         weights = {name: full_tensor(p.detach()) for name, p in trainable.items()}
         if context.folder is not None:
             save_tensors(path, weights)
+            progress.flow_start = file_digest(path)
+            if progress.stage > 1:  # a run is never resumed more than one stage back
+                flow_start(context.path, progress.stage - 2).unlink(missing_ok=True)
         context.world.wait()
         return
     stored = load_tensors(path)
+    if file_digest(path) != progress.flow_start:
+        raise FrostlabError(f"{path} was changed (its checksum differs)")
+    if any(name not in stored or stored[name].shape != p.shape for name, p in trainable.items()):
+        raise FrostlabError(f"{path} does not fit the model")
     flow.probe.start_at([local(place_like(stored[name], p)) for name, p in trainable.items()])
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ import yaml
 
 from frostlab.data.eeg.recordings import text_of
 from frostlab.devices import choose_device
-from frostlab.errors import BadInput, FrostlabError
+from frostlab.errors import BadInput, DamagedCheckpoint, FrostlabError
 from frostlab.recipe.load import load_recipe, recipe_from, recipe_name
 from frostlab.recipe.recipe import Recipe
 from frostlab.records.checkpoint import Checkpoint, checkpoint_name, keep_only, resumable
@@ -41,6 +42,7 @@ from frostlab.training.setup import (
     best_checkpoint,
     choose_precision,
     load_weights,
+    read_progress,
     restore,
     stage_facts,
     with_threads,
@@ -200,10 +202,14 @@ def _continue(
             raise BadInput(f"--resume: the {name} of {path} have changed since the run began")
     if current.audit is not None:
         current = replace(current, audit=Audit(current.audit.model, recorded.frozen))
-    checkpoint: Checkpoint | None = compute.world.agree(resumable(path))
+    checkpoint, damaged = compute.world.agree(resumable(path))
     if folder is not None:
         supersede_result(folder)
         step = 0 if checkpoint is None else checkpoint.step
+        for file in damaged:
+            line = f"{file} was damaged; the run continues from step {step}"
+            warnings.warn(line, DamagedCheckpoint, stacklevel=3)
+            folder.event("note", step, text=line)
         number = 1 + len(list(path.glob("environment-*.json")))
         folder.write(f"environment-{number}.json", environment(str(compute.device)))
         folder.event("resume", step, **_shape(compute))
@@ -263,7 +269,7 @@ def _train_and_report(context: RunContext, resumed: Checkpoint | None, meter: Me
     """
     progress = Progress(Best(context.recipe.metric))
     if resumed is not None:
-        progress = Progress.from_dict(resumed.progress())
+        progress = read_progress(context, resumed)
         restore(context, progress, resumed)
         if context.folder is not None:  # a killed run may have left old checkpoints
             keep_only(context.path, progress.step, progress.best.step, progress.stage)

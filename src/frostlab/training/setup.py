@@ -28,8 +28,11 @@ from frostlab.models.build import build_for
 from frostlab.recipe.model import PretrainedModel
 from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.settings import Train
-from frostlab.records.checkpoint import Checkpoint, checkpoints_in
+from frostlab.records.checkpoint import Checkpoint, checkpoint_name, checkpoints_in
 from frostlab.records.folder import RunRecord
+from frostlab.records.schema import Stage as StageRecord
+from frostlab.records.schema import read
+from frostlab.storage import finite
 from frostlab.surgery.audit import Audit
 from frostlab.training.batches.batch import collate, evaluation_order
 from frostlab.training.batches.feed import Feed, packs_examples
@@ -273,7 +276,7 @@ def next_stage(context: RunContext, progress: Progress, step: EagerStep) -> dict
     best = best_checkpoint(context.path, progress)
     progress.ended.append(stage_facts(context, progress))
     progress.best, progress.stopped_early = Best(context.recipe.metric), False
-    progress.epoch_seconds, progress.metrics = 0.0, {}
+    progress.epoch_seconds, progress.metrics, progress.flow_start = 0.0, {}, None
     progress.began = progress.seconds["total"]
     index = progress.stage
     built = build_model(context.recipe, context.prepared, context.stages[:index])
@@ -286,6 +289,22 @@ def next_stage(context: RunContext, progress: Progress, step: EagerStep) -> dict
     progress.frozen = {} if audit is None else audit.digests
     context.world.wait()  # until every process has read the checkpoint
     return surviving_state(context.model, entered, state) if stage.keep_state else {}
+
+
+def read_progress(context: RunContext, checkpoint: Checkpoint) -> Progress:
+    """Return a checkpoint's progress; refuse one that does not belong to it or to the recipe."""
+    where = checkpoint.folder / "progress.json"
+    progress = Progress.from_dict(checkpoint.progress(), where)
+    stage_step, best = progress.stage_step, progress.best
+    if (progress.step, progress.stage) != checkpoint.place:
+        raise BadInput(f"{where}: step and ended are of another checkpoint")
+    if progress.stage >= len(context.stages) or min(progress.lengths, default=0) < 0:
+        raise BadInput(f"{where}: ended does not fit the stages of the recipe")
+    if not 0 <= stage_step <= context.stages[progress.stage].steps:
+        raise BadInput(f"{where}: step {progress.step} is not a step of this stage")
+    if best.metric != context.recipe.metric or (best.value is None) != (best.step is None):
+        raise BadInput(f"{where}: best should have a value and a step of {context.recipe.metric}")
+    return progress
 
 
 def restore(context: RunContext, progress: Progress, checkpoint: Checkpoint) -> None:
@@ -314,11 +333,15 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     """
     stored = checkpoint.model()
     state = model.state_dict()
-    weights = {name: place_like(stored[name], state[name]) for name in stored if name in state}
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    tied = {n for n in missing if any(state[n].data_ptr() == state[k].data_ptr() for k in stored)}
-    if unexpected or set(stored) - set(state) or set(missing) - tied:
-        raise FrostlabError(f"{checkpoint.folder} does not fit the model")
+    for name, value in stored.items():
+        own = state.get(name)
+        if own is None or value.shape != own.shape or value.dtype != own.dtype:
+            raise FrostlabError(f"{checkpoint.folder} does not fit the model ({name!a:.80})")
+    for name in state.keys() - stored.keys():
+        if not any(state[name].data_ptr() == state[tied].data_ptr() for tied in stored):
+            raise FrostlabError(f"{checkpoint.folder} does not fit the model ({name})")
+    weights = {name: place_like(value, state[name]) for name, value in stored.items()}
+    model.load_state_dict(weights, strict=False)
 
 
 def best_checkpoint(folder: Path, progress: Progress) -> Checkpoint:
@@ -326,15 +349,18 @@ def best_checkpoint(folder: Path, progress: Progress) -> Checkpoint:
     if progress.best.step is None:
         raise FrostlabError(f"no evaluation gave a number for {progress.best.metric}")
     place = (progress.best.step, progress.stage)
-    return next(c for c in checkpoints_in(folder) if (c.step, c.stage) == place)
+    for checkpoint in checkpoints_in(folder):
+        if checkpoint.place == place:
+            return checkpoint
+    raise FrostlabError(f"{folder}/checkpoints/{checkpoint_name(*place)} is missing")
 
 
-def stage_facts(context: RunContext, progress: Progress) -> dict[str, Any]:
+def stage_facts(context: RunContext, progress: Progress) -> StageRecord:
     """Return the record of the current stage; epochs are counted from the stage's beginning."""
     best, counts = progress.best, count_parameters(context.model)
     per_epoch = steps_per_epoch(len(context.prepared.splits["train"]), context.recipe.train.batch)
     began = sum(progress.lengths)
-    return {
+    values = {
         "name": context.stages[progress.stage].name,
         "steps": progress.stage_step,
         "epochs": round(progress.stage_step / per_epoch, 3),
@@ -350,6 +376,7 @@ def stage_facts(context: RunContext, progress: Progress) -> dict[str, Any]:
         "trainable": counts["trainable"],
         "total": counts["total"],
     }
+    return read(StageRecord, finite(values), "the record of a stage")
 
 
 def best_model(record: RunRecord, prepared: Material) -> nn.Module:
@@ -359,8 +386,8 @@ def best_model(record: RunRecord, prepared: Material) -> nn.Module:
     stages = stages_of(record.recipe, len(prepared.splits["train"]))
     model = build_model(record.recipe, prepared, stages).model
     result = record.result
-    assert result.checkpoint is not None, "the run has no reported checkpoint"
-    assert result.best.step is not None
+    if result.checkpoint is None or result.best.step is None:
+        raise BadInput(f"{record.folder} has no best weights")
     load_weights(model, Checkpoint(record.folder / result.checkpoint, result.best.step))
     if state_digest(model) != result.weights_digest:
         raise BadInput(f"{record.folder}/{result.checkpoint} does not hold the reported weights")

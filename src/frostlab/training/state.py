@@ -13,6 +13,8 @@ from frostlab.data.eeg.recordings import Material
 from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.settings import LOWER_IS_BETTER, Metric
 from frostlab.records.folder import RunFolder
+from frostlab.records.schema import Metrics, read
+from frostlab.records.schema import Stage as StageRecord
 from frostlab.surgery.audit import Audit
 from frostlab.training.batches.batch import Batch, Examples, Split
 from frostlab.training.distributed import Compute, World
@@ -30,9 +32,9 @@ class Best:
     since: int = 0
 
     def see(self, value: float, step: int) -> bool:
-        """Count an evaluation; return whether it is the best so far. NaN is never the best."""
+        """Count an evaluation; return whether it is the best so far. NaN and inf never are."""
         better = self.value is None or reaches(self.metric, value, self.value, strictly=True)
-        if math.isnan(value) or not better:
+        if not math.isfinite(value) or not better:
             self.since += 1
             return False
         self.value, self.step, self.since = value, step, 0
@@ -61,12 +63,13 @@ class Progress:
     epoch_seconds: float = 0.0  # training time in the current epoch
     order: str = ""  # digest of the example order in all completed epochs
     target: dict[str, float] | None = None  # step and seconds when the target was reached
-    last: dict[str, float] = field(default_factory=dict)  # metrics of the last evaluation
-    ended: list[dict[str, Any]] = field(default_factory=list)  # records of past stages
+    last: Metrics = field(default_factory=dict)  # metrics of the last evaluation
+    ended: list[StageRecord] = field(default_factory=list)  # records of past stages
     began: float = 0.0  # total seconds of the run when this stage began
-    metrics: dict[str, float] = field(default_factory=dict)  # of this stage's best evaluation
+    metrics: Metrics = field(default_factory=dict)  # of this stage's best evaluation
     # digests of this stage's frozen weights; the first stage's are in digests.json
     frozen: dict[str, str] = field(default_factory=dict)
+    flow_start: str | None = None  # sha256 of the file with the weights at this stage's start
 
     @property
     def stage(self) -> int:
@@ -76,7 +79,7 @@ class Progress:
     @property
     def lengths(self) -> list[int]:
         """Return how many steps each ended stage took."""
-        return [stage["steps"] for stage in self.ended]
+        return [stage.steps for stage in self.ended]
 
     @property
     def stage_step(self) -> int:
@@ -87,8 +90,9 @@ class Progress:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Progress":
-        return cls(**{**values, "best": Best(**values["best"])})
+    def from_dict(cls, values: object, where: object) -> "Progress":
+        """Read the values that `to_dict` returned; `where` begins the error for invalid ones."""
+        return read(cls, values, where)
 
 
 class Display(Protocol):

@@ -143,6 +143,9 @@ def restore_optimizer(
         raise FrostlabError(f"the checkpoint has no optimizer state for {missing[0]}")
     for name, state in states.items():
         p = parameters[name]
+        shapes = {key: tuple(value.shape) for key, value in state.items()}
+        if shapes != {"step": (), "exp_avg": tuple(p.shape), "exp_avg_sq": tuple(p.shape)}:
+            raise FrostlabError(f"the checkpoint's optimizer state of {name} does not fit it")
         step_device = p.device if optimizer.defaults.get("fused") else torch.device("cpu")
         optimizer.state[p] = {
             key: place_like(value, p) if value.ndim else value.to(step_device)
