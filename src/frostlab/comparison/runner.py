@@ -20,11 +20,11 @@ from frostlab.comparison.plan import MOST_LOOKS, SCHEMA, Arm, Plan
 from frostlab.errors import BadInput, FrostlabError, first_line
 from frostlab.recipe.recipe import Recipe
 from frostlab.records.folder import RunRecord, differences, finished_status
-from frostlab.records.reader import read
 from frostlab.storage import Lock, finite, read_json, write_whole
 from frostlab.text import number
 from frostlab.training.run import RunFailed, run
 from frostlab.training.state import Silent
+from frostlab.typed import read
 
 Say = Callable[[str], None]
 Tuned = dict[str, dict[str, float]]  # by arm and tuned setting: its best value

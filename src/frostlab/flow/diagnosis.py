@@ -23,9 +23,9 @@ from frostlab.flow.measurements import Flow, GroupFacts, PartFacts, Report, flow
 from frostlab.recipe.load import load_recipe
 from frostlab.recipe.settings import LOWER_IS_BETTER, METRIC_TARGETS
 from frostlab.records.index import read_run
-from frostlab.records.reader import read
 from frostlab.storage import finite
 from frostlab.text import NONE, columns, plain
+from frostlab.typed import read
 
 FLOW_TARGETS = {"front_ratio": 0.1, "weight_change": 0.01}  # a value above its target reaches it
 # (limit, word): the first word whose limit is above the front ratio describes it

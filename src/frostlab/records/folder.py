@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar, overload
 
 from frostlab.errors import BadInput, FrostlabError
-from frostlab.records.reader import check_numbers, parse, read
 from frostlab.records.schema import (
     EVENTS,
     Digests,
@@ -50,6 +49,7 @@ from frostlab.storage import (
     whole_folder,
     write_whole,
 )
+from frostlab.typed import check_numbers, parse, read
 
 if TYPE_CHECKING:
     from frostlab.recipe.recipe import Recipe

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from frostlab.errors import BadInput, nearest
-from frostlab.records.reader import SCHEMA, read
+from frostlab.records import SCHEMA
 from frostlab.storage import (
     is_locked,
     open_regular,
@@ -25,6 +25,7 @@ from frostlab.storage import (
     whole_file,
 )
 from frostlab.text import columns, hms, number, plain, short
+from frostlab.typed import read
 
 if TYPE_CHECKING:  # functions import it only for runs that the index does not have
     from frostlab.records.schema import Event, Result, StartEvent

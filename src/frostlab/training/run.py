@@ -18,6 +18,7 @@ from frostlab.devices import choose_device
 from frostlab.errors import BadInput, DamagedCheckpoint, FrostlabError
 from frostlab.recipe.load import load_recipe, recipe_from, recipe_name
 from frostlab.recipe.recipe import Recipe
+from frostlab.records import SCHEMA
 from frostlab.records.checkpoint import Checkpoint, checkpoint_name, keep_only, resumable
 from frostlab.records.environment import environment, gpu_state
 from frostlab.records.folder import (
@@ -28,7 +29,6 @@ from frostlab.records.folder import (
     own_folder,
     supersede_result,
 )
-from frostlab.records.reader import SCHEMA
 from frostlab.records.schema import Result, StartEvent, SteppingEvent, read
 from frostlab.records.telemetry import Telemetry
 from frostlab.storage import finite, write_whole
