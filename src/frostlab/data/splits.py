@@ -112,7 +112,7 @@ def classes_of(split: Split, train: Survey, count: int | None) -> tuple[Label, .
     if not all(isinstance(label, int) for label in labels):
         labels = [str(label) for label in labels]
     if len(labels) < 2:
-        raise BadInput(f"{split.place}: every label is {labels[0]}; two classes are needed")
+        raise BadInput(f"{split.place}: every label is {labels[0]!s:.40}; two classes are needed")
     return tuple(sorted(labels, key=lambda label: (label if isinstance(label, int) else 0, label)))
 
 
@@ -123,8 +123,8 @@ def class_numbers(split: Split, rows: Survey, classes: tuple[Label, ...]) -> Num
     for label, line in rows.labels:
         key = label if label in order else str(label)
         if key not in order:
-            listed = ", ".join(str(name) for name in classes[:8])
-            raise BadInput(f"{split.place}:{line}: label {label} is not a class: {listed}")
+            listed = ", ".join(f"{name!s:.40}" for name in classes[:8])
+            raise BadInput(f"{split.place}:{line}: label {label!s:.40} is not a class: {listed}")
         numbers.append(order[key])
     return np.array(numbers, dtype=np.int64)[rows.codes]
 

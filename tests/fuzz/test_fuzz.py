@@ -1,0 +1,69 @@
+"""Every fuzz target, for a few seconds; `make fuzz` runs 100,000 inputs and more."""
+
+import multiprocessing
+import time
+from pathlib import Path
+
+import pytest
+
+from frostlab.errors import BadInput
+from fuzz.campaign import Tally, corpus, load_targets, run_chunk, try_input
+from fuzz.mutate import Target, inputs
+
+TARGETS = load_targets()
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_mutated_inputs_are_read_or_refused_in_one_line(name: str) -> None:
+    target, began = TARGETS[name], time.monotonic()
+    for data in [*corpus(name), *target.seeds()]:
+        assert try_input(name, target, data) is None
+    for data in inputs(name, target, 0, 0, 120):
+        assert try_input(name, target, data) is None
+        if time.monotonic() - began > 5:  # a slow machine tries fewer inputs
+            break
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_valid_examples_are_accepted(name: str, tmp_path: Path) -> None:
+    for data in TARGETS[name].seeds():
+        TARGETS[name].check(data, tmp_path)
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("check", "kind"),
+    [
+        (lambda data, folder: _raise(KeyError("x")), "traceback"),
+        (lambda data, folder: _raise(BadInput("two\nlines")), "traceback"),
+        (lambda data, folder: bytearray(10 << 30), "traceback"),  # beyond the address space
+        (lambda data, folder: bytearray(b"x") * (1200 << 20), "memory"),
+        (lambda data, folder: __import__("os").abort(), "crash"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # from Python 3.12 on
+def test_the_campaign_notices(check, kind: str) -> None:  # type: ignore[no-untyped-def]
+    tally = Tally({}, [])
+    target = Target(lambda: [b"x"], check)
+    run_chunk("bad", target, 0, 0, 1, tally, multiprocessing.get_context("fork"))
+    assert [failure.kind for failure in tally.failures] == [kind]
+    assert tally.tried == {"bad": 1}
+
+
+def test_the_campaign_notices_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fuzz.campaign.SECONDS", 0.2)
+    target = Target(lambda: [b"x"], lambda data, folder: time.sleep(30))
+    failure = try_input("slow", target, b"x")
+    assert failure is not None
+    assert failure.kind == "hang"
+
+
+def test_inputs_depend_only_on_the_seed() -> None:
+    target = Target(lambda: [b'{"a": [1, 2]}'], lambda data, folder: None, "json")
+    first, again, other = (list(inputs("t", target, seed, 0, 200)) for seed in (0, 0, 1))
+    assert first == again != other
+    assert list(inputs("t", target, 0, 100, 100)) == first[100:]
+    assert len(set(first)) > 100
