@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from frostlab.errors import BadInput, first_line, nearest, require
 from frostlab.storage import open_regular, parse_json
@@ -23,7 +23,7 @@ PIECE = 1 << 16  # approximate number of characters in a piece of running text
 MARK = "<|endoftext|>"  # separates the documents of a .txt file
 LINE = 16 << 20  # the most bytes of a line, of a row of a table, and of a text in parquet
 LABEL = 1000  # the most characters of a label
-UNPACKED = 4 << 20  # bytes that any .gz may unpack to; more only up to RATIO times its own size
+UNPACKED = 1 << 20  # bytes that any .gz may unpack to; more only up to RATIO times its own size
 RATIO = 100  # text shrinks 3 to 20 times, and a file of one repeated character 1,000 times
 WORD = 512  # characters; longer words may be cut, because BPE takes quadratic time in their length
 _SPACE = re.compile(r"\s")
@@ -104,35 +104,33 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
         if path.suffix != ".gz":
             yield raw
             return
-        with cast(IO[bytes], _Unpacked(path, raw)) as file:
+        with io.BufferedReader(_Unpacked(path, raw), PIECE) as file:
             yield file
 
 
-class _Unpacked(gzip.GzipFile):
+class _Unpacked(io.RawIOBase):
     """A .gz file that is refused once it has become far larger than text could be."""
 
     def __init__(self, path: Path, raw: IO[bytes]) -> None:
-        super().__init__(fileobj=raw)
-        self._path, self._raw, self._allowed = path, raw, UNPACKED
+        self._path, self._raw, self._file = path, raw, gzip.GzipFile(fileobj=raw)
 
-    def read(self, size: int | None = -1) -> bytes:
-        piece = super().read(size)
-        self._check()
-        return piece
+    def readable(self) -> bool:
+        return True
 
-    def readline(self, size: int | None = -1) -> bytes:
-        line = super().readline(size)
-        self._check()
-        return line
+    def seekable(self) -> bool:
+        return True
 
-    def _check(self) -> None:
-        if self.tell() > self._allowed:
-            self._allowed = max(UNPACKED, RATIO * self._raw.tell())
-            if self.tell() > self._allowed:
-                raise BadInput(
-                    f"{self._path} unpacks to more than {RATIO} times its size, which text does "
-                    "not; unpack it yourself if you trust it"
-                )
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._file.readinto(buffer)
+        if self._file.tell() > max(UNPACKED, RATIO * self._raw.tell()):
+            raise BadInput(
+                f"{self._path} unpacks to more than {RATIO} times its size, which text does not; "
+                "unpack it yourself if you trust it"
+            )
+        return count
 
 
 def _reason(error: Exception) -> str:
