@@ -10,6 +10,7 @@ from frostlab.errors import BadInput
 
 Array = NDArray[np.float64]
 Band = tuple[float, float]
+CHANNELS = 4096  # the most channels of a recording; EEG has up to 512
 _ORDER = 3  # order of the band-pass filter, which is applied once in each direction
 
 
@@ -53,6 +54,14 @@ def preprocess(
     signals += [ready(speaker, rates[1]) for speaker in speakers]
     samples = min(map(len, signals))
     return Recording(name, subject, *(standardize(x[:samples]) for x in signals))
+
+
+def check_shape(name: str, eeg: Array) -> None:
+    """Refuse EEG that is not (samples, channels), or has none or absurdly many channels."""
+    if eeg.ndim != 2 or not eeg.size:
+        raise BadInput(f"{name} has shape {eeg.shape}, not (samples, channels)")
+    if eeg.shape[1] > CHANNELS:
+        raise BadInput(f"{name} has {eeg.shape[1]:,} channels; the most is {CHANNELS:,}")
 
 
 def check_signals(name: str, eeg: Array, channels: tuple[str, ...], envelope: Array) -> None:
