@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from frostlab.records.reader import SCHEMA
+from frostlab.reader import SCHEMA
 
 CAUTION = "selected on the reporting split"
 SHAPE = {"device": "cpu", "precision": "float32", "processes": 1, "threads": 1}

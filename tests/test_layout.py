@@ -16,6 +16,7 @@ SOURCE = ROOT / "src" / "frostlab"
 ORDER = (
     "errors",
     "text",
+    "reader",
     "storage",
     "devices",
     "recipe",

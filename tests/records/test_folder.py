@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from frostlab.errors import BadInput, FrostlabError
+from frostlab.reader import SCHEMA
 from frostlab.records.folder import RunFolder, RunRecord, given_folder, own_folder
-from frostlab.records.reader import SCHEMA
 from frostlab.records.schema import EvaluationEvent, ResumeEvent, StartEvent, StepEvent
 from run_made import RESULT, SHAPE, START, evaluation_event, step_event, write_events
 

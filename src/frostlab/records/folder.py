@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar, overload
 
 from frostlab.errors import BadInput, FrostlabError
-from frostlab.records.reader import parse
+from frostlab.reader import parse
 from frostlab.records.schema import (
     EVENTS,
     Digests,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from frostlab.errors import BadInput, nearest
-from frostlab.records.reader import SCHEMA
+from frostlab.reader import SCHEMA
 from frostlab.storage import is_locked
 from frostlab.text import columns, hms, number, plain, short
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
 from frostlab.errors import BadInput
-from frostlab.records.reader import SCHEMA, parse
-from frostlab.records.reader import read as read
+from frostlab.reader import SCHEMA, parse
+from frostlab.reader import read as read
 
 Ending = Literal["finished", "stopped", "failed", "diverged"]
 ENDINGS: tuple[Ending, ...] = get_args(Ending)

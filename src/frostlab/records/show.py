@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from frostlab.errors import BadInput
+from frostlab.reader import parse
 from frostlab.records.folder import effective, scores_lines
 from frostlab.records.index import EVENTS, RESULT, Summary, is_run, read_run, result_of
-from frostlab.records.reader import parse
 from frostlab.records.schema import (
     EvaluationEvent,
     Event,

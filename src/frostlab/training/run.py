@@ -15,6 +15,7 @@ import yaml
 from frostlab.data.eeg.recordings import text_of
 from frostlab.devices import choose_device
 from frostlab.errors import BadInput, FrostlabError
+from frostlab.reader import SCHEMA
 from frostlab.recipe.load import load_recipe, recipe_from, recipe_name
 from frostlab.recipe.recipe import Recipe
 from frostlab.records.checkpoint import Checkpoint, checkpoint_name, keep_only, resumable
@@ -27,7 +28,6 @@ from frostlab.records.folder import (
     own_folder,
     supersede_result,
 )
-from frostlab.records.reader import SCHEMA
 from frostlab.records.schema import Result, StartEvent, SteppingEvent, read
 from frostlab.records.telemetry import Telemetry
 from frostlab.storage import finite, write_whole

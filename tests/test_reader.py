@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 
 from frostlab.errors import BadInput
-from frostlab.records.reader import read
+from frostlab.reader import read
 
 
 @dataclass(frozen=True)
