@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,6 +58,23 @@ ROWS = 1024  # maximum number of texts per encoded batch
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class _SyntheticFacts:
+    """Cached metadata of synthetic data."""
+
+    tokens: dict[str, str]  # digest of each role's tokens
+
+
+@dataclass(frozen=True)
+class _TextFacts:
+    """Cached metadata of prepared text."""
+
+    vocabulary: int
+    pad: int
+    tokens: dict[str, str]  # digest of each role's tokens
+    notes: dict[str, str]  # by role: how rows were held out or dropped
+
+
 def prepare(recipe: Recipe, data_dir: Path | None = None, cache: Path | None = None) -> Material:
     """Return a recipe's data, from the cache if they were prepared before."""
     cache = cache_folder(cache)
@@ -71,10 +89,10 @@ def _prepare_synthetic(data: Synthetic, cache: Path) -> Prepared:
     digest = digest_of([FORMAT, data.model_dump(mode="json")])
 
     def build(folder: Path) -> None:
-        save_facts(folder, {"tokens": write_synthetic(data, folder)})
+        save_facts(folder, _SyntheticFacts(write_synthetic(data, folder)))
 
     folder = build_once(cache / "prepared" / digest[:32], build)
-    tokens: dict[str, str] = load_facts(folder)["tokens"]
+    tokens = load_facts(_SyntheticFacts, folder).tokens
     roles = ("train", "tune", "report")
     return Prepared(
         task=data.task,
@@ -134,15 +152,15 @@ class _TextPreparation:
         folder = build_once(
             self.cache / "prepared" / digest[:32], lambda folder: self._build(folder, pretrained)
         )
-        facts = load_facts(folder)
+        facts = load_facts(_TextFacts, folder)
         balanced = isinstance(data, Docstrings) and self.classes  # whether classes have equal size
         return Prepared(
             task=data.task,
             classes=self.classes,
-            vocabulary=facts["vocabulary"],
-            pad=facts["pad"],
-            splits={role: load_tokens(folder, role, d) for role, d in facts["tokens"].items()},
-            origin={role: self._origin(role, note) for role, note in facts["notes"].items()},
+            vocabulary=facts.vocabulary,
+            pad=facts.pad,
+            splits={role: load_tokens(folder, role, d) for role, d in facts.tokens.items()},
+            origin={role: self._origin(role, note) for role, note in facts.notes.items()},
             caution=self._caution(),
             known={"chance": 1 / self.classes} if balanced else {},
             digest=digest,
@@ -184,12 +202,12 @@ class _TextPreparation:
                 raise BadInput(f"{split.place} changed while it was read; run it again")
         save_facts(
             folder,
-            {
-                "vocabulary": encoder.vocabulary,
-                "pad": encoder.pad,
-                "tokens": tokens,
-                "notes": {role: portion.note for role, portion in portions.items()},
-            },
+            _TextFacts(
+                vocabulary=encoder.vocabulary,
+                pad=encoder.pad,
+                tokens=tokens,
+                notes={role: portion.note for role, portion in portions.items()},
+            ),
         )
 
     def _train_tokenizer(self, portions: dict[str, Portion]) -> Path:
