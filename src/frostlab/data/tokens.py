@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from frostlab.data.arrays import map_npy
+from frostlab.errors import BadInput
 from frostlab.reader import read
 from frostlab.recipe.data import Task
 from frostlab.storage import read_json
@@ -67,7 +68,7 @@ class TokenWriter:
     """Writer of one split: appends token ids in pieces, then writes the bounds of the examples."""
 
     def __init__(self, folder: Path, role: str, vocabulary: int) -> None:
-        self.folder, self.role = folder, role
+        self.folder, self.role, self.vocabulary = folder, role, vocabulary
         self.dtype: np.dtype[Any] = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.int32)
         self.count = 0
         self._file = (folder / f"{role}.ids.npy").open("wb")
@@ -83,7 +84,12 @@ class TokenWriter:
 
     def append(self, ids: npt.ArrayLike) -> None:
         """Append token ids."""
-        new = np.asarray(ids).astype(self.dtype)
+        ids = np.asarray(ids)
+        if len(ids) and not 0 <= ids.min() <= ids.max() <= np.iinfo(self.dtype).max:
+            raise BadInput(
+                f"token {ids.max()} is beyond the tokenizer's vocabulary of {self.vocabulary:,}"
+            )
+        new = ids.astype(self.dtype)
         raw = new.tobytes()
         self._file.write(raw)
         self._digest.update(raw)

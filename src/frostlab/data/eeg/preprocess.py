@@ -128,12 +128,12 @@ def bandpass(x: Array, rate: float, band: Band | None, name: str) -> Array:
 
     if band is None:
         return x
-    sections = signal.butter(_ORDER, band, "bandpass", fs=rate, output="sos")
-    pad = min(len(x) - 1, int(3 * rate / band[0]))  # three periods of the lowest frequency
     if len(x) < rate / band[0]:
         raise BadInput(
             f"{name} has {len(x) / rate:.1f} s, too short for a band from {band[0]:g} Hz"
         )
+    sections = signal.butter(_ORDER, band, "bandpass", fs=rate, output="sos")
+    pad = min(len(x) - 1, int(3 * rate / band[0]))  # three periods of the lowest frequency
     filtered: Array = signal.sosfiltfilt(sections, x, axis=0, padlen=pad)
     return filtered
 
