@@ -2,6 +2,11 @@
 
 import gzip
 import json
+import os
+import random
+import time
+import tracemalloc
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -102,7 +107,7 @@ def test_words_without_end_are_cut(tmp_path: Path) -> None:
 
 
 BAD = {
-    "a.jsonl": (b'{"text": "a", "label": 0}\n{"text": \n', "a.jsonl:2: not JSON"),
+    "a.jsonl": (b'{"text": "a", "label": 0}\n{"text": \n', "a.jsonl:2 is not valid JSON"),
     "b.jsonl": (b'{"text": "a", "label": 0}\n[1]\n', "b.jsonl:2: list, not an object"),
     "c.jsonl": (b'{"text": "a", "label": 0}\n{"txt": "b", "label": 1}\n', "c.jsonl:2: no column "),
     "d.jsonl": (b'{"text": 5, "label": 0}\n', "d.jsonl:1: column text holds 5, not text"),
@@ -158,3 +163,111 @@ def test_two_files_of_one_split_are_refused(tmp_path: Path, write: Callable[...,
 def test_a_missing_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadInput, match=r"x needs the package no_such: pip install 'frostlab\[data"):
         require("no_such", "data", "x")
+
+
+def refusal(path: Path, label: str | None = "label") -> str:
+    """Return the one line that refuses a file, which must come at once."""
+    rows = Split("train", str(path), (path,)).rows(Columns(("text",), label))
+    start = time.monotonic()
+    with pytest.raises(BadInput) as caught:
+        deque(rows, maxlen=0)
+    assert time.monotonic() - start < 5
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 500
+    message.encode()
+    return message
+
+
+HOSTILE = {
+    "deep.jsonl": (b'{"text": ' + b"[" * 100_000, "nested too deeply"),
+    "digits.jsonl": (b'{"text": "a", "label": ' + b"9" * 5000 + b"}", "not valid JSON"),
+    "digits-as-text.jsonl": (
+        json.dumps({"text": "a", "label": "9" * 5000}).encode(),
+        "neither a whole number nor a word",
+    ),
+    "large.jsonl": (b'{"text": "a", "label": 9223372036854775808}', "neither a whole number"),
+    "nan.jsonl": (b'{"text": "a", "label": NaN}', "label nan is neither"),
+    "infinite.jsonl": (b'{"text": "a", "label": 1e999}', "label inf is neither"),
+    "list.jsonl": (b'{"text": "a", "label": [1]}', "label [1] is neither"),
+    "object.jsonl": (b'{"text": "a", "label": {"a": 1}}', "is neither a whole number nor a word"),
+    "surrogate.jsonl": (b'{"text": "a", "label": "\\ud800"}', "label '\\ud800' is neither"),
+    "surrogate-name.jsonl": (b'{"\\ud800": 1, "label": 1}', "there are \\ud800, label"),
+    "names.jsonl": (
+        json.dumps({f"column {n}": 0 for n in range(100_000)}).encode(),
+        "there are column 0, column 1",
+    ),
+    "row.jsonl": (b'["text", 1]', "list, not an object"),
+    "null.csv": (b"text,label\na\x00b\n", "1 columns, the header has 2"),
+    "twice.csv": (b"text,label,text\na,1,b\n", "two columns are called 'text'"),
+    "twice.tsv": (b"text\tlabel\ttext\na\t1\tb\n", "two columns are called 'text'"),
+    "cut.jsonl.gz": (gzip.compress(b'{"text": "a", "label": 1}\n' * 100)[:-12], "cannot be read"),
+    "not.jsonl.gz": (b"text", "cannot be read"),
+    "not.parquet": (b"PAR1" * 10, "is not parquet"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_rows_are_one_line(tmp_path: Path, name: str) -> None:
+    content, message = HOSTILE[name]
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert message in refusal(path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.tsv", "a.jsonl.gz"])
+def test_a_line_without_end_is_not_read_whole(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    piece = random.Random(0).randbytes(1 << 19).hex().encode()
+    with gzip.open(path, "wb", 1) if name.endswith(".gz") else path.open("wb") as file:
+        for _ in range(60):
+            file.write(piece)
+    tracemalloc.start()
+    assert "a row is longer than 16 MiB" in refusal(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 64 << 20
+
+
+def test_a_quoted_row_of_many_lines_is_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'text,label\n"' + (b"x" * 1000 + b"\n") * 20_000 + b'",1\n')
+    assert "a row is longer than 16 MiB" in refusal(path)
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.csv.gz", "a.parquet.gz"])
+def test_a_gzip_bomb_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    with gzip.open(path, "wb") as file:
+        for _ in range(64):
+            file.write(b"\n" * (1 << 20))
+    assert "unpacks to more than 100 times its size" in refusal(path, label=None)
+
+
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.jsonl")
+    (tmp_path / "b.csv").symlink_to("/dev/zero")
+    for name in ("a.jsonl", "b.csv"):
+        assert "is not a regular file" in refusal(tmp_path / name)
+
+
+def test_parquet_that_is_damaged_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    good = encoded("parquet")
+    path.write_bytes(good.replace("café".encode(), b"caf\xff\xff"))
+    assert "is not parquet" in refusal(path)
+    pq.write_table(pa.table({"text": [["a"]], "label": [1]}), path)
+    assert "column text holds list" in refusal(path)
+    pq.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), path)
+    assert "two columns are called 'text'" in refusal(path)
+    pq.write_table(pa.table({"txt": ["a"], "label": [1]}), path)
+    assert "no column text; did you mean `txt`?" in refusal(path)
+    pq.write_table(pa.table({"text": ["x" * (17 << 20)], "label": [1]}), path)
+    assert "a row is longer than 16 MiB" in refusal(path)
+
+
+def test_other_columns_of_parquet_are_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["a"], "label": [1], "more": [[1, 2]]}), path)
+    (row,) = Split("train", "a", (path,)).rows(Columns(("text",), "label"))
+    assert (row.texts, row.label) == (("a",), 1)

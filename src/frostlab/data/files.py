@@ -1,28 +1,37 @@
 """Readers of text files: rows of tables, or pieces of running text.
 
-Running text is a `.txt` file of documents. A file is never read into memory as a whole.
+Running text is a `.txt` file of documents. A file is never read into memory as a whole, and what
+takes memory is bounded: a row has at most LINE bytes.
 """
 
 import codecs
 import csv
 import gzip
 import io
-import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
-from frostlab.errors import BadInput, require
+from frostlab.errors import BadInput, first_line, nearest, require
+from frostlab.storage import open_regular, parse_json
 
 FORMATS = ("jsonl", "csv", "tsv", "txt", "parquet")
 PIECE = 1 << 16  # approximate number of characters in a piece of running text
 MARK = "<|endoftext|>"  # separates the documents of a .txt file
+LINE = 16 << 20  # the most bytes of a line, of a row of a table, and of a text in parquet
+LABEL = 1000  # the most characters of a label
+UNPACKED = 1 << 20  # bytes that any .gz may unpack to; more only up to RATIO times its own size
+RATIO = 100  # text shrinks 3 to 20 times, and a file of one repeated character 1,000 times
 WORD = 512  # characters; longer words may be cut, because BPE takes quadratic time in their length
 _SPACE = re.compile(r"\s")
 _WORD_END = re.compile(r"(?<=\S)\s")  # the first white space after a word
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which UTF-8 cannot encode
 _READ_ERRORS = (OSError, EOFError, zlib.error)
+_SHOWN = 8  # the most columns that a message lists
+_PARQUET_ROWS = 64  # rows that are decoded at once; they may all repeat one long text
 
 Line = tuple[int, Mapping[str, Any]]  # line number of a row, and its values by column
 Piece = tuple[str, bool]  # text, and whether its document ends with this piece
@@ -37,7 +46,11 @@ def format_of(path: Path) -> str | None:
 def split_files(folder: Path) -> dict[str, Path]:
     """Return the files of a folder by split, such as train.jsonl for train."""
     files: dict[str, Path] = {}
-    for path in sorted(folder.iterdir()):
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError as error:
+        raise BadInput(f"{folder} cannot be read: {_reason(error)}") from error
+    for path in paths:
         if format_of(path) is None or not path.is_file():
             continue
         split = path.name.removesuffix(".gz").rpartition(".")[0]
@@ -47,15 +60,28 @@ def split_files(folder: Path) -> dict[str, Path]:
     return files
 
 
-def read_lines(path: Path) -> Iterator[Line]:
-    """Yield the rows of a table, each with its line number (parquet: its row number)."""
+def named_path(name: str, key: str) -> Path:
+    """Return the path that a recipe's key names, with ~ expanded; refuse what cannot be a path."""
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a null character, ~nobody
+        raise BadInput(f"{key} {name!r:.80} is not a path here ({_reason(error)})") from None
+    return path
+
+
+def read_lines(path: Path, columns: Iterable[str] = ()) -> Iterator[Line]:
+    """Yield the rows of a table, each with its line number (parquet: its row number).
+
+    Of a parquet file, only `columns` are read, if any are given.
+    """
     try:
         with _opened(path) as file:
             kind = format_of(path)
             if kind == "jsonl":
                 yield from _json(path, file)
             elif kind == "parquet":
-                yield from _parquet(path, file)
+                yield from _parquet(path, file, tuple(columns))
             else:
                 yield from _table(path, file, tabs=kind == "tsv")
     except _READ_ERRORS as error:
@@ -72,22 +98,86 @@ def read_pieces(path: Path) -> Iterator[Piece]:
         raise BadInput(f"{path} cannot be read: {_reason(error)}") from error
 
 
-def _opened(path: Path) -> IO[bytes]:
-    return cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    with open_regular(path) as raw:
+        if path.suffix != ".gz":
+            yield raw
+            return
+        with io.BufferedReader(_Unpacked(path, raw), PIECE) as file:
+            yield file
 
 
-def _reason(error: BaseException) -> str:
-    return getattr(error, "strerror", None) or str(error).partition("\n")[0]
+class _Unpacked(io.RawIOBase):
+    """A .gz file that is refused once it has become far larger than text could be."""
+
+    def __init__(self, path: Path, raw: IO[bytes]) -> None:
+        self._path, self._raw, self._file = path, raw, gzip.GzipFile(fileobj=raw)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._file.readinto(buffer)
+        if self._file.tell() > max(UNPACKED, RATIO * self._raw.tell()):
+            raise BadInput(
+                f"{self._path} unpacks to more than {RATIO} times its size, which text does not; "
+                "unpack it yourself if you trust it"
+            )
+        return count
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or first_line(error)
+
+
+def shown(value: object, most: int = 40) -> str:
+    """Return the beginning of a value's repr, for messages."""
+    try:
+        text = repr(value)
+    except ValueError:  # a whole number of thousands of digits
+        return f"a {type(value).__name__} of many digits"
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
+def is_label(value: object) -> bool:
+    """Return whether a value can be a label: a whole number of 64 bits, or a word."""
+    if isinstance(value, int):
+        return -(2**63) <= value < 2**63
+    if not isinstance(value, str):
+        return False
+    return 0 < len(value) <= LABEL and not _LONE_SURROGATE.search(value)
+
+
+def missing_column(place: object, line: int, name: str, names: Iterable[str]) -> BadInput:
+    """Return the error for a column that a row lacks; `names` are the columns that it has."""
+    listed = [str(key) for key in names][:1000]
+    some = ", ".join(shown(key)[1:-1] for key in listed[:_SHOWN])
+    hint = nearest(name, [key for key in listed if key.isprintable()])
+    more = " and more" * (len(listed) > _SHOWN)
+    return BadInput(f"{place}:{line}: no column {name}{hint or f'; there are {some}{more}'}")
 
 
 def _decoded(path: Path, file: IO[bytes]) -> Iterator[tuple[int, str]]:
-    for number, raw in enumerate(file, 1):
+    for number, raw in enumerate(iter(lambda: file.readline(LINE + 1), b""), 1):
+        if len(raw) > LINE:
+            raise _too_long(path, number)
         try:
             text = raw.decode()
         except UnicodeDecodeError as error:
             raise _not_utf8(path, number, error) from error
         # The first line may begin with a byte-order mark.
         yield number, text.removeprefix("\ufeff") if number == 1 else text
+
+
+def _too_long(path: Path, line: int) -> BadInput:
+    return BadInput(f"{path}:{line}: a row is longer than {LINE >> 20} MiB, the most allowed")
 
 
 def _not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> BadInput:
@@ -99,10 +189,7 @@ def _json(path: Path, file: IO[bytes]) -> Iterator[Line]:
     for number, text in _decoded(path, file):
         if not text.strip():
             continue
-        try:
-            value = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise BadInput(f"{path}:{number}: not JSON: {error.msg}") from error
+        value = parse_json(text.strip(), f"{path}:{number}")
         if not isinstance(value, dict):
             raise BadInput(f"{path}:{number}: {type(value).__name__}, not an object with columns")
         yield number, value
@@ -110,18 +197,29 @@ def _json(path: Path, file: IO[bytes]) -> Iterator[Line]:
 
 def _table(path: Path, file: IO[bytes], *, tabs: bool) -> Iterator[Line]:
     """Yield the rows of a CSV or TSV file; in TSV, quotes have no special meaning."""
-    csv.field_size_limit((1 << 31) - 1)  # the default is 128 KiB per cell
-    lines = (text for _, text in _decoded(path, file))
+    csv.field_size_limit(LINE)  # the default is 128 KiB per cell
+    row_size = 0  # bytes of the row so far, which may have several lines
+
+    def lines() -> Iterator[str]:
+        nonlocal row_size
+        for number, text in _decoded(path, file):
+            row_size += len(text)
+            if row_size > LINE:
+                raise _too_long(path, number)
+            yield text
+
     reader = (
-        csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE) if tabs else csv.reader(lines)
+        csv.reader(lines(), delimiter="\t", quoting=csv.QUOTE_NONE) if tabs else csv.reader(lines())
     )
     header: list[str] | None = None
     try:
         for cells in reader:
+            row_size = 0
             if not cells:
                 continue
             if header is None:
                 header = cells
+                _check_header(path, reader.line_num, header)
             elif len(cells) == len(header):
                 yield reader.line_num, dict(zip(header, cells, strict=True))
             else:
@@ -132,18 +230,58 @@ def _table(path: Path, file: IO[bytes], *, tabs: bool) -> Iterator[Line]:
         raise BadInput(f"{path}:{reader.line_num}: {error}") from error
 
 
-def _parquet(path: Path, file: IO[bytes]) -> Iterator[Line]:
+def _check_header(path: Path, line: int, names: list[str]) -> None:
+    """Refuse a table with two columns of one name, of which only one could be read."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise BadInput(f"{path}:{line}: two columns are called {shown(name)}; rename one")
+        seen.add(name)
+
+
+def _parquet(path: Path, file: IO[bytes], columns: tuple[str, ...]) -> Iterator[Line]:
     parquet = require("pyarrow.parquet", "data", f"reading {path}")
-    arrow = require("pyarrow", "data", f"reading {path}")
+    if path.suffix == ".gz":  # find a file that grows without bound before pyarrow seeks its end
+        while file.read(PIECE):
+            pass
+    number = 0
     try:
         table = parquet.ParquetFile(file)
-        number = 0
-        for batch in table.iter_batches(batch_size=1024):
+        names = table.schema_arrow.names
+        _check_header(path, 1, names)
+        for name in columns:
+            if name not in names:
+                raise missing_column(path, 1, name, names)
+        read = list(columns) or names
+        _check_types(path, table.schema_arrow, read)
+        for batch in table.iter_batches(batch_size=_PARQUET_ROWS, columns=read):
+            batch.validate(full=True)  # text that is not UTF-8, offsets that leave the page
+            if batch.nbytes > LINE and (long := _long_row(batch.to_pydict())) is not None:
+                raise _too_long(path, number + long)
             for values in batch.to_pylist():
                 number += 1
                 yield number, values
-    except arrow.ArrowException as error:
+    except BadInput:
+        raise
+    except Exception as error:  # pyarrow raises many types of errors for a damaged file
         raise BadInput(f"{path} is not parquet: {_reason(error)}") from error
+
+
+def _long_row(columns: dict[str, list[Any]]) -> int | None:
+    """Return the number, from 1, of the first row with a text of more than LINE bytes."""
+    for number, values in enumerate(zip(*columns.values(), strict=True), 1):
+        if any(isinstance(value, str) and len(value.encode()) > LINE for value in values):
+            return number
+    return None
+
+
+def _check_types(path: Path, schema: Any, columns: Iterable[str]) -> None:
+    """Refuse nested columns, whose rows have no bounded size."""
+    types = require("pyarrow.types", "data", f"reading {path}")
+    for name in columns:
+        kind = schema.field(name).type
+        if types.is_nested(kind):
+            raise BadInput(f"{path}:1: column {name} holds {kind!s:.40}, not text or a number")
 
 
 def _chunks(path: Path, file: IO[bytes]) -> Iterator[str]:

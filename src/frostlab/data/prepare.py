@@ -2,13 +2,16 @@
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
+from frostlab.data.arrays import VALUES
 from frostlab.data.builtin import (
+    DRAWN_AT_ONCE,
     SYNTHETIC_SEEDS,
     reference_scores,
     synthetic_vocabulary,
@@ -45,7 +48,15 @@ from frostlab.data.tokens import (
     save_facts,
 )
 from frostlab.errors import BadInput
-from frostlab.recipe.data import BPE, Docstrings, EEGData, PretrainedTokenizer, Synthetic, Words
+from frostlab.recipe.data import (
+    BPE,
+    Docstrings,
+    EEGData,
+    PretrainedTokenizer,
+    SimulatedEEG,
+    Synthetic,
+    Words,
+)
 from frostlab.recipe.recipe import Recipe
 from frostlab.storage import FORMAT, build_once, cache_folder, digest_of
 
@@ -54,11 +65,34 @@ CAUTION = "selected on the reporting split"
 LEAK = "made with a vocabulary that knows the words of {}"
 BATCH = 1 << 20  # approximate number of characters per encoded batch
 ROWS = 1024  # maximum number of texts per encoded batch
+# The most that a recipe may ask for.
+MOST_WORDS = 1 << 22  # words of a trained tokenizer
+MOST_DRAWN = 1 << 27  # symbols or positions of the examples that are drawn at once
+MOST_TOKENS = 1 << 31  # tokens of synthetic data
+MOST_SIGNAL = 1 << 33  # samples of simulated EEG, over all channels: 32 GiB
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _SyntheticFacts:
+    """Cached metadata of synthetic data."""
+
+    tokens: dict[str, str]  # digest of each role's tokens
+
+
+@dataclass(frozen=True)
+class _TextFacts:
+    """Cached metadata of prepared text."""
+
+    vocabulary: int
+    pad: int
+    tokens: dict[str, str]  # digest of each role's tokens
+    notes: dict[str, str]  # by role: how rows were held out or dropped
 
 
 def prepare(recipe: Recipe, data_dir: Path | None = None, cache: Path | None = None) -> Material:
     """Return a recipe's data, from the cache if they were prepared before."""
+    _check_sizes(recipe)
     cache = cache_folder(cache)
     if isinstance(recipe.data, Synthetic):
         return _prepare_synthetic(recipe.data, cache)
@@ -67,14 +101,47 @@ def prepare(recipe: Recipe, data_dir: Path | None = None, cache: Path | None = N
     return _TextPreparation(recipe.data, tokenizer_settings(recipe), data_dir, cache).prepared()
 
 
+def _check_sizes(recipe: Recipe) -> None:
+    """Refuse settings whose data would not fit into memory or on a disk, before building them."""
+    data, tokenizer = recipe.data, recipe.tokenizer
+    if isinstance(tokenizer, BPE | Words) and (tokenizer.size or 0) > MOST_WORDS:
+        raise BadInput(f"tokenizer.size {tokenizer.size} is too large; the most is {MOST_WORDS:,}")
+    if isinstance(data, Synthetic):
+        for key in ("symbols", "length"):
+            if min(data.examples, DRAWN_AT_ONCE) * getattr(data, key) > MOST_DRAWN:
+                most = MOST_DRAWN // min(data.examples, DRAWN_AT_ONCE)
+                raise BadInput(
+                    f"data.{key} {getattr(data, key)} is too large with data.examples "
+                    f"{data.examples}; the most is {most:,}"
+                )
+        if data.examples * data.length > MOST_TOKENS:
+            raise BadInput(
+                f"data.examples {data.examples} is too large with data.length {data.length}; "
+                f"the most is {MOST_TOKENS // data.length:,}"
+            )
+    if isinstance(data, SimulatedEEG):
+        samples = data.seconds * data.rate
+        if samples * 64 > VALUES:
+            raise BadInput(
+                f"data.seconds {data.seconds:g} is too large at {data.rate:g} Hz; the most is "
+                f"{VALUES / 64 / data.rate:,.0f}"
+            )
+        if (total := (data.subjects + data.unseen) * data.recordings) * samples * 64 > MOST_SIGNAL:
+            raise BadInput(
+                f"data.subjects {data.subjects}, data.unseen {data.unseen} and data.recordings "
+                f"{data.recordings} make {total} recordings; the most of {data.seconds:g} s is "
+                f"{MOST_SIGNAL / 64 / samples:,.0f}"
+            )
+
+
 def _prepare_synthetic(data: Synthetic, cache: Path) -> Prepared:
     digest = digest_of([FORMAT, data.model_dump(mode="json")])
 
     def build(folder: Path) -> None:
-        save_facts(folder, {"tokens": write_synthetic(data, folder)})
+        save_facts(folder, _SyntheticFacts(write_synthetic(data, folder)))
 
     folder = build_once(cache / "prepared" / digest[:32], build)
-    tokens: dict[str, str] = load_facts(folder)["tokens"]
+    tokens = load_facts(_SyntheticFacts, folder).tokens
     roles = ("train", "tune", "report")
     return Prepared(
         task=data.task,
@@ -134,15 +201,15 @@ class _TextPreparation:
         folder = build_once(
             self.cache / "prepared" / digest[:32], lambda folder: self._build(folder, pretrained)
         )
-        facts = load_facts(folder)
+        facts = load_facts(_TextFacts, folder)
         balanced = isinstance(data, Docstrings) and self.classes  # whether classes have equal size
         return Prepared(
             task=data.task,
             classes=self.classes,
-            vocabulary=facts["vocabulary"],
-            pad=facts["pad"],
-            splits={role: load_tokens(folder, role, d) for role, d in facts["tokens"].items()},
-            origin={role: self._origin(role, note) for role, note in facts["notes"].items()},
+            vocabulary=facts.vocabulary,
+            pad=facts.pad,
+            splits={role: load_tokens(folder, role, d) for role, d in facts.tokens.items()},
+            origin={role: self._origin(role, note) for role, note in facts.notes.items()},
             caution=self._caution(),
             known={"chance": 1 / self.classes} if balanced else {},
             digest=digest,
@@ -184,12 +251,12 @@ class _TextPreparation:
                 raise BadInput(f"{split.place} changed while it was read; run it again")
         save_facts(
             folder,
-            {
-                "vocabulary": encoder.vocabulary,
-                "pad": encoder.pad,
-                "tokens": tokens,
-                "notes": {role: portion.note for role, portion in portions.items()},
-            },
+            _TextFacts(
+                vocabulary=encoder.vocabulary,
+                pad=encoder.pad,
+                tokens=tokens,
+                notes={role: portion.note for role, portion in portions.items()},
+            ),
         )
 
     def _train_tokenizer(self, portions: dict[str, Portion]) -> Path:

@@ -9,10 +9,11 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
-from frostlab.data.files import split_files
+from frostlab.data.files import is_label, shown, split_files
 from frostlab.errors import BadInput, check_registration, nearest, same_function
 from frostlab.recipe.data import LOADERS, Loader, TextTask, data_names
 from frostlab.storage import build_once
@@ -65,6 +66,8 @@ def registered_files(name: str, data_dir: Path | None, cache: Path) -> dict[str,
     with tempfile.TemporaryDirectory(dir=cache, prefix=".registered-") as temporary:
         digest = hashlib.sha256()
         for split, rows in splits.items():
+            if isinstance(rows, str | bytes) or not isinstance(rows, Iterable):
+                raise BadInput(f"data.name {name}: {split} is {shown(rows)}, not a list of rows")
             digest.update(f"{split};{loader.task};".encode())
             path = Path(temporary) / f"{split}.jsonl"
             with path.open("w", encoding="utf-8") as file:
@@ -84,14 +87,15 @@ def _columns(place: str, number: int, row: Any, task: TextTask) -> dict[str, Any
     if task == "language":
         if isinstance(row, str):
             return {"text": row}
-        raise BadInput(f"data.name {place}: row {number} is {row!r:.60}, not a text")
+        raise BadInput(f"data.name {place}: row {number} is {shown(row)}, not a text")
     if not isinstance(row, tuple | list) or len(row) != 2 or not isinstance(row[0], str):
-        raise BadInput(f"data.name {place}: row {number} is {row!r:.60}, not (text, label)")
+        raise BadInput(f"data.name {place}: row {number} is {shown(row)}, not (text, label)")
     text, label = row
-    label = label.item() if hasattr(label, "item") else label  # NumPy or torch scalar
-    if not isinstance(label, int | str):
+    with suppress(ValueError, RuntimeError):  # an array of several values
+        label = label.item() if hasattr(label, "item") else label  # NumPy or torch scalar
+    if not is_label(label):
         raise BadInput(
-            f"data.name {place}: the label of row {number} is {label!r:.40}, neither a whole "
+            f"data.name {place}: the label of row {number} is {shown(label)}, neither a whole "
             "number nor a word"
         )
     return {"text": text, "label": label}

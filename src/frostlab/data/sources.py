@@ -13,7 +13,17 @@ from typing import Any, NamedTuple
 from urllib.parse import urlparse
 
 from frostlab.data.builtin import docstring_files
-from frostlab.data.files import FORMATS, format_of, read_lines, read_pieces, split_files
+from frostlab.data.files import (
+    FORMATS,
+    format_of,
+    is_label,
+    missing_column,
+    named_path,
+    read_lines,
+    read_pieces,
+    shown,
+    split_files,
+)
 from frostlab.data.registered import registered_files
 from frostlab.errors import BadInput, first_line, nearest, require
 from frostlab.recipe.data import Docstrings, Named, Own, Registered
@@ -25,7 +35,7 @@ HELD_OUT = 0.05  # share of train that replaces a missing tune split, and a miss
 LANGUAGES = (
     "ar", "bg", "de", "el", "en", "es", "fr", "hi", "ru", "sw", "th", "tr", "ur", "vi", "zh",
 )  # fmt: skip
-_WHOLE_NUMBER = re.compile(r"-?\d+")
+_WHOLE_NUMBER = re.compile(r"-?\d{1,20}")
 _TRUE = ("1", "true", "yes", "on")  # values that turn on an environment variable
 
 
@@ -64,7 +74,8 @@ class Split:
         if self.hub is None and format_of(self.files[0]) == "txt":
             yield from self._running_text(columns)
             return
-        lines = read_lines(self.files[0]) if self.hub is None else self._hub_lines()
+        wanted = (*columns.texts, *(() if columns.label is None else (columns.label,)))
+        lines = read_lines(self.files[0], wanted) if self.hub is None else self._hub_lines()
         line = 0
         for line, values in lines:
             yield _row(self.place, line, values, columns)
@@ -104,15 +115,13 @@ def _cell(place: str, line: int, values: Mapping[str, Any], name: str) -> Any:
     try:
         return values[name]
     except KeyError:
-        names = [str(key) for key in values]
-        hint = nearest(name, names) or f"; there are {', '.join(names)}"
-        raise BadInput(f"{place}:{line}: no column {name}{hint}") from None
+        raise missing_column(place, line, name, values) from None
 
 
 def _text(place: str, line: int, values: Mapping[str, Any], name: str) -> str:
     value = _cell(place, line, values, name)
     if not isinstance(value, str):
-        raise BadInput(f"{place}:{line}: column {name} holds {value!r:.40}, not text")
+        raise BadInput(f"{place}:{line}: column {name} holds {shown(value)}, not text")
     return value
 
 
@@ -125,9 +134,9 @@ def _label(place: str, line: int, values: Mapping[str, Any], name: str) -> Label
         value = int(value) if _WHOLE_NUMBER.fullmatch(value) else value
     if value == -1:
         raise BadInput(f"{place}:{line}: label -1 means unlabelled; choose a split with labels")
-    if isinstance(value, int) or (isinstance(value, str) and value):
+    if is_label(value):
         return int(value) if isinstance(value, bool) else value
-    raise BadInput(f"{place}:{line}: label {value!r:.40} is neither a whole number nor a word")
+    raise BadInput(f"{place}:{line}: label {shown(value)} is neither a whole number nor a word")
 
 
 # Roles of splits
@@ -215,7 +224,7 @@ def plan_splits(data: TextData, data_dir: Path | None, cache: Path) -> SplitPlan
 
 def _plan_own(data: Own) -> SplitPlan:
     """Find the splits in a user's folder, or hold out tune and report from a user's file."""
-    path = Path(data.path).expanduser()
+    path = named_path(data.path, "data.path")
     if path.is_dir():
         files = split_files(path)
         if not files:
@@ -228,6 +237,8 @@ def _plan_own(data: Own) -> SplitPlan:
             tune="validation" if has_tuning_split else HELD_OUT, report=report, texts=data.text
         )
         return _assign_roles(data, _splits(files), defaults, data.label)
+    if path.exists() and not path.is_file():
+        raise BadInput(f"data.path {path} is neither a regular file nor a folder")
     if not path.is_file():
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise BadInput(f"data.path {path} does not exist{nearest(path.name, siblings)}")

@@ -6,7 +6,6 @@ of each row. Rows of train whose text is also held out are dropped, except with 
 """
 
 import hashlib
-import json
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,8 +14,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from frostlab.data.arrays import map_npy
 from frostlab.data.files import word_end
 from frostlab.data.sources import Columns, Label, Split, SplitPlan
+from frostlab.data.tokens import load_facts, save_facts
 from frostlab.errors import BadInput
 from frostlab.storage import FORMAT, build_once, digest_of
 
@@ -24,6 +25,8 @@ Mask = npt.NDArray[np.bool_]
 Keys = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int64]
 FEWEST_DOCUMENTS = 20  # with fewer documents, running text is split by characters
+_FACTS = "survey.json"
+_KINDS = {"keys": "uint64", "sizes": "int64", "codes": "int64"}  # arrays of a survey
 _SALT = {"report": 1, "tune": 2, "limit": 3}  # gives each purpose its own order of rows
 
 
@@ -44,6 +47,14 @@ class Survey:
         return len(self.keys)
 
 
+@dataclass(frozen=True)
+class _SurveyFacts:
+    """Cached metadata of a survey."""
+
+    digest: str
+    labels: tuple[tuple[Label, int], ...]
+
+
 def survey(split: Split, columns: Columns, cache: Path) -> Survey:
     """Survey a split; reuse a cached survey if the files have the same sizes and times."""
     key = [split.stamp(), split.name, columns.texts, columns.label, columns.joined, FORMAT]
@@ -51,10 +62,11 @@ def survey(split: Split, columns: Columns, cache: Path) -> Survey:
         cache / "surveys" / digest_of(key)[:32],
         lambda folder: _write_survey(split, columns, folder),
     )
-    facts = json.loads((folder / "survey.json").read_text())
-    arrays = {name: np.load(folder / f"{name}.npy") for name in ("keys", "sizes", "codes")}
-    labels = tuple((value, line) for value, line in facts["labels"])
-    return Survey(facts["digest"], **arrays, labels=labels)
+    facts = load_facts(_SurveyFacts, folder, _FACTS)
+    arrays = {
+        name: np.array(map_npy(folder / f"{name}.npy", kind)) for name, kind in _KINDS.items()
+    }
+    return Survey(facts.digest, **arrays, labels=facts.labels)
 
 
 def _write_survey(split: Split, columns: Columns, folder: Path) -> None:
@@ -87,8 +99,7 @@ def _write_survey(split: Split, columns: Columns, folder: Path) -> None:
     np.save(folder / "keys.npy", np.array(keys, dtype=np.uint64))
     np.save(folder / "sizes.npy", np.array(sizes, dtype=np.int64))
     np.save(folder / "codes.npy", np.array(codes, dtype=np.int64))
-    facts = {"digest": all_rows.hexdigest(), "labels": first_lines}
-    (folder / "survey.json").write_text(json.dumps(facts))
+    save_facts(folder, _SurveyFacts(all_rows.hexdigest(), tuple(first_lines)), _FACTS)
 
 
 def _encode(split: Split, line: int, text: str) -> bytes:
@@ -112,7 +123,7 @@ def classes_of(split: Split, train: Survey, count: int | None) -> tuple[Label, .
     if not all(isinstance(label, int) for label in labels):
         labels = [str(label) for label in labels]
     if len(labels) < 2:
-        raise BadInput(f"{split.place}: every label is {labels[0]}; two classes are needed")
+        raise BadInput(f"{split.place}: every label is {labels[0]!s:.40}; two classes are needed")
     return tuple(sorted(labels, key=lambda label: (label if isinstance(label, int) else 0, label)))
 
 
@@ -123,8 +134,8 @@ def class_numbers(split: Split, rows: Survey, classes: tuple[Label, ...]) -> Num
     for label, line in rows.labels:
         key = label if label in order else str(label)
         if key not in order:
-            listed = ", ".join(str(name) for name in classes[:8])
-            raise BadInput(f"{split.place}:{line}: label {label} is not a class: {listed}")
+            listed = ", ".join(f"{name!s:.40}" for name in classes[:8])
+            raise BadInput(f"{split.place}:{line}: label {label!s:.40} is not a class: {listed}")
         numbers.append(order[key])
     return np.array(numbers, dtype=np.int64)[rows.codes]
 

@@ -1,6 +1,7 @@
 """Tokenizers: BPE or whole words, learned from the training split, or a pretrained tokenizer."""
 
 import importlib
+import io
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -17,13 +18,13 @@ from tokenizers import (
     trainers,
 )
 
-from frostlab.data.files import WORD, word_end
+from frostlab.data.files import WORD, named_path, word_end
 from frostlab.data.sources import unreachable
-from frostlab.errors import BadInput
+from frostlab.errors import BadInput, first_line
 from frostlab.recipe.data import BPE, PretrainedTokenizer, Words
 from frostlab.recipe.model import PretrainedModel
 from frostlab.recipe.recipe import Recipe
-from frostlab.storage import digest_of
+from frostlab.storage import MOST_BYTES, digest_of, open_regular, read_json, read_text
 
 PAD, END, SEPARATOR, UNKNOWN = "<|pad|>", "<|end|>", "<|sep|>", "<unk>"
 SAMPLE = 100_000_000  # maximum number of characters that a vocabulary is learned from
@@ -56,7 +57,7 @@ def tokenizer_settings(recipe: Recipe) -> BPE | Words | PretrainedTokenizer:
         return recipe.tokenizer
     model = recipe.model
     if isinstance(model, PretrainedModel):
-        folder = Path(model.name).expanduser()
+        folder = named_path(model.name, "model.name")
         files = ("tokenizer.json", "tokenizer_config.json")
         if model.weights or any((folder / name).is_file() for name in files):
             return PretrainedTokenizer(kind="pretrained", name=model.name)
@@ -180,9 +181,16 @@ class Fast:
 
 def load_trained(path: Path) -> Fast:
     """Read a tokenizer that `train_tokenizer` saved."""
-    backend = Tokenizer.from_file(str(path))
+    text = read_text(path)
+    try:
+        backend = Tokenizer.from_str(text)
+    except Exception as error:  # the library raises no narrower type
+        raise BadInput(f"{path} is not a tokenizer ({first_line(error)})") from None
     backend.encode_special_tokens = True  # treat "<|end|>" in a text as ordinary characters
     numbers = backend.get_vocab()
+    for token in (PAD, END):
+        if token not in numbers:
+            raise BadInput(f"{path} is not frostlab's tokenizer: it has no token {token}")
     return Fast(backend, len(numbers), numbers[PAD], numbers[END])
 
 
@@ -252,13 +260,37 @@ def load_pretrained(name: str) -> Pretrained:
 
 def _load_from_transformers(name: str) -> Any:
     transformers = importlib.import_module("transformers")
-    folder = Path(name).expanduser()
+    folder = named_path(name, "tokenizer.name")
     local = folder.is_dir()
+    if local:
+        _check_folder(folder)
     reason = None if local else unreachable()
     if reason is None:
         try:
-            return transformers.AutoTokenizer.from_pretrained(str(folder) if local else name)
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            reason = str(error).strip().partition("\n")[0].rstrip(": ")
+            return transformers.AutoTokenizer.from_pretrained(
+                str(folder) if local else name, trust_remote_code=False
+            )
+        except Exception as error:  # damaged files raise many types of errors
+            reason = first_line(error).rstrip(": ")
     where = "in this folder" if local else "a folder here, or on the hub"
-    raise BadInput(f"tokenizer.name {name}: no tokenizer {where} ({reason})")
+    raise BadInput(f"tokenizer.name {name}: no tokenizer {where} ({reason:.300})")
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a tokenizer that brings its own Python, and files that are too large to be one."""
+    for path in sorted(folder.glob("*token*")) + sorted(folder.glob("vocab*")):
+        if not path.is_dir():
+            with open_regular(path) as file:
+                if file.seek(0, io.SEEK_END) > MOST_BYTES:
+                    raise BadInput(f"{path} is larger than {MOST_BYTES >> 20} MiB")
+    for path in (folder / "tokenizer_config.json", folder / "config.json"):
+        try:
+            values = read_json(path)
+        except FileNotFoundError:
+            continue
+        own = values.get("auto_map") if isinstance(values, dict) else None
+        if own and (path.name == "tokenizer_config.json" or "AutoTokenizer" in own):
+            raise BadInput(
+                f"{path} has auto_map: the tokenizer would run Python code of this folder, which "
+                "frostlab does not; save it as tokenizer.json with a fast tokenizer"
+            )

@@ -3,20 +3,26 @@
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from frostlab.data.arrays import map_npy
+from frostlab.errors import BadInput
 from frostlab.recipe.data import Task
+from frostlab.storage import read_json
+from frostlab.typed import read
 
+FACTS = "prepared.json"  # the metadata of a folder in the cache
 _OPTIONAL = ("labels", "second", "scored_from")  # arrays that a split may lack
 _TYPES = {"starts": np.int64, "stops": np.int64, "labels": np.int64} | dict.fromkeys(
     ("second", "scored_from"), np.int32
 )
+Facts = TypeVar("Facts")
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ class TokenWriter:
     """Writer of one split: appends token ids in pieces, then writes the bounds of the examples."""
 
     def __init__(self, folder: Path, role: str, vocabulary: int) -> None:
-        self.folder, self.role = folder, role
+        self.folder, self.role, self.vocabulary = folder, role, vocabulary
         self.dtype: np.dtype[Any] = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.int32)
         self.count = 0
         self._file = (folder / f"{role}.ids.npy").open("wb")
@@ -78,7 +84,12 @@ class TokenWriter:
 
     def append(self, ids: npt.ArrayLike) -> None:
         """Append token ids."""
-        new = np.asarray(ids).astype(self.dtype)
+        ids = np.asarray(ids)
+        if len(ids) and not 0 <= ids.min() <= ids.max() <= np.iinfo(self.dtype).max:
+            raise BadInput(
+                f"token {ids.max()} is beyond the tokenizer's vocabulary of {self.vocabulary:,}"
+            )
+        new = ids.astype(self.dtype)
         raw = new.tobytes()
         self._file.write(raw)
         self._digest.update(raw)
@@ -110,27 +121,24 @@ class TokenWriter:
 
 def load_tokens(folder: Path, role: str, digest: str) -> Tokens:
     """Memory-map a split that a `TokenWriter` wrote."""
-
-    def mapped(name: str) -> Any:
-        path = folder / f"{role}.{name}.npy"
-        return np.load(path, mmap_mode="r")
-
-    optional = {
-        name: mapped(name) if (folder / f"{role}.{name}.npy").exists() else None
-        for name in _OPTIONAL
+    arrays: dict[str, Any] = {
+        name: map_npy(path, np.dtype(dtype).name)
+        for name, dtype in _TYPES.items()
+        if (path := folder / f"{role}.{name}.npy").exists() or name not in _OPTIONAL
     }
-    return Tokens(mapped("ids"), mapped("starts"), mapped("stops"), **optional, digest=digest)
+    ids = map_npy(folder / f"{role}.ids.npy", "uint16", "int32")
+    return Tokens(ids, digest=digest, **{**dict.fromkeys(_OPTIONAL), **arrays})
 
 
-def save_facts(folder: Path, facts: dict[str, Any]) -> None:
-    """Write the metadata that all splits share."""
-    (folder / "prepared.json").write_text(json.dumps(facts, ensure_ascii=False, indent=1))
+def save_facts(folder: Path, facts: Any, name: str = FACTS) -> None:
+    """Write a dataclass with the metadata of a folder in the cache."""
+    text = json.dumps(asdict(facts), indent=1)
+    (folder / name).write_text(text, encoding="utf-8")
 
 
-def load_facts(folder: Path) -> dict[str, Any]:
+def load_facts(schema: type[Facts], folder: Path, name: str = FACTS) -> Facts:
     """Read the metadata that `save_facts` wrote."""
-    facts: dict[str, Any] = json.loads((folder / "prepared.json").read_text())
-    return facts
+    return read(schema, read_json(folder / name), folder / name)
 
 
 def concatenate(lists: Iterable[list[int]]) -> npt.NDArray[np.int64]:

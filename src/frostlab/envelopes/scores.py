@@ -6,7 +6,7 @@ Scores are stored with a digest, so that edited scores are refused.
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -32,10 +32,12 @@ from frostlab.envelopes.correlation import (
     to_samples,
     unit_norm,
 )
-from frostlab.errors import BadInput, nearest
+from frostlab.errors import BadInput, first_line, nearest
 from frostlab.storage import derive_seed
 from frostlab.text import NONE, columns
+from frostlab.typed import read
 
+_LARGEST = 2**63  # no stored number is larger
 FEWEST_SHIFTS = 19  # with fewer, p cannot be as low as 0.05, as p is at least 1 / (1 + shifts)
 
 
@@ -149,25 +151,19 @@ class EnvelopeScores:
     @staticmethod
     def from_dict(values: dict[str, Any]) -> "EnvelopeScores":
         """Read stored scores; refuse edited scores."""
-        try:
-            scores = EnvelopeScores(
-                Settings(**values["settings"]),
-                tuple(_read_recording(score) for score in values["recordings"]),
-                tuple(_read_subject(score) for score in values["subjects"]),
-                Null(**values["null"]),
-            )
-            digest, summary = values["digest"], values["summary"]
-        except (KeyError, TypeError) as error:
-            raise BadInput(f"these are not envelope scores: {error}") from None
+        stored = read(StoredScores, values, "these are not envelope scores")
+        scores = EnvelopeScores(stored.settings, stored.recordings, stored.subjects, stored.null)
+        digest, summary = stored.digest, stored.summary
         correlations = [score.r for score in scores.recordings]
         correlations += [score.r for score in scores.subjects]
         if not scores.subjects or not all(-1 <= r <= 1 for r in correlations):
             raise BadInput("these are not envelope scores: r should be between -1 and 1")
         if digest != scores.digest:
             raise BadInput(
-                f"these scores were edited: their digest is {scores.digest}, not {digest}; "
+                f"these scores were edited: their digest is {scores.digest}, not {digest:.80}; "
                 "score the predictions again"
             )
+        _check_stored(scores)
         for subject in scores.subjects:
             r = [score.r for score in scores.recordings if score.subject == subject.subject]
             if not r or abs(float(fisher_mean(r)) - subject.r) > 1e-9:
@@ -198,8 +194,33 @@ class StoredScores:
     digest: str
 
 
+def _check_stored(scores: EnvelopeScores) -> None:
+    """Refuse stored scores that cannot have been measured."""
+    if not scores.recordings or not scores.subjects:
+        raise BadInput("these are not envelope scores: there is no recording or no subject")
+    for path, value in _numbers(asdict(scores), ""):
+        if not -_LARGEST <= value <= _LARGEST:  # NaN too
+            raise BadInput(f"these are not envelope scores: {path} is not a possible number")
+    tallies = [t for score in scores.recordings for t in (score.match, score.attended) if t]
+    if any(not 0 <= tally.right <= tally.decisions or tally.windows < 0 for tally in tallies):
+        raise BadInput("these are not envelope scores: more decisions are right than were made")
+
+
+def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
+    """Yield each number in nested values, with its keys."""
+    if isinstance(value, int | float):
+        yield path, value
+    elif isinstance(value, dict | list | tuple):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, inner in items:
+            yield from _numbers(inner, f"{path}.{key}" if path else str(key))
+
+
 def _digest(values: dict[str, Any]) -> str:
-    text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    try:
+        text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except ValueError as error:  # NaN, or a number of thousands of digits
+        raise BadInput(f"these are not envelope scores: {first_line(error)}") from None
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -217,20 +238,6 @@ def _close(a: Any, b: Any) -> bool:
     if isinstance(a, float) and isinstance(b, float):
         return math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9)
     return bool(a == b)
-
-
-def _read_recording(values: dict[str, Any]) -> RecordingScore:
-    attended = values["attended"]
-    parts = {
-        "null": Null(**values["null"]),
-        "match": Tally(**values["match"]),
-        "attended": None if attended is None else Tally(**attended),
-    }
-    return RecordingScore(**{**values, **parts})
-
-
-def _read_subject(values: dict[str, Any]) -> SubjectScore:
-    return SubjectScore(**{**values, "null": Null(**values["null"])})
 
 
 def _interval(r: np.ndarray) -> tuple[float | None, float | None]:

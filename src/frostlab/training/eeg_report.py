@@ -3,19 +3,19 @@
 import json
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from frostlab.data.arrays import read_npz
 from frostlab.data.eeg.recordings import Signals, Windows
 from frostlab.data.prepare import prepare
 from frostlab.envelopes.correlation import stitch, window_starts
 from frostlab.envelopes.figures import Rows, eeg_page, excerpt_rows, kernel_rows
 from frostlab.envelopes.ridge import fit_ridge
 from frostlab.envelopes.scores import EnvelopeScores, score_recordings
-from frostlab.errors import BadInput, first_line
+from frostlab.errors import BadInput
 from frostlab.models.conformer import Conformer, electrode_importance
 from frostlab.records.folder import (
     REPORTED,
@@ -26,7 +26,7 @@ from frostlab.records.folder import (
     read_scores,
     scores_file,
 )
-from frostlab.storage import build_once, cache_folder, path_inside, write_whole
+from frostlab.storage import build_once, cache_folder, path_inside, read_json, write_whole
 from frostlab.training.batches.batch import WindowExamples, in_batches, micro_batches
 from frostlab.training.setup import best_model
 from frostlab.training.state import RunContext
@@ -51,7 +51,10 @@ def baseline_scores(signals: Signals) -> Scores:
         (folder / SCORES).write_text(json.dumps(scores))
 
     folder = cache_folder(None) / "ridge" / f"{signals.digest[:32]}-{_FORMAT}"
-    scores = json.loads((build_once(folder, build) / SCORES).read_text())
+    path = build_once(folder, build) / SCORES
+    scores = read_json(path)
+    if not isinstance(scores, dict):
+        raise BadInput(f"{path} is not a table of scores")
     return {split: EnvelopeScores.from_dict(values) for split, values in scores.items()}
 
 
@@ -160,10 +163,12 @@ def draw_run(folder: Path, data_dir: Path | None = None) -> Path:
 
 def _excerpts(folder: Path, signals: Signals) -> dict[str, Rows]:
     """Return the heard and the decoded envelope in the middle of each split's first recording."""
-    excerpts, decoded = {}, _read_decoded(folder / "decoded.npz")
+    excerpts, decoded = {}, read_npz(folder / "decoded.npz")
     for split, meaning in SPLITS.items():
         if split in signals.splits:
             first = signals.splits[split].recordings[0]
+            if first.name not in decoded or decoded[first.name].shape != first.envelope.shape:
+                raise BadInput(f"{folder / 'decoded.npz'} has no envelope that fits {first.name}")
             shown = {"heard": first.envelope, "decoded": decoded[first.name]}
             seconds = min(10.0, len(first) / signals.rate)
             start = (len(first) / signals.rate - seconds) / 2
@@ -171,14 +176,6 @@ def _excerpts(folder: Path, signals: Signals) -> dict[str, Rows]:
                 shown, signals.rate, start=start, seconds=seconds
             )
     return excerpts
-
-
-def _read_decoded(path: Path) -> dict[str, NDArray[np.float32]]:
-    try:
-        with path.open("rb") as file, np.load(file) as arrays:
-            return dict(arrays)
-    except (OSError, ValueError, EOFError, BadZipFile) as error:
-        raise BadInput(f"{path} cannot be read ({first_line(error)})") from None
 
 
 def _importance(model: Conformer, signals: Signals) -> NDArray[np.float32]:

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import frostlab as fl
+from frostlab.errors import DamagedCache
 from frostlab.models.stack import take_apart
 from frostlab.recipe.settings import Train
 from frostlab.records.schema import EvaluationEvent, PrefixEvent, StepEvent
-from frostlab.storage import cache_folder
+from frostlab.storage import SEAL, cache_folder
 from frostlab.training.batches.batch import evaluation_order
 from frostlab.training.batches.packing import pack
 from frostlab.training.batches.prefix import build_prefix, cached_table, prefix_depth
@@ -149,8 +150,9 @@ def test_a_spoilt_table_is_made_again(
     elif spoil == "one bit":
         made.write_bytes(content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
     else:
-        (made if spoil == "gone" else made.with_name("about.json")).unlink()
-    second = fl.run(recipe, runs=tmp_path)
+        (made if spoil == "gone" else made.with_name(SEAL)).unlink()
+    with pytest.warns(DamagedCache, match="was damaged; it is built again"):
+        second = fl.run(recipe, runs=tmp_path)
     assert made.read_bytes() == content
     (fact,) = second.events(PrefixEvent)
     assert not fact.reused
@@ -171,7 +173,7 @@ def test_old_tables_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     os.utime(folder / "a", (1, 1))
     os.utime(folder / "b", (2, 2))
     assert keep("a", 30), "found, and used just now"
-    (folder / "d.part").mkdir()  # what a killed process left
+    (folder / ".d.00.tmp").mkdir()  # what a killed process left
     assert not keep("d", 40)
     assert names() == ["a", "c", "d"]
     assert not keep("e", 100)

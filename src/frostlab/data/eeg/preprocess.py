@@ -10,6 +10,7 @@ from frostlab.errors import BadInput
 
 Array = NDArray[np.float64]
 Band = tuple[float, float]
+CHANNELS = 4096  # the most channels of a recording; EEG has up to 512
 _ORDER = 3  # order of the band-pass filter, which is applied once in each direction
 
 
@@ -53,6 +54,14 @@ def preprocess(
     signals += [ready(speaker, rates[1]) for speaker in speakers]
     samples = min(map(len, signals))
     return Recording(name, subject, *(standardize(x[:samples]) for x in signals))
+
+
+def check_shape(name: str, eeg: Array) -> None:
+    """Refuse EEG that is not (samples, channels), or has none or absurdly many channels."""
+    if eeg.ndim != 2 or not eeg.size:
+        raise BadInput(f"{name} has shape {eeg.shape}, not (samples, channels)")
+    if eeg.shape[1] > CHANNELS:
+        raise BadInput(f"{name} has {eeg.shape[1]:,} channels; the most is {CHANNELS:,}")
 
 
 def check_signals(name: str, eeg: Array, channels: tuple[str, ...], envelope: Array) -> None:
@@ -119,12 +128,12 @@ def bandpass(x: Array, rate: float, band: Band | None, name: str) -> Array:
 
     if band is None:
         return x
-    sections = signal.butter(_ORDER, band, "bandpass", fs=rate, output="sos")
-    pad = min(len(x) - 1, int(3 * rate / band[0]))  # three periods of the lowest frequency
     if len(x) < rate / band[0]:
         raise BadInput(
             f"{name} has {len(x) / rate:.1f} s, too short for a band from {band[0]:g} Hz"
         )
+    sections = signal.butter(_ORDER, band, "bandpass", fs=rate, output="sos")
+    pad = min(len(x) - 1, int(3 * rate / band[0]))  # three periods of the lowest frequency
     filtered: Array = signal.sosfiltfilt(sections, x, axis=0, padlen=pad)
     return filtered
 

@@ -5,6 +5,7 @@ files that MNE reads. A reader lists the recordings of a folder as `Source`s, wh
 one at a time.
 """
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -15,12 +16,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from frostlab.data.eeg.preprocess import Band, preprocess
+from frostlab.data.arrays import VALUES, read_npy
+from frostlab.data.eeg.matlab import MatFiles
+from frostlab.data.eeg.preprocess import Band, check_shape, preprocess
 from frostlab.data.eeg.recordings import Recording
 from frostlab.data.eeg.simulate import channel_names
 from frostlab.data.eeg.splits import PREFIXES, Heading
+from frostlab.data.files import named_path
 from frostlab.errors import BadInput, first_line, nearest, require
 from frostlab.recipe.data import ChallengeEEG, MatlabEEG, MneEEG
+from frostlab.storage import open_regular
 
 MATLAB_RATE = 128.0  # Hz; the files do not store the rate
 ENDINGS = (".fif", ".edf", ".bdf", ".set", ".vhdr")  # file types that MNE reads
@@ -43,7 +48,7 @@ class Source:
 def find_folder(path: str, data_dir: Path | None) -> Path:
     """Find a folder by its path, relative to the working folder, else to the user's data folder."""
     parent = data_dir or (Path(env) if (env := os.environ.get("FROSTLAB_DATA")) else None)
-    places = [Path(path).expanduser()]
+    places = [named_path(path, "data.path")]
     if parent is not None and not places[0].is_absolute():
         places.append(parent.expanduser() / path)
     for place in places:
@@ -82,14 +87,7 @@ def pair_files(folder: Path, endings: Iterable[str]) -> list[tuple[list[str], Pa
 
 def load_array(path: Path) -> NDArray[np.float64]:
     """Read a .npy file of numbers."""
-    try:
-        with path.open("rb") as file:
-            array = np.lib.format.read_array(file, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise BadInput(f"{path} cannot be read: {first_line(error)}") from error
-    if array.dtype.kind not in "fiu" or array.ndim == 0:
-        raise BadInput(f"{path} holds {array.dtype} of shape {array.shape}, not samples")
-    return array.astype(np.float64)
+    return read_npy(path).astype(np.float64)
 
 
 def load_envelope(path: Path) -> NDArray[np.float64]:
@@ -125,6 +123,7 @@ def _challenge_reader(
 ) -> Callable[[], tuple[Recording, tuple[str, ...]]]:
     def read() -> tuple[Recording, tuple[str, ...]]:
         measured = load_array(eeg)
+        check_shape(str(eeg), measured)
         channels = channel_names(measured.shape[-1])
         recording = preprocess(
             heading.name,
@@ -154,15 +153,16 @@ def matlab_sources(data: MatlabEEG, folder: Path) -> list[Source]:
     for name, path in shared.items():
         if not path.exists():
             raise BadInput(f"{folder} has no {name}.mat")
-    order = _load_mat(shared["competing_speaker_order"], "blk1_M_Order", "blk2_F_Order")
-    stories = {name: _load_mat(shared[name], "stim1")["stim1"].ravel() for name in names[:2]}
+    mat = MatFiles()
+    order = mat.read(shared["competing_speaker_order"], "blk1_M_Order", "blk2_F_Order")
+    stories = {name: mat.read(shared[name], "stim1")["stim1"] for name in names[:2]}
     sources = []
     for path in sorted(folder.rglob("*.mat"), key=_trial_order):
         if not (match := _TRIAL.fullmatch(path.name)):
             continue
         block, trial = int(match[1]), int(match[2])
         attended, ignored, order_name = _BLOCKS[block]
-        numbers = order[order_name].ravel()
+        numbers = np.concatenate([part.ravel() for part in order[order_name]])
         if not 1 <= trial <= min(len(numbers), len(stories[attended])):
             raise BadInput(
                 f"{path}: trial {trial}, but {shared['competing_speaker_order'].name} lists "
@@ -178,7 +178,7 @@ def matlab_sources(data: MatlabEEG, folder: Path) -> list[Source]:
         heading = Heading(f"{subject}{_SEPARATOR}{block}_{trial}", subject, f"{attended[0]}{trial}")
         speech = (stories[attended][trial - 1], stories[ignored][int(numbers[trial - 1]) - 1])
         files = (path, *shared.values())
-        sources.append(Source(heading, files, _matlab_reader(data, heading, path, speech)))
+        sources.append(Source(heading, files, _matlab_reader(data, heading, path, speech, mat)))
     if not sources:
         raise BadInput(f"{folder} has no BLOCK_TRIAL.mat, such as 1_1.mat")
     return sources
@@ -189,26 +189,28 @@ def _matlab_reader(
     heading: Heading,
     path: Path,
     speech: tuple[NDArray[np.float64], NDArray[np.float64]],
+    mat: MatFiles,
 ) -> Callable[[], tuple[Recording, tuple[str, ...]]]:
     def read() -> tuple[Recording, tuple[str, ...]]:
-        arrays = _load_mat(path, "eeg", "mast")
-        for key, array in arrays.items():
-            if array.dtype.kind not in "fiu":
-                raise BadInput(f"{path}: {key} holds {array.dtype}, not samples")
-        measured = arrays["eeg"].astype(np.float64)
-        references = {"average": measured, "mastoids": arrays["mast"].astype(float), "none": None}
+        arrays = mat.read(path, "eeg", "mast")
+        for key, values in arrays.items():
+            if len(values) != 1:
+                raise BadInput(f"{path}: {key} holds {len(values)} arrays, not one")
+            check_shape(f"{path}: {key}", values[0])
+        measured = arrays["eeg"][0]
+        references = {"average": measured, "mastoids": arrays["mast"][0], "none": None}
         channels = channel_names(measured.shape[1])
         recording = preprocess(
             heading.name,
             heading.subject,
             measured,
-            speech[0].ravel().astype(np.float64),
+            speech[0].ravel(),
             channels=channels,
             rates=(MATLAB_RATE, MATLAB_RATE),
             rate=data.rate,
             band=data.band,
             reference=references[data.reference],
-            other=speech[1].ravel().astype(np.float64),
+            other=speech[1].ravel(),
         )
         return recording, channels
 
@@ -219,20 +221,6 @@ def _trial_order(path: Path) -> tuple[str, int, int]:
     """Return the sort key of a trial: its folder, block and number."""
     match = _TRIAL.fullmatch(path.name)
     return (str(path.parent), *((int(match[1]), int(match[2])) if match else (0, 0)))
-
-
-def _load_mat(path: Path, *keys: str) -> dict[str, Any]:
-    from scipy import io
-
-    try:
-        variables: dict[str, Any] = io.loadmat(path, variable_names=keys)
-    except Exception as error:  # scipy raises many types of errors for a broken file
-        raise BadInput(f"{path} cannot be read: {first_line(error)}") from error
-    for key in keys:
-        if key not in variables:
-            listed = ", ".join(name for name, _, _ in io.whosmat(path))
-            raise BadInput(f"{path} has no variable {key}; it has {listed}")
-    return {key: variables[key] for key in keys}
 
 
 def mne_sources(data: MneEEG, folder: Path) -> list[Source]:
@@ -253,7 +241,11 @@ def _mne_reader(
     def read() -> tuple[Recording, tuple[str, ...]]:
         mne = require("mne", "eeg", f"reading {eeg}")
         try:
-            raw = mne.io.read_raw(eeg, preload=True, verbose="ERROR")
+            open_regular(eeg).close()
+            raw = mne.io.read_raw(eeg, preload=False, verbose="ERROR")
+            if raw.n_times * len(raw.ch_names) > VALUES:
+                raise ValueError(f"it has more than {VALUES:,} values")
+            raw.load_data(verbose="ERROR")
         except Exception as error:  # MNE raises many types of errors for a broken file
             raise BadInput(f"{eeg} cannot be read: {first_line(error)}") from error
         recording = from_mne(
@@ -289,6 +281,8 @@ def from_mne(
     channel names; the mean of named channels is subtracted from all others, and the recording
     omits the named channels.
     """
+    if not (math.isfinite(raw.info["sfreq"]) and raw.info["sfreq"] > 0):
+        raise BadInput(f"{name} has a rate of {raw.info['sfreq']:g} Hz; it should be above 0")
     eeg, channels, reference_signals = _raw_signals(raw, name, reference)
     return preprocess(
         name,

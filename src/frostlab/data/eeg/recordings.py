@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from frostlab.data.arrays import map_npy
 from frostlab.data.tokens import Prepared, load_facts, save_facts
 from frostlab.errors import BadInput
 from frostlab.storage import digest_of
@@ -163,12 +164,34 @@ def windows(
     return np.concatenate(parts) if parts else np.empty((0, 2), dtype=np.int64)
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """A stored recording."""
+
+    role: str
+    name: str
+    subject: str
+
+
+@dataclass(frozen=True)
+class _StoreFacts:
+    """Cached metadata of stored recordings; the fields are as in `Recordings`."""
+
+    rate: float
+    channels: tuple[str, ...]
+    entries: tuple[_Entry, ...]
+    known: dict[str, float]
+    origin: dict[str, str]
+    caution: str | None
+    digest: str
+
+
 class Store:
     """Writer that stores recordings in a folder, one at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.entries: list[dict[str, str]] = []
+        self.entries: list[_Entry] = []
         self._digests: list[str] = []
         self._first: tuple[str, int] | None = None  # first recording's name, number of channels
 
@@ -179,8 +202,7 @@ class Store:
         for kind, array in _signals(recording):
             np.save(self.folder / f"{len(self.entries)}.{kind}.npy", array)
         self._digests.append(recording_digest(role, recording))
-        entry = {"role": role, "name": recording.name, "subject": recording.subject}
-        self.entries.append(entry)
+        self.entries.append(_Entry(role, recording.name, recording.subject))
 
     def finish(
         self,
@@ -192,42 +214,38 @@ class Store:
     ) -> None:
         """Write the metadata that all recordings share."""
         check_channels("the list of channels", len(channels), *(self._first or ("", 0)))
-        save_facts(
-            self.folder,
-            {
-                "rate": rate,
-                "channels": channels,
-                "entries": self.entries,
-                "known": known or {},
-                "origin": origin,
-                "caution": caution,
-                "digest": digest_of([rate, channels, self._digests]),
-            },
+        facts = _StoreFacts(
+            rate=rate,
+            channels=channels,
+            entries=tuple(self.entries),
+            known=known or {},
+            origin=origin,
+            caution=caution,
+            digest=digest_of([rate, channels, self._digests]),
         )
+        save_facts(self.folder, facts)
 
 
 def load_store(folder: Path) -> Recordings:
     """Memory-map the recordings that a `Store` wrote."""
-    facts = load_facts(folder)
-    splits: dict[str, list[Recording]] = {}
-    for number, entry in enumerate(facts["entries"]):
+    facts = load_facts(_StoreFacts, folder)
+    splits: dict[str, list[Recording]] = {"train": []}
+    for number, entry in enumerate(facts.entries):
         signals = {
-            kind: np.load(path, mmap_mode="r")
+            kind: map_npy(path, "float32")
             for kind in ("eeg", "envelope", "other")
-            if (path := folder / f"{number}.{kind}.npy").exists()
+            if (path := folder / f"{number}.{kind}.npy").exists() or kind != "other"
         }
-        splits.setdefault(entry["role"], []).append(
-            Recording(entry["name"], entry["subject"], **signals)
-        )
+        splits.setdefault(entry.role, []).append(Recording(entry.name, entry.subject, **signals))
     return Recordings(
-        rate=facts["rate"],
-        channels=tuple(facts["channels"]),
+        rate=facts.rate,
+        channels=facts.channels,
         splits={role: tuple(splits[role]) for role in ROLES if role in splits},
         subjects=subjects_of(splits["train"]),
-        known=facts["known"],
-        origin=facts["origin"],
-        caution=facts["caution"],
-        digest=facts["digest"],
+        known=facts.known,
+        origin=facts.origin,
+        caution=facts.caution,
+        digest=facts.digest,
     )
 
 

@@ -5,7 +5,6 @@ exact, in bf16 each output is rounded once. Layers with dropout cannot be cached
 outputs differ from step to step.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from frostlab.data.tokens import Tokens
 from frostlab.errors import BadInput, FrostlabError
 from frostlab.models.stack import take_apart
 from frostlab.recipe.settings import Train
-from frostlab.storage import Lock, cache_folder, digest_of, file_digest
+from frostlab.storage import Lock, build_once, cache_folder, digest_of, remove_temporary
 from frostlab.surgery.origin import digest
 from frostlab.training.batches.batch import evaluation_order, row_lengths
 from frostlab.training.batches.packing import pack
@@ -217,21 +216,23 @@ def cached_table(
     its file was removed. A lock admits one process at a time.
     """
     parent = cache_folder(None) / "prefixes"
-    folder, needed = parent / key, shape[0] * shape[1] * dtype.itemsize
+    needed, built = shape[0] * shape[1] * dtype.itemsize, False
+
+    def build(folder: Path) -> None:
+        nonlocal built
+        built = True
+        _make_room(parent, needed, limit)
+        _write(folder / "vectors", shape, dtype, fill)
+
     try:
         parent.mkdir(parents=True, exist_ok=True)
         with Lock(parent / "lock"):
-            for leftover in parent.glob("*.part"):  # left by a killed process
-                shutil.rmtree(leftover)
-            reused = _is_complete(folder, needed)
-            if not reused:
-                shutil.rmtree(folder, ignore_errors=True)
-                _make_room(parent, needed, limit)
-                part = folder.with_suffix(".part")
-                _write(part, shape, dtype, fill)
-                part.rename(folder)
-            os.utime(folder)  # `_make_room` removes the least recently used tables
-            return _mapped(folder / "vectors", shape, dtype, shared=False), reused
+            remove_temporary(parent)
+            path = build_once(parent / key, build) / "vectors"
+            if path.stat().st_size != needed:
+                raise FrostlabError(f"{path} has another size than the model's table; remove it")
+            os.utime(path.parent)  # `_make_room` removes the least recently used tables
+            return _mapped(path, shape, dtype, shared=False), not built
     except OSError as error:
         reason = error.strerror or error
         raise BadInput(
@@ -245,31 +246,14 @@ def _mapped(path: Path, shape: tuple[int, int], dtype: torch.dtype, shared: bool
 
 
 def _write(
-    folder: Path, shape: tuple[int, int], dtype: torch.dtype, fill: Callable[[Tensor], None]
+    path: Path, shape: tuple[int, int], dtype: torch.dtype, fill: Callable[[Tensor], None]
 ) -> None:
-    folder.mkdir()
-    path, needed = folder / "vectors", shape[0] * shape[1] * dtype.itemsize
-    try:
-        with path.open("wb") as file:
-            if hasattr(os, "posix_fallocate"):  # reserves the space: a full disk fails here
-                os.posix_fallocate(file.fileno(), 0, needed)
-            file.truncate(needed)
-        fill(_mapped(path, shape, dtype, shared=True))
-        about = {"bytes": needed, "sha256": file_digest(path)}
-        (folder / "about.json").write_text(json.dumps(about))
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
-def _is_complete(folder: Path, needed: int) -> bool:
-    """Return whether a stored table has the needed size and its recorded digest."""
-    try:
-        about = json.loads((folder / "about.json").read_text())
-        path = folder / "vectors"
-        return path.stat().st_size == needed and about["sha256"] == file_digest(path)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    needed = shape[0] * shape[1] * dtype.itemsize
+    with path.open("wb") as file:
+        if hasattr(os, "posix_fallocate"):  # reserves the space: a full disk fails here
+            os.posix_fallocate(file.fileno(), 0, needed)
+        file.truncate(needed)
+    fill(_mapped(path, shape, dtype, shared=True))
 
 
 def _make_room(parent: Path, needed: int, limit: int) -> None:

@@ -1,0 +1,86 @@
+"""Bounded readers of NumPy files: a shape is checked against the file before memory is taken."""
+
+import io
+import math
+import zipfile
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frostlab.errors import BadInput, first_line
+from frostlab.storage import open_regular
+
+VALUES = 1 << 28  # the most values of one array: 64 channels at 1 kHz for more than an hour
+_HEADER = 10_000  # the most bytes that describe an array, as in NumPy
+
+
+def read_npy(path: Path) -> NDArray[Any]:
+    """Read a .npy file of whole or real numbers."""
+    try:
+        with open_regular(path) as file:
+            size = file.seek(0, io.SEEK_END)
+            file.seek(0)
+            return _read_array(file, size, str(path))
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read: {error.strerror or first_line(error)}") from error
+
+
+def read_npz(path: Path) -> dict[str, NDArray[Any]]:
+    """Read all arrays of a .npz file."""
+    arrays = {}
+    try:
+        with open_regular(path) as file, zipfile.ZipFile(file) as packed:
+            members = packed.infolist()
+            if sum(member.file_size for member in members) > 8 * VALUES:
+                raise BadInput(f"{path} unpacks to more than {8 * VALUES >> 30} GiB")
+            for member in members:
+                name = member.filename.removesuffix(".npy")
+                with packed.open(member) as content:
+                    raw = content.read(member.file_size + 1)
+                arrays[name] = _read_array(io.BytesIO(raw), len(raw), f"{path}: {name!r:.80}")
+    except BadInput:
+        raise
+    except Exception as error:  # zipfile raises many types of errors for a damaged file
+        raise BadInput(f"{path} cannot be read ({first_line(error)})") from None
+    return arrays
+
+
+def map_npy(path: Path, *kinds: str) -> Any:
+    """Memory-map an array of the cache whose dtype is one of `kinds`, such as "int64"."""
+    try:
+        array = np.lib.format.open_memmap(path, mode="r")
+    except Exception as error:  # as in `_read_array`
+        raise BadInput(f"{path} cannot be read: {first_line(error)}") from None
+    if array.dtype.name not in kinds:
+        raise BadInput(f"{path} holds {array.dtype}, not {' or '.join(kinds)}")
+    return array
+
+
+def _read_array(file: IO[bytes], size: int, where: str) -> NDArray[Any]:
+    """Read an array from a file of `size` bytes; refuse one that the file cannot hold."""
+    format = np.lib.format
+    try:
+        version = format.read_magic(file)
+        length = file.read(2 if version == (1, 0) else 4)
+        if int.from_bytes(length, "little") > _HEADER:
+            raise ValueError(f"its header is longer than {_HEADER} bytes")
+        file.seek(-len(length), io.SEEK_CUR)
+        read_header = {(1, 0): format.read_array_header_1_0, (2, 0): format.read_array_header_2_0}
+        shape, fortran, dtype = read_header[version](file, max_header_size=_HEADER)
+    except Exception as error:  # NumPy evaluates the header, with many types of errors
+        reason = "an unknown version" if isinstance(error, KeyError) else first_line(error)
+        raise BadInput(f"{where} cannot be read: {reason}") from None
+    if dtype.kind not in "fiu" or dtype.hasobject or not shape:
+        raise BadInput(f"{where} holds {dtype} of shape {shape}, not samples")
+    count, left = math.prod(shape), size - file.tell()
+    if min(shape) < 0 or count > VALUES:
+        raise BadInput(f"{where} has shape {shape}; the most is {VALUES:,} values")
+    if count * dtype.itemsize > left:
+        raise BadInput(
+            f"{where} is cut off: shape {shape} of {dtype} takes {count * dtype.itemsize:,} bytes, "
+            f"and {left:,} are there"
+        )
+    values = np.frombuffer(file.read(count * dtype.itemsize), dtype)
+    return values.reshape(shape, order="F" if fortran else "C")
