@@ -28,7 +28,7 @@ from frostlab.recipe.settings import LOWER_IS_BETTER
 from frostlab.text import NONE, Markdown, columns, escaped, markdown, number, plain
 
 _BAR = 30  # width of the longest bar of a tuning curve, in characters
-_GAIN = "(Compares the gain from the first stage's best value to the last stage's.) "
+_GAIN = "(Compares how much the best value changed from the first stage to the last.) "
 _FLOW = {  # column title of each gradient-flow quantity
     "front_ratio": "front/output gradient",
     "weight_change": "front weight change",
@@ -108,7 +108,10 @@ def _planned_questions(evidence: Evidence) -> str:
 
 
 def _default_questions(evidence: Evidence) -> str:
-    """Answer the five questions of the OELM study, unless the plan has its own questions."""
+    """Answer the five questions of the OELM study about the first treated arm.
+
+    OELM freezes orthogonal queries and keys. A plan with questions of its own asks only those.
+    """
     return "" if evidence.contrasts else _numbered(answers(evidence))
 
 
@@ -170,8 +173,9 @@ def _subjects(evidence: Evidence) -> str:
     if not parts:
         return ""
     note = (
-        f"Each subject gives one pair, the arm and {escaped(evidence.baseline)}, of its mean "
-        "Fisher z over the seeds. `report`: other recordings of the training subjects; `unseen`: "
+        "Tests are paired by subject: a subject's mean Fisher z over the seeds, with the arm "
+        f"and with {escaped(evidence.baseline)}. `report`: other recordings of the training "
+        "subjects; `unseen`: "
         "subjects held out of training. The ridge decoder is the same for every seed."
     )
     return "\n\n".join([note, *parts])
@@ -187,9 +191,11 @@ def _gradients(evidence: Evidence) -> str:
         for name, flow in evidence.flow.items()
     ]  # fmt: skip
     note = (
-        "Means over seeds, and ratios to the baseline, paired by seed. Front: layers 0 and 1. The "
-        "gradient of a tensor is its largest absolute value at the last measured step. Weight "
-        "change is the relative change of a tensor's range since the first measured step. "
+        "Means over seeds, and ratios to the baseline, paired by seed. Front is layers 0 and 1, "
+        "output is the head. Front/output gradient is the largest absolute gradient of a tensor at "
+        "the last measured step, averaged over the front's tensors, relative to the head's. Weight "
+        "change is the relative change of a tensor's range since the first measured step, averaged "
+        "over the front's tensors. "
         "Update/weight is the median over the front's parts, then over the measured steps."
     )
     return f"{note}\n\n{markdown(head, rows)}"
@@ -262,10 +268,11 @@ def _step_times(evidence: Evidence) -> str:
     ]
     head = ["arm", "ms a step", "ratio [95 %]", "FLOPs allow", "", "peak memory", "optimizer",
             "trained weights"]  # fmt: skip
+    stopped = "the time was up" if timing.stopped_by == "time" else "all intervals were narrow"
     proof = "proven" if timing.proven else f"**unproven**: {escaped('; '.join(timing.reasons))}"
     note = (
         f"The arms took turns in one process, with {timing.builds} builds and {timing.rounds} "
-        f"rounds in {timing.seconds:.0f} s, until the {escaped(timing.stopped_by)} limit. "
+        f"rounds in {timing.seconds:.0f} s, until {stopped}. "
         "The ratio of the A/A control, a second copy of the baseline, is "
         f"{_ratio(timing.control)}. The timing is {proof}."
     )
@@ -286,10 +293,10 @@ def _run_times(evidence: Evidence) -> str:
         ])  # fmt: skip
     if not rows:
         return ""
-    head = ["arm", "total s", "cv", "validation s", "timed rounds s", "ratio of rounds [95 %]"]
+    head = ["arm", "total s", "cv", "validation s", "extra timed runs s", "ratio of these [95 %]"]
     note = "" if evidence.jobs == 1 else (
         f"\n\nUp to {evidence.jobs} runs shared the machine, so the total times are not "
-        "comparable; the timed rounds ran one at a time."
+        "comparable; the extra timed runs ran one at a time."
     )  # fmt: skip
     return f"{markdown(head, rows)}{note}"
 
@@ -313,7 +320,7 @@ def _tuning_curves(setting: TunedSetting) -> str:
         "with the same grid for every arm."
     )
     if setting.extended:
-        note += " The grid was extended once."
+        note += " A best value was at an end of the grid, so it was extended once if possible."
     if edges:
         note += f" The best value is still at an end of the grid for {escaped(', '.join(edges))}."
     curves = "\n".join(f"    {line}" for line in lines)  # indented, so that no name can end it
@@ -357,9 +364,9 @@ def _varied_settings(evidence: Evidence) -> list[str]:
     if not plan.vary:
         return []
     varied = escaped(", ".join(plan.vary))
-    lines = [f"- Compared settings: {varied}. All else is equal for every seed."]
+    lines = [f"- Compared settings: {varied}. Any other difference is listed below."]
     if any(key.partition(".")[0] == "model" for key in plan.vary):
-        lines.append("- Models of different sizes start from different weights of the same seed.")
+        lines.append("- The model differs, so equal seeds need not give equal initial weights.")
     for arm in plan.arms:
         values = "; ".join(f"{key} {json.dumps(value)}" for key, value in arm.set.items())
         lines.append(f"- {escaped(arm.name)}: {escaped(values or 'as in the recipe')}")

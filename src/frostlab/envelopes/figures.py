@@ -54,7 +54,7 @@ def eeg_page(
 
     Args:
         scores: scores by split, then by decoder.
-        best: the best achievable r by split.
+        best: by split, the r of the best possible decoder, which is known for simulated data.
         excerpts: rows of `excerpt_rows` by title.
         kernels: rows of `kernel_rows`.
         importance: channel names, and one value for each.
@@ -144,7 +144,7 @@ def draw_subjects(rows: Rows, best: float | None = None) -> Any:
         .mark_bar(color="#bbbbbb", opacity=0.7, size=min(30, 0.7 * _WIDTH / len(first_rows)))
         .encode(
             x=x,
-            y=alt.Y("chance_low:Q", title="Pearson r (grey: 90 % of r by chance)"),
+            y=alt.Y("chance_low:Q", title="Pearson r (grey: 5 % to 95 % of r by chance)"),
             y2="chance_high:Q",
         )
     )
@@ -221,8 +221,8 @@ def kernel_rows(weights: ArrayLike, rate: float, *, first: int = 0, most: int = 
     """Return the time courses of the strongest filters, from weights (filters, channels, taps).
 
     A time course is a filter's leading temporal singular vector, times the singular value; no other
-    time course explains more of the filter. Its largest value is positive. `first` is the lag of
-    the first tap in samples, and `most` the maximum number of filters.
+    time course explains more of the filter. Its value of largest magnitude is positive. `first` is
+    the lag of the first tap in samples, and `most` the maximum number of filters.
     """
     kernels = np.asarray(weights, np.float64)
     if kernels.ndim != 3:

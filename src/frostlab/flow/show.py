@@ -50,7 +50,7 @@ _ROWS = 60  # in a terminal, more parts than this are merged into layers
 
 
 def as_text(flow: "Flow") -> str:
-    """Return the last report as a table, then the findings and the ratios over depth."""
+    """Return the last report as a table, the findings, and how first and last layers compare."""
     check_flow(flow)
     if not flow.reports:
         return plain(f"{flow.model}: no step has been measured yet")
@@ -207,11 +207,12 @@ _PAGE = """
 </tbody></table>
 {% if depth %}
 <h2>Front and output</h2>
-<p>The gradient of the first two layers is <strong>{{ depth.front }}</strong> of the output's:
-<strong>{{ depth.word }}</strong> (above {{ wanted.front_ratio }} is wanted). The gradient of the
-last two layers is {{ depth.back }} of the output's.
+<p>The largest absolute gradient of a tensor, averaged over the first two layers, is
+<strong>{{ depth.front }}</strong> of the head's: <strong>{{ depth.word }}</strong> (above
+{{ wanted.front_ratio }} is wanted). For the last two layers, it is {{ depth.back }}.
 {% if depth.change %}
-The front's weights changed by <strong>{{ depth.change }}</strong> of their range (above
+The range (largest minus smallest weight) of a tensor in the first two layers changed by
+<strong>{{ depth.change }}</strong> on average, relative to the first report (above
 {{ wanted.weight_change }} is wanted).
 {% endif %}
 </p>
@@ -283,7 +284,8 @@ def _shown_depth(flow: "Flow") -> dict[str, str]:
 
 def _heat_key(flow: "Flow") -> str:
     key = (
-        "Rows are parts or layers, columns are reported steps. Brighter is larger; the colours "
+        "Rows are parts or layers; a column is a reported step or, with many reports, the median "
+        "of several, labelled with the last step. Brighter is larger; the colours "
         f"span at most {DECADES} powers of ten. Signs: · frozen, 0 zero, - no gradient, ! NaN or "
         "infinity. The numbers of the last report are in the table below."
     )

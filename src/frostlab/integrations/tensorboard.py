@@ -44,8 +44,8 @@ class TensorBoard:
         """Write a flow report: the norm of the whole gradient, and three values for each part.
 
         The values are the norms of gradient and update, and the update's norm relative to the
-        weights. A frozen part or a part without a gradient gets no point; a part with a NaN or an
-        infinity gets NaN. `at` is the time of the step, by default now.
+        weights. A value that was not measured, such as a frozen part's, gets no point; a part with
+        NaN or infinity gets points as measured. `at` is the time of the step, by default now.
         """
         norms = [x for x in report.values["gradient"] if not math.isnan(x)]
         if norms or report.broken:
@@ -114,15 +114,15 @@ def _shown(tag: str) -> str:
 def tag_of(part: str) -> str:
     """Return a part's name as a TensorBoard tag: `layers.0.query` for `layers[0].query`.
 
-    The norm after the last layer becomes `outside.norm`, because `norm` is the tag of the norm of
-    the whole gradient.
+    The part `norm`, a layer norm outside the layers, becomes `outside.norm`, because the tag
+    `Gradient/norm` holds the norm of the whole gradient.
     """
     name = re.sub(r"\[([^\]]*)\]", lambda match: "." + match[1].replace(":", "-"), part)
     return "outside.norm" if name == "norm" else name
 
 
 def export_run(run: str | Path, out: str | Path, flows: Iterable[Flow] = ()) -> Path:
-    """Write the evaluations and flows of a recorded run as event files in `out`."""
+    """Write a recorded run's evaluations during training, and `flows`, as event files in `out`."""
     events = RunRecord(Path(run)).events()
     if not events:
         raise BadInput(f"export_run: {run} has no events; give the folder of a run")
