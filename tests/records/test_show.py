@@ -83,7 +83,7 @@ def test_a_name_stays_whole_and_a_treatment_gives_way() -> None:
     assert lines[1].startswith("0-" + "n" * 30 + " ")
     assert " ttttttttt… " in lines[1]
     assert lines[3].startswith(r"bell\x07\nline ")
-    assert lines[4].startswith("bell? line: e e ")
+    assert lines[4].startswith(r"bell\x07\nline: e\ne\n")
     many = [replace(RUN, error="failed")] * 13
     assert runs_table(many).endswith("\nand 3 more with an error")
 
