@@ -1,5 +1,7 @@
 """Foreign text is shown on one line, and obeyed neither by a terminal nor by Markdown."""
 
+import time
+
 import pytest
 
 from frostlab.text import columns, escaped, markdown, plain, printable
@@ -33,6 +35,13 @@ def test_control_characters_are_shown(text: str, shown: str) -> None:
 )  # fmt: skip
 def test_markdown_is_not_obeyed(text: str) -> None:
     check_markdown(text)
+
+
+def test_a_long_text_takes_no_time() -> None:
+    for run in "#_[]*-=1":
+        began = time.monotonic()
+        escaped(run * 200_000 + "x")
+        assert time.monotonic() - began < 3
 
 
 def test_good_text_stays_as_it_is() -> None:

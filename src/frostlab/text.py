@@ -13,7 +13,7 @@ _MARKDOWN = re.compile(  # characters that Markdown would obey
     r"|&(?=[#\w])"  # a character by its name
     r"|\](?=[(\[:])"  # a link
     r"|(?<![^\W_])_|_(?![^\W_])"  # emphasis; inside a word, `_` is only a character
-    r"|^[>\[=]|^[#+-](?=[#\s-]|$)|#(?=#*$)"  # the start of a quote or list; a heading
+    r"|^[>\[=]|^[#+-](?=[#\s-]|$)|(?<!#)#(?=#*$)"  # the start of a quote or list; a heading
 )
 _NUMBERED = re.compile(r"^(\d+)([.)])(?=\s|$)")  # the start of a numbered list
 

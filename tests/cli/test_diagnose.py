@@ -328,3 +328,17 @@ def test_every_shipped_recipe_can_be_cut_short(name: str) -> None:
     assert long.watch is not None
     assert long.watch.every_n_steps == 10
     assert run_name == f"diagnose-{name}"
+
+
+def test_pictures_are_not_written_through_links(
+    runs: Path, tmp_path: Path, in_this_process: Command
+) -> None:
+    folder, outside = tmp_path / "run", tmp_path / "outside"
+    shutil.copytree(runs / "watched-explicit-s0", folder)
+    shutil.rmtree(folder / "flow", ignore_errors=True)
+    outside.mkdir()
+    (folder / "flow").symlink_to(outside)
+    done = in_this_process("diagnose", str(folder))
+    assert done.returncode == 0
+    assert f"no picture: {folder / 'flow'} is a link out of {folder}" in done.stdout
+    assert not list(outside.iterdir())

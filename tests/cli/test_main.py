@@ -1,7 +1,9 @@
 """The program itself: help, version, exit codes."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -41,3 +43,21 @@ def test_flags_are_shown_without_a_value(command: str, in_this_process: Command)
     assert result.returncode == 0, result.stderr
     assert "--help" in result.stdout
     assert "bool" not in result.stdout.lower()
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_hostile_names_reach_no_terminal(tmp_path: Path, encoding: str) -> None:
+    name = b"r\x1b[31m\xff\n[red]"
+    folder = os.fsencode(tmp_path) + b"/" + name
+    os.mkdir(folder)
+    with open(folder + b"/events.jsonl", "wb") as file:
+        file.write(b"{}\n")
+    environment = os.environ | {"PYTHONIOENCODING": encoding, "LC_ALL": "C"}
+    for arguments in (["runs", "--runs", tmp_path], ["show", folder], ["diagnose", folder],
+                      ["show", "--runs", tmp_path, name + b"x"]):  # fmt: skip
+        command = [sys.executable, "-m", "frostlab", *arguments]
+        made = subprocess.run(command, capture_output=True, env=environment, timeout=60)
+        output = made.stdout + made.stderr
+        assert b"Traceback" not in output
+        assert b"\x1b" not in output
+        assert rb"\x1b[31m\udcff\n[red]" in output

@@ -1,12 +1,15 @@
 """The page and the terminal show what was found."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import frostlab as fl
 from comparing import LANGUAGE, LAYERS, compare
-from frostlab.comparison.page import show
+from frostlab.comparison.evidence import Answer
+from frostlab.comparison.page import page, show
+from fuzz.targets_pages import tokens
 
 
 def test_the_page_says_what_was_found(made: fl.Comparison) -> None:
@@ -49,3 +52,35 @@ def test_the_terminal_shows_its_own_questions(heard: fl.Comparison) -> None:
     said = show(heard.evidence, heard.page)
     assert "Better? too few seeds" in said
     assert "Is orthogonality needed?" not in said
+
+
+EVIL = "a|b <img src=x onerror=alert(1)> [x](javascript:alert(1)) `c` \x1b[31m\ud800\n# d"
+
+
+def test_hostile_texts_are_shown_not_obeyed(made: fl.Comparison) -> None:
+    evidence, metric = made.evidence, made.evidence.plan.rules.metric
+    verdicts = {
+        name: replace(verdict, sentence=EVIL, notes=(EVIL,))
+        for name, verdict in evidence.primary.items()
+    }
+    answer = Answer(EVIL, "value", next(iter(verdicts.values())))
+    arms = {
+        name: replace(arm, runs=tuple(replace(run, error=EVIL, folder=EVIL) for run in arm.runs))
+        for name, arm in evidence.arms.items()
+    }
+    spoilt = replace(
+        evidence, caution=EVIL, contrasts=(answer,), arms=arms,
+        verdicts=evidence.verdicts | {metric: verdicts},
+        confounds=dict.fromkeys(evidence.confounds, (EVIL,)),
+    )  # fmt: skip
+    text = page(spoilt)
+    assert all(line.isprintable() for line in text.split("\n"))
+    found = tokens(text)
+    assert not {"html_inline", "html_block", "image", "code_inline"} & {t.type for t in found}
+    links = [token.attrs["href"] for token in found if token.type == "link_open"]
+    assert len(links) == 18
+    assert all(link.startswith("a%7Cb%20%3Cimg") for link in links)
+    assert sum(token.type == "h1" or token.tag == "h1" for token in found) == 2  # open and close
+    said = show(spoilt, Path(EVIL))
+    assert all(line.isprintable() for line in said.split("\n"))
+    said.encode()

@@ -13,6 +13,7 @@ import frostlab as fl
 from flowing import adamw, loss_at, tiny_gpt, watched
 from frostlab.integrations.tensorboard import TensorBoard, export_run, tag_of
 from frostlab.records.schema import EvaluationEvent
+from fuzz.targets_pages import small_flow
 from stages import progressive
 from tiny import tiny
 
@@ -137,3 +138,15 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(fl.FrostlabError, match=r"pip install 'frostlab\[tensorboard\]'$"):
         TensorBoard(tmp_path)
+
+
+def test_hostile_names_become_tags(tmp_path: Path) -> None:
+    flow = small_flow("\x1b[31m\ud800\n<script>" + "x" * 5000)
+    with TensorBoard(tmp_path) as board:
+        board.flow(1, flow.reports[0], flow.parts)
+        board.metrics(1, {"a\ud800\x00": 0.5})
+        with pytest.raises(fl.BadInput, match="^TensorBoard: Validation/a should be a number"):
+            board.metrics(1, {"a": "<script>"})
+    tags = events(tmp_path).Tags()["scalars"]
+    assert all(tag.isprintable() and len(tag) <= 300 for tag in tags)
+    assert any("ud800" in tag for tag in tags)

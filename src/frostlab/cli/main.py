@@ -103,13 +103,15 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
+_FORMAT_WARNING = warnings.formatwarning
+
+
 def _print_anything() -> None:
     """Show characters that the terminal's encoding lacks, and control characters in warnings."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    format_warning = warnings.formatwarning
-    warnings.formatwarning = lambda *args, **more: printable(format_warning(*args, **more))
+    warnings.formatwarning = lambda *args, **more: printable(_FORMAT_WARNING(*args, **more))
 
 
 def _leave(code: int) -> NoReturn:

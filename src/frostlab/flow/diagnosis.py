@@ -148,13 +148,14 @@ def check_flow(flow: Flow) -> None:
         if not _are_numbers([report.step], int) or report.step < 0:
             raise BadInput(f"{where}: step should be a whole number, but is {report.step!r:.60}")
         if (key := _wrong_key(report, len(flow.parts))) is not None:
-            raise BadInput(f"{where}, step {report.step}: {plain(key)} should be numbers")
+            raise BadInput(f"{where}, step {report.step}: {plain(key)} is not as it is measured")
 
 
 def _wrong_key(report: Report, parts: int) -> str | None:
     """Return the first key of a report whose values are not as they are measured."""
-    for key in ("values", "largest", "ranges", "dead", "saturated", "entropy"):
-        if not isinstance(getattr(report, key), dict):
+    kinds = dict.fromkeys(("values", "largest", "ranges", "dead", "saturated", "entropy"), dict)
+    for key, kind in {**kinds, "unreached": tuple}.items():
+        if not isinstance(getattr(report, key), kind):
             return key
     for name in (*_NORMS, *report.values):
         numbers = report.values.get(name)
