@@ -171,7 +171,7 @@ class EnvelopeScores:
                     f"these scores were edited: r of {subject.subject} is not the mean of its "
                     "recordings"
                 )
-        if not _close(summary, _plain(asdict(scores.summary))):
+        if not _close(_plain(asdict(summary)), _plain(asdict(scores.summary))):
             raise BadInput("these scores were edited: the summary does not fit the recordings")
         return scores
 

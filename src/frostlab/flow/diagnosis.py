@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from frostlab.errors import BadInput
 from frostlab.flow.judge import (
@@ -19,13 +19,12 @@ from frostlab.flow.judge import (
     UNKNOWN,
     Rules,
 )
-from frostlab.flow.measurements import Flow, GroupFacts, PartFacts, Report, flows_of
+from frostlab.flow.measurements import Flow, Report, flows_of
 from frostlab.recipe.load import load_recipe
 from frostlab.recipe.settings import LOWER_IS_BETTER, METRIC_TARGETS
 from frostlab.records.index import read_run
 from frostlab.storage import finite
-from frostlab.text import NONE, columns, plain
-from frostlab.typed import read
+from frostlab.text import NONE, columns
 
 FLOW_TARGETS = {"front_ratio": 0.1, "weight_change": 0.01}  # a value above its target reaches it
 # (limit, word): the first word whose limit is above the front ratio describes it
@@ -45,9 +44,7 @@ _NOTABLE = {  # further verdicts that a summary mentions, with their verbs
 }
 _TOO_EARLY = "only one step has been measured; verdicts need two"
 _MOST_NAMES = 5  # maximum number of parts that a sentence names
-_NORMS = ("gradient", "before_clip", "weight", "update")
 _DEPTHS = ("front", "back", "output")
-_LARGEST_INTEGER = 2**53  # larger integers are not exact as floats
 
 
 @dataclass(frozen=True)
@@ -124,64 +121,11 @@ def diagnose(folder: Path) -> Diagnosis:
             f"{folder} was not watched: run it with --set watch.every_n_steps=10, or train it for "
             f"a few watched steps with {command}"
         )
-    for flow in flows.values():
-        check_flow(flow)
     run = read_run(folder)
     return Diagnosis(
         folder, run.status, run.error, run.steps, run.metric, run.value, flows,
         _wanted(folder, run.metric),
     )  # fmt: skip
-
-
-def check_flow(flow: Flow) -> None:
-    """Refuse a flow with a value that no measurement gives, such as a text instead of a number."""
-    where = plain(f"the flow of {flow.model}")
-    if not isinstance(flow.model, str) or not isinstance(flow.optimizer, str):
-        raise BadInput(f"{where}: model and optimizer should be texts")
-    for part in flow.parts:
-        read(PartFacts, vars(part), f"{where}: parts")
-        if not all(0 <= group < len(flow.groups) for group in part.groups):
-            raise BadInput(f"{where}: {plain(part.name)} is in a group that does not exist")
-    for group in flow.groups:
-        read(GroupFacts, vars(group), f"{where}: groups")
-    for report in flow.reports:
-        if not _are_numbers([report.step], int) or report.step < 0:
-            raise BadInput(f"{where}: step should be a whole number, but is {report.step!r:.60}")
-        if (key := _wrong_key(report, len(flow.parts))) is not None:
-            raise BadInput(f"{where}, step {report.step}: {plain(key)} is not as it is measured")
-
-
-def _wrong_key(report: Report, parts: int) -> str | None:
-    """Return the first key of a report whose values are not as they are measured."""
-    kinds = dict.fromkeys(("values", "largest", "ranges", "dead", "saturated", "entropy"), dict)
-    for key, kind in {**kinds, "unreached": tuple}.items():
-        if not isinstance(getattr(report, key), kind):
-            return key
-    for name in (*_NORMS, *report.values):
-        numbers = report.values.get(name)
-        if not _are_numbers(numbers) or len(numbers) != parts:
-            return name
-        if name in _NORMS and any(number < 0 for number in numbers):
-            return name
-    if not _are_numbers(report.broken, int) or not all(0 <= i < parts for i in report.broken):
-        return "broken"
-    if not report.largest.keys() <= set(_DEPTHS):
-        return "largest"
-    lists: dict[str, object] = {"rates": report.rates, **report.entropy}
-    for key in ("largest", "ranges", "dead", "saturated"):
-        lists[key] = tuple(getattr(report, key).values())
-    return next((key for key, numbers in lists.items() if not _are_numbers(numbers)), None)
-
-
-def _are_numbers(values: object, kind: type = float) -> TypeGuard[Sequence[float]]:
-    """Return whether a value is a sequence of numbers (of `kind`) that fit a float."""
-    kinds = (int, kind)
-    return isinstance(values, list | tuple) and all(
-        isinstance(value, kinds)
-        and not isinstance(value, bool)
-        and not (isinstance(value, int) and abs(value) > _LARGEST_INTEGER)
-        for value in values
-    )
 
 
 def _wanted(folder: Path, metric: str | None) -> dict[str, float]:

@@ -344,9 +344,13 @@ def _check_flow(flow: Flow, where: str) -> None:
         if any(group not in groups for group in part.groups):
             raise BadInput(f"{where}: groups of the part {plain(part.name)} do not exist")
     for report in flow.reports:
+        if report.step < 0:
+            raise BadInput(f"{where}: the step {report.step} is negative")
         lengths = {len(numbers) for numbers in report.values.values()}
         if report.values.keys() != QUANTITIES.keys() or lengths != {len(parts)}:
             raise BadInput(f"{where}: values of step {report.step} do not fit the parts")
+        if any(number < 0 for name in _NORMS for number in report.values[name]):
+            raise BadInput(f"{where}: a norm of step {report.step} is negative")
         if len(report.rates) != len(groups):
             raise BadInput(f"{where}: rates of step {report.step} do not fit the groups")
         if any(index not in parts for index in report.broken):

@@ -10,7 +10,6 @@ from frostlab.charts import require_drawing
 from frostlab.errors import BadInput
 from frostlab.flow.diagnosis import (
     FLOW_TARGETS,
-    check_flow,
     findings_of,
     join_names,
     sentence_of,
@@ -51,7 +50,6 @@ _ROWS = 60  # in a terminal, more parts than this are merged into layers
 
 def as_text(flow: "Flow") -> str:
     """Return the last report as a table, the findings, and how first and last layers compare."""
-    check_flow(flow)
     if not flow.reports:
         return plain(f"{flow.model}: no step has been measured yet")
     last, verdicts = flow.reports[-1], flow.verdicts()
@@ -92,7 +90,6 @@ def _number(value: float) -> str:
 
 def flow_map_text(flow: "Flow", width: int = 100) -> str:
     """Draw gradients and updates side by side: rows are parts or layers, columns are reports."""
-    check_flow(flow)
     if not flow.reports:
         return plain(f"{flow.model}: no step has been measured yet")
     rows, width = rows_of(flow, _ROWS), max(width, NARROWEST)
@@ -236,7 +233,6 @@ The range (largest minus smallest weight) of a tensor in the first two layers ch
 
 def page_of(flow: "Flow") -> str:
     """Return the page as HTML: summary, findings, depth ratios, figures and numbers."""
-    check_flow(flow)
     key = _heat_key(flow)
     return render(
         _PAGE,

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from frostlab.errors import BadInput, require
-from frostlab.flow.diagnosis import check_flow, depth_ratios
+from frostlab.flow.diagnosis import depth_ratios
 from frostlab.flow.measurements import Flow, PartFacts, Report
 from frostlab.flow.probe import Gradient, own_gradient
 from frostlab.flow.tensors import local
@@ -126,9 +126,6 @@ def export_run(run: str | Path, out: str | Path, flows: Iterable[Flow] = ()) -> 
     events = RunRecord(Path(run)).events()
     if not events:
         raise BadInput(f"export_run: {run} has no events; give the folder of a run")
-    flows = list(flows)
-    for flow in flows:
-        check_flow(flow)
     times = {event.step: event.at for event in events}
     with TensorBoard(out) as board:
         for event in events:
