@@ -27,7 +27,7 @@ from frostlab.flow.measurements import (
     report_event,
 )
 from frostlab.models.gpt import GPT, GPTConfig
-from frostlab.records.checkpoint import checkpoints_in, save_checkpoint
+from frostlab.records.checkpoint import Checkpoint, checkpoints_in, save_checkpoint
 from frostlab.records.folder import RunRecord, read_scores, scores_file, scores_lines
 from frostlab.records.index import INDEX, list_runs, runs_table
 from frostlab.records.show import show, show_json
@@ -183,6 +183,24 @@ def _check_scores(content: bytes, folder: Path) -> None:
 # Checkpoints
 
 
+@cache
+def _files() -> dict[str, bytes]:
+    """The files of a checkpoint, which are then written without waiting for the disk."""
+    with tempfile.TemporaryDirectory() as root:
+        checkpoint = save_checkpoint(Path(root), 1, {}, {}, {})
+        return {path.name: path.read_bytes() for path in checkpoint.folder.iterdir()}
+
+
+def _checkpoint(folder: Path, **files: bytes) -> Checkpoint:
+    """Make a checkpoint with these files; its checksums are those of the original files."""
+    target = folder / "checkpoints" / "step-000000001"
+    target.mkdir(parents=True, exist_ok=True)
+    for name, content in {**_files(), **files}.items():
+        (target / name).write_bytes(content)
+    (checkpoint,) = checkpoints_in(folder)
+    return checkpoint
+
+
 def _progress() -> list[bytes]:
     stage = RESULT["stages"][0]
     first = Progress(Best("accuracy", 0.5, 1), 1, seconds={"total": 1.0}, target={"step": 1.0})
@@ -191,8 +209,7 @@ def _progress() -> list[bytes]:
 
 
 def _check_progress(content: bytes, folder: Path) -> None:
-    checkpoint = save_checkpoint(folder, 1, {}, {}, {})
-    (checkpoint.folder / "progress.json").write_bytes(content)
+    checkpoint = _checkpoint(folder, **{"progress.json": content})
     with contextlib.suppress(FrostlabError):
         checkpoint.progress()
     seal(checkpoint.folder)
@@ -220,9 +237,8 @@ def _check_tensors(content: bytes, folder: Path) -> None:
     from frostlab.training.setup import load_weights
     from frostlab.training.step.optimizer import restore_optimizer
 
-    checkpoint = save_checkpoint(folder, 1, {}, {}, {})
-    for name in ("model", "optimizer"):
-        (checkpoint.folder / f"{name}.safetensors").write_bytes(content)
+    names = ("model.safetensors", "optimizer.safetensors")
+    checkpoint = _checkpoint(folder, **dict.fromkeys(names, content))
     seal(checkpoint.folder)
     (again,) = checkpoints_in(folder)
     model = _Model()

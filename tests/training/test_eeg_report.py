@@ -16,7 +16,7 @@ from frostlab.data.eeg.recordings import Recording, Signals, Windows
 from frostlab.data.prepare import prepare
 from frostlab.envelopes.correlation import stitch, window_starts
 from frostlab.envelopes.ridge import fit_ridge
-from frostlab.errors import BadInput
+from frostlab.errors import BadInput, FrostlabError
 from frostlab.models.build import build_for
 from frostlab.recipe.load import load_recipe, recipe_from, shipped_recipes
 from frostlab.recipe.model import EnvelopeLoss
@@ -24,6 +24,7 @@ from frostlab.recipe.settings import StepDecay
 from frostlab.records.folder import SCORES, RunRecord, read_scores
 from frostlab.records.schema import EvaluationEvent, StepEvent
 from frostlab.records.show import show
+from frostlab.storage import seal
 from frostlab.training.batches.batch import WindowExamples, order_digest
 from frostlab.training.batches.feed import Feed
 from frostlab.training.distributed import Compute, World, preserve_buffers
@@ -194,6 +195,9 @@ def test_weights_that_were_not_reported_are_refused(finished: RunRecord, tmp_pat
     weights = load_file(moved)
     weights["head.4.bias"] += 1e-3
     save_file(weights, moved)
+    with pytest.raises(FrostlabError, match="model.safetensors is damaged"):
+        best_model(RunRecord(tmp_path / "run"), data)
+    seal(moved.parent)  # the checksums now fit the other weights
     with pytest.raises(BadInput, match="does not hold the reported weights"):
         best_model(RunRecord(tmp_path / "run"), data)
     other = prepared(data__seed=1)[1]

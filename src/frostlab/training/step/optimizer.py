@@ -143,14 +143,19 @@ def restore_optimizer(
         raise FrostlabError(f"the checkpoint has no optimizer state for {missing[0]}")
     for name, state in states.items():
         p = parameters[name]
-        shapes = {key: tuple(value.shape) for key, value in state.items()}
-        if shapes != {"step": (), "exp_avg": tuple(p.shape), "exp_avg_sq": tuple(p.shape)}:
+        keys = {"step", "exp_avg", "exp_avg_sq"} if _is_adam(optimizer) else state.keys()
+        if state.keys() != keys or any(v.ndim and v.shape != p.shape for v in state.values()):
             raise FrostlabError(f"the checkpoint's optimizer state of {name} does not fit it")
         step_device = p.device if optimizer.defaults.get("fused") else torch.device("cpu")
         optimizer.state[p] = {
             key: place_like(value, p) if value.ndim else value.to(step_device)
             for key, value in state.items()
         }
+
+
+def _is_adam(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether this is a recipe's optimizer, whose state has three known tensors."""
+    return isinstance(optimizer, torch.optim.AdamW) and not optimizer.defaults["amsgrad"]
 
 
 class KernelAdamW(torch.optim.AdamW):
