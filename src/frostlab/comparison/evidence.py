@@ -9,6 +9,7 @@ here. Increase `SCHEMA` by 1 when a key is added, removed or renamed.
 """
 
 import json
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -24,6 +25,7 @@ from frostlab.storage import finite, read_json
 from frostlab.text import short
 
 SCHEMA = 2  # version of evidence.json
+QUANTITIES = ("front_ratio", "weight_change", "update")  # of gradient flow, for each arm
 Schema = TypeVar("Schema")
 
 
@@ -349,17 +351,30 @@ def _check_names(evidence: Evidence, path: Path) -> None:
     """Refuse evidence whose parts name other arms or metrics than its plan."""
     plan = evidence.plan
     arms, others = [arm.name for arm in plan.arms], [arm.name for arm in plan.others]
-    expected = {
+    expected: dict[str, tuple[Collection[str], Collection[str]]] = {
         "baseline": ([evidence.baseline], [plan.baseline.name]),
         "arms": (evidence.arms, arms),
         "confounds": (evidence.confounds, others),
         f"verdicts.{plan.rules.metric}": (evidence.verdicts.get(plan.rules.metric, ()), others),
     }
+    if evidence.timing is not None:
+        expected["timing.arms"] = (set(evidence.timing.arms) & set(arms), arms)
+    for arm, flow in evidence.flow.items():
+        expected[f"flow.{arm}"] = (flow, QUANTITIES)
+    for setting in evidence.tuning:
+        check_tuned(setting, plan, path)
     for key, (names, wanted) in expected.items():
         if sorted(names) != sorted(wanted):
-            raise BadInput(f"{path}: {key} should name {', '.join(wanted)}, as the plan does")
+            raise BadInput(f"{path}: {key} should name {', '.join(wanted)}")
     if not 1 <= evidence.look <= MOST_LOOKS:
         raise BadInput(f"{path}: look {evidence.look} should be from 1 to {MOST_LOOKS}")
+
+
+def check_tuned(setting: TunedSetting, plan: Plan, path: Path) -> None:
+    """Refuse a tuned setting whose arms are not those of the plan."""
+    arms = {arm.name for arm in plan.arms}
+    if not arms == setting.best.keys() == setting.curves.keys() == setting.on_edge.keys():
+        raise BadInput(f"{path}: the arms of the tuned {setting.key:.80} are not those of the plan")
 
 
 def read_plan(values: object, path: Path) -> Plan:
