@@ -19,13 +19,13 @@ from pydantic import ValidationError
 from frostlab.comparison.plan import MOST_LOOKS, Plan, Rules
 from frostlab.comparison.verdict import Word
 from frostlab.errors import BadInput
-from frostlab.recipe.bounded_yaml import check_plain
+from frostlab.recipe.bounded_yaml import check_plain, shown_key
 from frostlab.records.schema import read
 from frostlab.storage import finite, read_json
-from frostlab.text import short
 
 SCHEMA = 2  # version of evidence.json
 QUANTITIES = ("front_ratio", "weight_change", "update")  # of gradient flow, for each arm
+_MOST_VALUES = 10**7  # numbers and texts in evidence.json
 Schema = TypeVar("Schema")
 
 
@@ -339,6 +339,7 @@ def read_evidence(path: Path) -> Evidence | None:
         values = read_json(path)
     except FileNotFoundError:
         return None
+    check_plain(values, str(path), _MOST_VALUES)
     version = values.get("schema") if isinstance(values, dict) else None
     if version != SCHEMA:
         raise BadInput(f"{path} has schema {version!r:.40}, and this frostlab reads {SCHEMA}")
@@ -384,7 +385,7 @@ def read_plan(values: object, path: Path) -> Plan:
         plan = Plan.model_validate_json(json.dumps(values))
     except ValidationError as error:
         key = ".".join(map(str, ("plan", *error.errors()[0]["loc"])))
-        raise BadInput(f"{path}: {short(key, 80)}: {error.errors()[0]['msg']}") from None
+        raise BadInput(f"{path}: {shown_key(key)}: {error.errors()[0]['msg']}") from None
     if not plan.arms or not plan.seeds:
         raise BadInput(f"{path}: plan: it has no arms or no seeds")
     return plan
