@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -93,7 +94,7 @@ def shipped_recipes() -> dict[str, str]:
 
 def shipped_comparisons() -> dict[str, dict[str, Any]]:
     """Return the keys of every shipped comparison by its name."""
-    return _shipped("frostlab.comparisons")
+    return copy.deepcopy(_shipped("frostlab.comparisons"))
 
 
 def read_values(path: str) -> dict[str, Any]:
@@ -179,6 +180,7 @@ def watch_interval(steps: int) -> int:
 # Files
 
 
+@cache
 def _shipped(package: str) -> dict[str, dict[str, Any]]:
     """Return the keys of every YAML file of a package by the file's name."""
     files = _files(package).items()
