@@ -5,6 +5,7 @@ from dataclasses import asdict
 from functools import cache
 
 from frostlab.comparison.evidence import (
+    QUANTITIES,
     SCHEMA,
     Answer,
     ArmEvidence,
@@ -99,8 +100,8 @@ def evidence() -> bytes:
         contrasts=(Answer("Is it?", "value", _verdict("accuracy")),),
         orthogonality=_verdict("accuracy"), mcnemar={"oelm": (PredictionTest(0, 1, 2, 3, 4, 0.5),)},
         subjects={"report": SplitTests({"oelm": subjects}, dict.fromkeys(names, _EFFECT))},
-        flow={name: {"front_ratio": Quantity(_SUMMARY, _EFFECT if name == "oelm" else None)}
-              for name in names},
+        flow={name: dict.fromkeys(QUANTITIES, Quantity(_SUMMARY, against))
+              for name, against in (("baseline", None), ("oelm", _EFFECT))},
         timing=timing,
         rounds={name: RoundTimes((1.0,), _EFFECT if name == "oelm" else None, True)
                 for name in names},

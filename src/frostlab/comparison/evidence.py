@@ -9,6 +9,7 @@ here. Increase `SCHEMA` by 1 when a key is added, removed or renamed.
 """
 
 import json
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -18,12 +19,13 @@ from pydantic import ValidationError
 from frostlab.comparison.plan import MOST_LOOKS, Plan, Rules
 from frostlab.comparison.verdict import Word
 from frostlab.errors import BadInput
-from frostlab.recipe.bounded_yaml import check_plain
+from frostlab.recipe.bounded_yaml import check_plain, shown_key
 from frostlab.records.schema import read
 from frostlab.storage import finite, read_json
-from frostlab.text import short
 
 SCHEMA = 2  # version of evidence.json
+QUANTITIES = ("front_ratio", "weight_change", "update")  # of gradient flow, for each arm
+_MOST_VALUES = 10**7  # numbers and texts in evidence.json
 Schema = TypeVar("Schema")
 
 
@@ -337,6 +339,7 @@ def read_evidence(path: Path) -> Evidence | None:
         values = read_json(path)
     except FileNotFoundError:
         return None
+    check_plain(values, str(path), _MOST_VALUES)
     version = values.get("schema") if isinstance(values, dict) else None
     if version != SCHEMA:
         raise BadInput(f"{path} has schema {version!r:.40}, and this frostlab reads {SCHEMA}")
@@ -349,17 +352,30 @@ def _check_names(evidence: Evidence, path: Path) -> None:
     """Refuse evidence whose parts name other arms or metrics than its plan."""
     plan = evidence.plan
     arms, others = [arm.name for arm in plan.arms], [arm.name for arm in plan.others]
-    expected = {
+    expected: dict[str, tuple[Collection[str], Collection[str]]] = {
         "baseline": ([evidence.baseline], [plan.baseline.name]),
         "arms": (evidence.arms, arms),
         "confounds": (evidence.confounds, others),
         f"verdicts.{plan.rules.metric}": (evidence.verdicts.get(plan.rules.metric, ()), others),
     }
+    if evidence.timing is not None:
+        expected["timing.arms"] = (set(evidence.timing.arms) & set(arms), arms)
+    for arm, flow in evidence.flow.items():
+        expected[f"flow.{arm}"] = (flow, QUANTITIES)
+    for setting in evidence.tuning:
+        check_tuned(setting, plan, path)
     for key, (names, wanted) in expected.items():
         if sorted(names) != sorted(wanted):
-            raise BadInput(f"{path}: {key} should name {', '.join(wanted)}, as the plan does")
+            raise BadInput(f"{path}: {key} should name {', '.join(wanted)}")
     if not 1 <= evidence.look <= MOST_LOOKS:
         raise BadInput(f"{path}: look {evidence.look} should be from 1 to {MOST_LOOKS}")
+
+
+def check_tuned(setting: TunedSetting, plan: Plan, path: Path) -> None:
+    """Refuse a tuned setting whose arms are not those of the plan."""
+    arms = {arm.name for arm in plan.arms}
+    if not arms == setting.best.keys() == setting.curves.keys() == setting.on_edge.keys():
+        raise BadInput(f"{path}: the arms of the tuned {setting.key:.80} are not those of the plan")
 
 
 def read_plan(values: object, path: Path) -> Plan:
@@ -369,7 +385,7 @@ def read_plan(values: object, path: Path) -> Plan:
         plan = Plan.model_validate_json(json.dumps(values))
     except ValidationError as error:
         key = ".".join(map(str, ("plan", *error.errors()[0]["loc"])))
-        raise BadInput(f"{path}: {short(key, 80)}: {error.errors()[0]['msg']}") from None
+        raise BadInput(f"{path}: {shown_key(key)}: {error.errors()[0]['msg']}") from None
     if not plan.arms or not plan.seeds:
         raise BadInput(f"{path}: plan: it has no arms or no seeds")
     return plan

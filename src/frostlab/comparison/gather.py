@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from frostlab.comparison.evidence import (
+    QUANTITIES,
     SCHEMA,
     Answer,
     ArmEvidence,
@@ -48,7 +49,6 @@ from frostlab.text import typed
 
 Records = Mapping[tuple[str, int], RunRecord]  # by arm and seed, or by arm and round
 _FRONT = (0, 1)  # indices of the front layers
-_QUANTITIES = ("front_ratio", "weight_change", "update")  # of gradient flow; see `_measure_flow`
 
 
 def gather(
@@ -497,7 +497,7 @@ def _gradient_flow(plan: Plan, records: Records, runs: Runs) -> dict[str, dict[s
     }
     baseline = measured[plan.baseline.name]
     return {
-        arm: {name: _quantity(own, baseline, name) for name in _QUANTITIES}
+        arm: {name: _quantity(own, baseline, name) for name in QUANTITIES}
         for arm, own in measured.items()
     }
 
@@ -513,7 +513,7 @@ def _measure_flow(folder: Path) -> dict[str, float]:
     values = (ends.front_ratio, ends.weight_change, _front_update(flow))
     return {
         name: value
-        for name, value in zip(_QUANTITIES, values, strict=True)
+        for name, value in zip(QUANTITIES, values, strict=True)
         if math.isfinite(value) and value > 0
     }
 

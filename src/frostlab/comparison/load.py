@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from frostlab.comparison.plan import DEFAULT_SEEDS, MOST_RUNS, Plan, scale_of
 from frostlab.errors import BadInput, first_line, nearest
-from frostlab.recipe.bounded_yaml import check_plain, shown
+from frostlab.recipe.bounded_yaml import check_plain, shown, shown_key
 from frostlab.recipe.load import (
     load_recipe,
     read_values,
@@ -25,7 +25,6 @@ from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.settings import METRICS
 from frostlab.recipe.treatment import TREATMENTS
 from frostlab.storage import check_name
-from frostlab.text import short
 
 Source = str | Path | dict[str, Any] | Recipe
 
@@ -58,7 +57,7 @@ def make_plan(
     for key in map(str, values):
         if key not in KEYS:
             raise BadInput(
-                f"{label}: {short(key, 80)} is not a key of a comparison{nearest(key, KEYS)}"
+                f"{label}: {shown_key(key)} is not a key of a comparison{nearest(key, KEYS)}"
             )
     _check_kind(values, "about", str, "a text", label)
     _check_kind(values, "set", dict, "a mapping of settings", label)
@@ -141,7 +140,7 @@ def _validated(values: dict[str, Any], label: str) -> Plan:
         problem = error.errors()[0]
         key = ".".join(map(str, problem["loc"])).removeprefix("rules.")
         raise BadInput(
-            f"{label}: {short(key, 80)} {shown(problem.get('input'))}: {problem['msg']}"
+            f"{label}: {shown_key(key)} {shown(problem.get('input'))}: {problem['msg']}"
         ) from None
 
 
@@ -188,7 +187,7 @@ def _arm(value: Any, label: str) -> dict[str, Any]:
     treatment = value.get("treatment", default)
     if isinstance(treatment, str) and treatment not in TREATMENTS:
         hint = nearest(treatment, TREATMENTS)
-        raise BadInput(f"{label}: no treatment is called `{short(treatment, 80)}`{hint}")
+        raise BadInput(f"{label}: no treatment is called `{shown_key(treatment)}`{hint}")
     return {**value, "treatment": treatment}
 
 
@@ -210,7 +209,7 @@ def _rules(values: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
     metric, task = values.get("metric") or recipe.metric, recipe.data.task
     if not isinstance(metric, str) or metric not in METRICS[task]:
         raise BadInput(
-            f"metric {short(str(metric), 80)} does not exist for {task}"
+            f"metric {shown_key(str(metric))} does not exist for {task}"
             f"{nearest(str(metric), METRICS[task])}; "
             f"choose from: {', '.join(METRICS[task])}"
         )
@@ -228,7 +227,7 @@ def _tune(value: Any, recipe: Recipe) -> Any:
         return _as_list(value)
     if value not in _TUNABLE:
         raise BadInput(
-            f"--tune {short(value, 80)}: cannot be tuned by name{nearest(value, _TUNABLE)}; "
+            f"--tune {shown_key(value)}: cannot be tuned by name{nearest(value, _TUNABLE)}; "
             f"choose from: {', '.join(_TUNABLE)}"
         )
     key = _TUNABLE[value]

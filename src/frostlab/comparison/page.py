@@ -418,13 +418,15 @@ def _ratio(values: Limit | TimedArm | None) -> str:
 
 def _mean_and_std(summary: Summary | None) -> str:
     """Format a mean, with the standard deviation if there are at least two values."""
-    if summary is None:
+    if summary is None or summary.mean is None:
         return NONE
-    return f"{summary.mean:.4g}" + ("" if summary.n < 2 else f" ± {summary.std:.2g}")
+    return f"{summary.mean:.4g}" + ("" if summary.std is None else f" ± {summary.std:.2g}")
 
 
 def _trainable(parameters: Parameters | None) -> str:
-    return NONE if parameters is None else f"{parameters.trainable / parameters.total:.1%}"
+    if parameters is None or parameters.total < 1:
+        return NONE
+    return f"{parameters.trainable / parameters.total:.1%}"
 
 
 def _mebibytes(value: float | None) -> str:

@@ -14,14 +14,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from frostlab.errors import BadInput, nearest
-from frostlab.recipe.bounded_yaml import MOST_DEPTH, shown
+from frostlab.recipe.bounded_yaml import MOST_DEPTH, shown, shown_key
 from frostlab.recipe.load import recipe_from
 from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.settings import LOWER_IS_BETTER, METRICS
 from frostlab.recipe.treatment import Strict
 from frostlab.records.folder import differences
 from frostlab.storage import digest_of
-from frostlab.text import short
 
 SCHEMA = 2  # version of plan.json
 LEAST_SEEDS = 5  # with fewer pairs, no arm is called better or worse
@@ -389,16 +388,15 @@ def check_settings_exist(option: str, keys: Iterable[str], recipe: Recipe) -> No
     for key in keys:
         if key not in names:
             raise BadInput(
-                f"{option} {short(key, 80)}: no setting has this name{nearest(key, names)}"
+                f"{option} {shown_key(key)}: no setting has this name{nearest(key, names)}"
             )
 
 
 def set_nested(values: dict[str, Any], key: str, value: Any) -> None:
     """Set the dotted key `a.b` in nested values, or `a.0.b` in an existing item of a list."""
     *path, last = key.split(".")
-    shown_key = short(key, 80)
     if len(path) >= MOST_DEPTH:
-        raise BadInput(f"{shown_key} is nested too deeply; {MOST_DEPTH} levels is the most")
+        raise BadInput(f"{shown_key(key)} is nested too deeply; {MOST_DEPTH} levels is the most")
     inner: Any = values
     for name in path:
         inner = (
@@ -407,7 +405,7 @@ def set_nested(values: dict[str, Any], key: str, value: Any) -> None:
             else (inner.setdefault(name, {}))
         )
         if not isinstance(inner, dict | list):
-            raise BadInput(f"{shown_key}: {short(name, 80)} has no settings below it")
+            raise BadInput(f"{shown_key(key)}: {shown_key(name)} has no settings below it")
     inner[_index(inner, last, key) if isinstance(inner, list) else last] = value
 
 
@@ -415,7 +413,7 @@ def _index(items: list[Any], name: str, key: str) -> int:
     """Return the index of a list that is a part of a dotted key."""
     if not (name.isascii() and name.isdecimal() and len(name) < 10) or int(name) >= len(items):
         raise BadInput(
-            f"{short(key, 80)}: {short(name, 80)} is not an index of a list of {len(items)} items"
+            f"{shown_key(key)}: {shown_key(name)} is not an index of a list of {len(items)} items"
         )
     return int(name)
 

@@ -17,6 +17,7 @@ from frostlab.comparison.evidence import (
     Evidence,
     StepTiming,
     TunedSetting,
+    check_tuned,
     read_evidence,
 )
 from frostlab.comparison.gather import gather
@@ -204,12 +205,10 @@ class _Tuning:
 def _stored_tuning(values: object, plan: Plan, path: Path) -> list[TunedSetting]:
     """Return the content of tuning.json; refuse it if it does not fit the plan."""
     tuning = read(_Tuning, {"settings": values}, path).settings
-    arms = {arm.name for arm in plan.arms}
     if [setting.key for setting in tuning] != [tune.key for tune in plan.tune]:
         raise BadInput(f"{path}: its settings are not those of the plan")
     for setting in tuning:
-        if not arms == setting.best.keys() == setting.curves.keys() == setting.on_edge.keys():
-            raise BadInput(f"{path}: the arms of {setting.key} are not those of the plan")
+        check_tuned(setting, plan, path)
     return tuning
 
 

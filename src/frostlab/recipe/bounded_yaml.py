@@ -13,7 +13,7 @@ import yaml
 
 from frostlab.errors import BadInput, first_line
 from frostlab.storage import read_text
-from frostlab.text import short
+from frostlab.text import plain, short
 
 _MOST_BYTES = 1 << 20  # the largest file that is opened
 _MOST_TEXT = 256 << 10  # characters of YAML
@@ -49,23 +49,26 @@ def parse_yaml(text: str, where: str) -> Any:
         value = yaml.load(text, _Loader)  # a SafeLoader
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise BadInput(f"{where}{line}: {short(str(error.problem), 200)}") from None
+        raise BadInput(f"{where}{line}: {plain(short(str(error.problem), 200))}") from None
     except Exception as error:  # PyYAML raises errors of many kinds, such as OverflowError
         raise BadInput(f"{where}: not YAML ({first_line(error)})") from None
     check_plain(value, where)
     return value
 
 
-def check_plain(value: Any, where: str) -> None:
-    """Refuse a value that is too large or too deep, or that JSON and UTF-8 cannot hold."""
+def check_plain(value: Any, where: str, most: int = MOST_VALUES) -> None:
+    """Refuse a value that is too large or too deep, or that JSON and UTF-8 cannot hold.
+
+    `most` is the largest number of values inside lists and mappings.
+    """
     left: list[tuple[Any, tuple[str, ...]]] = [(value, ())]
     seen = 0
     while left:
         inner, path = left.pop()
         seen += 1
-        key = shown(".".join(path)).strip("'")
-        if seen > MOST_VALUES:
-            raise BadInput(f"{where}: {key} has too many values; {MOST_VALUES:,} is the most")
+        key = shown_key(".".join(path))
+        if seen > most:
+            raise BadInput(f"{where}: {key} has too many values; {most:,} is the most")
         if len(path) > MOST_DEPTH:
             raise BadInput(f"{where}: {key} is nested too deeply; {MOST_DEPTH} levels is the most")
         if isinstance(inner, dict):
@@ -73,7 +76,7 @@ def check_plain(value: Any, where: str) -> None:
                 _check_text(name, f"{where}: a key of {key}" if path else f"{where}: the key")
             left += [(item, (*path, str(name))) for name, item in reversed(inner.items())]
         elif isinstance(inner, list | tuple):
-            items = [(item, (*path, str(index))) for index, item in enumerate(inner[:MOST_VALUES])]
+            items = [(item, (*path, str(index))) for index, item in enumerate(inner[: most + 1])]
             left += reversed(items)
         elif isinstance(inner, str):
             _check_text(inner, f"{where}: {key}")
@@ -94,6 +97,11 @@ def _check_text(text: Any, what: str) -> None:
 def shown(value: Any) -> str:
     """Return a value for an error message: one short line."""
     return short(repr(value), _MOST_SHOWN)
+
+
+def shown_key(text: str) -> str:
+    """Return a key for an error message: printable, and one short line."""
+    return plain(short(text, _MOST_SHOWN))
 
 
 class _Loader(yaml.SafeLoader):
@@ -141,7 +149,7 @@ class _Loader(yaml.SafeLoader):
             if key.tag == f"{_TAG}merge":
                 raise _problem("merge keys (<<) are not supported; repeat the keys", key.start_mark)
             if key.value in values:
-                raise _problem(f"the key `{short(key.value, 40)}` is given twice", key.start_mark)
+                raise _problem(f"the key `{shown_key(key.value)}` is given twice", key.start_mark)
             values[key.value] = self.construct_object(value, deep=deep)
         return values
 

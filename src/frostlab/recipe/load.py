@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -19,11 +20,18 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from frostlab.errors import BadInput, nearest
-from frostlab.recipe.bounded_yaml import check_plain, parse_mapping, parse_yaml, read_yaml, shown
+from frostlab.recipe.bounded_yaml import (
+    check_plain,
+    parse_mapping,
+    parse_yaml,
+    read_yaml,
+    shown,
+    shown_key,
+)
 from frostlab.recipe.data import RECORDED, Corpus, data_kind
 from frostlab.recipe.model import PRESETS
 from frostlab.recipe.recipe import Recipe
-from frostlab.text import short
+from frostlab.text import plain, short
 
 Files = dict[str, str]  # labels of files, by identity
 Settings = Mapping[str, Any]  # dotted keys, such as optim.lr, or whole sections
@@ -86,7 +94,7 @@ def shipped_recipes() -> dict[str, str]:
 
 def shipped_comparisons() -> dict[str, dict[str, Any]]:
     """Return the keys of every shipped comparison by its name."""
-    return _shipped("frostlab.comparisons")
+    return copy.deepcopy(_shipped("frostlab.comparisons"))
 
 
 def read_values(path: str) -> dict[str, Any]:
@@ -115,7 +123,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
     """Split the text of a --set option, `key=value`, and parse its value as YAML."""
     path, equals, value = text.partition("=")
     key = SettingKey(path.strip())
-    key.text = short(f"--set {text}", _MOST_TEXT)
+    key.text = plain(short(f"--set {text}", _MOST_TEXT))
     if not equals or not all(key.split(".")):
         raise BadInput(f"{key.text}: should be key=value, e.g. optim.lr=1e-4")
     try:
@@ -172,6 +180,7 @@ def watch_interval(steps: int) -> int:
 # Files
 
 
+@cache
 def _shipped(package: str) -> dict[str, dict[str, Any]]:
     """Return the keys of every YAML file of a package by the file's name."""
     files = _files(package).items()
@@ -393,7 +402,7 @@ def _path_of(details: ErrorDetails, values: Any) -> list[Any]:
 
 def _describe(path: list[Any], errors: list[ErrorDetails], values: dict[str, Any]) -> str:
     """Describe the errors of one value in one line that names its key."""
-    key, kind = short(".".join(map(str, path)), _MOST_TEXT), errors[0]["type"]
+    key, kind = shown_key(".".join(map(str, path))), errors[0]["type"]
     value = _at(values, path)
     if kind == "value_error":
         reason = str(errors[0].get("ctx", {}).get("error", errors[0]["msg"]))
