@@ -167,7 +167,9 @@ def _check_tokenizer(data: bytes, folder: Path) -> None:
 def _tokenizer_configs() -> list[bytes]:
     return [
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<|pad|>"}).encode(),
-        json.dumps({"pad_token": {"content": "<|pad|>"}, "model_max_length": 99}).encode(),
+        json.dumps(
+            {"pad_token": "<|pad|>", "eos_token": "<|end|>", "model_max_length": 99}
+        ).encode(),
     ]
 
 

@@ -28,6 +28,7 @@ class MatFiles:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._owner = os.getpid()
 
     def read(self, path: Path, *keys: str) -> dict[str, list[Any]]:
         """Return the arrays of each variable: one of an array, several of a cell array."""
@@ -38,6 +39,8 @@ class MatFiles:
             size = os.fstat(file.fileno()).st_size
         if size > MEMORY:
             raise BadInput(f"{path} is larger than {MEMORY >> 20} MiB")
+        if self._owner != os.getpid():  # after a fork, the other process keeps its own
+            self._process, self._owner = None, os.getpid()
         try:
             deadline = time.monotonic() + _START
             if self._process is None:
@@ -76,7 +79,7 @@ class MatFiles:
     def close(self) -> None:
         """End the process."""
         process, self._process = self._process, None
-        if process is not None:
+        if process is not None and self._owner == os.getpid():
             process.kill()
             process.wait()
             _pipe(process.stdin).close()
