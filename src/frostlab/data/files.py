@@ -134,7 +134,7 @@ class _Unpacked(io.RawIOBase):
 
 
 def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or first_line(error)
+    return getattr(error, "strerror", None) or first_line(error)[:300]
 
 
 def shown(value: object, most: int = 40) -> str:

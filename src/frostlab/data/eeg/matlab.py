@@ -167,11 +167,16 @@ class _Refused(Exception):
 
 def _message(error: Exception) -> str:
     if isinstance(error, _Refused):
-        return str(error)
+        return _printable(str(error))
     if isinstance(error, MemoryError):
         return f" cannot be read: it takes more than {MEMORY >> 20} MiB of memory"
     first = str(error).strip().partition("\n")[0].rstrip(".")
-    return f" cannot be read: {(first or type(error).__name__)[:200]}"
+    return f" cannot be read: {_printable(first or type(error).__name__)[:200]}"
+
+
+def _printable(text: str) -> str:
+    """Escape line breaks and control characters, which a damaged file may have in its names."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def _load(io: Any, path: str, keys: list[str]) -> dict[str, list[Any]]:
