@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -135,6 +136,13 @@ ROW = ("some text", 1)
         ({"train": [ROW], "tunes": [ROW]}, "tunes is not a split; did you mean `tune`?"),
         ({"train": [ROW, "text"]}, "train: row 2 is 'text', not (text, label)"),
         ({"train": [("text", 0.5)]}, "the label of row 1 is 0.5, neither a whole"),
+        ({"train": [("text", 10**5000)]}, "the label of row 1 is an int of many digits, neither"),
+        ({"train": [("text", 2**63)]}, "the label of row 1 is 9223372036854775808, neither"),
+        ({"train": [("text", "\ud800")]}, "the label of row 1 is '\\ud800', neither"),
+        ({"train": [("text", np.arange(2))]}, "the label of row 1 is array([0, 1]), neither"),
+        ({"train": [10**5000]}, "row 1 is an int of many digits, not (text, label)"),
+        ({"train": 5}, "train is 5, not a list of rows"),
+        ({"train": "text"}, "train is 'text', not a list of rows"),
         ({"train": []}, "train: split train holds no text"),
         ({"train": [("a", 1), ("b", 1)]}, "every label is 1"),
     ],

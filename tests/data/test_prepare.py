@@ -491,3 +491,36 @@ def test_a_file_that_changes_meanwhile_is_refused(
     monkeypatch.setattr(TokenWriter, "append", touching)
     with pytest.raises(BadInput, match=r"own\.jsonl changed while it was read"):
         prepare(wanted, cache=cache)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"name": "majority", "symbols": 10**6}, "data.symbols 1000000 is too large with data."),
+        ({"name": "induction", "length": 10**6}, "data.length 1000000 is too large with data.exam"),
+        ({"name": "recall", "examples": 2, "symbols": 10**6}, "the most is 262,144"),
+    ],
+)
+def test_absurd_sizes_are_refused_before_memory_is_taken(
+    cache: Path, recipe: Make, data: dict, message: str
+) -> None:
+    start = time.monotonic()
+    with pytest.raises(BadInput) as caught:
+        prepare(recipe(**{"examples": 900} | data), cache=cache)
+    assert message in str(caught.value)
+    assert time.monotonic() - start < 1
+    assert not (cache / "prepared").exists()
+
+
+def test_a_recording_that_memory_cannot_hold_is_refused(cache: Path) -> None:
+    data = {"name": "eeg-simulated", "subjects": 1, "unseen": 0, "recordings": 3, "seconds": 1e5}
+    long = Recipe.model_validate({"data": data, "model": {"kind": "conformer"}})
+    with pytest.raises(BadInput, match=r"data.seconds 100000 is too large at 64 Hz"):
+        prepare(long, cache=cache)
+
+
+def test_a_token_that_does_not_fit_is_refused_not_wrapped(tmp_path: Path) -> None:
+    with TokenWriter(tmp_path, "train", 300) as writer:
+        writer.append([1, 65535])
+        with pytest.raises(BadInput, match="token 65536 is beyond the tokenizer"):
+            writer.append([65536])

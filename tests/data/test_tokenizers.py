@@ -1,5 +1,7 @@
 """Tokenizers: trained on the training split alone, with the right default."""
 
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -130,3 +132,46 @@ def test_a_missing_tokenizer_is_one_line(tmp_path: Path, cache: Path, recipe: Ma
             prepare(own, cache=cache)
         assert f"tokenizer.name {name}: no tokenizer {where}" in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_that_brings_code_is_refused(tmp_path: Path) -> None:
+    vocabulary.train_tokenizer(Words(kind="words"), ["some words"], tmp_path)
+    own = {"auto_map": {"AutoTokenizer": ["run.Mine", None]}}
+    (tmp_path / "run.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: pass\n")
+    for name in ("tokenizer_config.json", "config.json"):
+        (tmp_path / name).write_text(json.dumps(own))
+        with pytest.raises(BadInput) as caught:
+            vocabulary.load_pretrained(str(tmp_path))
+        assert f"{tmp_path / name} has auto_map" in str(caught.value)
+        (tmp_path / name).unlink()
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"[" * 5000, b"\xff", b'{"version": 1}', b'{"model": {}}']
+)
+def test_damaged_tokenizers_are_one_line(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content)
+    for load in (
+        vocabulary.load_trained,
+        lambda path: vocabulary.load_pretrained(str(path.parent)),
+    ):
+        with pytest.raises(BadInput) as caught:
+            load(path)
+        assert str(tmp_path) in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_without_the_special_tokens_is_refused(tmp_path: Path) -> None:
+    vocabulary.train_tokenizer(Words(kind="words"), ["some words"], tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(path.read_text().replace(vocabulary.PAD, "<|other|>"))
+    with pytest.raises(BadInput, match="it has no token <|pad|>"):
+        vocabulary.load_trained(path)
+
+
+def test_pipes_in_a_tokenizers_folder_are_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(BadInput, match="is not a regular file"):
+        vocabulary.load_pretrained(str(tmp_path))

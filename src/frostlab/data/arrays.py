@@ -43,7 +43,7 @@ def read_npz(path: Path) -> dict[str, NDArray[Any]]:
     except BadInput:
         raise
     except Exception as error:  # zipfile raises many types of errors for a damaged file
-        raise BadInput(f"{path} cannot be read ({first_line(error)})") from None
+        raise BadInput(f"{path} cannot be read ({first_line(error):.300})") from None
     return arrays
 
 
@@ -52,7 +52,7 @@ def map_npy(path: Path, *kinds: str) -> Any:
     try:
         array = np.lib.format.open_memmap(path, mode="r")
     except Exception as error:  # as in `_read_array`
-        raise BadInput(f"{path} cannot be read: {first_line(error)}") from None
+        raise BadInput(f"{path} cannot be read: {first_line(error):.300}") from None
     if array.dtype.name not in kinds:
         raise BadInput(f"{path} holds {array.dtype}, not {' or '.join(kinds)}")
     return array
@@ -71,7 +71,7 @@ def _read_array(file: IO[bytes], size: int, where: str) -> NDArray[Any]:
         shape, fortran, dtype = read_header[version](file, max_header_size=_HEADER)
     except Exception as error:  # NumPy evaluates the header, with many types of errors
         reason = "an unknown version" if isinstance(error, KeyError) else first_line(error)
-        raise BadInput(f"{where} cannot be read: {reason}") from None
+        raise BadInput(f"{where} cannot be read: {reason:.300}") from None
     if dtype.kind not in "fiu" or dtype.hasobject or not shape:
         raise BadInput(f"{where} holds {dtype} of shape {shape}, not samples")
     count, left = math.prod(shape), size - file.tell()

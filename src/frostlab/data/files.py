@@ -134,7 +134,7 @@ class _Unpacked(io.RawIOBase):
 
 
 def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or first_line(error)
+    return getattr(error, "strerror", None) or first_line(error)[:300]
 
 
 def shown(value: object, most: int = 40) -> str:
@@ -142,7 +142,7 @@ def shown(value: object, most: int = 40) -> str:
     try:
         text = repr(value)
     except ValueError:  # a whole number of thousands of digits
-        return f"a {type(value).__name__} of many digits"
+        return f"an {type(value).__name__} of many digits"
     return text if len(text) <= most else f"{text[:most]}…"
 
 

@@ -50,6 +50,7 @@ from frostlab.data.tokens import (
 from frostlab.errors import BadInput
 from frostlab.recipe.data import (
     BPE,
+    DataSettings,
     Docstrings,
     EEGData,
     PretrainedTokenizer,
@@ -65,11 +66,7 @@ CAUTION = "selected on the reporting split"
 LEAK = "made with a vocabulary that knows the words of {}"
 BATCH = 1 << 20  # approximate number of characters per encoded batch
 ROWS = 1024  # maximum number of texts per encoded batch
-# The most that a recipe may ask for.
-MOST_WORDS = 1 << 22  # words of a trained tokenizer
-MOST_DRAWN = 1 << 27  # symbols or positions of the examples that are drawn at once
-MOST_TOKENS = 1 << 31  # tokens of synthetic data
-MOST_SIGNAL = 1 << 33  # samples of simulated EEG, over all channels: 32 GiB
+MOST_DRAWN = 1 << 26  # symbols, and positions, of the synthetic examples that are drawn at once
 T = TypeVar("T")
 
 
@@ -92,7 +89,7 @@ class _TextFacts:
 
 def prepare(recipe: Recipe, data_dir: Path | None = None, cache: Path | None = None) -> Material:
     """Return a recipe's data, from the cache if they were prepared before."""
-    _check_sizes(recipe)
+    _check_sizes(recipe.data)
     cache = cache_folder(cache)
     if isinstance(recipe.data, Synthetic):
         return _prepare_synthetic(recipe.data, cache)
@@ -101,37 +98,21 @@ def prepare(recipe: Recipe, data_dir: Path | None = None, cache: Path | None = N
     return _TextPreparation(recipe.data, tokenizer_settings(recipe), data_dir, cache).prepared()
 
 
-def _check_sizes(recipe: Recipe) -> None:
-    """Refuse settings whose data would not fit into memory or on a disk, before building them."""
-    data, tokenizer = recipe.data, recipe.tokenizer
-    if isinstance(tokenizer, BPE | Words) and (tokenizer.size or 0) > MOST_WORDS:
-        raise BadInput(f"tokenizer.size {tokenizer.size} is too large; the most is {MOST_WORDS:,}")
+def _check_sizes(data: DataSettings) -> None:
+    """Refuse settings that would not fit into memory while their data are made."""
     if isinstance(data, Synthetic):
+        drawn = min(max(data.examples, 256), DRAWN_AT_ONCE)
         for key in ("symbols", "length"):
-            if min(data.examples, DRAWN_AT_ONCE) * getattr(data, key) > MOST_DRAWN:
-                most = MOST_DRAWN // min(data.examples, DRAWN_AT_ONCE)
+            if drawn * getattr(data, key) > MOST_DRAWN:
                 raise BadInput(
                     f"data.{key} {getattr(data, key)} is too large with data.examples "
-                    f"{data.examples}; the most is {most:,}"
+                    f"{data.examples}; the most is {MOST_DRAWN // drawn:,}"
                 )
-        if data.examples * data.length > MOST_TOKENS:
-            raise BadInput(
-                f"data.examples {data.examples} is too large with data.length {data.length}; "
-                f"the most is {MOST_TOKENS // data.length:,}"
-            )
-    if isinstance(data, SimulatedEEG):
-        samples = data.seconds * data.rate
-        if samples * 64 > VALUES:
-            raise BadInput(
-                f"data.seconds {data.seconds:g} is too large at {data.rate:g} Hz; the most is "
-                f"{VALUES / 64 / data.rate:,.0f}"
-            )
-        if (total := (data.subjects + data.unseen) * data.recordings) * samples * 64 > MOST_SIGNAL:
-            raise BadInput(
-                f"data.subjects {data.subjects}, data.unseen {data.unseen} and data.recordings "
-                f"{data.recordings} make {total} recordings; the most of {data.seconds:g} s is "
-                f"{MOST_SIGNAL / 64 / samples:,.0f}"
-            )
+    if isinstance(data, SimulatedEEG) and data.seconds * data.rate * 64 > VALUES:
+        raise BadInput(
+            f"data.seconds {data.seconds:g} is too large at {data.rate:g} Hz; the most is "
+            f"{VALUES / 64 / data.rate:.0f}"
+        )
 
 
 def _prepare_synthetic(data: Synthetic, cache: Path) -> Prepared:

@@ -185,7 +185,7 @@ def load_trained(path: Path) -> Fast:
     try:
         backend = Tokenizer.from_str(text)
     except Exception as error:  # the library raises no narrower type
-        raise BadInput(f"{path} is not a tokenizer ({first_line(error)})") from None
+        raise BadInput(f"{path} is not a tokenizer ({first_line(error):.300})") from None
     backend.encode_special_tokens = True  # treat "<|end|>" in a text as ordinary characters
     numbers = backend.get_vocab()
     for token in (PAD, END):

@@ -455,3 +455,50 @@ def test_without_mne(raw_folder: Path, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "mne", None)
     with pytest.raises(BadInput, match="needs the package mne: pip install 'frostlab\\[eeg\\]'"):
         load_recordings(mne_data(raw_folder), cache=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("eeg", "said"),
+    [
+        (np.ones((640, 64)) * 1j, "holds complex128 of shape"),
+        (np.ones((0, 64)), "not (samples, channels)"),
+        (np.ones((640, 0)), "not (samples, channels)"),
+        (np.ones((2, 5000)), "has 5,000 channels; the most is 4,096"),
+        (np.ones(640), "not (samples, channels)"),
+        (np.array([["a"]]), "not samples"),
+        (np.full((640, 64), np.nan), "NaN or infinity in channels"),
+    ],
+)
+def test_hostile_arrays_are_one_line(folder: Path, tmp_path: Path, eeg: Any, said: str) -> None:
+    np.save(next(folder.glob("train*eeg.npy")), eeg)
+    with pytest.raises(BadInput) as caught:
+        load_recordings(challenge(folder), cache=tmp_path / "cache")
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_channel_without_end_takes_no_memory(folder: Path, tmp_path: Path) -> None:
+    head = b"{'descr': '<f8', 'fortran_order': False, 'shape': (0, 1000000000000000000), }\n"
+    content = b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head
+    next(folder.glob("train*eeg.npy")).write_bytes(content)
+    with pytest.raises(BadInput, match="not \\(samples, channels\\)"):
+        load_recordings(challenge(folder), cache=tmp_path / "cache")
+
+
+@pytest.mark.parametrize("ending", [".fif", ".edf", ".bdf", ".set", ".vhdr"])
+def test_damaged_files_of_mne_are_one_line(tmp_path: Path, ending: str) -> None:
+    place = tmp_path / "mne"
+    place.mkdir()
+    for subject in ("a", "b", "c"):
+        (place / f"{subject}_-_s_-_eeg{ending}").write_bytes(b"0       " + b"\xff1" * 300)
+        np.save(place / f"{subject}_-_s_-_envelope.npy", np.ones(64))
+    data = MneEEG(name="eeg-mne", path=str(place), seen=("a",), unseen=("b",))
+    with pytest.raises(BadInput) as caught:
+        load_recordings(data, cache=tmp_path / "cache")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_path_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
+    for name in ("x" * 5000, "a\0b", "~nobody-has-this-name/x"):
+        with pytest.raises(BadInput, match="data.path"):
+            load_recordings(ChallengeEEG(name="eeg-challenge", path=name), cache=tmp_path)

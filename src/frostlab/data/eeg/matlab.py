@@ -28,6 +28,7 @@ class MatFiles:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._owner = os.getpid()
 
     def read(self, path: Path, *keys: str) -> dict[str, list[Any]]:
         """Return the arrays of each variable: one of an array, several of a cell array."""
@@ -38,6 +39,8 @@ class MatFiles:
             size = os.fstat(file.fileno()).st_size
         if size > MEMORY:
             raise BadInput(f"{path} is larger than {MEMORY >> 20} MiB")
+        if self._owner != os.getpid():  # after a fork, the other process keeps its own
+            self._process, self._owner = None, os.getpid()
         try:
             deadline = time.monotonic() + _START
             if self._process is None:
@@ -76,7 +79,7 @@ class MatFiles:
     def close(self) -> None:
         """End the process."""
         process, self._process = self._process, None
-        if process is not None:
+        if process is not None and self._owner == os.getpid():
             process.kill()
             process.wait()
             _pipe(process.stdin).close()
@@ -164,11 +167,16 @@ class _Refused(Exception):
 
 def _message(error: Exception) -> str:
     if isinstance(error, _Refused):
-        return str(error)
+        return _printable(str(error))
     if isinstance(error, MemoryError):
         return f" cannot be read: it takes more than {MEMORY >> 20} MiB of memory"
     first = str(error).strip().partition("\n")[0].rstrip(".")
-    return f" cannot be read: {(first or type(error).__name__)[:200]}"
+    return f" cannot be read: {_printable(first or type(error).__name__)[:200]}"
+
+
+def _printable(text: str) -> str:
+    """Escape line breaks and control characters, which a damaged file may have in its names."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def _load(io: Any, path: str, keys: list[str]) -> dict[str, list[Any]]:
