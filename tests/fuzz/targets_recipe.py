@@ -9,7 +9,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 from frostlab.comparison.evidence import read_evidence
-from frostlab.comparison.gather import _correct_predictions
 from frostlab.comparison.load import make_plan
 from frostlab.comparison.page import page, show
 from frostlab.comparison.run import _stored_tuning
@@ -87,11 +86,6 @@ def _evidence(data: bytes, folder: Path) -> None:
         assert show(stored, path)
 
 
-def _predictions(data: bytes, folder: Path) -> None:
-    _written(data, folder / "predictions.json")
-    _correct_predictions(folder)
-
-
 def _tuning(data: bytes, folder: Path) -> None:
     _written(data, folder / "tuning.json")
     values = ComparisonFolder(folder).read("tuning.json")
@@ -120,11 +114,6 @@ TARGETS: dict[str, Target] = {
     "comparison": Target(lambda: list(_COMPARISONS), _comparison, "yaml"),
     "plan": Target(_plans, _plan_file, "json"),
     "evidence": Target(lambda: [evidence()], _evidence, "json"),
-    "predictions": Target(
-        lambda: [b'{"split": "report", "labels": [0, 1, 1], "classes": [0, 1, 0]}'],
-        _predictions,
-        "json",
-    ),
     "tuning": Target(lambda: [tuning()], _tuning, "json"),
     "selection": Target(lambda: list(_SELECTIONS), _selection),
     "variables": Target(lambda: [b"0\n0\n1\n1", b"1\n1\n2\n2"], _variables),
