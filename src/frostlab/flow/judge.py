@@ -1,8 +1,10 @@
 """Verdicts on the parts of a flow, such as "not learning", and the rules that decide them."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -114,7 +116,7 @@ class RecentReports:
         """Whether there are enough reports; in the first, many gradients are 0 by design."""
         return len(self.reports) >= self.rules.fewest
 
-    @property
+    @cached_property
     def asleep(self) -> bool:
         """Whether no part moves."""
         ratios = _not_nan(self.ratios.values())
@@ -154,17 +156,28 @@ class RecentReports:
 
     def peer_ratios(self, part: int) -> list[float]:
         """Return the ratios of the other trainable parts with the same role."""
-        peers = self.flow.parts[part].peers
-        return self._comparable_ratios(
-            i for i in self.trainable if i != part and self.flow.parts[i].peers == peers
-        )
+        return self._without(part, self._sorted_ratios.get(self.flow.parts[part].peers, []))
 
     def other_ratios(self, part: int) -> list[float]:
         """Return the ratios of all other trainable parts."""
-        return self._comparable_ratios(i for i in self.trainable if i != part)
+        return self._without(part, self._sorted_ratios[None])
 
-    def _comparable_ratios(self, parts: Iterable[int]) -> list[float]:
-        return _not_nan(self.ratios[i] for i in parts if i in self.comparable)
+    @cached_property
+    def _sorted_ratios(self) -> dict[str | None, list[float]]:
+        """The comparable ratios in order, by role; those of all parts under None."""
+        ratios: dict[str | None, list[float]] = {None: []}
+        for i in sorted(self.comparable, key=lambda i: self.ratios[i]):
+            if not math.isnan(self.ratios[i]):
+                ratios[None].append(self.ratios[i])
+                ratios.setdefault(self.flow.parts[i].peers, []).append(self.ratios[i])
+        return ratios
+
+    def _without(self, part: int, ratios: list[float]) -> list[float]:
+        """Return sorted ratios without the part's own."""
+        if part not in self.comparable or math.isnan(self.ratios[part]):
+            return ratios
+        place = bisect_left(ratios, self.ratios[part])
+        return ratios[:place] + ratios[place + 1 :]
 
     def rate(self, part: PartFacts) -> float:
         """Return a part's largest learning rate in the last reports."""
@@ -173,10 +186,16 @@ class RecentReports:
 
     def vanishes(self, part: int) -> bool:
         """Return whether a part's gradient vanishes; see `vanishing` and `underflow` in `Rules`."""
-        sizes = [x for x in _not_nan(self.sizes.values()) if x > 0]
-        size = self.sizes[part] or min(sizes, default=0.0) * 0.1
+        smallest, largest = self._extreme_sizes
+        size = self.sizes[part] or smallest * 0.1
         limit = self.rules.vanishing if self.sizes[part] else self.rules.underflow
-        return bool(sizes) and size < limit * max(sizes)
+        return size < limit * largest
+
+    @cached_property
+    def _extreme_sizes(self) -> tuple[float, float]:
+        """The smallest and the largest gradient norm above 0; zeros if there is none."""
+        sizes = [x for x in _not_nan(self.sizes.values()) if x > 0]
+        return min(sizes, default=0.0), max(sizes, default=0.0)
 
     def layer_factors(self, part: PartFacts, side: int) -> list[float]:
         """Return log(gradient of a part's layer / gradient of the neighbouring layer) by report.
@@ -186,19 +205,23 @@ class RecentReports:
         """
         if part.layer is None:
             return []
-        indices = {(p.stack, p.layer, p.peers): i for i, p in enumerate(self.flow.parts)}
-        pairs = [
-            (i, indices[stack, layer + side, peers])
-            for (stack, layer, peers), i in indices.items()
-            if (stack, layer) == (part.stack, part.layer) and layer is not None
-            and (stack, layer + side, peers) in indices
-        ]  # fmt: skip
+        layer = self._layers[part.stack, part.layer]
+        neighbour = self._layers.get((part.stack, part.layer + side), {})
+        pairs = [(i, neighbour[role]) for role, i in layer.items() if role in neighbour]
         medians = []
         for report in self.reports:
             sizes = [(report.of("gradient", i), report.of("gradient", j)) for i, j in pairs]
             factors = [math.log(a / b) for a, b in sizes if a > 0 and b > 0]
             medians += [median(factors)] if factors else []
         return medians
+
+    @cached_property
+    def _layers(self) -> dict[tuple[str, int | None], dict[str, int]]:
+        """The indices of each layer's parts by role."""
+        layers: dict[tuple[str, int | None], dict[str, int]] = {}
+        for i, part in enumerate(self.flow.parts):
+            layers.setdefault((part.stack, part.layer), {})[part.peers] = i
+        return layers
 
     def unreached(self, part: PartFacts) -> list[str]:
         """Return the tensors of a part whose gradient was None in all of the last reports."""
