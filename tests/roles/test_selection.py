@@ -144,7 +144,7 @@ def test_an_untied_head_is_selected() -> None:
 def test_odd_selections_are_refused_in_one_short_line(text: str) -> None:
     from frostlab.roles.selection import parse
 
-    with pytest.raises(BadInput, match="has odd characters or too many") as caught:
+    with pytest.raises(fl.BadInput, match="has odd characters or too many") as caught:
         parse(text, [])
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 200
