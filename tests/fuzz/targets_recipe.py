@@ -39,7 +39,7 @@ _COMPARISONS = (
     b"arms:\n  - {name: a, set: {}}\n  - {name: b, treatment: oelm, set: {optim.lr: 1e-4}}\n"
     b"vary: optim.lr\ntune: [{key: optim.decay, values: [0.01, 0.1], seeds: 1}]\n"
     b"contrasts: [{question: 'Is it?', arm: b, against: a}]\nclock: {seconds: 5, width: 0.1}\n"
-    b"alpha: 0.1\nlooks: 3\nallow_confounds: [optim.eps]\nset: {model.layers: 2, seed: 3}\n",
+    b"alpha: 0.1\nlooks: 3\nallow_confounds: [optim.eps]\nset: {train.batch: 8, seed: 3}\n",
 )
 _SELECTIONS = (b"query", b"layers[0:2].key", b"!layers[-1].up.bias", b"all\nembedding\n!head")
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")

@@ -138,3 +138,13 @@ def test_an_untied_head_is_selected() -> None:
     config = CASES["gpt2"].make_config()
     config.tie_word_embeddings = False
     assert keys(transformers.GPT2LMHeadModel(config), "head") == {"lm_head.weight"}
+
+
+@pytest.mark.parametrize("text", ["query\x1b[31m", "a\nb", "\udc80", "layers[0]." * 1000])
+def test_odd_selections_are_refused_in_one_short_line(text: str) -> None:
+    from frostlab.roles.selection import parse
+
+    with pytest.raises(fl.BadInput, match="has odd characters or too many") as caught:
+        parse(text, [])
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 200

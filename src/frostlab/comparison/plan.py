@@ -291,7 +291,7 @@ class Plan(Strict):
         check_settings_exist("vary", self.vary, recipe)
         for key in self.vary:
             if _section(key) in _SAME_FOR_ALL:
-                raise BadInput(f"vary {key}: arms must see the same data")
+                raise BadInput(f"vary {shown_key(key)}: arms must see the same data")
         self._check_contrasts()
         self._check_quick()
         for name, differing in self.confounds().items():
@@ -307,7 +307,9 @@ class Plan(Strict):
         for i, arm in enumerate(self.arms):
             misplaced = next((key for key in arm.set if _section(key) in _NOT_IN_SET), None)
             if misplaced is not None:
-                raise BadInput(f"arm {arm.name}: an arm cannot set {misplaced} under `set`")
+                raise BadInput(
+                    f"arm {arm.name}: an arm cannot set {shown_key(misplaced)} under `set`"
+                )
             if "model.preset" in arm.set:
                 raise BadInput(
                     f"arm {arm.name}: set.model.preset would have no effect, because the loaded "
@@ -348,12 +350,13 @@ class Plan(Strict):
         questions = [contrast.question for contrast in self.contrasts]
         for i, contrast in enumerate(self.contrasts):
             if contrast.question in questions[:i]:
-                raise BadInput(f"contrasts: `{contrast.question}` is asked twice")
+                raise BadInput(f"contrasts: `{shown_key(contrast.question)}` is asked twice")
             if contrast.arm == contrast.against:
-                raise BadInput(f"contrasts: {contrast.arm} is compared with itself")
+                raise BadInput(f"contrasts: {shown_key(contrast.arm)} is compared with itself")
             for name in (contrast.arm, contrast.against):
                 if name not in arms:
-                    raise BadInput(f"contrasts: {name} is not an arm{nearest(name, arms)}")
+                    hint = nearest(name, arms)
+                    raise BadInput(f"contrasts: {shown_key(name)} is not an arm{hint}")
                 if contrast.of == "gain" and len(self.recipe_of(arms[name], 0).stages) < 2:
                     raise BadInput(f"contrasts: a gain needs two stages, but {name} has only one")
 

@@ -38,6 +38,9 @@ _SYNONYMS = {  # name that users may write → selection that the error message 
 }
 
 
+_MOST_CHARACTERS = 200  # of one selection
+
+
 @dataclass(frozen=True)
 class Term:
     """A parsed selection; a filter that is not given is None."""
@@ -128,6 +131,8 @@ def parse(text: str, stacks: Sequence[str]) -> Term:
     if not isinstance(text, str):
         raise BadInput(f'selections are strings, such as "query", "key"; {text!r} is not')
     body = text.strip()
+    if not body.isprintable() or len(body) > _MOST_CHARACTERS:
+        raise BadInput(f"selection {text!r:.60} has odd characters or too many; try `query`")
     negative = body.startswith("!")
     body = body.removeprefix("!").strip()
     if not body:
