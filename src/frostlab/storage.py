@@ -379,7 +379,11 @@ def damaged_file(folder: Path, names: Iterable[str] | None = None) -> Path | Non
         return folder / SEAL
     present = {name for name in wanted if _is_plain(folder, name)}
     checksums = _checksums(folder, sorted(present))
-    return next((folder / name for name in wanted if checksums.get(name) != wanted[name]), None)
+    damaged = next((folder / name for name in wanted if checksums.get(name) != wanted[name]), None)
+    if damaged is None and names is None:  # a file that is not sealed was added, or its line lost
+        files = (path for path in folder.rglob("*") if not path.is_dir() and path.name != SEAL)
+        return next((path for path in files if str(path.relative_to(folder)) not in sealed), None)
+    return damaged
 
 
 def _is_plain(folder: Path, name: str) -> bool:

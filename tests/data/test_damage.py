@@ -15,7 +15,7 @@ from frostlab.data.prepare import prepare
 from frostlab.data.tokens import Prepared
 from frostlab.errors import DamagedCache
 from frostlab.recipe.recipe import Recipe
-from frostlab.storage import file_digest
+from frostlab.storage import SEAL, file_digest
 from frostlab.training.eeg_report import baseline_scores
 
 FLIPS = 2  # per file
@@ -103,3 +103,27 @@ def test_a_missing_file_of_the_cache_is_mended(
             path.unlink()
             with pytest.warns(DamagedCache):
                 assert contents(prepare(recipe, None, cache)) == good
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "[0]", "null", "[" * 5000, ""])
+def test_a_seal_that_covers_nothing_is_not_believed(tmp_path: Path, content: str) -> None:
+    cache = tmp_path / "cache"
+    recipe = recipes(tmp_path)["synthetic"]
+    good = contents(prepare(recipe, None, cache))
+    (path,) = (cache / "prepared").glob(f"*/{SEAL}")
+    path.write_text(content)
+    np.save(path.with_name("train.labels.npy"), np.zeros(64, dtype=np.int64))
+    with pytest.warns(DamagedCache):
+        assert contents(prepare(recipe, None, cache)) == good
+
+
+def test_a_file_that_was_added_is_not_believed(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    recipe = recipes(tmp_path)["synthetic"]
+    prepare(recipe, None, cache)
+    (path,) = (cache / "prepared").glob("*/train.labels.npy")
+    np.save(path.with_name("train.second.npy"), np.zeros(64, dtype=np.int32))
+    with pytest.warns(DamagedCache, match="train.second.npy was damaged"):
+        material = prepare(recipe, None, cache)
+    assert isinstance(material, Prepared)
+    assert material.splits["train"].second is None

@@ -239,6 +239,7 @@ def _check_seal(data: bytes, folder: Path) -> None:
         warnings.simplefilter("ignore")
         made = build_once(folder / "made", _build)
     assert damaged_file(made) is None
+    assert set(json.loads((made / SEAL).read_text())) >= {"a.json", "b"}
     assert (made / "a.json").read_text() == "{}"
 
 
