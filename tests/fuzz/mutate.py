@@ -134,7 +134,8 @@ def _mutate_yaml(data: bytes, rng: random.Random) -> bytes | None:
         if rng.random() < 0.3:
             return _dumped(value, rng)  # JSON is YAML, too
         return yaml.safe_dump(value, allow_unicode=True).encode("utf-8", "surrogatepass")
-    except (ValueError, TypeError, RecursionError, OverflowError, AttributeError, yaml.YAMLError):
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError, AttributeError,
+            yaml.YAMLError):  # fmt: skip
         return None
 
 
