@@ -2,9 +2,9 @@
 
     python benchmarks/checksums.py --rounds 3
 
-Every round trains a GPT for a few steps in one process and resumes it in another. A start is the time
-from the beginning of that process to its first step. All checksums are verified in it: those of the
-data's cache and those of the checkpoint.
+Every round trains a GPT for a few steps in one process and resumes it in another. A start is the
+time from the beginning of that process to its first step. It verifies the checksums of the data's
+cache and of the checkpoint.
 """
 
 import argparse

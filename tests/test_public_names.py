@@ -81,5 +81,5 @@ def test_load_comparison(tmp_path: Path) -> None:
     with pytest.raises(fl.BadInput, match="has schema 1, and this frostlab reads 2"):
         fl.load_comparison(str(tmp_path))
     (tmp_path / "evidence.json").write_text("{")
-    with pytest.raises(fl.BadInput, match="is damaged"):
+    with pytest.raises(fl.BadInput, match="is not valid JSON"):
         fl.load_comparison(tmp_path)

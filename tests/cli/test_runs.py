@@ -102,7 +102,7 @@ def test_listing_needs_no_torch(finished: Path) -> None:
     [
         (("run", "docstring-gpt"), "did you mean `docstrings-gpt`?"),
         (("run", "docstrings-gpt", "--set", "optim.lt=1"), "did you mean `lr`?"),
-        (("run", "docstrings-gpt", "--device", "gpu"), "train.device gpu is not a device"),
+        (("run", "docstrings-gpt", "--device", "gpu"), "train.device 'gpu' is not a device"),
         (("run", "sst2-bert", "--data-dir", "nowhere"), "--data-dir nowhere is not a folder"),
         (("run", "docstrings-gpt", "--seed", "-1"), "seed = -1 should be greater"),
         (("run", "openwebtext-gpt"), "openwebtext"),

@@ -76,20 +76,20 @@ def test_late_looks_spend_next_to_nothing() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("{", "is not valid JSON"),
-        ("[" * 100_000, "nested too deeply"),
-        ("[]", "it should be an object"),
+        ("{", "is not a JSON object"),
+        ("[" * 100_000, "is not a JSON object"),
+        ("[]", "is not a JSON object"),
         ('{"split": "report", "labels": [1], "classes": "a"}', "classes should be a list"),
         ('{"split": "report", "labels": [1], "classes": [null]}', "classes.0 should be a whole"),
-        ('{"split": "report", "labels": [1], "classes": []}', "should have the same length"),
+        ('{"split": "report", "labels": [1], "classes": []}', "as many values as labels"),
         ('{"split": "report", "labels": [1]}', "classes is missing"),
     ],
 )
 def test_predictions_of_any_shape(text: str, problem: str, tmp_path: Path) -> None:
-    assert _correct_predictions(tmp_path) is None
+    assert _correct_predictions(fl.RunRecord(tmp_path)) is None
     (tmp_path / "predictions.json").write_text(text)
     with pytest.raises(fl.BadInput) as caught:
-        _correct_predictions(tmp_path)
+        _correct_predictions(fl.RunRecord(tmp_path))
     assert str(tmp_path / "predictions.json") in str(caught.value)
     assert problem in str(caught.value)
 

@@ -4,6 +4,7 @@ import json
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from markdown_it import MarkdownIt
 from markupsafe import Markup
@@ -64,10 +65,10 @@ def _flow_page(data: bytes, folder: Path) -> None:
     _is_shown(flow_show.as_text(flow))
     _is_shown(flow_show.flow_map_text(flow))
     if flow.reports:
-        for name in ("norm_svg", "front_svg"):
-            setattr(flow_show, name, lambda flow: _DRAWING)
-        flow_show.heat_svgs = lambda flow: {"gradient": _DRAWING, "ratio": _DRAWING}
-        check_html(flow_show.page_of(flow))
+        maps = {"gradient": _DRAWING, "ratio": _DRAWING}
+        drawn = {"norm_svg": lambda flow: _DRAWING, "front_svg": lambda flow: _DRAWING}
+        with patch.multiple(flow_show, heat_svgs=lambda flow: maps, **drawn):
+            check_html(flow_show.page_of(flow))
 
 
 def _is_shown(text: str) -> None:

@@ -107,6 +107,7 @@ def test_inspect_neither_asks_nor_runs_code(with_code: Path, marker: Path, tmp_p
     assert not marker.exists()
 
 
+@pytest.mark.slow
 def test_inspect_runs_the_code_of_a_model_that_the_user_trusts(
     with_code: Path, marker: Path, tmp_path: Path
 ) -> None:
@@ -116,6 +117,7 @@ def test_inspect_runs_the_code_of_a_model_that_the_user_trusts(
     assert done.stderr.startswith("frostlab: MyModel: cannot place"), "it was built"
 
 
+@pytest.mark.slow
 def test_run_needs_the_permission_too(with_code: Path, marker: Path, tmp_path: Path) -> None:
     model = f"model={{kind: pretrained, weights: false, name: {with_code}}}"
     words = ("run", "majority-gpt", "--set", model, "--runs", str(tmp_path / "runs"))
@@ -216,6 +218,7 @@ def test_weights_of_other_libraries_are_refused(bert: Path, name: str) -> None:
         loaded(bert)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
 def test_the_command_in_the_line_converts_the_weights(bert: Path, sharded: bool) -> None:
     before = loaded(bert).state_dict()
@@ -310,6 +313,7 @@ def test_other_bytes_as_config(tmp_path: Path) -> None:
         find_config(str(tmp_path))
 
 
+@pytest.mark.slow
 def test_absurd_sizes_need_little_time_and_memory(tmp_path: Path) -> None:
     code = """
 import resource, sys, time

@@ -135,7 +135,7 @@ def test_a_flow(values: list[list[float]], name: str, elements: int) -> None:
     part = PartFacts(name, "query", "", 0, "trainable", ("a",), ("a",), (), (0,), "x", elements)
     flow.parts = (part, part)
     for step, pair in enumerate(values):
-        measured = {quantity: tuple(pair) for quantity in QUANTITIES}
+        measured = {quantity: tuple(map(abs, pair)) for quantity in QUANTITIES}  # norms
         ends = {"front": 1.0, "back": float("nan"), "output": 0.5}
         flow.reports.append(Report(step, measured, (1e-3,), (), ends))
     with folder() as root:

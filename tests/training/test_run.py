@@ -64,10 +64,11 @@ def test_early_stopping_in_a_run_is_exact(
     assert record.result.steps == 2 + patience
     assert record.result.stopped_early
     assert record.result.best == Best("loss", 2.0, 2)
-    kept = sorted(p.name for p in (record.folder / "checkpoints").iterdir())
-    assert kept == ["step-000000002", f"step-{2 + patience:09d}"]
-    best = record.folder / "checkpoints" / kept[0]
-    assert not (best / "optimizer.safetensors").exists(), "the best keeps its weights only"
+    folders = sorted((record.folder / "checkpoints").iterdir())
+    newest = {2 + patience, 1 + patience}  # the one before is for a damaged newest one
+    assert [p.name for p in folders] == [f"step-{step:09d}" for step in sorted({2, *newest})]
+    whole = [p for p in folders if (p / "optimizer.safetensors").exists()]
+    assert len(whole) == 2, "an older best keeps its weights only"
 
 
 @pytest.fixture(scope="module")
