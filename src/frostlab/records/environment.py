@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -106,7 +107,7 @@ def environment(device: str) -> dict[str, Any]:
         "gpu_reason": reason,
         "versions": _versions(),
         "host": _host(),
-        "code": code_state(Path(frostlab.__file__).parent),
+        "code": _own_code(),
         "variables": {name: os.environ.get(name) for name in VARIABLES},
     }
 
@@ -171,6 +172,12 @@ def _cpu_model() -> str | None:
     except OSError:
         pass
     return platform.machine() or None  # `platform.processor` would run `uname`
+
+
+@cache
+def _own_code() -> dict[str, str | None]:
+    """Return the state of frostlab's code, read once: a process runs the code that it imported."""
+    return code_state(Path(frostlab.__file__).parent)
 
 
 def code_state(package: Path) -> dict[str, str | None]:
