@@ -78,14 +78,21 @@ def test_300_captured_steps_equal_eager_ones(
         assert torch.equal(graphs.get_parameter(n).cpu(), before.cpu()), n
 
 
+@pytest.mark.parametrize(
+    ("precision", "count"), [(HALF, 100), (FULL, 300)], ids=["bf16", "float32"]
+)
 @pytest.mark.parametrize("name", ["gpt classifier", "decoder", "bert classifier", "gpt2"])
-def test_300_compiled_and_captured_steps_equal_eager_ones(name: str) -> None:
-    steps = epochs(name, 300, packed=True)
+def test_compiled_and_captured_steps_equal_eager_ones(
+    name: str, precision: torch.dtype, count: int
+) -> None:
+    """Over 300 steps in bf16, roundings that differ grow beyond any fixed limit."""
+    steps = epochs(name, count, packed=True)
     eager, graphs = build(name).eval(), build(name).eval()
-    wanted, step = train(make(eager, "eager"), steps), make(graphs, "captured", steps=5000)
+    wanted = train(make(eager, "eager", precision), steps)
+    step = make(graphs, "captured", precision, steps=5000)
     found = train(step, steps)
     assert (step.kind, step.reason) == ("captured", "asked for")
-    assert_same(found, wanted)
+    assert_same(found, wanted, precision)
 
 
 def test_a_captured_run_ends_as_an_eager_one(tmp_path: Path) -> None:
