@@ -7,7 +7,7 @@ from frostlab.models.build import build_model
 from frostlab.recipe.load import load_recipe, parse_settings
 
 LIMITS = [
-    ("model.width=1000000000", "model.width = 1000000000 should be less than or equal to 1048576"),
+    ("model.width=1000000", "model.width = 1000000 should be less than or equal to 262144"),
     ("model.layers=1000000000", "model.layers = 1000000000 should be less than or equal to 1000"),
     ("model.heads=1000000000", "model.heads = 1000000000 should be less than"),
     ("model.positions=1000000000000", "model.positions = 1000000000000 should be less than"),
