@@ -59,8 +59,8 @@ SMALL = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "voca
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"model.width": 10**6}, "model.width 1000000 and model.layers 2 give a model of"),
-        ({"model.hidden": 10**6, "model.layers": 1000}, "model.layers 1000 give a model of"),
+        ({"model.width": 2**18}, "model.width 262144 and model.layers 2 give a model of"),
+        ({"model.hidden": 2**18, "model.layers": 1000}, "model.layers 1000 give a model of"),
         ({"hidden_size": 12_000_000}, "model.name bert and model.config give a model of"),
         ({"hidden_size": 10**9}, "model.config.hidden_size = 1000000000 should be at most"),
         ({"num_hidden_layers": 10**9}, "model.config.num_hidden_layers = 1000000000 should be"),
