@@ -61,3 +61,12 @@ def test_hostile_names_reach_no_terminal(tmp_path: Path, encoding: str) -> None:
         assert b"Traceback" not in output
         assert b"\x1b" not in output
         assert rb"\x1b[31m\udcff\n[red]" in output
+
+
+def test_a_warning_of_frostlab_is_one_line() -> None:
+    from frostlab.cli.main import _format_warning
+    from frostlab.errors import DamagedCache
+
+    line = _format_warning("x\x1b was damaged", DamagedCache, "main.py", 3)
+    assert line == "frostlab: warning: x\\x1b was damaged\n"
+    assert "main.py:3: UserWarning: y" in _format_warning("y", UserWarning, "main.py", 3)
