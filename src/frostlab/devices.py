@@ -10,7 +10,7 @@ from frostlab.launcher import local_rank
 def choose_device(wanted: str) -> torch.device:
     """Return the device that a recipe asks for; `auto` tries CUDA, then MPS, then the CPU.
 
-    With several processes, each process takes its own GPU.
+    `auto` and `cuda` spread several processes over the GPUs; `cuda:1` is one GPU for all of them.
     """
     if wanted in ("auto", "cuda"):
         if torch.cuda.is_available():
@@ -77,7 +77,7 @@ def prepares_kernels(device: torch.device) -> bool:
 
 
 def updates_conditionally(device: torch.device) -> bool:
-    """Return whether a fused optimizer clips gradients and skips bad steps inside its kernel."""
+    """Return whether torch's fused optimizers clip, and skip NaN steps, without waiting."""
     return device.type == "cuda"
 
 

@@ -43,7 +43,7 @@ class DamagedCache(UserWarning):
 
 
 class DamagedCheckpoint(UserWarning):
-    """A checkpoint that no longer has its checksums; the run continues from an older one."""
+    """A checkpoint does not match its checksums, so the run continues from an older one."""
 
 
 class NothingLearns(UserWarning):

@@ -109,7 +109,7 @@ def gather(
 
 
 def _rules_for(plan: Plan, metric: str, look: int) -> Rules:
-    """Return the plan's rules for its own metric, and rules without effect limits for others."""
+    """Return the plan's rules for its metric; others have no limits to hold."""
     if metric == plan.rules.metric:
         return plan.rules.model_copy(update={"look": look})
     return rules_for(metric, alpha=plan.rules.alpha, looks=plan.rules.looks, look=look)

@@ -66,7 +66,7 @@ CAUTION = "selected on the reporting split"
 LEAK = "made with a vocabulary that knows the words of {}"
 BATCH = 1 << 20  # approximate number of characters per encoded batch
 ROWS = 1024  # maximum number of texts per encoded batch
-MOST_DRAWN = 1 << 26  # symbols, and positions, of the synthetic examples that are drawn at once
+MOST_DRAWN = 1 << 26  # limit on examples drawn at once × data.symbols, and × data.length
 T = TypeVar("T")
 
 

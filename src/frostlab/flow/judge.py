@@ -39,15 +39,17 @@ class Rules:
     slow: float = 0.01  # a ratio below this multiple of the peers' median is "slow"
     apart: float = 1e-3  # the same limit for parts with too few peers, relative to all parts
     vanishing: float = 1e-4  # a gradient below this multiple of the largest "vanishes"
-    # a gradient of 0 "vanishes" if another one is below 10 × this multiple of the largest
+    # A gradient of 0 counts as a tenth of the smallest above 0; it "vanishes" if that is below this
+    # multiple of the largest. Otherwise the 0 has another cause, such as a mask.
     underflow: float = 1e-12
-    leap: float = 1.0  # a larger ratio is "exploding"
+    leap: float = 1.0  # a larger |update| / |weight|, weight decay included, is "exploding"
     growth: float = 1e3  # "exploding" if the gradients of the part and the model grew so much
-    # "scaled away": gradients of neighbouring layers differ by at least the factor `scale`, its log
-    # stays within `steady` of its median, and ratios differ from the peers' by less than `alike`
+    # "scaled away": the gradients of a layer and of its neighbours differ by at least the factor
+    # `scale`, the log of the measured factor stays within `steady` of its median, and the part's
+    # ratio differs from its peers' by less than the factor `alike`.
     scale: float = 10.0
     steady: float = 0.5
-    alike: float = 2.0  # a factor
+    alike: float = 2.0
     saturated: float = 0.5  # a larger fraction of saturated activations is named as a cause
     steady_reports: int = 4  # fewest reports needed to call a factor steady
     peers: int = 2  # with fewer peers, a part is compared with all other parts
@@ -349,8 +351,8 @@ def _slow(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | None:
     why, hint = _cause_of(recent, i, part)
     return PartVerdict(
         SLOW,
-        f"a step moves it by {recent.ratios[i]:.1e} of its weights, its peers by "
-        f"{median(compared):.1e}: {why}",
+        f"a step moves it by {recent.ratios[i]:.1e} of its weights, "
+        f"{'the other parts' if alone else 'its peers'} by {median(compared):.1e}: {why}",
         hint,
     )
 
@@ -406,7 +408,7 @@ def _cause_of(recent: RecentReports, i: int, part: PartFacts) -> tuple[str, str]
         return (f"its learning rate is {recent.rate(part):.1e}, the largest {max(rates):.1e}",
                 "look at its group in the optimizer")  # fmt: skip
     elif recent.vanishes(i):
-        amount = f"{size / largest:.1e} of the largest" if size else "until it is zero"
+        amount = f"{size / largest:.1e} of the largest" if size else "down to zero"
         why = f"its gradient vanishes, {amount}"
         hint = "add a residual path or norms; a gradient scale of 3.0 or lr 2e-4 helps a little"
         if recent.flow.optimizer in rules.normalising:
