@@ -282,7 +282,7 @@ def _step_times(evidence: Evidence) -> str:
 def _run_times(evidence: Evidence) -> str:
     rows = []
     for name, arm in evidence.arms.items():
-        if arm.seconds is None:
+        if arm.seconds is None or not arm.finished:
             continue
         rounds = evidence.rounds.get(name)
         rows.append([

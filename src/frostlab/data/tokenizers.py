@@ -175,7 +175,10 @@ class Fast:
     def running(self, batch: list[str]) -> list[list[int]]:
         """Encode without special tokens."""
         self.backend.no_truncation()
-        encoded = self.backend.encode_batch_fast(batch, add_special_tokens=False)
+        try:
+            encoded = self.backend.encode_batch_fast(batch, add_special_tokens=False)
+        except Exception as error:  # the library raises no other class
+            raise BadInput(f"the tokenizer cannot encode a text ({first_line(error)})") from None
         return [encoding.ids for encoding in encoded]
 
 
