@@ -385,7 +385,7 @@ def _runs(evidence: Evidence) -> str:
 
 
 def _link(folder: str) -> Markdown:
-    """Return a link to a file beside the page."""
+    """Return a link to a file in the folder of the page."""
     text = plain(folder)
     return Markdown(f"[{escaped(text)}]({quote(text)})")
 
