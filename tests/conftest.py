@@ -4,6 +4,7 @@ import gc
 import os
 import socket
 import tempfile
+from pathlib import Path
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # bf16 can kill Python otherwise
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -34,6 +35,12 @@ def _seeded() -> None:
     torch.default_generator.manual_seed(0)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_earlier_looks() -> None:
+    """Forget the comparisons of other tests, which would count as earlier looks."""
+    (Path(os.environ["FROSTLAB_CACHE"]) / "looks.jsonl").unlink(missing_ok=True)
 
 
 @pytest.fixture

@@ -51,7 +51,10 @@ def test_a_perplexity_beyond_numbers_counts_as_failed(tmp_path: Path) -> None:
         found = compare(tmp_path / "c", seeds=1, **given)
     (run,) = found.evidence.arms["hot"].runs
     assert run.status != "finished" or run.metrics["perplexity"] is None
-    assert found.verdicts["hot"].paired is None
+    verdict = found.verdicts["hot"]
+    assert verdict.missing == {"hot": 1}
+    assert verdict.paired is not None
+    assert verdict.paired.high is None
 
 
 def plant(path: Path, **values: Any) -> None:

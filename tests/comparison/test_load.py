@@ -9,7 +9,6 @@ import yaml
 import frostlab as fl
 from comparing import ARMS, ASKED, GROWN, HOT, LAYERS, SMALL, VARY, plan
 from frostlab.comparison.load import make_plan
-from frostlab.comparison.plan import TUNING_SEED
 from frostlab.errors import BadInput
 from hearing import hearing
 from tiny import tiny
@@ -27,7 +26,7 @@ def test_defaults() -> None:
         0.05,
     )
     language = make_plan("docstrings-lm", {"arms": ARMS})
-    assert (language.rules.metric, language.rules.log, language.rules.noninferior) == (
+    assert (language.rules.metric, language.rules.log, language.rules.margin) == (
         "perplexity", True, 1.05,
     )  # fmt: skip
 
@@ -64,7 +63,6 @@ def test_tuning_gets_a_grid_around_the_recipes_value() -> None:
         ({"arms": ["baseline", 3]}, "arm 3 must be a treatment's name"),
         ({"seeds": 0}, "seeds 0: a comparison needs at least one seed"),
         ({"seeds": [1, 1]}, "a seed is given twice"),
-        ({"seeds": [TUNING_SEED]}, "are reserved for tuning"),
         ({"metric": "perplexity"}, "metric perplexity does not exist for classification"),
         ({"metric": "acuracy"}, "did you mean `accuracy`?"),
         ({"tune": "beta"}, "--tune beta: cannot be tuned by name"),

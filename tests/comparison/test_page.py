@@ -25,7 +25,7 @@ def test_the_page_says_what_was_found(made: fl.Comparison) -> None:
 @pytest.mark.parametrize("seeds", [1, 2])
 def test_a_language_model(seeds: int, tmp_path: Path) -> None:
     found = compare(tmp_path / "c", recipe=LANGUAGE, seeds=seeds)
-    assert "perplexity within 1.05 × the baseline's?" in found.page.read_text()
+    assert "P(cost > 1.05 ×)" in found.page.read_text()
 
 
 def test_the_page_answers_the_questions(tmp_path: Path) -> None:
@@ -58,10 +58,10 @@ EVIL = "a|b <img src=x onerror=alert(1)> [x](javascript:alert(1)) `c` \x1b[31m\u
 
 
 def test_hostile_texts_are_shown_not_obeyed(made: fl.Comparison) -> None:
-    evidence, metric = made.evidence, made.evidence.plan.rules.metric
+    evidence = made.evidence
     verdicts = {
         name: replace(verdict, sentence=EVIL, notes=(EVIL,))
-        for name, verdict in evidence.primary.items()
+        for name, verdict in evidence.verdicts.items()
     }
     answer = Answer(EVIL, "value", next(iter(verdicts.values())))
     arms = {
@@ -70,7 +70,7 @@ def test_hostile_texts_are_shown_not_obeyed(made: fl.Comparison) -> None:
     }
     spoilt = replace(
         evidence, caution=EVIL, contrasts=(answer,), arms=arms,
-        verdicts=evidence.verdicts | {metric: verdicts},
+        verdicts=verdicts,
         confounds=dict.fromkeys(evidence.confounds, (EVIL,)),
     )  # fmt: skip
     text = page(spoilt)

@@ -6,10 +6,10 @@ from pydantic import ValidationError
 from scipy import stats
 
 import frostlab as fl
-from comparing import HOT, LAYERS, plan
+from comparing import GROWN, HOT, LAYERS, plan
 from frostlab.comparison.load import make_plan
 from frostlab.comparison.plan import Rules, alpha_spent, rules_for
-from frostlab.comparison.statistics import t_test
+from frostlab.comparison.statistics import bounds
 from frostlab.errors import BadInput
 
 
@@ -42,7 +42,7 @@ def test_an_unknown_metric_is_refused_with_the_nearest() -> None:
         {"alpha": 0.0},
         {"alpha": 0.5},
         {"minimum_effect": 0.0},
-        {"noninferior": 0.95},
+        {"margin": 0.0},
         {"look": 0},
         {"looks": 0},
         {"seeds": 6},
@@ -90,7 +90,7 @@ def test_looks_together_raise_no_more_false_alarms_than_alpha() -> None:
     """Seeds added twice, 6 then 9 then 12, without an effect; any look may call it one."""
     trials = 100_000
     data = np.random.default_rng(0).standard_normal((trials, 12))
-    p = [t_test(data[:, :n])[2] for n in (6, 9, 12)]
+    p = [bounds(data[:, :n], np.zeros(n), 0.0).p for n in (6, 9, 12)]
 
     def alarms(levels: list[float]) -> int:
         return int(np.any([x <= level for x, level in zip(p, levels, strict=True)], 0).sum())
@@ -144,3 +144,32 @@ def test_what_varies_and_is_asked_changes_the_digest() -> None:
     whole = make_plan(LAYERS)
     assert whole.digest != whole.model_copy(update={"vary": ("model",)}).digest
     assert whole.digest != whole.model_copy(update={"contrasts": whole.contrasts[:1]}).digest
+
+
+def test_time_takes_a_part_of_alpha() -> None:
+    timed, untimed = plan(), plan(clock=None)
+    assert (timed.rules.timed, untimed.rules.timed) == (True, False)
+    assert timed.rules.level + timed.rules.time_level == pytest.approx(0.05)
+    assert untimed.rules.level == 0.05
+
+
+def test_a_margin_is_in_the_metrics_unit() -> None:
+    accuracy, perplexity = rules_for("accuracy", margin=1.1), rules_for("perplexity", margin=1.05)
+    pearson = rules_for("pearson", margin=0.01)
+    assert accuracy.margin_as_cost(0.9) == pytest.approx(0.01)
+    assert (perplexity.margin_as_cost(30.0), pearson.margin_as_cost(0.3)) == (1.05, 0.01)
+    texts = [rules.margin_text() for rules in (accuracy, perplexity, pearson)]
+    assert texts == ["1.1 × the errors", "1.05 ×", "0.01"]
+
+
+def test_what_differs_together_is_known() -> None:
+    made = make_plan(LAYERS)
+    one, two, frozen = made.arms
+    assert made.together(one, two) == made.together(two, frozen) == ()
+    assert made.together(one, frozen) == ("the treatment", "model.layers")
+
+
+def test_an_assay_needs_runs_without_stages() -> None:
+    assert plan(assay=True).assay
+    with pytest.raises(fl.BadInput, match="which arms with stages do not have"):
+        make_plan(GROWN | {"assay": True})

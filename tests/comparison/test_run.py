@@ -1,6 +1,7 @@
 """`fl.compare` from a plan to its result: extended, failing, quick."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,11 @@ import pytest
 import frostlab as fl
 from comparing import compare
 from frostlab.comparison import run as comparing
+from frostlab.comparison import runner
 from frostlab.comparison.load import make_plan
 from frostlab.comparison.run import _shortened as shortened
-from frostlab.comparison.runner import ComparisonFolder
+from frostlab.comparison.run import judge_again
+from frostlab.comparison.runner import ComparisonFolder, Runner
 from frostlab.recipe.settings import Watch
 from frostlab.records.folder import RunRecord
 from tiny import tiny
@@ -88,8 +91,8 @@ def test_a_quick_one_tunes_quickly(tmp_path: Path, monkeypatch: pytest.MonkeyPat
               "arms": ["baseline", "oelm"], "seeds": 1, "clock": None, "tune": "lr"}  # fmt: skip
     fl.compare(values, out=tmp_path / "q", quick=True)
     quick = json.loads((tmp_path / "q" / "quick.json").read_text())
-    runs = [*(tmp_path / "q" / "tuning").iterdir(), *(tmp_path / "q" / "runs").iterdir()]
-    assert len(runs) >= 2 * (3 + 1)
+    runs = list((tmp_path / "q" / "runs").iterdir())
+    assert len(runs) >= 2 * 3
     assert {RunRecord(run).result.steps for run in runs} == {quick["steps"]}
     assert quick["steps"] < quick["of"]
 
@@ -110,5 +113,52 @@ def test_a_quick_look_is_watched_as_often_as_it_needs(
 ) -> None:
     folder = ComparisonFolder(tmp_path)
     folder.write("quick.json", {"steps": steps, "of": 1000})
-    plan = shortened(make_plan("eeg-ablation", quick=True), folder, None, None)
+    plan = shortened(make_plan("eeg-ablation", quick=True), folder, None, Runner(None, print))
     assert plan.recipe_of(plan.baseline, 0).watch == Watch(every_n_steps=every)
+
+
+def test_the_baseline_is_trained_twice(made: fl.Comparison) -> None:
+    repeat = made.evidence.repeat
+    assert repeat is not None
+    assert repeat.same_weights  # on one processor, a run repeats itself
+    first, second = repeat.metrics["accuracy"]
+    assert first == second
+    assert (made.folder / repeat.folder / "result.json").exists()
+    assert "The same run twice (baseline, seed 0): accuracy" in made.page.read_text()
+
+
+def test_judging_again_changes_nothing_and_trains_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"tune": {"values": [1e-3, 3e-3, 1e-2]}, "seeds": 2, "assay": True}
+    first = compare(tmp_path / "c", **given)
+    evidence, page = first.evidence, first.page.read_text()
+    first.page.write_text("lost")
+    monkeypatch.setattr(runner, "run", None)
+    again = judge_again(tmp_path / "c")
+    assert again.evidence == evidence
+    assert again.page.read_text() == page
+    shutil.rmtree(tmp_path / "c" / "repeat")
+    with pytest.raises(fl.BadInput, match="has no result; finish the comparison with"):
+        judge_again(tmp_path / "c")
+    with pytest.raises(fl.BadInput, match="is not the folder of a comparison"):
+        judge_again(tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(fl.BadInput, match=r"it has no plan\.json"):
+        judge_again(tmp_path / "empty")
+
+
+def test_a_planted_harm_is_found_or_said_to_be_missed(tmp_path: Path) -> None:
+    learning = tiny(
+        data__examples=96, train__epochs=4, train__batch=16, model__layers=1, optim__lr=0.01
+    )
+    found = compare(tmp_path / "a", recipe=learning, seeds=5, metric="loss", assay=True)
+    assay = found.evidence.assay
+    assert assay is not None
+    assert (assay.steps, assay.of) == (12, 24)
+    assert assay.found
+    assert "The planted harm, a baseline trained for 12 of 24 steps, was found" in (
+        found.page.read_text()
+    )
+    missed = compare(tmp_path / "b", seeds=1, assay=True)
+    assert "was NOT found, so this comparison cannot see" in missed.page.read_text()

@@ -1,6 +1,7 @@
-"""Tuning: the same grid for every arm, and values that stay."""
+"""Tuning: every value of one grid is trained with every seed, and other seeds choose."""
 
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -8,57 +9,104 @@ import yaml
 
 import frostlab as fl
 from comparing import STAGES, compare
-from frostlab.comparison import runner
 from frostlab.records.folder import RunRecord
-from frostlab.training.run import RunFailed
+from frostlab.training import loop
 from stages import progressive
 
-
-def test_each_arm_is_tuned_on_the_same_grid_with_seeds_of_its_own(tmp_path: Path) -> None:
-    found = compare(tmp_path / "c", seeds=1, tune={"values": [1e-6, 1e-5], "seeds": 1})
-    (tuning,) = found.evidence.tuning
-    assert tuning.extended
-    assert tuning.values == (1e-06, 1e-05, 0.0001) or tuning.values[0] == 1e-07
-    assert tuning.curves.keys() == {"baseline", "oelm"}
-    for name, curve in tuning.curves.items():
-        assert tuple(point.value for point in curve) == tuning.values
-        best = max(curve, key=lambda point: point.mean)
-        assert best.mean == next(p.mean for p in curve if p.value == tuning.best[name])
-        (run,) = found.evidence.arms[name].runs
-        record = RunRecord(tmp_path / "c" / run.folder)
-        recipe = yaml.safe_load((record.folder / "recipe.yaml").read_text())
-        assert recipe["optim"]["lr"] == tuning.best[name]
-        assert record.result.seed == 0
-    seeds = {p.name.rpartition("-s")[2] for p in (tmp_path / "c" / "tuning").iterdir()}
-    assert seeds == {"900000"}
-    assert "extended once" in found.page.read_text()
+GRID = [1e-3, 3e-3, 1e-2]
 
 
-def test_what_tuning_chose_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tuning run fails once; when seeds are added it would succeed, and choose otherwise."""
-    run = runner.run
+def rate_of(folder: Path) -> float:
+    return float(yaml.safe_load((folder / "recipe.yaml").read_text())["optim"]["lr"])
 
-    def failing(recipe: Any, **options: Any) -> Any:
-        if options["out"].name.startswith("baseline-0.01-"):
-            raise RunFailed("out of memory")
-        return run(recipe, **options)
 
-    grid = {"values": [1e-5, 1e-4, 1e-2, 1e-1], "seeds": 1}
+def test_other_seeds_choose_each_seeds_value(tmp_path: Path) -> None:
+    tuned = compare(tmp_path / "c", seeds=3, tune={"values": GRID}, metric="loss")
+    (setting,) = tuned.evidence.tuning
+    assert setting.curves.keys() == {"baseline", "oelm"}
+    folders = list((tmp_path / "c" / "runs").iterdir())
+    assert len(folders) == 2 * 3 * len(setting.values)
+    for arm, curve in setting.curves.items():
+        assert tuple(point.value for point in curve) == setting.values
+        for index, run in enumerate(tuned.evidence.arms[arm].runs):
+            assert run.seed == index
+            means = {
+                point.value: fmean(x for i, x in enumerate(point.scores) if i != index)
+                for point in curve
+            }
+            chosen = min(means, key=lambda value: means[value])
+            assert rate_of(tmp_path / "c" / run.folder) == chosen
+        assert sum(point.chosen for point in curve) == 3
+        for point in curve:
+            records = [
+                RunRecord(tmp_path / "c" / "runs" / f"{arm}@lr={point.value:g}-s{seed}")
+                for seed in range(3)
+            ]
+            assert point.results == tuple(record.metrics["loss"] for record in records)
+            assert point.scores == tuple(record.result.best.value for record in records)
+            assert point.mean == pytest.approx(fmean(point.scores))
+            assert point.low < point.mean < point.high
+    assert "was tuned for each arm with the same grid and seeds" in tuned.page.read_text()
+    again = compare(tmp_path / "c", seeds=3, tune={"values": GRID}, metric="loss")
+    assert again.evidence.tuning == tuned.evidence.tuning
+
+
+def test_a_best_value_at_the_end_of_an_extended_grid_proves_nothing(tmp_path: Path) -> None:
+    tuned = compare(tmp_path / "c", seeds=5, tune={"values": [1e-6, 1e-5]}, metric="loss")
+    (setting,) = tuned.evidence.tuning
+    assert setting.extended
+    assert setting.values == (1e-06, 1e-05, 0.0001)
+    assert setting.on_edge == {"baseline": True, "oelm": True}
+    verdict = tuned.verdicts["oelm"]
+    assert verdict.word == "unproven"
+    assert "the best optim.lr of oelm, 0.0001, is at an end of the grid" in verdict.sentence
+    text = tuned.page.read_text()
+    assert "the grid was extended once" in text
+    assert "baseline 0.0001 (at an end of the grid)" in text
+
+
+def test_an_end_beyond_which_nothing_is_allowed_is_no_edge(tmp_path: Path) -> None:
+    values = [0.0, 1e-3]
+    tuned = compare(tmp_path / "c", seeds=1, tune={"key": "optim.decay", "values": values})
+    (setting,) = tuned.evidence.tuning
+    assert setting.values[0] == 0.0
+    assert not any(setting.on_edge[arm] for arm, value in setting.best.items() if value == 0.0)
+
+
+def test_trials_that_fail_are_never_the_best_and_are_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = loop.measure
+
+    def failing(context: Any, *given: Any) -> Any:
+        if context.recipe.optim.lr == 3e-3:
+            raise ZeroDivisionError("a bug of its own")
+        return measure(context, *given)
+
+    given = {"tune": {"values": GRID}, "metric": "loss", "seeds": 1}
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "run", failing)
-        first = compare(tmp_path / "c", tune=grid, metric="loss", seeds=1)
-    again = compare(tmp_path / "c", tune=grid, metric="loss", seeds=2)
-    assert again.evidence.tuning == first.evidence.tuning
-    folders = [tmp_path / "c" / run.folder for run in again.evidence.arms["baseline"].runs]
-    recipes = [yaml.safe_load((folder / "recipe.yaml").read_text()) for folder in folders]
-    assert len({recipe["optim"]["lr"] for recipe in recipes}) == 1 < len(folders)
-    assert "was tuned for each arm" in again.page.read_text()
+        patch.setattr(loop, "measure", failing)
+        failed = compare(tmp_path / "c", **given)
+    (setting,) = failed.evidence.tuning
+    assert {arm: curve[1].mean for arm, curve in setting.curves.items()} == {
+        "baseline": None, "oelm": None,
+    }  # fmt: skip
+    assert 3e-3 not in setting.best.values()
+    again = compare(tmp_path / "c", **given)
+    assert all(curve[1].mean is not None for curve in again.evidence.tuning[0].curves.values())
+
+
+def test_an_arm_without_a_whole_trial_is_unproven(tmp_path: Path) -> None:
+    hot = {"tune": {"values": [1e30, 1e31]}, "seeds": 5, "metric": "loss"}
+    tuned = compare(tmp_path / "c", set={"optim.clip": None}, **hot)
+    assert tuned.verdicts["oelm"].word == "unproven"
+    assert "did not finish at every optim.lr tried" in tuned.verdicts["oelm"].sentence
 
 
 @pytest.mark.slow
 def test_a_stages_rate_is_tuned_at_the_best_of_the_run(tmp_path: Path) -> None:
     grids = {"optim.lr": [1e-4, 1e-2], "stages.1.lr": [1e-4, 1e-2]}
-    found = fl.compare(
+    tuned = fl.compare(
         {
             "recipe": progressive(stages=[]),
             "vary": ["stages", "supervise"],
@@ -67,22 +115,19 @@ def test_a_stages_rate_is_tuned_at_the_best_of_the_run(tmp_path: Path) -> None:
                 {"name": "deep", "set": {"stages": STAGES, "supervise.layers": "all"}},
             ],
             "seeds": 1,
-            "tune": [{"key": key, "values": values, "seeds": 1} for key, values in grids.items()],
+            "tune": [{"key": key, "values": values} for key, values in grids.items()],
         },
         out=tmp_path / "c",
     )
-    first, second = found.evidence.tuning
+    first, second = tuned.evidence.tuning
     assert (first.key, second.key) == ("optim.lr", "stages.1.lr")
     for arm in ("standard", "deep"):
         for value in second.values:
-            run = tmp_path / "c" / "tuning" / f"{arm}-stages.1.lr-{value:g}-s900000"
+            label = f"@optim.lr={first.best[arm]:g}@stages.1.lr={value:g}"
+            run = tmp_path / "c" / "runs" / f"{arm}{label}-s0"
             recipe = yaml.safe_load((run / "recipe.yaml").read_text())
             assert recipe["optim"]["lr"] == first.best[arm]
             assert recipe["stages"][1]["lr"] == value
-        last = yaml.safe_load((tmp_path / "c" / "runs" / f"{arm}-s0" / "recipe.yaml").read_text())
-        assert (last["optim"]["lr"], last["stages"][1]["lr"]) == (
-            first.best[arm], second.best[arm]
-        )  # fmt: skip
-    text = found.page.read_text()
+    text = tuned.page.read_text()
     assert text.count("← best") == 4
-    assert "- stages.1.lr was tuned for each arm on an equal budget" in text
+    assert "- stages.1.lr was tuned for each arm with the same grid and seeds" in text

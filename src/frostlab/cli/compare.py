@@ -46,7 +46,8 @@ def compare(
         str | None,
         typer.Option(
             metavar="SETTING",
-            help="First tune lr or weight decay (decay) for each arm: 1/3, 1 and 3 × its value.",
+            help="Tune lr or weight decay (decay) for each arm: 1/3, 1 and 3 × its value, "
+            "each with every seed.",
         ),
     ] = None,
     rounds: Annotated[
@@ -65,6 +66,13 @@ def compare(
             help="Setting that may differ between arms besides the treatment; can be repeated.",
         ),
     ] = None,
+    assay: Annotated[
+        bool,
+        typer.Option(
+            "--assay",
+            help="Plant a harm, half the training steps, that the comparison must find.",
+        ),
+    ] = False,
     settings: Settings = None,
     quick: Annotated[
         bool,
@@ -103,6 +111,7 @@ def compare(
         "tune": tune,
         "rounds": rounds,
         "allow_confounds": allow or None,
+        "assay": assay or None,
     }
     rules = {key: value for key, value in options.items() if value is not None}
     plan = make_plan(source, rules, settings=changes, quick=quick)
@@ -113,6 +122,26 @@ def compare(
     comparison = run_plan(
         plan, Runner(data_dir, lambda line: echo(plain(line), err=True), jobs), out
     )
+    if as_json:
+        echo(json.dumps(comparison.evidence.to_dict(), indent=1))
+    else:
+        echo(show(comparison.evidence, comparison.page))
+
+
+def judge(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Folder of a finished comparison.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Judge a finished comparison again from its runs, without training.
+
+    Its evidence.json and its page are written anew.
+    """
+    from frostlab.comparison.page import show
+    from frostlab.comparison.run import judge_again
+
+    comparison = judge_again(folder)
     if as_json:
         echo(json.dumps(comparison.evidence.to_dict(), indent=1))
     else:

@@ -71,6 +71,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {  # in the order of --help
     "show": runs.show_run,
     "diagnose": diagnose.diagnose,
     "compare": compare.compare,
+    "judge": compare.judge,
     "exits": runs.exits,
     "envelopes": runs.envelopes,
     "bench": bench.bench,

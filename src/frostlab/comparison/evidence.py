@@ -23,7 +23,7 @@ from frostlab.recipe.bounded_yaml import check_plain, shown_key
 from frostlab.records.schema import read
 from frostlab.storage import finite, read_json
 
-SCHEMA = 2  # version of evidence.json
+SCHEMA = 3  # version of evidence.json
 QUANTITIES = ("front_ratio", "weight_change", "update")  # of gradient flow, for each arm
 _MOST_VALUES = 10**7  # numbers and texts in evidence.json
 Schema = TypeVar("Schema")
@@ -39,39 +39,41 @@ class Effect:
     effect: float | None  # mean difference, or ratio of geometric means
     low: float | None  # ends of the interval
     high: float | None
-    p: float | None  # p of the paired t test
-    p_flip: float | None  # p of the sign-flip test; None with fewer than 6 pairs
+    p: float | None  # largest alpha for which the interval includes no effect
     std: float | None  # standard deviation of the differences, or of the log ratios
-    smallest_seen: float | None  # effect that the t test detects with 80 % power; ratio − 1 if log
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The non-inferiority test of an arm (`statistics.NonInferiority`)."""
+    """The largest cost that does not matter, and what the interval says about it (`Margin`)."""
 
-    answer: Literal["yes", "no", "not shown"]  # is the arm at most `limit` times as bad?
-    limit: float
-    n: int  # pairs
-    ratio: float | None  # of the arm's geometric mean to the baseline's
-    low: float | None  # ends of the ratio's interval
-    high: float | None
-    reason: str | None  # why the answer is "not shown"
+    answer: Literal["yes", "no", "not shown"]  # does the interval exclude a larger cost?
+    limit: float  # the margin in the rules' unit
+    cost: float | None  # the margin in the effect's unit
+    largest: float | None  # largest cost inside the interval; None if it is not bounded
+    probability_above: float | None  # posterior probability of a larger cost
 
 
 @dataclass(frozen=True)
 class ArmVerdict:
-    """The verdict on one arm for one metric (`verdict.Verdict`)."""
+    """The verdict on two arms for one metric (`verdict.Verdict`)."""
 
     arm: str
     baseline: str  # the arm that this one is compared with
     metric: str
     word: Word
     sentence: str  # the word and its numbers in a sentence
+    family: int  # number of statements whose intervals hold together
     paired: Effect | None  # None if there is no pair of values
-    p_adjusted: float | None  # after Holm's correction over all arms or contrasts judged together
-    could_have_seen: float | None  # effect that t and sign-flip test both detect with 80 % power
-    noninferior: Limit | None  # None if the rules set no limit
-    notes: tuple[str, ...]  # remarks, such as the list of failed seeds
+    could_have_seen: float | None  # effect that would have been found with a probability of 80 %
+    margin: Limit | None  # None if the rules set no margin
+    anytime: tuple[float | None, float | None] | None  # interval valid however often one looks
+    improvement: float | None  # how often a run of the arm beats one of the other arm
+    population: Effect | None  # for other test examples; None without stored predictions
+    skewed: float | None  # skewness of the differences if it makes false alarms more frequent
+    missing: dict[str, int]  # by arm: number of runs that diverged or failed
+    together: tuple[str, ...]  # compared settings that differ together, if more than one
+    notes: tuple[str, ...]  # remarks, such as the reason of every run that did not finish
 
 
 @dataclass(frozen=True)
@@ -221,8 +223,12 @@ class TuningPoint:
     """The scores that an arm reached with one value of a tuned setting."""
 
     value: float
-    mean: float | None  # mean score over the tuning seeds; None if a run failed
-    scores: tuple[float | None, ...]  # best value of the metric on the tune split, by tuning seed
+    mean: float | None  # mean score over the seeds; None if a run did not finish
+    low: float | None  # ends of the mean's 95 % interval
+    high: float | None
+    scores: tuple[float | None, ...]  # by seed: best value of the metric on the tune split
+    results: tuple[float | None, ...]  # by seed: the reported value of the metric
+    chosen: int  # number of seeds for which the other seeds chose this value
 
 
 @dataclass(frozen=True)
@@ -232,8 +238,8 @@ class TunedSetting:
     key: str  # such as optim.lr
     values: tuple[float, ...]  # the grid
     extended: bool  # whether the grid was extended at an end
-    best: dict[str, float]  # by arm: the value of the setting with the best mean score
-    on_edge: dict[str, bool]  # by arm: whether the best value is at an end of the grid
+    best: dict[str, float]  # by arm: the value of the setting with the best mean over all seeds
+    on_edge: dict[str, bool]  # by arm: whether this is an end beyond which values are possible
     curves: dict[str, tuple[TuningPoint, ...]]  # by arm
 
 
@@ -244,7 +250,7 @@ class TimedArm:
     ms: float  # per step, median
     ms_mean: float
     ratio: float | None  # to the baseline's time; None for the baseline
-    low: float | None  # ends of the ratio's 95 % interval
+    low: float | None  # ends of the ratio's interval; those of all arms hold together
     high: float | None
     ceiling: float | None  # smallest ratio that the saved FLOPs explain
     limits: dict[str, Any] | None  # FLOPs and memory traffic with and without the treatment
@@ -290,23 +296,62 @@ class RoundTimes:
 
 
 @dataclass(frozen=True)
+class Repeat:
+    """A run of the baseline that was trained twice with the same seed, as a control."""
+
+    seed: int
+    folder: str  # of the second run, relative to the comparison's folder
+    status: str  # of the second run
+    metrics: dict[str, tuple[float | None, float | None]]  # the reported values of both runs
+    same_weights: bool  # whether both runs ended with the same weights
+
+
+@dataclass(frozen=True)
+class Assay:
+    """The test of the comparison itself: a harm was planted, which it must find."""
+
+    steps: int  # of each run of the harmed baseline
+    of: int  # steps of a whole run
+    verdict: ArmVerdict
+
+    @property
+    def found(self) -> bool:
+        """Whether the harm was found."""
+        return self.verdict.word == "worse"
+
+
+@dataclass(frozen=True)
+class EarlierLook:
+    """An earlier look at the same question, in this folder or another."""
+
+    at: float  # seconds since 1970
+    folder: str
+    metric: str
+    seeds: int  # number of seeds
+
+
+@dataclass(frozen=True)
 class Evidence:
     """Everything a comparison measured and decided."""
 
     schema: int
     plan: Plan  # with the seeds of all calls so far; with shortened runs if it is quick
     baseline: str  # name of the arm
-    look: int  # 1 if the results are judged for the first time, 2 after adding seeds, and so on
+    look: int  # number of the look at this question, counted from 1
+    earlier_looks: tuple[EarlierLook, ...]  # in any folder
     jobs: int  # number of runs in parallel
     caution: str | None  # a warning about the data, to show with every number
-    pairs: int  # number of pairs in which both runs finished, over all arms
+    pairs: int  # number of pairs of finished runs that were compared with the baseline
     confounds: dict[str, tuple[str, ...]]  # by arm: other settings that differ from the baseline
     tuning: tuple[TunedSetting, ...]
     arms: dict[str, ArmEvidence]
     refused_pairs: tuple[RefusedPair, ...]
-    verdicts: dict[str, dict[str, ArmVerdict]]  # by metric (the plan's first) and arm
+    verdicts: dict[str, ArmVerdict]  # by arm, on the plan's metric
+    secondary: dict[str, dict[str, Effect | None]]  # by metric and arm; no word is said of these
     contrasts: tuple[Answer, ...]
     orthogonality: ArmVerdict | None  # orthogonal (oelm) against random frozen query/key weights
+    assay: Assay | None  # None if no harm was planted
+    repeat: Repeat | None  # None in a quick comparison
     mcnemar: dict[str, tuple[PredictionTest, ...]]  # by arm; for information only
     subjects: dict[str, SplitTests]  # by split; empty without recordings
     flow: dict[str, dict[str, Quantity]]  # by arm and quantity; empty if not watched
@@ -317,11 +362,6 @@ class Evidence:
     def rules(self) -> Rules:
         """The plan's rules, with the number of this look."""
         return self.plan.rules.model_copy(update={"look": self.look})
-
-    @property
-    def primary(self) -> dict[str, ArmVerdict]:
-        """The verdict on every arm for the plan's metric."""
-        return self.verdicts[self.plan.rules.metric]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values of evidence.json."""
@@ -356,7 +396,7 @@ def _check_names(evidence: Evidence, path: Path) -> None:
         "baseline": ([evidence.baseline], [plan.baseline.name]),
         "arms": (evidence.arms, arms),
         "confounds": (evidence.confounds, others),
-        f"verdicts.{plan.rules.metric}": (evidence.verdicts.get(plan.rules.metric, ()), others),
+        "verdicts": (evidence.verdicts, others),
     }
     if evidence.timing is not None:
         expected["timing.arms"] = (set(evidence.timing.arms) & set(arms), arms)

@@ -5,10 +5,11 @@ baseline's run of the same seed, unless the two runs differ in more than the pla
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -19,88 +20,116 @@ from frostlab.comparison.evidence import (
     Answer,
     ArmEvidence,
     ArmVerdict,
+    Assay,
+    EarlierLook,
     Effect,
     Evidence,
-    Parameters,
     PredictionTest,
     Quantity,
     RefusedPair,
+    Repeat,
     RoundTimes,
     RunSummary,
     SplitTests,
-    StageSummary,
     StepTiming,
     SubjectTest,
     Summary,
-    TunedSetting,
     stored,
 )
+from frostlab.comparison.looks import Looks
 from frostlab.comparison.oelm_json import orthogonality_arms
-from frostlab.comparison.pairing import PairingFacts, why_unpaired
-from frostlab.comparison.plan import Contrast, Plan, Rules, confounds, rules_for
-from frostlab.comparison.statistics import holm, mcnemar, paired, spread
-from frostlab.comparison.verdict import judge, judge_family
+from frostlab.comparison.pairing import Runs, summarize, why_unpaired
+from frostlab.comparison.plan import Plan, Rules, rules_for
+from frostlab.comparison.statistics import Paired, holm, mcnemar, over_examples, paired, spread
+from frostlab.comparison.tuning import Trials
+from frostlab.comparison.verdict import Scores, Statement, judge
 from frostlab.flow.measurements import Flow, flows_of
 from frostlab.recipe.settings import METRICS
 from frostlab.records.folder import REPORTED, SCORES, RunRecord, read_scores
-from frostlab.records.schema import Stage, read
+from frostlab.records.schema import read
 from frostlab.storage import finite
-from frostlab.text import typed
 
 Records = Mapping[tuple[str, int], RunRecord]  # by arm and seed, or by arm and round
 _FRONT = (0, 1)  # indices of the front layers
 
 
+@dataclass(frozen=True)
+class AssayRuns:
+    """Runs of the baseline that were cut short on purpose, by seed."""
+
+    records: dict[int, RunRecord]
+    steps: int  # of each run
+    of: int  # steps of a whole run
+
+
 def gather(
     plan: Plan,
     folder: Path,
-    records: Records,
+    trials: Trials,
     rounds: Records,
     *,
-    look: int,
+    repeat: RunRecord | None,
+    assay: AssayRuns | None,
+    looks: Looks,
     jobs: int,
-    tuning: Sequence[TunedSetting],
     timing: StepTiming | None,
 ) -> Evidence:
-    """Return the evidence: runs, pairs, summaries, times, and verdicts for every metric.
+    """Return the evidence: runs, pairs, summaries, times, and one verdict for every statement.
 
     Args:
         folder: the comparison's folder, to which the paths of runs become relative.
-        records: the runs that give the results, by arm and seed.
+        trials: the runs of every arm, seed and tuned setting.
         rounds: the whole runs that were only timed, by arm and round.
-        look: 1 if the results are judged for the first time, 2 after adding seeds, and so on.
+        repeat: a second run of the baseline with the first seed.
+        assay: the runs of the baseline with a planted harm.
+        looks: the current look at the results, and the looks before it.
         jobs: number of runs that shared the machine.
     """
-    runs = Runs.read(plan, records, folder)
+    runs = Runs.read(plan, trials, folder)
     metrics = METRICS[plan.recipe_of(plan.baseline, plan.seeds[0]).data.task]
-    primary = plan.rules.metric
-    rules = _rules_for(plan, primary, look)
-    others = [metric for metric in metrics if metric != primary]
+    rules = plan.rules.model_copy(update={"look": looks.number})
+    verdicts = Judged(runs, rules)
+    refused = {(pair.arm, pair.seed) for pair in runs.refused}
     return Evidence(
         schema=SCHEMA,
         plan=plan,
         baseline=plan.baseline.name,
-        look=look,
+        look=looks.number,
+        earlier_looks=tuple(
+            EarlierLook(look.at, look.folder, look.metric, len(look.seeds))
+            for look in looks.earlier
+        ),
         jobs=jobs,
         caution=next(run.caution for run in runs.summaries.values()),
         pairs=sum(
             runs.summaries[arm.name, seed].finished
             and runs.summaries[plan.baseline.name, seed].finished
+            and (arm.name, seed) not in refused
             for arm in plan.others
             for seed in plan.seeds
         ),
         confounds={arm: tuple(map(str, keys)) for arm, keys in plan.confounds().items()},
-        tuning=tuple(tuning),
+        tuning=trials.settings,
         arms={arm.name: _arm(runs, arm.name, metrics) for arm in plan.arms},
         refused_pairs=runs.refused,
-        verdicts={
-            metric: _verdicts(runs, _rules_for(plan, metric, look)) for metric in (primary, *others)
+        verdicts={arm.name: verdicts.of(arm.name, plan.baseline.name) for arm in plan.others},
+        secondary={
+            metric: _effects(runs, metric, rules) for metric in metrics if metric != rules.metric
         },
-        contrasts=contrasts(runs, rules),
-        orthogonality=_orthogonality(runs, rules),
+        contrasts=tuple(
+            Answer(
+                contrast.question,
+                contrast.of,
+                verdicts.of(contrast.arm, contrast.against, contrast.of),
+            )
+            for contrast in plan.contrasts
+        ),
+        orthogonality=verdicts.orthogonality(),
+        assay=None if assay is None else _assay(runs, assay, verdicts),
+        repeat=None if repeat is None else _repeat(runs, repeat, folder),
         mcnemar=_prediction_tests(runs),
-        subjects=subject_tests(plan, records, runs.refused),
-        flow=_gradient_flow(plan, records, runs),
+        subjects=subject_tests(plan, runs.records, runs.refused),
+        flow=_gradient_flow(plan, runs.records, runs),
         timing=timing,
         rounds=_round_times(
             plan, {key: summarize(record, folder) for key, record in rounds.items()}
@@ -108,114 +137,14 @@ def gather(
     )
 
 
-def _rules_for(plan: Plan, metric: str, look: int) -> Rules:
-    """Return the plan's rules for its metric; others have no limits to hold."""
-    if metric == plan.rules.metric:
-        return plan.rules.model_copy(update={"look": look})
-    return rules_for(metric, alpha=plan.rules.alpha, looks=plan.rules.looks, look=look)
-
-
-@dataclass(frozen=True)
-class Runs:
-    """The runs of a comparison by arm and seed, each read once."""
-
-    plan: Plan
-    records: Records
-    summaries: dict[tuple[str, int], RunSummary]
-    facts: dict[tuple[str, int], PairingFacts]  # finished runs only
-    refused: tuple[RefusedPair, ...]  # finished runs that cannot be paired with the baseline's
-
-    @classmethod
-    def read(cls, plan: Plan, records: Records, folder: Path) -> "Runs":
-        """Read every run, and find the runs that cannot be paired with the baseline's."""
-        keys = [(arm.name, seed) for arm in plan.arms for seed in plan.seeds]
-        summaries = {key: summarize(records[key], folder) for key in keys}
-        facts = {key: PairingFacts.of(records[key]) for key in keys if summaries[key].finished}
-        return cls(plan, records, summaries, facts, tuple(_refused_pairs(plan, facts)))
-
-    def values(
-        self, arms: Iterable[str], metric: str, left_out: Iterable[tuple[str, int]]
-    ) -> tuple[dict[str, dict[int, float]], dict[str, list[int]]]:
-        """Return two mappings by arm: a metric's value by seed, and the seeds without a value.
-
-        `left_out` lists (arm, seed) of finished runs that appear in neither mapping.
-        """
-        left_out = set(left_out)
-        values: dict[str, dict[int, float]] = {arm: {} for arm in arms}
-        failed: dict[str, list[int]] = {arm: [] for arm in values}
-        for arm in values:
-            for seed in self.plan.seeds:
-                run = self.summaries[arm, seed]
-                value = run.metrics.get(metric)
-                if not run.finished or value is None:
-                    failed[arm].append(seed)
-                elif (arm, seed) not in left_out:
-                    values[arm][seed] = value
-        return values, failed
-
-
-def summarize(record: RunRecord, folder: Path) -> RunSummary:
-    """Return the facts about a run that a comparison uses; its path is relative to `folder`."""
-    result = record.result
-    clocks, best, last = result.clocks, result.best, result.last
-    parameters = result.parameters
-    step_ms = clocks.step_ms
-    return RunSummary(
-        seed=result.seed,
-        folder=str(record.folder.relative_to(folder)),
-        status=result.status,
-        error=result.error,
-        attempts=1 + len(list(record.folder.glob("result-*.json"))),
-        metrics=dict(record.metrics),
-        best=best.value,
-        final_loss=None if last is None else typed(last.get("loss"), int, float),
-        steps=result.steps,
-        stages=tuple(_stage(stage) for stage in result.stages),
-        parameters=Parameters(parameters.total, parameters.trainable),
-        total_seconds=clocks.total_seconds,
-        train_seconds=clocks.train_seconds,
-        validation_seconds=clocks.validation_seconds,
-        epoch_seconds=tuple(clocks.epoch_seconds),
-        step_ms=None if step_ms is None else step_ms.mean,
-        weights_digest=result.weights_digest,
-        recipe_digest=result.recipe_digest,
-        caution=result.caution,
-    )
-
-
-def _stage(stage: Stage) -> StageSummary:
-    best = stage.best
-    return StageSummary(
-        name=stage.name,
-        metric=best.metric,
-        best=best.value,
-        epoch=best.epoch,
-        seconds=stage.seconds,
-        trainable=stage.trainable,
-        total=stage.total,
-    )
-
-
-def _refused_pairs(
-    plan: Plan, facts: Mapping[tuple[str, int], PairingFacts]
-) -> Iterable[RefusedPair]:
-    """Yield the finished runs that cannot be paired with the baseline's run, with the reason.
-
-    A pair is also refused if its data differ from the first seed's data, which happens if the
-    data's files changed between two calls.
-    """
-    baseline = {seed: facts[arm, seed] for arm, seed in facts if arm == plan.baseline.name}
-    first = next(iter(baseline), None)
-    for arm in plan.others:
-        for seed, base in baseline.items():
-            treated = facts.get((arm.name, seed))
-            if treated is None or first is None:
-                continue
-            reason = why_unpaired(base, treated, plan.vary)
-            if base.data != baseline[first].data:
-                reason = f"the data differ from the data of seed {first}"
-            if reason is not None:
-                yield RefusedPair(arm.name, seed, reason)
+def results_of(plan: Plan, trials: Trials) -> dict[tuple[str, int], float | str | None]:
+    """Return the metric's value by arm and seed, or the status of a run that did not finish."""
+    return {
+        key: record.metrics.get(plan.rules.metric)
+        if record.status == "finished"
+        else str(record.status)
+        for key, record in trials.results().items()
+    }
 
 
 def _arm(runs: Runs, name: str, metrics: Sequence[str]) -> ArmEvidence:
@@ -238,69 +167,80 @@ def _summary(values: Sequence[float]) -> Summary:
     return stored(Summary, spread(values))
 
 
-def _verdicts(runs: Runs, rules: Rules) -> dict[str, ArmVerdict]:
-    """Judge every arm against the baseline on one metric."""
-    plan = runs.plan
-    left_out = [(pair.arm, pair.seed) for pair in runs.refused]
-    values, failed = runs.values([arm.name for arm in plan.arms], rules.metric, left_out)
-    confounding = {arm: list(map(str, found)) for arm, found in plan.confounds().items()}
-    verdicts = judge(values, plan.baseline.name, rules, confounds=confounding, failed=failed)
-    return {arm: stored(ArmVerdict, verdict) for arm, verdict in verdicts.items()}
+class Judged:
+    """The verdicts on all statements of a comparison, which form one family.
+
+    The statements are: every arm against the baseline, the plan's contrasts, and the question
+    whether orthogonality is needed. A pair of arms that is named twice is one statement.
+    """
+
+    def __init__(self, runs: Runs, rules: Rules) -> None:
+        self.runs, self.rules, plan = runs, rules, runs.plan
+        names = orthogonality_arms({arm.name: arm for arm in plan.arms})
+        asked = [(arm.name, plan.baseline.name, "value") for arm in plan.others]
+        asked += [(contrast.arm, contrast.against, contrast.of) for contrast in plan.contrasts]
+        asked += [] if names is None else [(*names, "value")]
+        self.orthogonality_asked = names
+        self.asked = list(dict.fromkeys(asked))
+        self.size = len({(frozenset(key[:2]), key[2]) for key in self.asked})
+        self.verdicts = self._judge("value") | self._judge("gain")
+
+    def of(self, arm: str, against: str, of: str = "value") -> ArmVerdict:
+        """Return the verdict on an arm against another, about values or about gains."""
+        return self.verdicts[arm, against, of]
+
+    def orthogonality(self) -> ArmVerdict | None:
+        """Return the verdict on orthogonal against random frozen weights, if both are arms."""
+        return None if self.orthogonality_asked is None else self.of(*self.orthogonality_asked)
+
+    def _judge(self, of: str) -> dict[tuple[str, str, str], ArmVerdict]:
+        asked = {" against ".join(key[:2]): key for key in self.asked if key[2] == of}
+        names = {name for arm, against, _ in asked.values() for name in (arm, against)}
+        left_out: dict[str, list[int]] = {}
+        for pair in self.runs.refused if of == "value" else ():
+            left_out.setdefault(pair.arm, []).append(pair.seed)
+        rules = self.rules if of == "value" else self.rules.model_copy(update={"margin": None})
+        verdicts = judge(
+            {
+                name: self.runs.scores(
+                    name, lambda run: _value(run, rules, of), left_out.get(name, ())
+                )
+                for name in names
+            },
+            {name: self._statement(arm, against, of) for name, (arm, against, _) in asked.items()},
+            rules,
+            self.size,
+        )
+        return {asked[name]: stored(ArmVerdict, verdict) for name, verdict in verdicts.items()}
+
+    def _statement(self, arm: str, against: str, of: str) -> Statement:
+        plan, trials = self.runs.plan, self.runs.trials
+        arms = {each.name: each for each in plan.arms}
+        differing = plan.confounds_between(arms[against], arms[arm])
+        unproven = trials.unproven.get(arm) or trials.unproven.get(against)
+        is_baseline = against == plan.baseline.name  # its refused pairs are left out one by one
+        if unproven is None and (of == "gain" or not is_baseline):
+            unproven = _unpaired_seed(self.runs, arm, against)
+        of_value = of == "value"
+        return Statement(
+            arm=arm,
+            baseline=against,
+            confounds=tuple(map(str, differing)),
+            together=plan.together(arms[against], arms[arm]),
+            unproven=unproven,
+            identical=_identical(self.runs, arm, against),
+            at_chance=of_value and all(_at_chance(self.runs, name) for name in (arm, against)),
+            population=_population(self.runs, arm, against, self.rules.level / self.size)
+            if of_value
+            else None,
+        )
 
 
-def contrasts(runs: Runs, rules: Rules) -> tuple[Answer, ...]:
-    """Answer the plan's questions, with one Holm correction for values and one for gains."""
-    verdicts: dict[str, ArmVerdict] = {}
-    for of in ("value", "gain"):
-        asked = [contrast for contrast in runs.plan.contrasts if contrast.of == of]
-        if asked:
-            verdicts |= _judge_contrasts(runs, asked, rules)
-    return tuple(
-        Answer(contrast.question, contrast.of, verdicts[contrast.question])
-        for contrast in runs.plan.contrasts
-    )
-
-
-def _judge_contrasts(runs: Runs, asked: Sequence[Contrast], rules: Rules) -> dict[str, ArmVerdict]:
-    """Return the verdict on each question; all of them are about values, or all about gains."""
-    plan = runs.plan
-    arms = {arm.name: arm for arm in plan.arms}
-    names = {name for contrast in asked for name in (contrast.arm, contrast.against)}
-    values: dict[str, dict[int, float]] = {name: {} for name in names}
-    failed: dict[str, list[int]] = {name: [] for name in names}
-    for name in names:
-        for seed in plan.seeds:
-            value = _contrast_value(runs.summaries[name, seed], rules, asked[0].of)
-            if value is None:
-                failed[name].append(seed)
-            else:
-                values[name][seed] = value
-    unproven = {contrast.question: _unpaired_seed(runs, contrast) for contrast in asked}
-    verdicts = judge_family(
-        values,
-        {contrast.question: (contrast.arm, contrast.against) for contrast in asked},
-        rules.model_copy(update={"noninferior": None}),
-        "questions",
-        confounds={
-            contrast.question: [
-                str(confound)
-                for confound in plan.confounds_between(arms[contrast.against], arms[contrast.arm])
-            ]
-            for contrast in asked
-        },
-        failed=failed,
-        unproven={question: reason for question, reason in unproven.items() if reason},
-    )
-    return {question: stored(ArmVerdict, verdict) for question, verdict in verdicts.items()}
-
-
-def _contrast_value(run: RunSummary, rules: Rules, of: str) -> float | None:
+def _value(run: RunSummary, rules: Rules, of: str) -> float | None:
     """Return a run's metric or, for a gain, the change of the best value from first to last stage.
 
-    On the log scale, the change is a ratio. Return None if the run did not finish or lacks a value.
+    On the log scale, the change is a ratio. Return None if the run lacks a value.
     """
-    if not run.finished:
-        return None
     if of == "value":
         return run.metrics.get(rules.metric)
     first, last = run.stages[0].best, run.stages[-1].best
@@ -309,40 +249,126 @@ def _contrast_value(run: RunSummary, rules: Rules, of: str) -> float | None:
     return last / first if rules.log else last - first
 
 
-def _unpaired_seed(runs: Runs, contrast: Contrast) -> str | None:
-    """Return why the two arms of a contrast cannot be paired, for the first such seed, or None."""
+def _unpaired_seed(runs: Runs, arm: str, against: str) -> str | None:
+    """Return why two arms cannot be paired, for the first such seed, or None."""
     for seed in runs.plan.seeds:
-        arm = runs.facts.get((contrast.arm, seed))
-        against = runs.facts.get((contrast.against, seed))
-        if arm is not None and against is not None:
-            reason = why_unpaired(against, arm, runs.plan.vary)
+        facts, other = runs.facts.get((arm, seed)), runs.facts.get((against, seed))
+        if facts is not None and other is not None:
+            reason = why_unpaired(other, facts, runs.plan.vary)
             if reason is not None:
                 return f"seed {seed}: {reason}"
     return None
 
 
-def _orthogonality(runs: Runs, rules: Rules) -> ArmVerdict | None:
-    """Judge the arm with orthogonal weights (OELM) against the arm with random weights.
+def _identical(runs: Runs, arm: str, against: str) -> bool:
+    """Return whether two arms ended with the same weights for every seed that both finished."""
+    digests = [
+        (runs.summaries[arm, seed].weights_digest, runs.summaries[against, seed].weights_digest)
+        for seed in runs.plan.seeds
+        if runs.summaries[arm, seed].finished and runs.summaries[against, seed].finished
+    ]
+    return bool(digests) and all(own is not None and own == other for own, other in digests)
 
-    Both arms freeze these weights. Return None unless the plan has both arms.
+
+def _at_chance(runs: Runs, arm: str) -> bool:
+    """Return whether an arm's predictions are no better than always naming the commonest class.
+
+    For a correlation, return whether its interval over seeds includes 0. Other metrics have no
+    known chance level.
     """
-    plan = runs.plan
-    arms = {arm.name: arm for arm in plan.arms}
-    names = orthogonality_arms(arms)
-    if names is None:
+    finished = [runs.summaries[arm, seed] for seed in runs.plan.seeds]
+    metric = runs.plan.rules.metric
+    values = [value for run in finished
+              if run.finished and (value := run.metrics.get(metric)) is not None]  # fmt: skip
+    if metric == "pearson" and len(values) > 1:
+        effect = paired(values, [0.0] * len(values))
+        return effect.low <= 0 <= effect.high
+    predictions = next(
+        (each for seed in runs.plan.seeds
+         if (each := runs.records[arm, seed].predictions) is not None), None
+    )  # fmt: skip
+    if metric != "accuracy" or predictions is None or not values:
+        return False
+    chance = max(Counter(predictions.labels).values()) / len(predictions.labels)
+    error = math.sqrt(chance * (1 - chance) / len(predictions.labels))
+    return fmean(values) <= chance + 2 * error
+
+
+def _population(runs: Runs, arm: str, against: str, alpha: float) -> Paired | None:
+    """Estimate the difference in accuracy for other test examples; None without predictions."""
+    if runs.plan.rules.metric != "accuracy":
         return None
-    arm, random = names
-    left_out = [(pair.arm, pair.seed) for pair in runs.refused]
-    for seed in plan.seeds:
-        facts, random_facts = (runs.facts.get((name, seed)) for name in (arm, random))
-        if facts is not None and random_facts is not None and why_unpaired(random_facts, facts):
-            left_out.append((arm, seed))
-    values, failed = runs.values(names, rules.metric, left_out)
-    tuned = [tune.key for tune in plan.tune]
-    differing = confounds(plan.recipe_of(arms[random], 0), plan.recipe_of(arms[arm], 0))
-    confounding = [str(confound) for confound in differing if confound.key not in tuned]
-    verdicts = judge(values, random, rules, confounds={arm: confounding}, failed=failed)
-    return stored(ArmVerdict, verdicts[arm])
+    left_out = {pair.seed for pair in runs.refused if pair.arm in (arm, against)}
+    rows = [
+        tuple(_correct_predictions(runs.records[name, seed]) for name in (arm, against))
+        for seed in runs.plan.seeds
+        if seed not in left_out
+    ]
+    both = [(own, other) for own, other in rows if own is not None and other is not None]
+    if len(both) < 2 or len(both[0][0]) < 2:
+        return None
+    return over_examples([own for own, _ in both], [other for _, other in both], alpha)
+
+
+def _effects(runs: Runs, metric: str, rules: Rules) -> dict[str, Effect | None]:
+    """Return the effect of every arm on a secondary metric, with intervals that hold together."""
+    plan = runs.plan
+    own_rules = rules_for(metric, alpha=rules.alpha, looks=rules.looks, look=rules.look)
+    left_out: dict[str, list[int]] = {}
+    for pair in runs.refused:
+        left_out.setdefault(pair.arm, []).append(pair.seed)
+    verdicts = judge(
+        {
+            arm.name: runs.scores(
+                arm.name, lambda run: run.metrics.get(metric), left_out.get(arm.name, ())
+            )
+            for arm in plan.arms
+        },
+        {arm.name: Statement(arm.name, plan.baseline.name) for arm in plan.others},
+        own_rules,
+    )
+    return {
+        arm: None if verdict.paired is None else stored(Effect, verdict.paired)
+        for arm, verdict in verdicts.items()
+    }
+
+
+def _assay(runs: Runs, assay: AssayRuns, verdicts: Judged) -> Assay:
+    """Judge the baseline with a planted harm against the baseline, as strictly as any arm."""
+    metric, baseline = verdicts.rules.metric, runs.plan.baseline.name
+    values, missing = {}, {}
+    for seed, record in assay.records.items():
+        number = record.metrics.get(metric) if record.status == "finished" else None
+        if number is None:
+            missing[seed] = str(record.status)
+        else:
+            values[seed] = number
+    base = runs.scores(baseline, lambda run: run.metrics.get(metric))
+    harmed = "baseline with a planted harm"
+    verdict = judge(
+        {harmed: Scores(values, missing), baseline: replace(base, tried=())},
+        {harmed: Statement(harmed, baseline)},
+        verdicts.rules,
+        verdicts.size,
+    )[harmed]
+    return Assay(assay.steps, assay.of, stored(ArmVerdict, verdict))
+
+
+def _repeat(runs: Runs, again: RunRecord, folder: Path) -> Repeat:
+    """Compare a second run of the baseline with the first run of the same seed."""
+    seed = again.result.seed
+    first = runs.summaries[runs.plan.baseline.name, seed]
+    second = summarize(again, folder)
+    return Repeat(
+        seed=seed,
+        folder=second.folder,
+        status=second.status,
+        metrics={
+            metric: (value, second.metrics.get(metric)) for metric, value in first.metrics.items()
+        },
+        same_weights=first.weights_digest is not None
+        and first.weights_digest == second.weights_digest,
+    )
 
 
 def _prediction_tests(runs: Runs) -> dict[str, tuple[PredictionTest, ...]]:

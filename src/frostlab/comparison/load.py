@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from frostlab.comparison.plan import DEFAULT_SEEDS, MOST_RUNS, Plan, scale_of
+from frostlab.comparison.plan import DEFAULT_SEEDS, ERROR_RATES, MARGINS, MOST_RUNS, Plan, scale_of
 from frostlab.errors import BadInput, first_line, nearest
 from frostlab.recipe.bounded_yaml import check_plain, shown, shown_key
 from frostlab.recipe.load import (
@@ -28,7 +28,7 @@ from frostlab.storage import check_name
 
 Source = str | Path | dict[str, Any] | Recipe
 
-_RULES = ("metric", "alpha", "minimum_effect", "noninferior", "looks")
+_RULES = ("metric", "alpha", "minimum_effect", "margin", "looks")
 _SET_HERE = ("name", "rules", "quick")  # keys of a plan that a comparison's file may not set
 KEYS = ("about", "set", *_RULES, *(key for key in Plan.model_fields if key not in _SET_HERE))
 _TUNABLE = {"lr": "optim.lr", "decay": "optim.decay"}  # settings that can be tuned by name alone
@@ -78,6 +78,7 @@ def make_plan(
         "vary": _as_list(values.get("vary")),
         "contrasts": _as_list(values.get("contrasts")),
         "rounds": values.get("rounds", 0),
+        "assay": values.get("assay", False),
         "quick": quick,
     }
     if "clock" in values:
@@ -86,6 +87,8 @@ def make_plan(
         plan_values["clock"] = _QUICK_TIMING
     plan = _validated(plan_values, label)
     plan.check()
+    timed = plan.clock is not None and not plan.has_stages
+    plan = plan.model_copy(update={"rules": plan.rules.model_copy(update={"timed": timed})})
     from frostlab.comparison.oelm_json import check_names  # imported here because it loads scipy
 
     check_names([arm.name for arm in plan.arms], plan.baseline.name)
@@ -214,9 +217,12 @@ def _rules(values: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
             f"choose from: {', '.join(METRICS[task])}"
         )
     rules = {key: values[key] for key in _RULES if key in values}
-    if metric == "perplexity":
-        rules = {"noninferior": 1.05} | rules
-    return rules | {"metric": metric} | scale_of(metric)
+    scale = scale_of(metric)
+    margin = rules.setdefault("margin", MARGINS.get(metric))
+    is_factor = scale["log"] or metric in ERROR_RATES
+    if is_factor and isinstance(margin, int | float) and margin < 1:
+        raise BadInput(f"margin {margin:g} should be a factor of 1 or more, such as 1.05")
+    return rules | {"metric": metric} | scale
 
 
 def _tune(value: Any, recipe: Recipe) -> Any:

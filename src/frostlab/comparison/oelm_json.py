@@ -67,7 +67,7 @@ def answers(evidence: Evidence) -> list[tuple[str, str]]:
     """Return the five questions with their answers for the main arm."""
     arm = main_arm(evidence)
     texts = (
-        evidence.primary[arm].sentence,
+        evidence.verdicts[arm].sentence,
         _saving(evidence, arm),
         _speed(evidence, arm),
         _orthogonality(evidence),
@@ -84,7 +84,7 @@ def _saving(evidence: Evidence, arm: str) -> str:
     saved = 1 - counts.trainable / base_counts.trainable
     if saved <= 0:
         return f"{arm} trains as many parameters as the baseline, or more: there is no saving."
-    word = evidence.primary[arm].word
+    word = evidence.verdicts[arm].word
     return (
         f"{arm} trains {saved:.1%} fewer parameters "
         f"({counts.trainable:,} of {base_counts.trainable:,}), "
@@ -142,7 +142,7 @@ def comparison_json(evidence: Evidence, first: RunRecord) -> dict[str, Any]:
     values["comparison"] = {
         "accuracy_gap": _gap(*accuracies),
         "time_analysis": _time_analysis(evidence.arms[main], baseline),
-        "conclusion": evidence.primary[main].sentence,
+        "conclusion": evidence.verdicts[main].sentence,
     }
     return values
 

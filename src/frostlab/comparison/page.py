@@ -7,15 +7,18 @@ if the section does not apply.
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 from urllib.parse import quote
 
 from frostlab.comparison.evidence import (
+    ArmVerdict,
+    EarlierLook,
     Effect,
     Evidence,
-    Limit,
     Parameters,
+    Repeat,
     RunSummary,
     StageSummary,
     Summary,
@@ -51,7 +54,7 @@ def page(evidence: Evidence) -> str:
 
 def show(evidence: Evidence, page: Path) -> str:
     """Return the main results as text for the terminal; `page` is the path of the Markdown page."""
-    metric, verdicts, timing = evidence.plan.rules.metric, evidence.primary, evidence.timing
+    metric, verdicts, timing = evidence.plan.rules.metric, evidence.verdicts, evidence.timing
     rows = [["arm", metric, "against baseline", "trainable", "ms a step", "ratio", "verdict"]]
     for name, arm in evidence.arms.items():
         verdict = verdicts.get(name)
@@ -75,29 +78,100 @@ def show(evidence: Evidence, page: Path) -> str:
 
 
 def _verdicts(evidence: Evidence) -> str:
-    rules, verdicts, timing = evidence.rules, evidence.primary, evidence.timing
+    rules, verdicts, timing = evidence.rules, evidence.verdicts, evidence.timing
     lines = [
         f"- **{escaped(name)}**: {escaped(verdict.sentence)}" for name, verdict in verdicts.items()
     ]
     for name, verdict in verdicts.items():
         lines += [f"  - {escaped(f'{name}: {note}')}" for note in verdict.notes]
-        limit = verdict.noninferior
-        if limit is not None:
-            lines.append(
-                f"- {escaped(f'{name}: {rules.metric}')} within {limit.limit:g} × the baseline's? "
-                f"**{escaped(limit.answer)}** (ratio {_ratio(limit)})"
-                + (f"; {escaped(limit.reason)}" if limit.reason else "")
-            )
     if timing is not None:
         for name in verdicts:
             confounds = ", ".join(evidence.confounds.get(name, ()))
             mark = f" Confounded by {confounds}." if confounds else ""
             sentence = f"{timing.arms[name].sentence}{mark}"
             lines.append(f"- **time, {escaped(name)}**: {escaped(sentence)}")
+    lines += [f"- {escaped(line)}" for line in _controls(evidence)]
+    family = next(iter(verdicts.values())).family
+    share = f", and {rules.time_level:.2%} any arm faster or slower" if rules.timed else ""
+    count = f"{family} statements" if family > 1 else "One statement"
+    lines.append(
+        f"- {count} about {escaped(rules.metric)}: if no arm differed, at most {rules.level:.2%} "
+        f"of such pages would call any arm better or worse{share}."
+    )
     history = rules.history()
     if history is not None:
         lines.append(f"- {escaped(history)}")
+    lines += [f"  - {escaped(_earlier(look))}" for look in evidence.earlier_looks]
     return "\n".join(lines)
+
+
+def _controls(evidence: Evidence) -> list[str]:
+    """Return lines on the two tests of the comparison itself: the repeated run and the assay."""
+    lines, metric, repeat, assay = [], evidence.rules.metric, evidence.repeat, evidence.assay
+    if repeat is not None:
+        lines.append(_repeat_text(repeat, metric))
+    if assay is not None:
+        found = "was found" if assay.found else (
+            "was NOT found, so this comparison cannot see a harm of that size"
+        )  # fmt: skip
+        lines.append(
+            f"The planted harm, a baseline trained for {assay.steps:,} of {assay.of:,} steps, "
+            f"{found}: {assay.verdict.sentence}"
+        )
+    return lines
+
+
+def _repeat_text(repeat: Repeat, metric: str) -> str:
+    """Describe the run that was trained twice: how much the metric changed."""
+    first, second = repeat.metrics.get(metric, (None, None))
+    if first is None or second is None:
+        return f"The baseline's seed {repeat.seed}, trained a second time: {repeat.status}."
+    weights = "the same weights" if repeat.same_weights else "other weights"
+    return (
+        f"The same run twice (baseline, seed {repeat.seed}): {metric} {first:.6g} and "
+        f"{second:.6g}, {weights}; the difference of {abs(second - first):.3g} is the noise of the "
+        "device and the evaluation."
+    )
+
+
+def _earlier(look: EarlierLook) -> str:
+    day = datetime.fromtimestamp(look.at, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return f"earlier look: {day}, {look.metric}, {look.seeds} seeds, {look.folder}"
+
+
+def _beside(evidence: Evidence) -> str:
+    """Return further numbers about every arm, from which no word follows."""
+    verdicts = evidence.verdicts
+    rows = []
+    for name, verdict in verdicts.items():
+        margin = verdict.margin
+        rows.append([
+            name,
+            number(verdict.improvement),
+            "" if margin is None else number(margin.probability_above),
+            NONE if verdict.anytime is None else _ends(*verdict.anytime, evidence.rules.log),
+            _effect(verdict.population),
+            ", ".join(f"{arm}: {count}" for arm, count in verdict.missing.items()) or "0",
+        ])  # fmt: skip
+    rules = evidence.rules
+    cost = f"P(cost > {rules.margin_text()})" if rules.margin is not None else "P(cost > margin)"
+    head = ["arm", "P(improvement)", cost, "however often one looks", "for other test examples",
+            "runs missing"]  # fmt: skip
+    note = (
+        "P(improvement): how often a run of the arm beats a run of the baseline, over all pairs of "
+        "runs. P(cost > margin): posterior probability under a flat prior, with a variance that is "
+        "pooled over the arms. However often one looks: an interval that stays valid if seeds are "
+        "added until it excludes no effect. For other test examples: seeds and test examples are "
+        "both taken as samples; only known for accuracy. No verdict follows from these numbers."
+    )
+    return f"{markdown(head, rows)}\n\n{note}"
+
+
+def _ends(low: float | None, high: float | None, log: bool) -> str:
+    sign = "" if log else "+"
+    lower = "−∞" if low is None else f"{low:{sign}.4g}"
+    upper = "∞" if high is None else f"{high:{sign}.4g}"
+    return f"[{lower}, {upper}]"
 
 
 def _planned_questions(evidence: Evidence) -> str:
@@ -123,7 +197,7 @@ def _numbered(answers: Iterable[tuple[str, str]]) -> str:
 
 
 def _performance(evidence: Evidence) -> str:
-    metrics = list(evidence.verdicts)
+    metrics = [evidence.rules.metric, *evidence.secondary]
     rows = []
     for name, arm in evidence.arms.items():
         primary = arm.metrics.get(metrics[0])
@@ -135,24 +209,37 @@ def _performance(evidence: Evidence) -> str:
             number(None if primary is None else primary.cv),
             _trainable(arm.parameters),
         ])  # fmt: skip
-    verdicts = [
-        [name, metric, _effect(verdict.paired), number(verdict.p_adjusted), verdict.word]
-        for metric, by_arm in evidence.verdicts.items()
-        for name, verdict in by_arm.items()
+    effects = [
+        [name, metrics[0], _effect(verdict.paired), _adjusted_p(verdict), verdict.word]
+        for name, verdict in evidence.verdicts.items()
     ]
-    used = {row[-1] for row in verdicts}
+    effects += [
+        [name, metric, _effect(effect), "", ""]
+        for metric, by_arm in evidence.secondary.items()
+        for name, effect in by_arm.items()
+    ]
+    used = {verdict.word for verdict in evidence.verdicts.values()}
     note = (
-        "Mean ± standard deviation over seeds; cv is the coefficient of variation of the first "
-        "metric. The next table shows the effect over paired seeds with its "
-        f"{100 * (1 - evidence.rules.level):.4g} % t interval; the effect on perplexity is a "
-        "ratio. Only the first metric was chosen beforehand."
+        "Mean ± standard deviation over the runs that finished; cv is the coefficient of variation "
+        "of the first metric. The next table shows the effect over paired seeds. Its interval "
+        "holds together with all others about the same metric, with "
+        f"{100 * (1 - evidence.rules.level):.4g} % confidence; the effect on perplexity is a "
+        "ratio. p counts all statements. "
+        "Only the first metric was chosen beforehand, so nothing is said about the others."
     )
     return "\n\n".join([
         markdown(["arm", "seeds", *metrics, "cv", "trainable"], rows),
         note,
-        markdown(["arm", "metric", "against the baseline", "p (Holm)", "verdict"], verdicts),
+        markdown(["arm", "metric", "against the baseline", "p", "verdict"], effects),
         " ".join(f"*{word}*: {text}." for word, text in MEANINGS.items() if word in used),
     ])  # fmt: skip
+
+
+def _adjusted_p(verdict: ArmVerdict) -> str:
+    """Return p times the number of statements; the interval excludes no effect below the level."""
+    if verdict.paired is None or verdict.paired.p is None:
+        return NONE
+    return number(min(1.0, verdict.family * verdict.paired.p))
 
 
 def _subjects(evidence: Evidence) -> str:
@@ -266,14 +353,15 @@ def _step_times(evidence: Evidence) -> str:
         ]
         for name, arm in timing.arms.items()
     ]
-    head = ["arm", "ms a step", "ratio [95 %]", "FLOPs allow", "", "peak memory", "optimizer",
-            "trained weights"]  # fmt: skip
+    confidence = f"{100 * (1 - evidence.rules.time_level):.4g} % over all arms"
+    head = ["arm", "ms a step", f"ratio [{confidence}]", "FLOPs allow", "", "peak memory",
+            "optimizer", "trained weights"]  # fmt: skip
     stopped = "the time was up" if timing.stopped_by == "time" else "all intervals were narrow"
     proof = "proven" if timing.proven else f"**unproven**: {escaped('; '.join(timing.reasons))}"
     note = (
         f"The arms took turns in one process, with {timing.builds} builds and {timing.rounds} "
         f"rounds in {timing.seconds:.0f} s, until {stopped}. "
-        "The ratio of the A/A control, a second copy of the baseline, is "
+        "The ratio of the A/A control, a second copy of the baseline, is, with 95 % confidence, "
         f"{_ratio(timing.control)}. The timing is {proof}."
     )
     return f"{markdown(head, rows)}\n\n{note}"
@@ -313,14 +401,17 @@ def _tuning_curves(setting: TunedSetting) -> str:
         lines.append(plain(name))
         for point in curve:
             mark = "  ← best" if point.value == setting.best[name] else ""
-            lines.append(f"  {point.value:<10g} {_bar(point.mean, low, high)}{mark}")
+            ends = "" if point.low is None else f" {_ends(point.low, point.high, True)}"
+            chosen = f"  chosen for {point.chosen} seeds" if point.chosen else ""
+            lines.append(f"  {point.value:<10g} {_bar(point.mean, low, high)}{ends}{chosen}{mark}")
     edges = [name for name, on_edge in setting.on_edge.items() if on_edge]
     note = (
-        f"{escaped(setting.key)}: the mean over the tuning seeds of the metric on the tune split, "
-        "with the same grid for every arm."
+        f"{escaped(setting.key)}: the mean over the seeds of the metric on the tune split with its "
+        "95 % interval, with the same grid for every arm. For each seed, the value is chosen by "
+        "the other seeds."
     )
     if setting.extended:
-        note += " A best value was at an end of the grid, so it was extended once if possible."
+        note += " A best value was at an end of the grid, so the grid was extended once."
     if edges:
         note += f" The best value is still at an end of the grid for {escaped(', '.join(edges))}."
     curves = "\n".join(f"    {line}" for line in lines)  # indented, so that no name can end it
@@ -346,8 +437,11 @@ def _differences(evidence: Evidence) -> str:
         for pair in evidence.refused_pairs
     ]
     for setting in evidence.tuning:
-        values = ", ".join(f"{name} {value:g}" for name, value in setting.best.items())
-        tuned = f"{setting.key} was tuned for each arm on an equal budget: {values}"
+        values = ", ".join(
+            f"{name} {value:g}" + " (at an end of the grid)" * setting.on_edge[name]
+            for name, value in setting.best.items()
+        )
+        tuned = f"{setting.key} was tuned for each arm with the same grid and seeds: {values}"
         lines.append(f"- {escaped(tuned)}")
     if not evidence.pairs:
         lines.append("- No pair of runs finished, so nothing could be compared.")
@@ -406,7 +500,7 @@ def _effect(effect: Effect | None) -> str:
     return f"{effect.effect:{sign}.4g}{interval}{unit}"
 
 
-def _ratio(values: Limit | TimedArm | None) -> str:
+def _ratio(values: TimedArm | None) -> str:
     """Format a ratio, with its interval if it has one."""
     if values is None or values.ratio is None:
         return NONE
@@ -438,6 +532,7 @@ SECTIONS: tuple[tuple[str, Callable[[Evidence], str]], ...] = (
     ("The questions", _planned_questions),
     ("The five questions", _default_questions),
     ("Performance", _performance),
+    ("Beside the verdicts", _beside),
     ("Subjects", _subjects),
     ("Gradients", _gradients),
     ("Stages", _stages),

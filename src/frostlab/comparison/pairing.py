@@ -1,14 +1,20 @@
-"""Pairing of runs: two runs with the same seed form a pair if only the treatment differs.
+"""The runs of a comparison, read once, and paired: a pair differs only in the treatment.
 
 The seed, the data, the order of examples, the initial weights that neither treatment changes, and
 the machine's settings must be equal.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+from frostlab.comparison.evidence import Parameters, RefusedPair, RunSummary, StageSummary
+from frostlab.comparison.plan import Plan
+from frostlab.comparison.tuning import Trials
+from frostlab.comparison.verdict import Scores
 from frostlab.records.folder import RunRecord
-from frostlab.records.schema import EpochEvent, ResumeEvent, StartEvent
+from frostlab.records.schema import EpochEvent, ResumeEvent, Stage, StartEvent
+from frostlab.text import typed
 
 _MACHINE = ("device", "precision", "processes", "threads")
 
@@ -76,3 +82,134 @@ def _weight_differences(first: PairingFacts, second: PairingFacts) -> Iterator[s
     for name in second.weights:
         if name not in first.weights and name not in touched:
             yield f"only one of the two runs has the weights {name}"
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The runs of a comparison by arm and seed, each read once."""
+
+    plan: Plan
+    trials: Trials
+    records: dict[tuple[str, int], RunRecord]  # of the trials that were chosen
+    summaries: dict[tuple[str, int], RunSummary]
+    tried: dict[str, tuple[dict[int, RunSummary], ...]]  # by arm: every trial, by seed
+    facts: dict[tuple[str, int], PairingFacts]  # finished runs only
+    refused: tuple[RefusedPair, ...]  # finished runs that cannot be paired with the baseline's
+
+    @classmethod
+    def read(cls, plan: Plan, trials: Trials, folder: Path) -> "Runs":
+        """Read every run, and find the runs that cannot be paired with the baseline's."""
+        records = trials.results()
+        summaries = {key: summarize(record, folder) for key, record in records.items()}
+        facts = {
+            key: PairingFacts.of(records[key])
+            for key, summary in summaries.items()
+            if summary.finished
+        }
+        tried = {
+            arm: tuple(
+                {seed: summarize(trials.records[arm, trial, seed], folder) for seed in plan.seeds}
+                for trial in own
+            )
+            for arm, own in trials.trials.items()
+            if len(own) > 1
+        }
+        refused = tuple(_refused_pairs(plan, facts))
+        return cls(plan, trials, records, summaries, tried, facts, refused)
+
+    def scores(
+        self, arm: str, value: Callable[[RunSummary], float | None], left_out: Iterable[int] = ()
+    ) -> Scores:
+        """Return an arm's values; `value` reads one from a run, or None if it has none.
+
+        `left_out` lists the seeds of runs that cannot be paired.
+        """
+        values, missing = {}, {}
+        for seed in self.plan.seeds:
+            run = self.summaries[arm, seed]
+            number = value(run) if run.finished else None
+            if seed in left_out:
+                continue
+            if number is None:
+                missing[seed] = _why_missing(run)
+            else:
+                values[seed] = number
+        tried = tuple(
+            {
+                seed: number
+                for seed, run in by_seed.items()
+                if run.finished and (number := value(run)) is not None
+            }
+            for by_seed in self.tried.get(arm, ())
+        )
+        return Scores(values, missing, tried)
+
+
+def _why_missing(run: RunSummary) -> str:
+    if run.finished:
+        return "ended without a finite value"
+    return run.status if run.status in ("diverged", "failed") else "did not finish"
+
+
+def summarize(record: RunRecord, folder: Path) -> RunSummary:
+    """Return the facts about a run that a comparison uses; its path is relative to `folder`."""
+    result = record.result
+    clocks, best, last = result.clocks, result.best, result.last
+    parameters = result.parameters
+    step_ms = clocks.step_ms
+    return RunSummary(
+        seed=result.seed,
+        folder=str(record.folder.relative_to(folder)),
+        status=result.status,
+        error=result.error,
+        attempts=1 + len(list(record.folder.glob("result-*.json"))),
+        metrics=dict(record.metrics),
+        best=best.value,
+        final_loss=None if last is None else typed(last.get("loss"), int, float),
+        steps=result.steps,
+        stages=tuple(_stage(stage) for stage in result.stages),
+        parameters=Parameters(parameters.total, parameters.trainable),
+        total_seconds=clocks.total_seconds,
+        train_seconds=clocks.train_seconds,
+        validation_seconds=clocks.validation_seconds,
+        epoch_seconds=tuple(clocks.epoch_seconds),
+        step_ms=None if step_ms is None else step_ms.mean,
+        weights_digest=result.weights_digest,
+        recipe_digest=result.recipe_digest,
+        caution=result.caution,
+    )
+
+
+def _stage(stage: Stage) -> StageSummary:
+    best = stage.best
+    return StageSummary(
+        name=stage.name,
+        metric=best.metric,
+        best=best.value,
+        epoch=best.epoch,
+        seconds=stage.seconds,
+        trainable=stage.trainable,
+        total=stage.total,
+    )
+
+
+def _refused_pairs(
+    plan: Plan, facts: Mapping[tuple[str, int], PairingFacts]
+) -> Iterable[RefusedPair]:
+    """Yield the finished runs that cannot be paired with the baseline's run, with the reason.
+
+    A pair is also refused if its data differ from the first seed's data, which happens if the
+    data's files changed between two calls.
+    """
+    baseline = {seed: facts[arm, seed] for arm, seed in facts if arm == plan.baseline.name}
+    first = next(iter(baseline), None)
+    for arm in plan.others:
+        for seed, base in baseline.items():
+            treated = facts.get((arm.name, seed))
+            if treated is None or first is None:
+                continue
+            reason = why_unpaired(base, treated, plan.vary)
+            if base.data != baseline[first].data:
+                reason = f"the data differ from the data of seed {first}"
+            if reason is not None:
+                yield RefusedPair(arm.name, seed, reason)

@@ -22,13 +22,16 @@ from frostlab.recipe.treatment import Strict
 from frostlab.records.folder import differences
 from frostlab.storage import digest_of
 
-SCHEMA = 2  # version of plan.json
+SCHEMA = 3  # version of plan.json
 LEAST_SEEDS = 5  # with fewer pairs, no arm is called better or worse
-DEFAULT_SEEDS = 6  # the fewest with which the sign-flip test can reach 5 %
+DEFAULT_SEEDS = 6  # with one arm, finds 1.5 standard deviations in 83 of 100 comparisons
 MOST_RUNS = 10_000  # of a comparison, over all arms
 MOST_ARMS = 100
+MOST_SEED = 2**32  # seeds are smaller
 MOST_LOOKS = 1000
-TUNING_SEED = 900_000  # seeds from this number on are for tuning runs only
+TIME_SHARE = 0.2  # of alpha, for statements about time if steps are timed
+ERROR_RATES = ("accuracy", "macro_f1", "token_accuracy")  # a margin is a factor of 1 − metric
+MARGINS = {"perplexity": 1.05, **dict.fromkeys(ERROR_RATES, 1.10), "pearson": 0.01}  # defaults
 _LOWER_IS_BETTER_ENDINGS = ("_seconds", "_ms", "_bytes")  # of metric names
 _NO_CONFOUNDS = ("about", "treatment", "seed")  # recipe sections that may differ between arms
 _SAME_FOR_ALL = ("data", "tokenizer")  # recipe sections that may not differ between arms
@@ -42,10 +45,12 @@ class Rules(Strict):
     """The metric that is compared, and the conditions for calling an arm better or worse.
 
     `log` means that values are compared as ratios, on the log scale. `minimum_effect` is the
-    smallest effect of interest, in the metric's unit or, on the log scale, as a ratio − 1.
-    `noninferior` is the limit of non-inferiority: 1.05 allows an arm to be 1.05 times as bad.
-    A look is one analysis of the results; a later look has more seeds. `looks` is the planned
-    number of looks, and `look` is the number of the current look, counted from 1.
+    smallest effect of interest, in the metric's unit or, on the log scale, as a ratio − 1. `margin`
+    is the largest cost that does not matter: a factor for perplexity and other ratios, a factor of
+    the error rate for accuracies (1.1: 10 % more errors), and a difference for other metrics.
+    `timed` means that statements about time take a part of alpha. A look is one analysis of the
+    results. `looks` is the planned number of looks, and `look` is the number of the current look,
+    counted from 1.
     """
 
     metric: Annotated[str, Field(min_length=1)]
@@ -53,14 +58,39 @@ class Rules(Strict):
     log: bool = False
     alpha: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
     minimum_effect: Annotated[float, Field(gt=0)] | None = None
-    noninferior: Annotated[float, Field(ge=1)] | None = None
+    margin: Annotated[float, Field(gt=0)] | None = None
+    timed: bool = False
     looks: Look = 1
     look: Look = 1
 
     @property
     def level(self) -> float:
-        """The false-alarm rate of this look, over all arms."""
-        return alpha_spent(self.alpha, self.look, self.looks)
+        """The false-alarm rate of this look, over all statements about the metric."""
+        share = 1 - TIME_SHARE if self.timed else 1.0
+        return share * alpha_spent(self.alpha, self.look, self.looks)
+
+    @property
+    def time_level(self) -> float:
+        """The false-alarm rate of all statements about time."""
+        return TIME_SHARE * self.alpha
+
+    @property
+    def of_errors(self) -> bool:
+        """Whether the margin is a factor of the error rate, 1 − metric."""
+        return self.metric in ERROR_RATES
+
+    def margin_as_cost(self, baseline: float) -> float:
+        """Return the margin in the unit of the effect, given the baseline's mean."""
+        assert self.margin is not None
+        if self.of_errors:
+            return (self.margin - 1) * (1 - baseline)
+        return self.margin
+
+    def margin_text(self) -> str:
+        """Return the margin in words, such as "1.05 ×"."""
+        if self.of_errors:
+            return f"{self.margin:g} × the errors"
+        return f"{self.margin:g}" + (" ×" if self.log else "")
 
     @property
     def risk(self) -> float:
@@ -121,7 +151,7 @@ def rules_for(
     *,
     alpha: float = 0.05,
     minimum_effect: float | None = None,
-    noninferior: float | None = None,
+    margin: float | None = None,
     looks: int = 1,
     look: int = 1,
 ) -> Rules:
@@ -131,7 +161,7 @@ def rules_for(
         **scale_of(metric),
         alpha=alpha,
         minimum_effect=minimum_effect,
-        noninferior=noninferior,
+        margin=margin,
         looks=looks,
         look=look,
     )
@@ -195,11 +225,10 @@ class Arm(Strict):
 
 
 class Tune(Strict):
-    """A setting that is tuned for each arm, with the same grid and seeds for all."""
+    """A setting that is tuned for each arm, with the same grid for all and the plan's seeds."""
 
     key: Annotated[str, Field(pattern=r"^\w+(\.\w+)*$", max_length=100)] = "optim.lr"
     values: Annotated[tuple[float, ...], Field(min_length=2, max_length=MOST_RUNS)]  # the grid
-    seeds: Annotated[int, Field(gt=0, le=MOST_RUNS)] = 2  # number of tuning seeds
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
@@ -243,6 +272,7 @@ class Plan(Strict):
         0  # extra whole runs per arm, only to time them
     )
     clock: TimingPlan | None = TimingPlan()  # None: steps are not timed
+    assay: bool = False  # whether to plant a harm that the comparison must find
     quick: bool = False  # whether runs are shortened
 
     @property
@@ -254,6 +284,11 @@ class Plan(Strict):
     def others(self) -> tuple[Arm, ...]:
         """Every arm but the baseline."""
         return tuple(arm for arm in self.arms if arm is not self.baseline)
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether an arm trains in stages, whose steps differ."""
+        return any(self.recipe_of(arm, 0).stages for arm in self.arms)
 
     @property
     def digest(self) -> str:
@@ -281,6 +316,17 @@ class Plan(Strict):
             if confound.key not in tuned and not confound.within(self.vary)
         )
 
+    def together(self, baseline: Arm, arm: Arm) -> tuple[str, ...]:
+        """Return the factors in which two arms differ on purpose, if they are more than one.
+
+        A factor is the treatment, or one of the settings that the plan varies.
+        """
+        recipes = self.recipe_of(baseline, 0), self.recipe_of(arm, 0)
+        differing = confounds(*recipes)
+        factors = [] if recipes[0].surgery == recipes[1].surgery else ["the treatment"]
+        factors += [key for key in self.vary if any(each.within([key]) for each in differing)]
+        return tuple(factors) if len(factors) > 1 else ()
+
     def check(self) -> None:
         """Raise an error if the arms, seeds or settings do not make a fair comparison."""
         self.check_seeds()
@@ -294,6 +340,7 @@ class Plan(Strict):
                 raise BadInput(f"vary {shown_key(key)}: arms must see the same data")
         self._check_contrasts()
         self._check_quick()
+        self._check_assay()
         for name, differing in self.confounds().items():
             check_confounds(self.baseline.name, name, differing, self.allow_confounds)
         self._check_tuning()
@@ -326,23 +373,27 @@ class Plan(Strict):
                     raise BadInput(f"arms: {other.name} and {arm.name} train in the same way")
 
     def check_seeds(self) -> None:
-        """Refuse seeds that are negative, repeated or reserved for tuning."""
+        """Refuse seeds that are negative, too large or repeated."""
         if not self.seeds:
             raise BadInput("seeds 0: a comparison needs at least one seed")
         if min(self.seeds) < 0:
             raise BadInput(f"seeds {shown(list(self.seeds))}: a seed is 0 or more")
-        if max(self.seeds) >= TUNING_SEED:
-            raise BadInput(f"seeds from {TUNING_SEED} on are reserved for tuning")
+        if max(self.seeds) >= MOST_SEED:
+            raise BadInput(f"seeds {shown(list(self.seeds))}: a seed is less than {MOST_SEED}")
         if len(set(self.seeds)) < len(self.seeds):
             raise BadInput(f"seeds {shown(list(self.seeds))}: a seed is given twice")
 
+    @property
+    def settings_tried(self) -> int:
+        """The number of tuned values that are tried with each seed, before grids are extended."""
+        return max(1, sum(len(tune.values) for tune in self.tune))
+
     def _check_runs(self) -> None:
-        tuning = sum(len(tune.values) * tune.seeds for tune in self.tune)
-        runs = len(self.arms) * (len(self.seeds) + self.rounds + tuning)
+        runs = len(self.arms) * (len(self.seeds) * self.settings_tried + self.rounds)
         if runs > MOST_RUNS:
             raise BadInput(
-                f"{len(self.arms)} arms with {len(self.seeds)} seeds, {self.rounds} rounds and "
-                f"{tuning} tuning runs are {runs} runs; {MOST_RUNS} is the most"
+                f"{len(self.arms)} arms with {len(self.seeds)} seeds, {self.settings_tried} tuned "
+                f"values and {self.rounds} rounds are {runs} runs; {MOST_RUNS} is the most"
             )
 
     def _check_contrasts(self) -> None:
@@ -359,6 +410,10 @@ class Plan(Strict):
                     raise BadInput(f"contrasts: {shown_key(name)} is not an arm{hint}")
                 if contrast.of == "gain" and len(self.recipe_of(arms[name], 0).stages) < 2:
                     raise BadInput(f"contrasts: a gain needs two stages, but {name} has only one")
+
+    def _check_assay(self) -> None:
+        if self.assay and self.has_stages:
+            raise BadInput("--assay plants a shorter training, which arms with stages do not have")
 
     def _check_quick(self) -> None:
         """Refuse `quick` if an arm has stages or sets its own length, which is not shortened."""

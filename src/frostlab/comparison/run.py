@@ -6,7 +6,7 @@ the last call stopped; finished runs are not repeated.
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,16 +20,17 @@ from frostlab.comparison.evidence import (
     check_tuned,
     read_evidence,
 )
-from frostlab.comparison.gather import gather
+from frostlab.comparison.gather import AssayRuns, gather, results_of
 from frostlab.comparison.load import Source, make_plan
 from frostlab.comparison.oelm_json import comparison_json, timing_json
 from frostlab.comparison.page import page
 from frostlab.comparison.plan import Plan
-from frostlab.comparison.runner import ComparisonFolder, Runner, Say, result_tasks, round_tasks
-from frostlab.comparison.tuning import tune_all, tuned_values
+from frostlab.comparison.runner import ComparisonFolder, Finished, Runner, Say, round_tasks
+from frostlab.comparison.tuning import Trials, run_trials, trial_task
 from frostlab.data.prepare import prepare
 from frostlab.errors import BadInput, FrostlabError, require
 from frostlab.recipe.load import watch_interval
+from frostlab.records.folder import RunRecord
 from frostlab.records.schema import read
 from frostlab.storage import write_whole
 from frostlab.training.stages import total_steps
@@ -59,7 +60,7 @@ class Comparison:
     @property
     def verdicts(self) -> dict[str, ArmVerdict]:
         """The verdict on every arm for the plan's metric, with its numbers."""
-        return self.evidence.primary
+        return self.evidence.verdicts
 
     @property
     def page(self) -> Path:
@@ -97,11 +98,12 @@ def compare(
     metric: str | None = None,
     alpha: float | None = None,
     minimum_effect: float | None = None,
-    noninferior: float | None = None,
+    margin: float | None = None,
     tune: str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     allow_confounds: str | Iterable[str] | None = None,
     rounds: int | None = None,
     clock: Mapping[str, float] | Literal[False] | None = None,
+    assay: bool | None = None,
     settings: Mapping[str, Any] | None = None,
     quick: bool = False,
     out: str | Path | None = None,
@@ -122,13 +124,15 @@ def compare(
         metric: the metric that decides the verdicts; by default the recipe's metric.
         alpha: the allowed rate of false alarms, over all arms.
         minimum_effect: the smallest effect of interest; verdicts mention smaller effects.
-        noninferior: also test whether an arm is at most this many times as bad as the baseline.
-        tune: the settings to tune for each arm: `lr`, `decay`, `{key, values, seeds}`, or a list of
-            such mappings.
+        margin: the largest cost that does not matter; verdicts say whether a larger one is
+            excluded. A factor of perplexity or of the error rate, or a difference of correlations.
+        tune: the settings to tune for each arm: `lr`, `decay`, `{key, values}`, or a list of such
+            mappings. Every value is trained with every seed.
         allow_confounds: settings that may differ between arms; the verdict is then "confounded".
         rounds: number of extra whole runs per arm, which alternate between arms for timing.
         clock: `{seconds, width}`, the time limit of step timing and the target width of its
             intervals; False turns it off.
+        assay: plant a harm (half the training steps) that the comparison must find.
         settings: settings of the recipe for every arm, such as `{"optim.lr": 1e-4}`.
         quick: shorten runs and timing, to see whether a full comparison is worthwhile.
         out: the comparison's folder; by default a folder under `comparisons`.
@@ -139,8 +143,9 @@ def compare(
     """
     changes = {
         "arms": arms, "seeds": seeds, "metric": metric, "alpha": alpha,
-        "minimum_effect": minimum_effect, "noninferior": noninferior, "tune": tune,
+        "minimum_effect": minimum_effect, "margin": margin, "tune": tune,
         "allow_confounds": allow_confounds, "rounds": rounds, "clock": clock,
+        "assay": assay,
     }  # fmt: skip
     changes = {key: value for key, value in changes.items() if value is not None}
     plan = make_plan(source, changes, settings=settings, quick=quick)
@@ -165,34 +170,115 @@ def _folder_name(plan: Plan) -> str:
     return (name if len(name) <= 100 else plan.name) + ("-quick" if plan.quick else "")
 
 
-def _carry_out(plan: Plan, folder: ComparisonFolder, runner: Runner) -> None:
-    """Time steps, tune settings, train all runs, and write the evidence and the page."""
+def judge_again(folder: str | Path) -> Comparison:
+    """Judge a finished comparison again from its runs, and write its evidence and page anew.
+
+    Nothing is trained. The results are the same, so this is not another look at them.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise BadInput(f"{path} is not the folder of a comparison")
+    stored = ComparisonFolder(path.resolve())
+    plan = stored.plan()
+    plan.check()
+    with stored.open(plan) as plan_with_seeds:
+        _carry_out(plan_with_seeds, stored, Finished())
+    return Comparison(stored.path)
+
+
+def _carry_out(plan: Plan, folder: ComparisonFolder, runner: Runner | Finished) -> None:
+    """Time steps, train all runs, and write the evidence and the page."""
     timing = _time_steps(plan, folder, runner)
-    short = _shortened(plan, folder, timing, runner.data_dir) if plan.quick else plan
-    tuning = _tune(short, folder, runner)
-    tuned = tuned_values(short, tuning)
-    records = runner.run_all(result_tasks(short, folder.path, tuned))
+    short = _shortened(plan, folder, timing, runner) if plan.quick else plan
+    trials = _run_trials(short, folder, runner)
+    repeat = None if plan.quick else _repeat(short, folder, runner, trials)
+    assay = _run_assay(short, folder, runner, trials) if plan.assay else None
+    tuned = {arm: dict(trial) for arm, trial in trials.best.items()}
     rounds = runner.run_all(round_tasks(short, folder.path, tuned), alone=True)
     evidence = gather(
-        short, folder.path, records, rounds,
-        look=folder.look(plan), jobs=runner.jobs, tuning=tuning, timing=timing,
+        short, folder.path, trials, rounds, repeat=repeat, assay=assay,
+        looks=folder.look(plan, results_of(short, trials)), jobs=runner.jobs, timing=timing,
     )  # fmt: skip
     folder.write("evidence.json", evidence.to_dict())
-    first = records[plan.baseline.name, plan.seeds[0]]
+    first = trials.results()[plan.baseline.name, plan.seeds[0]]
     folder.write("comparison.json", comparison_json(evidence, first))
     folder.write("timing.json", timing_json(evidence))
     write_whole(folder.path / "comparison.md", page(evidence))
 
 
-def _tune(plan: Plan, folder: ComparisonFolder, runner: Runner) -> list[TunedSetting]:
-    """Tune the plan's settings; later calls read the stored result."""
+def _run_trials(plan: Plan, folder: ComparisonFolder, runner: Runner | Finished) -> Trials:
+    """Train every arm, seed and tuned setting; grids that were extended are stored."""
     values = folder.read("tuning.json")
+    grids = {}
     if values is not None:
-        return _stored_tuning(values, plan, folder.path / "tuning.json")
-    tuning = tune_all(plan, folder.path, runner)
-    if tuning:
-        folder.write("tuning.json", [asdict(setting) for setting in tuning])
-    return tuning
+        for setting in _stored_tuning(values, plan, folder.path / "tuning.json"):
+            grids[setting.key] = setting.values
+    trials = run_trials(plan, folder.path, runner, grids)
+    if trials.settings:
+        folder.write("tuning.json", [asdict(setting) for setting in trials.settings])
+    return trials
+
+
+def _repeat(
+    plan: Plan, folder: ComparisonFolder, runner: Runner | Finished, trials: Trials
+) -> RunRecord:
+    """Train the baseline's first seed a second time: both runs should end with the same metric."""
+    arm, seed = plan.baseline, plan.seeds[0]
+    first = trial_task(plan, folder.path, arm, trials.chosen[arm.name][seed], seed)
+    path, about = folder.path / "repeat" / first.path.name, f"{first.about} again"
+    task = replace(first, path=path, about=about)
+    (record,) = runner.run_all([task]).values()
+    return record
+
+
+def _run_assay(
+    plan: Plan, folder: ComparisonFolder, runner: Runner | Finished, trials: Trials
+) -> AssayRuns:
+    """Train the baseline with half its steps and every seed: a harm that must be found."""
+    arm = plan.baseline
+    steps, whole = _assay_steps(plan, folder, runner)
+    harm = {"train.steps": steps, "train.epochs": None}
+    harmed = arm.model_copy(update={"set": arm.set | harm})
+    tasks = []
+    for seed in plan.seeds:
+        task = trial_task(plan, folder.path, harmed, trials.chosen[arm.name][seed], seed)
+        path, about = folder.path / "assay" / f"s{seed}", f"planted harm, seed {seed}"
+        tasks.append(replace(task, path=path, about=about))
+    runner.run_all(tasks)
+    return AssayRuns({task.number: RunRecord(task.path) for task in tasks}, steps, whole)
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """The content of quick.json and of assay.json."""
+
+    steps: int  # of each shortened run
+    of: int  # steps of a run that is not shortened
+
+
+def _stored_steps(folder: ComparisonFolder, name: str) -> _Steps | None:
+    """Return the content of quick.json or assay.json; None if it does not exist."""
+    values = folder.read(name)
+    if values is None:
+        return None
+    stored = read(_Steps, values, folder.path / name)
+    if not 1 <= stored.steps <= stored.of:
+        raise BadInput(f"{folder.path / name}: steps should be from 1 to {stored.of}")
+    return stored
+
+
+def _assay_steps(
+    plan: Plan, folder: ComparisonFolder, runner: Runner | Finished
+) -> tuple[int, int]:
+    """Return the number of steps with the planted harm, and without it."""
+    stored = _stored_steps(folder, "assay.json")
+    if stored is None:
+        runner.must_train("assay.json")
+        recipe = plan.recipe_of(plan.baseline, plan.seeds[0])
+        whole = total_steps(recipe.train, len(prepare(recipe, runner.data_dir).splits["train"]))
+        stored = _Steps(max(1, whole // 2), whole)
+        folder.write("assay.json", asdict(stored))
+    return stored.steps, stored.of
 
 
 @dataclass(frozen=True)
@@ -207,12 +293,19 @@ def _stored_tuning(values: object, plan: Plan, path: Path) -> list[TunedSetting]
     tuning = read(_Tuning, {"settings": values}, path).settings
     if [setting.key for setting in tuning] != [tune.key for tune in plan.tune]:
         raise BadInput(f"{path}: its settings are not those of the plan")
-    for setting in tuning:
+    for setting, tune in zip(tuning, plan.tune, strict=True):
         check_tuned(setting, plan, path)
+        grid = list(setting.values)
+        if grid != sorted(set(grid)) or not set(tune.values) <= set(grid):
+            raise BadInput(f"{path}: the values of {setting.key:.80} are not the plan's grid")
+        if len(grid) > len(tune.values) + 2:
+            raise BadInput(f"{path}: {setting.key:.80} has more than two values beyond the grid")
     return tuning
 
 
-def _time_steps(plan: Plan, folder: ComparisonFolder, runner: Runner) -> StepTiming | None:
+def _time_steps(
+    plan: Plan, folder: ComparisonFolder, runner: Runner | Finished
+) -> StepTiming | None:
     """Time the steps of all arms, or read the stored timing; return None if they are not timed.
 
     Tuned settings do not change the time of a step, so timing can come before tuning. A quick
@@ -220,11 +313,12 @@ def _time_steps(plan: Plan, folder: ComparisonFolder, runner: Runner) -> StepTim
     """
     if plan.clock is None:
         return None
-    if any(plan.recipe_of(arm, plan.seeds[0]).stages for arm in plan.arms):
+    if plan.has_stages:
         runner.say("step timing is skipped: the stages take different steps")
         return None
     values = folder.read("steps.json")
     if values is None:
+        runner.must_train("steps.json")
         from frostlab.comparison.timed_arms import time_steps
 
         try:
@@ -241,35 +335,23 @@ def _time_steps(plan: Plan, folder: ComparisonFolder, runner: Runner) -> StepTim
     return timing
 
 
-@dataclass(frozen=True)
-class _Quick:
-    """The content of quick.json."""
-
-    steps: int  # of each run
-    of: int  # steps of a run that is not shortened
-
-
 def _shortened(
-    plan: Plan, folder: ComparisonFolder, timing: StepTiming | None, data_dir: Path | None
+    plan: Plan, folder: ComparisonFolder, timing: StepTiming | None, runner: Runner | Finished
 ) -> Plan:
     """Return the plan with so few steps per run that all runs train for about one minute in total.
 
     No run gets longer than planned. The number of steps is stored, so that later calls reuse it.
     """
     recipe = plan.recipe_of(plan.baseline, plan.seeds[0])
-    values = folder.read("quick.json")
-    if values is not None:
-        quick = read(_Quick, values, folder.path / "quick.json")
-        if not 1 <= quick.steps <= quick.of:
-            raise BadInput(f"{folder.path / 'quick.json'}: steps should be from 1 to {quick.of}")
-    else:
+    quick = _stored_steps(folder, "quick.json")
+    if quick is None:
+        runner.must_train("quick.json")
         # Without timing, assume one second per step.
         slowest_ms = max(arm.ms for arm in timing.arms.values()) if timing else 1e3
-        tuning_runs = sum(len(tune.values) * tune.seeds for tune in plan.tune)
-        runs = len(plan.arms) * (len(plan.seeds) + tuning_runs)
+        runs = len(plan.arms) * len(plan.seeds) * plan.settings_tried
         affordable = int(_QUICK_SECONDS * 1e3 / slowest_ms / runs)
-        full = total_steps(recipe.train, len(prepare(recipe, data_dir).splits["train"]))
-        quick = _Quick(min(full, max(_QUICK_LEAST, affordable)), full)
+        full = total_steps(recipe.train, len(prepare(recipe, runner.data_dir).splits["train"]))
+        quick = _Steps(min(full, max(_QUICK_LEAST, affordable)), full)
         folder.write("quick.json", asdict(quick))
     values = copy.deepcopy(plan.recipe)
     values["train"] |= {"steps": quick.steps, "epochs": None}

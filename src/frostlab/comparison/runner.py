@@ -7,16 +7,17 @@ import json
 import multiprocessing
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from frostlab.comparison.evidence import read_plan
-from frostlab.comparison.plan import MOST_LOOKS, SCHEMA, Arm, Plan
+from frostlab.comparison.looks import Look, Looks, take_look
+from frostlab.comparison.plan import SCHEMA, Arm, Plan
 from frostlab.errors import BadInput, FrostlabError, first_line
 from frostlab.recipe.recipe import Recipe
 from frostlab.records.folder import RunRecord, differences, finished_status
@@ -27,7 +28,6 @@ from frostlab.training.state import Silent
 from frostlab.typed import read
 
 Say = Callable[[str], None]
-Tuned = dict[str, dict[str, float]]  # by arm and tuned setting: its best value
 _MOST_JOBS = 256
 _PLAN, _LOCK = "plan.json", "compare.lock"
 
@@ -43,6 +43,32 @@ class Task:
     about: str  # name in progress lines
 
 
+class Finished:
+    """A stand-in for a runner that trains nothing, and returns the records of earlier runs."""
+
+    data_dir: Path | None = None
+    jobs = 1
+
+    def say(self, line: str) -> None:
+        """Ignore a line of progress."""
+
+    def must_train(self, name: str) -> None:
+        """Refuse to go on without a file that only a comparison writes."""
+        raise BadInput(f"{name} is missing; finish the comparison with frostlab compare")
+
+    def run_all(
+        self, tasks: Sequence["Task"], *, alone: bool = False
+    ) -> dict[tuple[str, int], RunRecord]:
+        """Return the records of all tasks; refuse a task that was not run."""
+        for task in tasks:
+            if finished_status(task.path) is None:
+                raise BadInput(
+                    f"{task.path} has no result; finish the comparison with frostlab compare"
+                )
+            _is_done(task)
+        return {(task.arm, task.number): RunRecord(task.path) for task in tasks}
+
+
 class Stopped(RunFailed):
     """Raised when a run was stopped by the user; finished runs are kept."""
 
@@ -54,6 +80,9 @@ class Runner:
         if type(jobs) is not int or not 1 <= jobs <= _MOST_JOBS:
             raise BadInput(f"jobs {jobs!r:.40} should be a whole number from 1 to {_MOST_JOBS}")
         self.data_dir, self.say, self.jobs = data_dir, say, jobs
+
+    def must_train(self, name: str) -> None:
+        """Accept that a file is missing, because this runner can measure what it holds."""
 
     def run_all(
         self, tasks: Sequence[Task], *, alone: bool = False
@@ -131,21 +160,11 @@ def _is_done(task: Task) -> bool:
     return True
 
 
-def result_tasks(plan: Plan, folder: Path, tuned: Tuned) -> list[Task]:
-    """Return a task for every arm and seed; every second seed takes the arms in reverse order."""
-    return [
-        Task(arm.name, seed, plan.recipe_of(arm, seed, tuned.get(arm.name)),
-             folder / "runs" / f"{arm.name}-s{seed}", f"{arm.name} seed {seed}")
-        for index, seed in enumerate(plan.seeds)
-        for arm in alternated(plan.arms, index)
-    ]  # fmt: skip
-
-
-def round_tasks(plan: Plan, folder: Path, tuned: Tuned) -> list[Task]:
+def round_tasks(plan: Plan, folder: Path, tuned: Mapping[str, Mapping[str, float]]) -> list[Task]:
     """Return repeated runs of every arm with the first seed, which are only timed.
 
-    Every second round takes the arms in reverse order, so that a drift of the machine's speed
-    affects all arms alike.
+    `tuned` holds the values of tuned settings by arm. Every second round takes the arms in reverse
+    order, so that a drift of the machine's speed affects all arms alike.
     """
     return [
         Task(arm.name, index, plan.recipe_of(arm, plan.seeds[0], tuned.get(arm.name)),
@@ -167,19 +186,12 @@ def _duration(seconds: float) -> str:
 
 
 @dataclass(frozen=True)
-class Look:
-    """One analysis of the results."""
-
-    seeds: int  # number of seeds
-    at: float  # seconds since 1970
-
-
-@dataclass(frozen=True)
 class StoredPlan:
     """The content of plan.json."""
 
     schema: int
     plan: dict[str, Any]
+    planned: float  # when the plan was written first, in seconds since 1970
     looks: list[Look]
 
 
@@ -226,7 +238,7 @@ class ComparisonFolder:
 
         Any other difference from the stored plan is refused.
         """
-        stored, looks = self._stored(), list[Look]()
+        stored, planned, looks = self._stored(), round(time.time(), 3), list[Look]()
         if stored is not None:
             before = read_plan(stored.plan, self.path / _PLAN)
             before.check_seeds()
@@ -235,9 +247,30 @@ class ComparisonFolder:
                 keys = ", ".join(key for key in changed if key != "seeds")
                 raise BadInput(f"{self.path} was made by another plan ({keys} differ)")
             seeds = (*before.seeds, *(seed for seed in plan.seeds if seed not in before.seeds))
-            looks = stored.looks
+            planned, looks = stored.planned, stored.looks
             plan = plan.model_copy(update={"seeds": seeds})
-        self._write_plan(plan, looks)
+        self._write(StoredPlan(SCHEMA, plan.model_dump(mode="json"), planned, looks))
+        return plan
+
+    def look(self, plan: Plan, results: Mapping[tuple[str, int], float | str | None]) -> Looks:
+        """Count a look at these results, and remember it in plan.json."""
+        stored = self._stored()
+        assert stored is not None, "the plan is written first"
+        looks = take_look(plan, self.path, results, stored.looks)
+        if looks.current not in stored.looks:
+            self._write(replace(stored, looks=[*stored.looks, looks.current]))
+        return looks
+
+    def _write(self, stored: StoredPlan) -> None:
+        self.write(_PLAN, asdict(stored))
+
+    def plan(self) -> Plan:
+        """Return the stored plan."""
+        stored = self._stored()
+        if stored is None:
+            raise BadInput(f"{self.path} holds no comparison: it has no {_PLAN}")
+        plan = read_plan(stored.plan, self.path / _PLAN)
+        plan.check_seeds()
         return plan
 
     def _stored(self) -> "StoredPlan | None":
@@ -250,27 +283,6 @@ class ComparisonFolder:
         if version != SCHEMA:
             raise BadInput(f"{path} is damaged, or was written by another version")
         return read(StoredPlan, values, path)
-
-    def _write_plan(self, plan: Plan, looks: list["Look"]) -> None:
-        stored = StoredPlan(SCHEMA, plan.model_dump(mode="json"), looks)
-        self.write(_PLAN, asdict(stored))
-
-    def look(self, plan: Plan) -> int:
-        """Return the number of this look, counted from 1, and store a new look.
-
-        A look is one analysis of the results; with the same number of seeds, it is the same look.
-        """
-        stored = self._stored()
-        assert stored is not None, "the plan is written first"
-        looks = stored.looks
-        judged = [look.seeds for look in looks]
-        if len(plan.seeds) not in judged:
-            if len(looks) == MOST_LOOKS:
-                raise BadInput(f"{self.path / _PLAN} has {MOST_LOOKS} looks; no more are possible")
-            looks.append(Look(len(plan.seeds), round(time.time(), 3)))
-            self._write_plan(plan, looks)
-            judged.append(len(plan.seeds))
-        return judged.index(len(plan.seeds)) + 1
 
     def read(self, name: str) -> Any:
         """Read a JSON file of the folder; return None if it does not exist."""

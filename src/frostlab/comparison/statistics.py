@@ -1,15 +1,15 @@
-"""Statistics of values that are paired by seed: effects, intervals, tests and detectable effects.
+"""Statistics of values that are paired by seed: effects, intervals and what they could have found.
 
-`arm` and `base` hold the values of two arms of a comparison, in the same order of seeds. A verdict
-rests on two tests of their differences: a paired t test, and a sign-flip test. The sign-flip test
-asks how often the mean would be as large if every difference had a random sign.
+`arm` and `base` hold the values of two arms of a comparison, in the same order of seeds. The
+interval of their difference is a t interval. A verdict is read off this interval alone, so a
+statement and its interval always agree. If settings were tuned, the interval is one of the best
+setting of the arm against the best setting of the baseline.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,14 +20,14 @@ from frostlab.errors import BadInput
 
 Numbers = NDArray[np.float64]
 
-POWER = 0.8  # probability of finding the smallest detectable effect
+POWER = 0.8  # mean probability of finding the effect that could have been found
+LEAST_POWER = 0.5  # probability that this effect has with 95 % confidence, or more
 NAN = math.nan
-_FEWEST_FLIPPED = 6  # pairs; with 5, the sign-flip p is at least 0.0625
-_MOST_EXACT = 16  # pairs; with more, only a sample of the sign patterns is tried
-_SIGN_DRAWS = 2**15  # size of that sample
-_AT_ONCE = 2**22  # number of sums that are held in memory at once
-_POWER_DRAWS = 4_000  # number of simulated experiments
-_MOST_SIMULATED = 10  # pairs; with more, the sign-flip test costs only about 1 % of power
+_ANYTIME_VARIANCE = (
+    1.0  # prior variance of the effect in standard deviations, for anytime intervals
+)
+_SKEW_SHARE = 0.15  # of comparisons with normal noise that are called skewed by each of two checks
+_SKEW_DRAWS = 20_000  # simulated comparisons behind the limit of the skewness
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,9 @@ class Paired:
     """The effect of an arm against the baseline, over the seeds that both have.
 
     `effect` is the mean of arm − base or, on the log scale, the ratio of the geometric means.
-    `low` and `high` bound the effect with confidence 1 − alpha. `std` is the standard deviation of
-    the differences or, on the log scale, of the log ratios. `smallest_seen` is the effect that the
-    t test detects with 80 % power, given n and std; on the log scale, it is a ratio − 1. `p`
-    belongs to the t test, and `p_flip` to the sign-flip test.
+    `low` and `high` bound the effect with confidence 1 − alpha, and `p` is the largest alpha for
+    which they include zero (or the ratio 1). `std` is the standard deviation of the differences
+    or, on the log scale, of the log ratios.
     """
 
     n: int
@@ -48,98 +47,170 @@ class Paired:
     low: float
     high: float
     p: float
-    p_flip: float | None
     std: float
-    smallest_seen: float
 
 
-def paired(arm: ArrayLike, base: ArrayLike, *, alpha: float = 0.05, log: bool = False) -> Paired:
-    """Compare paired values with a t test and, with at least 6 pairs, a sign-flip test."""
-    differences, rounding = _differences(arm, base, log)
-    n = len(differences)
-    untransform = _exp if log else float
-    if n < 2:
-        effect = untransform(differences[0]) if n else NAN
-        return Paired(n, log, alpha, effect, NAN, NAN, NAN, None, NAN, NAN)
-    mean, std, p = (float(x) for x in t_test(differences, rounding))
-    half_width = special.stdtrit(n - 1, 1 - alpha / 2) * std / math.sqrt(n)
-    smallest = seen_by_t(n, alpha) * std
-    return Paired(
-        n=n,
-        log=log,
-        alpha=alpha,
-        effect=untransform(mean),
-        low=untransform(mean - half_width),
-        high=untransform(mean + half_width),
-        p=p,
-        p_flip=float(flip_p(differences, n * rounding)) if n >= _FEWEST_FLIPPED else None,
-        std=std,
-        smallest_seen=untransform(smallest) - 1 if log else smallest,
+@dataclass(frozen=True)
+class Bounds:
+    """The mean difference of two arms with its interval, as arrays over independent comparisons."""
+
+    mean: Numbers
+    low: Numbers
+    high: Numbers
+    p: Numbers
+    std: Numbers
+
+
+def bounds(
+    arm: Numbers,
+    base: Numbers,
+    critical: float,
+    arm_tried: Sequence[Numbers] = (),
+    base_tried: Sequence[Numbers] = (),
+    rounding: float = 0.0,
+) -> Bounds:
+    """Compare two arms along the last axis, in which their seeds have the same order.
+
+    `arm` and `base` hold one value per seed. If settings were tuned, this is the value of the
+    setting that the *other* seeds choose, and `arm_tried` and `base_tried` hold the values of every
+    setting that was tried. The interval is one of the difference between the best settings. Its
+    lower end is the smallest over the baseline's settings: whichever of them is truly the best, the
+    arm's mean cannot exceed the arm's own best. Its upper end is the largest over the arm's
+    settings. So the choice of a setting, which is itself uncertain, cannot look like an effect.
+
+    A mean or standard deviation of at most `rounding` counts as zero.
+    """
+    lower = [arm - base, *(arm - tried for tried in base_tried)]
+    upper = [arm - base, *(tried - base for tried in arm_tried)]
+    below = [_t_ends(differences, critical, rounding) for differences in lower]
+    above = [_t_ends(differences, critical, rounding) for differences in upper]
+    p_higher = np.max([ends.p_higher for ends in below], axis=0)
+    p_lower = np.max([ends.p_lower for ends in above], axis=0)
+    return Bounds(
+        mean=below[0].mean,
+        low=np.min([ends.low for ends in below], axis=0),
+        high=np.max([ends.high for ends in above], axis=0),
+        p=np.minimum(1.0, 2 * np.minimum(p_higher, p_lower)),
+        std=below[0].std,
     )
 
 
-def t_test(differences: Numbers, rounding: float = 0.0) -> tuple[Numbers, Numbers, Numbers]:
-    """Return mean, standard deviation and two-sided p of the t test along the last axis.
+@dataclass(frozen=True)
+class _Ends:
+    mean: Numbers
+    std: Numbers
+    low: Numbers
+    high: Numbers
+    p_higher: Numbers  # one-sided p of a mean above 0
+    p_lower: Numbers  # one-sided p of a mean below 0
 
-    A mean or standard deviation of at most `rounding` counts as zero. If all differences are equal,
-    p is 1 if they are zero, and 0 otherwise.
-    """
+
+def _t_ends(differences: Numbers, critical: float, rounding: float) -> _Ends:
     n = differences.shape[-1]
     mean, std = differences.mean(-1), differences.std(-1, ddof=1)
     mean = np.where(np.abs(mean) <= rounding, 0.0, mean)
     std = np.where(std <= rounding, 0.0, std)
+    half_width = critical * std / math.sqrt(n)
     with np.errstate(divide="ignore", invalid="ignore"):
-        t = np.abs(mean) / (std / math.sqrt(n))
-    p = np.where(std == 0, np.where(mean == 0, 1.0, 0.0), 2 * special.stdtr(n - 1, -t))
-    return mean, std, p
+        t = mean / (std / math.sqrt(n))
+    degenerate = std == 0  # all differences are equal
+    p_higher = np.where(degenerate, np.where(mean > 0, 0.0, 1.0), special.stdtr(n - 1, -t))
+    p_lower = np.where(degenerate, np.where(mean < 0, 0.0, 1.0), special.stdtr(n - 1, t))
+    return _Ends(mean, std, mean - half_width, mean + half_width, p_higher, p_lower)
+
+
+def paired(
+    arm: ArrayLike,
+    base: ArrayLike,
+    *,
+    alpha: float = 0.05,
+    log: bool = False,
+    arm_tried: Sequence[ArrayLike] = (),
+    base_tried: Sequence[ArrayLike] = (),
+    critical: float | None = None,
+) -> Paired:
+    """Compare paired values by a t interval with confidence 1 − alpha.
+
+    `arm_tried` and `base_tried` hold the values of every setting that was tried in tuning, as for
+    `bounds`. `critical` replaces Student's t.
+    """
+    values, rounding = _on_scale([arm, base, *arm_tried, *base_tried], log)
+    n = len(values[0])
+    back = _exp if log else float
+    if n < 2:
+        effect = back(float(values[0][0] - values[1][0])) if n else NAN
+        return Paired(n, log, alpha, effect, NAN, NAN, NAN, NAN)
+    if critical is None:
+        critical = t_critical(n, alpha)
+    split = 2 + len(arm_tried)
+    found = bounds(values[0], values[1], critical, values[2:split], values[split:], rounding)
+    return Paired(
+        n=n,
+        log=log,
+        alpha=alpha,
+        effect=back(float(found.mean)),
+        low=back(float(found.low)),
+        high=back(float(found.high)),
+        p=float(found.p),
+        std=float(found.std),
+    )
 
 
 @cache
-def signs(n: int) -> Numbers:
-    """Return sign patterns for n differences, one pattern per row.
+def t_critical(n: int, alpha: float) -> float:
+    """Return the half-width of a t interval in standard errors, for n pairs."""
+    return float(special.stdtrit(n - 1, 1 - alpha / 2))
 
-    For up to 16 differences, these are all patterns that keep the first sign. The other half would
-    only negate their sums, which a two-sided test counts alike. For more than 16 differences, the
-    patterns are a random sample with a fixed seed.
+
+@cache
+def anytime_critical(n: int, alpha: float) -> float:
+    """Return the half-width in standard errors of an interval that holds at every look together.
+
+    All effects are kept for which the Bayes factor of the t statistic is below 1 / alpha. The
+    effect in standard deviations has a normal prior around the tested one, and the standard
+    deviation has the prior 1 / std, under which the Bayes factor is a martingale. So the intervals
+    of all looks contain the truth with probability 1 − alpha, whoever decides when to stop. With
+    few pairs no effect can be excluded, and the half-width is infinite.
     """
-    if n <= _MOST_EXACT:
-        bits = np.arange(2 ** (n - 1))[:, None] >> np.arange(n)[::-1] & 1
-        patterns = (1 - 2 * bits).astype(np.float64)
-    else:
-        patterns = np.random.default_rng(n).choice(np.array([-1.0, 1.0]), (_SIGN_DRAWS, n))
-    patterns.setflags(write=False)
-    return patterns
+    if n < 2:
+        return math.inf
+    growth = 1 + n * _ANYTIME_VARIANCE
+    bound = (math.sqrt(growth) / alpha) ** (2 / n)
+    if bound >= growth:
+        return math.inf
+    return math.sqrt((n - 1) * (bound - 1) / (1 - bound / growth))
 
 
-def flip_p(differences: Numbers, rounding: float = 0.0) -> Numbers:
-    """Return the two-sided p of a sign-flip permutation test of the mean along the last axis.
+def skewness(values: Numbers) -> Numbers:
+    """Return the third standardized moment along the last axis; 0 if all values are equal."""
+    centred = values - values.mean(-1, keepdims=True)
+    variance = (centred**2).mean(-1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        skew = (centred**3).mean(-1) / variance**1.5
+    return np.where(variance > 0, skew, 0.0)
 
-    The test tries all sign patterns of up to 16 pairs, and a random sample for more pairs. A sum
-    within `rounding` of the observed sum counts as equal to it.
+
+@cache
+def skew_limit(n: int, arms: int) -> float:
+    """Return the limit above which the mean skewness of several arms' differences is notable.
+
+    With normal noise and a common baseline, the mean skewness exceeds the limit in 15 % of
+    comparisons. The quantile is simulated with a fixed seed.
     """
-    n = differences.shape[-1]
-    rows = differences.reshape(-1, n)
-    patterns = signs(n)
-    counts = np.empty(len(rows))
-    step = max(1, _AT_ONCE // len(patterns))
-    for start in range(0, len(rows), step):
-        chunk = rows[start : start + step]
-        slack = rounding + 1e-12 * np.abs(chunk).sum(-1, keepdims=True)
-        observed = np.abs(chunk.sum(-1, keepdims=True)) - slack
-        counts[start : start + step] = (np.abs(chunk @ patterns.T) >= observed).sum(-1)
-    extra = 0 if n <= _MOST_EXACT else 1  # count the observed signs as part of the sample
-    p = (counts + extra) / (len(patterns) + extra)
-    return p.reshape(differences.shape[:-1])
+    noise = np.random.default_rng([n, arms]).standard_normal((_SKEW_DRAWS, arms + 1, n))
+    mean_skew = skewness(noise[:, 1:] - noise[:, :1]).mean(-1)
+    return float(np.quantile(mean_skew, 1 - _SKEW_SHARE))
 
 
-def smallest_flip_p(n: int) -> float:
-    """Return the smallest p that the sign-flip test can give for n pairs."""
-    return 2.0 ** (1 - n) if n <= _MOST_EXACT else 1 / (1 + _SIGN_DRAWS)
+def mean_skewness(differences: Sequence[Numbers]) -> float:
+    """Return the mean skewness of several arms' differences; 0 if there are none."""
+    return float(np.mean([skewness(each) for each in differences])) if differences else 0.0
 
 
-def flips_can_decide(n: int, level: float) -> bool:
-    """Return whether n pairs are enough for the sign-flip test to be significant at this level."""
-    return n >= _FEWEST_FLIPPED and smallest_flip_p(n) <= level
+def differences(arm: ArrayLike, base: ArrayLike, log: bool) -> Numbers:
+    """Return arm − base, or log arm − log base."""
+    (arm_values, base_values), _ = _on_scale([arm, base], log)
+    return arm_values - base_values
 
 
 def holm(p_by_name: Mapping[str, float]) -> dict[str, float]:
@@ -171,7 +242,7 @@ class Spread:
 
 def spread(values: Sequence[float]) -> Spread:
     """Summarize one arm's values; statistics that are not defined are NaN."""
-    numbers = _finite(values, "values")
+    numbers = _finite(values)
     if not len(numbers):
         return Spread(0, NAN, NAN, NAN, NAN, NAN)
     mean = float(numbers.mean())
@@ -208,72 +279,81 @@ def mcnemar(arm_right: ArrayLike, base_right: ArrayLike) -> McNemar:
     return McNemar(int((arm & base).sum()), arm_only, base_only, int((~arm & ~base).sum()), p)
 
 
-@dataclass(frozen=True)
-class NonInferiority:
-    """The non-inferiority test: is an arm at most `limit` times as bad as the baseline?
+def over_examples(arm_right: ArrayLike, base_right: ArrayLike, alpha: float) -> Paired:
+    """Estimate the difference in accuracy for new seeds and new examples of the same population.
 
-    `ratio` is the ratio of the geometric means, `low` and `high` are the ends of its interval, and
-    `reason` explains an answer of "not shown" that the interval does not explain.
+    `arm_right` and `base_right` say for each seed (row) and test example (column) whether the
+    prediction was correct. Seeds and examples are both random, and crossed: the variance of the
+    mean is the sum of what seeds and examples contribute. Degrees of freedom are Satterthwaite's.
     """
-
-    answer: Literal["yes", "no", "not shown"]
-    limit: float
-    n: int
-    ratio: float
-    low: float
-    high: float
-    reason: str | None = None
-
-
-def noninferior(
-    arm: ArrayLike, base: ArrayLike, limit: float, *, lower_is_better: bool, alpha: float = 0.05
-) -> NonInferiority:
-    """Test arm ≤ limit × base if lower is better, and arm ≥ base / limit if higher is better.
-
-    The answer is "yes" if the whole interval of arm / base, with confidence 1 − alpha, is within
-    the limit, "no" if the whole interval is beyond it, and "not shown" otherwise.
-    """
-    if not limit >= 1:
-        raise BadInput(f"limit {limit:g} of non-inferiority must be 1 or more, e.g. 1.05")
-    values = np.concatenate([_finite(arm, "arm"), _finite(base, "base")])
-    if (values <= 0).any():
-        reason = f"a ratio needs values above 0, but one value is {values.min():g}"
-        return NonInferiority("not shown", limit, len(values) // 2, NAN, NAN, NAN, reason)
-    pair = paired(arm, base, alpha=alpha, log=True)
-    if pair.n < 2:
-        reason = f"an interval needs at least 2 paired seeds, not {pair.n}"
-        return NonInferiority("not shown", limit, pair.n, pair.effect, NAN, NAN, reason)
-    if lower_is_better:
-        inside, beyond = pair.high <= limit, pair.low > limit
-    else:
-        inside, beyond = pair.low >= 1 / limit, pair.high < 1 / limit
-    answer: Literal["yes", "no", "not shown"] = "yes" if inside else "no" if beyond else "not shown"
-    return NonInferiority(answer, limit, pair.n, pair.effect, pair.low, pair.high)
-
-
-def _differences(arm: ArrayLike, base: ArrayLike, log: bool) -> tuple[Numbers, float]:
-    """Return arm − base (or log arm − log base), and a bound on the rounding error of each."""
-    arm_values, base_values = _finite(arm, "arm"), _finite(base, "base")
-    if len(arm_values) != len(base_values):
+    arm, base = np.asarray(arm_right, float), np.asarray(base_right, float)
+    if arm.ndim != 2 or arm.shape != base.shape or min(arm.shape) < 2:
         raise BadInput(
-            "arm and base must have the same number of values, "
-            f"not {len(arm_values)} and {len(base_values)}"
+            "both arms must predict the same examples with at least 2 seeds, but the shapes are "
+            f"{arm.shape} and {base.shape}"
         )
-    if not len(arm_values):
-        return arm_values, 0.0
+    difference = arm - base
+    seeds, examples = difference.shape
+    by_seed, by_example = difference.mean(1), difference.mean(0)
+    mean = float(difference.mean())
+    residual = difference - by_seed[:, None] - by_example + mean
+    interaction = (residual**2).sum() / ((seeds - 1) * (examples - 1)) / (seeds * examples)
+    of_seeds, of_examples = by_seed.var(ddof=1) / seeds, by_example.var(ddof=1) / examples
+    variance = float(max(of_seeds + of_examples - interaction, of_seeds, of_examples))
+    if variance == 0:
+        return Paired(seeds, False, alpha, mean, mean, mean, 1.0 if mean == 0 else 0.0, 0.0)
+    freedom = variance**2 / (of_seeds**2 / (seeds - 1) + of_examples**2 / (examples - 1))
+    half_width = float(special.stdtrit(freedom, 1 - alpha / 2)) * math.sqrt(variance)
+    p = 2 * float(special.stdtr(freedom, -abs(mean) / math.sqrt(variance)))
+    std = math.sqrt(variance * seeds)
+    return Paired(seeds, False, alpha, mean, mean - half_width, mean + half_width, p, std)
+
+
+def probability_of_improvement(arm: ArrayLike, base: ArrayLike, lower_is_better: bool) -> float:
+    """Return how often a run of the arm beats a run of the baseline, over all pairs of runs.
+
+    A tie counts as one half.
+    """
+    arm_values, base_values = _finite(arm), _finite(base)
+    gaps = arm_values[:, None] - base_values
+    gaps = -gaps if lower_is_better else gaps
+    return float(((gaps > 0) + 0.5 * (gaps == 0)).mean()) if gaps.size else NAN
+
+
+def probability_above(limit: float, mean: float, std_of_mean: float, freedom: int) -> float:
+    """Return the posterior probability of an effect above a limit, under a flat prior.
+
+    The posterior is Student's t around the mean, if the variance was estimated with `freedom`
+    degrees of freedom.
+    """
+    if std_of_mean == 0:
+        return float(mean > limit)
+    return float(special.stdtr(freedom, (mean - limit) / std_of_mean))
+
+
+def _on_scale(values: Sequence[ArrayLike], log: bool) -> tuple[list[Numbers], float]:
+    """Return the values (their logs on the log scale), and a bound on a difference's rounding."""
+    numbers = [_finite(each) for each in values]
+    if len({len(each) for each in numbers}) > 1:
+        other = next(len(each) for each in numbers if len(each) != len(numbers[0]))
+        raise BadInput(
+            f"arm and base must have the same number of values, not {len(numbers[0])} and {other}"
+        )
+    if not len(numbers[0]):
+        return numbers, 0.0
     if log:
-        if min(arm_values.min(), base_values.min()) <= 0:
-            least = min(arm_values.min(), base_values.min())
+        least = min(each.min() for each in numbers)
+        if least <= 0:
             raise BadInput(f"the log scale needs values above 0, but one value is {least:g}")
-        arm_values, base_values = np.log(arm_values), np.log(base_values)
-    size = max(np.abs(arm_values).max(), np.abs(base_values).max(), 1.0 if log else 0.0)
-    return arm_values - base_values, 4 * float(np.finfo(float).eps * size)
+        numbers = [np.log(each) for each in numbers]
+    size = max(*(float(np.abs(each).max()) for each in numbers), 1.0 if log else 0.0)
+    return numbers, 4 * float(np.finfo(float).eps * size)
 
 
-def _finite(values: ArrayLike, name: str) -> Numbers:
+def _finite(values: ArrayLike) -> Numbers:
     numbers = np.asarray(values, float)
     if numbers.ndim != 1 or not np.isfinite(numbers).all():
-        raise BadInput(f"{name} must be a list of finite numbers, not {values!r}")
+        raise BadInput(f"values must be a list of finite numbers, not {values!r:.80}")
     return numbers
 
 
@@ -281,53 +361,44 @@ def _exp(x: float) -> float:
     return math.exp(x) if x < 709 else math.inf  # math.exp overflows near 710
 
 
-@cache
-def seen_by_t(n: int, alpha: float) -> float:
-    """Return the mean, in standard deviations, that a t test of n pairs detects with 80 % power."""
-    critical = special.stdtrit(n - 1, 1 - alpha / 2)
-
-    def excess_power(effect: float) -> float:
-        shift = effect * np.sqrt(n)
-        # The probability of a significant result with the wrong sign; scipy gives NaN near 0.
-        wrong_sign = np.nan_to_num(special.nctdtr(n - 1, shift, -critical))
-        return 1 - special.nctdtr(n - 1, shift, critical) + wrong_sign - POWER
-
-    high = 1.0
-    while excess_power(high) < 0:
-        high *= 2
-    return float(brentq(excess_power, 0.0, high, xtol=1e-10))
+def power_of_t(effect: ArrayLike, n: int, critical: float) -> Numbers:
+    """Return the probability that a t test of n pairs finds an effect, in standard deviations."""
+    shift = np.asarray(effect, float) * math.sqrt(n)
+    # The probability of a significant result with the wrong sign; scipy gives NaN near 0.
+    wrong_sign = np.nan_to_num(special.nctdtr(n - 1, shift, -critical))
+    return np.asarray(1 - special.nctdtr(n - 1, shift, critical) + wrong_sign)
 
 
 @cache
-def seen_by_rule(n: int, level: float, arms: int = 1) -> float:
-    """Return the mean, in standard deviations, that the verdict's rule detects with 80 % power.
+def effect_found(n: int, alpha: float, power: float) -> float:
+    """Return the effect, in standard deviations, that a t test finds with this probability."""
+    critical = t_critical(n, alpha)
+    return _root(lambda effect: float(power_of_t(effect, n, critical)) - power)
 
-    The rule requires that both the t test and the sign-flip test find a difference. The t test uses
-    the strictest level of Holm's correction, level / arms. For up to 10 pairs, the power is
-    simulated with normally distributed differences from a fixed seed. For more pairs, and for too
-    few pairs for the sign-flip test, the power of the t test alone is used.
+
+@cache
+def could_have_found(n: int, alpha: float) -> float:
+    """Return the effect that n pairs could have found, in *estimated* standard deviations.
+
+    The estimate of few pairs is often far below the true standard deviation. The effect is so
+    large that the test finds it with a probability of 80 % on average over the estimates, and,
+    with 95 % confidence, with a probability of at least 50 %.
     """
-    least = seen_by_t(n, level / arms)
-    if n > _MOST_SIMULATED or not flips_can_decide(n, level):
-        return least
-    noise = np.random.default_rng(0).standard_normal((_POWER_DRAWS, n))
-    patterns = signs(n)
-    flipped_sums, shifts = noise @ patterns.T, patterns.sum(-1)
-    mean, std = noise.mean(-1), noise.std(-1, ddof=1)
-    critical = special.stdtrit(n - 1, 1 - level / arms / 2)
+    freedom = n - 1
+    shares = (np.arange(400) + 0.5) / 400
+    estimates = np.sqrt(2 * special.gammaincinv(freedom / 2, shares) / freedom)
+    smallest = math.sqrt(2 * special.gammaincinv(freedom / 2, 0.05) / freedom)
+    critical = t_critical(n, alpha)
 
-    def excess_power(effect: float) -> float:
-        by_t = np.abs(mean + effect) * np.sqrt(n) > critical * std
-        observed = n * np.abs(mean + effect)[by_t, None] - 1e-9
-        p = (np.abs(flipped_sums[by_t] + effect * shifts) >= observed).mean(-1)
-        return np.count_nonzero(p <= level) / _POWER_DRAWS - POWER
+    def excess_power(factor: float) -> float:
+        return float(power_of_t(factor * estimates, n, critical).mean()) - POWER
 
-    low, high = least, 2 * least
-    if excess_power(low) >= 0:
-        return least
-    while excess_power(high) < 0:
+    return max(_root(excess_power), effect_found(n, alpha, LEAST_POWER) / smallest)
+
+
+def _root(excess: Callable[[float], float]) -> float:
+    """Return where an increasing function that starts below 0 crosses 0."""
+    high = 1.0
+    while excess(high) < 0:
         high *= 2
-    for _ in range(12):  # bisection
-        middle = (low + high) / 2
-        low, high = (middle, high) if excess_power(middle) < 0 else (low, middle)
-    return high
+    return float(brentq(excess, 0.0, high, xtol=1e-10))

@@ -296,6 +296,7 @@ def time_arms(
     device: torch.device,
     seconds: float = 120.0,
     width: float = 0.01,
+    alpha: float = 0.05,
     block: int | None = None,
     seed: int = 0,
     say: Callable[[str], None] = lambda line: None,
@@ -306,6 +307,8 @@ def time_arms(
         seconds: time limit for the rounds and for rebuilding the arms, after the first build.
         width: target width of every 95 % interval, including the control's, relative to the
             ratio: 0.01 means ±0.5 %.
+        alpha: the reported intervals of all arms hold together with confidence 1 − alpha. The
+            control's interval has 95 %.
         block: steps per block; by default, enough steps for an accurate time.
         seed: random seed for the order in which arms are timed and rebuilt.
     """
@@ -351,8 +354,9 @@ def time_arms(
         index for pair in range(len(rounds.starts) // 2) for index in blocks.of_pair(pair)
     }
     drift = drift_of(rounds.device_seconds(baseline), rounds.began, rounds.starts)
-    watched, ratios = watching.watched(), rounds.ratios()
-    reasons = reasons_unproven(rounds, ratios[CONTROL], drift, watched)
+    watched, control = watching.watched(), rounds.ratios()[CONTROL]
+    ratios = rounds.ratios(alpha / max(1, len(recipes) - 1)) | {CONTROL: control}
+    reasons = reasons_unproven(rounds, control, drift, watched)
     say(
         f"{rounds.builds} builds, {len(rounds.starts)} rounds of {blocks.steps} steps in "
         f"{rounds.seconds:.0f} s, "
@@ -459,7 +463,7 @@ def time_steps(plan: Plan, data_dir: Path | None, say: Callable[[str], None]) ->
     say(f"timing {len(recipes)} arms and a control for at most {plan.clock.seconds:.0f} s")
     timing = time_arms(
         recipes, prepared, baseline=plan.baseline.name, device=choose_device(base.train.device),
-        seconds=plan.clock.seconds, width=plan.clock.width, say=say,
+        seconds=plan.clock.seconds, width=plan.clock.width, alpha=plan.rules.time_level, say=say,
     )  # fmt: skip
     arms = {name: _arm_evidence(name, timing) for name in timing.arms}
     return timing.to_dict() | {"arms": arms, "control": arms[CONTROL]}

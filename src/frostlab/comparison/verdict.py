@@ -1,63 +1,113 @@
-"""Verdicts on arms: one word and one sentence per arm, from its values by seed and the rules.
+"""Verdicts on pairs of arms: one word and one sentence, read off the interval of their difference.
 
-An arm is a variant of a recipe that was trained with several seeds, and is compared with another
-arm, the baseline, on the same seeds. An arm is better or worse if the t test finds a difference
-after Holm's correction, and the sign-flip test, where it can decide, finds it too.
+An arm is a variant of a recipe that was trained with several seeds. A statement compares it with
+another arm, the baseline, on the same seeds. All statements of a comparison form one family: their
+intervals hold together, with the confidence that the rules ask for. An arm is better or worse if
+its interval excludes zero.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from types import MappingProxyType
+from dataclasses import asdict, dataclass, field, replace
+from statistics import fmean
 from typing import Any, Literal
 
 from frostlab.comparison.plan import LEAST_SEEDS, Rules
 from frostlab.comparison.statistics import (
-    NonInferiority,
+    Numbers,
     Paired,
-    flips_can_decide,
-    holm,
-    noninferior,
+    anytime_critical,
+    could_have_found,
+    differences,
+    mean_skewness,
     paired,
-    seen_by_rule,
+    probability_above,
+    probability_of_improvement,
+    skew_limit,
+    t_critical,
 )
 from frostlab.errors import BadInput, nearest
 from frostlab.storage import finite
 
 Word = Literal[
-    "better", "worse", "no difference found", "too few seeds", "confounded", "unproven"
+    "better", "worse", "no difference found", "identical", "at chance", "did not finish",
+    "too few seeds", "confounded", "unproven",
 ]  # fmt: skip
 # The meaning of every word, for the documentation and for pages, in the documentation's order.
 MEANINGS: dict[Word, str] = {
-    "better": (
-        "the t test finds a difference in favour of the arm; "
-        "the sign-flip test does not contradict it"
-    ),
-    "worse": (
-        "the t test finds a difference to the arm's disadvantage; "
-        "the sign-flip test does not contradict it"
-    ),
+    "better": "the whole interval of the effect is in favour of the arm",
+    "worse": "the whole interval of the effect is to the arm's disadvantage",
     "no difference found": (
-        "the tests find no difference; "
-        "the sentence gives the smallest effect they could have detected"
+        "the interval includes no effect; "
+        "the sentence gives the costs that it does not exclude, and what could have been found"
     ),
-    "too few seeds": f"fewer than {LEAST_SEEDS} pairs of runs",
+    "identical": "both arms ended with the same weights for every seed",
+    "at chance": "neither arm learned more than chance, so nothing can be compared",
+    "did not finish": f"fewer than {LEAST_SEEDS} pairs finished, because runs diverged or failed",
+    "too few seeds": f"fewer than {LEAST_SEEDS} pairs of runs were planned or could be paired",
     "confounded": "a setting differs that is not part of the comparison",
-    "unproven": (
-        "the runs differ in more than the compared settings, or the timing cannot be trusted"
-    ),
+    "unproven": "the sentence says why the values prove nothing",
 }
+Answer = Literal["yes", "no", "not shown"]
 Values = Mapping[int, float]  # by seed
-_EMPTY: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The values of one arm's runs.
+
+    A seed in `missing` has no value, because its run diverged or failed; `missing` gives the
+    reason. If settings were tuned, `tried` holds the values of every setting that was tried, and
+    `values` those of the setting that was chosen for each seed.
+    """
+
+    values: Values
+    missing: Mapping[int, str] = field(default_factory=dict)
+    tried: tuple[Values, ...] = ()
+
+    @property
+    def seeds(self) -> set[int]:
+        """The seeds with a value or with a run that is missing."""
+        return {*self.values, *self.missing}
+
+
+@dataclass(frozen=True)
+class Statement:
+    """Two arms that are compared, and what is known about them besides their values."""
+
+    arm: str
+    baseline: str
+    confounds: tuple[str, ...] = ()  # settings that differ and are not compared
+    together: tuple[str, ...] = ()  # compared settings that differ together, if more than one
+    unproven: str | None = None  # why the values prove nothing
+    identical: bool = False  # whether both arms ended with the same weights for every seed
+    at_chance: bool = False  # whether neither arm learned more than chance
+    population: Paired | None = None  # the effect for other test examples of the same population
+
+
+@dataclass(frozen=True)
+class Margin:
+    """The largest cost that does not matter, and whether the interval excludes a larger one.
+
+    `limit` is the margin in the rules' unit: a factor for perplexity, a factor of the error rate
+    for accuracies, a difference for correlations. `largest` is the largest cost inside the
+    interval, in the unit of the effect; None if the interval does not bound it.
+    """
+
+    answer: Answer
+    limit: float
+    cost: float  # the margin in the unit of the effect, as a cost: a ratio, or a difference
+    largest: float | None
+    probability_above: float | None  # posterior probability of a larger cost
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on one arm for one metric, and the numbers behind it.
+    """The verdict on one statement, and the numbers behind it.
 
-    `could_have_seen` is the smallest effect that the t test and the sign-flip test both find with
-    80 % power, given the number of pairs and the standard deviation of their differences. It is in
-    the metric's unit or, on the log scale, a ratio − 1.
+    `could_have_seen` is the effect that the comparison would have found with a probability of 80 %
+    on average, given its number of pairs and their spread, in the metric's unit or, on the log
+    scale, as a ratio − 1.
     """
 
     arm: str
@@ -65,10 +115,16 @@ class Verdict:
     metric: str
     word: Word
     sentence: str
+    family: int  # number of statements whose intervals hold together
     paired: Paired | None
-    p_adjusted: float | None
     could_have_seen: float | None
-    noninferior: NonInferiority | None
+    margin: Margin | None
+    anytime: tuple[float, float] | None  # interval that holds however often one looks
+    improvement: float | None  # how often a run of the arm beats a run of the baseline
+    population: Paired | None
+    skewed: float | None  # skewness of the differences if it makes false alarms more frequent
+    missing: dict[str, int]  # by arm: runs that diverged or failed
+    together: tuple[str, ...]  # compared settings that differ together, if more than one
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -78,170 +134,270 @@ class Verdict:
 
 
 def judge(
-    arms: Mapping[str, Values],
-    baseline: str,
+    arms: Mapping[str, Scores],
+    statements: Mapping[str, Statement],
     rules: Rules,
-    *,
-    confounds: Mapping[str, Sequence[str]] = _EMPTY,
-    failed: Mapping[str, Sequence[int]] = _EMPTY,
-    unproven: Mapping[str, str] = _EMPTY,
+    family: int | None = None,
 ) -> dict[str, Verdict]:
-    """Judge every arm against the baseline on the rules' metric, over the seeds that both have.
+    """Judge every statement, by its name.
 
-    Holm's correction counts every arm, even an arm with too few values, because the arms were
-    fixed before the first run.
-
-    Args:
-        arms: the metric's values by arm and seed.
-        confounds: by arm, the settings that differ from the baseline but are not compared.
-        failed: by arm, the seeds without a value.
-        unproven: by arm, the reason why its values prove nothing.
+    `family` is the number of all statements of the comparison, if it makes more than these. Each
+    interval has confidence 1 − level / family, so all of them together hold with confidence
+    1 − level.
     """
-    _check_names(arms, baseline, confounds, failed, unproven)
-    family = {arm: (arm, baseline) for arm in arms if arm != baseline}
-    return judge_family(
-        arms, family, rules, "arms", confounds=confounds, failed=failed, unproven=unproven
-    )
+    _check(arms, statements, rules)
+    size = family or len(statements)
+    worst = _worst(arms, rules)
+    cases = {
+        name: _Case(statement, arms[statement.arm], arms[statement.baseline], rules, size, worst)
+        for name, statement in statements.items()
+    }
+    pool = _Pool.of(list(cases.values()))
+    return {name: case.verdict(pool) for name, case in cases.items()}
 
 
-def judge_family(
-    arms: Mapping[str, Values],
-    family: Mapping[str, tuple[str, str]],
-    rules: Rules,
-    members: str,
-    *,
-    confounds: Mapping[str, Sequence[str]] = _EMPTY,
-    failed: Mapping[str, Sequence[int]] = _EMPTY,
-    unproven: Mapping[str, str] = _EMPTY,
-) -> dict[str, Verdict]:
-    """Judge named pairs of arms, with Holm's correction over all pairs.
+def _check(arms: Mapping[str, Scores], statements: Mapping[str, Statement], rules: Rules) -> None:
+    """Refuse unknown arms, missing runs that have a value, and values that have no logarithm."""
+    for statement in statements.values():
+        for name in (statement.arm, statement.baseline):
+            if name not in arms:
+                raise BadInput(f"`{name}` is not among the arms{nearest(name, arms)}")
+        if statement.arm == statement.baseline:
+            raise BadInput(f"`{statement.arm}` is compared with itself")
+    for name, scores in arms.items():
+        if both := sorted(set(scores.missing) & set(scores.values)):
+            raise BadInput(f"seed {both[0]} of `{name}` is missing and has a value")
+        for values in (scores.values, *scores.tried):
+            for seed, value in values.items():
+                if rules.log and value <= 0:
+                    raise BadInput(
+                        f"seed {seed} of `{name}` has {rules.metric} {value:g}: "
+                        "on the log scale, values must be above 0"
+                    )
 
-    `family` maps each name to an arm and its baseline. `confounds` and `unproven` have the same
-    keys; the keys of `arms` and `failed` are arms. `members` is the word for the pairs in
-    sentences, such as "arms" or "questions".
-    """
-    usable, lost_seed_notes = _usable_values(arms, failed, rules)
-    pairs = {name: _pair(usable[a], usable[b], rules) for name, (a, b) in family.items()}
-    adjusted = holm({name: math.nan if pair is None else pair.p for name, pair in pairs.items()})
-    verdicts = {}
-    for name, pair in pairs.items():
-        arm, baseline = family[name]
-        case = _Case(arm, baseline, rules, pair, adjusted[name], len(pairs), members)
-        limit = _noninferior(usable[arm], usable[baseline], rules)
-        notes = [*lost_seed_notes.get(baseline, ()), *lost_seed_notes.get(arm, ())]
-        notes += _notes_on_unpaired_seeds(arm, baseline, arms, failed)
-        history = rules.history()
-        notes += [history] if history else []
-        if reason := unproven.get(name):
-            notes += [f"unproven: {reason}"]
-            limit = limit and replace(limit, answer="not shown", reason=f"unproven: {reason}")
-        if confounding := confounds.get(name, ()):
-            notes += [f"confounded by {', '.join(confounding)}"]
-            limit = limit and replace(
-                limit, reason="; ".join(filter(None, (limit.reason, notes[-1])))
-            )
-        word, sentence, more_notes = case.decide(tuple(confounding), reason)
-        verdicts[name] = Verdict(
-            arm=arm,
-            baseline=baseline,
-            metric=rules.metric,
-            word=word,
-            sentence=sentence,
-            paired=pair,
-            p_adjusted=None if math.isnan(adjusted[name]) else adjusted[name],
-            could_have_seen=case.could_have_seen,
-            noninferior=limit,
-            notes=(*notes, *more_notes),
-        )
-    return verdicts
+
+def _worst(arms: Mapping[str, Scores], rules: Rules) -> float | None:
+    """Return the worst finite value of all runs, which stands for a run that is missing."""
+    values = [
+        value
+        for scores in arms.values()
+        for by_seed in (scores.values, *scores.tried)
+        for value in by_seed.values()
+        if math.isfinite(value)
+    ]
+    return (max if rules.lower_is_better else min)(values, default=None)
 
 
 @dataclass(frozen=True)
-class _Case:
-    """The numbers of one pair of arms, from which the word and the sentence follow."""
+class _Pool:
+    """What the statements about one baseline have in common: skewness and variance."""
 
-    arm: str
     baseline: str
-    rules: Rules
-    pair: Paired | None
-    p: float  # after Holm's correction
-    family_size: int  # number of pairs in Holm's correction
-    members: str  # word for these pairs in sentences
+    arms: int
+    skewness: float
+    variance: float
+    freedom: int
+
+    @classmethod
+    def of(cls, cases: Sequence["_Case"]) -> "_Pool | None":
+        """Pool the statements with the first statement's baseline; None if they have no pairs."""
+        same = [
+            case
+            for case in cases
+            if case.statement.baseline == cases[0].statement.baseline
+            and case.n >= LEAST_SEEDS
+            and case.pair is not None
+        ]
+        if not same:
+            return None
+        freedom = sum(case.n - 1 for case in same)
+        return cls(
+            baseline=same[0].statement.baseline,
+            arms=len(same),
+            skewness=mean_skewness([case.differences for case in same]),
+            variance=sum((case.n - 1) * case.pair.std**2 for case in same if case.pair) / freedom,
+            freedom=freedom,
+        )
+
+
+class _Case:
+    """One statement with its numbers, from which the word and the sentence follow."""
+
+    def __init__(
+        self,
+        statement: Statement,
+        arm: Scores,
+        base: Scores,
+        rules: Rules,
+        family: int,
+        worst: float | None,
+    ) -> None:
+        self.statement, self.rules, self.family = statement, rules, family
+        self.seeds = sorted(arm.seeds & base.seeds)
+        self.left_out = {
+            statement.arm: sorted(arm.seeds - base.seeds),
+            statement.baseline: sorted(base.seeds - arm.seeds),
+        }
+        self.why = {
+            name: _missing(scores, self.seeds)
+            for name, scores in ((statement.arm, arm), (statement.baseline, base))
+        }
+        self.missing = {name: len(reasons) for name, reasons in self.why.items() if reasons}
+        self.finished = len(
+            set(self.seeds) - {seed for reasons in self.why.values() for seed in reasons}
+        )
+        self.level = rules.level / family
+        self.arm_values = [
+            _filled(values, self.seeds, worst) for values in (arm.values, *arm.tried)
+        ]
+        self.base_values = [
+            _filled(values, self.seeds, worst) for values in (base.values, *base.tried)
+        ]
+        self.pair = self._pair(None)
 
     @property
     def n(self) -> int:
-        return self.pair.n if self.pair else 0
+        return len(self.seeds)
+
+    def _pair(self, critical: float | None) -> Paired | None:
+        """Compare the values, in which the worst of all runs stands for each missing run.
+
+        A missing run may be worse than the worst that finished. So if one arm misses more runs than
+        the other, the interval is unbounded on the side that is to its disadvantage.
+        """
+        if not self.arm_values[0]:
+            return None
+        pair = paired(
+            self.arm_values[0], self.base_values[0], alpha=self.level, log=self.rules.log,
+            arm_tried=self.arm_values[1:],
+            base_tried=self.base_values[1:],
+            critical=critical,
+        )  # fmt: skip
+        more = self.missing.get(self.statement.arm, 0) - self.missing.get(
+            self.statement.baseline, 0
+        )
+        if more == 0 or pair.n < 2:
+            return pair
+        if (more > 0) == self.rules.lower_is_better:  # the effect may be higher than known
+            return _unbounded(pair, above=True)
+        return _unbounded(pair, above=False)
 
     @property
-    def could_have_seen(self) -> float | None:
-        if self.pair is None or self.n < LEAST_SEEDS:
-            return None
-        least = seen_by_rule(self.n, self.rules.level, self.family_size) * self.pair.std
-        return math.expm1(min(least, 700)) if self.rules.log else least  # expm1 overflows near 710
+    def differences(self) -> Numbers:
+        return differences(self.arm_values[0], self.base_values[0], self.rules.log)
 
-    def decide(
-        self, confounding: tuple[str, ...], unproven: str | None
-    ) -> tuple[Word, str, tuple[str, ...]]:
-        """Return the word, its sentence and further notes.
-
-        `confounding` lists the confounds; `unproven` is the reason why the values prove nothing.
-        """
-        arm, baseline, on = self.arm, self.baseline, f"on {self.rules.metric}"
-        p = _p_text(self.p, self.family_size, self.members)
-        numbers = f"{_effect_text(self.pair)}, {p}, {_seeds_text(self.n)}"
-        if confounding:
-            sentence = f"{arm} is confounded by {', '.join(confounding)} {on}: {numbers}; "
-            return "confounded", f"{sentence}more than the treatment differs.", ()
-        if unproven:
-            sentence = f"{arm} against {baseline} {on} is unproven ({unproven}): {numbers}."
-            return "unproven", sentence, ()
-        if self.pair is None or self.n < LEAST_SEEDS:
-            sentence = f"too few seeds to judge {arm} against {baseline} {on}: {numbers}; "
-            return "too few seeds", f"{sentence}at least {LEAST_SEEDS} are needed.", ()
-        by_t, by_flips = self.p <= self.rules.level, self._by_flips()
-        if by_t and by_flips is not False:
-            higher = self.pair.effect > (1 if self.rules.log else 0)
-            word: Word = "worse" if higher == self.rules.lower_is_better else "better"
-            sentence = f"{arm} is {word} than {baseline} {on}: {numbers}"
-            return word, f"{sentence}{self._small_effect()}.", self._note_without_flips()
-        seen = self.could_have_seen or 0.0
-        sentence = (
-            f"no difference found between {arm} and {baseline} {on}: {numbers}"
-            f"{self._disagreement(by_t, by_flips)}; could have seen ≥ "
-            f"{_size_text(seen, self.rules.log)}."
+    def verdict(self, pool: "_Pool | None") -> Verdict:
+        skewed = self._skewed(pool)
+        word, reason = self._word()
+        margin = self._margin(pool, word)
+        statement = self.statement
+        return Verdict(
+            arm=statement.arm,
+            baseline=statement.baseline,
+            metric=self.rules.metric,
+            word=word,
+            sentence=self._sentence(word, reason, margin, skewed),
+            family=self.family,
+            paired=self.pair,
+            could_have_seen=self.could_have_seen,
+            margin=margin,
+            anytime=self._anytime(),
+            improvement=self._improvement(),
+            population=self.population,
+            skewed=skewed,
+            missing=self.missing,
+            together=statement.together,
+            notes=tuple(self._notes(word, margin, skewed)),
         )
-        return "no difference found", sentence, self._note_on_missed_effect(seen)
 
-    def _by_flips(self) -> bool | None:
-        """Return whether the sign-flip test finds a difference; None if there are too few pairs.
+    def _word(self) -> tuple[Word, str]:
+        """Return the word, and the reason for a word that is not read off the interval."""
+        statement, pair = self.statement, self.pair
+        if statement.confounds:
+            return "confounded", ", ".join(statement.confounds)
+        if statement.unproven:
+            return "unproven", statement.unproven
+        if self.n < LEAST_SEEDS:
+            return "too few seeds", ""
+        if self.finished < LEAST_SEEDS or pair is None:
+            return "did not finish", ""
+        if statement.identical:
+            return "identical", ""
+        if statement.at_chance:
+            return "at chance", ""
+        if pair.std == 0:
+            same = "every pair has the same value, so the metric cannot tell the arms apart"
+            size = _effect_text(pair).partition(" (")[0]
+            equal = f"all {self.n} differences are equal ({size}), which noise does not give"
+            return "unproven", same if pair.effect == self._none else equal
+        if pair.low > self._none:
+            return ("worse" if self.rules.lower_is_better else "better"), ""
+        if pair.high < self._none:
+            return ("better" if self.rules.lower_is_better else "worse"), ""
+        return "no difference found", ""
 
-        The p of this test is not adjusted: with 6 seeds it is at least 0.03125, so after Holm's
-        correction over two arms it could never be below 0.05.
-        """
-        if self.pair is None or self.pair.p_flip is None:
-            return None
-        can_decide = flips_can_decide(self.n, self.rules.level)
-        return self.pair.p_flip <= self.rules.level if can_decide else None
+    @property
+    def _none(self) -> float:
+        """The effect of no difference: the ratio 1 or the difference 0."""
+        return 1.0 if self.rules.log else 0.0
 
-    def _disagreement(self, by_t: bool, by_flips: bool | None) -> str:
-        """Return the part of the sentence about tests that disagree, or "".
+    def _sentence(
+        self, word: Word, reason: str, margin: Margin | None, skewed: float | None
+    ) -> str:
+        arm, baseline = self.statement.arm, self.statement.baseline
+        on = f"on {self.rules.metric} (these test examples)"
+        numbers = f"{self._numbers()}{self._missing_text()}"
+        ending = self._together() + self._skew_text(skewed)
+        if word in ("better", "worse"):
+            small = self._small_effect()
+            return f"{arm} is {word} than {baseline} {on}: {numbers}{small}{ending}."
+        if word == "no difference found":
+            seen = _size_text(self.could_have_seen or 0.0, self.rules.log)
+            excluded = f"; {_excluded(margin, self.rules)}" if margin else ""
+            return (
+                f"no difference found between {arm} and {baseline} {on}: {numbers}{excluded}; "
+                f"could have found ≥ {seen}{self._together()}."
+            )
+        text = {
+            "identical": f"{arm} and {baseline} are identical: they ended with the same weights "
+            f"for every seed, so they are one arm under two names; {numbers}.",
+            "at chance": f"{arm} and {baseline} are at chance {on}: neither learned anything that "
+            f"could differ; {numbers}.",
+            "did not finish": f"{arm} against {baseline} {on}: only {self.finished} of {self.n} "
+            f"pairs finished{self._missing_text()}; at least {LEAST_SEEDS} are needed.",
+            "too few seeds": f"too few seeds to judge {arm} against {baseline} {on}: {numbers}; "
+            f"at least {LEAST_SEEDS} are needed.",
+            "confounded": f"{arm} is confounded by {reason} {on}: {numbers}; "
+            "more than the treatment differs.",
+            "unproven": f"{arm} against {baseline} {on} is unproven ({reason}): {numbers}.",
+        }
+        return text[word]
 
-        A t test that is significant without Holm's correction does not contradict the sign flips.
-        """
-        assert self.pair is not None
-        uncorrected = self.pair.p <= self.rules.level
-        if by_flips is None or by_flips == by_t or (by_flips and uncorrected):
+    def _numbers(self) -> str:
+        n = f"{self.n} paired seed{'s' * (self.n != 1)}"
+        return f"{_effect_text(self.pair, self.family, self.rules.level)}, {n}"
+
+    def _missing_text(self) -> str:
+        """Return the part of the sentence about runs that diverged or failed, or ""."""
+        return "".join(
+            f"; {len(reasons)} of {self.n} runs of {name} {_and(sorted(set(reasons.values())))}, "
+            "which counts as the worst"
+            for name, reasons in self.why.items()
+            if reasons
+        )
+
+    def _together(self) -> str:
+        together = self.statement.together
+        if not together:
             return ""
-        yes, no = ("t", "sign-flip") if by_t else ("sign-flip", "t")
-        flips = f"sign-flip p = {self.pair.p_flip:.3g}"
-        return f"; the {yes} test finds a difference, but the {no} test does not ({flips})"
+        return f"; {_and(together)} differ together, so neither alone is shown to be the cause"
 
-    def _note_without_flips(self) -> tuple[str, ...]:
-        if flips_can_decide(self.n, self.rules.level):
-            return ()
-        at = f"at {self.rules.level:.4g}"
+    def _skew_text(self, skewed: float | None) -> str:
+        if skewed is None:
+            return ""
         return (
-            f"{self.n} pairs are too few for the sign-flip test {at}: the t test decided alone",
+            f"; the noise is skewed ({skewed:+.2g}) towards the other side, "
+            "so a rare run may undo this"
         )
 
     def _small_effect(self) -> str:
@@ -258,121 +414,200 @@ class _Case:
         )
         return text if small else ""
 
-    def _note_on_missed_effect(self, seen: float) -> tuple[str, ...]:
-        least = self.rules.minimum_effect
-        if least is None or seen <= least:
-            return ()
-        return (
-            f"an effect of interest, {_size_text(least, self.rules.log)}, may have been missed",
+    def _skewed(self, pool: "_Pool | None") -> float | None:
+        """Return the skewness if the differences have a long tail on the other side of zero.
+
+        Noise with such a tail makes a t interval too short on that side, most of all if no run of
+        the tail was drawn. So the skewness of all arms counts, and a moderate one is enough.
+        """
+        if self.pair is None or self.n < LEAST_SEEDS or not math.isfinite(self.pair.std):
+            return None
+        sign = 1.0 if self.pair.effect > self._none else -1.0
+        own = mean_skewness([self.differences])
+        pooled = pool is not None and pool.baseline == self.statement.baseline
+        if pool is not None and pooled and -sign * pool.skewness > skew_limit(self.n, pool.arms):
+            return pool.skewness
+        return own if -sign * own > skew_limit(self.n, 1) else None
+
+    @property
+    def could_have_seen(self) -> float | None:
+        """The effect that could have been found; the widest side of the interval counts."""
+        if self.pair is None or self.n < LEAST_SEEDS or not self.pair.std:
+            return None
+        ends = [self.pair.effect, self.pair.low, self.pair.high]
+        if not all(0 < end < math.inf if self.rules.log else math.isfinite(end) for end in ends):
+            return None
+        effect, low, high = (math.log(end) for end in ends) if self.rules.log else ends
+        standard_error = max(effect - low, high - effect) / t_critical(self.n, self.level)
+        least = could_have_found(self.n, self.level) * standard_error * math.sqrt(self.n)
+        return math.expm1(min(least, 700)) if self.rules.log else least  # expm1 overflows near 710
+
+    @property
+    def population(self) -> Paired | None:
+        """The effect for other test examples; it is never surer than the one for these."""
+        population, pair = self.statement.population, self.pair
+        if population is None or pair is None:
+            return None
+        low, high = min(population.low, pair.low), max(population.high, pair.high)
+        return replace(population, low=low, high=high, p=max(population.p, pair.p))
+
+    def _margin(self, pool: "_Pool | None", word: Word) -> Margin | None:
+        """Return whether the interval excludes a cost above the margin of the rules."""
+        limit, pair = self.rules.margin, self.pair
+        if limit is None or pair is None or pair.n < 2:
+            return None
+        cost = self.rules.margin_as_cost(fmean(self.base_values[0]))
+        lower_is_better = self.rules.lower_is_better
+        if self.rules.log:
+            # A cost is a ratio to the baseline's, so that a larger one is worse.
+            ends = [pair.effect, pair.low, pair.high]
+            if not lower_is_better:
+                ends = [1 / end if end else math.inf for end in (pair.effect, pair.high, pair.low)]
+        else:
+            sign = 1.0 if lower_is_better else -1.0
+            ends = sorted([sign * pair.low, sign * pair.high])
+            ends = [sign * pair.effect, *ends]
+        effect, low, high = ends
+        answer: Answer = "yes" if high <= cost else "no" if low > cost else "not shown"
+        if word in ("confounded", "unproven", "did not finish", "too few seeds", "at chance"):
+            answer = "not shown"
+        return Margin(
+            answer=answer,
+            limit=limit,
+            cost=cost,
+            largest=high if math.isfinite(high) else None,
+            probability_above=self._probability_above(cost, effect, pool),
         )
 
+    def _probability_above(self, cost: float, effect: float, pool: "_Pool | None") -> float | None:
+        """Return the posterior probability of a cost above the margin; None if runs are missing."""
+        if self.missing or self.n < LEAST_SEEDS or self.pair is None:
+            return None
+        variance, freedom = self.pair.std**2, self.n - 1
+        if pool is not None and pool.baseline == self.statement.baseline:
+            variance, freedom = pool.variance, pool.freedom
+        if self.rules.log:
+            if not (0 < effect < math.inf):
+                return None
+            cost, effect = math.log(cost), math.log(effect)
+        return probability_above(cost, effect, math.sqrt(variance / self.n), freedom)
 
-def _check_names(
-    arms: Mapping[str, Values],
-    baseline: str,
-    confounds: Mapping[str, Sequence[str]],
-    failed: Mapping[str, Sequence[int]],
-    unproven: Mapping[str, str],
-) -> None:
-    """Refuse unknown arms, a baseline without other arms, and failed seeds that have a value."""
-    if baseline not in arms:
-        raise BadInput(f"baseline `{baseline}` is not among the arms{nearest(baseline, arms)}")
-    if len(arms) < 2:
-        raise BadInput(f"baseline `{baseline}` is the only arm; a comparison needs another")
-    parameters = {"confounds": confounds, "failed": failed, "unproven": unproven}
-    for parameter, mapping in parameters.items():
-        for arm in mapping:
-            if arm not in arms or (arm == baseline and parameter != "failed"):
-                hint = nearest(arm, arms)
-                raise BadInput(f"{parameter} names `{arm}`, which is not an arm to judge{hint}")
-    for arm, seeds in failed.items():
-        if both := sorted(set(seeds) & set(arms[arm])):
-            raise BadInput(f"seed {both[0]} of `{arm}` failed and has a value: it cannot be both")
+    def _anytime(self) -> tuple[float, float] | None:
+        """Return the interval that holds however often one looks; None with too few pairs."""
+        if self.n < LEAST_SEEDS:
+            return None
+        pair = self._pair(min(anytime_critical(self.n, self.level), 1e6))
+        return None if pair is None else (pair.low, pair.high)
 
+    def _improvement(self) -> float | None:
+        arm, base = self.arm_values[0], self.base_values[0]
+        if not arm:
+            return None
+        return probability_of_improvement(arm, base, self.rules.lower_is_better)
 
-def _usable_values(
-    arms: Mapping[str, Values], failed: Mapping[str, Sequence[int]], rules: Rules
-) -> tuple[dict[str, dict[int, float]], dict[str, list[str]]]:
-    """Return the finite values by arm and seed, and by arm a note on its seeds without a value."""
-    usable, lost_seed_notes = {}, {}
-    for arm, values in arms.items():
-        usable[arm] = {seed: value for seed, value in values.items() if math.isfinite(value)}
-        for seed, value in usable[arm].items():
-            if rules.log and value <= 0:
-                raise BadInput(
-                    f"seed {seed} of `{arm}` has {rules.metric} {value:g}: "
-                    "on the log scale, values must be above 0"
-                )
-        lost = [str(seed) for seed in sorted(failed.get(arm, ()))]
-        lost += [f"{seed} ({values[seed]})" for seed in sorted(set(values) - set(usable[arm]))]
-        if lost:
-            consequence = "the verdict rests on the runs that finished"
-            lost_seed_notes[arm] = [f"failed seeds of {arm}: {', '.join(lost)}; {consequence}"]
-    return usable, lost_seed_notes
-
-
-def _notes_on_unpaired_seeds(
-    arm: str, baseline: str, arms: Mapping[str, Values], failed: Mapping[str, Sequence[int]]
-) -> list[str]:
-    """Return notes on the seeds that only one of the two arms has."""
-    arm_seeds = {*arms[arm], *failed.get(arm, ())}
-    base_seeds = {*arms[baseline], *failed.get(baseline, ())}
-    notes = []
-    for name, seeds in ((arm, arm_seeds - base_seeds), (baseline, base_seeds - arm_seeds)):
-        if seeds:
-            listed = ", ".join(str(seed) for seed in sorted(seeds))
-            notes.append(f"seeds that only {name} has are left out: {listed}")
-    return notes
-
-
-def _pair(arm: Values, base: Values, rules: Rules) -> Paired | None:
-    seeds = sorted(set(arm) & set(base))
-    if not seeds:
-        return None
-    values = [arm[seed] for seed in seeds], [base[seed] for seed in seeds]
-    return paired(*values, alpha=rules.level, log=rules.log)
+    def _notes(self, word: Word, margin: Margin | None, skewed: float | None) -> list[str]:
+        notes = [
+            f"{name}, seed {seed}: {reason}"
+            for name, reasons in self.why.items()
+            for seed, reason in reasons.items()
+        ]
+        notes += [
+            f"seeds that only {name} has are left out: {', '.join(map(str, seeds))}"
+            for name, seeds in self.left_out.items()
+            if seeds
+        ]
+        history = self.rules.history()
+        notes += [history] if history else []
+        if self.statement.unproven and self.statement.confounds:
+            notes.append(f"unproven: {self.statement.unproven}")
+        least, seen = self.rules.minimum_effect, self.could_have_seen
+        if (
+            word == "no difference found"
+            and least is not None
+            and seen is not None
+            and seen > least
+        ):
+            size = _size_text(least, self.rules.log)
+            notes.append(f"an effect of interest, {size}, may have been missed")
+        population = self.population
+        if population is not None and math.isfinite(population.low):
+            ends = f"{population.low:+.4g} to {population.high:+.4g}"
+            notes.append(
+                "for other test examples of the same kind: "
+                f"{population.effect:+.4g} ({_percent(1 - population.alpha)}: {ends})"
+                + ("; a difference is not shown for them"
+                   if word in ("better", "worse") and population.low <= 0 <= population.high
+                   else "")
+            )  # fmt: skip
+        return notes
 
 
-def _noninferior(arm: Values, base: Values, rules: Rules) -> NonInferiority | None:
-    """Test non-inferiority if the rules set a limit; too few pairs give the answer "not shown"."""
-    if rules.noninferior is None:
-        return None
-    seeds = sorted(set(arm) & set(base))
-    limit = noninferior(
-        [arm[seed] for seed in seeds],
-        [base[seed] for seed in seeds],
-        rules.noninferior,
-        lower_is_better=rules.lower_is_better,
-        alpha=rules.level,
-    )
-    if len(seeds) >= LEAST_SEEDS:
-        return limit
-    reason = f"{_seeds_text(len(seeds))}; at least {LEAST_SEEDS} are needed"
-    return replace(limit, answer="not shown", reason=reason)
+def _missing(scores: Scores, seeds: Sequence[int]) -> dict[int, str]:
+    """Return why each seed has no finite value, for the seeds that do not."""
+    reasons = {}
+    for seed in seeds:
+        if seed in scores.missing:
+            reasons[seed] = scores.missing[seed]
+        elif not math.isfinite(scores.values[seed]):
+            reasons[seed] = f"ended with {scores.values[seed]}"
+    return reasons
 
 
-def _effect_text(pair: Paired | None) -> str:
+def _filled(values: Values, seeds: Sequence[int], worst: float | None) -> list[float]:
+    """Return the values in the order of the seeds, with the worst of all for a missing one.
+
+    If no run has a value, return an empty list.
+    """
+    numbers = [values.get(seed, math.nan) for seed in seeds]
+    if worst is None:
+        return []
+    return [float(number) if math.isfinite(number) else worst for number in numbers]
+
+
+def _unbounded(pair: Paired, above: bool) -> Paired:
+    """Return the pair with no bound on one side, and the p that is left for the other side."""
+    low, high = pair.low, pair.high
+    if above:
+        high = math.inf
+        is_shown = low > (1.0 if pair.log else 0.0)
+    else:
+        low = 0.0 if pair.log else -math.inf
+        is_shown = high < (1.0 if pair.log else 0.0)
+    return replace(pair, low=low, high=high, p=pair.p if is_shown else max(pair.p, pair.alpha))
+
+
+def _excluded(margin: Margin, rules: Rules) -> str:
+    """Say which costs the interval excludes."""
+    limit = rules.margin_text()
+    if margin.answer == "yes":
+        return f"a cost above {limit} is excluded"
+    if margin.largest is None:
+        return "no cost is excluded"
+    if rules.log:
+        return f"a cost of up to {margin.largest:.4g} × is not excluded (margin: {limit})"
+    return f"a cost of up to {margin.largest:.3g} is not excluded (margin: {limit})"
+
+
+def _effect_text(pair: Paired | None, family: int = 1, level: float | None = None) -> str:
     """Format the effect and its interval: "+0.012 (95 %: +0.004 to +0.02)" or "0.93 × (…)"."""
     if pair is None:
         return "no pair of values"
     number, effect = ("{:.4g}", "{:.4g} ×") if pair.log else ("{:+.4g}", "{:+.4g}")
     if pair.n < 2:
         return effect.format(pair.effect)
-    level = f"{100 * (1 - pair.alpha):.4g} %"
+    confidence = _percent(1 - (pair.alpha if level is None else level))
+    together = f" over {family} statements" if family > 1 else ""
     ends = f"{number.format(pair.low)} to {number.format(pair.high)}"
-    return f"{effect.format(pair.effect)} ({level}: {ends})"
+    return f"{effect.format(pair.effect)} ({confidence}{together}: {ends})"
 
 
-def _p_text(p: float, family_size: int, members: str) -> str:
-    """Format the p value, with the size of the family that it was adjusted for."""
-    if math.isnan(p):
-        return "no p"
-    text = "p < 0.0001" if p < 0.0001 else f"p = {p:.3g}"
-    return f"{text} after Holm over {family_size} {members}" if family_size > 1 else text
+def _percent(share: float) -> str:
+    return f"{100 * share:.4g} %"
 
 
-def _seeds_text(n: int) -> str:
-    return f"{n} paired seed{'s' * (n != 1)}"
+def _and(names: Sequence[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _size_text(effect: float, log: bool) -> str:

@@ -29,7 +29,6 @@ from frostlab.timing.clock import BlockSeconds, Meter
 FEWEST_BUILDS = 8  # builds before narrow intervals may end the timing
 MOST_BATCHES = 16  # distinct batches; the step is warmed up on the shape of each
 _BUILDS_AFTER_WIDTH = 4  # further builds, since a quiet period can make intervals narrow
-_CONFIDENCE = 0.95
 _MOST_BLOCKS = 4  # distinct blocks, and also pairs of rounds per build
 _PROGRESS_EVERY = 10.0  # seconds between progress messages
 _FEWEST_ROUNDS = 3  # rounds of a benchmark, even if the time limit is shorter
@@ -38,7 +37,7 @@ _DRIFT = 0.05  # allowed change of the baseline's time between the halves of a m
 
 @dataclass(frozen=True)
 class Ratio:
-    """An arm's time divided by the baseline's, with a 95 % interval; below 1, the arm is faster."""
+    """An arm's time divided by the baseline's, with its interval; below 1, the arm is faster."""
 
     estimate: float
     low: float
@@ -58,15 +57,17 @@ class Ratio:
         return asdict(self)
 
 
-def ratio_of(arm: Sequence[float], base: Sequence[float], pairs: int = 1) -> Ratio:
-    """Estimate the ratio of an arm's time to the baseline's, and its 95 % interval.
+def ratio_of(
+    arm: Sequence[float], base: Sequence[float], pairs: int = 1, alpha: float = 0.05
+) -> Ratio:
+    """Estimate the ratio of an arm's time to the baseline's, with confidence 1 − alpha.
 
     `arm` and `base` hold the seconds of each round, from at least two builds; `pairs` is the number
     of pairs of rounds per build.
     """
     logs = paired_logs(arm, base, pairs)
     middle = float(logs.mean())
-    half = _t_quantile(len(logs)) * float(logs.std(ddof=1)) / math.sqrt(len(logs))
+    half = _t_quantile(len(logs), alpha) * float(logs.std(ddof=1)) / math.sqrt(len(logs))
     return Ratio(math.exp(middle), math.exp(middle - half), math.exp(middle + half))
 
 
@@ -77,8 +78,8 @@ def paired_logs(arm: Sequence[float], base: Sequence[float], pairs: int = 1) -> 
 
 
 @cache
-def _t_quantile(builds: int) -> float:
-    return float(stats.t.ppf((1 + _CONFIDENCE) / 2, builds - 1))
+def _t_quantile(builds: int, alpha: float) -> float:
+    return float(stats.t.ppf(1 - alpha / 2, builds - 1))
 
 
 # The arms of a comparison.
@@ -158,11 +159,11 @@ class Rounds:
         """Return the seconds of an arm's blocks on the device's clock."""
         return [block.device for block in self.blocks[name]]
 
-    def ratios(self) -> dict[str, Ratio]:
-        """Return the ratio of every other arm's time to the baseline's."""
+    def ratios(self, alpha: float = 0.05) -> dict[str, Ratio]:
+        """Return the ratio of every other arm's time to the baseline's, each with 1 − alpha."""
         base = self.device_seconds(self.baseline)
         return {
-            name: ratio_of(self.device_seconds(name), base, self.pairs)
+            name: ratio_of(self.device_seconds(name), base, self.pairs, alpha)
             for name in self.blocks
             if name != self.baseline
         }

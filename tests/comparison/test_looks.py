@@ -1,0 +1,83 @@
+"""Looks are counted over all folders in which one question was asked."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from comparing import compare, plan
+from frostlab.comparison.looks import Looks, take_look
+from frostlab.comparison.plan import Plan
+from frostlab.errors import BadInput
+from frostlab.storage import cache_folder
+
+
+def results(plan: Plan, shift: float = 0.0, **changed: Any) -> dict[tuple[str, int], Any]:
+    values: dict[tuple[str, int], Any] = {
+        (arm.name, seed): 0.5 + 0.01 * seed + shift for arm in plan.arms for seed in plan.seeds
+    }
+    return values | {(name, 0): value for name, value in changed.items()}
+
+
+def look(plan: Plan, folder: Path, shift: float = 0.0, known: Any = (), **changed: Any) -> Looks:
+    return take_look(plan, folder, results(plan, shift, **changed), known)
+
+
+def test_another_folder_metric_or_list_of_seeds_is_another_look(tmp_path: Path) -> None:
+    first = plan(seeds=6)
+    assert look(first, tmp_path / "a").number == 1
+    assert look(first, tmp_path / "a").number == 1  # the same results again
+    assert look(first, tmp_path / "copy").number == 1  # copied runs give the same results
+    chosen = plan(seeds=[0, 2, 4, 6, 8])
+    again = look(chosen, tmp_path / "b")
+    assert again.number == 2
+    assert [(each.folder, each.metric) for each in again.earlier] == [
+        (str(tmp_path / "a"), "accuracy")
+    ]
+    assert look(plan(seeds=6, metric="loss"), tmp_path / "c").number == 3
+    assert look(plan(seeds=8), tmp_path / "a").number == 4
+    assert look(first, tmp_path / "a").number == 1
+
+
+def test_a_failed_run_that_comes_back_is_another_look(tmp_path: Path) -> None:
+    made = plan(seeds=6)
+    assert look(made, tmp_path, oelm="failed").number == 1
+    assert look(made, tmp_path).number == 2
+
+
+def test_other_questions_are_not_counted(tmp_path: Path) -> None:
+    look(plan(), tmp_path / "a")
+    assert look(plan(arms=["baseline", "oelm-random"]), tmp_path / "b").number == 1
+    assert look(plan(arms=["oelm", "oelm-random"]), tmp_path / "c").number == 1
+    assert look(plan(set={"train.epochs": 9}), tmp_path / "d").number == 1
+    assert look(plan(arms=["baseline", "oelm-random", "oelm"]), tmp_path / "e", 0.1).number == 3
+
+
+def test_an_arms_name_changes_nothing(tmp_path: Path) -> None:
+    look(plan(), tmp_path / "a")
+    renamed = plan(arms=["baseline", {"name": "mine", "treatment": "oelm"}])
+    assert look(renamed, tmp_path / "b", 0.1).number == 2
+
+
+def test_a_folder_remembers_its_looks_on_another_machine(tmp_path: Path) -> None:
+    made = plan(seeds=6)
+    first = look(made, tmp_path)
+    (cache_folder(None) / "looks.jsonl").unlink()
+    more = plan(seeds=8)
+    assert look(more, tmp_path, known=[first.current]).number == 2
+    (cache_folder(None) / "looks.jsonl").write_bytes(b"{\n[1]\n\xff" * 3)
+    with pytest.raises(BadInput, match="is not UTF-8 text"):
+        look(more, tmp_path)
+    (cache_folder(None) / "looks.jsonl").write_text('{"recipe": 3}\n[\nnull\n')
+    assert look(more, tmp_path).number == 1  # lines that are no looks count as none
+
+
+def test_the_page_names_the_siblings_and_what_is_left_of_alpha(tmp_path: Path) -> None:
+    compare(tmp_path / "a", seeds=1)
+    second = compare(tmp_path / "b", seeds=[1])
+    text = second.page.read_text()
+    assert second.evidence.look == 2
+    (earlier,) = second.evidence.earlier_looks
+    assert earlier.folder == str(tmp_path / "a")
+    assert "look 2 at these results: it spends 0.0125 of alpha" in text
+    assert "earlier look: " in text
