@@ -64,7 +64,7 @@ _BODY = (
 def render(body: str, title: str, **values: Any) -> str:
     """Return a page; `body` is a Jinja template for the part of the page below its title.
 
-    Every value is escaped, and its control characters are shown as `\\x1b`. Only `Markup`, such as
+    Every value is escaped; control characters become text, as in `\\x1b`. Only `Markup`, such as
     a drawing that `charts.svg` has checked, is inserted as it is. Templates can call
     `figure(svg, label, caption)`.
     """

@@ -127,7 +127,7 @@ def parse_json(text: bytes | str, where: object) -> Any:
 
 
 def _temporary_name(path: Path) -> Path:
-    """Return a random name next to `path`, which nobody can guess and replace with a link."""
+    """Return a path next to `path`; its name is random, so that nobody can place a link there."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
 
@@ -160,7 +160,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def path_inside(folder: Path, *parts: str) -> Path:
-    """Return a path inside a folder to write to, and refuse one that a link leads out of it."""
+    """Return a path inside a folder to write to; refuse it if a link leads out of the folder."""
     path = folder.joinpath(*parts)
     try:
         inside = path.resolve().is_relative_to(folder.resolve())
@@ -380,7 +380,7 @@ def damaged_file(folder: Path, names: Iterable[str] | None = None) -> Path | Non
     present = {name for name in wanted if _is_plain(folder, name)}
     checksums = _checksums(folder, sorted(present))
     damaged = next((folder / name for name in wanted if checksums.get(name) != wanted[name]), None)
-    if damaged is None and names is None:  # a file that is not sealed was added, or its line lost
+    if damaged is None and names is None:  # a file without a checksum counts as damaged too
         files = (path for path in folder.rglob("*") if not path.is_dir() and path.name != SEAL)
         return next((path for path in files if str(path.relative_to(folder)) not in sealed), None)
     return damaged

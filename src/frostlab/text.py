@@ -1,4 +1,4 @@
-"""Formatting of numbers, durations and tables as text, and of foreign text that is not trusted."""
+"""Formatting of numbers, durations and tables as text, and escaping of untrusted text."""
 
 import json
 import math
@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 NONE = "–"  # text for a missing value
-_MARKDOWN = re.compile(  # characters that Markdown would obey
+_MARKDOWN = re.compile(  # characters with a meaning in Markdown
     r"[\\`*|$~]"
     r"|<(?=[A-Za-z/!?]|$)"  # a tag
-    r"|&(?=[#\w])"  # a character by its name
+    r"|&(?=[#\w])"  # a character reference, such as &amp;
     r"|\](?=[(\[:])"  # a link
     r"|(?<![^\W_])_|_(?![^\W_])"  # emphasis; inside a word, `_` is only a character
     r"|^[>\[=]|^[#+-](?=[#\s-]|$)|(?<!#)#(?=#*$)"  # the start of a quote or list; a heading
@@ -27,7 +27,7 @@ def hms(seconds: Any) -> str:
 
 
 def plain(value: Any) -> str:
-    r"""Format a value on one line of printable characters; others are shown, as in `\x1b`."""
+    r"""Format a value on one line of printable characters; others are escaped, as in `\x1b`."""
     if value is None:
         return NONE
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
@@ -37,7 +37,7 @@ def plain(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text of several lines in which every other control character is shown."""
+    """Escape the control characters of a text, except its line breaks."""
     return "\n".join(map(plain, text.split("\n")))
 
 
@@ -72,7 +72,7 @@ class Markdown(str):
 
 
 def escaped(text: str) -> Markdown:
-    """Return text for Markdown in which nothing is obeyed: no tag, link, emphasis or new line."""
+    """Escape a text for Markdown, so that it makes no tag, link, emphasis or new line."""
     if isinstance(text, Markdown):
         return text
     text = _MARKDOWN.sub(r"\\\g<0>", plain(text).strip())

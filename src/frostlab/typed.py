@@ -1,7 +1,7 @@
 """Conversion of parsed JSON to dataclasses, checked key by key against their annotations.
 
 The error for an invalid value is one line that names the file and the key. Numbers must be finite
-and whole numbers fit in 64 bits, because JSON can hold others that later arithmetic cannot.
+and whole numbers fit in 64 bits: JSON allows other numbers, but later arithmetic fails with them.
 """
 
 import dataclasses

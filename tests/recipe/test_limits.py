@@ -19,9 +19,9 @@ LIMITS = [
     ("evaluate.every=99999999999999999", "evaluate.every: 99999999999999999 should be a number"),
     ("evaluate.every=" + "9" * 90 + " epochs", "should be a number of steps"),
     ("supervise.layers=[99999999]", "supervise.layers.0 = 99999999 should be less than"),
-    ("stages=[" + "{}," * 2000 + "]", "is 2000 values; 1000 is the most"),
+    ("stages=[" + "{}," * 2000 + "]", "has 2000 values; 1000 is the most"),
     ("stages=[{add: {layers: 1000000000}}]", "stages.0.add.layers = 1000000000 should be less"),
-    ("treatment={freeze: [" + "a," * 2000 + "]}", "is 2000 values; 1000 is the most"),
+    ("treatment={freeze: [" + "a," * 2000 + "]}", "has 2000 values; 1000 is the most"),
     ("treatment={peft: {method: lora, r: 100000000}}", "treatment.peft.r = 100000000 should be"),
 ]
 

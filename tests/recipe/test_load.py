@@ -183,7 +183,7 @@ ERRORS = [
     ("optim.schedule={every: 0, factor: 0.5}", "every: 0 should be a number of steps", ""),
     ("optim.schedule=linaer", "'linaer' should be one of linear, cosine, constant", "`linear`?"),
     ("optim.betas=[0.9]", "optim.betas.1 is missing", ""),
-    ("optim.betas=[0.9, 0.98, 1]", "optim.betas = [0.9, 0.98, 1] is 3 values; 2 is the most", ""),
+    ("optim.betas=[0.9, 0.98, 1]", "optim.betas = [0.9, 0.98, 1] has 3 values; 2 is the most", ""),
     ("evaluate.every=epok", "evaluate.every: 'epok' should be a number of steps, `epoch`, or", ""),
     ("evaluate.metric=perplexity", "evaluate.metric perplexity does not exist for class", "macro"),
     ("tokenizer.kind=pbe", "tokenizer.kind = 'pbe' should be one of bpe, words", "`bpe`?"),

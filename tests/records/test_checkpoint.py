@@ -145,7 +145,7 @@ def test_a_run_without_a_whole_checkpoint_is_refused(finished: Path, tmp_path: P
     [
         ("[", "progress.json is not valid JSON"),
         ("{}", "progress.json: best is missing"),
-        ('{"best": {"metric": "accuracy"}, "step": 1}', "are of another checkpoint"),
+        ('{"best": {"metric": "accuracy"}, "step": 1}', "belong to another checkpoint"),
         ('{"best": {"metric": "accuracy"}, "seconds": {"total": NaN}}', "seconds.total should be"),
     ],
 )

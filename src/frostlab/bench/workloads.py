@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from frostlab.bench.catalogue import Benchmark
-from frostlab.data.eeg.recordings import text_of
+from frostlab.data.eeg.recordings import as_token_data
 from frostlab.data.prepare import prepare
 from frostlab.data.tokens import Prepared, Tokens
 from frostlab.devices import captures_graphs, default_precision
@@ -151,7 +151,7 @@ def load_text(settings: BenchSettings, name: str, length: int, size: int) -> Pre
             "model": {"kind": "gpt"},
         }
     )
-    return text_of(prepare(recipe, settings.data_dir))
+    return as_token_data(prepare(recipe, settings.data_dir))
 
 
 def trainer_examples(tokens: Tokens) -> list[dict[str, Any]]:

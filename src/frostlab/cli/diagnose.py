@@ -112,7 +112,7 @@ def _read(folder: Path) -> "Diagnosis":
 def _find_run(source: str, runs: Path) -> Path | None:
     """Return the run that `source` names, or None for a recipe.
 
-    A run's full name goes before a recipe's name, and that before the beginning of a run's name.
+    `source` is tried as the full name of a run, as a recipe, and as the beginning of a run's name.
     """
     from frostlab.recipe.load import shipped_recipes
     from frostlab.records.index import find_run, is_run
@@ -137,7 +137,7 @@ def _shortened(
     changes: dict[str, Any],
     seed: int | None,
 ) -> tuple["Recipe", str]:
-    """Load a recipe, shortened to `epochs` or `steps` and measured; also return the run's name."""
+    """Return a recipe, shortened and set to measure gradient flow, and the name of its run."""
     from frostlab.recipe.load import load_recipe, recipe_name, short_run_settings
 
     for option, value in (("--epochs", epochs), ("--steps", steps)):

@@ -108,14 +108,14 @@ _FORMAT_WARNING = warnings.formatwarning
 
 
 def _format_warning(message: Any, category: Any, *place: Any, **more: Any) -> str:
-    """Return a warning of frostlab as one line, and any other with its place in the code."""
+    """Return a warning of frostlab as one line, and other warnings with their place in the code."""
     if category.__module__.startswith("frostlab."):
         return plain(f"frostlab: warning: {message}") + "\n"
     return printable(_FORMAT_WARNING(message, category, *place, **more))
 
 
 def _print_anything() -> None:
-    """Show characters that the terminal's encoding lacks, and control characters in warnings."""
+    """Escape characters that the terminal's encoding lacks, and control characters in warnings."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

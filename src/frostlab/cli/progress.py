@@ -64,7 +64,7 @@ class Bar:
         self._progress.console.print(plain(line), highlight=False, markup=False, emoji=False)
 
     def stage(self, line: str, step: int, steps: int) -> None:
-        """Announce a stage; `steps`, the total, is smaller if the last stage ended early."""
+        """Announce a stage; `steps`, the run's total, shrinks if the stage before ended early."""
         self.say(line)
         self._stage_began = step
         self._progress.update(self._task, total=steps)
@@ -116,7 +116,7 @@ class Lines:
         echo(plain(line), err=True)
 
     def stage(self, line: str, step: int, steps: int) -> None:
-        """Announce a stage; `steps`, the total, is smaller if the last stage ended early."""
+        """Announce a stage; `steps`, the run's total, shrinks if the stage before ended early."""
         self.say(line)
         self._stage_began, self._steps = step, steps
 

@@ -1,7 +1,7 @@
 """Readers of text files: rows of tables, or pieces of running text.
 
-Running text is a `.txt` file of documents. A file is never read into memory as a whole, and what
-takes memory is bounded: a row has at most LINE bytes.
+Running text is a `.txt` file of documents. Files are read in parts, and memory is bounded, because
+a row has at most LINE bytes.
 """
 
 import codecs
@@ -23,7 +23,7 @@ PIECE = 1 << 16  # approximate number of characters in a piece of running text
 MARK = "<|endoftext|>"  # separates the documents of a .txt file
 LINE = 16 << 20  # the most bytes of a line, of a row of a table, and of a text in parquet
 LABEL = 1000  # the most characters of a label
-UNPACKED = 1 << 20  # bytes that any .gz may unpack to; more only up to RATIO times its own size
+UNPACKED = 1 << 20  # bytes to which any .gz may unpack; beyond, at most RATIO times its own size
 RATIO = 100  # text shrinks 3 to 20 times, and a file of one repeated character 1,000 times
 WORD = 512  # characters; longer words may be cut, because BPE takes quadratic time in their length
 _SPACE = re.compile(r"\s")
@@ -61,7 +61,7 @@ def split_files(folder: Path) -> dict[str, Path]:
 
 
 def named_path(name: str, key: str) -> Path:
-    """Return the path that a recipe's key names, with ~ expanded; refuse what cannot be a path."""
+    """Return the path that a recipe's key names, with ~ expanded; refuse an impossible path."""
     try:
         path = Path(name).expanduser()
         path.exists()
@@ -241,7 +241,7 @@ def _check_header(path: Path, line: int, names: list[str]) -> None:
 
 def _parquet(path: Path, file: IO[bytes], columns: tuple[str, ...]) -> Iterator[Line]:
     parquet = require("pyarrow.parquet", "data", f"reading {path}")
-    if path.suffix == ".gz":  # find a file that grows without bound before pyarrow seeks its end
+    if path.suffix == ".gz":  # `_Unpacked` refuses a huge file here, before pyarrow seeks its end
         while file.read(PIECE):
             pass
     number = 0
@@ -255,7 +255,7 @@ def _parquet(path: Path, file: IO[bytes], columns: tuple[str, ...]) -> Iterator[
         read = list(columns) or names
         _check_types(path, table.schema_arrow, read)
         for batch in table.iter_batches(batch_size=_PARQUET_ROWS, columns=read):
-            batch.validate(full=True)  # text that is not UTF-8, offsets that leave the page
+            batch.validate(full=True)  # refuses text that is not UTF-8, and invalid offsets
             if batch.nbytes > LINE and (long := _long_row(batch.to_pydict())) is not None:
                 raise _too_long(path, number + long)
             for values in batch.to_pylist():

@@ -18,7 +18,7 @@ from frostlab.data.builtin import (
     write_synthetic,
 )
 from frostlab.data.eeg.load import load_signals
-from frostlab.data.eeg.recordings import Material
+from frostlab.data.eeg.recordings import PreparedData
 from frostlab.data.sources import Columns, Split, SplitPlan, TextData, plan_splits
 from frostlab.data.splits import (
     Numbers,
@@ -87,7 +87,9 @@ class _TextFacts:
     notes: dict[str, str]  # by role: how rows were held out or dropped
 
 
-def prepare(recipe: Recipe, data_dir: Path | None = None, cache: Path | None = None) -> Material:
+def prepare(
+    recipe: Recipe, data_dir: Path | None = None, cache: Path | None = None
+) -> PreparedData:
     """Return a recipe's data, from the cache if they were prepared before."""
     _check_sizes(recipe.data)
     cache = cache_folder(cache)
@@ -333,7 +335,7 @@ def encode_running(
 
     An example starts every `stride` tokens and has `length` + 1 tokens. With a stride of `length`,
     the last target of an example is the first token of the next example. With a larger stride,
-    examples share no token and may skip some.
+    examples share no token, and tokens between them may be left out.
     """
     max_tokens = None if limit is None else (limit - 1) * stride + length + 1
     with writer:

@@ -50,7 +50,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A recipe's data, ready to be batched."""
+    """A recipe's token data, ready to be batched."""
 
     task: Task
     classes: int  # number of classes; 0 for language modelling

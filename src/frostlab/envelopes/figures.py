@@ -91,7 +91,7 @@ def eeg_page(
 
 
 def _file_name(split: str, number: int, taken: Collection[str]) -> str:
-    """Return the name of a split's picture, which keeps only letters and digits of the split."""
+    """Return a picture's file name: the split's, with `-` for special characters, or its number."""
     name = "r-" + "".join(c if c.isalnum() or c in "-_" else "-" for c in split)
     return f"r-{number}" if name in taken or len(name.encode()) > 100 else name
 
@@ -347,7 +347,8 @@ def scalp_rows(
 def draw_scalp(rows: Rows, cells: Rows, places: Sequence[tuple[float, float]]) -> Any:
     """Draw channel importance on the head, seen from above with the nose up.
 
-    `rows` (of `channel_rows`) and `places` are in the same order; `cells` are of `scalp_rows`.
+    `rows` are the result of `channel_rows`, in the order of `places`; `cells` are the result of
+    `scalp_rows`.
     """
     alt = _altair()
     square = alt.Scale(domain=[-1.3, 1.3])

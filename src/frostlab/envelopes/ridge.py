@@ -222,7 +222,7 @@ class Moments:
         )
 
     def covariance(self) -> tuple[Floats, Floats]:
-        """Return cov(x, x) and cov(x, y); without the means, ridge does not penalise the bias."""
+        """Return cov(x, x) and cov(x, y); without the means, the bias is free of the penalty."""
         mean = self.x / self.samples
         xx = self.xx / self.samples
         xx -= np.outer(mean, mean)
@@ -236,9 +236,9 @@ class Moments:
 def recording_moments(recording: Recording, lags: Lags) -> Moments:
     """Return the moments of one recording.
 
-    The sum of products at lags i + 1 and j + 1 has the same terms as the sum at lags i and j, but
-    for one at each end. So only products with the first lag are summed over the whole recording,
-    and the other sums are updated from those, which takes about 1 / lags of the work.
+    The sum of products at lags i + 1 and j + 1 has the same terms as the sum at lags i and j,
+    except for one term at each end. So only products with the first lag are summed over the whole
+    recording, and the other sums are computed from these, which takes about 1 / lags of the work.
     """
     padded = lags.pad(recording.eeg)
     envelope = np.asarray(recording.envelope, np.float64)

@@ -1,6 +1,7 @@
 """Scores of a decoder: r and its chance level by recording, subject and split, and a table of them.
 
-Scores are stored with a digest, so that edited scores are refused.
+r is Pearson's correlation between a decoded envelope and the envelope of the heard speech. Scores
+are stored with a digest, so that edited scores are refused.
 """
 
 import hashlib
@@ -260,7 +261,7 @@ def score_recordings(
     window: float = 5.0,
     gap: float = 1.0,
 ) -> EnvelopeScores:
-    """Score decoded envelopes (samples,); `predictions` holds one for each recording's name.
+    """Score the decoded envelopes in `predictions`: an array (samples,) for each recording's name.
 
     The chance level is r between the prediction and the recording's envelope after a circular
     shift, for `null_shifts` different shifts of at least `away` seconds. The k-th chance value of a

@@ -73,7 +73,7 @@ class Activity:
     def listening(self) -> AbstractContextManager[Any]:
         """Return a context for a forward pass that measures attention if a measurement is due.
 
-        It is needed where the model is not called as `model(…)`, so that hooks do not run.
+        It is needed where the model is not called as `model(…)`, because its hooks do not run then.
         """
         if self._attention_entropy and self._is_due():
             return _AttentionMode(self._measured)
@@ -85,7 +85,7 @@ class Activity:
         return torch.cat(numbers) if numbers else None
 
     def reader(self) -> Callable[[list[float]], dict[str, Any]]:
-        """Clear the measurements; return a function from the numbers to fields of a `Report`."""
+        """Clear the measurements; return a function that turns numbers into `Report` fields."""
         sizes = {key: value.numel() for key, value in self._measured.items()}
         self._measured = {}
 

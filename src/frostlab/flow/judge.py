@@ -31,7 +31,7 @@ class Rules:
     """
 
     window: int = 5  # number of last reports that are judged
-    fewest: int = 2  # reports needed for most verdicts: at first, weights of 0 block gradients
+    fewest: int = 2  # reports needed for most verdicts; in the first, zero weights block gradients
     still: float = 1e-6  # a smaller ratio is "not learning", if other parts move
     asleep: float = 1e-9  # if every ratio is smaller, every part is "not learning"
     decayed: float = 2.0  # weight decay may explain ratios up to this multiple of lr · decay
@@ -39,11 +39,11 @@ class Rules:
     slow: float = 0.01  # a ratio below this multiple of the peers' median is "slow"
     apart: float = 1e-3  # the same limit for parts with too few peers, relative to all parts
     vanishing: float = 1e-4  # a gradient below this multiple of the largest "vanishes"
-    # A gradient of 0 counts as a tenth of the smallest above 0; it "vanishes" if that is below this
-    # multiple of the largest. Otherwise the 0 has another cause, such as a mask.
+    # A gradient of 0 counts as a tenth of the smallest gradient above 0. It "vanishes" if this is
+    # below `underflow` × the largest gradient; otherwise a mask, for example, has set it to 0.
     underflow: float = 1e-12
     leap: float = 1.0  # a larger |update| / |weight|, weight decay included, is "exploding"
-    growth: float = 1e3  # "exploding" if the gradients of the part and the model grew so much
+    growth: float = 1e3  # "exploding" if the gradients of part and model grew by this factor
     # "scaled away": the gradients of a layer and of its neighbours differ by at least the factor
     # `scale`, the log of the measured factor stays within `steady` of its median, and the part's
     # ratio differs from its peers' by less than the factor `alike`.
@@ -166,7 +166,7 @@ class RecentReports:
 
     @cached_property
     def _sorted_ratios(self) -> dict[str | None, list[float]]:
-        """The comparable ratios in order, by role; those of all parts under None."""
+        """The comparable ratios in ascending order, by role; the key None holds all of them."""
         ratios: dict[str | None, list[float]] = {None: []}
         for i in sorted(self.comparable, key=lambda i: self.ratios[i]):
             if not math.isnan(self.ratios[i]):

@@ -280,7 +280,7 @@ def flows_of(folder: str | Path) -> dict[str, Flow]:
     where = f"load_flow: the flow in {path}/events.jsonl"
     try:
         flows = _read_events(events)
-    except (LookupError, ValueError) as error:  # lists of other lengths than the parts
+    except (LookupError, ValueError) as error:  # lists whose lengths do not match the parts
         raise BadInput(f"{where} is damaged: {first_line(error)}") from None
     for flow in flows.values():
         _check_flow(flow, where)

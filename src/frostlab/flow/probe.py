@@ -19,7 +19,7 @@ from frostlab.devices import exact_dtype
 from frostlab.flow.tensors import Layout, is_sharded, local, shard_group
 
 Gradient = Callable[[nn.Parameter], Tensor | None]
-Views = list[list[Tensor]]  # for each list of tensors, views of the rows that belong to a part
+Views = list[list[Tensor]]  # for each list of tensors: views of them, each within one part
 SUMS = (  # names of the sums over each part
     "gradient", "before_clip", "weight", "update",  # squared norms
     "moved", "origin", "along",  # |weight - start|², |start|², weight·start

@@ -260,7 +260,7 @@ class LiveFlow(Flow):
             self._digests = FrozenDigests(self._model)  # of the parameters that are frozen now
 
     def _verify_frozen(self) -> None:
-        """Compare still frozen parameters with their digests, and record the parts that moved."""
+        """Compare parameters that are still frozen with their digests; record changed parts."""
         assert self._digests is not None
         moved = self._digests.moved(self._model, self.parts)
         self.moved = tuple(dict.fromkeys((*self.moved, *moved)))

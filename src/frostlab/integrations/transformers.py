@@ -45,7 +45,7 @@ class FlowCallback:
         self.flow.start()
 
     def stop_flow(self, saves: bool) -> None:
-        """Stop measuring, and save the flow if `saves` is true, as on the first process only."""
+        """Stop measuring; save the flow if `saves`, which is true only in the first process."""
         self.flow.stop()
         if self.path is not None and saves:
             self.flow.save(self.path)

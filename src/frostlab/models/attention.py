@@ -25,13 +25,13 @@ class Packing:
         """The index of each sequence's first token: (N,)."""
         return self.bounds[:-2].clamp(max=len(self.owners) - 1)
 
-    def lasts(self, counts: Tensor) -> Tensor:
-        """Return the index of each sequence's last token with a true value in `counts`: (N,).
+    def lasts(self, mask: Tensor) -> Tensor:
+        """Return the index of each sequence's last token that is true in the mask (T,): (N,).
 
-        Without such a token it is the first token. `counts` has shape (T,).
+        If the mask is false for all tokens of a sequence, return the index of its first token.
         """
         indices = torch.arange(len(self.owners), device=self.owners.device)
-        indices = torch.where(counts, indices, self.bounds[self.owners])
+        indices = torch.where(mask, indices, self.bounds[self.owners])
         lasts = torch.zeros(len(self.bounds) - 1, dtype=torch.long, device=indices.device)
         return lasts.scatter_reduce(0, self.owners, indices, "amax")[:-1]
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from frostlab.data.builtin import PACKAGES, synthetic_vocabulary
-from frostlab.data.eeg.recordings import Material, Signals
+from frostlab.data.eeg.recordings import PreparedData, Signals
 from frostlab.data.sources import PUBLIC_SETS
 from frostlab.data.tokenizers import tokenizer_settings
 from frostlab.errors import BadInput, first_line, nearest
@@ -37,7 +37,7 @@ from frostlab.recipe.model import ConformerModel, DecoderModel, GPTModel, Pretra
 from frostlab.recipe.recipe import Recipe
 from frostlab.text import typed
 
-# The largest numbers in `model.config`, by a word in the key; 2**24 for other keys.
+# The largest numbers allowed in `model.config`, by a word in the key; 2**24 for other keys.
 _MOST = {"layer": 300, "position": 2**20}
 OWN: dict[str, tuple[Any, Any]] = {  # name → model class, config class
     "gpt": (GPT, GPTConfig),
@@ -46,7 +46,7 @@ OWN: dict[str, tuple[Any, Any]] = {  # name → model class, config class
 }
 
 
-def build_for(recipe: Recipe, prepared: Material) -> nn.Module:
+def build_for(recipe: Recipe, prepared: PreparedData) -> nn.Module:
     """Build a recipe's model for its data, on the CPU; the same seed gives the same weights."""
     if not isinstance(prepared, Signals):
         return build_model(recipe, prepared.vocabulary, prepared.classes, prepared.pad)
@@ -81,10 +81,12 @@ def build_model(recipe: Recipe, vocabulary: int, classes: int, pad: int) -> nn.M
 def _build_own(kind: Any, config: Any, seed: int) -> Any:
     """Build one of frostlab's own models; refuse one that does not fit into memory."""
     if torch.get_default_device().type != "meta":
-        with torch.device("meta"):  # two small models tell how much memory a layer takes
-            one, two = (_bytes_of(kind(replace(config, layers=count))) for count in (1, 2))
+        with torch.device("meta"):  # the size of a layer is the difference of these two models
+            one_layer, two_layers = (
+                _bytes_of(kind(replace(config, layers=count))) for count in (1, 2)
+            )
         _check_memory(
-            one + (two - one) * (config.layers - 1),
+            one_layer + (two_layers - one_layer) * (config.layers - 1),
             f"model.width {config.width} and model.layers {config.layers} give",
         )
     torch.manual_seed(seed)
@@ -171,7 +173,7 @@ def _pretrained(
         raise
     except Exception as error:  # transformers raises errors of many kinds
         problem = first_line(error)
-        if "use_safetensors" in problem:  # it advises to unpickle the weights
+        if "use_safetensors" in problem:  # transformers then advises unpickling the weights
             problem = no_safetensors_on_hub(settings.name)
         raise BadInput(f"model.name {settings.name}: {problem:.300}") from None
 
@@ -265,7 +267,7 @@ _ASSUMED, _AT_MOST = " (assumed)", " at most"
 
 
 def _config_at_hand(name: str) -> tuple[str, str]:
-    """Return a name whose config can be read, and a note if it replaces a hub model offline."""
+    """Return the name, or its architecture with a note if the config of the name is unavailable."""
     try:
         find_config(name)
     except Refused:
@@ -288,7 +290,7 @@ def _vocabulary(recipe: Recipe) -> tuple[int, str]:
             return int(find_config(tokenizer.name)[0].get_text_config().vocab_size), ""
         except BadInput:  # the tokenizer's config is not available
             return GPTConfig().vocabulary, _ASSUMED
-    if tokenizer.size is None:  # then it is the number of words in the training split
+    if tokenizer.size is None:  # every word of the training split, which is not read here
         return DecoderConfig().vocabulary, _ASSUMED
     return tokenizer.size, _AT_MOST
 
@@ -427,7 +429,7 @@ def _model_class(config: Any) -> Any:
         classes = mapping.get(config.model_type)
         names += [classes] if isinstance(classes, str) else list(classes or [])
     for name in names:
-        found = getattr(transformers, name, None)
-        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
-            return found
+        model_class = getattr(transformers, name, None)
+        if isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel):
+            return model_class
     raise BadInput(f"transformers has no model class for `{config.model_type}`")

@@ -53,7 +53,7 @@ def _pickled_files(folder: Path) -> list[Path]:
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors of a pickled file; refuse one that holds anything else than weights."""
+    """Read the tensors of a pickled file; refuse one that holds anything but weights."""
     try:
         with open_regular(path) as file:
             values: Any = torch.load(file, map_location="cpu", weights_only=True)
@@ -62,7 +62,7 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
     except BadInput:
         raise
     except Exception as error:  # damaged files raise errors of many kinds
-        reason = first_line(error).partition(". ")[0]  # the rest advises to unpickle anyway
+        reason = first_line(error).partition(". ")[0]  # the rest advises unpickling anyway
         raise BadInput(f"{path} is not a file of weights only ({reason:.120})") from None
     for key in ("state_dict", "model"):  # a training checkpoint holds its weights under a key
         if isinstance(values, dict) and isinstance(values.get(key), dict):

@@ -29,6 +29,7 @@ _ALLOW = f"if you trust it, allow it with --trust-remote-code or {TRUST}=1"
 _CONFIG_BYTES = 16 << 20
 _INDEX_BYTES = 64 << 20
 _MOST_COUNT = 100_000  # of layers, experts, labels, …
+# words in the config keys whose values are such counts
 _COUNTED = ("layer", "depth", "block", "expert", "stage", "label", "head", "stack", "group")
 _MOST_PIECES = 30_000  # modules and parameters of a model; a Llama with 126 layers has 3,200
 _MOST_NUMBERS = 10**13  # numbers in all parameters of a model
@@ -114,7 +115,7 @@ def _file_and_class(reference: str) -> str:
 
 def check_weights(folder: Path, values: dict[str, Any]) -> None:
     """Refuse a model folder whose weights are not safetensors files inside the folder."""
-    for path in folder.glob("*.json"):  # transformers would wait for a pipe, and read any size
+    for path in folder.glob("*.json"):  # transformers would wait for a pipe, or read a huge file
         _check_size(path)
     first = values.get("transformers_weights")  # a config can name its file
     if first is not None:
@@ -167,14 +168,14 @@ def _check_inside(folder: Path, name: str) -> None:
         raise BadInput(f"{path} does not exist or cannot be read") from None
     if not regular:
         raise BadInput(f"{path} is not a regular file")
-    inside = folder.resolve()
-    blobs = inside.parents[1] / "blobs" if inside.parent.name == "snapshots" else inside
-    if not target.is_relative_to(inside) and not target.is_relative_to(blobs):
+    root = folder.resolve()
+    blobs = root.parents[1] / "blobs" if root.parent.name == "snapshots" else root
+    if not target.is_relative_to(root) and not target.is_relative_to(blobs):
         raise BadInput(f"{path} is a link to {target}, outside the model folder; copy it there")
 
 
 def _no_weights(folder: Path) -> str:
-    """Return a line for a folder without safetensors: what it has instead, and what to do."""
+    """Return the error for a folder without safetensors: its other weights, and a remedy."""
     present = sorted(path.name for path in folder.iterdir())
     if pickled := [name for name in present if name.endswith(_PICKLED)]:
         return f"{folder} has no model.safetensors, only {pickled[0]}; {_how_to_convert(folder)}"
@@ -191,7 +192,7 @@ def _how_to_convert(folder: Path) -> str:
 
 
 def no_safetensors_on_hub(name: str) -> str:
-    """Return a line for a hub model that has no safetensors."""
+    """Return the error for a hub model that has no safetensors."""
     return (
         f"{name} has no model.safetensors on the hub; download it to a folder and convert it "
         f"without running its code: {CONVERT} FOLDER"
@@ -202,7 +203,8 @@ def no_safetensors_on_hub(name: str) -> str:
 def never_ask() -> Iterator[None]:
     """Make transformers refuse code that nobody allowed, instead of asking on the terminal.
 
-    It would ask about the parts of a model, to which it does not pass `trust_remote_code` on.
+    It would ask even with `trust_remote_code=False`, because it does not pass this argument on to
+    the parts of a model.
     """
     from transformers import dynamic_module_utils
 

@@ -1,7 +1,7 @@
-"""Reading of YAML from anyone: bounded in size, depth and aliases, with one-line errors.
+"""Reading of untrusted YAML: bounded in size, depth and aliases, with one-line errors.
 
-Recipes, comparisons, the values of --set and the recipe.yaml of runs are read here. YAML can only
-make texts, numbers, booleans, null, lists and mappings. Every key of a mapping is a text.
+Recipes, comparisons, the values of --set and the recipe.yaml of runs are read here. The result has
+only texts, numbers, booleans, null, lists and mappings, and every key of a mapping is a text.
 """
 
 import math
@@ -61,23 +61,23 @@ def check_plain(value: Any, where: str, most: int = MOST_VALUES) -> None:
 
     `most` is the largest number of values inside lists and mappings.
     """
-    left: list[tuple[Any, tuple[str, ...]]] = [(value, ())]
-    seen = 0
-    while left:
-        inner, path = left.pop()
-        seen += 1
+    unchecked: list[tuple[Any, tuple[str, ...]]] = [(value, ())]
+    count = 0
+    while unchecked:
+        inner, path = unchecked.pop()
+        count += 1
         key = shown_key(".".join(path))
-        if seen > most:
+        if count > most:
             raise BadInput(f"{where}: {key} has too many values; {most:,} is the most")
         if len(path) > MOST_DEPTH:
             raise BadInput(f"{where}: {key} is nested too deeply; {MOST_DEPTH} levels is the most")
         if isinstance(inner, dict):
             for name in inner:
                 _check_text(name, f"{where}: a key of {key}" if path else f"{where}: the key")
-            left += [(item, (*path, str(name))) for name, item in reversed(inner.items())]
+            unchecked += [(item, (*path, str(name))) for name, item in reversed(inner.items())]
         elif isinstance(inner, list | tuple):
             items = [(item, (*path, str(index))) for index, item in enumerate(inner[: most + 1])]
-            left += reversed(items)
+            unchecked += reversed(items)
         elif isinstance(inner, str):
             _check_text(inner, f"{where}: {key}")
         elif isinstance(inner, int) and inner.bit_length() > 4 * _MOST_DIGITS:
@@ -87,7 +87,7 @@ def check_plain(value: Any, where: str, most: int = MOST_VALUES) -> None:
 
 
 def _check_text(text: Any, what: str) -> None:
-    """Refuse a text with a null character or half a character, and keys that are not texts."""
+    """Refuse a text with a null character or a lone surrogate, and keys that are not texts."""
     if not isinstance(text, str):
         raise BadInput(f"{what} {shown(text)} is not a text")
     if "\0" in text or (not text.isascii() and text.encode(errors="ignore").decode() != text):
@@ -139,7 +139,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        """Return a mapping whose keys are texts, as they are written: `on` and `5` too."""
+        """Return a mapping; its keys are texts as in the file, even `on` and `5`."""
         if not isinstance(node, yaml.MappingNode):
             raise _problem("should be a mapping of `key: value`", node.start_mark)
         values: dict[Any, Any] = {}

@@ -115,7 +115,7 @@ class Named(Corpus):
 
 
 _UNLABELLED = ("tinystories", "openwebtext", "wikitext2", "wikitext103", "tinyshakespeare")
-_LABELLED_ONLY = ("mnli", "xnli", "sst2")  # pairs or phrases, which are no running text
+_LABELLED_ONLY = ("mnli", "xnli", "sst2")  # pairs or phrases, not running text
 
 
 class Own(Corpus):
@@ -130,7 +130,7 @@ class Own(Corpus):
         """Yield a line for each contradiction between these settings."""
         yield from super().problems()
         if not 1 <= len(self.text) <= 2:
-            yield f"data.text names {len(self.text)} columns; one, or two for pairs"
+            yield f"data.text names {len(self.text)} columns; name one, or two for pairs"
 
 
 class Loader(NamedTuple):
@@ -149,7 +149,7 @@ def _known_name(name: Any) -> Any:
 
 
 class Registered(Corpus):
-    """Data from the loader of `fl.register_data` with this name."""
+    """Data from the loader that `fl.register_data` registered under this name."""
 
     name: Annotated[str, BeforeValidator(_known_name)]
 
@@ -260,7 +260,7 @@ class MatlabEEG(RecordedEEG):
 
     name: Literal["eeg-matlab"]
     path: str = "eeg_cocktail"
-    held_out: Positive = 1  # number of each subject's recording for report; the next is for tune
+    held_out: Positive = 1  # number, from 1, of each subject's recording for report; tune: the next
     band: tuple[Rate, Rate] | None = (1.0, 9.0)
     reference: Literal["average", "mastoids", "none"] = "average"
 

@@ -1,7 +1,7 @@
 """Loading of recipes: YAML files, the files they extend, settings on top, and one-line errors.
 
-A file that another file extends is its parent. Error messages take the keys, sections and kinds
-that they suggest from the annotations of `Recipe`, so a new one needs no change here.
+A file that another file extends is its parent. Error messages suggest keys, sections and kinds from
+the annotations of `Recipe`, so a new key needs no change here.
 """
 
 import copy
@@ -241,7 +241,7 @@ class Layers:
     settings: set[tuple[str, ...]] = field(default_factory=set)  # keys whose source is a setting
 
     def add_settings(self, settings: Settings) -> None:
-        """Put settings on top; they stay if a later setting changes the kind of their section."""
+        """Put settings on top; each stays even if a later one changes the kind of its section."""
         for key, value in settings.items():
             source = key.text if isinstance(key, SettingKey) else "settings"
             if not isinstance(key, str):
@@ -413,7 +413,7 @@ def _describe(path: list[Any], errors: list[ErrorDetails], values: dict[str, Any
         return f"{key} is missing"
     if kind == "too_long":
         most = errors[0]["ctx"]["max_length"]
-        return f"{key} = {shown(value)} is {len(value)} values; {most} is the most"
+        return f"{key} = {shown(value)} has {len(value)} values; {most} is the most"
     if kind == "union_tag_not_found":
         tag = errors[0]["ctx"]["discriminator"].strip("'")
         return f"{key}.{tag} is missing"

@@ -59,7 +59,7 @@ class StageSettings(Strict):
 
 
 def stage_names(stages: tuple[StageSettings, ...]) -> tuple[str, ...]:
-    """Return the stages' names, by default their numbers; a run without stages has one, `train`."""
+    """Return the stages' names, by default their numbers; `train` if there are no stages."""
     return tuple(stage.name or str(number) for number, stage in enumerate(stages, 1)) or ("train",)
 
 

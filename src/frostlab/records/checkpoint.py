@@ -1,8 +1,9 @@
 """Checkpoints: folders of safetensors and JSON, which get their names when they are complete.
 
 Every checkpoint has checksums, which are verified before a file is read. The two newest checkpoints
-are kept, so that a run can be resumed from the older one if the newest is damaged. Besides, the
-best weights of both are kept, without the optimizer state if they are older.
+are kept, so that a run can be resumed from the older one if the newest is damaged. The weights that
+were the best when each of the two was written are kept too, without the optimizer state if they
+are in an older checkpoint.
 """
 
 import json
@@ -65,7 +66,7 @@ class Checkpoint:
         return damaged
 
     def _whole(self, name: str) -> Path:
-        """Return the path of a file that has its checksum; refuse a damaged file."""
+        """Return the path of a file after verifying its checksum; refuse a damaged file."""
         if (damaged := self.damaged_file(name)) is not None:
             raise FrostlabError(f"{damaged} is damaged or missing")
         return self.folder / name
@@ -100,7 +101,7 @@ def _root(folder: Path) -> Path:
 def resumable(folder: Path) -> tuple[Checkpoint | None, list[Path]]:
     """Return the newest whole checkpoint with an optimizer state, and damaged files of newer ones.
 
-    The checkpoint is None if the run has none; if all are damaged, this is an error.
+    The checkpoint is None if the run has none; an error is raised if all are damaged.
     """
     damaged: list[Path] = []
     for checkpoint in reversed(checkpoints_in(folder)):
@@ -137,9 +138,9 @@ def save_checkpoint(
 
 
 def keep_only(folder: Path, newest: int, best: int | None, stage: int = 0) -> None:
-    """Remove all checkpoints but the newest, the one before it, and the best weights of both.
+    """Remove all checkpoints but the newest, the one before it, and the best weights at each.
 
-    Best weights that are older than both lose their optimizer state.
+    A checkpoint that is kept only for its best weights loses its optimizer state.
     """
     checkpoints = checkpoints_in(folder)
     older = [c for c in checkpoints if c.place < (newest, stage)]

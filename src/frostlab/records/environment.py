@@ -128,7 +128,7 @@ def one_line(values: dict[str, Any]) -> str:
 
 
 def _versions() -> dict[str, str | None]:
-    torch: Any = sys.modules.get("torch")  # not imported only for this, which takes seconds
+    torch: Any = sys.modules.get("torch")  # not imported here: that takes seconds
     cudnn = _try(lambda: torch.backends.cudnn.version())
     return {
         "python": platform.python_version(),

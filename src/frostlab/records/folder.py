@@ -1,7 +1,7 @@
 """Run folders: `RunFolder` writes one, and `RunRecord` reads it as typed records.
 
-Only one process at a time writes a folder. It appends events; every other file is written at once,
-so it is complete or absent.
+Only one process at a time writes a folder. It appends events; every other file is written
+atomically, so it is complete or absent.
 """
 
 import errno

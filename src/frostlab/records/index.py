@@ -34,8 +34,8 @@ RESULT, EVENTS, LOCK, INDEX = "result.json", "events.jsonl", "run.lock", ".index
 _VERSION = 2  # version of the index format
 _HEAD = 65536  # number of bytes read from the beginning of a run's events
 _TAIL = 2**20  # number of bytes read from their end, to find the last evaluation
-# A file is indexed this many ns after its last change: earlier, it could change again without a
-# change of its modification time.
+# A file is indexed only this many ns after its last change, because a second change soon after the
+# first one may leave the modification time as it is.
 _SETTLED = 200_000_000
 _FLOW = b'{"kind": "flow'  # the beginning of a line with gradient flow
 

@@ -1,9 +1,10 @@
-"""The schema of a run's records: every key of result.json, digests.json and events.jsonl.
+"""The schema of a run's records: every key of its JSON files and of its events.
 
-All code reads these files as the dataclasses of this module. `read_result`, `read_digests` and
-`read_event` parse text into them; an invalid file is refused with one line that names the key. To
-add, remove or rename a key, raise `SCHEMA` and update docs/runs.md: a test checks that the document
-lists the same keys. In comments, `null` is JSON's null, which is None in Python.
+The files are result.json, digests.json, predictions.json and events.jsonl. All code reads them as
+the dataclasses of this module. `read_result`, `read_digests`, `read_predictions` and `read_event`
+parse text into them; an invalid file is refused with one line that names the key. To add, remove or
+rename a key, raise `SCHEMA` and update docs/runs.md; a test checks the keys of results, digests and
+events in that document. In comments, `null` is JSON's null, which is None in Python.
 """
 
 import re
@@ -50,7 +51,7 @@ class Stage:
     steps: int  # optimizer steps done in the stage
     epochs: float  # epochs done in the stage
     stopped_early: bool  # whether patience ended it
-    best: StageBest  # the best evaluation; the stage passes on its weights
+    best: StageBest  # the best evaluation; the next stage starts from its weights
     metrics: Metrics  # all metrics of that evaluation
     seconds: float  # s of `clocks.total_seconds` spent in the stage
     trainable: int  # number of trainable parameters
@@ -84,7 +85,7 @@ class Clocks:
     train_seconds: float  # s of the total without validation, checkpoints and waiting for data
     validation_seconds: float  # s of evaluations on the selecting split
     data_seconds: float  # s of preparing batches on the host
-    data_overlapped_seconds: float  # the part of it while a GPU worked; also in `train_seconds`
+    data_overlapped_seconds: float  # s of `data_seconds` while a GPU trained; in `train_seconds`
     checkpoint_seconds: float  # s of writing checkpoints and of changing to the next stage
     setup_seconds: float  # s of building and compiling the training step; not part of the total
     epoch_seconds: list[float]  # s of training alone, one number per epoch
@@ -159,7 +160,7 @@ class Chance:
     low: float  # 5th percentile
     median: float  # median
     high: float  # 95th percentile
-    p: float  # (1 + number of them that reach the true mean correlation) / (1 + their number)
+    p: float  # (1 + number of mismatched means >= the true mean) / (1 + number of mismatched means)
 
 
 @dataclass(frozen=True)
@@ -264,7 +265,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class _Shape:
+class _Conditions:
     """Conditions other than the recipe that change the exact bits of a result."""
 
     device: str  # torch's name of the device, such as cuda:0
@@ -274,7 +275,7 @@ class _Shape:
 
 
 @dataclass(frozen=True)
-class StartEvent(_Shape, Event):
+class StartEvent(_Conditions, Event):
     """The first line of every events.jsonl."""
 
     kind = "start"
@@ -292,8 +293,8 @@ class StartEvent(_Shape, Event):
 
 
 @dataclass(frozen=True)
-class ResumeEvent(_Shape, Event):
-    """A run continues from the checkpoint at `step`; earlier lines of later steps do not count."""
+class ResumeEvent(_Conditions, Event):
+    """A run continues from the checkpoint at `step`; lines above with a later step do not count."""
 
     kind = "resume"
 
@@ -463,7 +464,7 @@ class FlowEvent(Event):
     kind = "flow"
 
     rates: list[float | None]  # learning rate of each group
-    ends: list[float | None]  # of front, back, output: mean of max |g| over their tensors
+    ends: list[float | None]  # mean over tensors of max |g|, in front, back and output
     ranges: list[float | None]  # max - min of each front tensor
     gradient: list[float | None] | None = None  # norm of the gradient, after clipping
     before_clip: list[float | None] | None = None  # norm of the gradient before clipping
@@ -471,12 +472,12 @@ class FlowEvent(Event):
     update: list[float | None] | None = None  # norm of the change that the step made
     distance: list[float | None] | None = None  # |weights - initial| / |initial|
     weight_cosine: list[float | None] | None = None  # cosine with the initial weights
-    gradient_cosine: list[float | None] | None = None  # cosine with the gradient reported before
+    gradient_cosine: list[float | None] | None = None  # cosine with the previous event's gradient
     unreached: list[str] = field(default_factory=list)  # trainable tensors without a gradient
     broken: list[int] = field(default_factory=list)  # indices of parts with NaN or infinity
     dead: dict[str, float | None] = field(default_factory=dict)  # module → share of dead units
     saturated: dict[str, float | None] = field(default_factory=dict)  # module → saturated share
-    entropy: dict[str, list[float | None]] = field(default_factory=dict)  # attention → of heads
+    entropy: dict[str, list[float | None]] = field(default_factory=dict)  # attention → each head's
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,7 @@ class Telemetry:
                 "last_error": self._last_error,
                 "gpu_reason": self._gpu_reason,
                 "gpu_energy_joules": None if self._power is None else self._joules,
-                # since the process began; the kernel's own peak may be older than the last sample
+                # the kernel updates its peak late, so a sample may be higher
                 "host_peak_bytes": int(max(peak, series["process_rss_bytes"]["max"] or 0)),
                 "sampling_cpu_seconds": self._cost,
                 **series,
@@ -315,7 +315,8 @@ class Watching:
 def others_on_gpu(device: str) -> int | None:
     """Return the number of other processes on the GPU, or None if it is unknown.
 
-    One process is subtracted for this one: in a container, NVML knows it by another id.
+    The count is reduced by one for this process, which cannot be found by its id: in a container,
+    NVML reports another id for it.
     """
     try:
         gpu = Gpu(wanted_gpu(device))

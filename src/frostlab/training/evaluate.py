@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from frostlab.data.eeg.recordings import Material, text_of
+from frostlab.data.eeg.recordings import PreparedData, as_token_data
 from frostlab.devices import exact_dtype
 from frostlab.errors import BadInput, check_registration, nearest, same_function
 from frostlab.recipe.settings import LOWER_IS_BETTER, METRICS
@@ -25,7 +25,7 @@ from frostlab.training.treatment import wants_types
 def evaluate(
     task: Task,
     objective: Objective,
-    prepared: Material,
+    prepared: PreparedData,
     split: Split,
     batch: int,
     compute: Compute,
@@ -213,12 +213,12 @@ class EnvelopeTally:
         return {"loss": loss / count, "pearson": correlation / count} if count else {}
 
 
-def text_tally(objective: Objective, prepared: Material, device: torch.device) -> Tally:
+def text_tally(objective: Objective, prepared: PreparedData, device: torch.device) -> Tally:
     """Create the sums for classification or language modelling."""
-    return TextTally(prepared.task, text_of(prepared).classes, device)
+    return TextTally(prepared.task, as_token_data(prepared).classes, device)
 
 
-def envelope_tally(objective: Objective, prepared: Material, device: torch.device) -> Tally:
+def envelope_tally(objective: Objective, prepared: PreparedData, device: torch.device) -> Tally:
     """Create the sums for decoded envelopes."""
     assert isinstance(objective, EnvelopeObjective)
     return EnvelopeTally(objective, device)

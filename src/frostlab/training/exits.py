@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from frostlab.data.eeg.recordings import text_of
+from frostlab.data.eeg.recordings import as_token_data
 from frostlab.data.prepare import prepare
 from frostlab.data.tokens import Prepared
 from frostlab.devices import choose_device
@@ -58,7 +58,7 @@ def early_exits(
         )
     chosen = choose_device(device or recipe.train.device)
     compute = Compute(chosen, choose_precision(recipe.train, chosen))
-    prepared = text_of(prepare(recipe, None if data_dir is None else Path(data_dir)))
+    prepared = as_token_data(prepare(recipe, None if data_dir is None else Path(data_dir)))
     model = best_model(record, prepared).to(chosen)
     exits = measure_exits(model, prepared, evaluation_batch(recipe), compute)
     RunFolder(record.folder).write("exits.json", {

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import yaml
 
-from frostlab.data.eeg.recordings import text_of
+from frostlab.data.eeg.recordings import as_token_data
 from frostlab.devices import choose_device
 from frostlab.errors import BadInput, DamagedCheckpoint, FrostlabError
 from frostlab.recipe.load import load_recipe, recipe_from, recipe_name
@@ -178,7 +178,7 @@ def _create_folder(
         schema=SCHEMA, name=name, recipe_digest=recipe.digest, seed=recipe.seed,
         treatment=recipe.treatment_name, data=recipe.data.name, model=recipe.model.kind,
         origin=prepared.origin, caution=prepared.caution, known=prepared.known,
-        **_shape(compute),
+        **_conditions(compute),
     )  # fmt: skip
     while True:
         try:
@@ -212,11 +212,11 @@ def _continue(
             folder.event("note", step, text=line)
         number = 1 + len(list(path.glob("environment-*.json")))
         folder.write(f"environment-{number}.json", environment(str(compute.device)))
-        folder.event("resume", step, **_shape(compute))
+        folder.event("resume", step, **_conditions(compute))
     return current, checkpoint
 
 
-def _shape(compute: Compute) -> dict[str, Any]:
+def _conditions(compute: Compute) -> dict[str, Any]:
     """Return the settings outside the recipe on which the exact bits of a result depend."""
     return {
         "device": str(compute.device),
@@ -343,7 +343,7 @@ def _measure_report(context: RunContext, step: int) -> Report:
     """Return the metrics of the `report` split and a summary; write the predictions to a file."""
     if not context.task.predicts_classes:
         return context.task.report(context, measure(context, "report", step))
-    labels = text_of(context.prepared).splits["report"].labels
+    labels = as_token_data(context.prepared).splits["report"].labels
     assert labels is not None
     classes = torch.zeros(len(labels), dtype=torch.long, device=context.compute.device)
     metrics = measure(context, "report", step, classes)

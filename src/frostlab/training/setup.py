@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from frostlab.data.eeg.recordings import Material, text_of
+from frostlab.data.eeg.recordings import PreparedData, as_token_data
 from frostlab.data.prepare import prepare
 from frostlab.data.tokens import Prepared
 from frostlab.devices import default_precision
@@ -90,7 +90,9 @@ def with_threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def prepare_data(recipe: Recipe, data_dir: str | Path | None, task: Task, world: World) -> Material:
+def prepare_data(
+    recipe: Recipe, data_dir: str | Path | None, task: Task, world: World
+) -> PreparedData:
     """Prepare the data in rank 0 first; the other processes then read them from the cache."""
     folder = None if data_dir is None else Path(data_dir)
     if not world.writes:
@@ -111,7 +113,7 @@ class BuiltModel:
     entered: Entered  # the result of entering the last stage
 
 
-def build_model(recipe: Recipe, prepared: Material, stages: Sequence[Stage] = ()) -> BuiltModel:
+def build_model(recipe: Recipe, prepared: PreparedData, stages: Sequence[Stage] = ()) -> BuiltModel:
     """Build the recipe's model, apply its treatment, and enter these stages one after another.
 
     The result has initial weights: entering a stage adds layers and freezes weights, but does not
@@ -137,7 +139,7 @@ def place_model(
 
 
 def make_feed(
-    current: StageModel, recipe: Recipe, prepared: Material, task: Task, compute: Compute
+    current: StageModel, recipe: Recipe, prepared: PreparedData, task: Task, compute: Compute
 ) -> Feed:
     """Return the training batches; first build the prefix cache if the recipe asks for one.
 
@@ -155,7 +157,7 @@ def make_feed(
 def make_step(
     current: StageModel,
     recipe: Recipe,
-    prepared: Material,
+    prepared: PreparedData,
     task: Task,
     compute: Compute,
     *,
@@ -179,7 +181,7 @@ def make_step(
 
 
 def _has_unused(
-    current: StageModel, recipe: Recipe, prepared: Material, task: Task, compute: Compute
+    current: StageModel, recipe: Recipe, prepared: PreparedData, task: Task, compute: Compute
 ) -> bool:
     """Return whether a trainable parameter gets no gradient on a small batch.
 
@@ -201,12 +203,12 @@ def _has_unused(
 
 
 def check_model(
-    built: BuiltModel, recipe: Recipe, prepared: Material, task: Task, precision: torch.dtype
+    built: BuiltModel, recipe: Recipe, prepared: PreparedData, task: Task, precision: torch.dtype
 ) -> None:
     """Refuse a model that cannot read the data in the form that the recipe asks for."""
     model = built.model
     if isinstance(recipe.model, PretrainedModel):
-        _try_longest_example(model, text_of(prepared), recipe.model.name)
+        _try_longest_example(model, as_token_data(prepared), recipe.model.name)
     packs = packs_examples(recipe.train)
     check_stack(task.objective(model, recipe), prepared, wants_types(model), packs)
     if recipe.train.cache_prefix is not None and not recipe.stages:
@@ -234,7 +236,7 @@ def _try_longest_example(model: nn.Module, prepared: Prepared, name: str) -> Non
 class Assembly:
     """A recipe's data, its stages and the model of its first stage, ready to train."""
 
-    prepared: Material
+    prepared: PreparedData
     stages: tuple[Stage, ...]
     current: StageModel
     digests: dict[str, Any]  # contents of digests.json
@@ -297,7 +299,7 @@ def read_progress(context: RunContext, checkpoint: Checkpoint) -> Progress:
     progress = Progress.from_dict(checkpoint.progress(), where)
     stage_step, best = progress.stage_step, progress.best
     if (progress.step, progress.stage) != checkpoint.place:
-        raise BadInput(f"{where}: step and ended are of another checkpoint")
+        raise BadInput(f"{where}: step and ended belong to another checkpoint")
     if progress.stage >= len(context.stages) or min(progress.lengths, default=0) < 0:
         raise BadInput(f"{where}: ended does not fit the stages of the recipe")
     if not 0 <= stage_step <= context.stages[progress.stage].steps:
@@ -379,7 +381,7 @@ def stage_facts(context: RunContext, progress: Progress) -> StageRecord:
     return read(StageRecord, finite(values), "the record of a stage")
 
 
-def best_model(record: RunRecord, prepared: Material) -> nn.Module:
+def best_model(record: RunRecord, prepared: PreparedData) -> nn.Module:
     """Load the model that a run reported; refuse changed data and changed weights."""
     if prepared.digest != record.digests.data:
         raise BadInput(f"the data of {record.folder} have changed since the run")

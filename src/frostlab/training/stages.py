@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from frostlab.data.eeg.recordings import Material
+from frostlab.data.eeg.recordings import PreparedData
 from frostlab.errors import BadInput, UnknownArchitecture
 from frostlab.recipe.recipe import WORDS, Add, Recipe, StageSettings, stage_names
 from frostlab.recipe.settings import Every, Optim, StepDecay, Supervise, Train
@@ -259,7 +259,7 @@ def surviving_state(model: nn.Module, entered: Entered, state: StateBySlot) -> d
                 for key, value in values.items():
                     if rows == piece.rows or not value.ndim:
                         surviving[f"{name}//{key}"] = value
-                    elif len(rows) == rows.size:  # of all rows; some of them are frozen now
+                    elif len(rows) == rows.size:  # state of all rows, some now frozen
                         surviving[f"{name}//{key}"] = piece.rows.take(value, slot.axis).contiguous()
     return _with_moments(surviving)
 
@@ -274,7 +274,7 @@ def check_stages(
     model: nn.Module,
     recipe: Recipe,
     stages: Sequence[Stage],
-    prepared: Material,
+    prepared: PreparedData,
     precision: torch.dtype,
 ) -> None:
     """Enter all stages on a copy of the model; refuse an impossible stage before a run begins."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from frostlab.data.eeg.recordings import Material
+from frostlab.data.eeg.recordings import PreparedData
 from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.settings import LOWER_IS_BETTER, Metric
 from frostlab.records.folder import RunFolder
@@ -91,7 +91,7 @@ class Progress:
 
     @classmethod
     def from_dict(cls, values: object, where: object) -> "Progress":
-        """Read the values that `to_dict` returned; `where` begins the error for invalid ones."""
+        """Read the values that `to_dict` returned; an error message begins with `where`."""
         return read(cls, values, where)
 
 
@@ -170,11 +170,11 @@ class Task:
     """The functions that differ between tasks; `training/tasks.py` has the table of tasks."""
 
     # returns a split's examples; the bool asks for token types
-    examples: Callable[[Material, Split, torch.device, bool], Examples]
+    examples: Callable[[PreparedData, Split, torch.device, bool], Examples]
     # adds the loss to a model
     objective: Callable[[nn.Module, Recipe], Objective]
     # creates the sums for an evaluation
-    tally: Callable[[Objective, Material, torch.device], Tally]
+    tally: Callable[[Objective, PreparedData, torch.device], Tally]
     predicts_classes: bool = False  # whether the record keeps each example's predicted class
     # may extend the metrics of the `report` split
     report: Callable[["RunContext", dict[str, float]], Report] = lambda context, metrics: (
@@ -182,7 +182,7 @@ class Task:
         None,
     )
     # refuses data that the task cannot use
-    check: Callable[[Material], object] = lambda prepared: None
+    check: Callable[[PreparedData], object] = lambda prepared: None
 
 
 @dataclass
@@ -190,7 +190,7 @@ class RunContext:
     """Everything that the training loop needs; only `current` is replaced during a run."""
 
     recipe: Recipe
-    prepared: Material
+    prepared: PreparedData
     task: Task
     stages: tuple[Stage, ...]
     compute: Compute

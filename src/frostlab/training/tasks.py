@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from frostlab.data.eeg.recordings import Material, Signals
+from frostlab.data.eeg.recordings import PreparedData, Signals
 from frostlab.recipe.model import EnvelopeLoss
 from frostlab.recipe.recipe import Recipe
 from frostlab.training.batches.batch import token_examples, window_examples
@@ -21,7 +21,7 @@ def _envelope_loss(model: nn.Module, recipe: Recipe) -> Objective:
     return EnvelopeObjective(model, recipe.loss or EnvelopeLoss())
 
 
-def _check_recordings(prepared: Material) -> None:
+def _check_recordings(prepared: PreparedData) -> None:
     """Fit and score the linear baseline, which fails if the recordings cannot be scored."""
     assert isinstance(prepared, Signals)
     baseline_scores(prepared)

@@ -226,7 +226,8 @@ def _weights_to_adapt(
 def _config(peft: Any, wanted: LowRank | Scales, targets: dict[str, Part], transposed: bool) -> Any:
     """Return PEFT's config for these modules.
 
-    PEFT matches a regular expression with whole paths, but names in a list also with suffixes.
+    PEFT matches a regular expression against whole paths, but a list of names also against the ends
+    of paths.
     """
     all_targets = _pattern(targets)
     if isinstance(wanted, LowRank):

@@ -17,21 +17,21 @@ from typing import IO, Any
 import numpy as np
 
 MEMORY = 1 << 30  # bytes that one file may take in the second process
-SECONDS = 5.0  # for one file, and one more for every 10 MB of it
+SECONDS = 5.0  # time limit for a file; every 10 MB of the file add a second
 PROGRAM = __file__
 _START = 60.0  # seconds until the second process must be ready
 _PIECE = 1 << 20
 
 
 class MatFiles:
-    """A second process that reads .mat files; it starts with the first file and ends with self."""
+    """A second process that reads .mat files; it runs from the first file until `close`."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = os.getpid()
 
     def read(self, path: Path, *keys: str) -> dict[str, list[Any]]:
-        """Return the arrays of each variable: one of an array, several of a cell array."""
+        """Return the arrays of each variable: one for an array, several for a cell array."""
         from frostlab.errors import BadInput  # the second process does not import frostlab
         from frostlab.storage import open_regular
 
@@ -39,7 +39,7 @@ class MatFiles:
             size = os.fstat(file.fileno()).st_size
         if size > MEMORY:
             raise BadInput(f"{path} is larger than {MEMORY >> 20} MiB")
-        if self._owner != os.getpid():  # after a fork, the other process keeps its own
+        if self._owner != os.getpid():  # after a fork, `_process` belongs to the parent
             self._process, self._owner = None, os.getpid()
         try:
             deadline = time.monotonic() + _START
@@ -139,7 +139,7 @@ def _array(process: subprocess.Popen[bytes], shape: list[int], deadline: float) 
 
 
 def _serve() -> None:
-    """Answer requests until the first process closes its end."""
+    """Answer requests until the first process closes the pipe."""
     from scipy import io
 
     _limit_memory()
@@ -200,7 +200,7 @@ def _numbers(key: str, value: Any) -> list[Any]:
 
 
 def _limit_memory() -> None:
-    """Limit the address space to what the imports took and MEMORY more."""
+    """Limit the address space to its size after the imports plus MEMORY bytes."""
     try:
         import resource
 

@@ -57,7 +57,7 @@ def preprocess(
 
 
 def check_shape(name: str, eeg: Array) -> None:
-    """Refuse EEG that is not (samples, channels), or has none or absurdly many channels."""
+    """Refuse EEG that is not (samples, channels), is empty, or has too many channels."""
     if eeg.ndim != 2 or not eeg.size:
         raise BadInput(f"{name} has shape {eeg.shape}, not (samples, channels)")
     if eeg.shape[1] > CHANNELS:
@@ -92,7 +92,7 @@ def check_signals(name: str, eeg: Array, channels: tuple[str, ...], envelope: Ar
 
 
 def check_durations(name: str, eeg: int, envelope: int, rates: tuple[float, float]) -> None:
-    """Refuse signals of different durations, but allow one sample if the rates are different."""
+    """Refuse different durations, but allow one sample of difference if the rates differ."""
     if abs(eeg / rates[0] - envelope / rates[1]) > (rates[0] != rates[1]) / min(rates) + 1e-9:
         raise BadInput(
             f"{name}: the EEG has {eeg} samples at {rates[0]:g} Hz and the envelope {envelope} at "

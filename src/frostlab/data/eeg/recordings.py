@@ -109,7 +109,7 @@ class Windows:
 
 @dataclass(frozen=True)
 class Signals:
-    """A recipe's EEG data, ready to be batched; `Prepared` is the same for token data."""
+    """A recipe's EEG data, ready to be batched; `Prepared` is the counterpart for token data."""
 
     splits: dict[str, Windows]  # train, tune, report, and unseen if subjects are held out
     rate: float  # Hz
@@ -123,10 +123,11 @@ class Signals:
     task: Literal["envelope"] = "envelope"
 
 
-Material = Prepared | Signals  # a recipe's data: tokens or EEG
+PreparedData = Prepared | Signals  # a recipe's data, ready to be batched: tokens or EEG
+Material = PreparedData  # former name, which `comparison.timed_arms` still imports
 
 
-def text_of(prepared: Material) -> Prepared:
+def as_token_data(prepared: PreparedData) -> Prepared:
     """Narrow the type to `Prepared`, in code that runs only for recipes with token data."""
     assert isinstance(prepared, Prepared)
     return prepared

@@ -1,9 +1,9 @@
 """Simulated EEG, with a known upper bound on the correlation r of decoded and true envelopes.
 
-Envelopes are Gaussian signals with a speech-like rhythm. The brain of a subject (a `Head`) responds
-to a drive: the envelope itself, or a non-linear function of it. The response consists of three
-waves from both auditory cortices; noise comes from brain, eyes and sensors. `best_correlation`
-computes the bound from the true responses and spectra.
+An envelope (the loudness of speech over time) is simulated as a Gaussian signal with a speech-like
+rhythm. The brain of a subject (a `Head`) responds to a drive: the envelope itself, or a non-linear
+function of it. The response consists of three waves from both auditory cortices; noise comes from
+brain, eyes and sensors. `best_correlation` computes the bound from the true responses and spectra.
 """
 
 from collections.abc import Iterable
@@ -114,7 +114,7 @@ def simulate(
         # One signal per eigenvector of the channel covariance has the same distribution as one
         # signal per dipole, and there are fewer eigenvectors.
         values, vectors = np.linalg.eigh(pattern @ pattern.T)
-        largest = np.abs(vectors).argmax(0)  # made positive, since eigh does not fix the signs
+        largest = np.abs(vectors).argmax(0)  # made positive below: eigh may return either sign
         vectors = vectors * np.sign(vectors[largest, np.arange(len(values))])
         nonzero = values > 1e-12 * values[-1]
         spread = vectors[:, nonzero] * np.sqrt(values[nonzero])  # (64, rank)

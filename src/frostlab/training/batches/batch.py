@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from frostlab.data.eeg.recordings import Material, Windows, text_of
+from frostlab.data.eeg.recordings import PreparedData, Windows, as_token_data
 from frostlab.data.tokens import Tokens
 from frostlab.devices import prepares_kernels, to_device
 from frostlab.models.attention import Packing
@@ -284,15 +284,15 @@ class WindowExamples:
 
 
 def token_examples(
-    prepared: Material, split: Split, device: torch.device, types: bool = False
+    prepared: PreparedData, split: Split, device: torch.device, types: bool = False
 ) -> Examples:
     """Return a text split as padded examples; `types` adds token types."""
     assert isinstance(split, Tokens)
-    return TokenExamples(split, text_of(prepared).pad, types, padding_limit(split, device))
+    return TokenExamples(split, as_token_data(prepared).pad, types, padding_limit(split, device))
 
 
 def window_examples(
-    prepared: Material, split: Split, device: torch.device, types: bool = False
+    prepared: PreparedData, split: Split, device: torch.device, types: bool = False
 ) -> Examples:
     """Return an EEG split as examples; called like `token_examples`, but only `split` is used."""
     assert isinstance(split, Windows)

@@ -92,7 +92,7 @@ def pack(
         width = max(total, 1) if shapes is None else shapes.width(total)
     examples = max(len(rows), 1) if shapes is None else shapes.examples
     longest = int(lengths.max(initial=1))
-    if shapes is not None:  # double it until it covers the padding: few values occur
+    if shapes is not None:  # double it until it covers the padding, so that few values occur
         longest = shapes.longest
         while longest < width - total:
             longest *= 2

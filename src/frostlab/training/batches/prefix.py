@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import frostlab
-from frostlab.data.eeg.recordings import Material, text_of
+from frostlab.data.eeg.recordings import PreparedData, as_token_data
 from frostlab.data.tokens import Tokens
 from frostlab.errors import BadInput, FrostlabError
 from frostlab.models.stack import take_apart
@@ -71,7 +71,7 @@ def prefix_depth(model: nn.Module) -> int:
 
 
 def check_prefix(
-    model: nn.Module, prepared: Material, train: Train, precision: torch.dtype
+    model: nn.Module, prepared: PreparedData, train: Train, precision: torch.dtype
 ) -> None:
     """Refuse train.cache_prefix if no layer can be cached, or if the table would be too large."""
     key, depth = "train.cache_prefix", prefix_depth(model)
@@ -80,7 +80,7 @@ def check_prefix(
             f"{key} needs frozen layers below the first trainable layer, and a frozen embedding, "
             "e.g. freeze: [all, '!layers[-1]', '!head']"
         )
-    text = text_of(prepared)
+    text = as_token_data(prepared)
     tokens = text.splits["train"]
     first, second = _two_passes(model, tokens, text.pad, depth)
     if not torch.equal(first, second):
@@ -125,10 +125,10 @@ def starts_of(tokens: Tokens) -> NDArray[np.int64]:
 
 
 def build_prefix(
-    model: nn.Module, prepared: Material, train: Train, precision: torch.dtype, types: bool
+    model: nn.Module, prepared: PreparedData, train: Train, precision: torch.dtype, types: bool
 ) -> Prefix:
     """Compute the table in memory or on disk; on disk, reuse an equal table of an earlier run."""
-    text, depth = text_of(prepared), prefix_depth(model)
+    text, depth = as_token_data(prepared), prefix_depth(model)
     tokens = text.splits["train"]
     builder = _TableBuilder(model, tokens, text.pad, depth, precision, types)
     if train.cache_prefix == "memory":

@@ -184,7 +184,7 @@ class StaticInputs:
         self._sent = 0
 
     def views(self, parts: list[Batch]) -> tuple[list[Batch], Tensor]:
-        """Return the buffer as batches, and as a tensor of learning rate and number of targets."""
+        """Return views of the buffer: the batches, and the learning rate and number of targets."""
         return _views(self.buffer, parts)
 
     def send(self, parts: list[Batch], scored: int, rate: float) -> None:

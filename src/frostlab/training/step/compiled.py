@@ -126,7 +126,7 @@ def uncompile(objective: nn.Module) -> None:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run compiled modules eagerly in this context: compiling does not pay for evaluations."""
+    """Run compiled modules eagerly: for evaluations, compiling takes more time than it saves."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -258,7 +258,7 @@ class _PartlyFrozen(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *learning: Tensor
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        # the number of frozen rows, and whether a bias learns too (2) or not (1)
+        # the number of frozen rows, and of trainable tensors: the weight, and the bias if any
         ctx.frozen, ctx.count = len(weight) - len(learning[0]), len(learning)
         return F.linear(x, weight, bias)
 

@@ -273,7 +273,10 @@ def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Return whether a tensor is on the CPU; reading from a GPU waits, and fails in a capture."""
+    """Return whether a tensor is on the CPU, where reading a value neither waits nor fails.
+
+    On a GPU, the host waits for the value, and reading it fails while a graph is captured.
+    """
     return tensor.device.type == "cpu"
 
 

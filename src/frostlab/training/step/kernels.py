@@ -60,8 +60,8 @@ def cross_entropy_rows(logits: Tensor, labels: Tensor, factor: float | None) -> 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _adamw(  # type: ignore[no-untyped-def]
-    table, owners, starts, decays, first, second, rates, whose, scale, stopped, sums,
-    beta1, beta2, eps,
+    table, owners, starts, decays, correction1, correction2, rates, rate_indices, scale, stopped,
+    sums, beta1, beta2, eps,
     scaled: tl.constexpr, stops: tl.constexpr, measures: tl.constexpr, even: tl.constexpr,
     block: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
@@ -72,10 +72,10 @@ def _adamw(  # type: ignore[no-untyped-def]
     `sums` receives two sums of squares per block: of its weights before the step, and of their
     changes.
     """
-    goes = True
+    updates = True
     if stops:
-        goes = tl.load(stopped) == 0.0
-    if goes:
+        updates = tl.load(stopped) == 0.0
+    if updates:
         tensor = tl.load(owners + tl.program_id(0))
         row = table + tensor * columns
         weight = tl.load(row).to(tl.pointer_type(tl.float32))
@@ -107,12 +107,12 @@ def _adamw(  # type: ignore[no-untyped-def]
         before = p
         m = tl.load(mean + places, inside, 0.0)
         v = tl.load(square + places, inside, 0.0)
-        lr = tl.load(rates + tl.load(whose + tensor))
+        lr = tl.load(rates + tl.load(rate_indices + tensor))
         p -= lr * tl.load(decays + tensor) * p
         m += (1 - beta1) * (g - m)
         v = beta2 * v + (1 - beta2) * g * g
-        root = tl.sqrt(v) / tl.sqrt(tl.load(second + tensor)) + eps
-        p -= lr / tl.load(first + tensor) * m / root
+        root = tl.sqrt(v) / tl.sqrt(tl.load(correction2 + tensor)) + eps
+        p -= lr / tl.load(correction1 + tensor) * m / root
         tl.store(weight + places, p, inside)
         if measures:
             moved = p - before
@@ -126,20 +126,20 @@ def _adamw(  # type: ignore[no-untyped-def]
 
 
 def adamw_blocks(
-    table: Tensor, owners: Tensor, starts: Tensor, decays: Tensor, first: Tensor, second: Tensor,
-    rates: Tensor, whose: Tensor, scale: Tensor | None, stopped: Tensor | None,
-    sums: Tensor | None, *,
+    table: Tensor, owners: Tensor, starts: Tensor, decays: Tensor, correction1: Tensor,
+    correction2: Tensor, rates: Tensor, rate_indices: Tensor, scale: Tensor | None,
+    stopped: Tensor | None, sums: Tensor | None, *,
     betas: tuple[float, float], eps: float, even: bool, block: int, columns: int,
 ) -> None:  # fmt: skip
     """Take an AdamW step over a table of tensors; `_adamw` describes the columns of the table.
 
-    `owners` and `starts` have an entry per block: its tensor and first element. `decays`, `first`
-    and `second` (the moments' bias corrections) and `whose` (an index into `rates`, the learning
-    rates) have an entry per tensor. `scale` divides gradients; `stopped` above 0 skips the step;
-    `sums` is (blocks, 2) or None.
+    `owners` and `starts` have an entry per block: its tensor and first element. `decays` (weight
+    decays), `correction1` and `correction2` (the moments' bias corrections) and `rate_indices`
+    (indices into `rates`, the learning rates) have an entry per tensor. `scale` divides gradients;
+    `stopped` above 0 skips the step; `sums` is (blocks, 2) or None.
     """
     _adamw[(len(owners),)](
-        table, owners, starts, decays, first, second, rates, whose, scale, stopped, sums, *betas,
-        eps, scaled=scale is not None, stops=stopped is not None, measures=sums is not None,
-        even=even, block=block, columns=columns, num_warps=8,
+        table, owners, starts, decays, correction1, correction2, rates, rate_indices, scale,
+        stopped, sums, *betas, eps, scaled=scale is not None, stops=stopped is not None,
+        measures=sums is not None, even=even, block=block, columns=columns, num_warps=8,
     )  # fmt: skip

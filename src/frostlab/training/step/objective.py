@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from frostlab.data.eeg.recordings import Material, text_of
+from frostlab.data.eeg.recordings import PreparedData, as_token_data
 from frostlab.errors import BadInput
 from frostlab.models.stack import Stack, take_apart
 from frostlab.recipe.settings import Supervise
@@ -195,7 +195,7 @@ class Objective(nn.Module):
         return [stack.read(x, ids, packing) for x in stack.states(x, packing, after, first)]
 
 
-def check_stack(objective: Objective, prepared: Material, types: bool, packs: bool) -> None:
+def check_stack(objective: Objective, prepared: PreparedData, types: bool, packs: bool) -> None:
     """Refuse a model that cannot be packed, or has a different loss when run layer by layer."""
     model, kind = objective.model, type(objective.model).__name__
     language = prepared.task == "language"
@@ -208,7 +208,7 @@ def check_stack(objective: Objective, prepared: Material, types: bool, packs: bo
         return
     if not packs and not language:
         return
-    text, training = text_of(prepared), objective.training
+    text, training = as_token_data(prepared), objective.training
     tokens = text.splits["train"]
     # compare the losses of two examples: the shortest and one of median length
     rows = np.argsort(tokens.lengths, kind="stable")[[0, len(tokens) // 2]]

@@ -222,9 +222,9 @@ class KernelAdamW(torch.optim.AdamW):
         group = rows[0].group
         (beta1, beta2), eps = group["betas"], group["eps"]
         taken = torch.stack(steps).double()
-        first, second = ((1 - beta**taken).float() for beta in (beta1, beta2))
+        correction1, correction2 = ((1 - beta**taken).float() for beta in (beta1, beta2))
         rate_index: dict[Any, int] = {}
-        for row in rows:  # number the distinct rates; tensors differ by identity
+        for row in rows:  # number the distinct rates; tensors are compared by identity
             rate_index.setdefault(row.group["lr"], len(rate_index))
         owners, starts, decays, rate_indices, places = self._block_layout(
             tuple(row.p.numel() for row in rows),
@@ -242,8 +242,9 @@ class KernelAdamW(torch.optim.AdamW):
         if self.measures:
             sums = torch.zeros(len(owners), 2, device=device)
         adamw_blocks(
-            table, owners, starts, decays, first, second, rate, rate_indices, self.grad_scale,
-            stopped, sums, betas=(beta1, beta2), eps=eps, block=_BLOCK, columns=_COLUMNS, even=even,
+            table, owners, starts, decays, correction1, correction2, rate, rate_indices,
+            self.grad_scale, stopped, sums, betas=(beta1, beta2), eps=eps, block=_BLOCK,
+            columns=_COLUMNS, even=even,
         )  # fmt: skip
         if sums is not None and self.sums is not None:
             self.sums.index_add_(0, places[owners], sums.to(self.sums.dtype))
