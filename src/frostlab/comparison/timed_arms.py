@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from frostlab.comparison.plan import Plan
-from frostlab.data.eeg.recordings import Material
+from frostlab.data.eeg.recordings import PreparedData
 from frostlab.data.prepare import prepare
 from frostlab.devices import choose_device, default_precision, release_cached_memory, runs_ahead
 from frostlab.errors import BadInput, UnknownArchitecture, nearest
@@ -91,7 +91,7 @@ class TimedArm:
     def __init__(
         self,
         arm: BuiltArm,
-        prepared: Material,
+        prepared: PreparedData,
         device: torch.device,
         order: Order | None = None,
     ) -> None:
@@ -181,7 +181,7 @@ def check_arms(recipes: Mapping[str, Recipe], baseline: str) -> None:
 
 
 def build_arms(
-    recipes: Mapping[str, Recipe], prepared: Material, baseline: str
+    recipes: Mapping[str, Recipe], prepared: PreparedData, baseline: str
 ) -> dict[str, BuiltArm]:
     """Build the model of every arm once; the control shares the model of the baseline."""
     arms: dict[str, BuiltArm] = {}
@@ -195,7 +195,7 @@ def build_arms(
     return arms
 
 
-def _savings_of(built: BuiltModel, recipe: Recipe, prepared: Material) -> StepSavings | None:
+def _savings_of(built: BuiltModel, recipe: Recipe, prepared: PreparedData) -> StepSavings | None:
     """Return a treatment's savings for examples of mean length; None for unknown architectures."""
     length = float(prepared.splits["train"].lengths.mean())
     try:
@@ -206,7 +206,7 @@ def _savings_of(built: BuiltModel, recipe: Recipe, prepared: Material) -> StepSa
 
 def place_arms(
     arms: Mapping[str, BuiltArm],
-    prepared: Material,
+    prepared: PreparedData,
     device: torch.device,
     say: Callable[[str], None] = lambda line: None,
     order: Order | None = None,
@@ -290,7 +290,7 @@ class Timing:
 
 def time_arms(
     recipes: Mapping[str, Recipe],
-    prepared: Material,
+    prepared: PreparedData,
     *,
     baseline: str,
     device: torch.device,
@@ -438,7 +438,7 @@ def _arm_timing(
 
 @contextmanager
 def _raised_recompile_limit(
-    recipes: Iterable[Recipe], prepared: Material, device: torch.device
+    recipes: Iterable[Recipe], prepared: PreparedData, device: torch.device
 ) -> Iterator[None]:
     """Raise torch's recompile limit in this context if any arm compiles its step."""
     examples = len(prepared.splits["train"])

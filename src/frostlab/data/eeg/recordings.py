@@ -124,7 +124,6 @@ class Signals:
 
 
 PreparedData = Prepared | Signals  # a recipe's data, ready to be batched: tokens or EEG
-Material = PreparedData  # former name, which `comparison.timed_arms` still imports
 
 
 def as_token_data(prepared: PreparedData) -> Prepared:
