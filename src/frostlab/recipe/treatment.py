@@ -32,11 +32,15 @@ class Orthogonalize(Strict):
 
 
 class Randomize(Strict):
-    """Replacement of weights with random normal values; `match` keeps the norm of the weights."""
+    """Replacement of weights with random normal values of a standard deviation or a norm.
+
+    `match` keeps the norm of the weights; `orthonormal` gives each head the norm that it has after
+    `orthogonalize`.
+    """
 
     method: Literal["randomize"]
     select: Selections
-    std: Annotated[float, Field(gt=0)] | Literal["match"] = 0.02
+    std: Annotated[float, Field(gt=0)] | Literal["match", "orthonormal"] = 0.02
 
 
 class RegisteredChange(Strict):
@@ -112,7 +116,7 @@ TREATMENTS = {
     "oelm-global": Treatment(init=(_orthogonal(*_QK, scope="matrix"),), freeze=_QK),
     "oelm-random": Treatment(init=(Randomize(method="randomize", select=_QK),), freeze=_QK),
     "oelm-random-matched": Treatment(
-        init=(Randomize(method="randomize", select=_QK, std="match"),), freeze=_QK
+        init=(Randomize(method="randomize", select=_QK, std="orthonormal"),), freeze=_QK
     ),
     "frozen-qk": Treatment(freeze=_QK),
     "orthogonal-trainable": Treatment(init=(_orthogonal(*_QK),)),
