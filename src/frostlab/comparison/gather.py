@@ -19,6 +19,7 @@ from frostlab.comparison.evidence import (
     Answer,
     ArmEvidence,
     ArmVerdict,
+    ComparedOrder,
     Effect,
     Evidence,
     Parameters,
@@ -35,8 +36,8 @@ from frostlab.comparison.evidence import (
     TunedSetting,
     stored,
 )
-from frostlab.comparison.oelm_json import orthogonality_arms
-from frostlab.comparison.pairing import PairingFacts, why_unpaired
+from frostlab.comparison.oelm_json import have_equal_norms, oelm_arm, orthogonality_arms
+from frostlab.comparison.pairing import PairingFacts, steps_compared, why_unpaired
 from frostlab.comparison.plan import Contrast, Plan, Rules, confounds, rules_for
 from frostlab.comparison.statistics import holm, mcnemar, paired, spread
 from frostlab.comparison.verdict import judge, judge_family
@@ -93,11 +94,14 @@ def gather(
         tuning=tuple(tuning),
         arms={arm.name: _arm(runs, arm.name, metrics) for arm in plan.arms},
         refused_pairs=runs.refused,
+        partly_compared=tuple(_partly_compared(runs)),
         verdicts={
             metric: _verdicts(runs, _rules_for(plan, metric, look)) for metric in (primary, *others)
         },
         contrasts=contrasts(runs, rules),
+        oelm=oelm_arm(plan),
         orthogonality=_orthogonality(runs, rules),
+        equal_norms=have_equal_norms(plan, orthogonality_arms(plan)),
         mcnemar=_prediction_tests(runs),
         subjects=subject_tests(plan, records, runs.refused),
         flow=_gradient_flow(plan, records, runs),
@@ -177,6 +181,7 @@ def summarize(record: RunRecord, folder: Path) -> RunSummary:
         validation_seconds=clocks.validation_seconds,
         epoch_seconds=tuple(clocks.epoch_seconds),
         step_ms=None if step_ms is None else step_ms.mean,
+        clipped_steps=result.clipped_steps,
         weights_digest=result.weights_digest,
         recipe_digest=result.recipe_digest,
         caution=result.caution,
@@ -218,6 +223,20 @@ def _refused_pairs(
                 yield RefusedPair(arm.name, seed, reason)
 
 
+def _partly_compared(runs: Runs) -> Iterable[ComparedOrder]:
+    """Yield the pairs of runs whose examples could not be compared for every step of both."""
+    plan = runs.plan
+    pairs = {arm.name: plan.baseline.name for arm in plan.others}.items()
+    asked = ((contrast.arm, contrast.against) for contrast in plan.contrasts)
+    for arm, against in dict.fromkeys((*pairs, *asked, *filter(None, [orthogonality_arms(plan)]))):
+        for seed in plan.seeds:
+            facts, other = runs.facts.get((arm, seed)), runs.facts.get((against, seed))
+            if facts is not None and other is not None:
+                steps, compared = steps_compared(facts, other)
+                if compared < steps:
+                    yield ComparedOrder(arm, against, seed, steps, compared)
+
+
 def _arm(runs: Runs, name: str, metrics: Sequence[str]) -> ArmEvidence:
     """Summarize the finished runs of one arm."""
     own_runs = tuple(runs.summaries[name, seed] for seed in runs.plan.seeds)
@@ -226,7 +245,9 @@ def _arm(runs: Runs, name: str, metrics: Sequence[str]) -> ArmEvidence:
         metric: [value for run in finished if (value := run.metrics[metric]) is not None]
         for metric in metrics
     }
+    arm = next(arm for arm in runs.plan.arms if arm.name == name)
     return ArmEvidence(
+        does=runs.plan.recipe_of(arm, runs.plan.seeds[0]).surgery.description,
         runs=own_runs,
         metrics={metric: _summary(numbers) for metric, numbers in values.items() if numbers},
         parameters=next((run.parameters for run in finished), None),
@@ -322,13 +343,13 @@ def _unpaired_seed(runs: Runs, contrast: Contrast) -> str | None:
 
 
 def _orthogonality(runs: Runs, rules: Rules) -> ArmVerdict | None:
-    """Judge the arm with orthogonal weights (OELM) against the arm with random weights.
+    """Judge the arm with orthogonal query and key against the arm with random ones.
 
     Both arms freeze these weights. Return None unless the plan has both arms.
     """
     plan = runs.plan
     arms = {arm.name: arm for arm in plan.arms}
-    names = orthogonality_arms(arms)
+    names = orthogonality_arms(plan)
     if names is None:
         return None
     arm, random = names
