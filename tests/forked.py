@@ -308,12 +308,13 @@ def outcome(folder: Path) -> dict[str, Any]:
     return {
         **{key: getattr(result, key) for key in (
             "status", "steps", "best", "report", "last", "weights_digest", "order_digest",
-            "parameters", "checkpoint", "stopped_early",
+            "parameters", "checkpoint", "stopped_early", "clipped_steps",
         )},
         "stages": [{**asdict(stage), "seconds": None} for stage in result.stages],
         "losses": [loss for event in steps for loss in event.loss],
         "norms": [norm for event in steps for norm in event.norm],
         "tokens": sum(event.tokens for event in steps),
+        "orders": {event.step: event.order for event in steps if event.step % 3 == 0},
         "evaluations": [(e.step, e.split, e.metrics)
                         for e in record.events(EvaluationEvent)],
         "kept": [(c.step, c.stage) for c in checkpoints_in(folder)],

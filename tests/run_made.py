@@ -32,7 +32,8 @@ BEST: dict[str, Any] = {"metric": "accuracy", "value": 0.8, "step": 20}
 RESULT: dict[str, Any] = {
     "schema": SCHEMA, "status": "finished", "error": None, "name": "imdb", "recipe_digest": "d1",
     "seed": 3, "treatment": "oelm", "started": "2001-09-09T01:46:40+00:00",
-    "ended": "2001-09-09T01:46:50+00:00", "steps": 30, "stopped_early": False, "best": BEST,
+    "ended": "2001-09-09T01:46:50+00:00", "steps": 30, "clipped_steps": 12,
+    "stopped_early": False, "best": BEST,
     "report": {"accuracy": 0.0, "loss": 0.5}, "caution": CAUTION, "last": {"accuracy": 0.7},
     "target": None, "stepping": [], "clocks": CLOCKS,
     "parameters": {"total": 2000, "trainable": 1500, "frozen": 500},
@@ -51,7 +52,7 @@ def step_event(step: int, **changes: Any) -> dict[str, Any]:
     return {
         "kind": "step", "at": 100.0 + step, "step": step, "first": step, "loss": [1 / step],
         "norm": [None], "ms": [4.5], "rate": 1e-3, "tokens": 200, "padded": 400, "examples": 32,
-        "warmup": 0,
+        "warmup": 0, "clipped": 1, "order": f"order-{step}",
     } | changes  # fmt: skip
 
 

@@ -33,7 +33,8 @@ def test_what_is_read_is_what_was_written(which: str, request: pytest.FixtureReq
         ({"look": "first"}, "look should be a whole number, but is 'first'"),
         ({"lok": 1}, "lok is not a key; did you mean `look`?"),
         ({"plan": {}}, "plan.name: Field required"),
-        ({"arms": {"oelm": {"runs": []}}}, "arms.oelm.metrics is missing"),
+        ({"arms": {"oelm": {"does": "", "runs": []}}}, "arms.oelm.metrics is missing"),
+        ({"oelm": "baseline"}, "oelm should be one of oelm, oelm-random, or null"),
         ({"verdicts": {"oelm": {"word": "great"}}}, "verdicts.oelm"),
     ],
 )

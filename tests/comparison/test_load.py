@@ -107,7 +107,7 @@ def arm(**changes: Any) -> list[Any]:
          "train in the same way"),
         ({"arms": ["baseline", "oelm", {"name": "oelm-freeze", "treatment": "frozen-qk"}]},
          "its name is taken in comparison.json"),
-        ({"arms": ["baseline", {"name": "dataset", "treatment": "oelm"}]}, "is taken"),
+        ({"arms": ["baseline", {"name": "dataset", "treatment": "frozen-qk"}]}, "is taken"),
         ({"arms": 5}, "arms"),
         ({"arms": {"baseline": None, "oelm": None}}, "arms"),
         ({"seeds": 5.5}, "seeds"),

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -9,6 +10,7 @@ import frostlab as fl
 from comparing import LANGUAGE, LAYERS, compare
 from frostlab.comparison.evidence import Answer
 from frostlab.comparison.page import page, show
+from frostlab.text import NONE
 from fuzz.targets_pages import tokens
 
 
@@ -20,6 +22,36 @@ def test_the_page_says_what_was_found(made: fl.Comparison) -> None:
     assert text.count("| finished |") == 18
     for question in ("How large is the gap?", "Is it faster?", "Is orthogonality needed?"):
         assert question in text
+
+
+def test_the_page_says_what_every_arm_does(made: fl.Comparison) -> None:
+    text = made.page.read_text()
+    assert "- **baseline** (the baseline): everything trains\n" in text
+    assert "- **oelm**: query and key of every head: orthogonal, frozen; the rest trains\n" in text
+    hot = replace(
+        made.evidence,
+        plan=made.evidence.plan.model_copy(
+            update={"arms": tuple(arm.model_copy(update={"set": {"optim.lr": 0.01}})
+                                  for arm in made.evidence.plan.arms)}
+        ),
+    )  # fmt: skip
+    assert "with standard deviation 0.02, frozen; the rest trains; set: optim.lr 0.01\n" in page(
+        hot
+    )
+
+
+def test_the_page_shows_the_share_of_clipped_steps(made: fl.Comparison) -> None:
+    rows = {name: line.split("|") for line in made.page.read_text().splitlines()
+            for name in made.evidence.arms if line.startswith(f"| {name} | 6 of 6 |")}  # fmt: skip
+    for name, arm in made.evidence.arms.items():
+        shares = [run.clipped_steps / run.steps for run in arm.runs]
+        assert rows[name][-2].strip() == f"{fmean(shares):.1%}"
+    assert len({cells[-2] for cells in rows.values()}) > 1
+    without = replace(made.evidence, arms={
+        name: replace(arm, runs=tuple(replace(run, clipped_steps=None) for run in arm.runs))
+        for name, arm in made.evidence.arms.items()
+    })  # fmt: skip
+    assert f"% | {NONE} |\n" in page(without)
 
 
 @pytest.mark.parametrize("seeds", [1, 2])

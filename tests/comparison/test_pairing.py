@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 import frostlab as fl
-from comparing import LAYERS, compare
-from frostlab.comparison.pairing import PairingFacts, why_unpaired
+from comparing import LAYERS, SMALL, compare
+from frostlab.comparison.evidence import ComparedOrder
+from frostlab.comparison.pairing import PairingFacts, steps_compared, why_unpaired
 from frostlab.records.folder import RunRecord
+from frostlab.training.batches.batch import Order
+from frostlab.training.batches.feed import Feed
 
 
 def why_unpaired_at(one: Path, other: Path) -> str | None:
@@ -32,9 +35,7 @@ def test_a_planted_difference_keeps_runs_apart(
         key = next(key for key in digests["weights"] if key not in digests["touched"])
         digests["weights"][key] = "another"
     elif planted == "order":
-        parsed = map(json.loads, events.splitlines())
-        order = next(e["order"] for e in parsed if e["kind"] == "epoch")
-        events = events.replace(order, "another")
+        events = events.replace(RunRecord(other).result.order_digest, "another")
     else:
         events = events.replace('"precision": "float32"', '"precision": "bfloat16"')
     (other / "digests.json").write_text(json.dumps(digests))
@@ -44,6 +45,51 @@ def test_a_planted_difference_keeps_runs_apart(
     assert {"order": "order of examples", "weights": "initial weights"}.get(
         planted, planted
     ) in reason
+
+
+SHORT = {**SMALL, "train": {**SMALL["train"], "epochs": None, "steps": 3}}
+
+
+def test_another_order_within_the_first_epoch_is_no_pair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of six steps; only the last batch of one run has another order."""
+    real = Feed.order
+
+    def swapped(self: Feed, epoch: int) -> Order:
+        order = [rows.copy() for rows in real(self, epoch)]
+        order[2][[0, 1]] = order[2][[1, 0]]
+        return order
+
+    fl.run({**SHORT, "treatment": "none"}, out=tmp_path / "one")
+    fl.run({**SHORT, "treatment": "oelm"}, out=tmp_path / "two")
+    assert why_unpaired_at(tmp_path / "one", tmp_path / "two") is None
+    monkeypatch.setattr(Feed, "order", swapped)
+    fl.run({**SHORT, "treatment": "oelm"}, out=tmp_path / "other")
+    reason = why_unpaired_at(tmp_path / "one", tmp_path / "other")
+    assert "the order of examples differs by step 3 (" in (reason or "")
+
+
+def test_runs_of_other_lengths_are_compared_over_the_steps_of_both(tmp_path: Path) -> None:
+    """The page says which of these steps could not be compared."""
+    arms = [{"name": name, "set": {"train.steps": steps}}
+            for name, steps in (("four", 4), ("long", 13), ("epoch", 6))]  # fmt: skip
+    values = LAYERS | {"recipe": SHORT, "arms": arms, "vary": ["train.steps"], "contrasts": [],
+                       "seeds": 1}  # fmt: skip
+    found = fl.compare(values, out=tmp_path / "c")
+    facts = {name: PairingFacts.of(RunRecord(found.folder / "runs" / f"{name}-s0"))
+             for name in ("four", "long", "epoch")}  # fmt: skip
+    assert steps_compared(facts["four"], facts["four"]) == (4, 4)
+    assert steps_compared(facts["long"], facts["epoch"]) == (6, 6), "an epoch has six steps"
+    assert steps_compared(facts["long"], facts["four"]) == (4, 0)
+    assert found.evidence.partly_compared == (
+        ComparedOrder("long", "four", 0, 4, 0), ComparedOrder("epoch", "four", 0, 4, 0),
+    )  # fmt: skip
+    text = found.page.read_text()
+    assert (
+        "long and four seed 0: the order of examples was compared for the first 0 of the 4" in text
+    )
+    assert "by digest" not in text
 
 
 def test_a_run_resumed_elsewhere_is_no_pair(tmp_path: Path) -> None:

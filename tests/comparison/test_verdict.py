@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from frostlab.comparison.evidence import ArmVerdict, stored
 from frostlab.comparison.plan import Rules, rules_for
 from frostlab.comparison.statistics import could_have_found, paired
 from frostlab.comparison.verdict import MEANINGS, Scores, Statement, Verdict, Word, judge
@@ -271,9 +273,10 @@ def test_bad_input_is_one_line(call: Callable[[], object], said: str) -> None:
 def test_a_verdict_is_plain_json_and_always_the_same(n: int) -> None:
     rules = rules_for("perplexity", margin=1.05, minimum_effect=0.01)
     verdict = one(shifted(0.02, n) | {9: math.nan}, rules)
-    text = json.dumps(verdict.to_dict(), allow_nan=False)
+    kept = stored(ArmVerdict, verdict)
+    text = json.dumps(asdict(kept), allow_nan=False)
     assert json.loads(text)["word"] == verdict.word
-    assert text == json.dumps(one(shifted(0.02, n) | {9: math.nan}, rules).to_dict())
+    assert kept == stored(ArmVerdict, one(shifted(0.02, n) | {9: math.nan}, rules))
 
 
 def test_numpy_values_are_taken() -> None:

@@ -10,6 +10,7 @@ from frostlab.comparison.evidence import (
     Answer,
     ArmEvidence,
     ArmVerdict,
+    ComparedOrder,
     Effect,
     Evidence,
     Limit,
@@ -71,7 +72,7 @@ def _run(name: str, seed: int) -> RunSummary:
     return RunSummary(
         seed, f"runs/{name}-s{seed}", "finished", None, 1,
         {"accuracy": 0.5, "macro_f1": 0.4, "loss": 1.0}, 0.5, 1.0, 3, (stage,),
-        Parameters(20, 10), 3.0, 2.0, 1.0, (1.0, 1.0), 5.0, "abc", "def", None,
+        Parameters(20, 10), 3.0, 2.0, 1.0, (1.0, 1.0), 5.0, 2, "abc", "def", None,
     )  # fmt: skip
 
 
@@ -93,12 +94,15 @@ def evidence() -> bytes:
     whole = Evidence(
         schema=SCHEMA, plan=plan(), baseline="baseline", look=1, jobs=1, caution=None, pairs=2,
         confounds={"oelm": ()}, tuning=(_TUNED,),
-        arms={name: ArmEvidence((_run(name, 0), _run(name, 1)), dict.fromkeys(metrics, _SUMMARY),
-                                Parameters(20, 10), _SUMMARY) for name in names},
+        arms={name: ArmEvidence("everything trains", (_run(name, 0), _run(name, 1)),
+                                dict.fromkeys(metrics, _SUMMARY), Parameters(20, 10), _SUMMARY)
+              for name in names},
         refused_pairs=(RefusedPair("oelm", 1, "the data differ"),),
+        partly_compared=(ComparedOrder("oelm", "baseline", 0, 3, 2),),
         verdicts={metric: {"oelm": _verdict(metric)} for metric in metrics},
         contrasts=(Answer("Is it?", "value", _verdict("accuracy")),),
-        orthogonality=_verdict("accuracy"), mcnemar={"oelm": (PredictionTest(0, 1, 2, 3, 4, 0.5),)},
+        oelm="oelm", equal_norms=True, orthogonality=_verdict("accuracy"),
+        mcnemar={"oelm": (PredictionTest(0, 1, 2, 3, 4, 0.5),)},
         subjects={"report": SplitTests({"oelm": subjects}, dict.fromkeys(names, _EFFECT))},
         flow={name: dict.fromkeys(QUANTITIES, Quantity(_SUMMARY, against))
               for name, against in (("baseline", None), ("oelm", _EFFECT))},

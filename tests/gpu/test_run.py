@@ -131,7 +131,7 @@ def test_a_broken_gradient_moves_nothing_though_nobody_waits() -> None:
     def take(number: int) -> None:
         began = watch.mark()
         outcome = step([], 1, 0.1)
-        ledger.add(Entry(number, outcome, 0.1, 1, 1, 1, (began, watch.mark())))
+        ledger.add(Entry(number, outcome, 0.1, 1, 1, 1, (began, watch.mark()), ""))
 
     take(1)
     before = [p.clone() for p in model.parameters()]

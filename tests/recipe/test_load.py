@@ -304,3 +304,28 @@ def test_the_named_treatments() -> None:
         "oelm-random-matched", "frozen-qk", "orthogonal-trainable", "baseline", "frozen-embedding",
         "head", "norms", "bitfit",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("treatment", "said"),
+    [
+        ("oelm-gaussian", "query and key of every head: orthogonal, from a Gaussian draw, frozen; "
+                          "the rest trains"),
+        ("oelm-global", "query and key as whole matrices: orthogonal, frozen; the rest trains"),
+        ("oelm-random-matched", "query and key of every head: random normal, with the norm of "
+                                "orthonormal rows, frozen; the rest trains"),
+        ("orthogonal-trainable", "query and key of every head: orthogonal; everything trains"),
+        ("head", "all but head: frozen; the rest trains"),
+        ({"init": [{"method": "randomize", "select": ["up", "down"], "std": "match"}],
+          "freeze": ["up", "down", "!layers[0]"]},
+         "up and down: random normal, with the norm of each matrix before; "
+         "up and down but layers[0]: frozen; the rest trains"),
+        ({"init": [{"method": "registered", "name": "mine"}], "freeze": ["key"]},
+         "changed by the registered function mine; key: frozen; the rest trains"),
+        ({"peft": {"method": "lora"}},
+         "lora adapters at query and value; only the adapters and the head train"),
+    ],
+)  # fmt: skip
+def test_a_treatment_says_what_it_does(treatment: Any, said: str) -> None:
+    recipe = load_recipe("docstrings-gpt", {"treatment": treatment})
+    assert recipe.surgery.description == said

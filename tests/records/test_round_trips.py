@@ -70,7 +70,7 @@ blocks = st.tuples(
     st.fixed_dictionaries({
         "first": whole, "loss": st.lists(number | st.none()), "norm": st.lists(number | st.none()),
         "ms": st.lists(number), "rate": number, "tokens": whole, "padded": whole,
-        "examples": whole, "warmup": whole,
+        "examples": whole, "warmup": whole, "clipped": whole, "order": text,
     }),
 )  # fmt: skip
 

@@ -248,6 +248,8 @@ def test_randomize_with_a_deviation_or_the_norm_that_was_there() -> None:
         (lambda m: fl.randomize(m, "query", std=-1), "neither a positive number"),
         (lambda m: fl.randomize(m, "query", std="same"), "neither a positive number"),
         (lambda m: fl.randomize(m, "query", std=True), "neither a positive number"),
+        (lambda m: fl.randomize(m, "query", std="orthonormals"), "did you mean `orthonormal`"),
+        (lambda m: fl.randomize(m, "up", std="orthonormal"), 'has no heads; use std="match"'),
         (lambda m: fl.randomize(m, "querry"), "did you mean `query`"),
         (lambda m: fl.randomize(m), "no selection"),
     ],

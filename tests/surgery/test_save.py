@@ -44,6 +44,7 @@ TREATMENTS = {
     "gaussian": lambda m: fl.orthogonalize(m, "query", "key", source="gaussian", seed=7),
     "random": lambda m: fl.randomize(m, "query", "key", seed=7),
     "matched": lambda m: fl.randomize(m, "query", "key", seed=7, std="match"),
+    "orthonormal norm": lambda m: fl.randomize(m, "query", "key", seed=7, std="orthonormal"),
 }
 
 

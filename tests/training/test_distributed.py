@@ -15,7 +15,7 @@ import yaml
 from torch import nn
 
 import frostlab as fl
-from forked import run_command
+from forked import Program, run_command
 from frostlab.flow.measurements import Flow, load_flow
 from frostlab.models.conformer import Conformer
 from frostlab.records.folder import RunRecord, read_scores
@@ -203,6 +203,28 @@ def test_two_processes_go_through_stages_as_one(way: str, tmp_path: Path, free_p
     for one, other in zip(alone.result.stages, two.result.stages, strict=True):
         for key in ("name", "steps", "trainable", "total"):
             assert getattr(one, key) == getattr(other, key)
+
+
+OTHER_ORDER = """
+import os, sys
+from frostlab.training.batches.feed import Feed
+from frostlab.training.run import run
+real = Feed.order
+if os.environ["RANK"] == "1":
+    Feed.order = lambda self, epoch: [rows[::-1] for rows in real(self, epoch)]
+run(sys.argv[1], {"train.epochs": None, "train.steps": 3}, out=sys.argv[2])
+"""
+
+
+def test_a_process_with_another_order_is_found(tmp_path: Path, free_port: int) -> None:
+    """Within an epoch too: rank 0 alone cannot know what the others were fed."""
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    (tmp_path / "program.py").write_text(OTHER_ORDER)
+    given = [str(tmp_path / name) for name in ("program.py", "recipe.yaml", "run")]
+    done = Program(*given, processes=2, port=free_port).wait()
+    assert done.returncode != 0
+    assert "step 3: the processes did not share the same batches" in done.stderr
+    assert RunRecord(tmp_path / "run").result.status == "failed"
 
 
 def test_another_number_of_processes_is_refused(tmp_path: Path, free_port: int) -> None:

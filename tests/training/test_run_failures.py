@@ -65,7 +65,7 @@ def test_a_broken_gradient_is_found_at_its_step_and_moves_nothing() -> None:
     ledger = StepLog(step, Stopwatch(torch.device("cpu")), World(), None)
 
     def take(number: int) -> None:
-        ledger.add(Entry(number, step([], 1, 0.1), 0.1, 1, 1, 1, (0.0, 0.001)))
+        ledger.add(Entry(number, step([], 1, 0.1), 0.1, 1, 1, 1, (0.0, 0.001), ""))
 
     take(1)
     before = [p.clone() for p in model.parameters()]

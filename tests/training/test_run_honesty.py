@@ -1,7 +1,9 @@
 """What a result claims is what was measured: splits, best weights, frozen weights, clocks."""
 
 import json
+import math
 import time
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ from frostlab.data.prepare import prepare
 from frostlab.models.build import build_model
 from frostlab.recipe.load import recipe_from
 from frostlab.records.checkpoint import checkpoints_in
+from frostlab.records.schema import StepEvent
 from frostlab.training import loop
-from frostlab.training.batches.batch import collate
+from frostlab.training.batches.batch import Order, collate, epoch_order, order_digest
+from frostlab.training.batches.feed import Feed
 from frostlab.training.setup import load_weights
 from frostlab.training.step.eager import EagerStep, seed_step
 from frostlab.training.step.optimizer import build_optimizer
@@ -165,3 +169,49 @@ def test_two_runs_that_begin_together_both_find_a_place(
     assert second.folder == tmp_path / "run-none-s0-2"
     with pytest.raises(fl.BadInput, match="holds a run already"):
         fl.run(tiny(), out=second.folder)
+
+
+@pytest.mark.parametrize("steps", [3, 8, 11])
+def test_the_order_digest_covers_every_step_that_was_taken(steps: int, tmp_path: Path) -> None:
+    """An epoch has 8 steps: less than one, exactly one, and a part of the second."""
+    recipe = tiny(train={"batch": 32, "steps": steps, "threads": 1})
+    record = fl.run(recipe, out=tmp_path / "run")
+    lengths = prepare(recipe_from(recipe)).splits["train"].lengths
+    per_epoch = math.ceil(len(lengths) / 32)
+    fed = [rows for epoch in range(2) for rows in epoch_order(lengths, 32, 0, epoch, True)]
+    assert per_epoch == len(fed) / 2
+    orders = {number: reduce(order_digest, fed[:number], "") for number in range(1, steps + 1)}
+    assert record.result.order_digest == orders[steps]
+    found = {event.step: event.order for event in record.events(StepEvent)}
+    assert found == {step: orders[step] for step in found}
+    assert steps in found
+
+
+def test_the_order_digest_is_of_what_was_fed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two examples change places in the last of three steps, long before the epoch ends."""
+    recipe = tiny(train={"batch": 32, "steps": 3, "threads": 1})
+    usual = fl.run(recipe, out=tmp_path / "usual")
+    real = Feed.order
+
+    def swapped(self: Feed, epoch: int) -> Order:
+        order = [rows.copy() for rows in real(self, epoch)]
+        order[2][[0, 1]] = order[2][[1, 0]]
+        return order
+
+    monkeypatch.setattr(Feed, "order", swapped)
+    other = fl.run(recipe, out=tmp_path / "other")
+    assert other.result.order_digest != usual.result.order_digest
+
+
+@pytest.mark.parametrize("clip", [1.0, 1e9, None])
+def test_clipped_steps_are_counted(clip: float | None, tmp_path: Path) -> None:
+    record = fl.run(tiny(optim={"lr": 3e-3, "clip": clip}), out=tmp_path / "run")
+    norms = [norm for event in record.events(StepEvent) for norm in event.norm]
+    if clip is None:
+        assert record.result.clipped_steps is None
+        return
+    longer = sum(norm is not None and norm > clip for norm in norms)
+    assert record.result.clipped_steps == longer
+    assert 0 < longer < len(norms) if clip == 1.0 else longer == 0

@@ -3,11 +3,18 @@
 from pathlib import Path
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel
 
 import frostlab as fl
+from frostlab.recipe.load import recipe_from
 from frostlab.records.schema import EvaluationEvent
+from frostlab.roles.read import survey
+from frostlab.training.treatment import treat
 from peers import HEADS, MODELS, TIED, build, learning, longer, losses, named, trained, treated
+from tiny import tiny
+from zoo import GPT_SIZES, SIZES
 
 NO_BIASES = ("gpt-plain", "decoder", "llama")
 EMBEDDINGS = ("tokens", "wte", "word_embeddings", "token_type_embeddings", "embed_tokens")
@@ -52,6 +59,49 @@ def test_layers_can_be_frozen() -> None:
     model = treated("bert", {"freeze": ["layers[0:1]", "embedding"]})
     assert not {n for n in learning(model) if "layer.0." in n}
     assert {n for n in learning(model) if "layer.1." in n}
+
+
+FRESH = {  # architecture → settings: fused query, key and value; separate; fewer key heads
+    "gpt2": GPT_SIZES,
+    "bert": SIZES,
+    "llama": SIZES | {"num_key_value_heads": 2},
+    "t5": {"d_model": 32, "d_kv": 48, "d_ff": 64, "num_layers": 1, "num_heads": 2},  # wide heads
+}
+
+
+def heads_with(kind: str, treatment: str) -> dict[str, Tensor]:
+    """The query and key weights of a fresh treated model, each as (heads, size, in)."""
+    torch.manual_seed(1)
+    model = AutoModel.from_config(AutoConfig.for_model(kind, **FRESH[kind]))
+    treat(model, recipe_from(tiny(treatment=treatment, seed=3)))
+    structure, slots = survey(model)
+    found = {}
+    for part in structure.select("query.weight", "key.weight"):
+        assert part.heads is not None
+        assert part.state == ("trainable" if treatment == "none" else "frozen")
+        value = slots[part.name].read(part.rows).detach().double()
+        value = value.t() if part.axis else value
+        found[part.key] = value.unflatten(0, (part.heads.of(part.role), part.heads.size))
+    return found
+
+
+@pytest.mark.parametrize("kind", FRESH)
+def test_matched_random_heads_differ_from_oelm_only_in_orthogonality(kind: str) -> None:
+    oelm, matched = heads_with(kind, "oelm"), heads_with(kind, "oelm-random-matched")
+    random, fresh = heads_with(kind, "oelm-random"), heads_with(kind, "none")
+    assert len(oelm) == len(matched) == len(random) == len(fresh) > 0
+    for own, other, drawn, old in zip(
+        oelm.values(), matched.values(), random.values(), fresh.values(), strict=True
+    ):
+        norms = other.norm(dim=(1, 2))  # of each head
+        torch.testing.assert_close(norms, own.norm(dim=(1, 2)), rtol=1e-6, atol=0)
+        assert (norms / old.norm(dim=(1, 2)) - 1).abs().min() > 0.01
+        # the direction is the draw of oelm-random, and no rows are orthonormal
+        directions = drawn / drawn.norm(dim=(1, 2), keepdim=True)
+        torch.testing.assert_close(other / norms[:, None, None], directions, rtol=0, atol=1e-6)
+        shorter = other if other.shape[1] <= other.shape[2] else other.mT
+        gram = shorter @ shorter.mT
+        assert (gram - torch.eye(gram.shape[-1]).double()).abs().amax((1, 2)).min() > 0.05
 
 
 @pytest.fixture(scope="module")

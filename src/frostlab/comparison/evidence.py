@@ -138,6 +138,7 @@ class RunSummary:
     validation_seconds: float
     epoch_seconds: tuple[float, ...]
     step_ms: float | None  # mean time of a step
+    clipped_steps: int | None  # steps whose gradient was clipped; None without clipping
     weights_digest: str | None  # of the final weights
     recipe_digest: str
     caution: str | None  # a warning about the data, to show with every number
@@ -152,6 +153,7 @@ class RunSummary:
 class ArmEvidence:
     """The runs of one arm and their summaries."""
 
+    does: str  # what the arm's treatment does to the model, in one line
     runs: tuple[RunSummary, ...]  # in the order of the plan's seeds
     metrics: dict[str, Summary]  # by metric, over the finished runs
     parameters: Parameters | None  # None if no run finished
@@ -170,6 +172,17 @@ class RefusedPair:
     arm: str
     seed: int
     reason: str
+
+
+@dataclass(frozen=True)
+class ComparedOrder:
+    """The steps of two paired runs whose examples were compared, if not all of them were."""
+
+    arm: str
+    against: str  # the other arm
+    seed: int
+    steps: int  # steps that both runs took
+    compared: int  # the first of these steps; their examples are equal by digest
 
 
 @dataclass(frozen=True)
@@ -346,10 +359,13 @@ class Evidence:
     tuning: tuple[TunedSetting, ...]
     arms: dict[str, ArmEvidence]
     refused_pairs: tuple[RefusedPair, ...]
+    partly_compared: tuple[ComparedOrder, ...]  # pairs whose order of examples is partly unknown
     verdicts: dict[str, ArmVerdict]  # by arm, on the plan's metric
     secondary: dict[str, dict[str, Effect | None]]  # by metric and arm; no word is said of these
     contrasts: tuple[Answer, ...]
-    orthogonality: ArmVerdict | None  # orthogonal (oelm) against random frozen query/key weights
+    oelm: str | None  # name of the arm with orthogonal frozen query and key weights
+    orthogonality: ArmVerdict | None  # orthogonal against random frozen query and key weights
+    equal_norms: bool  # whether each head has the same norm in both arms of `orthogonality`
     assay: Assay | None  # None if no harm was planted
     repeat: Repeat | None  # None in a quick comparison
     mcnemar: dict[str, tuple[PredictionTest, ...]]  # by arm; for information only
@@ -407,6 +423,8 @@ def _check_names(evidence: Evidence, path: Path) -> None:
     for key, (names, wanted) in expected.items():
         if sorted(names) != sorted(wanted):
             raise BadInput(f"{path}: {key} should name {', '.join(wanted)}")
+    if evidence.oelm is not None and evidence.oelm not in others:
+        raise BadInput(f"{path}: oelm should be one of {', '.join(others)}, or null")
     if not 1 <= evidence.look <= MOST_LOOKS:
         raise BadInput(f"{path}: look {evidence.look} should be from 1 to {MOST_LOOKS}")
 

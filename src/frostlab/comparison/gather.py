@@ -21,6 +21,7 @@ from frostlab.comparison.evidence import (
     ArmEvidence,
     ArmVerdict,
     Assay,
+    ComparedOrder,
     EarlierLook,
     Effect,
     Evidence,
@@ -37,8 +38,8 @@ from frostlab.comparison.evidence import (
     stored,
 )
 from frostlab.comparison.looks import Looks
-from frostlab.comparison.oelm_json import orthogonality_arms
-from frostlab.comparison.pairing import Runs, summarize, why_unpaired
+from frostlab.comparison.oelm_json import have_equal_norms, oelm_arm, orthogonality_arms
+from frostlab.comparison.pairing import Runs, steps_compared, summarize, why_unpaired
 from frostlab.comparison.plan import Plan, Rules, rules_for
 from frostlab.comparison.statistics import Paired, holm, mcnemar, over_examples, paired, spread
 from frostlab.comparison.tuning import Trials
@@ -112,6 +113,7 @@ def gather(
         tuning=trials.settings,
         arms={arm.name: _arm(runs, arm.name, metrics) for arm in plan.arms},
         refused_pairs=runs.refused,
+        partly_compared=tuple(_partly_compared(runs)),
         verdicts={arm.name: verdicts.of(arm.name, plan.baseline.name) for arm in plan.others},
         secondary={
             metric: _effects(runs, metric, rules) for metric in metrics if metric != rules.metric
@@ -124,7 +126,9 @@ def gather(
             )
             for contrast in plan.contrasts
         ),
+        oelm=oelm_arm(plan),
         orthogonality=verdicts.orthogonality(),
+        equal_norms=have_equal_norms(plan, orthogonality_arms(plan)),
         assay=None if assay is None else _assay(runs, assay, verdicts),
         repeat=None if repeat is None else _repeat(runs, repeat, folder),
         mcnemar=_prediction_tests(runs),
@@ -147,6 +151,20 @@ def results_of(plan: Plan, trials: Trials) -> dict[tuple[str, int], float | str 
     }
 
 
+def _partly_compared(runs: Runs) -> Iterable[ComparedOrder]:
+    """Yield the pairs of runs whose examples could not be compared for every step of both."""
+    plan = runs.plan
+    pairs = {arm.name: plan.baseline.name for arm in plan.others}.items()
+    asked = ((contrast.arm, contrast.against) for contrast in plan.contrasts)
+    for arm, against in dict.fromkeys((*pairs, *asked, *filter(None, [orthogonality_arms(plan)]))):
+        for seed in plan.seeds:
+            facts, other = runs.facts.get((arm, seed)), runs.facts.get((against, seed))
+            if facts is not None and other is not None:
+                steps, compared = steps_compared(facts, other)
+                if compared < steps:
+                    yield ComparedOrder(arm, against, seed, steps, compared)
+
+
 def _arm(runs: Runs, name: str, metrics: Sequence[str]) -> ArmEvidence:
     """Summarize the finished runs of one arm."""
     own_runs = tuple(runs.summaries[name, seed] for seed in runs.plan.seeds)
@@ -155,7 +173,9 @@ def _arm(runs: Runs, name: str, metrics: Sequence[str]) -> ArmEvidence:
         metric: [value for run in finished if (value := run.metrics[metric]) is not None]
         for metric in metrics
     }
+    arm = next(arm for arm in runs.plan.arms if arm.name == name)
     return ArmEvidence(
+        does=runs.plan.recipe_of(arm, runs.plan.seeds[0]).surgery.description,
         runs=own_runs,
         metrics={metric: _summary(numbers) for metric, numbers in values.items() if numbers},
         parameters=next((run.parameters for run in finished), None),
@@ -176,7 +196,7 @@ class Judged:
 
     def __init__(self, runs: Runs, rules: Rules) -> None:
         self.runs, self.rules, plan = runs, rules, runs.plan
-        names = orthogonality_arms({arm.name: arm for arm in plan.arms})
+        names = orthogonality_arms(plan)
         asked = [(arm.name, plan.baseline.name, "value") for arm in plan.others]
         asked += [(contrast.arm, contrast.against, contrast.of) for contrast in plan.contrasts]
         asked += [] if names is None else [(*names, "value")]

@@ -91,7 +91,7 @@ def make_plan(
     plan = plan.model_copy(update={"rules": plan.rules.model_copy(update={"timed": timed})})
     from frostlab.comparison.oelm_json import check_names  # imported here because it loads scipy
 
-    check_names([arm.name for arm in plan.arms], plan.baseline.name)
+    check_names(plan)
     return plan
 
 

@@ -1,18 +1,22 @@
 """The five questions of the OELM study, and its output files comparison.json and timing.json.
 
-OELM replaces the query and key weights by orthogonal matrices and freezes them. The files keep
-the format of the study's scripts, but the numbers are means over seeds. Times are in seconds, and
-an unknown value is null.
+OELM replaces the query and key weights by orthogonal matrices and freezes them. An arm's treatment
+decides whether it is OELM, never its name. The files have the layout of the study's scripts, except
+that a gap has the interval and the verdict of the page, speeds come from interleaved steps, and the
+times of whole runs are marked as such. An unknown value is null.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from frostlab.comparison.evidence import ArmEvidence, Evidence, RunSummary
-from frostlab.comparison.verdict import Word
+from frostlab.comparison.evidence import ArmEvidence, ArmVerdict, Evidence, RunSummary
+from frostlab.comparison.plan import Arm, Plan
+from frostlab.comparison.verdict import excluded_costs
 from frostlab.errors import BadInput
+from frostlab.recipe.treatment import Orthogonalize, Randomize, RegisteredChange, Treatment
 from frostlab.records.folder import RunRecord
+from frostlab.roles.parts import ROLES
 
 QUESTIONS = (
     "How large is the gap?",
@@ -21,46 +25,138 @@ QUESTIONS = (
     "Is orthogonality needed?",
     "Does it carry from BERT to GPT?",
 )
-_OELM = "oelm"
-_RANDOM = ("oelm-random-matched", "oelm-random")  # the first keeps the scale of the weights
-_KEYS = {_OELM: "oelm_freeze"}  # by arm: its key in comparison.json if that is not its name
+_OELM_KEY = "oelm_freeze"  # of the OELM arm in comparison.json
 _OTHER_KEYS = ("dataset", "model", "environment", "comparison")  # keys that are not arms
-_COST: dict[Word, str] = {  # what the saved parameters cost, by verdict on the arm
-    "better": "it is also better, so the saving costs nothing",
-    "worse": "the saving costs performance: see the gap",
-    "no difference found": "no cost was found, but these seeds may have missed a small one",
-}
+_QK = ("query", "key")
 
 
-def arm_key(arm: str, baseline: str) -> str:
-    """Return the key of an arm in comparison.json."""
-    return "baseline" if arm == baseline else _KEYS.get(arm, arm.replace("-", "_"))
+def oelm_arm(plan: Plan) -> str | None:
+    """Return the arm that freezes orthogonal query and key weights, or None if there is none.
+
+    Of several such arms, one that orthogonalizes the weights of each head and changes no other
+    setting comes first. The baseline is never returned.
+    """
+    arms = [arm for arm in plan.others if _is_oelm(_surgery(plan, arm))]
+    arms.sort(key=lambda arm: (bool(arm.set), not _is_usual(_surgery(plan, arm))))
+    return arms[0].name if arms else None
 
 
-def check_names(arms: Sequence[str], baseline: str) -> None:
-    """Refuse an arm whose key in comparison.json is already in use."""
-    taken = set(_OTHER_KEYS)
-    for arm in arms:
-        key = arm_key(arm, baseline)
-        if key in taken:
-            raise BadInput(f"arm {arm}: its name is taken in comparison.json; choose another")
-        taken.add(key)
-
-
-def orthogonality_arms(arms: Collection[str]) -> tuple[str, str] | None:
+def orthogonality_arms(plan: Plan) -> tuple[str, str] | None:
     """Return the two arms that show the effect of orthogonality, or None if one is missing.
 
-    They are OELM and an arm with random frozen weights, preferably weights of the original scale.
+    Both freeze query and key; the first makes them orthogonal, the second random. Pairs with equal
+    other settings come first, then pairs with equal norms.
     """
-    random = next((arm for arm in _RANDOM if arm in arms), None)
-    return None if _OELM not in arms or random is None else (_OELM, random)
+    pairs = [
+        (arm, other)
+        for arm in plan.arms
+        for other in plan.arms
+        if _differ_in_orthogonality(_surgery(plan, arm), _surgery(plan, other))
+    ]
+    if not pairs:
+        return None
+    arm, other = min(
+        pairs,
+        key=lambda pair: (
+            pair[0].set != pair[1].set,
+            not have_equal_norms(plan, (pair[0].name, pair[1].name)),
+            not _is_usual(_surgery(plan, pair[0])),
+        ),
+    )
+    return arm.name, other.name
+
+
+def have_equal_norms(plan: Plan, pair: tuple[str, str] | None) -> bool:
+    """Return whether each head has the same norm in the orthogonal and in the random arm."""
+    if pair is None:
+        return False
+    arms = {arm.name: arm for arm in plan.arms}
+    own, other = (_changes(_surgery(plan, arms[name])) for name in pair)
+    return all(
+        isinstance(change := own.get(role), Orthogonalize)
+        and change.scope == "head"
+        and isinstance(drawn := other.get(role), Randomize)
+        and drawn.std == "orthonormal"
+        for role in _QK
+    )
+
+
+def _surgery(plan: Plan, arm: Arm) -> Treatment:
+    return plan.recipe_of(arm, plan.seeds[0]).surgery
+
+
+def _changes(surgery: Treatment) -> dict[str, Orthogonalize | Randomize]:
+    """Return the last change of each role; empty if anything but the weights of roles is changed.
+
+    A registered function may change anything, and a selection may name some layers only.
+    """
+    changes: dict[str, Orthogonalize | Randomize] = {}
+    for change in surgery.init:
+        if isinstance(change, RegisteredChange):
+            return {}
+        for selection in change.select:
+            changes[selection.removesuffix(".weight")] = change
+    return changes if changes.keys() <= set(ROLES) else {}
+
+
+def _freezes_all(surgery: Treatment, role: str) -> bool:
+    """Return whether the weights of a role are frozen in every layer."""
+    names = (role, f"{role}.weight", "all")
+    exceptions = [name.removeprefix("!") for name in surgery.freeze if name.startswith("!")]
+    return any(name in surgery.freeze for name in names) and all(
+        name.partition(".")[0] in ROLES and name.partition(".")[0] != role for name in exceptions
+    )
+
+
+def _has_frozen(surgery: Treatment, kind: type[Orthogonalize | Randomize]) -> bool:
+    changes = _changes(surgery)
+    return all(isinstance(changes.get(role), kind) and _freezes_all(surgery, role) for role in _QK)
+
+
+def _is_oelm(surgery: Treatment) -> bool:
+    return _has_frozen(surgery, Orthogonalize)
+
+
+def _is_usual(surgery: Treatment) -> bool:
+    """Return whether query and key are orthogonalized from their own weights, head by head."""
+    return all(
+        isinstance(change, Orthogonalize) and (change.scope, change.source) == ("head", "weights")
+        for change in map(_changes(surgery).get, _QK)
+    )
+
+
+def _differ_in_orthogonality(surgery: Treatment, other: Treatment) -> bool:
+    """Return whether only query and key differ: orthogonal in the first, random in the second."""
+    if not _is_oelm(surgery) or not _has_frozen(other, Randomize):
+        return False
+    rest, other_rest = (
+        {role: change for role, change in _changes(treatment).items() if role not in _QK}
+        for treatment in (surgery, other)
+    )
+    return rest == other_rest and set(surgery.freeze) == set(other.freeze)
+
+
+def arm_key(arm: str, baseline: str, oelm: str | None) -> str:
+    """Return the key of an arm in comparison.json; `oelm` is the name of the OELM arm."""
+    if arm == baseline:
+        return "baseline"
+    return _OELM_KEY if arm == oelm else arm.replace("-", "_")
+
+
+def check_names(plan: Plan) -> None:
+    """Refuse an arm whose key in comparison.json is already in use."""
+    taken, oelm = set(_OTHER_KEYS), oelm_arm(plan)
+    for arm in plan.arms:
+        key = arm_key(arm.name, plan.baseline.name, oelm)
+        if key in taken:
+            raise BadInput(f"arm {arm.name}: its name is taken in comparison.json; choose another")
+        taken.add(key)
 
 
 def main_arm(evidence: Evidence) -> str:
     """Return the arm that the questions are about: OELM, else the first besides the baseline."""
     others = [arm for arm in evidence.arms if arm != evidence.baseline]
-    named = [arm for arm in others if arm_key(arm, evidence.baseline) == _KEYS[_OELM]]
-    return (named or others)[0]
+    return others[0] if evidence.oelm is None else evidence.oelm
 
 
 def answers(evidence: Evidence) -> list[tuple[str, str]]:
@@ -84,13 +180,26 @@ def _saving(evidence: Evidence, arm: str) -> str:
     saved = 1 - counts.trainable / base_counts.trainable
     if saved <= 0:
         return f"{arm} trains as many parameters as the baseline, or more: there is no saving."
-    word = evidence.verdicts[arm].word
     return (
         f"{arm} trains {saved:.1%} fewer parameters "
         f"({counts.trainable:,} of {base_counts.trainable:,}), "
         "and needs that much less memory for gradients and Adam's moments; "
-        f"{_COST.get(word, f'the cost is not known ({word})')}."
+        f"{_cost(evidence.verdicts[arm], evidence)}."
     )
+
+
+def _cost(verdict: ArmVerdict, evidence: Evidence) -> str:
+    """Say what the saved parameters cost, as far as the interval shows it."""
+    margin = verdict.margin
+    if verdict.word == "better":
+        return "it is also better, so the saving costs nothing"
+    if verdict.word == "worse":
+        small = margin is not None and margin.answer == "yes"
+        within = f", but at most {evidence.rules.margin_text()}" if small else ""
+        return f"the saving costs performance{within}: see the gap"
+    if verdict.word == "no difference found" and margin is not None:
+        return excluded_costs(margin.answer, margin.largest, evidence.rules)
+    return f"the cost is not known ({verdict.word})"
 
 
 def _speed(evidence: Evidence, arm: str) -> str:
@@ -102,11 +211,17 @@ def _speed(evidence: Evidence, arm: str) -> str:
 def _orthogonality(evidence: Evidence) -> str:
     verdict = evidence.orthogonality
     if verdict is None:
-        return "Not asked: it needs the arms oelm and oelm-random-matched (or oelm-random)."
-    scale = "" if verdict.baseline == _RANDOM[0] else (
-        " oelm-random also changes the scale of the weights; oelm-random-matched would keep it."
-    )  # fmt: skip
-    return f"{verdict.sentence}{scale}"
+        return (
+            "Not asked: it needs two arms that freeze query and key, one with orthogonal weights "
+            "(treatment oelm) and one with random weights (oelm-random-matched or oelm-random)."
+        )
+    if evidence.equal_norms:
+        return f"{verdict.sentence} This isolates orthogonality, at an equal norm of every head."
+    return (
+        f"{verdict.sentence} This compares orthogonality and scale together: the weights of "
+        f"{verdict.baseline} also have other norms. The treatment oelm-random-matched would give "
+        "every head the norm that it has with orthogonal weights."
+    )
 
 
 def _transfer(evidence: Evidence) -> str:
@@ -128,20 +243,34 @@ def comparison_json(evidence: Evidence, first: RunRecord) -> dict[str, Any]:
         "dataset": evidence.plan.recipe["data"]["name"],
         "model": _model_name(evidence),
         "environment": _environment(first),
-        "baseline": _arm_values(baseline),
+        "baseline": _arm_values(evidence, evidence.baseline),
     }
     for name in (arm.name for arm in evidence.plan.others):
         arm = evidence.arms[name]
-        fraction = _trainable_fraction(arm)
-        values[arm_key(name, evidence.baseline)] = _arm_values(arm) | {
-            "vs_baseline": _against_baseline(arm, baseline),
+        fraction, base_fraction = _trainable_fraction(arm), _trainable_fraction(baseline)
+        saved = None if fraction is None or not base_fraction else 1 - fraction / base_fraction
+        key = arm_key(name, evidence.baseline, evidence.oelm)
+        values[key] = _arm_values(evidence, name) | {
+            "vs_baseline": {
+                "ppl_gap": _metric_gap(evidence, name, "perplexity"),
+                "per_step_gap": _step_gap(evidence, name),
+                "whole_run_time_gap": _percent(_whole_run_gap(evidence, name)["percent"]),
+                "params_saved": None if saved is None else f"{saved:.1%}",
+                "note": _whole_run_note(evidence),
+            },
             "parameter_efficiency": None if fraction is None else f"{fraction:.1%} trainable",
         }
     main = main_arm(evidence)
-    accuracies = (_mean_metric(arm, "accuracy") for arm in (evidence.arms[main], baseline))
+    whole_runs = _whole_run_gap(evidence, main)
     values["comparison"] = {
-        "accuracy_gap": _gap(*accuracies),
-        "time_analysis": _time_analysis(evidence.arms[main], baseline),
+        "accuracy_gap": _metric_gap(evidence, main, "accuracy"),
+        "time_analysis": {
+            "per_step_gap": _step_gap(evidence, main),
+            "speedup_ratio": _speedup(evidence, main),
+            "whole_run_gap_seconds": whole_runs["seconds"],
+            "whole_run_gap_percent": whole_runs["percent"],
+            "note": _whole_run_note(evidence),
+        },
         "conclusion": evidence.verdicts[main].sentence,
     }
     return values
@@ -149,19 +278,17 @@ def comparison_json(evidence: Evidence, first: RunRecord) -> dict[str, Any]:
 
 def timing_json(evidence: Evidence) -> dict[str, Any]:
     """Return the values of timing.json."""
-    values: dict[str, Any] = {}
-    for name, arm in evidence.arms.items():
-        times = _times(arm)
-        values[arm_key(name, evidence.baseline)] = {
-            **times,
-            "total_formatted": times["formatted"],
-        }
-    main, baseline = evidence.arms[main_arm(evidence)], evidence.arms[evidence.baseline]
-    analysis = _time_analysis(main, baseline)
+    values: dict[str, Any] = {
+        arm_key(name, evidence.baseline, evidence.oelm): _times(evidence, name)
+        for name in evidence.arms
+    }
+    main = main_arm(evidence)
+    whole_runs = _whole_run_gap(evidence, main)
     values["comparison"] = {
-        "time_difference_seconds": analysis["total_gap_seconds"],
-        "time_difference_percent": _percent(analysis["total_gap_percent"], digits=2),
-        "speedup_ratio": analysis["speedup_ratio"],
+        "speedup_ratio": _speedup(evidence, main),
+        "whole_run_difference_seconds": whole_runs["seconds"],
+        "whole_run_difference_percent": _percent(whole_runs["percent"], digits=2),
+        "note": _whole_run_note(evidence),
     }
     return {"timing": values}
 
@@ -177,8 +304,9 @@ def _environment(record: RunRecord) -> dict[str, Any]:
     }
 
 
-def _arm_values(arm: ArmEvidence) -> dict[str, Any]:
+def _arm_values(evidence: Evidence, name: str) -> dict[str, Any]:
     """Return an arm's performance, trainable parameters and times, as means over finished runs."""
+    arm = evidence.arms[name]
     fraction, parameters = _trainable_fraction(arm), arm.parameters
     trainable = None
     if fraction is not None and parameters is not None:
@@ -191,45 +319,107 @@ def _arm_values(arm: ArmEvidence) -> dict[str, Any]:
             "epochs": max((len(run.epoch_seconds) for run in arm.finished), default=None),
         },
         "trainable_params": trainable and trainable.replace("100.0%", "100%"),
-        "timing": _times(arm),
+        "timing": _times(evidence, name),
     }
 
 
-def _times(arm: ArmEvidence) -> dict[str, Any]:
-    runs: Sequence[RunSummary] = arm.finished
+def _times(evidence: Evidence, name: str) -> dict[str, Any]:
+    """Return the time of an interleaved step, and the times of whole runs, in seconds."""
+    runs: Sequence[RunSummary] = evidence.arms[name].finished
+    timed = None if evidence.timing is None else evidence.timing.arms[name]
     total = _mean([run.total_seconds for run in runs])
     return {
-        "total_seconds": total,
-        "formatted": _duration(total),
-        "per_epoch_avg": _mean([seconds for run in runs for seconds in run.epoch_seconds]),
-        "per_step_avg": _mean([run.step_ms / 1e3 for run in runs if run.step_ms is not None]),
-        "validation_total": _mean([run.validation_seconds for run in runs]),
+        "step": None if timed is None else timed.ms / 1e3,
+        "step_speedup": None if name == evidence.baseline else _speedup(evidence, name),
+        "whole_run": {
+            "total_seconds": total,
+            "formatted": _duration(total),
+            "per_epoch_avg": _mean([seconds for run in runs for seconds in run.epoch_seconds]),
+            "per_step_avg": _mean([run.step_ms / 1e3 for run in runs if run.step_ms is not None]),
+            "validation_total": _mean([run.validation_seconds for run in runs]),
+            "note": _whole_run_note(evidence),
+        },
     }
 
 
-def _against_baseline(arm: ArmEvidence, baseline: ArmEvidence) -> dict[str, Any]:
-    times, base_times = _times(arm), _times(baseline)
-    perplexities = (_mean_metric(evidence, "perplexity") for evidence in (arm, baseline))
-    fraction, base_fraction = _trainable_fraction(arm), _trainable_fraction(baseline)
-    saved = None if fraction is None or not base_fraction else 1 - fraction / base_fraction
+def _metric_gap(evidence: Evidence, arm: str, metric: str) -> dict[str, Any] | None:
+    """Return an arm's paired effect on a metric with its interval; None without the metric.
+
+    A ratio becomes a difference in percent of the baseline. Only the metric that the plan chose has
+    a verdict.
+    """
+    verdict = evidence.verdicts[arm] if metric == evidence.rules.metric else None
+    if verdict is None and metric not in evidence.secondary:
+        return None
+    paired = evidence.secondary[metric][arm] if verdict is None else verdict.paired
+    gap, low, high = (None,) * 3 if paired is None else (paired.effect, paired.low, paired.high)
+    is_ratio = paired is not None and paired.log
     return {
-        "ppl_gap": _percent(_relative_gap(*perplexities)),
-        "time_gap": _percent(_relative_gap(times["total_seconds"], base_times["total_seconds"])),
-        "per_step_gap": _percent(_relative_gap(times["per_step_avg"], base_times["per_step_avg"])),
-        "params_saved": None if saved is None else f"{saved:.1%}",
+        "gap": _percent_of_ratio(gap) if is_ratio else gap,
+        "low": _percent_of_ratio(low) if is_ratio else low,
+        "high": _percent_of_ratio(high) if is_ratio else high,
+        "confidence": None if paired is None else 1 - paired.alpha,
+        "pairs": 0 if paired is None else paired.n,
+        "statements": None if verdict is None else verdict.family,
+        "verdict": None if verdict is None else verdict.word,
+        "missing_runs": None if verdict is None else verdict.missing,
+        "confounds": list(evidence.confounds.get(arm, ())),
     }
 
 
-def _time_analysis(arm: ArmEvidence, baseline: ArmEvidence) -> dict[str, Any]:
-    times, base_times = _times(arm), _times(baseline)
-    total, base_total = times["total_seconds"], base_times["total_seconds"]
-    both_timed = total is not None and base_total
+def _step_gap(evidence: Evidence, arm: str) -> dict[str, Any] | None:
+    """Return the difference of an arm's step time in percent, from the interleaved steps."""
+    if evidence.timing is None:
+        return None
+    timed = evidence.timing.arms[arm]
     return {
-        "total_gap_seconds": total - base_total if both_timed else None,
-        "total_gap_percent": _relative_gap(total, base_total),
-        "per_step_gap": _gap(times["per_step_avg"], base_times["per_step_avg"]),
-        "speedup_ratio": base_total / total if both_timed and total else None,
+        "gap": _percent_of_ratio(timed.ratio),
+        "low": _percent_of_ratio(timed.low),
+        "high": _percent_of_ratio(timed.high),
+    } | _trust(evidence, arm)
+
+
+def _speedup(evidence: Evidence, arm: str) -> dict[str, Any] | None:
+    """Return the baseline's step time divided by an arm's, from the interleaved steps."""
+    if evidence.timing is None:
+        return None
+    timed = evidence.timing.arms[arm]
+    ratio, low, high = (value and 1 / value for value in (timed.ratio, timed.high, timed.low))
+    return {"ratio": ratio, "low": low, "high": high} | _trust(evidence, arm)
+
+
+def _trust(evidence: Evidence, arm: str) -> dict[str, Any]:
+    """Return the page's verdict on an arm's step time, and how far it can be trusted."""
+    assert evidence.timing is not None
+    timed = evidence.timing.arms[arm]
+    return {
+        "confidence": 1 - evidence.rules.time_level,
+        "verdict": timed.word,
+        "flag": timed.flag,
+        "proven": evidence.timing.proven,
+        "reasons": list(evidence.timing.reasons),
+        "confounds": list(evidence.confounds.get(arm, ())),
     }
+
+
+def _whole_run_note(evidence: Evidence) -> str:
+    taken = (
+        "were taken one after another"
+        if evidence.jobs == 1
+        else f"shared the machine, up to {evidence.jobs} at a time"
+    )
+    return f"whole runs {taken}, so their times do not show which arm is faster"
+
+
+def _whole_run_gap(evidence: Evidence, arm: str) -> dict[str, float | None]:
+    """Return the difference of the mean times of whole runs, in seconds and in percent."""
+    own, base = (
+        _mean([run.total_seconds for run in evidence.arms[name].finished])
+        for name in (arm, evidence.baseline)
+    )
+    if own is None or not base:
+        return {"seconds": None, "percent": None}
+    return {"seconds": own - base, "percent": 100 * (own - base) / base}
 
 
 def _mean_metric(arm: ArmEvidence, metric: str) -> float | None:
@@ -241,13 +431,8 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return fmean(present) if present else None
 
 
-def _gap(value: float | None, base: float | None) -> float | None:
-    return None if value is None or base is None else value - base
-
-
-def _relative_gap(value: float | None, base: float | None) -> float | None:
-    """Return value − base in percent of base."""
-    return None if value is None or not base else 100 * (value - base) / base
+def _percent_of_ratio(ratio: float | None) -> str | None:
+    return None if ratio is None else _percent(100 * (ratio - 1), digits=2)
 
 
 def _percent(value: float | None, digits: int = 1) -> str | None:

@@ -25,7 +25,7 @@ from frostlab.comparison.evidence import (
     TimedArm,
     TunedSetting,
 )
-from frostlab.comparison.oelm_json import answers
+from frostlab.comparison.oelm_json import answers, main_arm
 from frostlab.comparison.verdict import MEANINGS
 from frostlab.recipe.settings import LOWER_IS_BETTER
 from frostlab.text import NONE, Markdown, columns, escaped, markdown, number, plain
@@ -174,6 +174,17 @@ def _ends(low: float | None, high: float | None, log: bool) -> str:
     return f"[{lower}, {upper}]"
 
 
+def _arms(evidence: Evidence) -> str:
+    """Say what each arm does to the model; names alone say nothing."""
+    lines = []
+    for arm in evidence.plan.arms:
+        settings = ", ".join(f"{key} {json.dumps(value)}" for key, value in arm.set.items())
+        does = evidence.arms[arm.name].does + (f"; set: {settings}" if settings else "")
+        mark = " (the baseline)" if arm.name == evidence.baseline else ""
+        lines.append(f"- **{escaped(arm.name)}**{mark}: {escaped(does)}")
+    return "\n".join(lines)
+
+
 def _planned_questions(evidence: Evidence) -> str:
     return _numbered(
         (answer.question, f"{_GAIN if answer.of == 'gain' else ''}{answer.verdict.sentence}")
@@ -182,11 +193,15 @@ def _planned_questions(evidence: Evidence) -> str:
 
 
 def _default_questions(evidence: Evidence) -> str:
-    """Answer the five questions of the OELM study about the first treated arm.
+    """Answer the five questions of the OELM study about the OELM arm, else the first treated arm.
 
     OELM freezes orthogonal queries and keys. A plan with questions of its own asks only those.
     """
-    return "" if evidence.contrasts else _numbered(answers(evidence))
+    if evidence.contrasts:
+        return ""
+    arm = main_arm(evidence)
+    subject = f"The questions are about {arm}: {evidence.arms[arm].does}."
+    return f"{escaped(subject)}\n\n{_numbered(answers(evidence))}"
 
 
 def _numbered(answers: Iterable[tuple[str, str]]) -> str:
@@ -208,6 +223,7 @@ def _performance(evidence: Evidence) -> str:
             *(_mean_and_std(arm.metrics.get(metric)) for metric in metrics),
             number(None if primary is None else primary.cv),
             _trainable(arm.parameters),
+            _clipped(arm.finished),
         ])  # fmt: skip
     effects = [
         [name, metrics[0], _effect(verdict.paired), _adjusted_p(verdict), verdict.word]
@@ -221,14 +237,16 @@ def _performance(evidence: Evidence) -> str:
     used = {verdict.word for verdict in evidence.verdicts.values()}
     note = (
         "Mean ± standard deviation over the runs that finished; cv is the coefficient of variation "
-        "of the first metric. The next table shows the effect over paired seeds. Its interval "
+        "of the first metric. Clipped is the share of steps whose gradient was clipped. Frozen "
+        "weights do not count in the gradient's norm, so an arm that freezes weights may be "
+        "clipped less. The next table shows the effect over paired seeds. Its interval "
         "holds together with all others about the same metric, with "
         f"{100 * (1 - evidence.rules.level):.4g} % confidence; the effect on perplexity is a "
         "ratio. p counts all statements. "
         "Only the first metric was chosen beforehand, so nothing is said about the others."
     )
     return "\n\n".join([
-        markdown(["arm", "seeds", *metrics, "cv", "trainable"], rows),
+        markdown(["arm", "seeds", *metrics, "cv", "trainable", "clipped"], rows),
         note,
         markdown(["arm", "metric", "against the baseline", "p", "verdict"], effects),
         " ".join(f"*{word}*: {text}." for word, text in MEANINGS.items() if word in used),
@@ -382,11 +400,14 @@ def _run_times(evidence: Evidence) -> str:
     if not rows:
         return ""
     head = ["arm", "total s", "cv", "validation s", "extra timed runs s", "ratio of these [95 %]"]
-    note = "" if evidence.jobs == 1 else (
-        f"\n\nUp to {evidence.jobs} runs shared the machine, so the total times are not "
+    note = (
+        "The runs were taken one after another, so their total times do not show which arm is "
+        "faster; the extra timed runs alternate between the arms."
+        if evidence.jobs == 1
+        else f"Up to {evidence.jobs} runs shared the machine, so the total times are not "
         "comparable; the extra timed runs ran one at a time."
-    )  # fmt: skip
-    return f"{markdown(head, rows)}{note}"
+    )
+    return f"{markdown(head, rows)}\n\n{note}"
 
 
 def _tuning(evidence: Evidence) -> str:
@@ -436,6 +457,11 @@ def _differences(evidence: Evidence) -> str:
         f"- {escaped(f'{pair.arm} seed {pair.seed} is not paired: {pair.reason}')}"
         for pair in evidence.refused_pairs
     ]
+    lines += [
+        f"- {escaped(f'{pair.arm} and {pair.against} seed {pair.seed}')}: the order of examples "
+        f"was compared for the first {pair.compared} of the {pair.steps} steps that both took."
+        for pair in evidence.partly_compared
+    ]
     for setting in evidence.tuning:
         values = ", ".join(
             f"{name} {value:g}" + " (at an end of the grid)" * setting.on_edge[name]
@@ -446,8 +472,9 @@ def _differences(evidence: Evidence) -> str:
     if not evidence.pairs:
         lines.append("- No pair of runs finished, so nothing could be compared.")
     if not lines:
-        lines = ["- The arms differ only in the treatment: for every seed, data, order of examples "
-                 "and untouched weights are equal by digest, and device and precision are equal."
+        lines = ["- The arms differ only in the treatment: for every seed, the data, the examples "
+                 "of every step that both runs took, and untouched weights are equal by digest, "
+                 "and device and precision are equal."
                  ]  # fmt: skip
     return "\n".join(lines)
 
@@ -523,11 +550,19 @@ def _trainable(parameters: Parameters | None) -> str:
     return f"{parameters.trainable / parameters.total:.1%}"
 
 
+def _clipped(runs: Sequence[RunSummary]) -> str:
+    """Format the mean share of clipped steps; without clipping there is none."""
+    shares = [run.clipped_steps / run.steps for run in runs
+              if run.clipped_steps is not None and run.steps]  # fmt: skip
+    return f"{fmean(shares):.1%}" if shares else NONE
+
+
 def _mebibytes(value: float | None) -> str:
     return NONE if value is None else f"{value / 2**20:,.0f} MiB"
 
 
 SECTIONS: tuple[tuple[str, Callable[[Evidence], str]], ...] = (
+    ("The arms", _arms),
     ("Verdicts", _verdicts),
     ("The questions", _planned_questions),
     ("The five questions", _default_questions),

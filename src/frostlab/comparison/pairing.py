@@ -1,7 +1,7 @@
 """The runs of a comparison, read once, and paired: a pair differs only in the treatment.
 
-The seed, the data, the order of examples, the initial weights that neither treatment changes, and
-the machine's settings must be equal.
+The seed, the data, the examples of every step that both runs took, the initial weights that neither
+treatment changes, and the machine's settings must be equal.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,7 +13,7 @@ from frostlab.comparison.plan import Plan
 from frostlab.comparison.tuning import Trials
 from frostlab.comparison.verdict import Scores
 from frostlab.records.folder import RunRecord
-from frostlab.records.schema import EpochEvent, ResumeEvent, Stage, StartEvent
+from frostlab.records.schema import ResumeEvent, Stage, StartEvent, StepEvent
 from frostlab.text import typed
 
 _MACHINE = ("device", "precision", "processes", "threads")
@@ -27,7 +27,8 @@ class PairingFacts:
     data: str  # digest of the prepared data
     weights: dict[str, str]  # digest of each part of the treated model before training
     touched: frozenset[str]  # names of the parts whose values the treatment replaced
-    orders: tuple[str, ...]  # for each epoch, a digest of the order of examples so far
+    steps: int
+    orders: dict[int, str]  # by step: a digest of the examples of every step up to it, in order
     machine: dict[str, tuple[str, ...]]  # by key: the distinct values over all starts and resumes
 
     @classmethod
@@ -40,7 +41,8 @@ class PairingFacts:
             data=digests.data,
             weights=digests.weights,
             touched=frozenset(digests.touched),
-            orders=tuple(event.order for event in record.events(EpochEvent)),
+            steps=record.result.steps,
+            orders={event.step: event.order for event in record.events(StepEvent)},
             machine={
                 key: tuple(sorted({str(getattr(start, key)) for start in starts}))
                 for key in _MACHINE
@@ -58,6 +60,15 @@ def why_unpaired(first: PairingFacts, second: PairingFacts, vary: Iterable[str] 
     return next(_differences(first, second, same_model), None)
 
 
+def steps_compared(first: PairingFacts, second: PairingFacts) -> tuple[int, int]:
+    """Return how many steps both runs took, and how many of them have examples that were compared.
+
+    The second number is smaller if the shorter run ended where the other recorded no digest.
+    """
+    compared = max(first.orders.keys() & second.orders.keys(), default=0)
+    return min(first.steps, second.steps), compared
+
+
 def _differences(first: PairingFacts, second: PairingFacts, same_model: bool) -> Iterator[str]:
     if first.seed != second.seed:
         yield f"the seeds differ ({first.seed} and {second.seed})"
@@ -65,9 +76,10 @@ def _differences(first: PairingFacts, second: PairingFacts, same_model: bool) ->
         yield f"the data differ ({first.data} and {second.data})"
     if same_model:
         yield from _weight_differences(first, second)
-    for epoch, (a, b) in enumerate(zip(first.orders, second.orders, strict=False), 1):
+    for step in sorted(first.orders.keys() & second.orders.keys()):
+        a, b = first.orders[step], second.orders[step]
         if a != b:
-            yield f"the order of examples differs in epoch {epoch} ({a} and {b})"
+            yield f"the order of examples differs by step {step} ({a} and {b})"
     for key in _MACHINE:
         a, b = (" then ".join(facts.machine[key]) for facts in (first, second))
         if a != b:
@@ -174,6 +186,7 @@ def summarize(record: RunRecord, folder: Path) -> RunSummary:
         validation_seconds=clocks.validation_seconds,
         epoch_seconds=tuple(clocks.epoch_seconds),
         step_ms=None if step_ms is None else step_ms.mean,
+        clipped_steps=result.clipped_steps,
         weights_digest=result.weights_digest,
         recipe_digest=result.recipe_digest,
         caution=result.caution,

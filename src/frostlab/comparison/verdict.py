@@ -8,9 +8,9 @@ its interval excludes zero.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Any, Literal
+from typing import Literal
 
 from frostlab.comparison.plan import LEAST_SEEDS, Rules
 from frostlab.comparison.statistics import (
@@ -27,7 +27,6 @@ from frostlab.comparison.statistics import (
     t_critical,
 )
 from frostlab.errors import BadInput, nearest
-from frostlab.storage import finite
 
 Word = Literal[
     "better", "worse", "no difference found", "identical", "at chance", "did not finish",
@@ -126,11 +125,6 @@ class Verdict:
     missing: dict[str, int]  # by arm: runs that diverged or failed
     together: tuple[str, ...]  # compared settings that differ together, if more than one
     notes: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the values as JSON types, with None for a number that is not finite."""
-        values: dict[str, Any] = finite(asdict(self))
-        return values
 
 
 def judge(
@@ -278,9 +272,7 @@ class _Case:
         )
         if more == 0 or pair.n < 2:
             return pair
-        if (more > 0) == self.rules.lower_is_better:  # the effect may be higher than known
-            return _unbounded(pair, above=True)
-        return _unbounded(pair, above=False)
+        return _unbounded(pair, above=(more > 0) == self.rules.lower_is_better)
 
     @property
     def differences(self) -> Numbers:
@@ -307,7 +299,7 @@ class _Case:
             skewed=skewed,
             missing=self.missing,
             together=statement.together,
-            notes=tuple(self._notes(word, margin, skewed)),
+            notes=tuple(self._notes(word)),
         )
 
     def _word(self) -> tuple[Word, str]:
@@ -353,7 +345,9 @@ class _Case:
             return f"{arm} is {word} than {baseline} {on}: {numbers}{small}{ending}."
         if word == "no difference found":
             seen = _size_text(self.could_have_seen or 0.0, self.rules.log)
-            excluded = f"; {_excluded(margin, self.rules)}" if margin else ""
+            excluded = (
+                f"; {excluded_costs(margin.answer, margin.largest, self.rules)}" if margin else ""
+            )
             return (
                 f"no difference found between {arm} and {baseline} {on}: {numbers}{excluded}; "
                 f"could have found ≥ {seen}{self._together()}."
@@ -457,17 +451,12 @@ class _Case:
         if limit is None or pair is None or pair.n < 2:
             return None
         cost = self.rules.margin_as_cost(fmean(self.base_values[0]))
-        lower_is_better = self.rules.lower_is_better
-        if self.rules.log:
-            # A cost is a ratio to the baseline's, so that a larger one is worse.
-            ends = [pair.effect, pair.low, pair.high]
-            if not lower_is_better:
-                ends = [1 / end if end else math.inf for end in (pair.effect, pair.high, pair.low)]
-        else:
-            sign = 1.0 if lower_is_better else -1.0
-            ends = sorted([sign * pair.low, sign * pair.high])
-            ends = [sign * pair.effect, *ends]
-        effect, low, high = ends
+        # As a cost, a larger number is worse: a ratio to the baseline's, or a difference.
+        effect, low, high = pair.effect, pair.low, pair.high
+        if self.rules.log and not self.rules.lower_is_better:
+            effect, low, high = (1 / end if end else math.inf for end in (effect, high, low))
+        elif not self.rules.lower_is_better:
+            effect, low, high = -effect, -high, -low
         answer: Answer = "yes" if high <= cost else "no" if low > cost else "not shown"
         if word in ("confounded", "unproven", "did not finish", "too few seeds", "at chance"):
             answer = "not shown"
@@ -505,7 +494,7 @@ class _Case:
             return None
         return probability_of_improvement(arm, base, self.rules.lower_is_better)
 
-    def _notes(self, word: Word, margin: Margin | None, skewed: float | None) -> list[str]:
+    def _notes(self, word: Word) -> list[str]:
         notes = [
             f"{name}, seed {seed}: {reason}"
             for name, reasons in self.why.items()
@@ -576,16 +565,15 @@ def _unbounded(pair: Paired, above: bool) -> Paired:
     return replace(pair, low=low, high=high, p=pair.p if is_shown else max(pair.p, pair.alpha))
 
 
-def _excluded(margin: Margin, rules: Rules) -> str:
-    """Say which costs the interval excludes."""
+def excluded_costs(answer: Answer, largest: float | None, rules: Rules) -> str:
+    """Say which costs an interval excludes, from a `Margin`'s answer and its largest cost."""
     limit = rules.margin_text()
-    if margin.answer == "yes":
+    if answer == "yes":
         return f"a cost above {limit} is excluded"
-    if margin.largest is None:
+    if largest is None:
         return "no cost is excluded"
-    if rules.log:
-        return f"a cost of up to {margin.largest:.4g} × is not excluded (margin: {limit})"
-    return f"a cost of up to {margin.largest:.3g} is not excluded (margin: {limit})"
+    size = f"{largest:.4g} ×" if rules.log else f"{largest:.3g}"
+    return f"a cost of up to {size} is not excluded (margin: {limit})"
 
 
 def _effect_text(pair: Paired | None, family: int = 1, level: float | None = None) -> str:

@@ -1,6 +1,6 @@
 """Treatments: changes of a model before training (new values, frozen weights or adapters)."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -30,13 +30,33 @@ class Orthogonalize(Strict):
     scope: Literal["head", "matrix"] = "head"
     source: Literal["weights", "gaussian"] = "weights"  # the matrix to orthogonalize
 
+    @property
+    def description(self) -> str:
+        """The new values in words, after the selection."""
+        scope = "of every head" if self.scope == "head" else "as whole matrices"
+        drawn = ", from a Gaussian draw" if self.source == "gaussian" else ""
+        return f" {scope}: orthogonal{drawn}"
+
 
 class Randomize(Strict):
-    """Replacement of weights with random normal values; `match` keeps the norm of the weights."""
+    """Replacement of weights with random normal values of a standard deviation or a norm.
+
+    `match` keeps the norm of the weights; `orthonormal` gives each head the norm that it has after
+    `orthogonalize`.
+    """
 
     method: Literal["randomize"]
     select: Selections
-    std: Annotated[float, Field(gt=0)] | Literal["match"] = 0.02
+    std: Annotated[float, Field(gt=0)] | Literal["match", "orthonormal"] = 0.02
+
+    @property
+    def description(self) -> str:
+        """The new values in words, after the selection."""
+        if self.std == "orthonormal":
+            return " of every head: random normal, with the norm of orthonormal rows"
+        if self.std == "match":
+            return ": random normal, with the norm of each matrix before"
+        return f": random normal, with standard deviation {self.std:g}"
 
 
 class RegisteredChange(Strict):
@@ -94,6 +114,42 @@ class Treatment(Strict):
         """The selections that the treatment freezes."""
         return self.freeze if self.peft is None else _all_but("adapter")
 
+    @property
+    def description(self) -> str:
+        """One line that says what the treatment does to the model."""
+        if self.peft is not None:
+            return (
+                f"{self.peft.method} adapters at {_listed(self.peft.select)}; "
+                "only the adapters and the head train"
+            )
+        excepts = any(selection.startswith("!") for selection in self.freeze)
+        positive = set[str]() if excepts else set(self.freeze)
+        lines, described = list[str](), set[str]()
+        for change in self.init:
+            if isinstance(change, RegisteredChange):
+                lines.append(f"changed by the registered function {change.name}")
+                continue
+            line = f"{_listed(change.select)}{change.description}"
+            if set(change.select) <= positive:
+                line, described = f"{line}, frozen", described | set(change.select)
+            lines.append(line)
+        others = [selection for selection in self.freeze if selection not in described]
+        lines += [f"{_listed(others)}: frozen"] if others else []
+        return "; ".join([*lines, "the rest trains" if self.freeze else "everything trains"])
+
+
+def _listed(selections: Sequence[str]) -> str:
+    """Return selections as a text: query and key; all but head."""
+    parts = [text for text in selections if not text.startswith("!")] or ["all"]
+    left_out = [text.removeprefix("!") for text in selections if text.startswith("!")]
+    but = f" but {_enumerated(left_out)}" if left_out else ""
+    return f"{_enumerated(parts)}{but}"
+
+
+def _enumerated(names: Sequence[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
+
 
 def _orthogonal(*roles: str, scope: str = "head", source: str = "weights") -> Orthogonalize:
     return Orthogonalize.model_validate(
@@ -112,7 +168,7 @@ TREATMENTS = {
     "oelm-global": Treatment(init=(_orthogonal(*_QK, scope="matrix"),), freeze=_QK),
     "oelm-random": Treatment(init=(Randomize(method="randomize", select=_QK),), freeze=_QK),
     "oelm-random-matched": Treatment(
-        init=(Randomize(method="randomize", select=_QK, std="match"),), freeze=_QK
+        init=(Randomize(method="randomize", select=_QK, std="orthonormal"),), freeze=_QK
     ),
     "frozen-qk": Treatment(freeze=_QK),
     "orthogonal-trainable": Treatment(init=(_orthogonal(*_QK),)),

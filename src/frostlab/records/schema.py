@@ -206,6 +206,7 @@ class Result:
     started: str  # ISO 8601, UTC: when the folder was made
     ended: str  # ISO 8601, UTC
     steps: int  # optimizer steps done
+    clipped_steps: int | None  # steps whose gradient was clipped; null if `optim.clip` is null
     stopped_early: bool  # whether patience ended the last stage
     best: Best  # best evaluation of the last stage
     report: Metrics | None  # metrics of the best weights on the report split; null if unfinished
@@ -222,7 +223,7 @@ class Result:
     telemetry: TelemetrySummary  # load of the machine during the run
     device_memory_peak: int | None  # peak CUDA memory of this run alone, in bytes; or null
     weights_digest: str | None  # digest of the reported weights; null if unfinished
-    order_digest: str  # digest of the order of examples in all complete epochs
+    order_digest: str  # digest of the examples of every step, in order
     scores: dict[str, dict[str, Scores]] | None = None  # EEG: by split and decoder
 
 
@@ -366,6 +367,8 @@ class StepEvent(Event):
     padded: int  # number of tokens in the block, including padding
     examples: int  # number of examples in the block
     warmup: int  # number of its first steps that step times exclude as warm-up
+    clipped: int  # number of its steps whose gradient was clipped
+    order: str  # digest of the examples of every step of the run up to its last, in order
 
 
 @dataclass(frozen=True)
@@ -375,7 +378,7 @@ class EpochEvent(Event):
     kind = "epoch"
 
     epoch: int  # number within the stage, counted from 0
-    order: str  # digest of the order of all examples so far
+    order: str  # digest of the examples of every step of the run so far, in order
     seconds: float  # s of training alone
 
 

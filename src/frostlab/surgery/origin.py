@@ -23,7 +23,7 @@ class Origin:
     method: Literal["orthogonalize", "randomize"]
     scope: Literal["head", "matrix"] | None = None
     source: Literal["weights", "gaussian"] | None = None
-    std: float | Literal["match"] | None = None
+    std: float | Literal["match", "orthonormal"] | None = None
     seed: int | None = None  # None: nothing was drawn
 
     @property
@@ -38,8 +38,9 @@ class Origin:
             drawn = self.source == "gaussian"
             known = self.scope is not None and self.source is not None and self.std is None
             return known and drawn == (self.seed is not None)
-        positive = self.std == "match" or (self.std is not None and float(self.std) > 0)
-        return positive and self.seed is not None and self.scope is None and self.source is None
+        named = self.std in ("match", "orthonormal")
+        scaled = named or (self.std is not None and float(self.std) > 0)
+        return scaled and self.seed is not None and self.scope is None and self.source is None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values that are not None, for JSON."""

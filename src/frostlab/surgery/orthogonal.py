@@ -51,16 +51,24 @@ def orthogonalize(
 
 
 def randomize(
-    model: nn.Module, *selections: str, seed: int = 0, std: float | Literal["match"] = 0.02
+    model: nn.Module,
+    *selections: str,
+    seed: int = 0,
+    std: float | Literal["match", "orthonormal"] = 0.02,
 ) -> None:
     """Draw the selected weights from a normal distribution; biases are kept.
 
     Args:
-        std: the standard deviation, or "match" to keep the Frobenius norm of the current values.
+        std: the standard deviation; or "match" to keep the Frobenius norm of the current values;
+            or "orthonormal" to give each head the Frobenius norm that `orthogonalize` gives it,
+            so that the two differ only in orthogonality.
     """
     number = isinstance(std, int | float) and not isinstance(std, bool)
-    if std != "match" and not (number and 0 < float(std) < math.inf):
-        raise BadInput(f'randomize: std={std!r} is neither a positive number nor "match"')
+    if std not in ("match", "orthonormal") and not (number and 0 < float(std) < math.inf):
+        raise BadInput(
+            f'randomize: std={std!r} is neither a positive number nor "match" nor "orthonormal"'
+            f"{nearest(str(std), ('match', 'orthonormal'))}"
+        )
     _rewrite(model, selections, Origin("randomize", std=std, seed=_seed("gaussian", seed)))
 
 
@@ -101,9 +109,10 @@ def _check_matrix(part: Part, origin: Origin) -> None:
         raise BadInput(f"{origin.method}: {part.key} is held fixed by the architecture")
     if len(part.shape) != 2:
         raise BadInput(f"{origin.method}: {part.key} ({part.role}) is not a matrix")
-    if origin.scope == "head" and part.heads is None:
+    if part.heads is None and (origin.scope == "head" or origin.std == "orthonormal"):
+        instead = 'scope="matrix"' if origin.method == "orthogonalize" else 'std="match"'
         raise BadInput(
-            f'orthogonalize: {part.key} ({part.role}) has no heads; use scope="matrix" for it'
+            f"{origin.method}: {part.key} ({part.role}) has no heads; use {instead} for it"
         )
 
 
@@ -143,7 +152,7 @@ def _exact(rows: Tensor) -> Tensor:
 
 
 def _stacked(part: Part, rows: Tensor, origin: Origin) -> Tensor:
-    """Return the matrices to factorise: (heads, size, in), or (1, rows, in) for one matrix."""
+    """Return the matrix of each head (heads, size, in), or (1, rows, in) for one matrix."""
     if origin.scope == "matrix":
         return rows.unsqueeze(0)
     assert part.heads is not None
@@ -165,6 +174,10 @@ def _random(part: Part, current: Tensor, origin: Origin) -> Tensor:
         elif origin.std == "match":
             norm = current.detach().to("cpu", torch.float64).norm()
             draw *= norm / draw.norm()
+        elif origin.std == "orthonormal":
+            heads = _stacked(part, draw, origin)  # (heads, size, in)
+            norm = math.sqrt(min(heads.shape[1:]))  # of orthonormal rows, or columns if size > in
+            draw = (heads * (norm / heads.norm(dim=(1, 2), keepdim=True))).flatten(0, 1)
         else:
             assert isinstance(origin.std, int | float)
             draw *= origin.std

@@ -43,6 +43,14 @@ class World:
         dist.broadcast_object_list(values, src=0)
         return values[0]
 
+    def same(self, value: Any) -> bool:
+        """Return whether all processes have an equal value."""
+        if self.size == 1:
+            return True
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return all(other == value for other in values)
+
     def wait(self) -> None:
         """Wait until every process has reached this barrier."""
         if self.size > 1:

@@ -128,15 +128,17 @@ def _train_stage(
                 recorded_reason = step_once.reason
                 record_step_kind(context, progress.step, step_once, feed.packs)
             progress.step, index = progress.step + 1, index + 1
+            progress.order = order_digest(progress.order, rows)
             tokens = feed.examples.tokens_read(rows)
             padded = sum(batch.padded_tokens for batch in batches)
-            log.add(Entry(progress.step, outcome, rate, tokens, padded, len(rows), lap))
+            log.add(Entry(progress.step, outcome, rate, tokens, padded, len(rows), lap,
+                          progress.order))  # fmt: skip
             context.display.advance(progress.step, log.loss)
 
             if index == per_epoch:
                 clock.wait_for_device()
                 spent = clock.training_seconds() - epoch_began
-                progress.order = order_digest(order, progress.order)
+                _check_order(context, progress)
                 log.flush()
                 if context.folder:
                     context.folder.event("epoch", progress.step, epoch=epoch, order=progress.order,
@@ -164,8 +166,18 @@ def _train_stage(
             # a run that has just taken its last step continues to its report
             if stop and not (is_last_stage and (progress.step == end or progress.stopped_early)):
                 raise Stopped
+        _check_order(context, progress)
     clock.wait_for_device()
     return step_once
+
+
+def _check_order(context: RunContext, progress: Progress) -> None:
+    """Refuse to go on if the processes did not share the same batches.
+
+    Each process digests the rows of the whole batch and trains on its share of them.
+    """
+    if not context.world.same(progress.order):
+        raise FrostlabError(f"step {progress.step}: the processes did not share the same batches")
 
 
 def _steps_per_epoch(context: RunContext) -> int:

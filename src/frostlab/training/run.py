@@ -29,7 +29,7 @@ from frostlab.records.folder import (
     own_folder,
     supersede_result,
 )
-from frostlab.records.schema import Result, StartEvent, SteppingEvent, read
+from frostlab.records.schema import Result, StartEvent, StepEvent, SteppingEvent, read
 from frostlab.records.telemetry import Telemetry
 from frostlab.storage import finite, write_whole
 from frostlab.surgery.audit import Audit
@@ -368,6 +368,7 @@ def result(
     events, recipe = folder.events(), context.recipe
     start = next(event for event in events if isinstance(event, StartEvent))
     best, name = progress.best, checkpoint_name(progress.best.step or 0, progress.stage)
+    clipped = sum(event.clipped for event in events if isinstance(event, StepEvent))
     values = {
         "schema": SCHEMA,
         "status": status,
@@ -379,6 +380,7 @@ def result(
         "started": _iso(start.at),
         "ended": datetime.now(UTC).isoformat(timespec="seconds"),
         "steps": progress.step,
+        "clipped_steps": None if recipe.optim.clip is None else clipped,
         "stopped_early": progress.stopped_early,
         "best": {"metric": best.metric, "value": best.value, "step": best.step},
         "report": report,

@@ -61,7 +61,7 @@ class Progress:
     stopped_early: bool = False  # whether this stage ran out of patience
     seconds: dict[str, float] = field(default_factory=dict)  # by phase, and in total
     epoch_seconds: float = 0.0  # training time in the current epoch
-    order: str = ""  # digest of the example order in all completed epochs
+    order: str = ""  # digest of the examples of every step so far, in order
     target: dict[str, float] | None = None  # step and seconds when the target was reached
     last: Metrics = field(default_factory=dict)  # metrics of the last evaluation
     ended: list[StageRecord] = field(default_factory=list)  # records of past stages

@@ -17,7 +17,7 @@ from frostlab.records.folder import RunFolder
 from frostlab.records.schema import Clocks, EpochEvent, Event, StepEvent, SteppingEvent, StepTimes
 from frostlab.timing.clock import OVERLAPPED, SETUP, Lap, Stopwatch, training_seconds
 from frostlab.training.distributed import World
-from frostlab.training.step.eager import Diverged, EagerStep, Outcome
+from frostlab.training.step.eager import Diverged, EagerStep, Outcome, is_clipped
 
 _BLOCK = 50  # steps per event
 WARMUP = 5  # first steps of each stage or resumed run; their times are reported separately
@@ -34,6 +34,7 @@ class Entry:
     padded: int  # tokens of this process's batches, padding included
     examples: int
     lap: Lap
+    order: str  # digest of the examples of every step up to this one
 
 
 class StepLog:
@@ -94,7 +95,9 @@ class StepLog:
         # float32 holds whole numbers exactly up to 2**24
         padded_counts = values.new_tensor([entry.padded for entry in block])
         losses, padded = self._world.total(torch.stack([values[:, 0], padded_counts])).tolist()
+        values = values.cpu()
         _, norms, broken = values.T.tolist()
+        clipped = is_clipped(values[:, 1], self._step.clip) & (values[:, 2] < 0)
         self.loss = next((x for x in reversed(losses) if math.isfinite(x)), None)
         assert self._first is not None
         times = self._watch.milliseconds([entry.lap for entry in block])
@@ -112,6 +115,8 @@ class StepLog:
                 padded=round(sum(padded)),
                 examples=sum(entry.examples for entry in block),
                 warmup=max(0, min(count, self._first + WARMUP - block[0].step)),
+                clipped=int(clipped.sum()),
+                order=block[-1].order,
             )
         del self._entries[:count]
         for entry, index, loss in zip(block, broken, losses, strict=True):

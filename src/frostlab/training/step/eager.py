@@ -58,6 +58,16 @@ def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
     seed_generators(derive_seed(seed, step, rank), device)
 
 
+def _clip_factor(norm: Tensor, clip: float | None) -> Tensor:
+    """Return the factor, at most 1, that clips gradients of this norm."""
+    return torch.clamp((clip or torch.inf) / (norm + 1e-6), max=1.0)
+
+
+def is_clipped(norms: Tensor, clip: float | None) -> Tensor:
+    """Return whether gradients of each norm are clipped."""
+    return _clip_factor(norms, clip) < 1.0
+
+
 class EagerStep:
     """A step without compilation: PyTorch runs one operation after another."""
 
@@ -146,7 +156,7 @@ class EagerStep:
         total = torch.linalg.vector_norm(norms)
         not_finite = ~norms.isfinite()
         broken = torch.where(not_finite.any(), not_finite.int().argmax(), -1)
-        return total, torch.clamp((self.clip or torch.inf) / (total + 1e-6), max=1.0), broken
+        return total, _clip_factor(total, self.clip), broken
 
     def _gradient(self, p: nn.Parameter) -> Tensor | None:
         return p.grad if self.copies is None else self.copies.gradient(p)
