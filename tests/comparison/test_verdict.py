@@ -152,6 +152,8 @@ def test_a_diverged_run_is_a_result() -> None:
     assert verdict.paired is not None
     assert verdict.paired.low == -math.inf
     assert "oelm, seed 3: diverged" in verdict.notes
+    assert verdict.could_have_seen is None
+    assert "could have found" not in verdict.sentence
     worse = {s: x for s, x in shifted(-0.2, 8).items() if s != 3}
     still = one(Scores(worse, {3: "failed"}), base=base)
     assert still.word == "worse"

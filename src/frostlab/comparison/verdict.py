@@ -344,14 +344,11 @@ class _Case:
             small = self._small_effect()
             return f"{arm} is {word} than {baseline} {on}: {numbers}{small}{ending}."
         if word == "no difference found":
-            seen = _size_text(self.could_have_seen or 0.0, self.rules.log)
-            excluded = (
-                f"; {excluded_costs(margin.answer, margin.largest, self.rules)}" if margin else ""
-            )
-            return (
-                f"no difference found between {arm} and {baseline} {on}: {numbers}{excluded}; "
-                f"could have found ≥ {seen}{self._together()}."
-            )
+            costs = margin and excluded_costs(margin.answer, margin.largest, self.rules)
+            seen = self.could_have_seen
+            found = seen and f"could have found ≥ {_size_text(seen, self.rules.log)}"
+            ending = "".join(f"; {part}" for part in (costs, found) if part) + self._together()
+            return f"no difference found between {arm} and {baseline} {on}: {numbers}{ending}."
         text = {
             "identical": f"{arm} and {baseline} are identical: they ended with the same weights "
             f"for every seed, so they are one arm under two names; {numbers}.",
@@ -389,10 +386,7 @@ class _Case:
     def _skew_text(self, skewed: float | None) -> str:
         if skewed is None:
             return ""
-        return (
-            f"; the noise is skewed ({skewed:+.2g}) towards the other side, "
-            "so a rare run may undo this"
-        )
+        return f"; the noise is skewed ({skewed:+.2g}) to the other side: a rare run may undo this"
 
     def _small_effect(self) -> str:
         """Return the part of the sentence about an effect below `minimum_effect`, or ""."""
