@@ -267,9 +267,9 @@ def _shortened(
         slowest_ms = max(arm.ms for arm in timing.arms.values()) if timing else 1e3
         tuning_runs = sum(len(tune.values) * tune.seeds for tune in plan.tune)
         runs = len(plan.arms) * (len(plan.seeds) + tuning_runs)
-        affordable = int(_QUICK_SECONDS * 1e3 / slowest_ms / runs)
+        affordable = _QUICK_SECONDS * 1e3 / slowest_ms / runs
         full = total_steps(recipe.train, len(prepare(recipe, data_dir).splits["train"]))
-        quick = _Quick(min(full, max(_QUICK_LEAST, affordable)), full)
+        quick = _Quick(int(min(full, max(_QUICK_LEAST, affordable))), full)
         folder.write("quick.json", asdict(quick))
     values = copy.deepcopy(plan.recipe)
     values["train"] |= {"steps": quick.steps, "epochs": None}
