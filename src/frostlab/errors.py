@@ -89,6 +89,6 @@ def same_function(function: Any, other: Any) -> bool:
     )
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the name of its class."""
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__

@@ -229,6 +229,11 @@ def test_best_against_best_is_its_definition() -> None:
         assert (found.low, found.high) == pytest.approx(wanted)
         at_p = paired(tuned(arm), tuned(base), arm_tried=list(arm), base_tried=list(base),
                       alpha=found.p)  # fmt: skip
+        mirrored = paired(
+            -tuned(arm), -tuned(base), arm_tried=list(-arm), base_tried=list(-base),
+            lower_is_better=True,
+        )  # fmt: skip
+        assert (-mirrored.high, -mirrored.low, mirrored.p) == pytest.approx((*wanted, found.p))
         if found.p < 1:  # p is the largest alpha with zero in the interval
             assert min(abs(at_p.low), abs(at_p.high)) == pytest.approx(0, abs=1e-9)
 

@@ -298,6 +298,26 @@ def test_tuned_arms_are_compared_best_against_best() -> None:
     assert tuned.paired.low == pytest.approx(min(ends))
 
 
+def test_a_bad_setting_of_a_tuned_arm_changes_nothing() -> None:
+    """Rates that are far worse, in either direction of the metric, leave the interval as it is."""
+    for metric, worse in (("accuracy", -0.5), ("loss", 0.5), ("perplexity", 5.0)):
+        rules = rules_for(metric)
+        base, arm = BASE, shifted(0.02)
+        plain = one(arm, rules, base=base)
+        tuned = one(
+            Scores(arm, tried=(arm, {s: x + worse for s, x in arm.items()})),
+            rules,
+            base=Scores(
+                base, tried=(base, {s: x + worse * (1 + 0.1 * s) for s, x in base.items()})
+            ),
+        )
+        assert tuned.paired is not None
+        assert plain.paired is not None
+        assert (tuned.word, tuned.paired.low, tuned.paired.high) == (
+            plain.word, pytest.approx(plain.paired.low), pytest.approx(plain.paired.high),
+        )  # fmt: skip
+
+
 TRIALS = 400
 SEEDS = 6
 

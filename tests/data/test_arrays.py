@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from frostlab.data.arrays import map_npy, read_npy, read_npz
+from frostlab.data.arrays import VALUES, map_npy, read_npy, read_npz
 from frostlab.errors import BadInput
 
 
@@ -48,6 +48,7 @@ BAD = {
     "complex": (saved(np.ones(3) * 1j), "holds complex128 of shape (3,), not samples"),
     "text": (saved(np.array(["a"])), "not samples"),
     "records": (saved(np.zeros(2, dtype=[("a", "f8")])), "not samples"),
+    "wide numbers": (saved(np.ones(3, np.longdouble)), "of shape (3,), not samples"),
     "empty type": (declared("(3,)", "|V0"), "not samples"),
     "brackets": (declared("(" * 5000), "cannot be read"),
     "a call": (declared("__import__('os').getcwd()"), "cannot be read"),
@@ -85,8 +86,32 @@ def test_an_npy_called_npz_and_bombs_are_refused(tmp_path: Path) -> None:
     at = whole.rindex(b"PK\x01\x02")
     whole[at + 24 : at + 28] = b"\xfe\xff\xff\xff"  # the declared size
     path.write_bytes(whole)
-    with pytest.raises(BadInput, match="unpacks to more than 2 GiB"):
+    with pytest.raises(BadInput, match="unpacks to more than 1 GiB"):
         read_npz(path)
+
+
+def test_a_small_npz_cannot_become_large(tmp_path: Path) -> None:
+    np.savez_compressed(tmp_path / "a.npz", x=np.zeros(1 << 20))  # 8 kB on the disk
+    with pytest.raises(BadInput, match="unpacks to more than 100 times its own size"):
+        read_npz(tmp_path / "a.npz")
+    np.savez(tmp_path / "b.npz", x=np.zeros(1 << 20))
+    assert read_npz(tmp_path / "b.npz")["x"].shape == (1 << 20,)
+
+
+def test_a_file_with_holes_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.npy"
+    path.write_bytes(declared(f"({VALUES + 1},)"))
+    os.truncate(path, 9 * VALUES)  # the file is as long as it says, and has no blocks on the disk
+    with pytest.raises(BadInput, match=r"the most is 134,217,728 values$"):
+        read_npy(path)
+
+
+def test_an_array_can_be_changed(tmp_path: Path) -> None:
+    path = tmp_path / "a.npy"
+    np.save(path, np.asfortranarray(np.arange(6.0).reshape(2, 3)))
+    array = read_npy(path)
+    array += 1
+    np.testing.assert_array_equal(array, np.arange(6.0).reshape(2, 3) + 1)
 
 
 def test_only_regular_files(tmp_path: Path) -> None:

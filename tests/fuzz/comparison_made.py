@@ -83,13 +83,22 @@ def _timed(baseline: bool) -> TimedArm:
                     (0.1, 0.2))  # fmt: skip
 
 
+def steps() -> bytes:
+    """Return a valid steps.json for the plan."""
+    return json.dumps(asdict(_timing())).encode()
+
+
+def _timing() -> StepTiming:
+    return StepTiming(
+        "baseline", {name: _timed(name == "baseline") for name in ("baseline", "oelm")},
+        _timed(False), True, (), 4, 2, 1, 2, 3.0, "time", 0.01, "cpu", {"halves": 1.0},
+        {"cores": 2.0},
+    )  # fmt: skip
+
+
 def evidence() -> bytes:
     """Return a valid evidence.json."""
     names, metrics = ("baseline", "oelm"), ("accuracy", "macro_f1", "loss")
-    timing = StepTiming(
-        "baseline", {name: _timed(name == "baseline") for name in names}, _timed(False), True, (),
-        4, 2, 1, 2, 3.0, "time", 0.01, "cpu", {"halves": 1.0}, {"cores": 2.0},
-    )  # fmt: skip
     subjects = SubjectTest(2, 2, 1, 0.1, _EFFECT, 0.5, None, 0.5)
     whole = Evidence(
         schema=SCHEMA, plan=plan(), baseline="baseline", look=1, jobs=1, caution=None, pairs=2,
@@ -106,7 +115,7 @@ def evidence() -> bytes:
         subjects={"report": SplitTests({"oelm": subjects}, dict.fromkeys(names, _EFFECT))},
         flow={name: dict.fromkeys(QUANTITIES, Quantity(_SUMMARY, against))
               for name, against in (("baseline", None), ("oelm", _EFFECT))},
-        timing=timing,
+        timing=_timing(),
         rounds={name: RoundTimes((1.0,), _EFFECT if name == "oelm" else None, True)
                 for name in names},
     )  # fmt: skip

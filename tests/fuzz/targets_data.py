@@ -18,15 +18,18 @@ from transformers import AutoTokenizer
 from frostlab.data import registered
 from frostlab.data.arrays import read_npy, read_npz
 from frostlab.data.eeg.matlab import MatFiles
+from frostlab.data.eeg.readers import from_mne, read_raw
 from frostlab.data.eeg.recordings import Recording, Store, load_store
 from frostlab.data.prepare import _TextFacts
 from frostlab.data.sources import Columns, Split, _splits
 from frostlab.data.splits import class_numbers, classes_of, survey
 from frostlab.data.tokenizers import load_pretrained, load_trained, train_tokenizer
 from frostlab.data.tokens import load_facts, save_facts
-from frostlab.envelopes.scores import EnvelopeScores, score_recordings
+from frostlab.envelopes.scores import EnvelopeScores, StoredScores, score_recordings
+from frostlab.errors import FrostlabError
 from frostlab.recipe.data import BPE, LOADERS, Loader, Words
 from frostlab.storage import SEAL, build_once, damaged_file, parse_json, seal
+from frostlab.typed import read
 from fuzz.mutate import Target
 
 ROWS = [{"text": "plain words", "label": 0}, {"text": "naïve 東京", "label": 1}]
@@ -127,21 +130,50 @@ def _file(name: str, read: Callable[[Path], object]) -> Callable[[bytes, Path], 
     return check
 
 
-def _mat() -> list[bytes]:
+def _mat_file(variables: dict[str, Any], packed: bool) -> bytes:
+    """Return a .mat file without the time at which it was written."""
     from scipy import io as matlab
 
+    content = _saved(lambda file: matlab.savemat(file, variables, do_compression=packed))
+    return b"MATLAB 5.0 MAT-file".ljust(116) + content[116:]
+
+
+def _mat() -> list[bytes]:
     cells = np.empty((1, 2), dtype=object)
     cells[0, 0], cells[0, 1] = np.ones((3, 1)), np.zeros((2, 1))
     values = {"eeg": np.arange(6.0).reshape(2, 3), "stim": cells}
-    return [
-        _saved(lambda file, packed=packed: matlab.savemat(file, values, do_compression=packed))
-        for packed in (False, True)
-    ]
+    return [_mat_file(values, packed) for packed in (False, True)]
 
 
 @cache
 def _mat_files() -> MatFiles:
     return MatFiles()
+
+
+def _set() -> list[bytes]:
+    places = np.zeros(2, dtype=[(field, "O") for field in ("labels", "type", "X", "Y", "Z")])
+    places[0], places[1] = ("Fz", "EEG", 0.05, 0.02, 0.03), ("E1", "EOG", 0.06, 0.02, 0.03)
+    empty = {name: [] for name in ("event", "icawinv", "icasphere", "icaweights", "icaact")}
+    sizes = {"nbchan": 2.0, "trials": 1.0, "pnts": 40.0, "srate": 64.0, "xmin": 0.0, "xmax": 1.0}
+    values = {**sizes, **empty, "chanlocs": places, "data": _waves().T}
+    files: list[dict[str, Any]] = [values, {"EEG": values}, {"EEG": values | {"data": "a.fdt"}}]
+    return [_mat_file(variables, False) for variables in files]
+
+
+def _check_set(data: bytes, folder: Path) -> None:
+    (folder / "a.set").write_bytes(data)
+    _waves().tofile(folder / "a.fdt")
+    raw = read_raw(folder / "a.set", _set_files())
+    from_mne(raw, np.arange(raw.n_times) % 7, subject="s", name="n")
+
+
+def _waves() -> Any:
+    return np.sin(np.arange(80, dtype=np.float32).reshape(40, 2))  # (samples, channels)
+
+
+@cache
+def _set_files() -> MatFiles:
+    return MatFiles(mne=True)
 
 
 # Tokenizers
@@ -250,7 +282,16 @@ def _scores() -> list[bytes]:
 
 
 def _check_scores(data: bytes, folder: Path) -> None:
-    EnvelopeScores.from_dict(parse_json(data, "scores.json"))
+    """Read scores with the digest in the file, and with one that fits the rest of it."""
+    values = parse_json(data, "scores.json")
+    try:
+        EnvelopeScores.from_dict(values)
+    except FrostlabError as error:
+        if "\n" in str(error):
+            raise
+        stored = read(StoredScores, values, "scores.json")
+        scores = EnvelopeScores(stored.settings, stored.recordings, stored.subjects, stored.null)
+        EnvelopeScores.from_dict(values | {"digest": scores.digest})
 
 
 TARGETS = {
@@ -269,6 +310,7 @@ TARGETS = {
     "eeg-npy": Target(_npy, _file("a.npy", read_npy)),
     "eeg-npz": Target(_npz, _file("a.npz", read_npz)),
     "eeg-mat": Target(_mat, _file("a.mat", lambda path: _mat_files().read(path, "eeg", "stim"))),
+    "eeg-set": Target(_set, _check_set),
     "tokenizer": Target(_tokenizers, _check_tokenizer, "json"),
     "tokenizer-folder": Target(_tokenizer_configs, _check_tokenizer_folder, "json"),
     "cache-facts": Target(_facts, _check_facts, "json"),

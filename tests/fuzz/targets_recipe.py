@@ -3,21 +3,23 @@
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 from frostlab.comparison.evidence import read_evidence
 from frostlab.comparison.load import make_plan
+from frostlab.comparison.oelm_json import timing_json
 from frostlab.comparison.page import page, show
-from frostlab.comparison.run import _stored_tuning
-from frostlab.comparison.runner import ComparisonFolder, Look, StoredPlan
+from frostlab.comparison.run import _shortened, _stored_tuning, _time_steps
+from frostlab.comparison.runner import ComparisonFolder, Look, Runner, StoredPlan
 from frostlab.launcher import check_variables
 from frostlab.models.gpt import GPT, GPTConfig
 from frostlab.recipe.load import load_recipe, parse_settings
 from frostlab.roles.read import anatomy
-from fuzz.comparison_made import evidence, plan, tuning
+from fuzz.comparison_made import evidence, plan, steps, tuning
 from fuzz.mutate import Target
 
 _RECIPES = (
@@ -92,6 +94,30 @@ def _tuning(data: bytes, folder: Path) -> None:
     _stored_tuning(values, plan(), folder / "tuning.json")
 
 
+def _steps(data: bytes, folder: Path) -> None:
+    """Read a stored timing, choose the length of a quick run by it, and show it in the evidence."""
+    _written(data, folder / "steps.json")
+    _written(evidence(), folder / "evidence.json")
+    comparison = ComparisonFolder(folder)
+    timing = _time_steps(plan(), comparison, Runner(None, lambda line: None, 1))
+    prepared = SimpleNamespace(splits={"train": range(64)})
+    with patch("frostlab.comparison.run.prepare", lambda recipe, data_dir: prepared):
+        _shortened(plan(), comparison, timing, None)
+    stored = read_evidence(folder / "evidence.json")
+    assert stored is not None
+    timed = replace(stored, timing=timing)
+    json.dumps([timed.to_dict(), timing_json(timed)])
+    assert page(timed)
+    assert show(timed, folder)
+
+
+def _quick(data: bytes, folder: Path) -> None:
+    _written(data, folder / "quick.json")
+    short = _shortened(plan(), ComparisonFolder(folder), None, None)
+    for arm in short.arms:
+        assert short.recipe_of(arm, 0).digest
+
+
 @cache
 def _parts() -> Callable[..., object]:
     return anatomy(GPT(GPTConfig(vocabulary=8, width=4, layers=3, heads=2, positions=4))).select
@@ -115,6 +141,8 @@ TARGETS: dict[str, Target] = {
     "plan": Target(_plans, _plan_file, "json"),
     "evidence": Target(lambda: [evidence()], _evidence, "json"),
     "tuning": Target(lambda: [tuning()], _tuning, "json"),
+    "steps": Target(lambda: [steps()], _steps, "json"),
+    "quick": Target(lambda: [b'{"steps": 10, "of": 1000}'], _quick, "json"),
     "selection": Target(lambda: list(_SELECTIONS), _selection),
     "variables": Target(lambda: [b"0\n0\n1\n1", b"1\n1\n2\n2"], _variables),
 }

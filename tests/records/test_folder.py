@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from frostlab.errors import BadInput, FrostlabError
 from frostlab.records import SCHEMA
 from frostlab.records.folder import RunFolder, RunRecord, given_folder, own_folder
 from frostlab.records.schema import EvaluationEvent, ResumeEvent, StartEvent, StepEvent
+from frostlab.storage import Lock
 from run_made import RESULT, SHAPE, START, evaluation_event, step_event, write_events
 
 STARTED = {key: value for key, value in START.items() if key not in ("kind", "at", "step")}
@@ -235,3 +237,26 @@ def test_a_long_line_is_refused_without_reading_it_whole(
         file.truncate(64 << 20)  # zeros, without an end of line
     with pytest.raises(BadInput, match="events.jsonl line 4 is longer than 16 MiB"):
         RunRecord(folder).events()
+
+
+def test_a_run_that_was_killed_while_it_was_created_is_removed(tmp_path: Path) -> None:
+    def unfinished(name: str, age: float = 3600.0) -> Path:
+        path = tmp_path / f".{name}.0123456789abcdef.tmp"
+        path.mkdir()
+        (path / "run.lock").touch()
+        (path / "recipe.yaml").write_text("seed: 1")
+        os.utime(path, (time.time() - age, time.time() - age))
+        return path
+
+    killed, young, locked = unfinished("killed"), unfinished("young", 1.0), unfinished("locked")
+    another = tmp_path / ".delta.0123456789abcdef.tmp"
+    another.mkdir()
+    (another / "delta.json").touch()
+    outside = unfinished("outside").rename(tmp_path / "outside")
+    (tmp_path / ".link.0123456789abcdef.tmp").symlink_to(outside)
+    os.utime(another, (1, 1))
+    with Lock(locked / "run.lock"):
+        RunFolder.create(tmp_path / "run", {}, **STARTED).close()
+    assert not killed.exists()
+    assert all((path / "recipe.yaml").exists() for path in (young, locked, outside))
+    assert (another / "delta.json").exists()

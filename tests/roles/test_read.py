@@ -145,8 +145,11 @@ def test_an_unknown_architecture_names_what_it_could_not_place() -> None:
     config = transformers.MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=99)
     with pytest.raises(fl.UnknownArchitecture, match=r"MambaModel: cannot place `embeddings`") as e:
         fl.anatomy(transformers.MambaModel(config))
-    assert "fl.register_architecture(MambaModel, {" in str(e.value)
-    assert '"layers.{i}.mixer.in_proj": "other"' in str(e.value)
+    message = str(e.value)
+    assert "\n" not in message
+    assert "fl.register_architecture(MambaModel, {path: role}, heads=…)" in message
+    assert "`layers.{i}.mixer.in_proj`" in message
+    assert message.endswith(" and 1 more (docs/architectures.md)")
 
 
 def test_a_partly_described_model_is_an_error() -> None:

@@ -349,9 +349,9 @@ def _shortened(
         # Without timing, assume one second per step.
         slowest_ms = max(arm.ms for arm in timing.arms.values()) if timing else 1e3
         runs = len(plan.arms) * len(plan.seeds) * plan.settings_tried
-        affordable = int(_QUICK_SECONDS * 1e3 / slowest_ms / runs)
+        affordable = _QUICK_SECONDS * 1e3 / slowest_ms / runs
         full = total_steps(recipe.train, len(prepare(recipe, runner.data_dir).splits["train"]))
-        quick = _Steps(min(full, max(_QUICK_LEAST, affordable)), full)
+        quick = _Steps(int(min(full, max(_QUICK_LEAST, affordable))), full)
         folder.write("quick.json", asdict(quick))
     values = copy.deepcopy(plan.recipe)
     values["train"] |= {"steps": quick.steps, "epochs": None}

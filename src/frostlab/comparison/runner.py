@@ -277,7 +277,7 @@ class ComparisonFolder:
         """Return the content of plan.json; None if it does not exist."""
         path = self.path / _PLAN
         values = self.read(_PLAN)
-        if values is None and not path.exists():
+        if values is None:
             return None
         version = values.get("schema") if isinstance(values, dict) else None
         if version != SCHEMA:
@@ -287,9 +287,12 @@ class ComparisonFolder:
     def read(self, name: str) -> Any:
         """Read a JSON file of the folder; return None if it does not exist."""
         try:
-            return read_json(self.path / name)
+            value = read_json(self.path / name)
         except FileNotFoundError:
             return None
+        if value is None:
+            raise BadInput(f"{self.path / name} is damaged: it holds only null")
+        return value
 
     def write(self, name: str, value: Any) -> None:
         """Write a JSON file atomically, with null for numbers that are not finite."""

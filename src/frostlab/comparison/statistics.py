@@ -67,21 +67,25 @@ def bounds(
     critical: float,
     arm_tried: Sequence[Numbers] = (),
     base_tried: Sequence[Numbers] = (),
+    *,
+    lower_is_better: bool = False,
     rounding: float = 0.0,
 ) -> Bounds:
     """Compare two arms along the last axis, in which their seeds have the same order.
 
     `arm` and `base` hold one value per seed. If settings were tuned, this is the value of the
     setting that the *other* seeds choose, and `arm_tried` and `base_tried` hold the values of every
-    setting that was tried. The interval is one of the difference between the best settings. Its
-    lower end is the smallest over the baseline's settings: whichever of them is truly the best, the
-    arm's mean cannot exceed the arm's own best. Its upper end is the largest over the arm's
-    settings. So the choice of a setting, which is itself uncertain, cannot look like an effect.
+    setting that was tried. The interval is one of the difference between the best settings. If
+    higher is better, its lower end is the smallest over the baseline's settings: whichever of them
+    is truly the best, the mean of the chosen settings cannot exceed the arm's own best. Its upper
+    end is the largest over the arm's settings. If lower is better, the two change places. So the
+    choice of a setting, which is itself uncertain, cannot look like an effect.
 
     A mean or standard deviation of at most `rounding` counts as zero.
     """
-    lower = [arm - base, *(arm - tried for tried in base_tried)]
-    upper = [arm - base, *(tried - base for tried in arm_tried)]
+    against_base = [arm - base, *(arm - tried for tried in base_tried)]
+    against_arm = [arm - base, *(tried - base for tried in arm_tried)]
+    lower, upper = (against_arm, against_base) if lower_is_better else (against_base, against_arm)
     below = [_t_ends(differences, critical, rounding) for differences in lower]
     above = [_t_ends(differences, critical, rounding) for differences in upper]
     p_higher = np.max([ends.p_higher for ends in below], axis=0)
@@ -127,12 +131,13 @@ def paired(
     log: bool = False,
     arm_tried: Sequence[ArrayLike] = (),
     base_tried: Sequence[ArrayLike] = (),
+    lower_is_better: bool = False,
     critical: float | None = None,
 ) -> Paired:
     """Compare paired values by a t interval with confidence 1 − alpha.
 
     `arm_tried` and `base_tried` hold the values of every setting that was tried in tuning, as for
-    `bounds`. `critical` replaces Student's t.
+    `bounds`; only for them does it matter which direction is better. `critical` replaces Student's t.
     """
     values, rounding = _on_scale([arm, base, *arm_tried, *base_tried], log)
     n = len(values[0])
@@ -143,7 +148,10 @@ def paired(
     if critical is None:
         critical = t_critical(n, alpha)
     split = 2 + len(arm_tried)
-    found = bounds(values[0], values[1], critical, values[2:split], values[split:], rounding)
+    found = bounds(
+        values[0], values[1], critical, values[2:split], values[split:],
+        lower_is_better=lower_is_better, rounding=rounding,
+    )  # fmt: skip
     return Paired(
         n=n,
         log=log,

@@ -265,7 +265,7 @@ class _Case:
             self.arm_values[0], self.base_values[0], alpha=self.level, log=self.rules.log,
             arm_tried=self.arm_values[1:],
             base_tried=self.base_values[1:],
-            critical=critical,
+            lower_is_better=self.rules.lower_is_better, critical=critical,
         )  # fmt: skip
         more = self.missing.get(self.statement.arm, 0) - self.missing.get(
             self.statement.baseline, 0

@@ -2,6 +2,7 @@
 
 import io
 import math
+import os
 import zipfile
 from pathlib import Path
 from typing import IO, Any
@@ -9,10 +10,11 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from frostlab.data.files import RATIO, UNPACKED
 from frostlab.errors import BadInput, first_line
 from frostlab.storage import open_regular
 
-VALUES = 1 << 28  # the most values of one array: 64 channels at 1 kHz for more than an hour
+VALUES = 1 << 27  # the most values of one array, and of all arrays in a .npz: 1 GiB as float64
 _HEADER = 10_000  # the most bytes that describe an array, as in NumPy
 
 
@@ -33,8 +35,11 @@ def read_npz(path: Path) -> dict[str, NDArray[Any]]:
     try:
         with open_regular(path) as file, zipfile.ZipFile(file) as packed:
             members = packed.infolist()
-            if sum(member.file_size for member in members) > 8 * VALUES:
+            unpacked = sum(member.file_size for member in members)
+            if unpacked > 8 * VALUES:
                 raise BadInput(f"{path} unpacks to more than {8 * VALUES >> 30} GiB")
+            if unpacked > max(UNPACKED, RATIO * os.fstat(file.fileno()).st_size):
+                raise BadInput(f"{path} unpacks to more than {RATIO} times its own size")
             for member in members:
                 name = member.filename.removesuffix(".npy")
                 with packed.open(member) as content:
@@ -72,15 +77,17 @@ def _read_array(file: IO[bytes], size: int, where: str) -> NDArray[Any]:
     except Exception as error:  # NumPy evaluates the header, with many types of errors
         reason = "an unknown version" if isinstance(error, KeyError) else first_line(error)
         raise BadInput(f"{where} cannot be read: {reason:.300}") from None
-    if dtype.kind not in "fiu" or dtype.hasobject or not shape:
+    if dtype.kind not in "fiu" or dtype.itemsize > 8 or not shape:
         raise BadInput(f"{where} holds {dtype} of shape {shape}, not samples")
     count, left = math.prod(shape), size - file.tell()
     if min(shape) < 0 or count > VALUES:
-        raise BadInput(f"{where} has shape {shape}; the most is {VALUES:,} values")
+        raise BadInput(f"{where} has shape {shape!s:.200}; the most is {VALUES:,} values")
     if count * dtype.itemsize > left:
         raise BadInput(
             f"{where} is cut off: shape {shape} of {dtype} takes {count * dtype.itemsize:,} bytes, "
             f"and {left:,} are there"
         )
-    values = np.frombuffer(file.read(count * dtype.itemsize), dtype)
+    values = np.empty(count, dtype)
+    if file.readinto(values.view(np.uint8)) != values.nbytes:  # type: ignore[attr-defined]
+        raise BadInput(f"{where} was cut off while it was read")
     return values.reshape(shape, order="F" if fortran else "C")

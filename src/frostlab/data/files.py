@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from frostlab.data.parquet import batch_rows
 from frostlab.errors import BadInput, first_line, nearest, require
 from frostlab.storage import open_regular, parse_json
 
@@ -31,7 +32,6 @@ _WORD_END = re.compile(r"(?<=\S)\s")  # the first white space after a word
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which UTF-8 cannot encode
 _READ_ERRORS = (OSError, EOFError, zlib.error)
 _SHOWN = 8  # the most columns that a message lists
-_PARQUET_ROWS = 64  # rows that are decoded at once; they may all repeat one long text
 
 Line = tuple[int, Mapping[str, Any]]  # line number of a row, and its values by column
 Piece = tuple[str, bool]  # text, and whether its document ends with this piece
@@ -254,13 +254,15 @@ def _parquet(path: Path, file: IO[bytes], columns: tuple[str, ...]) -> Iterator[
                 raise missing_column(path, 1, name, names)
         read = list(columns) or names
         _check_types(path, table.schema_arrow, read)
-        for batch in table.iter_batches(batch_size=_PARQUET_ROWS, columns=read):
-            batch.validate(full=True)  # refuses text that is not UTF-8, and invalid offsets
-            if batch.nbytes > LINE and (long := _long_row(batch.to_pydict())) is not None:
-                raise _too_long(path, number + long)
-            for values in batch.to_pylist():
-                number += 1
-                yield number, values
+        sizes = batch_rows(path, file, table.metadata, set(read))
+        for group, rows in enumerate(sizes):
+            for batch in table.iter_batches(rows, row_groups=[group], columns=read):
+                batch.validate(full=True)  # text that is not UTF-8, offsets that leave the page
+                if batch.nbytes > LINE and (long := _long_row(batch.to_pydict())) is not None:
+                    raise _too_long(path, number + long)
+                for values in batch.to_pylist():
+                    number += 1
+                    yield number, values
     except BadInput:
         raise
     except Exception as error:  # pyarrow raises many types of errors for a damaged file

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from frostlab.data.arrays import VALUES
 from frostlab.data.builtin import (
     DRAWN_AT_ONCE,
     SYNTHETIC_SEEDS,
@@ -18,7 +17,7 @@ from frostlab.data.builtin import (
     write_synthetic,
 )
 from frostlab.data.eeg.load import load_signals
-from frostlab.data.eeg.recordings import PreparedData
+from frostlab.data.eeg.recordings import VALUES, PreparedData
 from frostlab.data.sources import Columns, Split, SplitPlan, TextData, plan_splits
 from frostlab.data.splits import (
     Numbers,

@@ -20,6 +20,7 @@ from frostlab.data.sources import Columns, Label, Split, SplitPlan
 from frostlab.data.tokens import load_facts, save_facts
 from frostlab.errors import BadInput
 from frostlab.storage import FORMAT, build_once, digest_of
+from frostlab.text import plain
 
 Mask = npt.NDArray[np.bool_]
 Keys = npt.NDArray[np.uint64]
@@ -123,7 +124,8 @@ def classes_of(split: Split, train: Survey, count: int | None) -> tuple[Label, .
     if not all(isinstance(label, int) for label in labels):
         labels = [str(label) for label in labels]
     if len(labels) < 2:
-        raise BadInput(f"{split.place}: every label is {labels[0]!s:.40}; two classes are needed")
+        label = plain(str(labels[0])[:40])
+        raise BadInput(f"{split.place}: every label is {label}; two classes are needed")
     return tuple(sorted(labels, key=lambda label: (label if isinstance(label, int) else 0, label)))
 
 

@@ -2,7 +2,8 @@
 
 import importlib
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -152,7 +153,7 @@ class Fast:
         self.backend.enable_truncation(length)
         if len(batch[0]) == 1:
             return [(ids, None) for ids in self._single([text for (text,) in batch], length)]
-        encoded = self.backend.encode_batch_fast(batch)
+        encoded = self._encode(batch)
         if not self.types:
             return [(encoding.ids, None) for encoding in encoded]
         return [(encoding.ids, (*encoding.type_ids, 1).index(1)) for encoding in encoded]
@@ -161,13 +162,13 @@ class Fast:
         """Encode the beginning of each text; if it has too few tokens, encode the whole text."""
         can_cut = self.backend.pre_tokenizer is not None  # then no token crosses the end of a word
         heads = [text[: word_end(text, HEAD * length)] if can_cut else text for text in texts]
-        encoded = [encoding.ids for encoding in self.backend.encode_batch_fast(heads)]
+        encoded = [encoding.ids for encoding in self._encode(heads)]
         short = [
             number
             for number, ids in enumerate(encoded)
             if len(ids) < length and len(heads[number]) < len(texts[number])
         ]
-        full = self.backend.encode_batch_fast([texts[number] for number in short])
+        full = self._encode([texts[number] for number in short])
         for number, encoding in zip(short, full, strict=True):
             encoded[number] = encoding.ids
         return encoded
@@ -175,20 +176,30 @@ class Fast:
     def running(self, batch: list[str]) -> list[list[int]]:
         """Encode without special tokens."""
         self.backend.no_truncation()
-        try:
-            encoded = self.backend.encode_batch_fast(batch, add_special_tokens=False)
-        except Exception as error:  # the library raises no other class
-            raise BadInput(f"the tokenizer cannot encode a text ({first_line(error)})") from None
-        return [encoding.ids for encoding in encoded]
+        return [encoding.ids for encoding in self._encode(batch, special=False)]
+
+    def _encode(self, batch: Sequence[Any], special: bool = True) -> list[Any]:
+        """Encode texts; refuse those with which the tokenizer's file makes the library fail."""
+        with _refused("the tokenizer cannot encode a text"):
+            return list(self.backend.encode_batch_fast(batch, add_special_tokens=special))
+
+
+@contextmanager
+def _refused(what: str) -> Iterator[None]:
+    """Turn errors of the tokenizers library into one line; a panic in Rust is no Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise BadInput(f"{what} ({first_line(error):.300})") from None
+        raise
 
 
 def load_trained(path: Path) -> Fast:
     """Read a tokenizer that `train_tokenizer` saved."""
     text = read_text(path)
-    try:
+    with _refused(f"{path} is not a tokenizer"):
         backend = Tokenizer.from_str(text)
-    except Exception as error:  # the library raises no narrower type
-        raise BadInput(f"{path} is not a tokenizer ({first_line(error):.300})") from None
     backend.encode_special_tokens = True  # treat "<|end|>" in a text as ordinary characters
     numbers = backend.get_vocab()
     for token in (PAD, END):

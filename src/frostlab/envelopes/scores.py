@@ -35,7 +35,7 @@ from frostlab.envelopes.correlation import (
 )
 from frostlab.errors import BadInput, first_line, nearest
 from frostlab.storage import derive_seed
-from frostlab.text import NONE, columns
+from frostlab.text import NONE, columns, plain
 from frostlab.typed import read
 
 _LARGEST = 2**63  # no stored number is larger
@@ -161,16 +161,16 @@ class EnvelopeScores:
             raise BadInput("these are not envelope scores: r should be between -1 and 1")
         if digest != scores.digest:
             raise BadInput(
-                f"these scores were edited: their digest is {scores.digest}, not {digest:.80}; "
-                "score the predictions again"
+                f"these scores were edited: their digest is {scores.digest}, not "
+                f"{plain(digest[:80])}; score the predictions again"
             )
         _check_stored(scores)
         for subject in scores.subjects:
             r = [score.r for score in scores.recordings if score.subject == subject.subject]
             if not r or abs(float(fisher_mean(r)) - subject.r) > 1e-9:
                 raise BadInput(
-                    f"these scores were edited: r of {subject.subject} is not the mean of its "
-                    "recordings"
+                    f"these scores were edited: r of {plain(subject.subject[:80])} is not the mean "
+                    "of its recordings"
                 )
         if not _close(_plain(asdict(summary)), _plain(asdict(scores.summary))):
             raise BadInput("these scores were edited: the summary does not fit the recordings")

@@ -9,6 +9,7 @@ import glob
 import io
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 
 _Kind = TypeVar("_Kind", bound=Event)
 _BLOCK = 1 << 20  # bytes that are read at once to find the last complete event
+_ABANDONED = 60.0  # s; a folder that is unfinished and unlocked for longer will never be finished
 
 
 class RunFolder:
@@ -70,6 +72,7 @@ class RunFolder:
     def create(cls, path: Path, files: dict[str, str], **start: Any) -> "RunFolder":
         """Create a folder with its first files and its start event in one atomic rename."""
         folder = cls(path)
+        _remove_abandoned(path.parent)
         try:
             with whole_folder(path) as folder.path:
                 folder.open()
@@ -143,6 +146,19 @@ class RunFolder:
     def events(self) -> list[Event]:
         """Return the events; steps that a resumed run repeated appear once."""
         return effective(read_events(self.path / "events.jsonl"))
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove the unfinished folders of processes that were killed while they created a run."""
+    for path in parent.glob(".*.tmp"):
+        with suppress(OSError):
+            lock = Lock(path / "run.lock")
+            age = time.time() - path.lstat().st_mtime
+            if path.is_symlink() or not lock.path.is_file() or age < _ABANDONED:
+                continue
+            if lock.acquire(seconds=0):
+                shutil.rmtree(path, ignore_errors=True)
+                lock.release()
 
 
 def _open_events(path: Path) -> TextIO:

@@ -42,7 +42,7 @@ from frostlab.roles.snapshot import Anatomy
 
 _BIASES = ("bias", "in_proj_bias")
 _BASE = "base_layer"  # PEFT's name for the wrapped module
-_STUB_LINES = 40  # largest number of paths that an error message lists
+_MOST_PATHS = 8  # largest number of paths that an error message lists
 
 Placement = tuple[Entry, Place, Heads | None]
 
@@ -281,18 +281,19 @@ def _place_adapters(
 
 
 def _how_to_register(model: nn.Module, unplaced: dict[str, Slot], described: bool) -> str:
-    """Return an error message: the first module without a role, and a call that registers all."""
+    """Return a line with the first module without a role, and the paths that need one."""
     name = type(model).__name__
     first, slot = next(iter(unplaced.items()))
     kind = model_type(model)
     hint = nearest(kind, known_types()) if kind and not described else ""
-    stub = "".join(f'    "{path}": "other",\n' for path in _templates(unplaced))
-    more = f" and {len(unplaced) - 1} more" if len(unplaced) > 1 else ""
+    templates = _templates(unplaced)
+    paths = ", ".join(f"`{path}`" for path in templates[:_MOST_PATHS])
+    left = len(templates) - _MOST_PATHS
+    more = f" and {left} more" if left > 0 else ""
     return (
         f"{name}: cannot place `{first}` ({type(slot.owner).__name__} "
-        f"{'×'.join(map(str, slot.shape))}){more}{hint}; register its architecture:\n\n"
-        f"fl.register_architecture({name}, {{\n{stub}}}, heads=…)\n\n"
-        "with a role for each path (docs/architectures.md)"
+        f"{'×'.join(map(str, slot.shape))}){hint}; fl.register_architecture({name}, "
+        f"{{path: role}}, heads=…) needs a role for {paths}{more} (docs/architectures.md)"
     )
 
 
@@ -306,7 +307,7 @@ def _templates(paths: Iterable[str]) -> list[str]:
                 segments[i] = "*" if numbered else "{i}"
                 numbered = True
         templates[".".join(segments)] = None
-    return list(templates)[:_STUB_LINES]
+    return list(templates)
 
 
 def _parts(

@@ -261,6 +261,16 @@ def test_references(matlab_folder: Path, tmp_path: Path, reference: str) -> None
     np.testing.assert_allclose(found, standardize(resample(plain, 128, 64, "")), atol=1e-4)
 
 
+def test_stored_recordings_need_no_second_process(
+    matlab_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = by_name(matlab_folder, tmp_path)
+    monkeypatch.setattr("frostlab.data.eeg.matlab._start", lambda modules: pytest.fail("started"))
+    after = by_name(matlab_folder, tmp_path)
+    for name, recording in before.items():
+        np.testing.assert_array_equal(after[name].eeg, recording.eeg)
+
+
 def test_leave_one_out(matlab_folder: Path, tmp_path: Path) -> None:
     found = load_recordings(matlab(matlab_folder, held_out=3), cache=tmp_path)
     names = {role: [one.name for one in split] for role, split in found.splits.items()}

@@ -1,9 +1,11 @@
-"""Reading of MATLAB's .mat files in a second process, because a damaged file can crash scipy.
+"""Reading of MATLAB's files in a second process, because a damaged file can crash scipy.
 
-This file is also the program of that process: it imports only NumPy and scipy, limits its memory,
-and answers each request with the arrays of one file.
+These are .mat files with arrays, and EEGLAB's .set files. This file is also the program of that
+process: it imports only NumPy, scipy and, for .set files, MNE; it limits its memory, and answers
+each request with the arrays of one file.
 """
 
+import importlib
 import json
 import math
 import os
@@ -11,51 +13,83 @@ import select
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
 MEMORY = 1 << 30  # bytes that one file may take in the second process
+SET_SHARE = 8  # bytes that a .set file may take besides, for each byte of it and its .fdt file
 SECONDS = 5.0  # time limit for a file; every 10 MB of the file add a second
 PROGRAM = __file__
 _START = 60.0  # seconds until the second process must be ready
 _PIECE = 1 << 20
 
 
-class MatFiles:
-    """A second process that reads .mat files; it runs from the first file until `close`."""
+@dataclass(frozen=True)
+class SetFile:
+    """The signals of an EEGLAB .set file."""
 
-    def __init__(self) -> None:
+    channels: list[str]
+    types: list[str]  # by channel, as MNE calls them, such as eeg
+    rate: float  # Hz
+    signals: Any  # (channels, samples), in V
+
+
+class MatFiles:
+    """A second process that reads MATLAB's files; it starts with the first file and ends with self.
+
+    Args:
+        mne: whether the process also imports MNE, which `read_set` needs.
+    """
+
+    def __init__(self, *, mne: bool = False) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = os.getpid()
+        self._modules = ["mne"] if mne else []
 
     def read(self, path: Path, *keys: str) -> dict[str, list[Any]]:
         """Return the arrays of each variable: one for an array, several for a cell array."""
         from frostlab.errors import BadInput  # the second process does not import frostlab
-        from frostlab.storage import open_regular
 
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
+        size = _size(path)
         if size > MEMORY:
             raise BadInput(f"{path} is larger than {MEMORY >> 20} MiB")
+        _, arrays = self._ask(path, size, MEMORY, {"keys": keys})
+        return {key: arrays[key] for key in keys}
+
+    def read_set(self, path: Path, most: int) -> SetFile:
+        """Read a .set file and its .fdt file, if any; refuse one with more than `most` values."""
+        size, partner = _size(path), path.with_suffix(".fdt")
+        if partner.is_file():
+            size += partner.stat().st_size
+        answer, arrays = self._ask(path, size, 8 * most, {"most": most})
+        return SetFile(answer["channels"], answer["types"], answer["rate"], arrays["signals"][0])
+
+    def _ask(
+        self, path: Path, size: int, most: int, request: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+        """Send a request; return the answer and its arrays, each of at most `most` bytes."""
+        from frostlab.errors import BadInput
+
         if self._owner != os.getpid():  # after a fork, `_process` belongs to the parent
             self._process, self._owner = None, os.getpid()
         try:
             deadline = time.monotonic() + _START
             if self._process is None:
-                self._process = _start()
+                self._process = _start(self._modules)
                 _line(self._process, deadline)
             deadline = time.monotonic() + SECONDS + size / 1e7
-            request = json.dumps({"path": str(path.absolute()), "keys": keys}) + "\n"
-            _pipe(self._process.stdin).write(request.encode())
+            line = json.dumps({"path": str(path.absolute()), **request}) + "\n"
+            _pipe(self._process.stdin).write(line.encode())
             _pipe(self._process.stdin).flush()
             answer = json.loads(_line(self._process, deadline))
             if "error" in answer:
                 raise BadInput(f"{path}{answer['error']}")
-            return {
-                key: [_array(self._process, shape, deadline) for shape in answer["shapes"][key]]
-                for key in keys
+            return answer, {
+                key: [_array(self._process, shape, most, deadline) for shape in shapes]
+                for key, shapes in answer["shapes"].items()
             }
         except (OSError, EOFError, TimeoutError, LookupError, TypeError, ValueError) as error:
             if isinstance(error, BadInput):
@@ -94,10 +128,17 @@ def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
     return pipe
 
 
-def _start() -> subprocess.Popen[bytes]:
+def _size(path: Path) -> int:
+    from frostlab.storage import open_regular
+
+    with open_regular(path) as file:
+        return os.fstat(file.fileno()).st_size
+
+
+def _start(modules: list[str]) -> subprocess.Popen[bytes]:
     """Start this file as a program; -P keeps the working folder out of its imports."""
     return subprocess.Popen(
-        [sys.executable, "-P", PROGRAM],
+        [sys.executable, "-P", PROGRAM, *modules],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -125,9 +166,9 @@ def _line(process: subprocess.Popen[bytes], deadline: float) -> bytes:
     return line
 
 
-def _array(process: subprocess.Popen[bytes], shape: list[int], deadline: float) -> Any:
+def _array(process: subprocess.Popen[bytes], shape: list[int], most: int, deadline: float) -> Any:
     size = 8 * math.prod(shape)
-    if size > MEMORY or min(shape, default=0) < 0:
+    if size > most or min(shape, default=0) < 0:
         raise ValueError("the answer is too large")
     content = bytearray()
     while len(content) < size:
@@ -138,22 +179,31 @@ def _array(process: subprocess.Popen[bytes], shape: list[int], deadline: float) 
 # The second process
 
 
-def _serve() -> None:
+def _serve(modules: list[str]) -> None:
     """Answer requests until the first process closes the pipe."""
     from scipy import io
 
-    _limit_memory()
+    mne: Any = importlib.import_module("mne") if "mne" in modules else None
+    if mne is not None:
+        mne.io.read_raw_eeglab  # noqa: B018  (MNE imports its readers when they are first named)
+    limit = _MemoryLimit()
     answers, sys.stdout = sys.stdout.buffer, sys.stderr
     answers.write(b"ready\n")
     answers.flush()
     for line in sys.stdin:
         request = json.loads(line)
+        facts: dict[str, Any] = {}
+        arrays: dict[str, list[Any]] = {}
+        limit.set(MEMORY)
         try:
-            arrays = _load(io, request["path"], request["keys"])
+            if "keys" in request:
+                arrays = _load(io, request["path"], request["keys"])
+            else:
+                facts, arrays = _load_set(mne, request["path"], request["most"], limit)
             shapes = {key: [list(array.shape) for array in arrays[key]] for key in arrays}
-            head = json.dumps({"shapes": shapes})
-        except Exception as error:  # scipy raises many types of errors for a broken file
-            arrays, head = {}, json.dumps({"error": _message(error)})
+            head = json.dumps({**facts, "shapes": shapes})
+        except Exception as error:  # scipy and MNE raise many types of errors for a broken file
+            arrays, head = {}, json.dumps({"error": _message(error, limit.room)})
         answers.write(head.encode() + b"\n")
         for key in arrays:
             for array in arrays[key]:
@@ -165,11 +215,11 @@ class _Refused(Exception):
     """A file that scipy reads, but that has no samples in the wanted variables."""
 
 
-def _message(error: Exception) -> str:
+def _message(error: Exception, room: int) -> str:
     if isinstance(error, _Refused):
         return _printable(str(error))
     if isinstance(error, MemoryError):
-        return f" cannot be read: it takes more than {MEMORY >> 20} MiB of memory"
+        return f" cannot be read: it takes more than {room >> 20} MiB of memory"
     first = str(error).strip().partition("\n")[0].rstrip(".")
     return f" cannot be read: {_printable(first or type(error).__name__)[:200]}"
 
@@ -199,18 +249,54 @@ def _numbers(key: str, value: Any) -> list[Any]:
     return [array.astype(np.float64) for array in arrays]
 
 
-def _limit_memory() -> None:
-    """Limit the address space to its size after the imports plus MEMORY bytes."""
-    try:
+def _load_set(
+    mne: Any, path: str, most: int, limit: "_MemoryLimit"
+) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """Read a .set file; MNE finds its .fdt file, which must be in the same folder."""
+    limit.set(MEMORY + SET_SHARE * os.path.getsize(path))
+    raw = mne.io.read_raw_eeglab(path, preload=False, verbose="ERROR")
+    files = {path, *map(str, raw.filenames)}
+    for file in files:
+        if os.path.dirname(os.path.abspath(file)) != os.path.dirname(os.path.abspath(path)):
+            raise _Refused(f" names data in another folder: {file:.200}")
+    if raw.n_times * len(raw.ch_names) > most:
+        raise _Refused(f" has more than {most:,} values")
+    limit.set(MEMORY + SET_SHARE * sum(map(os.path.getsize, files)))
+    raw.load_data(verbose="ERROR")
+    facts = {
+        "channels": raw.ch_names,
+        "types": raw.get_channel_types(),
+        "rate": float(raw.info["sfreq"]),
+    }
+    return facts, {"signals": [raw.get_data().astype(np.float64, copy=False)]}
+
+
+class _MemoryLimit:
+    """A limit of the address space: what the imports took, and as much more as a file may take."""
+
+    def __init__(self) -> None:
+        self.room = 0  # bytes that a file may take
+        self._imports: int | None = None  # bytes; None on a system without /proc
+        try:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            self._imports = pages * os.sysconf("SC_PAGE_SIZE")
+        except (OSError, ValueError):
+            pass
+
+    def set(self, room: int) -> None:
+        """Allow so many bytes for a file."""
+        self.room = room
+        if self._imports is None:
+            return
         import resource
 
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + MEMORY
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        limit = self._imports + room
+        if hard != resource.RLIM_INFINITY:
+            limit = min(limit, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    except (ImportError, OSError, ValueError):  # a system without /proc or limits
-        pass
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(sys.argv[1:])

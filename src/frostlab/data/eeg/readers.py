@@ -10,16 +10,17 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from frostlab.data.arrays import VALUES, read_npy
+from frostlab.data.arrays import read_npy
 from frostlab.data.eeg.matlab import MatFiles
 from frostlab.data.eeg.preprocess import Band, check_shape, preprocess
-from frostlab.data.eeg.recordings import Recording
+from frostlab.data.eeg.recordings import VALUES, Recording
 from frostlab.data.eeg.simulate import channel_names
 from frostlab.data.eeg.splits import PREFIXES, Heading
 from frostlab.data.files import named_path
@@ -87,7 +88,7 @@ def pair_files(folder: Path, endings: Iterable[str]) -> list[tuple[list[str], Pa
 
 def load_array(path: Path) -> NDArray[np.float64]:
     """Read a .npy file of numbers."""
-    return read_npy(path).astype(np.float64)
+    return read_npy(path).astype(np.float64, copy=False)
 
 
 def load_envelope(path: Path) -> NDArray[np.float64]:
@@ -154,44 +155,70 @@ def matlab_sources(data: MatlabEEG, folder: Path) -> list[Source]:
         if not path.exists():
             raise BadInput(f"{folder} has no {name}.mat")
     mat = MatFiles()
-    order = mat.read(shared["competing_speaker_order"], "blk1_M_Order", "blk2_F_Order")
-    stories = {name: mat.read(shared[name], "stim1")["stim1"] for name in names[:2]}
+    stories = _Stories(shared, mat)
     sources = []
     for path in sorted(folder.rglob("*.mat"), key=_trial_order):
         if not (match := _TRIAL.fullmatch(path.name)):
             continue
         block, trial = int(match[1]), int(match[2])
-        attended, ignored, order_name = _BLOCKS[block]
-        numbers = np.concatenate([part.ravel() for part in order[order_name]])
-        if not 1 <= trial <= min(len(numbers), len(stories[attended])):
-            raise BadInput(
-                f"{path}: trial {trial}, but {shared['competing_speaker_order'].name} lists "
-                f"{len(numbers)} trials, and {attended}.mat has {len(stories[attended])} stories"
-            )
-        if numbers[trial - 1] not in range(1, len(stories[ignored]) + 1):
-            raise BadInput(
-                f"{shared['competing_speaker_order']}: {order_name} names story "
-                f"{numbers[trial - 1]} for trial {trial}, but {ignored}.mat has 1 to "
-                f"{len(stories[ignored])}"
-            )
         subject = "sub-001" if path.parent == folder else path.parent.name
-        heading = Heading(f"{subject}{_SEPARATOR}{block}_{trial}", subject, f"{attended[0]}{trial}")
-        speech = (stories[attended][trial - 1], stories[ignored][int(numbers[trial - 1]) - 1])
+        story = f"{_BLOCKS[block][0][0]}{trial}"
+        heading = Heading(f"{subject}{_SEPARATOR}{block}_{trial}", subject, story)
         files = (path, *shared.values())
-        sources.append(Source(heading, files, _matlab_reader(data, heading, path, speech, mat)))
+        read = _matlab_reader(data, heading, path, (block, trial), stories, mat)
+        sources.append(Source(heading, files, read))
     if not sources:
         raise BadInput(f"{folder} has no BLOCK_TRIAL.mat, such as 1_1.mat")
     return sources
+
+
+class _Stories:
+    """The envelopes of both speakers' stories, which are read with the first trial."""
+
+    def __init__(self, files: dict[str, Path], mat: MatFiles) -> None:
+        self._files, self._mat = files, mat
+
+    @cached_property
+    def _order(self) -> dict[str, list[Any]]:
+        path = self._files["competing_speaker_order"]
+        return self._mat.read(path, *(order for _, _, order in _BLOCKS.values()))
+
+    @cached_property
+    def _envelopes(self) -> dict[str, list[Any]]:
+        speakers = ("F_env", "M_env")
+        return {name: self._mat.read(self._files[name], "stim1")["stim1"] for name in speakers}
+
+    def of_trial(
+        self, path: Path, block: int, trial: int
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the envelopes of the attended and of the ignored speaker in a trial."""
+        attended, ignored, order_name = _BLOCKS[block]
+        numbers = np.concatenate([part.ravel() for part in self._order[order_name]])
+        heard, unheard = self._envelopes[attended], self._envelopes[ignored]
+        order_file = self._files["competing_speaker_order"]
+        if not 1 <= trial <= min(len(numbers), len(heard)):
+            raise BadInput(
+                f"{path}: trial {trial}, but {order_file.name} lists "
+                f"{len(numbers)} trials, and {attended}.mat has {len(heard)} stories"
+            )
+        if numbers[trial - 1] not in range(1, len(unheard) + 1):
+            raise BadInput(
+                f"{order_file}: {order_name} names story {numbers[trial - 1]} for trial {trial}, "
+                f"but {ignored}.mat has 1 to {len(unheard)}"
+            )
+        return heard[trial - 1], unheard[int(numbers[trial - 1]) - 1]
 
 
 def _matlab_reader(
     data: MatlabEEG,
     heading: Heading,
     path: Path,
-    speech: tuple[NDArray[np.float64], NDArray[np.float64]],
+    trial: tuple[int, int],  # block and number
+    stories: _Stories,
     mat: MatFiles,
 ) -> Callable[[], tuple[Recording, tuple[str, ...]]]:
     def read() -> tuple[Recording, tuple[str, ...]]:
+        speech = stories.of_trial(path, *trial)
         arrays = mat.read(path, "eeg", "mast")
         for key, values in arrays.items():
             if len(values) != 1:
@@ -226,28 +253,40 @@ def _trial_order(path: Path) -> tuple[str, int, int]:
 def mne_sources(data: MneEEG, folder: Path) -> list[Source]:
     """List the recordings in files `SUBJECT_-_STIMULUS_-_eeg.fif`, or with another of ENDINGS."""
     require("mne", "eeg", f"data.name {data.name}")
-    sources = []
+    sources, mat = [], MatFiles(mne=True)
     for parts, eeg, envelope in pair_files(folder, ENDINGS):
         if len(parts) < 2:
             raise BadInput(f"{eeg} is not named SUBJECT_-_STIMULUS_-_eeg{eeg.suffix}")
         heading = Heading(_SEPARATOR.join(parts), parts[0], _SEPARATOR.join(parts[1:]))
-        sources.append(Source(heading, (eeg, envelope), _mne_reader(data, heading, eeg, envelope)))
+        read = _mne_reader(data, heading, eeg, envelope, mat)
+        sources.append(Source(heading, (eeg, envelope), read))
     return sources
 
 
+def read_raw(eeg: Path, mat: MatFiles) -> Any:
+    """Return an MNE Raw with the signals of a file in memory."""
+    mne = require("mne", "eeg", f"reading {eeg}")
+    try:
+        if eeg.suffix == ".set":  # MATLAB's format
+            file = mat.read_set(eeg, VALUES)
+            info = mne.create_info(file.channels, file.rate, file.types, verbose="ERROR")
+            return mne.io.RawArray(file.signals, info, copy="auto", verbose="ERROR")
+        open_regular(eeg).close()
+        raw = mne.io.read_raw(eeg, preload=False, verbose="ERROR")
+        if raw.n_times * len(raw.ch_names) > VALUES:
+            raise ValueError(f"it has more than {VALUES:,} values")
+        return raw.load_data(verbose="ERROR")
+    except BadInput:
+        raise
+    except Exception as error:  # MNE raises many types of errors for a broken file
+        raise BadInput(f"{eeg} cannot be read: {first_line(error)}") from error
+
+
 def _mne_reader(
-    data: MneEEG, heading: Heading, eeg: Path, envelope: Path
+    data: MneEEG, heading: Heading, eeg: Path, envelope: Path, mat: MatFiles
 ) -> Callable[[], tuple[Recording, tuple[str, ...]]]:
     def read() -> tuple[Recording, tuple[str, ...]]:
-        mne = require("mne", "eeg", f"reading {eeg}")
-        try:
-            open_regular(eeg).close()
-            raw = mne.io.read_raw(eeg, preload=False, verbose="ERROR")
-            if raw.n_times * len(raw.ch_names) > VALUES:
-                raise ValueError(f"it has more than {VALUES:,} values")
-            raw.load_data(verbose="ERROR")
-        except Exception as error:  # MNE raises many types of errors for a broken file
-            raise BadInput(f"{eeg} cannot be read: {first_line(error)}") from error
+        raw = read_raw(eeg, mat)
         recording = from_mne(
             raw,
             load_envelope(envelope),
