@@ -1,126 +1,291 @@
-"""Simulate how often verdicts are wrong where the truth is known: false alarms and coverage.
+"""Attack the verdicts of comparisons with simulated results of which the truth is known.
 
-Each comparison has a baseline and two arms drawn alike, paired by seed. With two arms a false alarm
-is any arm called different, after Holm's correction. Coverage is that of a nominal 95 % interval of
-one arm's effect. The differences are `pairs`: of two draws, so that a skew of both cancels; or
-`alone`: single draws, as if all the noise were the arm's.
+Every attack goes through the code that judges real comparisons, and gives two rates: `ours`, and
+`usual`, of the usual analysis of the same numbers (a t test per pair of arms with Holm's
+correction over the arms, runs that failed dropped, one learning rate per arm from two other seeds).
 
-    python benchmarks/calibration.py [--comparisons 20000]
+    python benchmarks/calibration.py [--pages 4000] [--only words]
 """
 
 import argparse
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
-from scipy import special
+from scipy import stats
 
 from common import report
-from frostlab.comparison.statistics import flip_p, seen_by_rule, seen_by_t, t_test
+from frostlab.comparison.plan import Rules, alpha_spent, rules_for
+from frostlab.comparison.statistics import (
+    anytime_critical,
+    bounds,
+    effect_found,
+    holm,
+    over_examples,
+    paired,
+    power_of_t,
+    t_critical,
+)
+from frostlab.comparison.verdict import Scores, Statement, Verdict, judge
 
-LEVEL = 0.05
-RESAMPLES = 1_000
-CHUNK = 500
-EXAMPLES = 200
-Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
-
-KINDS: dict[str, Draw] = {
-    "normal": lambda rng, shape: rng.standard_normal(shape),
-    "skewed": lambda rng, shape: rng.standard_exponential(shape) - 1,
-    "heavy-tailed": lambda rng, shape: rng.standard_t(3, shape),
-    "discrete": lambda rng, shape: (rng.binomial(EXAMPLES, 0.9, shape) - 0.9 * EXAMPLES) / EXAMPLES,
-}
-
-
-def differences(kind: str, how: str, rng: np.random.Generator, trials: int, n: int) -> np.ndarray:
-    """Return arm − baseline of two arms, shape (trials, 2, n), where the true difference is 0."""
-    draw = KINDS[kind]
-    if how == "alone":
-        return draw(rng, (trials, 2, n))
-    values = draw(rng, (trials, 3, n))
-    return values[:, 1:] - values[:, :1]
+ACCURACY = Rules(metric="accuracy", lower_is_better=False)
+CALLED = ("better", "worse")
+Row = dict[str, object]
 
 
-def by_holm(p: np.ndarray) -> np.ndarray:
-    """Return which of two arms are called different after Holm's correction."""
-    smaller = p.min(-1, keepdims=True)
-    adjusted = np.where(p == smaller, 2 * p, np.maximum(2 * smaller, p))
-    return adjusted <= LEVEL
+def page(
+    values: np.ndarray, pairs: list[tuple[int, int]], rules: Rules = ACCURACY
+) -> list[Verdict]:
+    """Judge a page: `values` are (arms, seeds), the baseline first; `pairs` are its statements."""
+    arms = {str(i): Scores(dict(enumerate(row))) for i, row in enumerate(values.tolist())}
+    statements = {f"{a} {b}": Statement(str(a), str(b)) for a, b in pairs}
+    return list(judge(arms, statements, rules).values())
 
 
-def bootstrap_covers(rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Whether the percentile bootstrap's interval of the mean holds 0."""
-    n, covered = rows.shape[-1], []
-    for start in range(0, len(rows), CHUNK):
-        chunk = rows[start : start + CHUNK]
-        weights = rng.multinomial(n, [1 / n] * n, (len(chunk), RESAMPLES)) / n
-        means = np.einsum("trn,tn->tr", weights, chunk)
-        low, high = np.quantile(means, [LEVEL / 2, 1 - LEVEL / 2], axis=1)
-        covered.append((low <= 0) & (high >= 0))
-    return np.concatenate(covered)
+def against_baseline(arms: int) -> list[tuple[int, int]]:
+    return [(arm, 0) for arm in range(1, arms + 1)]
 
 
-def calibration(kind: str, how: str, n: int, trials: int) -> dict[str, object]:
-    rng = np.random.default_rng([n, list(KINDS).index(kind), how == "alone"])
-    rows = differences(kind, how, rng, trials, n)
-    rounding = 1e-12 if kind == "discrete" else 0.0
-    mean, std, p = t_test(rows, rounding)
-    flips = flip_p(rows, rounding) if n >= 6 else np.ones_like(p)
-    agreed = flips <= LEVEL if n >= 6 else np.ones_like(p, bool)
-    reach = special.stdtrit(n - 1, 1 - LEVEL / 2) * std / np.sqrt(n)
-    covered = bootstrap_covers(rows[:, 0], rng)
+def by_holm(values: np.ndarray, pairs: list[tuple[int, int]]) -> bool:
+    """Whether t tests with Holm's correction over the pairs find any difference."""
+    p = {f"{a} {b}": paired(values[a], values[b]).p for a, b in pairs}
+    return any(adjusted <= 0.05 for adjusted in holm(p).values())
 
-    def rate(called: np.ndarray) -> float:
-        return round(float(np.mean(called)), 4)
 
-    return {
-        "data": kind,
-        "differences": how,
-        "seeds": n,
-        "comparisons": trials,
-        "false_alarms_one_arm": {
-            "t": rate(p[:, 0] <= LEVEL),
-            "flips": rate(flips[:, 0] <= LEVEL) if n >= 6 else None,
-            "rule": rate((p[:, 0] <= LEVEL) & agreed[:, 0]),
-            "bootstrap": rate(~covered),
-        },
-        "false_alarms_two_arms": {
-            "t": rate(by_holm(p).any(-1)),
-            "flips": rate(by_holm(flips).any(-1)) if n >= 6 else None,
-            "rule": rate((by_holm(p) & agreed).any(-1)),
-        },
-        "coverage": {
-            "t": rate(np.abs(mean[:, 0]) <= reach[:, 0] + rounding),
-            "bootstrap": rate(covered),
-        },
+def rate(hits: list[bool] | np.ndarray) -> float:
+    return round(100 * float(np.mean(hits)), 2)
+
+
+def any_called(verdicts: list[Verdict]) -> bool:
+    return any(verdict.word in CALLED for verdict in verdicts)
+
+
+def words(pages: int) -> Iterator[Row]:
+    """No arm differs: how often does any statement of a page say so, or any interval miss?"""
+    layouts = {
+        "2 arms and a question between them": (2, [(2, 1)]),
+        "6 arms and 5 contrasts between them": (6, [(i, i + 1) for i in range(1, 6)]),
     }
+    for layout, (arms, contrasts) in layouts.items():
+        for n in (5, 6, 8, 12):
+            rng = np.random.default_rng([1, arms, n])
+            called, missed, usual = [], [], []
+            for _ in range(pages):
+                values = 0.7 + 0.02 * rng.standard_normal((arms + 1, n))
+                verdicts = page(values, against_baseline(arms) + contrasts)
+                called.append(any_called(verdicts))
+                missed.append(any(not v.paired.low <= 0 <= v.paired.high for v in verdicts))
+                # One correction for the arms and another one for the questions.
+                usual.append(by_holm(values, against_baseline(arms)) or by_holm(values, contrasts))
+            yield {"page": layout, "seeds": n, "ours": rate(called), "usual": rate(usual),
+                   "an interval misses": rate(missed), "nominal": 5}  # fmt: skip
 
 
-def power(n: int, trials: int) -> dict[str, object]:
-    """Return how often one arm's effect of the detectable size is found, for normal noise."""
-    rows = np.random.default_rng(n).standard_normal((trials, n))
-    by_t, by_rule = seen_by_t(n, LEVEL), seen_by_rule(n, LEVEL)
-    rates = {}
-    for name, effect in (("seen_by_t", by_t), ("seen_by_rule", by_rule)):
-        seen = t_test(rows + effect)[2] <= LEVEL
-        agreed = seen & (flip_p(rows + effect) <= LEVEL) if n >= 6 else seen
-        rates[name] = {
-            "effect": round(effect, 3),
-            "t": round(float(seen.mean()), 4),
-            "rule": round(float(agreed.mean()), 4),
+def skew(pages: int) -> Iterator[Row]:
+    """Noise of the differences as skewed as an exponential: words that do not mention it."""
+    for arms in (1, 6):
+        for n in (5, 6, 8, 12):
+            rng = np.random.default_rng([2, arms, n])
+            unflagged, called, usual, flagged = [], [], [], []
+            for _ in range(pages):
+                values = np.zeros((arms + 1, n))
+                values[1:] = rng.standard_exponential((arms, n)) - 1
+                verdicts = page(values, against_baseline(arms))
+                unflagged.append(any(v.word in CALLED and v.skewed is None for v in verdicts))
+                called.append(any_called(verdicts))
+                usual.append(by_holm(values, against_baseline(arms)))
+                normal = rng.standard_normal((arms + 1, n))
+                flagged.append(page(normal, against_baseline(arms))[0].skewed is not None)
+            yield {"arms": arms, "seeds": n, "ours": rate(unflagged), "usual": rate(usual),
+                   "with the note": rate(called), "noted though normal": rate(flagged)}  # fmt: skip
+
+
+def margin(pages: int) -> Iterator[Row]:
+    """Arms whose true cost is exactly the margin: how often is any called within it?"""
+    rules = rules_for("perplexity", margin=1.05)
+    for arms in (1, 6):
+        for n in (6, 12):
+            rng = np.random.default_rng([3, arms, n])
+            wrong, usual = [], []
+            for _ in range(pages):
+                logs = 3 + 0.02 * rng.standard_normal((arms + 1, n))
+                logs[1:] += math.log(1.05)
+                verdicts = page(np.exp(logs), against_baseline(arms), rules)
+                wrong.append(
+                    any(v.margin is not None and v.margin.answer == "yes" for v in verdicts)
+                )
+                ends = [paired(np.exp(logs[a]), np.exp(logs[0]), log=True).high
+                        for a in range(1, arms + 1)]  # fmt: skip
+                usual.append(min(ends) <= 1.05)
+            yield {"arms": arms, "seeds": n, "ours": rate(wrong), "usual": rate(usual),
+                   "nominal": 2.5}  # fmt: skip
+
+
+def seen(pages: int) -> Iterator[Row]:
+    """The true power at the effect that a page says it could have found."""
+    for statements in (1, 3, 6):
+        for n in (5, 6, 8, 12):
+            rng = np.random.default_rng([4, statements, n])
+            std = math.sqrt(2)  # of the difference of two arms
+            critical = t_critical(n, 0.05 / statements)
+            ours, usual = [], []
+            for _ in range(pages):
+                first, *_ = page(rng.standard_normal((statements + 1, n)),
+                                 against_baseline(statements))  # fmt: skip
+                ours.append(float(power_of_t(first.could_have_seen / std, n, critical)))
+                least = effect_found(n, 0.05 / statements, 0.8) * first.paired.std
+                usual.append(float(power_of_t(least / std, n, critical)))
+            yield {"statements": statements, "seeds": n,
+                   "ours": rate(ours), "ours below 50": rate(np.array(ours) < 0.5),
+                   "usual": rate(usual), "usual below 50": rate(np.array(usual) < 0.5)}  # fmt: skip
+
+
+def power(pages: int) -> Iterator[Row]:
+    """How often an effect of 1.5 standard deviations of the difference is found."""
+    for statements in (1, 3):
+        for n in range(5, 13):
+            exact = float(power_of_t(1.5, n, t_critical(n, 0.05 / statements)))
+            yield {"statements": statements, "seeds": n, "ours": round(100 * exact, 1)}
+
+
+def population(pages: int) -> Iterator[Row]:
+    """Arms that are equal in the population, judged on 600 fixed examples with 12 seeds."""
+    seeds, examples = 12, 600
+    for tilt in (0.05, 0.1, 0.15):
+        rng = np.random.default_rng([5, int(100 * tilt)])
+        here, both = [], []
+        for _ in range(pages // 4):
+            lean = rng.normal(0, tilt, examples)  # how much better the arm is on each example
+            arm = rng.random((seeds, examples)) < 0.8 + lean
+            base = rng.random((seeds, examples)) < 0.8 - lean
+            fixed, other = paired(arm.mean(1), base.mean(1)), over_examples(arm, base, 0.05)
+            here.append(not fixed.low <= 0 <= fixed.high)
+            both.append(not other.low <= 0 <= other.high)
+        yield {"seeds": seeds, "examples": examples, "spread over examples": tilt,
+               "these examples (usual)": rate(here), "ours": rate(both)}  # fmt: skip
+
+
+def chosen_by_others(table: np.ndarray) -> np.ndarray:
+    """The value of each seed under the setting that the other seeds choose."""
+    others = table.sum(-1, keepdims=True) - table
+    return np.take_along_axis(table, others.argmax(-2)[..., None, :], -2)[..., 0, :]
+
+
+def tuning(pages: int) -> Iterator[Row]:
+    """Equal arms, each tuned over three rates; the outer rates are worse by `fall` deviations."""
+    trials = 5 * pages
+    for n in (6, 8, 12, 20):
+        for fall in (0.25, 0.5, 1.0, 2.0):
+            rng = np.random.default_rng([6, n, int(100 * fall)])
+            means = -np.array([fall, 0.0, fall])[:, None]
+
+            def table(shift: float = 0.0, rng: np.random.Generator = rng,
+                      means: np.ndarray = means, n: int = n) -> np.ndarray:  # fmt: skip
+                return means + shift + rng.standard_normal((trials, 3, n))
+
+            def called(arm: np.ndarray, base: np.ndarray, n: int = n) -> np.ndarray:
+                found = bounds(
+                    chosen_by_others(arm), chosen_by_others(base), t_critical(n, 0.05),
+                    [arm[:, r] for r in range(3)], [base[:, r] for r in range(3)],
+                )  # fmt: skip
+                return (found.low > 0) | (found.high < 0)
+
+            arm, base = table(), table()
+            rates = [(means + rng.standard_normal((trials, 3, 2))).mean(-1).argmax(-1)
+                     for _ in range(2)]  # fmt: skip
+            naive = [np.take_along_axis(side, best[:, None, None], 1)[:, 0]
+                     for side, best in zip((arm, base), rates, strict=True)]  # fmt: skip
+            p = stats.ttest_rel(*naive, axis=1).pvalue
+            effect = effect_found(n, 0.05, 0.8) * math.sqrt(2)
+            yield {"seeds": n, "fall": fall, "runs an arm": 3 * n, "ours": rate(called(arm, base)),
+                   "usual": rate(p <= 0.05),
+                   "power at 80 % of one rate": rate(called(table(effect), table()))}  # fmt: skip
+
+
+def missing(pages: int) -> Iterator[Row]:
+    """Equal arms, of which one loses its worst runs: dropped, the rest looks better."""
+    for lost in (1, 2, 3):
+        rng = np.random.default_rng([7, lost])
+        ours, usual = [], []
+        for _ in range(pages):
+            base, arm = 0.7 + 0.02 * rng.standard_normal((2, 12))
+            gone = set(np.argsort(arm)[:lost].tolist())
+            kept = [s for s in range(12) if s not in gone]
+            scores = {
+                "base": Scores(dict(enumerate(base))),
+                "arm": Scores({s: arm[s] for s in kept}, dict.fromkeys(gone, "diverged")),
+            }
+            verdict = judge(scores, {"x": Statement("arm", "base")}, ACCURACY)["x"]
+            ours.append(verdict.word == "better")
+            test = paired(arm[kept], base[kept])
+            usual.append(test.low > 0)
+        yield {"seeds": 12, "diverged": lost, "ours": rate(ours), "usual": rate(usual)}
+
+
+def looks(pages: int) -> Iterator[Row]:
+    """Equal arms, looked at again and again in new folders: any look that finds a difference."""
+    trials = 10 * pages
+    rng = np.random.default_rng(8)
+    data = rng.standard_normal((trials, 24))
+    mixed = 0.6 * data + 0.8 * rng.standard_normal((trials, 24))  # another metric of the same runs
+
+    def p(values: np.ndarray) -> np.ndarray:
+        return bounds(values, np.zeros_like(values), 1.0).p
+
+    chosen = [np.array(rng.choice(24, 8, replace=False)) for _ in range(5)]
+    ways: Mapping[str, list[np.ndarray]] = {
+        "6, 9 and 12 seeds, each in a new folder": [p(data[:, :n]) for n in (6, 9, 12)],
+        "another metric": [p(data[:, :8]), p(mixed[:, :8])],
+        "five chosen lists of 8 seeds": [p(data[:, seeds]) for seeds in chosen],
+        "a failed run that comes back": [p(data[:, :7]), p(data[:, :8])],
+    }
+    for way, values in ways.items():
+        spent = [x <= alpha_spent(0.05, k, 1) for k, x in enumerate(values, 1)]
+        planned = [x <= alpha_spent(0.05, k, 2) for k, x in enumerate(values, 1)]
+        yield {"way": way, "ours": rate(np.any(spent, 0)), "said to be at most":
+               round(100 * sum(alpha_spent(0.05, k, 1) for k in range(1, len(values) + 1)), 2),
+               "planned": rate(np.any(planned, 0)),
+               "usual": rate(np.any([x <= 0.05 for x in values], 0))}  # fmt: skip
+    excluded, usual = np.zeros((2, trials), bool)
+    for n in range(5, 25):
+        part = data[:, :n]
+        t = np.abs(part.mean(-1)) / (part.std(-1, ddof=1) / math.sqrt(n))
+        excluded |= t > anytime_critical(n, 0.05)
+        usual |= t > t_critical(n, 0.05)
+    yield {"way": "after every seed from 5 to 24", "anytime interval": rate(excluded),
+           "usual": rate(usual)}  # fmt: skip
+    for n in (6, 8, 12, 20, 50):
+        wider = anytime_critical(n, 0.05) / t_critical(n, 0.05)
+        found = float(power_of_t(effect_found(n, 0.05, 0.8), n, anytime_critical(n, 0.05)))
+        yield {
+            "way": "what an anytime interval costs",
+            "seeds": n,
+            "times as wide": round(wider, 2),
+            "power where the usual has 80": round(100 * found, 1),
         }
-    return {"data": "normal", "seeds": n, "comparisons": trials, "found": rates}
+
+
+ATTACKS: dict[str, Callable[[int], Iterator[Row]]] = {
+    "words": words,
+    "skew": skew,
+    "margin": margin,
+    "seen": seen,
+    "power": power,
+    "population": population,
+    "tuning": tuning,
+    "missing": missing,
+    "looks": looks,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--comparisons", type=int, default=20_000)
+    parser.add_argument("--pages", type=int, default=4_000)
+    parser.add_argument("--only", choices=ATTACKS)
     options = parser.parse_args()
-    for kind in KINDS:
-        for how in ("pairs", "alone"):
-            for n in (5, 6, 8, 12):
-                report("calibration", calibration(kind, how, n, options.comparisons))
-    for n in (5, 6, 8, 12):
-        report("calibration power", power(n, options.comparisons))
+    for name in [options.only] if options.only else ATTACKS:
+        for row in ATTACKS[name](options.pages):
+            report(f"attack: {name}", {**row, "pages": options.pages})
 
 
 if __name__ == "__main__":

@@ -17,6 +17,9 @@ import pytest
 import torch
 import transformers
 
+from frostlab.comparison import looks
+
+looks.REGISTER = f"looks-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}.jsonl"
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -40,7 +43,7 @@ def _seeded() -> None:
 @pytest.fixture(autouse=True)
 def _no_earlier_looks() -> None:
     """Forget the comparisons of other tests, which would count as earlier looks."""
-    (Path(os.environ["FROSTLAB_CACHE"]) / "looks.jsonl").unlink(missing_ok=True)
+    (Path(os.environ["FROSTLAB_CACHE"]) / looks.REGISTER).unlink(missing_ok=True)
 
 
 @pytest.fixture

@@ -175,8 +175,7 @@ LIMIT = re.compile(r"^\| .* \| ([\d,]+) ?(KiB|MiB|GiB)?\b.* \| `([\w.]+)` \|$", 
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 BOUNDED = ("data.arrays", "data.parquet", "data.eeg.matlab")  # all their constants are limits
 NO_LIMITS = {  # they bound what is shown, computed or done at once, or an argument; never a file
-    "comparison.runner._MOST_JOBS", "comparison.statistics._MOST_EXACT",
-    "comparison.statistics._MOST_SIMULATED", "data.eeg.matlab._PIECE", "data.eeg.matlab._START",
+    "comparison.runner._MOST_JOBS", "data.eeg.matlab._PIECE", "data.eeg.matlab._START",
     "data.parquet.BATCH", "data.parquet.ROWS", "data.parquet._PADDING",
     "flow.diagnosis._MOST_NAMES", "flow.figures.MOST_ROWS", "launcher._MOST_PROCESSES",
     "recipe.bounded_yaml._MOST_SHOWN", "recipe.load._MOST_NAME", "recipe.load._MOST_TEXT",

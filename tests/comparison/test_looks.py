@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from comparing import compare, plan
+from frostlab.comparison import looks
 from frostlab.comparison.looks import Looks, take_look
 from frostlab.comparison.plan import Plan
 from frostlab.errors import BadInput
@@ -62,13 +63,13 @@ def test_an_arms_name_changes_nothing(tmp_path: Path) -> None:
 def test_a_folder_remembers_its_looks_on_another_machine(tmp_path: Path) -> None:
     made = plan(seeds=6)
     first = look(made, tmp_path)
-    (cache_folder(None) / "looks.jsonl").unlink()
+    (cache_folder(None) / looks.REGISTER).unlink()
     more = plan(seeds=8)
     assert look(more, tmp_path, known=[first.current]).number == 2
-    (cache_folder(None) / "looks.jsonl").write_bytes(b"{\n[1]\n\xff" * 3)
+    (cache_folder(None) / looks.REGISTER).write_bytes(b"{\n[1]\n\xff" * 3)
     with pytest.raises(BadInput, match="is not UTF-8 text"):
         look(more, tmp_path)
-    (cache_folder(None) / "looks.jsonl").write_text('{"recipe": 3}\n[\nnull\n')
+    (cache_folder(None) / looks.REGISTER).write_text('{"recipe": 3}\n[\nnull\n')
     assert look(more, tmp_path).number == 1  # lines that are no looks count as none
 
 

@@ -10,7 +10,9 @@ from frostlab.comparison.evidence import (
     Answer,
     ArmEvidence,
     ArmVerdict,
+    Assay,
     ComparedOrder,
+    EarlierLook,
     Effect,
     Evidence,
     Limit,
@@ -18,6 +20,7 @@ from frostlab.comparison.evidence import (
     PredictionTest,
     Quantity,
     RefusedPair,
+    Repeat,
     RoundTimes,
     RunSummary,
     SplitTests,
@@ -32,12 +35,13 @@ from frostlab.comparison.evidence import (
 from frostlab.comparison.load import make_plan
 from frostlab.comparison.plan import Plan
 
-_EFFECT = Effect(2, False, 0.05, 0.1, -0.1, 0.3, 0.2, None, 0.1, 0.4)
+_EFFECT = Effect(2, False, 0.05, 0.1, -0.1, 0.3, 0.2, 0.1)
 _SUMMARY = Summary(2, 0.5, 0.1, 0.2, 0.4, 0.6)
 _TUNED = TunedSetting(
     "optim.decay", (0.01, 0.1), False, {"baseline": 0.01, "oelm": 0.1},
     {"baseline": True, "oelm": True},
-    {name: (TuningPoint(0.01, 0.5, (0.5,)), TuningPoint(0.1, None, (None,)))
+    {name: (TuningPoint(0.01, 0.5, 0.4, 0.6, (0.5,), (0.5,), 1),
+            TuningPoint(0.1, None, None, None, (None,), (None,), 0))
      for name in ("baseline", "oelm")},
 )  # fmt: skip
 
@@ -50,7 +54,7 @@ def plan() -> Plan:
             "recipe": {"data": {"name": "majority", "examples": 64, "length": 8}},
             "arms": "baseline,oelm",
             "seeds": 2,
-            "tune": {"key": "optim.decay", "values": [0.01, 0.1], "seeds": 1},
+            "tune": {"key": "optim.decay", "values": [0.01, 0.1]},
             "contrasts": [{"question": "Is it?", "arm": "oelm", "against": "baseline"}],
         }
     )
@@ -61,10 +65,14 @@ def tuning() -> bytes:
     return json.dumps([asdict(_TUNED)]).encode()
 
 
-def _verdict(metric: str) -> ArmVerdict:
-    limit = Limit("not shown", 1.05, 2, 1.0, 0.9, 1.1, "too few pairs")
-    return ArmVerdict("oelm", "baseline", metric, "no difference found", "No difference was found.",
-                      _EFFECT, 0.2, 0.4, limit, ("a note",))  # fmt: skip
+def _verdict() -> ArmVerdict:
+    return ArmVerdict(
+        arm="oelm", baseline="baseline", metric="accuracy", word="no difference found",
+        sentence="No difference was found.", family=2, paired=_EFFECT, could_have_seen=0.4,
+        margin=Limit("not shown", 1.1, 0.05, 0.1, 0.2), anytime=(None, 0.5), improvement=0.4,
+        population=_EFFECT, skewed=None, missing={"oelm": 1}, together=("the treatment", "stages"),
+        notes=("a note",),
+    )  # fmt: skip
 
 
 def _run(name: str, seed: int) -> RunSummary:
@@ -101,16 +109,20 @@ def evidence() -> bytes:
     names, metrics = ("baseline", "oelm"), ("accuracy", "macro_f1", "loss")
     subjects = SubjectTest(2, 2, 1, 0.1, _EFFECT, 0.5, None, 0.5)
     whole = Evidence(
-        schema=SCHEMA, plan=plan(), baseline="baseline", look=1, jobs=1, caution=None, pairs=2,
+        schema=SCHEMA, plan=plan(), baseline="baseline", look=2,
+        earlier_looks=(EarlierLook(1.5e9, "comparisons/it", "accuracy", 6),), jobs=1, caution=None,
+        pairs=2,
         confounds={"oelm": ()}, tuning=(_TUNED,),
         arms={name: ArmEvidence("everything trains", (_run(name, 0), _run(name, 1)),
                                 dict.fromkeys(metrics, _SUMMARY), Parameters(20, 10), _SUMMARY)
               for name in names},
         refused_pairs=(RefusedPair("oelm", 1, "the data differ"),),
         partly_compared=(ComparedOrder("oelm", "baseline", 0, 3, 2),),
-        verdicts={metric: {"oelm": _verdict(metric)} for metric in metrics},
-        contrasts=(Answer("Is it?", "value", _verdict("accuracy")),),
-        oelm="oelm", equal_norms=True, orthogonality=_verdict("accuracy"),
+        verdicts={"oelm": _verdict()}, secondary={"loss": {"oelm": _EFFECT}},
+        contrasts=(Answer("Is it?", "value", _verdict()),),
+        oelm="oelm", equal_norms=True, orthogonality=_verdict(),
+        assay=Assay(3, 6, _verdict()),
+        repeat=Repeat(0, "repeat/baseline-s0", "finished", {"accuracy": (0.5, None)}, False),
         mcnemar={"oelm": (PredictionTest(0, 1, 2, 3, 4, 0.5),)},
         subjects={"report": SplitTests({"oelm": subjects}, dict.fromkeys(names, _EFFECT))},
         flow={name: dict.fromkeys(QUANTITIES, Quantity(_SUMMARY, against))

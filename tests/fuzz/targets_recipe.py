@@ -11,10 +11,12 @@ from unittest.mock import patch
 
 from frostlab.comparison.evidence import read_evidence
 from frostlab.comparison.load import make_plan
+from frostlab.comparison.looks import Look
 from frostlab.comparison.oelm_json import timing_json
 from frostlab.comparison.page import page, show
+from frostlab.comparison.plan import SCHEMA
 from frostlab.comparison.run import _shortened, _stored_tuning, _time_steps
-from frostlab.comparison.runner import ComparisonFolder, Look, Runner, StoredPlan
+from frostlab.comparison.runner import ComparisonFolder, Finished, Runner, StoredPlan
 from frostlab.launcher import check_variables
 from frostlab.models.gpt import GPT, GPTConfig
 from frostlab.recipe.load import load_recipe, parse_settings
@@ -68,7 +70,8 @@ def _comparison(data: bytes, folder: Path) -> None:
 
 def _plans() -> list[bytes]:
     values = plan().model_dump(mode="json")
-    stored = [StoredPlan(2, values, []), StoredPlan(2, values, [Look(1, 1.5), Look(2, 2.5)])]
+    look = Look("a", "b", ["c"], "d", "e", "accuracy", [0, 1], "comparisons/it", 1.5)
+    stored = [StoredPlan(SCHEMA, values, 1.0, []), StoredPlan(SCHEMA, values, 1.0, [look, look])]
     return [json.dumps(asdict(content)).encode() for content in stored]
 
 
@@ -76,7 +79,7 @@ def _plan_file(data: bytes, folder: Path) -> None:
     _written(data, folder / "plan.json")
     comparison = ComparisonFolder(folder)
     with comparison.open(plan()) as with_seeds:
-        comparison.look(with_seeds)
+        comparison.look(with_seeds, {})
 
 
 def _evidence(data: bytes, folder: Path) -> None:
@@ -102,7 +105,7 @@ def _steps(data: bytes, folder: Path) -> None:
     timing = _time_steps(plan(), comparison, Runner(None, lambda line: None, 1))
     prepared = SimpleNamespace(splits={"train": range(64)})
     with patch("frostlab.comparison.run.prepare", lambda recipe, data_dir: prepared):
-        _shortened(plan(), comparison, timing, None)
+        _shortened(plan(), comparison, timing, Runner(None, print))
     stored = read_evidence(folder / "evidence.json")
     assert stored is not None
     timed = replace(stored, timing=timing)
@@ -113,7 +116,7 @@ def _steps(data: bytes, folder: Path) -> None:
 
 def _quick(data: bytes, folder: Path) -> None:
     _written(data, folder / "quick.json")
-    short = _shortened(plan(), ComparisonFolder(folder), None, None)
+    short = _shortened(plan(), ComparisonFolder(folder), None, Finished())
     for arm in short.arms:
         assert short.recipe_of(arm, 0).digest
 

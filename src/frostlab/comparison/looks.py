@@ -17,8 +17,8 @@ from frostlab.errors import BadInput, FrostlabError
 from frostlab.storage import Lock, cache_folder, digest_of, parse_json, read_text
 from frostlab.typed import read
 
-_REGISTER = "looks.jsonl"
-_MOST_BYTES = 2**26  # size of the register
+REGISTER = "looks.jsonl"
+_MOST_REGISTERED = 2**26  # size of the register
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def take_look(
     looks that the comparison's folder remembers, as the register may be another machine's.
     """
     look = _look(plan, folder, results)
-    path = cache_folder(None) / _REGISTER
+    path = cache_folder(None) / REGISTER
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = Lock(path.with_suffix(".lock"))
@@ -112,7 +112,7 @@ def _arm_digest(plan: Plan, name: str) -> str:
 def _registered(path: Path) -> list[Look]:
     """Return the readable lines of the register; a line that was cut off by a crash is skipped."""
     try:
-        text = read_text(path, _MOST_BYTES)
+        text = read_text(path, _MOST_REGISTERED)
     except FileNotFoundError:
         return []
     looks = []

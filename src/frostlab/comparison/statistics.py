@@ -26,7 +26,6 @@ NAN = math.nan
 _ANYTIME_VARIANCE = (
     1.0  # prior variance of the effect in standard deviations, for anytime intervals
 )
-_SKEW_SHARE = 0.15  # of comparisons with normal noise that are called skewed by each of two checks
 _SKEW_DRAWS = 20_000  # simulated comparisons behind the limit of the skewness
 
 
@@ -137,7 +136,7 @@ def paired(
     """Compare paired values by a t interval with confidence 1 − alpha.
 
     `arm_tried` and `base_tried` hold the values of every setting that was tried in tuning, as for
-    `bounds`; only for them does it matter which direction is better. `critical` replaces Student's t.
+    `bounds`; the direction of the metric matters only for them. `critical` replaces Student's t.
     """
     values, rounding = _on_scale([arm, base, *arm_tried, *base_tried], log)
     n = len(values[0])
@@ -199,15 +198,15 @@ def skewness(values: Numbers) -> Numbers:
 
 
 @cache
-def skew_limit(n: int, arms: int) -> float:
+def skew_limit(n: int, arms: int, share: float) -> float:
     """Return the limit above which the mean skewness of several arms' differences is notable.
 
-    With normal noise and a common baseline, the mean skewness exceeds the limit in 15 % of
+    With normal noise and a common baseline, the mean skewness exceeds the limit in this share of
     comparisons. The quantile is simulated with a fixed seed.
     """
     noise = np.random.default_rng([n, arms]).standard_normal((_SKEW_DRAWS, arms + 1, n))
     mean_skew = skewness(noise[:, 1:] - noise[:, :1]).mean(-1)
-    return float(np.quantile(mean_skew, 1 - _SKEW_SHARE))
+    return float(np.quantile(mean_skew, 1 - share))
 
 
 def mean_skewness(differences: Sequence[Numbers]) -> float:

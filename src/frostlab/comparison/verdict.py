@@ -48,6 +48,8 @@ MEANINGS: dict[Word, str] = {
     "unproven": "the sentence says why the values prove nothing",
 }
 Answer = Literal["yes", "no", "not shown"]
+_SKEW_SHARE = 0.22  # of comparisons with normal noise whose noise is called skewed
+_SKEW_SHARE_OF_ONE = 0.1  # of arms with normal noise among several, of which one is called skewed
 Values = Mapping[int, float]  # by seed
 
 
@@ -339,10 +341,9 @@ class _Case:
         arm, baseline = self.statement.arm, self.statement.baseline
         on = f"on {self.rules.metric} (these test examples)"
         numbers = f"{self._numbers()}{self._missing_text()}"
-        ending = self._together() + self._skew_text(skewed)
         if word in ("better", "worse"):
-            small = self._small_effect()
-            return f"{arm} is {word} than {baseline} {on}: {numbers}{small}{ending}."
+            ending = self._small_effect() + self._together() + self._skew_text(skewed)
+            return f"{arm} is {word} than {baseline} {on}: {numbers}{ending}."
         if word == "no difference found":
             costs = margin and excluded_costs(margin.answer, margin.largest, self.rules)
             seen = self.could_have_seen
@@ -410,12 +411,14 @@ class _Case:
         """
         if self.pair is None or self.n < LEAST_SEEDS or not math.isfinite(self.pair.std):
             return None
-        sign = 1.0 if self.pair.effect > self._none else -1.0
-        own = mean_skewness([self.differences])
-        pooled = pool is not None and pool.baseline == self.statement.baseline
-        if pool is not None and pooled and -sign * pool.skewness > skew_limit(self.n, pool.arms):
-            return pool.skewness
-        return own if -sign * own > skew_limit(self.n, 1) else None
+        sign = -1.0 if self.pair.effect > self._none else 1.0
+        own, is_one_of_many = mean_skewness([self.differences]), False
+        if pool is not None and pool.baseline == self.statement.baseline:
+            if sign * pool.skewness > skew_limit(self.n, pool.arms, _SKEW_SHARE):
+                return pool.skewness
+            is_one_of_many = pool.arms > 1
+        share = _SKEW_SHARE_OF_ONE if is_one_of_many else _SKEW_SHARE
+        return own if sign * own > skew_limit(self.n, 1, share) else None
 
     @property
     def could_have_seen(self) -> float | None:
