@@ -98,7 +98,7 @@ def test_equal_differences_are_degenerate_not_certain() -> None:
     base = {s: 0.5 + s / 64 for s in range(5)}  # exact in floats
     verdict = one({s: x + 1 / 64 for s, x in base.items()}, base=base)
     assert verdict.word == "unproven"
-    assert "all 5 differences are equal (+0.01562), which noise does not give" in verdict.sentence
+    assert "all 5 differences are equal (+0.01562); noise is not like that" in verdict.sentence
     same = one(base, base=base)
     assert same.word == "unproven"
     assert "every pair has the same value" in same.sentence
@@ -242,7 +242,7 @@ def test_skewed_noise_is_said() -> None:
     assert verdict.word == "worse"
     assert verdict.skewed is not None
     assert verdict.skewed > 1
-    assert "the noise is skewed (+1." in verdict.sentence
+    assert "the noise looks skewed to the other side (skewness +1." in verdict.sentence
     assert one(shifted(-0.02)).skewed is None
     other_side = one({s: BASE[s] - d for s, d in enumerate(tail)})
     assert other_side.skewed is not None

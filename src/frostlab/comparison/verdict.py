@@ -315,15 +315,16 @@ class _Case:
             return "too few seeds", ""
         if self.finished < LEAST_SEEDS or pair is None:
             return "did not finish", ""
-        if statement.identical:
-            return "identical", ""
-        if statement.at_chance:
-            return "at chance", ""
+        if statement.identical or statement.at_chance:
+            return ("identical" if statement.identical else "at chance"), ""
         if pair.std == 0:
-            same = "every pair has the same value, so the metric cannot tell the arms apart"
+            if pair.effect == self._none:
+                return "unproven", "every pair has the same value, so the metric shows no noise"
             size = _effect_text(pair).partition(" (")[0]
-            equal = f"all {self.n} differences are equal ({size}), which noise does not give"
-            return "unproven", same if pair.effect == self._none else equal
+            return (
+                "unproven",
+                f"all {self.n} differences are equal ({size}); noise is not like that",
+            )
         if pair.low > self._none:
             return ("worse" if self.rules.lower_is_better else "better"), ""
         if pair.high < self._none:
@@ -387,7 +388,10 @@ class _Case:
     def _skew_text(self, skewed: float | None) -> str:
         if skewed is None:
             return ""
-        return f"; the noise is skewed ({skewed:+.2g}) to the other side: a rare run may undo this"
+        return (
+            f"; the noise looks skewed to the other side (skewness {skewed:+.2g}, which 1 in 5 "
+            "normal samples reach), so a rare run may undo this"
+        )
 
     def _small_effect(self) -> str:
         """Return the part of the sentence about an effect below `minimum_effect`, or ""."""
@@ -398,10 +402,8 @@ class _Case:
             small = abs(math.log(self.pair.effect)) < math.log1p(least)
         else:
             small = abs(self.pair.effect) < least
-        text = (
-            f"; smaller than the smallest effect of interest, {_size_text(least, self.rules.log)}"
-        )
-        return text if small else ""
+        size = _size_text(least, self.rules.log)
+        return f"; smaller than the smallest effect of interest, {size}" if small else ""
 
     def _skewed(self, pool: "_Pool | None") -> float | None:
         """Return the skewness if the differences have a long tail on the other side of zero.
@@ -492,16 +494,10 @@ class _Case:
         return probability_of_improvement(arm, base, self.rules.lower_is_better)
 
     def _notes(self, word: Word) -> list[str]:
-        notes = [
-            f"{name}, seed {seed}: {reason}"
-            for name, reasons in self.why.items()
-            for seed, reason in reasons.items()
-        ]
-        notes += [
-            f"seeds that only {name} has are left out: {', '.join(map(str, seeds))}"
-            for name, seeds in self.left_out.items()
-            if seeds
-        ]
+        notes = [f"{name}, seed {seed}: {reason}"
+                 for name, reasons in self.why.items() for seed, reason in reasons.items()]  # fmt: skip
+        notes += [f"seeds that only {name} has are left out: {', '.join(map(str, seeds))}"
+                  for name, seeds in self.left_out.items() if seeds]  # fmt: skip
         history = self.rules.history()
         notes += [history] if history else []
         if self.statement.unproven and self.statement.confounds:
@@ -544,9 +540,9 @@ def _filled(values: Values, seeds: Sequence[int], worst: float | None) -> list[f
 
     If no run has a value, return an empty list.
     """
-    numbers = [values.get(seed, math.nan) for seed in seeds]
     if worst is None:
         return []
+    numbers = [values.get(seed, math.nan) for seed in seeds]
     return [float(number) if math.isfinite(number) else worst for number in numbers]
 
 
