@@ -97,45 +97,68 @@ def test_damaged_pages_are_one_line(tmp_path: Path) -> None:
     assert "is damaged: there is no page at byte 4" in refusal(path)
 
 
-class _Chunk:
-    """The footer's description of a column, which an attacker can write."""
-
-    path_in_schema = "text"
-    has_dictionary_page, dictionary_page_offset = False, None
-
-    def __init__(self, start: int, size: int) -> None:
-        self.data_page_offset, self.total_compressed_size = start, size
-        self.total_uncompressed_size = 1
-
-
-class _Footer:
-    num_rows = 1
-
-    def __init__(self, *chunks: _Chunk) -> None:
-        self._chunks, self.num_row_groups, self.num_columns = chunks, 1, len(chunks)
-
-    def row_group(self, group: int) -> "_Footer":
-        return self
-
-    def column(self, index: int) -> _Chunk:
-        return self._chunks[index]
+def claim(monkeypatch: pytest.MonkeyPatch, *chunks: tuple[int, int]) -> None:
+    """Let the footer claim columns with these starts and sizes, as an attacker can write it."""
+    claimed = [[parquet._Chunk("text", start, size, 1) for start, size in chunks]]
+    monkeypatch.setattr(parquet, "_footer", lambda path, file, size: claimed)
 
 
 def test_the_footer_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet, "PAGE", 1 << 20)
     path = tmp_path / "a.parquet"
+
+    def refused(*chunks: tuple[int, int]) -> str:
+        with monkeypatch.context() as patch, path.open("rb") as file:
+            claim(patch, *chunks)
+            with pytest.raises(BadInput) as caught:
+                batch_rows(path, file, pq.ParquetFile(path).metadata, ["text"])
+        return str(caught.value)
+
     pq.write_table(pa.table({"text": ["x" * (1 << 20)]}), path, compression="zstd")
-    chunk = pq.ParquetFile(path).metadata.row_group(0).column(0)
-    size = chunk.total_compressed_size
-    with path.open("rb") as file:
-        with pytest.raises(BadInput, match="has a page of 1,048,5"):
-            batch_rows(path, file, _Footer(_Chunk(4, size)), ["text"])
-        pq.write_table(TABLE, path)
     size = pq.ParquetFile(path).metadata.row_group(0).column(0).total_compressed_size
+    assert "has a page of 1,048,5" in refused((4, size))
+    pq.write_table(TABLE, path)
+    size = pq.ParquetFile(path).metadata.row_group(0).column(0).total_compressed_size
+    for chunks in ([(4, size), (4, size)], [(4, 1 << 40)], [(-9, size)]):
+        assert "outside the file or inside another" in refused(*chunks)
+    assert "a page is longer than its column" in refused((4, 30))
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+@pytest.mark.parametrize("dictionary", [True, False])
+def test_the_footer_is_read_as_pyarrow_reads_it(
+    dictionary: bool, compression: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.parquet"
+    table = pa.table({"a": ["x", "y", None] * 50, "b": [[1], [2, 3], []] * 50,
+                      "c": [{"d": 1.5, "e": True}] * 150, "f": range(150)})  # fmt: skip
+    pq.write_table(table, path, compression=compression, use_dictionary=dictionary,
+                   row_group_size=60, write_page_index=True)  # fmt: skip
+    metadata = pq.ParquetFile(path).metadata
     with path.open("rb") as file:
-        for footer in (_Footer(_Chunk(4, size), _Chunk(4, size)), _Footer(_Chunk(4, 1 << 40)),
-                       _Footer(_Chunk(-9, size))):  # fmt: skip
-            with pytest.raises(BadInput, match="outside the file or inside another"):
-                batch_rows(path, file, footer, ["text"])
-        with pytest.raises(BadInput, match="a page is longer than its column"):
-            batch_rows(path, file, _Footer(_Chunk(4, 30)), ["text"])
+        groups = parquet._footer(path, file, path.stat().st_size)
+    assert len(groups) == metadata.num_row_groups == 3
+    for number, chunks in enumerate(groups):
+        group = metadata.row_group(number)
+        for index, chunk in enumerate(chunks):
+            column = group.column(index)
+            start = column.data_page_offset
+            if column.has_dictionary_page:
+                start = min(start, column.dictionary_page_offset)
+            assert (chunk.path, chunk.start) == (column.path_in_schema, start)
+            sizes = column.total_compressed_size, column.total_uncompressed_size
+            assert (chunk.compressed, chunk.uncompressed) == sizes
+        assert len(chunks) == group.num_columns
+
+
+def test_a_damaged_footer_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(TABLE, path)
+    size = path.stat().st_size
+    for content in (b"", b"\x00" * 60, b"\xff" * 60, (b"\x19" * 59) + b"\xfc"):
+        path.write_bytes(content + len(content).to_bytes(4, "little") + b"PAR1")
+        with path.open("rb") as file, pytest.raises(BadInput, match="its footer cannot be read"):
+            parquet._footer(path, file, path.stat().st_size)
+    path.write_bytes(b"x" * size + (1 << 30).to_bytes(4, "little") + b"PAR1")
+    with path.open("rb") as file, pytest.raises(BadInput, match="has a footer of 1,073,741,824"):
+        parquet._footer(path, file, path.stat().st_size)

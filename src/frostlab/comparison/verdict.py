@@ -494,8 +494,11 @@ class _Case:
         return probability_of_improvement(arm, base, self.rules.lower_is_better)
 
     def _notes(self, word: Word) -> list[str]:
-        notes = [f"{name}, seed {seed}: {reason}"
-                 for name, reasons in self.why.items() for seed, reason in reasons.items()]  # fmt: skip
+        notes = [
+            f"{name}, seed {seed}: {reason}"
+            for name, reasons in self.why.items()
+            for seed, reason in reasons.items()
+        ]
         notes += [f"seeds that only {name} has are left out: {', '.join(map(str, seeds))}"
                   for name, seeds in self.left_out.items() if seeds]  # fmt: skip
         history = self.rules.history()

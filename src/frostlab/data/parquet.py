@@ -1,10 +1,12 @@
 """Limits on what a parquet file may take in memory, checked before pyarrow reads its rows.
 
 The sizes in a file's footer can be wrong, so the header of every page is read too: it says how many
-bytes pyarrow will allocate for the page.
+bytes pyarrow will allocate for the page. The footer is read here, because pyarrow ends the process
+if it is asked about a column whose statistics do not fit the schema.
 """
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,7 +18,9 @@ BATCH = 64 << 20  # approximate bytes that are decoded at once
 ROWS = 64  # the most rows that are decoded at once; they may all repeat one long text
 FEW_ROWS = 1 << 20  # rows that any file may have; more only up to ROWS_PER_BYTE
 ROWS_PER_BYTE = 100  # a file with one repeated text has more
+FOOTER = 16 << 20  # the most bytes of the footer
 _HEADER = 1 << 20  # the most bytes of the header of a page
+_DEPTH = 12  # the most levels of structs and lists in a footer
 _PADDING = 100  # bytes by which old writers understate the length of a column
 
 
@@ -29,20 +33,19 @@ def batch_rows(path: Path, file: IO[bytes], metadata: Any, columns: Collection[s
             f"{max(FEW_ROWS, ROWS_PER_BYTE * size):,}"
         )
     chunks = []  # start, end and row group of each column that is read
-    for group in range(metadata.num_row_groups):
-        row_group, total = metadata.row_group(group), 0
-        for index in range(row_group.num_columns):
-            chunk = row_group.column(index)
-            if chunk.path_in_schema in columns:
-                total += chunk.total_uncompressed_size
-                start = _start(chunk)
-                chunks.append((start, start + chunk.total_compressed_size, group))
+    groups = _footer(path, file, size)
+    for group, columns_of_group in enumerate(groups):
+        total = 0
+        for chunk in columns_of_group:
+            if chunk.path in columns:
+                total += chunk.uncompressed
+                chunks.append((chunk.start, chunk.start + chunk.compressed, group))
         if total > GROUP:
             raise BadInput(
                 f"{path}: row group {group + 1} takes {total:,} bytes; the most is {GROUP:,}; "
                 "write the file with smaller row groups"
             )
-    pages = [1] * metadata.num_row_groups  # bytes of the largest page of each row group
+    pages = [1] * len(groups)  # bytes of the largest page of each row group
     before = 0
     for start, end, group in sorted(chunks):  # in the order of the file, which may be a .gz
         if start < before or end > size:
@@ -52,10 +55,38 @@ def batch_rows(path: Path, file: IO[bytes], metadata: Any, columns: Collection[s
     return [max(1, min(ROWS, BATCH // page)) for page in pages]
 
 
-def _start(chunk: Any) -> int:
-    """Return where the first page of a column begins, as pyarrow finds it."""
-    start, dictionary = chunk.data_page_offset, chunk.dictionary_page_offset
-    return int(dictionary if chunk.has_dictionary_page and 0 < dictionary < start else start)
+@dataclass(frozen=True)
+class _Chunk:
+    """A column of one row group."""
+
+    path: str  # in the schema, with dots
+    start: int  # byte at which its first page begins
+    compressed: int  # bytes of its pages
+    uncompressed: int
+
+
+def _footer(path: Path, file: IO[bytes], size: int) -> list[list[_Chunk]]:
+    """Return the columns of every row group, as the file's footer lists them."""
+    file.seek(max(0, size - 8))
+    length = int.from_bytes(file.read(4), "little")
+    if length > FOOTER:
+        raise BadInput(f"{path} has a footer of {length:,} bytes; the most is {FOOTER:,}")
+    file.seek(max(0, size - 8 - length))
+    try:
+        footer = _Compact(file.read(length)).struct()
+        # The numbers are the fields of FileMetaData, RowGroup, ColumnChunk and ColumnMetaData.
+        return [[_chunk(column[3]) for column in group[1]] for group in footer[4]]
+    except (IndexError, KeyError, TypeError, ValueError):
+        raise BadInput(f"{path} is damaged: its footer cannot be read") from None
+
+
+def _chunk(fields: dict[int, Any]) -> _Chunk:
+    start, dictionary = fields[9], fields.get(11, 0)
+    name = ".".join(part.decode() for part in fields[3])
+    sizes = fields[7], fields[6]
+    if not all(isinstance(number, int) for number in (start, dictionary, *sizes)):
+        raise ValueError("not a whole number")
+    return _Chunk(name, dictionary if 0 < dictionary < start else start, *sizes)
 
 
 def _largest_page(path: Path, file: IO[bytes], start: int, end: int) -> int:
@@ -81,50 +112,60 @@ def _page_header(path: Path, file: IO[bytes], start: int) -> tuple[int, int, int
         file.seek(start)
         header = _Compact(file.read(most))
         try:
-            sizes = header.whole_numbers()
-            return sizes[2], sizes[3], header.position  # fields 2 and 3 of PageHeader
+            fields = header.struct()
+            sizes = int(fields[2]), int(fields[3])  # of PageHeader
+            return *sizes, header.position
         except IndexError:  # the header goes on
             continue
-        except (KeyError, ValueError):
+        except (KeyError, TypeError, ValueError):
             break
     raise BadInput(f"{path} is damaged: there is no page at byte {start:,}")
 
 
 class _Compact:
-    """A reader of Thrift's compact protocol, in which page headers are written."""
+    """A reader of Thrift's compact protocol, in which footers and page headers are written."""
 
     def __init__(self, content: bytes) -> None:
         self.content, self.position = content, 0
 
-    def whole_numbers(self, depth: int = 0) -> dict[int, int]:
-        """Read a struct, and return its whole numbers by field; IndexError if it is cut off."""
-        values: dict[int, int] = {}
+    def struct(self, depth: int = 0) -> dict[int, Any]:
+        """Read a struct, and return its values by field; IndexError if it is cut off."""
+        values: dict[int, Any] = {}
         field = 0
-        if depth > 4:
-            raise ValueError("nested too deeply")
         while head := self._byte():
             field = field + (head >> 4) if head >> 4 else self._zigzag()
             kind = head & 15
-            if kind in (4, 5, 6):  # whole numbers of 16, 32 and 64 bits
-                values[field] = self._zigzag()
-            elif kind == 8:  # bytes
-                self._skip(self._varint())
-            elif kind == 12:  # a struct
-                self.whole_numbers(depth + 1)
-            elif kind in (3, 7):  # a byte, a double
-                self._skip(1 if kind == 3 else 8)
-            elif kind not in (1, 2):  # true, false
-                raise ValueError("not part of a page's header")
+            values[field] = kind == 1 if kind in (1, 2) else self._value(kind, depth)
         return values
+
+    def _value(self, kind: int, depth: int) -> Any:
+        if depth > _DEPTH:
+            raise ValueError("nested too deeply")
+        if kind in (1, 2, 3):  # a byte; inside a list, true and false are bytes, too
+            return self._byte()
+        if kind in (4, 5, 6):  # whole numbers of 16, 32 and 64 bits
+            return self._zigzag()
+        if kind == 7:  # a double
+            return self._take(8)
+        if kind == 8:
+            return self._take(self._varint())
+        if kind == 9 or kind == 10:  # a list or a set
+            head = self._byte()
+            count = head >> 4 if head >> 4 < 15 else self._varint()
+            return [self._value(head & 15, depth + 1) for _ in range(count)]
+        if kind == 12:
+            return self.struct(depth + 1)
+        raise ValueError("not part of a footer or a page's header")
 
     def _byte(self) -> int:
         self.position += 1
         return self.content[self.position - 1]
 
-    def _skip(self, count: int) -> None:
+    def _take(self, count: int) -> bytes:
         self.position += count
         if self.position > len(self.content):
             raise IndexError
+        return self.content[self.position - count : self.position]
 
     def _varint(self) -> int:
         value = shift = 0
