@@ -203,7 +203,7 @@ def _parameters(counts: Parameters | None) -> list[str]:
     if counts is None:
         return _pairs((name, None) for name in ("total", "trainable", "frozen"))
     return _pairs(
-        (name, f"{count:,}  {count / counts.total:.1%}" if count else count)
+        (name, f"{count:,}  {count / counts.total:.1%}" if count and counts.total else count)
         for name, count in asdict(counts).items()
     )
 
