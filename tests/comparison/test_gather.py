@@ -72,6 +72,12 @@ def test_a_caution_is_shown_and_other_data_are_not_paired(tmp_path: Path) -> Non
     (refused,) = again.evidence.refused_pairs
     assert (refused.seed, refused.reason) == (1, "the data differ from the data of seed 0")
     assert again.verdicts["oelm"].paired.n == 1
+    assert again.evidence.pairs == 1
+    (kept, _) = again.evidence.arms["oelm"].runs
+    summary = again.evidence.arms["oelm"].metrics["accuracy"]
+    assert (summary.n, summary.mean) == (1, kept.metrics["accuracy"])
+    values = json.loads((tmp_path / "c" / "comparison.json").read_text())
+    assert values["oelm_freeze"]["performance"]["best_accuracy"] == kept.metrics["accuracy"]
 
 
 def test_stages_are_compared(tmp_path: Path) -> None:

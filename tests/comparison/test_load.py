@@ -194,3 +194,11 @@ def test_a_quick_look_at_arms_that_cannot_be_cut_short_is_refused() -> None:
         make_plan("progressive", quick=True)
     with pytest.raises(fl.BadInput, match=r"--quick: arm scratch .* \(set.train.epochs\)"):
         make_plan(GROWN, quick=True)
+
+
+@pytest.mark.parametrize(("key", "instead"), [("treatment", "arms"), ("seed", "seeds")])
+def test_what_each_arm_has_of_its_own_cannot_be_set(key: str, instead: str) -> None:
+    with pytest.raises(BadInput, match=f"set {key}: each arm and run has its own; use {instead}"):
+        make_plan({"recipe": SMALL, "arms": ARMS}, settings={key: "oelm"})
+    with pytest.raises(BadInput, match=f"set {key}: each arm and run has its own; use {instead}"):
+        make_plan({"recipe": SMALL, "arms": ARMS, "set": {f"{key}.x": 1}})

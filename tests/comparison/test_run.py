@@ -11,6 +11,7 @@ from comparing import compare
 from frostlab.comparison import run as comparing
 from frostlab.comparison import runner
 from frostlab.comparison.load import make_plan
+from frostlab.comparison.page import show
 from frostlab.comparison.run import _shortened as shortened
 from frostlab.comparison.run import judge_again
 from frostlab.comparison.runner import ComparisonFolder, Runner
@@ -63,6 +64,8 @@ def test_a_quick_one_is_short_and_times_steps(
     recipe = tiny(train__epochs=epochs, data__examples=256, model__layers=1)
     values = {"recipe": recipe, "arms": ["baseline", "oelm"], "clock": {"seconds": 0.5}, "seeds": 1}
     found = fl.compare(values, out=tmp_path / "c", quick=True)
+    assert show(found.evidence, found.page).startswith("A quick comparison with shortened runs.")
+    assert json.loads((tmp_path / "c" / "comparison.json").read_text())["quick"]
     quick = json.loads((tmp_path / "c" / "quick.json").read_text())
     runs = [run for arm in found.evidence.arms.values() for run in arm.runs]
     assert {run.steps for run in runs} == {quick["steps"]}

@@ -155,7 +155,7 @@ class ArmEvidence:
 
     does: str  # what the arm's treatment does to the model, in one line
     runs: tuple[RunSummary, ...]  # in the order of the plan's seeds
-    metrics: dict[str, Summary]  # by metric, over the finished runs
+    metrics: dict[str, Summary]  # by metric, over the finished runs that can be paired
     parameters: Parameters | None  # None if no run finished
     seconds: Summary | None  # total time of the finished runs; None if no run finished
 

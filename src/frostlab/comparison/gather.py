@@ -166,9 +166,10 @@ def _partly_compared(runs: Runs) -> Iterable[ComparedOrder]:
 
 
 def _arm(runs: Runs, name: str, metrics: Sequence[str]) -> ArmEvidence:
-    """Summarize the finished runs of one arm."""
+    """Summarize the finished runs of one arm, without those that cannot be paired."""
     own_runs = tuple(runs.summaries[name, seed] for seed in runs.plan.seeds)
-    finished = [run for run in own_runs if run.finished]
+    refused = {pair.seed for pair in runs.refused if pair.arm == name}
+    finished = [run for run in own_runs if run.finished and run.seed not in refused]
     values = {
         metric: [value for run in finished if (value := run.metrics[metric]) is not None]
         for metric in metrics

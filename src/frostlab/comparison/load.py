@@ -31,6 +31,7 @@ Source = str | Path | dict[str, Any] | Recipe
 _RULES = ("metric", "alpha", "minimum_effect", "margin", "looks")
 _SET_HERE = ("name", "rules", "quick")  # keys of a plan that a comparison's file may not set
 KEYS = ("about", "set", *_RULES, *(key for key in Plan.model_fields if key not in _SET_HERE))
+_INSTEAD = {"treatment": "arms", "seed": "seeds"}  # keys to use for settings that cannot be set
 _TUNABLE = {"lr": "optim.lr", "decay": "optim.decay"}  # settings that can be tuned by name alone
 _GRID = (1 / 3, 1.0, 3.0)  # default grid, in multiples of the recipe's value
 _QUICK_SEEDS, _QUICK_TIMING = 3, {"seconds": 20.0}  # defaults of a quick comparison
@@ -61,9 +62,11 @@ def make_plan(
             )
     _check_kind(values, "about", str, "a text", label)
     _check_kind(values, "set", dict, "a mapping of settings", label)
-    recipe, name = _recipe(
-        values.get("recipe"), {**(values.get("set") or {}), **(settings or {})}, label
-    )
+    changed = {**(values.get("set") or {}), **(settings or {})}
+    for key in ("treatment", "seed"):
+        if any(str(name).partition(".")[0] == key for name in changed):
+            raise BadInput(f"{label}: set {key}: each arm and run has its own; use {_INSTEAD[key]}")
+    recipe, name = _recipe(values.get("recipe"), changed, label)
     rules = _rules(values, recipe)
     base = recipe.to_dict() | {"treatment": "none", "seed": 0}  # each run sets its own
     base["evaluate"]["metric"] = rules["metric"]  # the compared metric also selects checkpoints

@@ -26,7 +26,7 @@ QUESTIONS = (
     "Does it carry from BERT to GPT?",
 )
 _OELM_KEY = "oelm_freeze"  # of the OELM arm in comparison.json
-_OTHER_KEYS = ("dataset", "model", "environment", "comparison")  # keys that are not arms
+_OTHER_KEYS = ("dataset", "model", "quick", "environment", "comparison")  # keys that are not arms
 _QK = ("query", "key")
 
 
@@ -242,6 +242,7 @@ def comparison_json(evidence: Evidence, first: RunRecord) -> dict[str, Any]:
     values: dict[str, Any] = {
         "dataset": evidence.plan.recipe["data"]["name"],
         "model": _model_name(evidence),
+        "quick": evidence.plan.quick,  # whether runs were shortened
         "environment": _environment(first),
         "baseline": _arm_values(evidence, evidence.baseline),
     }
@@ -423,7 +424,7 @@ def _whole_run_gap(evidence: Evidence, arm: str) -> dict[str, float | None]:
 
 
 def _mean_metric(arm: ArmEvidence, metric: str) -> float | None:
-    return _mean([run.metrics.get(metric) for run in arm.finished])
+    return arm.metrics[metric].mean if metric in arm.metrics else None
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -31,12 +31,18 @@ from frostlab.recipe.settings import LOWER_IS_BETTER
 from frostlab.text import NONE, Markdown, columns, escaped, markdown, number, plain
 
 _BAR = 30  # width of the longest bar of a tuning curve, in characters
-_GAIN = "(Compares how much the best value changed from the first stage to the last.) "
+_GAIN = (
+    "(Compares how much the best value changed from the first stage to the last, on the split "
+    "`tune`, which also selects the weights.) "
+)
 _FLOW = {  # column title of each gradient-flow quantity
     "front_ratio": "front/output gradient",
     "weight_change": "front weight change",
     "update": "front update/weight",
 }
+
+
+_QUICK = "A quick comparison with shortened runs"
 
 
 def page(evidence: Evidence) -> str:
@@ -45,7 +51,7 @@ def page(evidence: Evidence) -> str:
     if evidence.caution:
         parts.append(f"Caution: {escaped(evidence.caution)}.")
     if evidence.plan.quick:
-        parts.append("A quick comparison with shortened runs: is a full comparison worthwhile?")
+        parts.append(f"{_QUICK}: is a full comparison worthwhile?")
     for title, section in SECTIONS:
         if text := section(evidence):
             parts.append(f"## {title}\n\n{text}")
@@ -68,7 +74,7 @@ def show(evidence: Evidence, page: Path) -> str:
             "" if name == evidence.baseline else _ratio(timed),
             "" if verdict is None else verdict.word,
         ])  # fmt: skip
-    lines = [*columns(rows), ""]
+    lines = [*([f"{_QUICK}."] if evidence.plan.quick else []), *columns(rows), ""]
     lines += [f"{name}: {verdict.sentence}" for name, verdict in verdicts.items()]
     if timing is not None and not timing.proven:
         lines.append(f"timing is unproven: {'; '.join(timing.reasons)}")
@@ -497,12 +503,12 @@ def _varied_settings(evidence: Evidence) -> list[str]:
 def _runs(evidence: Evidence) -> str:
     metric = evidence.plan.rules.metric
     rows = [
-        [name, str(run.seed), _status(run), number(run.metrics.get(metric)),
+        [name, str(run.seed), _status(run), f"{run.steps:,}", number(run.metrics.get(metric)),
          _link(run.folder)]
         for name, arm in evidence.arms.items()
         for run in arm.runs
     ]  # fmt: skip
-    return markdown(["arm", "seed", "status", metric, "record"], rows)
+    return markdown(["arm", "seed", "status", "steps", metric, "record"], rows)
 
 
 def _link(folder: str) -> Markdown:
