@@ -21,7 +21,7 @@ from frostlab.errors import BadInput
 Numbers = NDArray[np.float64]
 
 POWER = 0.8  # mean probability of finding the effect that could have been found
-LEAST_POWER = 0.5  # probability that this effect has with 95 % confidence, or more
+LEAST_POWER = 0.5  # probability of finding it, at least, with 96 % confidence
 NAN = math.nan
 _ANYTIME_VARIANCE = (
     1.0  # prior variance of the effect in standard deviations, for anytime intervals
@@ -389,12 +389,12 @@ def could_have_found(n: int, alpha: float) -> float:
 
     The estimate of few pairs is often far below the true standard deviation. The effect is so
     large that the test finds it with a probability of 80 % on average over the estimates, and,
-    with 95 % confidence, with a probability of at least 50 %.
+    with 96 % confidence, with a probability of at least 50 %.
     """
     freedom = n - 1
     shares = (np.arange(400) + 0.5) / 400
     estimates = np.sqrt(2 * special.gammaincinv(freedom / 2, shares) / freedom)
-    smallest = math.sqrt(2 * special.gammaincinv(freedom / 2, 0.05) / freedom)
+    smallest = math.sqrt(2 * special.gammaincinv(freedom / 2, 0.04) / freedom)
     critical = t_critical(n, alpha)
 
     def excess_power(factor: float) -> float:
