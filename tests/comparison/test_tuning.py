@@ -9,11 +9,24 @@ import yaml
 
 import frostlab as fl
 from comparing import STAGES, compare
+from frostlab.comparison import runner
+from frostlab.comparison.pairing import Runs
+from frostlab.comparison.tuning import run_trials
 from frostlab.records.folder import RunRecord
 from frostlab.training import loop
 from stages import progressive
 
 GRID = [1e-3, 3e-3, 1e-2]
+
+
+def tried_values(comparison: fl.Comparison) -> list[list[dict[int, float]]]:
+    """By arm: the values of every setting that is compared as a possible best one."""
+    plan, folder = comparison.evidence.plan, comparison.folder
+    grids = {setting.key: setting.values for setting in comparison.evidence.tuning}
+    runs = Runs.read(plan, run_trials(plan, folder, runner.Finished(), grids), folder)
+    metric = plan.rules.metric
+    return [list(runs.scores(arm.name, lambda run: run.metrics.get(metric)).tried)
+            for arm in plan.arms]  # fmt: skip
 
 
 def rate_of(folder: Path) -> float:
@@ -92,7 +105,9 @@ def test_trials_that_fail_are_never_the_best_and_are_tried_again(
         "baseline": None, "oelm": None,
     }  # fmt: skip
     assert 3e-3 not in setting.best.values()
+    assert max(map(len, tried_values(failed))) == len(setting.values) - 1
     again = compare(tmp_path / "c", **given)
+    assert max(map(len, tried_values(again))) == len(setting.values)
     assert all(curve[1].mean is not None for curve in again.evidence.tuning[0].curves.values())
 
 

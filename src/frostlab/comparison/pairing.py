@@ -146,15 +146,18 @@ class Runs:
                 missing[seed] = _why_missing(run)
             else:
                 values[seed] = number
-        tried = tuple(
+        tried = [
             {
                 seed: number
                 for seed, run in by_seed.items()
                 if run.finished and (number := value(run)) is not None
             }
             for by_seed in self.tried.get(arm, ())
-        )
-        return Scores(values, missing, tried)
+        ]
+        # A setting with a run that is missing cannot be the best, as that run counts as the worst.
+        whole = [by_seed for by_seed in tried if len(by_seed) == len(self.plan.seeds)]
+        tried = whole or tried
+        return Scores(values, missing, tuple(tried))
 
 
 def _why_missing(run: RunSummary) -> str:
