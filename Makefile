@@ -41,7 +41,7 @@ gpu: setup
 
 demo: setup
 	$(BIN)/frostlab inspect gpt2 --freeze query,key
-	$(BIN)/frostlab compare docstrings-demo --arms baseline,oelm,oelm-random
+	$(BIN)/frostlab compare docstrings-demo --arms baseline,oelm,oelm-random-matched
 
 bench: setup
 	$(BIN)/python benchmarks/factorise.py
