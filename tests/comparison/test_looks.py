@@ -69,16 +69,22 @@ def test_a_folder_remembers_its_looks_on_another_machine(tmp_path: Path) -> None
     (cache_folder(None) / looks.REGISTER).write_bytes(b"{\n[1]\n\xff" * 3)
     with pytest.raises(BadInput, match="is not UTF-8 text"):
         look(more, tmp_path)
-    (cache_folder(None) / looks.REGISTER).write_text('{"recipe": 3}\n[\nnull\n')
+    (cache_folder(None) / looks.REGISTER).write_text('{"recipe": 3}\n[\nnull\n{"rec')
     assert look(more, tmp_path).number == 1  # lines that are no looks count as none
+    assert look(made, tmp_path).number == 2  # a line that was cut off takes no other with it
+
+
+def test_a_look_without_a_verdict_does_not_count(tmp_path: Path) -> None:
+    assert look(plan(seeds=4), tmp_path / "a").number == 1
+    assert look(plan(seeds=6), tmp_path / "b").number == 1
 
 
 def test_the_page_names_the_siblings_and_what_is_left_of_alpha(tmp_path: Path) -> None:
-    compare(tmp_path / "a", seeds=1)
-    second = compare(tmp_path / "b", seeds=[1])
+    compare(tmp_path / "a", seeds=5)
+    second = compare(tmp_path / "b", seeds=[1, 2, 3, 4, 5])
     text = second.page.read_text()
     assert second.evidence.look == 2
     (earlier,) = second.evidence.earlier_looks
     assert earlier.folder == str(tmp_path / "a")
-    assert "look 2 at these results: it spends 0.0125 of alpha" in text
+    assert "look 2 at this question: it spends 0.0125 of alpha" in text
     assert "earlier look: " in text

@@ -72,7 +72,7 @@ def test_what_each_look_spends() -> None:
 def test_the_history_says_when_alpha_was_spent_before() -> None:
     planned = rules_for("loss", looks=2, look=2)
     assert planned.history() == (
-        "look 2 at these results: it spends 0.0125 of alpha, and all looks together spend at most "
+        "look 2 at this question: it spends 0.0125 of alpha, and all looks together spend at most "
         "0.05"
     )
     assert rules_for("loss", looks=2).history() == (

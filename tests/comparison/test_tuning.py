@@ -115,7 +115,7 @@ def test_an_arm_without_a_whole_trial_is_unproven(tmp_path: Path) -> None:
     hot = {"tune": {"values": [1e30, 1e31]}, "seeds": 5, "metric": "loss"}
     tuned = compare(tmp_path / "c", set={"optim.clip": None}, **hot)
     assert tuned.verdicts["oelm"].word == "unproven"
-    assert "did not finish at every optim.lr tried" in tuned.verdicts["oelm"].sentence
+    assert "at every optim.lr tried, a run of " in tuned.verdicts["oelm"].sentence
 
 
 @pytest.mark.slow

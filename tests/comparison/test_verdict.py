@@ -101,7 +101,7 @@ def test_equal_differences_are_degenerate_not_certain() -> None:
     assert "all 5 differences are equal (+0.01562); noise is not like that" in verdict.sentence
     same = one(base, base=base)
     assert same.word == "unproven"
-    assert "every pair has the same value" in same.sentence
+    assert "both runs of every pair have the same value" in same.sentence
     assert same.could_have_seen is None
 
 
@@ -147,7 +147,10 @@ def test_a_diverged_run_is_a_result() -> None:
     del arm[3]
     verdict = one(Scores(arm, {3: "diverged"}), base=base)
     assert verdict.word == "no difference found"
-    assert "1 of 8 runs of oelm diverged, which counts as the worst" in verdict.sentence
+    assert (
+        "1 of 8 runs of oelm diverged, and each counts as the worst value of all"
+        in verdict.sentence
+    )
     assert verdict.missing == {"oelm": 1}
     assert verdict.paired is not None
     assert verdict.paired.low == -math.inf
@@ -242,7 +245,7 @@ def test_skewed_noise_is_said() -> None:
     assert verdict.word == "worse"
     assert verdict.skewed is not None
     assert verdict.skewed > 1
-    assert "the noise looks skewed to the other side (skewness +1." in verdict.sentence
+    assert "a long tail towards the other side of zero (skewness +1." in verdict.sentence
     assert one(shifted(-0.02)).skewed is None
     other_side = one({s: BASE[s] - d for s, d in enumerate(tail)})
     assert other_side.skewed is not None

@@ -522,5 +522,5 @@ def test_a_recording_that_memory_cannot_hold_is_refused(cache: Path) -> None:
 def test_a_token_that_does_not_fit_is_refused_not_wrapped(tmp_path: Path) -> None:
     with TokenWriter(tmp_path, "train", 300) as writer:
         writer.append([1, 65535])
-        with pytest.raises(BadInput, match="token 65536 is beyond the tokenizer"):
+        with pytest.raises(BadInput, match="token 65536 is not in the vocabulary"):
             writer.append([65536])

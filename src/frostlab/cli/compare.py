@@ -28,7 +28,10 @@ def compare(
     ],
     arms: Annotated[
         str | None,
-        typer.Option(metavar="NAMES", help="Treatments to compare, e.g. baseline,oelm."),
+        typer.Option(
+            metavar="NAMES",
+            help="Treatments to compare, e.g. baseline,oelm (orthogonal, frozen query and key).",
+        ),
     ] = None,
     seeds: Annotated[
         int | None,
@@ -70,13 +73,16 @@ def compare(
         bool,
         typer.Option(
             "--assay",
-            help="Plant a harm, half the training steps, that the comparison must find.",
+            help="Also train the baseline with half its steps, a harm that must be found.",
         ),
     ] = False,
     settings: Settings = None,
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="Take a first look: three seeds, short runs, little timing."),
+        typer.Option(
+            "--quick",
+            help="Try it: three seeds (too few for a verdict), short runs, little timing.",
+        ),
     ] = False,
     jobs: Annotated[
         int,
@@ -96,7 +102,7 @@ def compare(
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train arms that differ only in the treatment, and report what the treatment changed.
+    """Train variants of a recipe (arms) that differ in a treatment, and report what it changed.
 
     Run the same command again to continue an interrupted comparison.
     """  # fmt: skip

@@ -35,7 +35,7 @@ def diagnose(
         str,
         typer.Argument(
             metavar="RUN|RECIPE",
-            help="A run trained with watch.every_n_steps, or a recipe to train first.",
+            help="A run with --set watch.every_n_steps=N, or a recipe to train first.",
         ),
     ],
     epochs: Annotated[

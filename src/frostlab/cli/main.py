@@ -57,7 +57,7 @@ def commands(
         ),
     ] = False,
 ) -> None:
-    """Which weights of a transformer learn, and what does it change?
+    """Freeze or change parts of a transformer, train it, and measure what that changes.
 
     Exit codes: 0 success; 1 failure, or a fault found by diagnose; 2 bad input.
     """

@@ -7,18 +7,19 @@ recipe that share its baseline and at least one other arm.
 """
 
 import json
+import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from frostlab.comparison.plan import MOST_LOOKS, Plan
+from frostlab.comparison.plan import LEAST_SEEDS, MOST_LOOKS, Plan
 from frostlab.errors import BadInput, FrostlabError
 from frostlab.storage import Lock, cache_folder, digest_of, parse_json, read_text
 from frostlab.typed import read
 
 REGISTER = "looks.jsonl"
-_MOST_REGISTERED = 2**26  # size of the register
+_MOST_REGISTERED = 2**26  # bytes of the register, at most
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,10 @@ def take_look(
     """Register a look at these results, and return it with all earlier looks at the same question.
 
     `results` holds, by arm and seed, the value of the metric or the status of a run that did not
-    finish. Results that were seen before are the look at which they were seen first. `known` holds
-    looks that the comparison's folder remembers, as the register may be another machine's.
+    finish. If the same results were seen before, nothing is registered, and the look that saw them
+    first is returned. `known` holds the looks that are stored in the comparison's folder; this
+    machine's register lacks them if the folder came from another machine. Looks with too few seeds
+    for a verdict are registered, and do not count.
     """
     look = _look(plan, folder, results)
     path = cache_folder(None) / REGISTER
@@ -70,14 +73,18 @@ def take_look(
             raise FrostlabError(f"{path} is in use by another process")
         try:
             registered = [*known, *_registered(path)]
-            looks = _distinct(each for each in registered if _is_sibling(each, look))
+            counting = (each for each in registered if len(each.seeds) >= LEAST_SEEDS)
+            looks = _distinct(each for each in counting if _is_sibling(each, look))
             same = [i for i, each in enumerate(looks) if each.results == look.results]
             if same:
                 return Looks(looks[same[0]], tuple(looks[: same[0]]))
             if len(looks) >= MOST_LOOKS - 1:
-                raise BadInput(f"{path}: this question was looked at {len(looks)} times already")
+                raise BadInput(
+                    f"{path}: {len(looks)} looks at this question; {MOST_LOOKS - 1} is the most"
+                )
             with path.open("a", encoding="utf-8") as register:
-                register.write(json.dumps(asdict(look)) + "\n")
+                # A line that a crash cut off ends here.
+                register.write("\n" * _is_cut_off(path) + json.dumps(asdict(look)) + "\n")
         finally:
             lock.release()
     except OSError as error:
@@ -122,6 +129,15 @@ def _registered(path: Path) -> list[Look]:
         except BadInput:
             continue
     return looks
+
+
+def _is_cut_off(path: Path) -> bool:
+    """Return whether a file has a last line without an end."""
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
 
 
 def _is_sibling(look: Look, current: Look) -> bool:

@@ -109,7 +109,7 @@ class Rules(Strict):
                 f"look 1 of {self.looks} planned: it spends {self.level:.4g} "
                 f"of alpha = {self.alpha:.4g}"
             )
-        text = f"look {self.look} at these results: it spends {self.level:.4g} of alpha"
+        text = f"look {self.look} at this question: it spends {self.level:.4g} of alpha"
         if self.risk <= self.alpha:
             return f"{text}, and all looks together spend at most {self.alpha:.4g}"
         return (

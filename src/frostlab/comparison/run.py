@@ -197,7 +197,7 @@ def _carry_out(plan: Plan, folder: ComparisonFolder, runner: Runner | Finished) 
     rounds = runner.run_all(round_tasks(short, folder.path, tuned), alone=True)
     evidence = gather(
         short, folder.path, trials, rounds, repeat=repeat, assay=assay,
-        looks=folder.look(plan, results_of(short, trials)), jobs=runner.jobs, timing=timing,
+        looks=folder.look(short, results_of(short, trials)), jobs=runner.jobs, timing=timing,
     )  # fmt: skip
     folder.write("evidence.json", evidence.to_dict())
     first = trials.results()[plan.baseline.name, plan.seeds[0]]

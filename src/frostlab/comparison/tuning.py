@@ -156,7 +156,8 @@ class _Search:
     def best(self, arm: str, trials: Sequence[Trial], left_out: int | None = None) -> Trial:
         """Return the trial with the best mean score, without the seed `left_out`.
 
-        A run that did not finish is worse than any score.
+        If `left_out` is the only seed, it is used. A run that did not finish is worse than any
+        score.
         """
         seeds = [seed for seed in self.plan.seeds if seed != left_out] or list(self.plan.seeds)
 
@@ -248,14 +249,12 @@ class _Search:
                         "the grid, so a better one may lie beyond",
                     )
                 if all(point.mean is None for point in setting.curves[arm]):
-                    reasons[arm] = (
-                        f"{arm} has runs that did not finish at every {setting.key} tried"
-                    )
+                    reasons[arm] = f"at every {setting.key} tried, a run of {arm} did not finish"
         return reasons
 
 
 def _score(record: RunRecord) -> float | None:
-    """Return a run's best value of the metric on the tune split; None if it did not finish."""
+    """Return a run's best value on the split that selects checkpoints; None if it failed."""
     if finished_status(record.folder) != "finished":
         return None
     value = record.result.best.value

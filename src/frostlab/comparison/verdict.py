@@ -37,8 +37,8 @@ MEANINGS: dict[Word, str] = {
     "better": "the whole interval of the effect is in favour of the arm",
     "worse": "the whole interval of the effect is to the arm's disadvantage",
     "no difference found": (
-        "the interval includes no effect; "
-        "the sentence gives the costs that it does not exclude, and what could have been found"
+        "the interval contains zero (or the ratio 1); the sentence says which costs it excludes "
+        "or not, and what could have been found"
     ),
     "identical": "both arms ended with the same weights for every seed",
     "at chance": "neither arm learned more than chance, so nothing can be compared",
@@ -48,8 +48,8 @@ MEANINGS: dict[Word, str] = {
     "unproven": "the sentence says why the values prove nothing",
 }
 Answer = Literal["yes", "no", "not shown"]
-_SKEW_SHARE = 0.22  # of comparisons with normal noise whose noise is called skewed
-_SKEW_SHARE_OF_ONE = 0.1  # of arms with normal noise among several, of which one is called skewed
+_SKEW_SHARE = 0.22  # of normal samples whose skewness (the mean of all arms) is notable
+_SKEW_SHARE_OF_ONE = 0.1  # the same for the skewness of one arm alone, if there are several
 Values = Mapping[int, float]  # by seed
 
 
@@ -106,9 +106,9 @@ class Margin:
 class Verdict:
     """The verdict on one statement, and the numbers behind it.
 
-    `could_have_seen` is the effect that the comparison would have found with a probability of 80 %
-    on average, given its number of pairs and their spread, in the metric's unit or, on the log
-    scale, as a ratio − 1.
+    `could_have_seen` is the effect that the comparison would have found with a probability of at
+    least 80 %, averaged over the estimates of the spread that its number of pairs gives. It is in
+    the metric's unit or, on the log scale, a ratio − 1.
     """
 
     arm: str
@@ -123,7 +123,7 @@ class Verdict:
     anytime: tuple[float, float] | None  # interval that holds however often one looks
     improvement: float | None  # how often a run of the arm beats a run of the baseline
     population: Paired | None
-    skewed: float | None  # skewness of the differences if it makes false alarms more frequent
+    skewed: float | None  # skewness of the differences, or its mean over all arms, if notable
     missing: dict[str, int]  # by arm: runs that diverged or failed
     together: tuple[str, ...]  # compared settings that differ together, if more than one
     notes: tuple[str, ...] = ()
@@ -138,8 +138,8 @@ def judge(
     """Judge every statement, by its name.
 
     `family` is the number of all statements of the comparison, if it makes more than these. Each
-    interval has confidence 1 − level / family, so all of them together hold with confidence
-    1 − level.
+    interval has confidence 1 − `rules.level` / family, so all of them hold together with confidence
+    1 − `rules.level`, the false-alarm rate of this look.
     """
     _check(arms, statements, rules)
     size = family or len(statements)
@@ -196,7 +196,7 @@ class _Pool:
 
     @classmethod
     def of(cls, cases: Sequence["_Case"]) -> "_Pool | None":
-        """Pool the statements with the first statement's baseline; None if they have no pairs."""
+        """Pool the statements with the first one's baseline; None if none has enough pairs."""
         same = [
             case
             for case in cases
@@ -319,7 +319,10 @@ class _Case:
             return ("identical" if statement.identical else "at chance"), ""
         if pair.std == 0:
             if pair.effect == self._none:
-                return "unproven", "every pair has the same value, so the metric shows no noise"
+                return (
+                    "unproven",
+                    "both runs of every pair have the same value, so no noise is seen",
+                )
             size = _effect_text(pair).partition(" (")[0]
             return (
                 "unproven",
@@ -374,7 +377,7 @@ class _Case:
         """Return the part of the sentence about runs that diverged or failed, or ""."""
         return "".join(
             f"; {len(reasons)} of {self.n} runs of {name} {_and(sorted(set(reasons.values())))}, "
-            "which counts as the worst"
+            "and each counts as the worst value of all"
             for name, reasons in self.why.items()
             if reasons
         )
@@ -389,8 +392,8 @@ class _Case:
         if skewed is None:
             return ""
         return (
-            f"; the noise looks skewed to the other side (skewness {skewed:+.2g}, which 1 in 5 "
-            "normal samples reach), so a rare run may undo this"
+            f"; the differences have a long tail towards the other side of zero (skewness "
+            f"{skewed:+.2g}), as about 1 in 5 normal samples have, so a rare run may undo this"
         )
 
     def _small_effect(self) -> str:
@@ -437,7 +440,7 @@ class _Case:
 
     @property
     def population(self) -> Paired | None:
-        """The effect for other test examples; it is never surer than the one for these."""
+        """The effect for other test examples; its interval contains the one for these examples."""
         population, pair = self.statement.population, self.pair
         if population is None or pair is None:
             return None
@@ -450,7 +453,7 @@ class _Case:
         if limit is None or pair is None or pair.n < 2:
             return None
         cost = self.rules.margin_as_cost(fmean(self.base_values[0]))
-        # As a cost, a larger number is worse: a ratio to the baseline's, or a difference.
+        # Turn the effect into a cost, of which more is worse.
         effect, low, high = pair.effect, pair.low, pair.high
         if self.rules.log and not self.rules.lower_is_better:
             effect, low, high = (1 / end if end else math.inf for end in (effect, high, low))

@@ -86,9 +86,8 @@ class TokenWriter:
         """Append token ids."""
         ids = np.asarray(ids)
         if len(ids) and not 0 <= ids.min() <= ids.max() <= np.iinfo(self.dtype).max:
-            raise BadInput(
-                f"token {ids.max()} is beyond the tokenizer's vocabulary of {self.vocabulary:,}"
-            )
+            wrong = ids.min() if ids.min() < 0 else ids.max()
+            raise BadInput(f"token {wrong} is not in the vocabulary of {self.vocabulary:,} tokens")
         new = ids.astype(self.dtype)
         raw = new.tobytes()
         self._file.write(raw)

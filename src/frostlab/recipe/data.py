@@ -239,7 +239,7 @@ class RecordedEEG(EEGData):
         if self.band is not None and not self.band[0] < self.band[1] < self.rate / 2:
             low, high = self.band
             raise ValueError(
-                f"band {low:g}–{high:g} Hz does not rise, or ends above {self.rate / 2:g} Hz, "
+                f"band {low:g}–{high:g} Hz should rise, and end below {self.rate / 2:g} Hz, "
                 f"half the rate of {self.rate:g} Hz"
             )
         return self
@@ -260,7 +260,7 @@ class MatlabEEG(RecordedEEG):
 
     name: Literal["eeg-matlab"]
     path: str = "eeg_cocktail"
-    held_out: Positive = 1  # number, from 1, of each subject's recording for report; tune: the next
+    held_out: Positive = 1  # which recording of a subject is for report; the next is for tune
     band: tuple[Rate, Rate] | None = (1.0, 9.0)
     reference: Literal["average", "mastoids", "none"] = "average"
 

@@ -216,7 +216,7 @@ def check_model(
 
 
 def _try_longest_example(model: nn.Module, prepared: Prepared, name: str) -> None:
-    """Refuse a downloaded model that cannot read the longest example."""
+    """Refuse a Hugging Face model that cannot read the longest training example."""
     tokens = prepared.splits["train"]
     rows = evaluation_order(tokens.lengths, 2)[0]
     batch = collate(tokens, rows, prepared.pad, types=wants_types(model))
@@ -294,18 +294,20 @@ def next_stage(context: RunContext, progress: Progress, step: EagerStep) -> dict
 
 
 def read_progress(context: RunContext, checkpoint: Checkpoint) -> Progress:
-    """Return a checkpoint's progress; refuse one that does not belong to it or to the recipe."""
+    """Return a checkpoint's progress; refuse that of another checkpoint or another recipe."""
     where = checkpoint.folder / "progress.json"
     progress = Progress.from_dict(checkpoint.progress(), where)
     stage_step, best = progress.stage_step, progress.best
     if (progress.step, progress.stage) != checkpoint.place:
-        raise BadInput(f"{where}: step and ended belong to another checkpoint")
+        raise BadInput(f"{where}: `step` and `ended` belong to another checkpoint")
     if progress.stage >= len(context.stages) or min(progress.lengths, default=0) < 0:
-        raise BadInput(f"{where}: ended does not fit the stages of the recipe")
+        raise BadInput(f"{where}: `ended` does not fit the stages of the recipe")
     if not 0 <= stage_step <= context.stages[progress.stage].steps:
         raise BadInput(f"{where}: step {progress.step} is not a step of this stage")
     if best.metric != context.recipe.metric or (best.value is None) != (best.step is None):
-        raise BadInput(f"{where}: best should have a value and a step of {context.recipe.metric}")
+        raise BadInput(
+            f"{where}: `best` should be of {context.recipe.metric}, with value and step, or none"
+        )
     return progress
 
 

@@ -20,7 +20,7 @@ from typing import IO, Any
 import numpy as np
 
 MEMORY = 1 << 30  # bytes that one file may take in the second process
-SET_SHARE = 8  # bytes that a .set file may take besides, for each byte of it and its .fdt file
+SET_SHARE = 8  # more bytes than MEMORY for each byte of a .set file and its .fdt file
 SECONDS = 5.0  # time limit for a file; every 10 MB of the file add a second
 PROGRAM = __file__
 _START = 60.0  # seconds until the second process must be ready
@@ -94,21 +94,21 @@ class MatFiles:
         except (OSError, EOFError, TimeoutError, LookupError, TypeError, ValueError) as error:
             if isinstance(error, BadInput):
                 raise
-            reason = f"it took more than {SECONDS:.0f} s"
+            reason = "it took too long"
             if not isinstance(error, TimeoutError):
-                reason = f"the process that reads it ended ({self._ending()})"
+                reason = f"the process that reads it {self._ending()}"
             self.close()
             raise BadInput(f"{path} cannot be read: {reason}; the file may be damaged") from None
 
     def _ending(self) -> str:
-        """Return how the process ended, such as `signal 11`."""
+        """Return what the process did, such as `ended (signal 11)`."""
         if self._process is None:
-            return "it did not start"
+            return "did not start"
         try:
             code = self._process.wait(1)
         except subprocess.TimeoutExpired:
-            return "wrong answer"
-        return f"signal {-code}" if code < 0 else f"exit code {code}"
+            return "gave a wrong answer"
+        return f"ended (signal {-code})" if code < 0 else f"ended (exit code {code})"
 
     def close(self) -> None:
         """End the process."""
@@ -212,7 +212,7 @@ def _serve(modules: list[str]) -> None:
 
 
 class _Refused(Exception):
-    """A file that scipy reads, but that has no samples in the wanted variables."""
+    """A file that can be read but is refused; the message says why."""
 
 
 def _message(error: Exception, room: int) -> str:
