@@ -202,6 +202,28 @@ def tuning(pages: int) -> Iterator[Row]:
                    "power at 80 % of one rate": rate(called(table(effect), table()))}  # fmt: skip
 
 
+def shapes(pages: int) -> Iterator[Row]:
+    """A flat arm against a peaked baseline with the same best: longer grids, and all in one."""
+    trials = 2 * pages
+    for n in (6, 12, 20):
+        for settings in (3, 5, 9):
+            rng = np.random.default_rng([9, n, settings])
+            peaked = -np.abs(np.arange(settings) - settings // 2)[:, None].astype(float)
+            arm = rng.standard_normal((trials, settings, n))
+            base = peaked + rng.standard_normal((trials, settings, n))
+            chosen = chosen_by_others(arm), chosen_by_others(base)
+            level = 0.05 * min(1, 3 / settings)  # as the verdict divides it
+            rows = [arm[:, r] for r in range(settings)], [base[:, r] for r in range(settings)]
+            found = bounds(*chosen, t_critical(n, level), *rows)
+            usual = bounds(*chosen, t_critical(n, 0.05), *rows)
+            yield {
+                "seeds": n,
+                "settings": settings,
+                "ours": rate((found.low > 0) | (found.high < 0)),
+                "at the whole level": rate((usual.low > 0) | (usual.high < 0)),
+            }
+
+
 def missing(pages: int) -> Iterator[Row]:
     """Equal arms, of which one loses its worst runs: dropped, the rest looks better."""
     for lost in (1, 2, 3):
@@ -220,6 +242,31 @@ def missing(pages: int) -> Iterator[Row]:
             test = paired(arm[kept], base[kept])
             usual.append(test.low > 0)
         yield {"seeds": 12, "diverged": lost, "ours": rate(ours), "usual": rate(usual)}
+    rules = rules_for("accuracy", margin=1.1)
+    for lost in (1, 2, 3):
+        rng = np.random.default_rng([10, lost])
+        ours, within = [], []
+        for _ in range(pages):
+            base, arm, third = 0.95 + 0.002 * rng.standard_normal((3, 12))
+            kept = range(lost, 12)
+            failed = Scores({s: base[s] for s in kept}, dict.fromkeys(range(lost), "failed"))
+            scores = {"base": failed, "arm": Scores(dict(enumerate(arm)))}
+            ours.append(judge(scores, {"x": Statement("arm", "base")}, rules)["x"].word in CALLED)
+            # Both arms diverge at the same seeds, a third arm is far worse, and the cost is 1.15 ×.
+            shared = dict.fromkeys(range(lost), "diverged")
+            scores = {
+                "base": Scores({s: base[s] for s in kept}, shared),
+                "arm": Scores({s: arm[s] - 0.0075 for s in kept}, shared),
+                "third": Scores(dict(enumerate(third - 0.45))),
+            }
+            margin = judge(scores, {"x": Statement("arm", "base")}, rules)["x"].margin
+            within.append(margin is not None and margin.answer == "yes")
+        yield {
+            "seeds": 12,
+            "failed in the baseline": lost,
+            "ours": rate(ours),
+            "diverged in both: a cost of 1.15 × called within 1.1 ×": rate(within),
+        }
 
 
 def looks(pages: int) -> Iterator[Row]:
@@ -273,6 +320,7 @@ ATTACKS: dict[str, Callable[[int], Iterator[Row]]] = {
     "power": power,
     "population": population,
     "tuning": tuning,
+    "shapes": shapes,
     "missing": missing,
     "looks": looks,
 }

@@ -13,11 +13,16 @@ from frostlab.errors import BadInput
 from frostlab.storage import cache_folder
 
 
-def results(plan: Plan, shift: float = 0.0, **changed: Any) -> dict[tuple[str, int], Any]:
-    values: dict[tuple[str, int], Any] = {
-        (arm.name, seed): 0.5 + 0.01 * seed + shift for arm in plan.arms for seed in plan.seeds
+def results(plan: Plan, shift: float = 0.0, **changed: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        plan.recipe_of(arm, seed).digest: 0.5 + 0.01 * seed + shift
+        for arm in plan.arms
+        for seed in plan.seeds
     }
-    return values | {(name, 0): value for name, value in changed.items()}
+    for arm in plan.arms:
+        if arm.name in changed:
+            values[plan.recipe_of(arm, 0).digest] = changed[arm.name]
+    return values
 
 
 def look(plan: Plan, folder: Path, shift: float = 0.0, known: Any = (), **changed: Any) -> Looks:
@@ -51,7 +56,29 @@ def test_other_questions_are_not_counted(tmp_path: Path) -> None:
     assert look(plan(arms=["baseline", "oelm-random"]), tmp_path / "b").number == 1
     assert look(plan(arms=["oelm", "oelm-random"]), tmp_path / "c").number == 1
     assert look(plan(set={"train.epochs": 9}), tmp_path / "d").number == 1
-    assert look(plan(arms=["baseline", "oelm-random", "oelm"]), tmp_path / "e", 0.1).number == 3
+    assert look(plan(arms=["baseline", "oelm-random", "oelm"]), tmp_path / "e", 0.1).number == 4
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        {"arms": ["oelm", "baseline"], "seeds": 8},
+        {"set": {"watch.every_n_steps": 7}, "seeds": 8},
+        {"alpha": 0.2},
+        {"contrasts": [{"question": "Is it?", "arm": "oelm", "against": "baseline"}]},
+        {"tune": {"values": [1e-3, 3e-3]}},
+        {"looks": 2, "seeds": 8},
+    ],
+)
+def test_the_same_question_in_other_words_is_another_look(
+    again: dict[str, Any], tmp_path: Path
+) -> None:
+    first = look(plan(), tmp_path / "a")
+    other = plan(**again)
+    more = {"a run that was tried": 0.5} if "tune" in again else {}
+    second = take_look(other, tmp_path / "b", results(other) | more, ())
+    assert (first.number, second.number) == (1, 2)
+    assert (first.spent, second.spent) == (0.0, 0.05)
 
 
 def test_an_arms_name_changes_nothing(tmp_path: Path) -> None:
@@ -65,7 +92,8 @@ def test_a_folder_remembers_its_looks_on_another_machine(tmp_path: Path) -> None
     first = look(made, tmp_path)
     (cache_folder(None) / looks.REGISTER).unlink()
     more = plan(seeds=8)
-    assert look(more, tmp_path, known=[first.current]).number == 2
+    second = look(more, tmp_path, known=[first.current])
+    assert (second.number, second.spent) == (2, 0.05)
     (cache_folder(None) / looks.REGISTER).write_bytes(b"{\n[1]\n\xff" * 3)
     with pytest.raises(BadInput, match="is not UTF-8 text"):
         look(more, tmp_path)

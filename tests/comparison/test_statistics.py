@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from frostlab.comparison.statistics import (
+    Pool,
     anytime_critical,
     bounds,
     could_have_found,
     effect_found,
     holm,
     mcnemar,
-    mean_skewness,
     over_examples,
     paired,
     power_of_t,
@@ -308,8 +308,8 @@ def test_skewness_is_scipys_and_its_limit_a_quantile() -> None:
     values = np.random.default_rng(0).exponential(1, (5, 8))
     assert skewness(values) == pytest.approx(stats.skew(values, axis=1))
     assert skewness(np.ones(6)) == 0
-    assert mean_skewness(list(values)) == pytest.approx(stats.skew(values, axis=1).mean())
-    assert mean_skewness([]) == 0
+    pool = Pool("base", tuple(values))
+    assert pool.skewness == pytest.approx(stats.skew(values, axis=1).mean())
     normal = np.random.default_rng(1).normal(0, 1, (20_000, 6))
     assert (skewness(normal) > skew_limit(6, 1, 0.2)).mean() == pytest.approx(0.2, abs=0.01)
 
@@ -334,6 +334,14 @@ def test_other_examples_and_other_seeds_are_both_counted() -> None:
         over_examples([[True]], [[True]], 0.05)
     same = over_examples([[1, 0]] * 3, [[1, 0]] * 3, 0.05)
     assert (same.effect, same.low, same.high, same.p) == (0, 0, 0, 1)
+
+
+def test_variances_are_pooled_over_arms_that_are_alike() -> None:
+    quiet = np.array([1.0, -1.0, 0.5, -0.5, 0.2, -0.2])
+    like, wild = 1.5 * quiet, 30 * quiet
+    variance, freedom = Pool("base", (quiet, like, wild)).variance(quiet)
+    assert (variance, freedom) == (pytest.approx((quiet.var(ddof=1) + like.var(ddof=1)) / 2), 10)
+    assert Pool("base", (quiet, like, wild)).variance(wild)[1] == 5
 
 
 def test_probabilities() -> None:

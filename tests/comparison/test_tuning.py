@@ -1,5 +1,6 @@
 """Tuning: every value of one grid is trained with every seed, and other seeds choose."""
 
+import itertools
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -119,7 +120,7 @@ def test_an_arm_without_a_whole_trial_is_unproven(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_stages_rate_is_tuned_at_the_best_of_the_run(tmp_path: Path) -> None:
+def test_two_settings_are_tuned_in_all_combinations(tmp_path: Path) -> None:
     grids = {"optim.lr": [1e-4, 1e-2], "stages.1.lr": [1e-4, 1e-2]}
     tuned = fl.compare(
         {
@@ -137,12 +138,16 @@ def test_a_stages_rate_is_tuned_at_the_best_of_the_run(tmp_path: Path) -> None:
     first, second = tuned.evidence.tuning
     assert (first.key, second.key) == ("optim.lr", "stages.1.lr")
     for arm in ("standard", "deep"):
-        for value in second.values:
-            label = f"@optim.lr={first.best[arm]:g}@stages.1.lr={value:g}"
+        for rate, value in itertools.product(first.values, second.values):
+            label = f"@optim.lr={rate:g}@stages.1.lr={value:g}"
             run = tmp_path / "c" / "runs" / f"{arm}{label}-s0"
             recipe = yaml.safe_load((run / "recipe.yaml").read_text())
-            assert recipe["optim"]["lr"] == first.best[arm]
-            assert recipe["stages"][1]["lr"] == value
+            assert (recipe["optim"]["lr"], recipe["stages"][1]["lr"]) == (rate, value)
+        best = {(a.value, b.value): (a.mean, b.mean)
+                for a in first.curves[arm] for b in second.curves[arm]}  # fmt: skip
+        assert (
+            best[first.best[arm], second.best[arm]][0] == best[first.best[arm], second.best[arm]][1]
+        )  # both curves go through the best combination
     text = tuned.page.read_text()
     assert text.count("← best") == 4
     assert "- stages.1.lr was tuned for each arm with the same grid and seeds" in text

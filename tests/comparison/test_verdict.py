@@ -70,10 +70,10 @@ def test_the_word_is_read_off_the_interval_of_the_family() -> None:
     assert among.paired.alpha == pytest.approx(0.05 / 6)
     assert among.paired.low < 0 < among.paired.high
     assert "(95 % over 6 statements: " in among.sentence
-    again = one(arm, rules_for("accuracy", look=2))
+    again = one(arm, rules_for("accuracy", look=2).model_copy(update={"spent": 0.05}))
     assert again.word == "no difference found"
     assert "98.75 %" in again.sentence
-    assert "the only planned look had spent all of 0.05" in again.notes[0]
+    assert "but earlier looks had spent 0.05" in again.notes[0]
 
 
 def test_no_difference_found_says_what_could_have_been_found() -> None:
@@ -109,9 +109,10 @@ def test_identical_arms_and_arms_at_chance_are_named() -> None:
     identical = one(BASE, identical=True)
     assert identical.word == "identical"
     assert "one arm under two names" in identical.sentence
-    chance = one(shifted(0.02), at_chance=True)
+    chance = one(shifted(0.0), at_chance=True)
     assert chance.word == "at chance"
-    assert "neither learned anything" in chance.sentence
+    assert "neither is shown to have learned anything" in chance.sentence
+    assert one(shifted(0.02), at_chance=True).word == "better"  # a difference shows more
 
 
 def test_a_confounded_arm_is_never_better() -> None:
@@ -158,13 +159,48 @@ def test_a_diverged_run_is_a_result() -> None:
     assert verdict.could_have_seen is None
     assert "could have found" not in verdict.sentence
     worse = {s: x for s, x in shifted(-0.2, 8).items() if s != 3}
-    still = one(Scores(worse, {3: "failed"}), base=base)
+    still = one(Scores(worse, {3: "diverged"}), base=base)
     assert still.word == "worse"
-    assert "1 of 8 runs of oelm failed" in still.sentence
+    assert "1 of 8 runs of oelm diverged" in still.sentence
     helped = one(shifted(0.2, 8), base=Scores({s: base[s] for s in range(7)}, {7: "diverged"}))
     assert helped.word == "better"
     assert helped.paired is not None
     assert helped.paired.high == math.inf
+
+
+@pytest.mark.parametrize("side", ["oelm", "base"])
+def test_a_failed_run_leaves_the_difference_unknown(side: str) -> None:
+    arms = {"oelm": shifted(0.02, 8), "base": {s: 0.80 + 0.01 * math.sin(s) for s in range(8)}}
+    scores = {name: Scores(values) for name, values in arms.items()}
+    kept = {s: x for s, x in arms[side].items() if s != 3}
+    scores[side] = Scores(kept, {3: "failed"})
+    verdict = one(scores["oelm"], base=scores["base"])
+    assert verdict.word == "unproven"
+    assert f"1 of 8 runs of {side} failed, so the values are not known" in verdict.sentence
+
+
+def test_a_seed_that_both_arms_lost_is_left_out() -> None:
+    """It would be a difference of exactly 0, and the worst value would enter the margin."""
+    rules = rules_for("accuracy", margin=1.1)
+    arm = {s: x for s, x in shifted(-0.01, 8).items() if s != 7}
+    base = {s: 0.80 + 0.01 * math.sin(s) for s in range(7)}
+    both = one(Scores(arm, {7: "diverged"}), rules, base=Scores(base, {7: "diverged"}))
+    alone = one(arm, rules, base=base)
+    assert both.paired == alone.paired
+    assert both.margin == alone.margin
+    assert "seeds that neither arm finished are left out: 7" in both.notes
+    lost = one(Scores(arm, {7: "diverged"}), rules, base=base | {7: 0.8})
+    assert lost.margin is not None
+    assert lost.margin.answer == "not shown"
+
+
+def test_long_grids_pay_for_their_choice() -> None:
+    arm, base = shifted(0.02), BASE
+    three, six = (one(Scores(arm, tried=(arm,) * k), base=Scores(base, tried=(base,) * k))
+                  for k in (3, 6))  # fmt: skip
+    assert three.paired is not None
+    assert six.paired is not None
+    assert (three.paired.alpha, six.paired.alpha) == (0.05, 0.025)
 
 
 def test_an_arm_that_mostly_diverges_did_not_finish() -> None:
@@ -190,6 +226,8 @@ def test_values_are_paired_by_seed_not_by_place() -> None:
 
 
 def test_an_effect_too_small_to_matter_is_said_to_be() -> None:
+    wide = one(shifted(0.02, wobble=8), rules_for("accuracy", minimum_effect=0.025))
+    assert (wide.word, "smaller than" in wide.sentence) == ("better", False)
     small = one(shifted(0.02), rules_for("accuracy", minimum_effect=0.05))
     assert small.word == "better"
     assert "smaller than the smallest effect of interest, 0.05" in small.sentence

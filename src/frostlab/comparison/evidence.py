@@ -75,6 +75,11 @@ class ArmVerdict:
     together: tuple[str, ...]  # compared settings that differ together, if more than one
     notes: tuple[str, ...]  # remarks, such as the reason of every run that did not finish
 
+    @property
+    def text(self) -> str:
+        """The sentence, followed by the notes."""
+        return " ".join([self.sentence, *(f"Note: {note}." for note in self.notes)])
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -341,6 +346,7 @@ class EarlierLook:
     folder: str
     metric: str
     seeds: int  # number of seeds
+    spent: float  # the part of alpha that it spent
 
 
 @dataclass(frozen=True)
@@ -376,8 +382,9 @@ class Evidence:
 
     @property
     def rules(self) -> Rules:
-        """The plan's rules, with the number of this look."""
-        return self.plan.rules.model_copy(update={"look": self.look})
+        """The plan's rules, with the number of this look and what earlier looks spent."""
+        spent = sum(look.spent for look in self.earlier_looks)
+        return self.plan.rules.model_copy(update={"look": self.look, "spent": spent})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values of evidence.json."""

@@ -40,7 +40,7 @@ from frostlab.comparison.evidence import (
 from frostlab.comparison.looks import Looks
 from frostlab.comparison.oelm_json import have_equal_norms, oelm_arm, orthogonality_arms
 from frostlab.comparison.pairing import Runs, steps_compared, summarize, why_unpaired
-from frostlab.comparison.plan import Plan, Rules, rules_for
+from frostlab.comparison.plan import Plan, Rules, scale_of
 from frostlab.comparison.statistics import Paired, holm, mcnemar, over_examples, paired, spread
 from frostlab.comparison.tuning import Trials
 from frostlab.comparison.verdict import Scores, Statement, judge
@@ -88,7 +88,7 @@ def gather(
     """
     runs = Runs.read(plan, trials, folder)
     metrics = METRICS[plan.recipe_of(plan.baseline, plan.seeds[0]).data.task]
-    rules = plan.rules.model_copy(update={"look": looks.number})
+    rules = plan.rules.model_copy(update={"look": looks.number, "spent": looks.spent})
     verdicts = Judged(runs, rules)
     refused = {(pair.arm, pair.seed) for pair in runs.refused}
     return Evidence(
@@ -97,7 +97,7 @@ def gather(
         baseline=plan.baseline.name,
         look=looks.number,
         earlier_looks=tuple(
-            EarlierLook(look.at, look.folder, look.metric, len(look.seeds))
+            EarlierLook(look.at, look.folder, look.metric, len(look.seeds), look.spent)
             for look in looks.earlier
         ),
         jobs=jobs,
@@ -141,13 +141,13 @@ def gather(
     )
 
 
-def results_of(plan: Plan, trials: Trials) -> dict[tuple[str, int], float | str | None]:
-    """Return the metric's value by arm and seed, or the status of a run that did not finish."""
+def results_of(plan: Plan, trials: Trials) -> dict[str, float | str | None]:
+    """Return the metric's value of every run, or the status of a run that did not finish."""
     return {
-        key: record.metrics.get(plan.rules.metric)
+        record.result.recipe_digest: record.metrics.get(plan.rules.metric)
         if record.status == "finished"
         else str(record.status)
-        for key, record in trials.results().items()
+        for record in trials.records.values()
     }
 
 
@@ -250,6 +250,7 @@ class Judged:
             together=plan.together(arms[against], arms[arm]),
             unproven=unproven,
             identical=_identical(self.runs, arm, against),
+            about="these test examples" if of_value else "the tune split",
             at_chance=of_value and all(_at_chance(self.runs, name) for name in (arm, against)),
             population=_population(self.runs, arm, against, self.rules.level / self.size)
             if of_value
@@ -282,17 +283,18 @@ def _unpaired_seed(runs: Runs, arm: str, against: str) -> str | None:
 
 
 def _identical(runs: Runs, arm: str, against: str) -> bool:
-    """Return whether two arms ended with the same weights for every seed that both finished."""
-    digests = [
-        (runs.summaries[arm, seed].weights_digest, runs.summaries[against, seed].weights_digest)
-        for seed in runs.plan.seeds
-        if runs.summaries[arm, seed].finished and runs.summaries[against, seed].finished
-    ]
-    return bool(digests) and all(own is not None and own == other for own, other in digests)
+    """Return whether two arms finished every seed, with the same weights."""
+    pairs = [(runs.summaries[arm, seed], runs.summaries[against, seed]) for seed in runs.plan.seeds]
+    return all(
+        own.finished
+        and own.weights_digest is not None
+        and own.weights_digest == other.weights_digest
+        for own, other in pairs
+    )
 
 
 def _at_chance(runs: Runs, arm: str) -> bool:
-    """Return whether an arm's predictions are no better than always naming the commonest class.
+    """Return whether an arm is not shown to differ from always naming the commonest class.
 
     For a correlation, return whether its interval over seeds includes 0. Other metrics have no
     known chance level.
@@ -312,7 +314,7 @@ def _at_chance(runs: Runs, arm: str) -> bool:
         return False
     chance = max(Counter(predictions.labels).values()) / len(predictions.labels)
     error = math.sqrt(chance * (1 - chance) / len(predictions.labels))
-    return fmean(values) <= chance + 2 * error
+    return abs(fmean(values) - chance) <= 2 * error
 
 
 def _population(runs: Runs, arm: str, against: str, alpha: float) -> Paired | None:
@@ -334,7 +336,7 @@ def _population(runs: Runs, arm: str, against: str, alpha: float) -> Paired | No
 def _effects(runs: Runs, metric: str, rules: Rules) -> dict[str, Effect | None]:
     """Return the effect of every arm on a secondary metric, with intervals that hold together."""
     plan = runs.plan
-    own_rules = rules_for(metric, alpha=rules.alpha, looks=rules.looks, look=rules.look)
+    own_rules = rules.model_copy(update={"metric": metric, **scale_of(metric), "margin": None})
     left_out: dict[str, list[int]] = {}
     for pair in runs.refused:
         left_out.setdefault(pair.arm, []).append(pair.seed)
@@ -422,21 +424,22 @@ def _round_times(plan: Plan, rounds: Mapping[tuple[str, int], RunSummary]) -> di
     """Return the total times of the timed whole runs by arm, paired by round with the baseline."""
     if not rounds:
         return {}
-    seconds = {
-        arm.name: [rounds[arm.name, number].total_seconds for number in range(plan.rounds)]
-        for arm in plan.arms
-    }
     baseline = plan.baseline.name
-    return {
-        arm: RoundTimes(
-            seconds=tuple(own),
-            paired=None
-            if arm == baseline
-            else stored(Effect, paired(own, seconds[baseline], log=True)),
-            finished=all(rounds[arm, number].finished for number in range(plan.rounds)),
+    times = {}
+    for arm in (arm.name for arm in plan.arms):
+        runs = [rounds[arm, number] for number in range(plan.rounds)]
+        pairs = [
+            (run.total_seconds, base.total_seconds)
+            for number, run in enumerate(runs)
+            if run.finished and (base := rounds[baseline, number]).finished
+        ]
+        ratio = paired(*zip(*pairs, strict=True), log=True) if pairs and arm != baseline else None
+        times[arm] = RoundTimes(
+            seconds=tuple(run.total_seconds for run in runs),
+            paired=None if ratio is None else stored(Effect, ratio),
+            finished=all(run.finished for run in runs),
         )
-        for arm, own in seconds.items()
-    }
+    return times
 
 
 def subject_tests(

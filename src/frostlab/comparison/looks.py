@@ -3,22 +3,23 @@
 A look is one analysis of the results. Whoever looks again, with more seeds, another metric or
 another folder, gets another chance of a false alarm. So every look is registered with its date in
 the user's cache, and a comparison counts the looks of its siblings: the comparisons of the same
-recipe that share its baseline and at least one other arm.
+recipe that share at least two of its arms.
 """
 
 import json
 import os
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from frostlab.comparison.plan import LEAST_SEEDS, MOST_LOOKS, Plan
+from frostlab.comparison.plan import LEAST_SEEDS, MOST_LOOKS, Plan, alpha_spent
 from frostlab.errors import BadInput, FrostlabError
 from frostlab.storage import Lock, cache_folder, digest_of, parse_json, read_text
 from frostlab.typed import read
 
 REGISTER = "looks.jsonl"
+_NOT_ASKED = ("about", "treatment", "seed", "watch")  # settings that do not change the question
 _MOST_REGISTERED = 2**26  # bytes of the register, at most
 
 
@@ -26,11 +27,11 @@ _MOST_REGISTERED = 2**26  # bytes of the register, at most
 class Look:
     """One line of the register."""
 
-    recipe: str  # digest of the recipe without its metric, treatment and seed
-    baseline: str  # digest of the baseline's treatment and settings
-    arms: list[str]  # digests of the other arms' treatments and settings
+    recipe: str  # digest of the recipe without its metric, treatment, seed and what is watched
+    arms: list[str]  # digests of all arms' treatments and settings
     plan: str  # digest of the plan
-    results: str  # digest of the metric and of every result; equal results are the same look
+    results: str  # digest of every result and of what is asked; if equal, it is the same look
+    spent: float  # the part of alpha that the look spent
     metric: str
     seeds: list[int]
     folder: str
@@ -49,22 +50,30 @@ class Looks:
         """The number of the current look, counted from 1."""
         return len(self.earlier) + 1
 
+    @property
+    def spent(self) -> float:
+        """The part of alpha that the earlier looks spent."""
+        return sum(look.spent for look in self.earlier)
+
+
+Results = Mapping[str, float | str | None]  # by run: the value of the metric, or the status
+
 
 def take_look(
     plan: Plan,
     folder: Path,
-    results: Mapping[tuple[str, int], float | str | None],
+    results: Results,
     known: Iterable[Look],
 ) -> Looks:
     """Register a look at these results, and return it with all earlier looks at the same question.
 
-    `results` holds, by arm and seed, the value of the metric or the status of a run that did not
-    finish. If the same results were seen before, nothing is registered, and the look that saw them
+    `results` holds, for every run, the value of the metric or, if it did not finish, its status. If
+    the same results were seen before, nothing is registered, and the look that saw them
     first is returned. `known` holds the looks that are stored in the comparison's folder; this
     machine's register lacks them if the folder came from another machine. Looks with too few seeds
     for a verdict are registered, and do not count.
     """
-    look = _look(plan, folder, results)
+    unnumbered = _look(plan, folder, results)
     path = cache_folder(None) / REGISTER
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,14 +83,16 @@ def take_look(
         try:
             registered = [*known, *_registered(path)]
             counting = (each for each in registered if len(each.seeds) >= LEAST_SEEDS)
-            looks = _distinct(each for each in counting if _is_sibling(each, look))
-            same = [i for i, each in enumerate(looks) if each.results == look.results]
+            looks = _distinct(each for each in counting if _is_sibling(each, unnumbered))
+            same = [i for i, each in enumerate(looks) if each.results == unnumbered.results]
             if same:
                 return Looks(looks[same[0]], tuple(looks[: same[0]]))
             if len(looks) >= MOST_LOOKS - 1:
                 raise BadInput(
                     f"{path}: {len(looks)} looks at this question; {MOST_LOOKS - 1} is the most"
                 )
+            spent = alpha_spent(plan.rules.alpha, len(looks) + 1, plan.rules.looks)
+            look = replace(unnumbered, spent=spent)
             with path.open("a", encoding="utf-8") as register:
                 # A line that a crash cut off ends here.
                 register.write("\n" * _is_cut_off(path) + json.dumps(asdict(look)) + "\n")
@@ -92,17 +103,19 @@ def take_look(
     return Looks(look, tuple(looks))
 
 
-def _look(plan: Plan, folder: Path, results: Mapping[tuple[str, int], float | str | None]) -> Look:
-    recipe = {key: value for key, value in plan.recipe.items() if key not in ("treatment", "seed")}
+def _look(plan: Plan, folder: Path, results: Results) -> Look:
+    """Describe a look, without the part of alpha that it spends."""
+    recipe = {key: value for key, value in plan.recipe.items() if key not in _NOT_ASKED}
     recipe["evaluate"] = {**recipe.get("evaluate", {}), "metric": None}
-    arms = {arm.name: _arm_digest(plan, arm.name) for arm in plan.arms}
-    rows = sorted([arms[arm], seed, value] for (arm, seed), value in results.items())
+    rules = plan.rules.model_dump(mode="json", exclude={"look", "spent"})
+    asked = [contrast.model_dump(mode="json") for contrast in plan.contrasts]
+    arms = sorted(_arm_digest(plan, arm.name) for arm in plan.arms)
     return Look(
         recipe=digest_of(recipe)[:16],
-        baseline=arms[plan.baseline.name],
-        arms=sorted(arms[arm.name] for arm in plan.others),
+        arms=arms,
         plan=plan.digest,
-        results=digest_of([plan.rules.metric, rows])[:16],
+        results=digest_of([rules, asked, arms, sorted(results.items())])[:16],
+        spent=0.0,
         metric=plan.rules.metric,
         seeds=sorted(plan.seeds),
         folder=str(folder),
@@ -141,11 +154,7 @@ def _is_cut_off(path: Path) -> bool:
 
 
 def _is_sibling(look: Look, current: Look) -> bool:
-    return (
-        look.recipe == current.recipe
-        and look.baseline == current.baseline
-        and bool(set(look.arms) & set(current.arms))
-    )
+    return look.recipe == current.recipe and len(set(look.arms) & set(current.arms)) > 1
 
 
 def _distinct(looks: Iterable[Look]) -> list[Look]:

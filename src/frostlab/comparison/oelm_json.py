@@ -216,9 +216,9 @@ def _orthogonality(evidence: Evidence) -> str:
             "(treatment oelm) and one with random weights (oelm-random-matched or oelm-random)."
         )
     if evidence.equal_norms:
-        return f"{verdict.sentence} This isolates orthogonality, at an equal norm of every head."
+        return f"{verdict.text} This isolates orthogonality, at an equal norm of every head."
     return (
-        f"{verdict.sentence} This compares orthogonality and scale together: the weights of "
+        f"{verdict.text} This compares orthogonality and scale together: the weights of "
         f"{verdict.baseline} also have other norms. The treatment oelm-random-matched would give "
         "every head the norm that it has with orthogonal weights."
     )

@@ -42,6 +42,7 @@ _FLOW = {  # column title of each gradient-flow quantity
 }
 
 
+_ASSAY = {"worse": "was found", "better": "is no harm here, so it tests nothing"}
 _QUICK = "A quick comparison with shortened runs"
 
 
@@ -117,9 +118,8 @@ def _controls(evidence: Evidence) -> list[str]:
     if repeat is not None:
         lines.append(_repeat_text(repeat, metric))
     if assay is not None:
-        found = "was found" if assay.found else (
-            "was NOT found, so this comparison cannot see a harm of that size"
-        )  # fmt: skip
+        missed = "was NOT found, so this comparison cannot see a harm of that size"
+        found = _ASSAY.get(assay.verdict.word, missed)
         lines.append(
             f"The planted harm, a baseline trained for {assay.steps:,} of {assay.of:,} steps, "
             f"{found}: {assay.verdict.sentence}"
@@ -193,7 +193,7 @@ def _arms(evidence: Evidence) -> str:
 
 def _planned_questions(evidence: Evidence) -> str:
     return _numbered(
-        (answer.question, f"{_GAIN if answer.of == 'gain' else ''}{answer.verdict.sentence}")
+        (answer.question, f"{_GAIN if answer.of == 'gain' else ''}{answer.verdict.text}")
         for answer in evidence.contrasts
     )
 
@@ -527,9 +527,8 @@ def _effect(effect: Effect | None) -> str:
     if effect is None or effect.effect is None:
         return NONE
     sign, unit = ("", " ×") if effect.log else ("+", "")
-    interval = ""
-    if effect.low is not None and effect.high is not None:
-        interval = f" [{effect.low:{sign}.4g}, {effect.high:{sign}.4g}]"
+    has_interval = effect.low is not None or effect.high is not None
+    interval = f" {_ends(effect.low, effect.high, effect.log)}" if has_interval else ""
     return f"{effect.effect:{sign}.4g}{interval}{unit}"
 
 

@@ -119,12 +119,15 @@ class Runs:
             if summary.finished
         }
         tried = {
-            arm: tuple(
-                {seed: summarize(trials.records[arm, trial, seed], folder) for seed in plan.seeds}
-                for trial in own
+            arm.name: tuple(
+                {
+                    seed: summarize(trials.records[arm.name, trial, seed], folder)
+                    for seed in plan.seeds
+                }
+                for trial in trials.trials
             )
-            for arm, own in trials.trials.items()
-            if len(own) > 1
+            for arm in plan.arms
+            if len(trials.trials) > 1
         }
         refused = tuple(_refused_pairs(plan, facts))
         return cls(plan, trials, records, summaries, tried, facts, refused)

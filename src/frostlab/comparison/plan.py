@@ -49,8 +49,8 @@ class Rules(Strict):
     is the largest cost that does not matter: a factor for perplexity and other ratios, a factor of
     the error rate for accuracies (1.1: 10 % more errors), and a difference for other metrics.
     `timed` means that statements about time take a part of alpha. A look is one analysis of the
-    results. `looks` is the planned number of looks, and `look` is the number of the current look,
-    counted from 1.
+    results. `looks` is the planned number of looks, `look` is the number of the current look,
+    counted from 1, and `spent` is what earlier looks have spent of alpha.
     """
 
     metric: Annotated[str, Field(min_length=1)]
@@ -62,6 +62,7 @@ class Rules(Strict):
     timed: bool = False
     looks: Look = 1
     look: Look = 1
+    spent: Annotated[float, Field(ge=0)] = 0.0
 
     @property
     def level(self) -> float:
@@ -96,9 +97,9 @@ class Rules(Strict):
     def risk(self) -> float:
         """The false-alarm rate of all looks so far.
 
-        It is at most alpha, unless one look was planned and more were taken.
+        It is at most alpha, unless more looks were taken than planned.
         """
-        return sum(alpha_spent(self.alpha, k, self.looks) for k in range(1, self.look + 1))
+        return self.spent + alpha_spent(self.alpha, self.look, self.looks)
 
     def history(self) -> str | None:
         """Describe the looks taken and planned; return None for a single look."""
@@ -110,11 +111,11 @@ class Rules(Strict):
                 f"of alpha = {self.alpha:.4g}"
             )
         text = f"look {self.look} at this question: it spends {self.level:.4g} of alpha"
-        if self.risk <= self.alpha:
+        if self.risk <= self.alpha + 1e-12:
             return f"{text}, and all looks together spend at most {self.alpha:.4g}"
         return (
-            f"{text}, but the only planned look had spent all of {self.alpha:.4g}, "
-            f"so the false-alarm rate of all looks so far is up to {self.risk:.2%}"
+            f"{text}, but earlier looks had spent {self.spent:.4g}, so the false-alarm rate of all "
+            f"looks so far is up to {self.risk:.2%}"
         )
 
 
@@ -264,7 +265,7 @@ class Plan(Strict):
     arms: Annotated[tuple[Arm, ...], Field(max_length=MOST_ARMS)]
     seeds: Annotated[tuple[int, ...], Field(max_length=MOST_RUNS)]
     rules: Rules
-    tune: tuple[Tune, ...] = ()  # in order; each uses the best values of the earlier settings
+    tune: tuple[Tune, ...] = ()  # tuned together, in all combinations of their values
     allow_confounds: tuple[str, ...] = ()  # settings that may differ; the verdict says so
     vary: tuple[str, ...] = ()  # settings that are compared like treatments, such as stages
     contrasts: tuple[Contrast, ...] = Field(default=(), max_length=1000)
@@ -385,8 +386,8 @@ class Plan(Strict):
 
     @property
     def settings_tried(self) -> int:
-        """The number of tuned values that are tried with each seed, before grids are extended."""
-        return max(1, sum(len(tune.values) for tune in self.tune))
+        """The number of combinations of tuned values, before grids are extended."""
+        return math.prod(len(tune.values) for tune in self.tune)
 
     def _check_runs(self) -> None:
         runs = len(self.arms) * (len(self.seeds) * self.settings_tried + self.rounds)

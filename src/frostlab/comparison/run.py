@@ -196,14 +196,23 @@ def _carry_out(plan: Plan, folder: ComparisonFolder, runner: Runner | Finished) 
     tuned = {arm: dict(trial) for arm, trial in trials.best.items()}
     rounds = runner.run_all(round_tasks(short, folder.path, tuned), alone=True)
     evidence = gather(
-        short, folder.path, trials, rounds, repeat=repeat, assay=assay,
-        looks=folder.look(short, results_of(short, trials)), jobs=runner.jobs, timing=timing,
+        short, folder.path, trials, rounds, repeat=repeat, assay=assay, timing=timing,
+        looks=folder.look(short, results_of(short, trials)), jobs=_jobs(folder, runner),
     )  # fmt: skip
     folder.write("evidence.json", evidence.to_dict())
     first = trials.results()[plan.baseline.name, plan.seeds[0]]
     folder.write("comparison.json", comparison_json(evidence, first))
     folder.write("timing.json", timing_json(evidence))
     write_whole(folder.path / "comparison.md", page(evidence))
+
+
+def _jobs(folder: ComparisonFolder, runner: Runner | Finished) -> int:
+    """Return the most runs that shared the machine in this call or an earlier one."""
+    try:
+        earlier = read_evidence(folder.path / "evidence.json")
+    except BadInput:  # evidence of another version, which is written anew
+        earlier = None
+    return max(runner.jobs, earlier.jobs if earlier else 1)
 
 
 def _run_trials(plan: Plan, folder: ComparisonFolder, runner: Runner | Finished) -> Trials:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from frostlab.comparison.evidence import read_plan
-from frostlab.comparison.looks import Look, Looks, take_look
+from frostlab.comparison.looks import Look, Looks, Results, take_look
 from frostlab.comparison.plan import SCHEMA, Arm, Plan
 from frostlab.errors import BadInput, FrostlabError, first_line
 from frostlab.recipe.recipe import Recipe
@@ -252,13 +252,15 @@ class ComparisonFolder:
         self._write(StoredPlan(SCHEMA, plan.model_dump(mode="json"), planned, looks))
         return plan
 
-    def look(self, plan: Plan, results: Mapping[tuple[str, int], float | str | None]) -> Looks:
+    def look(self, plan: Plan, results: Results) -> Looks:
         """Count a look at these results, and remember it in plan.json."""
         stored = self._stored()
         assert stored is not None, "the plan is written first"
         looks = take_look(plan, self.path, results, stored.looks)
-        if looks.current not in stored.looks:
-            self._write(replace(stored, looks=[*stored.looks, looks.current]))
+        known = [*looks.earlier, looks.current]  # also of other folders, for other machines
+        new = [look for look in known if look not in stored.looks]
+        if new:
+            self._write(replace(stored, looks=[*stored.looks, *new]))
         return looks
 
     def _write(self, stored: StoredPlan) -> None:

@@ -8,7 +8,7 @@ setting of the arm against the best setting of the baseline.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -47,6 +47,17 @@ class Paired:
     high: float
     p: float
     std: float
+
+    def without_bound(self, above: bool) -> "Paired":
+        """Return the effect with no upper bound, or no lower one, and the p that is left."""
+        none = 1.0 if self.log else 0.0
+        low, high = self.low, self.high
+        if above:
+            high, is_shown = math.inf, low > none
+        else:
+            low, is_shown = 0.0 if self.log else -math.inf, high < none
+        p = self.p if is_shown else max(self.p, self.alpha)
+        return replace(self, low=low, high=high, p=p)
 
 
 @dataclass(frozen=True)
@@ -209,9 +220,28 @@ def skew_limit(n: int, arms: int, share: float) -> float:
     return float(np.quantile(mean_skew, 1 - share))
 
 
-def mean_skewness(differences: Sequence[Numbers]) -> float:
-    """Return the mean skewness of several arms' differences; 0 if there are none."""
-    return float(np.mean([skewness(each) for each in differences])) if differences else 0.0
+@dataclass(frozen=True)
+class Pool:
+    """The differences of several arms from one baseline, each an array over seeds."""
+
+    baseline: str
+    differences: tuple[Numbers, ...]
+
+    @property
+    def skewness(self) -> float:
+        """The mean skewness of the arms."""
+        return float(np.mean([skewness(each) for each in self.differences]))
+
+    def variance(self, own: Numbers) -> tuple[float, int]:
+        """Return the variance of an arm, pooled over arms like it, and its degrees of freedom.
+
+        Arms are alike if their variances differ by less than a factor of 4.
+        """
+        least, most = own.var(ddof=1) / 4, own.var(ddof=1) * 4
+        alike = [each for each in self.differences if least < each.var(ddof=1) < most] or [own]
+        freedom = sum(len(each) - 1 for each in alike)
+        pooled = sum((len(each) - 1) * float(each.var(ddof=1)) for each in alike) / freedom
+        return pooled, freedom
 
 
 def differences(arm: ArrayLike, base: ArrayLike, log: bool) -> Numbers:

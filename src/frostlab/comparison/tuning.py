@@ -1,19 +1,21 @@
 """The training runs of every arm, with a grid search over settings that are not compared.
 
 A setting such as the learning rate is tuned for each arm (variant of the recipe). Every arm gets
-the same grid, and every value of the grid is trained with every seed. So a run is both a trial and
-a result: for each seed, the value is chosen by the scores of the *other* seeds, on the split that
-also selects checkpoints. The choice never sees the result that it is judged by.
+the same grid, and every value of the grid is trained with every seed; several settings are tuned
+together, in all combinations of their values. So a run is both a trial and a result: for each
+seed, the values are chosen by the scores of the *other* seeds, on the split that also selects
+checkpoints. The choice never sees the result that it is judged by.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 
 from frostlab.comparison.evidence import TunedSetting, TuningPoint
-from frostlab.comparison.plan import Arm, Plan, Tune
+from frostlab.comparison.plan import Arm, Plan
 from frostlab.comparison.runner import Finished, Runner, Task, alternated
 from frostlab.comparison.statistics import t_critical
 from frostlab.errors import BadInput
@@ -21,7 +23,7 @@ from frostlab.recipe.settings import LOWER_IS_BETTER
 from frostlab.records.folder import RunRecord, finished_status
 
 Trial = tuple[tuple[str, float], ...]  # values of the tuned settings, by dotted key
-UNTUNED: Trial = ()
+Grids = dict[str, tuple[float, ...]]  # by setting
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Trials:
     """All runs of a comparison, and the trial that was chosen for every arm and seed."""
 
     records: dict[tuple[str, Trial, int], RunRecord]  # by arm, trial and seed
-    trials: dict[str, tuple[Trial, ...]]  # by arm, in the order in which they were tried
+    trials: tuple[Trial, ...]  # the same for every arm
     chosen: dict[str, dict[int, Trial]]  # by arm and seed: the best over the other seeds
     best: dict[str, Trial]  # by arm: the best over all seeds
     settings: tuple[TunedSetting, ...]
@@ -47,32 +49,22 @@ class Trials:
 def run_trials(
     plan: Plan, folder: Path, runner: Runner | Finished, stored: Mapping[str, Sequence[float]]
 ) -> Trials:
-    """Train every arm with every seed and every trial.
+    """Train every arm with every seed and every combination of tuned values.
 
-    Settings are tuned in the plan's order, each with the best values of the earlier ones. `stored`
-    holds the grids of an earlier call by setting, with which the search goes on.
+    If an arm's best value is at an end of a grid, the grid is extended by one value at that end,
+    once, for all arms. `stored` holds the grids of an earlier call, with which the search goes on.
     """
+    planned = {tune.key: tune.values for tune in plan.tune}
+    grids: Grids = {key: tuple(stored.get(key, values)) for key, values in planned.items()}
     search = _Search(plan, folder, runner)
-    if not plan.tune:
-        search.run({arm.name: [UNTUNED] for arm in plan.arms})
-        return search.result([])
-    before = dict.fromkeys((arm.name for arm in plan.arms), UNTUNED)
-    searched = []
-    for tune in plan.tune:
-        searched.append(search.grid(tune, before, stored.get(tune.key)))
-        before = {arm: search.best(arm, trials) for arm, trials in search.trials.items()}
-    return search.result(searched)
-
-
-@dataclass(frozen=True)
-class _Searched:
-    """One setting after the search over its grid."""
-
-    tune: Tune
-    before: dict[str, Trial]  # by arm: the values of the settings tuned earlier
-    values: tuple[float, ...]
-    extended: bool
-    ends: tuple[bool, bool]  # whether a value beyond the lower and the upper end would be valid
+    search.run(grids)
+    extended = {
+        key: search.extended(key, values) if len(values) == len(planned[key]) else values
+        for key, values in grids.items()
+    }
+    if extended != grids:
+        search.run(extended)
+    return search.result(extended, planned)
 
 
 class _Search:
@@ -80,80 +72,28 @@ class _Search:
 
     def __init__(self, plan: Plan, folder: Path, runner: Runner | Finished) -> None:
         self.plan, self.folder, self.runner = plan, folder, runner
-        self.trials: dict[str, list[Trial]] = {arm.name: [] for arm in plan.arms}
+        self.trials: tuple[Trial, ...] = ()
         self.records: dict[tuple[str, Trial, int], RunRecord] = {}
         self.scores: dict[tuple[str, Trial, int], float | None] = {}
         self.lower_is_better = plan.rules.metric in LOWER_IS_BETTER
 
-    def run(self, trials: Mapping[str, Sequence[Trial]]) -> None:
-        """Train every arm's trials with every seed, unless they were trained before."""
-        tasks = dict(self._tasks(trials))
+    def run(self, grids: Grids) -> None:
+        """Train every combination of values with every arm and seed, unless that was done."""
+        self.trials = tuple(
+            tuple(zip(grids, values, strict=True)) for values in product(*grids.values())
+        )
+        # Every second seed takes the arms in reverse order.
+        tasks = {
+            (arm.name, trial, seed): trial_task(self.plan, self.folder, arm, trial, seed)
+            for index, seed in enumerate(self.plan.seeds)
+            for trial in self.trials
+            for arm in alternated(self.plan.arms, index)
+        }
         self.runner.run_all(list(tasks.values()))
         self.records |= {key: RunRecord(task.path) for key, task in tasks.items()}
         self.scores |= {key: _score(self.records[key]) for key in tasks}
-        for arm, own in trials.items():
-            self.trials[arm] += [trial for trial in own if trial not in self.trials[arm]]
 
-    def _tasks(
-        self, trials: Mapping[str, Sequence[Trial]]
-    ) -> Iterator[tuple[tuple[str, Trial, int], Task]]:
-        """Yield each run with its key; every second seed takes the arms in reverse order."""
-        for index, seed in enumerate(self.plan.seeds):
-            for number in range(max(map(len, trials.values()))):
-                for arm in alternated(self.plan.arms, index):
-                    if number < len(trials[arm.name]):
-                        trial = trials[arm.name][number]
-                        yield (
-                            (arm.name, trial, seed),
-                            trial_task(self.plan, self.folder, arm, trial, seed),
-                        )
-
-    def grid(
-        self, tune: Tune, before: dict[str, Trial], stored: Sequence[float] | None
-    ) -> _Searched:
-        """Train every value of a grid; extend the grid once if an arm's best value is at an end.
-
-        The grid is extended for all arms, by one value at that end.
-        """
-        values, extended = (
-            list(stored or tune.values),
-            stored is not None and len(stored) > len(tune.values),
-        )
-        while True:
-            self.run(
-                {
-                    arm: [with_value(before[arm], tune.key, value) for value in values]
-                    for arm in before
-                }
-            )
-            below, above = self._beyond(tune, values)
-            best = {arm: self._best_value(arm, tune.key, before[arm], values) for arm in before}
-            low, high = (end in best.values() for end in (values[0], values[-1]))
-            more = ([below] if low and below is not None else [],
-                    [above] if high and above is not None else [])  # fmt: skip
-            if extended or not any(more):
-                ends = below is not None, above is not None
-                return _Searched(tune, before, tuple(values), extended, ends)
-            values, extended = [*more[0], *values, *more[1]], True
-
-    def _beyond(self, tune: Tune, values: Sequence[float]) -> tuple[float | None, float | None]:
-        """Return the next value below and above a grid; None where the recipe allows no value."""
-        # The first ratio of the grid; a grid that begins at 0 has no such ratio.
-        step = values[1] / values[0] if values[0] else 3.0
-        below = values[0] / step if values[0] else None
-        return tuple(
-            value if value is not None and self._is_valid(tune.key, value) else None
-            for value in (below and float(f"{below:.3g}"), float(f"{values[-1] * step:.3g}"))
-        )  # type: ignore[return-value]
-
-    def _is_valid(self, key: str, value: float) -> bool:
-        try:
-            self.plan.recipe_of(self.plan.baseline, self.plan.seeds[0], {key: value})
-        except BadInput:
-            return False
-        return True
-
-    def best(self, arm: str, trials: Sequence[Trial], left_out: int | None = None) -> Trial:
+    def best(self, arm: str, left_out: int | None = None) -> Trial:
         """Return the trial with the best mean score, without the seed `left_out`.
 
         If `left_out` is the only seed, it is used. A run that did not finish is worse than any
@@ -167,52 +107,77 @@ class _Search:
             mean = fmean(present) if present else 0.0
             return len(scores) - len(present), mean if self.lower_is_better else -mean
 
-        return min(trials, key=rank)
+        return min(self.trials, key=rank)
 
-    def _best_value(self, arm: str, key: str, before: Trial, values: Sequence[float]) -> float:
-        trials = [with_value(before, key, value) for value in values]
-        return dict(self.best(arm, trials))[key]
+    def extended(self, key: str, values: tuple[float, ...]) -> tuple[float, ...]:
+        """Return a grid with one more value at each end that is the best of an arm."""
+        best = {dict(self.best(arm.name))[key] for arm in self.plan.arms}
+        below, above = self._beyond(key, values)
+        return (
+            *([below] if values[0] in best and below is not None else []),
+            *values,
+            *([above] if values[-1] in best and above is not None else []),
+        )
 
-    def result(self, searched: Sequence[_Searched]) -> Trials:
-        """Choose a trial for every arm and seed, and describe the searches."""
-        chosen = {
-            arm: {seed: self.best(arm, trials, left_out=seed) for seed in self.plan.seeds}
-            for arm, trials in self.trials.items()
-        }
-        settings = tuple(self._described(each, chosen) for each in searched)
+    def _beyond(self, key: str, values: Sequence[float]) -> tuple[float | None, float | None]:
+        """Return the next value below and above a grid; None where the recipe allows no value."""
+        # The first ratio of the grid; a grid that begins at 0 has no such ratio.
+        step = values[1] / values[0] if values[0] else 3.0
+        below = self._if_valid(key, values[0] / step) if values[0] else None
+        return below, self._if_valid(key, values[-1] * step)
+
+    def _if_valid(self, key: str, value: float) -> float | None:
+        """Return a value, rounded, or None if the recipe refuses it."""
+        rounded = float(f"{value:.3g}")
+        try:
+            self.plan.recipe_of(self.plan.baseline, self.plan.seeds[0], {key: rounded})
+        except BadInput:
+            return None
+        return rounded
+
+    def result(self, grids: Grids, planned: Grids) -> Trials:
+        """Choose a trial for every arm and seed, and describe the search of every setting."""
+        names = [arm.name for arm in self.plan.arms]
+        chosen = {arm: {seed: self.best(arm, seed) for seed in self.plan.seeds} for arm in names}
+        settings = tuple(
+            self._described(key, values, len(values) > len(planned[key]), chosen)
+            for key, values in grids.items()
+        )
         return Trials(
             records=self.records,
-            trials={arm: tuple(trials) for arm, trials in self.trials.items()},
+            trials=self.trials,
             chosen=chosen,
-            best={arm: self.best(arm, trials) for arm, trials in self.trials.items()},
+            best={arm: self.best(arm) for arm in names},
             settings=settings,
             unproven=self._unproven(settings),
         )
 
     def _described(
-        self, searched: _Searched, chosen: Mapping[str, Mapping[int, Trial]]
+        self,
+        key: str,
+        values: tuple[float, ...],
+        extended: bool,
+        chosen: Mapping[str, Mapping[int, Trial]],
     ) -> TunedSetting:
-        key, values = searched.tune.key, searched.values
-        best = {
-            arm: self._best_value(arm, key, before, values)
-            for arm, before in searched.before.items()
-        }
+        """Describe one setting, at each arm's best values of the other settings."""
+        below, above = self._beyond(key, values)
+        best = {arm: dict(self.best(arm)) for arm in chosen}
         return TunedSetting(
             key=key,
             values=values,
-            extended=searched.extended,
-            best=best,
+            extended=extended,
+            best={arm: own[key] for arm, own in best.items()},
             on_edge={
-                arm: (value == values[0] and searched.ends[0])
-                or (value == values[-1] and searched.ends[1])
-                for arm, value in best.items()
+                arm: (own[key] == values[0] and below is not None)
+                or (own[key] == values[-1] and above is not None)
+                for arm, own in best.items()
             },
             curves={
                 arm: tuple(
-                    self._point(arm, with_value(before, key, value), value, chosen[arm])
+                    self._point(arm, tuple((own | {key: value}).items()), value, chosen[arm])
                     for value in values
                 )
-                for arm, before in searched.before.items()
+                for arm, own in best.items()
             },
         )
 
@@ -259,11 +224,6 @@ def _score(record: RunRecord) -> float | None:
         return None
     value = record.result.best.value
     return value if value is not None and math.isfinite(value) else None
-
-
-def with_value(before: Trial, key: str, value: float) -> Trial:
-    """Return a trial with one more setting."""
-    return (*before, (key, value))
 
 
 def trial_task(plan: Plan, folder: Path, arm: Arm, trial: Trial, seed: int) -> Task:

@@ -16,14 +16,15 @@ from frostlab.comparison.plan import LEAST_SEEDS, Rules
 from frostlab.comparison.statistics import (
     Numbers,
     Paired,
+    Pool,
     anytime_critical,
     could_have_found,
     differences,
-    mean_skewness,
     paired,
     probability_above,
     probability_of_improvement,
     skew_limit,
+    skewness,
     t_critical,
 )
 from frostlab.errors import BadInput, nearest
@@ -47,7 +48,9 @@ MEANINGS: dict[Word, str] = {
     "confounded": "a setting differs that is not part of the comparison",
     "unproven": "the sentence says why the values prove nothing",
 }
+UNKNOWN = ("failed", "did not finish")  # reasons for a missing run that may not be the arm's fault
 Answer = Literal["yes", "no", "not shown"]
+_USUAL_GRID = 3  # tried settings; the level is divided by how many times more there are
 _SKEW_SHARE = 0.22  # of normal samples whose skewness (the mean of all arms) is notable
 _SKEW_SHARE_OF_ONE = 0.1  # the same for the skewness of one arm alone, if there are several
 Values = Mapping[int, float]  # by seed
@@ -71,6 +74,13 @@ class Scores:
         """The seeds with a value or with a run that is missing."""
         return {*self.values, *self.missing}
 
+    def lost(self, seed: int) -> str | None:
+        """Return why a seed has no finite value, or None if it has one."""
+        if seed in self.missing:
+            return self.missing[seed]
+        value = self.values[seed]
+        return None if math.isfinite(value) else f"ended with {value}"
+
 
 @dataclass(frozen=True)
 class Statement:
@@ -82,7 +92,8 @@ class Statement:
     together: tuple[str, ...] = ()  # compared settings that differ together, if more than one
     unproven: str | None = None  # why the values prove nothing
     identical: bool = False  # whether both arms ended with the same weights for every seed
-    at_chance: bool = False  # whether neither arm learned more than chance
+    at_chance: bool = False  # whether neither arm is shown to have learned more than chance
+    about: str = "these test examples"  # what the values were measured on
     population: Paired | None = None  # the effect for other test examples of the same population
 
 
@@ -148,7 +159,7 @@ def judge(
         name: _Case(statement, arms[statement.arm], arms[statement.baseline], rules, size, worst)
         for name, statement in statements.items()
     }
-    pool = _Pool.of(list(cases.values()))
+    pool = _pool(list(cases.values()))
     return {name: case.verdict(pool) for name, case in cases.items()}
 
 
@@ -184,36 +195,15 @@ def _worst(arms: Mapping[str, Scores], rules: Rules) -> float | None:
     return (max if rules.lower_is_better else min)(values, default=None)
 
 
-@dataclass(frozen=True)
-class _Pool:
-    """What the statements about one baseline have in common: skewness and variance."""
-
-    baseline: str
-    arms: int
-    skewness: float
-    variance: float
-    freedom: int
-
-    @classmethod
-    def of(cls, cases: Sequence["_Case"]) -> "_Pool | None":
-        """Pool the statements with the first one's baseline; None if none has enough pairs."""
-        same = [
-            case
-            for case in cases
-            if case.statement.baseline == cases[0].statement.baseline
-            and case.n >= LEAST_SEEDS
-            and case.pair is not None
-        ]
-        if not same:
-            return None
-        freedom = sum(case.n - 1 for case in same)
-        return cls(
-            baseline=same[0].statement.baseline,
-            arms=len(same),
-            skewness=mean_skewness([case.differences for case in same]),
-            variance=sum((case.n - 1) * case.pair.std**2 for case in same if case.pair) / freedom,
-            freedom=freedom,
-        )
+def _pool(cases: Sequence["_Case"]) -> Pool | None:
+    """Pool the statements with the first one's baseline; None if none has enough whole pairs."""
+    baseline = cases[0].statement.baseline if cases else ""
+    same = [
+        case.differences
+        for case in cases
+        if case.statement.baseline == baseline and case.n >= LEAST_SEEDS and not case.missing
+    ]
+    return Pool(baseline, tuple(same)) if same else None
 
 
 class _Case:
@@ -229,20 +219,22 @@ class _Case:
         worst: float | None,
     ) -> None:
         self.statement, self.rules, self.family = statement, rules, family
-        self.seeds = sorted(arm.seeds & base.seeds)
+        lost = {seed for seed in arm.seeds & base.seeds if arm.lost(seed) and base.lost(seed)}
+        self.seeds, self.lost = sorted(arm.seeds & base.seeds - lost), sorted(lost)
         self.left_out = {
             statement.arm: sorted(arm.seeds - base.seeds),
             statement.baseline: sorted(base.seeds - arm.seeds),
         }
         self.why = {
-            name: _missing(scores, self.seeds)
+            name: {seed: why for seed in self.seeds if (why := scores.lost(seed))}
             for name, scores in ((statement.arm, arm), (statement.baseline, base))
         }
         self.missing = {name: len(reasons) for name, reasons in self.why.items() if reasons}
         self.finished = len(
             set(self.seeds) - {seed for reasons in self.why.values() for seed in reasons}
         )
-        self.level = rules.level / family
+        tried = max(len(arm.tried), len(base.tried))
+        self.level = rules.level / family * min(1.0, _USUAL_GRID / max(1, tried))
         self.arm_values = [
             _filled(values, self.seeds, worst) for values in (arm.values, *arm.tried)
         ]
@@ -274,13 +266,13 @@ class _Case:
         )
         if more == 0 or pair.n < 2:
             return pair
-        return _unbounded(pair, above=(more > 0) == self.rules.lower_is_better)
+        return pair.without_bound(above=(more > 0) == self.rules.lower_is_better)
 
     @property
     def differences(self) -> Numbers:
         return differences(self.arm_values[0], self.base_values[0], self.rules.log)
 
-    def verdict(self, pool: "_Pool | None") -> Verdict:
+    def verdict(self, pool: Pool | None) -> Verdict:
         skewed = self._skewed(pool)
         word, reason = self._word()
         margin = self._margin(pool, word)
@@ -315,8 +307,10 @@ class _Case:
             return "too few seeds", ""
         if self.finished < LEAST_SEEDS or pair is None:
             return "did not finish", ""
-        if statement.identical or statement.at_chance:
-            return ("identical" if statement.identical else "at chance"), ""
+        if failed := self._failed():
+            return "unproven", failed
+        if statement.identical:
+            return "identical", ""
         if pair.std == 0:
             if pair.effect == self._none:
                 return (
@@ -332,7 +326,16 @@ class _Case:
             return ("worse" if self.rules.lower_is_better else "better"), ""
         if pair.high < self._none:
             return ("better" if self.rules.lower_is_better else "worse"), ""
-        return "no difference found", ""
+        return ("at chance" if statement.at_chance else "no difference found"), ""
+
+    def _failed(self) -> str:
+        """Return the reason why runs that failed leave the difference unknown, or ""."""
+        return "; ".join(
+            f"{len(failed)} of {self.n} runs of {name} {_and(sorted(set(failed)))}, so the values "
+            "are not known; the same command tries them again"
+            for name, reasons in self.why.items()
+            if (failed := [why for why in reasons.values() if why in UNKNOWN])
+        )
 
     @property
     def _none(self) -> float:
@@ -343,7 +346,7 @@ class _Case:
         self, word: Word, reason: str, margin: Margin | None, skewed: float | None
     ) -> str:
         arm, baseline = self.statement.arm, self.statement.baseline
-        on = f"on {self.rules.metric} (these test examples)"
+        on = f"on {self.rules.metric} ({self.statement.about})"
         numbers = f"{self._numbers()}{self._missing_text()}"
         if word in ("better", "worse"):
             ending = self._small_effect() + self._together() + self._skew_text(skewed)
@@ -357,8 +360,8 @@ class _Case:
         text = {
             "identical": f"{arm} and {baseline} are identical: they ended with the same weights "
             f"for every seed, so they are one arm under two names; {numbers}.",
-            "at chance": f"{arm} and {baseline} are at chance {on}: neither learned anything that "
-            f"could differ; {numbers}.",
+            "at chance": f"{arm} and {baseline} are at chance {on}: neither is shown to have "
+            f"learned anything; {numbers}.",
             "did not finish": f"{arm} against {baseline} {on}: only {self.finished} of {self.n} "
             f"pairs finished{self._missing_text()}; at least {LEAST_SEEDS} are needed.",
             "too few seeds": f"too few seeds to judge {arm} against {baseline} {on}: {numbers}; "
@@ -401,14 +404,14 @@ class _Case:
         least = self.rules.minimum_effect
         if least is None or self.pair is None:
             return ""
+        ends = [self.pair.low, self.pair.high]
         if self.rules.log:
-            small = abs(math.log(self.pair.effect)) < math.log1p(least)
-        else:
-            small = abs(self.pair.effect) < least
+            ends = [math.log(end) if 0 < end < math.inf else math.inf for end in ends]
+        small = max(map(abs, ends)) < (math.log1p(least) if self.rules.log else least)
         size = _size_text(least, self.rules.log)
         return f"; smaller than the smallest effect of interest, {size}" if small else ""
 
-    def _skewed(self, pool: "_Pool | None") -> float | None:
+    def _skewed(self, pool: Pool | None) -> float | None:
         """Return the skewness if the differences have a long tail on the other side of zero.
 
         Noise with such a tail makes a t interval too short on that side, most of all if no run of
@@ -417,11 +420,12 @@ class _Case:
         if self.pair is None or self.n < LEAST_SEEDS or not math.isfinite(self.pair.std):
             return None
         sign = -1.0 if self.pair.effect > self._none else 1.0
-        own, is_one_of_many = mean_skewness([self.differences]), False
+        own, is_one_of_many = float(skewness(self.differences)), False
         if pool is not None and pool.baseline == self.statement.baseline:
-            if sign * pool.skewness > skew_limit(self.n, pool.arms, _SKEW_SHARE):
+            arms = len(pool.differences)
+            if sign * pool.skewness > skew_limit(self.n, arms, _SKEW_SHARE):
                 return pool.skewness
-            is_one_of_many = pool.arms > 1
+            is_one_of_many = arms > 1
         share = _SKEW_SHARE_OF_ONE if is_one_of_many else _SKEW_SHARE
         return own if sign * own > skew_limit(self.n, 1, share) else None
 
@@ -447,12 +451,18 @@ class _Case:
         low, high = min(population.low, pair.low), max(population.high, pair.high)
         return replace(population, low=low, high=high, p=max(population.p, pair.p))
 
-    def _margin(self, pool: "_Pool | None", word: Word) -> Margin | None:
+    def _margin(self, pool: Pool | None, word: Word) -> Margin | None:
         """Return whether the interval excludes a cost above the margin of the rules."""
         limit, pair = self.rules.margin, self.pair
         if limit is None or pair is None or pair.n < 2:
             return None
-        cost = self.rules.margin_as_cost(fmean(self.base_values[0]))
+        lost = self.why[self.statement.baseline]
+        finished = [
+            x for s, x in zip(self.seeds, self.base_values[0], strict=True) if s not in lost
+        ]
+        if not finished:
+            return None
+        cost = self.rules.margin_as_cost(fmean(finished))
         # Turn the effect into a cost, of which more is worse.
         effect, low, high = pair.effect, pair.low, pair.high
         if self.rules.log and not self.rules.lower_is_better:
@@ -460,7 +470,7 @@ class _Case:
         elif not self.rules.lower_is_better:
             effect, low, high = -effect, -high, -low
         answer: Answer = "yes" if high <= cost else "no" if low > cost else "not shown"
-        if word in ("confounded", "unproven", "did not finish", "too few seeds", "at chance"):
+        if self.missing or word not in ("better", "worse", "no difference found", "identical"):
             answer = "not shown"
         return Margin(
             answer=answer,
@@ -470,13 +480,13 @@ class _Case:
             probability_above=self._probability_above(cost, effect, pool),
         )
 
-    def _probability_above(self, cost: float, effect: float, pool: "_Pool | None") -> float | None:
+    def _probability_above(self, cost: float, effect: float, pool: Pool | None) -> float | None:
         """Return the posterior probability of a cost above the margin; None if runs are missing."""
         if self.missing or self.n < LEAST_SEEDS or self.pair is None:
             return None
         variance, freedom = self.pair.std**2, self.n - 1
         if pool is not None and pool.baseline == self.statement.baseline:
-            variance, freedom = pool.variance, pool.freedom
+            variance, freedom = pool.variance(self.differences)
         if self.rules.log:
             if not (0 < effect < math.inf):
                 return None
@@ -485,9 +495,12 @@ class _Case:
 
     def _anytime(self) -> tuple[float, float] | None:
         """Return the interval that holds however often one looks; None with too few pairs."""
+        critical = anytime_critical(self.n, self.level)
         if self.n < LEAST_SEEDS:
             return None
-        pair = self._pair(min(anytime_critical(self.n, self.level), 1e6))
+        if critical == math.inf:
+            return (0.0 if self.rules.log else -math.inf), math.inf
+        pair = self._pair(critical)
         return None if pair is None else (pair.low, pair.high)
 
     def _improvement(self) -> float | None:
@@ -502,8 +515,10 @@ class _Case:
             for name, reasons in self.why.items()
             for seed, reason in reasons.items()
         ]
-        notes += [f"seeds that only {name} has are left out: {', '.join(map(str, seeds))}"
+        notes += [f"seeds that only {name} has are left out: {_listed(seeds)}"
                   for name, seeds in self.left_out.items() if seeds]  # fmt: skip
+        if self.lost:
+            notes.append(f"seeds that neither arm finished are left out: {_listed(self.lost)}")
         history = self.rules.history()
         notes += [history] if history else []
         if self.statement.unproven and self.statement.confounds:
@@ -530,17 +545,6 @@ class _Case:
         return notes
 
 
-def _missing(scores: Scores, seeds: Sequence[int]) -> dict[int, str]:
-    """Return why each seed has no finite value, for the seeds that do not."""
-    reasons = {}
-    for seed in seeds:
-        if seed in scores.missing:
-            reasons[seed] = scores.missing[seed]
-        elif not math.isfinite(scores.values[seed]):
-            reasons[seed] = f"ended with {scores.values[seed]}"
-    return reasons
-
-
 def _filled(values: Values, seeds: Sequence[int], worst: float | None) -> list[float]:
     """Return the values in the order of the seeds, with the worst of all for a missing one.
 
@@ -550,18 +554,6 @@ def _filled(values: Values, seeds: Sequence[int], worst: float | None) -> list[f
         return []
     numbers = [values.get(seed, math.nan) for seed in seeds]
     return [float(number) if math.isfinite(number) else worst for number in numbers]
-
-
-def _unbounded(pair: Paired, above: bool) -> Paired:
-    """Return the pair with no bound on one side, and the p that is left for the other side."""
-    low, high = pair.low, pair.high
-    if above:
-        high = math.inf
-        is_shown = low > (1.0 if pair.log else 0.0)
-    else:
-        low = 0.0 if pair.log else -math.inf
-        is_shown = high < (1.0 if pair.log else 0.0)
-    return replace(pair, low=low, high=high, p=pair.p if is_shown else max(pair.p, pair.alpha))
 
 
 def excluded_costs(answer: Answer, largest: float | None, rules: Rules) -> str:
@@ -590,6 +582,10 @@ def _effect_text(pair: Paired | None, family: int = 1, level: float | None = Non
 
 def _percent(share: float) -> str:
     return f"{100 * share:.4g} %"
+
+
+def _listed(seeds: Sequence[int]) -> str:
+    return ", ".join(map(str, seeds))
 
 
 def _and(names: Sequence[str]) -> str:
