@@ -70,7 +70,7 @@ def _comparison(data: bytes, folder: Path) -> None:
 
 def _plans() -> list[bytes]:
     values = plan().model_dump(mode="json")
-    look = Look("a", "b", ["c"], "d", "e", "accuracy", [0, 1], "comparisons/it", 1.5)
+    look = Look("a", ["b", "c"], "d", "e", 0.05, "accuracy", [0, 1], "comparisons/it", 1.5)
     stored = [StoredPlan(SCHEMA, values, 1.0, []), StoredPlan(SCHEMA, values, 1.0, [look, look])]
     return [json.dumps(asdict(content)).encode() for content in stored]
 
