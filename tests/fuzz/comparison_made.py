@@ -110,8 +110,8 @@ def evidence() -> bytes:
     subjects = SubjectTest(2, 2, 1, 0.1, _EFFECT, 0.5, None, 0.5)
     whole = Evidence(
         schema=SCHEMA, plan=plan(), baseline="baseline", look=2,
-        earlier_looks=(EarlierLook(1.5e9, "comparisons/it", "accuracy", 6, 0.05),), jobs=1, caution=None,
-        pairs=2,
+        earlier_looks=(EarlierLook(1.5e9, "comparisons/it", "accuracy", 6, 0.05),), jobs=1,
+        caution=None, pairs=2,
         confounds={"oelm": ()}, tuning=(_TUNED,),
         arms={name: ArmEvidence("everything trains", (_run(name, 0), _run(name, 1)),
                                 dict.fromkeys(metrics, _SUMMARY), Parameters(20, 10), _SUMMARY)
