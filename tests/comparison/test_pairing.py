@@ -156,14 +156,18 @@ def test_contrasts_and_tuning_know_of_changed_files(key: str, reason: str, tmp_p
     assert frozen.verdict.word == "unproven"
     assert f"seed 1: {reason}" in frozen.verdict.sentence
     tuned = compare(tmp_path / "t", tune={"values": [1e-3, 3e-3]}, seeds=2)
-    (setting,) = tuned.evidence.tuning
-    (worse,) = {point.value for point in setting.curves["oelm"] if not point.chosen} or {0}
-    run = tmp_path / "t" / "runs" / f"oelm@lr={worse:g}-s1"
-    plant(run / "digests.json", **{key: "changed"})
-    reseal(tmp_path / "t")
-    again = judge_again(tmp_path / "t").verdicts["oelm"]
-    assert again.word == "unproven"
-    assert f"oelm was tuned with the run {run.name}: {reason}" in again.sentence
+    chosen = {run.folder for run in tuned.evidence.arms["oelm"].runs}
+    runs = {path: str(path.relative_to(tuned.folder)) in chosen
+            for path in tuned.folder.glob("runs/oelm@*-s1")}  # fmt: skip
+    assert set(runs.values()) == {True, False}
+    for run in runs:
+        digests = (run / "digests.json").read_text()
+        plant(run / "digests.json", **{key: "changed"})
+        reseal(tuned.folder)
+        again = judge_again(tuned.folder).verdicts["oelm"]
+        assert again.word == "unproven"
+        assert f"oelm was tuned with the run {run.name}: {reason}" in again.sentence
+        (run / "digests.json").write_text(digests)
 
 
 def test_a_planted_harm_that_was_trained_elsewhere_proves_nothing(tmp_path: Path) -> None:

@@ -163,13 +163,13 @@ class Runs:
             for key, own in facts.items()
             if (reason := sources.why_changed(key[0], own.data, own.source)) is not None
         }
-        others = {  # finished trials that were not chosen
-            (arm, trial, seed): record
-            for (arm, trial, seed), record in trials.records.items()
-            if trial != trials.chosen[arm][seed] and record.status == "finished"
+        tuning = {  # every finished trial; without tuning, there is nothing to choose
+            key: record
+            for key, record in trials.records.items()
+            if plan.tune and record.status == "finished"
         }
         environments = [(seed, own.environment) for (_, seed), own in facts.items()]
-        environments += [(key[2], environment_facts(record)) for key, record in others.items()]
+        environments += [(key[2], environment_facts(record)) for key, record in tuning.items()]
         return cls(
             plan=plan,
             trials=trials,
@@ -179,7 +179,7 @@ class Runs:
             facts=facts,
             refused=tuple(_refused_pairs(plan, facts, changed)),
             changed=changed,
-            unproven=trials.unproven | _changed_trials(sources, others),
+            unproven=trials.unproven | _changed_trials(sources, tuning),
             varied=_varied_facts(environments),
         )
 

@@ -49,7 +49,7 @@ from frostlab.data.tokens import (
     load_tokens,
     save_facts,
 )
-from frostlab.errors import BadInput
+from frostlab.errors import BadInput, FrostlabError
 from frostlab.recipe.data import (
     BPE,
     DataSettings,
@@ -129,7 +129,7 @@ def find_path(recipe: Recipe, digest: str, data_dir: Path | None) -> str | None:
     parent = data_dir or (Path(env) if (env := os.environ.get("FROSTLAB_DATA")) else None)
     for path in (own, *_places(parent, Path(own).name)):
         data = recipe.data.model_copy(update={"path": path})
-        with suppress(BadInput):
+        with suppress(FrostlabError):  # a file of another kind
             if data_digest(recipe.model_copy(update={"data": data}), data_dir) == digest:
                 return path
     searched = own if parent is None else f"{own} nor in {parent}"

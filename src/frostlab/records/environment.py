@@ -154,12 +154,12 @@ def _versions() -> dict[str, str | None]:
 @cache
 def _packages() -> dict[str, str]:
     """Return the version of every installed package, read once: this takes 0.1 s."""
-    try:
-        found = {package.name: package.version for package in importlib.metadata.distributions()}
-    except Exception:  # the files of an installed package may be damaged
-        return {}
-    named = {str(name): str(version) for name, version in found.items() if name}
-    return dict(sorted(named.items(), key=lambda item: item[0].lower()))
+    versions: dict[str, str] = {}
+    for package in importlib.metadata.distributions():
+        name, version = (_try(getattr, package, key) for key in ("name", "version"))
+        if name and version:  # else the package's files are damaged
+            versions[str(name)] = str(version)
+    return dict(sorted(versions.items(), key=lambda item: item[0].lower()))
 
 
 def _numerics() -> dict[str, Any]:
@@ -206,13 +206,13 @@ def comparable_facts(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def machine_line(values: Mapping[str, Any]) -> str:
-    """Return the machine of an environment on one line: device, host and system."""
+    """Return the machine of an environment on one line: GPU, CPU and system, without its name."""
     gpu, host = (
         value if isinstance(value := values.get(key), dict) else {} for key in ("gpu", "host")
     )
     cores = f"{host.get('usable_cores')} of {host.get('logical_cores')} cores"
     driver = f"driver {gpu.get('driver')}" if gpu.get("driver") else None
-    facts = (gpu.get("name"), driver, host.get("cpu"), cores, host.get("os"), host.get("name"))
+    facts = (gpu.get("name"), driver, host.get("cpu"), cores, host.get("os"))
     return ", ".join(str(fact) for fact in facts if fact)
 
 
