@@ -18,11 +18,7 @@ from typing import Any
 import frostlab as fl
 from common import report
 from frostlab.comparison.run import judge_again
-
-try:
-    from frostlab.records.manifest import verify, write_manifest
-except ImportError:  # a version of frostlab without manifests
-    verify = write_manifest = None  # type: ignore[assignment]
+from frostlab.records.manifest import verify, write_manifest
 
 RECIPE = {
     "data": {"name": "majority", "examples": 96, "length": 12, "symbols": 4},
@@ -90,7 +86,7 @@ EDITED: dict[str, Attack] = {
 
 def outcome(folder: Path) -> str:
     """Judge a folder again, and return what was noticed."""
-    noticed = "verify" if verify is not None and verify(folder)[1] else "counted"
+    noticed = "verify" if verify(folder)[1] else "counted"
     try:
         judged = judge_again(folder)
     except fl.BadInput:
@@ -101,7 +97,7 @@ def outcome(folder: Path) -> str:
         return "unproven"
     if any(pair.arm == "oelm" for pair in evidence.refused_pairs):
         return "left out"
-    if getattr(evidence, "varied_facts", ()):
+    if evidence.varied_facts:
         return "said"
     return noticed
 
@@ -115,7 +111,7 @@ def main() -> None:
                 folder = Path(place) / "copy"
                 shutil.copytree(made, folder)
                 attack(folder)
-                if sealed and write_manifest is not None:
+                if sealed:
                     for manifest in folder.glob("*/*/manifest.json"):
                         write_manifest(manifest.parent)
                     write_manifest(folder)
