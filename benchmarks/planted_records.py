@@ -58,7 +58,7 @@ MADE: dict[str, Attack] = {
     "another torch in one arm": environment("versions", "torch", value="1.0"),
     "another scipy in one arm": environment("versions", "scipy", value="1.0"),
     "changed frostlab code in one arm": environment("code", "digest", value="0" * 64),
-    "another CPU in one arm": environment("host", "cpu", value="another"),
+    "another CPU in one arm": environment("device_name", value="another"),
     "another instruction set in one arm": environment("numerics", "cpu_capability", value="x"),
     "TF32 in one arm": environment("numerics", "cuda_matmul", value="tf32"),
     "another torch for one seed": environment(

@@ -57,7 +57,7 @@ ENVIRONMENT = [  # section, key, its value in the other run, and the fact that t
     ("versions", "torch", "1.0", "torch"),
     ("versions", "scipy", "1.0", "scipy"),
     ("versions", "python", "3.0", "python"),
-    ("host", "cpu", "another", "the device's name"),
+    ("device_name", None, "another", "the device's name"),
     ("numerics", "cpu_capability", "another", "cpu capability"),
     ("numerics", "deterministic", "another", "deterministic"),
     ("numerics", "cuda_matmul", "tf32", "cuda matmul"),
@@ -69,14 +69,20 @@ ENVIRONMENT = [  # section, key, its value in the other run, and the fact that t
 @pytest.mark.parametrize(("section", "key", "value", "fact"), ENVIRONMENT)
 @pytest.mark.parametrize("file", ["environment.json", "environment-1.json"])
 def test_another_environment_keeps_runs_apart(
-    file: str, section: str, key: str, value: str, fact: str, made: fl.Comparison, tmp_path: Path
+    file: str,
+    section: str,
+    key: str | None,
+    value: str,
+    fact: str,
+    made: fl.Comparison,
+    tmp_path: Path,
 ) -> None:
     """The second file is that of a run that was resumed elsewhere."""
     one, other = (made.folder / "runs" / f"{arm}-s0" for arm in ("baseline", "oelm"))
     shutil.copytree(other, tmp_path / "other")
     values = json.loads((other / "environment.json").read_text())
-    before = values[section][key]
-    values[section][key] = value
+    before = values[section] if key is None else values[section][key]
+    values[section] = value if key is None else {**values[section], key: value}
     (tmp_path / "other" / file).write_text(json.dumps(values))
     reason = why_unpaired_at(one, tmp_path / "other")
     assert reason is not None

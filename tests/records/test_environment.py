@@ -222,6 +222,7 @@ def test_the_host_and_the_libraries_are_described(monkeypatch: pytest.MonkeyPatc
     assert found["versions"]["torch"] == torch.__version__
     assert found["versions"]["python"] == sys.version.split()[0]
     assert found["versions"]["cuda"] == torch.version.cuda
+    assert found["device_name"] == found["host"]["cpu"]
     assert found["versions"]["scipy"] == importlib.metadata.version("scipy")
     assert found["packages"]["pytest"] == pytest.__version__
     assert len(found["packages"]) > 30

@@ -113,6 +113,7 @@ def environment(device: str) -> dict[str, Any]:
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.orig_argv),
         "device": device,
+        "device_name": _try(_device_name, device),
         "gpu": gpu,
         "gpu_reason": reason,
         "versions": _versions(),
@@ -122,6 +123,12 @@ def environment(device: str) -> dict[str, Any]:
         "code": _own_code(),
         "variables": {name: os.environ.get(name) for name in VARIABLES},
     }
+
+
+def _device_name(device: str) -> str | None:
+    """Return the GPU's name as torch knows it, or the CPU's; NVML may be missing or busy."""
+    torch: Any = sys.modules.get("torch")
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else _cpu_model()
 
 
 def one_line(values: dict[str, Any]) -> str:
@@ -191,16 +198,14 @@ def comparable_facts(values: Mapping[str, Any]) -> dict[str, str]:
 
     They are frostlab's code, the versions, the device, and settings that change digits.
     """
-    objects = ((key, values.get(key)) for key in ("gpu", "host", "versions", "numerics", "code"))
+    objects = ((key, values.get(key)) for key in ("versions", "numerics", "code", "variables"))
     parts = {key: value if isinstance(value, dict) else {} for key, value in objects}
-    variables = values.get("variables")
-    variables = variables if isinstance(variables, dict) else {}
     facts = {
         "frostlab's code": _short(parts["code"].get("digest")),
         **parts["versions"],
-        "the device's name": parts["gpu"].get("name") or parts["host"].get("cpu"),
+        "the device's name": values.get("device_name"),
         **{name.replace("_", " "): value for name, value in parts["numerics"].items()},
-        **{name: variables.get(name) for name in _CHANGE_RESULTS},
+        **{name: parts["variables"].get(name) for name in _CHANGE_RESULTS},
     }
     return {name: "none" if value is None else str(value) for name, value in facts.items()}
 
