@@ -102,6 +102,7 @@ def test_differences_are_said(made: fl.Comparison) -> None:
         arms={**evidence.arms, "oelm": replace(arm, runs=(run, *arm.runs[1:]))},
         made=replace(evidence.made, versions={**evidence.made.versions, "torch": "1.0"}),
     )
+    assert len(unlike(replace(evidence, arms={"gone": arm}), evidence)) == 1
     first, second = unlike(evidence, changed)
     accuracy = arm.runs[0].metrics["accuracy"]
     assert first == (

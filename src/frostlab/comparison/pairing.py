@@ -269,18 +269,17 @@ def unlike(first: Evidence, again: Evidence) -> list[str]:
     """
     differing, total = list[str](), 0
     for arm, evidence in first.arms.items():
-        runs = {run.seed: run for run in again.arms[arm].runs}
+        other_runs = again.arms[arm].runs if arm in again.arms else ()
+        metrics = {run.seed: run.metrics for run in other_runs}
         for run in evidence.runs:
             for metric, value in run.metrics.items():
                 total += 1
-                other = runs[run.seed].metrics.get(metric)
+                other = metrics.get(run.seed, {}).get(metric)
                 if value != other:
                     differing.append(f"{arm} seed {run.seed}: {metric} {value} and now {other}")
     if not differing:
         return [f"all {total} metrics are equal to those of the first comparison, in every digit"]
-    lines = [
-        f"{len(differing)} of {total} metrics differ from the first comparison: {differing[0]}"
-    ]
+    lines = [f"{len(differing)} of {total} metrics differ, such as {differing[0]}"]
     made, now = first.made, again.made
     facts = {
         "data": (made.data, now.data),

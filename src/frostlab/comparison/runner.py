@@ -287,9 +287,12 @@ class ComparisonFolder:
         return plan
 
     def check_inputs(self) -> None:
-        """Refuse files that later calls read again if they were changed after the last call."""
+        """Refuse files that later calls read again if they were changed after the last call.
+
+        A file that was deleted is made again.
+        """
         if (self.path / MANIFEST).exists():
-            inputs = {str(self.path / name) for name in _INPUTS}
+            inputs = {str(path) for name in _INPUTS if (path := self.path / name).exists()}
             for problem in problems_in(self.path, deep=False):
                 if problem.path in inputs and not problem.added:
                     raise BadInput(f"{problem}; restore it, or choose another folder")
