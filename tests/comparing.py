@@ -1,11 +1,13 @@
 """Small comparisons for tests: a few arms of tiny models that train for a moment."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import frostlab as fl
 from frostlab.comparison.load import make_plan
 from frostlab.comparison.plan import Plan
+from frostlab.records.manifest import write_manifest
 from hearing import hearing
 from stages import progressive
 from tiny import tiny
@@ -70,6 +72,28 @@ HEARING: dict[str, Any] = {  # decoders of EEG, watched
     "contrasts": [{"question": "Better?", "arm": "v2", "against": "v1"}],
     "clock": None,
 }
+
+
+def plant(path: Path, **values: Any) -> None:
+    """Change keys of a JSON file."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def own_data(path: Path, first: int = 0) -> Path:
+    """Write labelled texts of a few words."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    words = ["one", "two", "three", "four", "five"]
+    rows = [f"{words[i % 5]} {words[i * 3 % 5]} {words[i * i % 5]} {i},{i % 2}"
+            for i in range(first, first + 120)]  # fmt: skip
+    path.write_text("\n".join(["text,label", *rows]))
+    return path
+
+
+def reseal(folder: Path) -> None:
+    """Write the manifests of a comparison again, as if its files had always been as they are."""
+    for manifest in folder.glob("*/*/manifest.json"):
+        write_manifest(manifest.parent)
+    write_manifest(folder)
 
 
 def compare(folder: Path, jobs: int = 1, **changes: Any) -> fl.Comparison:

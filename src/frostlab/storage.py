@@ -365,7 +365,16 @@ def seal(folder: Path) -> None:
     """Write the checksums of all files in a folder, so that `damaged_file` can verify them."""
     files = (path for path in folder.rglob("*") if path.is_file() and path != folder / SEAL)
     names = sorted(str(path.relative_to(folder)) for path in files)
-    write_whole(folder / SEAL, json.dumps(_checksums(folder, names), indent=1))
+    write_whole(folder / SEAL, json.dumps(checksums(folder, names), indent=1))
+
+
+def remove_sealed(folder: Path, name: str) -> None:
+    """Remove a file of a sealed folder, and its checksum."""
+    (folder / name).unlink(missing_ok=True)
+    with suppress(OSError, BadInput):  # a damaged seal stays damaged
+        sealed = read_json(folder / SEAL)
+        if isinstance(sealed, dict) and sealed.pop(name, None) is not None:
+            write_whole(folder / SEAL, json.dumps(sealed, indent=1))
 
 
 def damaged_file(folder: Path, names: Iterable[str] | None = None) -> Path | None:
@@ -377,24 +386,25 @@ def damaged_file(folder: Path, names: Iterable[str] | None = None) -> Path | Non
         return folder / SEAL
     if not isinstance(sealed, dict):
         return folder / SEAL
-    present = {name for name in wanted if _is_plain(folder, name)}
-    checksums = _checksums(folder, sorted(present))
-    damaged = next((folder / name for name in wanted if checksums.get(name) != wanted[name]), None)
+    present = {name for name in wanted if is_plain(folder, name)}
+    found = checksums(folder, sorted(present))
+    damaged = next((folder / name for name in wanted if found.get(name) != wanted[name]), None)
     if damaged is None and names is None:  # a file without a checksum counts as damaged too
         files = (path for path in folder.rglob("*") if not path.is_dir() and path.name != SEAL)
         return next((path for path in files if str(path.relative_to(folder)) not in sealed), None)
     return damaged
 
 
-def _is_plain(folder: Path, name: str) -> bool:
+def is_plain(folder: Path, name: str) -> bool:
     """Return whether a name in a seal is a regular file inside the folder, and not a link."""
     with suppress(OSError, ValueError):
         path = folder / name
-        return ".." not in Path(name).parts and stat.S_ISREG(path.lstat().st_mode)
+        inside = ".." not in Path(name).parts and not Path(name).is_absolute()
+        return inside and stat.S_ISREG(path.lstat().st_mode)
     return False
 
 
-def _checksums(folder: Path, names: list[str]) -> dict[str, list[Any]]:
+def checksums(folder: Path, names: list[str]) -> dict[str, list[Any]]:
     """Return each file's size followed by the sha256 of every block, computed in threads."""
     sizes = {name: (folder / name).stat().st_size for name in names}
     blocks = [(folder / name, offset) for name in names for offset in range(0, sizes[name], _BLOCK)]

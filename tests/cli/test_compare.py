@@ -39,6 +39,20 @@ def test_the_same_command_again_repeats_nothing(compared: Path) -> None:
     assert set(evidence["arms"]) == {"baseline", "oelm"}
 
 
+def test_a_plan_is_carried_out_again(compared: Path) -> None:
+    plan, out = str(compared / "out" / "plan.json"), str(compared / "again")
+    done = frostlab_command("compare", plan, "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert "run 4 of 4" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("all 12 metrics are equal to those of the first")
+    assert f"page: {out}/comparison.md" in done.stdout
+    refused = frostlab_command("compare", plan, "--out", out, "--seeds", "3", "--set", "seed=1")
+    assert refused.returncode == 2
+    assert refused.stderr == (
+        f"frostlab: {plan} is carried out as it is; it cannot be changed (seeds, seed)\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

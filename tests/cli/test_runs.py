@@ -1,6 +1,7 @@
 """`frostlab recipes`, `run`, `runs`, `show`, as programs."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,32 @@ def test_a_run_by_command_has_its_settings(finished: Path) -> None:
     assert (recipe["treatment"], recipe["seed"], recipe["train"]["batch"]) == ("oelm", 3, 32)
     assert record.status == "finished"
     assert "mine.yaml" in record.environment["command"]
+
+
+def test_verify(finished: Path, tmp_path: Path) -> None:
+    done = frostlab_command("verify", str(finished))
+    assert (done.returncode, done.stdout) == (0, "2 checked; all files are as they were written\n")
+    shutil.copytree(finished, tmp_path / "runs")
+    result = tmp_path / "runs" / "mine-oelm-s3" / "result.json"
+    result.write_text(result.read_text().replace('"steps": 16', '"steps": 17'))
+    (result.parent / "digests.json").unlink()
+    (result.parent / "more.txt").write_text("")
+    done = frostlab_command("verify", str(tmp_path / "runs"))
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.splitlines() == [
+        f"{result.parent / 'digests.json'} is missing",
+        f"{result} was changed after it was written",
+        f"{result.parent / 'more.txt'} was added",
+    ]
+    done = frostlab_command("verify", str(result.parent), "--json")
+    assert done.returncode == 1
+    listed = json.loads(done.stdout)
+    assert listed["checked"] == 1
+    assert listed["problems"][1] == {
+        "path": str(result), "problem": "was changed after it was written",
+    }  # fmt: skip
+    done = frostlab_command("verify", str(tmp_path / "nowhere"))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
 
 
 def test_runs_and_show(finished: Path) -> None:

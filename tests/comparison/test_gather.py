@@ -1,21 +1,22 @@
 """Evidence from whole comparisons: runs, pairs, verdicts, subjects, gradients, stages."""
 
-import json
 import math
+import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from scipy import stats
 
 import frostlab as fl
-from comparing import GROWN, HEARING, LANGUAGE, compare
+from comparing import GROWN, HEARING, LANGUAGE, compare, plant, reseal
 from frostlab.comparison.evidence import RefusedPair
 from frostlab.comparison.gather import subject_tests
 from frostlab.comparison.load import make_plan
+from frostlab.comparison.run import judge_again
 from frostlab.flow.diagnosis import diagnose
 from frostlab.records.folder import RunRecord, read_scores
+from frostlab.records.manifest import write_manifest
 
 
 def test_every_file_is_there_and_agrees(made: fl.Comparison) -> None:
@@ -57,16 +58,13 @@ def test_a_perplexity_beyond_numbers_counts_as_failed(tmp_path: Path) -> None:
     assert verdict.paired.high is None
 
 
-def plant(path: Path, **values: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-
-
 def test_a_caution_is_shown_and_other_data_are_not_paired(tmp_path: Path) -> None:
     found = compare(tmp_path / "c")
     assert "Caution" not in found.page.read_text()
     for name in ("baseline", "oelm"):
         plant(tmp_path / "c" / "runs" / f"{name}-s0" / "result.json", caution="selected on it")
         plant(tmp_path / "c" / "runs" / f"{name}-s1" / "digests.json", data="another")
+    reseal(tmp_path / "c")
     again = compare(tmp_path / "c")
     assert "Caution: selected on it." in again.page.read_text()
     (refused,) = again.evidence.refused_pairs
@@ -78,6 +76,46 @@ def test_a_caution_is_shown_and_other_data_are_not_paired(tmp_path: Path) -> Non
     assert (summary.n, summary.mean) == (1, kept.metrics["accuracy"])
     values = json.loads((tmp_path / "c" / "comparison.json").read_text())
     assert values["oelm_freeze"]["performance"]["best_accuracy"] == kept.metrics["accuracy"]
+
+
+def test_an_edited_run_is_refused_and_no_look_is_taken(tmp_path: Path) -> None:
+    compare(tmp_path / "c", seeds=1)
+    evidence = (tmp_path / "c" / "evidence.json").read_text()
+    run = tmp_path / "c" / "runs" / "oelm-s0"
+    report = RunRecord(run).result.report
+    plant(run / "result.json", report={**report, "accuracy": 1.0})
+    with pytest.raises(fl.BadInput) as refused:
+        compare(tmp_path / "c", seeds=1)
+    assert str(refused.value) == (
+        f"{run / 'result.json'} was changed after it was written; delete {run} to train it again"
+    )
+    write_manifest(run)  # the manifest fits, but the predictions do not
+    with pytest.raises(fl.BadInput, match=r"report\.accuracy is 1\.0, but predictions\.json gives"):
+        judge_again(tmp_path / "c")
+    plant(run / "result.json", report={**report, "macro_f1": 1.0})
+    write_manifest(run)
+    with pytest.raises(fl.BadInput, match=r"report\.macro_f1 is 1\.0, but predictions\.json gives"):
+        judge_again(tmp_path / "c")
+    assert (tmp_path / "c" / "evidence.json").read_text() == evidence
+    shutil.rmtree(run)
+    assert compare(tmp_path / "c", seeds=1).evidence.look == 1
+
+
+@pytest.mark.parametrize("where", ["repeat/baseline-s0", "rounds/oelm-r1", "assay/s0"])
+def test_an_edited_run_is_refused_wherever_it_is(where: str, tmp_path: Path) -> None:
+    compare(tmp_path / "c", seeds=1, rounds=1, assay=True)
+    (tmp_path / "c" / where / "predictions.json").unlink()
+    with pytest.raises(fl.BadInput, match=r"predictions\.json is missing; delete"):
+        judge_again(tmp_path / "c")
+
+
+@pytest.mark.parametrize("name", ["plan.json", "tuning.json", "assay.json"])
+def test_edited_inputs_of_a_comparison_are_refused(name: str, tmp_path: Path) -> None:
+    compare(tmp_path / "c", seeds=1, tune={"values": [1e-3, 3e-3]}, assay=True)
+    path = tmp_path / "c" / name
+    path.write_text(path.read_text() + "\n")
+    with pytest.raises(fl.BadInput, match=f"{name} was changed after it was written; restore it"):
+        judge_again(tmp_path / "c")
 
 
 def test_stages_are_compared(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 import frostlab as fl
 from comparing import LANGUAGE, LAYERS, compare
-from frostlab.comparison.evidence import Answer
+from frostlab.comparison.evidence import Answer, VariedFact
 from frostlab.comparison.page import page, show
 from frostlab.text import NONE
 from fuzz.targets_pages import tokens
@@ -102,6 +102,8 @@ def test_hostile_texts_are_shown_not_obeyed(made: fl.Comparison) -> None:
     }
     spoilt = replace(
         evidence, caution=EVIL, contrasts=(answer,), arms=arms,
+        made=replace(evidence.made, machine=EVIL, command=EVIL, versions={EVIL: EVIL}),
+        varied_facts=(VariedFact(EVIL, {EVIL: (0,)}),),
         verdicts=verdicts,
         confounds=dict.fromkeys(evidence.confounds, (EVIL,)),
     )  # fmt: skip

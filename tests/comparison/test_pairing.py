@@ -5,14 +5,19 @@ import shutil
 from pathlib import Path
 
 import pytest
+import transformers
+from safetensors.torch import load_file, save_file
 
 import frostlab as fl
-from comparing import LAYERS, SMALL, compare
+from comparing import LAYERS, SMALL, compare, own_data, plant, reseal
 from frostlab.comparison.evidence import ComparedOrder
 from frostlab.comparison.pairing import PairingFacts, steps_compared, why_unpaired
+from frostlab.comparison.run import judge_again
 from frostlab.records.folder import RunRecord
 from frostlab.training.batches.batch import Order
 from frostlab.training.batches.feed import Feed
+from tiny import tiny
+from zoo import SIZES
 
 
 def why_unpaired_at(one: Path, other: Path) -> str | None:
@@ -45,6 +50,139 @@ def test_a_planted_difference_keeps_runs_apart(
     assert {"order": "order of examples", "weights": "initial weights"}.get(
         planted, planted
     ) in reason
+
+
+ENVIRONMENT = [  # section, key, its value in the other run, and the fact that the reason names
+    ("code", "digest", "0" * 64, "frostlab's code"),
+    ("versions", "torch", "1.0", "torch"),
+    ("versions", "scipy", "1.0", "scipy"),
+    ("versions", "python", "3.0", "python"),
+    ("device_name", None, "another", "the device's name"),
+    ("numerics", "cpu_capability", "another", "cpu capability"),
+    ("numerics", "deterministic", "another", "deterministic"),
+    ("numerics", "cuda_matmul", "tf32", "cuda matmul"),
+    ("numerics", "cudnn_convolution", "another", "cudnn convolution"),
+    ("variables", "ONEDNN_MAX_CPU_ISA", "another", "ONEDNN_MAX_CPU_ISA"),
+]
+
+
+@pytest.mark.parametrize(("section", "key", "value", "fact"), ENVIRONMENT)
+@pytest.mark.parametrize("file", ["environment.json", "environment-1.json"])
+def test_another_environment_keeps_runs_apart(
+    file: str,
+    section: str,
+    key: str | None,
+    value: str,
+    fact: str,
+    made: fl.Comparison,
+    tmp_path: Path,
+) -> None:
+    """The second file is that of a run that was resumed elsewhere."""
+    one, other = (made.folder / "runs" / f"{arm}-s0" for arm in ("baseline", "oelm"))
+    shutil.copytree(other, tmp_path / "other")
+    values = json.loads((other / "environment.json").read_text())
+    before = values[section] if key is None else values[section][key]
+    values[section] = value if key is None else {**values[section], key: value}
+    (tmp_path / "other" / file).write_text(json.dumps(values))
+    reason = why_unpaired_at(one, tmp_path / "other")
+    assert reason is not None
+    assert reason.startswith(f"{fact} differs ({str(before)[:16]}")
+    assert value[:16] in reason
+    assert (" then " in reason) == (file == "environment-1.json")
+
+
+def test_another_environment_of_a_seed_is_said_and_of_an_arm_refused(tmp_path: Path) -> None:
+    compare(tmp_path / "c", seeds=2)
+    assert (
+        "libraries and frostlab's code are equal" in (tmp_path / "c" / "comparison.md").read_text()
+    )
+    runs = tmp_path / "c" / "runs"
+    for arm in ("baseline", "oelm"):
+        path = runs / f"{arm}-s1" / "environment.json"
+        versions = json.loads(path.read_text())["versions"]
+        plant(path, versions=versions | {"torch": "1.0"})
+    reseal(tmp_path / "c")
+    found = judge_again(tmp_path / "c")
+    assert not found.evidence.refused_pairs
+    (fact,) = found.evidence.varied_facts
+    assert (fact.name, fact.seeds["1.0"]) == ("torch", (1,))
+    assert f"- torch is not the same in all runs: {versions['torch']} (seed 0); 1.0 (seed 1)." in (
+        found.page.read_text()
+    )
+    plant(runs / "oelm-s0" / "environment.json", versions=versions | {"torch": "1.0"})
+    reseal(tmp_path / "c")
+    (refused,) = judge_again(tmp_path / "c").evidence.refused_pairs
+    assert (refused.seed, refused.reason) == (0, f"torch differs ({versions['torch']} and 1.0)")
+
+
+def test_pretrained_weights_are_compared_between_arms_and_seeds(tmp_path: Path) -> None:
+    compare(tmp_path / "c", seeds=2)
+    runs = tmp_path / "c" / "runs"
+    plant(runs / "oelm-s0" / "digests.json", source="another")
+    for arm in ("baseline", "oelm"):
+        plant(runs / f"{arm}-s1" / "digests.json", source="changed")
+    reseal(tmp_path / "c")
+    between_arms, between_seeds = judge_again(tmp_path / "c").evidence.refused_pairs
+    assert between_arms.reason == "the pretrained weights differ (None and another)"
+    assert between_seeds.reason == "the pretrained weights differ from those of seed 0"
+
+
+def test_a_seed_that_starts_from_other_weights_is_refused(tmp_path: Path) -> None:
+    """The folder of the pretrained model changes between two calls, and only one weight of it."""
+    config = transformers.BertConfig(**SIZES)
+    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / "bert")
+    recipe = tiny(
+        model={"kind": "pretrained", "name": str(tmp_path / "bert")},
+        tokenizer={"kind": "words", "size": 20},
+        data={"name": "own", "path": str(own_data(tmp_path / "own.csv")), "length": 8},
+        train__epochs=1,
+    )
+    first = compare(tmp_path / "c", recipe=recipe, seeds=1)
+    assert first.evidence.made.source is not None
+    assert f"; pretrained weights {first.evidence.made.source}." in first.page.read_text()
+    weights = load_file(tmp_path / "bert" / "model.safetensors")
+    weights["bert.encoder.layer.0.attention.self.query.weight"][0, 0] += 1
+    save_file(weights, tmp_path / "bert" / "model.safetensors", {"format": "pt"})
+    (refused,) = compare(tmp_path / "c", recipe=recipe, seeds=2).evidence.refused_pairs
+    assert (refused.seed, refused.reason) == (
+        1, "the pretrained weights differ from those of seed 0",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "reason"), [
+    ("data", "the data differ from the data of seed 0"),
+    ("source", "the pretrained weights differ from those of seed 0"),
+])  # fmt: skip
+def test_contrasts_and_tuning_know_of_changed_files(key: str, reason: str, tmp_path: Path) -> None:
+    fl.compare(LAYERS | {"seeds": 2}, out=tmp_path / "c")
+    for arm in ("two", "two-frozen"):  # not the baseline
+        plant(tmp_path / "c" / "runs" / f"{arm}-s1" / "digests.json", **{key: "changed"})
+    reseal(tmp_path / "c")
+    _, frozen = judge_again(tmp_path / "c").evidence.contrasts
+    assert frozen.verdict.word == "unproven"
+    assert f"seed 1: {reason}" in frozen.verdict.sentence
+    tuned = compare(tmp_path / "t", tune={"values": [1e-3, 3e-3]}, seeds=2)
+    chosen = {run.folder for run in tuned.evidence.arms["oelm"].runs}
+    runs = {path: str(path.relative_to(tuned.folder)) in chosen
+            for path in tuned.folder.glob("runs/oelm@*-s1")}  # fmt: skip
+    assert set(runs.values()) == {True, False}
+    for run in runs:
+        digests = (run / "digests.json").read_text()
+        plant(run / "digests.json", **{key: "changed"})
+        reseal(tuned.folder)
+        again = judge_again(tuned.folder).verdicts["oelm"]
+        assert again.word == "unproven"
+        assert f"oelm was tuned with the run {run.name}: {reason}" in again.sentence
+        (run / "digests.json").write_text(digests)
+
+
+def test_a_planted_harm_that_was_trained_elsewhere_proves_nothing(tmp_path: Path) -> None:
+    compare(tmp_path / "c", seeds=1, assay=True)
+    plant(tmp_path / "c" / "assay" / "s0" / "digests.json", data="changed")
+    reseal(tmp_path / "c")
+    assay = judge_again(tmp_path / "c").evidence.assay
+    assert assay is not None
+    assert assay.verdict.word == "unproven"
 
 
 SHORT = {**SMALL, "train": {**SMALL["train"], "epochs": None, "steps": 3}}
@@ -114,6 +252,7 @@ def test_other_weights_of_one_size_are_still_no_pair(tmp_path: Path) -> None:
     digests = tmp_path / "c" / "runs" / "long-s0" / "digests.json"
     digests.write_text(digests.read_text().replace('"weights": {', '"weights": {"more": "0",'))
     (tmp_path / "c" / "evidence.json").unlink()
+    reseal(tmp_path / "c")
     (refused,) = fl.compare(values, out=tmp_path / "c").evidence.refused_pairs
     assert refused.reason == "only one of the two runs has the weights more"
 

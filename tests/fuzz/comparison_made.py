@@ -16,6 +16,7 @@ from frostlab.comparison.evidence import (
     Effect,
     Evidence,
     Limit,
+    Made,
     Parameters,
     PredictionTest,
     Quantity,
@@ -31,11 +32,14 @@ from frostlab.comparison.evidence import (
     TimedArm,
     TunedSetting,
     TuningPoint,
+    VariedFact,
 )  # fmt: skip
 from frostlab.comparison.load import make_plan
 from frostlab.comparison.plan import Plan
 
 _EFFECT = Effect(2, False, 0.05, 0.1, -0.1, 0.3, 0.2, 0.1)
+_MADE = Made("p", "d", None, "r", "2024-01-01", "2024-01-02", "a machine", {"torch": "2.13"},
+             None, "c", "frostlab compare x")  # fmt: skip
 _SUMMARY = Summary(2, 0.5, 0.1, 0.2, 0.4, 0.6)
 _TUNED = TunedSetting(
     "optim.decay", (0.01, 0.1), False, {"baseline": 0.01, "oelm": 0.1},
@@ -109,7 +113,7 @@ def evidence() -> bytes:
     names, metrics = ("baseline", "oelm"), ("accuracy", "macro_f1", "loss")
     subjects = SubjectTest(2, 2, 1, 0.1, _EFFECT, 0.5, None, 0.5)
     whole = Evidence(
-        schema=SCHEMA, plan=plan(), baseline="baseline", look=2,
+        schema=SCHEMA, plan=plan(), made=_MADE, baseline="baseline", look=2,
         earlier_looks=(EarlierLook(1.5e9, "comparisons/it", "accuracy", 6, 0.05),), jobs=1,
         caution=None, pairs=2,
         confounds={"oelm": ()}, tuning=(_TUNED,),
@@ -118,6 +122,7 @@ def evidence() -> bytes:
               for name in names},
         refused_pairs=(RefusedPair("oelm", 1, "the data differ"),),
         partly_compared=(ComparedOrder("oelm", "baseline", 0, 3, 2),),
+        varied_facts=(VariedFact("torch", {"2.12": (0,), "2.13": (1,)}),),
         verdicts={"oelm": _verdict()}, secondary={"loss": {"oelm": _EFFECT}},
         contrasts=(Answer("Is it?", "value", _verdict()),),
         oelm="oelm", equal_norms=True, orthogonality=_verdict(),

@@ -97,7 +97,14 @@ def _check_events(content: bytes, folder: Path) -> None:
 
 
 def _digests() -> list[bytes]:
-    values = {"data": "d", "weights": {"a": "x"}, "touched": ["a"], "frozen": {"a": "x"}}
+    values = {
+        "data": "d",
+        "source": None,
+        "revision": None,
+        "weights": {"a": "x"},
+        "touched": ["a"],
+        "frozen": {"a": "x"},
+    }
     return [_json(values)]
 
 

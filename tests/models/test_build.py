@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 import frostlab as fl
-from frostlab.models.build import blueprint, build_model
+from frostlab.models.build import blueprint, build_model, weight_source
 from frostlab.models.conformer import ConformerConfig
 from frostlab.models.decoder import DecoderConfig
 from frostlab.models.gpt import GPTConfig
 from frostlab.recipe.load import recipe_from
+from frostlab.recipe.model import PretrainedModel
 from frostlab.training.treatment import wants_types
 from tiny import tiny
 
@@ -155,3 +156,28 @@ def test_a_config_takes_every_value_of_the_recipe() -> None:
     del shape["hidden"]
     model = build_model(recipe_from(tiny(model={"kind": "gpt"} | shape)), 5, 2, 0)
     assert (model.config.hidden, model.config.positions, model.config.causal) == (96, 12, False)
+
+
+def test_the_files_of_pretrained_weights_have_a_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors", "README.md"):
+        (snapshot / name).write_text(name)
+    here = PretrainedModel(kind="pretrained", name=str(snapshot))
+    first = weight_source(here)
+    assert first["source"] is not None
+    assert first["revision"] is None
+    monkeypatch.setattr(
+        "transformers.utils.hub.cached_file", lambda *given, **more: str(snapshot / "config.json")
+    )
+    on_hub = PretrainedModel(kind="pretrained", name="somebody/model")
+    assert weight_source(on_hub) == {"source": first["source"], "revision": "a" * 40}
+    (snapshot / "README.md").write_text("changed")
+    assert weight_source(here) == first
+    (snapshot / "model.safetensors").write_text("changed")
+    assert weight_source(here)["source"] != first["source"]
+    drawn = {"source": None, "revision": None}
+    assert weight_source(here.model_copy(update={"weights": False})) == drawn
+    assert weight_source(recipe_from(tiny()).model) == drawn

@@ -18,7 +18,7 @@ from frostlab.records.checkpoint import (
 )
 from frostlab.records.folder import RunRecord
 from frostlab.records.schema import NoteEvent, ResumeEvent
-from frostlab.storage import SEAL, seal
+from frostlab.storage import SEAL, damaged_file, seal
 from tiny import tiny
 
 WEIGHTS = {"w": torch.arange(12.0)}
@@ -79,6 +79,7 @@ def test_the_two_newest_are_kept_and_the_best_weights_of_both(tmp_path: Path) ->
         if step == 6:
             assert kept(tmp_path) == {(2, 0): False, (4, 0): True, (6, 0): True}
     assert kept(tmp_path) == {(6, 0): False, (8, 0): True, (9, 0): True}
+    assert [damaged_file(c.folder) for c in checkpoints_in(tmp_path)] == [None] * 3
     save(tmp_path, 9, None, stage=1)
     keep_only(tmp_path, 9, None, stage=1)
     assert kept(tmp_path) == {(6, 0): False, (9, 0): True, (9, 1): True}

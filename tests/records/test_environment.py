@@ -1,5 +1,6 @@
 """The environment is told whole where it can be, and nothing that is missing stops a run."""
 
+import importlib.metadata
 import json
 import os
 import platform
@@ -14,7 +15,13 @@ import pytest
 
 import frostlab as fl
 from frostlab.records import environment as module
-from frostlab.records.environment import code_state, environment, gpu_state, one_line
+from frostlab.records.environment import (
+    code_state,
+    comparable_facts,
+    environment,
+    gpu_state,
+    one_line,
+)
 from tiny import tiny
 
 
@@ -215,6 +222,19 @@ def test_the_host_and_the_libraries_are_described(monkeypatch: pytest.MonkeyPatc
     assert found["versions"]["torch"] == torch.__version__
     assert found["versions"]["python"] == sys.version.split()[0]
     assert found["versions"]["cuda"] == torch.version.cuda
+    assert found["device_name"] == found["host"]["cpu"]
+    assert found["versions"]["scipy"] == importlib.metadata.version("scipy")
+    assert found["packages"]["pytest"] == pytest.__version__
+    assert len(found["packages"]) > 30
+    assert found["numerics"] == {
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "deterministic": False,
+        "cudnn_deterministic": False,
+        "cudnn_benchmark": False,
+        "cuda_matmul": "float32",
+        "cudnn_convolution": "tf32",
+        "cpu_matmul": "float32",
+    }
     assert found["host"]["torch_threads"] == torch.get_num_threads()
     assert found["host"]["logical_cores"] == os.cpu_count()
     assert found["host"]["memory_bytes"] > found["host"]["memory_available_bytes"] > 0
@@ -224,6 +244,23 @@ def test_the_host_and_the_libraries_are_described(monkeypatch: pytest.MonkeyPatc
     assert abs((datetime.now(UTC) - made).total_seconds()) < 60
     assert all(word in found["command"] for word in sys.orig_argv[:1])
     assert {key for key, value in found["host"].items() if value is None} <= {"usable_cores"}
+
+
+def test_settings_that_change_digits_are_comparable_facts() -> None:
+    import torch
+
+    before = comparable_facts(environment("cpu"))
+    torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision("high")
+    try:
+        after = comparable_facts(environment("cpu"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_float32_matmul_precision("highest")
+    changed = {key: value for key, value in after.items() if before[key] != value}
+    assert changed == {"deterministic": "True", "cuda matmul": "tf32", "cpu matmul": "tf32"}
+    assert comparable_facts(environment("cpu")) == before
+    assert comparable_facts({"gpu": 3, "versions": None})["frostlab's code"] == "none"
 
 
 def test_torch_is_not_imported_for_it() -> None:

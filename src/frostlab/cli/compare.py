@@ -23,7 +23,8 @@ def compare(
         str,
         typer.Argument(
             metavar="COMPARISON",
-            help="Name of a shipped comparison or recipe, or a YAML file of either.",
+            help="Name of a shipped comparison or recipe, a YAML file of either, or the plan.json "
+            "of a comparison to carry out again.",
         ),
     ],
     arms: Annotated[
@@ -108,7 +109,7 @@ def compare(
     """  # fmt: skip
     check_data_dir(data_dir)
     changes = settings_from(settings, device)
-    from frostlab.comparison.load import make_plan
+    from frostlab.comparison.load import is_stored_plan, make_plan
 
     options: dict[str, Any] = {
         "arms": arms,
@@ -120,14 +121,17 @@ def compare(
         "assay": assay or None,
     }
     rules = {key: value for key, value in options.items() if value is not None}
-    plan = make_plan(source, rules, settings=changes, quick=quick)
+    again = is_stored_plan(source, rules | changes, quick)
+    plan = None if again else make_plan(source, rules, settings=changes, quick=quick)
     from frostlab.comparison.page import show  # these import torch; the plan does not need it
-    from frostlab.comparison.run import run_plan
+    from frostlab.comparison.run import reproduce, run_plan
     from frostlab.comparison.runner import Runner
 
-    comparison = run_plan(
-        plan, Runner(data_dir, lambda line: echo(plain(line), err=True), jobs), out
-    )
+    runner = Runner(data_dir, lambda line: echo(plain(line), err=True), jobs)
+    if plan is None:
+        comparison = reproduce(Path(source), runner, out)
+    else:
+        comparison = run_plan(plan, runner, out)
     if as_json:
         echo(json.dumps(comparison.evidence.to_dict(), indent=1))
     else:

@@ -59,7 +59,7 @@ def commands(
 ) -> None:
     """Freeze or change parts of a transformer, train it, and measure what that changes.
 
-    Exit codes: 0 success; 1 failure, or a fault found by diagnose; 2 bad input.
+    Exit codes: 0 success; 1 failure, or a fault found by diagnose or verify; 2 bad input.
     """
 
 
@@ -72,6 +72,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {  # in the order of --help
     "diagnose": diagnose.diagnose,
     "compare": compare.compare,
     "judge": compare.judge,
+    "verify": runs.verify,
     "exits": runs.exits,
     "envelopes": runs.envelopes,
     "bench": bench.bench,

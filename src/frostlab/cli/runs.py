@@ -1,4 +1,4 @@
-"""Recipes and their runs: `frostlab recipes`, `run`, `runs`, `show`, `exits` and `envelopes`."""
+"""Recipes and runs: `frostlab recipes`, `run`, `runs`, `show`, `verify`, `exits`, `envelopes`."""
 
 import json
 from dataclasses import asdict
@@ -113,6 +113,34 @@ def show_run(run: RunName, runs: RunsFolder = Path("runs"), as_json: AsJson = Fa
 
     folder = find_run(runs, run)
     echo(json.dumps(show_json(folder), indent=1) if as_json else show(folder))
+
+
+def verify(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER", help="Folder of a run or a comparison, or a folder of these."
+        ),
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Check that finished runs and comparisons are as they were written.
+
+    Each has a manifest with the checksums of its files. One line is printed for every
+    file that was changed, added or removed; the exit code is then 1.
+    """
+    from frostlab.records.manifest import verify as verify_folder
+
+    count, problems = verify_folder(folder)
+    if as_json:
+        listed = [{"path": problem.path, "problem": problem.problem} for problem in problems]
+        echo(json.dumps({"checked": count, "problems": listed}, indent=1))
+    elif problems:
+        echo("\n".join(plain(str(problem)) for problem in problems))
+    else:
+        echo(f"{count} checked; all files are as they were written")
+    if problems:
+        raise typer.Exit(1)
 
 
 def exits(

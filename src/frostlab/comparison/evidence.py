@@ -23,7 +23,7 @@ from frostlab.recipe.bounded_yaml import check_plain, shown_key
 from frostlab.records.schema import read
 from frostlab.storage import finite, read_json
 
-SCHEMA = 3  # version of evidence.json
+SCHEMA = 4  # version of evidence.json
 QUANTITIES = ("front_ratio", "weight_change", "update")  # of gradient flow, for each arm
 _MOST_VALUES = 10**7  # numbers and texts in evidence.json
 Schema = TypeVar("Schema")
@@ -177,6 +177,23 @@ class RefusedPair:
     arm: str
     seed: int
     reason: str
+
+
+@dataclass(frozen=True)
+class VariedFact:
+    """A fact about the machine, the libraries or frostlab's code that is not the same in all runs.
+
+    Runs of different arms are then not paired; runs of different seeds are.
+    """
+
+    name: str  # such as torch
+    seeds: dict[str, tuple[int, ...]]  # by value: the seeds of the runs that had it
+
+    def __str__(self) -> str:
+        values = "; ".join(
+            f"{value} (seed {', '.join(map(str, seeds))})" for value, seeds in self.seeds.items()
+        )
+        return f"{self.name} is not the same in all runs: {values}"
 
 
 @dataclass(frozen=True)
@@ -339,6 +356,37 @@ class Assay:
 
 
 @dataclass(frozen=True)
+class Made:
+    """How a comparison was made, as its first run recorded it, and what is needed to repeat it."""
+
+    plan: str  # digest of the plan without its seeds
+    data: str  # digest of the prepared data
+    source: str | None  # digest of the files of pretrained weights; None if weights are drawn
+    revision: str | None  # the hub's commit of these files
+    began: str  # ISO 8601, UTC: start of the first run
+    ended: str  # end of the last run
+    machine: str
+    versions: dict[str, str]
+    commit: str | None  # of frostlab's checkout; None if it is installed
+    code: str | None  # digest of frostlab's code
+    command: str
+
+    def lines(self) -> list[str]:
+        """Return these facts in words."""
+        weights = f"; pretrained weights {self.source}" if self.source else ""
+        weights += f" at revision {self.revision}" if self.revision else ""
+        commit = f", commit {self.commit}" if self.commit else ""
+        return [
+            f"Plan {self.plan}; data {self.data}{weights}. The command frostlab compare plan.json "
+            "carries out this plan again, in a new folder.",
+            f"Trained from {self.began} to {self.ended} on {self.machine}.",
+            "Versions: " + ", ".join(f"{key} {value}" for key, value in self.versions.items()),
+            f"frostlab's code: digest {self.code}{commit}",
+            f"Command: {self.command}",
+        ]
+
+
+@dataclass(frozen=True)
 class EarlierLook:
     """An earlier look at the same question, in this folder or another."""
 
@@ -355,6 +403,7 @@ class Evidence:
 
     schema: int
     plan: Plan  # with the seeds of all calls so far; with shortened runs if it is quick
+    made: Made
     baseline: str  # name of the arm
     look: int  # number of the look at this question, counted from 1
     earlier_looks: tuple[EarlierLook, ...]  # in any folder
@@ -366,6 +415,7 @@ class Evidence:
     arms: dict[str, ArmEvidence]
     refused_pairs: tuple[RefusedPair, ...]
     partly_compared: tuple[ComparedOrder, ...]  # pairs whose order of examples is partly unknown
+    varied_facts: tuple[VariedFact, ...]  # about the environment; empty if all runs shared it
     verdicts: dict[str, ArmVerdict]  # by arm, on the plan's metric
     secondary: dict[str, dict[str, Effect | None]]  # by metric and arm; no word is said of these
     contrasts: tuple[Answer, ...]

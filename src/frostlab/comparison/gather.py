@@ -25,6 +25,7 @@ from frostlab.comparison.evidence import (
     EarlierLook,
     Effect,
     Evidence,
+    Made,
     PredictionTest,
     Quantity,
     RefusedPair,
@@ -39,7 +40,7 @@ from frostlab.comparison.evidence import (
 )
 from frostlab.comparison.looks import Looks
 from frostlab.comparison.oelm_json import have_equal_norms, oelm_arm, orthogonality_arms
-from frostlab.comparison.pairing import Runs, steps_compared, summarize, why_unpaired
+from frostlab.comparison.pairing import Runs, steps_compared, summarize
 from frostlab.comparison.plan import Plan, Rules, scale_of
 from frostlab.comparison.statistics import Paired, holm, mcnemar, over_examples, paired, spread
 from frostlab.comparison.tuning import Trials
@@ -74,6 +75,7 @@ def gather(
     looks: Looks,
     jobs: int,
     timing: StepTiming | None,
+    made: Made,
 ) -> Evidence:
     """Return the evidence: runs, pairs, summaries, times, and one verdict for every statement.
 
@@ -94,6 +96,7 @@ def gather(
     return Evidence(
         schema=SCHEMA,
         plan=plan,
+        made=made,
         baseline=plan.baseline.name,
         look=looks.number,
         earlier_looks=tuple(
@@ -114,6 +117,7 @@ def gather(
         arms={arm.name: _arm(runs, arm.name, metrics) for arm in plan.arms},
         refused_pairs=runs.refused,
         partly_compared=tuple(_partly_compared(runs)),
+        varied_facts=runs.varied,
         verdicts={arm.name: verdicts.of(arm.name, plan.baseline.name) for arm in plan.others},
         secondary={
             metric: _effects(runs, metric, rules) for metric in metrics if metric != rules.metric
@@ -235,13 +239,13 @@ class Judged:
         return {asked[name]: stored(ArmVerdict, verdict) for name, verdict in verdicts.items()}
 
     def _statement(self, arm: str, against: str, of: str) -> Statement:
-        plan, trials = self.runs.plan, self.runs.trials
+        plan = self.runs.plan
         arms = {each.name: each for each in plan.arms}
         differing = plan.confounds_between(arms[against], arms[arm])
-        unproven = trials.unproven.get(arm) or trials.unproven.get(against)
+        unproven = self.runs.unproven.get(arm) or self.runs.unproven.get(against)
         is_baseline = against == plan.baseline.name  # its refused pairs are left out one by one
         if unproven is None and (of == "gain" or not is_baseline):
-            unproven = _unpaired_seed(self.runs, arm, against)
+            unproven = self.runs.why_unpaired(arm, against)
         of_value = of == "value"
         return Statement(
             arm=arm,
@@ -269,17 +273,6 @@ def _value(run: RunSummary, rules: Rules, of: str) -> float | None:
     if first is None or last is None:
         return None
     return last / first if rules.log else last - first
-
-
-def _unpaired_seed(runs: Runs, arm: str, against: str) -> str | None:
-    """Return why two arms cannot be paired, for the first such seed, or None."""
-    for seed in runs.plan.seeds:
-        facts, other = runs.facts.get((arm, seed)), runs.facts.get((against, seed))
-        if facts is not None and other is not None:
-            reason = why_unpaired(other, facts, runs.plan.vary)
-            if reason is not None:
-                return f"seed {seed}: {reason}"
-    return None
 
 
 def _identical(runs: Runs, arm: str, against: str) -> bool:
@@ -370,7 +363,7 @@ def _assay(runs: Runs, assay: AssayRuns, verdicts: Judged) -> Assay:
     harmed = "baseline with a planted harm"
     verdict = judge(
         {harmed: Scores(values, missing), baseline: replace(base, tried=())},
-        {harmed: Statement(harmed, baseline)},
+        {harmed: Statement(harmed, baseline, unproven=runs.why_unlike_baseline(assay.records))},
         verdicts.rules,
         verdicts.size,
     )[harmed]

@@ -98,6 +98,16 @@ def make_plan(
     return plan
 
 
+def is_stored_plan(source: Source, changes: Mapping[str, Any], quick: bool) -> bool:
+    """Return whether the source is the plan.json of a comparison; refuse any change to it."""
+    if not isinstance(source, str | Path) or not str(source).endswith(".json"):
+        return False
+    if changes or quick:
+        changed = ", ".join([*map(shown_key, changes), *(["quick"] if quick else [])])
+        raise BadInput(f"{source} is carried out as it is; it cannot be changed ({changed})")
+    return True
+
+
 def _read(source: Source) -> tuple[dict[str, Any], str]:
     """Return a comparison's values, and its name for error messages.
 

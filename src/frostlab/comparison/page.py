@@ -468,6 +468,7 @@ def _differences(evidence: Evidence) -> str:
         f"was compared for the first {pair.compared} of the {pair.steps} steps that both took."
         for pair in evidence.partly_compared
     ]
+    lines += [f"- {escaped(str(fact))}." for fact in evidence.varied_facts]
     for setting in evidence.tuning:
         values = ", ".join(
             f"{name} {value:g}" + " (at an end of the grid)" * setting.on_edge[name]
@@ -480,7 +481,7 @@ def _differences(evidence: Evidence) -> str:
     if not lines:
         lines = ["- The arms differ only in the treatment: for every seed, the data, the examples "
                  "of every step that both runs took, and untouched weights are equal by digest, "
-                 "and device and precision are equal."
+                 "and device, precision, libraries and frostlab's code are equal."
                  ]  # fmt: skip
     return "\n".join(lines)
 
@@ -509,6 +510,10 @@ def _runs(evidence: Evidence) -> str:
         for run in arm.runs
     ]  # fmt: skip
     return markdown(["arm", "seed", "status", "steps", metric, "record"], rows)
+
+
+def _made(evidence: Evidence) -> str:
+    return "\n".join(f"- {escaped(line)}" for line in evidence.made.lines())
 
 
 def _link(folder: str) -> Markdown:
@@ -580,5 +585,6 @@ SECTIONS: tuple[tuple[str, Callable[[Evidence], str]], ...] = (
     ("Time of whole runs", _run_times),
     ("Tuning", _tuning),
     ("What differs between the arms", _differences),
+    ("How it was made", _made),
     ("Runs", _runs),
 )

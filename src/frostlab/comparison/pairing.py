@@ -1,20 +1,33 @@
 """The runs of a comparison, read once, and paired: a pair differs only in the treatment.
 
 The seed, the data, the examples of every step that both runs took, the initial weights that neither
-treatment changes, and the machine's settings must be equal.
+treatment changes, the machine, its settings, the libraries and frostlab's code must be equal.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from frostlab.comparison.evidence import Parameters, RefusedPair, RunSummary, StageSummary
+from frostlab.comparison.evidence import (
+    Evidence,
+    Made,
+    Parameters,
+    RefusedPair,
+    RunSummary,
+    StageSummary,
+    VariedFact,
+)
 from frostlab.comparison.plan import Plan
-from frostlab.comparison.tuning import Trials
+from frostlab.comparison.tuning import Trial, Trials
 from frostlab.comparison.verdict import Scores
+from frostlab.errors import BadInput
+from frostlab.records.environment import comparable_facts, machine_line
 from frostlab.records.folder import RunRecord
+from frostlab.records.manifest import check_unchanged
 from frostlab.records.schema import ResumeEvent, Stage, StartEvent, StepEvent
 from frostlab.text import typed
+from frostlab.training.evaluate import COMPUTED, Totals
 
 _MACHINE = ("device", "precision", "processes", "threads")
 
@@ -25,11 +38,13 @@ class PairingFacts:
 
     seed: int
     data: str  # digest of the prepared data
+    source: str | None  # digest of the files of pretrained weights; None if weights are drawn
     weights: dict[str, str]  # digest of each part of the treated model before training
     touched: frozenset[str]  # names of the parts whose values the treatment replaced
     steps: int
     orders: dict[int, str]  # by step: a digest of the examples of every step up to it, in order
-    machine: dict[str, tuple[str, ...]]  # by key: the distinct values over all starts and resumes
+    # by fact about the machine and the software: the distinct values over all starts and resumes
+    environment: dict[str, tuple[str, ...]]
 
     @classmethod
     def of(cls, record: RunRecord) -> "PairingFacts":
@@ -39,15 +54,26 @@ class PairingFacts:
         return cls(
             seed=record.result.seed,
             data=digests.data,
+            source=digests.source,
             weights=digests.weights,
             touched=frozenset(digests.touched),
             steps=record.result.steps,
             orders={event.step: event.order for event in record.events(StepEvent)},
-            machine={
-                key: tuple(sorted({str(getattr(start, key)) for start in starts}))
-                for key in _MACHINE
-            },
+            environment=_distinct(
+                [{key: str(getattr(start, key)) for key in _MACHINE} for start in starts]
+            )
+            | environment_facts(record),
         )
+
+
+def environment_facts(record: RunRecord) -> dict[str, tuple[str, ...]]:
+    """Return the comparable facts of a run's environments, each with its distinct values."""
+    return _distinct([comparable_facts(values) for values in record.environments])
+
+
+def _distinct(facts: Sequence[Mapping[str, str]]) -> dict[str, tuple[str, ...]]:
+    names = dict.fromkeys(name for each in facts for name in each)
+    return {name: tuple(sorted({each.get(name, "none") for each in facts})) for name in names}
 
 
 def why_unpaired(first: PairingFacts, second: PairingFacts, vary: Iterable[str] = ()) -> str | None:
@@ -75,13 +101,15 @@ def _differences(first: PairingFacts, second: PairingFacts, same_model: bool) ->
     if first.data != second.data:
         yield f"the data differ ({first.data} and {second.data})"
     if same_model:
+        if first.source != second.source:
+            yield f"the pretrained weights differ ({first.source} and {second.source})"
         yield from _weight_differences(first, second)
     for step in sorted(first.orders.keys() & second.orders.keys()):
         a, b = first.orders[step], second.orders[step]
         if a != b:
             yield f"the order of examples differs by step {step} ({a} and {b})"
-    for key in _MACHINE:
-        a, b = (" then ".join(facts.machine[key]) for facts in (first, second))
+    for key in first.environment | second.environment:
+        a, b = (" then ".join(facts.environment.get(key, ["none"])) for facts in (first, second))
         if a != b:
             yield f"{key} differs ({a} and {b})"
 
@@ -107,6 +135,9 @@ class Runs:
     tried: dict[str, tuple[dict[int, RunSummary], ...]]  # by arm: every trial, by seed
     facts: dict[tuple[str, int], PairingFacts]  # finished runs only
     refused: tuple[RefusedPair, ...]  # finished runs that cannot be paired with the baseline's
+    changed: dict[tuple[str, int], str]  # why a run's data or pretrained weights are other ones
+    unproven: dict[str, str]  # by arm: why its tuning proves nothing
+    varied: tuple[VariedFact, ...]  # facts about the environment that are not the same for all
 
     @classmethod
     def read(cls, plan: Plan, trials: Trials, folder: Path) -> "Runs":
@@ -129,8 +160,52 @@ class Runs:
             for arm in plan.arms
             if len(trials.trials) > 1
         }
-        refused = tuple(_refused_pairs(plan, facts))
-        return cls(plan, trials, records, summaries, tried, facts, refused)
+        sources = _Sources.first(plan, facts)
+        changed = {
+            key: reason
+            for key, own in facts.items()
+            if (reason := sources.why_changed(key[0], own.data, own.source)) is not None
+        }
+        tuning = {  # every finished trial; without tuning, there is nothing to choose
+            key: record
+            for key, record in trials.records.items()
+            if plan.tune and record.status == "finished"
+        }
+        environments = [(seed, own.environment) for (_, seed), own in facts.items()]
+        environments += [(key[2], environment_facts(record)) for key, record in tuning.items()]
+        return cls(
+            plan=plan,
+            trials=trials,
+            records=records,
+            summaries=summaries,
+            tried=tried,
+            facts=facts,
+            refused=tuple(_refused_pairs(plan, facts, changed)),
+            changed=changed,
+            unproven=trials.unproven | _changed_trials(sources, tuning),
+            varied=_varied_facts(environments),
+        )
+
+    def why_unpaired(self, arm: str, against: str) -> str | None:
+        """Return why two arms cannot be paired, for the first such seed, or None."""
+        for seed in self.plan.seeds:
+            own, other = self.facts.get((arm, seed)), self.facts.get((against, seed))
+            if own is not None and other is not None:
+                changed = (self.changed.get((name, seed)) for name in (arm, against))
+                reasons = (why_unpaired(other, own, self.plan.vary), *changed)
+                if (reason := next(filter(None, reasons), None)) is not None:
+                    return f"seed {seed}: {reason}"
+        return None
+
+    def why_unlike_baseline(self, records: Mapping[int, RunRecord]) -> str | None:
+        """Return why further runs of the baseline, by seed, cannot be compared with it, or None."""
+        for seed, record in records.items():
+            base = self.facts.get((self.plan.baseline.name, seed))
+            if base is not None and record.status == "finished":
+                reason = why_unpaired(base, PairingFacts.of(record))
+                if reason is not None:
+                    return f"seed {seed}: {reason}"
+        return None
 
     def scores(
         self, arm: str, value: Callable[[RunSummary], float | None], left_out: Iterable[int] = ()
@@ -167,6 +242,93 @@ def _why_missing(run: RunSummary) -> str:
     if run.finished:
         return "ended without a finite value"
     return run.status if run.status in ("diverged", "failed") else "did not finish"
+
+
+def how_made(plan: Plan, trials: Trials) -> Made:
+    """Return how a comparison was made, from the records of its runs."""
+    records = list(trials.records.values())
+    first = trials.results()[plan.baseline.name, plan.seeds[0]]
+    values, digests = first.environment, first.digests
+    versions, code = (
+        value if isinstance(value := values.get(key), dict) else {} for key in ("versions", "code")
+    )
+    commit, digest = (code.get(key) for key in ("commit", "digest"))
+    return Made(
+        plan=plan.digest,
+        data=digests.data,
+        source=digests.source,
+        revision=digests.revision,
+        began=min(record.result.started for record in records),
+        ended=max(record.result.ended for record in records),
+        machine=machine_line(values),
+        versions={name: str(version) for name, version in versions.items() if version},
+        commit=None if commit is None else str(commit),
+        code=None if digest is None else str(digest),
+        command=str(values.get("command")),
+    )
+
+
+def unlike(first: Evidence, again: Evidence) -> list[str]:
+    """Say whether a comparison that was made again has the metrics of the first, and if not, why.
+
+    Return one line about the metrics, and one for every difference in how the two were made.
+    """
+    differing, total = list[str](), 0
+    for arm, evidence in first.arms.items():
+        other_runs = again.arms[arm].runs if arm in again.arms else ()
+        metrics = {run.seed: run.metrics for run in other_runs}
+        for run in evidence.runs:
+            for metric, value in run.metrics.items():
+                total += 1
+                other = metrics.get(run.seed, {}).get(metric)
+                if value != other:
+                    differing.append(f"{arm} seed {run.seed}: {metric} {value} and now {other}")
+    if not differing:
+        return [f"all {total} metrics are equal to those of the first comparison, in every digit"]
+    lines = [f"{len(differing)} of {total} metrics differ, such as {differing[0]}"]
+    made, now = first.made, again.made
+    facts = {
+        "data": (made.data, now.data),
+        "pretrained weights": (made.source, now.source),
+        "machine": (made.machine, now.machine),
+        "frostlab's code": (made.code, now.code),
+        **{
+            name: (made.versions.get(name), now.versions.get(name))
+            for name in made.versions | now.versions
+        },
+    }
+    return lines + [f"{name}: {a} and now {b}" for name, (a, b) in facts.items() if a != b]
+
+
+def check_records(records: Iterable[RunRecord]) -> None:
+    """Refuse a run whose files were changed, or whose metrics do not follow from its predictions.
+
+    Runs that will be resumed, because they were stopped or failed, have no manifest to check.
+    """
+    for record in records:
+        if record.status in ("finished", "diverged"):
+            check_unchanged(record.folder)
+            _check_metrics(record)
+
+
+def _check_metrics(record: RunRecord) -> None:
+    predictions = record.predictions if record.status == "finished" else None
+    if predictions is None or not predictions.labels:
+        return
+    classes = sorted({*predictions.labels, *predictions.classes})
+    place = {number: index for index, number in enumerate(classes)}
+    confusion = [[0] * len(classes) for _ in classes]
+    for label, predicted in zip(predictions.labels, predictions.classes, strict=True):
+        confusion[place[label]][place[predicted]] += 1
+    correct = sum(confusion[i][i] for i in range(len(classes)))
+    totals = Totals(math.nan, len(predictions.labels), correct, confusion)
+    for name in ("accuracy", "macro_f1"):
+        value, expected = record.metrics.get(name), COMPUTED["classification"][name](totals)
+        if value is None or not math.isclose(value, expected, rel_tol=1e-9, abs_tol=1e-12):
+            raise BadInput(
+                f"{record.folder / 'result.json'}: report.{name} is {value}, but predictions.json "
+                f"gives {expected:.6g}; delete {record.folder} to train it again"
+            )
 
 
 def summarize(record: RunRecord, folder: Path) -> RunSummary:
@@ -212,23 +374,75 @@ def _stage(stage: Stage) -> StageSummary:
     )
 
 
-def _refused_pairs(
-    plan: Plan, facts: Mapping[tuple[str, int], PairingFacts]
-) -> Iterable[RefusedPair]:
-    """Yield the finished runs that cannot be paired with the baseline's run, with the reason.
+@dataclass(frozen=True)
+class _Sources:
+    """The data of the first run, and the pretrained weights of each arm's first run.
 
-    A pair is also refused if its data differ from the first seed's data, which happens if the
-    data's files changed between two calls.
+    All other runs must have them too. They differ if files changed between two calls.
     """
-    baseline = {seed: facts[arm, seed] for arm, seed in facts if arm == plan.baseline.name}
-    first = next(iter(baseline), None)
+
+    data: tuple[int, str] | None  # seed and digest; None if no run finished
+    weights: dict[str, tuple[int, str | None]]  # by arm: seed and digest
+
+    @classmethod
+    def first(cls, plan: Plan, facts: Mapping[tuple[str, int], PairingFacts]) -> "_Sources":
+        """Read the first run: the baseline's first one that finished, else any."""
+        ordered = sorted(facts, key=lambda key: key[0] != plan.baseline.name)
+        weights: dict[str, tuple[int, str | None]] = {}
+        for arm, seed in ordered:
+            weights.setdefault(arm, (seed, facts[arm, seed].source))
+        data = next(((seed, facts[arm, seed].data) for arm, seed in ordered), None)
+        return cls(data, weights)
+
+    def why_changed(self, arm: str, data: str, source: str | None) -> str | None:
+        """Return what differs between a run and the first runs, or None."""
+        if self.data is not None and data != self.data[1]:
+            return f"the data differ from the data of seed {self.data[0]}"
+        if arm in self.weights and source != self.weights[arm][1]:
+            return f"the pretrained weights differ from those of seed {self.weights[arm][0]}"
+        return None
+
+
+def _changed_trials(
+    sources: _Sources, records: Mapping[tuple[str, Trial, int], RunRecord]
+) -> dict[str, str]:
+    """Return the arms that were tuned with other data or pretrained weights, with the reason."""
+    reasons: dict[str, str] = {}
+    for (arm, _, _), record in records.items():
+        digests = record.digests
+        if (reason := sources.why_changed(arm, digests.data, digests.source)) is not None:
+            reasons.setdefault(arm, f"{arm} was tuned with the run {record.folder.name}: {reason}")
+    return reasons
+
+
+def _varied_facts(
+    environments: Iterable[tuple[int, Mapping[str, tuple[str, ...]]]],
+) -> tuple[VariedFact, ...]:
+    """Return the facts that are not the same in all runs, given the seed and facts of each."""
+    seeds: dict[str, dict[str, set[int]]] = {}  # by fact and value
+    for seed, facts in environments:
+        for name, values in facts.items():
+            seeds.setdefault(name, {}).setdefault(" then ".join(values), set()).add(seed)
+    return tuple(
+        VariedFact(name, {value: tuple(sorted(own)) for value, own in by_value.items()})
+        for name, by_value in seeds.items()
+        if len(by_value) > 1
+    )
+
+
+def _refused_pairs(
+    plan: Plan,
+    facts: Mapping[tuple[str, int], PairingFacts],
+    changed: Mapping[tuple[str, int], str],
+) -> Iterable[RefusedPair]:
+    """Yield the finished runs that cannot be paired with the baseline's run, with the reason."""
     for arm in plan.others:
-        for seed, base in baseline.items():
-            treated = facts.get((arm.name, seed))
-            if treated is None or first is None:
+        for seed in plan.seeds:
+            base, treated = facts.get((plan.baseline.name, seed)), facts.get((arm.name, seed))
+            if base is None or treated is None:
                 continue
-            reason = why_unpaired(base, treated, plan.vary)
-            if base.data != baseline[first].data:
-                reason = f"the data differ from the data of seed {first}"
+            reason = changed.get((plan.baseline.name, seed))
+            reason = reason or why_unpaired(base, treated, plan.vary)
+            reason = reason or changed.get((arm.name, seed))
             if reason is not None:
                 yield RefusedPair(arm.name, seed, reason)

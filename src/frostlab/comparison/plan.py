@@ -293,8 +293,14 @@ class Plan(Strict):
 
     @property
     def digest(self) -> str:
-        """A digest of the plan without its seeds, since seeds may be added."""
-        return digest_of(self.model_dump(mode="json", exclude={"seeds"}))[:16]
+        """A digest of the plan without its seeds, since seeds may be added.
+
+        The path of the data is left out, too: every run records a digest of the data themselves.
+        """
+        values = self.model_dump(mode="json", exclude={"seeds"})
+        if isinstance(data := values["recipe"].get("data"), dict):
+            data.pop("path", None)
+        return digest_of(values)[:16]
 
     def recipe_of(self, arm: Arm, seed: int, tuned: Mapping[str, float] | None = None) -> Recipe:
         """Return the recipe of an arm's run with a seed and, if given, with tuned settings."""

@@ -21,18 +21,28 @@ from frostlab.comparison.evidence import (
     read_evidence,
 )
 from frostlab.comparison.gather import AssayRuns, gather, results_of
-from frostlab.comparison.load import Source, make_plan
+from frostlab.comparison.load import Source, is_stored_plan, make_plan
 from frostlab.comparison.oelm_json import comparison_json, timing_json
 from frostlab.comparison.page import page
+from frostlab.comparison.pairing import check_records, how_made, unlike
 from frostlab.comparison.plan import Plan
-from frostlab.comparison.runner import ComparisonFolder, Finished, Runner, Say, round_tasks
+from frostlab.comparison.runner import (
+    ComparisonFolder,
+    Finished,
+    Runner,
+    Say,
+    plan_in,
+    round_tasks,
+    stored_plan,
+)
 from frostlab.comparison.tuning import Trials, run_trials, trial_task
-from frostlab.data.prepare import prepare
+from frostlab.data.prepare import find_path, prepare
 from frostlab.errors import BadInput, FrostlabError, require
 from frostlab.recipe.load import watch_interval
 from frostlab.records.folder import RunRecord
+from frostlab.records.manifest import write_manifest
 from frostlab.records.schema import read
-from frostlab.storage import write_whole
+from frostlab.storage import check_name, write_whole
 from frostlab.training.stages import total_steps
 
 _QUICK_SECONDS = 60.0  # training time of all runs of a quick comparison together
@@ -117,7 +127,8 @@ def compare(
     `looks` have no argument: set them in the source.
 
     Args:
-        source: a recipe or a comparison: a shipped name, a YAML file, or a dict.
+        source: a recipe or a comparison: a shipped name, a YAML file, or a dict. The plan.json of a
+            comparison's folder is carried out again in a new folder, without any changes.
         arms: names of treatments, or mappings `{name, treatment, set}`; the treatment `baseline`
             trains everything.
         seeds: the number of seeds, or a list; seeds can be added to a finished comparison.
@@ -148,9 +159,12 @@ def compare(
         "assay": assay,
     }  # fmt: skip
     changes = {key: value for key, value in changes.items() if value is not None}
-    plan = make_plan(source, changes, settings=settings, quick=quick)
     runner = Runner(None if data_dir is None else Path(data_dir), say, jobs)
-    return run_plan(plan, runner, None if out is None else Path(out))
+    folder = None if out is None else Path(out)
+    if is_stored_plan(source, changes | dict(settings or {}), quick):
+        return reproduce(Path(str(source)), runner, folder)
+    plan = make_plan(source, changes, settings=settings, quick=quick)
+    return run_plan(plan, runner, folder)
 
 
 def run_plan(plan: Plan, runner: Runner, out: Path | None = None) -> Comparison:
@@ -162,6 +176,58 @@ def run_plan(plan: Plan, runner: Runner, out: Path | None = None) -> Comparison:
     with folder.open(plan) as plan_with_seeds:
         _carry_out(plan_with_seeds, folder, runner)
     return Comparison(folder.path)
+
+
+def reproduce(source: Path, runner: Runner, out: Path | None = None) -> Comparison:
+    """Carry out the plan of another comparison again, in a new folder.
+
+    The data are found by their digest, which the comparison's runs recorded, if their path is
+    another one here. The runner says at the end whether all metrics are the same.
+    """
+    stored = stored_plan(source)
+    if stored is None:
+        raise BadInput(f"{source} does not exist")
+    plan = plan_in(stored, source)
+    plan.check()
+    original = source.resolve().parent
+    ComparisonFolder(original).check_inputs()
+    path = _new_folder(plan, original) if out is None else out
+    if path.resolve() == original:
+        raise BadInput(f"{path} is the folder of the plan; choose another with --out")
+    plan = _with_data_found(plan, original, runner)
+    folder = ComparisonFolder(path.resolve())
+    with folder.open(plan, stored.looks) as plan_with_seeds:
+        quick = _stored_steps(ComparisonFolder(original), "quick.json") if plan.quick else None
+        if quick is not None and _stored_steps(folder, "quick.json") is None:
+            folder.write("quick.json", asdict(quick))  # its steps depend on the machine's speed
+        _carry_out(plan_with_seeds, folder, runner)
+    again = Comparison(folder.path)
+    first = read_evidence(original / "evidence.json")
+    if first is not None:
+        for line in unlike(first, again.evidence):
+            runner.say(line)
+    return again
+
+
+def _new_folder(plan: Plan, original: Path) -> Path:
+    """Return the default folder of a reproduction; the same command continues it."""
+    path = _DEFAULT_PARENT / check_name(f"{_folder_name(plan)}-again", "the plan's name")
+    return path.with_name(f"{path.name}-again") if path.resolve() == original else path
+
+
+def _with_data_found(plan: Plan, original: Path, runner: Runner) -> Plan:
+    """Return the plan with the path of the data that its runs were trained with."""
+    runs = sorted(original.glob("runs/*/digests.json"))
+    recipe = plan.recipe_of(plan.baseline, plan.seeds[0])
+    if not runs:
+        prepare(recipe, runner.data_dir)  # refuse missing data before anything is written
+        return plan
+    path = find_path(recipe, RunRecord(runs[0].parent).digests.data, runner.data_dir)
+    if path is None or path == plan.recipe["data"]["path"]:
+        return plan
+    runner.say(f"the data were found at {path}")
+    data = {**plan.recipe["data"], "path": path}
+    return plan.model_copy(update={"recipe": {**plan.recipe, "data": data}})
 
 
 def _folder_name(plan: Plan) -> str:
@@ -195,15 +261,20 @@ def _carry_out(plan: Plan, folder: ComparisonFolder, runner: Runner | Finished) 
     assay = _run_assay(short, folder, runner, trials) if plan.assay else None
     tuned = {arm: dict(trial) for arm, trial in trials.best.items()}
     rounds = runner.run_all(round_tasks(short, folder.path, tuned), alone=True)
+    more = [] if repeat is None else [repeat]
+    more += [] if assay is None else assay.records.values()
+    check_records([*trials.records.values(), *rounds.values(), *more])
     evidence = gather(
         short, folder.path, trials, rounds, repeat=repeat, assay=assay, timing=timing,
         looks=folder.look(short, results_of(short, trials)), jobs=_jobs(folder, runner),
+        made=how_made(plan, trials),
     )  # fmt: skip
     folder.write("evidence.json", evidence.to_dict())
     first = trials.results()[plan.baseline.name, plan.seeds[0]]
     folder.write("comparison.json", comparison_json(evidence, first))
     folder.write("timing.json", timing_json(evidence))
     write_whole(folder.path / "comparison.md", page(evidence))
+    write_manifest(folder.path)
 
 
 def _jobs(folder: ComparisonFolder, runner: Runner | Finished) -> int:

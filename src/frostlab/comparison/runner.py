@@ -21,6 +21,7 @@ from frostlab.comparison.plan import SCHEMA, Arm, Plan
 from frostlab.errors import BadInput, FrostlabError, first_line
 from frostlab.recipe.recipe import Recipe
 from frostlab.records.folder import RunRecord, differences, finished_status
+from frostlab.records.manifest import MANIFEST, problems_in
 from frostlab.storage import Lock, finite, read_json, write_whole
 from frostlab.text import number
 from frostlab.training.run import RunFailed, run
@@ -30,6 +31,7 @@ from frostlab.typed import read
 Say = Callable[[str], None]
 _MOST_JOBS = 256
 _PLAN, _LOCK = "plan.json", "compare.lock"
+_INPUTS = (_PLAN, "steps.json", "quick.json", "assay.json", "tuning.json")  # read by later calls
 
 
 @dataclass(frozen=True)
@@ -195,6 +197,34 @@ class StoredPlan:
     looks: list[Look]
 
 
+def stored_plan(path: Path) -> StoredPlan | None:
+    """Return the content of a plan.json; None if it does not exist."""
+    values = _read_value(path)
+    if values is None:
+        return None
+    version = values.get("schema") if isinstance(values, dict) else None
+    if version != SCHEMA:
+        raise BadInput(f"{path} is damaged, or was written by another version")
+    return read(StoredPlan, values, path)
+
+
+def plan_in(stored: StoredPlan, path: Path) -> Plan:
+    """Return the plan of a plan.json, whose path errors name."""
+    plan = read_plan(stored.plan, path)
+    plan.check_seeds()
+    return plan
+
+
+def _read_value(path: Path) -> Any:
+    try:
+        value = read_json(path)
+    except FileNotFoundError:
+        return None
+    if value is None:
+        raise BadInput(f"{path} is damaged: it holds only null")
+    return value
+
+
 class ComparisonFolder:
     """The folder with a comparison's plan, runs and evidence."""
 
@@ -202,11 +232,12 @@ class ComparisonFolder:
         self.path = path
 
     @contextmanager
-    def open(self, plan: Plan) -> Iterator[Plan]:
+    def open(self, plan: Plan, looks: Sequence[Look] = ()) -> Iterator[Plan]:
         """Lock the folder, write the plan, and yield it with the seeds of earlier calls.
 
         A stored plan that differs in more than the seeds is an error. The lock keeps other
-        processes from writing to the folder.
+        processes from writing to the folder. `looks` are looks at the same question in a folder
+        whose plan is carried out again.
         """
         if self.path.exists() and not self.path.is_dir():
             raise BadInput(f"{self.path} is a file, not a folder")
@@ -229,16 +260,17 @@ class ComparisonFolder:
         if not locked:
             raise BadInput(f"{self.path}: another process is running a comparison in this folder")
         try:
-            yield self._with_stored_seeds(plan)
+            self.check_inputs()
+            yield self._with_stored_seeds(plan, looks)
         finally:
             lock.release()
 
-    def _with_stored_seeds(self, plan: Plan) -> Plan:
+    def _with_stored_seeds(self, plan: Plan, known: Sequence[Look]) -> Plan:
         """Store and return the plan with the stored plan's seeds before its own new seeds.
 
         Any other difference from the stored plan is refused.
         """
-        stored, planned, looks = self._stored(), round(time.time(), 3), list[Look]()
+        stored, planned, looks = self._stored(), round(time.time(), 3), list(known)
         if stored is not None:
             before = read_plan(stored.plan, self.path / _PLAN)
             before.check_seeds()
@@ -249,8 +281,21 @@ class ComparisonFolder:
             seeds = (*before.seeds, *(seed for seed in plan.seeds if seed not in before.seeds))
             planned, looks = stored.planned, stored.looks
             plan = plan.model_copy(update={"seeds": seeds})
-        self._write(StoredPlan(SCHEMA, plan.model_dump(mode="json"), planned, looks))
+        new = StoredPlan(SCHEMA, plan.model_dump(mode="json"), planned, looks)
+        if new != stored:
+            self._write(new)
         return plan
+
+    def check_inputs(self) -> None:
+        """Refuse files that later calls read again if they were changed after the last call.
+
+        A file that was deleted is made again.
+        """
+        if (self.path / MANIFEST).exists():
+            inputs = {str(path) for name in _INPUTS if (path := self.path / name).exists()}
+            for problem in problems_in(self.path, deep=False):
+                if problem.path in inputs and not problem.added:
+                    raise BadInput(f"{problem}; restore it, or choose another folder")
 
     def look(self, plan: Plan, results: Results) -> Looks:
         """Count a look at these results, and remember it in plan.json."""
@@ -271,31 +316,19 @@ class ComparisonFolder:
         stored = self._stored()
         if stored is None:
             raise BadInput(f"{self.path} holds no comparison: it has no {_PLAN}")
-        plan = read_plan(stored.plan, self.path / _PLAN)
-        plan.check_seeds()
-        return plan
+        return plan_in(stored, self.path / _PLAN)
 
     def _stored(self) -> "StoredPlan | None":
-        """Return the content of plan.json; None if it does not exist."""
-        path = self.path / _PLAN
-        values = self.read(_PLAN)
-        if values is None:
-            return None
-        version = values.get("schema") if isinstance(values, dict) else None
-        if version != SCHEMA:
-            raise BadInput(f"{path} is damaged, or was written by another version")
-        return read(StoredPlan, values, path)
+        return stored_plan(self.path / _PLAN)
 
     def read(self, name: str) -> Any:
         """Read a JSON file of the folder; return None if it does not exist."""
-        try:
-            value = read_json(self.path / name)
-        except FileNotFoundError:
-            return None
-        if value is None:
-            raise BadInput(f"{self.path / name} is damaged: it holds only null")
-        return value
+        return _read_value(self.path / name)
 
     def write(self, name: str, value: Any) -> None:
-        """Write a JSON file atomically, with null for numbers that are not finite."""
+        """Write a JSON file atomically, with null for numbers that are not finite.
+
+        The manifest of an earlier call no longer holds then, and is removed.
+        """
+        (self.path / MANIFEST).unlink(missing_ok=True)
         write_whole(self.path / name, json.dumps(finite(value), indent=1) + "\n")

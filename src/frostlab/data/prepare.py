@@ -1,7 +1,9 @@
 """Preparation of a recipe's data: text becomes token arrays, built once and cached."""
 
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -18,6 +20,7 @@ from frostlab.data.builtin import (
 )
 from frostlab.data.eeg.load import load_signals
 from frostlab.data.eeg.recordings import VALUES, PreparedData
+from frostlab.data.files import format_of
 from frostlab.data.sources import Columns, Split, SplitPlan, TextData, plan_splits
 from frostlab.data.splits import (
     Numbers,
@@ -46,7 +49,7 @@ from frostlab.data.tokens import (
     load_tokens,
     save_facts,
 )
-from frostlab.errors import BadInput
+from frostlab.errors import BadInput, FrostlabError
 from frostlab.recipe.data import (
     BPE,
     DataSettings,
@@ -66,6 +69,7 @@ LEAK = "made with a vocabulary that knows the words of {}"
 BATCH = 1 << 20  # approximate number of characters per encoded batch
 ROWS = 1024  # maximum number of texts per encoded batch
 MOST_DRAWN = 1 << 26  # limit on examples drawn at once × data.symbols, and × data.length
+MOST_PLACES = 10_000  # files and folders among which data are searched by their digest
 T = TypeVar("T")
 
 
@@ -97,6 +101,56 @@ def prepare(
     if isinstance(recipe.data, EEGData):
         return load_signals(recipe.data, data_dir, cache)
     return _TextPreparation(recipe.data, tokenizer_settings(recipe), data_dir, cache).prepared()
+
+
+def data_digest(recipe: Recipe, data_dir: Path | None = None, cache: Path | None = None) -> str:
+    """Return the digest of a recipe's prepared data; text is read, but not encoded."""
+    if isinstance(recipe.data, Synthetic | EEGData):
+        return prepare(recipe, data_dir, cache).digest
+    _check_sizes(recipe.data)
+    settings = tokenizer_settings(recipe)
+    return _TextPreparation(recipe.data, settings, data_dir, cache_folder(cache)).digest
+
+
+def find_path(recipe: Recipe, digest: str, data_dir: Path | None) -> str | None:
+    """Return the path of the data with this digest; None if the recipe's data have no path.
+
+    The recipe's own path is tried first, then the files and folders in the data folder, beginning
+    with those of the same name.
+    """
+    own = getattr(recipe.data, "path", None)
+    if own is None:
+        if (here := data_digest(recipe, data_dir)) != digest:
+            raise BadInput(
+                f"data.name {recipe.data.name}: the data here have the digest {here[:16]}, not "
+                f"{digest[:16]} as in the plan"
+            )
+        return None
+    parent = data_dir or (Path(env) if (env := os.environ.get("FROSTLAB_DATA")) else None)
+    for path in (own, *_places(parent, Path(own).name)):
+        data = recipe.data.model_copy(update={"path": path})
+        with suppress(FrostlabError):  # a file of another kind
+            if data_digest(recipe.model_copy(update={"data": data}), data_dir) == digest:
+                return path
+    searched = own if parent is None else f"{own} nor in {parent}"
+    raise BadInput(
+        f"data.path: the data with the digest {digest[:16]} of the plan are neither {searched}; "
+        "name a folder that holds them with --data-dir"
+    )
+
+
+def _places(parent: Path | None, name: str) -> list[str]:
+    """Return the files and folders that may hold data, those with this name first."""
+    if parent is None:
+        return []
+    paths: list[Path] = []
+    for place, folders, files in os.walk(parent.expanduser()):
+        folders.sort()
+        paths += [Path(place), *(Path(place, file) for file in sorted(files))]
+        if len(paths) > MOST_PLACES:
+            raise BadInput(f"{parent} holds more than {MOST_PLACES:,} files; name a smaller folder")
+    paths.sort(key=lambda path: path.name != name)
+    return [str(path) for path in paths if path.is_dir() or format_of(path) is not None]
 
 
 def _check_sizes(data: DataSettings) -> None:
@@ -169,17 +223,25 @@ class _TextPreparation:
                 role: class_numbers(split, self.surveys[role], labels)
                 for role, split in self.splits.items()
             }
+        self.pretrained: Pretrained | None = None
+        if isinstance(tokenizer, PretrainedTokenizer):
+            self.pretrained = load_pretrained(tokenizer.name)
+
+    @property
+    def digest(self) -> str:
+        """A digest of the texts, their division and the settings that encode them."""
+        tokenizer = (
+            self.pretrained.digest
+            if self.pretrained
+            else digest_of(self.tokenizer.model_dump(mode="json"))
+        )
+        sizes = [self.data.length, self.data.limit, self.data.evaluation_limit]
+        sizes += [] if self.data.stride is None else [self.data.stride]
+        return digest_of([self._division(), tokenizer, sizes])
 
     def prepared(self) -> Prepared:
         """Return the token arrays from the cache; build them first if necessary."""
-        data, settings = self.data, self.tokenizer
-        pretrained = (
-            load_pretrained(settings.name) if isinstance(settings, PretrainedTokenizer) else None
-        )
-        tokenizer = pretrained.digest if pretrained else digest_of(settings.model_dump(mode="json"))
-        sizes = [data.length, data.limit, data.evaluation_limit]
-        sizes += [] if data.stride is None else [data.stride]
-        digest = digest_of([self._division(), tokenizer, sizes])
+        data, pretrained, digest = self.data, self.pretrained, self.digest
         folder = build_once(
             self.cache / "prepared" / digest[:32], lambda folder: self._build(folder, pretrained)
         )

@@ -351,12 +351,20 @@ def hub_splits(name: str, config: str | None, revision: str | None) -> dict[str,
     return {
         str(split): Split(
             name=str(split),
-            place=f"{place}: {split}",
+            place=f"{place}{_revision(rows)}: {split}",
             files=tuple(Path(file["filename"]) for file in rows.cache_files),
             hub=rows,
         )
         for split, rows in splits.items()
     }
+
+
+def _revision(rows: Any) -> str:
+    """Return the hub's commit of rows in words, from the names of the library's cache."""
+    for file in rows.cache_files:
+        if match := re.search(r"/([0-9a-f]{40})/", str(file["filename"])):
+            return f" at revision {match[1]}"
+    return ""
 
 
 def unreachable() -> str | None:

@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -35,6 +36,7 @@ from frostlab.models.trust import (
 from frostlab.recipe.data import Docstrings, Named, PretrainedTokenizer, SimulatedEEG, Synthetic
 from frostlab.recipe.model import ConformerModel, DecoderModel, GPTModel, PretrainedModel
 from frostlab.recipe.recipe import Recipe
+from frostlab.storage import digest_of, file_digest
 from frostlab.text import typed
 
 # The largest numbers allowed in `model.config`, by a word in the key; 2**24 for other keys.
@@ -176,6 +178,31 @@ def _pretrained(
         if "use_safetensors" in problem:  # transformers then advises unpickling the weights
             problem = no_safetensors_on_hub(settings.name)
         raise BadInput(f"model.name {settings.name}: {problem:.300}") from None
+
+
+def weight_source(settings: object) -> dict[str, str | None]:
+    """Return a digest of the files with a recipe's pretrained weights, and the hub's commit.
+
+    Both are None if the weights are drawn from the seed. The model must have been loaded before,
+    so that files of the hub are in its cache.
+    """
+    if not isinstance(settings, PretrainedModel) or not settings.weights:
+        return {"source": None, "revision": None}
+    folder, revision = Path(settings.name), None
+    if not os.path.exists(folder):
+        from transformers.utils.hub import cached_file
+
+        folder = Path(str(cached_file(settings.name, "config.json", local_files_only=True))).parent
+        revision = folder.name  # a snapshot in the hub's cache is named after its commit
+    files = sorted((*folder.glob("*.safetensors"), *folder.glob("*.json")))
+    states = tuple((str(path), (state := path.stat()).st_size, state.st_mtime_ns) for path in files)
+    return {"source": _files_digest(states), "revision": revision}
+
+
+@cache
+def _files_digest(states: tuple[tuple[str, int, int], ...]) -> str:
+    """Return a digest of files, given their paths, sizes and modification times."""
+    return digest_of([(Path(path).name, file_digest(Path(path))) for path, _, _ in states])[:16]
 
 
 def _is_causal(config: Any) -> bool:

@@ -22,6 +22,7 @@ from frostlab.storage import (
     flush,
     load_tensors,
     read_json,
+    remove_sealed,
     remove_temporary,
     save_tensors,
     seal,
@@ -154,7 +155,7 @@ def keep_only(folder: Path, newest: int, best: int | None, stage: int = 0) -> No
         if checkpoint.place in whole:
             continue
         if checkpoint.place in weights:
-            (checkpoint.folder / OPTIMIZER).unlink(missing_ok=True)
+            remove_sealed(checkpoint.folder, OPTIMIZER)
         else:
             shutil.rmtree(checkpoint.folder)
 

@@ -13,7 +13,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -31,13 +31,23 @@ VARIABLES = (  # environment variables to record, because they affect speed or r
     "MKL_NUM_THREADS",
     "CUDA_VISIBLE_DEVICES",
     "ONEDNN_MAX_CPU_ISA",
+    "ATEN_CPU_CAPABILITY",
+    "MKL_CBWR",
     "CUBLAS_WORKSPACE_CONFIG",
+    "NVIDIA_TF32_OVERRIDE",
     "WORLD_SIZE",
     "RANK",
     "LOCAL_RANK",
     "FROSTLAB_TRUST_REMOTE_CODE",
 )
-LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "safetensors", "peft")
+LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "scipy", "safetensors", "peft")
+_CHANGE_RESULTS = (  # of these variables, those that can change the digits of a result
+    "ONEDNN_MAX_CPU_ISA",
+    "ATEN_CPU_CAPABILITY",
+    "MKL_CBWR",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "NVIDIA_TF32_OVERRIDE",
+)
 _TIMEOUT = 1.5  # seconds to wait for the driver
 _MOST_REFS = 64 << 20  # the largest file of a repository that is read, in bytes
 
@@ -103,13 +113,22 @@ def environment(device: str) -> dict[str, Any]:
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.orig_argv),
         "device": device,
+        "device_name": _try(_device_name, device),
         "gpu": gpu,
         "gpu_reason": reason,
         "versions": _versions(),
+        "packages": dict(_packages()),
+        "numerics": _numerics(),
         "host": _host(),
         "code": _own_code(),
         "variables": {name: os.environ.get(name) for name in VARIABLES},
     }
+
+
+def _device_name(device: str) -> str | None:
+    """Return the GPU's name as torch knows it, or the CPU's; NVML may be missing or busy."""
+    torch: Any = sys.modules.get("torch")
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else _cpu_model()
 
 
 def one_line(values: dict[str, Any]) -> str:
@@ -137,6 +156,73 @@ def _versions() -> dict[str, str | None]:
         "cuda": _try(lambda: torch.version.cuda),
         "cudnn": None if cudnn is None else str(cudnn),
     }
+
+
+@cache
+def _packages() -> dict[str, str]:
+    """Return the version of every installed package, read once: this takes 0.1 s."""
+    versions: dict[str, str] = {}
+    for package in importlib.metadata.distributions():
+        name, version = (_try(getattr, package, key) for key in ("name", "version"))
+        if name and version:  # else the package's files are damaged
+            versions[str(name)] = str(version)
+    return dict(sorted(versions.items(), key=lambda item: item[0].lower()))
+
+
+def _numerics() -> dict[str, Any]:
+    """Return torch's settings that change the digits of a result; None if torch lacks one.
+
+    `float32` is full precision; other values name the shorter format that matmuls or convolutions
+    of float32 tensors may use.
+    """
+    torch: Any = sys.modules.get("torch")
+    return {
+        "cpu_capability": _try(lambda: torch.backends.cpu.get_cpu_capability()),
+        "deterministic": _try(lambda: torch.are_deterministic_algorithms_enabled()),
+        "cudnn_deterministic": _try(lambda: torch.backends.cudnn.deterministic),
+        "cudnn_benchmark": _try(lambda: torch.backends.cudnn.benchmark),
+        "cuda_matmul": _try(lambda: _precision(torch.backends.cuda.matmul)),
+        "cudnn_convolution": _try(lambda: _precision(torch.backends.cudnn.conv)),
+        "cpu_matmul": _try(lambda: _precision(torch.backends.mkldnn.matmul)),
+    }
+
+
+def _precision(backend: Any) -> str:
+    """Return the format in which a backend multiplies float32 tensors."""
+    value = str(backend.fp32_precision)
+    return "float32" if value in ("none", "ieee") else value
+
+
+def comparable_facts(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the facts of an environment that must be equal for two runs to be comparable.
+
+    They are frostlab's code, the versions, the device, and settings that change digits.
+    """
+    objects = ((key, values.get(key)) for key in ("versions", "numerics", "code", "variables"))
+    parts = {key: value if isinstance(value, dict) else {} for key, value in objects}
+    facts = {
+        "frostlab's code": _short(parts["code"].get("digest")),
+        **parts["versions"],
+        "the device's name": values.get("device_name"),
+        **{name.replace("_", " "): value for name, value in parts["numerics"].items()},
+        **{name: parts["variables"].get(name) for name in _CHANGE_RESULTS},
+    }
+    return {name: "none" if value is None else str(value) for name, value in facts.items()}
+
+
+def machine_line(values: Mapping[str, Any]) -> str:
+    """Return the machine of an environment on one line: GPU, CPU and system, without its name."""
+    gpu, host = (
+        value if isinstance(value := values.get(key), dict) else {} for key in ("gpu", "host")
+    )
+    cores = f"{host.get('usable_cores')} of {host.get('logical_cores')} cores"
+    driver = f"driver {gpu.get('driver')}" if gpu.get("driver") else None
+    facts = (gpu.get("name"), driver, host.get("cpu"), cores, host.get("os"))
+    return ", ".join(str(fact) for fact in facts if fact)
+
+
+def _short(digest: object) -> str | None:
+    return None if digest is None else str(digest)[:16]
 
 
 def _host() -> dict[str, Any]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar, overload
 
 from frostlab.errors import BadInput, FrostlabError
+from frostlab.records.manifest import MANIFEST, write_manifest
 from frostlab.records.schema import (
     EVENTS,
     Digests,
@@ -47,6 +48,7 @@ from frostlab.storage import (
     read_json,
     read_lines,
     remove_temporary,
+    whole_file,
     whole_folder,
     write_whole,
 )
@@ -142,6 +144,19 @@ class RunFolder:
         if is_dataclass(value) and not isinstance(value, type):
             value = asdict(value)
         write_whole(self.path / name, json.dumps(finite(value), indent=1) + "\n")
+
+    def write_result(self, result: Result) -> None:
+        """Write result.json; the folder of a run that will not be resumed also gets a manifest.
+
+        The manifest comes first, so that a run with a result is never without one.
+        """
+        if result.status not in ("finished", "diverged"):
+            self.write("result.json", result)
+            return
+        with whole_file(self.path / "result.json") as temporary:
+            text = json.dumps(finite(asdict(result)), indent=1) + "\n"
+            temporary.write_text(text, encoding="utf-8")
+            write_manifest(self.path, {"result.json": temporary})
 
     def events(self) -> list[Event]:
         """Return the events; steps that a resumed run repeated appear once."""
@@ -304,7 +319,11 @@ def finished_status(path: Path) -> Ending | None:
 
 
 def supersede_result(folder: RunFolder) -> None:
-    """Rename the result of an earlier attempt to `result-1.json`, `result-2.json`, …"""
+    """Rename the result of an earlier attempt to `result-1.json`, `result-2.json`, …
+
+    A manifest of an attempt that was killed before it wrote its result is removed.
+    """
+    (folder.path / MANIFEST).unlink(missing_ok=True)
     path, number = folder.path / "result.json", 1
     if path.exists():
         while (target := folder.path / f"result-{number}.json").exists():
@@ -363,6 +382,13 @@ class RunRecord:
         return read_environment(self.folder)
 
     @cached_property
+    def environments(self) -> list[dict[str, Any]]:
+        """The environment at the start of the run, and at each time when it was resumed."""
+        resumed = len(list(self.folder.glob("environment-*.json")))
+        names = (f"environment-{number}.json" for number in range(1, resumed + 1))
+        return [self.environment, *(read_environment(self.folder, name) for name in names)]
+
+    @cached_property
     def digests(self) -> Digests:
         """The digests of the initial weights, the data and the frozen tensors."""
         return read_digests(self._text("digests.json"), self.folder / "digests.json")
@@ -402,9 +428,9 @@ class RunRecord:
             raise BadInput(f"{self.folder / name} does not exist (yet)") from None
 
 
-def read_environment(folder: Path) -> dict[str, Any]:
+def read_environment(folder: Path, name: str = "environment.json") -> dict[str, Any]:
     """Return the contents of environment.json: the machine, the libraries and the command."""
-    path = folder / "environment.json"
+    path = folder / name
     try:
         values = parse(read_bytes(path))
     except FileNotFoundError:

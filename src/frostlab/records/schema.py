@@ -235,6 +235,8 @@ class Digests:
     """digests.json: digests of a run's initial state, by which two runs can be compared."""
 
     data: str  # digest of the prepared data
+    source: str | None  # digest of the files of pretrained weights; null if weights are drawn
+    revision: str | None  # the hub's commit of these files; null if they are not from the hub
     weights: dict[str, str]  # digest of every part of the treated model, by key
     touched: list[str]  # keys of the parts to which the treatment gave new values
     frozen: dict[str, str]  # digest of every frozen tensor, by name

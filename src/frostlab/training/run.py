@@ -314,7 +314,7 @@ def _write_end(
     error = None if failure is None else str(failure.error)
     try:
         folder.event("end", progress.step, status=status, error=error)
-        folder.write("result.json", result(
+        folder.write_result(result(
             context, folder, progress, status=status, error=error, report=report, extra=extra
         ))  # fmt: skip
     except OSError:

@@ -24,7 +24,7 @@ from frostlab.data.prepare import prepare
 from frostlab.data.tokens import Prepared
 from frostlab.devices import default_precision
 from frostlab.errors import BadInput, FrostlabError, first_line
-from frostlab.models.build import build_for
+from frostlab.models.build import build_for, weight_source
 from frostlab.recipe.model import PretrainedModel
 from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.settings import Train
@@ -249,6 +249,7 @@ def assemble(recipe: Recipe, data_dir: str | Path | None, task: Task, compute: C
     built = build_model(recipe, prepared)
     digests = {
         "data": prepared.digest,
+        **weight_source(recipe.model),
         "weights": weight_digests(built.model),
         "touched": sorted(built.touched),
     }

@@ -1,0 +1,138 @@
+"""Manifests: the checksums of all files of a finished run or comparison, to find later changes.
+
+A manifest has the form of `storage.seal`. A folder inside that has a manifest or checksums of its
+own, such as a comparison's run or a run's checkpoint, is represented by that file alone. Locks are
+left out, and so are files that other commands add to a finished run.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from frostlab.errors import BadInput
+from frostlab.storage import SEAL, checksums, damaged_file, is_plain, read_json, write_whole
+
+MANIFEST = "manifest.json"
+_LOCKS = ("run.lock", "compare.lock")
+_INDEX = ".index.json"  # a listing's index, in any folder of runs
+_ADDED = ("exits.json", "targets.json", "flow", "envelopes")  # by exits, diagnose and envelopes
+_RECORDS = ("events.jsonl", "plan.json")  # one of them is in each run or comparison
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A file that is not as its manifest says."""
+
+    path: str
+    problem: str  # such as "is missing"
+    added: bool = False  # whether the only problem is that the manifest does not list it
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.problem}"
+
+
+def write_manifest(folder: Path, written_next: Mapping[str, Path] | None = None) -> None:
+    """Write the manifest of a folder.
+
+    `written_next` holds files that will be renamed into the folder after this: final name →
+    present path. A crash before the renaming leaves a manifest that lists a missing file.
+    """
+    later = dict(written_next or {})
+    names = [name for name in _files(folder) if name not in later and is_plain(folder, name)]
+    sums = checksums(folder, names)
+    for name, path in later.items():
+        sums[name] = checksums(path.parent, [path.name])[path.name]
+    write_whole(folder / MANIFEST, json.dumps(dict(sorted(sums.items())), indent=1) + "\n")
+
+
+def verify(folder: Path) -> tuple[int, list[Problem]]:
+    """Check a run, a comparison, or all of them in a folder.
+
+    Return how many runs and comparisons were checked (a comparison with its runs counts once) and
+    the problems. A run or comparison without a manifest is a problem, because it is not finished.
+    """
+    if not folder.is_dir():
+        raise BadInput(f"{folder} is not a folder")
+    found = list(_sealed_folders(folder))
+    if not found:
+        raise BadInput(f"{folder} holds no run and no comparison")
+    return len(found), [problem for each in found for problem in problems_in(each)]
+
+
+def check_unchanged(folder: Path) -> None:
+    """Refuse a finished run if one of its files was changed or removed; weights are not read."""
+    for problem in problems_in(folder, deep=False):
+        if not problem.added:
+            raise BadInput(f"{problem}; delete {folder} to train it again")
+
+
+def problems_in(folder: Path, *, deep: bool = True) -> Iterator[Problem]:
+    """Yield the differences between a folder and its manifest.
+
+    With `deep`, folders inside are checked against their own manifests and checksums, too.
+    """
+    try:
+        listed = _read(folder)
+    except FileNotFoundError:
+        yield Problem(str(folder), f"has no {MANIFEST}, so it is not finished")
+        return
+    except BadInput as error:
+        yield Problem(str(folder / MANIFEST), f"is damaged ({error})")
+        return
+    present = [name for name in listed if is_plain(folder, name)]
+    sums = checksums(folder, present)
+    for name, expected in listed.items():
+        path = folder / name
+        if name not in sums:
+            yield Problem(str(path), "is not a file" if os.path.lexists(path) else "is missing")
+        elif sums[name] != expected:
+            yield Problem(str(path), "was changed after it was written")
+        if deep and name in sums and path.parent != folder:
+            if path.name == MANIFEST:
+                yield from problems_in(path.parent)
+            elif path.name == SEAL and (damaged := damaged_file(path.parent)) is not None:
+                yield Problem(str(damaged), "was changed, added or removed")
+    for name in sorted(set(_files(folder)) - listed.keys()):
+        yield Problem(str(folder / name), "was added", added=True)
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    values = read_json(folder / MANIFEST)
+    if not isinstance(values, dict):
+        raise BadInput("it should be an object of file names and checksums")
+    return values
+
+
+def _sealed_folders(folder: Path) -> Iterator[Path]:
+    """Yield the outermost folders that hold a run or a comparison."""
+    for place, folders, files in os.walk(folder):
+        if MANIFEST in files or any(name in files for name in _RECORDS):
+            folders.clear()
+            yield Path(place)
+        folders.sort()
+
+
+def _files(folder: Path) -> list[str]:
+    """Return the names of the files that a folder's manifest lists, relative to the folder."""
+    names = []
+    for place, folders, files in os.walk(folder):
+        here = Path(place).relative_to(folder)
+        top = here == Path()
+        own_seal = None if top else next((name for name in (MANIFEST, SEAL) if name in files), None)
+        if own_seal is not None:
+            names.append(str(here / own_seal))
+            folders.clear()
+            continue
+        links = [name for name in folders if (folder / here / name).is_symlink()]
+        names += [str(here / name) for name in (*files, *links) if not _is_left_out(name, top)]
+        folders[:] = [name for name in folders if not (top and name in _ADDED)]
+    return sorted(names)
+
+
+def _is_left_out(name: str, top: bool) -> bool:
+    """Return whether manifests do not list files of this name."""
+    temporary = name.startswith(".") and name.endswith(".tmp")
+    return temporary or name in (*_LOCKS, _INDEX) or (top and name in (MANIFEST, *_ADDED))
