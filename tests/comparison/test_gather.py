@@ -1,5 +1,6 @@
 """Evidence from whole comparisons: runs, pairs, verdicts, subjects, gradients, stages."""
 
+import json
 import math
 import shutil
 from pathlib import Path
