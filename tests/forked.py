@@ -224,7 +224,15 @@ def plant(moment: str, count: int) -> None:
 
         folder.RunFolder.event = torn  # type: ignore[method-assign]
     elif moment == "result":
-        before(folder.RunFolder, "write")
+        before(folder.RunFolder, "write_result")
+    elif moment == "sealed":  # the manifest is written, the result is not
+        original_manifest = folder.write_manifest
+
+        def sealed(*args: Any) -> None:
+            original_manifest(*args)
+            tick()
+
+        folder.write_manifest = sealed
     else:
         raise ValueError(moment)
 

@@ -89,7 +89,17 @@ def test_events(events: list[tuple[str, dict[str, Any]]]) -> None:
 
 
 @QUICK
-@given(st.builds(Digests, text, st.dictionaries(text, text), st.lists(text), st.just({})))
+@given(
+    st.builds(
+        Digests,
+        text,
+        st.none() | text,
+        st.none() | text,
+        st.dictionaries(text, text),
+        st.lists(text),
+        st.just({}),
+    )
+)
 def test_digests(digests: Digests) -> None:
     with folder() as run:
         RunFolder(run).write("digests.json", digests)

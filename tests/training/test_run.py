@@ -28,7 +28,7 @@ def test_a_run_leaves_a_complete_record(tmp_path: Path) -> None:
     assert modes == {0o666 & ~mask}
     assert {p.name for p in record.folder.iterdir()} == {
         "recipe.yaml", "environment.json", "digests.json", "events.jsonl", "result.json",
-        "run.lock", "checkpoints", "predictions.json",
+        "run.lock", "checkpoints", "predictions.json", "manifest.json",
     }  # fmt: skip
     stored = yaml.safe_load((record.folder / "recipe.yaml").read_text())
     assert recipe_from(stored).digest == record.result.recipe_digest

@@ -9,6 +9,7 @@ import pytest
 
 import frostlab as fl
 from forked import attempt, attempt_for, outcome
+from frostlab.records.manifest import verify
 from tiny import tiny
 
 RECIPE: dict[str, Any] = {
@@ -24,7 +25,7 @@ MOMENTS = [
     ("evaluation", 1), ("evaluation", 30), ("report", 1),
     ("rename", 1), ("rename", 3), ("rename", 18), ("clean-up", 1), ("clean-up", 5),
     ("half a file", 1), ("half a file", 2), ("half a file", 7), ("half a file", 12),
-    ("half an event", 2), ("half an event", 9), ("result", 1),
+    ("half an event", 2), ("half an event", 9), ("result", 1), ("sealed", 1),
 ]  # fmt: skip
 
 
@@ -48,6 +49,7 @@ def test_killed_at_a_chosen_moment(
     assert not (folder / "result.json").exists()
     assert attempt(RECIPE, folder) == 0
     assert outcome(folder) == uninterrupted
+    assert verify(folder) == (1, [])
 
 
 @pytest.mark.parametrize("seed", range(4))
