@@ -14,6 +14,7 @@ from frostlab.comparison.load import make_plan
 from frostlab.comparison.run import _shortened as shortened
 from frostlab.comparison.run import judge_again
 from frostlab.comparison.runner import ComparisonFolder, Runner
+from frostlab.comparison.timed_arms import CONTROLS
 from frostlab.recipe.settings import Watch
 from frostlab.records.folder import RunRecord
 from tiny import tiny
@@ -61,14 +62,19 @@ def test_a_quick_one_is_short_and_times_steps(
 ) -> None:
     monkeypatch.setattr(comparing, "_QUICK_SECONDS", 0.5)
     recipe = tiny(train__epochs=epochs, data__examples=256, model__layers=1)
-    values = {"recipe": recipe, "arms": ["baseline", "oelm"], "clock": {"seconds": 0.5}, "seeds": 1}
+    values = {
+        "recipe": recipe,
+        "arms": ["baseline", "oelm"],
+        "clock": {"seconds": 0.01},
+        "seeds": 1,
+    }
     found = fl.compare(values, out=tmp_path / "c", quick=True)
     quick = json.loads((tmp_path / "c" / "quick.json").read_text())
     runs = [run for arm in found.evidence.arms.values() for run in arm.runs]
     assert {run.steps for run in runs} == {quick["steps"]}
     assert quick["of"] == 8 * epochs >= quick["steps"]
     timing = found.evidence.timing
-    assert set(timing.arms) == {"baseline", "baseline again", "oelm"}
+    assert set(timing.arms) == {"baseline", *CONTROLS, "oelm"}
     assert timing.proven is False
     assert any("too few builds" in reason for reason in timing.reasons)
     assert timing.arms["oelm"].ceiling < 1 == timing.arms["baseline"].ceiling
