@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from comparing import compare
 from frostlab.comparison import run as comparing
 from frostlab.comparison import runner
 from frostlab.comparison.load import make_plan
+from frostlab.comparison.page import page
 from frostlab.comparison.run import _shortened as shortened
 from frostlab.comparison.run import judge_again
 from frostlab.comparison.runner import ComparisonFolder, Runner
@@ -62,12 +64,8 @@ def test_a_quick_one_is_short_and_times_steps(
 ) -> None:
     monkeypatch.setattr(comparing, "_QUICK_SECONDS", 0.5)
     recipe = tiny(train__epochs=epochs, data__examples=256, model__layers=1)
-    values = {
-        "recipe": recipe,
-        "arms": ["baseline", "oelm"],
-        "clock": {"seconds": 0.01},
-        "seeds": 1,
-    }
+    arms, clock = ["baseline", "oelm"], {"seconds": 0.01}
+    values = {"recipe": recipe, "arms": arms, "clock": clock, "seeds": 1}
     found = fl.compare(values, out=tmp_path / "c", quick=True)
     quick = json.loads((tmp_path / "c" / "quick.json").read_text())
     runs = [run for arm in found.evidence.arms.values() for run in arm.runs]
@@ -80,6 +78,8 @@ def test_a_quick_one_is_short_and_times_steps(
     assert timing.arms["oelm"].ceiling < 1 == timing.arms["baseline"].ceiling
     assert timing.arms["oelm"].word == "unproven"
     assert "**time, oelm**: unproven: a step took" in found.page.read_text()
+    noted = replace(found.evidence, timing=replace(timing, notes=("other processes were busy",)))
+    assert "Notes: other processes were busy." in page(noted)
 
 
 def test_a_quick_one_can_be_asked_for_again(tmp_path: Path) -> None:

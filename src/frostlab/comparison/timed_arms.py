@@ -73,7 +73,7 @@ _SHORTEST_BLOCK_AHEAD = 0.05  # the same on a device that works asynchronously, 
 _TRIAL_BATCHES = 4  # enough to estimate the time of a step
 _WARM_UP_SECONDS = 10.0  # after this time, an arm with eager steps drops its remaining batches
 # torch.compile gives up on a function after this many compilations, and arms share layer classes.
-_RECOMPILE_LIMIT = 64
+_RECOMPILE_LIMIT = 256
 
 
 @dataclass(frozen=True)
@@ -534,7 +534,7 @@ def judge_time(ratio: Ratio, saved: StepSavings | None, timing: Timing) -> tuple
         limit = 100 * max(ratio.high - 1, 1 - ratio.low)
         return "no difference found", (
             f"no difference found: a step takes {numbers}; "
-            f"no difference beyond ±{limit:.2g} % can be told on this machine."
+            f"no difference beyond ±{limit:.2f} % can be told on this machine."
         )
     word, speed = ("better", "faster") if ratio.high < 1 else ("worse", "slower")
     return word, f"{speed}: a step takes {numbers}."
