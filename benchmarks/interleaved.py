@@ -1,4 +1,4 @@
-"""Validate interleaved timing: an A/A control, arms with a known amount of extra work, and real
+"""Validate interleaved timing: A/A controls, arms with a known amount of extra work, and real
 treatments with their FLOP bounds.
 
 The extra work of every step is matmuls, whose cost is also measured alone, before and after.
@@ -24,7 +24,7 @@ from frostlab.recipe.load import load_recipe, parse_settings
 from frostlab.recipe.recipe import Recipe
 from frostlab.timing.clock import BlockClock
 from frostlab.timing.flops import unexplained_gain
-from frostlab.timing.interleave import FEWEST_BUILDS, Ratio, paired_logs, ratio_of
+from frostlab.timing.interleave import FEWEST_BUILDS, Ratio, build_logs, ratio_of
 
 CALLS = 20  # timed together, so that a GPU never waits for the host
 
@@ -123,12 +123,14 @@ def measure(
     facts = {
         "recipe": options.recipe, "set": options.set, "device": device_name(where),
         "torch": torch.__version__, "proven": timing.proven, "reasons": timing.reasons,
+        "notes": timing.notes,
         "stopped_by": timing.stopped_by, "seconds": round(timing.seconds, 1),
         "builds": timing.builds, "rounds": timing.rounds, "steps_per_block": timing.steps_per_block,
         "batches": timing.batches, "drift_halves": round(timing.drift.halves, 4),
         "cores_of_others": timing.watched.cores_of_others, "cores": timing.watched.cores,
     }  # fmt: skip
-    base, pairs = timing.arms["all"].blocks, timing.rounds // (2 * timing.builds)
+    copies = {name: timing.arms[name].blocks for name in ("all", *timed_arms.CONTROLS)}
+    base, pairs = copies["all"], timing.rounds // (2 * timing.builds)
     for name, arm in timing.arms.items():
         if arm.ratio is None:
             continue
@@ -142,33 +144,42 @@ def measure(
                 "ceiling": round(1 / saved.speed_up, 4),
                 "flag": unexplained_gain(arm.ratio, saved, timing.proven, timing.reasons),
             }
+        others = [blocks for copy, blocks in copies.items() if copy != name]
         ratio = {key: round(value, 5) for key, value in arm.ratio.to_dict().items()}
         report("interleaved", facts | {
             "arm": name, "step": arm.step, "ms_median": round(arm.ms_median, 4), **ratio, **bounds,
             "width": round(arm.ratio.width, 5),
-            "pair_spread": round(float(paired_logs(arm.blocks, base).std(ddof=1)), 5),
-            "build_spread": round(float(paired_logs(arm.blocks, base, pairs).std(ddof=1)), 5),
-            "seconds_to_width": seconds_until(arm.blocks, base, pairs, timing.seconds,
+            "pair_spread": spread(arm.blocks, base, 1),
+            "build_spread": spread(arm.blocks, base, pairs),
+            "seconds_to_width": seconds_until(arm.blocks, others, pairs, timing.seconds,
                                               lambda r: r.width < options.width),
-            "seconds_to_find": seconds_until(arm.blocks, base, pairs, timing.seconds,
+            "seconds_to_find": seconds_until(arm.blocks, others, pairs, timing.seconds,
                                              lambda r: not r.holds(1.0)),
             "peak_bytes": arm.peak_bytes, "optimizer_bytes": arm.optimizer_bytes,
         })  # fmt: skip
 
 
+def spread(arm: Sequence[float], base: Sequence[float], pairs: int) -> float:
+    """Return the standard deviation of the log ratio of this many pairs of rounds."""
+    logs = build_logs(arm, pairs) - build_logs(base, pairs)
+    return round(float(logs.std(ddof=1)), 5)
+
+
 def seconds_until(
     arm: Sequence[float],
-    base: Sequence[float],
+    copies: Sequence[Sequence[float]],
     pairs: int,
     seconds: float,
     reached: Callable[[Ratio], bool],
 ) -> float | None:
     """Return the seconds after which this arm's interval satisfied `reached` and stayed so."""
-    rounds, builds = 2 * pairs, len(base) // (2 * pairs)
+    rounds, builds = 2 * pairs, len(arm) // (2 * pairs)
     unreached = [
         count
         for count in range(FEWEST_BUILDS, builds + 1)
-        if not reached(ratio_of(arm[: rounds * count], base[: rounds * count], pairs))
+        if not reached(
+            ratio_of(arm[: rounds * count], [c[: rounds * count] for c in copies], pairs)
+        )
     ]
     first = max(unreached, default=FEWEST_BUILDS - 1) + 1
     return round(seconds * first / builds, 1) if first <= builds else None

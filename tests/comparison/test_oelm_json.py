@@ -39,8 +39,8 @@ def timed(evidence: Evidence, **changes: Any) -> Evidence:
         for name in evidence.arms
     }  # fmt: skip
     timing = StepTiming(
-        evidence.baseline, arms, arms[evidence.baseline], False, ("the baseline drifted",), 4, 2,
-        1, 2, 3.0, "time", 0.01, "cpu", {}, {},
+        evidence.baseline, arms, arms[evidence.baseline], False, ("too few builds",), (), 4,
+        2, 1, 2, 3.0, "time", 0.01, "cpu", {}, {},
     )  # fmt: skip
     return replace(evidence, timing=timing, **changes)
 
@@ -110,7 +110,7 @@ def test_a_speed_has_the_pages_interval_and_verdict(made: fl.Comparison) -> None
     timing = timing_json(evidence)["timing"]
     trust = {
         "confidence": 0.99, "verdict": "unproven", "flag": "faster than the FLOPs allow",
-        "proven": False, "reasons": ["the baseline drifted"], "confounds": ["optim.lr 1 → 2"],
+        "proven": False, "reasons": ["too few builds"], "confounds": ["optim.lr 1 → 2"],
     }  # fmt: skip
     speedup = {"ratio": 1.25, "low": 0.8, "high": 1 / 0.64} | trust
     assert comparison["comparison"]["time_analysis"]["speedup_ratio"] == speedup

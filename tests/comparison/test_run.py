@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,11 @@ from comparing import compare
 from frostlab.comparison import run as comparing
 from frostlab.comparison import runner
 from frostlab.comparison.load import make_plan
-from frostlab.comparison.page import show
+from frostlab.comparison.page import page, show
 from frostlab.comparison.run import _shortened as shortened
 from frostlab.comparison.run import judge_again
 from frostlab.comparison.runner import ComparisonFolder, Runner
+from frostlab.comparison.timed_arms import CONTROLS
 from frostlab.recipe.settings import Watch
 from frostlab.records.folder import RunRecord
 from tiny import tiny
@@ -62,7 +64,8 @@ def test_a_quick_one_is_short_and_times_steps(
 ) -> None:
     monkeypatch.setattr(comparing, "_QUICK_SECONDS", 0.5)
     recipe = tiny(train__epochs=epochs, data__examples=256, model__layers=1)
-    values = {"recipe": recipe, "arms": ["baseline", "oelm"], "clock": {"seconds": 0.5}, "seeds": 1}
+    arms, clock = ["baseline", "oelm"], {"seconds": 0.01}
+    values = {"recipe": recipe, "arms": arms, "clock": clock, "seeds": 1}
     found = fl.compare(values, out=tmp_path / "c", quick=True)
     assert show(found.evidence, found.page).startswith("A quick comparison with shortened runs.")
     assert json.loads((tmp_path / "c" / "comparison.json").read_text())["quick"]
@@ -71,12 +74,14 @@ def test_a_quick_one_is_short_and_times_steps(
     assert {run.steps for run in runs} == {quick["steps"]}
     assert quick["of"] == 8 * epochs >= quick["steps"]
     timing = found.evidence.timing
-    assert set(timing.arms) == {"baseline", "baseline again", "oelm"}
+    assert set(timing.arms) == {"baseline", *CONTROLS, "oelm"}
     assert timing.proven is False
     assert any("too few builds" in reason for reason in timing.reasons)
     assert timing.arms["oelm"].ceiling < 1 == timing.arms["baseline"].ceiling
     assert timing.arms["oelm"].word == "unproven"
     assert "**time, oelm**: unproven: a step took" in found.page.read_text()
+    noted = replace(found.evidence, timing=replace(timing, notes=("other processes were busy",)))
+    assert "Notes: other processes were busy." in page(noted)
 
 
 def test_a_quick_one_can_be_asked_for_again(tmp_path: Path) -> None:

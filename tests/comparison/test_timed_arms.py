@@ -11,20 +11,23 @@ import torch
 
 from frostlab.comparison import timed_arms
 from frostlab.comparison.timed_arms import (
-    CONTROL,
+    CONTROLS,
     TimedArm,
+    Timing,
     build_arms,
     choose_block,
+    judge_time,
     place_arms,
     reasons_unproven,
     time_arms,
+    timing_notes,
 )
 from frostlab.data.prepare import prepare
 from frostlab.errors import BadInput
 from frostlab.recipe.load import recipe_from
 from frostlab.records.telemetry import Watched
 from frostlab.timing.clock import BlockClock, BlockSeconds
-from frostlab.timing.interleave import Drift, Ratio, Rounds, StopRule
+from frostlab.timing.interleave import Drift, Ratio, StopRule
 from frostlab.training import setup
 from frostlab.training.distributed import Compute
 from frostlab.training.step.captured import CapturedStep
@@ -38,23 +41,58 @@ CALM = Watched(8, 0.1, None, {})
 STEADY = Drift(1.0, 0.0)
 
 
-def rounds_of(count: int) -> Rounds:
-    return Rounds("all", {}, starts=[0] * count)
+COPIES = len(CONTROLS) + 1
+FINE = dict.fromkeys(CONTROLS, Ratio(1.001, 0.999, 1.003))
 
 
-def test_what_makes_a_timing_unproven() -> None:
-    fine = Ratio(1.001, 0.999, 1.003)
-    assert reasons_unproven(rounds_of(16), fine, STEADY, CALM) == ()
-    (reason,) = reasons_unproven(rounds_of(16), Ratio(1.01, 1.002, 1.018), STEADY, CALM)
-    assert reason == "the control differs from the baseline: 1.0100 [1.0020, 1.0180]"
-    (reason,) = reasons_unproven(rounds_of(16), fine, Drift(0.93, 0.0), CALM)
-    assert reason == "the baseline drifted: its time changed by -7.0% in the second half"
-    too_few = ("too few builds: 7 of at least 8",)
-    assert reasons_unproven(rounds_of(14), fine, STEADY, CALM) == too_few
-    (reason,) = reasons_unproven(rounds_of(16), fine, STEADY, replace(CALM, cores_of_others=0.9))
-    assert reason == "other processes kept 0.9 of 8 cores busy"
-    (reason,) = reasons_unproven(rounds_of(16), fine, STEADY, replace(CALM, others_on_gpu=2))
-    assert reason == "other processes on the GPU: 2"
+def test_controls_and_builds_make_a_timing_unproven() -> None:
+    assert reasons_unproven(4, FINE) == ()
+    assert reasons_unproven(3, FINE) == ("too few builds: 3 of at least 4",)
+    (reason,) = reasons_unproven(4, FINE | {CONTROLS[1]: Ratio(1.01, 1.002, 1.018)})
+    assert reason == (
+        "baseline again 2 differs from the other copies of the baseline: 1.0100 [1.0020, 1.0180]"
+    )
+
+
+def test_drift_and_other_processes_are_notes() -> None:
+    assert timing_notes(STEADY, CALM) == ()
+    (note,) = timing_notes(Drift(0.93, 0.0), CALM)
+    assert note == "the baseline drifted: its time changed by -7.0% in the second half"
+    busy = replace(CALM, cores_of_others=0.9, others_on_gpu=2)
+    assert timing_notes(STEADY, busy) == (
+        "other processes kept 0.9 of 8 cores busy", "other processes on the GPU: 2",
+    )  # fmt: skip
+    assert timing_notes(STEADY, replace(busy, cores=128)) != ()  # cores count, not their share
+
+
+@pytest.mark.parametrize(
+    ("ratio", "word", "end"),
+    [
+        (Ratio(0.99, 0.98, 0.999), "better", "faster: a step takes 0.9900 [0.9800, 0.9990] of the "
+         "baseline's time."),
+        (Ratio(1.02, 1.01, 1.03), "worse", "slower: a step takes 1.0200 [1.0100, 1.0300] of the "
+         "baseline's time."),
+        (Ratio(1.003, 0.9806, 1.026), "no difference found", "of the baseline's time; no "
+         "difference beyond ±2.60 % can be told on this machine."),
+    ],
+)  # fmt: skip
+def test_the_interval_decides_the_word(timed: Timing, ratio: Ratio, word: str, end: str) -> None:
+    """A drift and the load of other processes do not change it."""
+    noisy = replace(timed, proven=True, reasons=(), notes=("the baseline drifted",))
+    said, sentence = judge_time(ratio, None, noisy)
+    assert said == word
+    assert sentence.endswith(end)
+    unproven = replace(timed, proven=False, reasons=("too few builds: 3 of at least 4",))
+    assert judge_time(ratio, None, unproven)[0] == "unproven"
+
+
+@pytest.fixture(scope="module")
+def timed() -> Timing:
+    """A real timing of a baseline alone."""
+    recipe = arms()["all"]
+    return time_arms(
+        {"all": recipe}, prepare(recipe), baseline="all", device=CPU, seconds=0.01, block=1
+    )
 
 
 @pytest.fixture
@@ -82,19 +120,25 @@ def test_a_real_timing_is_complete_and_every_arm_sees_the_same_batches(
         recipes, prepare(recipes["all"]), baseline="all", device=CPU,
         seconds=2.0, block=3, say=lines.append,
     )  # fmt: skip
-    steps, inputs = 3 * timing.rounds // timing.builds, list(seen.values())  # timed ones per build
-    assert len(inputs) == 3 * timing.builds
-    for build in zip(*[iter(inputs)] * 3, strict=True):  # batches and dropout
-        assert build[0][-steps:] == build[1][-steps:] == build[2][-steps:]
+    inputs, width = list(seen.values()), COPIES + 1
+    steps = 4 * timing.rounds // timing.builds  # per build, with an untimed one before each block
+    assert len(inputs) == width * (timing.builds + 1)  # one build chooses the length of a block
+    for build in zip(*[iter(inputs[width:])] * width, strict=True):  # batches and dropout
+        assert all(arm == build[0] for arm in build)
+        assert len(build[0]) == 4 + steps  # the first round does not count
+        assert all(build[0][i] == build[0][i + 1] for i in range(0, 4 + steps, 4))
     assert len(set(inputs[0])) == 8  # an epoch's batches, the same dropout whenever they return
-    timed = [step for arm in inputs[::3] for step in arm[-steps:]]
-    assert set(timed) <= set(inputs[0])
-    assert timing.batches == len(set(timed))
-    assert set(timing.arms) == {"all", CONTROL, "qk"}
+    counted = [step for arm in inputs[width::width] for step in arm[4:]]
+    assert set(counted) <= set(inputs[0])
+    assert timing.batches == len(set(counted))
+    assert set(timing.arms) == {"all", *CONTROLS, "qk"}
     assert timing.steps_per_block == 3
     assert timing.rounds >= 4
     assert timing.arms["all"].ratio is None
-    assert 0.7 < timing.control.estimate < 1.3
+    ratios = {name: timing.arms[name].ratio for name in CONTROLS}
+    assert all(ratio is not None and ratio.holds(ratio.estimate) for ratio in ratios.values())
+    furthest = max(ratios, key=lambda name: abs(np.log(ratios[name].estimate)))  # type: ignore[union-attr]
+    assert timing.control == furthest
     trained, frozen = timing.arms["all"], timing.arms["qk"]
     assert len(trained.blocks) == len(frozen.blocks) == timing.rounds
     frozen_parameters = 2 * 2 * (16 * 16 + 16)  # query and key with their biases, in two layers
@@ -107,8 +151,8 @@ def test_a_real_timing_is_complete_and_every_arm_sees_the_same_batches(
     assert (trained.step, trained.peak_bytes) == ("eager", None)
     assert timing.proven == (not timing.reasons)
     written = json.loads(json.dumps(timing.to_dict()))
-    assert written["control"] == timing.control.to_dict()
-    assert any(line.startswith(f"{CONTROL}: eager steps") for line in lines)
+    assert written["arms"]["all"]["blocks"] == list(trained.blocks)
+    assert any(line.startswith(f"{CONTROLS[0]}: eager steps") for line in lines)
 
 
 def test_timing_leaves_the_weights_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +167,7 @@ def test_timing_leaves_the_weights_as_they_were(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(EagerStep, "__init__", recorded)
     recipe = arms()["all"]
     time_arms({"all": recipe}, prepare(recipe), baseline="all", device=CPU, seconds=0.1, block=1)
-    assert len(kept) >= 4  # two arms, built twice at least
+    assert len(kept) >= 3 * COPIES  # built three times at least
     for step, before in kept:
         assert all(torch.equal(p, b) for p, b in zip(step.parameters, before, strict=True))
         assert all(state["exp_avg"].any() for state in step.optimizer.state.values())
@@ -149,10 +193,12 @@ def test_captured_steps_are_captured_before_the_timing(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(setup, "build_step", captured)
     recipes = arms()
-    monkeypatch.setattr(timed_arms, "choose_block", lambda *args: captures.append("built") or 3)
+    monkeypatch.setattr(
+        timed_arms, "choose_block", lambda *args: captures.append("built") or (3, 0.001)
+    )
     timing = time_arms(recipes, prepare(recipes["all"]), baseline="all", device=CPU, seconds=0.1)
-    builds = ["captured"] * 3  # all batches have one shape
-    assert captures == [*builds, "built", *builds * (timing.builds - 1)]
+    builds = ["captured"] * (COPIES + 1)  # all batches have one shape
+    assert captures == [*builds, "built", *builds * timing.builds]
     assert timing.builds >= 2
     assert {arm.step for arm in timing.arms.values()} == {"captured"}
 
@@ -176,7 +222,9 @@ def test_a_block_is_long_enough_for_the_clock(device: str, step_ms: float, block
             return len(batches) * self.ms / 1e3
 
     both: dict[str, TimedArm] = {"fast": SimulatedArm(step_ms), "slow": SimulatedArm(3 * step_ms)}
-    assert choose_block(both, SimulatedClock(torch.device(device))) == block
+    steps, seconds = choose_block(both, SimulatedClock(torch.device(device)))
+    assert steps == block
+    assert seconds == pytest.approx(4 * step_ms / 1e3)  # of one step of each arm
 
 
 def test_slow_steps_are_timed_on_fewer_batches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +234,7 @@ def test_slow_steps_are_timed_on_fewer_batches(monkeypatch: pytest.MonkeyPatch) 
     prepared = prepare(recipe)
     built = build_arms({"all": recipe}, prepared, "all")
     timed = place_arms(built, prepared, CPU)
-    assert [len(arm.order) for arm in timed.values()] == [5, 5]
+    assert [len(arm.order) for arm in timed.values()] == [5] * COPIES
 
 
 def test_arms_are_built_again_in_another_order_and_other_memory(
@@ -210,10 +258,10 @@ def test_arms_are_built_again_in_another_order_and_other_memory(
     monkeypatch.setattr(timed_arms, "StopRule", FourBuilds)
     recipes = arms()
     timing = time_arms(recipes, prepare(recipes["all"]), baseline="all", device=CPU, block=1)
-    assert len(names) == timing.builds == 4
-    assert {tuple(sorted(order)) for order in names} == {tuple(sorted(("all", CONTROL, "qk")))}
+    assert len(names) == timing.builds + 1 == 5
+    assert {tuple(sorted(order)) for order in names} == {tuple(sorted(("all", *CONTROLS, "qk")))}
     assert len(set(names)) > 1
-    assert len(set(addresses)) == timing.builds
+    assert len(set(addresses)) == len(names)
 
 
 @pytest.mark.parametrize(
@@ -247,6 +295,6 @@ def test_arms_that_cannot_be_timed_together_are_refused(
     recipes = {"all": recipe_from(tiny()), "other": recipe_from(tiny(**changes))}
     with pytest.raises(BadInput, match=message.replace("?", r"\?")):
         time_arms(recipes, prepare(recipes["all"]), baseline=baseline, device=CPU)
-    named = {"all": recipes["all"], CONTROL: recipes["all"]}
-    with pytest.raises(BadInput, match="the control's name"):
+    named = {"all": recipes["all"], CONTROLS[-1]: recipes["all"]}
+    with pytest.raises(BadInput, match="`baseline again 4`, because it is a control's name"):
         time_arms(named, prepare(recipes["all"]), baseline="all", device=CPU)

@@ -103,7 +103,7 @@ def steps() -> bytes:
 def _timing() -> StepTiming:
     return StepTiming(
         "baseline", {name: _timed(name == "baseline") for name in ("baseline", "oelm")},
-        _timed(False), True, (), 4, 2, 1, 2, 3.0, "time", 0.01, "cpu", {"halves": 1.0},
+        _timed(False), True, (), ("busy",), 4, 2, 1, 2, 3.0, "time", 0.01, "cpu", {"halves": 1.0},
         {"cores": 2.0},
     )  # fmt: skip
 

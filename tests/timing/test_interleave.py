@@ -16,24 +16,24 @@ from scipy.stats import binom
 from frostlab.timing import interleave
 from frostlab.timing.clock import BlockSeconds
 from frostlab.timing.interleave import (
-    FEWEST_BUILDS,
     Blocks,
-    Ratio,
     Rounds,
     StopRule,
     as_driver,
+    build_logs,
     drift_of,
     interleave_arms,
     interleave_pair,
     pair_order,
-    paired_logs,
-    pairs_per_build,
+    plan_build,
     ratio_of,
     round_orders,
 )
 
 CPU = torch.device("cpu")
-CONTROL = "baseline again"
+CONTROL = "again"
+CONTROLS = (CONTROL, "again 2", "again 3", "again 4")
+COPIES = dict.fromkeys(("all", *CONTROLS), 0.05)
 
 
 class FakeClock:
@@ -47,9 +47,15 @@ class FakeClock:
         correlation: float = 0.0,
         drift: float = 0.0,
         memory: float = 0.0,
+        offset: float = 0.0,
     ) -> None:
-        self.now, self.costs, self.drift, self.memory = 0.0, costs, drift, memory
+        self.now, self.drift, self.memory = 0.0, drift, memory
         self.draw = np.random.default_rng(seed)
+        offsets = self.draw.normal(size=len(costs)) if offset else np.zeros(len(costs))
+        self.costs = {
+            name: cost * float(np.exp(offset * own))
+            for (name, cost), own in zip(costs.items(), offsets, strict=True)
+        }
         self.noise = self._correlated(self.draw, noise, correlation)
         self.rebuild()
 
@@ -86,6 +92,7 @@ def simulate(
     monkeypatch.setattr(interleave, "perf_counter", clock)
     return interleave_arms(
         tuple(clock.costs), clock.block, clock.rebuild, StopRule(seconds, width),
+        controls=[name for name in clock.costs if name in CONTROLS],
         blocks=Blocks(steps=4, batches=16), pairs=pairs, seed=0, say=lambda line: None,
     )  # fmt: skip
 
@@ -123,41 +130,51 @@ def test_known_slowdowns_are_found_on_a_simulated_clock(
     monkeypatch: pytest.MonkeyPatch, slower: float
 ) -> None:
     """Within the interval in at least as many of 200 timings as 95 % allow, and no bias."""
-    held, control, estimates = 0, 0, []
+    held, controls, found, estimates = 0, 0, 0, []
     for seed in range(200):
-        costs = {"all": 0.05, CONTROL: 0.05, "slow": 0.05 * (1 + slower)}
+        costs = COPIES | {"slow": 0.05 * (1 + slower)}
         rounds = simulate(monkeypatch, FakeClock(costs, 0.01, seed, 0.5))
         ratios = rounds.ratios()
         held += ratios["slow"].holds(1 + slower)
-        control += ratios[CONTROL].holds(1.0)
+        found += ratios["slow"].low > 1
+        controls += all(ratios[name].holds(1.0) for name in CONTROLS)
         estimates.append(ratios["slow"].estimate - 1)
         assert rounds.stopped_by == "width"
     fewest = binom.ppf(0.001, 200, 0.95)
     assert held >= fewest
-    assert control >= fewest
+    assert controls >= fewest
+    assert found > 190
     assert np.mean(estimates) == pytest.approx(slower, abs=4 * np.std(estimates) / np.sqrt(200))
 
 
 @pytest.mark.parametrize(
-    ("noise", "memory", "pairs"),
+    ("noise", "memory", "offset", "pairs"),
     [
-        pytest.param(0.005, 0.0, 4, marks=pytest.mark.slow),
-        pytest.param(0.019, 0.0, 4, marks=pytest.mark.slow),
-        (0.003, 0.0025, 4),
-        pytest.param(0.011, 0.0, 1, marks=pytest.mark.slow),
+        pytest.param(0.019, 0.0, 0.0, 4, marks=pytest.mark.slow),
+        (0.003, 0.0025, 0.0, 4),
+        (0.003, 0.0, 0.003, 4),
+        pytest.param(0.003, 0.0, 0.001, 4, marks=pytest.mark.slow),
+        pytest.param(0.011, 0.0, 0.0, 1, marks=pytest.mark.slow),
     ],
 )
-def test_false_alarms_of_2000_timings_of_nothing_are_5_percent(
-    monkeypatch: pytest.MonkeyPatch, noise: float, memory: float, pairs: int
+def test_false_alarms_of_500_timings_of_nothing_are_at_most_5_percent(
+    monkeypatch: pytest.MonkeyPatch, noise: float, memory: float, offset: float, pairs: int
 ) -> None:
-    """The second and the fourth noise are the worst: stopping when it is narrow costs 1 % there."""
-    alarms = 0
-    for seed in range(2000):
-        clock = FakeClock({"all": 0.05, CONTROL: 0.05}, noise, seed, memory=memory)
+    """Whether arms differ in every build anew, or one copy is slower than another in all builds."""
+    arms, controls, alone = 0, 0, 0
+    for seed in range(500):
+        costs = COPIES | {"one": 0.05, "two": 0.05}
+        clock = FakeClock(costs, noise, seed, memory=memory, offset=offset)
         rounds = simulate(monkeypatch, clock, pairs=pairs)
-        alarms += not rounds.ratios()[CONTROL].holds(1.0)
-    low, high = binom.ppf([0.005, 0.995], 2000, 0.05)
-    assert low <= alarms <= high
+        ratios = rounds.ratios()
+        arms += not (ratios["one"].holds(1.0) and ratios["two"].holds(1.0))
+        controls += not all(ratios[name].holds(1.0) for name in CONTROLS)
+        one, base = (rounds.device_seconds(name) for name in ("one", "all"))
+        alone += not ratio_of(one, [base], pairs).holds(1.0)
+    most = binom.ppf(0.995, 500, 0.05)
+    assert arms <= most
+    assert controls <= most
+    assert (alone > 150) is (offset > 0.002)  # builds alone do not show which copy is slower
 
 
 def test_copies_in_other_memory_differ_however_many_rounds_are_timed(
@@ -169,7 +186,7 @@ def test_copies_in_other_memory_differ_however_many_rounds_are_timed(
         clock = FakeClock({"all": 0.05, CONTROL: 0.05}, 0.003, seed, memory=0.0025)
         once = simulate(monkeypatch, clock, seconds=0.0, pairs=20)
         arm, base = (once.device_seconds(name)[:40] for name in (CONTROL, "all"))
-        alarms += not ratio_of(arm, base).holds(1.0)
+        alarms += not ratio_of(arm, [base]).holds(1.0)
     assert alarms > 50
 
 
@@ -183,7 +200,7 @@ def spread(monkeypatch: pytest.MonkeyPatch, rho: float, paired: bool) -> tuple[f
         if not paired:  # one arm after the other, as two runs would be
             both = [clock.block("all", range(4)).device for _ in range(2 * len(arm))]
             arm, base = both[: len(arm)], both[len(arm) :]
-        ratio = ratio_of(arm, base)
+        ratio = ratio_of(arm, [base])
         estimates.append(float(np.log(ratio.estimate)))
         alarms += not ratio.holds(1.0)
     return float(np.std(estimates)), alarms / 300
@@ -217,39 +234,103 @@ def test_a_steady_drift_cancels_in_a_round_and_its_reverse(monkeypatch: pytest.M
 
 
 def test_the_rule_wants_eight_builds_and_then_four_more() -> None:
-    narrow, wide = Ratio(1.0, 0.999, 1.001), Ratio(1.0, 0.98, 1.02)
+    narrow, wide = 0.002, 0.04
     rule = StopRule(100, 0.01)
     stops = [rule.stopped_by(build, [narrow], 0.0) for build in range(1, 13)]
-    assert stops == [None] * (FEWEST_BUILDS + 3) + ["width"]
+    assert stops == [None] * 11 + ["width"]
     assert StopRule(100, 0.01).stopped_by(50, [narrow, wide], 0.0) is None
     assert StopRule(100, 0.01).stopped_by(3, [wide], 100.0) == "time"
     assert StopRule(0, 0.01).stopped_by(1, [], 1.0) is None  # one build has no interval
 
 
-def test_the_fewest_builds_fit_into_the_time() -> None:
-    assert pairs_per_build(60.0, 0.4) == 4
-    assert pairs_per_build(60.0, 1.2) == 2  # 8 builds of 4 rounds: 38 s
-    assert pairs_per_build(20.0, 1.6) == 1
-    assert pairs_per_build(1.0, 10.0) == 1
+def test_the_first_round_after_a_build_does_not_count() -> None:
+    """The first block after a build takes ten times as long, of which no time is kept."""
+    fresh, taken = set(COPIES), list[tuple[str, tuple[int, ...]]]()
+
+    def measure(name: str, batches: Sequence[int]) -> BlockSeconds:
+        seconds = 10.0 if name in fresh else 1.0
+        fresh.discard(name)
+        taken.append((name, tuple(batches)))
+        return BlockSeconds(seconds, seconds)
+
+    class ThreeBuilds(StopRule):
+        def stopped_by(self, builds: int, *widths: object) -> str | None:
+            return "time" if builds == 3 else None
+
+    rounds = interleave_arms(
+        tuple(COPIES), measure, lambda: fresh.update(COPIES), ThreeBuilds(0, 0),
+        controls=CONTROLS, blocks=Blocks(2, 16), pairs=2, seed=0, say=lambda line: None,
+    )  # fmt: skip
+    assert all(rounds.device_seconds(name) == [1.0] * 12 for name in COPIES)
+    assert len(taken) == 3 * 5 * len(COPIES)
+    build = 5 * len(COPIES)
+    for first in range(0, len(taken), build):  # on the batches that are timed next
+        assert len({batches for _, batches in taken[first : first + 3 * len(COPIES)]}) == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steps", "step", "build", "plan"),
+    [
+        (60.0, 4, 0.1, 0.2, (4, 4)),
+        (60.0, 4, 0.4, 0.6, (4, 1)),
+        (60.0, 4, 0.3, 0.6, (4, 2)),
+        (20.0, 4, 0.4, 0.6, (1, 1)),  # blocks are shortened first
+        (20.0, 4, 0.25, 0.6, (2, 1)),
+        (60.0, 48, 0.1, 0.5, (16, 2)),
+        (1.0, 4, 5.0, 3.0, (1, 1)),
+    ],
+)
+def test_the_planned_builds_fit_into_the_time(
+    seconds: float, steps: int, step: float, build: float, plan: tuple[int, int]
+) -> None:
+    assert plan_build(seconds, steps, step, build) == plan
+    block, pairs = plan
+    if seconds > 1:
+        assert 6 * (build + (2 * pairs + 1) * (block + 1) * step) <= seconds
 
 
 def test_the_estimate_of_two_builds() -> None:
     arm, base = [1.1, 1.2, 1.0, 1.3], [1.0, 1.0, 1.0, 1.0]
-    logs = paired_logs(arm, base)
+    logs = build_logs(arm)
     assert logs == pytest.approx([np.log(1.1 * 1.2) / 2, np.log(1.3) / 2])
     half = 12.7062047 * abs(logs[1] - logs[0]) / 2  # t of one degree of freedom
-    ratio = ratio_of(arm, base)
+    ratio = ratio_of(arm, [base])
     assert ratio.estimate == pytest.approx(np.exp(logs.mean()))
     assert (np.log(ratio.low), np.log(ratio.high)) == pytest.approx(
         (logs.mean() - half, logs.mean() + half)
     )
 
 
+def test_copies_that_differ_widen_the_interval() -> None:
+    """An arm between copies of the baseline is no faster, however exact the builds are."""
+    copies = [[time] * 6 for time in (1.0, 1.01, 0.99)]
+    ratio = ratio_of([1.005] * 6, copies)
+    logs = np.log([1.0, 1.01, 0.99])
+    half = 4.30265273 * logs.std(ddof=1) * np.sqrt(4 / 3)  # t of two degrees of freedom
+    assert np.log(ratio.estimate) == pytest.approx(np.log(1.005) - logs.mean())
+    assert np.log(ratio.high / ratio.estimate) == pytest.approx(half)
+    assert ratio_of([1.005] * 6, copies[:1]).low > 1
+    equal = [1.0, 1.02, 1.0, 1.02, 1.01, 1.01]
+    builds = ratio_of([1.0, 1.0, 1.1, 1.1, 1.0, 1.0], [equal] * 3)
+    assert builds == ratio_of([1.0, 1.0, 1.1, 1.1, 1.0, 1.0], [equal])  # the wider of the two
+
+
+def test_intervals_hold_together() -> None:
+    draw = np.random.default_rng(0)
+    names = (*COPIES, "one", "two")
+    times = {name: np.exp(0.01 * draw.normal(size=8)).tolist() for name in names}
+    blocks = {name: [BlockSeconds(t, t) for t in own] for name, own in times.items()}
+    ratios = Rounds("all", CONTROLS, blocks).ratios(alpha=0.01)
+    assert ratios["one"] == ratio_of(times["one"], [times[name] for name in COPIES], 1, 0.005)
+    others = [times[name] for name in COPIES if name != CONTROL]
+    assert ratios[CONTROL] == ratio_of(times[CONTROL], others, 1, 0.01 / 4)
+
+
 def test_the_pairs_of_a_build_count_once() -> None:
     arm, base = [1.1, 1.2, 1.0, 1.3, 1.1, 1.1, 1.4, 1.0], [1.0] * 8
-    logs = paired_logs(arm, base, pairs=2)
+    logs = build_logs(arm, pairs=2)
     assert logs == pytest.approx([np.log(arm[:4]).mean(), np.log(arm[4:]).mean()])
-    assert ratio_of(arm, base, pairs=2).estimate == pytest.approx(np.exp(np.log(arm).mean()))
+    assert ratio_of(arm, [base], pairs=2).estimate == pytest.approx(np.exp(np.log(arm).mean()))
 
 
 @pytest.mark.parametrize(("change", "drifted"), [(0.03, False), (0.08, True), (-0.08, True)])

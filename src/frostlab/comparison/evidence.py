@@ -305,17 +305,18 @@ class StepTiming:
     """The step timing of all arms; steps.json has the same keys."""
 
     baseline: str
-    arms: dict[str, TimedArm]  # including the control
-    control: TimedArm  # a second copy of the baseline
+    arms: dict[str, TimedArm]  # including the controls
+    control: TimedArm  # of several copies of the baseline, the one that differs most
     proven: bool  # whether the timing can be trusted
     reasons: tuple[str, ...]  # why it cannot be trusted; empty if proven
+    notes: tuple[str, ...]  # drift of the baseline, and load by other processes
     steps_per_block: int
     batches: int  # distinct batches that were timed
     builds: int  # how often every arm was built
     rounds: int  # in each round, every arm takes one block of steps
     seconds: float  # duration of the rounds and of building the arms again
     stopped_by: str  # `width` (every interval was narrow enough) or `time` (limit reached)
-    width: float  # target width of every interval, relative to the ratio
+    width: float  # target width of every 95 % interval over the builds, relative to the ratio
     device: str
     drift: dict[str, float | None]  # change of the baseline's time during the measurement
     watched: dict[str, Any]  # load of the machine by other processes

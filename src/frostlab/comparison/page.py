@@ -385,9 +385,12 @@ def _step_times(evidence: Evidence) -> str:
     note = (
         f"The arms took turns in one process, with {timing.builds} builds and {timing.rounds} "
         f"rounds in {timing.seconds:.0f} s, until {stopped}. "
-        "The ratio of the A/A control, a second copy of the baseline, is, with 95 % confidence, "
+        "The A/A controls are more copies of the baseline. The one that differs most from the "
+        f"other copies has, with 95 % confidence over all controls, the ratio "
         f"{_ratio(timing.control)}. The timing is {proof}."
     )
+    if timing.notes:
+        note += f" Notes: {escaped('; '.join(timing.notes))}."
     return f"{markdown(head, rows)}\n\n{note}"
 
 

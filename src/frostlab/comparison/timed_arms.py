@@ -1,9 +1,9 @@
-"""Interleaved timing of whole training steps of several arms, with an A/A control.
+"""Interleaved timing of whole training steps of several arms, with A/A controls.
 
 All arms (variants of one recipe) run in one process and take blocks of steps in turn; one round is
-one block of every arm. The control is a second copy of the baseline, which differs only in its
-memory addresses. If the timing finds a difference between the baseline and the control, it proves
-nothing about the arms.
+one block of every arm. The controls are further copies of the baseline, which differ only in their
+memory addresses. An arm is faster or slower only if it differs from the copies by more than they
+differ from each other. If a control does so, the timing proves nothing about the arms.
 """
 
 import gc
@@ -24,7 +24,13 @@ import torch
 from frostlab.comparison.plan import Plan
 from frostlab.data.eeg.recordings import PreparedData
 from frostlab.data.prepare import prepare
-from frostlab.devices import choose_device, default_precision, release_cached_memory, runs_ahead
+from frostlab.devices import (
+    choose_device,
+    default_precision,
+    release_cached_memory,
+    runs_ahead,
+    synchronize,
+)
 from frostlab.errors import BadInput, UnknownArchitecture, nearest
 from frostlab.recipe.recipe import Recipe
 from frostlab.records.telemetry import Watched, Watching
@@ -36,11 +42,10 @@ from frostlab.timing.interleave import (
     Blocks,
     Drift,
     Ratio,
-    Rounds,
     StopRule,
     drift_of,
     interleave_arms,
-    pairs_per_build,
+    plan_build,
 )
 from frostlab.training.batches.batch import Order
 from frostlab.training.distributed import Compute
@@ -62,14 +67,13 @@ from frostlab.training.step.optimizer import optimizer_tensors
 from frostlab.training.tasks import TASKS
 from frostlab.training.treatment import count_parameters
 
-CONTROL = "baseline again"
+CONTROLS = tuple(f"baseline again {number}" for number in range(1, 5))
 _SHORTEST_BLOCK = 0.2  # seconds that a block should take at least
 _SHORTEST_BLOCK_AHEAD = 0.05  # the same on a device that works asynchronously, such as a GPU
 _TRIAL_BATCHES = 4  # enough to estimate the time of a step
 _WARM_UP_SECONDS = 10.0  # after this time, an arm with eager steps drops its remaining batches
-_WARM_UP_BLOCKS = 2  # fewest warm-up rounds; every distinct block gets at least one
 # torch.compile gives up on a function after this many compilations, and arms share layer classes.
-_RECOMPILE_LIMIT = 64
+_RECOMPILE_LIMIT = 256
 
 
 @dataclass(frozen=True)
@@ -162,8 +166,9 @@ def check_arms(recipes: Mapping[str, Recipe], baseline: str) -> None:
         hint = nearest(baseline, recipes)
         choices = ", ".join(recipes)
         raise BadInput(f"time_arms: unknown baseline {baseline}; choose from: {choices}{hint}")
-    if CONTROL in recipes:
-        raise BadInput(f"time_arms: rename the arm `{CONTROL}`, because it is the control's name")
+    for name in CONTROLS:
+        if name in recipes:
+            raise BadInput(f"time_arms: rename the arm `{name}`, because it is a control's name")
     base = recipes[baseline]
     for name, recipe in recipes.items():
         for key, value, expected in (
@@ -183,7 +188,7 @@ def check_arms(recipes: Mapping[str, Recipe], baseline: str) -> None:
 def build_arms(
     recipes: Mapping[str, Recipe], prepared: PreparedData, baseline: str
 ) -> dict[str, BuiltArm]:
-    """Build the model of every arm once; the control shares the model of the baseline."""
+    """Build the model of every arm once; the controls share the model of the baseline."""
     arms: dict[str, BuiltArm] = {}
     for name in (baseline, *(name for name in recipes if name != baseline)):
         recipe = recipes[name]
@@ -191,7 +196,8 @@ def build_arms(
         precision = choose_precision(recipe.train, choose_device(recipe.train.device))
         check_model(built, recipe, prepared, TASKS[recipe.data.task], precision)
         arms[name] = BuiltArm(recipe, built, _savings_of(built, recipe, prepared))
-        arms.setdefault(CONTROL, arms[baseline])
+        for control in CONTROLS:
+            arms.setdefault(control, arms[baseline])
     return arms
 
 
@@ -224,24 +230,28 @@ def place_arms(
     return timed
 
 
-def choose_block(timed: Mapping[str, TimedArm], clock: BlockClock) -> int:
-    """Return the number of steps per block that makes the fastest arm's block long enough to time.
+def choose_block(timed: Mapping[str, TimedArm], clock: BlockClock) -> tuple[int, float]:
+    """Return the steps per block, and the seconds of one step of every arm together.
 
-    The number is a power of 2 up to `MOST_BATCHES`, and a multiple of `MOST_BATCHES` beyond.
+    The fastest arm's block is long enough to time. The number of steps is a power of 2 up to
+    `MOST_BATCHES`, and a multiple of `MOST_BATCHES` beyond.
     """
     shortest = _SHORTEST_BLOCK_AHEAD if runs_ahead(clock.device) else _SHORTEST_BLOCK
-    fastest = min(clock.time(partial(arm.take, arm.trial_batches())).host for arm in timed.values())
-    steps = shortest * _TRIAL_BATCHES / fastest
+    seconds = [
+        clock.time(partial(arm.take, arm.trial_batches())).host / _TRIAL_BATCHES
+        for arm in timed.values()
+    ]
+    steps = shortest / min(seconds)
     if steps > MOST_BATCHES:
-        return MOST_BATCHES * math.ceil(steps / MOST_BATCHES)
-    return 1 << math.ceil(math.log2(max(1.0, steps)))
+        return MOST_BATCHES * math.ceil(steps / MOST_BATCHES), sum(seconds)
+    return 1 << math.ceil(math.log2(max(1.0, steps))), sum(seconds)
 
 
 @dataclass(frozen=True)
 class ArmTiming:
     """The time and the memory that one arm's steps need."""
 
-    ratio: Ratio | None  # to the baseline; None for the baseline itself
+    ratio: Ratio | None  # to the copies of the baseline; None for the baseline itself
     ms_median: float  # per step, on the device's clock
     ms_mean: float  # per step, on the device's clock
     host_ms_median: float  # per step, on the host's clock
@@ -262,30 +272,35 @@ class Timing:
     """The timing of all arms, and whether it is proven, that is, whether it can be trusted."""
 
     baseline: str
-    arms: dict[str, ArmTiming]  # including the baseline and the control
+    arms: dict[str, ArmTiming]  # including the baseline and the controls
     proven: bool
     reasons: tuple[str, ...]  # why the timing is not proven
+    notes: tuple[str, ...]  # drift of the baseline, and load by other processes
     steps_per_block: int
     batches: int  # distinct batches that were timed
     builds: int  # how often every arm was built
     rounds: int  # in each round, every arm takes one block of steps
     seconds: float  # duration of the rounds and of rebuilding the arms
     stopped_by: str  # `width` (every interval was narrow enough) or `time` (limit reached)
-    width: float  # target width of every interval, relative to the ratio
+    width: float  # target width of every 95 % interval over the builds, relative to the ratio
     device: str
     drift: Drift  # change of the baseline's time during the measurement
     watched: Watched  # load of the machine by other processes
 
     @property
-    def control(self) -> Ratio:
-        """The control's time over the baseline's; it differs from 1 only by noise."""
-        ratio = self.arms[CONTROL].ratio
-        assert ratio is not None
-        return ratio
+    def control(self) -> str:
+        """The control whose time differs most from that of the other copies of the baseline."""
+
+        def difference(name: str) -> float:
+            ratio = self.arms[name].ratio
+            assert ratio is not None
+            return abs(math.log(ratio.estimate))
+
+        return max(CONTROLS, key=difference)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the values as JSON types, with the control's ratio."""
-        return asdict(self) | {"control": self.control.to_dict()}
+        """Return plain values for JSON."""
+        return asdict(self)
 
 
 def time_arms(
@@ -305,11 +320,13 @@ def time_arms(
 
     Args:
         seconds: time limit for the rounds and for rebuilding the arms, after the first build.
-        width: target width of every 95 % interval, including the control's, relative to the
-            ratio: 0.01 means ±0.5 %.
-        alpha: the reported intervals of all arms hold together with confidence 1 − alpha. The
-            control's interval has 95 %.
-        block: steps per block; by default, enough steps for an accurate time.
+        width: target width of every 95 % interval over the builds, including the controls',
+            relative to the ratio: 0.01 means ±0.5 %. The reported intervals are wider if the copies
+            of the baseline differ.
+        alpha: the reported intervals of all arms hold together with confidence 1 − alpha. Those of
+            all controls hold together with 95 %.
+        block: steps per block; by default, enough steps for an accurate time, or fewer if the time
+            is too short for them.
         seed: random seed for the order in which arms are timed and rebuilt.
     """
     check_arms(recipes, baseline)
@@ -322,18 +339,12 @@ def time_arms(
         arms = build_arms(recipes, prepared, baseline)
         timed = place_arms(arms, prepared, device, say)
         order, draw = timed[baseline].order, np.random.default_rng(seed)
-        blocks = Blocks(block or choose_block(timed, clock), len(order))
         preparation = {name: (arm.prepare_seconds, arm.peak_bytes) for name, arm in timed.items()}
 
         def measure(name: str, batches: Sequence[int]) -> BlockSeconds:
+            """Time a block, after a step that takes up what the arm before left behind."""
+            timed[name].take(batches[:1])
             return clock.time(lambda: timed[name].take(batches))
-
-        def warm_up(count: int) -> float:
-            """Time this many rounds without recording them; return the seconds of the last."""
-            for number in range(count):
-                batches = blocks.of_pair(number)
-                round_seconds = sum(measure(name, batches).host for name in timed)
-            return round_seconds
 
         def rebuild() -> None:
             """Build all timed arms again, in random order, at other memory addresses."""
@@ -342,25 +353,30 @@ def time_arms(
             release_cached_memory()
             names = [tuple(arms)[i] for i in draw.permutation(len(arms))]
             timed.update(place_arms({n: arms[n] for n in names}, prepared, device, order=order))
-            warm_up(1)
 
-        pairs = pairs_per_build(seconds, warm_up(max(_WARM_UP_BLOCKS, blocks.different)))
+        steps, step_seconds = choose_block(timed, clock)
+        began = perf_counter()
+        rebuild()
+        synchronize(device)
+        build_seconds = perf_counter() - began
+        planned, pairs = plan_build(seconds, block or steps, step_seconds, build_seconds)
+        blocks = Blocks(block or planned, len(order))
         with Watching(str(device)) as watching:
             rounds = interleave_arms(
                 tuple(arms), measure, rebuild, StopRule(seconds, width),
-                blocks=blocks, pairs=pairs, seed=seed, say=say,
+                controls=CONTROLS, blocks=blocks, pairs=pairs, seed=seed, say=say,
             )  # fmt: skip
     timed_batches = {
         index for pair in range(len(rounds.starts) // 2) for index in blocks.of_pair(pair)
     }
     drift = drift_of(rounds.device_seconds(baseline), rounds.began, rounds.starts)
-    watched, control = watching.watched(), rounds.ratios()[CONTROL]
-    ratios = rounds.ratios(alpha / max(1, len(recipes) - 1)) | {CONTROL: control}
-    reasons = reasons_unproven(rounds, control, drift, watched)
+    watched, controls = watching.watched(), {name: rounds.ratios()[name] for name in CONTROLS}
+    ratios = rounds.ratios(alpha) | controls
+    reasons, notes = reasons_unproven(rounds.builds, controls), timing_notes(drift, watched)
     say(
         f"{rounds.builds} builds, {len(rounds.starts)} rounds of {blocks.steps} steps in "
         f"{rounds.seconds:.0f} s, "
-        f"ended by the {rounds.stopped_by} limit: {'; '.join(reasons) or 'proven'}"
+        f"ended by the {rounds.stopped_by} limit: {'; '.join((*(reasons or ('proven',)), *notes))}"
     )
     return Timing(
         baseline=baseline,
@@ -377,6 +393,7 @@ def time_arms(
         },
         proven=not reasons,
         reasons=reasons,
+        notes=notes,
         steps_per_block=blocks.steps,
         batches=len(timed_batches),
         builds=rounds.builds,
@@ -390,22 +407,29 @@ def time_arms(
     )
 
 
-def reasons_unproven(
-    rounds: Rounds, control: Ratio, drift: Drift, watched: Watched
-) -> tuple[str, ...]:
+def reasons_unproven(builds: int, controls: Mapping[str, Ratio]) -> tuple[str, ...]:
     """Return the reasons why a timing cannot be trusted; empty if it can."""
-    reasons = []
-    if not control.holds(1.0):
-        reasons.append(
-            f"the control differs from the baseline: {control.estimate:.4f} "
-            f"[{control.low:.4f}, {control.high:.4f}]"
-        )
+    reasons = [
+        f"{name} differs from the other copies of the baseline: {ratio.estimate:.4f} "
+        f"[{ratio.low:.4f}, {ratio.high:.4f}]"
+        for name, ratio in controls.items()
+        if not ratio.holds(1.0)
+    ]
+    if builds < FEWEST_BUILDS:
+        reasons.append(f"too few builds: {builds} of at least {FEWEST_BUILDS}")
+    return tuple(reasons)
+
+
+def timing_notes(drift: Drift, watched: Watched) -> tuple[str, ...]:
+    """Describe a drift of the baseline and the load of other processes.
+
+    Both widen the intervals, and bias no ratio: they affect all arms alike.
+    """
+    notes = watched.notes()
     if drift.drifted:
         change = f"{drift.halves - 1:+.1%}"
-        reasons.append(f"the baseline drifted: its time changed by {change} in the second half")
-    if rounds.builds < FEWEST_BUILDS:
-        reasons.append(f"too few builds: {rounds.builds} of at least {FEWEST_BUILDS}")
-    return (*reasons, *watched.complaints())
+        notes.insert(0, f"the baseline drifted: its time changed by {change} in the second half")
+    return tuple(notes)
 
 
 def _arm_timing(
@@ -460,19 +484,20 @@ def time_steps(plan: Plan, data_dir: Path | None, say: Callable[[str], None]) ->
     recipes = {arm.name: plan.recipe_of(arm, seed) for arm in plan.arms}
     base = recipes[plan.baseline.name]
     prepared = prepare(base, data_dir)
-    say(f"timing {len(recipes)} arms and a control for at most {plan.clock.seconds:.0f} s")
+    copies = f"{len(CONTROLS)} more copies of the baseline"
+    say(f"timing {len(recipes)} arms and {copies} for at most {plan.clock.seconds:.0f} s")
     timing = time_arms(
         recipes, prepared, baseline=plan.baseline.name, device=choose_device(base.train.device),
         seconds=plan.clock.seconds, width=plan.clock.width, alpha=plan.rules.time_level, say=say,
     )  # fmt: skip
     arms = {name: _arm_evidence(name, timing) for name in timing.arms}
-    return timing.to_dict() | {"arms": arms, "control": arms[CONTROL]}
+    return timing.to_dict() | {"arms": arms, "control": arms[timing.control]}
 
 
 def _arm_evidence(name: str, timing: Timing) -> dict[str, Any]:
-    """Return one arm's values in steps.json; the control, which saves nothing, has no ceiling."""
+    """Return one arm's values in steps.json; a control, which saves nothing, has no ceiling."""
     arm = timing.arms[name]
-    ratio, saved = arm.ratio, None if name == CONTROL else arm.savings
+    ratio, saved = arm.ratio, None if name in CONTROLS else arm.savings
     word, sentence = (None, None) if ratio is None else judge_time(ratio, saved, timing)
     flag = None
     if ratio is not None and saved is not None:
@@ -506,6 +531,10 @@ def judge_time(ratio: Ratio, saved: StepSavings | None, timing: Timing) -> tuple
         reasons = "; ".join(timing.reasons)
         return "unproven", f"unproven: a step took {numbers}, but {reasons}."
     if ratio.holds(1.0):
-        return "no difference found", f"no difference found: a step takes {numbers}."
+        limit = 100 * max(ratio.high - 1, 1 - ratio.low)
+        return "no difference found", (
+            f"no difference found: a step takes {numbers}; "
+            f"no difference beyond ±{limit:.2f} % can be told on this machine."
+        )
     word, speed = ("better", "faster") if ratio.high < 1 else ("worse", "slower")
     return word, f"{speed}: a step takes {numbers}."

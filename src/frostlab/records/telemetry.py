@@ -255,7 +255,7 @@ class Telemetry:
             self._last_error = f"{name}: {reason}"
 
 
-_BUSY = 0.1  # other processes may use this fraction of all cores before timings are unreliable
+_BUSY = 0.25  # cores that other processes may keep busy without a note, on any machine
 
 
 @dataclass(frozen=True)
@@ -267,16 +267,16 @@ class Watched:
     others_on_gpu: int | None  # number of processes; None: no GPU, or unknown to NVML
     telemetry: dict[str, Any]
 
-    def complaints(self) -> list[str]:
-        """Return the reasons why timings on this machine are not reliable; empty if it was idle."""
-        reasons = []
-        if self.cores_of_others is not None and self.cores_of_others > _BUSY * self.cores:
-            reasons.append(
+    def notes(self) -> list[str]:
+        """Describe the load of other processes; empty if the machine was otherwise idle."""
+        notes = []
+        if self.cores_of_others is not None and self.cores_of_others > _BUSY:
+            notes.append(
                 f"other processes kept {self.cores_of_others:.1f} of {self.cores} cores busy"
             )
         if self.others_on_gpu:
-            reasons.append(f"other processes on the GPU: {self.others_on_gpu}")
-        return reasons
+            notes.append(f"other processes on the GPU: {self.others_on_gpu}")
+        return notes
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""

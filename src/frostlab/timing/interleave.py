@@ -5,7 +5,12 @@ Noise that lasts longer than a block affects all competitors equally and cancels
 `interleave_arms` times the arms of a comparison. One round takes the arms in random order, and the
 next round takes them in reverse. The arms are rebuilt after a few pairs of rounds, because the
 memory addresses of one build can make all its steps faster or slower. The confidence interval
-therefore treats each build as one observation.
+therefore treats each build as one observation. The first round after a build is slower than later
+ones and is not counted.
+
+The baseline has several copies, its controls. A copy can be a little faster or slower in all its
+builds, and so can an arm. The interval of an arm is therefore never narrower than the prediction
+interval for one more copy of the baseline.
 
 `interleave_pair` times two sides of a benchmark, one of which may be a training loop that cannot
 be called step by step.
@@ -20,13 +25,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
 from frostlab.devices import synchronize
 from frostlab.timing.clock import BlockSeconds, Meter
 
-FEWEST_BUILDS = 8  # builds before narrow intervals may end the timing
+FEWEST_BUILDS = 4  # builds that a verdict needs
+_PLANNED_BUILDS = 6  # builds that should fit into the time
+_BUILDS_BEFORE_WIDTH = 8  # builds before narrow intervals may end the timing
 MOST_BATCHES = 16  # distinct batches; the step is warmed up on the shape of each
 _BUILDS_AFTER_WIDTH = 4  # further builds, since a quiet period can make intervals narrow
 _MOST_BLOCKS = 4  # distinct blocks, and also pairs of rounds per build
@@ -58,28 +65,40 @@ class Ratio:
 
 
 def ratio_of(
-    arm: Sequence[float], base: Sequence[float], pairs: int = 1, alpha: float = 0.05
+    arm: ArrayLike,
+    copies: Sequence[ArrayLike],
+    pairs: int = 1,
+    alpha: float = 0.05,
 ) -> Ratio:
     """Estimate the ratio of an arm's time to the baseline's, with confidence 1 − alpha.
 
-    `arm` and `base` hold the seconds of each round, from at least two builds; `pairs` is the number
-    of pairs of rounds per build.
+    The baseline's time is the mean over its copies. Two intervals have the same center, and the
+    wider one is returned: the t interval over the builds, and the prediction interval for the mean
+    of one more copy, whose degrees of freedom are the copies − 1.
+
+    Args:
+        arm: the seconds of each round, from at least two builds.
+        copies: the same for each copy of the baseline; with one copy there is no second interval.
+        pairs: pairs of rounds per build.
     """
-    logs = paired_logs(arm, base, pairs)
-    middle = float(logs.mean())
-    half = _t_quantile(len(logs), alpha) * float(logs.std(ddof=1)) / math.sqrt(len(logs))
+    base = np.array([build_logs(copy, pairs) for copy in copies])  # (copies, builds)
+    logs = build_logs(arm, pairs) - base.mean(axis=0)
+    middle, builds, count = float(logs.mean()), len(logs), len(copies)
+    half = _t_quantile(builds - 1, alpha) * float(logs.std(ddof=1)) / math.sqrt(builds)
+    if count > 1:
+        spread = float(base.mean(axis=1).std(ddof=1)) * math.sqrt(1 + 1 / count)
+        half = max(half, _t_quantile(count - 1, alpha) * spread)
     return Ratio(math.exp(middle), math.exp(middle - half), math.exp(middle + half))
 
 
-def paired_logs(arm: Sequence[float], base: Sequence[float], pairs: int = 1) -> NDArray[np.float64]:
-    """Return the mean of log(arm / baseline) over each build's pairs of rounds."""
-    logs = np.log(np.asarray(arm, float) / np.asarray(base, float))
-    return logs.reshape(-1, 2 * pairs).mean(axis=1)
+def build_logs(seconds: ArrayLike, pairs: int = 1) -> NDArray[np.float64]:
+    """Return the mean log time of each build's rounds."""
+    return np.log(np.asarray(seconds, float)).reshape(-1, 2 * pairs).mean(axis=1)
 
 
 @cache
-def _t_quantile(builds: int, alpha: float) -> float:
-    return float(stats.t.ppf(1 - alpha / 2, builds - 1))
+def _t_quantile(degrees: int, alpha: float) -> float:
+    return float(stats.t.ppf(1 - alpha / 2, degrees))
 
 
 # The arms of a comparison.
@@ -92,13 +111,13 @@ class StopRule:
         self.seconds, self.width = seconds, width
         self._builds_left: int | None = None  # set once the width is reached
 
-    def stopped_by(self, builds: int, ratios: Iterable[Ratio], elapsed: float) -> str | None:
+    def stopped_by(self, builds: int, widths: Iterable[float], elapsed: float) -> str | None:
         """Return `width` or `time` if the timing ends after this build, else None."""
         if builds < 2:  # an interval needs two builds
             return None
         if self._builds_left is not None:
             self._builds_left -= 1
-        elif builds >= FEWEST_BUILDS and all(ratio.width < self.width for ratio in ratios):
+        elif builds >= _BUILDS_BEFORE_WIDTH and all(width < self.width for width in widths):
             self._builds_left = _BUILDS_AFTER_WIDTH
         if self._builds_left == 0:
             return "width"
@@ -126,12 +145,29 @@ class Blocks:
         return tuple((first + step) % self.batches for step in range(self.steps))
 
 
-def pairs_per_build(seconds: float, round_seconds: float) -> int:
-    """Return the number of pairs of rounds per build that leaves time for `FEWEST_BUILDS` builds.
+def plan_build(
+    seconds: float, steps: int, step_seconds: float, build_seconds: float
+) -> tuple[int, int]:
+    """Return the steps per block and the pairs of rounds per build.
 
-    A third of the time is reserved for rebuilding.
+    Shorten blocks, down to one step, until `_PLANNED_BUILDS` builds fit into the time; then take as
+    many pairs of rounds per build as fit.
+
+    Args:
+        seconds: the time limit.
+        steps: the wanted steps per block.
+        step_seconds: the time of one step of every arm together.
+        build_seconds: the time to build all arms.
     """
-    return max(1, min(_MOST_BLOCKS, int(2 / 3 * seconds / (FEWEST_BUILDS * 2 * round_seconds))))
+    left = seconds / _PLANNED_BUILDS - build_seconds
+
+    def pairs_that_fit() -> int:
+        round_seconds = (steps + 1) * step_seconds  # with the step before the block
+        return int((left / round_seconds - 1) / 2)  # without the round that is not counted
+
+    while steps > 1 and pairs_that_fit() < 1:
+        steps = 1 << ((steps - 1).bit_length() - 1)  # the next lower power of 2
+    return steps, max(1, min(_MOST_BLOCKS, pairs_that_fit()))
 
 
 def round_orders(names: Sequence[str], seed: int) -> Iterator[tuple[str, ...]]:
@@ -148,7 +184,8 @@ class Rounds:
     """The measured times: one block for each arm and round."""
 
     baseline: str
-    blocks: dict[str, list[BlockSeconds]]  # by arm
+    controls: tuple[str, ...]  # further copies of the baseline
+    blocks: dict[str, list[BlockSeconds]]  # by arm, including the baseline and the controls
     pairs: int = 1  # pairs of rounds per build
     began: list[float] = field(default_factory=list)  # start of each baseline block, in s
     starts: list[int] = field(default_factory=list)  # index of the first batch of each round
@@ -160,13 +197,36 @@ class Rounds:
         return [block.device for block in self.blocks[name]]
 
     def ratios(self, alpha: float = 0.05) -> dict[str, Ratio]:
-        """Return the ratio of every other arm's time to the baseline's, each with 1 − alpha."""
-        base = self.device_seconds(self.baseline)
+        """Return the ratio of every arm's time to the baseline's.
+
+        The intervals of all arms together hold with confidence 1 − alpha, and so do those of all
+        controls together.
+        """
+        arms = [name for name in self.blocks if name not in (self.baseline, *self.controls)]
         return {
-            name: ratio_of(self.device_seconds(name), base, self.pairs, alpha)
-            for name in self.blocks
-            if name != self.baseline
+            name: ratio_of(
+                self.device_seconds(name), self._copies_for(name), self.pairs, alpha / len(names)
+            )
+            for names in (self.controls, arms)
+            for name in names
         }
+
+    def widths(self) -> list[float]:
+        """Return the relative width of every 95 % interval, from the spread between builds alone.
+
+        More builds make only these intervals narrow.
+        """
+        widths = []
+        for name in self.blocks:
+            if name != self.baseline:
+                base = np.exp(np.log(self._copies_for(name)).mean(axis=0))  # a single copy
+                widths.append(ratio_of(self.device_seconds(name), [base], self.pairs).width)
+        return widths
+
+    def _copies_for(self, name: str) -> list[list[float]]:
+        """Return the times of the copies that an arm or a control is compared with."""
+        copies = (self.baseline, *self.controls)
+        return [self.device_seconds(copy) for copy in copies if copy != name]
 
     @property
     def builds(self) -> int:
@@ -180,6 +240,7 @@ def interleave_arms(
     rebuild: Callable[[], None],
     rule: StopRule,
     *,
+    controls: Sequence[str],
     blocks: Blocks,
     pairs: int,
     seed: int,
@@ -188,20 +249,24 @@ def interleave_arms(
     """Time rounds until the rule ends the timing; rebuild all arms after some pairs of rounds.
 
     Args:
-        names: names of the arms, the baseline first.
+        names: names of the arms, the baseline first, including the controls.
         measure: a function that times one block of an arm on the batches with these indices.
         rebuild: a function that builds all arms again.
+        controls: names of the further copies of the baseline.
         pairs: pairs of rounds per build.
         seed: random seed for the order of the arms in each round.
     """
     baseline = names[0]
-    rounds = Rounds(baseline, {name: [] for name in names}, pairs)
+    rounds = Rounds(baseline, tuple(controls), {name: [] for name in names}, pairs)
     orders, start = round_orders(names, seed), perf_counter()
     last_progress = start
     while not rounds.stopped_by:
         if rounds.starts:
             rebuild()
-        for pair in range(rounds.builds * pairs, (rounds.builds + 1) * pairs):
+        first_pair = rounds.builds * pairs
+        for name in names:  # the first block after a build is slower, and does not count
+            measure(name, blocks.of_pair(first_pair))
+        for pair in range(first_pair, first_pair + pairs):
             batches = blocks.of_pair(pair)
             for _ in range(2):
                 for name in next(orders):
@@ -210,10 +275,10 @@ def interleave_arms(
                     rounds.blocks[name].append(measure(name, batches))
                 rounds.starts.append(batches[0])
         rounds.seconds = perf_counter() - start
-        ratios = rounds.ratios().values() if rounds.builds > 1 else ()
-        rounds.stopped_by = rule.stopped_by(rounds.builds, ratios, rounds.seconds) or ""
-        if perf_counter() - last_progress >= _PROGRESS_EVERY and ratios:
-            last_progress, widest = perf_counter(), max(ratio.width for ratio in ratios)
+        widths = rounds.widths() if rounds.builds > 1 else []
+        rounds.stopped_by = rule.stopped_by(rounds.builds, widths, rounds.seconds) or ""
+        if perf_counter() - last_progress >= _PROGRESS_EVERY and widths:
+            last_progress, widest = perf_counter(), max(widths)
             done = f"{rounds.builds} builds, {len(rounds.starts)} rounds, {rounds.seconds:.0f} s"
             say(f"{done}: widest interval {widest:.2%} of its ratio")
     return rounds
