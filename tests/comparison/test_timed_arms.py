@@ -298,3 +298,19 @@ def test_arms_that_cannot_be_timed_together_are_refused(
     named = {"all": recipes["all"], CONTROLS[-1]: recipes["all"]}
     with pytest.raises(BadInput, match="`baseline again 4`, because it is a control's name"):
         time_arms(named, prepare(recipes["all"]), baseline="all", device=CPU)
+
+
+def test_savings_are_those_against_the_baseline() -> None:
+    """If the baseline itself freezes, an arm that freezes the same saves nothing more."""
+    recipes = {
+        "frozen": recipe_from(tiny() | {"treatment": "oelm"}),
+        "same": recipe_from(tiny() | {"treatment": {"freeze": ["query", "key"]}}),
+        "all": recipe_from(tiny()),
+    }
+    arms = build_arms(recipes, prepare(recipes["all"]), "frozen")
+    speed = {name: arm.savings.speed_up for name, arm in arms.items() if arm.savings}
+    assert speed["frozen"] == speed["same"] == 1.0
+    assert speed["all"] < 1.0
+    other = build_arms(recipes, prepare(recipes["all"]), "all")
+    assert other["frozen"].savings is not None
+    assert other["frozen"].savings.speed_up == pytest.approx(1 / speed["all"])

@@ -82,7 +82,7 @@ class BuiltArm:
 
     recipe: Recipe
     built: BuiltModel
-    savings: StepSavings | None  # FLOPs and memory traffic saved; None if architecture is unknown
+    savings: StepSavings | None  # against the baseline; None if an architecture is unknown
 
 
 class TimedArm:
@@ -190,12 +190,18 @@ def build_arms(
 ) -> dict[str, BuiltArm]:
     """Build the model of every arm once; the controls share the model of the baseline."""
     arms: dict[str, BuiltArm] = {}
+    of_baseline: StepSavings | None = None
     for name in (baseline, *(name for name in recipes if name != baseline)):
         recipe = recipes[name]
         built = build_model(recipe, prepared)
         precision = choose_precision(recipe.train, choose_device(recipe.train.device))
         check_model(built, recipe, prepared, TASKS[recipe.data.task], precision)
-        arms[name] = BuiltArm(recipe, built, _savings_of(built, recipe, prepared))
+        savings = _savings_of(built, recipe, prepared)
+        of_baseline = savings if name == baseline else of_baseline
+        against = (
+            None if savings is None or of_baseline is None else savings.relative_to(of_baseline)
+        )
+        arms[name] = BuiltArm(recipe, built, against)
         for control in CONTROLS:
             arms.setdefault(control, arms[baseline])
     return arms

@@ -12,7 +12,7 @@ that is bound by matmuls gains at most `speed_up`, and no step takes less than `
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -204,6 +204,15 @@ class StepSavings(Savings):
     traffic_all: int  # bytes that the optimizer moves
     traffic: int
 
+    def relative_to(self, baseline: "StepSavings") -> "StepSavings":
+        """Return the savings against a baseline, instead of against training everything."""
+        return replace(
+            self,
+            flops_all=baseline.flops,
+            bytes_all=baseline.bytes,
+            traffic_all=baseline.traffic,
+        )
+
     @property
     def speed_up_with_traffic(self) -> float:
         """The largest possible speed-up on a device with slow memory relative to its FLOPs."""
@@ -245,7 +254,8 @@ def unexplained_gain(
     """Name the likely cause of a gain that the saved matmuls do not explain; None if they do.
 
     Args:
-        ratio: the arm's time over the baseline's time; the baseline trains everything.
+        ratio: the arm's time over the baseline's time.
+        saved: the savings against the baseline.
         proven: whether the timing passed its own checks, such as that for drift.
         reasons: the checks that failed.
     """
