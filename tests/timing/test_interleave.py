@@ -239,7 +239,9 @@ def test_the_rule_wants_eight_builds_and_then_four_more() -> None:
     stops = [rule.stopped_by(build, [narrow], 0.0) for build in range(1, 13)]
     assert stops == [None] * 11 + ["width"]
     assert StopRule(100, 0.01).stopped_by(50, [narrow, wide], 0.0) is None
-    assert StopRule(100, 0.01).stopped_by(3, [wide], 100.0) == "time"
+    assert StopRule(100, 0.01).stopped_by(4, [wide], 100.0) == "time"
+    assert StopRule(100, 0.01).stopped_by(3, [wide], 199.0) is None  # so that it can be proven
+    assert StopRule(100, 0.01).stopped_by(3, [wide], 200.0) == "time"
     assert StopRule(0, 0.01).stopped_by(1, [], 1.0) is None  # one build has no interval
 
 

@@ -325,7 +325,8 @@ def time_arms(
     """Time whole steps of every arm, until the intervals of all ratios to the baseline are narrow.
 
     Args:
-        seconds: time limit for the rounds and for rebuilding the arms, after the first build.
+        seconds: time limit for the rounds and for rebuilding the arms, after the first build; up to
+            twice as long if fewer than `FEWEST_BUILDS` builds were timed.
         width: target width of every 95 % interval over the builds, including the controls',
             relative to the ratio: 0.01 means ±0.5 %. The reported intervals are wider if the copies
             of the baseline differ.
