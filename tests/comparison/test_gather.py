@@ -79,6 +79,18 @@ def test_a_caution_is_shown_and_other_data_are_not_paired(tmp_path: Path) -> Non
     assert values["oelm_freeze"]["performance"]["best_accuracy"] == kept.metrics["accuracy"]
 
 
+def edit_report(run: Path, **metrics: float) -> None:
+    """Change reported metrics in the result and in the events, and write a new manifest."""
+    report = {**RunRecord(run).result.report, **metrics}
+    plant(run / "result.json", report=report)
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    for event in events:
+        if event.get("split") == "report":
+            event["metrics"] = report
+    (run / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    write_manifest(run)
+
+
 def test_an_edited_run_is_refused_and_no_look_is_taken(tmp_path: Path) -> None:
     compare(tmp_path / "c", seeds=1)
     evidence = (tmp_path / "c" / "evidence.json").read_text()
@@ -90,11 +102,16 @@ def test_an_edited_run_is_refused_and_no_look_is_taken(tmp_path: Path) -> None:
     assert str(refused.value) == (
         f"{run / 'result.json'} was changed after it was written; delete {run} to train it again"
     )
-    write_manifest(run)  # the manifest fits, but the predictions do not
+    write_manifest(run)  # the manifest fits, but the events do not
+    with pytest.raises(fl.BadInput, match=r"report differs from the report in events\.jsonl"):
+        judge_again(tmp_path / "c")
+    events = (run / "events.jsonl").read_text()
+    edit_report(run, accuracy=1.0)  # the events fit, too, but the predictions do not
     with pytest.raises(fl.BadInput, match=r"report\.accuracy is 1\.0, but predictions\.json gives"):
         judge_again(tmp_path / "c")
-    plant(run / "result.json", report={**report, "macro_f1": 1.0})
-    write_manifest(run)
+    (run / "events.jsonl").write_text(events)
+    plant(run / "result.json", report=report)
+    edit_report(run, macro_f1=1.0)
     with pytest.raises(fl.BadInput, match=r"report\.macro_f1 is 1\.0, but predictions\.json gives"):
         judge_again(tmp_path / "c")
     assert (tmp_path / "c" / "evidence.json").read_text() == evidence

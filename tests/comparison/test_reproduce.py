@@ -13,6 +13,7 @@ from comparing import ARMS, compare, own_data, plant, reseal
 from frostlab.comparison import runner
 from frostlab.comparison.pairing import unlike
 from frostlab.comparison.plan import Plan
+from frostlab.data import prepare as prepare_module
 from frostlab.data.prepare import data_digest, find_path, prepare
 from frostlab.recipe.load import recipe_from
 from frostlab.records.folder import RunRecord
@@ -142,7 +143,7 @@ def test_other_data_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not (tmp_path / "comparisons").exists()
 
 
-def test_data_are_found_by_their_digest(tmp_path: Path) -> None:
+def test_data_are_found_by_their_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_from(own_recipe(own_data(tmp_path / "a" / "mine.csv")))
     digest = data_digest(recipe)
     assert digest == prepare(recipe).digest
@@ -155,6 +156,11 @@ def test_data_are_found_by_their_digest(tmp_path: Path) -> None:
     assert find_path(recipe, digest, tmp_path / "b") == str(tmp_path / "b" / "x" / "moved.csv")
     with pytest.raises(fl.BadInput, match=rf"digest {digest[:16]} of the plan are neither .*mine"):
         find_path(recipe, digest, tmp_path / "a")
+    monkeypatch.setattr(prepare_module, "MOST_PLACES", 3)
+    with pytest.raises(fl.BadInput, match="holds more than 3 files; name a smaller folder"):
+        find_path(recipe, digest, tmp_path / "b")
+    shutil.copy(tmp_path / "b" / "x" / "moved.csv", tmp_path / "a" / "mine.csv")
+    assert find_path(recipe, digest, tmp_path / "b") == str(tmp_path / "a" / "mine.csv")
 
 
 def test_the_digest_of_a_plan_does_not_depend_on_where_the_data_are(made: fl.Comparison) -> None:

@@ -25,7 +25,7 @@ from frostlab.errors import BadInput
 from frostlab.records.environment import comparable_facts, machine_line
 from frostlab.records.folder import RunRecord
 from frostlab.records.manifest import check_unchanged
-from frostlab.records.schema import ResumeEvent, Stage, StartEvent, StepEvent
+from frostlab.records.schema import EvaluationEvent, ResumeEvent, Stage, StartEvent, StepEvent
 from frostlab.text import typed
 from frostlab.training.evaluate import COMPUTED, Totals
 
@@ -301,18 +301,32 @@ def unlike(first: Evidence, again: Evidence) -> list[str]:
 
 
 def check_records(records: Iterable[RunRecord]) -> None:
-    """Refuse a run whose files were changed, or whose metrics do not follow from its predictions.
+    """Refuse a run whose files were changed, or whose metrics contradict its other files.
 
     Runs that will be resumed, because they were stopped or failed, have no manifest to check.
     """
     for record in records:
         if record.status in ("finished", "diverged"):
             check_unchanged(record.folder)
+        if record.status == "finished":
+            _check_report(record)
             _check_metrics(record)
 
 
+def _check_report(record: RunRecord) -> None:
+    """Refuse a result whose report is not the one in the events."""
+    evaluations = record.events(EvaluationEvent)
+    report = next((event for event in evaluations if event.checkpoint is not None), None)
+    if report is None or report.metrics != record.result.report:
+        raise BadInput(
+            f"{record.folder / 'result.json'}: report differs from the report in events.jsonl; "
+            f"delete {record.folder} to train it again"
+        )
+
+
 def _check_metrics(record: RunRecord) -> None:
-    predictions = record.predictions if record.status == "finished" else None
+    """Refuse a result whose accuracy or macro F1 does not follow from the run's predictions."""
+    predictions = record.predictions
     if predictions is None or not predictions.labels:
         return
     classes = sorted({*predictions.labels, *predictions.classes})

@@ -127,7 +127,7 @@ def find_path(recipe: Recipe, digest: str, data_dir: Path | None) -> str | None:
             )
         return None
     parent = data_dir or (Path(env) if (env := os.environ.get("FROSTLAB_DATA")) else None)
-    for path in (own, *_places(parent, Path(own).name)):
+    for path in _places(own, parent):
         data = recipe.data.model_copy(update={"path": path})
         with suppress(FrostlabError):  # a file of another kind
             if data_digest(recipe.model_copy(update={"data": data}), data_dir) == digest:
@@ -139,18 +139,19 @@ def find_path(recipe: Recipe, digest: str, data_dir: Path | None) -> str | None:
     )
 
 
-def _places(parent: Path | None, name: str) -> list[str]:
-    """Return the files and folders that may hold data, those with this name first."""
+def _places(own: str, parent: Path | None) -> Iterator[str]:
+    """Yield the recipe's own path, then other places in a folder, those of the same name first."""
+    yield own
     if parent is None:
-        return []
+        return
     paths: list[Path] = []
     for place, folders, files in os.walk(parent.expanduser()):
         folders.sort()
         paths += [Path(place), *(Path(place, file) for file in sorted(files))]
         if len(paths) > MOST_PLACES:
             raise BadInput(f"{parent} holds more than {MOST_PLACES:,} files; name a smaller folder")
-    paths.sort(key=lambda path: path.name != name)
-    return [str(path) for path in paths if path.is_dir() or format_of(path) is not None]
+    paths.sort(key=lambda path: path.name != Path(own).name)
+    yield from (str(path) for path in paths if path.is_dir() or format_of(path) is not None)
 
 
 def _check_sizes(data: DataSettings) -> None:
