@@ -118,8 +118,8 @@ def test_gathering_recordings_in_memory() -> None:
         ({"name": "eeg-simulated", "rate": 20.0}, "32 is the least"),
         ({"name": "eeg-simulated", "rate": 1024.0}, "512 is the most"),
         ({"name": "eeg-simulated", "path": "x"}, "Extra inputs"),
-        ({"name": "eeg-challenge", "path": "x", "band": [1.0, 40.0]}, "ends above 32 Hz"),
-        ({"name": "eeg-matlab", "band": [9.0, 1.0]}, "band 9–1 Hz does not rise"),
+        ({"name": "eeg-challenge", "path": "x", "band": [1.0, 40.0]}, "end below 32 Hz"),
+        ({"name": "eeg-matlab", "band": [9.0, 1.0]}, "band 9–1 Hz should rise"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], said: str) -> None:
