@@ -47,11 +47,12 @@ def orthogonality_arms(plan: Plan) -> tuple[str, str] | None:
     Both freeze query and key; the first makes them orthogonal, the second random. Pairs with equal
     other settings come first, then pairs with equal norms.
     """
+    surgeries = {arm.name: _surgery(plan, arm) for arm in plan.arms}
     pairs = [
         (arm, other)
         for arm in plan.arms
         for other in plan.arms
-        if _differ_in_orthogonality(_surgery(plan, arm), _surgery(plan, other))
+        if _differ_in_orthogonality(surgeries[arm.name], surgeries[other.name])
     ]
     if not pairs:
         return None
@@ -60,7 +61,7 @@ def orthogonality_arms(plan: Plan) -> tuple[str, str] | None:
         key=lambda pair: (
             pair[0].set != pair[1].set,
             not have_equal_norms(plan, (pair[0].name, pair[1].name)),
-            not _is_usual(_surgery(plan, pair[0])),
+            not _is_usual(surgeries[pair[0].name]),
         ),
     )
     return arm.name, other.name
