@@ -174,7 +174,7 @@ def test_false_alarms_of_500_timings_of_nothing_are_at_most_5_percent(
     most = binom.ppf(0.995, 500, 0.05)
     assert arms <= most
     assert controls <= most
-    assert (alone > 150) is (offset > 0.002)  # builds alone do not show which copy is slower
+    assert (alone > 150) is (offset > 0)  # builds alone do not show which copy is slower
 
 
 def test_copies_in_other_memory_differ_however_many_rounds_are_timed(
