@@ -147,7 +147,7 @@ def test_judging_again_changes_nothing_and_trains_nothing(
     assert again.evidence == evidence
     assert again.page.read_text() == page
     shutil.rmtree(tmp_path / "c" / "repeat")
-    with pytest.raises(fl.BadInput, match="has no result; finish the comparison with"):
+    with pytest.raises(fl.BadInput, match="has no readable result; finish the comparison with"):
         judge_again(tmp_path / "c")
     with pytest.raises(fl.BadInput, match="is not the folder of a comparison"):
         judge_again(tmp_path / "none")
