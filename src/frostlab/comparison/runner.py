@@ -65,7 +65,8 @@ class Finished:
         for task in tasks:
             if finished_status(task.path) is None:
                 raise BadInput(
-                    f"{task.path} has no readable result; finish the comparison with frostlab compare"
+                    f"{task.path} has no readable result; finish the comparison with "
+                    "frostlab compare"
                 )
             _is_done(task)
         return {(task.arm, task.number): RunRecord(task.path) for task in tasks}
