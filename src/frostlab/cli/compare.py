@@ -146,7 +146,7 @@ def judge(
 ) -> None:
     """Judge a finished comparison again from its runs, without training.
 
-    Its evidence.json and its page are written anew.
+    This replaces its evidence.json and its page.
     """
     from frostlab.comparison.page import show
     from frostlab.comparison.run import judge_again

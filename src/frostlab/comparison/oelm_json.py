@@ -31,7 +31,7 @@ _QK = ("query", "key")
 
 
 def oelm_arm(plan: Plan) -> str | None:
-    """Return the arm that freezes orthogonal query and key weights, or None if there is none.
+    """Return the arm that freezes orthogonal query and key weights, or None.
 
     Of several such arms, one that orthogonalizes the weights of each head and changes no other
     setting comes first. The baseline is never returned.

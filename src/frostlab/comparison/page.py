@@ -564,7 +564,7 @@ def _trainable(parameters: Parameters | None) -> str:
 
 
 def _clipped(runs: Sequence[RunSummary]) -> str:
-    """Format the mean share of clipped steps; without clipping there is none."""
+    """Format the mean share of clipped steps, or a dash if the recipe does not clip."""
     shares = [run.clipped_steps / run.steps for run in runs
               if run.clipped_steps is not None and run.steps]  # fmt: skip
     return f"{fmean(shares):.1%}" if shares else NONE

@@ -301,7 +301,7 @@ def unlike(first: Evidence, again: Evidence) -> list[str]:
 
 
 def check_records(records: Iterable[RunRecord]) -> None:
-    """Refuse a run whose files were changed, or whose metrics contradict its other files.
+    """Refuse a run if a file was changed, or if its metrics do not follow from its other files.
 
     Runs that will be resumed, because they were stopped or failed, have no manifest to check.
     """

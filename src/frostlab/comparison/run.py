@@ -237,7 +237,7 @@ def _folder_name(plan: Plan) -> str:
 
 
 def judge_again(folder: str | Path) -> Comparison:
-    """Judge a finished comparison again from its runs, and write its evidence and page anew.
+    """Judge a finished comparison again from its runs, and replace its evidence and page.
 
     Nothing is trained. The results are the same, so this is not another look at them.
     """
@@ -281,7 +281,7 @@ def _jobs(folder: ComparisonFolder, runner: Runner | Finished) -> int:
     """Return the most runs that shared the machine in this call or an earlier one."""
     try:
         earlier = read_evidence(folder.path / "evidence.json")
-    except BadInput:  # evidence of another version, which is written anew
+    except BadInput:  # evidence of another version, which this call replaces
         earlier = None
     return max(runner.jobs, earlier.jobs if earlier else 1)
 
