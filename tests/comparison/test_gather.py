@@ -4,6 +4,8 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from scipy import stats
 import frostlab as fl
 from comparing import GROWN, HEARING, LANGUAGE, compare, plant, reseal
 from frostlab.comparison.evidence import RefusedPair
-from frostlab.comparison.gather import subject_tests
+from frostlab.comparison.gather import _at_chance, subject_tests
 from frostlab.comparison.load import make_plan
 from frostlab.comparison.run import judge_again
 from frostlab.flow.diagnosis import diagnose
@@ -233,3 +235,15 @@ def test_gradients_of_the_front_stand_beside(heard: fl.Comparison) -> None:
 def test_pearson_is_better_when_higher(heard: fl.Comparison) -> None:
     rules = heard.evidence.plan.rules
     assert (rules.metric, rules.lower_is_better, rules.log) == ("pearson", False, False)
+
+
+@pytest.mark.parametrize(("accuracy", "at_chance"), [(0.9, True), (0.92, True), (0.3, False)])
+def test_far_below_chance_is_not_chance(accuracy: float, at_chance: bool) -> None:
+    """Nine of ten examples have one class: whoever is right on 3 of 10 has learned something."""
+    predictions = SimpleNamespace(labels=[0] * 540 + [1] * 60)
+    runs: Any = SimpleNamespace(
+        plan=SimpleNamespace(seeds=(0,), rules=SimpleNamespace(metric="accuracy")),
+        summaries={("a", 0): SimpleNamespace(finished=True, metrics={"accuracy": accuracy})},
+        records={("a", 0): SimpleNamespace(predictions=predictions)},
+    )
+    assert _at_chance(runs, "a") is at_chance

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 import frostlab as fl
-from comparing import STAGES, compare
-from frostlab.comparison import runner
+from comparing import STAGES, compare, plan
+from frostlab.comparison import runner, tuning
 from frostlab.comparison.pairing import Runs
 from frostlab.comparison.tuning import run_trials
 from frostlab.records.folder import RunRecord
@@ -151,3 +151,20 @@ def test_two_settings_are_tuned_in_all_combinations(tmp_path: Path) -> None:
     text = tuned.page.read_text()
     assert text.count("← best") == 4
     assert "- stages.1.lr was tuned for each arm with the same grid and seeds" in text
+
+
+def test_a_seed_has_no_say_in_its_own_choice() -> None:
+    """Over all seeds the high rate is best, but only because of what seed 0 reached with it."""
+    made = plan(seeds=3, tune={"values": [1e-3, 1e-2]}, metric="accuracy")
+    search = tuning._Search(made, Path("nowhere"), runner.Finished())
+    low, high = search.trials = ((("optim.lr", 1e-3),), (("optim.lr", 1e-2),))
+    reached = {low: (0.5, 0.6, 0.6), high: (0.9, 0.5, 0.5)}
+    search.scores = {
+        ("oelm", trial, seed): scores[seed]
+        for trial, scores in reached.items()
+        for seed in range(3)
+    }
+    assert search.best("oelm") == high
+    assert [search.best("oelm", left_out=seed) for seed in range(3)] == [low, high, high]
+    search.scores["oelm", high, 1] = None
+    assert search.best("oelm") == low  # a run that failed is worse than any score
