@@ -16,10 +16,12 @@ from scipy.stats import binom
 from frostlab.timing import interleave
 from frostlab.timing.clock import BlockSeconds
 from frostlab.timing.interleave import (
+    FEWEST_BUILDS,
     Blocks,
     Rounds,
     StopRule,
     as_driver,
+    batches_to_keep,
     build_logs,
     drift_of,
     interleave_arms,
@@ -280,6 +282,9 @@ def test_the_first_round_after_a_build_does_not_count() -> None:
         (20.0, 4, 0.25, 0.6, (2, 1)),
         (60.0, 48, 0.1, 0.5, (16, 2)),
         (1.0, 4, 5.0, 3.0, (1, 1)),
+        (60.0, 8, 0.07, 8.0, (8, 2)),  # half as long in rounds as in building
+        (60.0, 8, 0.07, 10.5, (8, 3)),  # as long in rounds as four builds permit
+        (60.0, 8, 0.07, 14.9, (1, 1)),
     ],
 )
 def test_the_planned_builds_fit_into_the_time(
@@ -287,8 +292,19 @@ def test_the_planned_builds_fit_into_the_time(
 ) -> None:
     assert plan_build(seconds, steps, step, build) == plan
     block, pairs = plan
-    if seconds > 1:
-        assert 6 * (build + (2 * pairs + 1) * (block + 1) * step) <= seconds
+    builds = 6 if 6 * build < seconds / 2 else FEWEST_BUILDS
+    if seconds > 1 and (plan != (1, 1) or builds == 6):
+        assert builds * (build + (2 * pairs + 1) * (block + 1) * step) <= seconds
+
+
+@pytest.mark.parametrize(
+    ("seconds", "build", "batches"),
+    [(60.0, 0.5, 16), (60.0, 5.0, 16), (60.0, 10.0, 8), (60.0, 15.0, 5), (60.0, 100.0, 4)],
+)
+def test_fewer_batches_are_kept_if_building_is_slow(
+    seconds: float, build: float, batches: int
+) -> None:
+    assert batches_to_keep(seconds, build) == batches
 
 
 def test_the_estimate_of_two_builds() -> None:

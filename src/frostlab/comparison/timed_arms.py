@@ -43,6 +43,7 @@ from frostlab.timing.interleave import (
     Drift,
     Ratio,
     StopRule,
+    batches_to_keep,
     drift_of,
     interleave_arms,
     plan_build,
@@ -89,7 +90,8 @@ class TimedArm:
     """One arm on its device: its model, optimizer, step and batches.
 
     `order` holds the batches to use; by default, they are the first batches of a training run. The
-    constructor warms up the step. An eager step needs no warm-up if `order` is given.
+    constructor warms up the step. An eager step needs no warm-up if `order` is given. Unless
+    `metered`, the time and memory of building are not measured, which takes time itself.
     """
 
     def __init__(
@@ -98,10 +100,11 @@ class TimedArm:
         prepared: PreparedData,
         device: torch.device,
         order: Order | None = None,
+        metered: bool = True,
     ) -> None:
         self.recipe, self.device = arm.recipe, device
         recipe, task = arm.recipe, TASKS[arm.recipe.data.task]
-        meter = Meter(device)
+        meter = Meter(device) if metered else None
         compute = Compute(device, choose_precision(recipe.train, device))
         stage = stages_of(recipe, len(prepared.splits["train"]))[0]
         built = replace(arm.built, model=deepcopy(arm.built.model))
@@ -114,7 +117,7 @@ class TimedArm:
         self.scored = [self.feed.examples.scored(rows) for rows in self.order]
         if order is None or self.step.kind != "eager":
             self._warm_up_every_shape(shorten=order is None)
-        self.prepare_seconds, self.peak_bytes = meter.read()
+        self.prepare_seconds, self.peak_bytes = meter.read() if meter else (0.0, None)
 
     def take(self, batches: Sequence[int]) -> Outcome:
         """Take a training step on each of these batches, with a learning rate of 0."""
@@ -222,6 +225,7 @@ def place_arms(
     device: torch.device,
     say: Callable[[str], None] = lambda line: None,
     order: Order | None = None,
+    metered: bool = True,
 ) -> dict[str, TimedArm]:
     """Copy the arms to the device one by one, and warm up each before copying the next.
 
@@ -229,7 +233,7 @@ def place_arms(
     """
     timed: dict[str, TimedArm] = {}
     for name, arm in arms.items():
-        timed[name] = placed = TimedArm(arm, prepared, device, order)
+        timed[name] = placed = TimedArm(arm, prepared, device, order, metered)
         order = placed.order if order is None else order
         kind = f"{placed.step.kind} steps ({placed.step.reason})"
         say(f"{name}: {kind}, {placed.prepare_seconds:.1f} s")
@@ -353,19 +357,24 @@ def time_arms(
             timed[name].take(batches[:1])
             return clock.time(lambda: timed[name].take(batches))
 
-        def rebuild() -> None:
-            """Build all timed arms again, in random order, at other memory addresses."""
+        def rebuild() -> float:
+            """Build all arms again, in random order, at other memory addresses; return seconds."""
+            began = perf_counter()
             timed.clear()
             gc.collect()
             release_cached_memory()
             names = [tuple(arms)[i] for i in draw.permutation(len(arms))]
-            timed.update(place_arms({n: arms[n] for n in names}, prepared, device, order=order))
+            again = {name: arms[name] for name in names}
+            timed.update(place_arms(again, prepared, device, order=order, metered=False))
+            synchronize(device)
+            return perf_counter() - began
 
         steps, step_seconds = choose_block(timed, clock)
-        began = perf_counter()
-        rebuild()
-        synchronize(device)
-        build_seconds = perf_counter() - began
+        build_seconds = rebuild()
+        warmed_up = timed[baseline].step.kind != "eager"  # for the shape of every batch
+        if warmed_up and (fewer := batches_to_keep(seconds, build_seconds)) < len(order):
+            order = order[:fewer]
+            build_seconds = rebuild()
         planned, pairs = plan_build(seconds, block or steps, step_seconds, build_seconds)
         blocks = Blocks(block or planned, len(order))
         with Watching(str(device)) as watching:

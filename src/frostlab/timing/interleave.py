@@ -155,7 +155,8 @@ def plan_build(
     """Return the steps per block and the pairs of rounds per build.
 
     Shorten blocks, down to one step, until `_PLANNED_BUILDS` builds fit into the time; then take as
-    many pairs of rounds per build as fit.
+    many pairs of rounds per build as fit. If building takes most of the time, plan fewer builds, at
+    least `FEWEST_BUILDS`, so that the rounds of a build take up to half as long as building.
 
     Args:
         seconds: the time limit.
@@ -163,7 +164,10 @@ def plan_build(
         step_seconds: the time of one step of every arm together.
         build_seconds: the time to build all arms.
     """
-    left = seconds / _PLANNED_BUILDS - build_seconds
+    left = max(
+        seconds / _PLANNED_BUILDS - build_seconds,
+        min(build_seconds / 2, seconds / FEWEST_BUILDS - build_seconds),
+    )
 
     def pairs_that_fit() -> int:
         round_seconds = (steps + 1) * step_seconds  # with the step before the block
@@ -172,6 +176,16 @@ def plan_build(
     while steps > 1 and pairs_that_fit() < 1:
         steps = 1 << ((steps - 1).bit_length() - 1)  # the next lower power of 2
     return steps, max(1, min(_MOST_BLOCKS, pairs_that_fit()))
+
+
+def batches_to_keep(seconds: float, build_seconds: float) -> int:
+    """Return the number of batches that steps are warmed up on, so that building stays short.
+
+    With all `MOST_BATCHES`, building all arms takes `build_seconds`. It should take at most half of
+    the time of a planned build; a few batches are always kept.
+    """
+    share = seconds / _PLANNED_BUILDS / 2 / build_seconds
+    return min(MOST_BATCHES, max(_MOST_BLOCKS, int(MOST_BATCHES * share)))
 
 
 def round_orders(names: Sequence[str], seed: int) -> Iterator[tuple[str, ...]]:
@@ -241,7 +255,7 @@ class Rounds:
 def interleave_arms(
     names: Sequence[str],
     measure: Callable[[str, Sequence[int]], BlockSeconds],
-    rebuild: Callable[[], None],
+    rebuild: Callable[[], object],
     rule: StopRule,
     *,
     controls: Sequence[str],
