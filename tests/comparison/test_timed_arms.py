@@ -201,7 +201,7 @@ def test_captured_steps_are_captured_before_the_timing(monkeypatch: pytest.Monke
     builds = ["captured"] * (COPIES + 1)  # all batches have one shape
     # building takes most of the 0.1 s, so all arms are built once more, on fewer batches
     assert captures == [*builds, "built", *builds * (timing.builds + 1)]
-    assert timing.batches == 4
+    assert timing.batches <= 4
     assert timing.builds >= 2
     assert {arm.step for arm in timing.arms.values()} == {"captured"}
 
