@@ -63,7 +63,7 @@ class ArmVerdict:
     metric: str
     word: Word
     sentence: str  # the word and its numbers in a sentence
-    family: int  # number of statements whose intervals hold together
+    family: int  # number of statements whose intervals hold simultaneously
     paired: Effect | None  # None if there is no pair of values
     could_have_seen: float | None  # effect that would have been found with a probability of 80 %
     margin: Limit | None  # None if the rules set no margin
@@ -285,7 +285,7 @@ class TimedArm:
     ms: float  # per step, median
     ms_mean: float
     ratio: float | None  # to the baseline's time; None for the baseline
-    low: float | None  # ends of the ratio's interval; those of all arms hold together
+    low: float | None  # ends of the ratio's interval; all arms' hold simultaneously
     high: float | None
     ceiling: float | None  # smallest ratio that the saved FLOPs explain
     limits: dict[str, Any] | None  # FLOPs and memory traffic with and without the treatment

@@ -2,8 +2,8 @@
 
 An arm is a variant of a recipe that was trained with several seeds. A statement compares it with
 another arm, the baseline, on the same seeds. All statements of a comparison form one family: their
-intervals hold together, with the confidence that the rules ask for. An arm is better or worse if
-its interval excludes zero.
+intervals hold simultaneously, with the confidence that the rules ask for. An arm is better or worse
+if its interval excludes zero.
 """
 
 import math
@@ -127,7 +127,7 @@ class Verdict:
     metric: str
     word: Word
     sentence: str
-    family: int  # number of statements whose intervals hold together
+    family: int  # number of statements whose intervals hold simultaneously
     paired: Paired | None
     could_have_seen: float | None
     margin: Margin | None
@@ -149,8 +149,8 @@ def judge(
     """Judge every statement, by its name.
 
     `family` is the number of all statements of the comparison, if it makes more than these. Each
-    interval has confidence 1 − `rules.level` / family, so all of them hold together with confidence
-    1 − `rules.level`, the false-alarm rate of this look.
+    interval has confidence 1 − `rules.level` / family, so all of them hold simultaneously with
+    confidence 1 − `rules.level`; the level is the false-alarm rate of this look.
     """
     _check(arms, statements, rules)
     size = family or len(statements)
