@@ -57,10 +57,7 @@ _FRONT = (0, 1)  # indices of the front layers
 
 @dataclass(frozen=True)
 class AssayRuns:
-    """Runs of the baseline that were cut short on purpose, by seed.
-
-    This planted harm shows whether the comparison can find one.
-    """
+    """Runs of the baseline, by seed, cut short on purpose: a planted harm that must be found."""
 
     records: dict[int, RunRecord]
     steps: int  # of each run

@@ -50,8 +50,8 @@ MEANINGS: dict[Word, str] = {
 }
 UNKNOWN = ("failed", "did not finish")  # reasons for a missing run that may not be the arm's fault
 Answer = Literal["yes", "no", "not shown"]
-_USUAL_GRID = 3  # tried settings; the level is divided by how many times more there are
-_SKEW_SHARE = 0.22  # of normal samples whose skewness (the mean of all arms) is notable
+_USUAL_GRID = 3  # if more settings were tried, the level is multiplied by 3 / their number
+_SKEW_SHARE = 0.22  # of comparisons with normal noise: so many have a notable mean skewness
 _SKEW_SHARE_OF_ONE = 0.1  # the same for the skewness of one arm alone, if there are several
 Values = Mapping[int, float]  # by seed
 
