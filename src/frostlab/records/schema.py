@@ -86,8 +86,7 @@ class Clocks:
     train_seconds: float  # s of the total without validation, checkpoints and waiting for data
     validation_seconds: float  # s of evaluations on the selecting split
     data_seconds: float  # s of preparing batches on the host
-    # s of `data_seconds` during which a GPU trained, so they are in `train_seconds` too
-    data_overlapped_seconds: float
+    data_overlapped_seconds: float  # s of both `data_seconds` and `train_seconds`: a GPU trained
     checkpoint_seconds: float  # s of writing checkpoints and of changing to the next stage
     setup_seconds: float  # s of building and compiling the training step; not part of the total
     epoch_seconds: list[float]  # s of training alone, one number per epoch
