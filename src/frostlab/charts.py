@@ -104,19 +104,21 @@ def _simplify(element: ElementTree.Element, name: str) -> None:
     """Check an element, turn its label into a tooltip, and prefix its ids."""
     tag = str(element.tag).removeprefix(_NAMESPACE)
     if tag not in _ELEMENTS:
-        raise FrostlabError(f"the chart holds an element `{plain(tag)}`, which no page shows")
+        raise FrostlabError(f"the chart holds an element `{plain(tag)}`, not allowed in a page")
     element.tag = tag
     tooltip = element.get("aria-label")
     for key, value in list(element.attrib.items()):
         if key.startswith("on") or key.endswith("href"):
-            raise FrostlabError(f"the chart holds an attribute `{plain(key)}`, which no page has")
+            raise FrostlabError(
+                f"the chart holds an attribute `{plain(key)}`, not allowed in a page"
+            )
         if key not in _ATTRIBUTES:
             del element.attrib[key]
         elif key == "id":
             element.set(key, f"{name}-{value}")
         elif "url(" in value:
             if not re.fullmatch(r"url\(#\w+\)", value):
-                raise FrostlabError(f"the chart refers to {plain(value)}, which no page loads")
+                raise FrostlabError(f"the chart refers to {plain(value)}, not to a part of itself")
             element.set(key, value.replace("#", f"#{name}-"))
     if tooltip and tag == "path":
         ElementTree.SubElement(element, "title").text = tooltip

@@ -77,7 +77,7 @@ def prepares_kernels(device: torch.device) -> bool:
 
 
 def updates_conditionally(device: torch.device) -> bool:
-    """Return whether torch's fused optimizers clip, and skip NaN steps, without waiting."""
+    """Return whether fused optimizers clip, and skip NaN steps, without a synchronization."""
     return device.type == "cuda"
 
 

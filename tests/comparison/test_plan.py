@@ -171,5 +171,5 @@ def test_what_differs_together_is_known() -> None:
 
 def test_an_assay_needs_runs_without_stages() -> None:
     assert plan(assay=True).assay
-    with pytest.raises(fl.BadInput, match="which arms with stages do not have"):
+    with pytest.raises(fl.BadInput, match="which is not possible with stages"):
         make_plan(GROWN | {"assay": True})

@@ -124,7 +124,7 @@ def test_the_default_is_the_models_own(tmp_path: Path) -> None:
 def test_a_missing_tokenizer_is_one_line(tmp_path: Path, cache: Path, recipe: Make) -> None:
     path = tmp_path / "a.txt"
     path.write_text("some words " * 100)
-    for name, where in ((str(tmp_path), "in this folder"), ("no/such", "a folder here, or on")):
+    for name, where in ((str(tmp_path), "in this folder"), ("no/such", "in a folder here, or on")):
         own = recipe(
             {"kind": "pretrained", "name": name}, name="own", path=str(path), task="language"
         )

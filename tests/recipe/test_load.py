@@ -271,7 +271,7 @@ def test_settings_of_python_are_named_by_their_key() -> None:
     [
         ("optim: {lr: 1e-3, lr: 2e-3}", "line 1: the key `lr` is given twice"),
         ("optim: {lr: [}", "line 1: "),
-        ("- a\n- b", "a recipe is a mapping of `key: value`, not list"),
+        ("- a\n- b", "should be a mapping of `key: value`, not list"),
         ("extends: docstring-gpt", "did you mean `docstrings-gpt`?"),
         ("extends: me.yaml", "extends itself"),
         ("extends: gone.yaml", "gone.yaml: cannot be read (No such file or directory)"),

@@ -59,7 +59,7 @@ class FrostlabLoop:
         return self._step([batch], batch.scored, self.rate).loss
 
     def warm_up(self, steps: Sequence[int]) -> None:
-        """Take the steps with these numbers three times, to capture the shape of each batch."""
+        """Take each of these steps three times, so that a graph is captured for its shape."""
         for number in steps:
             for _ in range(3):
                 self.taken = number
@@ -87,7 +87,10 @@ class _WithLoss(nn.Module):
 
 
 class NanoGPTLoop:
-    """nanoGPT's loop: torch.compile, SDPA, autocast, clipping, fused AdamW, prefetched batches."""
+    """nanoGPT's loop: SDPA, clipping, fused AdamW, prefetched batches.
+
+    It uses torch.compile on a GPU, and autocast if the precision is bf16.
+    """
 
     def __init__(self, model: nn.Module, feed: Feed, optim: Optim, settings: BenchSettings) -> None:
         self.feed, self.optim, self.device, self.taken = feed, optim, settings.device, 0

@@ -183,7 +183,7 @@ def padding_collator(pad: int) -> Callable[[list[dict[str, Any]]], dict[str, Ten
 
 
 def packed_feed(tokens: Tokens, order: Order, pad: int) -> tuple[Feed, list[int]]:
-    """Return a feed of packed batches of a few widths, and the number of a step of each width."""
+    """Return a feed of packed batches of a few widths, and one step number for each width."""
     shapes, lengths = shapes_for(tokens, order), row_lengths(tokens)
     widths = [shapes.width(int(lengths[rows].sum())) for rows in order]
 

@@ -39,7 +39,7 @@ class Effect:
     effect: float | None  # mean difference, or ratio of geometric means
     low: float | None  # ends of the interval
     high: float | None
-    p: float | None  # largest alpha for which the interval includes no effect
+    p: float | None  # largest alpha for which the interval includes 0, or the ratio 1
     std: float | None  # standard deviation of the differences, or of the log ratios
 
 
@@ -63,7 +63,7 @@ class ArmVerdict:
     metric: str
     word: Word
     sentence: str  # the word and its numbers in a sentence
-    family: int  # number of statements whose intervals hold together
+    family: int  # number of statements whose intervals hold simultaneously
     paired: Effect | None  # None if there is no pair of values
     could_have_seen: float | None  # effect that would have been found with a probability of 80 %
     margin: Limit | None  # None if the rules set no margin
@@ -183,7 +183,7 @@ class RefusedPair:
 class VariedFact:
     """A fact about the machine, the libraries or frostlab's code that is not the same in all runs.
 
-    Runs of different arms are then not paired; runs of different seeds are.
+    Two runs of one seed are not paired if they differ in it; it may differ from seed to seed.
     """
 
     name: str  # such as torch
@@ -204,7 +204,7 @@ class ComparedOrder:
     against: str  # the other arm
     seed: int
     steps: int  # steps that both runs took
-    compared: int  # the first of these steps; their examples are equal by digest
+    compared: int  # so many of these steps, from the first on, have equal examples by digest
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ class TunedSetting:
     values: tuple[float, ...]  # the grid
     extended: bool  # whether the grid was extended at an end
     best: dict[str, float]  # by arm: the value of the setting with the best mean over all seeds
-    on_edge: dict[str, bool]  # by arm: whether this is an end beyond which values are possible
+    on_edge: dict[str, bool]  # by arm: whether this is an end of the grid that could be extended
     curves: dict[str, tuple[TuningPoint, ...]]  # by arm
 
 
@@ -285,7 +285,7 @@ class TimedArm:
     ms: float  # per step, median
     ms_mean: float
     ratio: float | None  # to the baseline's time; None for the baseline
-    low: float | None  # ends of the ratio's interval; those of all arms hold together
+    low: float | None  # ends of the ratio's interval; all arms' hold simultaneously
     high: float | None
     ceiling: float | None  # smallest ratio that the saved FLOPs explain
     limits: dict[str, Any] | None  # FLOPs and memory traffic with and without the treatment
@@ -418,7 +418,7 @@ class Evidence:
     partly_compared: tuple[ComparedOrder, ...]  # pairs whose order of examples is partly unknown
     varied_facts: tuple[VariedFact, ...]  # about the environment; empty if all runs shared it
     verdicts: dict[str, ArmVerdict]  # by arm, on the plan's metric
-    secondary: dict[str, dict[str, Effect | None]]  # by metric and arm; no word is said of these
+    secondary: dict[str, dict[str, Effect | None]]  # by metric and arm; these have no verdict
     contrasts: tuple[Answer, ...]
     oelm: str | None  # name of the arm with orthogonal frozen query and key weights
     orthogonality: ArmVerdict | None  # orthogonal against random frozen query and key weights

@@ -57,7 +57,7 @@ _FRONT = (0, 1)  # indices of the front layers
 
 @dataclass(frozen=True)
 class AssayRuns:
-    """Runs of the baseline that were cut short on purpose, by seed."""
+    """Runs of the baseline, by seed, cut short on purpose: a planted harm that must be found."""
 
     records: dict[int, RunRecord]
     steps: int  # of each run
@@ -196,7 +196,9 @@ class Judged:
     """The verdicts on all statements of a comparison, which form one family.
 
     The statements are: every arm against the baseline, the plan's contrasts, and the question
-    whether orthogonality is needed. A pair of arms that is named twice is one statement.
+    whether orthogonality is needed. A statement is about values (a run's metric) or about gains
+    (how much a run improves from its first stage to its last). A pair of arms that is named twice
+    is one statement.
     """
 
     def __init__(self, runs: Runs, rules: Rules) -> None:
@@ -243,7 +245,9 @@ class Judged:
         arms = {each.name: each for each in plan.arms}
         differing = plan.confounds_between(arms[against], arms[arm])
         unproven = self.runs.unproven.get(arm) or self.runs.unproven.get(against)
-        is_baseline = against == plan.baseline.name  # its refused pairs are left out one by one
+        # against the baseline, `_judge` leaves out the refused pairs; elsewhere, one refused pair
+        # makes the statement unproven
+        is_baseline = against == plan.baseline.name
         if unproven is None and (of == "gain" or not is_baseline):
             unproven = self.runs.why_unpaired(arm, against)
         of_value = of == "value"
@@ -287,10 +291,11 @@ def _identical(runs: Runs, arm: str, against: str) -> bool:
 
 
 def _at_chance(runs: Runs, arm: str) -> bool:
-    """Return whether an arm is not shown to differ from always naming the commonest class.
+    """Return whether an arm's accuracy may be that of always naming the commonest class.
 
-    For a correlation, return whether its interval over seeds includes 0. Other metrics have no
-    known chance level.
+    It may be if its mean over seeds is within two standard errors of that class's frequency. For a
+    correlation, return whether its interval over seeds includes 0. Other metrics have no known
+    chance level.
     """
     finished = [runs.summaries[arm, seed] for seed in runs.plan.seeds]
     metric = runs.plan.rules.metric
@@ -327,7 +332,7 @@ def _population(runs: Runs, arm: str, against: str, alpha: float) -> Paired | No
 
 
 def _effects(runs: Runs, metric: str, rules: Rules) -> dict[str, Effect | None]:
-    """Return the effect of every arm on a secondary metric, with intervals that hold together."""
+    """Return the effect of every arm on a secondary metric, with simultaneous intervals."""
     plan = runs.plan
     own_rules = rules.model_copy(update={"metric": metric, **scale_of(metric), "margin": None})
     left_out: dict[str, list[int]] = {}

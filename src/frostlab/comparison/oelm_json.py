@@ -87,9 +87,10 @@ def _surgery(plan: Plan, arm: Arm) -> Treatment:
 
 
 def _changes(surgery: Treatment) -> dict[str, Orthogonalize | Randomize]:
-    """Return the last change of each role; empty if anything but the weights of roles is changed.
+    """Return the last change of each role.
 
-    A registered function may change anything, and a selection may name some layers only.
+    The result is empty if a change is a registered function, which may change anything, or if it
+    selects something other than roles, such as some layers only.
     """
     changes: dict[str, Orthogonalize | Randomize] = {}
     for change in surgery.init:

@@ -146,7 +146,7 @@ def _earlier(look: EarlierLook) -> str:
 
 
 def _beside(evidence: Evidence) -> str:
-    """Return further numbers about every arm, from which no word follows."""
+    """Return further numbers about every arm, from which no verdict follows."""
     verdicts = evidence.verdicts
     rows = []
     for name, verdict in verdicts.items():
@@ -167,8 +167,9 @@ def _beside(evidence: Evidence) -> str:
         "P(improvement): how often a run of the arm beats a run of the baseline, over all pairs of "
         "runs. P(cost > margin): posterior probability under a flat prior, with a variance that is "
         "pooled over the arms. However often one looks: an interval that stays valid if seeds are "
-        "added until it excludes no effect. For other test examples: seeds and test examples are "
-        "both taken as samples; only known for accuracy. No verdict follows from these numbers."
+        "added until it excludes 0 (or the ratio 1). For other test examples: seeds and test "
+        "examples are both taken as samples; only known for accuracy. No verdict follows from "
+        "these numbers."
     )
     return f"{markdown(head, rows)}\n\n{note}"
 
@@ -245,10 +246,10 @@ def _performance(evidence: Evidence) -> str:
         "Mean ± standard deviation over the runs that finished; cv is the coefficient of variation "
         "of the first metric. Clipped is the share of steps whose gradient was clipped. Frozen "
         "weights do not count in the gradient's norm, so an arm that freezes weights may be "
-        "clipped less. The next table shows the effect over paired seeds. Its interval "
-        "holds together with all others about the same metric, with "
+        "clipped less. The next table shows the effect over paired seeds. All "
+        "intervals about the same metric hold simultaneously, with "
         f"{100 * (1 - evidence.rules.level):.4g} % confidence; the effect on perplexity is a "
-        "ratio. p counts all statements. "
+        "ratio. p is multiplied by the number of statements. "
         "Only the first metric was chosen beforehand, so nothing is said about the others."
     )
     return "\n\n".join([
@@ -260,7 +261,7 @@ def _performance(evidence: Evidence) -> str:
 
 
 def _adjusted_p(verdict: ArmVerdict) -> str:
-    """Return p times the number of statements; the interval excludes no effect below the level."""
+    """Return p times the number of statements: below the level, the interval excludes 0 (or 1)."""
     if verdict.paired is None or verdict.paired.p is None:
         return NONE
     return number(min(1.0, verdict.family * verdict.paired.p))
@@ -383,8 +384,8 @@ def _step_times(evidence: Evidence) -> str:
     stopped = "the time was up" if timing.stopped_by == "time" else "all intervals were narrow"
     proof = "proven" if timing.proven else f"**unproven**: {escaped('; '.join(timing.reasons))}"
     note = (
-        f"The arms took turns in one process, with {timing.builds} builds and {timing.rounds} "
-        f"rounds in {timing.seconds:.0f} s, until {stopped}. "
+        f"The arms took turns in one process for {timing.rounds} rounds in {timing.seconds:.0f} s, "
+        f"until {stopped}; all models were built {timing.builds} times. "
         "The A/A controls are more copies of the baseline. The one that differs most from the "
         f"other copies has, with 95 % confidence over all controls, the ratio "
         f"{_ratio(timing.control)}. The timing is {proof}."

@@ -135,7 +135,7 @@ class Runs:
     tried: dict[str, tuple[dict[int, RunSummary], ...]]  # by arm: every trial, by seed
     facts: dict[tuple[str, int], PairingFacts]  # finished runs only
     refused: tuple[RefusedPair, ...]  # finished runs that cannot be paired with the baseline's
-    changed: dict[tuple[str, int], str]  # why a run's data or pretrained weights are other ones
+    changed: dict[tuple[str, int], str]  # runs with other data or weights than the first, and why
     unproven: dict[str, str]  # by arm: why its tuning proves nothing
     varied: tuple[VariedFact, ...]  # facts about the environment that are not the same for all
 
@@ -392,7 +392,7 @@ def _stage(stage: Stage) -> StageSummary:
 class _Sources:
     """The data of the first run, and the pretrained weights of each arm's first run.
 
-    All other runs must have them too. They differ if files changed between two calls.
+    All other runs must have them too. They differ if files changed between two calls of `compare`.
     """
 
     data: tuple[int, str] | None  # seed and digest; None if no run finished

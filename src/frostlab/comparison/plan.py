@@ -24,7 +24,7 @@ from frostlab.storage import digest_of
 
 SCHEMA = 3  # version of plan.json
 LEAST_SEEDS = 5  # with fewer pairs, no arm is called better or worse
-DEFAULT_SEEDS = 6  # with one arm, finds 1.5 standard deviations in 83 of 100 comparisons
+DEFAULT_SEEDS = 6  # one arm besides the baseline: finds 1.5 standard deviations in 83 of 100
 MOST_RUNS = 10_000  # of a comparison, over all arms
 MOST_ARMS = 100
 MOST_SEED = 2**32  # seeds are smaller
@@ -420,7 +420,9 @@ class Plan(Strict):
 
     def _check_assay(self) -> None:
         if self.assay and self.has_stages:
-            raise BadInput("--assay plants a shorter training, which arms with stages do not have")
+            raise BadInput(
+                "--assay trains the baseline for fewer steps, which is not possible with stages"
+            )
 
     def _check_quick(self) -> None:
         """Refuse `quick` if an arm has stages or sets its own length, which is not shortened."""

@@ -210,7 +210,7 @@ def stored_plan(path: Path) -> StoredPlan | None:
 
 
 def plan_in(stored: StoredPlan, path: Path) -> Plan:
-    """Return the plan of a plan.json, whose path errors name."""
+    """Return the plan of a plan.json; errors name the file's path."""
     plan = read_plan(stored.plan, path)
     plan.check_seeds()
     return plan

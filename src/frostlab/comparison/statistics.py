@@ -2,8 +2,8 @@
 
 `arm` and `base` hold the values of two arms of a comparison, in the same order of seeds. The
 interval of their difference is a t interval. A verdict is read off this interval alone, so a
-statement and its interval always agree. If settings were tuned, the interval is one of the best
-setting of the arm against the best setting of the baseline.
+statement and its interval always agree. If settings were tuned, the interval is about the
+difference between the arm's best setting and the baseline's best setting.
 """
 
 import math
@@ -49,7 +49,10 @@ class Paired:
     std: float
 
     def without_bound(self, above: bool) -> "Paired":
-        """Return the effect with no upper bound, or no lower one, and the p that is left."""
+        """Return the effect without its upper bound if `above`, else without its lower bound.
+
+        If the other bound does not exclude zero (or the ratio 1), p is at least alpha.
+        """
         none = 1.0 if self.log else 0.0
         low, high = self.low, self.high
         if above:
@@ -85,11 +88,12 @@ def bounds(
 
     `arm` and `base` hold one value per seed. If settings were tuned, this is the value of the
     setting that the *other* seeds choose, and `arm_tried` and `base_tried` hold the values of every
-    setting that was tried. The interval is one of the difference between the best settings. If
-    higher is better, its lower end is the smallest over the baseline's settings: whichever of them
-    is truly the best, the mean of the chosen settings cannot exceed the arm's own best. Its upper
-    end is the largest over the arm's settings. If lower is better, the two change places. So the
-    choice of a setting, which is itself uncertain, cannot look like an effect.
+    setting that was tried. The interval is about the difference between the best settings, though
+    the data do not tell for certain which they are. If higher is better, the lower end is the
+    smallest lower end of `arm` against any setting of the baseline, so it holds for the truly best
+    one; and the settings chosen for `arm` are on average no better than the arm's best. The upper
+    end is the largest upper end of any setting of the arm against `base`. If lower is better, the
+    two arms change places. So a lucky choice of settings cannot look like an effect.
 
     A mean or standard deviation of at most `rounding` counts as zero.
     """
@@ -182,7 +186,7 @@ def t_critical(n: int, alpha: float) -> float:
 
 @cache
 def anytime_critical(n: int, alpha: float) -> float:
-    """Return the half-width in standard errors of an interval that holds at every look together.
+    """Return the half-width in standard errors of an interval that holds at all looks at once.
 
     All effects are kept for which the Bayes factor of the t statistic is below 1 / alpha. The
     effect in standard deviations has a normal prior around the tested one, and the standard

@@ -90,8 +90,9 @@ class TimedArm:
     """One arm on its device: its model, optimizer, step and batches.
 
     `order` holds the batches to use; by default, they are the first batches of a training run. The
-    constructor warms up the step. An eager step needs no warm-up if `order` is given. Unless
-    `metered`, the time and memory of building are not measured, which takes time itself.
+    constructor warms up the step, except an eager step if `order` is given: its warm-up only serves
+    to choose the batches. Unless `metered`, the time and memory of building are not measured, which
+    takes time itself.
     """
 
     def __init__(
@@ -334,8 +335,8 @@ def time_arms(
         width: target width of every 95 % interval over the builds, including the controls',
             relative to the ratio: 0.01 means ±0.5 %. The reported intervals are wider if the copies
             of the baseline differ.
-        alpha: the reported intervals of all arms hold together with confidence 1 − alpha. Those of
-            all controls hold together with 95 %.
+        alpha: the reported intervals of all arms hold simultaneously with confidence 1 − alpha.
+            Those of all controls hold simultaneously with 95 %.
         block: steps per block; by default, enough steps for an accurate time, or fewer if the time
             is too short for them.
         seed: random seed for the order in which arms are timed and rebuilt.
@@ -353,7 +354,7 @@ def time_arms(
         preparation = {name: (arm.prepare_seconds, arm.peak_bytes) for name, arm in timed.items()}
 
         def measure(name: str, batches: Sequence[int]) -> BlockSeconds:
-            """Time a block, after a step that takes up what the arm before left behind."""
+            """Time a block after an untimed step, which refills the caches for this arm."""
             timed[name].take(batches[:1])
             return clock.time(lambda: timed[name].take(batches))
 

@@ -110,7 +110,7 @@ class _Search:
         return min(self.trials, key=rank)
 
     def extended(self, key: str, values: tuple[float, ...]) -> tuple[float, ...]:
-        """Return a grid with one more value at each end that is the best of an arm."""
+        """Return a grid with one more value at each end where the best value of an arm lies."""
         best = {dict(self.best(arm.name))[key] for arm in self.plan.arms}
         below, above = self._beyond(key, values)
         return (

@@ -2,8 +2,8 @@
 
 An arm is a variant of a recipe that was trained with several seeds. A statement compares it with
 another arm, the baseline, on the same seeds. All statements of a comparison form one family: their
-intervals hold together, with the confidence that the rules ask for. An arm is better or worse if
-its interval excludes zero.
+intervals hold simultaneously, with the confidence that the rules ask for. An arm is better or worse
+if its interval excludes zero.
 """
 
 import math
@@ -50,8 +50,8 @@ MEANINGS: dict[Word, str] = {
 }
 UNKNOWN = ("failed", "did not finish")  # reasons for a missing run that may not be the arm's fault
 Answer = Literal["yes", "no", "not shown"]
-_USUAL_GRID = 3  # tried settings; the level is divided by how many times more there are
-_SKEW_SHARE = 0.22  # of normal samples whose skewness (the mean of all arms) is notable
+_USUAL_GRID = 3  # if more settings were tried, the level is multiplied by 3 / their number
+_SKEW_SHARE = 0.22  # of comparisons with normal noise: so many have a notable mean skewness
 _SKEW_SHARE_OF_ONE = 0.1  # the same for the skewness of one arm alone, if there are several
 Values = Mapping[int, float]  # by seed
 
@@ -127,7 +127,7 @@ class Verdict:
     metric: str
     word: Word
     sentence: str
-    family: int  # number of statements whose intervals hold together
+    family: int  # number of statements whose intervals hold simultaneously
     paired: Paired | None
     could_have_seen: float | None
     margin: Margin | None
@@ -149,8 +149,8 @@ def judge(
     """Judge every statement, by its name.
 
     `family` is the number of all statements of the comparison, if it makes more than these. Each
-    interval has confidence 1 − `rules.level` / family, so all of them hold together with confidence
-    1 − `rules.level`, the false-alarm rate of this look.
+    interval has confidence 1 − `rules.level` / family, so all of them hold simultaneously with
+    confidence 1 − `rules.level`; the level is the false-alarm rate of this look.
     """
     _check(arms, statements, rules)
     size = family or len(statements)

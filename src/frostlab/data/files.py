@@ -147,7 +147,7 @@ def shown(value: object, most: int = 40) -> str:
 
 
 def is_label(value: object) -> bool:
-    """Return whether a value can be a label: a whole number of 64 bits, or a word."""
+    """Return whether a value can be a label: a whole number of 64 bits, or a text."""
     if isinstance(value, int):
         return -(2**63) <= value < 2**63
     if not isinstance(value, str):

@@ -134,7 +134,7 @@ def find_path(recipe: Recipe, digest: str, data_dir: Path | None) -> str | None:
                 return path
     searched = own if parent is None else f"{own} nor in {parent}"
     raise BadInput(
-        f"data.path: the data with the digest {digest[:16]} of the plan are neither {searched}; "
+        f"data.path: the data with the digest {digest[:16]} of the plan are not at {searched}; "
         "name a folder that holds them with --data-dir"
     )
 

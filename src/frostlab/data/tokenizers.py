@@ -179,7 +179,7 @@ class Fast:
         return [encoding.ids for encoding in self._encode(batch, special=False)]
 
     def _encode(self, batch: Sequence[Any], special: bool = True) -> list[Any]:
-        """Encode texts; refuse those with which the tokenizer's file makes the library fail."""
+        """Encode texts; a failure of the library, due to a bad tokenizer file, is a BadInput."""
         with _refused("the tokenizer cannot encode a text"):
             return list(self.backend.encode_batch_fast(batch, add_special_tokens=special))
 
@@ -286,7 +286,7 @@ def _load_from_transformers(name: str) -> Any:
             )
         except Exception as error:  # damaged files raise many types of errors
             reason = first_line(error).rstrip(": ")
-    where = "in this folder" if local else "a folder here, or on the hub"
+    where = "in this folder" if local else "in a folder here, or on the hub"
     raise BadInput(f"tokenizer.name {name}: no tokenizer {where} ({reason:.300})")
 
 

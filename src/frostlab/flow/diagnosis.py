@@ -39,7 +39,10 @@ UNHEALTHY = {  # verdict → the verb for one part, the verb for several parts
 }
 _NOTABLE = {  # further verdicts that a summary mentions, with their verbs
     SLOW: ("is slow", "are slow"),
-    SCALED: ("has a gradient scale that is undone", "have a gradient scale that is undone"),
+    SCALED: (
+        "has a gradient scale that the optimizer undoes",
+        "have a gradient scale that the optimizer undoes",
+    ),
     UNKNOWN: ("is not known yet", "are not known yet"),
 }
 _TOO_EARLY = "only one step has been measured; verdicts need two"

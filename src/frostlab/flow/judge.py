@@ -31,7 +31,7 @@ class Rules:
     """
 
     window: int = 5  # number of last reports that are judged
-    fewest: int = 2  # reports needed for most verdicts; in the first, zero weights block gradients
+    fewest: int = 2  # reports needed for most verdicts: weights that start at 0 block gradients
     still: float = 1e-6  # a smaller ratio is "not learning", if other parts move
     asleep: float = 1e-9  # if every ratio is smaller, every part is "not learning"
     decayed: float = 2.0  # weight decay may explain ratios up to this multiple of lr · decay

@@ -35,9 +35,7 @@ def parse_mapping(text: str, where: str) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise BadInput(
-            f"{where}: a recipe is a mapping of `key: value`, not {type(values).__name__}"
-        )
+        raise BadInput(f"{where}: should be a mapping of `key: value`, not {type(values).__name__}")
     return values
 
 

@@ -91,7 +91,10 @@ class PretrainedModel(ModelSettings):
 
 
 class ConformerModel(ModelSettings):
-    """frostlab's Conformer, which decodes a speech envelope from EEG; the defaults give its v2."""
+    """frostlab's Conformer, which decodes a speech envelope from EEG.
+
+    The preset v1 is its first version; the defaults, and the preset full, are its second (v2).
+    """
 
     tasks = ("envelope",)
     kind: Literal["conformer"]
@@ -138,7 +141,7 @@ class EnvelopeLoss(Strict):
 
     - pearson: −r
     - pearson-l1: −r + weight·L1
-    - mse-pearson: MSE + weight·(1 − r)², as published
+    - mse-pearson: MSE + weight·(1 − r)², the loss of the Conformer's authors
     - multiscale: the mean of −r over several scales of average pooling
     """
 

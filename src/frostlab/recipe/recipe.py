@@ -1,7 +1,8 @@
-"""`Recipe`: everything that defines a run, with its stages, checked as a whole.
+"""`Recipe`: everything that defines a run, checked as a whole.
 
-The other sections are defined in recipe.data, recipe.model, recipe.treatment and recipe.settings,
-which check each section; this module also checks for contradictions between sections.
+This module defines the section `stages`; recipe.data, recipe.model, recipe.treatment and
+recipe.settings define the others, and check each on its own. `Recipe` also checks for
+contradictions between sections.
 """
 
 import hashlib
@@ -131,7 +132,7 @@ def _stage_problems(recipe: "Recipe") -> Iterator[str]:
 
 
 class Recipe(Strict):
-    """Complete definition of a run: equal recipes make equal runs."""
+    """Complete definition of a run, except for the files and the machine that it uses."""
 
     about: str = ""
     data: Data = Docstrings()

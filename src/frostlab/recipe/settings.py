@@ -75,7 +75,7 @@ class Train(Strict):
     epochs: Positive | None = None
     steps: Positive | None = None
     batching: Literal["bucketed", "packed", "padded"] = "bucketed"
-    step: StepKind = "auto"  # auto: the fastest kind that works
+    step: StepKind = "auto"  # auto: captured on CUDA in one process, else eager
     # where to cache the outputs of the frozen first layers; null: not at all
     cache_prefix: Literal["memory", "disk"] | None = None
     cache_gb: Annotated[float, Field(gt=0, le=1e6)] = 16.0  # maximum size of that cache, in GB

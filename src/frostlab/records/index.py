@@ -27,7 +27,7 @@ from frostlab.storage import (
 from frostlab.text import columns, hms, number, plain, short
 from frostlab.typed import read
 
-if TYPE_CHECKING:  # functions import it only for runs that the index does not have
+if TYPE_CHECKING:  # the functions below import the schema only if they must read a run's files
     from frostlab.records.schema import Event, Result, StartEvent
 
 RESULT, EVENTS, LOCK, INDEX = "result.json", "events.jsonl", "run.lock", ".index.json"
@@ -270,7 +270,8 @@ def _save(root: Path, entries: _Entries) -> None:
     """Replace the index atomically; if that fails, the old index stays."""
     body = json.dumps(entries, separators=(",", ":")).encode()
     with contextlib.suppress(OSError):
-        remove_temporary(root, INDEX)  # at worst, another listing's index is not saved
+        # this may delete the file that another listing is writing; then its index is not saved
+        remove_temporary(root, INDEX)
         with whole_file(root / INDEX) as temporary:
             temporary.write_bytes(json.dumps(_header(body)).encode() + b"\n" + body)
 

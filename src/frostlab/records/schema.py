@@ -4,7 +4,8 @@ The files are result.json, digests.json, predictions.json and events.jsonl. All 
 the dataclasses of this module. `read_result`, `read_digests`, `read_predictions` and `read_event`
 parse text into them; an invalid file is refused with one line that names the key. To add, remove or
 rename a key, raise `SCHEMA` and update docs/runs.md; a test checks the keys of results, digests and
-events in that document. In comments, `null` is JSON's null, which is None in Python.
+events in that document. In comments, `null` is JSON's null, which is None in Python, and units
+come first: `s` is seconds, `ms` milliseconds.
 """
 
 import re
@@ -81,11 +82,11 @@ class StepTimes:
 class Clocks:
     """The time that a run spent on each activity."""
 
-    total_seconds: float  # s from the first batch to the end of the last step, without set-up
+    total_seconds: float  # s of training, evaluations and checkpoints, without set-up and report
     train_seconds: float  # s of the total without validation, checkpoints and waiting for data
     validation_seconds: float  # s of evaluations on the selecting split
     data_seconds: float  # s of preparing batches on the host
-    data_overlapped_seconds: float  # s of `data_seconds` while a GPU trained; in `train_seconds`
+    data_overlapped_seconds: float  # s of both `data_seconds` and `train_seconds`: a GPU trained
     checkpoint_seconds: float  # s of writing checkpoints and of changing to the next stage
     setup_seconds: float  # s of building and compiling the training step; not part of the total
     epoch_seconds: list[float]  # s of training alone, one number per epoch

@@ -1,8 +1,9 @@
 """Reading the anatomy of a model: the role, stack and layer of each of its parts.
 
-Reading collects the slots, finds the role and place of each slot in the descriptions of the
-modules that contain it, and divides fused slots into one part per role. Slots have the names of
-the unmodified model. A parameter without a role is an error: an anatomy is never partial.
+Reading collects the slots (the parameters of the unmodified model, which freezing may have split),
+finds the role and place of each slot in the descriptions of the modules that contain it, and
+divides fused slots into one part per role. Slots have the names of the unmodified model. A
+parameter without a role is an error: an anatomy is never partial.
 """
 
 import sys

@@ -256,7 +256,7 @@ def unexplained_gain(
     Args:
         ratio: the arm's time over the baseline's time.
         saved: the savings against the baseline.
-        proven: whether the timing passed its own checks, such as that for drift.
+        proven: whether the timing passed its own checks, such as that of the A/A controls.
         reasons: the checks that failed.
     """
     gain = 1 / ratio.high  # the smallest gain in the interval

@@ -217,8 +217,8 @@ class Rounds:
     def ratios(self, alpha: float = 0.05) -> dict[str, Ratio]:
         """Return the ratio of every arm's time to the baseline's.
 
-        The intervals of all arms together hold with confidence 1 − alpha, and so do those of all
-        controls together.
+        The intervals of all arms hold simultaneously with confidence 1 − alpha, and so do those of
+        all controls.
         """
         arms = [name for name in self.blocks if name not in (self.baseline, *self.controls)]
         return {
@@ -232,7 +232,7 @@ class Rounds:
     def widths(self) -> list[float]:
         """Return the relative width of every 95 % interval, from the spread between builds alone.
 
-        More builds make only these intervals narrow.
+        With more builds, only these intervals become narrower.
         """
         widths = []
         for name in self.blocks:

@@ -307,7 +307,8 @@ def read_progress(context: RunContext, checkpoint: Checkpoint) -> Progress:
         raise BadInput(f"{where}: step {progress.step} is not a step of this stage")
     if best.metric != context.recipe.metric or (best.value is None) != (best.step is None):
         raise BadInput(
-            f"{where}: `best` should be of {context.recipe.metric}, with value and step, or none"
+            f"{where}: `best` should be of {context.recipe.metric}, with both value and step, or "
+            "with neither"
         )
     return progress
 

@@ -20,7 +20,7 @@ from typing import IO, Any
 import numpy as np
 
 MEMORY = 1 << 30  # bytes that one file may take in the second process
-SET_SHARE = 8  # more bytes than MEMORY for each byte of a .set file and its .fdt file
+SET_SHARE = 8  # bytes beyond MEMORY that are allowed for each byte of a .set and its .fdt file
 SECONDS = 5.0  # time limit for a file; every 10 MB of the file add a second
 PROGRAM = __file__
 _START = 60.0  # seconds until the second process must be ready
@@ -38,7 +38,7 @@ class SetFile:
 
 
 class MatFiles:
-    """A second process that reads MATLAB's files; it starts with the first file and ends with self.
+    """A second process that reads MATLAB's files; it runs from the first file until `close`.
 
     Args:
         mne: whether the process also imports MNE, which `read_set` needs.

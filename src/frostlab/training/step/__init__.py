@@ -33,7 +33,7 @@ class Choice:
 def choose_kind(
     wanted: StepKind, compute: Compute, steps: int, watches_inside: bool = False
 ) -> Choice:
-    """Return the wanted kind of step, or the fastest for `auto`; eager if that kind cannot work.
+    """Return the wanted kind of step, or eager if that kind cannot work; `auto` wants captured.
 
     `watches_inside`: whether the gradient-flow measurement reads activations of the forward pass.
     """

@@ -119,7 +119,7 @@ class EagerStep:
         self.optimizer.zero_grad(set_to_none=True)
 
     def dry_run(self, parts: list[Batch], scored: int | Tensor) -> None:
-        """Compute gradients, and restore random generators and buffers as if nothing had run."""
+        """Compute gradients and keep them, but restore random generators and buffers."""
         with torch.random.fork_rng(forked_devices(self.device)), preserve_buffers(self.objective):
             self.gradients(parts, scored)
 

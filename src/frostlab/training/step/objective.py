@@ -18,7 +18,7 @@ from frostlab.training.batches.packing import pack
 from frostlab.training.batches.prefix import Prefix, prefix_depth
 from frostlab.training.step.head_loss import head_loss
 
-_SUPPORTED = "gpt, decoder, and Hugging Face's BERT, GPT-2 and Llama for language, without hooks"
+_SUPPORTED = "language models: gpt, decoder, Hugging Face's BERT, GPT-2 and Llama, without hooks"
 
 
 @dataclass(frozen=True)
