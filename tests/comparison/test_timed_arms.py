@@ -73,8 +73,8 @@ def test_drift_and_other_processes_are_notes() -> None:
          "baseline's time."),
         (Ratio(1.02, 1.01, 1.03), "worse", "slower: a step takes 1.0200 [1.0100, 1.0300] of the "
          "baseline's time."),
-        (Ratio(1.003, 0.9806, 1.026), "no difference found", "of the baseline's time; no "
-         "difference beyond ±2.60 % can be told on this machine."),
+        (Ratio(1.003, 0.9806, 1.026), "no difference found", "of the baseline's time; a "
+         "difference within ±2.60 % cannot be told on this machine, a larger one is excluded."),
     ],
 )  # fmt: skip
 def test_the_interval_decides_the_word(timed: Timing, ratio: Ratio, word: str, end: str) -> None:

@@ -169,7 +169,7 @@ def test_frozen_rows_that_are_set_to_learn_are_refused() -> None:
     model, inputs = build("gpt2")
     fl.freeze(model, "query", "key")
     model.requires_grad_(True)
-    with pytest.raises(fl.BadInput, match=r"requires_grad=True; use fl\.thaw"):
+    with pytest.raises(fl.BadInput, match=r"requires_grad=True; to train them, call fl\.thaw"):
         outputs(model, inputs)
     fl.thaw(model)
     outputs(model, inputs)

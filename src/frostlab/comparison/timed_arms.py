@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from frostlab.devices import (
     runs_ahead,
     synchronize,
 )
-from frostlab.errors import BadInput, UnknownArchitecture, nearest
+from frostlab.errors import BadInput, FrostlabError, UnknownArchitecture, nearest
 from frostlab.recipe.recipe import Recipe
 from frostlab.records.telemetry import Watched, Watching
 from frostlab.timing.clock import BlockClock, BlockSeconds, Meter
@@ -63,7 +63,7 @@ from frostlab.training.setup import (
 from frostlab.training.stages import stages_of, total_steps
 from frostlab.training.step import choose_kind
 from frostlab.training.step.compiled import shape_key
-from frostlab.training.step.eager import Diverged, Outcome, seed_step
+from frostlab.training.step.eager import Outcome, seed_step
 from frostlab.training.step.optimizer import optimizer_tensors
 from frostlab.training.tasks import TASKS
 from frostlab.training.treatment import count_parameters
@@ -90,9 +90,9 @@ class TimedArm:
     """One arm on its device: its model, optimizer, step and batches.
 
     `order` holds the batches to use; by default, they are the first batches of a training run. The
-    constructor warms up the step, except an eager step if `order` is given: its warm-up only serves
-    to choose the batches. Unless `metered`, the time and memory of building are not measured, which
-    takes time itself.
+    constructor warms up the step, and refuses a loss or gradient that is not finite. An eager step
+    is neither warmed up nor checked if `order` is given. Unless `metered`, the time and memory of
+    building are not measured, which takes time itself.
     """
 
     def __init__(
@@ -146,9 +146,15 @@ class TimedArm:
             shapes.add(shape)
             loss, norm, broken = outcome.values.tolist()
             if broken >= 0:
-                raise Diverged(index, self.step.name_of(int(broken)), loss)
+                self._refuse(f"the gradient of {self.step.name_of(int(broken))}", index, loss)
             if not (abs(loss) < torch.inf and norm < torch.inf):
-                raise Diverged(index, "the loss", loss)
+                self._refuse("the loss", index, loss)
+
+    def _refuse(self, what: str, batch: int, loss: float) -> NoReturn:
+        raise FrostlabError(
+            f"{what} is not finite in batch {batch}, before any training (loss {loss:.4g}), so the "
+            "steps cannot be timed"
+        )
 
     def trial_batches(self) -> list[int]:
         """Return the indices of a few batches, enough to estimate the time of a step."""
@@ -228,8 +234,9 @@ def place_arms(
     order: Order | None = None,
     metered: bool = True,
 ) -> dict[str, TimedArm]:
-    """Copy the arms to the device one by one, and warm up each before copying the next.
+    """Copy the arms to the device one by one; warm up a step before the next arm is copied.
 
+    Of eager steps, only that of the arm that chooses the batches is warmed up.
     `order` holds the batches of all arms; by default, the first arm chooses them.
     """
     timed: dict[str, TimedArm] = {}
@@ -330,8 +337,9 @@ def time_arms(
     """Time whole steps of every arm, until the intervals of all ratios to the baseline are narrow.
 
     Args:
-        seconds: time limit for the rounds and for rebuilding the arms, after the first build; up to
-            twice as long if fewer than `FEWEST_BUILDS` builds were timed.
+        seconds: time limit for the rounds and the builds between them, after the two or three
+            builds that plan the timing; up to twice as long if fewer than `FEWEST_BUILDS` builds
+            were timed.
         width: target width of every 95 % interval over the builds, including the controls',
             relative to the ratio: 0.01 means ±0.5 %. The reported intervals are wider if the copies
             of the baseline differ.
@@ -512,7 +520,10 @@ def time_steps(plan: Plan, data_dir: Path | None, say: Callable[[str], None]) ->
 
 
 def _arm_evidence(name: str, timing: Timing) -> dict[str, Any]:
-    """Return one arm's values in steps.json; a control, which saves nothing, has no ceiling."""
+    """Return one arm's values in steps.json.
+
+    `ceiling` is the lowest ratio that the saved FLOPs can explain; None for a control.
+    """
     arm = timing.arms[name]
     ratio, saved = arm.ratio, None if name in CONTROLS else arm.savings
     word, sentence = (None, None) if ratio is None else judge_time(ratio, saved, timing)
@@ -551,7 +562,8 @@ def judge_time(ratio: Ratio, saved: StepSavings | None, timing: Timing) -> tuple
         limit = 100 * max(ratio.high - 1, 1 - ratio.low)
         return "no difference found", (
             f"no difference found: a step takes {numbers}; "
-            f"no difference beyond ±{limit:.2f} % can be told on this machine."
+            f"a difference within ±{limit:.2f} % cannot be told on this machine, a larger one is "
+            "excluded."
         )
     word, speed = ("better", "faster") if ratio.high < 1 else ("worse", "slower")
     return word, f"{speed}: a step takes {numbers}."

@@ -96,11 +96,13 @@ def _write_docstrings(
     for name in packages:  # the smallest package sets the counts
         collected.append(collect_docstrings(name, counts, pairs=pairs))
         counts = {split: len(docs) for split, docs in collected[-1].items()}
+        for split, count in counts.items():
+            if count < 2:
+                raise BadInput(
+                    f"data.name docstrings: the installed {name} has {count} usable docstrings for "
+                    f"the split {split}, but 2 are needed"
+                )
     for split, count in counts.items():
-        if count < 2:
-            raise BadInput(
-                f"data.per_package {per_package} leaves {count} docstrings for {split}; raise it"
-            )
         rows: list[dict[str, str | int]] = []
         for label, docs in enumerate(package[split][:count] for package in collected):
             rows += _pairs(docs) if pairs else [{"text": doc.text, "label": label} for doc in docs]
@@ -275,7 +277,8 @@ def induction(data: Synthetic, count: int, random: np.random.Generator) -> tuple
     return np.tile(first, (1, repeats))[:, : data.length + 1], np.full(count, period + 1)
 
 
-# Each function returns token ids (count, length), and classes or (induction) positions (count,).
+# Each function returns token ids (count, width), where the width depends on the task, and classes
+# or (induction) positions (count,).
 TASKS: dict[str, Callable[[Synthetic, int, np.random.Generator], tuple[Ids, Ids]]] = {
     "majority": majority,
     "recall": recall,

@@ -19,11 +19,13 @@ from frostlab.devices import exact_dtype
 from frostlab.flow.tensors import Layout, is_sharded, local, shard_group
 
 Gradient = Callable[[nn.Parameter], Tensor | None]
-Views = list[list[Tensor]]  # for each list of tensors: views of them, each within one part
+# For each list of tensors that `Totals.add_up` takes: their slices, each of them in one part
+Views = list[list[Tensor]]
 SUMS = (  # names of the sums over each part
     "gradient", "before_clip", "weight", "update",  # squared norms
     "moved", "origin", "along",  # |weight - start|², |start|², weight·start
-    "agree", "energy", "former",  # gradient·previous, |gradient|² before clipping, |previous|²
+    # gradient·previous, |gradient|² and |previous|², of gradients as they are in `.grad`
+    "agree", "energy", "former",
 )  # fmt: skip
 _MAXIMA = ("largest", "high", "low")  # max |gradient|, max weight, max -weight of a parameter
 
@@ -246,7 +248,11 @@ class Probe:
                 self.views[name].copy_(values)
 
     def _measure_rates(self) -> None:
-        """Record the learning rates, and whether GradScaler skipped the step."""
+        """Record the learning rates, and whether the first optimizer skips the step.
+
+        It does if `found_inf` is set: by GradScaler, or by frostlab for a gradient that is not
+        finite.
+        """
         groups = self._groups()
         for element, group in zip(self.views["rates"].unbind(), groups, strict=True):
             rate = group.get("lr")

@@ -48,7 +48,10 @@ class Checkpoint:
         return self.step, self.stage
 
     def progress(self) -> dict[str, Any]:
-        """Return the run's state other than tensors, from progress.json, unchecked."""
+        """Return the values of progress.json: the run's state other than tensors.
+
+        Its checksum is verified, its keys and types are not.
+        """
         return read_json(self._whole(PROGRESS))
 
     def model(self) -> dict[str, Tensor]:

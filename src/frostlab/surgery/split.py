@@ -238,7 +238,7 @@ class SplitProjection(nn.Module, Split):
         return original
 
     def slots(self) -> dict[str, SlotPieces]:
-        """Return the fused weight and bias, and the parameters that hold them."""
+        """Return the fused shape of weight and bias, the axis of their rows, and their pieces."""
         slots = {}
         for local, shape in self.shapes.items():
             rows, axis = self._rows(local), self._axis(local)
@@ -284,7 +284,8 @@ class SplitProjection(nn.Module, Split):
         for parameter in (frozen, self.frozen_bias):
             if parameter is not None and parameter.requires_grad:
                 raise BadInput(
-                    "frozen rows have requires_grad=True; use fl.thaw or fl.freeze to train them"
+                    "frozen rows have requires_grad=True; to train them, call fl.thaw(model), or "
+                    "fl.freeze(model, …) with a selection that leaves them out"
                 )
         either = frozen if trainable is None else trainable
         assert either is not None

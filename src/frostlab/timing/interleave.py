@@ -140,7 +140,7 @@ class Blocks:
 
     @property
     def different(self) -> int:
-        """The number of distinct blocks."""
+        """The number of blocks in a cycle; some are equal if there are few batches."""
         return max(1, min(_MOST_BLOCKS, MOST_BATCHES // self.steps))
 
     def of_pair(self, pair: int) -> tuple[int, ...]:
@@ -182,7 +182,8 @@ def batches_to_keep(seconds: float, build_seconds: float) -> int:
     """Return the number of batches that steps are warmed up on, so that building stays short.
 
     With all `MOST_BATCHES`, building all arms takes `build_seconds`. It should take at most half of
-    the time of a planned build; a few batches are always kept.
+    `seconds / _PLANNED_BUILDS`, the time for one build and its rounds; a few batches are kept in
+    any case.
     """
     share = seconds / _PLANNED_BUILDS / 2 / build_seconds
     return min(MOST_BATCHES, max(_MOST_BLOCKS, int(MOST_BATCHES * share)))

@@ -142,7 +142,7 @@ class StageModel:
 
     index: int
     stage: Stage
-    entered: Entered  # which layers are new in this stage
+    entered: Entered  # the layers that were added last, in this stage or an earlier one
     objective: Objective  # the model with its loss
     audit: Audit | None = None  # digests of the frozen weights
 
