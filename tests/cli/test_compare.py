@@ -102,7 +102,7 @@ def test_finished_runs_are_compared_judged_and_verified(
         (["--runs", "A", "B", "--set", "optim.lr=1"], "so --set has no meaning with it"),
         (["--runs", "A", "B", "--data-dir", "."], "so --data-dir has no meaning with it"),
         (["--runs", "A", "B", "--device", "cpu"], "so --device has no meaning with it"),
-        (["--runs", "A", "B", "--allow-confound", "lt"], "did you mean `lr`?"),
+        (["--runs", "A", "B", "--allow-confound", "optim.lt"], "did you mean `optim.lr`?"),
     ],
 )
 def test_bad_runs_are_refused_in_one_line(
@@ -125,4 +125,4 @@ def test_the_variable_for_data_is_no_option(
     monkeypatch.chdir(compared)
     done = in_this_process("compare", "out/runs/baseline-s*", "out/runs/oelm-s*", "--runs")
     assert done.returncode == 0, done.stderr
-    assert "comparisons/mine-baseline-vs-oelm-runs/comparison.md" in done.stdout
+    assert "comparisons/majority-gpt-baseline-vs-oelm-runs/comparison.md" in done.stdout

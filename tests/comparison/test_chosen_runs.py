@@ -178,6 +178,13 @@ def test_several_differences_are_confounds(runs: Path, tmp_path: Path, treatment
     assert "optim.lr 0.003 → 0.01" in verdict.sentence
 
 
+def test_flow_that_only_one_arm_measured_is_not_compared(runs: Path, tmp_path: Path) -> None:
+    change_recipe(runs, "baseline-s*", {"watch": {"every_n_steps": 1}})
+    groups = (runs / "baseline-s*", runs / "oelm-s*")
+    compared = fl.compare_runs(*groups, allow_confounds="watch", out=tmp_path / "c")
+    assert compared.evidence.flow == {}
+
+
 def test_arms_are_named_by_what_differs(runs: Path) -> None:
     def names(*groups: str) -> list[str]:
         plan = plan_of_runs([str(runs / group) for group in groups], {"allow_confounds": "optim"})
@@ -205,7 +212,7 @@ def test_the_same_runs_are_judged_in_the_same_folder(
     fewer = fl.compare_runs("runs/baseline-s[0-4]", [f"runs/oelm-s{i}" for i in range(5)])
     assert fewer.folder.name == f"{first.folder.name}-2"
     assert fewer.evidence.look == 2
-    records = [fl.load_run(run) for run in sorted(runs.glob("oelm-s*"))]
+    records = (fl.load_run(run) for run in runs.glob("oelm-s*"))
     assert fl.compare_runs("runs/baseline-s*", records) == first
 
 
@@ -327,6 +334,8 @@ def test_names_that_cannot_be_runs_are_refused(made: fl.Comparison, tmp_path: Pa
         with pytest.raises(fl.BadInput) as refused:
             fl.compare_runs(runs, name, out=tmp_path / "c")
         assert message in str(refused.value)
+    with pytest.raises(fl.BadInput, match="3 is not a run, a folder of runs or a pattern"):
+        fl.compare_runs(runs, 3, out=tmp_path / "c")  # type: ignore[arg-type]
     with pytest.raises(fl.BadInput, match="an arm has no runs: the list is empty"):
         fl.compare_runs(runs, [], out=tmp_path / "c")
     with pytest.raises(fl.BadInput, match="metric speed does not exist for classification"):

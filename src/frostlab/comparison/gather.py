@@ -536,8 +536,8 @@ def _subject_test(
 
 
 def _gradient_flow(plan: Plan, records: Records, runs: Runs) -> dict[str, dict[str, Quantity]]:
-    """Return the gradient-flow quantities by arm; empty if the recipe does not measure them."""
-    if plan.recipe_of(plan.baseline, plan.seeds[0]).watch is None:
+    """Return the gradient-flow quantities by arm; empty if an arm does not measure them."""
+    if any(plan.recipe_of(arm, plan.seeds[0]).watch is None for arm in plan.arms):
         return {}
     measured = {
         arm.name: {

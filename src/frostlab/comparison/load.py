@@ -271,7 +271,7 @@ def _tune(value: Any, recipe: Recipe) -> Any:
 
 # Plans of runs that have ended
 
-RunsOf = str | Path | Iterable[str | Path | RunRecord]  # a run, a folder of runs, a pattern; many
+RunsOf = str | Path | RunRecord | Iterable[str | Path | RunRecord]  # the runs of one arm
 
 
 def plan_of_runs(groups: Sequence[RunsOf], changes: Mapping[str, Any] | None = None) -> Plan:
@@ -287,13 +287,12 @@ def plan_of_runs(groups: Sequence[RunsOf], changes: Mapping[str, Any] | None = N
     """
     changes = changes or {}
     if len(groups) < 2:
-        listed = ", ".join(_label(group) for group in groups) or "nothing"
+        listed = ", ".join(str(name) for group in groups for name in _names(group)) or "nothing"
         raise BadInput(
             f"{listed}: a comparison needs the runs of two arms, such as 'runs/a-*' 'runs/b-*'; "
             "the first is the baseline"
         )
-    arms = [_ChosenRuns.of(group) for group in groups]
-    baseline, *others = arms
+    baseline, *others = arms = [_ChosenRuns.of(group) for group in groups]
     _check_distinct(arms)
     for arm in others:
         _check_pairable(baseline, arm)
@@ -311,7 +310,7 @@ def plan_of_runs(groups: Sequence[RunsOf], changes: Mapping[str, Any] | None = N
     settings = [dict(_changed(baseline.settings, arm.settings)) for arm in arms]
     names = _arm_names(arms, settings)
     plan_values = {
-        "name": recipe_name(baseline.first.start.name),
+        "name": _name_of(arms),
         "recipe": first.to_dict() | {"treatment": "none", "seed": 0},
         "arms": [
             {
@@ -348,29 +347,32 @@ class _ChosenRuns:
 
     @classmethod
     def of(cls, group: RunsOf) -> "_ChosenRuns":
-        label = _label(group)
-        runs: dict[int, RunRecord] = {}
-        for folder in _folders(group):
-            run = load_run(folder)
-            seed = run.start.seed
-            if seed in runs:
-                raise BadInput(
-                    f"{label}: {runs[seed].folder} and {folder} both have seed {seed}; leave one "
-                    "of them out"
-                )
-            runs[seed] = run
-        arm = cls(label, dict(sorted(runs.items())))
-        for run in arm.runs.values():
-            keys = [key for key, _ in _changed(arm.settings, _settings(run.recipe))]
-            keys += ["treatment"] * (run.recipe.surgery != arm.first.recipe.surgery)
+        """Read the runs of a group; refuse runs that do not make one arm."""
+        names = _names(group)
+        label = ", ".join(map(str, names))
+        folders = dict.fromkeys(folder for name in names for folder in _folders(name))
+        if not folders:
+            raise BadInput("an arm has no runs: the list is empty")
+        first, *others = records = [load_run(folder) for folder in folders]
+        for run in others:
+            keys = ["treatment"] * (run.recipe.surgery != first.recipe.surgery)
+            keys += [key for key, _ in _changed(_settings(first.recipe), _settings(run.recipe))]
             if keys:
                 raise BadInput(
                     f"{label}: the runs of an arm differ only in the seed, but {run.folder} "
-                    f"differs from {arm.first.folder} in {', '.join(keys)}"
+                    f"differs from {first.folder} in {', '.join(keys)}"
                 )
-        if not any((run.folder / "result.json").exists() for run in arm.runs.values()):
-            raise BadInput(f"{label}: none of its {len(arm.runs)} runs has ended")
-        return arm
+        runs: dict[int, RunRecord] = {}
+        for run in records:
+            same = runs.setdefault(run.start.seed, run)
+            if same is not run:
+                raise BadInput(
+                    f"{label}: {same.folder} and {run.folder} both have seed {run.start.seed}; "
+                    "leave one of them out"
+                )
+        if not any(map(_has_ended, records)):
+            raise BadInput(f"{label}: none of its {len(runs)} runs has ended")
+        return cls(label, dict(sorted(runs.items())))
 
     @property
     def first(self) -> RunRecord:
@@ -390,40 +392,50 @@ class _ChosenRuns:
     def check_metric(self, metric: str) -> None:
         """Refuse a run that finished without the metric, such as one that was registered later."""
         for run in self.runs.values():
-            ended = (run.folder / "result.json").exists()
-            if ended and run.status == "finished" and metric not in run.metrics:
+            if _has_ended(run) and run.status == "finished" and metric not in run.metrics:
                 hint = nearest(metric, run.metrics)
                 raise BadInput(f"{run.folder} reports no {shown_key(metric)}{hint}")
 
 
-def _label(group: RunsOf) -> str:
+def _has_ended(run: RunRecord) -> bool:
+    return (run.folder / "result.json").exists()
+
+
+def _name_of(arms: Sequence[_ChosenRuns]) -> str:
+    """Return the name of the recipe; runs of a planned comparison have their arm's name instead."""
+    first, names = arms[0].first, {arm.first.start.name for arm in arms}
+    if len(names) > 1:
+        return recipe_name(f"{first.recipe.data.name}-{first.recipe.model.kind}")
+    return recipe_name(first.start.name)
+
+
+def _names(group: RunsOf) -> list[str | Path]:
+    """Return the folders and patterns in which the runs of an arm are given."""
+    if isinstance(group, RunRecord):
+        return [group.folder]
     if isinstance(group, str | Path):
-        return str(group)
-    return ", ".join(str(item.folder if isinstance(item, RunRecord) else item) for item in group)
+        return [group]
+    if not isinstance(group, Iterable):
+        raise BadInput(f"{group!r:.80} is not a run, a folder of runs or a pattern")
+    return [name for item in group for name in _names(item)]
 
 
-def _folders(group: RunsOf) -> list[Path]:
-    """Return the folders of all runs of a group, without links and each only once."""
-    if not isinstance(group, str | Path):
-        items = (item.folder if isinstance(item, RunRecord) else item for item in group)
-        folders = [folder for item in items for folder in _folders(item)]
-        if not folders:
-            raise BadInput("an arm has no runs: the list is empty")
-        return list(dict.fromkeys(folders))
-    text, path = str(group), Path(group)
+def _folders(name: str | Path) -> list[Path]:
+    """Return the folders of all runs in a folder, or of all that match a pattern."""
+    text, path = str(name), Path(name)
     if not text:
         raise BadInput("an arm has no runs: the name of a run or the pattern is empty")
     if os.path.exists(path / "plan.json"):
         raise BadInput(f"{text} is a comparison; name an arm's runs, such as {path}/runs/oelm-*")
     pattern = os.path.join(glob.escape(text), "*") if os.path.isdir(text) else text
     single = os.path.isdir(text) and is_run(path)
-    matches = [text] if single else [name for name in glob.glob(pattern) if os.path.isdir(name)]
+    matches = [text] if single else list(filter(os.path.isdir, glob.glob(pattern)))
     if not matches:
         raise BadInput(_no_match(text))
     for match in matches:
         if not is_run(Path(match)):
             raise BadInput(f"{text}: {match} is not a run; choose a pattern that matches only runs")
-    return list(dict.fromkeys(Path(match).resolve() for match in sorted(matches)))
+    return [Path(match).resolve() for match in sorted(matches)]
 
 
 def _no_match(text: str) -> str:
@@ -432,12 +444,13 @@ def _no_match(text: str) -> str:
         return f"{text} is not a run: --runs compares runs that have ended, and trains no recipe"
     parent = Path(text) if os.path.isdir(text) else Path(text).parent
     if not os.path.isdir(parent):
-        return f"no run matches {text}: {parent} is not a folder"
-    names = [name for name in os.listdir(parent) if is_run(parent / name)]
+        return f"no run matches {shown_key(text)}: {shown_key(str(parent))} is not a folder"
+    paths = map(Path, glob.glob(os.path.join(glob.escape(str(parent)), "*")))
+    names = [path.name for path in paths if is_run(path)]
     if not names:
-        return f"no run matches {text}: {parent} has no runs"
+        return f"no run matches {shown_key(text)}: {parent} has no runs"
     hint = nearest(Path(text).name, names) or f"; there is `{min(names)}`"
-    return f"no run matches {text} in {parent}{hint}"
+    return f"no run matches {shown_key(text)}{hint}"
 
 
 def _check_distinct(arms: Sequence[_ChosenRuns]) -> None:
@@ -457,7 +470,7 @@ def _check_distinct(arms: Sequence[_ChosenRuns]) -> None:
 
 def _check_pairable(baseline: _ChosenRuns, arm: _ChosenRuns) -> None:
     """Refuse runs of another task, of other data, or without a seed of the baseline."""
-    tasks = [each.first.recipe.data.task for each in (baseline, arm)]
+    tasks = [either.first.recipe.data.task for either in (baseline, arm)]
     if tasks[0] != tasks[1]:
         raise BadInput(f"{baseline.label} is {tasks[0]}, and {arm.label} is {tasks[1]}")
     for key, value in _changed(baseline.settings["data"], arm.settings["data"], "data"):
@@ -467,12 +480,12 @@ def _check_pairable(baseline: _ChosenRuns, arm: _ChosenRuns) -> None:
             "data"
         )
     if not baseline.data & arm.data:
-        digests = " and ".join(sorted(each.data)[0] for each in (baseline, arm))
+        digests = " and ".join(min(either.data) for either in (baseline, arm))
         raise BadInput(
             f"{baseline.label} and {arm.label} were trained with other data (digests {digests})"
         )
     if not baseline.runs.keys() & arm.runs.keys():
-        seeds = " and ".join(", ".join(map(str, each.runs)) for each in (baseline, arm))
+        seeds = " and ".join(", ".join(map(str, either.runs)) for either in (baseline, arm))
         raise BadInput(f"{baseline.label} and {arm.label} have no seed in common ({seeds})")
 
 

@@ -274,7 +274,8 @@ def first_run(plan: Plan, trials: Trials) -> RunRecord:
 
 def how_made(plan: Plan, trials: Trials) -> Made:
     """Return how a comparison was made, from the records of its runs."""
-    results = [each.result for each in trials.records.values() if status_of(each) != UNFINISHED]
+    records = trials.records.values()
+    results = [record.result for record in records if status_of(record) != UNFINISHED]
     first = first_run(plan, trials)
     values, digests = first.environment, first.digests
     versions, code = (
