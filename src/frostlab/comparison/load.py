@@ -39,6 +39,7 @@ from frostlab.recipe.treatment import TREATMENTS
 from frostlab.records.folder import RunRecord, load_run
 from frostlab.records.index import is_run
 from frostlab.storage import check_name
+from frostlab.text import short
 
 Source = str | Path | dict[str, Any] | Recipe
 
@@ -49,6 +50,7 @@ _INSTEAD = {"treatment": "arms", "seed": "seeds"}  # keys to use for settings th
 _TUNABLE = {"lr": "optim.lr", "decay": "optim.decay"}  # settings that can be tuned by name alone
 _GRID = (1 / 3, 1.0, 3.0)  # default grid, in multiples of the recipe's value
 _SAME = ("about", "seed", "treatment")  # recipe keys that are not settings of an arm
+_LONG_PATH = 300  # characters of a path in an error message
 _QUICK_SEEDS, _QUICK_TIMING = 3, {"seconds": 20.0}  # defaults of a quick comparison
 
 
@@ -443,14 +445,15 @@ def _no_match(text: str) -> str:
     if text in {*shipped_recipes(), *shipped_comparisons()} or text.endswith((".yaml", ".json")):
         return f"{text} is not a run: --runs compares runs that have ended, and trains no recipe"
     parent = Path(text) if os.path.isdir(text) else Path(text).parent
+    text = short(text, _LONG_PATH)
     if not os.path.isdir(parent):
-        return f"no run matches {shown_key(text)}: {shown_key(str(parent))} is not a folder"
+        return f"no run matches {text}: {short(str(parent), _LONG_PATH)} is not a folder"
     paths = map(Path, glob.glob(os.path.join(glob.escape(str(parent)), "*")))
     names = [path.name for path in paths if is_run(path)]
     if not names:
-        return f"no run matches {shown_key(text)}: {parent} has no runs"
+        return f"no run matches {text}: {parent} has no runs"
     hint = nearest(Path(text).name, names) or f"; there is `{min(names)}`"
-    return f"no run matches {shown_key(text)}{hint}"
+    return f"no run matches {text}{hint}"
 
 
 def _check_distinct(arms: Sequence[_ChosenRuns]) -> None:
@@ -539,7 +542,7 @@ def _arm_names(arms: Sequence[_ChosenRuns], settings: Sequence[Mapping[str, Any]
             parts.append(("none" if i else "baseline") if is_plain else treatment)
         for key in keys:
             value = settings[i].get(key, _value(arms[0].settings, key))
-            parts.append(f"{key.rpartition('.')[2]}-{_short(value)}".rstrip("-"))
+            parts.append(f"{key.rpartition('.')[2]}-{_value_text(value)}".rstrip("-"))
         name = unique = recipe_name("-".join(parts))[:90]
         number = 2
         while unique in names:
@@ -555,7 +558,7 @@ def _value(settings: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _short(value: Any) -> str:
+def _value_text(value: Any) -> str:
     """Return a short text for the value of a setting; a section is named by its kind."""
     if isinstance(value, dict):
         return str(value.get("kind", ""))
