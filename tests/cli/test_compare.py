@@ -119,10 +119,11 @@ def test_bad_runs_are_refused_in_one_line(
 
 
 def test_the_variable_for_data_is_no_option(
-    compared: Path, in_this_process: Command, monkeypatch: pytest.MonkeyPatch
+    compared: Path, in_this_process: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FROSTLAB_DATA", str(compared))
-    monkeypatch.chdir(compared)
-    done = in_this_process("compare", "out/runs/baseline-s*", "out/runs/oelm-s*", "--runs")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").symlink_to(compared / "out" / "runs")
+    done = in_this_process("compare", "runs/baseline-s*", "runs/oelm-s*", "--runs")
     assert done.returncode == 0, done.stderr
     assert "comparisons/majority-gpt-baseline-vs-oelm-runs/comparison.md" in done.stdout
