@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from frostlab.comparison.run import Comparison, compare, load_comparison
+    from frostlab.comparison.run import Comparison, compare, compare_runs, load_comparison
     from frostlab.data.registered import register_data
     from frostlab.errors import (
         BadInput,
@@ -62,6 +62,7 @@ _HOMES = {  # public name → the module inside frostlab that defines it
     "anatomy": "roles.read",
     "audit": "surgery.audit",
     "compare": "comparison.run",
+    "compare_runs": "comparison.run",
     "early_exits": "training.exits",
     "export": "surgery.save",
     "freeze": "surgery.freeze",
@@ -106,6 +107,7 @@ __all__ = [
     "anatomy",
     "audit",
     "compare",
+    "compare_runs",
     "early_exits",
     "export",
     "freeze",

@@ -242,7 +242,8 @@ def test_far_below_chance_is_not_chance(accuracy: float, at_chance: bool) -> Non
     """Nine of ten examples have one class: whoever is right on 3 of 10 has learned something."""
     predictions = SimpleNamespace(labels=[0] * 540 + [1] * 60)
     runs: Any = SimpleNamespace(
-        plan=SimpleNamespace(seeds=(0,), rules=SimpleNamespace(metric="accuracy")),
+        plan=SimpleNamespace(rules=SimpleNamespace(metric="accuracy")),
+        seeds_of=lambda arm: [0],
         summaries={("a", 0): SimpleNamespace(finished=True, metrics={"accuracy": accuracy})},
         records={("a", 0): SimpleNamespace(predictions=predictions)},
     )

@@ -1,8 +1,8 @@
-"""`frostlab compare`: train a recipe with several treatments (the arms), and compare the arms."""
+"""`frostlab compare`: compare arms (a recipe with several treatments), trained here or before."""
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,18 +15,32 @@ from frostlab.cli.options import (
     echo,
     settings_from,
 )
+from frostlab.errors import BadInput
 from frostlab.text import plain
+
+if TYPE_CHECKING:
+    from frostlab.comparison.run import Comparison
+
+_WITH_RUNS = ("sources", "runs", "metric", "allow", "out", "as_json")  # options beside --runs
 
 
 def compare(
-    source: Annotated[
-        str,
+    context: typer.Context,
+    sources: Annotated[
+        list[str],
         typer.Argument(
             metavar="COMPARISON",
             help="Name of a shipped comparison or recipe, a YAML file of either, or the plan.json "
-            "of a comparison to carry out again.",
+            "of a comparison to carry out again. With --runs: for each arm a run, a folder of "
+            "runs, or a pattern in quotes, such as 'runs/a-*'; the first is the baseline.",
         ),
     ],
+    runs: Annotated[
+        bool,
+        typer.Option(
+            "--runs", help="Compare runs that have ended, paired by seed; nothing is trained."
+        ),
+    ] = False,
     arms: Annotated[
         str | None,
         typer.Option(
@@ -107,6 +121,15 @@ def compare(
 
     Run the same command again to continue an interrupted comparison.
     """  # fmt: skip
+    if runs:
+        _refuse_training_options(context)
+        _show(_compare_runs(sources, metric, allow, out), as_json)
+        return
+    if len(sources) > 1:
+        raise BadInput(
+            f"{sources[1]}: a comparison has one source; add --runs to compare finished runs"
+        )
+    (source,) = sources
     check_data_dir(data_dir)
     changes = settings_from(settings, device)
     from frostlab.comparison.load import is_stored_plan, make_plan
@@ -123,8 +146,7 @@ def compare(
     rules = {key: value for key, value in options.items() if value is not None}
     again = is_stored_plan(source, rules | changes, quick)
     plan = None if again else make_plan(source, rules, settings=changes, quick=quick)
-    from frostlab.comparison.page import show  # these import torch; the plan does not need it
-    from frostlab.comparison.run import reproduce, run_plan
+    from frostlab.comparison.run import reproduce, run_plan  # imports torch, unlike the plan
     from frostlab.comparison.runner import Runner
 
     runner = Runner(data_dir, lambda line: echo(plain(line), err=True), jobs)
@@ -132,10 +154,37 @@ def compare(
         comparison = reproduce(Path(source), runner, out)
     else:
         comparison = run_plan(plan, runner, out)
+    _show(comparison, as_json)
+
+
+def _refuse_training_options(context: typer.Context) -> None:
+    """Refuse options of training beside --runs; a variable such as FROSTLAB_DATA is no option."""
+    for parameter in context.command.params:
+        name = str(parameter.name)
+        source = context.get_parameter_source(name)
+        if name not in _WITH_RUNS and source is not None and source.name == "COMMANDLINE":
+            raise BadInput(f"--runs trains nothing, so {parameter.opts[0]} has no meaning with it")
+
+
+def _compare_runs(
+    patterns: list[str], metric: str | None, allow: list[str] | None, out: Path | None
+) -> "Comparison":
+    from frostlab.comparison.load import plan_of_runs
+
+    rules = {"metric": metric} if metric is not None else {}
+    plan = plan_of_runs(patterns, {**rules, "allow_confounds": allow})
+    from frostlab.comparison.run import judge_runs  # imports torch; the plan does not need it
+
+    return judge_runs(plan, out)
+
+
+def _show(comparison: "Comparison", as_json: bool) -> None:
     if as_json:
         echo(json.dumps(comparison.evidence.to_dict(), indent=1))
-    else:
-        echo(show(comparison.evidence, comparison.page))
+        return
+    from frostlab.comparison.page import show
+
+    echo(show(comparison.evidence, comparison.page))
 
 
 def judge(
@@ -148,11 +197,6 @@ def judge(
 
     This replaces its evidence.json and its page.
     """
-    from frostlab.comparison.page import show
     from frostlab.comparison.run import judge_again
 
-    comparison = judge_again(folder)
-    if as_json:
-        echo(json.dumps(comparison.evidence.to_dict(), indent=1))
-    else:
-        echo(show(comparison.evidence, comparison.page))
+    _show(judge_again(folder), as_json)

@@ -9,8 +9,8 @@ here. Increase `SCHEMA` by 1 when a key is added, removed or renamed.
 """
 
 import json
-from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -23,7 +23,7 @@ from frostlab.recipe.bounded_yaml import check_plain, shown_key
 from frostlab.records.schema import read
 from frostlab.storage import finite, read_json
 
-SCHEMA = 4  # version of evidence.json
+SCHEMA = 5  # version of evidence.json
 QUANTITIES = ("front_ratio", "weight_change", "update")  # of gradient flow, for each arm
 _MOST_VALUES = 10**7  # numbers and texts in evidence.json
 Schema = TypeVar("Schema")
@@ -80,6 +80,14 @@ class ArmVerdict:
         """The sentence, followed by the notes."""
         return " ".join([self.sentence, *(f"Note: {note}." for note in self.notes)])
 
+    def qualified(self, shortcomings: Mapping[str, str]) -> "ArmVerdict":
+        """Return the verdict with its shortcomings: in the sentence, and explained in notes."""
+        if not shortcomings:
+            return self
+        sentence = f"{self.sentence.removesuffix('.')}; {', '.join(shortcomings)}."
+        notes = (f"{words}: {reason}" for words, reason in shortcomings.items())
+        return replace(self, sentence=sentence, notes=(*self.notes, *notes))
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -129,7 +137,7 @@ class RunSummary:
 
     seed: int
     folder: str  # relative to the comparison's folder
-    status: str  # finished, stopped, failed or diverged
+    status: str  # finished, stopped, failed, diverged, or unfinished (no result yet)
     error: str | None
     attempts: int  # 1 + earlier attempts that failed or were stopped
     metrics: dict[str, float | None]  # reported metrics; empty for a run that did not finish
@@ -159,7 +167,7 @@ class ArmEvidence:
     """The runs of one arm and their summaries."""
 
     does: str  # what the arm's treatment does to the model, in one line
-    runs: tuple[RunSummary, ...]  # in the order of the plan's seeds
+    runs: tuple[RunSummary, ...]  # in the order of the plan's seeds; chosen runs may lack some
     metrics: dict[str, Summary]  # by metric, over the finished runs that can be paired
     parameters: Parameters | None  # None if no run finished
     seconds: Summary | None  # total time of the finished runs; None if no run finished
@@ -177,6 +185,9 @@ class RefusedPair:
     arm: str
     seed: int
     reason: str
+
+    def __str__(self) -> str:
+        return f"{self.arm} seed {self.seed} is not paired: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -372,14 +383,15 @@ class Made:
     code: str | None  # digest of frostlab's code
     command: str
 
-    def lines(self) -> list[str]:
-        """Return these facts in words."""
+    def lines(self, repeatable: bool = True) -> list[str]:
+        """Return these facts in words; `repeatable` says whether the plan can be carried out."""
         weights = f"; pretrained weights {self.source}" if self.source else ""
         weights += f" at revision {self.revision}" if self.revision else ""
         commit = f", commit {self.commit}" if self.commit else ""
+        command = "The command frostlab compare plan.json carries out this plan again"
+        again = f" {command}, in a new folder." if repeatable else ""
         return [
-            f"Plan {self.plan}; data {self.data}{weights}. The command frostlab compare plan.json "
-            "carries out this plan again, in a new folder.",
+            f"Plan {self.plan}; data {self.data}{weights}.{again}",
             f"Trained from {self.began} to {self.ended} on {self.machine}.",
             "Versions: " + ", ".join(f"{key} {value}" for key, value in self.versions.items()),
             f"frostlab's code: digest {self.code}{commit}",
@@ -409,7 +421,7 @@ class Evidence:
     look: int  # number of the look at this question, counted from 1
     earlier_looks: tuple[EarlierLook, ...]  # in any folder
     jobs: int  # number of runs in parallel
-    caution: str | None  # a warning about the data, to show with every number
+    caution: str | None  # a warning about the data or the runs, to show with every number
     pairs: int  # number of pairs of finished runs that were compared with the baseline
     confounds: dict[str, tuple[str, ...]]  # by arm: other settings that differ from the baseline
     tuning: tuple[TunedSetting, ...]

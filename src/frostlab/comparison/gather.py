@@ -40,7 +40,7 @@ from frostlab.comparison.evidence import (
 )
 from frostlab.comparison.looks import Looks
 from frostlab.comparison.oelm_json import have_equal_norms, oelm_arm, orthogonality_arms
-from frostlab.comparison.pairing import Runs, steps_compared, summarize
+from frostlab.comparison.pairing import Runs, status_of, steps_compared, summarize
 from frostlab.comparison.plan import Plan, Rules, scale_of
 from frostlab.comparison.statistics import Paired, holm, mcnemar, over_examples, paired, spread
 from frostlab.comparison.tuning import Trials
@@ -104,10 +104,10 @@ def gather(
             for look in looks.earlier
         ),
         jobs=jobs,
-        caution=next(run.caution for run in runs.summaries.values()),
+        caution=runs.caution,
         pairs=sum(
-            runs.summaries[arm.name, seed].finished
-            and runs.summaries[plan.baseline.name, seed].finished
+            runs.finished(arm.name, seed)
+            and runs.finished(plan.baseline.name, seed)
             and (arm.name, seed) not in refused
             for arm in plan.others
             for seed in plan.seeds
@@ -148,9 +148,9 @@ def gather(
 def results_of(plan: Plan, trials: Trials) -> dict[str, float | str | None]:
     """Return the metric's value of every run, or the status of a run that did not finish."""
     return {
-        record.result.recipe_digest: record.metrics.get(plan.rules.metric)
-        if record.status == "finished"
-        else str(record.status)
+        record.start.recipe_digest: record.metrics.get(plan.rules.metric)
+        if status_of(record) == "finished"
+        else status_of(record)
         for record in trials.records.values()
     }
 
@@ -171,11 +171,11 @@ def _partly_compared(runs: Runs) -> Iterable[ComparedOrder]:
 
 def _arm(runs: Runs, name: str, metrics: Sequence[str]) -> ArmEvidence:
     """Summarize the finished runs of one arm, without those that cannot be paired."""
-    own_runs = tuple(runs.summaries[name, seed] for seed in runs.plan.seeds)
+    own_runs = tuple(runs.summaries[name, seed] for seed in runs.seeds_of(name))
     refused = {pair.seed for pair in runs.refused if pair.arm == name}
     finished = [run for run in own_runs if run.finished and run.seed not in refused]
     values = {
-        metric: [value for run in finished if (value := run.metrics[metric]) is not None]
+        metric: [value for run in finished if (value := run.metrics.get(metric)) is not None]
         for metric in metrics
     }
     arm = next(arm for arm in runs.plan.arms if arm.name == name)
@@ -238,7 +238,13 @@ class Judged:
             rules,
             self.size,
         )
-        return {asked[name]: stored(ArmVerdict, verdict) for name, verdict in verdicts.items()}
+        arms = {arm.name: arm for arm in self.runs.plan.arms}
+        return {
+            asked[name]: stored(ArmVerdict, verdict).qualified(
+                self.runs.plan.shortcomings(arms[verdict.baseline], arms[verdict.arm])
+            )
+            for name, verdict in verdicts.items()
+        }
 
     def _statement(self, arm: str, against: str, of: str) -> Statement:
         plan = self.runs.plan
@@ -263,6 +269,7 @@ class Judged:
             population=_population(self.runs, arm, against, self.rules.level / self.size)
             if of_value
             else None,
+            retry=plan.retry,
         )
 
 
@@ -280,8 +287,9 @@ def _value(run: RunSummary, rules: Rules, of: str) -> float | None:
 
 
 def _identical(runs: Runs, arm: str, against: str) -> bool:
-    """Return whether two arms finished every seed, with the same weights."""
-    pairs = [(runs.summaries[arm, seed], runs.summaries[against, seed]) for seed in runs.plan.seeds]
+    """Return whether two arms finished every seed of both, with the same weights."""
+    shared = [seed for seed in runs.seeds_of(arm) if seed in runs.seeds_of(against)]
+    pairs = [(runs.summaries[arm, seed], runs.summaries[against, seed]) for seed in shared]
     return all(
         own.finished
         and own.weights_digest is not None
@@ -297,15 +305,15 @@ def _at_chance(runs: Runs, arm: str) -> bool:
     correlation, return whether its interval over seeds includes 0. Other metrics have no known
     chance level.
     """
-    finished = [runs.summaries[arm, seed] for seed in runs.plan.seeds]
+    own_runs = [runs.summaries[arm, seed] for seed in runs.seeds_of(arm)]
     metric = runs.plan.rules.metric
-    values = [value for run in finished
+    values = [value for run in own_runs
               if run.finished and (value := run.metrics.get(metric)) is not None]  # fmt: skip
     if metric == "pearson" and len(values) > 1:
         effect = paired(values, [0.0] * len(values))
         return effect.low <= 0 <= effect.high
     predictions = next(
-        (each for seed in runs.plan.seeds
+        (each for seed in runs.seeds_of(arm)
          if (each := runs.records[arm, seed].predictions) is not None), None
     )  # fmt: skip
     if metric != "accuracy" or predictions is None or not values:
@@ -322,8 +330,8 @@ def _population(runs: Runs, arm: str, against: str, alpha: float) -> Paired | No
     left_out = {pair.seed for pair in runs.refused if pair.arm in (arm, against)}
     rows = [
         tuple(_correct_predictions(runs.records[name, seed]) for name in (arm, against))
-        for seed in runs.plan.seeds
-        if seed not in left_out
+        for seed in runs.seeds_of(arm)
+        if seed not in left_out and seed in runs.seeds_of(against)
     ]
     both = [(own, other) for own, other in rows if own is not None and other is not None]
     if len(both) < 2 or len(both[0][0]) < 2:
@@ -403,7 +411,7 @@ def _prediction_tests(runs: Runs) -> dict[str, tuple[PredictionTest, ...]]:
     tests: dict[str, list[PredictionTest]] = {}
     for arm in plan.others:
         for seed in plan.seeds:
-            of_arm, of_base = correct[arm.name, seed], correct[plan.baseline.name, seed]
+            of_arm, of_base = (correct.get((name, seed)) for name in (arm.name, plan.baseline.name))
             if of_arm is not None and of_base is not None and (arm.name, seed) not in left_out:
                 test = PredictionTest(seed=seed, **vars(mcnemar(of_arm, of_base)))
                 tests.setdefault(arm.name, []).append(test)
@@ -453,7 +461,8 @@ def subject_tests(
         (arm.name, seed): read_scores(records[arm.name, seed].folder)
         for arm in plan.arms
         for seed in plan.seeds
-        if (records[arm.name, seed].folder / SCORES).exists() and (arm.name, seed) not in left_out
+        if (arm.name, seed) in records.keys() - left_out
+        and (records[arm.name, seed].folder / SCORES).exists()
     }
     tests = {}
     for split in REPORTED:
@@ -532,14 +541,14 @@ def _subject_test(
 
 
 def _gradient_flow(plan: Plan, records: Records, runs: Runs) -> dict[str, dict[str, Quantity]]:
-    """Return the gradient-flow quantities by arm; empty if the recipe does not measure them."""
-    if plan.recipe_of(plan.baseline, plan.seeds[0]).watch is None:
+    """Return the gradient-flow quantities by arm; empty if an arm does not measure them."""
+    if any(plan.recipe_of(arm, plan.seeds[0]).watch is None for arm in plan.arms):
         return {}
     measured = {
         arm.name: {
             seed: _measure_flow(records[arm.name, seed].folder)
             for seed in plan.seeds
-            if runs.summaries[arm.name, seed].finished
+            if runs.finished(arm.name, seed)
         }
         for arm in plan.arms
     }

@@ -259,7 +259,7 @@ def comparison_json(evidence: Evidence, first: RunRecord) -> dict[str, Any]:
                 "per_step_gap": _step_gap(evidence, name),
                 "whole_run_time_gap": _percent(_whole_run_gap(evidence, name)["percent"]),
                 "params_saved": None if saved is None else f"{saved:.1%}",
-                "note": _whole_run_note(evidence),
+                "note": whole_run_note(evidence),
             },
             "parameter_efficiency": None if fraction is None else f"{fraction:.1%} trainable",
         }
@@ -272,7 +272,7 @@ def comparison_json(evidence: Evidence, first: RunRecord) -> dict[str, Any]:
             "speedup_ratio": _speedup(evidence, main),
             "whole_run_gap_seconds": whole_runs["seconds"],
             "whole_run_gap_percent": whole_runs["percent"],
-            "note": _whole_run_note(evidence),
+            "note": whole_run_note(evidence),
         },
         "conclusion": evidence.verdicts[main].sentence,
     }
@@ -291,7 +291,7 @@ def timing_json(evidence: Evidence) -> dict[str, Any]:
         "speedup_ratio": _speedup(evidence, main),
         "whole_run_difference_seconds": whole_runs["seconds"],
         "whole_run_difference_percent": _percent(whole_runs["percent"], digits=2),
-        "note": _whole_run_note(evidence),
+        "note": whole_run_note(evidence),
     }
     return {"timing": values}
 
@@ -340,7 +340,7 @@ def _times(evidence: Evidence, name: str) -> dict[str, Any]:
             "per_epoch_avg": _mean([seconds for run in runs for seconds in run.epoch_seconds]),
             "per_step_avg": _mean([run.step_ms / 1e3 for run in runs if run.step_ms is not None]),
             "validation_total": _mean([run.validation_seconds for run in runs]),
-            "note": _whole_run_note(evidence),
+            "note": whole_run_note(evidence),
         },
     }
 
@@ -405,9 +405,12 @@ def _trust(evidence: Evidence, arm: str) -> dict[str, Any]:
     }
 
 
-def _whole_run_note(evidence: Evidence) -> str:
+def whole_run_note(evidence: Evidence) -> str:
+    """Say how the runs were taken, and that their times are no evidence about speed."""
     taken = (
-        "were taken one after another"
+        "were trained at different times"
+        if evidence.plan.runs
+        else "were taken one after another"
         if evidence.jobs == 1
         else f"shared the machine, up to {evidence.jobs} at a time"
     )

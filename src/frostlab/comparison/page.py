@@ -25,7 +25,7 @@ from frostlab.comparison.evidence import (
     TimedArm,
     TunedSetting,
 )
-from frostlab.comparison.oelm_json import answers, main_arm
+from frostlab.comparison.oelm_json import answers, main_arm, whole_run_note
 from frostlab.comparison.verdict import MEANINGS
 from frostlab.recipe.settings import LOWER_IS_BETTER
 from frostlab.text import NONE, Markdown, columns, escaped, markdown, number, plain
@@ -77,6 +77,9 @@ def show(evidence: Evidence, page: Path) -> str:
         ])  # fmt: skip
     lines = [*([f"{_QUICK}."] if evidence.plan.quick else []), *columns(rows), ""]
     lines += [f"{name}: {verdict.sentence}" for name, verdict in verdicts.items()]
+    if evidence.plan.runs:  # chosen runs were not trained to fit together
+        lines += [f"{name}: {note}" for name, verdict in verdicts.items() for note in verdict.notes]
+        lines += map(str, evidence.refused_pairs)
     if timing is not None and not timing.proven:
         lines.append(f"timing is unproven: {'; '.join(timing.reasons)}")
     planned = [(answer.question, answer.verdict.sentence) for answer in evidence.contrasts]
@@ -104,6 +107,8 @@ def _verdicts(evidence: Evidence) -> str:
     lines.append(
         f"- {count} about {escaped(rules.metric)}: if no arm differed, at most {rules.level:.2%} "
         f"of such pages would call any arm better or worse{share}."
+        + " This holds only for runs that are chosen before their results are known."
+        * bool(evidence.plan.runs)
     )
     history = rules.history()
     if history is not None:
@@ -250,7 +255,7 @@ def _performance(evidence: Evidence) -> str:
         "intervals about the same metric hold simultaneously, with "
         f"{100 * (1 - evidence.rules.level):.4g} % confidence; the effect on perplexity is a "
         "ratio. p is multiplied by the number of statements. "
-        "Only the first metric was chosen beforehand, so nothing is said about the others."
+        "Only the first metric is judged, so nothing is said about the others."
     )
     return "\n\n".join([
         markdown(["arm", "seeds", *metrics, "cv", "trainable", "clipped"], rows),
@@ -410,13 +415,9 @@ def _run_times(evidence: Evidence) -> str:
     if not rows:
         return ""
     head = ["arm", "total s", "cv", "validation s", "extra timed runs s", "ratio of these [95 %]"]
-    note = (
-        "The runs were taken one after another, so their total times do not show which arm is "
-        "faster; the extra timed runs alternate between the arms."
-        if evidence.jobs == 1
-        else f"Up to {evidence.jobs} runs shared the machine, so the total times are not "
-        "comparable; the extra timed runs ran one at a time."
-    )
+    note = f"{whole_run_note(evidence).capitalize()}."
+    if evidence.rounds:
+        note += " The extra timed runs ran one at a time, and alternate between the arms."
     return f"{markdown(head, rows)}\n\n{note}"
 
 
@@ -463,10 +464,7 @@ def _differences(evidence: Evidence) -> str:
         for name, confounds in evidence.confounds.items()
         if confounds
     ]
-    lines += [
-        f"- {escaped(f'{pair.arm} seed {pair.seed} is not paired: {pair.reason}')}"
-        for pair in evidence.refused_pairs
-    ]
+    lines += [f"- {escaped(str(pair))}" for pair in evidence.refused_pairs]
     lines += [
         f"- {escaped(f'{pair.arm} and {pair.against} seed {pair.seed}')}: the order of examples "
         f"was compared for the first {pair.compared} of the {pair.steps} steps that both took."
@@ -517,7 +515,8 @@ def _runs(evidence: Evidence) -> str:
 
 
 def _made(evidence: Evidence) -> str:
-    return "\n".join(f"- {escaped(line)}" for line in evidence.made.lines())
+    lines = evidence.made.lines(repeatable=not evidence.plan.runs)
+    return "\n".join(f"- {escaped(line)}" for line in lines)
 
 
 def _link(folder: str) -> Markdown:

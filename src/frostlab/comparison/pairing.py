@@ -5,6 +5,7 @@ treatment changes, the machine, its settings, the libraries and frostlab's code 
 """
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from frostlab.comparison.evidence import (
     StageSummary,
     VariedFact,
 )
-from frostlab.comparison.plan import Plan
+from frostlab.comparison.plan import AFTER_THE_FACT, Plan
 from frostlab.comparison.tuning import Trial, Trials
 from frostlab.comparison.verdict import Scores
 from frostlab.errors import BadInput
@@ -29,6 +30,7 @@ from frostlab.records.schema import EvaluationEvent, ResumeEvent, Stage, StartEv
 from frostlab.text import typed
 from frostlab.training.evaluate import COMPUTED, Totals
 
+UNFINISHED = "unfinished"  # status of a run that has no result yet
 _MACHINE = ("device", "precision", "processes", "threads")
 
 
@@ -186,6 +188,21 @@ class Runs:
             varied=_varied_facts(environments),
         )
 
+    def seeds_of(self, arm: str) -> list[int]:
+        """Return the seeds of an arm's runs; runs that were chosen later may lack some."""
+        return [seed for seed in self.plan.seeds if (arm, seed) in self.summaries]
+
+    def finished(self, arm: str, seed: int) -> bool:
+        """Return whether an arm has a run with this seed that finished."""
+        return (arm, seed) in self.summaries and self.summaries[arm, seed].finished
+
+    @property
+    def caution(self) -> str | None:
+        """The warnings to show with every number: how runs were chosen, and about their data."""
+        chosen = f"{AFTER_THE_FACT}, when their results could be seen" if self.plan.runs else None
+        about_data = next(run.caution for run in self.summaries.values())
+        return "; ".join(filter(None, [chosen, about_data])) or None
+
     def why_unpaired(self, arm: str, against: str) -> str | None:
         """Return why two arms cannot be paired, for the first such seed, or None."""
         for seed in self.plan.seeds:
@@ -215,7 +232,7 @@ class Runs:
         `left_out` lists the seeds of runs that cannot be paired.
         """
         values, missing = {}, {}
-        for seed in self.plan.seeds:
+        for seed in self.seeds_of(arm):
             run = self.summaries[arm, seed]
             number = value(run) if run.finished else None
             if seed in left_out:
@@ -244,10 +261,22 @@ def _why_missing(run: RunSummary) -> str:
     return run.status if run.status in ("diverged", "failed") else "did not finish"
 
 
+def status_of(record: RunRecord) -> str:
+    """Return how a run ended, or "unfinished" if it has no result yet."""
+    return record.status if (record.folder / "result.json").exists() else UNFINISHED
+
+
+def first_run(plan: Plan, trials: Trials) -> RunRecord:
+    """Return the baseline's run with the first of its seeds."""
+    runs = trials.results()
+    return next(runs[key] for seed in plan.seeds if (key := (plan.baseline.name, seed)) in runs)
+
+
 def how_made(plan: Plan, trials: Trials) -> Made:
     """Return how a comparison was made, from the records of its runs."""
-    records = list(trials.records.values())
-    first = trials.results()[plan.baseline.name, plan.seeds[0]]
+    records = trials.records.values()
+    results = [record.result for record in records if status_of(record) != UNFINISHED]
+    first = first_run(plan, trials)
     values, digests = first.environment, first.digests
     versions, code = (
         value if isinstance(value := values.get(key), dict) else {} for key in ("versions", "code")
@@ -258,8 +287,8 @@ def how_made(plan: Plan, trials: Trials) -> Made:
         data=digests.data,
         source=digests.source,
         revision=digests.revision,
-        began=min(record.result.started for record in records),
-        ended=max(record.result.ended for record in records),
+        began=min(result.started for result in results),
+        ended=max(result.ended for result in results),
         machine=machine_line(values),
         versions={name: str(version) for name, version in versions.items() if version},
         commit=None if commit is None else str(commit),
@@ -306,9 +335,9 @@ def check_records(records: Iterable[RunRecord]) -> None:
     Runs that will be resumed, because they were stopped or failed, have no manifest to check.
     """
     for record in records:
-        if record.status in ("finished", "diverged"):
+        if (status := status_of(record)) in ("finished", "diverged"):
             check_unchanged(record.folder)
-        if record.status == "finished":
+        if status == "finished":
             _check_report(record)
             _check_metrics(record)
 
@@ -347,16 +376,18 @@ def _check_metrics(record: RunRecord) -> None:
 
 def summarize(record: RunRecord, folder: Path) -> RunSummary:
     """Return the facts about a run that a comparison uses; its path is relative to `folder`."""
+    if status_of(record) == UNFINISHED:
+        return _unfinished(record, folder)
     result = record.result
     clocks, best, last = result.clocks, result.best, result.last
     parameters = result.parameters
     step_ms = clocks.step_ms
     return RunSummary(
         seed=result.seed,
-        folder=str(record.folder.relative_to(folder)),
+        folder=os.path.relpath(record.folder, folder),
         status=result.status,
         error=result.error,
-        attempts=1 + len(list(record.folder.glob("result-*.json"))),
+        attempts=_attempts(record),
         metrics=dict(record.metrics),
         best=best.value,
         final_loss=None if last is None else typed(last.get("loss"), int, float),
@@ -373,6 +404,37 @@ def summarize(record: RunRecord, folder: Path) -> RunSummary:
         recipe_digest=result.recipe_digest,
         caution=result.caution,
     )
+
+
+def _unfinished(record: RunRecord, folder: Path) -> RunSummary:
+    """Return the facts about a run that has no result yet."""
+    events = record.events()
+    return RunSummary(
+        seed=record.start.seed,
+        folder=os.path.relpath(record.folder, folder),
+        status=UNFINISHED,
+        error=None,
+        attempts=_attempts(record),
+        metrics={},
+        best=None,
+        final_loss=None,
+        steps=events[-1].step,
+        stages=(),
+        parameters=None,
+        total_seconds=0.0,
+        train_seconds=0.0,
+        validation_seconds=0.0,
+        epoch_seconds=(),
+        step_ms=None,
+        clipped_steps=None,
+        weights_digest=None,
+        recipe_digest=record.start.recipe_digest,
+        caution=record.start.caution,
+    )
+
+
+def _attempts(record: RunRecord) -> int:
+    return 1 + len(list(record.folder.glob("result-*.json")))
 
 
 def _stage(stage: Stage) -> StageSummary:

@@ -2,7 +2,8 @@
 
 An arm is a variant of the recipe: a treatment of the model (such as freezing some weights), or
 other settings that the plan varies on purpose. Any further difference between two arms is a
-confound, which must be declared or removed.
+confound, which must be declared or removed. A plan can also be made after the fact, from runs that
+have ended; then it lists these runs.
 """
 
 import copy
@@ -29,6 +30,7 @@ MOST_RUNS = 10_000  # of a comparison, over all arms
 MOST_ARMS = 100
 MOST_SEED = 2**32  # seeds are smaller
 MOST_LOOKS = 1000
+AFTER_THE_FACT = "runs chosen after the fact"  # said in verdicts on runs that had ended before
 TIME_SHARE = 0.2  # of alpha, for statements about time if steps are timed
 ERROR_RATES = ("accuracy", "macro_f1", "token_accuracy")  # a margin is a factor of 1 − metric
 MARGINS = {"perplexity": 1.05, **dict.fromkeys(ERROR_RATES, 1.10), "pearson": 0.01}  # defaults
@@ -196,7 +198,11 @@ def confounds(baseline: Recipe, arm: Recipe) -> tuple[Confound, ...]:
 
 
 def check_confounds(
-    baseline: str, arm: str, confounds: Iterable[Confound], allowed: Iterable[str]
+    baseline: str,
+    arm: str,
+    confounds: Iterable[Confound],
+    allowed: Iterable[str],
+    remedy: str = "set it to the same value, tune it for both arms (--tune)",
 ) -> None:
     """Refuse a confound that was not declared, and any difference in the data.
 
@@ -209,8 +215,8 @@ def check_confounds(
             raise BadInput(f"{problem}: arms must see the same data")
         if not permitted & {confound.key, _section(confound.key), confound.key.rpartition(".")[2]}:
             raise BadInput(
-                f"{problem}, which is a confound; set it to the same value, tune it for both arms "
-                f"(--tune), or declare it (--allow-confound {confound.key})"
+                f"{problem}, which is a confound; {remedy}, or declare it "
+                f"(--allow-confound {confound.key})"
             )
 
 
@@ -275,6 +281,9 @@ class Plan(Strict):
     clock: TimingPlan | None = TimingPlan()  # None: steps are not timed
     assay: bool = False  # whether to plant a harm that the comparison must find
     quick: bool = False  # whether runs are shortened
+    # by arm and seed: the folders of runs that were chosen after they had ended, relative to the
+    # comparison's folder; empty if the comparison trains its runs
+    runs: dict[str, dict[int, str]] = Field(default_factory=dict)
 
     @property
     def baseline(self) -> Arm:
@@ -334,10 +343,37 @@ class Plan(Strict):
         factors += [key for key in self.vary if any(each.within([key]) for each in differing)]
         return tuple(factors) if len(factors) > 1 else ()
 
+    @property
+    def retry(self) -> str:
+        """Advice about runs that failed."""
+        if self.runs:
+            return "finish them with frostlab run --resume, and compare the runs again"
+        return "the same command tries them again"
+
+    def shortcomings(self, baseline: Arm, arm: Arm) -> dict[str, str]:
+        """Return what a plan made before the runs would have guaranteed, each in a word or two.
+
+        The values explain the words. The dict is empty if this plan was made before the runs.
+        """
+        if not self.runs:
+            return {}
+        reasons = {
+            AFTER_THE_FACT: "no plan was made before the results were known, so the false-alarm "
+            "rate holds only if the choice of the runs did not depend on their results"
+        }
+        rates = {self.recipe_of(either, 0).optim.lr for either in (baseline, arm)}
+        if len(rates) == 1:
+            reasons["untuned"] = (
+                f"both arms have optim.lr {rates.pop():g}, and no record shows that it was tuned "
+                "for each arm with an equal budget"
+            )
+        return reasons
+
     def check(self) -> None:
         """Raise an error if the arms, seeds or settings do not make a fair comparison."""
         self.check_seeds()
         self._check_runs()
+        self._check_chosen_runs()
         self._check_arms()
         recipe = self.recipe_of(self.baseline, 0)
         check_settings_exist("--allow-confound", self.allow_confounds, recipe)
@@ -348,8 +384,9 @@ class Plan(Strict):
         self._check_contrasts()
         self._check_quick()
         self._check_assay()
+        remedy = ["choose runs that share it"] if self.runs else []
         for name, differing in self.confounds().items():
-            check_confounds(self.baseline.name, name, differing, self.allow_confounds)
+            check_confounds(self.baseline.name, name, differing, self.allow_confounds, *remedy)
         self._check_tuning()
 
     def _check_arms(self) -> None:
@@ -402,6 +439,16 @@ class Plan(Strict):
                 f"{len(self.arms)} arms with {len(self.seeds)} seeds, {self.settings_tried} tuned "
                 f"values and {self.rounds} rounds are {runs} runs; {MOST_RUNS} is the most"
             )
+
+    def _check_chosen_runs(self) -> None:
+        """Refuse chosen runs of other arms or seeds, and parts of a plan that need training."""
+        if not self.runs:
+            return
+        seeds = {seed for by_seed in self.runs.values() for seed in by_seed}
+        if self.runs.keys() != {arm.name for arm in self.arms} or seeds != set(self.seeds):
+            raise BadInput("runs: their arms and seeds are not those of the plan")
+        if self.tune or self.rounds or self.clock or self.assay or self.quick or self.contrasts:
+            raise BadInput("runs: a plan of finished runs trains and times nothing")
 
     def _check_contrasts(self) -> None:
         arms = {arm.name: arm for arm in self.arms}

@@ -1,10 +1,12 @@
 """`fl.compare`: plan a comparison of arms, carry it out in a folder, and read the result.
 
 An arm is a variant of one recipe. Calling `fl.compare` again with the same plan continues where
-the last call stopped; finished runs are not repeated.
+the last call stopped; finished runs are not repeated. `fl.compare_runs` trains nothing: it compares
+runs that have ended.
 """
 
 import copy
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,10 +23,10 @@ from frostlab.comparison.evidence import (
     read_evidence,
 )
 from frostlab.comparison.gather import AssayRuns, gather, results_of
-from frostlab.comparison.load import Source, is_stored_plan, make_plan
+from frostlab.comparison.load import RunsOf, Source, is_stored_plan, make_plan, plan_of_runs
 from frostlab.comparison.oelm_json import comparison_json, timing_json
 from frostlab.comparison.page import page
-from frostlab.comparison.pairing import check_records, how_made, unlike
+from frostlab.comparison.pairing import check_records, first_run, how_made, unlike
 from frostlab.comparison.plan import Plan
 from frostlab.comparison.runner import (
     ComparisonFolder,
@@ -35,7 +37,7 @@ from frostlab.comparison.runner import (
     round_tasks,
     stored_plan,
 )
-from frostlab.comparison.tuning import Trials, run_trials, trial_task
+from frostlab.comparison.tuning import Trials, chosen_trials, run_trials, trial_task
 from frostlab.data.prepare import find_path, prepare
 from frostlab.errors import BadInput, FrostlabError, require
 from frostlab.recipe.load import watch_interval
@@ -167,6 +169,73 @@ def compare(
     return run_plan(plan, runner, folder)
 
 
+def compare_runs(
+    *arms: RunsOf,
+    metric: str | None = None,
+    alpha: float | None = None,
+    minimum_effect: float | None = None,
+    margin: float | None = None,
+    allow_confounds: str | Iterable[str] | None = None,
+    out: str | Path | None = None,
+) -> Comparison:
+    """Compare runs that have ended, paired by seed; nothing is trained.
+
+    The verdicts say that the runs were chosen after the fact. The comparison refers to the runs
+    where they are. See `compare` for the arguments that are not listed here.
+
+    Args:
+        arms: for each arm, the folder of a run, a folder of runs, a pattern such as `runs/a-*`, or
+            a list of these or of `RunRecord`s; the first arm is the baseline.
+        out: the comparison's folder; by default a new one under `comparisons`.
+    """
+    changes = {
+        "metric": metric, "alpha": alpha, "minimum_effect": minimum_effect, "margin": margin,
+        "allow_confounds": allow_confounds,
+    }  # fmt: skip
+    changes = {key: value for key, value in changes.items() if value is not None}
+    return judge_runs(plan_of_runs(arms, changes), None if out is None else Path(out))
+
+
+def judge_runs(plan: Plan, out: Path | None = None) -> Comparison:
+    """Judge the runs that a plan lists by absolute path, in the folder `out`.
+
+    By default this is a new folder, or the folder in which the same runs were judged before.
+    """
+    path = _folder_of_runs(plan) if out is None else out
+    folder = ComparisonFolder(path.resolve())
+    # Refuse edited runs before anything is written.
+    check_records(chosen_trials(plan, folder.path).records.values())
+    with folder.open(_relative(plan, folder.path)) as relative:
+        _carry_out(relative, folder, Finished())
+    return Comparison(folder.path)
+
+
+def _folder_of_runs(plan: Plan) -> Path:
+    """Return the first folder NAME-runs, NAME-runs-2, … that is absent or has the same plan."""
+    name, number = f"{_folder_name(plan)}-runs", 2
+    path = _DEFAULT_PARENT / check_name(name, "the comparison's name")
+    while path.exists() and not _holds(path.resolve(), plan):
+        path, number = path.with_name(f"{name}-{number}"), number + 1
+    return path
+
+
+def _holds(folder: Path, plan: Plan) -> bool:
+    """Return whether a folder holds the comparison of the same runs."""
+    try:
+        return ComparisonFolder(folder).plan().digest == _relative(plan, folder).digest
+    except BadInput:
+        return False
+
+
+def _relative(plan: Plan, folder: Path) -> Plan:
+    """Return the plan with paths of runs that are relative to a folder."""
+    runs = {
+        arm: {seed: os.path.relpath(path, folder) for seed, path in by_seed.items()}
+        for arm, by_seed in plan.runs.items()
+    }
+    return plan.model_copy(update={"runs": runs})
+
+
 def run_plan(plan: Plan, runner: Runner, out: Path | None = None) -> Comparison:
     """Carry out a checked plan in the folder `out`, or continue what an earlier call began."""
     path = _DEFAULT_PARENT / _folder_name(plan) if out is None else out
@@ -190,6 +259,11 @@ def reproduce(source: Path, runner: Runner, out: Path | None = None) -> Comparis
     plan = plan_in(stored, source)
     plan.check()
     original = source.resolve().parent
+    if plan.runs:
+        raise BadInput(
+            f"{source} compares runs that had ended before, so there is nothing to carry out; "
+            f"judge them again with frostlab judge {source.parent}"
+        )
     ComparisonFolder(original).check_inputs()
     path = _new_folder(plan, original) if out is None else out
     if path.resolve() == original:
@@ -257,7 +331,7 @@ def _carry_out(plan: Plan, folder: ComparisonFolder, runner: Runner | Finished) 
     timing = _time_steps(plan, folder, runner)
     short = _shortened(plan, folder, timing, runner) if plan.quick else plan
     trials = _run_trials(short, folder, runner)
-    repeat = None if plan.quick else _repeat(short, folder, runner, trials)
+    repeat = None if plan.quick or plan.runs else _repeat(short, folder, runner, trials)
     assay = _run_assay(short, folder, runner, trials) if plan.assay else None
     tuned = {arm: dict(trial) for arm, trial in trials.best.items()}
     rounds = runner.run_all(round_tasks(short, folder.path, tuned), alone=True)
@@ -270,11 +344,11 @@ def _carry_out(plan: Plan, folder: ComparisonFolder, runner: Runner | Finished) 
         made=how_made(plan, trials),
     )  # fmt: skip
     folder.write("evidence.json", evidence.to_dict())
-    first = trials.results()[plan.baseline.name, plan.seeds[0]]
-    folder.write("comparison.json", comparison_json(evidence, first))
+    folder.write("comparison.json", comparison_json(evidence, first_run(plan, trials)))
     folder.write("timing.json", timing_json(evidence))
     write_whole(folder.path / "comparison.md", page(evidence))
-    write_manifest(folder.path)
+    elsewhere = [path for by_seed in plan.runs.values() for path in by_seed.values()]
+    write_manifest(folder.path, elsewhere=elsewhere)
 
 
 def _jobs(folder: ComparisonFolder, runner: Runner | Finished) -> int:
@@ -288,6 +362,8 @@ def _jobs(folder: ComparisonFolder, runner: Runner | Finished) -> int:
 
 def _run_trials(plan: Plan, folder: ComparisonFolder, runner: Runner | Finished) -> Trials:
     """Train every arm, seed and tuned setting; grids that were extended are stored."""
+    if plan.runs:
+        return chosen_trials(plan, folder.path)
     values = folder.read("tuning.json")
     grids = {}
     if values is not None:

@@ -8,6 +8,7 @@ checkpoints. The choice never sees the result that it is judged by.
 """
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -21,6 +22,7 @@ from frostlab.comparison.statistics import t_critical
 from frostlab.errors import BadInput
 from frostlab.recipe.settings import LOWER_IS_BETTER
 from frostlab.records.folder import RunRecord, finished_status
+from frostlab.records.index import is_run
 
 Trial = tuple[tuple[str, float], ...]  # values of the tuned settings, by dotted key
 Grids = dict[str, tuple[float, ...]]  # by setting
@@ -224,6 +226,27 @@ def _score(record: RunRecord) -> float | None:
         return None
     value = record.result.best.value
     return value if value is not None and math.isfinite(value) else None
+
+
+def chosen_trials(plan: Plan, folder: Path) -> Trials:
+    """Return the runs that a plan lists, of which each arm has one setting and nothing is tuned."""
+    untuned: Trial = ()
+    paths = {
+        (arm, seed): Path(os.path.abspath(folder / path))
+        for arm, by_seed in plan.runs.items()
+        for seed, path in by_seed.items()
+    }
+    for path in paths.values():
+        if not is_run(path):
+            raise BadInput(f"{path} is not a run any more; the comparison in {folder} needs it")
+    return Trials(
+        records={(arm, untuned, seed): RunRecord(path) for (arm, seed), path in paths.items()},
+        trials=(untuned,),
+        chosen={arm: dict.fromkeys(by_seed, untuned) for arm, by_seed in plan.runs.items()},
+        best=dict.fromkeys(plan.runs, untuned),
+        settings=(),
+        unproven={},
+    )
 
 
 def trial_task(plan: Plan, folder: Path, arm: Arm, trial: Trial, seed: int) -> Task:

@@ -95,6 +95,7 @@ class Statement:
     at_chance: bool = False  # whether neither arm is shown to have learned more than chance
     about: str = "these test examples"  # what the values were measured on
     population: Paired | None = None  # the effect for other test examples of the same population
+    retry: str = "the same command tries them again"  # advice about runs that failed
 
 
 @dataclass(frozen=True)
@@ -332,7 +333,7 @@ class _Case:
         """Return the reason why runs that failed leave the difference unknown, or ""."""
         return "; ".join(
             f"{len(failed)} of {self.n} runs of {name} {_and(sorted(set(failed)))}, so the values "
-            "are not known; the same command tries them again"
+            f"are not known; {self.statement.retry}"
             for name, reasons in self.why.items()
             if (failed := [why for why in reasons.values() if why in UNKNOWN])
         )

@@ -2,12 +2,13 @@
 
 A manifest has the form of `storage.seal`. A folder inside that has a manifest or checksums of its
 own, such as a comparison's run or a run's checkpoint, is represented by that file alone. Locks are
-left out, and so are files that other commands add to a finished run.
+left out, and so are files that other commands add to a finished run. A comparison of runs that had
+ended before lists the manifests of these runs, by paths that begin with `..`.
 """
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,14 +35,22 @@ class Problem:
         return f"{self.path} {self.problem}"
 
 
-def write_manifest(folder: Path, written_next: Mapping[str, Path] | None = None) -> None:
+def write_manifest(
+    folder: Path,
+    written_next: Mapping[str, Path] | None = None,
+    elsewhere: Iterable[str] = (),
+) -> None:
     """Write the manifest of a folder.
 
     `written_next` holds files that will be renamed into the folder after this: final name →
     present path. A crash before the renaming leaves a manifest that lists a missing file.
+    `elsewhere` holds the relative paths of runs in other folders; those without a manifest are left
+    out, because they are not finished.
     """
     later = dict(written_next or {})
     names = [name for name in _files(folder) if name not in later and is_plain(folder, name)]
+    others = (os.path.join(path, MANIFEST) for path in elsewhere)
+    names += [name for name in others if _is_run_elsewhere(folder, name)]
     sums = checksums(folder, names)
     for name, path in later.items():
         sums[name] = checksums(path.parent, [path.name])[path.name]
@@ -69,10 +78,11 @@ def check_unchanged(folder: Path) -> None:
             raise BadInput(f"{problem}; delete {folder} to train it again")
 
 
-def problems_in(folder: Path, *, deep: bool = True) -> Iterator[Problem]:
+def problems_in(folder: Path, *, deep: bool = True, outermost: bool = True) -> Iterator[Problem]:
     """Yield the differences between a folder and its manifest.
 
-    With `deep`, folders inside are checked against their own manifests and checksums, too.
+    With `deep`, folders inside are checked against their own manifests and checksums, too. Only the
+    manifest of the `outermost` folder may list runs elsewhere, so that no two list each other.
     """
     try:
         listed = _read(folder)
@@ -82,7 +92,11 @@ def problems_in(folder: Path, *, deep: bool = True) -> Iterator[Problem]:
     except BadInput as error:
         yield Problem(str(folder / MANIFEST), f"is damaged ({error})")
         return
-    present = [name for name in listed if is_plain(folder, name)]
+    present = [
+        name
+        for name in listed
+        if is_plain(folder, name) or (outermost and _is_run_elsewhere(folder, name))
+    ]
     sums = checksums(folder, present)
     for name, expected in listed.items():
         path = folder / name
@@ -92,11 +106,18 @@ def problems_in(folder: Path, *, deep: bool = True) -> Iterator[Problem]:
             yield Problem(str(path), "was changed after it was written")
         if deep and name in sums and path.parent != folder:
             if path.name == MANIFEST:
-                yield from problems_in(path.parent)
+                yield from problems_in(path.parent, outermost=False)
             elif path.name == SEAL and (damaged := damaged_file(path.parent)) is not None:
                 yield Problem(str(damaged), "was changed, added or removed")
     for name in sorted(set(_files(folder)) - listed.keys()):
         yield Problem(str(folder / name), "was added", added=True)
+
+
+def _is_run_elsewhere(folder: Path, name: str) -> bool:
+    """Return whether a name is the manifest of a run outside the folder, and not a link."""
+    path = Path(name)
+    outside = path.parts[:1] == ("..",) and path.name == MANIFEST
+    return outside and is_plain((folder / path).parent, MANIFEST)
 
 
 def _read(folder: Path) -> dict[str, Any]:
