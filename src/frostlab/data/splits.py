@@ -159,6 +159,12 @@ def class_numbers(split: Split, rows: Survey, classes: tuple[Label, ...]) -> Num
     return np.array(numbers, dtype=np.int64)[rows.codes]
 
 
+def single_labels(rows: Survey) -> list[tuple[Label, int]]:
+    """Return the labels that occur in one row only, each with the line of its row."""
+    counts = np.bincount(rows.codes, minlength=len(rows.labels))
+    return [rows.labels[code] for code in np.flatnonzero(counts == 1)]
+
+
 # Roles
 
 
@@ -220,7 +226,8 @@ def divide(
         if isinstance(share, float)
     }
     if sum(shares.values()) >= 1:
-        raise BadInput(f"data.tune {plan.tune} leaves nothing of {plan.train.place} to train on")
+        given = " and ".join(f"data.{role} {share:g}" for role, share in shares.items())
+        raise BadInput(f"{given} leave nothing of {plan.train.place} to train on")
     if numbers is None and shares and len(surveys["train"]) < FEWEST_DOCUMENTS:
         _hold_out_characters(portions, shares)
     else:
