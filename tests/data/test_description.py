@@ -171,7 +171,7 @@ def test_many_rare_labels_are_shortened(
 
 TEXTS = ["plain", 'a "quoted", comma', '"begins quoted', 'ends "', '"whole"', "tab\tin it", "",
          "new\nline", "naïve café 東京 🧊", "  spaces ", "it's", "'single'", "back\\slash", "NA",
-         "carriage\rreturn", '""', '"', "1", "a,b;c|d"]  # fmt: skip
+         "windows\r\nbreak", '""', '"', "1", "a,b;c|d"]  # fmt: skip
 
 
 @pytest.mark.parametrize("labels", [[0, 1], ["yes", "no, never"]])
@@ -193,10 +193,23 @@ def test_one_table_has_one_digest_in_every_format(
     assert len(set(digests.values())) == 1, digests
 
 
-def test_a_table_without_quoting_is_refused(tmp_path: Path, cache: Path, recipe: Make) -> None:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('"Stop," he said\t1\nplain\t0\n', "a.tsv:2: .*; quote cells as pandas does, or use jsonl"),
+        ('"open\t1\nplain\t0\n', "a.tsv:3: unexpected end of data; quote cells as pandas does"),
+        (
+            "a\rb\t1\n",
+            "a.tsv:2: a carriage return in a cell without quotes; quote it, or use jsonl",
+        ),
+    ],
+)
+def test_a_table_without_quoting_is_refused(
+    tmp_path: Path, cache: Path, recipe: Make, text: str, message: str
+) -> None:
     path = tmp_path / "a.tsv"
-    path.write_text('text\tlabel\n"Stop," he said\t1\nplain\t0\n')
-    with pytest.raises(BadInput, match=r"a\.tsv:2: .*; quote cells as pandas does, or use jsonl"):
+    path.write_bytes(b"text\tlabel\n" + text.encode())
+    with pytest.raises(BadInput, match=message):
         prepare(recipe(WORDS, name="own", path=str(path)), cache=cache)
 
 

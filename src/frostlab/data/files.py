@@ -229,8 +229,10 @@ def _table(path: Path, file: IO[bytes], *, tabs: bool) -> Iterator[Line]:
                     f"{path}:{reader.line_num}: {len(cells)} columns, the header has {len(header)}"
                 )
     except csv.Error as error:
-        hint = "; quote cells as pandas does, or use jsonl" if tabs else ""
-        raise BadInput(f"{path}:{reader.line_num}: {error}{hint}") from error
+        problem, hint = str(error), "; quote cells as pandas does, or use jsonl" if tabs else ""
+        if problem.startswith("new-line character"):
+            problem, hint = "a carriage return in a cell without quotes", "; quote it, or use jsonl"
+        raise BadInput(f"{path}:{reader.line_num}: {problem}{hint}") from error
 
 
 def _check_header(path: Path, line: int, names: list[str]) -> None:

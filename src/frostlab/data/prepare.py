@@ -26,6 +26,7 @@ from frostlab.data.sources import Columns, Split, SplitPlan, TextData, plan_spli
 from frostlab.data.splits import (
     Numbers,
     Portion,
+    RowCounts,
     Survey,
     class_numbers,
     classes_of,
@@ -446,6 +447,8 @@ def _describe(
     whole = portion.characters is None
     rows = np.flatnonzero(portion.taken) if labelled is None else labelled[0]
     numbers = None if labelled is None else labelled[1]
+    # The rows of a range of characters are parts of documents, so they are not counted.
+    counts = count_rows(portion.survey, rows, numbers) if whole else RowCounts()
     other = sum(portion.carved.values()) + sum(portion.dropped.values())
     return SplitRecord(
         source="",
@@ -461,7 +464,9 @@ def _describe(
         lengths=length_record(encoded.lengths, encoded.cut),
         tokens=encoded.tokens,
         characters=int(portion.survey.sizes[rows].sum()) if whole else portion.size,
-        **(count_rows(portion.survey, rows, numbers) if whole else {}),
+        empty=counts.empty,
+        duplicates=counts.duplicates,
+        contradictions=counts.contradictions,
     )
 
 

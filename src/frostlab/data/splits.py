@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -338,22 +339,29 @@ def _drop_shared_texts(portions: dict[str, Portion]) -> None:
         roles.append(role)
 
 
-def count_rows(survey: Survey, rows: Numbers, numbers: Numbers | None) -> dict[str, int]:
+class RowCounts(NamedTuple):
+    """Numbers of suspicious rows of a split; each is described in `SplitRecord`."""
+
+    empty: int | None = None
+    duplicates: int | None = None
+    contradictions: int | None = None
+
+
+def count_rows(survey: Survey, rows: Numbers, numbers: Numbers | None) -> RowCounts:
     """Count the empty, repeated and contradicting texts of some rows.
 
     `numbers` are the classes of all rows of the survey; None for language.
     """
     keys = survey.keys[rows]
     texts, text_of_row = np.unique(keys, return_inverse=True)
-    counts = {"empty": int(survey.empty[rows].sum()), "duplicates": len(keys) - len(texts)}
+    contradictions = None
     if numbers is not None:
-        classes = numbers[rows]
         lowest = np.full(len(texts), len(numbers), dtype=np.int64)
         highest = np.full(len(texts), -1, dtype=np.int64)
-        np.minimum.at(lowest, text_of_row, classes)
-        np.maximum.at(highest, text_of_row, classes)
-        counts["contradictions"] = int((lowest != highest)[text_of_row].sum())
-    return counts
+        np.minimum.at(lowest, text_of_row, numbers[rows])
+        np.maximum.at(highest, text_of_row, numbers[rows])
+        contradictions = int((lowest != highest)[text_of_row].sum())
+    return RowCounts(int(survey.empty[rows].sum()), len(keys) - len(texts), contradictions)
 
 
 def limit_rows(portion: Portion, numbers: Numbers, limit: int | None) -> Numbers:

@@ -248,7 +248,7 @@ def with_paths(
         if folder is not None and not is_there(place) and is_there(path):
             raise BadInput(
                 f"{label}: {section}.{key} {shown(name)} is not in {os.path.abspath(folder)}, the "
-                f"recipe's folder, but in the working folder; write {shown(os.path.abspath(path))}"
+                f"recipe's folder, but in the working folder; write {plain(os.path.abspath(path))}"
             )
         own = folder is not None and key == "path" and values[section].get("name") == "own"
         if own or is_there(place):  # a user's own data are nowhere else
