@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from frostlab.data.description import FileRecord, LengthRecord, SplitRecord
+from frostlab.data.split_record import FileRecord, LengthRecord, SplitRecord
 from frostlab.envelopes.correlation import Null, Tally
 from frostlab.envelopes.scores import EnvelopeScores, RecordingScore, Settings, SubjectScore
 from frostlab.errors import FrostlabError

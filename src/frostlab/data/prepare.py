@@ -18,11 +18,11 @@ from frostlab.data.builtin import (
     synthetic_vocabulary,
     write_synthetic,
 )
-from frostlab.data.description import Label, SplitRecord
 from frostlab.data.eeg.load import load_signals
 from frostlab.data.eeg.recordings import VALUES, PreparedData
 from frostlab.data.files import format_of
 from frostlab.data.sources import Columns, Split, SplitPlan, TextData, plan_splits
+from frostlab.data.split_record import Label, SplitRecord
 from frostlab.data.splits import (
     Numbers,
     Portion,

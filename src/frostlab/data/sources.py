@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from urllib.parse import urlparse
 
 from frostlab.data.builtin import docstring_files
-from frostlab.data.description import Label
 from frostlab.data.files import (
     FORMATS,
     format_of,
@@ -26,6 +25,7 @@ from frostlab.data.files import (
     split_files,
 )
 from frostlab.data.registered import registered_files
+from frostlab.data.split_record import Label
 from frostlab.errors import BadInput, first_line, nearest, require
 from frostlab.recipe.data import Docstrings, Named, Own, Registered
 

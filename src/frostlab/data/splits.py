@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from frostlab.data.arrays import map_npy
-from frostlab.data.description import FileRecord, Label
 from frostlab.data.files import word_end
 from frostlab.data.sources import Columns, Split, SplitPlan
+from frostlab.data.split_record import FileRecord, Label
 from frostlab.data.tokens import load_facts, save_facts
 from frostlab.errors import BadInput
 from frostlab.storage import FORMAT, build_once, digest_of, file_digest

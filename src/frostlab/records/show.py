@@ -143,7 +143,7 @@ def _configuration(run: _Run) -> list[str]:
 
 
 _WIDTH = 78  # characters of a line, without the indentation
-_MOST_CLASSES = 12  # classes that the table of splits lists
+_SHOWN_CLASSES = 12  # classes that the table of splits lists
 _COUNTS = {  # attribute of SplitRecord → its name in the table
     "examples": "examples",
     "rows": "rows read",
@@ -191,12 +191,12 @@ def _data(data: DataRecord) -> list[str]:
             f"class {short(plain(str(label)), 24)}",
             [_at(split.classes, n) for split in splits.values()],
         )
-        for n, label in enumerate(labels[:_MOST_CLASSES])
+        for n, label in enumerate(labels[:_SHOWN_CLASSES])
     ]
     table = [["", *splits], *([name, *map(_count, values)] for name, values in rows)]
     lines = columns(table, right=range(1, len(splits) + 1))
-    if len(labels) > _MOST_CLASSES:
-        lines.append(f"and {len(labels) - _MOST_CLASSES:,} more classes")
+    if len(labels) > _SHOWN_CLASSES:
+        lines.append(f"and {len(labels) - _SHOWN_CLASSES:,} more classes")
     return [*lines, *(line for text in _remarks(data) for line in _wrapped(text))]
 
 
