@@ -22,6 +22,7 @@ from frostlab.data.eeg.readers import from_mne, read_raw
 from frostlab.data.eeg.recordings import Recording, Store, load_store
 from frostlab.data.prepare import _TextFacts
 from frostlab.data.sources import Columns, Split, _splits
+from frostlab.data.split_record import LengthRecord, SplitRecord
 from frostlab.data.splits import class_numbers, classes_of, survey
 from frostlab.data.tokenizers import load_pretrained, load_trained, train_tokenizer
 from frostlab.data.tokens import load_facts, save_facts
@@ -214,7 +215,8 @@ def _check_tokenizer_folder(data: bytes, folder: Path) -> None:
 
 
 def _facts() -> list[bytes]:
-    facts = _TextFacts(300, 0, {"train": "0a", "report": "0b"}, {"train": "", "report": "5 %"})
+    split = SplitRecord("", 2, "0a", rows=3, dropped={"a": 1}, lengths=LengthRecord(1, 1.5, 1.5, 2))
+    facts = _TextFacts(300, 0, {"train": split, "report": SplitRecord("", 1, "0b", note="5 %")})
     with tempfile.TemporaryDirectory() as folder:
         save_facts(Path(folder), facts)
         return [(Path(folder) / "prepared.json").read_bytes()]

@@ -41,6 +41,7 @@ class Encoder(Protocol):
     vocabulary: int
     pad: int
     end: int
+    truncated: int  # number of examples cut at their maximum length so far
 
     def special_tokens(self, *, pairs: bool) -> int:
         """Return the number of special tokens that are added to the text of an example."""
@@ -143,6 +144,7 @@ class Fast:
     pad: int
     end: int
     types: bool = True  # whether the model marks the second text by token types
+    truncated: int = 0
 
     def special_tokens(self, *, pairs: bool) -> int:
         """Return the number of special tokens that the tokenizer adds."""
@@ -154,6 +156,7 @@ class Fast:
         if len(batch[0]) == 1:
             return [(ids, None) for ids in self._single([text for (text,) in batch], length)]
         encoded = self._encode(batch)
+        self.truncated += sum(_is_cut(encoding, length) for encoding in encoded)
         if not self.types:
             return [(encoding.ids, None) for encoding in encoded]
         return [(encoding.ids, (*encoding.type_ids, 1).index(1)) for encoding in encoded]
@@ -162,16 +165,17 @@ class Fast:
         """Encode the beginning of each text; if it has too few tokens, encode the whole text."""
         can_cut = self.backend.pre_tokenizer is not None  # then no token crosses the end of a word
         heads = [text[: word_end(text, HEAD * length)] if can_cut else text for text in texts]
-        encoded = [encoding.ids for encoding in self._encode(heads)]
+        encoded = self._encode(heads)
         short = [
             number
-            for number, ids in enumerate(encoded)
-            if len(ids) < length and len(heads[number]) < len(texts[number])
+            for number, encoding in enumerate(encoded)
+            if len(encoding) < length and len(heads[number]) < len(texts[number])
         ]
         full = self._encode([texts[number] for number in short])
         for number, encoding in zip(short, full, strict=True):
-            encoded[number] = encoding.ids
-        return encoded
+            encoded[number] = encoding
+        self.truncated += sum(_is_cut(encoding, length) for encoding in encoded)
+        return [encoding.ids for encoding in encoded]
 
     def running(self, batch: list[str]) -> list[list[int]]:
         """Encode without special tokens."""
@@ -182,6 +186,10 @@ class Fast:
         """Encode texts; a failure of the library, due to a bad tokenizer file, is a BadInput."""
         with _refused("the tokenizer cannot encode a text"):
             return list(self.backend.encode_batch_fast(batch, add_special_tokens=special))
+
+
+def _is_cut(encoding: Any, length: int) -> bool:
+    return len(encoding) >= length and bool(encoding.overflowing)
 
 
 @contextmanager
@@ -216,6 +224,7 @@ class Slow:
     vocabulary: int
     pad: int
     end: int
+    truncated: int = 0
 
     def special_tokens(self, *, pairs: bool) -> int:
         """Return the number of special tokens that the tokenizer adds."""
@@ -230,7 +239,11 @@ class Slow:
             )
             typed = len(texts) == 2 and "token_type_ids" in self.tokenizer.model_input_names
             second = (*encoding["token_type_ids"], 1).index(1) if typed else None
-            encoded.append((list(encoding["input_ids"]), second))
+            ids = list(encoding["input_ids"])
+            if len(ids) >= length:  # only such an example may be cut
+                whole = self.tokenizer(*texts, truncation=False, verbose=False)["input_ids"]
+                self.truncated += len(whole) > len(ids)
+            encoded.append((ids, second))
         return encoded
 
     def running(self, batch: list[str]) -> list[list[int]]:

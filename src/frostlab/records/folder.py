@@ -22,6 +22,7 @@ from frostlab.errors import BadInput, FrostlabError
 from frostlab.records.manifest import MANIFEST, write_manifest
 from frostlab.records.schema import (
     EVENTS,
+    DataRecord,
     Digests,
     EndEvent,
     Ending,
@@ -34,6 +35,7 @@ from frostlab.records.schema import (
     ResumeEvent,
     StageEvent,
     StartEvent,
+    read_data,
     read_digests,
     read_event,
     read_predictions,
@@ -392,6 +394,11 @@ class RunRecord:
     def digests(self) -> Digests:
         """The digests of the initial weights, the data and the frozen tensors."""
         return read_digests(self._text("digests.json"), self.folder / "digests.json")
+
+    @cached_property
+    def data(self) -> DataRecord:
+        """The data: classes, and the source, counts and lengths of each split."""
+        return read_data(self._text("data.json"), self.folder / "data.json")
 
     @cached_property
     def predictions(self) -> Predictions | None:

@@ -5,7 +5,7 @@ import json
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import yaml
 
-from frostlab.data.eeg.recordings import as_token_data
+from frostlab.data.eeg.recordings import PreparedData, as_token_data
 from frostlab.devices import choose_device
 from frostlab.errors import BadInput, DamagedCheckpoint, FrostlabError
-from frostlab.recipe.load import load_recipe, recipe_from, recipe_name
+from frostlab.recipe.load import load_recipe, recipe_from, recipe_name, with_paths
 from frostlab.recipe.recipe import Recipe
 from frostlab.records import SCHEMA
 from frostlab.records.checkpoint import Checkpoint, checkpoint_name, keep_only, resumable
@@ -29,7 +29,7 @@ from frostlab.records.folder import (
     own_folder,
     supersede_result,
 )
-from frostlab.records.schema import Result, StartEvent, StepEvent, SteppingEvent, read
+from frostlab.records.schema import DataRecord, Result, StartEvent, StepEvent, SteppingEvent, read
 from frostlab.records.telemetry import Telemetry
 from frostlab.storage import finite, write_whole
 from frostlab.surgery.audit import Audit
@@ -110,6 +110,8 @@ def run(
         path = world.agree(folder.path if folder else None)
         display = display or Silent()
         stack.callback(display.close)
+        for line in assembly.prepared.notes if world.writes else ():
+            display.say(f"note: {line}")
         context = RunContext(
             recipe=recipe,
             prepared=assembly.prepared,
@@ -137,9 +139,10 @@ def _resolve(
         return load_recipe(str(recipe), settings, seed), name or recipe_name(str(recipe))
     changes = settings if seed is None else {**settings, "seed": seed}
     if isinstance(recipe, Recipe):
-        if not changes:
+        values = recipe.to_dict()
+        if not changes and with_paths(values) == values:
             return recipe, name or "run"
-        recipe = recipe.to_dict()
+        recipe = values
     return recipe_from(recipe, settings=changes), name or "run"
 
 
@@ -173,6 +176,7 @@ def _create_folder(
         "recipe.yaml": yaml.safe_dump(recipe.to_dict(), sort_keys=False),
         "environment.json": json.dumps(environment(str(compute.device)), indent=1),
         "digests.json": json.dumps(assembly.digests, indent=1),
+        "data.json": json.dumps(asdict(_data_record(prepared)), indent=1),
     }
     facts = dict(
         schema=SCHEMA, name=name, recipe_digest=recipe.digest, seed=recipe.seed,
@@ -182,11 +186,25 @@ def _create_folder(
     )  # fmt: skip
     while True:
         try:
-            return RunFolder.create(path, files, **facts)
+            folder = RunFolder.create(path, files, **facts)
+            for line in prepared.notes:
+                folder.event("note", 0, text=line)
+            return folder
         except FileExistsError:
             if out is not None:
                 raise BadInput(f"--out {path}: another run has just started there") from None
             path = new_folder(path.parent, path.name)
+
+
+def _data_record(prepared: PreparedData) -> DataRecord:
+    """Return the contents of data.json."""
+    return DataRecord(
+        task=prepared.task,
+        digest=prepared.digest,
+        labels=None if prepared.labels is None else list(prepared.labels),
+        splits=prepared.described,
+        notes=list(prepared.notes),
+    )
 
 
 def _continue(
