@@ -29,6 +29,7 @@ from frostlab.records.folder import (
     own_folder,
     supersede_result,
 )
+from frostlab.records.model_files import write_model_files
 from frostlab.records.schema import DataRecord, Result, StartEvent, StepEvent, SteppingEvent, read
 from frostlab.records.telemetry import Telemetry
 from frostlab.storage import finite, write_whole
@@ -181,9 +182,13 @@ def _create_folder(
         origin=prepared.origin, caution=prepared.caution, known=prepared.known,
         **_conditions(compute),
     )  # fmt: skip
+
+    def fill(folder: Path) -> None:
+        write_model_files(folder, prepared, assembly.config)
+
     while True:
         try:
-            return RunFolder.create(path, files, **facts)
+            return RunFolder.create(path, files, fill, **facts)
         except FileExistsError:
             if out is not None:
                 raise BadInput(f"--out {path}: another run has just started there") from None
