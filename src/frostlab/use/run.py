@@ -1,6 +1,6 @@
 """`fl.Run`: a run's record, with its trained model ready to use."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from pathlib import Path
@@ -17,6 +17,8 @@ from frostlab.records.schema import EvaluationEvent, StepEvent
 from frostlab.text import number
 from frostlab.training.run import run as train_recipe
 from frostlab.training.setup import best_model
+from frostlab.use.predict import Envelopes, Predictions, predict
+from frostlab.use.scoring import Evaluation, evaluate_run
 
 Frame = Literal["steps", "evaluations", "flow"]
 _P = ParamSpec("_P")
@@ -49,6 +51,44 @@ class Run(RunRecord):
         """The labels of the classes, in the order of the model's outputs; None without classes."""
         labels = self.data.labels
         return None if labels is None else tuple(labels)
+
+    def evaluate(
+        self,
+        data: str | Path | None = None,
+        *,
+        split: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+        data_dir: str | Path | None = None,
+        device: str | None = None,
+    ) -> Evaluation:
+        """Evaluate the best weights on the run's data, or on a file or folder of other data.
+
+        Args:
+            data: a file or folder to evaluate instead of the run's own data: text with the columns
+                of the recipe, or for EEG a folder of recordings.
+            split: report (the default), tune or train.
+            settings: changes of what is evaluated: `data.path`, `data.language`, `data.text`,
+                `data.label` and `data.evaluation_limit`.
+            data_dir: the folder with the data sets.
+            device: the device; None: the recipe's.
+        """
+        return evaluate_run(
+            self, data, split=split, settings=settings, data_dir=data_dir, device=device
+        )
+
+    def predict(
+        self,
+        inputs: Sequence[str] | Sequence[tuple[str, str]] | str | Path,
+        *,
+        device: str | None = None,
+    ) -> Predictions[Any] | Envelopes:
+        """Predict texts with the best weights.
+
+        A classifier returns a `Prediction` for each text (or pair of texts), and a language model
+        a `TextLoss`. For EEG, `inputs` is a file or folder of recordings, and the result has the
+        decoded envelope of each recording.
+        """
+        return predict(self, inputs, device=device)
 
     def frame(self, kind: Frame = "steps") -> Any:
         """Return a pandas DataFrame of the run's steps, evaluations or gradient flow.
