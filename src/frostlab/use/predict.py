@@ -17,11 +17,18 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from frostlab.data.eeg.load import load_eeg, recorded_like
-from frostlab.data.encode import columns_of, encode_documents, encode_examples, read_inputs
+from frostlab.data.encode import (
+    STDIN,
+    columns_of,
+    encode_documents,
+    encode_examples,
+    read_inputs,
+)
+from frostlab.data.sources import TextData
 from frostlab.data.tokenizers import Texts
 from frostlab.data.tokens import Tokens
 from frostlab.errors import BadInput, require
-from frostlab.recipe.data import EEGData
+from frostlab.recipe.data import EEGData, Synthetic
 from frostlab.records.folder import RunRecord
 from frostlab.storage import finite, whole_file
 from frostlab.training.batches.batch import IGNORED, TokenExamples, padding_limit
@@ -152,42 +159,35 @@ def _text_loss(count: int, loss: float) -> TextLoss:
 
 
 def predict(
-    record: RunRecord,
-    inputs: Sequence[str] | Sequence[tuple[str, str]] | str | Path,
-    *,
-    device: str | None = None,
+    predictor: Predictor, inputs: Sequence[str] | Sequence[tuple[str, str]] | str | Path
 ) -> Predictions[Any] | Envelopes:
-    """Predict with a run's best weights; see `Run.predict`."""
-    data = record.recipe.data
-    if isinstance(data, EEGData):
+    """Predict texts, or decode a file or folder of EEG; see `Run.predict`."""
+    record = predictor.record
+    if isinstance(record.recipe.data, EEGData):
         if not isinstance(inputs, str | Path):
             raise BadInput("predict: a run on EEG takes the path of a file or folder of recordings")
-        return Predictor(record, device).envelopes(Path(inputs))
+        return predictor.envelopes(Path(inputs))
+    wanted = columns_of(text_data(record)).texts
     if isinstance(inputs, str | Path):
         raise BadInput('predict takes a list of texts, such as ["a fine film"]')
-    texts = [(item,) if isinstance(item, str) else tuple(item) for item in inputs]
-    wanted = columns_of(data).texts if data.form == "text" else ()  # type: ignore[arg-type]
+    texts = [tuple(item) if isinstance(item, tuple | list) else (item,) for item in inputs]
     for number, item in enumerate(texts, 1):
         if len(item) != len(wanted) or not all(isinstance(text, str) for text in item):
             form = "a text" if len(wanted) == 1 else f"a pair: {', '.join(wanted)}"
-            _check_text(record)
             raise BadInput(f"predict: item {number} is {inputs[number - 1]!r:.60}, not {form}")
-    _check_text(record)
-    predictor = Predictor(record, device)
     predicted: Predictions[Any] = Predictions()
     for group in _groups(texts):
         predicted += predictor.texts(group)
     return predicted
 
 
-def _check_text(record: RunRecord) -> None:
-    """Refuse a run whose model does not read text."""
+def text_data(record: RunRecord) -> TextData:
+    """Return the data settings of a run that reads text; refuse another run."""
     data = record.recipe.data
-    if data.form != "text":
-        raise BadInput(
-            f"{record.folder} was trained on generated tokens ({data.name}), not on text, so it "
-            "cannot predict texts"
-        )
+    if isinstance(data, Synthetic | EEGData):
+        made_of = "EEG" if isinstance(data, EEGData) else f"generated tokens ({data.name})"
+        raise BadInput(f"{record.folder} was trained on {made_of}, so it cannot read texts")
+    return data
 
 
 def _groups(items: Iterable[T]) -> Iterator[list[T]]:
@@ -200,8 +200,7 @@ def predict_file(
     record: RunRecord, path: str, device: str | None = None
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each text of a file, or of "-": its number and its prediction."""
-    _check_text(record)
-    texts = read_inputs(path, columns_of(record.recipe.data))  # type: ignore[arg-type]
+    texts = read_inputs(path, columns_of(text_data(record)))
     predictor: Predictor | None = None
     number = 0
     for group in _groups(texts):
@@ -210,7 +209,7 @@ def predict_file(
             number += 1
             yield {"row": number, **prediction.row()}
     if not number:
-        raise BadInput(f"{'standard input' if path == '-' else path} holds no text")
+        raise BadInput(f"{'the standard input' if path == STDIN else path} holds no text")
 
 
 @contextmanager

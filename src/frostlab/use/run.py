@@ -17,7 +17,7 @@ from frostlab.records.schema import EvaluationEvent, StepEvent
 from frostlab.text import number
 from frostlab.training.run import run as train_recipe
 from frostlab.training.setup import best_model
-from frostlab.use.predict import Envelopes, Predictions, predict
+from frostlab.use.predict import Envelopes, Predictions, Predictor, predict
 from frostlab.use.scoring import Evaluation, evaluate_run
 
 Frame = Literal["steps", "evaluations", "flow"]
@@ -72,9 +72,8 @@ class Run(RunRecord):
             data_dir: the folder with the data sets.
             device: the device; None: the recipe's.
         """
-        return evaluate_run(
-            self, data, split=split, settings=settings, data_dir=data_dir, device=device
-        )
+        evaluator = self._loaded(device)
+        return evaluate_run(evaluator, data, split=split, settings=settings, data_dir=data_dir)
 
     def predict(
         self,
@@ -88,7 +87,19 @@ class Run(RunRecord):
         a `TextLoss`. For EEG, `inputs` is a file or folder of recordings, and the result has the
         decoded envelope of each recording.
         """
-        return predict(self, inputs, device=device)
+        return predict(self._loaded(device), inputs)
+
+    def _loaded(self, device: str | None) -> Predictor:
+        """Return the model on a device; that of a finished run is loaded once."""
+        if finished_status(self.folder) != "finished":
+            return Predictor(self, device)
+        if device not in self._predictors:
+            self._predictors[device] = Predictor(self, device)
+        return self._predictors[device]
+
+    @cached_property
+    def _predictors(self) -> dict[str | None, Predictor]:
+        return {}
 
     def frame(self, kind: Frame = "steps") -> Any:
         """Return a pandas DataFrame of the run's steps, evaluations or gradient flow.

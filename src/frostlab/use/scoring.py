@@ -373,8 +373,8 @@ def _evaluate_text(evaluator: Evaluator, choice: _Choice, data_dir: Path | None)
         split = recipe_split(data, choice.role, choice.language, data_dir, cache)
         own_limit = data.limit if choice.role == "train" else data.evaluation_limit
         limit = choice.evaluation_limit or own_limit
-    columns, labels = _columns(data, choice), record.data.labels
-    tokens = encode_split(split, columns, evaluator.encoder, data, labels, limit, cache)
+    read, labels = _columns(data, choice), record.data.labels
+    tokens = encode_split(split, read, evaluator.encoder, data, labels, limit, cache)
     inputs = evaluator.inputs
     assert inputs.vocabulary is not None
     assert inputs.pad is not None
@@ -391,7 +391,7 @@ def _evaluate_text(evaluator: Evaluator, choice: _Choice, data_dir: Path | None)
         tokenizer=None,
     )
     role = "data" if choice.path is not None else choice.role
-    caution = _CAUTIONS.get(role) or _known_rows(record, survey(split, columns, cache).digest)
+    caution = _CAUTIONS.get(role) or _known_rows(record, survey(split, read, cache).digest)
     return evaluator.score_tokens(prepared, tokens, role, split.place, caution)
 
 
