@@ -112,6 +112,17 @@ class Evaluator:
         """The encoder of the run's tokenizer."""
         return stored_encoder(self.record.folder)
 
+    @cached_property
+    def labels(self) -> list[str | int]:
+        """The labels of the classes, in the order of the model's outputs."""
+        labels = self.record.data.labels or []
+        if len(labels) != self.inputs.classes:
+            raise BadInput(
+                f"{self.record.folder / 'data.json'} has {len(labels)} labels, and the model "
+                f"{self.inputs.classes} classes"
+            )
+        return labels
+
     def metrics(self, prepared: PreparedData, split: Tokens | Windows, **more: Any) -> Any:
         """Return the metrics of a split, as during training."""
         with with_threads(self.recipe.train.threads):
@@ -140,8 +151,8 @@ class Evaluator:
         count, unit = int(scored_counts(tokens).sum()), "tokens" if labels is None else "examples"
         scores: list[ClassScore] = []
         if labels is not None and predicted is not None:
-            names = self.record.data.labels or []
-            scores = _class_scores(torch.from_numpy(labels.copy()), predicted.cpu() - 1, names)
+            truth = torch.from_numpy(labels.copy())
+            scores = _class_scores(truth, predicted.cpu() - 1, self.labels)
         return Evaluation(
             run=str(self.record.folder),
             split=split,
@@ -373,7 +384,8 @@ def _evaluate_text(evaluator: Evaluator, choice: _Choice, data_dir: Path | None)
         split = recipe_split(data, choice.role, choice.language, data_dir, cache)
         own_limit = data.limit if choice.role == "train" else data.evaluation_limit
         limit = choice.evaluation_limit or own_limit
-    read, labels = _columns(data, choice), record.data.labels
+    read = _columns(data, choice)
+    labels = evaluator.labels if data.task == "classification" else None
     tokens = encode_split(split, read, evaluator.encoder, data, labels, limit, cache)
     inputs = evaluator.inputs
     assert inputs.vocabulary is not None
