@@ -113,17 +113,15 @@ def encode_split(
     """Encode a split as examples of the recipe's length; refuse a label that is not in `labels`."""
     rows = survey(split, columns, cache)
     portion = Portion(split, rows, np.ones(len(rows), dtype=np.bool_))
+    length, stride = data.length, data.stride or data.length
+    numbers = None if labels is None else class_numbers(split, rows, tuple(labels))
     with tempfile.TemporaryDirectory() as folder:
         writer = TokenWriter(Path(folder), split.name, encoder.vocabulary)
-        if labels is None:
-            stride = data.stride or data.length
-            encoded = encode_running(portion, columns, encoder, data.length, stride, limit, writer)
+        if numbers is None:
+            encoded = encode_running(portion, columns, encoder, length, stride, limit, writer)
         else:
-            numbers = class_numbers(split, rows, tuple(labels))
             chosen = limit_rows(portion, numbers, limit)
-            encoded = encode_labelled(
-                portion, chosen, numbers, columns, encoder, data.length, writer
-            )
+            encoded = encode_labelled(portion, chosen, numbers, columns, encoder, length, writer)
         return load_tokens(Path(folder), split.name, encoded.digest)
 
 
