@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from frostlab.data.description import Label
 from frostlab.data.files import (
     FORMATS,
     format_of,
@@ -25,6 +24,7 @@ from frostlab.data.sources import (
     plan_splits,
     public_splits,
 )
+from frostlab.data.split_record import Label
 from frostlab.data.splits import Numbers, Portion, class_numbers, limit_rows, survey
 from frostlab.data.tokenizers import Encoder, Texts
 from frostlab.data.tokens import Tokens, TokenWriter, concatenate, load_tokens
