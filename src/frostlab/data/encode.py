@@ -47,15 +47,16 @@ def columns_of(data: TextData) -> Columns:
     return Columns(("summary", "body") if pairs else ("text",), label)
 
 
-def given_split(path: str | Path, role: str, key: str) -> Split:
+def given_split(path: str | Path, role: str, key: str, named: object = None) -> Split:
     """Return a file as a split, or the file of a folder that has this role.
 
-    `key` names the option that gave the path, for messages.
+    `key` names the option that gave the path, for messages. `named` is the recipe's name of the
+    role's split, if it has one.
     """
     place = named_path(str(path), key)
     if place.is_dir():
         files = split_files(place)
-        names = [name for name in _ROLE_NAMES.get(role, (role,)) if name in files]
+        names = [name for name in (named, *_ROLE_NAMES.get(role, (role,))) if name in files]
         if not names and len(files) == 1:
             names = list(files)
         if not names:

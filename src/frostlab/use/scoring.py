@@ -378,7 +378,7 @@ def _evaluate_text(evaluator: Evaluator, choice: _Choice, data_dir: Path | None)
     if choice.path is not None:
         if choice.language is not None:
             raise BadInput("data.language chooses a split of xnli; leave out the path")
-        split = given_split(choice.path, choice.role, "--data")
+        split = given_split(choice.path, choice.role, "--data", getattr(data, choice.role))
         limit = choice.evaluation_limit
     else:
         split = recipe_split(data, choice.role, choice.language, data_dir, cache)
