@@ -116,6 +116,7 @@ def test_predict_envelopes(place: Path, in_this_process: Command, tmp_path: Path
         (["evaluate", "weather", "--languages", "all"], "--languages is for runs on xnli"),
         (["evaluate", "weather", "--languages", "all", "--data", "x"], "leave out --data and"),
         (["evaluate", "weather", "--data", "nowhere.csv"], "nowhere.csv does not exist"),
+        (["evaluate", "weather", "--out", "nowhere/a.json"], "there is no folder nowhere"),
         (["predict", "weather", "nowhere.csv"], "nowhere.csv does not exist"),
         (["predict", "hearing", "nowhere"], "nowhere does not exist"),
         (["evaluate", "weather", "--device", "cuda:77"], "cuda"),

@@ -1,19 +1,27 @@
 """A run's folder is enough to load its model, its tokenizer and its labels."""
 
+import json
 import re
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 import frostlab as fl
 from frostlab.data.prepare import prepare
 from frostlab.data.tokenizers import load_trained
 from frostlab.records.checkpoint import checkpoints_in
-from frostlab.records.model_files import read_inputs, stored_encoder
+from frostlab.records.model_files import (
+    ModelInputs,
+    read_inputs,
+    stored_encoder,
+    stored_tokenizer,
+)
 from frostlab.records.schema import EvaluationEvent, StepEvent
 from frostlab.storage import load_tensors, save_tensors, seal
 from frostlab.training.treatment import state_digest
@@ -77,6 +85,24 @@ def test_a_trained_tokenizer_encodes_as_in_training(classifier: fl.Run, language
 def test_a_pretrained_tokenizer_travels(pairs: fl.Run) -> None:
     tokens = pairs.tokenizer()("on day", "a 1").tokens()
     assert tokens == ["[CLS]", "on", "day", "[SEP]", "a", "1", "[SEP]"]
+
+
+def test_a_tokenizer_without_padding_pads_with_the_end_token(tmp_path: Path) -> None:
+    """As GPT-2's, and as in training."""
+    vocabulary = {"<end>": 0, "sun": 1, "rain": 2}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<end>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "model").mkdir()
+    inputs = ModelInputs(3, 2, 0, "pretrained", None, None)
+    (tmp_path / "model" / "inputs.json").write_text(json.dumps(asdict(inputs)))
+    for name in ("tokenizer", "model"):
+        seal(tmp_path / name)
+    loaded = stored_tokenizer(tmp_path)
+    assert loaded.pad_token == "<end>"
+    assert loaded(["sun", "rain sun"], padding=True)["input_ids"] == [[1, 0], [2, 1]]
+    assert stored_encoder(tmp_path).pad == 0
 
 
 def test_labels(classifier: fl.Run, language: fl.Run, listener: fl.Run) -> None:

@@ -229,6 +229,8 @@ def check_new(path: Path, endings: Sequence[str]) -> None:
         raise BadInput(f"--out {path}: the name should end in {' or '.join(endings)}")
     if path.exists():
         raise BadInput(f"--out {path}: exists already; choose another file")
+    if not path.parent.is_dir():
+        raise BadInput(f"--out {path}: there is no folder {path.parent}")
 
 
 def write_rows(rows: Iterable[Mapping[str, Any]], file: io.TextIOBase, kind: str) -> int:
