@@ -32,6 +32,7 @@ from frostlab.models.gpt import GPT, GPTConfig
 from frostlab.records.checkpoint import Checkpoint, checkpoints_in, save_checkpoint
 from frostlab.records.folder import RunRecord, read_scores, scores_file, scores_lines
 from frostlab.records.index import INDEX, list_runs, runs_table
+from frostlab.records.model_files import ModelInputs, read_inputs
 from frostlab.records.schema import DataRecord
 from frostlab.records.show import show, show_json
 from frostlab.storage import file_digest, seal, write_whole
@@ -113,6 +114,20 @@ def _digests() -> list[bytes]:
 
 def _check_digests(content: bytes, folder: Path) -> None:
     assert RunRecord(_run(folder, **{"digests.json": content})).digests
+
+
+def _model_inputs() -> list[bytes]:
+    text = ModelInputs(99, 2, 0, "trained", None, None)
+    eeg = ModelInputs(None, 0, None, None, ["Fz", "Cz"], ["sub-001"])
+    return [_json(asdict(text)), _json(asdict(eeg))]
+
+
+def _check_model_inputs(content: bytes, folder: Path) -> None:
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / "model" / "inputs.json").write_bytes(content)
+    seal(folder / "model")
+    inputs = read_inputs(folder)
+    assert inputs.channels is not None or inputs.pad in range(inputs.vocabulary or 0)
 
 
 def _environment() -> list[bytes]:
@@ -381,6 +396,7 @@ TARGETS: dict[str, Target] = {
         "jsonl",
     ),
     "digests": Target(_digests, _check_digests, "json"),
+    "model-inputs": Target(_model_inputs, _check_model_inputs, "json"),
     "environment": Target(_environment, _check_environment, "json"),
     "data": Target(_data, _check_data, "json"),
     "predictions": Target(_predictions, _check_predictions, "json"),

@@ -36,7 +36,7 @@ def test_a_finished_run_is_whole(run: Path) -> None:
     names = {"recipe.yaml", "environment.json", "digests.json", "data.json", "events.jsonl",
              "result.json", "predictions.json"}  # fmt: skip
     checkpoints = {str(path.relative_to(run)) for path in run.glob("checkpoints/*/checksums.json")}
-    assert set(listed) == names | checkpoints
+    assert set(listed) == names | checkpoints | {"model/checksums.json"}
     assert checkpoints
 
 

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from frostlab import __version__
-from frostlab.cli import bench, compare, diagnose, inspect, runs
+from frostlab.cli import bench, compare, diagnose, inspect, runs, use
 from frostlab.cli.options import echo
 from frostlab.errors import BadInput, FrostlabError
 from frostlab.launcher import check_variables, world_size
@@ -73,6 +73,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {  # in the order of --help
     "compare": compare.compare,
     "judge": compare.judge,
     "verify": runs.verify,
+    "evaluate": use.evaluate,
+    "predict": use.predict,
     "exits": runs.exits,
     "envelopes": runs.envelopes,
     "bench": bench.bench,

@@ -37,7 +37,7 @@ from frostlab.recipe.load import (
 from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.settings import METRICS
 from frostlab.recipe.treatment import TREATMENTS
-from frostlab.records.folder import RunRecord, load_run
+from frostlab.records.folder import RunRecord
 from frostlab.records.index import is_run
 from frostlab.storage import check_name
 from frostlab.text import short
@@ -358,7 +358,7 @@ class _ChosenRuns:
         folders = dict.fromkeys(folder for name in names for folder in _folders(name))
         if not folders:
             raise BadInput("an arm has no runs: the list is empty")
-        first, *others = records = [load_run(folder) for folder in folders]
+        first, *others = records = [RunRecord(folder) for folder in folders]
         for run in others:
             keys = ["treatment"] * (run.recipe.surgery != first.recipe.surgery)
             keys += [key for key, _ in _changed(_settings(first.recipe), _settings(run.recipe))]

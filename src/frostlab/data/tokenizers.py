@@ -2,6 +2,7 @@
 
 import importlib
 import io
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,14 @@ from frostlab.errors import BadInput, first_line
 from frostlab.recipe.data import BPE, PretrainedTokenizer, Words
 from frostlab.recipe.model import PretrainedModel
 from frostlab.recipe.recipe import Recipe
-from frostlab.storage import MOST_BYTES, digest_of, open_regular, read_json, read_text
+from frostlab.storage import (
+    MOST_BYTES,
+    digest_of,
+    open_regular,
+    parse_json,
+    read_json,
+    read_text,
+)
 
 PAD, END, SEPARATOR, UNKNOWN = "<|pad|>", "<|end|>", "<|sep|>", "<unk>"
 SAMPLE = 100_000_000  # maximum number of characters that a vocabulary is learned from
@@ -216,6 +224,28 @@ def load_trained(path: Path) -> Fast:
     return Fast(backend, len(numbers), numbers[PAD], numbers[END])
 
 
+def save_trained(path: Path, folder: Path) -> None:
+    """Write a tokenizer of `train_tokenizer` as a folder that transformers can load, too.
+
+    tokenizer.json is copied as it is; `split_special_tokens` makes transformers treat "<|end|>" in
+    a text as ordinary characters, as `load_trained` does.
+    """
+    text = read_text(path)
+    kind = parse_json(text, path)["model"]["type"]
+    values = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True,
+        "pad_token": PAD,
+        "eos_token": END,
+        "sep_token": SEPARATOR,
+    }
+    if kind == "WordLevel":
+        values["unk_token"] = UNKNOWN
+    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
+
+
 @dataclass
 class Slow:
     """Encoder with a tokenizer of `transformers` that has no fast implementation."""
@@ -265,7 +295,7 @@ class Pretrained:
 
 def load_pretrained(name: str) -> Pretrained:
     """Load a pretrained tokenizer; if it has no padding token, pad with the end-of-text token."""
-    tokenizer = _load_from_transformers(name)
+    tokenizer = load_transformers_tokenizer(name)
     pads = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     ends = (tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id)
     pad = next((number for number in pads if number is not None), None)
@@ -285,7 +315,8 @@ def load_pretrained(name: str) -> Pretrained:
     return Pretrained(tokenizer, fast, digest_of([backend.to_str(), pad, end, types]))
 
 
-def _load_from_transformers(name: str) -> Any:
+def load_transformers_tokenizer(name: str) -> Any:
+    """Load a tokenizer of transformers from a folder or by its hub name."""
     transformers = importlib.import_module("transformers")
     folder = named_path(name, "tokenizer.name")
     local = folder.is_dir()

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, is_dataclass
 from functools import cached_property
@@ -73,8 +73,17 @@ class RunFolder:
         self._events: TextIO | None = None
 
     @classmethod
-    def create(cls, path: Path, files: dict[str, str], **start: Any) -> "RunFolder":
-        """Create a folder with its first files and its start event in one atomic rename."""
+    def create(
+        cls,
+        path: Path,
+        files: dict[str, str],
+        fill: Callable[[Path], None] | None = None,
+        **start: Any,
+    ) -> "RunFolder":
+        """Create a folder with its first files and its start event in one atomic rename.
+
+        `fill` writes further files into the folder before it gets its name.
+        """
         folder = cls(path)
         _remove_abandoned(path.parent)
         try:
@@ -82,6 +91,8 @@ class RunFolder:
                 folder.open()
                 for name, text in files.items():
                     write_whole(folder.path / name, text)
+                if fill is not None:
+                    fill(folder.path)
                 folder.event("start", 0, **start)
         except BaseException as error:
             folder.close()
@@ -446,15 +457,6 @@ def read_environment(folder: Path, name: str = "environment.json") -> dict[str, 
         raise BadInput(f"{path} is not a JSON object")
     check_numbers(values, path)
     return values
-
-
-def load_run(folder: str | Path) -> RunRecord:
-    """Return the record of the run in a folder, finished or still running."""
-    path = Path(folder)
-    if not (path / "events.jsonl").is_file():
-        problem = "it has no events.jsonl" if path.is_dir() else "it is not a folder"
-        raise BadInput(f"{path} does not hold a run: {problem}")
-    return RunRecord(path)
 
 
 SCORES = "scores.json"

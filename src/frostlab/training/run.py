@@ -29,6 +29,7 @@ from frostlab.records.folder import (
     own_folder,
     supersede_result,
 )
+from frostlab.records.model_files import write_model_files
 from frostlab.records.schema import DataRecord, Result, StartEvent, StepEvent, SteppingEvent, read
 from frostlab.records.telemetry import Telemetry
 from frostlab.storage import finite, write_whole
@@ -184,9 +185,13 @@ def _create_folder(
         origin=prepared.origin, caution=prepared.caution, known=prepared.known,
         **_conditions(compute),
     )  # fmt: skip
+
+    def fill(folder: Path) -> None:
+        write_model_files(folder, prepared, assembly.config)
+
     while True:
         try:
-            folder = RunFolder.create(path, files, **facts)
+            folder = RunFolder.create(path, files, fill, **facts)
             for line in prepared.notes:
                 folder.event("note", 0, text=line)
             return folder
