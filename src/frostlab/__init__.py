@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         LeftOutOfOptimizer,
         NothingLearns,
         StaleOptimizer,
+        TrainableWeightsStayed,
         UnknownArchitecture,
     )
     from frostlab.flow.measurements import Flow, load_flow
@@ -58,6 +59,7 @@ _HOMES = {  # public name → the module inside frostlab that defines it
     "RunFailed": "training.run",
     "RunRecord": "records.folder",
     "StaleOptimizer": "errors",
+    "TrainableWeightsStayed": "errors",
     "UnknownArchitecture": "errors",
     "anatomy": "roles.read",
     "audit": "surgery.audit",
@@ -102,6 +104,7 @@ __all__ = [
     "RunFailed",
     "RunRecord",
     "StaleOptimizer",
+    "TrainableWeightsStayed",
     "UnknownArchitecture",
     "anatomy",
     "audit",
