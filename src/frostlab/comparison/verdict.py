@@ -39,7 +39,7 @@ MEANINGS: dict[Word, str] = {
     "worse": "the whole interval of the effect is to the arm's disadvantage",
     "no difference found": (
         "the interval contains zero (or the ratio 1); the sentence says which costs it excludes "
-        "or not, and what could have been found"
+        "or not, and which true difference would be found in 8 of 10 such comparisons"
     ),
     "identical": "both arms ended with the same weights for every seed",
     "at chance": "neither arm learned more than chance, so nothing can be compared",
@@ -50,6 +50,7 @@ MEANINGS: dict[Word, str] = {
 }
 UNKNOWN = ("failed", "did not finish")  # reasons for a missing run that may not be the arm's fault
 Answer = Literal["yes", "no", "not shown"]
+_USUALLY_FOUND = "would be found in 8 of 10 such comparisons"
 _USUAL_GRID = 3  # tried settings; the level is divided by how many times more there are
 _SKEW_SHARE = 0.22  # of normal samples whose skewness (the mean of all arms) is notable
 _SKEW_SHARE_OF_ONE = 0.1  # the same for the skewness of one arm alone, if there are several
@@ -353,8 +354,8 @@ class _Case:
             return f"{arm} is {word} than {baseline} {on}: {numbers}{ending}."
         if word == "no difference found":
             costs = margin and excluded_costs(margin.answer, margin.largest, self.rules)
-            seen = self.could_have_seen
-            found = seen and f"could have found ≥ {_size_text(seen, self.rules.log)}"
+            size = (seen := self.could_have_seen) and _size_text(seen, self.rules.log)
+            found = size and f"a true difference of {size} {_USUALLY_FOUND}"
             ending = "".join(f"; {part}" for part in (costs, found) if part) + self._together()
             return f"no difference found between {arm} and {baseline} {on}: {numbers}{ending}."
         text = {
