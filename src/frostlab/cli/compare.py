@@ -15,7 +15,6 @@ from frostlab.cli.options import (
     echo,
     settings_from,
 )
-from frostlab.text import plain
 
 
 def compare(
@@ -126,8 +125,9 @@ def compare(
     from frostlab.comparison.page import show  # these import torch; the plan does not need it
     from frostlab.comparison.run import reproduce, run_plan
     from frostlab.comparison.runner import Runner
+    from frostlab.training.progress import choose_screen
 
-    runner = Runner(data_dir, lambda line: echo(plain(line), err=True), jobs)
+    runner = Runner(data_dir, choose_screen(True), jobs)
     if plan is None:
         comparison = reproduce(Path(source), runner, out)
     else:
