@@ -224,8 +224,8 @@ def test_a_notebook_escapes_names_and_counts_old_lines(
     for number in range(5):
         screen.line(f"<b>{number}</b>\x1b")
     assert notebook[0][-1] == {
-        "text/plain": "… 3 earlier lines\n<b>3</b>\\x1b\n<b>4</b>\\x1b",
-        "text/html": "<pre>… 3 earlier lines\n&lt;b&gt;3&lt;/b&gt;\\x1b\n&lt;b&gt;4&lt;/b&gt;\\x1b"
+        "text/plain": "… 3 more above\n<b>3</b>\\x1b\n<b>4</b>\\x1b",
+        "text/html": "<pre>… 3 more above\n&lt;b&gt;3&lt;/b&gt;\\x1b\n&lt;b&gt;4&lt;/b&gt;\\x1b"
         "</pre>",
     }
 

@@ -315,7 +315,7 @@ class Notebook:
     def _shown_lines(self) -> list[str]:
         hidden = len(self._lines) - _SHOWN_LINES
         lines = self._lines[-_SHOWN_LINES:]
-        return [f"… {hidden} earlier lines", *lines] if hidden > 0 else lines
+        return [f"… {hidden} more above", *lines] if hidden > 0 else lines
 
     def _text(self) -> str:
         if self._bar is None:
