@@ -25,12 +25,17 @@ from stages import progressive
 from tiny import tiny
 
 
-def on_terminal() -> tuple[Terminal, io.StringIO]:
+def on_terminal(width: int = 120) -> tuple[Terminal, io.StringIO]:
     from rich.console import Console
 
     screen, text = Terminal(), io.StringIO()
-    screen._progress.live.console = Console(file=text, force_terminal=True, width=120)
+    screen._progress.live.console = Console(file=text, force_terminal=True, width=width)
     return screen, text
+
+
+def plain_text(text: io.StringIO) -> str:
+    """What a terminal shows, without its control sequences."""
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text.getvalue())
 
 
 def test_the_bar_on_a_terminal() -> None:
@@ -43,7 +48,7 @@ def test_the_bar_on_a_terminal() -> None:
     display.evaluated(10, {"accuracy": 0.5, "layers": {}}, best=True)
     display.advance(10, lambda: 1.0)
     display.close()
-    shown = text.getvalue()
+    shown = plain_text(text)
     for part in ("caution: a caution", "epoch 1", "10/20", "loss 1.2500", "steps/s", "left",
                  "step 10  accuracy 0.5000  (best)"):  # fmt: skip
         assert part in shown
@@ -56,10 +61,24 @@ def test_one_of_several_runs_has_only_a_bar_with_its_name() -> None:
         display.begin(0, 20, 10, None, 0)
         display.say("not shown")
         display.close()
-    assert "first [red]  epoch 1" in text.getvalue()
-    assert "second  epoch 1" in text.getvalue()
-    assert "not shown" not in text.getvalue()
+    assert "first [red] ━" in plain_text(text)
+    assert "second ━" in plain_text(text)
+    assert "not shown" not in plain_text(text)
     assert not [task for task in screen._progress.tasks if task.visible]
+
+
+def test_the_bar_of_a_long_run_with_a_long_name_fits_80_columns() -> None:
+    screen, text = on_terminal(80)
+    display = Display(screen, "an arm with a very long name seed 12")
+    display.begin(0, 123_456, 10, None, 0)
+    display._loss, display._step = 12.3456, 123_455
+    screen.draw(display._bar())
+    screen._progress.refresh()
+    display.close()
+    assert "an arm with a very long… ━" in plain_text(text)
+    assert re.search(
+        r"123455/123456 loss 12\.3456 \d:\d\d:\d\d left \S:\S\S:\S\S", plain_text(text)
+    )
 
 
 def test_the_epoch_of_a_stage_is_counted_after_resuming_in_it(
@@ -210,8 +229,8 @@ def test_a_comparison_in_a_notebook_shows_the_bar_of_each_run(
 ) -> None:
     compare(tmp_path / "c", seeds=1)
     (contents,) = notebook
-    assert any("baseline seed 0  epoch 1" in content["text/html"] for content in contents)
-    assert any("oelm seed 0  epoch 1" in content["text/html"] for content in contents)
+    assert any("baseline seed 0 <progress" in content["text/html"] for content in contents)
+    assert any("oelm seed 0 <progress" in content["text/html"] for content in contents)
     assert "<progress" not in contents[-1]["text/html"], "no run is left"
     assert "run 2 of 2  oelm seed 0  accuracy" in contents[-1]["text/plain"]
 

@@ -15,9 +15,10 @@ from markupsafe import Markup, escape
 
 from frostlab.errors import BadInput
 from frostlab.launcher import rank
-from frostlab.text import hms, plain
+from frostlab.text import hms, plain, short
 
 _READ_SECONDS = 0.4  # between two readings of the loss, so that it is at most a second old
+_LABEL = 24  # longest name of a run, in characters, so that a bar fits 80 columns
 _SHOWN_LINES = 20  # lines that a notebook shows above the bar; earlier ones are counted
 
 
@@ -41,15 +42,15 @@ class Bar:
 
     @property
     def title(self) -> str:
-        """Return the text before the bar."""
-        return f"{self.label}  epoch {self.epoch}".strip()
+        """Return the text before the bar: the run's name, or else the epoch."""
+        return short(plain(self.label), _LABEL) if self.label else f"epoch {self.epoch}"
 
     @property
     def numbers(self) -> str:
-        """Return loss and speed."""
+        """Return loss and speed; a bar with a name has room for the loss alone."""
         loss = "–" if self.loss is None else f"{self.loss:.4f}"
         speed = "–" if self.speed is None else f"{self.speed:.1f}"
-        return f"loss {loss}  {speed} steps/s"
+        return f"loss {loss}" if self.label else f"loss {loss}  {speed} steps/s"
 
 
 class Screen(Protocol):
@@ -235,15 +236,16 @@ class Terminal:
             TimeElapsedColumn,
             TimeRemainingColumn,
         )
+        from rich.table import Column
 
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
-            MofNCompleteColumn(),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),  # only the bar gets shorter
             TextColumn("{task.fields[numbers]}", markup=False),
-            TimeElapsedColumn(),
+            TimeElapsedColumn(table_column=Column(no_wrap=True)),
             TextColumn("left"),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
             console=Console(stderr=True),
         )
         self._task: Any = None
@@ -263,7 +265,7 @@ class Terminal:
     def draw(self, bar: Bar) -> None:
         """Move the bar; rich redraws it in a thread of its own."""
         self._progress.update(
-            self._task, total=bar.steps, completed=bar.step, description=plain(bar.title),
+            self._task, total=bar.steps, completed=bar.step, description=bar.title,
             numbers=bar.numbers,
         )  # fmt: skip
 
@@ -321,7 +323,7 @@ class Notebook:
         if self._bar is None:
             return "\n".join(self._shown_lines())
         bar = self._bar
-        return "\n".join([*self._shown_lines(), f"{plain(bar.title)}  {_after_bar(bar)}"])
+        return "\n".join([*self._shown_lines(), f"{bar.title}  {_after_bar(bar)}"])
 
     def _html(self) -> Markup:
         lines, bar = escape("\n".join(self._shown_lines())), self._bar
@@ -330,7 +332,7 @@ class Notebook:
             html += Markup(
                 '<div style="font-family: monospace">{} <progress value="{}" max="{}"></progress> '
                 "{}</div>"
-            ).format(plain(bar.title), bar.step, bar.steps, _after_bar(bar))
+            ).format(bar.title, bar.step, bar.steps, _after_bar(bar))
         return html
 
 
