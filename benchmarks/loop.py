@@ -12,7 +12,7 @@ import copy
 import logging
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,9 @@ from frostlab.timing.clock import Stopwatch
 from frostlab.training.batches.batch import collate, epoch_order
 from frostlab.training.distributed import Compute
 from frostlab.training.loop import train
+from frostlab.training.progress import Display, Nowhere
 from frostlab.training.stages import Entered, Stage
-from frostlab.training.state import Best, Progress, RunContext, Silent, StageModel
+from frostlab.training.state import Best, Progress, RunContext, StageModel
 from frostlab.training.step.objective import Objective
 from frostlab.training.tasks import TASKS
 
@@ -54,16 +55,17 @@ def random_tokens(examples: int) -> Tokens:
     return Tokens(ids, stops - lengths, stops, labels, None, None, "random")
 
 
-class PairTimer(Silent):
+class PairTimer(Display):
     """After every few steps of a loop, take as many bare ones, and time both."""
 
     def __init__(self, bare: "BareLoop", steps: int, where: torch.device) -> None:
+        super().__init__(Nowhere())
         self.bare, self.steps, self.where = bare, steps, where
         self.every = 10 if where.type == "cuda" else 1
         self.pairs: list[tuple[float, float]] = []
         self.count, self.began = 0, 0.0
 
-    def advance(self, step: int, loss: float | None) -> None:
+    def advance(self, step: int, loss: Callable[[], float | None]) -> None:
         self.count += 1
         if self.count % self.every:
             return

@@ -7,7 +7,9 @@ import pytest
 import yaml
 
 import frostlab as fl
+from flowing import adamw, tiny_gpt, watched
 from frostlab.recipe.load import recipe_from
+from frostlab.records.folder import RunRecord
 from frostlab.training.run import _resolve
 from tiny import tiny
 
@@ -83,3 +85,30 @@ def test_load_comparison(tmp_path: Path) -> None:
     (tmp_path / "evidence.json").write_text("{")
     with pytest.raises(fl.BadInput, match="is not valid JSON"):
         fl.load_comparison(tmp_path)
+
+
+def test_a_repr_is_one_short_line(tmp_path: Path) -> None:
+    model = tiny_gpt()
+    anatomy = fl.freeze(model, "layers[0].query")
+    assert repr(anatomy) == (
+        "Anatomy(GPT: 3 layers, 53 parts, 7,200 of 7,472 parameters trainable)"
+    )
+    assert repr(fl.audit(model)) == "Audit(GPT: 2 frozen and 51 trainable tensors)"
+    flow = watched(model, adamw(model))
+    assert repr(flow).startswith(
+        "LiveFlow(GPT, AdamW, 5 reports: all 24 parts that should learn do"
+    )
+    assert repr(fl.grow(model, 2)) == "Growth(layers 3, 4 are new)"
+    recipe = fl.load_recipe("docstrings-gpt")
+    assert repr(recipe) == str(recipe)
+    assert repr(recipe) == (
+        f"Recipe(data docstrings, model gpt, treatment none, seed 0; digest {recipe.digest})"
+    )
+    record = fl.run(tiny(), runs=tmp_path)
+    accuracy = f"accuracy {record.metrics['accuracy']:.4g}"
+    assert repr(record).startswith(f"Run({record.folder}: finished, {accuracy}, ")
+    assert repr(RunRecord(tmp_path)) == f"RunRecord({tmp_path}: not finished)"
+    assert repr(fl.Comparison(tmp_path)) == f"Comparison({tmp_path}: no verdicts yet)"
+    for value in (anatomy, flow, recipe, record):
+        assert len(repr(value)) < 300
+        assert "\n" not in repr(value)

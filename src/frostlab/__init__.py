@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         LeftOutOfOptimizer,
         NothingLearns,
         StaleOptimizer,
+        TrainableWeightsStayed,
         UnfinishedRun,
         UnknownArchitecture,
     )
@@ -61,6 +62,7 @@ _HOMES = {  # public name → the module inside frostlab that defines it
     "RunFailed": "training.run",
     "RunRecord": "records.folder",
     "StaleOptimizer": "errors",
+    "TrainableWeightsStayed": "errors",
     "UnfinishedRun": "errors",
     "UnknownArchitecture": "errors",
     "anatomy": "roles.read",
@@ -108,6 +110,7 @@ __all__ = [
     "RunFailed",
     "RunRecord",
     "StaleOptimizer",
+    "TrainableWeightsStayed",
     "UnfinishedRun",
     "UnknownArchitecture",
     "anatomy",

@@ -1,10 +1,15 @@
 """Capabilities of devices, so that other modules need not ask for CUDA, MPS or CPU by name."""
 
+import time
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from frostlab.errors import BadInput
 from frostlab.launcher import local_rank
+
+_READ_SECONDS = 1.0  # least time between two readings for which the device is waited for
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -98,6 +103,39 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
+
+
+class Readback:
+    """A number on a device that is read often and may be slightly old, without waiting for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._value: float | None = None
+        self._read_at = -_READ_SECONDS
+        self._copy: Tensor | None = None  # pinned memory that a CUDA device writes to
+        self._copied: Any = None  # CUDA event after the copy that is under way
+
+    def latest(self, newest: Tensor) -> float | None:
+        """Return the newest value that has arrived, and request `newest`, a tensor of one element.
+
+        The CPU's values are always there. CUDA copies the value when it has computed it; a later
+        call returns it. Other devices are waited for, at most once a second.
+        """
+        if not runs_ahead(self._device):
+            return float(newest)
+        if not has_events(self._device):
+            if time.monotonic() - self._read_at >= _READ_SECONDS:
+                self._value, self._read_at = float(newest), time.monotonic()
+            return self._value
+        if self._copy is None:
+            self._copy = torch.empty((), dtype=newest.dtype, pin_memory=True)
+        if self._copied is not None and self._copied.query():
+            self._value, self._copied = float(self._copy), None
+        if self._copied is None:
+            self._copy.copy_(newest.detach(), non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        return self._value
 
 
 def seed_generators(seed: int, device: torch.device) -> None:

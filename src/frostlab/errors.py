@@ -24,10 +24,15 @@ class FrozenWeightsMoved(FrostlabError):
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = tuple(names)
-        shown = ", ".join(self.names[:5])
-        more = f" and {len(self.names) - 5} more" if len(self.names) > 5 else ""
-        count = len(self.names)
-        super().__init__(f"{count} frozen tensor{'s' * (count != 1)} moved: {shown}{more}")
+        super().__init__(_tensors(self.names, "frozen", "moved"))
+
+
+class TrainableWeightsStayed(FrostlabError):
+    """Trainable weights have not changed since `fl.audit` recorded them."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = tuple(names)
+        super().__init__(_tensors(self.names, "trainable", "did not move"))
 
 
 class StaleOptimizer(FrostlabError):
@@ -52,6 +57,13 @@ class UnfinishedRun(UserWarning):
 
 class NothingLearns(UserWarning):
     """Every parameter is frozen: training would change nothing."""
+
+
+def _tensors(names: tuple[str, ...], state: str, verb: str) -> str:
+    """Return "2 frozen tensors moved: a, b"; at most five names are listed."""
+    count = f"{len(names)} {state} tensor{'s' * (len(names) != 1)}"
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{count} {verb}: {', '.join(names[:5])}{more}"
 
 
 def nearest(value: str, choices: Iterable[str], cutoff: float = 0.5) -> str:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import frostlab as fl
-from forked import frostlab_command
+from forked import Command, frostlab_command
 from frostlab.cli.main import app
 from frostlab.recipe.load import shipped_comparisons, shipped_recipes
 from tiny import tiny
@@ -23,7 +23,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "mine.yaml").write_text(yaml.safe_dump(tiny()))
     done = frostlab_command(
         "run", str(folder / "mine.yaml"), "--set", "treatment=oelm", "--seed", "3",
-        "--runs", str(folder / "runs"),
+        "--runs", str(folder / "runs"), "--tensorboard", str(folder / "board"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "finished" in done.stdout
@@ -50,6 +50,20 @@ def test_a_run_by_command_has_its_settings(finished: Path) -> None:
     assert (recipe["treatment"], recipe["seed"], recipe["train"]["batch"]) == ("oelm", 3, 32)
     assert record.status == "finished"
     assert "mine.yaml" in record.environment["command"]
+
+
+def test_a_run_by_command_has_its_event_files(finished: Path, in_this_process: Command) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = finished.parent / "board"
+    read = EventAccumulator(str(board)).Reload()
+    assert [event.step for event in read.Scalars("Training/loss")] == list(range(1, 17))
+    assert {"Training/learning_rate", "Validation/accuracy"} <= set(read.Tags()["scalars"])
+    recipe = str(finished.parent / "mine.yaml")
+    refused = in_this_process("run", recipe, "--tensorboard", str(board))
+    assert (refused.returncode, refused.stderr) == (
+        2, f"frostlab: --tensorboard {board}: holds event files already; choose another folder\n"
+    )  # fmt: skip
 
 
 def test_verify(finished: Path, tmp_path: Path) -> None:

@@ -138,9 +138,9 @@ def test_edited_inputs_of_a_comparison_are_refused(name: str, tmp_path: Path) ->
         judge_again(tmp_path / "c")
 
 
-def test_stages_are_compared(tmp_path: Path) -> None:
-    lines: list[str] = []
-    found = fl.compare(GROWN, out=tmp_path / "c", say=lines.append)
+def test_stages_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = fl.compare(GROWN, out=tmp_path / "c", progress=True)
+    lines = capsys.readouterr().err.splitlines()
     evidence, text = found.evidence, found.page.read_text()
     assert evidence.refused_pairs == ()  # the same examples in the same order
     assert evidence.timing is None

@@ -66,7 +66,7 @@ def test_an_item_of_a_list_can_be_set() -> None:
 @pytest.mark.parametrize("jobs", [0, -1, 10**9, 1.5, True, "2"])
 def test_jobs_are_limited(jobs: Any) -> None:
     with pytest.raises(fl.BadInput, match="should be a whole number from 1 to 256"):
-        Runner(None, print, jobs)
+        Runner(None, jobs=jobs)
 
 
 def test_late_looks_spend_next_to_nothing() -> None:
@@ -130,5 +130,5 @@ def test_runs_are_not_written_through_links(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "runs").symlink_to(elsewhere)
     with pytest.raises(fl.BadInput, match="runs is a link"):
-        run_trials(plan, tmp_path / "c", Runner(None, print), {})
+        run_trials(plan, tmp_path / "c", Runner(None), {})
     assert not list(elsewhere.iterdir())

@@ -38,7 +38,7 @@ def numbers(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_moved_comparison_is_reproduced_in_every_digit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its folder, its data and the cache are elsewhere; the data have another name."""
     data = own_data(tmp_path / "here" / "mine.csv")
@@ -52,8 +52,8 @@ def test_a_moved_comparison_is_reproduced_in_every_digit(
     shutil.move(first.folder, there / "received")
     monkeypatch.setenv("FROSTLAB_CACHE", str(there / "cache"))
     monkeypatch.chdir(there)
-    lines: list[str] = []
-    again = fl.compare("received/plan.json", data_dir=there / "data", say=lines.append)
+    again = fl.compare("received/plan.json", data_dir=there / "data", progress=True)
+    lines = capsys.readouterr().err.splitlines()
     assert (
         again.folder == there / "comparisons" / "comparison-baseline-vs-oelm-vs-oelm-random-again"
     )
@@ -67,12 +67,12 @@ def test_a_moved_comparison_is_reproduced_in_every_digit(
 
 
 def test_a_plan_is_carried_out_again_and_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     first = compare(tmp_path / "c", seeds=1)
-    lines: list[str] = []
-    again = fl.compare(tmp_path / "c" / "plan.json", out="d", say=lines.append)
+    again = fl.compare(tmp_path / "c" / "plan.json", out="d", progress=True)
+    lines = capsys.readouterr().err.splitlines()
     assert numbers(again.folder) == numbers(first.folder)
     assert lines[-1] == "all 6 metrics are equal to those of the first comparison, in every digit"
     monkeypatch.setattr(runner, "run", None)  # nothing is left to train

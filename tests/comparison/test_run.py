@@ -121,7 +121,7 @@ def test_a_quick_look_is_watched_as_often_as_it_needs(
 ) -> None:
     folder = ComparisonFolder(tmp_path)
     folder.write("quick.json", {"steps": steps, "of": 1000})
-    plan = shortened(make_plan("eeg-ablation", quick=True), folder, None, Runner(None, print))
+    plan = shortened(make_plan("eeg-ablation", quick=True), folder, None, Runner(None))
     assert plan.recipe_of(plan.baseline, 0).watch == Watch(every_n_steps=every)
 
 

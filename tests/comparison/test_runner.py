@@ -12,16 +12,17 @@ from comparing import SMALL, compare
 from frostlab.comparison import runner
 from frostlab.recipe.load import recipe_from
 from frostlab.training import loop
+from frostlab.training.progress import Lines
 
 
 def test_the_time_left_of_alternating_rounds_is_of_one_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(runner, "run_task", lambda task, data_dir: ("done", 60.0))
-    lines: list[str] = []
+    monkeypatch.setattr(runner, "run_task", lambda *task: ("done", 60.0))
     recipe = recipe_from(SMALL)
     tasks = [runner.Task("arm", seed, recipe, tmp_path / str(seed), "") for seed in range(4)]
-    runner.Runner(None, lines.append, jobs=3).run_all(tasks, alone=True)
+    runner.Runner(None, Lines(), jobs=3).run_all(tasks, alone=True)
+    lines = capsys.readouterr().err.splitlines()
     assert [line.rpartition("; ")[2] for line in lines] == [
         "3 min left", "2 min left", "60 s left", "0 s left",
     ]  # fmt: skip
@@ -120,3 +121,19 @@ def test_rounds_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     fl.compare({**values, "seeds": 1}, out=tmp_path / "c", jobs=2)
     with pytest.raises(TypeError):
         fl.compare({**values, "seeds": 2}, out=tmp_path / "c", jobs=2)
+
+
+def test_fewer_seeds_than_there_are_take_none_away(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {"recipe": SMALL, "arms": ["baseline", "oelm"], "clock": None}
+    folder = tmp_path / "c"
+    fl.compare({**values, "seeds": 3}, out=folder, progress=True)
+    assert "further seeds" not in capsys.readouterr().err
+    again = fl.compare({**values, "seeds": 1}, out=folder, progress=True)
+    said = [line for line in capsys.readouterr().err.splitlines() if "seeds" in line]
+    assert said == [
+        f"{folder} already has 1, 2 as further seeds; they count too, so 3 seeds are compared"
+    ]
+    assert len(again.evidence.arms["oelm"].runs) == 3
+    assert repr(again) == f"Comparison({folder}: oelm too few seeds)"

@@ -81,9 +81,12 @@ def test_no_difference_found_says_what_could_have_been_found() -> None:
     assert verdict.word == "no difference found"
     assert verdict.paired is not None
     assert verdict.could_have_seen == pytest.approx(could_have_found(6, 0.05) * verdict.paired.std)
-    assert verdict.sentence.endswith(f"could have found ≥ {verdict.could_have_seen:.3g}.")
+    often = "would be found in 8 of 10 such comparisons."
+    ending = f"; a true difference of {verdict.could_have_seen:.3g} {often}"
+    assert verdict.sentence.endswith(ending)
     ratio = one(shifted(0.0), rules_for("perplexity"))
-    assert f"could have found ≥ {100 * (ratio.could_have_seen or 0):.3g} %." in ratio.sentence
+    percent = 100 * (ratio.could_have_seen or 0)
+    assert ratio.sentence.endswith(f"; a true difference of {percent:.3g} % {often}")
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 4])
@@ -157,7 +160,7 @@ def test_a_diverged_run_is_a_result() -> None:
     assert verdict.paired.low == -math.inf
     assert "oelm, seed 3: diverged" in verdict.notes
     assert verdict.could_have_seen is None
-    assert "could have found" not in verdict.sentence
+    assert "true difference" not in verdict.sentence
     worse = {s: x for s, x in shifted(-0.2, 8).items() if s != 3}
     still = one(Scores(worse, {3: "diverged"}), base=base)
     assert still.word == "worse"

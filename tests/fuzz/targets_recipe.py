@@ -102,10 +102,10 @@ def _steps(data: bytes, folder: Path) -> None:
     _written(data, folder / "steps.json")
     _written(evidence(), folder / "evidence.json")
     comparison = ComparisonFolder(folder)
-    timing = _time_steps(plan(), comparison, Runner(None, lambda line: None, 1))
+    timing = _time_steps(plan(), comparison, Runner(None))
     prepared = SimpleNamespace(splits={"train": range(64)})
     with patch("frostlab.comparison.run.prepare", lambda recipe, data_dir: prepared):
-        _shortened(plan(), comparison, timing, Runner(None, print))
+        _shortened(plan(), comparison, timing, Runner(None))
     stored = read_evidence(folder / "evidence.json")
     assert stored is not None
     timed = replace(stored, timing=timing)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from frostlab.records.checkpoint import checkpoints_in
 from frostlab.records.schema import StepEvent
 from frostlab.timing.clock import Stopwatch
 from frostlab.training.distributed import Compute, World
+from frostlab.training.progress import Bar, Display, Nowhere
 from frostlab.training.step import build_step
 from frostlab.training.step.captured import CapturedStep
 from frostlab.training.step.eager import Diverged, EagerStep
@@ -51,6 +53,34 @@ def test_a_run_uses_the_gpu_in_bf16_and_says_so(tmp_path: Path) -> None:
     print("environment", record.environment["gpu"], record.environment["gpu_reason"])
     print("before", result.gpu_before, "after", result.gpu_after)
     print("telemetry", result.telemetry)
+
+
+def test_the_shown_loss_is_fresh_and_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_waiting: Any
+) -> None:
+    """Its step is at most a second old, although losses are recorded a hundred steps late."""
+    shown: list[tuple[float, int, float]] = []
+
+    class Recorded(Nowhere):
+        every = 0.1
+
+        def draw(self, bar: Bar) -> None:
+            if bar.loss is not None:
+                shown.append((time.monotonic(), bar.step, bar.loss))
+
+    latest_loss = StepLog.latest_loss
+
+    def asked(log: StepLog) -> float | None:
+        with no_waiting():
+            return latest_loss(log)
+
+    monkeypatch.setattr(StepLog, "latest_loss", asked)
+    record = fl.run(tiny(train__epochs=300), runs=tmp_path, progress=Display(Recorded()))
+    steps = {round(loss, 6): step for step, loss in enumerate(losses(record), 1)}
+    assert len(shown) >= 5
+    pace = (shown[-1][0] - shown[0][0]) / (shown[-1][1] - shown[0][1])  # seconds per step
+    for _, step, loss in shown:
+        assert 0 <= (step - steps[round(loss, 6)]) * pace < 1.0
 
 
 def test_the_peak_of_memory_is_the_runs_own(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 import frostlab as fl
 from flowing import adamw, loss_at, tiny_gpt, watched
 from frostlab.integrations.tensorboard import TensorBoard, export_run, tag_of
-from frostlab.records.schema import EvaluationEvent
+from frostlab.records.schema import EvaluationEvent, StepEvent
+from frostlab.training import loop
 from fuzz.targets_pages import small_flow
 from stages import progressive
 from tiny import tiny
@@ -95,12 +97,16 @@ def test_gradients_may_lie_elsewhere(tmp_path: Path) -> None:
     assert (made.histogram_value.min, made.histogram_value.num) == (7.0, 2)
 
 
+def all_scalars(read: Any) -> dict[str, list[tuple[int, float]]]:
+    return {
+        tag: [(event.step, event.value) for event in read.Scalars(tag)]
+        for tag in read.Tags()["scalars"]
+    }
+
+
 def test_a_finished_run_is_written_at_the_times_it_happened(tmp_path: Path) -> None:
-    record = fl.run(tiny(), runs=tmp_path)
-    model = tiny_gpt()
-    flow = watched(model, adamw(model), steps=3, every_n_steps=1)
-    out = export_run(tmp_path / "run-none-s0", tmp_path / "board", [flow])
-    read = events(out)
+    record = fl.run(tiny(watch={"every_n_steps": 4}), runs=tmp_path)
+    read = events(export_run(record.folder, tmp_path / "board"))
     looked = [e for e in record.events(EvaluationEvent) if e.checkpoint is None]
     assert looked
     for name in looked[0].metrics:
@@ -108,10 +114,94 @@ def test_a_finished_run_is_written_at_the_times_it_happened(tmp_path: Path) -> N
         assert [e.step for e in found] == [e.step for e in looked]
         assert [e.value for e in found] == pytest.approx([e.metrics[name] for e in looked])
         assert [e.wall_time for e in found] == pytest.approx([e.at for e in looked], abs=1e-3)
+    blocks = record.events(StepEvent)
+    losses = [loss for block in blocks for loss in block.loss]
+    assert scalars(read, "Training/loss") == pytest.approx(dict(enumerate(losses, 1)))
+    times = [event.wall_time for event in read.Scalars("Training/loss")]
+    assert times == sorted(times)
+    assert times[-1] == pytest.approx(blocks[-1].at, abs=1e-3)
+    rates = {block.step: block.rate for block in blocks}
+    assert scalars(read, "Training/learning_rate") == pytest.approx(rates)
+    flow = fl.load_flow(record)
     assert scalars(read, "Gradient/norm") == pytest.approx(flow.norms())
     with pytest.raises(fl.BadInput, match="has no events"):
         export_run(tmp_path / "nothing", tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("watch", [None, {"every_n_steps": 4}])
+def test_a_run_is_written_while_it_runs(tmp_path: Path, watch: dict[str, int] | None) -> None:
+    record = fl.run(tiny(watch=watch), runs=tmp_path, tensorboard=tmp_path / "live")
+    live = all_scalars(events(tmp_path / "live"))
+    assert {"Training/loss", "Training/learning_rate", "Validation/accuracy"} <= live.keys()
+    assert ("Gradient/norm" in live) == (watch is not None)
+    assert live == all_scalars(events(export_run(record.folder, tmp_path / "later")))
+
+
+def test_what_has_been_trained_can_be_seen_before_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    evaluate = loop._select
+
+    def look(*arguments: Any) -> bool:
+        deadline = time.monotonic() + 10
+        while not seen and time.monotonic() < deadline:
+            read = events(tmp_path / "live")
+            if "Training/loss" in read.Tags()["scalars"]:
+                seen.extend(scalars(read, "Training/loss"))
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(loop, "_select", look)
+    fl.run(tiny(), runs=tmp_path, tensorboard=tmp_path / "live")
+    assert seen == list(range(1, 9)), "the first epoch"
+
+
+def test_a_run_that_crashed_and_was_resumed_has_every_step_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It crashes after step 12 and continues after step 8."""
+    seed_step = loop.seed_step
+
+    def crash(seed: int, step: int, *more: Any) -> None:
+        if step == 12:
+            raise RuntimeError("planted")
+        seed_step(seed, step, *more)
+
+    monkeypatch.setattr(loop, "seed_step", crash)
+    folders = {"out": tmp_path / "run", "tensorboard": tmp_path / "live"}
+    with pytest.raises(RuntimeError, match="planted"):
+        fl.run(tiny(watch={"every_n_steps": 2}), **folders)
+    before = scalars(events(tmp_path / "live"), "Training/loss")
+    assert list(before) == list(range(1, 13)), "closed, with all steps that were taken"
+    monkeypatch.setattr(loop, "seed_step", seed_step)
+    elsewhere = fl.run(tiny(watch={"every_n_steps": 2}), out=tmp_path / "other")
+    record = fl.run(tiny(watch={"every_n_steps": 2}), resume=True, **folders)
+    live = all_scalars(events(tmp_path / "live"))
+    assert [step for step, _ in live["Training/loss"]] == list(range(1, 17))
+    assert live == all_scalars(events(export_run(record.folder, tmp_path / "later")))
+    whole = all_scalars(events(export_run(elsewhere.folder, tmp_path / "whole")))
+    assert live["Training/loss"] == whole["Training/loss"]
+
+
+def test_a_full_disk_does_not_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(TensorBoard, "_write", full)
+    with pytest.warns(UserWarning, match="TensorBoard: .*: No space left on device; "):
+        record = fl.run(tiny(), runs=tmp_path, tensorboard=tmp_path / "live")
+    assert record.status == "finished"
+
+
+def test_a_folder_for_the_events_of_one_run(tmp_path: Path) -> None:
+    fl.run(tiny(), runs=tmp_path / "runs", tensorboard=tmp_path / "live")
+    with pytest.raises(fl.BadInput, match=r"^--tensorboard .*live: holds event files already; "):
+        fl.run(tiny(), runs=tmp_path / "runs", tensorboard=tmp_path / "live")
+    with pytest.raises(fl.BadInput, match=r"^--tensorboard .*board: is in the run's folder; "):
+        fl.run(tiny(), out=tmp_path / "mine", tensorboard=tmp_path / "mine" / "board")
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run-none-s0"]
+    assert not (tmp_path / "mine").exists()
 
 
 def test_every_supervised_layer_has_its_metrics(tmp_path: Path) -> None:
@@ -136,8 +226,13 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(fl.BadInput, match=r"TensorBoard: .*file: "):
         TensorBoard(tmp_path / "file")
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    for name in ("tensorboardX.event_file_writer", "tensorboardX.summary"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(fl.FrostlabError, match=r"pip install 'frostlab\[tensorboard\]'$"):
         TensorBoard(tmp_path)
+    with pytest.raises(fl.FrostlabError, match=r"pip install 'frostlab\[tensorboard\]'$"):
+        fl.run(tiny(), runs=tmp_path, tensorboard=tmp_path / "live")
+    assert not (tmp_path / "run-none-s0").exists()
 
 
 def test_hostile_names_become_tags(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from torch import nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
 import frostlab as fl
+from flowing import tiny_gpt
+from frostlab.surgery.audit import Audit, frozen_audit
 from zoo import EVERY, LAYOUTS, build, loss_of
 
 
@@ -144,3 +146,65 @@ def test_bfloat16_and_compiled_wrappers_can_be_audited() -> None:
             self._orig_mod = inner
 
     proof.verify(OptimizedModule(model))
+
+
+def test_everything_trainable_moved() -> None:
+    model, inputs = build("gpt2")
+    fl.freeze(model, "query", "key")
+    proof = fl.audit(model)
+    with pytest.raises(fl.TrainableWeightsStayed) as untrained:
+        proof.verify(model, moved=True)
+    trainable = [part.key for part in fl.anatomy(model).parts if part.state == "trainable"]
+    assert list(untrained.value.names) == trainable
+    train(model, inputs, adamw(list(model.parameters())), 1)
+    proof.verify(model, moved=True)
+    model.get_parameter("h.0.attn.c_proj.bias").data.zero_()  # one bit is enough to have moved
+    proof.verify(model, moved=True)
+
+
+def test_a_forgotten_weight_is_named() -> None:
+    model, inputs = build("gpt2")
+    fl.freeze(model, "query", "key")
+    proof = fl.audit(model)
+    forgotten = model.get_parameter("h.1.mlp.c_fc.weight")
+    train(model, inputs, adamw([p for p in model.parameters() if p is not forgotten]), 1)
+    proof.verify(model)
+    message = r"^1 trainable tensor did not move: h\.1\.mlp\.c_fc\.weight$"
+    with pytest.raises(fl.TrainableWeightsStayed, match=message):
+        proof.verify(model, moved=True)
+
+
+def test_a_moved_frozen_weight_comes_first() -> None:
+    model, _ = build("gpt2")
+    fl.freeze(model, "query", "key")
+    proof = fl.audit(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)
+    with pytest.raises(fl.FrozenWeightsMoved):
+        proof.verify(model, moved=True)
+
+
+def test_an_audit_of_frozen_weights_alone_knows_nothing_of_the_others() -> None:
+    model, _ = build("gpt2")
+    fl.freeze(model, "query", "key")
+    with pytest.raises(fl.BadInput, match="has no trainable tensors; make it with fl.audit"):
+        frozen_audit(model).verify(model, moved=True)
+    with pytest.raises(fl.BadInput, match=r"the model no longer has wte\.weight; audit it again"):
+        Audit("GPT2Model", {}, {"wte.weight": "0"}).verify(build("bert")[0], moved=True)
+
+
+def test_a_grown_model_must_move_its_new_layer_too() -> None:
+    model = tiny_gpt()
+    fl.freeze(model, "layers[0].query")
+    proof = fl.audit(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(1.0)
+    growth = fl.grow(model, init="copy")
+    renewed = proof.renewed(model, growth)
+    with pytest.raises(fl.TrainableWeightsStayed) as error:
+        renewed.verify(model, moved=True)
+    assert all(name.startswith(growth.names[0]) for name in error.value.names)
+    assert error.value.names

@@ -12,21 +12,21 @@ from frostlab.data.prepare import prepare
 from frostlab.recipe.load import load_recipe
 from frostlab.records.schema import NoteEvent
 from frostlab.records.show import show, show_json
-from frostlab.training.state import Silent
+from frostlab.training.progress import Display, Nowhere
 from tiny import tiny
 
 ROWS = [*((f"text {number}", "ab"[number % 2]) for number in range(120)),
         ("torn", "a"), ("torn", "b"), (" ", "a"), ("alone", "rare")]  # fmt: skip
 
 
-class Heard(Silent):
-    """A display that keeps its lines."""
+class Heard(Nowhere):
+    """A screen that keeps its lines."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def say(self, line: str) -> None:
-        self.lines.append(line)
+    def line(self, text: str) -> None:
+        self.lines.append(text)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def heard() -> Heard:
 
 @pytest.fixture(scope="module")
 def record(project: Path, heard: Heard) -> fl.RunRecord:
-    return fl.run(str(project / "mine.yaml"), runs=project / "runs", display=heard)
+    return fl.run(str(project / "mine.yaml"), runs=project / "runs", progress=Display(heard))
 
 
 def test_the_record_describes_the_data(record: fl.RunRecord, project: Path) -> None:

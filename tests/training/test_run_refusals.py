@@ -36,7 +36,7 @@ def test_what_cannot_be_resumed(tmp_path: Path) -> None:
         fl.run(tiny(optim__lr=1e-4, seed=3), out=record.folder, resume=True)
     file = tmp_path / "file"
     file.write_text("x")
-    with pytest.raises(fl.BadInput, match="is a file, not a folder"):
+    with pytest.raises(fl.BadInput, match="is a file; choose another folder with --out"):
         fl.run(tiny(), out=file)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("x")

@@ -132,7 +132,7 @@ def test_a_watched_run_has_a_frame_of_its_flow(tmp_path: Path) -> None:
 
 def test_the_repr_is_short(classifier: fl.Run) -> None:
     text = repr(classifier)
-    assert text.startswith(f"Run({classifier.folder}, finished, accuracy=")
+    assert text.startswith(f"Run({classifier.folder}: finished, accuracy ")
     assert len(text) < len(str(classifier.folder)) + 80
 
 
@@ -205,7 +205,7 @@ def test_an_unfinished_run_has_its_best_weights_so_far(
     with pytest.warns(fl.UnfinishedRun, match=f"has not finished; .* those of step {best}"):
         model = unfinished.model()
     assert state_digest(model) == classifier.result.weights_digest
-    assert "unfinished" in repr(unfinished) or "stopped" in repr(unfinished)
+    assert "not finished" in repr(unfinished) or "stopped" in repr(unfinished)
 
 
 def test_a_run_without_a_checkpoint_has_no_weights(classifier: fl.Run, tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from frostlab.cli.options import (
     settings_from,
 )
 from frostlab.errors import BadInput
-from frostlab.text import plain
 
 if TYPE_CHECKING:
     from frostlab.comparison.run import Comparison
@@ -148,8 +147,9 @@ def compare(
     plan = None if again else make_plan(source, rules, settings=changes, quick=quick)
     from frostlab.comparison.run import reproduce, run_plan  # imports torch, unlike the plan
     from frostlab.comparison.runner import Runner
+    from frostlab.training.progress import choose_screen
 
-    runner = Runner(data_dir, lambda line: echo(plain(line), err=True), jobs)
+    runner = Runner(data_dir, choose_screen(True), jobs)
     if plan is None:
         comparison = reproduce(Path(source), runner, out)
     else:

@@ -97,7 +97,7 @@ def diagnose(
     if tensorboard is not None:
         from frostlab.integrations.tensorboard import export_run
 
-        export_run(folder, tensorboard, diagnosis.flows.values())
+        export_run(folder, tensorboard)
     _show(diagnosis, targets, as_json)
     if diagnosis.healthy is False or not all(target.reached for target in targets or ()):
         raise typer.Exit(1)
@@ -162,7 +162,6 @@ def _train(
     recipe: "Recipe", name: str, data_dir: Path | None, runs: Path, out: Path | None
 ) -> Path:
     """Train a recipe and return the run's folder, also if the run failed but has measurements."""
-    from frostlab.cli.progress import display
     from frostlab.flow.measurements import flows_of
     from frostlab.records.folder import new_folder
     from frostlab.training.run import RunFailed
@@ -170,9 +169,7 @@ def _train(
 
     folder = out or new_folder(runs, f"{name}-{recipe.treatment_name}-s{recipe.seed}")
     try:
-        return run_recipe(
-            recipe, name=name, out=folder, data_dir=data_dir, display=display()
-        ).folder  # fmt: skip
+        return run_recipe(recipe, name=name, out=folder, data_dir=data_dir, progress=True).folder
     except RunFailed:
         if not any(flow.reports for flow in flows_of(folder).values()):
             raise

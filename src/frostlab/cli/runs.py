@@ -62,6 +62,10 @@ def run(
         Path | None,
         typer.Option(metavar="FOLDER", help="Folder for this run (default: a new one in --runs)."),
     ] = None,
+    tensorboard: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Also write TensorBoard event files to this folder."),
+    ] = None,
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
     runs: RunsFolder = Path("runs"),
@@ -72,7 +76,6 @@ def run(
 
     loaded = load_recipe(recipe, settings_from(settings, device), seed)
     check_data_dir(data_dir)
-    from frostlab.cli.progress import display
     from frostlab.records.show import show
     from frostlab.training.run import run as run_recipe
 
@@ -83,7 +86,8 @@ def run(
         runs=runs,
         data_dir=data_dir,
         resume=resume,
-        display=display(),
+        tensorboard=tensorboard,
+        progress=True,
     )
     if is_first_process():
         echo(json.dumps(asdict(record.result), indent=1) if as_json else show(record.folder))

@@ -32,7 +32,6 @@ from frostlab.comparison.runner import (
     ComparisonFolder,
     Finished,
     Runner,
-    Say,
     plan_in,
     round_tasks,
     stored_plan,
@@ -45,6 +44,8 @@ from frostlab.records.folder import RunRecord
 from frostlab.records.manifest import write_manifest
 from frostlab.records.schema import read
 from frostlab.storage import check_name, write_whole
+from frostlab.text import plain
+from frostlab.training.progress import choose_screen
 from frostlab.training.stages import total_steps
 
 _QUICK_SECONDS = 60.0  # training time of all runs of a quick comparison together
@@ -52,11 +53,18 @@ _QUICK_LEAST = 10  # fewest steps of a run in a quick comparison
 _DEFAULT_PARENT = Path("comparisons")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """A finished comparison, read from its folder."""
 
     folder: Path
+
+    def __repr__(self) -> str:
+        try:
+            verdicts = [f"{arm} {verdict.word}" for arm, verdict in self.verdicts.items()]
+        except (OSError, FrostlabError):
+            verdicts = ["no verdicts yet"]
+        return plain(f"Comparison({self.folder}: {', '.join(verdicts)})")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", Path(self.folder))  # a str is accepted too
@@ -121,7 +129,7 @@ def compare(
     out: str | Path | None = None,
     data_dir: str | Path | None = None,
     jobs: int = 1,
-    say: Say = lambda line: None,
+    progress: bool | None = None,
 ) -> Comparison:
     """Compare arms, which are variants of one recipe that differ only in the treatment.
 
@@ -152,7 +160,7 @@ def compare(
         data_dir: folder of the data sets.
         jobs: number of parallel runs, if the GPU has room for them; steps and rounds are timed
             without parallel runs.
-        say: a function that is called with each line of progress.
+        progress: whether to show the progress; None: on a terminal or in a notebook.
     """
     changes = {
         "arms": arms, "seeds": seeds, "metric": metric, "alpha": alpha,
@@ -161,7 +169,8 @@ def compare(
         "assay": assay,
     }  # fmt: skip
     changes = {key: value for key, value in changes.items() if value is not None}
-    runner = Runner(None if data_dir is None else Path(data_dir), say, jobs)
+    screen = choose_screen(progress)
+    runner = Runner(None if data_dir is None else Path(data_dir), screen, jobs)
     folder = None if out is None else Path(out)
     if is_stored_plan(source, changes | dict(settings or {}), quick):
         return reproduce(Path(str(source)), runner, folder)
@@ -243,6 +252,12 @@ def run_plan(plan: Plan, runner: Runner, out: Path | None = None) -> Comparison:
         prepare(plan.recipe_of(plan.baseline, plan.seeds[0]), runner.data_dir)
     folder = ComparisonFolder(path.resolve())
     with folder.open(plan) as plan_with_seeds:
+        kept = [seed for seed in plan_with_seeds.seeds if seed not in plan.seeds]
+        if kept:
+            runner.say(
+                f"{path} already has {', '.join(map(str, kept))} as further seeds; they count too, "
+                f"so {len(plan_with_seeds.seeds)} seeds are compared"
+            )
         _carry_out(plan_with_seeds, folder, runner)
     return Comparison(folder.path)
 
@@ -267,7 +282,7 @@ def reproduce(source: Path, runner: Runner, out: Path | None = None) -> Comparis
     ComparisonFolder(original).check_inputs()
     path = _new_folder(plan, original) if out is None else out
     if path.resolve() == original:
-        raise BadInput(f"{path} is the folder of the plan; choose another with --out")
+        raise BadInput(f"{path} is the folder of the plan; choose another folder with --out")
     plan = _with_data_found(plan, original, runner)
     folder = ComparisonFolder(path.resolve())
     with folder.open(plan, stored.looks) as plan_with_seeds:

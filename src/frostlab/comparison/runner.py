@@ -7,7 +7,7 @@ import json
 import multiprocessing
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -24,11 +24,10 @@ from frostlab.records.folder import RunRecord, differences, finished_status
 from frostlab.records.manifest import MANIFEST, problems_in
 from frostlab.storage import Lock, finite, read_json, write_whole
 from frostlab.text import number
+from frostlab.training.progress import Display, Nowhere, Screen
 from frostlab.training.run import RunFailed, run
-from frostlab.training.state import Silent
 from frostlab.typed import read
 
-Say = Callable[[str], None]
 _MOST_JOBS = 256
 _PLAN, _LOCK = "plan.json", "compare.lock"
 _INPUTS = (_PLAN, "steps.json", "quick.json", "assay.json", "tuning.json")  # read by later calls
@@ -77,12 +76,16 @@ class Stopped(RunFailed):
 
 
 class Runner:
-    """A runner of tasks, up to `jobs` at a time, that reports progress and the time left."""
+    """A runner of tasks, up to `jobs` at a time, that reports progress and the time left.
 
-    def __init__(self, data_dir: Path | None, say: Say, jobs: int = 1) -> None:
+    On a live screen, a single task also has a bar.
+    """
+
+    def __init__(self, data_dir: Path | None, screen: Screen | None = None, jobs: int = 1) -> None:
         if type(jobs) is not int or not 1 <= jobs <= _MOST_JOBS:
             raise BadInput(f"jobs {jobs!r:.40} should be a whole number from 1 to {_MOST_JOBS}")
-        self.data_dir, self.say, self.jobs = data_dir, say, jobs
+        self.data_dir, self.screen, self.jobs = data_dir, screen or Nowhere(), jobs
+        self.say = self.screen.line
 
     def must_train(self, name: str) -> None:
         """Accept that a file is missing, because this runner can measure what it holds."""
@@ -119,7 +122,8 @@ class Runner:
         """Yield each task with its outcome (None if stopped) and its seconds when the task ends."""
         if at_once == 1 or len(tasks) < 2:
             for task in tasks:
-                yield (task, *run_task(task, self.data_dir))
+                display = Display(self.screen, task.about) if self.screen.is_live else None
+                yield (task, *run_task(task, self.data_dir, display))
             return
         pool = ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn"))
         try:
@@ -134,13 +138,15 @@ class Runner:
             pool.shutdown(cancel_futures=True)
 
 
-def run_task(task: Task, data_dir: Path | None) -> tuple[str | None, float]:
+def run_task(
+    task: Task, data_dir: Path | None, display: Display | None = None
+) -> tuple[str | None, float]:
     """Run a task, or resume it; return its outcome in words (None if stopped) and its seconds."""
     began = time.monotonic()
     try:
         record = run(
             task.recipe, name=task.arm, out=task.path, resume=task.path.exists(),
-            data_dir=data_dir, display=Silent(),
+            data_dir=data_dir, progress=display or False,
         )  # fmt: skip
     except RunFailed as error:
         stopped = finished_status(task.path) == "stopped"
@@ -159,7 +165,9 @@ def _is_done(task: Task) -> bool:
     if finished_status(task.path) not in ("finished", "diverged"):
         return False
     if RunRecord(task.path).result.recipe_digest != task.recipe.digest:
-        raise BadInput(f"{task.path} holds a run of another recipe; choose another folder")
+        raise BadInput(
+            f"{task.path} holds a run of another recipe; choose another folder with --out"
+        )
     return True
 
 
@@ -241,7 +249,7 @@ class ComparisonFolder:
         whose plan is carried out again.
         """
         if self.path.exists() and not self.path.is_dir():
-            raise BadInput(f"{self.path} is a file, not a folder")
+            raise BadInput(f"{self.path} is a file; choose another folder with --out")
         try:
             names = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
         except OSError as error:
@@ -250,7 +258,8 @@ class ComparisonFolder:
         leftovers = {name for name in names if name == _LOCK or name.startswith(f".{_PLAN}")}
         if names - leftovers and _PLAN not in names:
             raise BadInput(
-                f"{self.path} is not empty and holds no comparison; choose another folder"
+                f"{self.path} is not empty and holds no comparison; "
+                "choose another folder with --out"
             )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -278,7 +287,10 @@ class ComparisonFolder:
             if before.digest != plan.digest:
                 changed = differences(before.model_dump(mode="json"), plan.model_dump(mode="json"))
                 keys = ", ".join(key for key in changed if key != "seeds")
-                raise BadInput(f"{self.path} was made by another plan ({keys} differ)")
+                raise BadInput(
+                    f"{self.path} was made by another plan ({keys} differ); "
+                    "choose another folder with --out"
+                )
             seeds = (*before.seeds, *(seed for seed in plan.seeds if seed not in before.seeds))
             planned, looks = stored.planned, stored.looks
             plan = plan.model_copy(update={"seeds": seeds})
@@ -296,7 +308,7 @@ class ComparisonFolder:
             inputs = {str(path) for name in _INPUTS if (path := self.path / name).exists()}
             for problem in problems_in(self.path, deep=False):
                 if problem.path in inputs and not problem.added:
-                    raise BadInput(f"{problem}; restore it, or choose another folder")
+                    raise BadInput(f"{problem}; restore it, or choose another folder with --out")
 
     def look(self, plan: Plan, results: Results) -> Looks:
         """Count a look at these results, and remember it in plan.json."""

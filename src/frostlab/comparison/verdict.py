@@ -39,7 +39,7 @@ MEANINGS: dict[Word, str] = {
     "worse": "the whole interval of the effect is to the arm's disadvantage",
     "no difference found": (
         "the interval contains zero (or the ratio 1); the sentence says which costs it excludes "
-        "or not, and what could have been found"
+        "or not, and which true difference would be found in 8 of 10 such comparisons"
     ),
     "identical": "both arms ended with the same weights for every seed",
     "at chance": "neither arm learned more than chance, so nothing can be compared",
@@ -354,9 +354,9 @@ class _Case:
             return f"{arm} is {word} than {baseline} {on}: {numbers}{ending}."
         if word == "no difference found":
             costs = margin and excluded_costs(margin.answer, margin.largest, self.rules)
-            seen = self.could_have_seen
-            found = seen and f"could have found ≥ {_size_text(seen, self.rules.log)}"
-            ending = "".join(f"; {part}" for part in (costs, found) if part) + self._together()
+            gap = (seen := self.could_have_seen) and _size_text(seen, self.rules.log)
+            power = gap and f"a true difference of {gap} would be found in 8 of 10 such comparisons"
+            ending = "".join(f"; {part}" for part in (costs, power) if part) + self._together()
             return f"no difference found between {arm} and {baseline} {on}: {numbers}{ending}."
         text = {
             "identical": f"{arm} and {baseline} are identical: they ended with the same weights "

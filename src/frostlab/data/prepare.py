@@ -373,7 +373,7 @@ class _TextPreparation:
         else:
             path = self._train_tokenizer(portions)
             encoder = load_trained(path)
-            shutil.copy(path, folder / "tokenizer.json")
+            shutil.copyfile(path, folder / "tokenizer.json")
         splits = {role: self._encode(p, encoder, folder, role) for role, p in portions.items()}
         for role, split in self.splits.items():
             if split.stamp() != self.stamps[role]:

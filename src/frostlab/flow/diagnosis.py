@@ -27,8 +27,9 @@ from frostlab.storage import finite
 from frostlab.text import NONE, columns
 
 FLOW_TARGETS = {"front_ratio": 0.1, "weight_change": 0.01}  # a value above its target reaches it
-# (limit, word): the first word whose limit is above the front ratio describes it
-RATIO_WORDS = ((0.01, "vanishing"), (0.1, "weak"), (0.5, "fair"))
+# (limit, word): the first word whose limit is above the front ratio describes its size; it is no
+# verdict, because an optimizer that divides by the gradient's magnitude learns from small ones too
+RATIO_WORDS = ((0.01, "very small"), (0.1, "small"), (0.5, "fair"))
 _TITLES = {"front_ratio": "front/output gradient", "weight_change": "front weight change"}
 
 UNHEALTHY = {  # verdict → the verb for one part, the verb for several parts
@@ -298,7 +299,7 @@ class DepthRatios:
 
     @property
     def word(self) -> str:
-        """The front ratio as a word: vanishing, weak, fair or good."""
+        """The size of the front ratio as a word: very small, small, fair or good."""
         ratio = self.front_ratio
         if math.isnan(ratio):
             return "unknown"

@@ -137,6 +137,13 @@ class Flow:
         self.verified = False  # whether frozen parts were compared with their digests
         self._reports: list[Report] = []
 
+    def __repr__(self) -> str:
+        from frostlab.flow.diagnosis import sentence_of
+
+        count = f"{len(self.reports)} report{'s' * (len(self.reports) != 1)}"
+        about = f"{self.model}, {self.optimizer}, {count}: {sentence_of(self)}"
+        return plain(f"{type(self).__name__}({about})")
+
     @property
     def reports(self) -> list[Report]:
         """The reports so far, one per measured step."""
@@ -420,11 +427,11 @@ def _read_events(events: Iterable[Event]) -> dict[str, Flow]:
         if isinstance(event, FlowPartsEvent):
             stage, front = event.stage, event.front
             flow = flows[stage] = Flow(event.model, event.optimizer)
-            flow.parts = tuple(PartFacts.from_dict(vars(part)) for part in event.parts)
+            flow.parts = read_parts(event)
             flow.groups = tuple(GroupFacts(**vars(group)) for group in event.groups)
             reports.setdefault(stage, {})
         elif isinstance(event, FlowEvent):
-            reports[stage][event.step] = _read_report(event, flows[stage].parts, front)
+            reports[stage][event.step] = read_report(event, flows[stage].parts, front)
         elif isinstance(event, EvaluationEvent) and stage:
             flows[stage].verified |= event.frozen_verified > 0
     for name, flow in flows.items():
@@ -432,7 +439,13 @@ def _read_events(events: Iterable[Event]) -> dict[str, Flow]:
     return flows
 
 
-def _read_report(event: FlowEvent, parts: Sequence[PartFacts], front: Sequence[str]) -> Report:
+def read_parts(event: FlowPartsEvent) -> tuple[PartFacts, ...]:
+    """Return the parts that a `flow_parts` event lists."""
+    return tuple(PartFacts.from_dict(vars(part)) for part in event.parts)
+
+
+def read_report(event: FlowEvent, parts: Sequence[PartFacts], front: Sequence[str]) -> Report:
+    """Return the report that a `flow` event stores; `front` names the tensors that have ranges."""
     values, trainable = {}, _trainable(parts)
     for name in QUANTITIES:
         numbers = [math.nan] * len(parts)

@@ -75,13 +75,19 @@ def _depth_lines(flow: "Flow") -> list[str]:
     ratios = flow.depth_ratios()
     if math.isnan(ratios.front_ratio):
         return []
-    text = f"front/output gradient {ratios.front_ratio:.3g} ({ratios.word}"
-    text += f", wanted > {FLOW_TARGETS['front_ratio']:g})"
-    text += f", back/output {ratios.back_ratio:.3g}"
+    wanted = dict.fromkeys(FLOW_TARGETS, "")
+    if _is_alarming(flow):
+        wanted = {name: f" (wanted > {target:g})" for name, target in FLOW_TARGETS.items()}
+    text = f"front/output gradient {ratios.front_ratio:.3g}, {ratios.word}{wanted['front_ratio']}"
+    text += f"; back/output {ratios.back_ratio:.3g}"
     if not math.isnan(ratios.weight_change):
-        text += f", front weight change {ratios.weight_change:.4f}"
-        text += f" (wanted > {FLOW_TARGETS['weight_change']:g})"
+        text += f"; front weight change {ratios.weight_change:.4f}{wanted['weight_change']}"
     return ["", text]
+
+
+def _is_alarming(flow: "Flow") -> bool:
+    """Return whether a part needs attention; else nothing is said about what is wanted."""
+    return any(verdict.alarming for verdict in flow.verdicts().values())
 
 
 def _number(value: float) -> str:
@@ -205,12 +211,13 @@ _PAGE = """
 {% if depth %}
 <h2>Front and output</h2>
 <p>The largest absolute gradient of a tensor, averaged over the first two layers, is
-<strong>{{ depth.front }}</strong> of the head's: <strong>{{ depth.word }}</strong> (above
-{{ wanted.front_ratio }} is wanted). For the last two layers, it is {{ depth.back }}.
+<strong>{{ depth.front }}</strong> of the head's: <strong>{{ depth.word }}</strong>
+{%- if alarm %} (above {{ wanted.front_ratio }} is wanted){% endif %}. For the last two layers, it
+is {{ depth.back }}.
 {% if depth.change %}
 The range (largest minus smallest weight) of a tensor in the first two layers changed by
-<strong>{{ depth.change }}</strong> on average, relative to the first report (above
-{{ wanted.weight_change }} is wanted).
+<strong>{{ depth.change }}</strong> on average, relative to the first report
+{%- if alarm %} (above {{ wanted.weight_change }} is wanted){% endif %}.
 {% endif %}
 </p>
 {% endif %}
@@ -241,7 +248,7 @@ def page_of(flow: "Flow") -> str:
         reports=len(flow.reports),
         first=flow.reports[0].step,
         last=flow.reports[-1].step,
-        alarm=any(verdict.alarming for verdict in flow.verdicts().values()),
+        alarm=_is_alarming(flow),
         sentence=sentence_of(flow),
         findings=_shown_findings(flow),
         depth=_shown_depth(flow),

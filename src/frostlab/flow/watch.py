@@ -25,7 +25,7 @@ from frostlab.flow.probe import Gradient, Probe, own_gradient
 from frostlab.flow.tensors import Layout, fingerprint, former_indices, read_layout
 from frostlab.roles.parts import gathered
 from frostlab.roles.read import unwrapped
-from frostlab.surgery.audit import Audit, audit
+from frostlab.surgery.audit import Audit, frozen_audit
 from frostlab.surgery.origin import digest
 from frostlab.surgery.stale import changes
 
@@ -450,7 +450,7 @@ class FrozenDigests:
         self._audit: Audit | None = None
         self._digests: dict[str, str] = {}  # parameter name → digest
         try:
-            self._audit = audit(model)
+            self._audit = frozen_audit(model)
         except UnknownArchitecture:
             frozen = (n for n, p in unwrapped(model).named_parameters() if not p.requires_grad)
             self._digests = {name: _digest(model, name) for name in frozen}

@@ -1,20 +1,31 @@
-"""TensorBoard event files of gradient flow and metrics, written live or from a run's record."""
+"""TensorBoard event files of losses, metrics and gradient flow, written live or from a record."""
 
 import math
 import re
+import threading
+import time
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from torch import Tensor, nn
 
-from frostlab.errors import BadInput, require
+from frostlab.errors import BadInput, first_line, require
 from frostlab.flow.diagnosis import depth_ratios
-from frostlab.flow.measurements import Flow, PartFacts, Report
+from frostlab.flow.measurements import PartFacts, Report, flows_of, read_parts, read_report
 from frostlab.flow.probe import Gradient, own_gradient
 from frostlab.flow.tensors import local
 from frostlab.records.folder import RunRecord
-from frostlab.records.schema import EvaluationEvent
+from frostlab.records.schema import (
+    EvaluationEvent,
+    Event,
+    FlowEvent,
+    FlowPartsEvent,
+    StepEvent,
+    read_event,
+)
 from frostlab.roles.read import unwrapped
 from frostlab.text import plain, short, typed
 
@@ -25,12 +36,24 @@ _VALUES, _BINS = 10_000, 64  # maximum number of sampled values, and number of b
 class TensorBoard:
     """A writer of event files, e.g. `fl.watch(…, on_report=TensorBoard(folder).flow)`."""
 
-    def __init__(self, folder: str | Path) -> None:
-        package = require("tensorboardX", "tensorboard", "writing event files")
+    def __init__(self, folder: str | Path, *, replaces: bool = False) -> None:
+        """Create a new event file in a folder.
+
+        With `replaces`, TensorBoard no longer shows what earlier files in the folder hold.
+        """
+        purpose = "writing event files"
+        files = require("tensorboardX.event_file_writer", "tensorboard", purpose)
+        self._summary = require("tensorboardX.summary", "tensorboard", purpose)
+        self._event: Any = require("tensorboardX.proto.event_pb2", "tensorboard", purpose)
         try:
-            self._writer: Any = package.SummaryWriter(str(folder))
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            # files are read in the order of their names, which begin with the time in seconds
+            self._file: Any = files.EventsWriter(f"{folder}/events", f".{time.time_ns()}")
         except OSError as error:
             raise BadInput(f"TensorBoard: {folder}: {error.strerror}") from None
+        if replaces:
+            start = self._event.SessionLog(status=self._event.SessionLog.START)
+            self._file.write_event(self._event.Event(step=0, session_log=start))
 
     def __enter__(self) -> "TensorBoard":
         return self
@@ -89,21 +112,41 @@ class TensorBoard:
             if (tensor := gradient(parameter)) is not None:
                 self._histogram(f"Gradient/{name}", tensor, step)
 
+    def training(self, event: StepEvent) -> None:
+        """Write the loss of each step of a block, and the learning rate of its last step.
+
+        The time of a step is that of the block less the measured times of the later steps.
+        """
+        at = event.at - sum(event.ms) / 1e3
+        for step, (loss, ms) in enumerate(zip(event.loss, event.ms, strict=True), event.first):
+            at += ms / 1e3
+            self._scalar("Training/loss", math.nan if loss is None else loss, step, at)
+        self._scalar("Training/learning_rate", event.rate, event.step, event.at)
+
+    def flush(self) -> None:
+        """Write all values to the disk."""
+        self._file.flush()
+
     def close(self) -> None:
-        """Write pending events, and close the files."""
-        self._writer.close()
+        """Write all values to the disk, and close the file."""
+        self._file.close()
 
     def _scalar(self, tag: str, value: Any, step: int, at: float | None) -> None:
         if typed(value, int, float) is None:
             raise BadInput(f"TensorBoard: {plain(tag)} should be a number, but is {value!r:.60}")
-        self._writer.add_scalar(_shown(tag), float(value), step, walltime=at)
+        self._write(self._summary.scalar(_shown(tag), float(value)), step, at)
 
     def _histogram(self, tag: str, tensor: Tensor, step: int) -> None:
         flat = local(tensor).detach().flatten()
         sample = flat[:: max(1, math.ceil(len(flat) / _VALUES))].float().cpu()
         sample = sample[sample.isfinite()]
         if len(sample):
-            self._writer.add_histogram(_shown(tag), sample.double().numpy(), step, bins=_BINS)
+            values = sample.double().numpy()
+            self._write(self._summary.histogram(_shown(tag), values, _BINS), step, None)
+
+    def _write(self, summary: Any, step: int, at: float | None) -> None:
+        wall_time = time.time() if at is None else at
+        self._file.write_event(self._event.Event(wall_time=wall_time, step=step, summary=summary))
 
 
 def _shown(tag: str) -> str:
@@ -121,17 +164,98 @@ def tag_of(part: str) -> str:
     return "outside.norm" if name == "norm" else name
 
 
-def export_run(run: str | Path, out: str | Path, flows: Iterable[Flow] = ()) -> Path:
-    """Write a recorded run's evaluations during training, and `flows`, as event files in `out`."""
+def export_run(run: str | Path, out: str | Path) -> Path:
+    """Write the losses, evaluations and gradient flow of a recorded run as event files in `out`."""
     events = RunRecord(Path(run)).events()
     if not events:
         raise BadInput(f"export_run: {run} has no events; give the folder of a run")
-    times = {event.step: event.at for event in events}
+    flows_of(run)  # refuses a damaged flow before anything is written
     with TensorBoard(out) as board:
+        writer = _EventWriter(board)
         for event in events:
-            if isinstance(event, EvaluationEvent) and event.checkpoint is None:
-                board.metrics(event.step, event.metrics, event.at)
-        for flow in flows:
-            for report in flow.reports:
-                board.flow(report.step, report, flow.parts, times.get(report.step))
+            writer.write(event)
     return Path(out)
+
+
+class _EventWriter:
+    """Writes a run's events, in their order, as TensorBoard's."""
+
+    def __init__(self, board: TensorBoard) -> None:
+        self._board = board
+        self._parts: Sequence[PartFacts] = ()  # of the current stage
+        self._front: Sequence[str] = ()
+
+    def write(self, event: Event) -> None:
+        """Write an event; kinds that TensorBoard cannot show are left out.
+
+        The evaluation of the best weights at the end of a run is not a point of a curve.
+        """
+        if isinstance(event, StepEvent):
+            self._board.training(event)
+        elif isinstance(event, EvaluationEvent) and event.checkpoint is None:
+            self._board.metrics(event.step, event.metrics, event.at)
+        elif isinstance(event, FlowPartsEvent):
+            self._parts, self._front = read_parts(event), event.front
+        elif isinstance(event, FlowEvent):
+            report = read_report(event, self._parts, self._front)
+            self._board.flow(event.step, report, self._parts, event.at)
+
+
+def check_folder(folder: Path, run: Path, resumes: bool) -> None:
+    """Refuse a folder in which the curves of two runs would mix, or that belongs to the run.
+
+    A resumed run replaces the curves in its folder by its own.
+    """
+    require("tensorboardX", "tensorboard", "writing event files")
+    if folder.resolve().is_relative_to(run.resolve()):
+        raise BadInput(f"--tensorboard {folder}: is in the run's folder; choose another folder")
+    if not resumes and folder.is_dir() and any(folder.glob("events.out.tfevents.*")):
+        raise BadInput(f"--tensorboard {folder}: holds event files already; choose another folder")
+
+
+class LiveBoard:
+    """A writer of a run's events while it runs, in a thread of its own: no step waits for it.
+
+    A resumed run gives its earlier events, so that the curves are complete and no step is there
+    twice. If the files cannot be written, the run goes on, and a warning is given at its end.
+    """
+
+    def __init__(self, folder: str | Path, earlier: Sequence[Event]) -> None:
+        self._board = TensorBoard(folder, replaces=bool(earlier))
+        self._folder = folder
+        self._lines: SimpleQueue[str | None] = SimpleQueue()  # None ends the thread
+        self._error: str | None = None
+        self._thread = threading.Thread(target=self._work, args=(earlier,), daemon=True)
+        self._thread.start()
+
+    def add(self, line: str) -> None:
+        """Add an event, as a line of events.jsonl."""
+        self._lines.put(line)
+
+    def __enter__(self) -> "LiveBoard":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Write all events, also those of a run that failed, and close the file."""
+        self._lines.put(None)
+        self._thread.join()
+        if self._error is not None:
+            warnings.warn(
+                f"TensorBoard: {self._folder}: {self._error}; `frostlab diagnose` and export_run "
+                "write event files from the run's record",
+                stacklevel=2,
+            )
+
+    def _work(self, earlier: Iterable[Event]) -> None:
+        writer = _EventWriter(self._board)
+        try:
+            with self._board:
+                for event in earlier:
+                    writer.write(event)
+                while (line := self._lines.get()) is not None:
+                    if (recorded := read_event(line, "TensorBoard")) is not None:
+                        writer.write(recorded)
+                    if self._lines.empty():
+                        self._board.flush()
+        except Exception as error:  # nobody would see it in this thread
+            self._error = getattr(error, "strerror", None) or first_line(error)

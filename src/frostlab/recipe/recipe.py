@@ -168,6 +168,15 @@ class Recipe(Strict):
             raise ValueError(problem)
         return self
 
+    def __repr__(self) -> str:
+        stages = f", {len(self.stages)} stages" if self.stages else ""
+        return (
+            f"Recipe(data {self.data.name}, model {self.model.kind}, treatment "
+            f"{self.treatment_name}{stages}, seed {self.seed}; digest {self.digest})"
+        )
+
+    __str__ = __repr__
+
     @property
     def metric(self) -> Metric:
         """The metric that chooses the best checkpoint."""

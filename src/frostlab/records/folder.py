@@ -54,6 +54,7 @@ from frostlab.storage import (
     whole_folder,
     write_whole,
 )
+from frostlab.text import number, plain
 from frostlab.typed import check_numbers, parse, read
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class RunFolder:
         self.path = path
         self._lock: Lock | None = None
         self._events: TextIO | None = None
+        self.listener: Callable[[str], None] | None = None  # gets each event as a line of JSON
 
     @classmethod
     def create(
@@ -148,9 +150,11 @@ class RunFolder:
         assert self._events is not None, "the folder is open"
         at = round(time.time(), 3)
         EVENTS[kind](at=at, step=step, **values)  # raises TypeError for an unknown or missing key
-        line = {"kind": kind, "at": at, "step": step, **values}
-        self._events.write(json.dumps(finite(line)) + "\n")
+        line = json.dumps(finite({"kind": kind, "at": at, "step": step, **values}))
+        self._events.write(line + "\n")
         self._events.flush()
+        if self.listener is not None:
+            self.listener(line)
 
     def write(self, name: str, value: Any) -> None:
         """Write plain values or a dataclass as a JSON file, atomically."""
@@ -261,13 +265,15 @@ def given_folder(
 ) -> tuple[Path, bool]:
     """Check the folder that the user named; return it, and whether it holds a run to resume."""
     if path.exists() and not path.is_dir():
-        raise BadInput(f"--out {path}: is a file, not a folder")
+        raise BadInput(f"{path} is a file; choose another folder with --out")
     if not path.is_dir() or not any(path.iterdir()):
         return path, False
     if (start := start_of(path)) is None:
-        raise BadInput(f"--out {path}: is not empty; choose another folder")
+        raise BadInput(f"{path} is not empty and holds no run; choose another folder with --out")
     if not resume:
-        raise BadInput(f"--out {path}: holds a run already; add --resume, or choose another")
+        raise BadInput(
+            f"{path} holds a run already; add --resume, or choose another folder with --out"
+        )
     if (status := finished_status(path)) in ("finished", "diverged"):
         raise BadInput(f"--resume: the run in {path} is {status}")
     if start.recipe_digest != digest:
@@ -344,11 +350,18 @@ def supersede_result(folder: RunFolder) -> None:
         path.rename(target)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunRecord:
     """The record of a run, read from its folder; each file is read once, when first needed."""
 
     folder: Path
+
+    def __repr__(self) -> str:
+        status = finished_status(self.folder)
+        metrics = self.metrics if status == "finished" else {}
+        shown = [f"{name} {number(value)}" for name, value in metrics.items()]
+        about = ", ".join([status or "not finished", *shown[:3]])
+        return f"{type(self).__name__}({plain(str(self.folder))}: {about})"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", Path(self.folder))  # accepts a str

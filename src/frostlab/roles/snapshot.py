@@ -20,12 +20,17 @@ class Layer:
     parts: tuple[Part, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Anatomy:
     """The parts of a model and their states at one moment, in the order of the model."""
 
     model: str
     parts: tuple[Part, ...]
+
+    def __repr__(self) -> str:
+        counts = f"{len(self.layers)} layers, {len(self.parts)} parts"
+        learns = f"{self.count('trainable'):,} of {self.count():,} parameters trainable"
+        return f"Anatomy({self.model}: {counts}, {learns})"
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:

@@ -1,69 +1,109 @@
-"""Digests of frozen tensors, to prove later that the tensors did not change."""
+"""Digests of a model's tensors, to prove later that frozen ones stayed and trainable ones moved."""
 
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from frostlab.errors import BadInput, FrozenWeightsMoved
+from frostlab.errors import BadInput, FrozenWeightsMoved, TrainableWeightsStayed
 from frostlab.roles.read import survey, unwrapped
 from frostlab.surgery.freeze import frozen_statistics
 from frostlab.surgery.grow import Growth
 from frostlab.surgery.origin import digest
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Audit:
-    """The digests of a model's frozen tensors at one moment."""
+    """The digests of a model's tensors at one moment: 64 characters for each tensor."""
 
     model: str
-    digests: dict[str, str] = field(repr=False)
+    digests: dict[str, str]  # of frozen tensors, by name
+    trainable: dict[str, str] | None = None  # None: only frozen ones were recorded
 
-    def verify(self, model: nn.Module) -> None:
-        """Raise FrozenWeightsMoved with the names of all frozen tensors that changed."""
-        now = _digests(model, only=self.digests)
-        moved = [name for name, value in self.digests.items() if now.get(name) != value]
+    def __repr__(self) -> str:
+        counts = f"{len(self.digests)} frozen"
+        if self.trainable is not None:
+            counts += f" and {len(self.trainable)} trainable"
+        return f"Audit({self.model}: {counts} tensors)"
+
+    def verify(self, model: nn.Module, *, moved: bool = False) -> None:
+        """Raise FrozenWeightsMoved with the names of all frozen tensors that changed.
+
+        With `moved`, also raise TrainableWeightsStayed with the names of all tensors that were
+        trainable and of which no bit has changed.
+        """
+        now = _digests(model, self.digests)
+        changed = [name for name, value in self.digests.items() if now.get(name) != value]
+        if changed:
+            raise FrozenWeightsMoved(changed)
         if moved:
-            raise FrozenWeightsMoved(moved)
+            self._verify_moved(model)
+
+    def _verify_moved(self, model: nn.Module) -> None:
+        if self.trainable is None:
+            raise BadInput("verify: this audit has no trainable tensors; make it with fl.audit")
+        now = _digests(model, self.trainable)
+        if lost := [name for name in self.trainable if name not in now]:
+            raise BadInput(f"verify: the model no longer has {lost[0]}; audit it again")
+        stayed = [name for name, value in self.trainable.items() if now[name] == value]
+        if stayed:
+            raise TrainableWeightsStayed(stayed)
 
     def renewed(self, model: nn.Module, growth: Growth) -> "Audit":
         """Return this audit updated for a model that has just grown.
 
         Renamed tensors keep their digests under the new names; tensors that `grow` changed get
-        new digests. Raises FrozenWeightsMoved if any other tensor changed.
+        new digests, and so do trainable tensors that it added. Raises FrozenWeightsMoved if any
+        other frozen tensor changed.
         """
         before = {growth.renamed(name): value for name, value in self.digests.items()}
-        now = _digests(model, only=before)
+        now = _digests(model, before)
         moved = [n for n, v in before.items() if n not in growth.changed and now.get(n) != v]
         if moved:
             raise FrozenWeightsMoved(moved)
-        return Audit(self.model, now)
+        if self.trainable is None:
+            return Audit(self.model, now)
+        kept = {growth.renamed(name): value for name, value in self.trainable.items()}
+        kept = {name: value for name, value in kept.items() if name not in growth.changed}
+        return Audit(self.model, now, _trainable_digests(model) | kept)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return {"model": self.model, "digests": dict(self.digests)}
+        return {"model": self.model, "digests": dict(self.digests), "trainable": self.trainable}
 
 
 def audit(model: nn.Module) -> Audit:
-    """Compute the sha256 of every frozen tensor, including frozen rows of split projections."""
-    digests = _digests(model, only=None)
+    """Compute the sha256 of every tensor of a model, frozen rows of split projections apart.
+
+    No copy of the weights is kept. The time is that of hashing them all, a second or two per GB.
+    """
+    return replace(frozen_audit(model), trainable=_trainable_digests(model))
+
+
+def frozen_audit(model: nn.Module) -> Audit:
+    """Compute the sha256 of frozen tensors only; `verify(moved=True)` needs the others too."""
+    anatomy, _ = survey(model)
+    names = {part.key for part in anatomy.parts if part.state != "trainable"}
+    digests = _digests(model, names | frozen_statistics(unwrapped(model)).keys())
     if not digests:
         raise BadInput("audit: nothing is frozen; call fl.freeze first")
     return Audit(type(unwrapped(model)).__name__, digests)
 
 
-def _digests(model: nn.Module, only: dict[str, str] | None) -> dict[str, str]:
-    """Return the digests of the parts and buffers named in `only`; None: of all frozen ones."""
+def _trainable_digests(model: nn.Module) -> dict[str, str]:
+    """Return the digests of all trainable tensors that hold a value."""
+    anatomy, _ = survey(model)
+    trainable = (part for part in anatomy.parts if part.state == "trainable" and part.parameters)
+    return _digests(model, {part.key for part in trainable})
+
+
+def _digests(model: nn.Module, names: Collection[str]) -> dict[str, str]:
+    """Return the digests of the parts and buffers with these names."""
     anatomy, slots = survey(model)
-    inner = unwrapped(model)
     chosen = {
-        part.key: (slots[part.name], part.rows)
-        for part in anatomy.parts
-        if (part.state != "trainable" if only is None else part.key in only)
+        part.key: (slots[part.name], part.rows) for part in anatomy.parts if part.key in names
     }
     digests = {key: digest(slot.read(rows)) for key, (slot, rows) in chosen.items()}
-    statistics = frozen_statistics(inner) if only is None else dict(inner.named_buffers())
-    digests |= {
-        name: digest(buffer) for name, buffer in statistics.items() if only is None or name in only
-    }
-    return digests
+    buffers = unwrapped(model).named_buffers()
+    return digests | {name: digest(buffer) for name, buffer in buffers if name in names}

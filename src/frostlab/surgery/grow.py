@@ -55,7 +55,7 @@ class Trunk:
         return model_type(self.body) == "bert"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Growth:
     """The result of growing a model."""
 
@@ -64,6 +64,11 @@ class Growth:
     names: tuple[str, ...]  # prefixes of the new layers in the state dict, without the final dot
     changed: tuple[str, ...]  # existing parts whose values have changed
     note: str  # an explanation of the changes, or ""
+
+    def __repr__(self) -> str:
+        indices = ", ".join(map(str, self.layers))
+        changed = f"; {len(self.changed)} existing parts changed" if self.changed else ""
+        return f"Growth(layers {indices} are new{changed})"
 
     def renamed(self, name: str) -> str:
         """Return the new name of a tensor that the model had before growing."""

@@ -180,7 +180,7 @@ def export(model: nn.Module, folder: str | Path) -> Path:
     _, slots = survey(model)
     refuse_untouchable(model, slots.values(), "export")
     if any(slot.adapts is not None for slot in slots.values()):
-        raise BadInput("export: the model has adapters; merge them into its weights first")
+        raise BadInput("export: the model has adapters; call model.merge_and_unload() first")
     save: Any = getattr(model, "save_pretrained", None)
     if save is None:
         raise BadInput(

@@ -111,6 +111,7 @@ def _train_stage(
     epoch_began = clock.training_seconds() - progress.epoch_seconds
     recorded_reason = ""
     with StepLog(step_once, clock, world, context.folder) as log:
+        latest_loss = log.latest_loss if world.size == 1 else lambda: should_stop.loss
         while progress.step < end and not progress.stopped_early:
             _, stage_step = stage_at(context.stages, progress.step, progress.lengths)
             if stage_step == 0:
@@ -133,7 +134,7 @@ def _train_stage(
             padded = sum(batch.padded_tokens for batch in batches)
             log.add(Entry(progress.step, outcome, rate, tokens, padded, len(rows), lap,
                           progress.order))  # fmt: skip
-            context.display.advance(progress.step, log.loss)
+            context.display.advance(progress.step, latest_loss)
 
             if index == per_epoch:
                 clock.wait_for_device()
@@ -155,7 +156,7 @@ def _train_stage(
                 improved = _select(context, progress, clock)
                 if progress.best.exhausted(stage.patience):
                     progress.stopped_early = True
-            stop = should_stop(progress.step)
+            stop = should_stop(progress.step, outcome.loss)
             saves = evaluates and (improved or recipe.train.checkpoint is None)
             if saves or stop or _is_due(
                 recipe.train.checkpoint, progress.stage_step, per_epoch, stage.steps
@@ -408,15 +409,18 @@ class StopRequest:
     """A function that returns whether the run must stop after a step.
 
     All processes must stop at the same step. They exchange their requests about every two seconds,
-    because an exchange after every step would make each step wait for the device.
+    because an exchange after every step would make each step wait for the device. `loss` is the
+    loss over all processes at the last exchange; a single process makes no exchange.
     """
 
     def __init__(self, asked: Callable[[], bool], compute: Compute) -> None:
         self._asked, self._world, self._device = asked, compute.world, compute.device
         # the steps of the next and the last exchange, and the time of the last one
         self._next, self._last, self._at = 1, 0, time.monotonic()
+        self.loss: float | None = None
 
-    def __call__(self, step: int) -> bool:
+    def __call__(self, step: int, loss: Tensor) -> bool:
+        """Return whether to stop; `loss` is this process's summand of the step's loss."""
         if self._world.size == 1:
             return self._asked()
         if step < self._next:
@@ -424,8 +428,9 @@ class StopRequest:
         now = time.monotonic()
         # seconds per step; only rank 0 measures it, so that the sum is the same in all processes
         pace = (now - self._at) / max(step - self._last, 1) if self._world.writes else 0.0
-        answers = torch.tensor([float(self._asked()), pace], device=self._device)
-        asked, pace = self._world.total(answers).tolist()
+        answers = torch.tensor([float(self._asked()), pace, 0.0], device=self._device)
+        answers[2] = loss.detach()
+        asked, pace, self.loss = self._world.total(answers).tolist()
         self._next = step + max(1, min(_EXCHANGE_STEPS, int(_EXCHANGE_SECONDS / max(pace, 1e-9))))
         self._last, self._at = step, now
         return asked > 0

@@ -16,6 +16,7 @@ import yaml
 from frostlab.data.eeg.recordings import PreparedData, as_token_data
 from frostlab.devices import choose_device
 from frostlab.errors import BadInput, DamagedCheckpoint, FrostlabError
+from frostlab.integrations.tensorboard import LiveBoard, check_folder
 from frostlab.recipe.load import load_recipe, recipe_from, recipe_name, with_paths
 from frostlab.recipe.recipe import Recipe
 from frostlab.records import SCHEMA
@@ -37,6 +38,7 @@ from frostlab.surgery.audit import Audit
 from frostlab.timing.clock import Meter, Stopwatch
 from frostlab.training.distributed import Compute, process_group
 from frostlab.training.loop import Stopped, interruptions, measure, train
+from frostlab.training.progress import Display, choose_screen
 from frostlab.training.setup import (
     Assembly,
     assemble,
@@ -50,11 +52,9 @@ from frostlab.training.setup import (
 )
 from frostlab.training.state import (
     Best,
-    Display,
     Progress,
     Report,
     RunContext,
-    Silent,
     StageModel,
 )
 from frostlab.training.step.eager import Diverged
@@ -73,7 +73,8 @@ def run(
     runs: str | Path = "runs",
     data_dir: str | Path | None = None,
     resume: bool = False,
-    display: Display | None = None,
+    tensorboard: str | Path | None = None,
+    progress: bool | Display | None = None,
 ) -> RunRecord:
     """Train a recipe and return the record of its run.
 
@@ -85,9 +86,12 @@ def run(
         out: the folder of the run; None: a new folder in `runs`.
         data_dir: the folder with the data sets.
         resume: continue the newest unfinished run of this recipe.
-        display: an object that shows the progress; None: show nothing.
+        tensorboard: a folder to which TensorBoard event files are written during the run.
+        progress: whether to show the progress; None: on a terminal or in a notebook. A
+            `Display` shows it in its own way.
     """
     recipe, name = _resolve(recipe, settings or {}, seed, name)
+    display = progress if isinstance(progress, Display) else Display(choose_screen(progress))
     device = choose_device(recipe.train.device)
     with ExitStack() as stack:
         world = stack.enter_context(process_group(device, recipe.train))
@@ -96,7 +100,10 @@ def run(
                 f"train.batch {recipe.train.batch} cannot be shared by {world.size} processes × "
                 f"{recipe.train.accumulate} micro-batches"
             )
-        path, resumes = world.agree(_choose_folder(recipe, name, out, Path(runs), resume))
+        chosen = _choose_folder(recipe, name, out, Path(runs), resume)
+        if tensorboard is not None:
+            check_folder(Path(tensorboard), chosen[0], resumes=chosen[1])
+        path, resumes = world.agree(chosen)
         folder = stack.enter_context(RunFolder(path).open()) if world.writes and resumes else None
         stack.enter_context(with_threads(_threads(recipe, path if resumes else None)))
         meter = Meter(device)
@@ -109,7 +116,9 @@ def run(
         elif world.writes:
             folder = stack.enter_context(_create_folder(recipe, name, path, assembly, compute, out))
         path = world.agree(folder.path if folder else None)
-        display = display or Silent()
+        if tensorboard is not None and folder is not None:
+            board = LiveBoard(tensorboard, folder.events() if resumes else ())
+            folder.listener = stack.enter_context(board).add
         stack.callback(display.close)
         for line in assembly.prepared.notes if world.writes else ():
             display.say(f"note: {line}")
@@ -197,7 +206,9 @@ def _create_folder(
             return folder
         except FileExistsError:
             if out is not None:
-                raise BadInput(f"--out {path}: another run has just started there") from None
+                raise BadInput(
+                    f"another run has just started in {path}; choose another folder with --out"
+                ) from None
             path = new_folder(path.parent, path.name)
 
 

@@ -18,6 +18,7 @@ from frostlab.records.schema import Stage as StageRecord
 from frostlab.surgery.audit import Audit
 from frostlab.training.batches.batch import Batch, Examples, Split
 from frostlab.training.distributed import Compute, World
+from frostlab.training.progress import Display
 from frostlab.training.stages import Entered, Stage
 from frostlab.training.step.objective import Objective
 
@@ -93,47 +94,6 @@ class Progress:
     def from_dict(cls, values: object, where: object) -> "Progress":
         """Read the values that `to_dict` returned; an error message begins with `where`."""
         return read(cls, values, where)
-
-
-class Display(Protocol):
-    """A display of a run's progress; the library itself prints nothing.
-
-    `steps` is the most steps that the run can take, and `stage_began` the number of steps before
-    the current stage.
-    """
-
-    def begin(
-        self, step: int, steps: int, per_epoch: int, caution: str | None, stage_began: int
-    ) -> None: ...
-    def say(self, line: str) -> None: ...
-    def stage(self, line: str, step: int, steps: int) -> None: ...
-    def advance(self, step: int, loss: float | None) -> None: ...
-    def evaluated(self, step: int, metrics: dict[str, float], best: bool) -> None: ...
-    def close(self) -> None: ...
-
-
-class Silent:
-    """A display that shows nothing."""
-
-    def begin(
-        self, step: int, steps: int, per_epoch: int, caution: str | None, stage_began: int
-    ) -> None:
-        """Show nothing."""
-
-    def say(self, line: str) -> None:
-        """Show nothing."""
-
-    def stage(self, line: str, step: int, steps: int) -> None:
-        """Show nothing."""
-
-    def advance(self, step: int, loss: float | None) -> None:
-        """Show nothing."""
-
-    def evaluated(self, step: int, metrics: dict[str, float], best: bool) -> None:
-        """Show nothing."""
-
-    def close(self) -> None:
-        """Show nothing."""
 
 
 @dataclass(frozen=True)

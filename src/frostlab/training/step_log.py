@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from frostlab.devices import runs_ahead
+from frostlab.devices import Readback, runs_ahead
 from frostlab.flow.measurements import report_event
 from frostlab.records.folder import RunFolder
 from frostlab.records.schema import Clocks, EpochEvent, Event, StepEvent, SteppingEvent, StepTimes
@@ -47,7 +47,8 @@ class StepLog:
         self._runs_ahead = runs_ahead(step.device)
         self._entries: list[Entry] = []
         self._first: int | None = None  # the first logged step
-        self.loss: float | None = None  # the last finite loss of the last written block
+        self._loss: float | None = None  # the last loss of the last written block
+        self._readback = Readback(step.device)
 
     def add(self, entry: Entry) -> None:
         """Log a step; on the CPU, a gradient with NaN or infinity raises an error at once."""
@@ -60,6 +61,17 @@ class StepLog:
                 self._write(_BLOCK)
         elif len(self._entries) >= _BLOCK or int(entry.outcome.broken) >= 0:
             self._write(len(self._entries))
+
+    def latest_loss(self) -> float | None:
+        """Return the loss of the step that this process's device took last, without waiting.
+
+        A GPU runs behind the host; its loss is copied when it is asked for and returned by a
+        later call. Blocks are written too rarely to show the progress.
+        """
+        if not self._entries:
+            return self._loss
+        latest = self._readback.latest(self._entries[-1].outcome.loss)
+        return self._loss if latest is None else latest
 
     def flush(self) -> None:
         """Write every step that is not written yet."""
@@ -98,7 +110,7 @@ class StepLog:
         values = values.cpu()
         _, norms, broken = values.T.tolist()
         clipped = is_clipped(values[:, 1], self._step.clip) & (values[:, 2] < 0)
-        self.loss = next((x for x in reversed(losses) if math.isfinite(x)), None)
+        self._loss = losses[-1]
         assert self._first is not None
         times = self._watch.milliseconds([entry.lap for entry in block])
         self._write_flow()

@@ -34,7 +34,7 @@ from frostlab.roles.parts import Part, Slot
 from frostlab.roles.read import anatomy, survey
 from frostlab.roles.snapshot import Anatomy
 from frostlab.storage import derive_seed
-from frostlab.surgery.audit import Audit, audit
+from frostlab.surgery.audit import Audit, frozen_audit
 from frostlab.surgery.freeze import freeze
 from frostlab.surgery.origin import digest
 from frostlab.surgery.orthogonal import orthogonalize, randomize
@@ -153,7 +153,7 @@ def state_digest(model: nn.Module) -> str:
 def audit_frozen(model: nn.Module, recipe: Recipe) -> Audit | None:
     """Return an audit of the weights that the treatment or a stage froze; None if neither did."""
     by_stage = recipe.stages and not all(p.requires_grad for p in model.parameters())
-    return audit(model) if recipe.surgery.frozen or by_stage else None
+    return frozen_audit(model) if recipe.surgery.frozen or by_stage else None
 
 
 def count_parameters(model: nn.Module) -> dict[str, int]:

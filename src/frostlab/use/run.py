@@ -14,7 +14,6 @@ from frostlab.flow.measurements import load_flow
 from frostlab.records.folder import RunRecord, finished_status
 from frostlab.records.model_files import stored_tokenizer
 from frostlab.records.schema import EvaluationEvent, StepEvent
-from frostlab.text import number
 from frostlab.training.run import run as train_recipe
 from frostlab.training.setup import best_model
 from frostlab.use.predict import Envelopes, Predictions, Predictor, predict
@@ -27,12 +26,6 @@ _P = ParamSpec("_P")
 @dataclass(frozen=True, repr=False)
 class Run(RunRecord):
     """A run: its record, and its trained model. Only the run's folder is read."""
-
-    def __repr__(self) -> str:
-        status = finished_status(self.folder) or "unfinished"
-        metrics = self.metrics if status == "finished" else {}
-        shown = [f"{name}={number(value)}" for name, value in metrics.items()]
-        return f"Run({', '.join([str(self.folder), status, *shown[:3]])})"
 
     def model(self, device: str = "cpu") -> nn.Module:
         """Return the model with the run's best weights, in evaluation mode."""

@@ -8,7 +8,6 @@ import torch
 import frostlab as fl
 from frostlab.recipe.settings import StepKind
 from frostlab.training.distributed import Compute, World
-from frostlab.training.state import Silent
 from frostlab.training.step import choose_kind
 from tiny import tiny
 
@@ -39,15 +38,12 @@ def test_the_kind_that_is_chosen(
     assert said in choice.reason
 
 
-def test_a_run_says_and_records_which_kind_it_takes(tmp_path: Path) -> None:
-    lines: list[str] = []
-
-    class Heard(Silent):
-        def say(self, line: str) -> None:
-            lines.append(line)
-
-    record = fl.run(tiny(train__step="captured"), runs=tmp_path, display=Heard())
+def test_a_run_says_and_records_which_kind_it_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = fl.run(tiny(train__step="captured"), runs=tmp_path, progress=True)
     reason = "graphs are captured on CUDA, not on cpu"
-    assert lines == [f"eager steps: {reason}"]
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if "steps:" in line] == [f"eager steps: {reason}"]
     (event,) = record.result.stepping
     assert (event.how, event.reason) == ("eager", reason)
