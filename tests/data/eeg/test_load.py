@@ -1,5 +1,6 @@
 """Recordings of a recipe: simulated or read once, then taken from the cache."""
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from frostlab.data.eeg import load as loading_module
 from frostlab.data.eeg import simulate as simulated
-from frostlab.data.eeg.load import gather, load_recordings
+from frostlab.data.eeg.load import gather, load_recordings, load_signals
 from frostlab.data.eeg.recordings import Recording
 from frostlab.data.eeg.simulate import best_correlation, head_of, mean_r
 from frostlab.errors import BadInput
-from frostlab.recipe.data import KINDS, Data, EEGData, SimulatedEEG, names_of
+from frostlab.recipe.data import KINDS, ChallengeEEG, Data, EEGData, SimulatedEEG, names_of
 
 SMALL = SimulatedEEG(
     name="eeg-simulated", subjects=2, unseen=1, recordings=4, report=2, seconds=10.0, snr=-5.0
@@ -133,3 +134,24 @@ def test_every_kind_is_eeg_data() -> None:
         one: Any = TypeAdapter(Data).validate_python({"name": name} | path)
         assert isinstance(one, EEGData)
         assert one.length == 640
+
+
+def test_files_are_recorded_with_their_checksums(tmp_path: Path) -> None:
+    random, folder = np.random.default_rng(0), tmp_path / "eeg"
+    folder.mkdir()
+    for story in ("a", "b", "c"):
+        stem = f"train_-_sub-001_-_{story}_-_"
+        np.save(folder / f"{stem}eeg.npy", random.standard_normal((640, 4)))
+        np.save(folder / f"{stem}envelope.npy", random.standard_normal(640))
+    data = ChallengeEEG(name="eeg-challenge", path="eeg", length=64)
+    found = load_signals(data, tmp_path, tmp_path / "cache")
+    report = found.described["report"]
+    assert report.source == str(folder)
+    assert [Path(file.path).name for file in report.files] == [
+        "train_-_sub-001_-_c_-_eeg.npy",
+        "train_-_sub-001_-_c_-_envelope.npy",
+    ]
+    for file in report.files:
+        raw = (folder / Path(file.path).name).read_bytes()
+        assert (file.bytes, file.sha256) == (len(raw), hashlib.sha256(raw).hexdigest())
+    assert (report.recordings, report.subjects, report.seconds) == (1, 1, 10.0)
