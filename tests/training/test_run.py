@@ -21,14 +21,14 @@ from tiny import tiny
 def test_a_run_leaves_a_complete_record(tmp_path: Path) -> None:
     record = fl.run(tiny(treatment="oelm"), runs=tmp_path)
     assert record.folder == tmp_path / "run-oelm-s0"
-    assert fl.RunRecord(str(record.folder)) == record  # type: ignore[arg-type]
+    assert fl.Run(str(record.folder)) == record  # type: ignore[arg-type]
     modes = {p.stat().st_mode & 0o777 for p in record.folder.rglob("*") if p.is_file()}
     mask = os.umask(0o077)
     os.umask(mask)
     assert modes == {0o666 & ~mask}
     assert {p.name for p in record.folder.iterdir()} == {
-        "recipe.yaml", "environment.json", "digests.json", "events.jsonl", "result.json",
-        "run.lock", "checkpoints", "predictions.json", "manifest.json",
+        "recipe.yaml", "environment.json", "digests.json", "data.json", "events.jsonl",
+        "result.json", "run.lock", "checkpoints", "model", "predictions.json", "manifest.json",
     }  # fmt: skip
     stored = yaml.safe_load((record.folder / "recipe.yaml").read_text())
     assert recipe_from(stored).digest == record.result.recipe_digest

@@ -83,7 +83,7 @@ def write_model_files(folder: Path, prepared: PreparedData, config: str | None) 
     if source is None:
         return
     if source.is_dir():
-        shutil.copytree(source, folder / TOKENIZER)
+        shutil.copytree(source, folder / TOKENIZER, copy_function=shutil.copyfile)
     else:
         (folder / TOKENIZER).mkdir()
         save_trained(source, folder / TOKENIZER)
