@@ -35,6 +35,7 @@ ORDER = (
     "flow",
     "training",
     "comparison",
+    "use",
     "bench",
     "pages",
     "integrations",

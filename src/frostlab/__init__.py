@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         LeftOutOfOptimizer,
         NothingLearns,
         StaleOptimizer,
+        UnfinishedRun,
         UnknownArchitecture,
     )
     from frostlab.flow.measurements import Flow, load_flow
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from frostlab.integrations.transformers import GradFlowCallback
     from frostlab.recipe.load import load_recipe
     from frostlab.recipe.recipe import Recipe
-    from frostlab.records.folder import RunRecord, load_run
+    from frostlab.records.folder import RunRecord
     from frostlab.roles.description import fused, register_architecture
     from frostlab.roles.parts import Heads, Part
     from frostlab.roles.read import anatomy
@@ -37,8 +38,9 @@ if TYPE_CHECKING:
     from frostlab.surgery.save import export, load_trainable, save_trainable
     from frostlab.training.evaluate import register_metric
     from frostlab.training.exits import early_exits
-    from frostlab.training.run import RunFailed, run
+    from frostlab.training.run import RunFailed
     from frostlab.training.treatment import register_treatment
+    from frostlab.use.run import Run, load_run, run
 
 _HOMES = {  # public name → the module inside frostlab that defines it
     "Anatomy": "roles.snapshot",
@@ -55,9 +57,11 @@ _HOMES = {  # public name → the module inside frostlab that defines it
     "NothingLearns": "errors",
     "Part": "roles.parts",
     "Recipe": "recipe.recipe",
+    "Run": "use.run",
     "RunFailed": "training.run",
     "RunRecord": "records.folder",
     "StaleOptimizer": "errors",
+    "UnfinishedRun": "errors",
     "UnknownArchitecture": "errors",
     "anatomy": "roles.read",
     "audit": "surgery.audit",
@@ -70,7 +74,7 @@ _HOMES = {  # public name → the module inside frostlab that defines it
     "load_comparison": "comparison.run",
     "load_flow": "flow.measurements",
     "load_recipe": "recipe.load",
-    "load_run": "records.folder",
+    "load_run": "use.run",
     "load_trainable": "surgery.save",
     "orthogonalize": "surgery.orthogonal",
     "randomize": "surgery.orthogonal",
@@ -78,7 +82,7 @@ _HOMES = {  # public name → the module inside frostlab that defines it
     "register_data": "data.registered",
     "register_metric": "training.evaluate",
     "register_treatment": "training.treatment",
-    "run": "training.run",
+    "run": "use.run",
     "save_trainable": "surgery.save",
     "thaw": "surgery.freeze",
     "watch": "flow.watch",
@@ -99,9 +103,11 @@ __all__ = [
     "NothingLearns",
     "Part",
     "Recipe",
+    "Run",
     "RunFailed",
     "RunRecord",
     "StaleOptimizer",
+    "UnfinishedRun",
     "UnknownArchitecture",
     "anatomy",
     "audit",

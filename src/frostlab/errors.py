@@ -46,6 +46,10 @@ class DamagedCheckpoint(UserWarning):
     """A checkpoint does not match its checksums, so the run continues from an older one."""
 
 
+class UnfinishedRun(UserWarning):
+    """A run has not finished, so its best weights so far are used."""
+
+
 class NothingLearns(UserWarning):
     """Every parameter is frozen: training would change nothing."""
 

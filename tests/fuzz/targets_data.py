@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from frostlab.data import registered
 from frostlab.data.arrays import read_npy, read_npz
+from frostlab.data.description import LengthRecord, SplitRecord
 from frostlab.data.eeg.matlab import MatFiles
 from frostlab.data.eeg.readers import from_mne, read_raw
 from frostlab.data.eeg.recordings import Recording, Store, load_store
@@ -214,7 +215,8 @@ def _check_tokenizer_folder(data: bytes, folder: Path) -> None:
 
 
 def _facts() -> list[bytes]:
-    facts = _TextFacts(300, 0, {"train": "0a", "report": "0b"}, {"train": "", "report": "5 %"})
+    split = SplitRecord("", 2, "0a", rows=3, dropped={"a": 1}, lengths=LengthRecord(1, 1.5, 1.5, 2))
+    facts = _TextFacts(300, 0, {"train": split, "report": SplitRecord("", 1, "0b", note="5 %")})
     with tempfile.TemporaryDirectory() as folder:
         save_facts(Path(folder), facts)
         return [(Path(folder) / "prepared.json").read_bytes()]

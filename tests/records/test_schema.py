@@ -8,10 +8,13 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 import frostlab as fl
+from frostlab.data import description
+from frostlab.data.description import SplitRecord
 from frostlab.records import schema
 from frostlab.records.schema import (
     EVENTS,
     Clocks,
+    DataRecord,
     Digests,
     Event,
     Result,
@@ -29,6 +32,8 @@ TABLES: dict[str, type] = {  # heading in the document: the dataclass
     "Telemetry": TelemetrySummary,
     "Scores": Scores,
     "digests.json": Digests,
+    "data.json": DataRecord,
+    "Splits of the data": SplitRecord,
 }
 
 
@@ -75,7 +80,7 @@ def test_the_document_names_the_keys_of_every_event() -> None:
 
 
 def test_every_key_is_explained_in_code() -> None:
-    source = Path(schema.__file__).read_text()
+    source = "".join(Path(str(room.__file__)).read_text() for room in (schema, description))
     fields = re.findall(r"^    (\w+): (?!ClassVar)(.*)$", source, re.M)
     unexplained = [name for name, rest in fields if "  # " not in rest]
     assert unexplained == ["mean", "min", "max"], "of a series"
@@ -105,4 +110,7 @@ def test_a_run_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     assert dataclasses.asdict(record.digests) == json.loads(
         (record.folder / "digests.json").read_text()
     )
+    assert dataclasses.asdict(record.data) == json.loads((record.folder / "data.json").read_text())
+    assert record.data.digest == record.digests.data
+    assert record.data.labels == [0, 1, 2, 3]
     assert record.recipe.digest == record.result.recipe_digest == record.start.recipe_digest

@@ -4,10 +4,10 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from frostlab.data.builtin import (
     synthetic_vocabulary,
     write_synthetic,
 )
+from frostlab.data.description import Label, SplitRecord
 from frostlab.data.eeg.load import load_signals
 from frostlab.data.eeg.recordings import VALUES, PreparedData
 from frostlab.data.files import format_of
@@ -28,6 +29,7 @@ from frostlab.data.splits import (
     Survey,
     class_numbers,
     classes_of,
+    count_rows,
     divide,
     limit_rows,
     survey,
@@ -43,8 +45,10 @@ from frostlab.data.tokenizers import (
 )
 from frostlab.data.tokens import (
     Prepared,
+    Tokens,
     TokenWriter,
     concatenate,
+    length_record,
     load_facts,
     load_tokens,
     save_facts,
@@ -69,6 +73,7 @@ LEAK = "made with a vocabulary that knows the words of {}"
 BATCH = 1 << 20  # approximate number of characters per encoded batch
 ROWS = 1024  # maximum number of texts per encoded batch
 MOST_DRAWN = 1 << 26  # limit on examples drawn at once × data.symbols, and × data.length
+VERSION = 1  # of the files that describe prepared data; raise it when they change
 MOST_PLACES = 10_000  # files and folders among which data are searched by their digest
 T = TypeVar("T")
 
@@ -86,8 +91,18 @@ class _TextFacts:
 
     vocabulary: int
     pad: int
-    tokens: dict[str, str]  # digest of each role's tokens
-    notes: dict[str, str]  # by role: how rows were held out or dropped
+    # By role, without source and files: a copy of the text elsewhere has the same digest.
+    splits: dict[str, SplitRecord]
+
+
+class _Encoded(NamedTuple):
+    """The outcome of encoding a split."""
+
+    digest: str
+    lengths: Numbers  # number of tokens of each example
+    tokens: int
+    cut: int | None  # number of examples cut at data.length; None for running text
+    limited: bool  # whether text was left out because of a limit
 
 
 def prepare(
@@ -180,18 +195,39 @@ def _prepare_synthetic(data: Synthetic, cache: Path) -> Prepared:
     folder = build_once(cache / "prepared" / digest[:32], build)
     tokens = load_facts(_SyntheticFacts, folder).tokens
     roles = ("train", "tune", "report")
+    labels = None if data.task == "language" else tuple(range(data.symbols))
+    splits = {role: load_tokens(folder, role, tokens[role]) for role in roles}
     return Prepared(
         task=data.task,
-        classes=0 if data.task == "language" else data.symbols,
+        classes=len(labels or ()),
         vocabulary=synthetic_vocabulary(data),
         pad=synthetic_vocabulary(data) - 1,
-        splits={role: load_tokens(folder, role, tokens[role]) for role in roles},
+        splits=splits,
         origin={role: f"{data.name}, drawn from seed {SYNTHETIC_SEEDS[role]}" for role in roles},
         caution=None,
         known=reference_scores(data),
         digest=digest,
         tokenizer=None,
+        labels=labels,
+        described={
+            role: SplitRecord(
+                source=data.name,
+                examples=len(split),
+                digest=split.digest,
+                classes=_class_counts(split, len(labels or ())),
+                lengths=length_record(split.lengths),
+                tokens=int(split.lengths.sum()),
+                seed=SYNTHETIC_SEEDS[role],
+            )
+            for role, split in splits.items()
+        },
     )
+
+
+def _class_counts(split: Tokens, classes: int) -> list[int] | None:
+    """Return the number of examples of each class; None without labels."""
+    labels = split.labels
+    return None if labels is None else np.bincount(labels, minlength=classes).tolist()
 
 
 class _TextPreparation:
@@ -216,10 +252,10 @@ class _TextPreparation:
             role: survey(split, self.plan.columns, cache) for role, split in self.splits.items()
         }
         self.numbers: dict[str, Numbers] = {}  # class of each row, by role; empty for language
-        self.classes = 0
+        self.labels: tuple[Label, ...] | None = None
         if data.task == "classification":
             labels = classes_of(self.plan.train, self.surveys["train"], self.plan.classes)
-            self.classes = len(labels)
+            self.labels = labels
             self.numbers = {
                 role: class_numbers(split, self.surveys[role], labels)
                 for role, split in self.splits.items()
@@ -227,6 +263,11 @@ class _TextPreparation:
         self.pretrained: Pretrained | None = None
         if isinstance(tokenizer, PretrainedTokenizer):
             self.pretrained = load_pretrained(tokenizer.name)
+
+    @property
+    def classes(self) -> int:
+        """Number of classes; 0 for language."""
+        return len(self.labels or ())
 
     @property
     def digest(self) -> str:
@@ -244,21 +285,32 @@ class _TextPreparation:
         """Return the token arrays from the cache; build them first if necessary."""
         data, pretrained, digest = self.data, self.pretrained, self.digest
         folder = build_once(
-            self.cache / "prepared" / digest[:32], lambda folder: self._build(folder, pretrained)
+            self.cache / "prepared" / digest_of([digest, VERSION])[:32],
+            lambda folder: self._build(folder, pretrained),
         )
         facts = load_facts(_TextFacts, folder)
+        splits = {role: load_tokens(folder, role, s.digest) for role, s in facts.splits.items()}
         balanced = isinstance(data, Docstrings) and self.classes  # whether classes have equal size
         return Prepared(
             task=data.task,
             classes=self.classes,
             vocabulary=facts.vocabulary,
             pad=facts.pad,
-            splits={role: load_tokens(folder, role, d) for role, d in facts.tokens.items()},
-            origin={role: self._origin(role, note) for role, note in facts.notes.items()},
+            splits=splits,
+            origin={role: self._origin(role, split.note) for role, split in facts.splits.items()},
             caution=self._caution(),
             known={"chance": 1 / self.classes} if balanced else {},
             digest=digest,
             tokenizer=folder / ("tokenizer" if pretrained else "tokenizer.json"),
+            labels=self.labels,
+            described={
+                role: replace(
+                    split,
+                    source=self.splits.get(role, self.plan.train).source,
+                    files=list(self.surveys.get(role, self.surveys["train"]).files),
+                )
+                for role, split in facts.splits.items()
+            },
         )
 
     def _caution(self) -> str | None:
@@ -290,19 +342,11 @@ class _TextPreparation:
             path = self._train_tokenizer(portions)
             encoder = load_trained(path)
             shutil.copy(path, folder / "tokenizer.json")
-        tokens = {role: self._encode(p, encoder, folder, role) for role, p in portions.items()}
+        splits = {role: self._encode(p, encoder, folder, role) for role, p in portions.items()}
         for role, split in self.splits.items():
             if split.stamp() != self.stamps[role]:
                 raise BadInput(f"{split.place} changed while it was read; run it again")
-        save_facts(
-            folder,
-            _TextFacts(
-                vocabulary=encoder.vocabulary,
-                pad=encoder.pad,
-                tokens=tokens,
-                notes={role: portion.note for role, portion in portions.items()},
-            ),
-        )
+        save_facts(folder, _TextFacts(encoder.vocabulary, encoder.pad, splits))
 
     def _train_tokenizer(self, portions: dict[str, Portion]) -> Path:
         """Return the file of the trained tokenizer, from the cache if it was trained before."""
@@ -327,14 +371,18 @@ class _TextPreparation:
             if portion.taken[number]:
                 yield from row.texts
 
-    def _encode(self, portion: Portion, encoder: Encoder, folder: Path, role: str) -> str:
-        """Write the token arrays of one role and return their digest."""
+    def _encode(self, portion: Portion, encoder: Encoder, folder: Path, role: str) -> SplitRecord:
+        """Write the token arrays of one role and return their description."""
         data, columns = self.data, self.plan.columns
-        limit = data.limit if role == "train" else data.evaluation_limit
+        limit_key = "limit" if role == "train" else "evaluation_limit"
+        limit = getattr(data, limit_key)
         if data.task == "language":
             stride = data.stride or data.length
             writer = TokenWriter(folder, role, encoder.vocabulary)
-            return encode_running(portion, columns, encoder, data.length, stride, limit, writer)
+            encoded = encode_running(portion, columns, encoder, data.length, stride, limit, writer)
+            note = f"the first {limit:,} examples" if encoded.limited else ""
+            note = ", ".join(text for text in (portion.note, note) if text)
+            return _describe(replace(portion, note=note), None, None, encoded)
         special = encoder.special_tokens(pairs=len(columns.texts) == 2)
         if data.length <= special:
             raise BadInput(
@@ -343,8 +391,47 @@ class _TextPreparation:
             )
         numbers = self.numbers.get(role, self.numbers["train"])
         rows = limit_rows(portion, numbers, limit)
+        beyond = int(portion.taken.sum()) - len(rows)
+        if beyond:
+            reason = f"beyond data.{limit_key} {limit}"
+            portion = replace(portion, dropped={**portion.dropped, reason: beyond})
         writer = TokenWriter(folder, role, encoder.vocabulary)
-        return encode_labelled(portion, rows, numbers, columns, encoder, data.length, writer)
+        encoded = encode_labelled(portion, rows, numbers, columns, encoder, data.length, writer)
+        classes = np.bincount(numbers[rows], minlength=self.classes).tolist()
+        return _describe(portion, (rows, numbers), classes, encoded)
+
+
+def _describe(
+    portion: Portion,
+    labelled: tuple[Numbers, Numbers] | None,
+    classes: list[int] | None,
+    encoded: _Encoded,
+) -> SplitRecord:
+    """Describe an encoded portion.
+
+    `labelled` holds the rows that became examples, and the class of each row of the source; it is
+    None for running text.
+    """
+    whole = portion.characters is None
+    rows = np.flatnonzero(portion.taken) if labelled is None else labelled[0]
+    numbers = None if labelled is None else labelled[1]
+    other = sum(portion.carved.values()) + sum(portion.dropped.values())
+    return SplitRecord(
+        source="",
+        examples=len(encoded.lengths),
+        digest=encoded.digest,
+        rows=len(rows) + other,
+        rows_digest=portion.survey.digest,
+        carved_from=portion.carved_from,
+        carved=dict(portion.carved),
+        dropped=dict(portion.dropped),
+        note=portion.note,
+        classes=classes,
+        lengths=length_record(encoded.lengths, encoded.cut),
+        tokens=encoded.tokens,
+        characters=int(portion.survey.sizes[rows].sum()) if whole else portion.size,
+        **(count_rows(portion.survey, rows, numbers) if whole else {}),
+    )
 
 
 def encode_labelled(
@@ -355,8 +442,8 @@ def encode_labelled(
     encoder: Encoder,
     length: int,
     writer: TokenWriter,
-) -> str:
-    """Write the chosen rows as examples of at most `length` tokens; return the digest."""
+) -> _Encoded:
+    """Write the chosen rows as examples of at most `length` tokens."""
     chosen = np.zeros(len(portion.survey), dtype=np.bool_)
     chosen[rows] = True
     texts = (
@@ -366,6 +453,7 @@ def encode_labelled(
     )
     lengths: list[int] = []
     second: list[int] = []
+    cut = encoder.truncated
     with writer:
         for batch in batches(texts, lambda row_texts: sum(map(len, row_texts))):
             encoded = encoder.examples(batch, length)
@@ -374,14 +462,17 @@ def encode_labelled(
             lengths += map(len, ids)
             second += (begin for _, begin in encoded if begin is not None)
     stops = np.cumsum(lengths, dtype=np.int64)
-    return writer.finish(
+    sizes = np.array(lengths, dtype=np.int64)
+    digest = writer.finish(
         {
-            "starts": stops - np.array(lengths, dtype=np.int64),
+            "starts": stops - sizes,
             "stops": stops,
             "labels": numbers[rows],
             "second": np.array(second) if second else None,
         }
     )
+    cut = encoder.truncated - cut
+    return _Encoded(digest, sizes, int(sizes.sum()), cut, limited=False)
 
 
 def encode_running(
@@ -392,8 +483,8 @@ def encode_running(
     stride: int,
     limit: int | None,
     writer: TokenWriter,
-) -> str:
-    """Write documents as one stream of tokens and cut it into examples; return the digest.
+) -> _Encoded:
+    """Write documents as one stream of tokens and cut it into examples.
 
     An example starts every `stride` tokens and has `length` + 1 tokens. With a stride of `length`,
     the last target of an example is the first token of the next example. With a larger stride,
@@ -411,7 +502,9 @@ def encode_running(
             f"{portion.split.place} has {count} tokens for {writer.role}; at least two are needed"
         )
     starts = np.arange(0, count - 1, stride, dtype=np.int64)
-    return writer.finish({"starts": starts, "stops": np.minimum(starts + length + 1, count)})
+    stops = np.minimum(starts + length + 1, count)
+    digest = writer.finish({"starts": starts, "stops": stops})
+    return _Encoded(digest, stops - starts, count, None, limited=count == max_tokens)
 
 
 def _stream(portion: Portion, columns: Columns, encoder: Encoder) -> Iterator[Numbers]:

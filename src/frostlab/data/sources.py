@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlparse
 
 from frostlab.data.builtin import docstring_files
+from frostlab.data.description import Label
 from frostlab.data.files import (
     FORMATS,
     format_of,
@@ -28,7 +29,6 @@ from frostlab.data.registered import registered_files
 from frostlab.errors import BadInput, first_line, nearest, require
 from frostlab.recipe.data import Docstrings, Named, Own, Registered
 
-Label = int | str
 TextData = Docstrings | Named | Own | Registered
 HELD_OUT = 0.05  # share of train that replaces a missing tune split, and a missing report split
 # The languages of XNLI.
@@ -95,6 +95,16 @@ class Split:
             for values in zip(*batch.values(), strict=True):
                 number += 1
                 yield number, dict(zip(batch, values, strict=True))
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the split is a file in the user's folders, not generated and not from the hub."""
+        return self.hub is None and self.place == str(self.files[0])
+
+    @property
+    def source(self) -> str:
+        """Location for the record: the absolute path of a file, else `place`."""
+        return str(self.files[0].resolve()) if self.is_file else self.place
 
     def stamp(self) -> list[list[str | int]]:
         """Return the files' paths, sizes and modification times, to detect when a file changes."""

@@ -7,19 +7,20 @@ of each row. Rows of train whose text is also held out are dropped, except with 
 
 import hashlib
 from array import array
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from frostlab.data.arrays import map_npy
+from frostlab.data.description import FileRecord, Label
 from frostlab.data.files import word_end
-from frostlab.data.sources import Columns, Label, Split, SplitPlan
+from frostlab.data.sources import Columns, Split, SplitPlan
 from frostlab.data.tokens import load_facts, save_facts
 from frostlab.errors import BadInput
-from frostlab.storage import FORMAT, build_once, digest_of
+from frostlab.storage import FORMAT, build_once, digest_of, file_digest
 from frostlab.text import plain
 
 Mask = npt.NDArray[np.bool_]
@@ -27,7 +28,9 @@ Keys = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int64]
 FEWEST_DOCUMENTS = 20  # with fewer documents, running text is split by characters
 _FACTS = "survey.json"
-_KINDS = {"keys": "uint64", "sizes": "int64", "codes": "int64"}  # arrays of a survey
+# arrays of a survey
+_KINDS = {"keys": "uint64", "sizes": "int64", "codes": "int64", "empty": "uint8"}
+_VERSION = 1  # of a survey's files; raise it when they change
 _SALT = {"report": 1, "tune": 2, "limit": 3}  # gives each purpose its own order of rows
 
 
@@ -42,7 +45,9 @@ class Survey:
     keys: Keys  # hash of each row's texts
     sizes: Numbers  # number of characters of each row
     codes: Numbers  # index into `labels` of each row's label; empty without labels
+    empty: npt.NDArray[np.uint8]  # 1 for each row with a text of white space only
     labels: tuple[tuple[Label, int], ...]  # each different label, and the line of its first row
+    files: tuple[FileRecord, ...]  # empty if the rows are generated or from the hub
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -54,11 +59,13 @@ class _SurveyFacts:
 
     digest: str
     labels: tuple[tuple[Label, int], ...]
+    files: tuple[FileRecord, ...]
 
 
 def survey(split: Split, columns: Columns, cache: Path) -> Survey:
     """Survey a split; reuse a cached survey if the files have the same sizes and times."""
     key = [split.stamp(), split.name, columns.texts, columns.label, columns.joined, FORMAT]
+    key += [_VERSION, split.is_file]
     folder = build_once(
         cache / "surveys" / digest_of(key)[:32],
         lambda folder: _write_survey(split, columns, folder),
@@ -67,21 +74,22 @@ def survey(split: Split, columns: Columns, cache: Path) -> Survey:
     arrays = {
         name: np.array(map_npy(folder / f"{name}.npy", kind)) for name, kind in _KINDS.items()
     }
-    return Survey(facts.digest, **arrays, labels=facts.labels)
+    return Survey(facts.digest, **arrays, labels=facts.labels, files=facts.files)
 
 
 def _write_survey(split: Split, columns: Columns, folder: Path) -> None:
-    keys, sizes, codes = array("Q"), array("q"), array("q")
+    keys, sizes, codes, empty = array("Q"), array("q"), array("q"), array("B")
     label_codes: dict[Label, int] = {}
     first_lines: list[tuple[Label, int]] = []
     all_rows = hashlib.sha256()
-    document, size = hashlib.blake2b(digest_size=16), 0
+    document, size, blank = hashlib.blake2b(digest_size=16), 0, True
     for row in split.rows(columns):
         for number, text in enumerate(row.texts):
             if number:
                 document.update(b"\xff")  # never in UTF-8, so ("ab", "c") and ("a", "bc") differ
             document.update(_encode(split, row.line, text))
             size += len(text)
+        blank = blank and any(not text or text.isspace() for text in row.texts)
         if not row.ends:
             continue
         key = document.digest()
@@ -94,13 +102,22 @@ def _write_survey(split: Split, columns: Columns, folder: Path) -> None:
             all_rows.update(f"{row.label!r};".encode())
         keys.append(int.from_bytes(key[:8], "little"))
         sizes.append(size)
-        document, size = hashlib.blake2b(digest_size=16), 0
+        empty.append(blank)
+        document, size, blank = hashlib.blake2b(digest_size=16), 0, True
     if not sum(sizes):
         raise BadInput(f"{split.place}: split {split.name} holds no text")
     np.save(folder / "keys.npy", np.array(keys, dtype=np.uint64))
     np.save(folder / "sizes.npy", np.array(sizes, dtype=np.int64))
     np.save(folder / "codes.npy", np.array(codes, dtype=np.int64))
-    save_facts(folder, _SurveyFacts(all_rows.hexdigest(), tuple(first_lines)), _FACTS)
+    np.save(folder / "empty.npy", np.array(empty, dtype=np.uint8))
+    files = split.files if split.is_file else ()
+    facts = _SurveyFacts(all_rows.hexdigest(), tuple(first_lines), tuple(map(_file, files)))
+    save_facts(folder, facts, _FACTS)
+
+
+def _file(path: Path) -> FileRecord:
+    path = path.resolve()
+    return FileRecord(str(path), path.stat().st_size, file_digest(path))
 
 
 def _encode(split: Split, line: int, text: str) -> bytes:
@@ -154,6 +171,9 @@ class Portion:
     taken: Mask  # which rows or documents are in the portion
     characters: tuple[int, int] | None = None  # if given, replaces `taken`
     note: str = ""  # how rows were held out or dropped, for the record
+    carved_from: str | None = None  # the role that this portion is a share of
+    carved: Mapping[str, int] = field(default_factory=dict)  # role → rows that it got from here
+    dropped: Mapping[str, int] = field(default_factory=dict)  # reason → rows that are not used
 
     @property
     def size(self) -> int:
@@ -227,7 +247,7 @@ def _hold_out_characters(portions: dict[str, Portion], shares: dict[str, float])
             if stop == total
             else f"the {share:.0%} of the text before report"
         )
-        portions[role] = replace(train, characters=(start, stop), note=note)
+        portions[role] = replace(train, characters=(start, stop), note=note, carved_from="train")
         stop = start
     portions["train"] = replace(train, characters=(0, stop), note=f"less {' and '.join(shares)}")
 
@@ -238,6 +258,7 @@ def _hold_out_rows(
     """Hold out a share of each class, or the last documents of a language-modelling set."""
     train = portions["train"]
     left = train.taken.copy()
+    carved: dict[str, int] = {}
     for role, share in shares.items():
         scaled = share * len(left) / max(1, left.sum())  # relative to the rows that are left
         if numbers is None:
@@ -246,9 +267,11 @@ def _hold_out_rows(
             taken = stratified_share(train.survey.keys, numbers, left, scaled, role)
             how = f"{share:.0%} held out by label"
         left &= ~taken
-        portions[role] = replace(train, taken=taken, note=f"{how}, {taken.sum():,}")
+        carved[role] = int(taken.sum())
+        note = f"{how}, {carved[role]:,}"
+        portions[role] = replace(train, taken=taken, note=note, carved_from="train")
     note = f"less {' and '.join(shares)}" if shares else ""
-    portions["train"] = replace(train, taken=left, note=note)
+    portions["train"] = replace(train, taken=left, note=note, carved=carved)
 
 
 def _last_documents(left: Mask, share: float) -> Mask:
@@ -294,12 +317,36 @@ def _drop_shared_texts(portions: dict[str, Portion]) -> None:
         if held_out:
             shared = portion.taken & np.isin(portion.survey.keys, np.concatenate(held_out))
             if shared.any():
-                note = f"less {shared.sum():,} whose text is also in {' or '.join(roles)}"
+                reason = f"text is also in {' or '.join(roles)}"
+                note = f"less {shared.sum():,} whose {reason}"
                 note = f"{portion.note}, {note}" if portion.note else note
-                portion = replace(portion, taken=portion.taken & ~shared, note=note)
+                portion = replace(
+                    portion,
+                    taken=portion.taken & ~shared,
+                    note=note,
+                    dropped={reason: int(shared.sum())},
+                )
                 portions[role] = portion
         held_out.append(portion.survey.keys[portion.taken])
         roles.append(role)
+
+
+def count_rows(survey: Survey, rows: Numbers, numbers: Numbers | None) -> dict[str, int]:
+    """Count the empty, repeated and contradicting texts of some rows.
+
+    `numbers` are the classes of all rows of the survey; None for language.
+    """
+    keys = survey.keys[rows]
+    texts, text_of_row = np.unique(keys, return_inverse=True)
+    counts = {"empty": int(survey.empty[rows].sum()), "duplicates": len(keys) - len(texts)}
+    if numbers is not None:
+        classes = numbers[rows]
+        lowest = np.full(len(texts), len(numbers), dtype=np.int64)
+        highest = np.full(len(texts), -1, dtype=np.int64)
+        np.minimum.at(lowest, text_of_row, classes)
+        np.maximum.at(highest, text_of_row, classes)
+        counts["contradictions"] = int((lowest != highest)[text_of_row].sum())
+    return counts
 
 
 def limit_rows(portion: Portion, numbers: Numbers, limit: int | None) -> Numbers:

@@ -2,6 +2,7 @@
 
 import importlib
 import io
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,14 @@ from frostlab.errors import BadInput, first_line
 from frostlab.recipe.data import BPE, PretrainedTokenizer, Words
 from frostlab.recipe.model import PretrainedModel
 from frostlab.recipe.recipe import Recipe
-from frostlab.storage import MOST_BYTES, digest_of, open_regular, read_json, read_text
+from frostlab.storage import (
+    MOST_BYTES,
+    digest_of,
+    open_regular,
+    parse_json,
+    read_json,
+    read_text,
+)
 
 PAD, END, SEPARATOR, UNKNOWN = "<|pad|>", "<|end|>", "<|sep|>", "<unk>"
 SAMPLE = 100_000_000  # maximum number of characters that a vocabulary is learned from
@@ -41,6 +49,7 @@ class Encoder(Protocol):
     vocabulary: int
     pad: int
     end: int
+    truncated: int  # number of examples cut at their maximum length so far
 
     def special_tokens(self, *, pairs: bool) -> int:
         """Return the number of special tokens that are added to the text of an example."""
@@ -143,6 +152,7 @@ class Fast:
     pad: int
     end: int
     types: bool = True  # whether the model marks the second text by token types
+    truncated: int = 0
 
     def special_tokens(self, *, pairs: bool) -> int:
         """Return the number of special tokens that the tokenizer adds."""
@@ -154,6 +164,7 @@ class Fast:
         if len(batch[0]) == 1:
             return [(ids, None) for ids in self._single([text for (text,) in batch], length)]
         encoded = self._encode(batch)
+        self.truncated += sum(_is_cut(encoding, length) for encoding in encoded)
         if not self.types:
             return [(encoding.ids, None) for encoding in encoded]
         return [(encoding.ids, (*encoding.type_ids, 1).index(1)) for encoding in encoded]
@@ -162,16 +173,17 @@ class Fast:
         """Encode the beginning of each text; if it has too few tokens, encode the whole text."""
         can_cut = self.backend.pre_tokenizer is not None  # then no token crosses the end of a word
         heads = [text[: word_end(text, HEAD * length)] if can_cut else text for text in texts]
-        encoded = [encoding.ids for encoding in self._encode(heads)]
+        encoded = self._encode(heads)
         short = [
             number
-            for number, ids in enumerate(encoded)
-            if len(ids) < length and len(heads[number]) < len(texts[number])
+            for number, encoding in enumerate(encoded)
+            if len(encoding) < length and len(heads[number]) < len(texts[number])
         ]
         full = self._encode([texts[number] for number in short])
         for number, encoding in zip(short, full, strict=True):
-            encoded[number] = encoding.ids
-        return encoded
+            encoded[number] = encoding
+        self.truncated += sum(_is_cut(encoding, length) for encoding in encoded)
+        return [encoding.ids for encoding in encoded]
 
     def running(self, batch: list[str]) -> list[list[int]]:
         """Encode without special tokens."""
@@ -182,6 +194,10 @@ class Fast:
         """Encode texts; refuse those with which the tokenizer's file makes the library fail."""
         with _refused("the tokenizer cannot encode a text"):
             return list(self.backend.encode_batch_fast(batch, add_special_tokens=special))
+
+
+def _is_cut(encoding: Any, length: int) -> bool:
+    return len(encoding) >= length and bool(encoding.overflowing)
 
 
 @contextmanager
@@ -208,6 +224,28 @@ def load_trained(path: Path) -> Fast:
     return Fast(backend, len(numbers), numbers[PAD], numbers[END])
 
 
+def save_trained(path: Path, folder: Path) -> None:
+    """Write a tokenizer of `train_tokenizer` as a folder that transformers can load, too.
+
+    tokenizer.json is copied as it is; `split_special_tokens` makes transformers treat "<|end|>" in
+    a text as ordinary characters, as `load_trained` does.
+    """
+    text = read_text(path)
+    kind = parse_json(text, path)["model"]["type"]
+    values = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True,
+        "pad_token": PAD,
+        "eos_token": END,
+        "sep_token": SEPARATOR,
+    }
+    if kind == "WordLevel":
+        values["unk_token"] = UNKNOWN
+    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
+
+
 @dataclass
 class Slow:
     """Encoder with a tokenizer of `transformers` that has no fast implementation."""
@@ -216,6 +254,7 @@ class Slow:
     vocabulary: int
     pad: int
     end: int
+    truncated: int = 0
 
     def special_tokens(self, *, pairs: bool) -> int:
         """Return the number of special tokens that the tokenizer adds."""
@@ -230,7 +269,11 @@ class Slow:
             )
             typed = len(texts) == 2 and "token_type_ids" in self.tokenizer.model_input_names
             second = (*encoding["token_type_ids"], 1).index(1) if typed else None
-            encoded.append((list(encoding["input_ids"]), second))
+            ids = list(encoding["input_ids"])
+            if len(ids) >= length:  # only such an example may be cut
+                whole = self.tokenizer(*texts, truncation=False, verbose=False)["input_ids"]
+                self.truncated += len(whole) > len(ids)
+            encoded.append((ids, second))
         return encoded
 
     def running(self, batch: list[str]) -> list[list[int]]:
@@ -252,7 +295,7 @@ class Pretrained:
 
 def load_pretrained(name: str) -> Pretrained:
     """Load a pretrained tokenizer; if it has no padding token, pad with the end-of-text token."""
-    tokenizer = _load_from_transformers(name)
+    tokenizer = load_transformers_tokenizer(name)
     pads = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     ends = (tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id)
     pad = next((number for number in pads if number is not None), None)
@@ -272,7 +315,8 @@ def load_pretrained(name: str) -> Pretrained:
     return Pretrained(tokenizer, fast, digest_of([backend.to_str(), pad, end, types]))
 
 
-def _load_from_transformers(name: str) -> Any:
+def load_transformers_tokenizer(name: str) -> Any:
+    """Load a tokenizer of transformers from a folder or by its hub name."""
     transformers = importlib.import_module("transformers")
     folder = named_path(name, "tokenizer.name")
     local = folder.is_dir()

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from frostlab.data.arrays import map_npy
+from frostlab.data.description import Label, LengthRecord, SplitRecord
 from frostlab.errors import BadInput
 from frostlab.recipe.data import Task
 from frostlab.storage import read_json
@@ -62,6 +63,9 @@ class Prepared:
     known: dict[str, float]  # reference scores, such as chance
     digest: str  # digest of texts, tokenizer and settings
     tokenizer: Path | None  # tokenizer.json, or a pretrained tokenizer's folder; None if synthetic
+    labels: tuple[Label, ...] | None = None  # the classes in order; None for language modelling
+    described: dict[str, SplitRecord] = field(default_factory=dict)  # by role
+    notes: tuple[str, ...] = ()  # remarks about suspicious rows, such as empty texts
 
 
 class TokenWriter:
@@ -138,6 +142,19 @@ def save_facts(folder: Path, facts: Any, name: str = FACTS) -> None:
 def load_facts(schema: type[Facts], folder: Path, name: str = FACTS) -> Facts:
     """Read the metadata that `save_facts` wrote."""
     return read(schema, read_json(folder / name), folder / name)
+
+
+def length_record(lengths: npt.NDArray[np.int64], cut: int | None = None) -> LengthRecord | None:
+    """Summarise the lengths of examples; None if there is no example."""
+    if not len(lengths):
+        return None
+    return LengthRecord(
+        least=int(lengths.min()),
+        median=float(np.median(lengths)),
+        mean=float(lengths.mean()),
+        most=int(lengths.max()),
+        cut=cut,
+    )
 
 
 def concatenate(lists: Iterable[list[int]]) -> npt.NDArray[np.int64]:

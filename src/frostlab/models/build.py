@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -121,8 +121,6 @@ def _pretrained(
     settings: PretrainedModel, vocabulary: int, classes: int, pad: int, length: int
 ) -> nn.Module:
     """Build a Hugging Face model with the task's head; a new head is drawn from the seed."""
-    import transformers
-
     config, _ = find_config(settings.name)
     _apply_settings(config, settings)
     if classes:
@@ -148,19 +146,13 @@ def _pretrained(
             f"model.name {settings.name} sees the tokens that it predicts; choose a causal model, "
             "or set model.config.is_decoder to true"
         )
-    kind: Literal["SequenceClassification", "CausalLM"]
-    kind = "SequenceClassification" if classes else "CausalLM"
-    auto: Any = getattr(transformers, f"AutoModelFor{kind}")
-    trust = code_is_trusted()
+    auto, trust = _auto_class(classes), code_is_trusted()
     if settings.weights and os.path.exists(settings.name):
         folder = Path(settings.name)
         check_weights(folder, check_config(folder / "config.json", settings.name))
     try:
         with never_ask():
-            if torch.get_default_device().type != "meta":
-                with torch.device("meta"), torch.random.fork_rng(devices=[]):
-                    model = auto.from_config(config, dtype=torch.float32, trust_remote_code=trust)
-                _check_memory(_bytes_of(model), f"model.name {settings.name} and model.config give")
+            _check_config_memory(auto, config, f"model.name {settings.name} and model.config give")
             if not settings.weights:
                 return auto.from_config(config, dtype=torch.float32, trust_remote_code=trust)
             return auto.from_pretrained(
@@ -178,6 +170,45 @@ def _pretrained(
         if "use_safetensors" in problem:  # transformers then advises unpickling the weights
             problem = no_safetensors_on_hub(settings.name)
         raise BadInput(f"model.name {settings.name}: {problem:.300}") from None
+
+
+def _auto_class(classes: int) -> Any:
+    """Return the class of transformers that builds a classifier, or a language model without."""
+    import transformers
+
+    kind = "SequenceClassification" if classes else "CausalLM"
+    return getattr(transformers, f"AutoModelFor{kind}")
+
+
+def _check_config_memory(auto: Any, config: Any, what: str) -> None:
+    """Refuse a Hugging Face config whose model does not fit into memory."""
+    if torch.get_default_device().type != "meta":
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            model = auto.from_config(
+                config, dtype=torch.float32, trust_remote_code=code_is_trusted()
+            )
+        _check_memory(_bytes_of(model), what)
+
+
+def config_json(model: Any) -> str:
+    """Return the config.json of a Hugging Face model, with every default spelled out."""
+    return str(model.config.to_json_string(use_diff=False))
+
+
+def build_from_config(folder: Path, classes: int) -> nn.Module:
+    """Build the Hugging Face model of a folder's config.json; its weights are drawn, not read."""
+    config, _ = find_config(str(folder))
+    auto = _auto_class(classes)
+    try:
+        with never_ask():
+            _check_config_memory(auto, config, f"{folder / 'config.json'} gives")
+            return auto.from_config(
+                config, dtype=torch.float32, trust_remote_code=code_is_trusted()
+            )
+    except BadInput:
+        raise
+    except Exception as error:  # transformers raises errors of many kinds
+        raise BadInput(f"{folder / 'config.json'}: {first_line(error):.300}") from None
 
 
 def weight_source(settings: object) -> dict[str, str | None]:

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, is_dataclass
 from functools import cached_property
@@ -22,6 +22,7 @@ from frostlab.errors import BadInput, FrostlabError
 from frostlab.records.manifest import MANIFEST, write_manifest
 from frostlab.records.schema import (
     EVENTS,
+    DataRecord,
     Digests,
     EndEvent,
     Ending,
@@ -34,6 +35,7 @@ from frostlab.records.schema import (
     ResumeEvent,
     StageEvent,
     StartEvent,
+    read_data,
     read_digests,
     read_event,
     read_predictions,
@@ -71,8 +73,17 @@ class RunFolder:
         self._events: TextIO | None = None
 
     @classmethod
-    def create(cls, path: Path, files: dict[str, str], **start: Any) -> "RunFolder":
-        """Create a folder with its first files and its start event in one atomic rename."""
+    def create(
+        cls,
+        path: Path,
+        files: dict[str, str],
+        fill: Callable[[Path], None] | None = None,
+        **start: Any,
+    ) -> "RunFolder":
+        """Create a folder with its first files and its start event in one atomic rename.
+
+        `fill` writes further files into the folder before it gets its name.
+        """
         folder = cls(path)
         _remove_abandoned(path.parent)
         try:
@@ -80,6 +91,8 @@ class RunFolder:
                 folder.open()
                 for name, text in files.items():
                     write_whole(folder.path / name, text)
+                if fill is not None:
+                    fill(folder.path)
                 folder.event("start", 0, **start)
         except BaseException as error:
             folder.close()
@@ -394,6 +407,11 @@ class RunRecord:
         return read_digests(self._text("digests.json"), self.folder / "digests.json")
 
     @cached_property
+    def data(self) -> DataRecord:
+        """The data: classes, and the source, counts and lengths of each split."""
+        return read_data(self._text("data.json"), self.folder / "data.json")
+
+    @cached_property
     def predictions(self) -> Predictions | None:
         """The predicted classes of the report split; None if the run has no such file."""
         path = self.folder / "predictions.json"
@@ -439,15 +457,6 @@ def read_environment(folder: Path, name: str = "environment.json") -> dict[str, 
         raise BadInput(f"{path} is not a JSON object")
     check_numbers(values, path)
     return values
-
-
-def load_run(folder: str | Path) -> RunRecord:
-    """Return the record of the run in a folder, finished or still running."""
-    path = Path(folder)
-    if not (path / "events.jsonl").is_file():
-        problem = "it has no events.jsonl" if path.is_dir() else "it is not a folder"
-        raise BadInput(f"{path} does not hold a run: {problem}")
-    return RunRecord(path)
 
 
 SCORES = "scores.json"

@@ -1,10 +1,11 @@
 """The schema of a run's records: every key of its JSON files and of its events.
 
-The files are result.json, digests.json, predictions.json and events.jsonl. All code reads them as
-the dataclasses of this module. `read_result`, `read_digests`, `read_predictions` and `read_event`
-parse text into them; an invalid file is refused with one line that names the key. To add, remove or
-rename a key, raise `SCHEMA` and update docs/runs.md; a test checks the keys of results, digests and
-events in that document. In comments, `null` is JSON's null, which is None in Python.
+The files are result.json, digests.json, data.json, predictions.json and events.jsonl. All code
+reads them as the dataclasses of this module. `read_result`, `read_digests`, `read_data`,
+`read_predictions` and `read_event` parse text into them; an invalid file is refused with one line
+that names the key. To add, remove or rename a key, raise `SCHEMA` and update docs/runs.md; a test
+checks the keys of results, digests, data and events in that document. In comments, `null` is JSON's
+null, which is None in Python.
 """
 
 import re
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
+from frostlab.data.description import Label, SplitRecord
 from frostlab.errors import BadInput
 from frostlab.records import SCHEMA
 from frostlab.typed import parse
@@ -240,6 +242,20 @@ class Digests:
     weights: dict[str, str]  # digest of every part of the treated model, by key
     touched: list[str]  # keys of the parts to which the treatment gave new values
     frozen: dict[str, str]  # digest of every frozen tensor, by name
+
+
+# data.json
+
+
+@dataclass(frozen=True)
+class DataRecord:
+    """data.json: the data that a run is trained and evaluated on."""
+
+    task: str  # classification, language or envelope
+    digest: str  # digest of the prepared data, as in digests.json
+    labels: list[Label] | None  # the classes in order; null for language and EEG
+    splits: dict[str, SplitRecord]  # train, tune, report; EEG: also unseen
+    notes: list[str]  # remarks about suspicious rows, such as empty texts
 
 
 # predictions.json
@@ -532,6 +548,14 @@ def read_digests(text: bytes | str, where: object) -> Digests:
     if values is None:
         raise BadInput(f"{where} is not a JSON object")
     return read(Digests, values, where)
+
+
+def read_data(text: bytes | str, where: object) -> DataRecord:
+    """Parse the text of data.json, or refuse it with a one-line error."""
+    values = parse(text)
+    if values is None:
+        raise BadInput(f"{where} is not a JSON object")
+    return read(DataRecord, values, where)
 
 
 def read_predictions(text: bytes | str, where: object) -> Predictions:

@@ -28,7 +28,7 @@ from frostlab.records.folder import (
 )
 from frostlab.storage import build_once, cache_folder, path_inside, read_json, write_whole
 from frostlab.training.batches.batch import WindowExamples, in_batches, micro_batches
-from frostlab.training.setup import best_model
+from frostlab.training.setup import best_model, check_same_data
 from frostlab.training.state import RunContext
 from frostlab.training.step.compiled import uncompiled
 
@@ -146,7 +146,8 @@ def draw_run(folder: Path, data_dir: Path | None = None) -> Path:
     scores = read_scores(folder)
     signals = prepare(recipe, data_dir)
     assert isinstance(signals, Signals)
-    model = best_model(record, signals)
+    check_same_data(record, signals)
+    model = best_model(record)
     assert isinstance(model, Conformer)
     kernels = model.get_parameter("cnn.0.conv.weight").detach()  # (filters, channels, taps)
     return eeg_page(

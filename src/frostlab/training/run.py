@@ -5,7 +5,7 @@ import json
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import yaml
 
-from frostlab.data.eeg.recordings import as_token_data
+from frostlab.data.eeg.recordings import PreparedData, as_token_data
 from frostlab.devices import choose_device
 from frostlab.errors import BadInput, DamagedCheckpoint, FrostlabError
 from frostlab.recipe.load import load_recipe, recipe_from, recipe_name
@@ -29,7 +29,8 @@ from frostlab.records.folder import (
     own_folder,
     supersede_result,
 )
-from frostlab.records.schema import Result, StartEvent, StepEvent, SteppingEvent, read
+from frostlab.records.model_files import write_model_files
+from frostlab.records.schema import DataRecord, Result, StartEvent, StepEvent, SteppingEvent, read
 from frostlab.records.telemetry import Telemetry
 from frostlab.storage import finite, write_whole
 from frostlab.surgery.audit import Audit
@@ -173,6 +174,7 @@ def _create_folder(
         "recipe.yaml": yaml.safe_dump(recipe.to_dict(), sort_keys=False),
         "environment.json": json.dumps(environment(str(compute.device)), indent=1),
         "digests.json": json.dumps(assembly.digests, indent=1),
+        "data.json": json.dumps(asdict(_data_record(prepared)), indent=1),
     }
     facts = dict(
         schema=SCHEMA, name=name, recipe_digest=recipe.digest, seed=recipe.seed,
@@ -180,13 +182,28 @@ def _create_folder(
         origin=prepared.origin, caution=prepared.caution, known=prepared.known,
         **_conditions(compute),
     )  # fmt: skip
+
+    def fill(folder: Path) -> None:
+        write_model_files(folder, prepared, assembly.config)
+
     while True:
         try:
-            return RunFolder.create(path, files, **facts)
+            return RunFolder.create(path, files, fill, **facts)
         except FileExistsError:
             if out is not None:
                 raise BadInput(f"--out {path}: another run has just started there") from None
             path = new_folder(path.parent, path.name)
+
+
+def _data_record(prepared: PreparedData) -> DataRecord:
+    """Return the contents of data.json."""
+    return DataRecord(
+        task=prepared.task,
+        digest=prepared.digest,
+        labels=None if prepared.labels is None else list(prepared.labels),
+        splits=prepared.described,
+        notes=list(prepared.notes),
+    )
 
 
 def _continue(

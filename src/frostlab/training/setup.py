@@ -10,6 +10,7 @@
 Runs, later stages, resumed runs and the timed arms of comparisons all use these functions.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,13 +24,14 @@ from frostlab.data.eeg.recordings import PreparedData, as_token_data
 from frostlab.data.prepare import prepare
 from frostlab.data.tokens import Prepared
 from frostlab.devices import default_precision
-from frostlab.errors import BadInput, FrostlabError, first_line
-from frostlab.models.build import build_for, weight_source
+from frostlab.errors import BadInput, FrostlabError, UnfinishedRun, first_line
+from frostlab.models.build import build_for, config_json, weight_source
 from frostlab.recipe.model import PretrainedModel
 from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.settings import Train
-from frostlab.records.checkpoint import Checkpoint, checkpoint_name, checkpoints_in
-from frostlab.records.folder import RunRecord
+from frostlab.records.checkpoint import PROGRESS, Checkpoint, checkpoint_name, checkpoints_in
+from frostlab.records.folder import RunRecord, finished_status
+from frostlab.records.model_files import build_stored
 from frostlab.records.schema import Stage as StageRecord
 from frostlab.records.schema import read
 from frostlab.storage import finite
@@ -121,10 +123,15 @@ def build_model(recipe: Recipe, prepared: PreparedData, stages: Sequence[Stage] 
     """
     model = build_for(recipe, prepared)
     touched = treat(model, recipe)
+    return BuiltModel(model, frozenset(touched), _enter_stages(model, recipe, stages))
+
+
+def _enter_stages(model: nn.Module, recipe: Recipe, stages: Sequence[Stage]) -> Entered:
+    """Enter stages one after another; return the result of entering the last one."""
     entered = Entered()
     for index, stage in enumerate(stages):
         entered = enter_stage(model, recipe, stage, index, entered)
-    return BuiltModel(model, frozenset(touched), entered)
+    return entered
 
 
 def place_model(
@@ -240,6 +247,7 @@ class Assembly:
     stages: tuple[Stage, ...]
     current: StageModel
     digests: dict[str, Any]  # contents of digests.json
+    config: str | None  # a Hugging Face model's config.json; None for frostlab's own models
 
 
 def assemble(recipe: Recipe, data_dir: str | Path | None, task: Task, compute: Compute) -> Assembly:
@@ -253,13 +261,16 @@ def assemble(recipe: Recipe, data_dir: str | Path | None, task: Task, compute: C
         "weights": weight_digests(built.model),
         "touched": sorted(built.touched),
     }
+    config = None
+    if isinstance(recipe.model, PretrainedModel):  # before a stage adds layers
+        config = config_json(built.model)
     check_model(built, recipe, prepared, task, compute.precision)
     check_stages(built.model, recipe, stages, prepared, compute.precision)
     entered = enter_stage(built.model, recipe, stages[0], 0, built.entered)
     built = replace(built, entered=entered)
     current = _audited(place_model(built, recipe, stages[0], 0, task, compute), recipe)
     digests["frozen"] = {} if current.audit is None else current.audit.digests
-    return Assembly(prepared, stages, current, digests)
+    return Assembly(prepared, stages, current, digests, config)
 
 
 def _audited(current: StageModel, recipe: Recipe) -> StageModel:
@@ -384,16 +395,55 @@ def stage_facts(context: RunContext, progress: Progress) -> StageRecord:
     return read(StageRecord, finite(values), "the record of a stage")
 
 
-def best_model(record: RunRecord, prepared: PreparedData) -> nn.Module:
-    """Load the model that a run reported; refuse changed data and changed weights."""
+def best_model(record: RunRecord) -> nn.Module:
+    """Load a run's best weights into its model, on the CPU and ready to evaluate.
+
+    Only the run's folder is read. Changed weights are refused. For a run that has not finished,
+    these are the best weights so far, and a warning says so.
+    """
+    recipe = record.recipe
+    checkpoint = _best_saved(record)
+    stages = stages_of(recipe, record.data.splits["train"].examples)[: checkpoint.stage + 1]
+    with torch.random.fork_rng(devices=[]):
+        model = build_stored(recipe, record.folder)
+        treat(model, recipe, init=False)
+        _enter_stages(model, recipe, stages)
+    load_weights(model, checkpoint)
+    finished = finished_status(record.folder) == "finished"
+    if finished and state_digest(model) != record.result.weights_digest:
+        raise BadInput(f"{checkpoint.folder} does not hold the reported weights")
+    if not finished:
+        warnings.warn(
+            f"{record.folder} has not finished; its best weights so far are used, those of "
+            f"step {checkpoint.step}",
+            UnfinishedRun,
+            stacklevel=3,
+        )
+    return model.eval()
+
+
+def _best_saved(record: RunRecord) -> Checkpoint:
+    """Return the checkpoint that a finished run reported, or else the best one so far."""
+    saved = {checkpoint.place: checkpoint for checkpoint in checkpoints_in(record.folder)}
+    if finished_status(record.folder) == "finished":
+        name = record.result.checkpoint
+        for checkpoint in saved.values():
+            if f"checkpoints/{checkpoint.folder.name}" == name:
+                return checkpoint
+        raise BadInput(f"{record.folder} has no weights: {name} is missing")
+    for checkpoint in reversed(saved.values()):
+        if checkpoint.damaged_file(PROGRESS) is None:
+            where = checkpoint.folder / PROGRESS
+            step = Progress.from_dict(checkpoint.progress(), where).best.step
+            # a stage that has just begun has no best weights yet, but starts from good ones
+            return checkpoint if step is None else saved.get((step, checkpoint.stage), checkpoint)
+    raise BadInput(
+        f"{record.folder} has no weights: the run ended before its first checkpoint; "
+        "train it with --resume"
+    )
+
+
+def check_same_data(record: RunRecord, prepared: PreparedData) -> None:
+    """Refuse data other than those of the run."""
     if prepared.digest != record.digests.data:
         raise BadInput(f"the data of {record.folder} have changed since the run")
-    stages = stages_of(record.recipe, len(prepared.splits["train"]))
-    model = build_model(record.recipe, prepared, stages).model
-    result = record.result
-    if result.checkpoint is None or result.best.step is None:
-        raise BadInput(f"{record.folder} has no best weights")
-    load_weights(model, Checkpoint(record.folder / result.checkpoint, result.best.step))
-    if state_digest(model) != result.weights_digest:
-        raise BadInput(f"{record.folder}/{result.checkpoint} does not hold the reported weights")
-    return model

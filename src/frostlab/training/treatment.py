@@ -102,13 +102,14 @@ def register_treatment(
     CHANGES[name] = change
 
 
-def treat(model: nn.Module, recipe: Recipe) -> set[str]:
+def treat(model: nn.Module, recipe: Recipe, *, init: bool = True) -> set[str]:
     """Apply the recipe's treatment; return the keys of the parts that it changed or added.
 
     A treatment draws from its own random generators, so all other random values stay the same.
+    Without `init`, weights keep their values: a checkpoint replaces them anyway.
     """
     surgery, touched = recipe.surgery, set[str]()
-    for change in surgery.init:
+    for change in surgery.init if init else ():
         touched |= _APPLY[type(change)](model, change, recipe.seed)
     if surgery.peft is not None:
         touched |= adapt(model, surgery.peft, recipe.seed)

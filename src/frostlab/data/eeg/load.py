@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from frostlab.data.description import FileRecord, SplitRecord
 from frostlab.data.eeg.readers import (
     Source,
     challenge_sources,
@@ -27,15 +28,17 @@ from frostlab.data.eeg.simulate import write_simulated
 from frostlab.data.eeg.splits import Heading, HoldOut, divide, shared_speech_warning
 from frostlab.errors import BadInput
 from frostlab.recipe.data import ChallengeEEG, EEGData, MatlabEEG, MneEEG, RecordedEEG, SimulatedEEG
-from frostlab.storage import build_once, cache_folder, digest_of
+from frostlab.storage import build_once, cache_folder, digest_of, file_digest
 
-FORMAT = 2  # version of stored recordings; raise it when simulation or preprocessing changes
+FORMAT = 3  # version of stored recordings; raise it when simulation or preprocessing changes
 
 
 def load_signals(data: EEGData, data_dir: Path | None, cache: Path) -> Signals:
     """Return a recipe's recordings as windows; the recipe's hop applies to train only."""
     source = load_recordings(data, data_dir, cache)
     rows = {subject: row for row, subject in enumerate(source.subjects)}
+    folder = find_folder(data.path, data_dir) if isinstance(data, RecordedEEG) else None
+    place = data.name if folder is None else str(folder.resolve())
     splits = {}
     for role, recordings in source.splits.items():
         hop = data.hop if role == "train" else data.length  # other windows are back to back
@@ -52,6 +55,20 @@ def load_signals(data: EEGData, data_dir: Path | None, cache: Path) -> Signals:
         caution=source.caution,
         known=source.known,
         digest=digest_of([source.digest, data.length, data.hop]),
+        described={
+            role: SplitRecord(
+                source=place,
+                examples=len(split),
+                digest=split.digest,
+                files=list(source.files.get(role, ())),
+                note=source.origin[role],
+                recordings=len(split.recordings),
+                subjects=len({recording.subject for recording in split.recordings}),
+                seconds=sum(map(len, split.recordings)) / source.rate,
+                seed=data.seed if isinstance(data, SimulatedEEG) else None,
+            )
+            for role, split in splits.items()
+        },
     )
 
 
@@ -163,7 +180,14 @@ def _write(
         for role, names in division.items()
     }
     caution = caution or shared_speech_warning(speech, division)
-    store.finish(data.rate, channels, origin, caution=caution)
+    files = {
+        role: tuple(
+            FileRecord(str(path), path.stat().st_size, file_digest(path))
+            for path in sorted({file.resolve() for name in names for file in by_name[name].files})
+        )
+        for role, names in division.items()
+    }
+    store.finish(data.rate, channels, origin, caution=caution, files=files)
 
 
 def _speech_digest(recording: Recording) -> str:

@@ -5,7 +5,7 @@ The envelope of the speech is its loudness over time, which the models decode fr
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frostlab.data.arrays import map_npy
+from frostlab.data.description import FileRecord, SplitRecord
 from frostlab.data.tokens import Prepared, load_facts, save_facts
 from frostlab.errors import BadInput
 from frostlab.storage import digest_of
@@ -52,6 +53,7 @@ class Recordings:
     origin: dict[str, str]  # by role: where the recordings come from
     caution: str | None  # a warning to show with every score
     digest: str
+    files: dict[str, tuple[FileRecord, ...]] = field(default_factory=dict)  # by role
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,10 @@ class Signals:
     caution: str | None
     known: dict[str, float]
     digest: str
+    described: dict[str, SplitRecord] = field(default_factory=dict)  # by role
     task: Literal["envelope"] = "envelope"
+    labels: None = None  # EEG has no classes
+    notes: tuple[str, ...] = ()
 
 
 PreparedData = Prepared | Signals  # a recipe's data, ready to be batched: tokens or EEG
@@ -185,6 +190,7 @@ class _StoreFacts:
     origin: dict[str, str]
     caution: str | None
     digest: str
+    files: dict[str, tuple[FileRecord, ...]]
 
 
 class Store:
@@ -212,6 +218,7 @@ class Store:
         origin: dict[str, str],
         known: dict[str, float] | None = None,
         caution: str | None = None,
+        files: dict[str, tuple[FileRecord, ...]] | None = None,
     ) -> None:
         """Write the metadata that all recordings share."""
         check_channels("the list of channels", len(channels), *(self._first or ("", 0)))
@@ -223,6 +230,7 @@ class Store:
             origin=origin,
             caution=caution,
             digest=digest_of([rate, channels, self._digests]),
+            files=files or {},
         )
         save_facts(self.folder, facts)
 
@@ -247,6 +255,7 @@ def load_store(folder: Path) -> Recordings:
         origin=facts.origin,
         caution=facts.caution,
         digest=facts.digest,
+        files=facts.files,
     )
 
 

@@ -1,0 +1,107 @@
+"""`fl.Run`: a run's record, with its trained model ready to use."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, wraps
+from pathlib import Path
+from typing import Any, Literal, ParamSpec, cast, get_args
+
+from torch import nn
+
+from frostlab.devices import choose_device
+from frostlab.errors import BadInput, nearest, require
+from frostlab.flow.measurements import load_flow
+from frostlab.records.folder import RunRecord, finished_status
+from frostlab.records.model_files import stored_tokenizer
+from frostlab.records.schema import EvaluationEvent, StepEvent
+from frostlab.text import number
+from frostlab.training.run import run as train_recipe
+from frostlab.training.setup import best_model
+
+Frame = Literal["steps", "evaluations", "flow"]
+_P = ParamSpec("_P")
+
+
+@dataclass(frozen=True, repr=False)
+class Run(RunRecord):
+    """A run: its record, and its trained model. Only the run's folder is read."""
+
+    def __repr__(self) -> str:
+        status = finished_status(self.folder) or "unfinished"
+        metrics = self.metrics if status == "finished" else {}
+        shown = [f"{name}={number(value)}" for name, value in metrics.items()]
+        return f"Run({', '.join([str(self.folder), status, *shown[:3]])})"
+
+    def model(self, device: str = "cpu") -> nn.Module:
+        """Return the model with the run's best weights, in evaluation mode."""
+        chosen = choose_device(device)
+        return best_model(self).to(chosen)
+
+    def tokenizer(self) -> Any:
+        """Return the run's tokenizer as a tokenizer of transformers, with a padding token.
+
+        frostlab's own tokenizers (BPE and words) also have an end token and a separator.
+        """
+        return stored_tokenizer(self.folder)
+
+    @cached_property
+    def labels(self) -> tuple[str | int, ...] | None:
+        """The labels of the classes, in the order of the model's outputs; None without classes."""
+        labels = self.data.labels
+        return None if labels is None else tuple(labels)
+
+    def frame(self, kind: Frame = "steps") -> Any:
+        """Return a pandas DataFrame of the run's steps, evaluations or gradient flow.
+
+        Steps have the columns step, loss, norm, ms and rate (only for the last step of a recorded
+        block); evaluations have step, split, best and a column for each metric.
+        """
+        kinds = get_args(Frame)
+        if kind not in kinds:
+            hint = nearest(str(kind), kinds) or f"; choose from {', '.join(kinds)}"
+            raise BadInput(f"Run.frame: {kind!r:.40} is not a kind of record{hint}")
+        pandas = require("pandas", "data", "Run.frame")
+        if kind == "flow":
+            return load_flow(self.folder).to_frame()
+        rows = _step_rows(self) if kind == "steps" else _evaluation_rows(self)
+        return pandas.DataFrame(rows)
+
+
+def _step_rows(record: RunRecord) -> list[dict[str, Any]]:
+    rows = []
+    for event in record.events(StepEvent):
+        values = zip(event.loss, event.norm, event.ms, strict=True)
+        for step, (loss, norm, ms) in enumerate(values, event.first):
+            rate = event.rate if step == event.step else None
+            rows.append({"step": step, "loss": loss, "norm": norm, "ms": ms, "rate": rate})
+    return rows
+
+
+def _evaluation_rows(record: RunRecord) -> list[dict[str, Any]]:
+    rows = []
+    for event in record.events(EvaluationEvent):
+        metrics = {name: v for name, v in event.metrics.items() if not isinstance(v, dict)}
+        rows.append({"step": event.step, "split": event.split, "best": event.best, **metrics})
+    return rows
+
+
+def load_run(folder: str | Path) -> Run:
+    """Load the run in a folder, finished or still running."""
+    path = Path(folder)
+    if not (path / "events.jsonl").is_file():
+        problem = "it has no events.jsonl" if path.is_dir() else "it is not a folder"
+        raise BadInput(f"{path} does not hold a run: {problem}")
+    return Run(path)
+
+
+def _returning_run(train: Callable[_P, RunRecord]) -> Callable[_P, Run]:
+    """Wrap the function that trains a recipe, with its parameters, to return a `Run`."""
+
+    @wraps(train)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> Run:
+        return Run(train(*args, **kwargs).folder)
+
+    return cast(Callable[_P, Run], run)
+
+
+run = _returning_run(train_recipe)
