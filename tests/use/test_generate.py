@@ -16,6 +16,8 @@ from transformers import (
     LlamaForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
     TopPLogitsWarper,
 )
 
@@ -70,6 +72,7 @@ HUGGING_FACE = {
     "gpt2": lambda: lively(GPT2LMHeadModel(GPT2Config(**GPT_SIZES))),
     "llama": lambda: lively(LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2))),
     "bert": lambda: lively(BertLMHeadModel(BertConfig(**SIZES, is_decoder=True))),
+    "roberta": lambda: lively(RobertaForCausalLM(RobertaConfig(**SIZES, is_decoder=True))),
     "opt": lambda: lively(
         OPTForCausalLM(
             OPTConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2, ffn_dim=64,
@@ -202,6 +205,8 @@ def test_a_sample_ends_at_an_end_token_or_at_the_last_position() -> None:
     (stopped,) = continue_prompts(model, PROMPTS[:1], GREEDY, ends=[end])[0]
     count = made[0].tokens.index(end) + 1
     assert (stopped.tokens, stopped.ended) == (made[0].tokens[:count], "end")
+    assert position_limit(HUGGING_FACE["gpt2"]()) == 64
+    assert position_limit(HUGGING_FACE["roberta"]()) == 62
     with pytest.raises(fl.BadInput, match="9 tokens; the model has 9 positions, so .* at most 8"):
         continue_prompts(model, [[1] * 9], GREEDY)
 
@@ -269,6 +274,12 @@ def test_extreme_draws_and_temperatures_choose_a_kept_token() -> None:
 def test_impossible_settings_are_refused(settings: Any, message: str) -> None:
     with pytest.raises(fl.BadInput, match=message):
         Sampling(**settings)
+
+
+@pytest.mark.parametrize("changes", [{"causal": False}, {"classes": 3}])
+def test_a_model_that_is_not_causal_is_refused(changes: Any) -> None:
+    with pytest.raises(fl.BadInput, match="not a causal language model"):
+        continue_prompts(gpt(**changes), PROMPTS, GREEDY)
 
 
 def test_a_diverged_model_is_refused() -> None:

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from frostlab import __version__
-from frostlab.cli import bench, compare, diagnose, inspect, runs
+from frostlab.cli import bench, compare, diagnose, inspect, runs, use
 from frostlab.cli.options import echo
 from frostlab.errors import BadInput, FrostlabError
 from frostlab.launcher import check_variables, world_size
@@ -72,6 +72,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {  # in the order of --help
     "diagnose": diagnose.diagnose,
     "compare": compare.compare,
     "judge": compare.judge,
+    "generate": use.generate,
+    "export": use.export,
     "verify": runs.verify,
     "exits": runs.exits,
     "envelopes": runs.envelopes,

@@ -6,6 +6,7 @@ read, so each token is read once.
 
 import inspect
 import math
+import textwrap
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -14,10 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from frostlab.devices import choose_device, exact_dtype
 from frostlab.errors import BadInput
 from frostlab.models.attention import KeyValueCache
 from frostlab.models.decoder import Decoder
 from frostlab.models.gpt import GPT
+from frostlab.records.folder import RunRecord
+from frostlab.records.model_files import stored_encoder, stored_tokenizer
+from frostlab.text import plain
+from frostlab.training.setup import best_model
 
 Ended = Literal["end", "length", "positions"]
 _ROWS = 64  # samples that are generated at once
@@ -49,6 +55,16 @@ class Sampling:
         device, or the other samples.
         """
         return np.random.default_rng([self.seed, sample]).random(self.max_tokens)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A text that a language model generated."""
+
+    prompt: str
+    text: str  # the continuation of the prompt
+    tokens: tuple[int, ...]  # of the continuation, with the end token, if it was generated
+    ended: Ended  # at an end token, at `max_tokens`, or at the model's last position
 
 
 @dataclass(frozen=True)
@@ -133,7 +149,13 @@ def position_limit(model: nn.Module) -> int | None:
         return None
     config: Any = model.config
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return positions if isinstance(positions, int) and positions > 0 else None
+    if not isinstance(positions, int) or positions <= 0:
+        return None
+    for name, module in model.named_modules():
+        table = name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
+        if table and module.padding_idx is not None:  # RoBERTa counts from the position after it
+            return positions - int(module.padding_idx) - 1
+    return positions
 
 
 @torch.no_grad()
@@ -151,6 +173,8 @@ def continue_prompts(
     ends at a token of `ends`, after `sampling.max_tokens` tokens, or when prompt and sample fill
     the model's positions.
     """
+    if isinstance(model, GPT) and (model.config.classes or not model.config.causal):
+        raise BadInput("generate: the model is not a causal language model")
     limit = position_limit(model)
     for prompt in prompts:
         if not prompt:
@@ -266,16 +290,100 @@ def choose(logits: Tensor, sampling: Sampling, draws: Tensor) -> Tensor:
     """
     if sampling.temperature == 0:
         return logits.argmax(-1)
-    device = logits.device
-    if device.type == "mps":  # it has no float64
-        logits = logits.cpu()
-    scores = logits.double()
+    scores = logits.to(exact_dtype(logits.device))
     scores = (scores - scores.amax(-1, keepdim=True)) / sampling.temperature
     ranked, order = scores.softmax(-1).sort(-1, descending=True, stable=True)
     if sampling.top_p < 1:
         ranked = ranked * (ranked.cumsum(-1) - ranked < sampling.top_p)
     cumulative = ranked.cumsum(-1)
-    target = draws.to(ranked.device)[:, None] * cumulative[:, -1:]
+    target = draws.to(ranked)[:, None] * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, target, right=True)
     index = index.minimum((ranked > 0).sum(-1, keepdim=True) - 1)  # rounding may exceed the sum
-    return order.gather(-1, index).squeeze(-1).to(device)
+    return order.gather(-1, index).squeeze(-1)
+
+
+def generate(
+    record: RunRecord,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    *,
+    samples: int = 1,
+    device: str = "cpu",
+) -> list[Sample]:
+    """Continue prompts with the best weights of a run; return the samples of each in turn.
+
+    An empty prompt begins a new text: the model reads the end token, which separates the texts in
+    training.
+    """
+    if samples < 1:
+        raise BadInput(f"generate: samples {samples} should be 1 or more")
+    if samples > 1 and sampling.temperature == 0:
+        raise BadInput(f"generate: at temperature 0 all {samples} samples are equal; ask for one")
+    task = record.data.task
+    if task != "language":
+        made = "decodes EEG" if task == "envelope" else "classifies texts"
+        raise BadInput(
+            f"generate: {record.folder} {made}, and only language models generate; "
+            f"try `frostlab predict {record.folder.name} FILE`"
+        )
+    encoder, tokenizer = stored_encoder(record.folder), stored_tokenizer(record.folder)
+    encoded = [ids or [encoder.end] for ids in encoder.running(list(prompts))]
+    model = best_model(record).to(choose_device(device))
+    ends = {encoder.end} | _configured_ends(model)
+    made_tokens = continue_prompts(model, encoded, sampling, samples=samples, ends=ends)
+    return [
+        Sample(
+            prompt,
+            _text(tokenizer, ids if prompt else [], continuation),
+            continuation.tokens,
+            continuation.ended,
+        )
+        for prompt, ids, continuations in zip(prompts, encoded, made_tokens, strict=True)
+        for continuation in continuations
+    ]
+
+
+def _configured_ends(model: nn.Module) -> set[int]:
+    """Return the end tokens in the generation config of a Hugging Face model."""
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if ends is None:
+        return set()
+    return {ends} if isinstance(ends, int) else set(ends)
+
+
+def _text(tokenizer: Any, prompt: Sequence[int], continuation: Continuation) -> str:
+    """Decode a continuation, with the space before it if there is one, and without its end token.
+
+    A character may begin in the prompt and end in the continuation; then only the latter's tokens
+    are decoded.
+    """
+    tokens = list(continuation.tokens)
+    if continuation.ended == "end":
+        tokens.pop()
+    before, whole = (tokenizer.decode(list(ids)) for ids in (prompt, [*prompt, *tokens]))
+    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(tokens)
+
+
+def samples_text(samples: Sequence[tuple[str, Sample]], width: int = 80) -> str:
+    """Format samples with the names of their runs: a block per prompt, and in it a list per run."""
+    blocks: dict[str, dict[str, list[Sample]]] = {}
+    for name, sample in samples:
+        blocks.setdefault(sample.prompt, {}).setdefault(name, []).append(sample)
+    lines: list[str] = []
+    for prompt, runs in blocks.items():
+        title = f"prompt: {plain(prompt)}" if prompt else "without a prompt"
+        lines += _wrapped(title, "", width)
+        for name, continuations in runs.items():
+            lines += ["", *_wrapped(plain(name), "  ", width)]
+            for number, sample in enumerate(continuations, 1):
+                text = f"{number}: {plain(sample.text)} [{sample.ended}]"
+                lines += _wrapped(text, "    ", width)
+        lines.append("")
+    return "\n".join(lines[:-1])
+
+
+def _wrapped(text: str, indent: str, width: int) -> list[str]:
+    """Return a text in lines of at most this width; lines after the first are indented further."""
+    return textwrap.wrap(
+        text, width, initial_indent=indent, subsequent_indent=f"{indent}   " if indent else ""
+    )

@@ -1,6 +1,6 @@
 """`fl.Run`: a run's record, with its trained model ready to use."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from pathlib import Path
@@ -17,6 +17,8 @@ from frostlab.records.schema import EvaluationEvent, StepEvent
 from frostlab.text import number
 from frostlab.training.run import run as train_recipe
 from frostlab.training.setup import best_model
+from frostlab.use.export import export_run
+from frostlab.use.generate import Sample, Sampling, generate
 
 Frame = Literal["steps", "evaluations", "flow"]
 _P = ParamSpec("_P")
@@ -49,6 +51,38 @@ class Run(RunRecord):
         """The labels of the classes, in the order of the model's outputs; None without classes."""
         labels = self.data.labels
         return None if labels is None else tuple(labels)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        samples: int = 1,
+        max_tokens: int = 100,
+        temperature: float = 0.8,
+        top_p: float = 0.95,
+        seed: int = 0,
+        device: str = "cpu",
+    ) -> list[Sample]:
+        """Continue one or several prompts with the run's language model.
+
+        Args:
+            prompts: a text, or several; an empty one begins a new text.
+            samples: the number of continuations of each prompt.
+            max_tokens: the most tokens of a continuation.
+            temperature: below 1 prefers probable tokens; 0 always takes the most probable one.
+            top_p: draw from the most probable tokens whose probabilities sum to this.
+            seed: the same seed gives the same samples, whatever else is generated with them.
+        """
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        sampling = Sampling(max_tokens, temperature, top_p, seed)
+        return generate(self, texts, sampling, samples=samples, device=device)
+
+    def export(self, folder: str | Path) -> Path:
+        """Write the run as a Hugging Face folder: weights, tokenizer, labels and a model card.
+
+        The folder should not exist, or be empty. transformers loads it without frostlab.
+        """
+        return export_run(self, folder)
 
     def frame(self, kind: Frame = "steps") -> Any:
         """Return a pandas DataFrame of the run's steps, evaluations or gradient flow.
