@@ -7,6 +7,9 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import torch
+from transformers import BertTokenizer
+
 import frostlab as fl
 from zoo import SIZES
 
@@ -27,7 +30,7 @@ RECIPES: dict[str, dict[str, Any]] = {
                                                   "select": ["query", "key", "value"]}}},
     "bert decoder": {"model": {**BERT, "config": {**SIZES, "is_decoder": True}}},
     "classifier": {"model": GPT, "data": {"task": "classification"}, "treatment": "oelm"},
-    "causal pairs": {
+    "causal pairs": {  # with BERT's tokenizer, which gives token types
         "model": {**GPT, "causal": True, "bias": False},
         "data": {"task": "classification", "text": ["text", "other"]},
     },
@@ -55,12 +58,24 @@ def _text_file(kind: str) -> Path:
 
 
 @cache
+def _bert_tokenizer() -> dict[str, str]:
+    """The tokenizer section of a recipe with BERT's tokenizer for these words."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *_WORDS]
+    folder = mkdtemp()
+    BertTokenizer(vocab={word: n for n, word in enumerate(words)}).save_pretrained(folder)
+    return {"kind": "pretrained", "name": folder}
+
+
+@cache
 def trained(name: str) -> fl.Run:
     """The run of a recipe in `RECIPES`; tests must not change its folder."""
     recipe = {"tokenizer": {"kind": "bpe", "size": 300}, "train": TRAIN, **RECIPES[name]}
+    if name == "causal pairs":
+        recipe["tokenizer"] = _bert_tokenizer()
     data = {"task": "language", **recipe.get("data", {})}
     if "name" not in data:
         data |= {"name": "own", "path": str(_text_file(data["task"])), "length": 24}
     else:
         del data["task"], recipe["tokenizer"]
-    return fl.run({**recipe, "data": data}, runs=Path(mkdtemp()))
+    with torch.enable_grad():  # the test that asks first may compute without gradients
+        return fl.run({**recipe, "data": data}, runs=Path(mkdtemp()))

@@ -62,6 +62,13 @@ def split_gpt() -> GPT:
     return model
 
 
+def roberta() -> RobertaForCausalLM:
+    """A RoBERTa that never writes padding, which it would not count as a position."""
+    model = lively(RobertaForCausalLM(RobertaConfig(**SIZES, is_decoder=True)))
+    model.lm_head.decoder.bias.data[1] = -1e9
+    return model
+
+
 OWN = {
     "gpt": gpt,
     "gpt with a split QKV": split_gpt,
@@ -72,7 +79,7 @@ HUGGING_FACE = {
     "gpt2": lambda: lively(GPT2LMHeadModel(GPT2Config(**GPT_SIZES))),
     "llama": lambda: lively(LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2))),
     "bert": lambda: lively(BertLMHeadModel(BertConfig(**SIZES, is_decoder=True))),
-    "roberta": lambda: lively(RobertaForCausalLM(RobertaConfig(**SIZES, is_decoder=True))),
+    "roberta": lambda: roberta(),
     "opt": lambda: lively(
         OPTForCausalLM(
             OPTConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2, ffn_dim=64,

@@ -85,6 +85,7 @@ def _tokenizer(record: RunRecord, model: nn.Module) -> Any:
     if is_own(model) or not wants_types(model):
         names.remove("token_type_ids")
     tokenizer.model_input_names = names
+    tokenizer.init_kwargs["model_input_names"] = names  # or it is not saved
     if record.data.task == "classification":
         tokenizer.model_max_length = record.recipe.data.length
     elif (limit := position_limit(model)) is not None:

@@ -292,7 +292,7 @@ def choose(logits: Tensor, sampling: Sampling, draws: Tensor) -> Tensor:
         return logits.argmax(-1)
     scores = logits.to(exact_dtype(logits.device))
     scores = (scores - scores.amax(-1, keepdim=True)) / sampling.temperature
-    ranked, order = scores.softmax(-1).sort(-1, descending=True, stable=True)
+    ranked, order = scores.softmax(-1).sort(dim=-1, descending=True, stable=True)
     if sampling.top_p < 1:
         ranked = ranked * (ranked.cumsum(-1) - ranked < sampling.top_p)
     cumulative = ranked.cumsum(-1)
