@@ -10,6 +10,7 @@ the exported GPT-2 with its own sampling.
 import argparse
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ def main() -> None:
     for rows in (1, 5, 32):
 
         def cached(rows: int = rows) -> Any:
-            return continue_prompts(model, [PROMPT], sampling, samples=rows)
+            return continue_prompts(model, [PROMPT], replace(sampling, samples=rows))
 
         def again(rows: int = rows) -> Any:
             return uncached(model, rows, sampling)

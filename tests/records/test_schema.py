@@ -11,6 +11,7 @@ import frostlab as fl
 from frostlab.data import description
 from frostlab.data.description import SplitRecord
 from frostlab.records import schema
+from frostlab.records.model_files import ModelInputs
 from frostlab.records.schema import (
     EVENTS,
     Clocks,
@@ -32,6 +33,7 @@ TABLES: dict[str, type] = {  # heading in the document: the dataclass
     "Telemetry": TelemetrySummary,
     "Scores": Scores,
     "digests.json": Digests,
+    "inputs.json": ModelInputs,
     "data.json": DataRecord,
     "Splits of the data": SplitRecord,
 }

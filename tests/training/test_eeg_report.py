@@ -32,7 +32,7 @@ from frostlab.training.distributed import Compute, World, preserve_buffers
 from frostlab.training.eeg_report import draw_run
 from frostlab.training.evaluate import evaluate
 from frostlab.training.run import run
-from frostlab.training.setup import _has_unused, best_model
+from frostlab.training.setup import _has_unused, best_model, check_same_data
 from frostlab.training.stages import Entered, Stage, enter_stage, lr_scales, stages_of
 from frostlab.training.state import StageModel
 from frostlab.training.step.compiled import CompiledStep
@@ -176,7 +176,7 @@ def test_recordings_are_decoded_without_dropout_from_windows_that_overlap(
     finished: RunRecord,
 ) -> None:
     _, data = prepared()
-    model = best_model(finished, data).eval()
+    model = best_model(finished)
     (each,) = data.splits["unseen"].recordings[:1]
     starts = window_starts(len(each), 64, 32)
     with torch.no_grad():
@@ -190,20 +190,19 @@ def test_recordings_are_decoded_without_dropout_from_windows_that_overlap(
 
 
 def test_weights_that_were_not_reported_are_refused(finished: RunRecord, tmp_path: Path) -> None:
-    _, data = prepared()
     shutil.copytree(finished.folder, tmp_path / "run")
     moved = tmp_path / "run" / finished.result.checkpoint / "model.safetensors"
     weights = load_file(moved)
     weights["head.4.bias"] += 1e-3
     save_file(weights, moved)
     with pytest.raises(FrostlabError, match="model.safetensors is damaged"):
-        best_model(RunRecord(tmp_path / "run"), data)
+        best_model(RunRecord(tmp_path / "run"))
     seal(moved.parent)  # the checksums now fit the other weights
     with pytest.raises(BadInput, match="does not hold the reported weights"):
-        best_model(RunRecord(tmp_path / "run"), data)
+        best_model(RunRecord(tmp_path / "run"))
     other = prepared(data__seed=1)[1]
     with pytest.raises(BadInput, match="have changed since the run"):
-        best_model(finished, other)
+        check_same_data(finished, other)
 
 
 def test_a_run_shows_its_scores_and_refuses_edited_ones(finished: RunRecord) -> None:

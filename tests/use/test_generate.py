@@ -1,5 +1,6 @@
 """Generation: cached equals uncached, a batch equals single prompts, and Hugging Face's choices."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -135,7 +136,7 @@ def test_hugging_face_logits_with_the_cache_equal_those_without(name: str) -> No
 @torch.no_grad()
 def test_a_model_without_a_cache_reads_everything_again() -> None:
     model = HUGGING_FACE["gpt2"]()
-    cached = continue_prompts(model, PROMPTS, Sampling(max_tokens=6), samples=2)
+    cached = continue_prompts(model, PROMPTS, Sampling(max_tokens=6, samples=2))
     forward = model.forward
 
     def forget(**inputs: Any) -> Any:
@@ -144,7 +145,7 @@ def test_a_model_without_a_cache_reads_everything_again() -> None:
         return output
 
     model.forward = forget
-    assert continue_prompts(model, PROMPTS, Sampling(max_tokens=6), samples=2) == cached
+    assert continue_prompts(model, PROMPTS, Sampling(max_tokens=6, samples=2)) == cached
 
 
 @torch.no_grad()
@@ -161,23 +162,23 @@ def test_greedy_is_the_argmax_of_the_whole_text(name: str) -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_a_sample_does_not_depend_on_the_batch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = ALL[name]()
-    sampling = Sampling(max_tokens=12, temperature=1.5, top_p=0.9, seed=7)
-    together = continue_prompts(model, PROMPTS, sampling, samples=5, ends=[3, 4, 50, 51])
+    sampling = Sampling(max_tokens=12, temperature=1.5, top_p=0.9, seed=7, samples=5)
+    ends = [3, 4, 50, 51]
+    together = continue_prompts(model, PROMPTS, sampling, ends=ends)
     for prompt, made in zip(PROMPTS, together, strict=True):
-        assert continue_prompts(model, [prompt], sampling, samples=5, ends=[3, 4, 50, 51]) == [made]
+        assert continue_prompts(model, [prompt], sampling, ends=ends) == [made]
         assert len({sample.tokens for sample in made}) > 1, "samples differ"
-    fewer = continue_prompts(model, PROMPTS, sampling, samples=2, ends=[3, 4, 50, 51])
+    fewer = continue_prompts(model, PROMPTS, replace(sampling, samples=2), ends=ends)
     assert fewer == [made[:2] for made in together]
     monkeypatch.setattr(generate, "_ROWS", 3)
-    assert continue_prompts(model, PROMPTS, sampling, samples=5, ends=[3, 4, 50, 51]) == together
-    other = Sampling(max_tokens=12, temperature=1.5, top_p=0.9, seed=8)
-    assert continue_prompts(model, PROMPTS, other, samples=5, ends=[3, 4, 50, 51]) != together
+    assert continue_prompts(model, PROMPTS, sampling, ends=ends) == together
+    assert continue_prompts(model, PROMPTS, replace(sampling, seed=8), ends=ends) != together
 
 
 def test_more_tokens_continue_the_same_sample() -> None:
     model = gpt()
-    short = continue_prompts(model, PROMPTS, Sampling(max_tokens=5), samples=2)
-    long = continue_prompts(model, PROMPTS, Sampling(max_tokens=20), samples=2)
+    short = continue_prompts(model, PROMPTS, Sampling(max_tokens=5, samples=2))
+    long = continue_prompts(model, PROMPTS, Sampling(max_tokens=20, samples=2))
     for before, after in zip(short, long, strict=True):
         assert [sample.tokens[:5] for sample in after] == [sample.tokens for sample in before]
 
@@ -276,6 +277,8 @@ def test_extreme_draws_and_temperatures_choose_a_kept_token() -> None:
         ({"top_p": 1.1}, "top-p 1.1 should be above 0 and at most 1"),
         ({"max_tokens": 0}, "tokens 0 should be 1 or more"),
         ({"seed": -1}, "seed -1 should be 0 or more"),
+        ({"samples": 0}, "samples 0 should be 1 or more"),
+        ({"samples": 3, "temperature": 0.0}, "at temperature 0 all 3 samples are equal"),
     ],
 )
 def test_impossible_settings_are_refused(settings: Any, message: str) -> None:

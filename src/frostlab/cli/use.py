@@ -1,18 +1,214 @@
-"""Trained runs in use: `frostlab generate`, `export`."""
+"""Use of a trained run: `frostlab evaluate`, `predict`, `generate` and `export`."""
 
+import io
 import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from frostlab.cli.options import AsJson, RunName, RunsFolder, echo
+from frostlab.cli.options import (
+    AsJson,
+    DataDir,
+    RunName,
+    RunsFolder,
+    check_data_dir,
+    echo,
+    settings_from,
+)
+from frostlab.errors import BadInput
+from frostlab.storage import finite
 from frostlab.text import plain
 
-UseDevice = Annotated[
-    str, typer.Option(metavar="DEVICE", help="auto, cpu, cuda, cuda:2 or mps (default: auto).")
+if TYPE_CHECKING:
+    from frostlab.use.run import Run
+
+_Device = Annotated[
+    str | None,
+    typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:2 or mps (default: the run's)."),
 ]
+
+
+def evaluate(
+    run: RunName,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="File or folder to evaluate instead of the run's own data; for EEG, a folder of "
+            "recordings.",
+        ),
+    ] = None,
+    split: Annotated[
+        str | None,
+        typer.Option(metavar="SPLIT", help="report, tune or train (default: report)."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Change what is evaluated, e.g. data.language=zh; can be repeated.",
+        ),
+    ] = None,
+    languages: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="For xnli: all, or languages such as en,zh."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the result to this new .json file, too."),
+    ] = None,
+    data_dir: DataDir = None,
+    device: _Device = None,
+    runs: RunsFolder = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate the best weights of a run, on its own data or on other data.
+
+    Only the run's folder is needed, and the data to evaluate. The report split gives
+    exactly the metrics of the record. Without --out, nothing is written.
+    """
+    check_data_dir(data_dir)
+    changes = settings_from(settings)
+    if languages is not None and (data is not None or changes):
+        raise BadInput("--languages evaluates xnli's own splits; leave out --data and --set")
+    loaded = _load(runs, run)
+    from frostlab.use.predict import check_new, new_file
+    from frostlab.use.scoring import (
+        evaluate_languages,
+        evaluate_run,
+        evaluation_lines,
+        languages_lines,
+    )
+
+    if out is not None:
+        check_new(out, [".json"])
+    values: Any
+    if languages is not None:
+        by_language = evaluate_languages(
+            loaded, languages, split=split, data_dir=data_dir, device=device
+        )
+        values = {name: asdict(evaluation) for name, evaluation in by_language.items()}
+        lines = languages_lines(by_language)
+    else:
+        evaluation = evaluate_run(
+            loaded, data, split=split, settings=changes, data_dir=data_dir, device=device
+        )
+        values, lines = asdict(evaluation), evaluation_lines(evaluation)
+    text = json.dumps(finite(values), indent=1)
+    if out is not None:
+        with new_file(out, [".json"]) as temporary:
+            temporary.write_text(text + "\n", encoding="utf-8")
+    echo(text if as_json else "\n".join(lines))
+
+
+def predict(
+    run: RunName,
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE",
+            help="Texts: a .txt file or - (standard input), a text a line, or a csv, tsv, jsonl or "
+            "parquet file with the recipe's columns. EEG: a file or folder of recordings.",
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="New file for the predictions: .csv, .tsv or .jsonl; for EEG .npz or .csv "
+            "(default: print them).",
+        ),
+    ] = None,
+    device: _Device = None,
+    runs: RunsFolder = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """Predict with the best weights of a run; only the run's folder is needed.
+
+    A classifier gives the class of each text and the probability of every class; a
+    language model gives the loss and the perplexity of each text; an EEG model gives
+    the envelope of each recording.
+    """
+    loaded = _load(runs, run)
+    if loaded.recipe.data.task == "envelope":
+        _predict_envelopes(loaded, file, out, device, as_json)
+        return
+    from frostlab.use.predict import check_new, new_file, predict_file, write_rows
+
+    endings = [".csv", ".tsv", ".jsonl"]
+    if out is not None:
+        check_new(out, endings)
+    rows = predict_file(loaded, file, device)
+    if out is None:
+        if as_json:
+            echo(json.dumps(finite(list(rows)), indent=1))
+        else:
+            _print_rows(rows)
+        return
+    counts: Counter[str] = Counter()
+    with new_file(out, endings) as temporary, temporary.open("w", encoding="utf-8") as target:
+        count = write_rows(_counted(rows, counts), target, out.suffix)
+    if as_json:
+        echo(json.dumps({"out": str(out), "rows": count, "labels": counts}, indent=1))
+        return
+    listed = ", ".join(f"{label} {number:,}" for label, number in counts.most_common(8))
+    echo(plain(f"{out}: {count:,} texts{f', predicted as {listed}' * bool(listed)}"))
+
+
+def _print_rows(rows: Iterable[dict[str, Any]]) -> None:
+    from frostlab.use.predict import write_rows
+
+    table = io.StringIO()
+    write_rows(rows, table, ".csv")
+    echo(table.getvalue().rstrip("\n"))
+
+
+def _counted(rows: Iterable[dict[str, Any]], counts: Counter[str]) -> Iterator[dict[str, Any]]:
+    """Yield rows, and count their labels."""
+    for row in rows:
+        if "label" in row:
+            counts[str(row["label"])] += 1
+        yield row
+
+
+def _predict_envelopes(
+    run: "Run", path: str, out: Path | None, device: str | None, as_json: bool
+) -> None:
+    """Decode recordings, and print or write their envelopes."""
+    import numpy as np
+
+    from frostlab.recipe.data import EEGData
+    from frostlab.use.predict import Predictor, check_new, envelope_rows, new_file, write_rows
+
+    endings = [".npz", ".csv"]
+    if out is not None:
+        check_new(out, endings)
+    data = run.recipe.data
+    assert isinstance(data, EEGData)
+    envelopes = Predictor(run, device).envelopes(Path(path))
+    if out is None:
+        if as_json:
+            echo(json.dumps({name: values.tolist() for name, values in envelopes.items()}))
+        else:
+            _print_rows(envelope_rows(envelopes, data.rate))
+        return
+    with new_file(out, endings) as temporary:
+        if out.suffix == ".npz":
+            with temporary.open("wb") as arrays:
+                np.savez(arrays, **envelopes)  # type: ignore[arg-type]
+        else:
+            with temporary.open("w", encoding="utf-8") as table:
+                write_rows(envelope_rows(envelopes, data.rate), table, ".csv")
+    samples = {name: len(values) for name, values in envelopes.items()}
+    if as_json:
+        echo(json.dumps({"out": str(out), "rate": data.rate, "samples": samples}, indent=1))
+    else:
+        echo(plain(f"{out}: {len(samples):,} recordings at {data.rate:g} Hz"))
 
 
 def generate(
@@ -45,7 +241,7 @@ def generate(
     ] = 0.95,
     tokens: Annotated[int, typer.Option(metavar="N", help="Most tokens of a sample.")] = 100,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the samples.")] = 0,
-    device: UseDevice = "auto",
+    device: _Device = None,
     runs: RunsFolder = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
@@ -55,21 +251,19 @@ def generate(
     sample 2. A sample ends at the end token [end], after --tokens tokens [length],
     or at the model's last position [positions].
     """
-    from frostlab.records.index import find_run
-
-    folders = [find_run(runs, name) for name in names]
-    from frostlab.use.generate import Sampling, generate, samples_text
-    from frostlab.use.run import load_run
-
-    sampling = Sampling(tokens, temperature, top_p, seed)
     count = samples if samples is not None else 5 if temperature else 1
-    distinct = len({folder.name for folder in folders}) == len(folders)
+    loaded = list(dict.fromkeys(_load(runs, name) for name in names))
+    from frostlab.use.generate import Sampling, check_generates, generate, samples_text
+    from frostlab.use.scoring import Evaluator
+
+    sampling = Sampling(tokens, temperature, top_p, seed, count)
+    for run in loaded:
+        check_generates(run)
+    distinct = len({run.folder.name for run in loaded}) == len(loaded)
     shown = [
-        (folder.name if distinct else str(folder), sample)
-        for folder in dict.fromkeys(folders)
-        for sample in generate(
-            load_run(folder), list(dict.fromkeys(prompts)), sampling, samples=count, device=device
-        )
+        (run.folder.name if distinct else str(run.folder), sample)
+        for run in loaded
+        for sample in generate(Evaluator(run, device), list(dict.fromkeys(prompts)), sampling)
     ]
     if as_json:
         listed = [{"run": name, **asdict(sample)} for name, sample in shown]
@@ -88,9 +282,14 @@ def export(
     The folder holds the config, the best weights, the tokenizer, the names of the
     classes, and a model card with the run's data, training and results.
     """
+    echo(plain(str(_load(runs, run).export(folder))))
+
+
+def _load(runs: Path, name: str) -> "Run":
+    """Load the run that a command names."""
     from frostlab.records.index import find_run
 
-    source = find_run(runs, run)
+    folder = find_run(runs, name)
     from frostlab.use.run import load_run
 
-    echo(plain(str(load_run(source).export(folder))))
+    return load_run(folder)

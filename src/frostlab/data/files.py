@@ -98,6 +98,25 @@ def read_pieces(path: Path) -> Iterator[Piece]:
         raise BadInput(f"{path} cannot be read: {_reason(error)}") from error
 
 
+def read_texts(path: Path) -> Iterator[str]:
+    """Yield the lines of a text file, each of them a text, without their ends."""
+    try:
+        with _opened(path) as file:
+            yield from _lines(path, file)
+    except _READ_ERRORS as error:
+        raise BadInput(f"{path} cannot be read: {_reason(error)}") from error
+
+
+def read_stream_texts(file: IO[bytes]) -> Iterator[str]:
+    """Yield the lines of the standard input, as `read_texts` does for a file."""
+    yield from _lines(Path("standard input"), file)
+
+
+def _lines(path: Path, file: IO[bytes]) -> Iterator[str]:
+    for _, text in _decoded(path, file):
+        yield text.removesuffix("\n").removesuffix("\r")
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
     with open_regular(path) as raw:

@@ -28,9 +28,11 @@ from frostlab.records.folder import (
 )
 from frostlab.storage import build_once, cache_folder, path_inside, read_json, write_whole
 from frostlab.training.batches.batch import WindowExamples, in_batches, micro_batches
+from frostlab.training.distributed import Compute
 from frostlab.training.setup import best_model, check_same_data
 from frostlab.training.state import RunContext
 from frostlab.training.step.compiled import uncompiled
+from frostlab.training.step.objective import Objective
 
 _FORMAT = 1  # version of cached baseline scores; raise it when the baseline or scoring changes
 _WINDOWS = 32  # the most windows over which electrode importance is averaged
@@ -74,7 +76,9 @@ def measure_recordings(
     ridge, decoded, model = baseline_scores(signals), {}, {}
     for split in reported(signals):
         windows = signals.splits[split]
-        decoded[split] = decode(context, windows)
+        decoded[split] = decode(
+            context.objective, windows, context.evaluation_batch, context.compute
+        )
         model[split] = score_recordings(decoded[split], windows.recordings, signals.rate)
     scores = {split: {"model": model[split], "ridge": ridge[split]} for split in model}
     if context.folder:
@@ -86,16 +90,7 @@ def measure_recordings(
         np.savez(context.folder.path / "decoded.npz", **arrays)  # type: ignore[arg-type]
         text = json.dumps(scores_file(scores, signals.known))
         write_whole(context.folder.path / SCORES, text)
-    metrics = {"pearson": model["report"].summary.mean, "loss": window_metrics["loss"]}
-    for split, split_scores in model.items():
-        summary, suffix = split_scores.summary, "" if split == "report" else f"_{split}"
-        metrics[f"pearson{suffix}"] = summary.mean
-        metrics[f"ridge{suffix}"] = ridge[split].summary.mean
-        metrics[f"chance{suffix}"] = summary.null.high
-        if (matched := summary.match.accuracy) is not None:
-            metrics[f"match{suffix}"] = matched
-    metrics["window_pearson"] = window_metrics["pearson"]
-    return metrics, {
+    return recording_metrics(model, ridge, window_metrics), {
         split: {
             decoder: result.to_dict()["summary"] | {"digest": result.digest}
             for decoder, result in by_decoder.items()
@@ -104,10 +99,33 @@ def measure_recordings(
     }
 
 
+def recording_metrics(
+    model: Scores, ridge: Scores, window_metrics: dict[str, float]
+) -> dict[str, float]:
+    """Return the metrics of decoded recordings; those of `unseen` end in `_unseen`.
+
+    `ridge` holds the scores of the linear baseline, if it was fitted.
+    """
+    metrics: dict[str, float] = {}
+    for split, split_scores in model.items():
+        summary, suffix = split_scores.summary, "_unseen" if split == "unseen" else ""
+        metrics[f"pearson{suffix}"] = summary.mean
+        metrics.setdefault("loss", window_metrics["loss"])
+        if split in ridge:
+            metrics[f"ridge{suffix}"] = ridge[split].summary.mean
+        metrics[f"chance{suffix}"] = summary.null.high
+        if (matched := summary.match.accuracy) is not None:
+            metrics[f"match{suffix}"] = matched
+    metrics["window_pearson"] = window_metrics["pearson"]
+    return metrics
+
+
 @torch.no_grad()
-def decode(context: RunContext, windows: Windows) -> dict[str, NDArray[np.float64]]:
+def decode(
+    objective: Objective, windows: Windows, batch: int, compute: Compute
+) -> dict[str, NDArray[np.float64]]:
     """Decode windows that overlap by half; return the envelope of each recording, by name."""
-    device, world = context.compute.device, context.world
+    device, world = compute.device, compute.world
     examples, half = WindowExamples(windows), max(1, windows.length // 2)
     starts = [
         window_starts(len(recording), windows.length, half) for recording in windows.recordings
@@ -117,14 +135,12 @@ def decode(context: RunContext, windows: Windows) -> dict[str, NDArray[np.float6
         [first + within for first, within in zip(windows.bounds[:-1], starts, strict=True)]
     )
     decoded = torch.zeros(len(rows), windows.length, device=device)
-    context.objective.eval()
+    objective.eval()
     with uncompiled():
-        for indices in in_batches(np.arange(len(rows)), context.evaluation_batch):
+        for indices in in_batches(np.arange(len(rows)), batch):
             (own,) = micro_batches(indices, world.rank, world.size, count=1)
-            with context.compute.autocast():
-                prediction = context.objective(
-                    examples.collate(rows[own]).to(device), want="logits"
-                )
+            with compute.autocast():
+                prediction = objective(examples.collate(rows[own]).to(device), want="logits")
             # a process without windows in this batch has decoded a placeholder
             decoded[torch.from_numpy(own).to(device)] = prediction[: len(own)].float()
     ends = np.cumsum([len(recording_starts) for recording_starts in starts])[:-1]

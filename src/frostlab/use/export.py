@@ -7,11 +7,9 @@ from typing import Any
 from torch import nn
 
 from frostlab import __version__
-from frostlab.data.sources import PUBLIC_SETS
+from frostlab.data.encode import columns_of
 from frostlab.errors import BadInput, require
 from frostlab.models.huggingface import is_own
-from frostlab.recipe.data import Docstrings, Named, Own
-from frostlab.recipe.recipe import Recipe
 from frostlab.records.folder import RunRecord, finished_status
 from frostlab.records.model_files import read_inputs, stored_tokenizer
 from frostlab.storage import read_text, whole_folder, write_whole
@@ -20,6 +18,7 @@ from frostlab.text import Markdown, escaped, markdown, number, plain
 from frostlab.training.setup import best_model
 from frostlab.training.treatment import wants_types
 from frostlab.use.generate import position_limit
+from frostlab.use.predict import text_data
 
 CARD = "README.md"
 _GENERATED = 50  # tokens that the card's code generates
@@ -162,7 +161,7 @@ def _snippet(record: RunRecord, model: nn.Module, folder: str, tokenizer: bool) 
     ]
     if tokenizer:
         lines.append("tokenizer = AutoTokenizer.from_pretrained(folder)")
-        lines.append(f"batch = tokenizer({_inputs(record.recipe)})")
+        lines.append(f"batch = tokenizer({_inputs(record)})")
     else:
         lines.append("ids = torch.tensor([[1, 2, 1]])")
         lines.append("batch = dict(input_ids=ids, attention_mask=torch.ones_like(ids))")
@@ -192,22 +191,13 @@ def _classifying(only_body: bool) -> list[str]:
     return ["with torch.no_grad():", *logits, f"print([{shown}])"]
 
 
-def _inputs(recipe: Recipe) -> str:
+def _inputs(record: RunRecord) -> str:
     """Return the arguments of the tokenizer in the card's code."""
-    if recipe.data.task == "language":
+    if record.data.task == "language":
         return '"The", add_special_tokens=False, return_tensors="pt"'
-    texts = '["a first text"], ["a second text"]' if has_pairs(recipe) else '["a text"]'
+    pairs = len(columns_of(text_data(record)).texts) == 2
+    texts = '["a first text"], ["a second text"]' if pairs else '["a text"]'
     return f'{texts}, padding=True, truncation=True, return_tensors="pt"'
-
-
-def has_pairs(recipe: Recipe) -> bool:
-    """Return whether an example of the recipe's data is a pair of texts."""
-    data = recipe.data
-    if isinstance(data, Named):
-        return len(PUBLIC_SETS[data.name].texts) == 2
-    if isinstance(data, Docstrings):
-        return data.name == "docstrings-pairs"
-    return isinstance(data, Own) and len(data.text) == 2
 
 
 def _results(record: RunRecord) -> str:

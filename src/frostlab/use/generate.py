@@ -15,15 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from frostlab.devices import choose_device, exact_dtype
+from frostlab.devices import exact_dtype
 from frostlab.errors import BadInput
 from frostlab.models.attention import KeyValueCache
 from frostlab.models.decoder import Decoder
 from frostlab.models.gpt import GPT
 from frostlab.records.folder import RunRecord
-from frostlab.records.model_files import stored_encoder, stored_tokenizer
+from frostlab.records.model_files import stored_tokenizer
 from frostlab.text import plain
-from frostlab.training.setup import best_model
+from frostlab.training.setup import with_threads
+from frostlab.use.scoring import Evaluator
 
 Ended = Literal["end", "length", "positions"]
 _ROWS = 64  # samples that are generated at once
@@ -31,12 +32,13 @@ _ROWS = 64  # samples that are generated at once
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen, and how many are generated."""
+    """How the next token is chosen, and how many tokens and samples are generated."""
 
     max_tokens: int = 100
     temperature: float = 0.8  # 0: always the most probable token
     top_p: float = 0.95  # keep the most probable tokens whose probabilities sum to this
     seed: int = 0
+    samples: int = 1  # continuations of each prompt
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_tokens <= 2**20:
@@ -47,6 +49,12 @@ class Sampling:
             raise BadInput(f"generate: top-p {self.top_p} should be above 0 and at most 1")
         if self.seed < 0:
             raise BadInput(f"generate: seed {self.seed} should be 0 or more")
+        if self.samples < 1:
+            raise BadInput(f"generate: samples {self.samples} should be 1 or more")
+        if self.samples > 1 and self.temperature == 0:
+            raise BadInput(
+                f"generate: at temperature 0 all {self.samples} samples are equal; ask for one"
+            )
 
     def draws(self, sample: int) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Return the random numbers of a sample, one per token, from 0 to below 1.
@@ -164,7 +172,6 @@ def continue_prompts(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     *,
-    samples: int = 1,
     ends: Collection[int] = (),
 ) -> list[list[Continuation]]:
     """Continue prompts of token ids with a causal language model; return each prompt's samples.
@@ -186,7 +193,7 @@ def continue_prompts(
             )
     results: list[list[Continuation]] = [[] for _ in prompts]
     own = isinstance(model, GPT | Decoder)
-    for indices, numbers in _batches([len(prompt) for prompt in prompts], samples, own):
+    for indices, numbers in _batches([len(prompt) for prompt in prompts], sampling.samples, own):
         batch = _Batch(
             model, [prompts[index] for index in indices], numbers, sampling, limit, frozenset(ends)
         )
@@ -302,35 +309,29 @@ def choose(logits: Tensor, sampling: Sampling, draws: Tensor) -> Tensor:
     return order.gather(-1, index).squeeze(-1)
 
 
-def generate(
-    record: RunRecord,
-    prompts: Sequence[str],
-    sampling: Sampling,
-    *,
-    samples: int = 1,
-    device: str = "cpu",
-) -> list[Sample]:
-    """Continue prompts with the best weights of a run; return the samples of each in turn.
+def check_generates(record: RunRecord) -> None:
+    """Refuse a run that is not a language model."""
+    task = record.data.task
+    if task != "language":
+        does = "decodes EEG" if task == "envelope" else "classifies texts"
+        raise BadInput(
+            f"generate: {record.folder} {does}, and only language models generate; "
+            f"try `frostlab predict {record.folder.name} FILE`"
+        )
+
+
+def generate(loaded: Evaluator, prompts: Sequence[str], sampling: Sampling) -> list[Sample]:
+    """Continue prompts with the language model of a run; return the samples of each in turn.
 
     An empty prompt begins a new text: the model reads the end token, which separates the texts in
     training.
     """
-    if samples < 1:
-        raise BadInput(f"generate: samples {samples} should be 1 or more")
-    if samples > 1 and sampling.temperature == 0:
-        raise BadInput(f"generate: at temperature 0 all {samples} samples are equal; ask for one")
-    task = record.data.task
-    if task != "language":
-        made = "decodes EEG" if task == "envelope" else "classifies texts"
-        raise BadInput(
-            f"generate: {record.folder} {made}, and only language models generate; "
-            f"try `frostlab predict {record.folder.name} FILE`"
-        )
-    encoder, tokenizer = stored_encoder(record.folder), stored_tokenizer(record.folder)
+    encoder, tokenizer = loaded.encoder, stored_tokenizer(loaded.record.folder)
     encoded = [ids or [encoder.end] for ids in encoder.running(list(prompts))]
-    model = best_model(record).to(choose_device(device))
+    model = loaded.objective.model.eval()
     ends = {encoder.end} | _configured_ends(model)
-    made_tokens = continue_prompts(model, encoded, sampling, samples=samples, ends=ends)
+    with with_threads(loaded.recipe.train.threads):
+        continued = continue_prompts(model, encoded, sampling, ends=ends)
     return [
         Sample(
             prompt,
@@ -338,7 +339,7 @@ def generate(
             continuation.tokens,
             continuation.ended,
         )
-        for prompt, ids, continuations in zip(prompts, encoded, made_tokens, strict=True)
+        for prompt, ids, continuations in zip(prompts, encoded, continued, strict=True)
         for continuation in continuations
     ]
 

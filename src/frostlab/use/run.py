@@ -1,6 +1,6 @@
 """`fl.Run`: a run's record, with its trained model ready to use."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from pathlib import Path
@@ -18,7 +18,9 @@ from frostlab.text import number
 from frostlab.training.run import run as train_recipe
 from frostlab.training.setup import best_model
 from frostlab.use.export import export_run
-from frostlab.use.generate import Sample, Sampling, generate
+from frostlab.use.generate import Sample, Sampling, check_generates, generate
+from frostlab.use.predict import Envelopes, Predictions, Predictor, predict
+from frostlab.use.scoring import Evaluation, evaluate_run
 
 Frame = Literal["steps", "evaluations", "flow"]
 _P = ParamSpec("_P")
@@ -52,6 +54,43 @@ class Run(RunRecord):
         labels = self.data.labels
         return None if labels is None else tuple(labels)
 
+    def evaluate(
+        self,
+        data: str | Path | None = None,
+        *,
+        split: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+        data_dir: str | Path | None = None,
+        device: str | None = None,
+    ) -> Evaluation:
+        """Evaluate the best weights on the run's data, or on a file or folder of other data.
+
+        Args:
+            data: a file or folder to evaluate instead of the run's own data: text with the columns
+                of the recipe, or for EEG a folder of recordings.
+            split: report (the default), tune or train.
+            settings: changes of what is evaluated: `data.path`, `data.language`, `data.text`,
+                `data.label` and `data.evaluation_limit`.
+            data_dir: the folder with the data sets.
+            device: the device; None: the recipe's.
+        """
+        evaluator = self._loaded(device)
+        return evaluate_run(evaluator, data, split=split, settings=settings, data_dir=data_dir)
+
+    def predict(
+        self,
+        inputs: Sequence[str] | Sequence[tuple[str, str]] | str | Path,
+        *,
+        device: str | None = None,
+    ) -> Predictions[Any] | Envelopes:
+        """Predict texts with the best weights.
+
+        A classifier returns a `Prediction` for each text (or pair of texts), and a language model
+        a `TextLoss`. For EEG, `inputs` is a file or folder of recordings, and the result has the
+        decoded envelope of each recording.
+        """
+        return predict(self._loaded(device), inputs)
+
     def generate(
         self,
         prompts: str | Sequence[str],
@@ -61,7 +100,7 @@ class Run(RunRecord):
         temperature: float = 0.8,
         top_p: float = 0.95,
         seed: int = 0,
-        device: str = "cpu",
+        device: str | None = None,
     ) -> list[Sample]:
         """Continue one or several prompts with the run's language model.
 
@@ -72,10 +111,12 @@ class Run(RunRecord):
             temperature: below 1 prefers probable tokens; 0 always takes the most probable one.
             top_p: draw from the most probable tokens whose probabilities sum to this.
             seed: the same seed gives the same samples, whatever else is generated with them.
+            device: the device; None: the recipe's.
         """
+        sampling = Sampling(max_tokens, temperature, top_p, seed, samples)
+        check_generates(self)
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        sampling = Sampling(max_tokens, temperature, top_p, seed)
-        return generate(self, texts, sampling, samples=samples, device=device)
+        return generate(self._loaded(device), texts, sampling)
 
     def export(self, folder: str | Path) -> Path:
         """Write the run as a Hugging Face folder: weights, tokenizer, labels and a model card.
@@ -83,6 +124,18 @@ class Run(RunRecord):
         The folder should not exist, or be empty. transformers loads it without frostlab.
         """
         return export_run(self, folder)
+
+    def _loaded(self, device: str | None) -> Predictor:
+        """Return the model on a device; that of a finished run is loaded once."""
+        if finished_status(self.folder) != "finished":
+            return Predictor(self, device)
+        if device not in self._predictors:
+            self._predictors[device] = Predictor(self, device)
+        return self._predictors[device]
+
+    @cached_property
+    def _predictors(self) -> dict[str | None, Predictor]:
+        return {}
 
     def frame(self, kind: Frame = "steps") -> Any:
         """Return a pandas DataFrame of the run's steps, evaluations or gradient flow.

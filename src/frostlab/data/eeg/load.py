@@ -1,16 +1,18 @@
 """Loading of a recipe's recordings: simulated or read once, then memory-mapped from the cache."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from frostlab.data.description import FileRecord, SplitRecord
 from frostlab.data.eeg.readers import (
     Source,
     challenge_sources,
+    eeg_files,
     find_folder,
     matlab_sources,
     mne_sources,
+    read_eeg,
 )
 from frostlab.data.eeg.recordings import (
     UNSEEN,
@@ -89,6 +91,75 @@ def load_recordings(
     return load_store(
         build_once(stored / name, lambda place: _write(data, folder, sources, stamps, place))
     )
+
+
+def recorded_like(data: EEGData, path: str) -> RecordedEEG:
+    """Return the settings to read other recordings as a recipe's; for simulated EEG, .npy files."""
+    if isinstance(data, RecordedEEG):
+        return data.model_copy(update={"path": path})
+    return ChallengeEEG(name="eeg-challenge", path=path, rate=data.rate, length=data.length)
+
+
+def load_undivided(
+    data: RecordedEEG,
+    channels: Sequence[str],
+    subjects: Sequence[str],
+    data_dir: Path | None,
+    cache: Path,
+) -> dict[str, Windows]:
+    """Return all recordings of a folder as windows, for a model that was trained elsewhere.
+
+    `report` has the recordings of `subjects`, which the model was trained on, and `unseen` those
+    of other subjects. The channels must be those of the model.
+    """
+    folder = find_folder(data.path, data_dir)
+    sources = _sources(data, folder)
+    settings = [FORMAT, data.model_dump(mode="json", exclude={"path", "length", "hop"})]
+    stamps = [_stamp(file) for source in sources for file in source.files]
+    key = digest_of([settings, str(folder.resolve()), stamps, list(subjects), list(channels)])
+
+    def write(place: Path) -> None:
+        store = Store(place)
+        for source in sources:
+            recording, labels = source.read()
+            check_same_channels(recording.name, labels, channels)
+            store.add("report" if recording.subject in subjects else "unseen", recording)
+        store.finish(data.rate, tuple(channels), {})
+
+    stored = load_store(build_once(cache / "eeg" / key[:32], write)).splits
+    return {
+        role: windows_of(recordings, subjects, data.length)
+        for role, recordings in stored.items()
+        if recordings
+    }
+
+
+def load_eeg(
+    data: RecordedEEG, path: Path, channels: Sequence[str], subjects: Sequence[str]
+) -> Iterator[Windows]:
+    """Yield the EEG of a file, or of each file in a folder, as windows to decode."""
+    for file in eeg_files(data, path):
+        recording, labels = read_eeg(data, file, subjects)
+        check_same_channels(recording.name, labels, channels)
+        yield windows_of([recording], subjects, data.length)
+
+
+def windows_of(recordings: Sequence[Recording], subjects: Sequence[str], length: int) -> Windows:
+    """Return recordings as windows from end to end; `subjects` are those of the model."""
+    rows = {subject: row for row, subject in enumerate(subjects)}
+    numbers = tuple(rows.get(recording.subject, UNSEEN) for recording in recordings)
+    windows = Windows(tuple(recordings), numbers, length, length, "")
+    len(windows)  # raises an error if a recording is shorter than a window
+    return windows
+
+
+def check_same_channels(name: str, channels: Sequence[str], expected: Sequence[str]) -> None:
+    """Refuse a recording whose channels are not those that the model was trained on."""
+    if len(channels) != len(expected):
+        raise BadInput(f"{name} has {len(channels)} channels; the run's model has {len(expected)}")
+    for channel, wanted in zip(channels, expected, strict=True):
+        if channel != wanted:
+            raise BadInput(f"{name} has channel {channel} where the run's model has {wanted}")
 
 
 def gather(

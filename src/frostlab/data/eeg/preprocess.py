@@ -46,14 +46,34 @@ def preprocess(
                 f"{finite} of them finite"
             )
 
-    def ready(x: Array, measured_rate: float) -> Array:
-        # Subtracting the first sample makes a flat channel exactly 0, before and after filtering.
-        return bandpass(resample(x - x[0], measured_rate, rate, name), rate, band, name)
-
-    signals = [ready(rereference(eeg, reference), rates[0])]
-    signals += [ready(speaker, rates[1]) for speaker in speakers]
+    signals = [_filtered(rereference(eeg, reference), rates[0], rate, band, name)]
+    signals += [_filtered(speaker, rates[1], rate, band, name) for speaker in speakers]
     samples = min(map(len, signals))
     return Recording(name, subject, *(standardize(x[:samples]) for x in signals))
+
+
+def preprocess_eeg(
+    name: str,
+    subject: str,
+    eeg: Array,
+    *,
+    channels: tuple[str, ...],
+    measured_rate: float,
+    rate: float,
+    band: Band | None,
+    reference: Array | None = None,
+) -> Recording:
+    """Check and preprocess EEG to decode; the envelope is unknown, and zero in the recording."""
+    check_shape(name, eeg)
+    check_eeg(name, eeg, channels)
+    filtered = _filtered(rereference(eeg, reference), measured_rate, rate, band, name)
+    return Recording(name, subject, standardize(filtered), np.zeros(len(filtered), np.float32))
+
+
+def _filtered(x: Array, measured_rate: float, rate: float, band: Band | None, name: str) -> Array:
+    """Resample and filter a signal."""
+    # Subtracting the first sample makes a flat channel exactly 0, before and after filtering.
+    return bandpass(resample(x - x[0], measured_rate, rate, name), rate, band, name)
 
 
 def check_shape(name: str, eeg: Array) -> None:
@@ -76,6 +96,15 @@ def check_signals(name: str, eeg: Array, channels: tuple[str, ...], envelope: Ar
             f"{name}: the EEG has shape {eeg.shape}, the envelope {envelope.shape}; "
             "neither may be empty"
         )
+    if not np.isfinite(envelope).all():
+        raise BadInput(f"{name}: NaN or infinity in the envelope")
+    if np.ptp(envelope) <= 1e-9 * np.abs(envelope).max():
+        raise BadInput(f"{name}: the envelope is flat, {envelope[0]:g} throughout")
+    check_eeg(name, eeg, channels)
+
+
+def check_eeg(name: str, eeg: Array, channels: tuple[str, ...]) -> None:
+    """Refuse EEG with non-finite values, or in which every channel is constant."""
     if eeg.shape[1] != len(channels):
         raise BadInput(f"{name} has {eeg.shape[1]} channels and {len(channels)} channel names")
     finite = np.isfinite(eeg).all(axis=0)
@@ -83,10 +112,6 @@ def check_signals(name: str, eeg: Array, channels: tuple[str, ...], envelope: Ar
         bad = [channels[i] for i in np.flatnonzero(~finite)]
         shown = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
         raise BadInput(f"{name}: NaN or infinity in channel{'s' * (len(bad) > 1)} {shown}")
-    if not np.isfinite(envelope).all():
-        raise BadInput(f"{name}: NaN or infinity in the envelope")
-    if np.ptp(envelope) <= 1e-9 * np.abs(envelope).max():
-        raise BadInput(f"{name}: the envelope is flat, {envelope[0]:g} throughout")
     if not np.ptp(eeg, axis=0).any():
         raise BadInput(f"{name}: every channel of the EEG is flat")
 

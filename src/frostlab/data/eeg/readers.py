@@ -8,7 +8,7 @@ one at a time.
 import math
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,13 +19,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from frostlab.data.arrays import read_npy
 from frostlab.data.eeg.matlab import MatFiles
-from frostlab.data.eeg.preprocess import Band, check_shape, preprocess
+from frostlab.data.eeg.preprocess import Band, check_shape, preprocess, preprocess_eeg
 from frostlab.data.eeg.recordings import VALUES, Recording
 from frostlab.data.eeg.simulate import channel_names
 from frostlab.data.eeg.splits import PREFIXES, Heading
 from frostlab.data.files import named_path
 from frostlab.errors import BadInput, first_line, nearest, require
-from frostlab.recipe.data import ChallengeEEG, MatlabEEG, MneEEG
+from frostlab.recipe.data import ChallengeEEG, MatlabEEG, MneEEG, RecordedEEG
 from frostlab.storage import open_regular
 
 MATLAB_RATE = 128.0  # Hz; the files do not store the rate
@@ -368,3 +368,66 @@ def _raw_signals(raw: Any, name: str, reference: str | tuple[str, ...]) -> tuple
     eeg = raw.get_data(picks=list(channels)).T
     reference_signals = raw.get_data(picks=list(named)).T if named else eeg
     return eeg, channels, None if reference == "none" else reference_signals
+
+
+def eeg_files(data: RecordedEEG, path: Path) -> list[Path]:
+    """Return the EEG files of a folder, or the one file that is named."""
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise BadInput(f"{path} does not exist{nearest(path.name, siblings)}")
+    if isinstance(data, MatlabEEG):
+        paths = [p for p in path.rglob("*.mat") if _TRIAL.fullmatch(p.name)]
+        paths.sort(key=_trial_order)
+    else:
+        endings = ENDINGS if isinstance(data, MneEEG) else (".npy",)
+        paths = sorted(p for p in path.iterdir() if p.name.endswith(endings) and p.is_file())
+        # a folder of a data set also has envelopes and other features of the speech
+        paths = [p for p in paths if p.stem.endswith(f"{_SEPARATOR}eeg")] or paths
+    if not paths:
+        form = "BLOCK_TRIAL.mat" if isinstance(data, MatlabEEG) else f"EEG file ({endings[0]})"
+        raise BadInput(f"{path} has no {form}")
+    return paths
+
+
+def read_eeg(
+    data: RecordedEEG, path: Path, subjects: Collection[str]
+) -> tuple[Recording, tuple[str, ...]]:
+    """Read the EEG of a file, without the speech; return its channel names, too.
+
+    The subject is the part of the file's name, or of its folder's, that is one of `subjects`.
+    """
+    parts = path.stem.removesuffix(f"{_SEPARATOR}eeg").split(_SEPARATOR)
+    name = _SEPARATOR.join(parts)
+    if isinstance(data, MatlabEEG):
+        parts = [path.parent.name]
+        name = f"{path.parent.name}{_SEPARATOR}{path.stem}"
+    subject = next((part for part in parts if part in subjects), "")
+    reference: Any = None
+    if isinstance(data, MneEEG):
+        raw = read_raw(path, MatFiles(mne=True))
+        eeg, channels, reference = _raw_signals(raw, name, data.reference)
+        measured_rate = float(raw.info["sfreq"])
+    elif isinstance(data, MatlabEEG):
+        arrays = MatFiles().read(path, "eeg", "mast")
+        eeg, mastoids = arrays["eeg"][0], arrays["mast"][0]
+        reference = {"average": eeg, "mastoids": mastoids, "none": None}[data.reference]
+        channels, measured_rate = channel_names(eeg.shape[-1]), MATLAB_RATE
+    else:
+        assert isinstance(data, ChallengeEEG)
+        eeg, measured_rate = load_array(path), data.file_rate
+        check_shape(str(path), eeg)
+        channels = channel_names(eeg.shape[-1])
+        reference = eeg if data.reference == "average" else None
+    recording = preprocess_eeg(
+        name,
+        subject,
+        eeg,
+        channels=channels,
+        measured_rate=measured_rate,
+        rate=data.rate,
+        band=data.band,
+        reference=reference,
+    )
+    return recording, channels

@@ -1,0 +1,190 @@
+"""Text that a run was not trained on: found by file, folder or recipe, encoded by its tokenizer."""
+
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from frostlab.data.description import Label
+from frostlab.data.files import (
+    FORMATS,
+    format_of,
+    named_path,
+    read_stream_texts,
+    read_texts,
+    split_files,
+)
+from frostlab.data.prepare import encode_labelled, encode_running
+from frostlab.data.sources import (
+    PUBLIC_SETS,
+    Columns,
+    Split,
+    TextData,
+    plan_splits,
+    public_splits,
+)
+from frostlab.data.splits import Numbers, Portion, class_numbers, limit_rows, survey
+from frostlab.data.tokenizers import Encoder, Texts
+from frostlab.data.tokens import Tokens, TokenWriter, concatenate, load_tokens
+from frostlab.errors import BadInput, nearest
+from frostlab.recipe.data import Docstrings, Named, Own
+
+STDIN = "-"  # names the standard input instead of a file
+_ROLE_NAMES = {"report": ("report", "test", "validation"), "tune": ("tune", "validation")}
+
+
+def columns_of(data: TextData) -> Columns:
+    """Return the columns from which a recipe's text and labels are read."""
+    label = "label" if data.task == "classification" else None
+    if isinstance(data, Own):
+        return Columns(data.text, label and data.label)
+    if isinstance(data, Named):
+        defaults = PUBLIC_SETS[data.name]
+        return Columns(defaults.texts, label, defaults.joined)
+    pairs = isinstance(data, Docstrings) and data.name == "docstrings-pairs"
+    return Columns(("summary", "body") if pairs else ("text",), label)
+
+
+def given_split(path: str | Path, role: str, key: str) -> Split:
+    """Return a file as a split, or the file of a folder that has this role.
+
+    `key` names the option that gave the path, for messages.
+    """
+    place = named_path(str(path), key)
+    if place.is_dir():
+        files = split_files(place)
+        names = [name for name in _ROLE_NAMES.get(role, (role,)) if name in files]
+        if not names and len(files) == 1:
+            names = list(files)
+        if not names:
+            listed = ", ".join(sorted(file.name for file in files.values())) or "no data file"
+            raise BadInput(
+                f"{key} {place} has no file for {role}; it has {listed}; name one of its files"
+            )
+        place = files[names[0]]
+    elif not place.is_file():
+        siblings = [p.name for p in place.parent.iterdir()] if place.parent.is_dir() else []
+        raise BadInput(f"{key} {place} does not exist{nearest(place.name, siblings)}")
+    if format_of(place) is None:
+        raise BadInput(f"{key} {place} is not one of .{', .'.join(FORMATS)}, plain or .gz")
+    return Split(role, str(place), (place,))
+
+
+def recipe_split(
+    data: TextData, role: str, language: str | None, data_dir: Path | None, cache: Path
+) -> Split:
+    """Return the split that has a role in a recipe; refuse a role that is a share of train."""
+    split: Split | float | str | None
+    if isinstance(data, Named):
+        defaults = PUBLIC_SETS[data.name]
+        published = defaults.published if data.splits == "published" else None
+        names = {
+            "train": data.train,
+            "tune": defaults.tune if data.tune is None else data.tune,
+            "report": data.report or published or defaults.report,
+        }
+        split = names[role]
+        if isinstance(split, str):
+            splits = public_splits(data.name, language or data.language, data_dir)
+            if split not in splits:
+                raise BadInput(f"{data.name} has no split {split}; it has {', '.join(splits)}")
+            return splits[split]
+    else:
+        split = getattr(plan_splits(data, data_dir, cache), role)
+    if not isinstance(split, Split):
+        raise BadInput(
+            f"the {role} split of data.name {data.name} is a share of train; evaluate it as in "
+            "the run, without settings, or name a file with --data"
+        )
+    return split
+
+
+def encode_split(
+    split: Split,
+    columns: Columns,
+    encoder: Encoder,
+    data: TextData,
+    labels: Sequence[Label] | None,
+    limit: int | None,
+    cache: Path,
+) -> Tokens:
+    """Encode a split as examples of the recipe's length; refuse a label that is not in `labels`."""
+    rows = survey(split, columns, cache)
+    portion = Portion(split, rows, np.ones(len(rows), dtype=np.bool_))
+    with tempfile.TemporaryDirectory() as folder:
+        writer = TokenWriter(Path(folder), split.name, encoder.vocabulary)
+        if labels is None:
+            stride = data.stride or data.length
+            encoded = encode_running(portion, columns, encoder, data.length, stride, limit, writer)
+        else:
+            numbers = class_numbers(split, rows, tuple(labels))
+            chosen = limit_rows(portion, numbers, limit)
+            encoded = encode_labelled(
+                portion, chosen, numbers, columns, encoder, data.length, writer
+            )
+        return load_tokens(Path(folder), split.name, encoded.digest)
+
+
+def read_inputs(path: str, columns: Columns) -> Iterator[Texts]:
+    """Yield the texts to predict: the lines of a .txt file or of "-", or the rows of a table."""
+    if path != STDIN:
+        split = given_split(path, "report", "FILE")
+        if format_of(split.files[0]) != "txt":
+            yield from (row.texts for row in split.rows(Columns(columns.texts, None)))
+            return
+    if len(columns.texts) > 1:
+        raise BadInput(
+            f"the run reads pairs of texts, and {path} has one text a line; use a csv, tsv, jsonl "
+            f"or parquet file with the columns {' and '.join(columns.texts)}"
+        )
+    lines = read_stream_texts(sys.stdin.buffer) if path == STDIN else read_texts(split.files[0])
+    yield from ((text,) for text in lines)
+
+
+def encode_examples(texts: list[Texts], encoder: Encoder, length: int) -> Tokens:
+    """Encode texts, or pairs of texts, to be classified; each is cut at `length` tokens."""
+    encoded = encoder.examples(texts, length)
+    ids = [tokens or [encoder.end] for tokens, _ in encoded]  # an example needs a token
+    second = [begin for _, begin in encoded if begin is not None]
+    stops = np.cumsum([len(tokens) for tokens in ids], dtype=np.int64)
+    return Tokens(
+        ids=concatenate(ids),
+        starts=np.concatenate(([0], stops[:-1])),
+        stops=stops,
+        labels=np.zeros(len(ids), dtype=np.int64),  # unknown
+        second=np.array(second, dtype=np.int32) if second else None,
+        scored_from=None,
+        digest="",
+    )
+
+
+def encode_documents(texts: list[str], encoder: Encoder, length: int) -> tuple[Tokens, Numbers]:
+    """Encode texts to be scored by a language model; return the index of each example's text, too.
+
+    A text follows an end token, as in training, so that its first token is predicted as well. A
+    text of more than `length` tokens becomes several examples.
+    """
+    ids: list[list[int]] = []
+    starts: list[int] = []
+    stops: list[int] = []
+    owners: list[int] = []
+    begin = 0
+    for owner, document in enumerate(encoder.running(texts)):
+        ids.append([encoder.end, *document])
+        for start in range(0, len(document), length):
+            starts.append(begin + start)
+            stops.append(begin + min(start + length, len(document)) + 1)
+            owners.append(owner)
+        begin += 1 + len(document)
+    tokens = Tokens(
+        ids=concatenate(ids),
+        starts=np.array(starts, dtype=np.int64),
+        stops=np.array(stops, dtype=np.int64),
+        labels=None,
+        second=None,
+        scored_from=None,
+        digest="",
+    )
+    return tokens, np.array(owners, dtype=np.int64)

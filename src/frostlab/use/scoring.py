@@ -1,0 +1,487 @@
+"""Evaluation of a trained run: on a split of its data, another language, or other files.
+
+Metrics are computed by the code that evaluates during training, so evaluating the report split
+again gives exactly the metrics of the record.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from frostlab.data.eeg.load import load_undivided, recorded_like
+from frostlab.data.eeg.recordings import PreparedData, Signals, Windows
+from frostlab.data.encode import columns_of, encode_split, given_split, recipe_split
+from frostlab.data.prepare import prepare
+from frostlab.data.sources import LANGUAGES, Columns, TextData
+from frostlab.data.splits import survey
+from frostlab.data.tokenizers import Encoder
+from frostlab.data.tokens import Prepared, Tokens
+from frostlab.devices import choose_device
+from frostlab.envelopes.scores import score_recordings
+from frostlab.errors import BadInput, nearest
+from frostlab.recipe.data import EEGData, Named, PretrainedTokenizer, Synthetic
+from frostlab.recipe.recipe import Recipe
+from frostlab.records.folder import RunRecord
+from frostlab.records.model_files import (
+    TOKENIZER,
+    ModelInputs,
+    read_inputs,
+    stored_encoder,
+)
+from frostlab.storage import cache_folder
+from frostlab.text import NONE, columns, number, plain, short
+from frostlab.training.batches.batch import scored_counts
+from frostlab.training.distributed import Compute
+from frostlab.training.eeg_report import (
+    Scores,
+    baseline_scores,
+    decode,
+    recording_metrics,
+    reported,
+)
+from frostlab.training.evaluate import evaluate
+from frostlab.training.setup import (
+    best_model,
+    check_same_data,
+    choose_precision,
+    with_threads,
+)
+from frostlab.training.state import evaluation_batch
+from frostlab.training.step.objective import Objective, resolve_supervision
+from frostlab.training.tasks import TASKS
+
+SPLITS = ("report", "tune", "train")
+_CAUTIONS = {"train": "the model was trained on these examples", "tune": "selected on this split"}
+
+
+@dataclass(frozen=True)
+class ClassScore:
+    """The examples of one class, and how many of them were predicted correctly."""
+
+    label: str | int
+    n: int  # examples of this class
+    correct: int  # of these, predicted as this class
+    predicted: int  # examples of any class that were predicted as this class
+    recall: float | None  # correct / n; None if n is 0
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The metrics of a run's best weights on some examples."""
+
+    run: str  # the run's folder
+    split: str  # report, tune, train, or `data` for a file that the user named
+    source: str  # where the examples come from
+    metrics: dict[str, float]
+    n: dict[str, int]  # metric → the number of `unit`s that it is computed from
+    unit: dict[str, str]  # metric → examples, tokens, subjects, windows or decisions
+    classes: list[ClassScore] = field(default_factory=list)  # empty without classes
+    layers: dict[str, dict[str, float]] = field(default_factory=dict)  # supervised layer → metrics
+    caution: str | None = None  # a warning to show with the metrics
+
+    def __str__(self) -> str:
+        return "\n".join(evaluation_lines(self))
+
+
+class Evaluator:
+    """A run's model on a device, ready to be evaluated on any number of splits."""
+
+    def __init__(self, record: RunRecord, device: str | None = None) -> None:
+        self.record, self.recipe = record, record.recipe
+        chosen = choose_device(device or self.recipe.train.device)
+        self.compute = Compute(chosen, choose_precision(self.recipe.train, chosen))
+        self.task = TASKS[self.recipe.data.task]
+        self.objective = _objective(record, self.recipe, chosen)
+
+    @property
+    def batch(self) -> int:
+        """The batch size of evaluations."""
+        return evaluation_batch(self.recipe)
+
+    @cached_property
+    def inputs(self) -> ModelInputs:
+        """What the model reads and predicts."""
+        return read_inputs(self.record.folder)
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """The encoder of the run's tokenizer."""
+        return stored_encoder(self.record.folder)
+
+    def metrics(self, prepared: PreparedData, split: Tokens | Windows, **more: Any) -> Any:
+        """Return the metrics of a split, as during training."""
+        with with_threads(self.recipe.train.threads):
+            return evaluate(
+                self.task,
+                self.objective,
+                prepared,
+                split,
+                self.batch,
+                self.compute,
+                layers=self.objective.supervised,
+                **more,
+            )
+
+    def score_tokens(
+        self, prepared: Prepared, tokens: Tokens, split: str, source: str, caution: str | None
+    ) -> Evaluation:
+        """Evaluate examples of text."""
+        labels = tokens.labels
+        predicted = None
+        if labels is not None:
+            predicted = torch.zeros(len(tokens), dtype=torch.long, device=self.compute.device)
+        metrics = self.metrics(prepared, tokens, classes=predicted)
+        layers = metrics.pop("layers", {})
+        metrics = {self.recipe.metric: metrics[self.recipe.metric], **metrics}
+        count, unit = int(scored_counts(tokens).sum()), "tokens" if labels is None else "examples"
+        scores: list[ClassScore] = []
+        if labels is not None and predicted is not None:
+            names = self.record.data.labels or []
+            scores = _class_scores(torch.from_numpy(labels.copy()), predicted.cpu() - 1, names)
+        return Evaluation(
+            run=str(self.record.folder),
+            split=split,
+            source=source,
+            metrics=metrics,
+            n=dict.fromkeys(metrics, count),
+            unit=dict.fromkeys(metrics, unit),
+            classes=scores,
+            layers=layers,
+            caution=caution,
+        )
+
+    def score_windows(
+        self,
+        groups: Mapping[str, Windows],
+        ridge: Scores,
+        split: str,
+        source: str,
+        caution: str | None,
+    ) -> Evaluation:
+        """Decode and score recordings, by group: a split, or `unseen` subjects."""
+        first = next(iter(groups.values()))
+        signals = Signals(
+            dict(groups), self._rate, tuple(self.inputs.channels or ()),
+            tuple(self.inputs.subjects or ()), {}, None, {}, "",
+        )  # fmt: skip
+        window_metrics = self.metrics(signals, first)
+        scores: Scores = {}
+        for name, windows in groups.items():
+            with with_threads(self.recipe.train.threads):
+                decoded = decode(self.objective, windows, self.batch, self.compute)
+            scores[name] = score_recordings(decoded, windows.recordings, self._rate)
+        metrics = recording_metrics(scores, ridge, window_metrics)
+        n, unit = {}, {}
+        for metric in metrics:
+            name = "unseen" if metric.endswith("_unseen") else next(iter(groups))
+            summary = scores[name].summary
+            n[metric], unit[metric] = summary.subjects, "subjects"
+            if metric.startswith("match"):
+                n[metric], unit[metric] = summary.match.decisions, "decisions"
+            elif metric in ("loss", "window_pearson"):
+                n[metric], unit[metric] = len(first), "windows"
+        run = str(self.record.folder)
+        return Evaluation(run, split, source, metrics, n, unit, caution=caution)
+
+    @property
+    def _rate(self) -> float:
+        data = self.recipe.data
+        assert isinstance(data, EEGData)
+        return data.rate
+
+
+def _objective(record: RunRecord, recipe: Recipe, device: torch.device) -> Objective:
+    """Return a run's best model with its loss, on a device."""
+    model = best_model(record)
+    objective = TASKS[recipe.data.task].objective(model, recipe)
+    last = recipe.stages[-1].supervise if recipe.stages else None
+    objective.supervision = resolve_supervision(last or recipe.supervise, model)
+    return objective.to(device)
+
+
+def _class_scores(
+    labels: torch.Tensor, predicted: torch.Tensor, names: Iterable[str | int]
+) -> list[ClassScore]:
+    scores = []
+    for index, name in enumerate(names):
+        own = labels == index
+        count, correct = int(own.sum()), int((own & (predicted == index)).sum())
+        recall = correct / count if count else None
+        scores.append(ClassScore(name, count, correct, int((predicted == index).sum()), recall))
+    return scores
+
+
+def evaluate_run(
+    run: RunRecord | Evaluator,
+    data: str | Path | None = None,
+    *,
+    split: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    data_dir: str | Path | None = None,
+    device: str | None = None,
+) -> Evaluation:
+    """Evaluate a run's best weights.
+
+    Args:
+        data: a file or folder to evaluate instead of the run's own data: text with the columns of
+            the recipe, or for EEG a folder of recordings.
+        split: report (the default), tune or train.
+        settings: changes of what is evaluated: `data.path`, `data.language`, `data.text`,
+            `data.label` and `data.evaluation_limit`.
+        data_dir: the folder with the data sets.
+        device: the device; None: the recipe's.
+    """
+    evaluator = run if isinstance(run, Evaluator) else Evaluator(run, device)
+    choice = _Choice.of(settings or {}, data, split)
+    folder = None if data_dir is None else Path(data_dir)
+    if isinstance(evaluator.recipe.data, EEGData):
+        return _evaluate_recordings(evaluator, choice, folder)
+    if choice.is_default:
+        return _evaluate_own(evaluator, choice.role, folder)
+    return _evaluate_text(evaluator, choice, folder)
+
+
+def evaluate_languages(
+    run: RunRecord,
+    languages: str,
+    *,
+    split: str | None = None,
+    data_dir: str | Path | None = None,
+    device: str | None = None,
+) -> dict[str, Evaluation]:
+    """Evaluate a run on languages of XNLI: `all`, or several with commas, such as `en,zh`."""
+    data = run.recipe.data
+    if not isinstance(data, Named) or data.name != "xnli":
+        raise BadInput(f"--languages is for runs on xnli; {run.folder} was trained on {data.name}")
+    wanted = list(LANGUAGES) if languages == "all" else languages.split(",")
+    for name in wanted:
+        if name not in LANGUAGES:
+            hint = nearest(name, LANGUAGES) or f"; there are all, {', '.join(LANGUAGES)}"
+            raise BadInput(f"--languages: {name!r:.40} is not one of xnli's{hint}")
+    evaluator = Evaluator(run, device)
+    return {
+        name: evaluate_run(
+            evaluator, split=split, settings={"data.language": name}, data_dir=data_dir
+        )
+        for name in wanted
+    }
+
+
+_SETTABLE = ("path", "language", "text", "label", "evaluation_limit")  # keys of `data`
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What is evaluated, if it is not the run's own data."""
+
+    split: str | None
+    path: str | None = None
+    language: str | None = None
+    text: tuple[str, ...] | None = None
+    label: str | None = None
+    evaluation_limit: int | None = None
+
+    @classmethod
+    def of(
+        cls, settings: Mapping[str, Any], data: str | Path | None, split: str | None
+    ) -> "_Choice":
+        """Check the settings of an evaluation."""
+        values = {key.removeprefix("data."): value for key, value in settings.items()}
+        for key, name in zip(settings, values, strict=True):
+            if name not in _SETTABLE or not key.startswith("data."):
+                listed = ", ".join(f"data.{name}" for name in _SETTABLE)
+                raise BadInput(f"{key} cannot be set for an evaluation; there are {listed}")
+        if data is not None and "path" in values:
+            raise BadInput("--data and data.path both name the data; give one of them")
+        if data is not None:
+            values["path"] = str(data)
+        if isinstance(values.get("text"), str):
+            values["text"] = [values["text"]]
+        if "text" in values:
+            values["text"] = tuple(values["text"] if isinstance(values["text"], list) else ())
+        for name, value in values.items():
+            texts = value if name == "text" else [value]
+            kind = int if name == "evaluation_limit" else str
+            if not texts or not all(isinstance(v, kind) and v and v is not True for v in texts):
+                wanted = "a whole number above 0" if kind is int else "a name"
+                raise BadInput(f"data.{name} {settings.get(f'data.{name}')!r:.40} is not {wanted}")
+        if values.get("evaluation_limit", 1) < 1:
+            raise BadInput("data.evaluation_limit should be at least 1")
+        choice = cls(split, **values)
+        if split is not None and split not in (*SPLITS, "unseen"):
+            hint = nearest(split, SPLITS) or f"; there are {', '.join(SPLITS)}"
+            raise BadInput(f"--split {split!r:.40} is not a split{hint}")
+        if split is not None and choice.path is not None and Path(choice.path).is_file():
+            raise BadInput(f"--split is for the run's data or a folder; {choice.path} is one file")
+        return choice
+
+    @property
+    def is_default(self) -> bool:
+        """Whether the run's own data are evaluated as they were."""
+        return self == _Choice(self.split)
+
+    @property
+    def role(self) -> str:
+        return self.split or "report"
+
+
+def _evaluate_own(evaluator: Evaluator, role: str, data_dir: Path | None) -> Evaluation:
+    """Evaluate a split of the run's own data, which must be unchanged."""
+    prepared = prepare(_with_own_tokenizer(evaluator), data_dir)
+    check_same_data(evaluator.record, prepared)
+    assert isinstance(prepared, Prepared)
+    tokens = prepared.splits.get(role)
+    if tokens is None:
+        listed = ", ".join(prepared.splits)
+        raise BadInput(f"--split {role}: the run's data have no such split; there are {listed}")
+    caution = _CAUTIONS.get(role, prepared.caution)
+    return evaluator.score_tokens(prepared, tokens, role, prepared.origin[role], caution)
+
+
+def _with_own_tokenizer(evaluator: Evaluator) -> Recipe:
+    """Return the recipe with the pretrained tokenizer of the run's folder, which never moves."""
+    recipe = evaluator.recipe
+    if evaluator.inputs.tokenizer != "pretrained":
+        return recipe
+    name = str((evaluator.record.folder / TOKENIZER).absolute())
+    tokenizer = PretrainedTokenizer(kind="pretrained", name=name)
+    return recipe.model_copy(update={"tokenizer": tokenizer})
+
+
+def _evaluate_text(evaluator: Evaluator, choice: _Choice, data_dir: Path | None) -> Evaluation:
+    """Evaluate text that the run does not know, encoded by the run's tokenizer."""
+    record, data = evaluator.record, evaluator.recipe.data
+    if isinstance(data, Synthetic):
+        raise BadInput(
+            f"{record.folder} was trained on generated tokens ({data.name}), so it cannot be "
+            "evaluated on other data; leave --data and --set out"
+        )
+    assert not isinstance(data, EEGData)
+    cache = cache_folder(None)
+    if choice.language is not None and not (isinstance(data, Named) and data.name == "xnli"):
+        raise BadInput(f"data.language: {data.name} has no languages; only xnli has")
+    if choice.path is not None:
+        if choice.language is not None:
+            raise BadInput("data.language chooses a split of xnli; leave out the path")
+        split = given_split(choice.path, choice.role, "--data")
+        limit = choice.evaluation_limit
+    else:
+        split = recipe_split(data, choice.role, choice.language, data_dir, cache)
+        own_limit = data.limit if choice.role == "train" else data.evaluation_limit
+        limit = choice.evaluation_limit or own_limit
+    read, labels = _columns(data, choice), record.data.labels
+    tokens = encode_split(split, read, evaluator.encoder, data, labels, limit, cache)
+    inputs = evaluator.inputs
+    assert inputs.vocabulary is not None
+    assert inputs.pad is not None
+    prepared = Prepared(
+        task=data.task,
+        classes=inputs.classes,
+        vocabulary=inputs.vocabulary,
+        pad=inputs.pad,
+        splits={choice.role: tokens},
+        origin={},
+        caution=None,
+        known={},
+        digest=tokens.digest,
+        tokenizer=None,
+    )
+    role = "data" if choice.path is not None else choice.role
+    caution = _CAUTIONS.get(role) or _known_rows(record, survey(split, read, cache).digest)
+    return evaluator.score_tokens(prepared, tokens, role, split.place, caution)
+
+
+def _columns(data: TextData, choice: _Choice) -> Columns:
+    """Return the columns to read: those of the recipe, unless the settings name others."""
+    own = columns_of(data)
+    if choice.text is not None and len(choice.text) != len(own.texts):
+        raise BadInput(
+            f"data.text names {len(choice.text)} columns; the run reads {len(own.texts)}, "
+            f"{' and '.join(own.texts)}"
+        )
+    if choice.label is not None and own.label is None:
+        raise BadInput("data.label: a language model has no labels")
+    return replace(
+        own, texts=choice.text or own.texts, label=own.label and (choice.label or own.label)
+    )
+
+
+def _known_rows(record: RunRecord, digest: str) -> str | None:
+    """Return a warning if rows with this digest were used to train the run or to select weights."""
+    splits = record.data.splits
+    known = [role for role in splits if splits[role].rows_digest == digest]
+    return next((_CAUTIONS[role] for role in known if role in _CAUTIONS), None)
+
+
+def _evaluate_recordings(
+    evaluator: Evaluator, choice: _Choice, data_dir: Path | None
+) -> Evaluation:
+    """Evaluate EEG: the run's own data, or all recordings of a folder."""
+    record, data = evaluator.record, evaluator.recipe.data
+    assert isinstance(data, EEGData)
+    if choice != _Choice(choice.split, choice.path):
+        raise BadInput("only data.path can be set for an evaluation of EEG")
+    if choice.path is not None:
+        if choice.split is not None:
+            raise BadInput("--split is for the run's own data; all recordings of --data are used")
+        inputs = evaluator.inputs
+        wanted = recorded_like(data, choice.path)
+        groups = load_undivided(
+            wanted, inputs.channels or [], inputs.subjects or [], data_dir, cache_folder(None)
+        )
+        return evaluator.score_windows(groups, {}, "data", choice.path, None)
+    signals = prepare(evaluator.recipe, data_dir)
+    check_same_data(record, signals)
+    assert isinstance(signals, Signals)
+    role = choice.role
+    if role == "report":
+        groups = {name: signals.splits[name] for name in reported(signals)}
+        ridge, caution = baseline_scores(signals), signals.caution
+    elif role in signals.splits:
+        windows = signals.splits[role]
+        groups = {role: replace(windows, hop=windows.hop or windows.length)}
+        ridge, caution = {}, _CAUTIONS.get(role, signals.caution)
+    else:
+        listed = ", ".join(signals.splits)
+        raise BadInput(f"--split {role}: the run's data have no such split; there are {listed}")
+    return evaluator.score_windows(groups, ridge, role, signals.origin[role], caution)
+
+
+def evaluation_lines(evaluation: Evaluation) -> list[str]:
+    """Return an evaluation as text: metrics with their n, and classes with their recall."""
+    lines = [plain(f"{evaluation.split}: {evaluation.source}")]
+    rows = [
+        [name, number(value), f"{evaluation.n[name]:,} {evaluation.unit[name]}"]
+        for name, value in evaluation.metrics.items()
+    ]
+    lines += columns([["metric", "value", "n"], *rows], right=[1])
+    if evaluation.layers:
+        names = list(next(iter(evaluation.layers.values())))
+        rows = [[layer, *map(number, m.values())] for layer, m in evaluation.layers.items()]
+        lines += ["", *columns([["layer", *names], *rows], right=range(1, len(names) + 1))]
+    if evaluation.classes:
+        rows = [
+            [short(str(score.label), 40), f"{score.n:,}", f"{score.predicted:,}",
+             NONE if score.recall is None else f"{score.recall:.2%}"]
+            for score in evaluation.classes
+        ]  # fmt: skip
+        head = ["class", "n", "predicted", "recall"]
+        lines += ["", *columns([head, *rows], right=[1, 2, 3])]
+    if evaluation.caution:
+        lines += ["", evaluation.caution]
+    return lines
+
+
+def languages_lines(evaluations: Mapping[str, Evaluation]) -> list[str]:
+    """Return the evaluations of several languages as a table, a row each."""
+    names = list(next(iter(evaluations.values())).metrics)
+    rows = [
+        [language, *(number(evaluation.metrics[name]) for name in names),
+         f"{evaluation.n[names[0]]:,} {evaluation.unit[names[0]]}"]
+        for language, evaluation in evaluations.items()
+    ]  # fmt: skip
+    return columns([["language", *names, "n"], *rows], right=range(1, len(names) + 1))

@@ -1,0 +1,209 @@
+"""A run's folder is enough to load its model, its tokenizer and its labels."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import frostlab as fl
+from frostlab.data.prepare import prepare
+from frostlab.data.tokenizers import load_trained
+from frostlab.records.checkpoint import checkpoints_in
+from frostlab.records.model_files import read_inputs, stored_encoder
+from frostlab.records.schema import EvaluationEvent, StepEvent
+from frostlab.storage import load_tensors, save_tensors, seal
+from frostlab.training.treatment import state_digest
+from stages import progressive
+from tiny import tiny
+from weather import recipe
+
+
+def copy_of(run: fl.Run, folder: Path) -> fl.Run:
+    return fl.load_run(shutil.copytree(run.folder, folder / "copy"))
+
+
+@pytest.mark.parametrize("name", ["classifier", "language", "pairs", "listener"])
+def test_the_model_has_the_reported_weights(name: str, request: pytest.FixtureRequest) -> None:
+    run: fl.Run = request.getfixturevalue(name)
+    torch.manual_seed(7)
+    expected = torch.rand(1)
+    torch.manual_seed(7)
+    model = run.model()
+    assert torch.equal(torch.rand(1), expected), "the caller's generator is left alone"
+    assert not any(module.training for module in model.modules())
+    assert state_digest(model) == run.result.weights_digest
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+
+
+def test_a_loaded_model_has_its_treatment(classifier: fl.Run) -> None:
+    counts = classifier.result.parameters
+    frozen = sum(p.numel() for p in classifier.model().parameters() if not p.requires_grad)
+    assert frozen == counts.frozen > 0
+
+
+def test_layers_that_a_stage_added_are_loaded(tmp_path: Path) -> None:
+    run = fl.run(progressive(), runs=tmp_path)
+    assert state_digest(run.model()) == run.result.weights_digest
+
+
+def test_adapters_are_loaded(weather: Path, tmp_path: Path) -> None:
+    treatment = {"peft": {"method": "lora", "r": 2, "select": ["output"]}}
+    run = fl.run(recipe(weather, treatment=treatment), runs=tmp_path)
+    assert state_digest(run.model()) == run.result.weights_digest
+
+
+def test_a_trained_tokenizer_encodes_as_in_training(classifier: fl.Run, language: fl.Run) -> None:
+    texts = ["sun on day 3", "Rain  on<|end|>day <|sep|> x", "", "день 5 🌧"]
+    for run in (classifier, language):
+        prepared = prepare(run.recipe)
+        assert prepared.tokenizer is not None  # type: ignore[union-attr]
+        expected = load_trained(prepared.tokenizer).running(texts)  # type: ignore[union-attr]
+        tokenizer = run.tokenizer()
+        assert isinstance(tokenizer, transformers.PreTrainedTokenizerFast)
+        assert [tokenizer(text)["input_ids"] for text in texts] == expected
+        assert stored_encoder(run.folder).running(texts) == expected
+        special = (tokenizer.pad_token, tokenizer.eos_token, tokenizer.sep_token)
+        assert special == ("<|pad|>", "<|end|>", "<|sep|>")
+        assert tokenizer.pad_token_id == prepared.pad  # type: ignore[union-attr]
+    assert language.tokenizer().decode(language.tokenizer()("a fine day")["input_ids"]) == (
+        "a fine day"
+    )
+
+
+def test_a_pretrained_tokenizer_travels(pairs: fl.Run) -> None:
+    tokens = pairs.tokenizer()("on day", "a 1").tokens()
+    assert tokens == ["[CLS]", "on", "day", "[SEP]", "a", "1", "[SEP]"]
+
+
+def test_labels(classifier: fl.Run, language: fl.Run, listener: fl.Run) -> None:
+    assert classifier.labels == ("dry", "wet")
+    assert language.labels is listener.labels is None
+
+
+def test_frames(classifier: fl.Run) -> None:
+    steps = classifier.frame("steps")
+    assert list(steps["step"]) == list(range(1, classifier.result.steps + 1))
+    losses = [loss for event in classifier.events(StepEvent) for loss in event.loss]
+    assert list(steps["loss"]) == losses
+    evaluations = classifier.frame("evaluations")
+    assert len(evaluations) == len(classifier.events(EvaluationEvent))
+    assert evaluations["accuracy"].iloc[-1] == classifier.metrics["accuracy"]
+    with pytest.raises(fl.BadInput, match="did you mean `steps`"):
+        classifier.frame("step")  # type: ignore[arg-type]
+    with pytest.raises(fl.BadInput, match="flow"):
+        classifier.frame("flow")
+
+
+def test_a_watched_run_has_a_frame_of_its_flow(tmp_path: Path) -> None:
+    run = fl.run(tiny(watch={"every_n_steps": 4}), runs=tmp_path)
+    frame = run.frame("flow")
+    assert {"step", "part", "ratio"} <= set(frame.columns)
+
+
+def test_the_repr_is_short(classifier: fl.Run) -> None:
+    text = repr(classifier)
+    assert text.startswith(f"Run({classifier.folder}, finished, accuracy=")
+    assert len(text) < len(str(classifier.folder)) + 80
+
+
+def test_generated_tokens_and_eeg_have_no_tokenizer(tmp_path: Path, listener: fl.Run) -> None:
+    run = fl.run(tiny(), runs=tmp_path)
+    assert run.labels == (0, 1, 2, 3)
+    with pytest.raises(fl.BadInput, match="has no tokenizer: its data are generated tokens"):
+        run.tokenizer()
+    with pytest.raises(fl.BadInput, match="has no tokenizer: its data are EEG"):
+        listener.tokenizer()
+    assert read_inputs(listener.folder).subjects == list(prepare(listener.recipe).subjects)  # type: ignore[union-attr]
+
+
+def test_changed_files_are_refused(classifier: fl.Run, tmp_path: Path) -> None:
+    run = copy_of(classifier, tmp_path)
+    for name in ("tokenizer/tokenizer.json", "model/inputs.json"):
+        text = (run.folder / name).read_text()
+        (run.folder / name).write_text(f"{text} ")
+        with pytest.raises(fl.BadInput, match=f"{name} was changed"):
+            run.tokenizer()
+        (run.folder / name).write_text(text)
+    run.tokenizer()
+    shutil.rmtree(run.folder / "tokenizer")
+    with pytest.raises(fl.BadInput, match="tokenizer is missing, so the run cannot be loaded"):
+        run.tokenizer()
+    run.model()
+    shutil.rmtree(run.folder / "model")
+    with pytest.raises(fl.BadInput, match="model is missing, so the run cannot be loaded"):
+        run.model()
+
+
+def test_another_runs_tokenizer_is_refused(
+    classifier: fl.Run, language: fl.Run, tmp_path: Path
+) -> None:
+    run = copy_of(classifier, tmp_path)
+    shutil.rmtree(run.folder / "tokenizer")
+    shutil.copytree(language.folder / "tokenizer", run.folder / "tokenizer")
+    with pytest.raises(fl.BadInput, match="tokens, and the model .* another run's tokenizer"):
+        run.predict(["sun"])
+
+
+def test_changed_weights_are_refused(classifier: fl.Run, tmp_path: Path) -> None:
+    run = copy_of(classifier, tmp_path)
+    best = run.folder / str(run.result.checkpoint)
+    tensors = load_tensors(best / "model.safetensors")
+    name = next(iter(tensors))
+    save_tensors(best / "model.safetensors", tensors | {name: tensors[name] + 1})
+    with pytest.raises(fl.FrostlabError, match="model.safetensors is damaged"):
+        run.model()
+    seal(best)
+    with pytest.raises(fl.BadInput, match="does not hold the reported weights"):
+        run.model()
+    shutil.rmtree(best)
+    with pytest.raises(fl.BadInput, match=r"has no weights: checkpoints/step-\d+ is missing"):
+        run.model()
+
+
+@pytest.mark.parametrize("result", ["absent", "stopped"])
+def test_an_unfinished_run_has_its_best_weights_so_far(
+    classifier: fl.Run, tmp_path: Path, result: str
+) -> None:
+    run = copy_of(classifier, tmp_path)
+    best = run.result.best.step
+    text = (run.folder / "result.json").read_text()
+    (run.folder / "result.json").unlink()
+    if result == "stopped":
+        stopped = text.replace('"finished"', '"stopped"')
+        (run.folder / "result.json").write_text(stopped)
+    unfinished = fl.load_run(run.folder)
+    with pytest.warns(fl.UnfinishedRun, match=f"has not finished; .* those of step {best}"):
+        model = unfinished.model()
+    assert state_digest(model) == classifier.result.weights_digest
+    assert "unfinished" in repr(unfinished) or "stopped" in repr(unfinished)
+
+
+def test_a_run_without_a_checkpoint_has_no_weights(classifier: fl.Run, tmp_path: Path) -> None:
+    run = copy_of(classifier, tmp_path)
+    (run.folder / "result.json").unlink()
+    for checkpoint in checkpoints_in(run.folder):
+        shutil.rmtree(checkpoint.folder)
+    with pytest.raises(fl.BadInput, match="has no weights: the run ended before its first"):
+        fl.load_run(run.folder).model()
+
+
+def test_the_public_run_takes_what_the_inner_one_takes() -> None:
+    import inspect
+
+    from frostlab.training.run import run as inner
+
+    assert inspect.signature(fl.run).parameters == inspect.signature(inner).parameters
+
+
+def test_a_stage_that_has_just_begun_has_weights(tmp_path: Path) -> None:
+    """Of a run that stopped right after a boundary: the checkpoint of the boundary."""
+    run = fl.run(progressive(), runs=tmp_path)
+    (run.folder / "result.json").unlink()
+    grown = [c for c in checkpoints_in(run.folder) if c.stage == 2]
+    assert grown
+    with pytest.warns(fl.UnfinishedRun):
+        model: Any = fl.load_run(run.folder).model()
+    assert len(list(model.parameters())) > 0
