@@ -1,5 +1,6 @@
 """Export of a run as a Hugging Face folder, with its tokenizer and a model card."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,7 @@ def _snippet(record: RunRecord, model: nn.Module, folder: str, tokenizer: bool) 
     lines += [
         f"from transformers import {names}",
         "",
-        f"folder = {folder!r}",
+        f"folder = {json.dumps(folder)}",
         f"model = {auto}.from_pretrained({load}).eval()",
     ]
     if tokenizer:
