@@ -51,11 +51,11 @@ def test_tables_hold_what_was_written(tmp_path: Path, kind: str, packed: bool) -
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_tsv_takes_quotes_as_they_stand(tmp_path: Path, packed: bool) -> None:
-    raw = b'text\tlabel\n"open\t1\nit\'s "so"\t0\n'
+def test_tsv_has_the_quotes_of_csv(tmp_path: Path, packed: bool) -> None:
+    raw = b'text\tlabel\n"""open"\t1\nit\'s "so"\t0\n"a\tb\nc"\t1\n'
     path = tmp_path / f"train.tsv{'.gz' * packed}"
     path.write_bytes(gzip.compress(raw) if packed else raw)
-    assert [values["text"] for _, values in read_lines(path)] == ['"open', 'it\'s "so"']
+    assert [values["text"] for _, values in read_lines(path)] == ['"open', 'it\'s "so"', "a\tb\nc"]
 
 
 def documents(path: Path) -> list[str]:

@@ -2,7 +2,7 @@
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -141,15 +141,19 @@ def test_without_a_network_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> 
     assert "mirror.example cannot be found" in str(unreachable())
 
 
-def make_own(folder: Path, write: Write, sentences: Draw) -> None:
+def make_own(folder: Path, write: Write, sentences: Draw, named: Iterable[str] = ()) -> None:
+    """Write train and test, and of the other files those that are named."""
     write(folder / "train.jsonl", sentences(100))
-    write(folder / "dev.jsonl", sentences(20, seed=1))
     write(folder / "test.jsonl", sentences(20, seed=2))
-    write(folder / "blind.jsonl", [r | {"label": -1} for r in sentences(20, seed=3)])
-    write(folder / "odd.jsonl", [*sentences(3, seed=4), {"text": "x", "label": "maybe"}])
-    write(folder / "same.jsonl", [r | {"label": "good"} for r in sentences(9)])
-    (folder / "empty.jsonl").write_text("")
-    (folder / "half.jsonl").write_text('{"text": "a \\ud800", "label": 0}')
+    others = {
+        "blind": [r | {"label": -1} for r in sentences(20, seed=3)],
+        "odd": [*sentences(3, seed=4), {"text": "x", "label": "maybe"}],
+        "same": [r | {"label": "good"} for r in sentences(9)],
+        "empty": [],
+        "half": [{"text": "a \ud800", "label": 0}],
+    }
+    for name in others.keys() & set(named):
+        write(folder / f"{name}.jsonl", others[name])
 
 
 BAD = [
@@ -184,7 +188,7 @@ def test_mistakes_are_named(
     message: str,
 ) -> None:
     folder = tmp_path / "own"
-    make_own(folder, write, sentences)
+    make_own(folder, write, sentences, map(str, change.values()))
     (tmp_path / "notes.md").write_text("text")
     (tmp_path / "nothing").mkdir()
     data = {"name": "own", "path": str(folder)} | change

@@ -17,12 +17,12 @@ from transformers import AutoTokenizer
 
 from frostlab.data import registered
 from frostlab.data.arrays import read_npy, read_npz
-from frostlab.data.description import LengthRecord, SplitRecord
 from frostlab.data.eeg.matlab import MatFiles
 from frostlab.data.eeg.readers import from_mne, read_raw
 from frostlab.data.eeg.recordings import Recording, Store, load_store
 from frostlab.data.prepare import _TextFacts
 from frostlab.data.sources import Columns, Split, _splits
+from frostlab.data.split_record import LengthRecord, SplitRecord
 from frostlab.data.splits import class_numbers, classes_of, survey
 from frostlab.data.tokenizers import load_pretrained, load_trained, train_tokenizer
 from frostlab.data.tokens import load_facts, save_facts

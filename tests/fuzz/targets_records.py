@@ -6,6 +6,7 @@ import os
 import tempfile
 import zlib
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from frostlab.data.split_record import FileRecord, LengthRecord, SplitRecord
 from frostlab.envelopes.correlation import Null, Tally
 from frostlab.envelopes.scores import EnvelopeScores, RecordingScore, Settings, SubjectScore
 from frostlab.errors import FrostlabError
@@ -30,6 +32,8 @@ from frostlab.models.gpt import GPT, GPTConfig
 from frostlab.records.checkpoint import Checkpoint, checkpoints_in, save_checkpoint
 from frostlab.records.folder import RunRecord, read_scores, scores_file, scores_lines
 from frostlab.records.index import INDEX, list_runs, runs_table
+from frostlab.records.model_files import ModelInputs, read_inputs
+from frostlab.records.schema import DataRecord
 from frostlab.records.show import show, show_json
 from frostlab.storage import file_digest, seal, write_whole
 from frostlab.surgery.freeze import freeze
@@ -112,6 +116,20 @@ def _check_digests(content: bytes, folder: Path) -> None:
     assert RunRecord(_run(folder, **{"digests.json": content})).digests
 
 
+def _model_inputs() -> list[bytes]:
+    text = ModelInputs(99, 2, 0, "trained", None, None)
+    eeg = ModelInputs(None, 0, None, None, ["Fz", "Cz"], ["sub-001"])
+    return [_json(asdict(text)), _json(asdict(eeg))]
+
+
+def _check_model_inputs(content: bytes, folder: Path) -> None:
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / "model" / "inputs.json").write_bytes(content)
+    seal(folder / "model")
+    inputs = read_inputs(folder)
+    assert inputs.channels is not None or inputs.pad in range(inputs.vocabulary or 0)
+
+
 def _environment() -> list[bytes]:
     from frostlab.records.environment import environment
 
@@ -130,6 +148,25 @@ def _predictions() -> list[bytes]:
 
 def _check_predictions(content: bytes, folder: Path) -> None:
     assert RunRecord(_run(folder, **{"predictions.json": content})).predictions
+
+
+def _data() -> list[bytes]:
+    train = SplitRecord(
+        "/a/train.csv", 6, "d", rows=9, carved={"tune": 1}, dropped={"beyond data.limit 6": 2},
+        classes=[3, 3], lengths=LengthRecord(1, 2.5, 2.5, 4, 1), tokens=15, empty=1,
+        files=[FileRecord("/a/train.csv", 99, "s")], seed=1,
+    )  # fmt: skip
+    tune = SplitRecord("/a/train.csv", 1, "e", carved_from="train", note="5%", seconds=1.5)
+    splits = {"train": train, "tune": tune}
+    labelled = DataRecord("classification", "d", ["a", 1], splits, ["a note"])
+    running = DataRecord("language", "d", None, {"train": tune}, [])
+    return [_json(asdict(record)) for record in (labelled, running)]
+
+
+def _check_data(content: bytes, folder: Path) -> None:
+    run = _run(folder, **{"data.json": content})
+    _everything(run)
+    assert RunRecord(run).data
 
 
 def _index() -> list[bytes]:
@@ -359,7 +396,9 @@ TARGETS: dict[str, Target] = {
         "jsonl",
     ),
     "digests": Target(_digests, _check_digests, "json"),
+    "model-inputs": Target(_model_inputs, _check_model_inputs, "json"),
     "environment": Target(_environment, _check_environment, "json"),
+    "data": Target(_data, _check_data, "json"),
     "predictions": Target(_predictions, _check_predictions, "json"),
     "index": Target(_index, _check_index, "jsonl"),
     "scores": Target(_scores, _check_scores, "json"),

@@ -33,10 +33,10 @@ def test_a_finished_run_is_whole(run: Path) -> None:
     assert verify(run) == (1, [])
     check_unchanged(run)
     listed = json.loads((run / MANIFEST).read_text())
-    names = {"recipe.yaml", "environment.json", "digests.json", "events.jsonl", "result.json",
-             "predictions.json"}  # fmt: skip
+    names = {"recipe.yaml", "environment.json", "digests.json", "data.json", "events.jsonl",
+             "result.json", "predictions.json"}  # fmt: skip
     checkpoints = {str(path.relative_to(run)) for path in run.glob("checkpoints/*/checksums.json")}
-    assert set(listed) == names | checkpoints
+    assert set(listed) == names | checkpoints | {"model/checksums.json"}
     assert checkpoints
 
 

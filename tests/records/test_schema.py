@@ -8,8 +8,8 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 import frostlab as fl
-from frostlab.data import description
-from frostlab.data.description import SplitRecord
+from frostlab.data import split_record
+from frostlab.data.split_record import SplitRecord
 from frostlab.records import schema
 from frostlab.records.model_files import ModelInputs
 from frostlab.records.schema import (
@@ -82,7 +82,7 @@ def test_the_document_names_the_keys_of_every_event() -> None:
 
 
 def test_every_key_is_explained_in_code() -> None:
-    source = "".join(Path(str(room.__file__)).read_text() for room in (schema, description))
+    source = "".join(Path(str(room.__file__)).read_text() for room in (schema, split_record))
     fields = re.findall(r"^    (\w+): (?!ClassVar)(.*)$", source, re.M)
     unexplained = [name for name, rest in fields if "  # " not in rest]
     assert unexplained == ["mean", "min", "max"], "of a series"

@@ -1,5 +1,6 @@
 """A run's folder is enough to load its model, its tokenizer and its labels."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -207,3 +208,18 @@ def test_a_stage_that_has_just_begun_has_weights(tmp_path: Path) -> None:
     with pytest.warns(fl.UnfinishedRun):
         model: Any = fl.load_run(run.folder).model()
     assert len(list(model.parameters())) > 0
+
+
+def test_the_document_runs(
+    classifier: fl.Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "use.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    shutil.copytree(classifier.folder, tmp_path / "runs" / "weather")
+    (tmp_path / "my-test.csv").write_text("text,label\nsun on day 51,dry\nflood,wet\n")
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    assert capsys.readouterr().out.startswith("('dry', 'wet') torch.Size([1, 2])\n")

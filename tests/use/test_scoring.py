@@ -1,6 +1,8 @@
 """Evaluations of a run: its own splits again, other files, other languages, other recordings."""
 
+import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +189,17 @@ def test_other_recordings_are_scored(listener: fl.Run, tmp_path: Path) -> None:
     strangers = listener.evaluate(recordings(tmp_path / "strangers", ["a", "b"]))
     assert "pearson" not in strangers.metrics
     assert strangers.n["pearson_unseen"] == 2
+
+
+def test_the_scores_of_recordings_are_those_of_the_record(listener: fl.Run) -> None:
+    evaluation, recorded = listener.evaluate(), listener.result.scores
+    assert recorded is not None
+    assert evaluation.scores.keys() == recorded.keys() == {"report", "unseen"}
+    for group, decoders in recorded.items():
+        for decoder, score in decoders.items():
+            expected = {k: v for k, v in asdict(score).items() if k != "digest"}
+            assert json.loads(json.dumps(evaluation.scores[group][decoder])) == expected
+    assert any(line.startswith("unseen      ridge") for line in evaluation_lines(evaluation))
 
 
 def test_splits_of_recordings(listener: fl.Run) -> None:

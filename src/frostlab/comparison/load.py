@@ -20,6 +20,7 @@ from frostlab.recipe.load import (
     recipe_from,
     recipe_name,
     shipped_comparisons,
+    with_paths,
 )
 from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.settings import METRICS
@@ -128,6 +129,8 @@ def _read(source: Source) -> tuple[dict[str, Any], str]:
             recipe = values.get("recipe")
             if isinstance(recipe, str) and _is_file(recipe):
                 values["recipe"] = str(Path(name).parent / recipe)
+            if isinstance(recipe, dict):
+                values["recipe"] = with_paths(recipe, Path(name).parent, name)
             return values, name
     return {"recipe": name}, name
 

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from frostlab.errors import BadInput, nearest
 from frostlab.recipe.bounded_yaml import MOST_DEPTH, shown, shown_key
 from frostlab.recipe.load import recipe_from
-from frostlab.recipe.recipe import Recipe
+from frostlab.recipe.recipe import Recipe, shorten_paths
 from frostlab.recipe.settings import LOWER_IS_BETTER, METRICS
 from frostlab.recipe.treatment import Strict
 from frostlab.records.folder import differences
@@ -295,9 +295,11 @@ class Plan(Strict):
     def digest(self) -> str:
         """A digest of the plan without its seeds, since seeds may be added.
 
-        The path of the data is left out, too: every run records a digest of the data themselves.
+        The path of the data is left out, too: every run records a digest of the data themselves. Of
+        other paths, only the last part counts.
         """
         values = self.model_dump(mode="json", exclude={"seeds"})
+        shorten_paths(values["recipe"])
         if isinstance(data := values["recipe"].get("data"), dict):
             data.pop("path", None)
         return digest_of(values)[:16]

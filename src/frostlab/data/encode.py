@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from frostlab.data.description import Label
 from frostlab.data.files import (
     FORMATS,
     format_of,
@@ -25,6 +24,7 @@ from frostlab.data.sources import (
     plan_splits,
     public_splits,
 )
+from frostlab.data.split_record import Label
 from frostlab.data.splits import Numbers, Portion, class_numbers, limit_rows, survey
 from frostlab.data.tokenizers import Encoder, Texts
 from frostlab.data.tokens import Tokens, TokenWriter, concatenate, load_tokens
@@ -47,15 +47,16 @@ def columns_of(data: TextData) -> Columns:
     return Columns(("summary", "body") if pairs else ("text",), label)
 
 
-def given_split(path: str | Path, role: str, key: str) -> Split:
+def given_split(path: str | Path, role: str, key: str, named: object = None) -> Split:
     """Return a file as a split, or the file of a folder that has this role.
 
-    `key` names the option that gave the path, for messages.
+    `key` names the option that gave the path, for messages. `named` is the recipe's name of the
+    role's split, if it has one.
     """
     place = named_path(str(path), key)
     if place.is_dir():
         files = split_files(place)
-        names = [name for name in _ROLE_NAMES.get(role, (role,)) if name in files]
+        names = [name for name in (named, *_ROLE_NAMES.get(role, (role,))) if name in files]
         if not names and len(files) == 1:
             names = list(files)
         if not names:
@@ -113,17 +114,15 @@ def encode_split(
     """Encode a split as examples of the recipe's length; refuse a label that is not in `labels`."""
     rows = survey(split, columns, cache)
     portion = Portion(split, rows, np.ones(len(rows), dtype=np.bool_))
+    length, stride = data.length, data.stride or data.length
+    numbers = None if labels is None else class_numbers(split, rows, tuple(labels))
     with tempfile.TemporaryDirectory() as folder:
         writer = TokenWriter(Path(folder), split.name, encoder.vocabulary)
-        if labels is None:
-            stride = data.stride or data.length
-            encoded = encode_running(portion, columns, encoder, data.length, stride, limit, writer)
+        if numbers is None:
+            encoded = encode_running(portion, columns, encoder, length, stride, limit, writer)
         else:
-            numbers = class_numbers(split, rows, tuple(labels))
             chosen = limit_rows(portion, numbers, limit)
-            encoded = encode_labelled(
-                portion, chosen, numbers, columns, encoder, data.length, writer
-            )
+            encoded = encode_labelled(portion, chosen, numbers, columns, encoder, length, writer)
         return load_tokens(Path(folder), split.name, encoded.digest)
 
 

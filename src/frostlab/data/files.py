@@ -215,7 +215,11 @@ def _json(path: Path, file: IO[bytes]) -> Iterator[Line]:
 
 
 def _table(path: Path, file: IO[bytes], *, tabs: bool) -> Iterator[Line]:
-    """Yield the rows of a CSV or TSV file; in TSV, quotes have no special meaning."""
+    """Yield the rows of a CSV or TSV file; both have quotes as `csv.writer` and pandas write them.
+
+    Some TSV files are written without quoting. Where this shows, they are refused: a cell that
+    begins with a quote would swallow the cells and rows up to the next quote.
+    """
     csv.field_size_limit(LINE)  # the default is 128 KiB per cell
     row_size = 0  # bytes of the row so far, which may have several lines
 
@@ -227,9 +231,7 @@ def _table(path: Path, file: IO[bytes], *, tabs: bool) -> Iterator[Line]:
                 raise _too_long(path, number)
             yield text
 
-    reader = (
-        csv.reader(lines(), delimiter="\t", quoting=csv.QUOTE_NONE) if tabs else csv.reader(lines())
-    )
+    reader = csv.reader(lines(), delimiter="\t", strict=True) if tabs else csv.reader(lines())
     header: list[str] | None = None
     try:
         for cells in reader:
@@ -246,7 +248,10 @@ def _table(path: Path, file: IO[bytes], *, tabs: bool) -> Iterator[Line]:
                     f"{path}:{reader.line_num}: {len(cells)} columns, the header has {len(header)}"
                 )
     except csv.Error as error:
-        raise BadInput(f"{path}:{reader.line_num}: {error}") from error
+        problem, hint = str(error), "; quote cells as pandas does, or use jsonl" if tabs else ""
+        if problem.startswith("new-line character"):
+            problem, hint = "a carriage return in a cell without quotes", "; quote it, or use jsonl"
+        raise BadInput(f"{path}:{reader.line_num}: {problem}{hint}") from error
 
 
 def _check_header(path: Path, line: int, names: list[str]) -> None:

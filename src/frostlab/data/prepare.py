@@ -18,20 +18,22 @@ from frostlab.data.builtin import (
     synthetic_vocabulary,
     write_synthetic,
 )
-from frostlab.data.description import Label, SplitRecord
 from frostlab.data.eeg.load import load_signals
 from frostlab.data.eeg.recordings import VALUES, PreparedData
 from frostlab.data.files import format_of
 from frostlab.data.sources import Columns, Split, SplitPlan, TextData, plan_splits
+from frostlab.data.split_record import Label, SplitRecord
 from frostlab.data.splits import (
     Numbers,
     Portion,
+    RowCounts,
     Survey,
     class_numbers,
     classes_of,
     count_rows,
     divide,
     limit_rows,
+    single_labels,
     survey,
 )
 from frostlab.data.tokenizers import (
@@ -66,6 +68,7 @@ from frostlab.recipe.data import (
 )
 from frostlab.recipe.recipe import Recipe
 from frostlab.storage import FORMAT, build_once, cache_folder, digest_of
+from frostlab.text import plain
 
 # Warnings that are shown with the scores.
 CAUTION = "selected on the reporting split"
@@ -74,6 +77,7 @@ BATCH = 1 << 20  # approximate number of characters per encoded batch
 ROWS = 1024  # maximum number of texts per encoded batch
 MOST_DRAWN = 1 << 26  # limit on examples drawn at once × data.symbols, and × data.length
 VERSION = 1  # of the files that describe prepared data; raise it when they change
+SHOWN_LABELS = 5  # labels that a note lists
 MOST_PLACES = 10_000  # files and folders among which data are searched by their digest
 T = TypeVar("T")
 
@@ -311,7 +315,35 @@ class _TextPreparation:
                 )
                 for role, split in facts.splits.items()
             },
+            notes=tuple(self._notes(facts.splits)),
         )
+
+    def _notes(self, splits: dict[str, SplitRecord]) -> Iterator[str]:
+        """Yield remarks about rows that are probably mistakes; all of them are kept."""
+        if self.plan.unused:
+            place = Path(self.plan.train.place).parent
+            yield f"files of {place} that are not used: {', '.join(map(plain, self.plan.unused))}"
+        kept = "add nothing" if self.data.task == "language" else "are kept"
+        for role, split in splits.items():
+            if split.empty:
+                yield f"{split.empty:,} rows of {role} have an empty text and {kept}"
+            if split.contradictions:
+                yield (
+                    f"{split.contradictions:,} rows of {role} have the text of another row of "
+                    f"{role}, but not its label; they are kept"
+                )
+        if lines := single_labels(self.surveys["train"]):
+            some = [f"{plain(str(name)[:40])} (line {line})" for name, line in lines[:SHOWN_LABELS]]
+            more = len(lines) - len(some)
+            listed = ", ".join(some) + f" and {more:,} more" * (more > 0)
+            yield f"labels that occur in one row only of {self.plan.train.place}: {listed}"
+        if self.data.splits == "published":
+            train, report = (self.surveys[role].keys for role in ("train", "report"))
+            if shared := int(np.isin(train, report).sum()):
+                yield (
+                    f"{shared:,} rows of train have a text of report; data.splits published keeps "
+                    "them"
+                )
 
     def _caution(self) -> str | None:
         """Return the warning to show with every score."""
@@ -415,6 +447,8 @@ def _describe(
     whole = portion.characters is None
     rows = np.flatnonzero(portion.taken) if labelled is None else labelled[0]
     numbers = None if labelled is None else labelled[1]
+    # The rows of a range of characters are parts of documents, so they are not counted.
+    counts = count_rows(portion.survey, rows, numbers) if whole else RowCounts()
     other = sum(portion.carved.values()) + sum(portion.dropped.values())
     return SplitRecord(
         source="",
@@ -430,7 +464,9 @@ def _describe(
         lengths=length_record(encoded.lengths, encoded.cut),
         tokens=encoded.tokens,
         characters=int(portion.survey.sizes[rows].sum()) if whole else portion.size,
-        **(count_rows(portion.survey, rows, numbers) if whole else {}),
+        empty=counts.empty,
+        duplicates=counts.duplicates,
+        contradictions=counts.contradictions,
     )
 
 

@@ -7,13 +7,12 @@ import os
 import re
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlparse
 
 from frostlab.data.builtin import docstring_files
-from frostlab.data.description import Label
 from frostlab.data.files import (
     FORMATS,
     format_of,
@@ -26,6 +25,7 @@ from frostlab.data.files import (
     split_files,
 )
 from frostlab.data.registered import registered_files
+from frostlab.data.split_record import Label
 from frostlab.errors import BadInput, first_line, nearest, require
 from frostlab.recipe.data import Docstrings, Named, Own, Registered
 
@@ -35,6 +35,7 @@ HELD_OUT = 0.05  # share of train that replaces a missing tune split, and a miss
 LANGUAGES = (
     "ar", "bg", "de", "el", "en", "es", "fr", "hi", "ru", "sw", "th", "tr", "ur", "vi", "zh",
 )  # fmt: skip
+SPLIT_NAMES = ("train", "validation", "test")  # files that a folder of the user's may hold
 _WHOLE_NUMBER = re.compile(r"-?\d{1,20}")
 _TRUE = ("1", "true", "yes", "on")  # values that turn on an environment variable
 
@@ -207,6 +208,7 @@ class SplitPlan:
     report: Split | float
     columns: Columns
     classes: int | None  # number of classes; None: as many as train has labels
+    unused: tuple[str, ...] = ()  # files of the user's folder that have no role
 
 
 def plan_splits(data: TextData, data_dir: Path | None, cache: Path) -> SplitPlan:
@@ -246,7 +248,8 @@ def _plan_own(data: Own) -> SplitPlan:
         defaults = SetDefaults(
             tune="validation" if has_tuning_split else HELD_OUT, report=report, texts=data.text
         )
-        return _assign_roles(data, _splits(files), defaults, data.label)
+        plan = _assign_roles(data, _splits(files), defaults, data.label)
+        return replace(plan, unused=_unused_files(data, path, files))
     if path.exists() and not path.is_file():
         raise BadInput(f"data.path {path} is neither a regular file nor a folder")
     if not path.is_file():
@@ -256,6 +259,27 @@ def _plan_own(data: Own) -> SplitPlan:
         raise BadInput(f"data.path {path} is not one of .{', .'.join(FORMATS)}, plain or .gz")
     defaults = SetDefaults(report=HELD_OUT, texts=data.text)
     return _assign_roles(data, _splits({"train": path}), defaults, data.label)
+
+
+def _unused_files(data: Own, folder: Path, files: dict[str, Path]) -> tuple[str, ...]:
+    """Return the files that have no role and no split's name; refuse them if no split was chosen.
+
+    Without a choice by `data.report` or `data.tune`, the rows of a file such as dev.csv would
+    silently be unused. Running text without labels beside labelled tables may be a readme.
+    """
+    named = (*SPLIT_NAMES, data.train, data.tune, data.report)
+    unused = [
+        (name, path.name)
+        for name, path in files.items()
+        if name not in named and (data.task == "language" or format_of(path) != "txt")
+    ]
+    if unused and not isinstance(data.report, str) and not isinstance(data.tune, str):
+        name, file = unused[0]
+        raise BadInput(
+            f"data.path {folder}: {file} would not be used; files are called "
+            f"{', '.join(SPLIT_NAMES)}, or set data.report: {name} or data.tune: {name}"
+        )
+    return tuple(file for _, file in unused)
 
 
 def _splits(files: dict[str, Path], shown: str | None = None) -> dict[str, Split]:

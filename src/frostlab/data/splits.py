@@ -10,14 +10,15 @@ from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from frostlab.data.arrays import map_npy
-from frostlab.data.description import FileRecord, Label
 from frostlab.data.files import word_end
 from frostlab.data.sources import Columns, Split, SplitPlan
+from frostlab.data.split_record import FileRecord, Label
 from frostlab.data.tokens import load_facts, save_facts
 from frostlab.errors import BadInput
 from frostlab.storage import FORMAT, build_once, digest_of, file_digest
@@ -159,6 +160,12 @@ def class_numbers(split: Split, rows: Survey, classes: tuple[Label, ...]) -> Num
     return np.array(numbers, dtype=np.int64)[rows.codes]
 
 
+def single_labels(rows: Survey) -> list[tuple[Label, int]]:
+    """Return the labels that occur in one row only, each with the line of its row."""
+    counts = np.bincount(rows.codes, minlength=len(rows.labels))
+    return [rows.labels[code] for code in np.flatnonzero(counts == 1)]
+
+
 # Roles
 
 
@@ -220,7 +227,8 @@ def divide(
         if isinstance(share, float)
     }
     if sum(shares.values()) >= 1:
-        raise BadInput(f"data.tune {plan.tune} leaves nothing of {plan.train.place} to train on")
+        given = " and ".join(f"data.{role} {share:g}" for role, share in shares.items())
+        raise BadInput(f"{given} leave nothing of {plan.train.place} to train on")
     if numbers is None and shares and len(surveys["train"]) < FEWEST_DOCUMENTS:
         _hold_out_characters(portions, shares)
     else:
@@ -331,22 +339,29 @@ def _drop_shared_texts(portions: dict[str, Portion]) -> None:
         roles.append(role)
 
 
-def count_rows(survey: Survey, rows: Numbers, numbers: Numbers | None) -> dict[str, int]:
+class RowCounts(NamedTuple):
+    """Numbers of suspicious rows of a split; each is described in `SplitRecord`."""
+
+    empty: int | None = None
+    duplicates: int | None = None
+    contradictions: int | None = None
+
+
+def count_rows(survey: Survey, rows: Numbers, numbers: Numbers | None) -> RowCounts:
     """Count the empty, repeated and contradicting texts of some rows.
 
     `numbers` are the classes of all rows of the survey; None for language.
     """
     keys = survey.keys[rows]
     texts, text_of_row = np.unique(keys, return_inverse=True)
-    counts = {"empty": int(survey.empty[rows].sum()), "duplicates": len(keys) - len(texts)}
+    contradictions = None
     if numbers is not None:
-        classes = numbers[rows]
         lowest = np.full(len(texts), len(numbers), dtype=np.int64)
         highest = np.full(len(texts), -1, dtype=np.int64)
-        np.minimum.at(lowest, text_of_row, classes)
-        np.maximum.at(highest, text_of_row, classes)
-        counts["contradictions"] = int((lowest != highest)[text_of_row].sum())
-    return counts
+        np.minimum.at(lowest, text_of_row, numbers[rows])
+        np.maximum.at(highest, text_of_row, numbers[rows])
+        contradictions = int((lowest != highest)[text_of_row].sum())
+    return RowCounts(int(survey.empty[rows].sum()), len(keys) - len(texts), contradictions)
 
 
 def limit_rows(portion: Portion, numbers: Numbers, limit: int | None) -> Numbers:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from frostlab.data.arrays import map_npy
-from frostlab.data.description import Label, LengthRecord, SplitRecord
+from frostlab.data.split_record import Label, LengthRecord, SplitRecord
 from frostlab.errors import BadInput
 from frostlab.recipe.data import Task
 from frostlab.storage import read_json

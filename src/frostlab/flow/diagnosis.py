@@ -20,8 +20,8 @@ from frostlab.flow.judge import (
     Rules,
 )
 from frostlab.flow.measurements import Flow, Report, flows_of
-from frostlab.recipe.load import load_recipe
 from frostlab.recipe.settings import LOWER_IS_BETTER, METRIC_TARGETS
+from frostlab.records.folder import RunRecord
 from frostlab.records.index import read_run
 from frostlab.storage import finite
 from frostlab.text import NONE, columns
@@ -135,7 +135,7 @@ def _wanted(folder: Path, metric: str | None) -> dict[str, float]:
     """
     target = None
     try:
-        recipe = load_recipe(str(folder / "recipe.yaml"))
+        recipe = RunRecord(folder).recipe
     except BadInput:
         pass  # damaged, or written by another version: use the metric's default target
     else:

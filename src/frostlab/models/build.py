@@ -201,7 +201,8 @@ def build_from_config(folder: Path, classes: int) -> nn.Module:
     auto = _auto_class(classes)
     try:
         with never_ask():
-            _check_config_memory(auto, config, f"{folder / 'config.json'} gives")
+            with careful(str(folder)):
+                _check_config_memory(auto, config, f"{folder / 'config.json'} gives")
             return auto.from_config(
                 config, dtype=torch.float32, trust_remote_code=code_is_trusted()
             )

@@ -65,7 +65,8 @@ class Corpus(DataSettings):
     splits: Literal["honest", "published"] = "honest"
     train: str = "train"  # name of the training split
     tune: Share | str | None = None  # a share of train, or a split's name; null: the set's default
-    report: str | None = None  # name of the split to report on; null: the set's default
+    # the split to report on: a share of train, or a split's name; null: the set's default
+    report: Share | str | None = None
     limit: Positive | None = None  # maximum number of training examples
     evaluation_limit: Positive | None = None  # maximum number of examples of tune, and of report
 
@@ -118,12 +119,20 @@ _UNLABELLED = ("tinystories", "openwebtext", "wikitext2", "wikitext103", "tinysh
 _LABELLED_ONLY = ("mnli", "xnli", "sst2")  # pairs or phrases, not running text
 
 
+def _as_columns(value: Any) -> Any:
+    """Turn a single name or a list into a tuple; leave other values for pydantic to refuse."""
+    return (
+        tuple(value) if isinstance(value, list) else (value,) if isinstance(value, str) else value
+    )
+
+
 class Own(Corpus):
     """A file or folder that the user provides."""
 
     name: Literal["own"]
     path: str
-    text: tuple[str, ...] = ("text",)  # one text column, or two for pairs
+    # one text column, or two for pairs; a single name is accepted as a list of one
+    text: Annotated[tuple[str, ...], BeforeValidator(_as_columns)] = ("text",)
     label: str = "label"
 
     def problems(self) -> Iterator[str]:
@@ -229,7 +238,8 @@ class SimulatedEEG(EEGData):
 class RecordedEEG(EEGData):
     """Base class of recorded EEG: a folder, and the subjects to train on and to hold out."""
 
-    path: str  # looked up in the working folder, then in --data-dir or FROSTLAB_DATA
+    # relative to the recipe's file (a setting: to the working folder), else to the data folder
+    path: str
     seen: Subjects | None = None  # the subjects to train on; null: all that are not unseen
     unseen: Subjects | Share | None = None  # subjects in no training split: names, or a share
     band: tuple[Rate, Rate] | None = None  # Hz, pass band of EEG and envelope; null: unfiltered

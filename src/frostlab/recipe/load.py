@@ -30,7 +30,7 @@ from frostlab.recipe.bounded_yaml import (
 )
 from frostlab.recipe.data import RECORDED, Corpus, data_kind
 from frostlab.recipe.model import PRESETS
-from frostlab.recipe.recipe import Recipe
+from frostlab.recipe.recipe import PATHS, Recipe
 from frostlab.text import plain, short
 
 Files = dict[str, str]  # labels of files, by identity
@@ -82,7 +82,7 @@ def recipe_from(
         raise BadInput(f"{source}: a recipe is a mapping of `key: value`, not {shown(values)}")
     check_plain(values, source)
     layers = Layers()
-    _add_values(values, source, layers, origin=None, children={})
+    _add_values(with_paths(values), source, layers, origin=None, children={})
     layers.add_settings(settings or {})
     return _validated(layers)
 
@@ -229,6 +229,33 @@ def _suggestion(name: str, shipped: Iterable[str]) -> str:
     return nearest(name, shipped)
 
 
+def with_paths(
+    values: dict[str, Any], folder: Path | None = None, label: str = "recipe"
+) -> dict[str, Any]:
+    """Return a recipe's values with the paths to existing files and folders made absolute.
+
+    Paths are relative to `folder`, the folder of the recipe's file; None: to the working folder. A
+    name that is no path there is left as it is, because it may be in the data folder or on the hub.
+    """
+    for section, key in PATHS:
+        part = values.get(section)
+        name = part.get(key) if isinstance(part, dict) else None
+        if not isinstance(name, str) or not name or os.path.isabs(name):
+            continue
+        is_there = os.path.exists if key == "path" else os.path.isdir
+        path = os.path.expanduser(name)
+        place = os.path.abspath(os.path.join(folder or "", path))
+        if folder is not None and not is_there(place) and is_there(path):
+            raise BadInput(
+                f"{label}: {section}.{key} {shown(name)} is not in {os.path.abspath(folder)}, the "
+                f"recipe's folder, but in the working folder; write {plain(os.path.abspath(path))}"
+            )
+        own = folder is not None and key == "path" and values[section].get("name") == "own"
+        if own or is_there(place):  # a user's own data are nowhere else
+            values = {**values, section: {**values[section], key: place}}
+    return values
+
+
 # Layers
 
 
@@ -249,7 +276,7 @@ class Layers:
             for name in reversed(key.split(".")):
                 value = {name: value}
             check_plain(value, source)
-            self.add(value, source)
+            self.add(with_paths(value), source)
             self.settings.update(_paths(value))
 
     def add(self, values: dict[str, Any], source: str) -> None:
@@ -340,7 +367,10 @@ def _add_file(name: str, layers: Layers, origin: Path | None, children: Files) -
         raise BadInput(f"{file.label}: extends itself ({shown_chain})")
     if len(chain) > _MOST_PARENTS:
         raise BadInput(f"{file.label}: more than {_MOST_PARENTS} recipes extend each other")
-    _add_values(file.values, file.label, layers, file.folder, chain)
+    values = (
+        file.values if file.folder is None else with_paths(file.values, file.folder, file.label)
+    )
+    _add_values(values, file.label, layers, file.folder, chain)
 
 
 def _add_values(

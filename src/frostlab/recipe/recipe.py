@@ -6,6 +6,7 @@ which check each section; this module also checks for contradictions between sec
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -27,6 +28,7 @@ from frostlab.recipe.treatment import (
 )
 
 Rate = Annotated[float, Field(gt=0)]
+PATHS = (("data", "path"), ("model", "name"), ("tokenizer", "name"))  # keys that may hold a path
 WORDS = ("new", "old")  # keys of a stage's `lr` besides selections: added layers, and other parts
 
 
@@ -130,6 +132,15 @@ def _stage_problems(recipe: "Recipe") -> Iterator[str]:
             )
 
 
+def shorten_paths(values: dict[str, Any]) -> None:
+    """Replace the paths in a recipe's values by their last part, which is alike on all machines."""
+    for section, key in PATHS:
+        part = values.get(section)
+        name = part.get(key) if isinstance(part, dict) else None
+        if isinstance(name, str) and (key == "path" or os.path.isabs(name)):
+            values[section][key] = os.path.basename(name.rstrip("/"))
+
+
 class Recipe(Strict):
     """Complete definition of a run: equal recipes make equal runs."""
 
@@ -182,9 +193,12 @@ class Recipe(Strict):
     def digest(self) -> str:
         """Stable digest of a run's definition, used to find stored runs.
 
-        It ignores `about`, and is equal for all names of the same treatment.
+        It ignores `about`, and is equal for all names of the same treatment. Of a path, only the
+        last part counts, so that the digest is the same where the files lie in another folder; a
+        run records a digest of the data and the weights themselves.
         """
         values = self.model_dump(mode="json", exclude={"about"})
+        shorten_paths(values)
         if isinstance(self.treatment, str):
             values["treatment"] = SAME.get(self.treatment, self.treatment)
         text = json.dumps(values, sort_keys=True)

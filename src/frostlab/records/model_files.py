@@ -92,8 +92,13 @@ def write_model_files(folder: Path, prepared: PreparedData, config: str | None) 
 
 def read_inputs(folder: Path) -> ModelInputs:
     """Read model/inputs.json of a run's folder."""
-    path = _whole(folder, MODEL) / _INPUTS
-    return read(ModelInputs, read_json(path), path)
+    path = _whole(folder, MODEL, _INPUTS) / _INPUTS
+    inputs = read(ModelInputs, read_json(path), path)
+    if inputs.classes < 0:
+        raise BadInput(f"{path}: classes should not be negative")
+    if inputs.channels is None and not 0 <= (inputs.pad or 0) < (inputs.vocabulary or 0):
+        raise BadInput(f"{path}: pad should be one of the token ids below vocabulary")
+    return inputs
 
 
 def build_stored(recipe: Recipe, folder: Path) -> nn.Module:
@@ -153,14 +158,18 @@ def _tokenizer_folder(folder: Path, inputs: ModelInputs) -> Path:
     if inputs.tokenizer is None:
         made_of = "EEG" if inputs.channels is not None else "generated tokens"
         raise BadInput(f"{folder} has no tokenizer: its data are {made_of}, not text")
-    return _whole(folder, TOKENIZER)
+    needed = ("tokenizer.json",) if inputs.tokenizer == "trained" else ()
+    return _whole(folder, TOKENIZER, *needed)
 
 
-def _whole(folder: Path, name: str) -> Path:
-    """Return the path of a folder inside a run's folder after verifying its checksums."""
+def _whole(folder: Path, name: str, *needed: str) -> Path:
+    """Return a folder in a run's folder; verify its checksums, and that it has these files."""
     path = folder / name
     if path.is_symlink() or not path.is_dir():
         raise BadInput(f"{path} is missing, so the run cannot be loaded")
     if (damaged := damaged_file(path)) is not None:
         raise BadInput(f"{damaged} was changed, added or removed, so the run cannot be loaded")
+    for file in needed:
+        if not (path / file).is_file():
+            raise BadInput(f"{path / file} is missing, so the run cannot be loaded")
     return path

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
-from frostlab.data.description import Label, SplitRecord
+from frostlab.data.split_record import Label, SplitRecord
 from frostlab.errors import BadInput
 from frostlab.records import SCHEMA
 from frostlab.typed import parse

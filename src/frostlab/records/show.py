@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -9,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from frostlab.errors import BadInput
-from frostlab.records.folder import effective, read_environment, scores_lines
+from frostlab.records.folder import RunRecord, effective, read_environment, scores_lines
 from frostlab.records.index import EVENTS, RESULT, Summary, is_run, read_run, result_of
 from frostlab.records.schema import (
+    DataRecord,
     EvaluationEvent,
     Event,
     NoteEvent,
@@ -23,7 +25,7 @@ from frostlab.records.schema import (
     read_event,
 )
 from frostlab.storage import read_lines
-from frostlab.text import NONE, columns, hms, number, plain
+from frostlab.text import NONE, columns, hms, number, plain, short
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class _Run:
     recipe_file_digest: str | None  # of recipe.yaml as it is now
     differences: dict[str, Any] | None  # settings that are not the default, by dotted key
     environment: dict[str, Any] | None
+    data: DataRecord | None
+    damaged_data: str | None  # why data.json cannot be read; None if it is absent
 
 
 def show_json(folder: Path) -> dict[str, Any]:
@@ -51,6 +55,7 @@ def show_json(folder: Path) -> dict[str, Any]:
         "recipe_file_digest": run.recipe_file_digest,
         "differences": run.differences,
         "environment": run.environment,
+        "data": run.data and asdict(run.data),
         "result": run.result and asdict(run.result),
         "evaluations": evaluations,
         "resumes": _resumes(run),
@@ -68,6 +73,7 @@ def show(folder: Path) -> str:
     sections = {
         f"run {run.summary.name}": _status(run),
         "configuration": _configuration(run),
+        "data": _data(run.data) if run.data else [run.damaged_data] if run.damaged_data else [],
         "results": _results(run),
         "scores": scores_lines(folder),
         "stages": stages_table(run.result.stages if run.result else []),
@@ -134,6 +140,93 @@ def _configuration(run: _Run) -> list[str]:
         return [*lines, f"differences from the defaults: {NONE}"]
     changed = [f"  {line}" for line in _pairs(run.differences.items()) or ["none"]]
     return [*lines, "differences from the defaults:", *changed]
+
+
+_WIDTH = 78  # characters of a line, without the indentation
+_SHOWN_CLASSES = 12  # classes that the table of splits lists
+_COUNTS = {  # attribute of SplitRecord → its name in the table
+    "examples": "examples",
+    "rows": "rows read",
+    "empty": "empty texts",
+    "duplicates": "repeated texts",
+    "contradictions": "contradicting labels",
+    "tokens": "tokens",
+    "characters": "characters",
+    "recordings": "recordings",
+    "subjects": "subjects",
+    "seconds": "seconds",
+    "seed": "seed",
+}
+_LENGTHS = {
+    "cut": "cut at data.length",
+    "least": "shortest, in tokens",
+    "median": "median length",
+    "mean": "mean length",
+    "most": "longest",
+}
+
+
+def _data(data: DataRecord) -> list[str]:
+    """Return a table with a column for each split, then the sources and what was dropped."""
+    splits = data.splits
+    rows: list[tuple[str, list[Any]]] = [
+        (name, [getattr(split, key) for split in splits.values()]) for key, name in _COUNTS.items()
+    ]
+    rows[2:2] = [  # after the examples and the rows read
+        ("carved for other splits", [sum(split.carved.values()) for split in splits.values()]),
+        ("dropped", [sum(split.dropped.values()) for split in splits.values()]),
+    ]
+    rows += [
+        (name, [split.lengths and getattr(split.lengths, key) for split in splits.values()])
+        for key, name in _LENGTHS.items()
+    ]
+    rows = [
+        (name, values)
+        for name, values in rows
+        if any(values) or (name == "seed" and any(value is not None for value in values))
+    ]
+    labels = data.labels or []
+    rows += [
+        (
+            f"class {short(plain(str(label)), 24)}",
+            [_at(split.classes, n) for split in splits.values()],
+        )
+        for n, label in enumerate(labels[:_SHOWN_CLASSES])
+    ]
+    table = [["", *splits], *([name, *map(_count, values)] for name, values in rows)]
+    lines = columns(table, right=range(1, len(splits) + 1))
+    if len(labels) > _SHOWN_CLASSES:
+        lines.append(f"and {len(labels) - _SHOWN_CLASSES:,} more classes")
+    return [*lines, *(line for text in _remarks(data) for line in _wrapped(text))]
+
+
+def _remarks(data: DataRecord) -> Iterator[str]:
+    """Yield the source of each split, and the reasons for which its rows were dropped."""
+    sources: dict[str, list[str]] = {}
+    for name, split in data.splits.items():
+        sources.setdefault(split.source, []).append(name)
+    for source, names in sources.items():
+        yield f"{', '.join(names)}: {source}"
+    for name, split in data.splits.items():
+        if split.carved_from is not None:
+            yield f"{name}: carved from {split.carved_from}, {split.note}"
+        for reason, count in split.dropped.items():
+            yield f"{name}: {count:,} dropped, {reason}"
+
+
+def _wrapped(text: str) -> list[str]:
+    """Break a remark into lines; a path is cut inside if it has no spaces."""
+    return textwrap.wrap(plain(text), _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def _at(counts: list[int] | None, index: int) -> int | None:
+    return counts[index] if counts is not None and index < len(counts) else None
+
+
+def _count(value: Any) -> str:
+    if value is None:
+        return NONE
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"
 
 
 def _results(run: _Run) -> list[str]:
@@ -253,8 +346,15 @@ def _read(folder: Path) -> _Run:
     environment = None
     with contextlib.suppress(BadInput):
         environment = read_environment(folder)
+    data, damaged_data = None, None
+    try:
+        if (folder / "data.json").exists():
+            data = RunRecord(folder).data
+    except (OSError, BadInput) as error:
+        damaged_data = str(error)
     return _Run(
-        read_run(folder), result, events, damaged, recipe, digest, differences, environment
+        read_run(folder), result, events, damaged, recipe, digest, differences, environment,
+        data, damaged_data,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import yaml
 from frostlab.data.eeg.recordings import PreparedData, as_token_data
 from frostlab.devices import choose_device
 from frostlab.errors import BadInput, DamagedCheckpoint, FrostlabError
-from frostlab.recipe.load import load_recipe, recipe_from, recipe_name
+from frostlab.recipe.load import load_recipe, recipe_from, recipe_name, with_paths
 from frostlab.recipe.recipe import Recipe
 from frostlab.records import SCHEMA
 from frostlab.records.checkpoint import Checkpoint, checkpoint_name, keep_only, resumable
@@ -111,6 +111,8 @@ def run(
         path = world.agree(folder.path if folder else None)
         display = display or Silent()
         stack.callback(display.close)
+        for line in assembly.prepared.notes if world.writes else ():
+            display.say(f"note: {line}")
         context = RunContext(
             recipe=recipe,
             prepared=assembly.prepared,
@@ -138,9 +140,10 @@ def _resolve(
         return load_recipe(str(recipe), settings, seed), name or recipe_name(str(recipe))
     changes = settings if seed is None else {**settings, "seed": seed}
     if isinstance(recipe, Recipe):
-        if not changes:
+        values = recipe.to_dict()
+        if not changes and with_paths(values) == values:
             return recipe, name or "run"
-        recipe = recipe.to_dict()
+        recipe = values
     return recipe_from(recipe, settings=changes), name or "run"
 
 
@@ -188,7 +191,10 @@ def _create_folder(
 
     while True:
         try:
-            return RunFolder.create(path, files, fill, **facts)
+            folder = RunFolder.create(path, files, fill, **facts)
+            for line in prepared.notes:
+                folder.event("note", 0, text=line)
+            return folder
         except FileExistsError:
             if out is not None:
                 raise BadInput(f"--out {path}: another run has just started there") from None

@@ -96,7 +96,7 @@ class Predictor(Evaluator):
         probabilities = np.zeros((len(tokens), self.inputs.classes))
         for rows, logits, _ in self._logits(tokens):
             probabilities[rows] = logits.double().softmax(-1).cpu().numpy()
-        labels = self.record.data.labels or []
+        labels = self.labels
         return Predictions(
             Prediction(labels[best], float(row[best]), dict(zip(labels, row.tolist(), strict=True)))
             for row, best in zip(probabilities, probabilities.argmax(-1), strict=True)

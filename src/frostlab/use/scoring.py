@@ -25,7 +25,7 @@ from frostlab.envelopes.scores import score_recordings
 from frostlab.errors import BadInput, nearest
 from frostlab.recipe.data import EEGData, Named, PretrainedTokenizer, Synthetic
 from frostlab.recipe.recipe import Recipe
-from frostlab.records.folder import RunRecord
+from frostlab.records.folder import RunRecord, finished_status
 from frostlab.records.model_files import (
     TOKENIZER,
     ModelInputs,
@@ -81,6 +81,8 @@ class Evaluation:
     unit: dict[str, str]  # metric → examples, tokens, subjects, windows or decisions
     classes: list[ClassScore] = field(default_factory=list)  # empty without classes
     layers: dict[str, dict[str, float]] = field(default_factory=dict)  # supervised layer → metrics
+    # EEG: group of recordings → decoder → summary of its scores, as in result.json
+    scores: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     caution: str | None = None  # a warning to show with the metrics
 
     def __str__(self) -> str:
@@ -112,6 +114,17 @@ class Evaluator:
         """The encoder of the run's tokenizer."""
         return stored_encoder(self.record.folder)
 
+    @cached_property
+    def labels(self) -> list[str | int]:
+        """The labels of the classes, in the order of the model's outputs."""
+        labels = self.record.data.labels or []
+        if len(labels) != self.inputs.classes:
+            raise BadInput(
+                f"{self.record.folder / 'data.json'} has {len(labels)} labels, and the model "
+                f"{self.inputs.classes} classes"
+            )
+        return labels
+
     def metrics(self, prepared: PreparedData, split: Tokens | Windows, **more: Any) -> Any:
         """Return the metrics of a split, as during training."""
         with with_threads(self.recipe.train.threads):
@@ -140,8 +153,8 @@ class Evaluator:
         count, unit = int(scored_counts(tokens).sum()), "tokens" if labels is None else "examples"
         scores: list[ClassScore] = []
         if labels is not None and predicted is not None:
-            names = self.record.data.labels or []
-            scores = _class_scores(torch.from_numpy(labels.copy()), predicted.cpu() - 1, names)
+            truth = torch.from_numpy(labels.copy())
+            scores = _class_scores(truth, predicted.cpu() - 1, self.labels)
         return Evaluation(
             run=str(self.record.folder),
             split=split,
@@ -184,8 +197,23 @@ class Evaluator:
                 n[metric], unit[metric] = summary.match.decisions, "decisions"
             elif metric in ("loss", "window_pearson"):
                 n[metric], unit[metric] = len(first), "windows"
-        run = str(self.record.folder)
-        return Evaluation(run, split, source, metrics, n, unit, caution=caution)
+        return Evaluation(
+            run=str(self.record.folder),
+            split=split,
+            source=source,
+            metrics=metrics,
+            n=n,
+            unit=unit,
+            scores={
+                name: {
+                    decoder: by_group[name].to_dict()["summary"]
+                    for decoder, by_group in (("model", scores), ("ridge", ridge))
+                    if name in by_group
+                }
+                for name in scores
+            },
+            caution=caution,
+        )
 
     @property
     def _rate(self) -> float:
@@ -198,8 +226,9 @@ def _objective(record: RunRecord, recipe: Recipe, device: torch.device) -> Objec
     """Return a run's best model with its loss, on a device."""
     model = best_model(record)
     objective = TASKS[recipe.data.task].objective(model, recipe)
-    last = recipe.stages[-1].supervise if recipe.stages else None
-    objective.supervision = resolve_supervision(last or recipe.supervise, model)
+    if finished_status(record.folder) == "finished":  # else the model may lack the last layers
+        last = recipe.stages[-1].supervise if recipe.stages else None
+        objective.supervision = resolve_supervision(last or recipe.supervise, model)
     return objective.to(device)
 
 
@@ -367,13 +396,14 @@ def _evaluate_text(evaluator: Evaluator, choice: _Choice, data_dir: Path | None)
     if choice.path is not None:
         if choice.language is not None:
             raise BadInput("data.language chooses a split of xnli; leave out the path")
-        split = given_split(choice.path, choice.role, "--data")
+        split = given_split(choice.path, choice.role, "--data", getattr(data, choice.role))
         limit = choice.evaluation_limit
     else:
         split = recipe_split(data, choice.role, choice.language, data_dir, cache)
         own_limit = data.limit if choice.role == "train" else data.evaluation_limit
         limit = choice.evaluation_limit or own_limit
-    read, labels = _columns(data, choice), record.data.labels
+    read = _columns(data, choice)
+    labels = evaluator.labels if data.task == "classification" else None
     tokens = encode_split(split, read, evaluator.encoder, data, labels, limit, cache)
     inputs = evaluator.inputs
     assert inputs.vocabulary is not None
@@ -471,9 +501,27 @@ def evaluation_lines(evaluation: Evaluation) -> list[str]:
         ]  # fmt: skip
         head = ["class", "n", "predicted", "recall"]
         lines += ["", *columns([head, *rows], right=[1, 2, 3])]
+    if evaluation.scores:
+        lines += ["", *_scores_lines(evaluation.scores)]
     if evaluation.caution:
         lines += ["", evaluation.caution]
     return lines
+
+
+def _scores_lines(scores: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
+    """Return a row for each group of recordings and decoder."""
+    rows = []
+    for group, decoders in scores.items():
+        for decoder, summary in decoders.items():
+            low, high = summary["low"], summary["high"]
+            between = NONE if low is None else f"{low:.3f} to {high:.3f}"
+            null = summary["null"]
+            rows.append(
+                [group, decoder, f"{summary['mean']:.3f}", between, f"{null['high']:.3f}",
+                 number(null["p"]), str(summary["subjects"]), str(summary["recordings"])]
+            )  # fmt: skip
+    head = ["recordings", "decoder", "r", "95 %", "chance ≤", "p", "subjects", "n"]
+    return columns([head, *rows], right=[2, 4, 5, 6, 7])
 
 
 def languages_lines(evaluations: Mapping[str, Evaluation]) -> list[str]:

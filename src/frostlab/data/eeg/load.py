@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from frostlab.data.description import FileRecord, SplitRecord
 from frostlab.data.eeg.readers import (
     Source,
     challenge_sources,
@@ -28,6 +27,7 @@ from frostlab.data.eeg.recordings import (
 )
 from frostlab.data.eeg.simulate import write_simulated
 from frostlab.data.eeg.splits import Heading, HoldOut, divide, shared_speech_warning
+from frostlab.data.split_record import FileRecord, SplitRecord
 from frostlab.errors import BadInput
 from frostlab.recipe.data import ChallengeEEG, EEGData, MatlabEEG, MneEEG, RecordedEEG, SimulatedEEG
 from frostlab.storage import build_once, cache_folder, digest_of, file_digest

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frostlab.data.arrays import map_npy
-from frostlab.data.description import FileRecord, SplitRecord
+from frostlab.data.split_record import FileRecord, SplitRecord
 from frostlab.data.tokens import Prepared, load_facts, save_facts
 from frostlab.errors import BadInput
 from frostlab.storage import digest_of

@@ -1,0 +1,50 @@
+"""Text that a run does not know: its columns, and the file that has a role."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from frostlab.data.encode import columns_of, given_split
+from frostlab.data.sources import plan_splits
+from frostlab.errors import BadInput
+from frostlab.recipe.recipe import Recipe
+
+
+def test_columns_are_those_of_the_training(
+    tmp_path: Path, cache: Path, recipe: Callable[..., Recipe], write: Callable[..., Path]
+) -> None:
+    for name, split in (
+        ("sst2", "train"), ("sst2", "validation"), ("mnli", "train"), ("wikitext2", "train"),
+        ("mnli", "validation_matched"), ("wikitext2", "validation"), ("wikitext2", "test"),
+        ("own", "train"),
+    ):  # fmt: skip
+        write(tmp_path / name / f"{split}.jsonl", [{"text": "a"}])
+    for made in (
+        recipe(name="sst2"),
+        recipe(name="mnli"),
+        recipe(name="wikitext2", task="language"),
+        recipe(name="own", path=str(tmp_path / "own"), text=["a", "b"], label="c"),
+        recipe(name="own", path=str(tmp_path / "own"), task="language"),
+        recipe(name="docstrings", per_package=5),
+        recipe(name="docstrings-pairs", per_package=5),
+    ):
+        data = made.data
+        assert columns_of(data) == plan_splits(data, tmp_path, cache).columns  # type: ignore[arg-type]
+
+
+def test_the_file_of_a_folder_with_a_role(tmp_path: Path) -> None:
+    for name in ("train", "validation", "dev", "notes"):
+        (tmp_path / f"{name}.csv").write_text("text\n")
+
+    def chosen(role: str, named: str | None = None) -> str:
+        return given_split(tmp_path, role, "--data", named).files[0].stem
+
+    assert chosen("report") == chosen("tune") == "validation"
+    assert chosen("train") == "train"
+    assert chosen("report", "dev") == "dev", "the recipe's name of the split comes first"
+    (tmp_path / "test.csv").write_text("text\n")
+    assert chosen("report") == "test"
+    (tmp_path / "validation.csv").unlink()
+    with pytest.raises(BadInput, match="no file for tune; it has dev.csv, notes.csv, test.csv"):
+        chosen("tune")
