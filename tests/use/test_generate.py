@@ -250,6 +250,22 @@ def test_choices_equal_a_naive_implementation(top_p: float) -> None:
     assert chosen == expected
 
 
+@pytest.mark.parametrize("scale", [0.5, 3.0, 8.0])
+def test_sorting_only_candidates_changes_no_choice(
+    scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with ties, whether the candidates hold enough probability or not."""
+    logits = (scale * torch.randn(300, 200).double()).round(decimals=1)
+    draws, sampling = torch.rand(300).double(), Sampling(temperature=0.9, top_p=0.9)
+    whole = choose(logits, sampling, draws)
+    monkeypatch.setattr(generate, "_CANDIDATES", 40)
+    rows = [choose(logits[[n]], sampling, draws[[n]]) for n in range(300)]
+    assert torch.equal(torch.cat(rows), whole)
+    assert torch.equal(choose(logits, sampling, draws), whole)
+    sizes = {generate._rank(row[None].softmax(-1), 0.9)[0].shape[1] for row in logits}
+    assert sizes == ({200} if scale == 0.5 else {40, 200} if scale == 3.0 else {40})
+
+
 def test_choices_follow_the_probabilities_that_hugging_face_keeps() -> None:
     logits = 2 * torch.randn(1, 12).double()
     kept = TopPLogitsWarper(0.8)(torch.zeros(1, 1).long(), logits / 0.9).softmax(-1)[0]

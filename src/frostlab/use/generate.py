@@ -28,6 +28,8 @@ from frostlab.use.scoring import Evaluator
 
 Ended = Literal["end", "length", "positions"]
 _ROWS = 64  # samples that are generated at once
+_CANDIDATES = 1024  # tokens that are sorted if they hold enough probability
+_MARGIN = 1e-9  # more than the rounding error of a sum of probabilities
 
 
 @dataclass(frozen=True)
@@ -299,7 +301,7 @@ def choose(logits: Tensor, sampling: Sampling, draws: Tensor) -> Tensor:
         return logits.argmax(-1)
     scores = logits.to(exact_dtype(logits.device))
     scores = (scores - scores.amax(-1, keepdim=True)) / sampling.temperature
-    ranked, order = scores.softmax(-1).sort(dim=-1, descending=True, stable=True)
+    ranked, order = _rank(scores.softmax(-1), sampling.top_p)
     if sampling.top_p < 1:
         ranked = ranked * (ranked.cumsum(-1) - ranked < sampling.top_p)
     cumulative = ranked.cumsum(-1)
@@ -307,6 +309,25 @@ def choose(logits: Tensor, sampling: Sampling, draws: Tensor) -> Tensor:
     index = torch.searchsorted(cumulative, target, right=True)
     index = index.minimum((ranked > 0).sum(-1, keepdim=True) - 1)  # rounding may exceed the sum
     return order.gather(-1, index).squeeze(-1)
+
+
+def _rank(probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """Return probabilities in descending order and their tokens; ties are in order of tokens.
+
+    If `_CANDIDATES` tokens hold `top_p`, the others are left out, because sorting a whole
+    vocabulary takes as long as the model.
+    """
+    if top_p < 1 and probabilities.shape[-1] > _CANDIDATES:
+        top, tokens = probabilities.topk(_CANDIDATES, sorted=False)
+        # tokens that are as probable as the last candidate may be missing
+        certain = top * (top > top.amin(-1, keepdim=True))
+        if bool((certain.sum(-1) > top_p + _MARGIN).all()):
+            tokens = tokens.sort(dim=-1).values
+            top = probabilities.gather(-1, tokens)
+            ranked, order = top.sort(dim=-1, descending=True, stable=True)
+            return ranked, tokens.gather(-1, order)
+    ranked, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    return ranked, order
 
 
 def check_generates(record: RunRecord) -> None:
