@@ -4,7 +4,7 @@ A `gpt` of GPT Medium-512's size writes 100 tokens for each of 1, 5 and 32 rows,
 top-p. Without the cache, the model reads all tokens again for every new one. Hugging Face's side is
 the exported GPT-2 with its own sampling.
 
-    python benchmarks/generate.py [--rounds 10] [--layers 6] [--tokens 100]
+    python benchmarks/generate.py [--rounds 10] [--layers 6] [--tokens 100] [--rows 1 5 32]
 """
 
 import argparse
@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 5, 32])
     options = parser.parse_args()
     where, sampling = device(), Sampling(max_tokens=options.tokens)
     torch.manual_seed(0)
@@ -63,7 +64,7 @@ def main() -> None:
         fl.export(model, folder)
         theirs = AutoModelForCausalLM.from_pretrained(folder).eval().to(where)
     model.to(where)
-    for rows in (1, 5, 32):
+    for rows in options.rows:
 
         def cached(rows: int = rows) -> Any:
             return continue_prompts(model, [PROMPT], replace(sampling, samples=rows))
