@@ -75,6 +75,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {  # in the order of --help
     "verify": runs.verify,
     "evaluate": use.evaluate,
     "predict": use.predict,
+    "generate": use.generate,
+    "export": use.export,
     "exits": runs.exits,
     "envelopes": runs.envelopes,
     "bench": bench.bench,

@@ -1,4 +1,4 @@
-"""Use of a trained run: `frostlab evaluate` and `predict`."""
+"""Use of a trained run: `frostlab evaluate`, `predict`, `generate` and `export`."""
 
 import io
 import json
@@ -209,6 +209,80 @@ def _predict_envelopes(
         echo(json.dumps({"out": str(out), "rate": data.rate, "samples": samples}, indent=1))
     else:
         echo(plain(f"{out}: {len(samples):,} recordings at {data.rate:g} Hz"))
+
+
+def generate(
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN...", help="Names of runs, beginnings of their names, or their folders."
+        ),
+    ],
+    prompts: Annotated[
+        list[str],
+        typer.Option(
+            "--prompt", metavar="TEXT", help='Text to continue; can be repeated; "" begins a text.'
+        ),
+    ],
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Samples of each run and prompt (default: 5; 1 at temperature 0)."
+        ),
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(metavar="T", help="0 always takes the most probable token.")
+    ] = 0.8,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            metavar="P", help="Draw from the most probable tokens that sum to P; 1: from all."
+        ),
+    ] = 0.95,
+    tokens: Annotated[int, typer.Option(metavar="N", help="Most tokens of a sample.")] = 100,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the samples.")] = 0,
+    device: _Device = None,
+    runs: RunsFolder = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """Continue prompts with the language models of one or several runs.
+
+    Sample 1 of every run and prompt is drawn with the same random numbers, and so is
+    sample 2. A sample ends at the end token [end], after --tokens tokens [length],
+    or at the model's last position [positions].
+    """
+    count = samples if samples is not None else 5 if temperature else 1
+    loaded = list(dict.fromkeys(_load(runs, name) for name in names))
+    from frostlab.use.generate import Sampling, check_generates, generate, samples_text
+    from frostlab.use.scoring import Evaluator
+
+    sampling = Sampling(tokens, temperature, top_p, seed, count)
+    for run in loaded:
+        check_generates(run)
+    distinct = len({run.folder.name for run in loaded}) == len(loaded)
+    shown = [
+        (run.folder.name if distinct else str(run.folder), sample)
+        for run in loaded
+        for sample in generate(Evaluator(run, device), list(dict.fromkeys(prompts)), sampling)
+    ]
+    if as_json:
+        listed = [{"run": name, **asdict(sample)} for name, sample in shown]
+        echo(json.dumps(listed, indent=1))
+    else:
+        echo(samples_text(shown))
+
+
+def export(
+    run: RunName,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new or empty folder.")],
+    runs: RunsFolder = Path("runs"),
+) -> None:
+    """Write a run as a Hugging Face folder, which transformers loads without frostlab.
+
+    The folder holds the config, the best weights, the tokenizer, the names of the
+    classes, and a model card with the run's data, training and results.
+    """
+    echo(plain(str(_load(runs, run).export(folder))))
 
 
 def _load(runs: Path, name: str) -> "Run":

@@ -1,4 +1,4 @@
-"""Attention over a batch of rows, or within each sequence packed into one row."""
+"""Attention over a batch of rows, within each sequence packed into one row, or with a cache."""
 
 from dataclasses import dataclass
 
@@ -42,6 +42,33 @@ class Packing:
         members = (self.owners == numbers[:, None]).to(exact)  # (N, T)
         with torch.autocast(x.device.type, enabled=False):
             return members @ x.to(exact) / members.sum(1, keepdim=True).clamp(min=1.0)
+
+
+class KeyValueCache:
+    """The keys and values of the tokens that one layer has read, for generation.
+
+    Memory for `capacity` tokens per row is reserved at the first call of `extend`.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.length = capacity, 0
+        self._keys = self._values = torch.empty(0)
+
+    def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the keys and values of T tokens, (B, heads, T, size); return all of them."""
+        start, stop = self.length, self.length + key.shape[2]
+        if not start:
+            batch, heads, _, size = key.shape
+            self._keys = key.new_empty(batch, heads, self.capacity, size)
+            self._values = torch.empty_like(self._keys)
+        self._keys[:, :, start:stop] = key
+        self._values[:, :, start:stop] = value
+        self.length = stop
+        return self._keys[:, :, :stop], self._values[:, :, :stop]
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep only these rows of the batch."""
+        self._keys, self._values = self._keys[rows], self._values[rows]
 
 
 def attend(

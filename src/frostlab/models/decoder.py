@@ -1,5 +1,6 @@
 """A decoder with rotary positions, RMSNorm and a gated feed-forward network, without biases."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -7,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from frostlab.models.attention import Packing, attend
+from frostlab.models.attention import KeyValueCache, Packing, attend
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,12 @@ class DecoderConfig:
 
 
 def rotary_angles(places: Tensor, size: int, base: float) -> Tensor:
-    """Return the cosines and sines of the rotation at each position, (2, T, size).
+    """Return the cosines and sines of the rotation at positions (…, T): (2, …, T, size).
 
     Both halves of a head have the same frequencies.
     """
     frequencies = base ** (-torch.arange(0, size, 2, device=places.device).float() / size)
-    angles = places.float()[:, None] * frequencies  # (T, size/2)
+    angles = places.float()[..., None] * frequencies  # (…, T, size/2)
     angles = torch.cat([angles, angles], -1)
     return torch.stack([angles.cos(), angles.sin()])
 
@@ -66,20 +67,36 @@ class DecoderBlock(nn.Module):
         self.norm1 = nn.RMSNorm(width, config.eps)
         self.norm2 = nn.RMSNorm(width, config.eps)
 
-    def forward(self, x: Tensor, angles: Tensor, packing: Packing | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        angles: Tensor,
+        packing: Packing | None = None,
+        mask: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
         if self.norm_first:
-            x = x + self.attend(self.norm1(x), angles, packing)
+            x = x + self.attend(self.norm1(x), angles, packing, mask, cache)
             return x + self.feed(self.norm2(x))
-        x = self.norm1(x + self.attend(x, angles, packing))
+        x = self.norm1(x + self.attend(x, angles, packing, mask, cache))
         return self.norm2(x + self.feed(x))
 
-    def attend(self, x: Tensor, angles: Tensor, packing: Packing | None) -> Tensor:
+    def attend(
+        self,
+        x: Tensor,
+        angles: Tensor,
+        packing: Packing | None,
+        mask: Tensor | None,
+        cache: KeyValueCache | None,
+    ) -> Tensor:
         query, key, value = (
             project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for project in (self.query, self.key, self.value)
         )  # each (B, heads, T, size)
         query, key = rotate(query, angles), rotate(key, angles)
-        mixed = attend(query, key, value, packing=packing, causal=True)
+        if cache is not None:
+            key, value = cache.extend(key, value)
+        mixed = attend(query, key, value, mask=mask, packing=packing, causal=True)
         return self.out(mixed.flatten(2))  # (B, T, width)
 
     def feed(self, x: Tensor) -> Tensor:
@@ -123,6 +140,20 @@ class Decoder(nn.Module):
         for block in self.blocks:
             x = block(x, angles)
         return self.head(self.norm(x))
+
+    def next_logits(
+        self, input_ids: Tensor, places: Tensor, mask: Tensor, caches: Sequence[KeyValueCache]
+    ) -> Tensor:
+        """Read the next tokens (B, T) of each row; return logits (B, vocabulary) after the last.
+
+        `places` (B, T) are their positions, `mask` (B, 1, T, S) is true for the S tokens read so
+        far that each of them sees, and each block has a cache.
+        """
+        x = self.tokens(input_ids)
+        angles = self.angles(places[:, None])  # (2, B, 1, T, size)
+        for block, cache in zip(self.blocks, caches, strict=True):
+            x = block(x, angles, mask=mask, cache=cache)
+        return self.head(self.norm(x[:, -1]))
 
     def angles(self, places: Tensor) -> Tensor:
         """Return the cosines and sines that rotate tokens at these positions."""

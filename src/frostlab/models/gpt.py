@@ -1,13 +1,14 @@
 """GPT with pre-norm blocks and learned positions, for language modelling or classification."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from frostlab.models.attention import Packing, attend
+from frostlab.models.attention import KeyValueCache, Packing, attend
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,28 @@ class GPTBlock(nn.Module):
         self.up = nn.Linear(width, config.hidden, bias=bias)
         self.down = nn.Linear(config.hidden, width, bias=bias)
 
-    def forward(self, x: Tensor, mask: Tensor | None, packing: Packing | None = None) -> Tensor:
-        x = x + self.drop(self.attend(self.norm1(x), mask, packing))
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        packing: Packing | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        x = x + self.drop(self.attend(self.norm1(x), mask, packing, cache))
         hidden = F.gelu(self.up(self.norm2(x)), approximate="tanh")
         return x + self.drop(self.down(hidden))
 
-    def attend(self, x: Tensor, mask: Tensor | None, packing: Packing | None) -> Tensor:
+    def attend(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        packing: Packing | None,
+        cache: KeyValueCache | None,
+    ) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))  # (B, T, 3, heads, head_dim)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, T, head_dim)
+        if cache is not None:
+            key, value = cache.extend(key, value)
         dropout = self.dropout if self.training else 0.0
         mixed = attend(
             query, key, value, mask=mask, packing=packing, causal=self.causal, dropout=dropout
@@ -116,8 +131,21 @@ class GPT(nn.Module):
             x = mean_over_tokens(x, attention_mask)  # (B, width)
         return self.head(x)
 
+    def next_logits(
+        self, input_ids: Tensor, places: Tensor, mask: Tensor, caches: Sequence[KeyValueCache]
+    ) -> Tensor:
+        """Read the next tokens (B, T) of each row; return logits (B, vocabulary) after the last.
+
+        `places` (B, T) are their positions, `mask` (B, 1, T, S) is true for the S tokens read so
+        far that each of them sees, and each block has a cache.
+        """
+        x = self.embed(input_ids, places)
+        for block, cache in zip(self.blocks, caches, strict=True):
+            x = block(x, mask, cache=cache)
+        return self.head(self.norm(x[:, -1]))
+
     def embed(self, input_ids: Tensor, places: Tensor) -> Tensor:
-        """Embed (B, T) tokens and their positions as (B, T, width)."""
+        """Embed (B, T) tokens and their positions, (T,) or (B, T), as (B, T, width)."""
         x = self.tokens(input_ids) + self.positions(places)
         return F.dropout(x, self.config.dropout, self.training)
 

@@ -9,9 +9,10 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from uuid import uuid4
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from frostlab import __version__
 from frostlab.errors import BadInput
+from frostlab.models.huggingface import as_huggingface, is_own
 from frostlab.roles.parts import Part, Slot
 from frostlab.roles.read import survey
 from frostlab.roles.snapshot import Anatomy
@@ -51,6 +53,7 @@ _MANIFEST = "delta.json"
 _TENSORS = re.compile(r"trainable-[0-9a-f]{12}\.safetensors")  # name of a delta's tensor file
 # Files that a delta folder may hold: tensor files, and temporary files of an interrupted save.
 _OWN = (_MANIFEST, "trainable-*.safetensors", ".trainable-*.tmp", f".{_MANIFEST}.*.tmp")
+HEAD = "head.safetensors"  # the head of an exported classifier whose class cannot hold it
 _WAIT = 60.0  # seconds to wait for another process that saves to the same folder
 
 
@@ -171,22 +174,18 @@ def load_trainable(model: nn.Module, folder: str | Path) -> None:
             buffers[name].copy_(delta.tensors[name])
 
 
-def export(model: nn.Module, folder: str | Path) -> Path:
+def export(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
     """Write a checkpoint that `from_pretrained` loads without frostlab, with the same logits.
 
-    An older checkpoint in the folder is replaced; other files there are kept.
+    An older checkpoint in the folder is replaced; other files there are kept. frostlab's GPT
+    becomes a GPT-2, its Decoder a Llama. A GPT that classifies becomes a MegatronBERT without a
+    head and the file head.safetensors: the logits are the mean of its last hidden states over the
+    tokens times the head's weight.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer to write to the folder as well.
     """
-    refuse_wrapped(model, "export")
-    _, slots = survey(model)
-    refuse_untouchable(model, slots.values(), "export")
-    if any(slot.adapts is not None for slot in slots.values()):
-        raise BadInput("export: the model has adapters; call model.merge_and_unload() first")
-    save: Any = getattr(model, "save_pretrained", None)
-    if save is None:
-        raise BadInput(
-            f"export: {type(model).__name__} is not a Hugging Face model; its state_dict() "
-            "already has the original names and shapes"
-        )
+    check_exportable(model)
     target = Path(folder)
     if target.exists() and not target.is_dir():
         raise BadInput(f"export: {target} is a file, not a folder")
@@ -194,19 +193,60 @@ def export(model: nn.Module, folder: str | Path) -> Path:
         raise BadInput(f"export: {target} holds other files; choose an empty folder")
     new = target.with_name(f".{target.name}-{uuid4().hex}") if target.exists() else target
     with whole_folder(new) as temporary:
-        save(temporary, state_dict=model.state_dict())
-        for path in temporary.glob("*.safetensors"):
-            use_default_mode(path)
+        write_checkpoint(model, temporary, tokenizer)
     if new != target:
         _move_checkpoint(new, target)
     return target
+
+
+def check_exportable(model: nn.Module) -> None:
+    """Refuse a model that cannot be written as a Hugging Face checkpoint."""
+    refuse_wrapped(model, "export")
+    _, slots = survey(model)
+    refuse_untouchable(model, slots.values(), "export")
+    if any(slot.adapts is not None for slot in slots.values()):
+        raise BadInput("export: the model has adapters; call model.merge_and_unload() first")
+    if not is_own(model) and not hasattr(model, "save_pretrained"):
+        raise BadInput(
+            f"export: {type(model).__name__} is not a Hugging Face model; its state_dict() "
+            "already has the original names and shapes"
+        )
+
+
+def write_checkpoint(
+    model: nn.Module,
+    folder: Path,
+    tokenizer: Any = None,
+    labels: Sequence[str] | None = None,
+    length: int | None = None,
+) -> None:
+    """Write a model, its tokenizer and the names of its classes to an existing folder.
+
+    Args:
+        length: the longest text in training.
+    """
+    pad, end = (getattr(tokenizer, f"{name}_token_id", None) for name in ("pad", "eos"))
+    made, state = cast(Any, model), model.state_dict()
+    if is_own(model):
+        converted = as_huggingface(model, pad=pad, end=end, length=length)
+        made, state = converted.model, converted.model.state_dict()
+        if converted.head is not None:
+            save_tensors(folder / HEAD, {"weight": converted.head})
+    if labels is not None:
+        made.config.id2label = dict(enumerate(labels))
+        made.config.label2id = {label: number for number, label in enumerate(labels)}
+    made.save_pretrained(folder, state_dict=state)
+    for path in folder.glob("*.safetensors"):
+        use_default_mode(path)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
 
 
 def _move_checkpoint(source: Path, target: Path) -> None:
     """Move the files of a checkpoint into a folder that holds an older checkpoint."""
     try:
         written = {path.name for path in source.iterdir()}
-        for old in target.glob("model*.safetensors*"):
+        for old in (*target.glob("model*.safetensors*"), *target.glob(HEAD)):
             if old.name not in written:
                 old.unlink()  # a shard of the older checkpoint; other files are the user's
         for path in source.iterdir():

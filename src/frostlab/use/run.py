@@ -16,6 +16,8 @@ from frostlab.records.model_files import stored_tokenizer
 from frostlab.records.schema import EvaluationEvent, StepEvent
 from frostlab.training.run import run as train_recipe
 from frostlab.training.setup import best_model
+from frostlab.use.export import export_run
+from frostlab.use.generate import Sample, Sampling, check_generates, generate
 from frostlab.use.predict import Envelopes, Predictions, Predictor, predict
 from frostlab.use.scoring import Evaluation, evaluate_run
 
@@ -81,6 +83,40 @@ class Run(RunRecord):
         decoded envelope of each recording.
         """
         return predict(self._loaded(device), inputs)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        samples: int = 1,
+        max_tokens: int = 100,
+        temperature: float = 0.8,
+        top_p: float = 0.95,
+        seed: int = 0,
+        device: str | None = None,
+    ) -> list[Sample]:
+        """Continue one or several prompts with the run's language model.
+
+        Args:
+            prompts: a text, or several; an empty one begins a new text.
+            samples: the number of continuations of each prompt.
+            max_tokens: the most tokens of a continuation.
+            temperature: below 1 prefers probable tokens; 0 always takes the most probable one.
+            top_p: draw from the most probable tokens whose probabilities sum to this.
+            seed: the same seed gives the same samples, whatever else is generated with them.
+            device: the device; None: the recipe's.
+        """
+        sampling = Sampling(max_tokens, temperature, top_p, seed, samples)
+        check_generates(self)
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        return generate(self._loaded(device), texts, sampling)
+
+    def export(self, folder: str | Path) -> Path:
+        """Write the run as a Hugging Face folder: weights, tokenizer, labels and a model card.
+
+        The folder should not exist, or be empty. transformers loads it without frostlab.
+        """
+        return export_run(self, folder)
 
     def _loaded(self, device: str | None) -> Predictor:
         """Return the model on a device; that of a finished run is loaded once."""

@@ -1,0 +1,242 @@
+"""frostlab's own models as Hugging Face models with the same logits.
+
+GPT for language → GPT-2 (`t`: transposed, because GPT-2 keeps matrices as (in, out)):
+
+    tokens, positions            transformer.wte, wpe
+    blocks.N.norm1, norm2        transformer.h.N.ln_1, ln_2
+    blocks.N.qkv, out            transformer.h.N.attn.c_attn (t), c_proj (t)
+    blocks.N.up, down            transformer.h.N.mlp.c_fc (t), c_proj (t)
+    norm, head                   transformer.ln_f, lm_head
+
+Decoder → Llama:
+
+    tokens, norm, head           model.embed_tokens, model.norm, lm_head
+    blocks.N.query … out         model.layers.N.self_attn.q_proj, k_proj, v_proj, o_proj
+    blocks.N.gate, up, down      model.layers.N.mlp.gate_proj, up_proj, down_proj
+    blocks.N.norm1, norm2        model.layers.N.input_layernorm, post_attention_layernorm
+
+GPT for classification → MegatronBERT, which also has pre-norm blocks, learned positions and a final
+norm, and attends in both directions (or, as a decoder, causally):
+
+    tokens, positions            embeddings.word_embeddings, position_embeddings
+    blocks.N.norm1, norm2        encoder.layer.N.attention.ln, ln
+    blocks.N.qkv                 encoder.layer.N.attention.self.query, key, value
+    blocks.N.out                 encoder.layer.N.attention.output.dense
+    blocks.N.up, down            encoder.layer.N.intermediate.dense, output.dense
+    norm                         encoder.ln
+
+No class of transformers averages over the tokens before a linear head, so the head of a classifier
+stays apart. A model without biases gets biases of zero, and token types get embeddings of zero.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from frostlab.errors import BadInput
+from frostlab.models.decoder import Decoder
+from frostlab.models.gpt import GPT
+
+_LAYER_NORM_EPS = 1e-5  # the default of nn.LayerNorm, which GPT uses
+_DEFAULT_LENGTH = 2048  # positions in the config of a Llama that was given no length
+_GPT2 = {
+    r"tokens": "transformer.wte",
+    r"positions": "transformer.wpe",
+    r"blocks\.(\d+)\.norm([12])": r"transformer.h.\1.ln_\2",
+    r"blocks\.(\d+)\.qkv": r"transformer.h.\1.attn.c_attn",
+    r"blocks\.(\d+)\.out": r"transformer.h.\1.attn.c_proj",
+    r"blocks\.(\d+)\.up": r"transformer.h.\1.mlp.c_fc",
+    r"blocks\.(\d+)\.down": r"transformer.h.\1.mlp.c_proj",
+    r"norm": "transformer.ln_f",
+    r"head": "lm_head",
+}
+_LLAMA = {
+    r"tokens": "model.embed_tokens",
+    r"norm": "model.norm",
+    r"head": "lm_head",
+    r"blocks\.(\d+)\.query": r"model.layers.\1.self_attn.q_proj",
+    r"blocks\.(\d+)\.key": r"model.layers.\1.self_attn.k_proj",
+    r"blocks\.(\d+)\.value": r"model.layers.\1.self_attn.v_proj",
+    r"blocks\.(\d+)\.out": r"model.layers.\1.self_attn.o_proj",
+    r"blocks\.(\d+)\.(gate|up|down)": r"model.layers.\1.mlp.\2_proj",
+    r"blocks\.(\d+)\.norm1": r"model.layers.\1.input_layernorm",
+    r"blocks\.(\d+)\.norm2": r"model.layers.\1.post_attention_layernorm",
+}
+_MEGATRON = {
+    r"tokens": "embeddings.word_embeddings",
+    r"positions": "embeddings.position_embeddings",
+    r"blocks\.(\d+)\.norm1": r"encoder.layer.\1.attention.ln",
+    r"blocks\.(\d+)\.norm2": r"encoder.layer.\1.ln",
+    r"blocks\.(\d+)\.(query|key|value)": r"encoder.layer.\1.attention.self.\2",
+    r"blocks\.(\d+)\.out": r"encoder.layer.\1.attention.output.dense",
+    r"blocks\.(\d+)\.up": r"encoder.layer.\1.intermediate.dense",
+    r"blocks\.(\d+)\.down": r"encoder.layer.\1.output.dense",
+    r"norm": "encoder.ln",
+}
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A model of transformers, and the head that its class cannot hold."""
+
+    model: Any
+    head: Tensor | None = None  # (classes, width); its input is the mean over the tokens
+
+
+def is_own(model: nn.Module) -> bool:
+    """Return whether a model is a GPT or a Decoder of frostlab."""
+    return type(model) in (GPT, Decoder)
+
+
+def as_huggingface(
+    model: nn.Module, *, pad: int | None = None, end: int | None = None, length: int | None = None
+) -> Converted:
+    """Return a copy of frostlab's GPT or Decoder as a model of transformers, with the same logits.
+
+    A setting that transformers' class cannot express is refused.
+
+    Args:
+        pad: the padding token.
+        end: the token at the end, and before the beginning, of a text.
+        length: the longest text in training; the number of positions of a Llama.
+    """
+    special = {"pad_token_id": pad, "bos_token_id": end, "eos_token_id": end}
+    with torch.random.fork_rng(devices=[]):
+        if isinstance(model, Decoder):
+            converted = Converted(_llama(model, special, length or _DEFAULT_LENGTH))
+        elif isinstance(model, GPT) and model.config.classes:
+            head = model.head.weight.detach().cpu().clone()
+            converted = Converted(_megatron(model, special), head)
+        else:
+            assert isinstance(model, GPT)
+            converted = Converted(_gpt2(model, special))
+    converted.model.eval()
+    return converted
+
+
+def _gpt2(model: GPT, special: dict[str, int | None]) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = model.config
+    if not config.causal:
+        raise BadInput("export: GPT-2 is causal, but model.causal is false in this language model")
+    made = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=config.vocabulary,
+            n_positions=config.positions,
+            n_embd=config.width,
+            n_layer=len(model.blocks),
+            n_head=config.heads,
+            n_inner=config.hidden,
+            activation_function="gelu_new",
+            resid_pdrop=config.dropout,
+            embd_pdrop=config.dropout,
+            attn_pdrop=config.dropout,
+            layer_norm_epsilon=_LAYER_NORM_EPS,
+            tie_word_embeddings=model.head.weight is model.tokens.weight,
+            **special,
+        )
+    )
+    matrices = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+    state = _renamed(model.state_dict(), _GPT2)
+    _load(made, {name: v.t() if name.endswith(matrices) else v for name, v in state.items()})
+    return made
+
+
+def _llama(model: Decoder, special: dict[str, int | None], length: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = model.config
+    for setting, value, expected in (
+        ("norm", config.norm, "before"),
+        ("final_norm", config.final_norm, True),
+    ):
+        if value != expected:
+            shown, wanted = (str(x).lower() for x in (value, expected))
+            raise BadInput(
+                f"export: Llama cannot express model.{setting} {shown}, only {wanted}; "
+                "frostlab itself can evaluate, predict and generate with this model"
+            )
+    made = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocabulary,
+            hidden_size=config.width,
+            intermediate_size=config.hidden,
+            num_hidden_layers=len(model.blocks),
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.heads,
+            hidden_act="silu",
+            max_position_embeddings=length,
+            rms_norm_eps=config.eps,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rotary_base},
+            attention_bias=False,
+            attention_dropout=0.0,
+            mlp_bias=False,
+            tie_word_embeddings=model.head.weight is model.tokens.weight,
+            **special,
+        )
+    )
+    _load(made, _renamed(model.state_dict(), _LLAMA))
+    return made
+
+
+def _megatron(model: GPT, special: dict[str, int | None]) -> Any:
+    from transformers import MegatronBertConfig, MegatronBertModel
+
+    config = model.config
+    made = MegatronBertModel(
+        MegatronBertConfig(
+            vocab_size=config.vocabulary,
+            hidden_size=config.width,
+            num_hidden_layers=len(model.blocks),
+            num_attention_heads=config.heads,
+            intermediate_size=config.hidden,
+            hidden_act="gelu_new",
+            hidden_dropout_prob=config.dropout,
+            attention_probs_dropout_prob=config.dropout,
+            max_position_embeddings=config.positions,
+            type_vocab_size=2,
+            layer_norm_eps=_LAYER_NORM_EPS,
+            is_decoder=config.causal,
+            num_labels=config.classes,
+            **special,
+        ),
+        add_pooling_layer=False,
+    )
+    state: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        if ".qkv." in name:
+            for role, rows in zip(("query", "key", "value"), value.chunk(3), strict=True):
+                state[name.replace("qkv", role)] = rows
+        elif name != "head.weight":
+            state[name] = value
+    _load(made, _renamed(state, _MEGATRON))
+    return made
+
+
+def _renamed(state: Mapping[str, Tensor], table: dict[str, str]) -> dict[str, Tensor]:
+    """Return tensors under the names that a table gives to the modules that hold them."""
+    return {_new_name(name, table): value for name, value in state.items()}
+
+
+def _new_name(name: str, table: dict[str, str]) -> str:
+    module, _, local = name.rpartition(".")
+    for pattern, new in table.items():
+        if match := re.fullmatch(pattern, module):
+            return f"{match.expand(new)}.{local}"
+    raise BadInput(f"export: {name} has no place in a model of transformers")
+
+
+def _load(made: Any, state: dict[str, Tensor]) -> None:
+    """Load all tensors; biases and token types that frostlab's model lacks become zero."""
+    own = made.to(next(iter(state.values())).dtype).state_dict()
+    absent = {
+        name: torch.zeros_like(value)
+        for name, value in own.items()
+        if name not in state and (name.endswith(".bias") or "token_type" in name)
+    }
+    made.load_state_dict({**absent, **state})

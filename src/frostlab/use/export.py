@@ -1,0 +1,266 @@
+"""Export of a run as a Hugging Face folder, with its tokenizer and a model card."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from frostlab import __version__
+from frostlab.data.encode import columns_of
+from frostlab.errors import BadInput, require
+from frostlab.models.huggingface import is_own
+from frostlab.records.folder import RunRecord, finished_status
+from frostlab.records.model_files import read_inputs, stored_tokenizer
+from frostlab.storage import read_text, whole_folder, write_whole
+from frostlab.surgery.save import HEAD, check_exportable, write_checkpoint
+from frostlab.text import Markdown, escaped, markdown, number, plain
+from frostlab.training.setup import best_model
+from frostlab.training.treatment import wants_types
+from frostlab.use.generate import position_limit
+from frostlab.use.predict import text_data
+
+CARD = "README.md"
+_GENERATED = 50  # tokens that the card's code generates
+
+
+def export_run(record: RunRecord, folder: str | Path) -> Path:
+    """Write a run's best weights, tokenizer, labels and a model card as a Hugging Face folder.
+
+    Adapters are merged into the weights that they adapt. A setting that transformers cannot express
+    is refused, and then nothing is written.
+    """
+    target = Path(folder)
+    if target.exists() and not target.is_dir():
+        raise BadInput(f"export: {target} is a file; choose another folder")
+    if target.is_dir() and any(target.iterdir()):
+        raise BadInput(f"export: {target} is not empty; choose another folder")
+    if record.data.task == "envelope":
+        raise BadInput(
+            f"export: {record.folder} decodes EEG with a Conformer, which transformers does not "
+            f"have; `frostlab predict {record.folder.name}` uses it here"
+        )
+    model, labels = best_model(record), record.data.labels
+    merge_adapters(model)
+    check_exportable(model)
+    tokenizer = _tokenizer(record, model)
+    with whole_folder(target) as temporary:
+        write_checkpoint(
+            model,
+            temporary,
+            tokenizer,
+            None if labels is None else [str(label) for label in labels],
+            record.recipe.data.length,
+        )
+        card = model_card(record, model, target.absolute().name, tokenizer is not None)
+        write_whole(temporary / CARD, card)
+    return target
+
+
+def merge_adapters(model: nn.Module) -> None:
+    """Merge the adapters of a treatment into the weights that they adapt, in place."""
+    if not hasattr(model, "peft_config"):
+        return
+    require("peft", "peft", "export")
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    adapted = [
+        (name, module) for name, module in model.named_modules()
+        if isinstance(module, BaseTunerLayer)
+    ]  # fmt: skip
+    for name, module in adapted:
+        module.merge()
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, module.get_base_layer())
+    del model.peft_config
+
+
+def _tokenizer(record: RunRecord, model: nn.Module) -> Any:
+    """Return the run's tokenizer, set to give the model its inputs as in training; None without."""
+    if read_inputs(record.folder).tokenizer is None:
+        return None
+    tokenizer = stored_tokenizer(record.folder)
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    if is_own(model) or not wants_types(model):
+        names.remove("token_type_ids")
+    tokenizer.model_input_names = names
+    tokenizer.init_kwargs["model_input_names"] = names  # or it is not saved
+    if record.data.task == "classification":
+        tokenizer.model_max_length = record.recipe.data.length
+    elif (limit := position_limit(model)) is not None:
+        tokenizer.model_max_length = limit
+    return tokenizer
+
+
+# The model card
+
+
+def model_card(record: RunRecord, model: nn.Module, folder: str, tokenizer: bool) -> str:
+    """Return the model card of a run in Markdown: how to use the model, and how it was trained.
+
+    Args:
+        folder: the name of the folder that the card's code loads.
+        tokenizer: whether the folder has a tokenizer.
+    """
+    language = record.data.task == "language"
+    task = "text-generation" if language else "text-classification"
+    kind = "language model" if language else "classifier"
+    code = _snippet(record, model, folder, tokenizer)
+    sections = [
+        f"---\nlibrary_name: transformers\npipeline_tag: {task}\ntags:\n- frostlab\n---",
+        f"# {escaped(record.start.name)}",
+        f"A {kind}, trained and exported by frostlab {__version__}. {_made_of(record, model)}",
+        f"## Use\n\n```python\n{code}```",
+        f"## Results\n\n{_results(record)}",
+        f"## Data\n\n{_data(record)}",
+        f"## Training\n\n{_training(record)}",
+        f"## Recipe\n\n```yaml\n{plain_block(read_text(record.folder / 'recipe.yaml'))}\n```",
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def plain_block(text: str) -> str:
+    """Return a text for a block of code in Markdown, which it cannot end."""
+    return "\n".join(plain(line) for line in text.rstrip().split("\n")).replace("```", "` ` `")
+
+
+def _made_of(record: RunRecord, model: nn.Module) -> str:
+    """Say which class of transformers holds the model, and what differs from that class."""
+    if not is_own(model):
+        return f"Its class is `{type(model).__name__}` of transformers."
+    if record.data.task == "classification":
+        return (
+            "frostlab's `gpt` averages the last hidden states over the tokens before its linear "
+            "head, and no class of transformers does. The folder therefore has the model without "
+            f"its head as a MegatronBERT, which gives the same hidden states, and the head in "
+            f"`{HEAD}`; the code below joins them."
+        )
+    name = "GPT-2" if record.recipe.model.kind == "gpt" else "Llama"
+    bias = getattr(record.recipe.model, "bias", True)
+    zero = "" if bias else " It was trained without biases, which are zero here."
+    return f"frostlab's `{record.recipe.model.kind}` gives the same logits as {name}.{zero}"
+
+
+def _snippet(record: RunRecord, model: nn.Module, folder: str, tokenizer: bool) -> str:
+    """Return code that loads the folder and uses the model."""
+    language = record.data.task == "language"
+    only_body = is_own(model) and not language
+    auto = "AutoModelForCausalLM" if language else "AutoModelForSequenceClassification"
+    if only_body:
+        auto = "AutoModel"
+    names = f"{auto}, AutoTokenizer" if tokenizer else auto
+    needs_torch = not (language and tokenizer)
+    load = "folder, add_pooling_layer=False" if only_body else "folder"
+    lines = ["import torch"] if needs_torch else []
+    lines += ["from safetensors.torch import load_file"] if only_body else []
+    lines += [
+        f"from transformers import {names}",
+        "",
+        f"folder = {json.dumps(folder)}",
+        f"model = {auto}.from_pretrained({load}).eval()",
+    ]
+    if tokenizer:
+        lines.append("tokenizer = AutoTokenizer.from_pretrained(folder)")
+        lines.append(f"batch = tokenizer({_inputs(record)})")
+    else:
+        lines.append("ids = torch.tensor([[1, 2, 1]])")
+        lines.append("batch = dict(input_ids=ids, attention_mask=torch.ones_like(ids))")
+    lines += _generating(model, tokenizer) if language else _classifying(only_body)
+    return "\n".join(lines) + "\n"
+
+
+def _generating(model: nn.Module, tokenizer: bool) -> list[str]:
+    limit = position_limit(model)
+    most = _GENERATED if limit is None else max(1, min(_GENERATED, limit // 2))
+    return [
+        f"tokens = model.generate(**batch, max_new_tokens={most})[0]",
+        "print(tokenizer.decode(tokens))" if tokenizer else "print(tokens)",
+    ]
+
+
+def _classifying(only_body: bool) -> list[str]:
+    logits = ["    logits = model(**batch).logits"]
+    if only_body:
+        logits = [
+            "    states = model(**batch).last_hidden_state",
+            '    mask = batch["attention_mask"].unsqueeze(-1)',
+            "    mean = (states * mask).sum(1) / mask.sum(1).clamp(min=1)",
+            f'    logits = mean @ load_file(f"{{folder}}/{HEAD}")["weight"].T',
+        ]
+    shown = "model.config.id2label[number] for number in logits.argmax(-1).tolist()"
+    return ["with torch.no_grad():", *logits, f"print([{shown}])"]
+
+
+def _inputs(record: RunRecord) -> str:
+    """Return the arguments of the tokenizer in the card's code."""
+    if record.data.task == "language":
+        return '"The", add_special_tokens=False, return_tensors="pt"'
+    pairs = len(columns_of(text_data(record)).texts) == 2
+    texts = '["a first text"], ["a second text"]' if pairs else '["a text"]'
+    return f'{texts}, padding=True, truncation=True, return_tensors="pt"'
+
+
+def _results(record: RunRecord) -> str:
+    """Return a table of the reported metrics, or of the best evaluation of an unfinished run."""
+    if finished_status(record.folder) != "finished":
+        return "The run has not finished: these are its best weights so far, without a result."
+    split = record.data.splits["report"]
+    rows = [
+        (name, number(value), "report", f"{split.examples:,}")
+        for name, value in record.metrics.items()
+    ]
+    best = record.result.best
+    tune = record.data.splits.get("tune")
+    if tune is not None and best.value is not None:
+        rows.append((best.metric, number(best.value), "tune", f"{tune.examples:,}"))
+    table = markdown(("metric", "value", "split", "examples"), rows)
+    chosen = "report" if tune is None else "tune"
+    text = f"{table}\n\nThe weights were chosen on the {chosen} split, by {escaped(best.metric)}."
+    return text if record.result.caution is None else f"{text} {escaped(record.result.caution)}"
+
+
+def _data(record: RunRecord) -> str:
+    """Return a table of the splits, with counts and digests."""
+    rows = []
+    for name, split in record.data.splits.items():
+        files = [f"{Path(file.path).name} (sha256 {file.sha256[:16]})" for file in split.files]
+        source = split.source if not os.path.isabs(split.source) else Path(split.source).name
+        rows.append(
+            (name, f"{split.examples:,}", ", ".join(files) or source, split.digest[:16], split.note)
+        )
+    text = markdown(("split", "examples", "source", "digest", "note"), rows)
+    text += f"\n\nDigest of all data: `{plain(record.data.digest)}`."
+    labels, train = record.data.labels, record.data.splits["train"]
+    if labels is not None and train.classes is not None:
+        counts = zip(map(str, labels), (f"{count:,}" for count in train.classes), strict=True)
+        text += f"\n\n{markdown(('class', 'examples in train'), counts)}"
+    return "\n\n".join([text, *(escaped(note) for note in record.data.notes)])
+
+
+def _training(record: RunRecord) -> str:
+    """Return a table of the treatment, the trained share, the seed and the command."""
+    recipe, environment = record.recipe, record.environment
+    rows: list[tuple[str, str]] = [
+        ("treatment", f"{recipe.treatment_name}: {recipe.surgery.description}"),
+        ("seed", str(recipe.seed)),
+        ("run", record.folder.absolute().name),
+    ]
+    if finished_status(record.folder) == "finished":
+        result = record.result
+        counts = result.parameters
+        share = f"{counts.trainable:,} of {counts.total:,} ({counts.trainable / counts.total:.1%})"
+        rows.insert(1, ("trainable parameters", share))
+        rows.append(("steps", f"{result.steps:,}"))
+        rows.append(("weights digest", str(result.weights_digest)))
+    if record.digests.source is not None:
+        revision = record.digests.revision or record.digests.source
+        rows.append(("pretrained weights", f"{getattr(recipe.model, 'name', '')} ({revision})"))
+    versions = environment.get("versions")
+    version = versions.get("frostlab") if isinstance(versions, dict) else None
+    rows += [
+        ("recipe digest", record.start.recipe_digest),
+        ("frostlab", plain(version)),
+        ("command", Markdown(f"`{plain(environment.get('command')).replace('`', '')}`")),
+    ]
+    return markdown(("", ""), rows)
