@@ -18,6 +18,7 @@ import frostlab as fl
 from forked import Program, run_command
 from frostlab.flow.measurements import Flow, load_flow
 from frostlab.models.conformer import Conformer
+from frostlab.records.checkpoint import Checkpoint, checkpoints_in
 from frostlab.records.folder import RunRecord, read_scores
 from frostlab.records.schema import EvaluationEvent, ResumeEvent, StartEvent, StepEvent
 from frostlab.training.distributed import sync_batch_norms
@@ -86,6 +87,13 @@ def test_two_processes_train_as_one(way: str, alone: Path, tmp_path: Path, free_
     checked = [e.frozen_verified for e in two.events(EvaluationEvent)]
     assert checked == [8, 8, 8, 8], "at every evaluation, and before the report"
     measured_alike(load_flow(two.folder), load_flow(alone))
+    (frozen,) = {path.name for path in two.folder.glob("checkpoints/frozen-*")}
+    assert (alone / "checkpoints" / frozen).is_dir(), "the same frozen weights, gathered"
+    assert shapes(checkpoints_in(two.folder)[-1]) == shapes(checkpoints_in(alone)[-1])
+
+
+def shapes(checkpoint: Checkpoint) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in checkpoint.model().items()}
 
 
 def measured_alike(found: Flow, wanted: Flow) -> None:

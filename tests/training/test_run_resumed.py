@@ -26,6 +26,7 @@ MOMENTS = [
     ("rename", 1), ("rename", 3), ("rename", 18), ("clean-up", 1), ("clean-up", 5),
     ("half a file", 1), ("half a file", 2), ("half a file", 7), ("half a file", 12),
     ("half an event", 2), ("half an event", 9), ("result", 1), ("sealed", 1),
+    ("frozen", 1), ("frozen", 2),
 ]  # fmt: skip
 
 
@@ -37,6 +38,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     assert found["steps"] == 24
     assert len(found["losses"]) == 24
     assert len(set(found["losses"])) > 20
+    assert len(found["frozen"]) == 1
     return found
 
 
