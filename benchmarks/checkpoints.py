@@ -21,16 +21,17 @@ from frostlab.recipe.load import load_recipe, recipe_from
 from frostlab.recipe.recipe import Recipe
 from frostlab.training.run import run
 
-STEPS = {"steps": 12, "checkpoint": 2, "batch": 16}
-DATA = {"name": "majority", "length": 64, "examples": 512, "symbols": 8}
+STEPS = {"steps": 12, "checkpoint": 2, "batch": 2, "threads": 1}
+DATA = {"name": "majority", "length": 16, "examples": 128, "symbols": 8}
 WAYS = ("trainable", "all")
 
 
 def recipe_of(case: str, treatment: str, way: str) -> Recipe:
     train = {**STEPS, "checkpoint_what": way}
     if case == "docstrings-gpt":
-        changes = {f"train.{key}": value for key, value in train.items()}
-        return load_recipe(case, {"treatment": treatment, "evaluate.every": 12, **changes})
+        changes: dict[str, Any] = {f"train.{key}": value for key, value in train.items()}
+        changes |= {"treatment": treatment, "evaluate.every": 12, "data.evaluation_limit": 64}
+        return load_recipe(case, changes)
     # 6 layers of width 512
     values = {"data": DATA, "model": {"kind": "gpt"}, "treatment": treatment, "train": train,
               "evaluate": {"every": 12}}  # fmt: skip

@@ -70,10 +70,19 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(RECIPE, out=tmp_path_factory.mktemp("alone") / "run").folder
 
 
-@pytest.mark.parametrize("way", ["ddp", SHARDED])
-def test_two_processes_train_as_one(way: str, alone: Path, tmp_path: Path, free_port: int) -> None:
+@pytest.mark.parametrize(
+    ("way", "start"),
+    [
+        ("ddp", in_two),
+        pytest.param("ddp", by_torchrun, marks=pytest.mark.slow),
+        pytest.param("fsdp", by_torchrun, marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes_train_as_one(
+    way: str, start: Any, alone: Path, tmp_path: Path, free_port: int
+) -> None:
     recipe = {**RECIPE, "train": {**RECIPE["train"], "parallel": way, "processes": 2}}
-    done = by_torchrun(recipe, tmp_path / "run", free_port)
+    done = start(recipe, tmp_path / "run", free_port)
     assert done.returncode == 0, done.stderr[-3000:]
     one, two = RunRecord(alone), RunRecord(tmp_path / "run")
     assert len(losses(alone)) == 21, "the last batch of an epoch has 18 examples, not 32"

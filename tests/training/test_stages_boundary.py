@@ -155,9 +155,12 @@ KILLED = progressive(
             {"add": {"layers": 2}, "lr": {"new": 1e-3, "old": 1e-4}}],
 )  # fmt: skip
 MOMENTS = [
-    ("step", 2), ("boundary", 1), ("boundary", 2), ("clean-up", 5), ("clean-up", 11), ("step", 6),
-    ("step", 8), ("rename", 17), ("rename", 20), ("half a file", 9), ("half an event", 26),
-    ("step", 13), ("report", 1), ("frozen", 6), ("half removed", 1),
+    ("boundary", 1), ("clean-up", 5), ("clean-up", 11), ("step", 8), ("rename", 20),
+    ("half a file", 9), ("report", 1), ("frozen", 6), ("half removed", 1),
+    *(pytest.param(moment, count, marks=pytest.mark.slow) for moment, count in (
+        ("step", 2), ("boundary", 2), ("step", 6), ("rename", 17), ("half an event", 26),
+        ("step", 13),
+    )),
 ]  # fmt: skip
 
 

@@ -270,14 +270,19 @@ def keep_only(folder: Path, newest: int, best: int | None, stage: int = 0) -> No
 
 def _remove_unnamed_frozen(folder: Path) -> None:
     """Remove the frozen weights that no checkpoint names; none if a checkpoint is damaged."""
-    try:
-        frozen = [checkpoint.frozen() for checkpoint in checkpoints_in(folder)]
-    except FrostlabError:
-        return
-    named = {weights.folder for weights in frozen if weights is not None}
-    for path in _root(folder).glob("frozen-*"):
-        if _FROZEN_FOLDER.fullmatch(path.name) and path.name not in named and path.is_dir():
-            shutil.rmtree(path)
+    paths = (path for path in _root(folder).glob("frozen-*") if path.is_dir())
+    unnamed = {path.name: path for path in paths if _FROZEN_FOLDER.fullmatch(path.name)}
+    for checkpoint in reversed(checkpoints_in(folder) if unnamed else []):
+        try:
+            frozen = checkpoint.frozen()
+        except FrostlabError:
+            return
+        if frozen is not None:
+            unnamed.pop(frozen.folder, None)
+        if not unnamed:
+            return
+    for path in unnamed.values():
+        shutil.rmtree(path)
 
 
 def _best_step(checkpoint: Checkpoint) -> int | None:
