@@ -196,8 +196,20 @@ def plant(moment: str, count: int) -> None:
             original_flush(path)
 
         storage.flush = checkpoint.flush = flush
+    elif moment == "frozen":  # the frozen weights are stored, the checkpoint is not
+        before(loop, "save_checkpoint")
     elif moment == "clean-up":
         before(loop, "keep_only")
+    elif moment == "half removed":  # the frozen weights of an old stage
+        original_remove = checkpoint.shutil.rmtree
+
+        def remove(path: Path, ignore_errors: bool = False) -> None:
+            if path.name.startswith("frozen-"):
+                next(path.iterdir()).unlink()
+                tick()
+            original_remove(path, ignore_errors)
+
+        checkpoint.shutil.rmtree = remove
     elif moment == "boundary":  # a stage has ended, the next has not begun
         before(loop, "next_stage")
     elif moment == "half a file":
@@ -326,6 +338,7 @@ def outcome(folder: Path) -> dict[str, Any]:
         "evaluations": [(e.step, e.split, e.metrics)
                         for e in record.events(EvaluationEvent)],
         "kept": [(c.step, c.stage) for c in checkpoints_in(folder)],
+        "frozen": sorted(p.name for p in folder.glob("checkpoints/frozen-*")),
         "files": sorted(p.name for p in folder.rglob("*") if p.suffix == ".tmp"),
     }  # fmt: skip
 

@@ -405,11 +405,18 @@ def is_plain(folder: Path, name: str) -> bool:
 
 
 def checksums(folder: Path, names: list[str]) -> dict[str, list[Any]]:
-    """Return each file's size followed by the sha256 of every block, computed in threads."""
+    """Return each file's size followed by the sha256 of every block.
+
+    Threads compute them, unless the files are so small that starting threads takes longer.
+    """
     sizes = {name: (folder / name).stat().st_size for name in names}
     blocks = [(folder / name, offset) for name in names for offset in range(0, sizes[name], _BLOCK)]
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        digests = iter(list(pool.map(_block_digest, blocks)))
+    digests: Iterator[str]
+    if sum(sizes.values()) <= _PIECE:
+        digests = map(_block_digest, blocks)
+    else:
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            digests = iter(list(pool.map(_block_digest, blocks)))
     return {
         name: [size, *(next(digests) for _ in range(0, size, _BLOCK))]
         for name, size in sizes.items()

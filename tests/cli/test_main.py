@@ -31,10 +31,13 @@ def test_help_and_version_without_torch() -> None:
 
 def test_bad_input_ends_the_program_so() -> None:
     """The program itself, as a shell starts it."""
-    command = [sys.executable, "-m", "frostlab", "inspect", "gpt2", "--freeze", "querry"]
+    command = [sys.executable, "-m", "frostlab", "run", "docstring-gpt"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == "frostlab: `querry` is not a role; did you mean `query`?\n"
+    assert result.stderr.startswith(
+        "frostlab: no recipe is called 'docstring-gpt'; did you mean `docstrings-gpt`?"
+    )
+    assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["", *sorted(c.name or "" for c in app.registered_commands)])

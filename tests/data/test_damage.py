@@ -56,7 +56,7 @@ def recipes(tmp_path: Path) -> dict[str, Recipe]:
     own.mkdir()
     (own / "train.jsonl").write_text("\n".join(lines))
     text = {"name": "own", "path": str(own), "length": 8}
-    eeg = {"name": "eeg-simulated", "subjects": 2, "unseen": 0, "recordings": 3, "seconds": 20}
+    eeg = {"name": "eeg-simulated", "subjects": 2, "unseen": 0, "recordings": 3, "seconds": 8}
     return {
         "text": Recipe.model_validate({"data": text, "tokenizer": {"kind": "bpe", "size": 300}}),
         "synthetic": Recipe.model_validate({"data": {"name": "majority", "examples": 64}}),

@@ -9,7 +9,7 @@ import pytest
 
 from frostlab.data import parquet
 from frostlab.data.files import read_lines
-from frostlab.data.parquet import PAGE, ROWS, batch_rows
+from frostlab.data.parquet import ROWS, batch_rows
 from frostlab.errors import BadInput
 
 TABLE = pa.table({
@@ -48,13 +48,17 @@ def test_what_pyarrow_writes_is_read(
     assert [number for number, _ in read_lines(path)] == list(range(1, 501))
 
 
-def test_a_large_page_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+def test_a_large_page_is_refused_before_it_is_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = 8 << 20
+    monkeypatch.setattr(parquet, "PAGE", page)
     path = tmp_path / "a.parquet"
-    table = pa.table({"text": ["x" * (PAGE + 1)], "label": [1], "other": ["y"]})
+    table = pa.table({"text": ["x" * (page + 1)], "label": [1], "other": ["y"]})
     for dictionary in (True, False):
         pq.write_table(table, path, compression="zstd", use_dictionary=dictionary)
         assert path.stat().st_size < 1 << 20
-        assert f"the most is {PAGE:,}; write the file with smaller pages" in refusal(path)
+        assert f"the most is {page:,}; write the file with smaller pages" in refusal(path)
     assert sizes(path, "other") == [ROWS], "only the columns that are read count"
 
 

@@ -29,14 +29,21 @@ from frostlab.flow.measurements import (
     report_event,
 )
 from frostlab.models.gpt import GPT, GPTConfig
-from frostlab.records.checkpoint import Checkpoint, checkpoints_in, save_checkpoint
+from frostlab.records.checkpoint import (
+    Checkpoint,
+    checkpoints_in,
+    keep_only,
+    save_checkpoint,
+    save_frozen,
+)
 from frostlab.records.folder import RunRecord, read_scores, scores_file, scores_lines
 from frostlab.records.index import INDEX, list_runs, runs_table
 from frostlab.records.model_files import ModelInputs, read_inputs
 from frostlab.records.schema import DataRecord
 from frostlab.records.show import show, show_json
+from frostlab.roles.parts import Rows
 from frostlab.storage import file_digest, seal, write_whole
-from frostlab.surgery.freeze import freeze
+from frostlab.surgery.freeze import PartlyFrozen, freeze
 from frostlab.surgery.orthogonal import orthogonalize
 from frostlab.surgery.save import load_trainable, save_trainable
 from frostlab.training.state import Best, Progress
@@ -293,6 +300,31 @@ def _check_tensors(content: bytes, folder: Path) -> None:
         restore_optimizer(model, optimizer, again.optimizer(), partly=True)
 
 
+@cache
+def _frozen_files() -> dict[str, bytes]:
+    """The files of a checkpoint with a partly frozen tensor, by their paths in the run."""
+    rows = PartlyFrozen(0, Rows(3, 1, ((1, 3),)))
+    with tempfile.TemporaryDirectory() as root:
+        frozen = save_frozen(Path(root), {"a": torch.ones(2, 3), "c": torch.ones(1)}, {"a": rows})
+        learning = {"a": torch.zeros(1, 3), "b": torch.tensor(1)}
+        save_checkpoint(Path(root), 1, learning, {}, {}, frozen=frozen)
+        files = [path for path in Path(root).rglob("*") if path.is_file()]
+        return {str(path.relative_to(root)): path.read_bytes() for path in files}
+
+
+_FROZEN = "checkpoints/step-000000001/frozen.json"
+
+
+def _check_frozen(content: bytes, folder: Path) -> None:
+    for name, original in {**_frozen_files(), _FROZEN: content}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(original)
+    seal((folder / _FROZEN).parent)
+    (checkpoint,) = checkpoints_in(folder)
+    assert checkpoint.model().keys() == {"a", "b", "c"}
+    keep_only(folder, 1, 1)
+
+
 # Deltas
 
 
@@ -404,6 +436,7 @@ TARGETS: dict[str, Target] = {
     "scores": Target(_scores, _check_scores, "json"),
     "progress": Target(_progress, _check_progress, "json"),
     "checkpoint": Target(_tensors, _check_tensors, "bytes"),
+    "frozen": Target(_seeds(lambda: _frozen_files()[_FROZEN]), _check_frozen, "json"),
     "delta": Target(_seeds(lambda: _delta()[0]), _check_manifest, "json"),
     "delta-tensors": Target(_seeds(lambda: _delta()[2]), _check_delta_tensors, "bytes"),
     "flow": Target(_seeds(lambda: _json(_flow().to_dict())), _check_flow, "json"),

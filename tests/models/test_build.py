@@ -16,6 +16,7 @@ from frostlab.models.decoder import DecoderConfig
 from frostlab.models.gpt import GPTConfig
 from frostlab.recipe.load import recipe_from
 from frostlab.recipe.model import PretrainedModel
+from frostlab.records.checkpoint import Checkpoint
 from frostlab.training.treatment import wants_types
 from tiny import tiny
 
@@ -118,7 +119,7 @@ def test_a_real_encoder_is_fine_tuned(tmp_path: Path) -> None:
     record = fl.run(recipe, runs=tmp_path / "runs")
     assert record.metrics["accuracy"] > 0.9
     before = load_file(folder / "model.safetensors")
-    after = load_file(record.folder / record.result.checkpoint / "model.safetensors")
+    after = Checkpoint(record.folder / record.result.checkpoint, record.result.steps).model()
     name = "encoder.layer.0.attention.self.{}.weight"
     same = {role: torch.equal(after[f"bert.{name.format(role)}"], before[name.format(role)])
             for role in ("query", "key", "value")}  # fmt: skip

@@ -1,6 +1,8 @@
 """Checkpoints have checksums; a damaged one is refused for the one before it."""
 
+import json
 import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -8,17 +10,24 @@ import torch
 from torch import Tensor
 
 import frostlab as fl
+from frostlab.data.prepare import prepare
 from frostlab.errors import BadInput, DamagedCheckpoint, FrostlabError
 from frostlab.records.checkpoint import (
     Checkpoint,
+    FrozenWeights,
     checkpoints_in,
     keep_only,
     resumable,
     save_checkpoint,
+    save_frozen,
 )
 from frostlab.records.folder import RunRecord
+from frostlab.records.manifest import verify
 from frostlab.records.schema import NoteEvent, ResumeEvent
-from frostlab.storage import SEAL, damaged_file, seal
+from frostlab.roles.parts import Rows
+from frostlab.storage import SEAL, damaged_file, load_tensors, seal
+from frostlab.surgery.freeze import PartlyFrozen
+from frostlab.training.setup import best_model
 from tiny import tiny
 
 WEIGHTS = {"w": torch.arange(12.0)}
@@ -101,7 +110,200 @@ def test_links_are_refused(tmp_path: Path) -> None:
     assert [c.step for c in checkpoints_in(elsewhere)] == [2]
 
 
+# A frozen tensor, and one of six rows whose rows 1, 2, 4 and 5 are frozen.
+WHOLE = torch.arange(4.0)
+FUSED = torch.arange(12.0).reshape(6, 2)
+PARTLY = {"fused": PartlyFrozen(0, Rows(3, 2, ((1, 3),)))}
+
+
+def freeze(folder: Path, whole: Tensor = WHOLE) -> FrozenWeights:
+    return save_frozen(folder, {"whole": whole, "fused": FUSED[[1, 2, 4, 5]]}, PARTLY)
+
+
+def save_part(folder: Path, step: int, stage: int = 0, **more: Tensor) -> Checkpoint:
+    """A checkpoint that holds only what learns."""
+    learning = {**WEIGHTS, "fused": FUSED[[0, 3]]}
+    progress, frozen = {"best": {"step": step}, "step": step}, freeze(folder, **more)
+    return save_checkpoint(folder, step, learning, STATE, progress, stage, frozen)
+
+
+def frozen_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("checkpoints/frozen-*"))
+
+
+def test_frozen_weights_are_stored_once_and_read_with_every_checkpoint(tmp_path: Path) -> None:
+    for step in (2, 4):
+        checkpoint = save_part(tmp_path, step)
+        assert load_tensors(checkpoint.folder / "model.safetensors").keys() == {"w", "fused"}
+    assert len(frozen_in(tmp_path)) == 1
+    shutil.move(tmp_path / "checkpoints", tmp_path / "moved" / "checkpoints")
+    for checkpoint in checkpoints_in(tmp_path / "moved"):
+        tensors = checkpoint.model()
+        assert tensors.keys() == {"w", "whole", "fused"}
+        assert torch.equal(tensors["whole"], WHOLE)
+        assert torch.equal(tensors["fused"], FUSED)
+        assert damaged_file(checkpoint.folder) is None
+
+
+@pytest.mark.parametrize("name", ["frozen.safetensors", SEAL])
+def test_a_flipped_bit_in_frozen_weights_is_refused(tmp_path: Path, name: str) -> None:
+    checkpoint = save_part(tmp_path, 2)
+    assert resumable(tmp_path) == (checkpoint, [])
+    path = tmp_path / "checkpoints" / frozen_in(tmp_path)[0] / name
+    flip(path)
+    (again,) = checkpoints_in(tmp_path)
+    with pytest.raises(FrostlabError, match=f"^{path} is damaged or missing$"):
+        again.model()
+    with pytest.raises(FrostlabError, match=f"^{path} is damaged, and no older checkpoint"):
+        resumable(tmp_path)
+    assert save_part(tmp_path, 2).model().keys() == {"w", "whole", "fused"}, "stored again"
+
+
+def test_missing_or_other_frozen_weights_are_refused(tmp_path: Path) -> None:
+    save_part(tmp_path, 2)
+    other = freeze(tmp_path / "other", whole=WHOLE + 1)
+    folder = tmp_path / "checkpoints" / frozen_in(tmp_path)[0]
+    elsewhere = tmp_path / "other" / "checkpoints" / other.folder
+
+    def refused() -> str:
+        with pytest.raises(FrostlabError) as caught:
+            checkpoints_in(tmp_path)[0].model()
+        return str(caught.value)
+
+    shutil.rmtree(folder)
+    assert refused() == f"{folder} is damaged or missing"
+    folder.symlink_to(elsewhere)
+    assert refused() == f"{folder} is damaged or missing"
+    with pytest.raises(BadInput, match="is a link"):
+        freeze(tmp_path)
+    folder.unlink()
+    shutil.copytree(elsewhere, folder)  # whole, but not the weights that the checkpoint names
+    assert refused() == f"{folder / SEAL} is damaged or missing"
+    checkpoint = checkpoints_in(tmp_path)[0].folder
+    (checkpoint / "frozen.json").unlink()
+    assert refused() == f"{checkpoint / 'frozen.json'} is damaged or missing"
+
+
+def test_a_forged_frozen_json_is_refused_in_a_line(tmp_path: Path) -> None:
+    checkpoint = save_part(tmp_path, 2)
+    frozen = freeze(tmp_path)
+    wide = PartlyFrozen(0, Rows(4, 2, ((1, 3),)))
+    forged = [
+        (replace(frozen, folder="../elsewhere"), "folder should be frozen-…, but is "),
+        (replace(frozen, partly={}), "does not list 'fused'"),
+        (replace(frozen, partly={**PARTLY, "other": wide}), "does not fit the tensors"),
+        (replace(frozen, partly={"fused": wide}), "does not fit the tensors"),
+        (replace(frozen, partly={"fused": PartlyFrozen(0, Rows(0, 0, ()))}), "does not fit"),
+        (replace(frozen, partly={"fused": PartlyFrozen(9, PARTLY["fused"].rows)}), "does not fit"),
+    ]  # fmt: skip
+    for content, line in forged:
+        (checkpoint.folder / "frozen.json").write_text(json.dumps(asdict(content)))
+        seal(checkpoint.folder)
+        with pytest.raises(FrostlabError, match=line):
+            checkpoints_in(tmp_path)[0].model()
+    (checkpoint.folder / "frozen.json").write_text("{}")
+    seal(checkpoint.folder)
+    with pytest.raises(BadInput, match="frozen.json: folder is missing"):
+        checkpoints_in(tmp_path)[0].model()
+
+
+def test_frozen_weights_go_with_the_last_checkpoint_that_names_them(tmp_path: Path) -> None:
+    save_part(tmp_path, 2)
+    keep_only(tmp_path, 2, 2)
+    (first,) = frozen_in(tmp_path)
+    for step in (4, 6, 8):
+        save_part(tmp_path, step, stage=1, whole=WHOLE + 1)
+        keep_only(tmp_path, step, step, stage=1)
+        assert len(frozen_in(tmp_path)) == (2 if step == 4 else 1), "stage 1 may be resumed at 4"
+    assert first not in frozen_in(tmp_path)
+    freeze(tmp_path)  # a killed run leaves weights that no checkpoint names
+    keep_only(tmp_path, 8, 8, stage=1)
+    assert first not in frozen_in(tmp_path)
+    freeze(tmp_path)
+    flip(checkpoints_in(tmp_path)[-1].folder / SEAL, 0)
+    keep_only(tmp_path, 8, 8, stage=1)
+    assert first in frozen_in(tmp_path), "a damaged checkpoint may name them"
+
+
+def test_a_half_removed_folder_of_frozen_weights_is_stored_again(tmp_path: Path) -> None:
+    frozen = freeze(tmp_path)
+    for name in ("frozen.safetensors", SEAL):
+        (tmp_path / "checkpoints" / frozen.folder / name).unlink()
+        assert freeze(tmp_path) == frozen
+        assert damaged_file(tmp_path / "checkpoints" / frozen.folder) is None
+
+
 RECIPE = tiny(train__checkpoint=2)
+OELM = tiny(treatment="oelm", train__checkpoint=2)
+
+
+@pytest.fixture(scope="module")
+def oelm(tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
+    return fl.run(OELM, runs=tmp_path_factory.mktemp("oelm"))
+
+
+def test_a_run_keeps_what_learns_in_each_checkpoint(oelm: RunRecord, tmp_path: Path) -> None:
+    whole = fl.run(tiny(treatment="oelm", train={**OELM["train"], "checkpoint_what": "all"}),
+                   runs=tmp_path)  # fmt: skip
+    assert whole.result.weights_digest == oelm.result.weights_digest
+    assert frozen_in(whole.folder) == []
+    (name,) = frozen_in(oelm.folder)
+    stored = load_tensors(oelm.folder / "checkpoints" / name / "frozen.safetensors")
+    assert {n: tuple(t.shape) for n, t in stored.items()} == {
+        f"blocks.{layer}.qkv.{kind}": shape
+        for layer in (0, 1) for kind, shape in (("weight", (32, 16)), ("bias", (32,)))
+    }  # fmt: skip
+    for mine, theirs in zip(checkpoints_in(oelm.folder), checkpoints_in(whole.folder), strict=True):
+        learning = load_tensors(mine.folder / "model.safetensors")
+        assert learning["blocks.0.qkv.weight"].shape == (16, 16)
+        tensors, expected = mine.model(), theirs.model()
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+def test_nothing_is_stored_apart_if_nothing_is_frozen(finished: Path) -> None:
+    assert frozen_in(finished) == []
+    for checkpoint in checkpoints_in(finished):
+        assert not (checkpoint.folder / "frozen.json").exists()
+
+
+def test_a_moved_run_has_its_frozen_weights(
+    oelm: RunRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine may draw other weights from the seed; the run's folder has those that were used."""
+    from frostlab.training import setup
+
+    shutil.copytree(oelm.folder, tmp_path / "moved")
+    moved, treat = RunRecord(tmp_path / "moved"), setup.treat
+
+    def treat_otherwise(model: torch.nn.Module, *arguments: object) -> set[str]:
+        touched = treat(model, *arguments)  # type: ignore[arg-type]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.0001)
+        return touched
+
+    monkeypatch.setattr(setup, "treat", treat_otherwise)
+    best_model(moved, prepare(moved.recipe))  # it verifies the digest of the weights
+    assert verify(moved.folder) == (1, [])
+    (path,) = moved.folder.glob("checkpoints/frozen-*/frozen.safetensors")
+    flip(path)
+    with pytest.raises(FrostlabError, match=f"^{path} is damaged or missing$"):
+        best_model(moved, prepare(moved.recipe))
+    (problem,) = verify(moved.folder)[1]
+    assert str(problem) == f"{path} was changed, added or removed"
+
+
+def test_damaged_frozen_weights_are_refused_on_resuming(oelm: RunRecord, tmp_path: Path) -> None:
+    folder = unfinished(oelm.folder, tmp_path / "run")
+    (path,) = folder.glob("checkpoints/frozen-*/frozen.safetensors")
+    flip(path)
+    with pytest.raises(FrostlabError, match=f"^{path} is damaged, and no older checkpoint"):
+        fl.run(OELM, out=folder, resume=True)
+    flip(path)
+    record = fl.run(OELM, out=folder, resume=True)
+    assert record.result.weights_digest == oelm.result.weights_digest
+    assert frozen_in(folder) == frozen_in(oelm.folder)
 
 
 @pytest.fixture(scope="module")

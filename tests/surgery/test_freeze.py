@@ -10,6 +10,7 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2Config, 
 
 import frostlab as fl
 from frostlab.roles.parts import Split
+from frostlab.surgery.freeze import frozen_tensors
 from frostlab.surgery.split import SplitProjection
 from zoo import build, exactly, grads, loss_of, outputs, slow_unless_layout
 
@@ -257,3 +258,25 @@ def test_two_modules_tied_to_one_fused_weight_cannot_be_split() -> None:
     with pytest.raises(fl.BadInput, match="tied to h.1.attn.c_attn.weight"):
         fl.freeze(model, "query")
     assert before == {n: id(p) for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", slow_unless_layout(FUSED))
+def test_state_dicts_are_divided_into_what_is_frozen_and_what_learns(name: str) -> None:
+    model, _ = build(name)
+    assert frozen_tensors(model).keys() == {p.name for p in fl.anatomy(model).fixed}
+    fl.freeze(model, "query", "key", "norm")
+    frozen, state = frozen_tensors(model), model.state_dict()
+    assert frozen.keys() <= state.keys()
+    assert any(frozen.values()), "fused projections are frozen in part"
+    count = 0
+    for tensor_name, partly in frozen.items():
+        tensor = state[tensor_name]
+        if partly is None:
+            count += tensor.numel()
+            continue
+        rows, rest = partly.frozen_rows(tensor), partly.trainable_rows(tensor)
+        assert torch.equal(partly.join(rows, rest), tensor)
+        count += rows.numel()
+    anatomy = fl.anatomy(model)
+    ties = sum(p.parameters * len(p.ties) for p in anatomy.parts if p.state != "trainable")
+    assert count == anatomy.count("frozen", "fixed") + ties

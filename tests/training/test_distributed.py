@@ -18,6 +18,7 @@ import frostlab as fl
 from forked import Program, run_command
 from frostlab.flow.measurements import Flow, load_flow
 from frostlab.models.conformer import Conformer
+from frostlab.records.checkpoint import Checkpoint, checkpoints_in
 from frostlab.records.folder import RunRecord, read_scores
 from frostlab.records.schema import EvaluationEvent, ResumeEvent, StartEvent, StepEvent
 from frostlab.training.distributed import sync_batch_norms
@@ -69,10 +70,19 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(RECIPE, out=tmp_path_factory.mktemp("alone") / "run").folder
 
 
-@pytest.mark.parametrize("way", ["ddp", SHARDED])
-def test_two_processes_train_as_one(way: str, alone: Path, tmp_path: Path, free_port: int) -> None:
+@pytest.mark.parametrize(
+    ("way", "start"),
+    [
+        ("ddp", in_two),
+        pytest.param("ddp", by_torchrun, marks=pytest.mark.slow),
+        pytest.param("fsdp", by_torchrun, marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes_train_as_one(
+    way: str, start: Any, alone: Path, tmp_path: Path, free_port: int
+) -> None:
     recipe = {**RECIPE, "train": {**RECIPE["train"], "parallel": way, "processes": 2}}
-    done = by_torchrun(recipe, tmp_path / "run", free_port)
+    done = start(recipe, tmp_path / "run", free_port)
     assert done.returncode == 0, done.stderr[-3000:]
     one, two = RunRecord(alone), RunRecord(tmp_path / "run")
     assert len(losses(alone)) == 21, "the last batch of an epoch has 18 examples, not 32"
@@ -86,6 +96,13 @@ def test_two_processes_train_as_one(way: str, alone: Path, tmp_path: Path, free_
     checked = [e.frozen_verified for e in two.events(EvaluationEvent)]
     assert checked == [8, 8, 8, 8], "at every evaluation, and before the report"
     measured_alike(load_flow(two.folder), load_flow(alone))
+    (frozen,) = {path.name for path in two.folder.glob("checkpoints/frozen-*")}
+    assert (alone / "checkpoints" / frozen).is_dir(), "the same frozen weights, gathered"
+    assert shapes(checkpoints_in(two.folder)[-1]) == shapes(checkpoints_in(alone)[-1])
+
+
+def shapes(checkpoint: Checkpoint) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in checkpoint.model().items()}
 
 
 def measured_alike(found: Flow, wanted: Flow) -> None:

@@ -21,11 +21,13 @@ RECIPE: dict[str, Any] = {
     "evaluate": {"every": 7},
 }
 MOMENTS = [
-    ("step", 2), ("step", 17), ("step", 24), ("update", 1), ("update", 21),
-    ("evaluation", 1), ("evaluation", 30), ("report", 1),
-    ("rename", 1), ("rename", 3), ("rename", 18), ("clean-up", 1), ("clean-up", 5),
-    ("half a file", 1), ("half a file", 2), ("half a file", 7), ("half a file", 12),
-    ("half an event", 2), ("half an event", 9), ("result", 1), ("sealed", 1),
+    ("step", 17), ("update", 21), ("evaluation", 30), ("report", 1), ("rename", 1), ("rename", 18),
+    ("clean-up", 5), ("half a file", 1), ("half a file", 7), ("half an event", 9), ("result", 1),
+    ("sealed", 1), ("frozen", 1),
+    *(pytest.param(moment, count, marks=pytest.mark.slow) for moment, count in (
+        ("step", 2), ("step", 24), ("update", 1), ("evaluation", 1), ("rename", 3), ("clean-up", 1),
+        ("half a file", 2), ("half a file", 12), ("half an event", 2), ("frozen", 2),
+    )),
 ]  # fmt: skip
 
 
@@ -37,6 +39,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     assert found["steps"] == 24
     assert len(found["losses"]) == 24
     assert len(set(found["losses"])) > 20
+    assert len(found["frozen"]) == 1
     return found
 
 
@@ -52,7 +55,9 @@ def test_killed_at_a_chosen_moment(
     assert verify(folder) == (1, [])
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))]
+)
 def test_killed_again_and_again_at_random(
     seed: int, tmp_path: Path, uninterrupted: dict[str, Any]
 ) -> None:

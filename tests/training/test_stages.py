@@ -91,11 +91,10 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Seen:
     seen: Seen = {}
     save = loop.save_checkpoint
 
-    def watched(
-        path: Path, step: int, model: Any, optimizer: Any, progress: Any, stage: int
-    ) -> Any:
-        seen[step, stage] = {name: value.clone() for name, value in model.items()}
-        return save(path, step, model, optimizer, progress, stage)
+    def watched(*arguments: Any) -> Any:
+        checkpoint = save(*arguments)
+        seen[checkpoint.place] = checkpoint.model()
+        return checkpoint
 
     monkeypatch.setattr(loop, "save_checkpoint", watched)
     return seen
@@ -135,7 +134,7 @@ def test_patience_is_exact_in_each_stage_and_the_best_is_handed_on(
     assert all(torch.equal(grown[name], value) for name, value in best.items())
     assert not any(torch.equal(last[name], best[name]) for name in ("head.weight", "tokens.weight"))
     assert record.result.checkpoint == f"checkpoints/step-{boundary + 1:09d}-stage-2"
-    names = {p.name for p in (record.folder / "checkpoints").iterdir()}
+    names = {p.name for p in (record.folder / "checkpoints").glob("step-*")}
     last_step = 3 + 2 * patience
     steps = {boundary + 1, last_step - 1, last_step}
     assert names == {f"step-{step:09d}-stage-2" for step in steps}, "best, one before, newest"
@@ -155,7 +154,8 @@ def test_a_stage_that_improves_to_its_end_is_not_cut_short(
 
 
 def test_three_stages_train_what_they_say(tmp_path: Path, kept: Seen) -> None:
-    record = fl.run(progressive(), runs=tmp_path)
+    train = {"batch": 32, "epochs": 2, "threads": 1, "checkpoint_what": "all"}
+    record = fl.run(progressive(train=train), runs=tmp_path)
     first, second, third = record.result.stages
     layer, head = 4 * 16 * 16 + 3 * 16 * 64 + 2 * 16, 17 * 16
     old = 17 * 16 + layer + head
@@ -248,7 +248,7 @@ def test_a_treatment_stays_in_every_stage(tmp_path: Path, kept: Seen) -> None:
     recipe = progressive(
         data=data, model={"kind": "gpt", "width": 16, "layers": 1, "heads": 2, "dropout": 0.0},
         treatment="frozen-qk",
-        train={"batch": 32, "steps": 2, "threads": 1},
+        train={"batch": 32, "steps": 2, "threads": 1, "checkpoint_what": "all"},
         stages=[{}, {"add": {}, "train": ["layers[1]", "head"]}, {}],
     )  # fmt: skip
     fl.run(recipe, runs=tmp_path)

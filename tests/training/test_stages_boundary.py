@@ -1,11 +1,13 @@
 """Boundaries: the optimizer's state goes on by name, and runs go on from any moment."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import frostlab as fl
@@ -17,7 +19,7 @@ from frostlab.recipe.settings import Optim
 from frostlab.records.checkpoint import checkpoints_in, resumable
 from frostlab.records.folder import RunRecord
 from frostlab.records.schema import StageEvent
-from frostlab.storage import seal
+from frostlab.storage import file_digest, seal
 from frostlab.training.stages import Entered, enter_stage, stages_of, state_by_slot, surviving_state
 from frostlab.training.step.optimizer import build_optimizer, optimizer_tensors, restore_optimizer
 from frostlab.training.treatment import count_parameters
@@ -144,7 +146,8 @@ def test_a_run_keeps_the_state_or_does_not(keep: bool, tmp_path: Path) -> None:
     assert float(state["head.weight//step"]) == (6 if keep else 3)
 
 
-# Stage 1 ends early after step 5, with its best at 4; checkpoints 5 and 11 are of boundaries.
+# Stage 1 ends early after step 5, with its best at 4; checkpoints 5 and 11 are of boundaries. Only
+# stage 2 has frozen weights, which stage 3 removes with the checkpoints of stage 2.
 KILLED = progressive(
     evaluate={"every": 1, "patience": 1, "batch": 256},
     train={"batch": 32, "steps": 5, "threads": 1, "checkpoint": 2},
@@ -152,9 +155,12 @@ KILLED = progressive(
             {"add": {"layers": 2}, "lr": {"new": 1e-3, "old": 1e-4}}],
 )  # fmt: skip
 MOMENTS = [
-    ("step", 2), ("boundary", 1), ("boundary", 2), ("clean-up", 5), ("clean-up", 11), ("step", 6),
-    ("step", 8), ("rename", 17), ("rename", 20), ("half a file", 9), ("half an event", 26),
-    ("step", 13), ("report", 1),
+    ("boundary", 1), ("clean-up", 5), ("clean-up", 11), ("step", 8), ("rename", 20),
+    ("half a file", 9), ("report", 1), ("frozen", 6), ("half removed", 1),
+    *(pytest.param(moment, count, marks=pytest.mark.slow) for moment, count in (
+        ("step", 2), ("boundary", 2), ("step", 6), ("rename", 17), ("half an event", 26),
+        ("step", 13),
+    )),
 ]  # fmt: skip
 
 
@@ -166,6 +172,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     assert [stage["steps"] for stage in found["stages"]] == [5, 5, 5]
     assert [stage["stopped_early"] for stage in found["stages"]] == [True, False, False]
     assert found["stages"][0]["best"]["step"] == 4
+    assert found["frozen"] == []
     return found
 
 
@@ -198,9 +205,14 @@ def test_frozen_digests_are_renewed_and_kept(tmp_path: Path) -> None:
     checkpoint, _ = resumable(folder)
     assert checkpoint is not None
     assert checkpoint.stage == 1
-    weights = checkpoint.model()
+    (path,) = folder.glob("checkpoints/frozen-*/frozen.safetensors")
+    weights = load_file(path)
     weights["tokens.weight"] += 1
-    save_file(weights, checkpoint.folder / "model.safetensors")
+    save_file(weights, path)
+    seal(path.parent)
+    (checkpoint.folder / "frozen.json").write_text(json.dumps(
+        asdict(checkpoint.frozen()) | {"sha256": file_digest(path.parent / "checksums.json")}
+    ))  # fmt: skip
     seal(checkpoint.folder)
     with pytest.raises(fl.FrostlabError, match="1 frozen tensor moved: tokens.weight"):
         fl.run(KILLED, out=folder, resume=True)

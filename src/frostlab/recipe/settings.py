@@ -86,6 +86,8 @@ class Train(Strict):
     processes: Positive | None = None  # required number of processes; null: any
     parallel: Literal["ddp", "fsdp"] = "ddp"
     checkpoint: Positive | None = None  # steps between checkpoints; null: checkpoint at evaluations
+    # weights in every checkpoint; trainable: the frozen ones are stored once per stage
+    checkpoint_what: Literal["trainable", "all"] = "trainable"
 
     @model_validator(mode="before")
     @classmethod

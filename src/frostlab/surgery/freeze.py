@@ -7,13 +7,16 @@ BatchNorm keeps its running statistics.
 
 import warnings
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from frostlab.errors import BadInput, NothingLearns
-from frostlab.roles.parts import Part, Rows, Slot, Split
+from frostlab.roles.parts import Part, Rows, Slot, Split, join
 from frostlab.roles.read import anatomy, survey
 from frostlab.roles.snapshot import Anatomy
 from frostlab.surgery.multihead import SplitMultiheadAttention, join_attention, split_attention
@@ -251,6 +254,47 @@ def frozen_statistics(model: nn.Module) -> dict[str, Tensor]:
         if _use_running_statistics in module._forward_pre_hooks.values()
         for name, buffer in module.named_buffers(recurse=False)
     }
+
+
+@dataclass(frozen=True)
+class PartlyFrozen:
+    """The frozen rows of a tensor in a state dict whose other rows are trainable."""
+
+    axis: int
+    rows: Rows
+
+    def frozen_rows(self, tensor: Tensor) -> Tensor:
+        """Return the frozen rows of the whole tensor."""
+        return self.rows.take(tensor, self.axis)
+
+    def trainable_rows(self, tensor: Tensor) -> Tensor:
+        """Return the trainable rows of the whole tensor."""
+        return self.rows.rest().take(tensor, self.axis)
+
+    def join(self, frozen: Tensor, trainable: Tensor) -> Tensor:
+        """Return the whole tensor."""
+        return join(self.rows, frozen, trainable, self.axis)
+
+
+def frozen_tensors(model: nn.Module) -> dict[str, PartlyFrozen | None]:
+    """Return the frozen parameters by their names in the state dict; None: all rows are frozen."""
+    frozen: dict[str, PartlyFrozen | None] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        held: set[int] = set()  # ids of parameters that hold rows of fused tensors
+        for local, (shape, axis, pieces) in (
+            module.slots() if isinstance(module, Split) else {}
+        ).items():
+            held |= {id(piece.parameter) for piece in pieces}
+            spans = [piece.rows for piece in pieces if not piece.parameter.requires_grad]
+            if spans:
+                rows = reduce(or_, spans)
+                whole = len(rows) == shape[axis]
+                frozen[prefix + local] = None if whole else PartlyFrozen(axis, rows)
+        for local, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) not in held and not parameter.requires_grad:
+                frozen[prefix + local] = None
+    return frozen
 
 
 def refuse_wrapped(model: nn.Module, verb: str) -> None:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,8 +26,10 @@ from frostlab.records.checkpoint import (
     Checkpoint,
     keep_only,
     save_checkpoint,
+    save_frozen,
 )
 from frostlab.storage import file_digest, load_tensors, save_tensors
+from frostlab.surgery.freeze import frozen_tensors
 from frostlab.timing.clock import Stopwatch
 from frostlab.training.batches.batch import order_digest
 from frostlab.training.distributed import Compute, full_tensor, place_like, reshard
@@ -265,7 +267,7 @@ def _save_checkpoint(
 ) -> None:
     """Write a checkpoint with the optimizer's state; then remove the checkpoints it replaces."""
     with clock.phase("checkpoint", device=True):
-        model = {name: full_tensor(value) for name, value in context.model.state_dict().items()}
+        model = _weights_to_save(context)
         state = optimizer
         if not isinstance(state, dict):
             state = optimizer_tensors(context.model, state)
@@ -273,10 +275,32 @@ def _save_checkpoint(
         progress.seconds = clock.seconds
         if context.folder:
             path = context.folder.path
-            save_checkpoint(path, progress.step, model, state, progress.to_dict(), progress.stage)
+            save_checkpoint(path, progress.step, model, state, progress.to_dict(), progress.stage,
+                            context.current.frozen)  # fmt: skip
             context.folder.event("checkpoint", progress.step, best=progress.best.step)
             keep_only(path, progress.step, progress.best.step, progress.stage)
         context.world.wait()
+
+
+def _weights_to_save(context: RunContext) -> dict[str, Tensor]:
+    """Return the weights for a checkpoint, gathered if they are sharded.
+
+    Unless the recipe asks for all weights, the frozen ones are stored at the first checkpoint of a
+    stage and left out.
+    """
+    current, tensors = context.current, context.model.state_dict()
+    if current.audit is None or context.recipe.train.checkpoint_what == "all":
+        return {name: full_tensor(value) for name, value in tensors.items()}
+    frozen = {n: rows for n, rows in frozen_tensors(context.model).items() if n in tensors}
+    partly = {name: rows for name, rows in frozen.items() if rows is not None}
+    learning = {name: full_tensor(value) for name, value in tensors.items()
+                if name not in frozen or name in partly}  # fmt: skip
+    if current.frozen is None:
+        stored = {name: full_tensor(tensors[name]) for name in frozen if name not in partly}
+        stored |= {name: rows.frozen_rows(learning[name]) for name, rows in partly.items()}
+        weights = save_frozen(context.path, stored, partly) if context.folder else None
+        context.current = replace(current, frozen=context.world.agree(weights))
+    return learning | {name: rows.trainable_rows(learning[name]) for name, rows in partly.items()}
 
 
 def record_stage(context: RunContext, progress: Progress) -> None:

@@ -332,6 +332,7 @@ def restore(context: RunContext, progress: Progress, checkpoint: Checkpoint) -> 
         _replace_model(context, built, progress.stage)
         if (audit := context.current.audit) is not None:
             context.current = replace(context.current, audit=Audit(audit.model, progress.frozen))
+    context.current = replace(context.current, frozen=checkpoint.frozen())
     load_weights(context.model, checkpoint)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from frostlab.data.eeg.recordings import PreparedData
 from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.settings import LOWER_IS_BETTER, Metric
+from frostlab.records.checkpoint import FrozenWeights
 from frostlab.records.folder import RunFolder
 from frostlab.records.schema import Metrics, read
 from frostlab.records.schema import Stage as StageRecord
@@ -105,6 +106,7 @@ class StageModel:
     entered: Entered  # the layers that were added last, in this stage or an earlier one
     objective: Objective  # the model with its loss
     audit: Audit | None = None  # digests of the frozen weights
+    frozen: FrozenWeights | None = None  # where checkpoints find the frozen weights, if stored
 
     @property
     def model(self) -> nn.Module:
