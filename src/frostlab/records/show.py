@@ -2,15 +2,18 @@
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from frostlab.errors import BadInput
-from frostlab.records.folder import effective, read_environment, scores_lines
-from frostlab.records.index import EVENTS, RESULT, Summary, is_run, read_run, result_of
+from frostlab.records.annotations import Annotations, read_annotations
+from frostlab.records.folder import RunRecord, effective, read_environment, scores_lines
+from frostlab.records.index import EVENTS, RESULT, Summary, dotted, is_run, read_run, result_of
+from frostlab.records.query import moment_text
 from frostlab.records.schema import (
     EvaluationEvent,
     Event,
@@ -22,8 +25,12 @@ from frostlab.records.schema import (
     Stage,
     read_event,
 )
-from frostlab.storage import read_lines
-from frostlab.text import NONE, columns, hms, number, plain
+from frostlab.storage import read_json, read_lines
+from frostlab.text import NONE, columns, hms, number, plain, typed, wrapped
+
+_NAME = re.compile(
+    r" *\S+(?: \S+)*  +"
+)  # the name at the beginning of a line, and the gap after it
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,8 @@ class _Run:
     recipe_file_digest: str | None  # of recipe.yaml as it is now
     differences: dict[str, Any] | None  # settings that are not the default, by dotted key
     environment: dict[str, Any] | None
+    annotations: Annotations
+    examples: dict[str, int]  # split → number of examples, where it is known
 
 
 def show_json(folder: Path) -> dict[str, Any]:
@@ -54,13 +63,20 @@ def show_json(folder: Path) -> dict[str, Any]:
         "result": run.result and asdict(run.result),
         "evaluations": evaluations,
         "resumes": _resumes(run),
-        "notes": [asdict(event) for event in run.events if isinstance(event, NoteEvent)],
+        "notes": [
+            *(asdict(event) for event in run.events if isinstance(event, NoteEvent)),
+            *(asdict(note) for note in run.annotations.notes),
+        ],
+        "examples": run.examples,
         "damaged_events": run.damaged_events,
     }
 
 
-def show(folder: Path) -> str:
-    """Format a run: configuration, results, clocks, parameters, environment, notes."""
+def show(folder: Path, width: int | None = None) -> str:
+    """Format a run: configuration, results, clocks, parameters, environment, notes.
+
+    Lines that are longer than `width` are continued on the next line.
+    """
     from frostlab.records.environment import one_line
 
     run = _read(folder)
@@ -75,11 +91,24 @@ def show(folder: Path) -> str:
         "parameters": _parameters(run.result.parameters if run.result else None),
         "machine": _machine(run.result) if run.result else [],
         "environment": [one_line(run.environment or {}) or NONE],
-        "notes": [f"step {event.step}: {event.text}" for event in notes],
+        "notes": [
+            *(f"step {event.step}: {event.text}" for event in notes),
+            *(f"{moment_text(note.at)[:10]}: {note.text}" for note in run.annotations.notes),
+        ],
     }
     return "\n\n".join(
-        "\n  ".join(map(plain, [title, *lines])) for title, lines in sections.items() if lines
+        "\n".join([plain(title), *(part for line in lines for part in _wrapped(line, width))])
+        for title, lines in sections.items()
+        if lines
     )
+
+
+def _wrapped(line: str, width: int | None) -> list[str]:
+    """Indent a line, and continue it below its value if it is too long."""
+    line = f"  {plain(line)}"
+    name = _NAME.match(line)
+    start = len(name[0]) if name and len(name[0]) < 30 else 4
+    return wrapped(line, width, " " * (start - 2))
 
 
 def stages_table(stages: list[Stage]) -> list[str]:
@@ -113,6 +142,8 @@ def _status(run: _Run) -> list[str]:
         ("status", summary.status),
         ("steps", summary.steps),
     ]
+    if run.annotations.tags:
+        lines.append(("tags", ", ".join(run.annotations.tags)))
     if summary.error:
         lines.append(("error", summary.error))
     if resumes := _resumes(run):
@@ -139,17 +170,29 @@ def _configuration(run: _Run) -> list[str]:
 def _results(run: _Run) -> list[str]:
     summary, result = run.summary, run.result
     best = f"{summary.metric} {number(summary.value)}" if summary.metric else None
-    if best and result and result.best.step is not None:
-        best += f" at step {result.best.step}"
+    step = result.best.step if result else _best_step(run.events)
+    if best and step is not None:
+        best += f" at step {step}{_n(run, 'tune')}"
     report = _metrics(summary.report or {})
     layers = (result.report or {}).get("layers") if result else None
     of_layers = layers.items() if isinstance(layers, dict) else ()
     return _pairs([
-        ("best" if result else "latest", best),
-        ("report", report or None),
+        ("best" if result else "best so far", best),
+        ("report", f"{report}{_n(run, 'report')}" if report else None),
         *((f"layer {layer}", _metrics(metrics)) for layer, metrics in of_layers),
         *([("caution", summary.caution)] if summary.caution else []),
     ])  # fmt: skip
+
+
+def _best_step(events: list[Event]) -> int | None:
+    """Return the step of the best evaluation of an unfinished run."""
+    best = [e for e in events if isinstance(e, EvaluationEvent) and e.best and not e.checkpoint]
+    return best[-1].step if best else None
+
+
+def _n(run: _Run, split: str) -> str:
+    """Return the number of examples behind a metric, such as ` (n = 400)`; "" if not known."""
+    return f" (n = {run.examples[split]:,})" if split in run.examples else ""
 
 
 def _metrics(metrics: dict[str, Any]) -> str:
@@ -253,9 +296,28 @@ def _read(folder: Path) -> _Run:
     environment = None
     with contextlib.suppress(BadInput):
         environment = read_environment(folder)
+    annotations = Annotations()
+    with contextlib.suppress(BadInput):  # the summary's `notes` give the reason
+        annotations = read_annotations(folder)
     return _Run(
-        read_run(folder), result, events, damaged, recipe, digest, differences, environment
+        read_run(folder), result, events, damaged, recipe, digest, differences, environment,
+        annotations, _examples(folder),
     )  # fmt: skip
+
+
+def _examples(folder: Path) -> dict[str, int]:
+    """Return the number of examples by split, from the records of predictions and data."""
+    examples: dict[str, int] = {}
+    with contextlib.suppress(OSError, BadInput):
+        match read_json(folder / "data.json"):
+            case {"splits": dict(splits)}:
+                for name, split in splits.items():
+                    if isinstance(split, dict) and typed(split.get("examples"), int) is not None:
+                        examples[name] = split["examples"]
+    with contextlib.suppress(BadInput):
+        if (predictions := RunRecord(folder).predictions) is not None:
+            examples[predictions.split] = len(predictions.labels)
+    return examples
 
 
 def _events(folder: Path) -> tuple[list[Event], list[str]]:
@@ -303,13 +365,5 @@ def _differences(recipe: dict[str, Any] | None) -> tuple[dict[str, Any] | None, 
         # validated as JSON, because strict models accept lists as tuples only there
         checked = Recipe.model_validate_json(json.dumps(recipe))
     except (TypeError, ValueError):
-        return dict(_dotted(recipe)), None
-    return dict(_dotted(checked.model_dump(mode="json", exclude_defaults=True))), checked.digest
-
-
-def _dotted(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in record.items():
-        if isinstance(value, dict) and value:
-            yield from _dotted(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+        return dict(dotted(recipe)), None
+    return dict(dotted(checked.model_dump(mode="json", exclude_defaults=True))), checked.digest

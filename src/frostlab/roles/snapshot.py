@@ -69,9 +69,12 @@ class Anatomy:
         """The parts that the architecture never trains."""
         return tuple(p for p in self.parts if p.state == "fixed")
 
-    def table(self) -> str:
-        """Return the anatomy as text; runs of identical layers are shown once."""
-        return _as_text(self)
+    def table(self, width: int | None = None) -> str:
+        """Return the anatomy as text; runs of identical layers are shown once.
+
+        If it is wider than `width`, the layout is left out and long names are shortened.
+        """
+        return _as_text(self, width)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -90,7 +93,7 @@ _HEADER = ("role", "shape", "heads", "layout", "parameters", "state", "weight")
 _RIGHT = (4,)  # columns of numbers
 
 
-def _as_text(anatomy: Anatomy) -> str:
+def _as_text(anatomy: Anatomy, width: int | None) -> str:
     """Return the table: parts outside the layers, then the layers, then the totals."""
     blocks: list[tuple[str, list[tuple[str, ...]]]] = []
     outside = [part for part in anatomy.parts if not part.layers]
@@ -99,7 +102,12 @@ def _as_text(anatomy: Anatomy) -> str:
     for _, layers in groupby(anatomy.layers, key=lambda layer: layer.stack):
         for alike in _runs_of_equal_layers(list(layers)):
             blocks.append((_title(alike), [_row(p, _local_name(p)) for p in alike[0].parts]))
-    aligned = columns([_HEADER, *(row for _, rows in blocks for row in rows)], right=_RIGHT)
+    table = [_HEADER, *(row for _, rows in blocks for row in rows)]
+    aligned = columns(table, right=_RIGHT)
+    if width is not None and max(map(len, aligned)) > width - 2:
+        place = _HEADER.index("layout")
+        narrow = [(*row[:place], *row[place + 1 :]) for row in table]
+        aligned = columns(narrow, right=(narrow[0].index("parameters"),), width=width - 2)
     indented = (f"  {line}" for line in aligned)
     lines = [anatomy.model, "", next(indented)]
     for title, rows in blocks:
