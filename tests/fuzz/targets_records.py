@@ -29,7 +29,8 @@ from frostlab.flow.measurements import (
 from frostlab.models.gpt import GPT, GPTConfig
 from frostlab.records.checkpoint import Checkpoint, checkpoints_in, save_checkpoint
 from frostlab.records.folder import RunRecord, read_scores, scores_file, scores_lines
-from frostlab.records.index import INDEX, list_runs, runs_table
+from frostlab.records.index import INDEX, list_runs
+from frostlab.records.listing import runs_table
 from frostlab.records.show import show, show_json
 from frostlab.storage import file_digest, seal, write_whole
 from frostlab.surgery.freeze import freeze

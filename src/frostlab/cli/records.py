@@ -217,7 +217,8 @@ def _files(folder: Path) -> dict[str, str]:
     files = {}
     for path in sorted(folder.iterdir()):
         if path.is_dir():
-            files[f"{path.name}/"] = f"{sum(child.is_dir() for child in path.iterdir())} runs"
+            count = sum(child.is_dir() for child in path.iterdir())
+            files[f"{path.name}/"] = f"{count} run{'s' * (count != 1)}"
         elif path.is_file() and not path.name.startswith(".") and path.suffix != ".lock":
             files[path.name] = size_text(path.stat().st_size)
     return files

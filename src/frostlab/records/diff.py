@@ -123,7 +123,7 @@ def _inputs(records: tuple[RunRecord, RunRecord]) -> Values:
     unequal, names = _unequal(weights), {**weights[0], **weights[1]}
     if unequal:
         part = next(iter(unequal))
-        values[f"{part} ({len(unequal)} of {len(names)} parts differ)"] = unequal[part]
+        values[f"{len(unequal)} of {len(names)} initial weights"] = unequal[part]
     return values
 
 

@@ -259,20 +259,28 @@ def _sorted(items: Iterable[Any], value: Callable[[Any], Any], down: bool) -> li
 
 
 def differing(runs: Sequence[Summary]) -> list[str]:
-    """Return the settings that are not the same in all runs; those that all runs have come first.
+    """Return the settings that are not the same in all runs.
 
-    A damaged run without settings is left out. `treatment` and the seed are facts, not settings.
+    First come those that differ between runs with the same kinds of data and model, then those that
+    all runs have. A damaged run without settings is left out. `treatment` and the seed are facts.
     """
     settings = list({id(run.settings): run.settings for run in runs if run.settings}.values())
+    families: dict[str, list[dict[str, Any]]] = {}
+    for values in settings:
+        family = plain([values.get("data.name"), values.get("model.kind")])
+        families.setdefault(family, []).append(values)
     keys = dict.fromkeys(key for values in settings for key in values if key not in FACTS)
-    different = [
-        key
-        for key in keys
-        if any(
-            values.get(key, _MISSING) != settings[0].get(key, _MISSING) for values in settings[1:]
-        )
-    ]
-    return sorted(different, key=lambda key: not all(key in values for values in settings))
+
+    def rank(key: str) -> tuple[bool, bool]:
+        within = any(_unequal(family, key) for family in families.values())
+        return not within, not all(key in values for values in settings)
+
+    return sorted((key for key in keys if _unequal(settings, key)), key=rank)
+
+
+def _unequal(settings: Sequence[dict[str, Any]], key: str) -> bool:
+    first = settings[0].get(key, _MISSING)
+    return any(values.get(key, _MISSING) != first for values in settings[1:])
 
 
 # Groups

@@ -56,6 +56,7 @@ def show_json(folder: Path) -> dict[str, Any]:
     return {
         **asdict(run.summary),
         "folder": str(folder),
+        "tags": list(run.summary.tags),
         "recipe": run.recipe,
         "recipe_file_digest": run.recipe_file_digest,
         "differences": run.differences,
