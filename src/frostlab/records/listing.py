@@ -107,8 +107,8 @@ def _columns(runs: Sequence[Summary], keys: Sequence[str] | None) -> list[Column
 
 
 def _rank(place: int) -> int:
-    """Return the rank of a setting that differs: the first three are more important."""
-    return 2 if place < 3 else 5
+    """Return the rank of a setting that differs: the first two are more important."""
+    return 2 if place < 2 else 5
 
 
 def _value(key: str) -> Callable[[Summary], Any]:

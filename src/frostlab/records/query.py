@@ -261,19 +261,22 @@ def _sorted(items: Iterable[Any], value: Callable[[Any], Any], down: bool) -> li
 def differing(runs: Sequence[Summary]) -> list[str]:
     """Return the settings that are not the same in all runs.
 
-    First come those that differ between runs with the same kinds of data and model, then those that
-    all runs have. A damaged run without settings is left out. `treatment` and the seed are facts.
+    Those that all runs have come first, and of these, those that differ between runs with the same
+    kinds of data and model. A section that is null in some runs is represented by its settings. A
+    damaged run without settings is left out. `treatment` and the seed are facts.
     """
     settings = list({id(run.settings): run.settings for run in runs if run.settings}.values())
     families: dict[str, list[dict[str, Any]]] = {}
     for values in settings:
         family = plain([values.get("data.name"), values.get("model.kind")])
         families.setdefault(family, []).append(values)
-    keys = dict.fromkeys(key for values in settings for key in values if key not in FACTS)
+    keys = dict.fromkeys(key for values in settings for key in values)
+    sections = {key.rpartition(".")[0] for key in keys}
+    keys = dict.fromkeys(key for key in keys if key not in FACTS and key not in sections)
 
     def rank(key: str) -> tuple[bool, bool]:
         within = any(_unequal(family, key) for family in families.values())
-        return not within, not all(key in values for values in settings)
+        return not all(key in values for values in settings), not within
 
     return sorted((key for key in keys if _unequal(settings, key)), key=rank)
 

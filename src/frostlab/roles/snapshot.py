@@ -105,14 +105,25 @@ def _as_text(anatomy: Anatomy, width: int | None) -> str:
     table = [_HEADER, *(row for _, rows in blocks for row in rows)]
     aligned = columns(table, right=_RIGHT)
     if width is not None and max(map(len, aligned)) > width - 2:
-        place = _HEADER.index("layout")
-        narrow = [(*row[:place], *row[place + 1 :]) for row in table]
-        aligned = columns(narrow, right=(narrow[0].index("parameters"),), width=width - 2)
+        aligned = _narrow(table, width - 2)
     indented = (f"  {line}" for line in aligned)
     lines = [anatomy.model, "", next(indented)]
     for title, rows in blocks:
         lines += ["", title, *islice(indented, len(rows))]
     return "\n".join([*lines, "", *_totals(anatomy)])
+
+
+def _narrow(table: Sequence[Sequence[str]], width: int) -> list[str]:
+    """Align a table without the layout; long names of weights keep their end, without their tie."""
+    place = _HEADER.index("layout")
+    rows = [(*row[:place], *row[place + 1 : -1]) for row in table]
+    lines = columns(rows, right=(rows[0].index("parameters"),))
+    widest = max(map(len, lines))
+    room = max(width - widest - 2, 12)
+    names = [row[-1] for row in table]
+    names = [name if len(name) <= room else name.partition("  (also")[0] for name in names]
+    names = [name if len(name) <= room else f"…{name[1 - room :]}" for name in names]
+    return [f"{line:{widest}}  {name}" for line, name in zip(lines, names, strict=True)]
 
 
 def _totals(anatomy: Anatomy) -> list[str]:
