@@ -128,7 +128,7 @@ def list_runs(
     for key in shown or () if every_run else ():
         check_key(key, every_run, f"--columns {key}")
     if as_json:
-        echo(json.dumps([asdict(run) for run in chosen], indent=1, default=str))
+        echo(json.dumps([vars(run) for run in chosen], indent=1, default=str))
     elif chosen:
         echo(runs_table(chosen, shown, width_of(wide)))
     else:

@@ -366,10 +366,11 @@ def _stored_summary(folder: Path, signature: list[int], entry: object) -> Summar
     """Return the summary in an entry; None if the entry is absent, outdated or damaged."""
     match entry:
         case [list(stored), list(values)] if stored == signature and len(values) == len(_STORED):
-            facts = {**dict(zip(_STORED, values, strict=True)), "name": folder.name}
-            settings = facts.pop("settings")  # `_load` has checked them, once for all runs
+            *others, settings = values  # `_load` has checked the settings, once for all runs
+            known = zip(_STORED, others, strict=False)
+            facts = {key: value for key, value in known if value is not None and value != []}
             with contextlib.suppress(BadInput):
-                run = read(Summary, {**facts, "folder": folder}, INDEX)
+                run = read(Summary, {**facts, "name": folder.name, "folder": folder}, INDEX)
                 return replace(run, settings=settings) if isinstance(settings, dict) else None
     return None
 
