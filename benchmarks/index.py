@@ -30,8 +30,12 @@ def main() -> None:
         root = Path(name)
         first = run(RECIPE, runs=root).folder
         shutil.rmtree(first / "checkpoints")
+        recipe = (first / "recipe.yaml").read_text()
         for i in range(count - 1):
             shutil.copytree(first, root / f"copy-{i}")
+            rate = f"lr: {1e-6 * (1 + i // 10):.6f}"  # ten seeds of each learning rate
+            changed = recipe.replace("lr: 0.0003", rate).replace("seed: 0", f"seed: {i % 10}")
+            (root / f"copy-{i}" / "recipe.yaml").write_text(changed)
         for state in ("cold", "warm", "warm"):
             began = time.perf_counter()
             done = subprocess.run(

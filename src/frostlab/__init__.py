@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from frostlab.recipe.load import load_recipe
     from frostlab.recipe.recipe import Recipe
     from frostlab.records.folder import RunRecord
+    from frostlab.records.query import runs
     from frostlab.roles.description import fused, register_architecture
     from frostlab.roles.parts import Heads, Part
     from frostlab.roles.read import anatomy
@@ -86,6 +87,7 @@ _HOMES = {  # public name → the module inside frostlab that defines it
     "register_metric": "training.evaluate",
     "register_treatment": "training.treatment",
     "run": "use.run",
+    "runs": "records.query",
     "save_trainable": "surgery.save",
     "thaw": "surgery.freeze",
     "watch": "flow.watch",
@@ -134,6 +136,7 @@ __all__ = [
     "register_metric",
     "register_treatment",
     "run",
+    "runs",
     "save_trainable",
     "thaw",
     "watch",

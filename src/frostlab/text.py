@@ -4,9 +4,11 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterable, Sequence
+from textwrap import wrap
 from typing import Any
 
 NONE = "–"  # text for a missing value
+_NARROWEST = 8  # characters of a column that is shortened
 _MARKDOWN = re.compile(  # characters with a meaning in Markdown
     r"[\\`*|$~]"
     r"|<(?=[A-Za-z/!?]|$)"  # a tag
@@ -46,13 +48,19 @@ def number(value: Any) -> str:
     return NONE if typed(value, int, float) is None else f"{value:.4g}"
 
 
-def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+def columns(
+    rows: Sequence[Sequence[str]], right: Collection[int] = (), width: int | None = None
+) -> list[str]:
     """Format rows as lines of aligned columns; `right` holds the columns to align right, from 0.
 
-    Cells are shown with `plain`, because names come from users' files.
+    Cells are shown with `plain`, because names come from users' files. If the lines are longer than
+    `width`, the cells of the widest columns that are not aligned right are shortened.
     """
     rows = [[plain(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    if width is not None:
+        widths = _narrowed(widths, right, width)
+        rows = [[short(cell, most) for cell, most in zip(row, widths, strict=True)] for row in rows]
     return [
         "  ".join(
             cell.rjust(width) if index in right else cell.ljust(width)
@@ -62,9 +70,37 @@ def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
     ]
 
 
+def _narrowed(widths: list[int], right: Collection[int], most: int) -> list[int]:
+    """Return widths of columns that fit into `most` characters together, if that is possible."""
+    widths = list(widths)
+    too_wide = sum(widths) + 2 * (len(widths) - 1) - most
+    left = [index for index in range(len(widths)) if index not in right]
+    while too_wide > 0 and left:
+        widest = max(left, key=lambda index: widths[index])
+        if widths[widest] <= _NARROWEST:
+            break
+        widths[widest] -= 1
+        too_wide -= 1
+    return widths
+
+
 def short(text: str, width: int) -> str:
     """Cut a text to a width; a cut text ends in `…`."""
     return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def wrapped(text: str, width: int | None, indent: str = "  ") -> list[str]:
+    """Break a line at spaces into lines of at most `width` characters; later ones are indented.
+
+    A word that is longer than a line, such as a path, stays whole. None is an endless line.
+    """
+    if width is None or len(text) <= width:
+        return [text]
+    start = text[: len(text) - len(text.lstrip())]
+    return wrap(
+        text, width, subsequent_indent=start + indent, break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
 
 
 class Markdown(str):

@@ -46,7 +46,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_healthy_run(runs: Path, in_this_process: Command) -> None:
-    done = in_this_process("diagnose", "watched", "--runs", str(runs))
+    done = in_this_process("diagnose", "watched", "--wide", "--runs", str(runs))
     assert done.returncode == 0, done.stderr
     first, second, *rest = done.stdout.splitlines()
     assert first == "all 16 parts that should learn do; 2 are frozen on purpose"
@@ -98,7 +98,7 @@ def test_everything_as_json_without_torch(runs: Path) -> None:
 
 
 def test_stages_are_judged_one_by_one(runs: Path, in_this_process: Command) -> None:
-    done = in_this_process("diagnose", "grown", "--runs", str(runs))
+    done = in_this_process("diagnose", "grown", "--wide", "--runs", str(runs))
     assert done.returncode == 0, done.stderr
     assert [line.partition(":")[0] for line in done.stdout.splitlines()[:3]] == [
         "stage 1", "stage grown", "stage 3",

@@ -49,7 +49,7 @@ def test_every_shipped_recipe_can_be_inspected(recipe: str, in_this_process: Com
 
 def test_inspect_a_recipe_as_its_treatment_leaves_it(in_this_process: Command) -> None:
     freezing = ("inspect", "imdb-gpt", "--set", "treatment=oelm")
-    result = in_this_process(*freezing)
+    result = in_this_process(*freezing, "--wide")
     assert result.returncode == 0, result.stderr
     first = "imdb-gpt: the recipe's model; vocabulary 16,000 at most, 2 classes; treatment oelm"
     assert result.stdout.splitlines()[0] == first
@@ -86,7 +86,7 @@ def test_inspect_a_recipe_with_adapters(in_this_process: Command) -> None:
 def test_sizes_that_only_the_data_know_are_named(
     recipe: str, sizes: str, in_this_process: Command
 ) -> None:
-    first = in_this_process("inspect", recipe).stdout.splitlines()[0]
+    first = in_this_process("inspect", recipe, "--wide").stdout.splitlines()[0]
     assert first == f"{recipe}: the recipe's model; {sizes}"
 
 

@@ -37,7 +37,8 @@ from frostlab.records.checkpoint import (
     save_frozen,
 )
 from frostlab.records.folder import RunRecord, read_scores, scores_file, scores_lines
-from frostlab.records.index import INDEX, list_runs, runs_table
+from frostlab.records.index import INDEX, list_runs
+from frostlab.records.listing import runs_table
 from frostlab.records.model_files import ModelInputs, read_inputs
 from frostlab.records.schema import DataRecord
 from frostlab.records.show import show, show_json

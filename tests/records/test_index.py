@@ -16,7 +16,9 @@ import pytest
 
 from frostlab.errors import BadInput
 from frostlab.records import index
+from frostlab.records.annotations import add_note, add_tag
 from frostlab.records.index import INDEX, Summary, find_run, list_runs, read_run
+from frostlab.records.listing import runs_table
 from frostlab.records.schema import ENDINGS
 from run_made import RESULT, START, evaluation_event, step_event, write_events
 
@@ -68,6 +70,7 @@ def test_a_finished_run_is_summarised(tmp_path: Path) -> None:
         data="sst2",
         model="gpt",
         started=100.0,
+        ended=1000000010.0,
         steps=30,
         metric="accuracy",
         value=0.8,
@@ -99,6 +102,80 @@ def test_a_watched_run_still_shows_its_last_evaluation(tmp_path: Path) -> None:
     assert (folder / "events.jsonl").stat().st_size > 4 * 65536
     (run,) = list_runs(tmp_path)
     assert (run.steps, run.metric, run.value) == (9, "accuracy", 0.25)
+
+
+def evaluated(folder: Path, *evaluations: tuple[int, float, bool], **more: Any) -> None:
+    with open(folder / "events.jsonl", "a") as file:
+        for step, value, best in evaluations:
+            event = evaluation_event(step, {"accuracy": value, "loss": 0.1}, best=best)
+            file.write(json.dumps(event) + "\n")
+
+
+def test_the_best_value_of_an_interrupted_run_is_its_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run(tmp_path / "a")
+    evaluated(folder, (4, 0.75, True), (5, 0.5, False), (6, 0.625, False))
+    for block in (7, 100, index._BLOCK):  # lines that lie in several blocks
+        monkeypatch.setattr(index, "_BLOCK", block)
+        assert (read_run(folder).value, read_run(folder).steps) == (0.75, 6)
+    shape = {"device": "cpu", "precision": "float32", "processes": 1, "threads": 1}
+    with open(folder / "events.jsonl", "a") as file:
+        file.write(json.dumps({"kind": "resume", "at": 1.0, "step": 3, **shape}) + "\n")
+    assert read_run(folder).value == 0.25, "later steps no longer count"
+    evaluated(folder, (4, 0.5, True), (5, 0.375, False))
+    assert read_run(folder).value == 0.5
+    stage = {
+        "kind": "stage", "at": 1.0, "step": 5, "name": "2", "steps": 9, "patience": None,
+        "train": None, "freeze": [], "changed": [], "added": [], "trainable": 1, "total": 1,
+        "lr": 0.1, "supervise": None,
+        "best_before": {"metric": "accuracy", "value": 0.5, "step": 4, "epoch": 1.0},
+    }  # fmt: skip
+    with open(folder / "events.jsonl", "a") as file:
+        file.write(json.dumps(stage) + "\n")
+    assert read_run(folder).value == 0.5
+    evaluated(folder, (6, 0.375, True))
+    assert read_run(folder).value == 0.375, "the best of the last stage, as in a result"
+
+
+def test_settings_notes_and_tags_are_listed(tmp_path: Path, reads: list[str]) -> None:
+    for name, lr in (("a", 0.1), ("b", 0.1), ("c", 0.2)):
+        folder = write_run(tmp_path / name, RESULT)
+        (folder / "recipe.yaml").write_text(f"about: x\noptim:\n  lr: {lr}\nloss: null\nseed: 3\n")
+    age(tmp_path)
+    for _ in range(2):
+        runs = list_runs(tmp_path)
+        assert [run.settings for run in runs] == [
+            {"optim.lr": lr, "loss": None} for lr in (0.1, 0.1, 0.2)
+        ]
+        assert runs[0].settings is runs[1].settings
+    assert len(reads) == 3
+    add_tag(tmp_path / "b", "keep")
+    add_note(tmp_path / "b", "slow")
+    assert [(run.tags, run.notes) for run in list_runs(tmp_path)][1] == (("keep",), ("slow",))
+    assert reads[3:] == ["b"]
+    (tmp_path / "c" / "recipe.yaml").write_text("optim: {lr: 0.3}")
+    assert list_runs(tmp_path)[2].settings == {"optim.lr": 0.3}
+    (tmp_path / "c" / "recipe.yaml").write_text("[")
+    (tmp_path / "b" / "annotations.json").write_text("[")
+    runs = list_runs(tmp_path)
+    assert [run.status for run in runs] == ["finished"] * 3
+    assert runs[2].settings == {}
+    assert "annotations.json is not a JSON object" in runs[1].notes[0]
+
+
+def test_a_cached_listing_imports_nothing_heavy(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", RESULT)
+    (folder / "recipe.yaml").write_text("optim: {lr: 0.1}")
+    age(tmp_path)
+    list_runs(tmp_path)
+    code = "import sys\nfrom pathlib import Path\nfrom frostlab.records.index import list_runs\n"
+    code += "(run,) = list_runs(Path(sys.argv[1]))\nassert run.settings == {'optim.lr': 0.1}\n"
+    code += "print(*{'torch', 'pydantic', 'yaml', 'frostlab.records.schema'} & {*sys.modules})"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == ("\n", "")
 
 
 def test_runs_stand_by_age_and_other_folders_are_ignored(tmp_path: Path) -> None:
@@ -424,7 +501,7 @@ def test_one_bad_run_does_not_hide_the_others(tmp_path: Path) -> None:
         "pipe", "zeros", "huge",
     }  # fmt: skip
     assert "result.json: steps should be a number of at most 64 bits" in str(runs["huge"].error)
-    assert index.runs_table(runs.values())
+    assert runs_table(runs.values())
 
 
 def test_a_crafted_index_is_not_believed(tmp_path: Path, reads: list[str]) -> None:
@@ -435,7 +512,7 @@ def test_a_crafted_index_is_not_believed(tmp_path: Path, reads: list[str]) -> No
     entries = index._load(tmp_path)
     for change in (["x"], "x", {"a": 1}, float("nan")):
         stored = json.loads(json.dumps(entries))
-        stored["a"][1][7] = change  # steps
+        stored["a"][1][8] = change  # steps
         del reads[:]
         index._save(tmp_path, stored)
         assert list_runs(tmp_path) == first

@@ -1,4 +1,4 @@
-"""Runs as text: aligned, within 100 columns, with every caution, whatever is missing."""
+"""Runs as text: aligned, as wide as the terminal, with every caution, whatever is missing."""
 
 import json
 import random
@@ -11,7 +11,9 @@ import yaml
 
 from frostlab.errors import BadInput
 from frostlab.recipe.recipe import Recipe
-from frostlab.records.index import Summary, read_run, runs_table
+from frostlab.records.annotations import add_note, add_tag
+from frostlab.records.index import Summary, read_run
+from frostlab.records.listing import runs_table
 from frostlab.records.show import show, show_json
 from frostlab.text import hms
 from run_made import (
@@ -79,13 +81,40 @@ def test_each_caution_has_its_own_mark() -> None:
 def test_a_name_stays_whole_and_a_treatment_gives_way() -> None:
     runs = [replace(RUN, name=f"{i}-" + "n" * 30, treatment="t" * 40) for i in range(2)]
     runs.append(replace(RUN, name="bell\a\nline", error="e\n" * 90))
-    lines = runs_table(runs).splitlines()
+    assert " " + "t" * 40 + " " in runs_table(runs).splitlines()[1]
+    lines = runs_table(runs, width=100).splitlines()
     assert lines[1].startswith("0-" + "n" * 30 + " ")
-    assert " ttttttttt… " in lines[1]
+    assert " " + "t" * 27 + "… " in lines[1]
     assert lines[3].startswith(r"bell\x07\nline ")
     assert lines[4].startswith(r"bell\x07\nline: e\ne")
     many = [replace(RUN, error="failed")] * 13
     assert runs_table(many).endswith("\nand 3 more with an error")
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120])
+def test_a_table_fits_and_says_what_it_leaves_out(width: int) -> None:
+    settings = [{"optim.lr": lr, "train.batch": 8, "model.preset": "p" * 50} for lr in (1e-3, 0.1)]
+    runs = [
+        replace(RUN, settings=values, tags=("keep",), notes=("a long remark " * 9,), error="e" * 99)
+        for values in settings
+    ]
+    text = runs_table(runs, width=width)
+    assert max(map(len, text.splitlines())) <= width
+    head = text.splitlines()[0]
+    assert ("--wide also shows" in text) is any(
+        name not in head for name in ("status", "note", "step ms", "total")
+    )
+    assert "optim.lr" in head
+    assert "train.batch" not in head, "it is the same in both"
+    asked = runs_table(runs, ["model.preset", "train.batch"], width).splitlines()
+    assert "train.batch" in asked[0]
+    assert "optim.lr" not in asked[0]
+    long = [replace(run, name="n" * 70 + "-s3") for run in runs]
+    cut = runs_table(long, width=width).splitlines()
+    assert max(map(len, cut)) <= width
+    assert ("…" in cut[1].split()[0]) is (width < 100)
+    assert cut[1].split()[0].endswith("-s3")
+    assert ("n" * 70 + "-s3") in runs_table(long)
 
 
 def write_run(folder: Path) -> Recipe:
@@ -185,6 +214,28 @@ def test_a_run_is_shown_in_fixed_form(tmp_path: Path) -> None:
     ]
 
 
+def test_a_run_fits_a_terminal_and_has_notes_tags_and_n(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    write_run(folder)
+    add_note(folder, "too   slow")
+    add_tag(folder, "keep")
+    predictions = {"split": "report", "labels": [0] * 1200, "classes": [1] * 1200}
+    (folder / "predictions.json").write_text(json.dumps(predictions))
+    (folder / "data.json").write_text(json.dumps({"splits": {"tune": {"examples": 300}, "x": 3}}))
+    whole = show(folder).splitlines()
+    assert "  best     accuracy 0.75 at step 20 (n = 300)" in whole
+    assert "  report   accuracy 0.74, loss 0.5 (n = 1,200)" in whole
+    assert "  tags     keep" in whole
+    assert whole[-1].endswith(": too slow")
+    for width in (60, 80):
+        lines = show(folder, width).splitlines()
+        assert max(map(len, lines)) <= width
+        assert " ".join(" ".join(lines).split()) == " ".join(" ".join(whole).split())
+    assert " " * 22 + "steps not counted" in show(folder, 80).splitlines()
+    assert show_json(folder)["notes"][-1]["text"] == "too slow"
+    assert show_json(folder)["tags"] == ["keep"]
+
+
 def test_a_recipe_changed_after_the_run_is_noticed(tmp_path: Path) -> None:
     recipe = write_run(tmp_path / "a")
     later = Recipe.model_validate({"seed": 4})
@@ -201,7 +252,7 @@ def test_a_recipe_no_longer_valid_is_shown_whole(tmp_path: Path) -> None:
     assert "    train.when   2024-01-01" in show(tmp_path / "a").splitlines()
 
 
-def test_an_unfinished_run_says_its_latest(tmp_path: Path) -> None:
+def test_an_unfinished_run_says_its_best(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     write_run(folder)
     (folder / "result.json").unlink()
@@ -209,7 +260,7 @@ def test_an_unfinished_run_says_its_latest(tmp_path: Path) -> None:
         file.write("garbage\nnull\n{torn")
     lines = show(folder).splitlines()
     assert "  status          interrupted" in lines
-    assert "  latest  accuracy 0.7" in lines
+    assert "  best so far  accuracy 0.7 at step 10" in lines
     assert "  damaged events  2: line 5 is not a JSON object" in lines
     assert "  total            –" in lines
 

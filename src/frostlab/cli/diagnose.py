@@ -1,7 +1,6 @@
 """`frostlab diagnose`: report which parts of a model do not learn, for a run or a recipe."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,14 +13,16 @@ from frostlab.cli.options import (
     RunsFolder,
     Seed,
     Settings,
+    Wide,
     check_data_dir,
     echo,
     is_first_process,
     settings_from,
+    width_of,
 )
 from frostlab.errors import BadInput, FrostlabError, nearest
 from frostlab.storage import path_inside
-from frostlab.text import plain
+from frostlab.text import plain, wrapped
 
 if TYPE_CHECKING:
     from frostlab.flow.diagnosis import Diagnosis, Target
@@ -64,6 +65,7 @@ def diagnose(
         Path | None,
         typer.Option(metavar="FOLDER", help="Also write TensorBoard event files to this folder."),
     ] = None,
+    wide: Wide = False,
     runs: RunsFolder = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
@@ -98,7 +100,7 @@ def diagnose(
         from frostlab.integrations.tensorboard import export_run
 
         export_run(folder, tensorboard)
-    _show(diagnosis, targets, as_json)
+    _show(diagnosis, targets, as_json, width_of(wide))
     if diagnosis.healthy is False or not all(target.reached for target in targets or ()):
         raise typer.Exit(1)
 
@@ -191,7 +193,12 @@ def _judge(diagnosis: "Diagnosis") -> tuple["Target", ...]:
     return targets
 
 
-def _show(diagnosis: "Diagnosis", targets: tuple["Target", ...] | None, as_json: bool) -> None:
+def _show(
+    diagnosis: "Diagnosis",
+    targets: tuple["Target", ...] | None,
+    as_json: bool,
+    width: int | None,
+) -> None:
     if as_json:
         values: dict[str, Any] = diagnosis.to_dict()
         if targets is not None:
@@ -200,26 +207,26 @@ def _show(diagnosis: "Diagnosis", targets: tuple["Target", ...] | None, as_json:
         return
     from frostlab.flow.diagnosis import targets_table
 
-    _show_flows(diagnosis)
+    _show_flows(diagnosis, width)
     if targets:
         echo(f"\n{targets_table(targets)}")
 
 
-def _show_flows(diagnosis: "Diagnosis") -> None:
+def _show_flows(diagnosis: "Diagnosis", width: int | None) -> None:
     """Print the findings; then, for every stage, a table, a heat map and the paths of its pages."""
     from frostlab.flow.show import flow_map_text, flow_page
 
-    for line in diagnosis.sentences:
-        echo(plain(line))
     where = f"{diagnosis.folder}, {diagnosis.status}, step {diagnosis.step}"
-    echo(plain(where if diagnosis.validation is None else f"{where}: {diagnosis.validation}"))
-    width, several = shutil.get_terminal_size((100, 24)).columns, len(diagnosis.flows) > 1
+    where = where if diagnosis.validation is None else f"{where}: {diagnosis.validation}"
+    for line in (*diagnosis.sentences, where):
+        echo("\n".join(wrapped(plain(line), width)))
+    several = len(diagnosis.flows) > 1
     for number, (name, flow) in enumerate(diagnosis.flows.items(), 1):
         echo(f"\nstage {plain(name)}" if several else "")
-        echo(flow.table())
+        echo(flow.table(width))
         if not flow.reports:
             continue
-        echo(f"\n{flow_map_text(flow, width)}")
+        echo(f"\n{flow_map_text(flow, width or width_of() or 80)}")
         parts = ["flow", str(number)] if several else ["flow"]
         try:
             pages = flow_page(flow, path_inside(diagnosis.folder, *parts))

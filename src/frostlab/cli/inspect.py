@@ -5,9 +5,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from frostlab.cli.options import AsJson, Settings, TrustRemoteCode, echo, settings_from
+from frostlab.cli.options import (
+    AsJson,
+    Settings,
+    TrustRemoteCode,
+    Wide,
+    echo,
+    settings_from,
+    width_of,
+)
 from frostlab.errors import BadInput, nearest
-from frostlab.text import plain
+from frostlab.text import plain, wrapped
 
 if TYPE_CHECKING:
     from frostlab.roles.snapshot import Anatomy
@@ -42,6 +50,7 @@ def inspect(
     ] = None,
     settings: Settings = None,
     trust_remote_code: TrustRemoteCode = False,
+    wide: Wide = False,
     as_json: AsJson = False,
 ) -> None:
     """Show a model's parts, which of them are trainable, and how much freezing can save at most.
@@ -70,11 +79,15 @@ def inspect(
         report["savings"] = savings(anatomy, length).to_dict()
         echo(json.dumps(report, indent=1))
         return
-    echo(plain(f"{model}: {source}"))
-    echo(anatomy.table())
+    echo("\n".join(wrapped(plain(f"{model}: {source}"), width_of(wide))))
+    table = anatomy.table(width_of(wide))
+    echo(table)
+    if table != anatomy.table():
+        echo("--wide shows whole names, ties, and the layout of fused weights")
     if anatomy.count("frozen"):
         echo("\nfreezing saves at most")
-        echo("\n".join(describe_savings(anatomy, length)))
+        for line in describe_savings(anatomy, length):
+            echo("\n".join(wrapped(line, width_of(wide), " " * 16)))
 
 
 def _model_anatomy(name: str, recipes: list[str]) -> tuple["Anatomy", str]:

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from frostlab import __version__
-from frostlab.cli import bench, compare, diagnose, inspect, runs, use
+from frostlab.cli import bench, compare, diagnose, inspect, records, runs, use
 from frostlab.cli.options import echo
 from frostlab.errors import BadInput, FrostlabError
 from frostlab.launcher import check_variables, world_size
@@ -38,7 +38,7 @@ class _Group(TyperGroup):
 
 
 app = typer.Typer(
-    cls=_Group, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False
+    cls=_Group, add_completion=True, no_args_is_help=True, pretty_exceptions_enable=False
 )
 
 
@@ -67,12 +67,16 @@ _COMMANDS: dict[str, Callable[..., None]] = {  # in the order of --help
     "recipes": runs.recipes,
     "inspect": inspect.inspect,
     "run": runs.run,
-    "runs": runs.list_runs,
-    "show": runs.show_run,
+    "runs": records.list_runs,
+    "show": records.show,
+    "diff": records.diff,
+    "note": records.note,
+    "tag": records.tag,
+    "clean": records.clean,
     "diagnose": diagnose.diagnose,
     "compare": compare.compare,
     "judge": compare.judge,
-    "verify": runs.verify,
+    "verify": records.verify,
     "evaluate": use.evaluate,
     "predict": use.predict,
     "generate": use.generate,

@@ -1,6 +1,7 @@
 """Arguments and options that several commands share, each with one name and one help text."""
 
 import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,15 +26,35 @@ Device = Annotated[
         metavar="DEVICE", help="auto, cpu, cuda, cuda:2 or mps (default: the recipe's)."
     ),
 ]  # fmt: skip
+
+
+def complete_run(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the names of runs that begin with the text before the cursor."""
+    try:
+        entries = sorted(os.listdir(ctx.params.get("runs") or os.environ.get(RUNS) or "runs"))
+    except OSError:
+        return []
+    return [name for name in entries if name.startswith(incomplete) and not name.startswith(".")]
+
+
+RUNS = "FROSTLAB_RUNS"  # environment variable
 RunName = Annotated[
     str,
-    typer.Argument(metavar="RUN", help="Name of a run, the beginning of its name, or its folder."),
-]
+    typer.Argument(
+        metavar="RUN", help="Name of a run, the beginning of its name, or its folder.",
+        autocompletion=complete_run,
+    ),
+]  # fmt: skip
+RunOrComparison = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN|COMPARISON", help="Name of a run or a comparison, its beginning, or a folder.",
+        autocompletion=complete_run,
+    ),
+]  # fmt: skip
 RunsFolder = Annotated[
     Path,
-    typer.Option(
-        "--runs", metavar="FOLDER", envvar="FROSTLAB_RUNS", help="Folder that holds the runs."
-    ),
+    typer.Option("--runs", metavar="FOLDER", envvar=RUNS, help="Folder that holds the runs."),
 ]
 Seed = Annotated[
     int | None,
@@ -63,6 +84,16 @@ TrustRemoteCode = Annotated[
         help="Run the Python code that comes with the model; read it first.",
     ),
 ]  # fmt: skip
+
+
+Wide = Annotated[
+    bool, typer.Option("--wide", help="Show everything, even if it is wider than the terminal.")
+]
+
+
+def width_of(wide: bool = False) -> int | None:
+    """Return the width of the terminal, 80 if it is not known; None for --wide."""
+    return None if wide else shutil.get_terminal_size((80, 24)).columns
 
 
 def echo(text: object = "", err: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Recipes and runs: `frostlab recipes`, `run`, `runs`, `show`, `verify`, `exits`, `envelopes`."""
+"""Recipes and training: `frostlab recipes`, `run`, `exits`, `envelopes`."""
 
 import json
 from dataclasses import asdict
@@ -20,9 +20,10 @@ from frostlab.cli.options import (
     echo,
     is_first_process,
     settings_from,
+    width_of,
 )
 from frostlab.storage import read_text
-from frostlab.text import columns, plain
+from frostlab.text import plain, wrapped
 
 
 def recipes(as_json: AsJson = False) -> None:
@@ -39,9 +40,16 @@ def recipes(as_json: AsJson = False) -> None:
         keys = ("kind", "name", "about")
         echo(json.dumps([dict(zip(keys, row, strict=True)) for row in listed], indent=1))
         return
-    lines = columns([(name, about) for _, name, about in listed])
-    lines[-len(comparisons) : -len(comparisons)] = ["", "comparisons, for `frostlab compare`:"]
-    echo("\n".join(lines))
+    longest, width = max(len(name) for _, name, _ in listed), width_of()
+    lines = {
+        name: wrapped(f"{plain(name):{longest}}  {plain(about)}", width, " " * (longest + 2))
+        for _, name, about in listed
+    }
+    first = next(iter(comparisons), None)
+    for name, parts in lines.items():
+        if name == first:
+            echo("\ncomparisons, for `frostlab compare`:")
+        echo("\n".join(parts))
 
 
 def run(
@@ -90,61 +98,11 @@ def run(
         progress=True,
     )
     if is_first_process():
-        echo(json.dumps(asdict(record.result), indent=1) if as_json else show(record.folder))
-
-
-def list_runs(
-    context: typer.Context, runs: RunsFolder = Path("runs"), as_json: AsJson = False
-) -> None:
-    """List all runs, with their status, settings, results and times."""
-    from frostlab.records.index import list_runs as read_runs
-    from frostlab.records.index import runs_table
-
-    source = context.get_parameter_source("runs")
-    # no runs yet is fine in the default folder; a folder that the user names must exist
-    by_default = source is not None and source.name == "DEFAULT"
-    summaries = [] if by_default and not runs.exists() else read_runs(runs)
-    if as_json:
-        echo(json.dumps([asdict(summary) for summary in summaries], indent=1, default=str))
-    else:
-        echo(runs_table(summaries) if summaries else "no runs yet")
-
-
-def show_run(run: RunName, runs: RunsFolder = Path("runs"), as_json: AsJson = False) -> None:
-    """Show one run: its recipe, results, times and environment."""
-    from frostlab.records.index import find_run
-    from frostlab.records.show import show, show_json
-
-    folder = find_run(runs, run)
-    echo(json.dumps(show_json(folder), indent=1) if as_json else show(folder))
-
-
-def verify(
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FOLDER", help="Folder of a run or a comparison, or a folder of these."
-        ),
-    ],
-    as_json: AsJson = False,
-) -> None:
-    """Check that finished runs and comparisons are as they were written.
-
-    Each has a manifest with the checksums of its files. One line is printed for every
-    file that was changed, added or removed; the exit code is then 1.
-    """
-    from frostlab.records.manifest import verify as verify_folder
-
-    count, problems = verify_folder(folder)
-    if as_json:
-        listed = [{"path": problem.path, "problem": problem.problem} for problem in problems]
-        echo(json.dumps({"checked": count, "problems": listed}, indent=1))
-    elif problems:
-        echo("\n".join(plain(str(problem)) for problem in problems))
-    else:
-        echo(f"{count} checked; all files are as they were written")
-    if problems:
-        raise typer.Exit(1)
+        echo(
+            json.dumps(asdict(record.result), indent=1)
+            if as_json
+            else show(record.folder, width_of())
+        )
 
 
 def exits(

@@ -28,7 +28,7 @@ from frostlab.comparison.evidence import (
 from frostlab.comparison.oelm_json import answers, main_arm, whole_run_note
 from frostlab.comparison.verdict import MEANINGS
 from frostlab.recipe.settings import LOWER_IS_BETTER
-from frostlab.text import NONE, Markdown, columns, escaped, markdown, number, plain
+from frostlab.text import NONE, Markdown, columns, escaped, markdown, number, plain, wrapped
 
 _BAR = 30  # width of the longest bar of a tuning curve, in characters
 _GAIN = (
@@ -59,10 +59,11 @@ def page(evidence: Evidence) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def show(evidence: Evidence, page: Path) -> str:
-    """Return the main results as text for the terminal; `page` is the path of the Markdown page."""
+def show(evidence: Evidence, page: Path, width: int | None = 80) -> str:
+    """Return the main results as lines of `width` characters; `page` is the path of the page."""
     metric, verdicts, timing = evidence.plan.rules.metric, evidence.verdicts, evidence.timing
-    rows = [["arm", metric, "against baseline", "trainable", "ms a step", "ratio", "verdict"]]
+    rows = [["arm", metric, "against baseline", "trainable"]]
+    times = [["arm", "ms a step", "ratio to baseline"]]
     for name, arm in evidence.arms.items():
         verdict = verdicts.get(name)
         timed = None if timing is None else timing.arms.get(name)
@@ -71,11 +72,11 @@ def show(evidence: Evidence, page: Path) -> str:
             _mean_and_std(arm.metrics.get(metric)),
             "" if verdict is None else _effect(verdict.paired),
             _trainable(arm.parameters),
-            number(None if timed is None else timed.ms),
-            "" if name == evidence.baseline else _ratio(timed),
-            "" if verdict is None else verdict.word,
         ])  # fmt: skip
-    lines = [*([f"{_QUICK}."] if evidence.plan.quick else []), *columns(rows), ""]
+        if timed is not None:
+            times.append([name, number(timed.ms), "" if timed.ratio is None else _ratio(timed)])
+    lines = [*([f"{_QUICK}."] if evidence.plan.quick else []), *columns(rows, {1, 2, 3}, width), ""]
+    lines += [*columns(times, {1, 2}, width), ""] if len(times) > 1 else []
     lines += [f"{name}: {verdict.sentence}" for name, verdict in verdicts.items()]
     if evidence.plan.runs:  # chosen runs were not trained to fit together
         lines += [f"{name}: {note}" for name, verdict in verdicts.items() for note in verdict.notes]
@@ -84,7 +85,8 @@ def show(evidence: Evidence, page: Path) -> str:
         lines.append(f"timing is unproven: {'; '.join(timing.reasons)}")
     planned = [(answer.question, answer.verdict.sentence) for answer in evidence.contrasts]
     lines += ["", *(f"{question} {text}" for question, text in planned or answers(evidence))]
-    return "\n".join(map(plain, [*lines, "", f"page: {page}"]))
+    text = [part for line in lines for part in wrapped(plain(line), width)]
+    return "\n".join([*text, "", plain(f"page: {page}")])
 
 
 def _verdicts(evidence: Evidence) -> str:

@@ -199,11 +199,14 @@ class Flow:
         """Return the verdicts on trainable parts that do not learn."""
         return {name: v for name, v in self.verdicts(rules).items() if v.accident}
 
-    def table(self) -> str:
-        """Return a table of the parts, with the numbers of the last report and the verdicts."""
+    def table(self, width: int | None = None) -> str:
+        """Return a table of the parts, with the numbers of the last report and the verdicts.
+
+        With `width`, columns that do not fit are left out, and longer lines are wrapped.
+        """
         from frostlab.flow.show import as_text
 
-        return as_text(self)
+        return as_text(self, width)
 
     def to_frame(self) -> Any:
         """Return a pandas DataFrame with one row per reported step and part."""

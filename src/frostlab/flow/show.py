@@ -36,7 +36,7 @@ from frostlab.flow.figures import (
 from frostlab.flow.judge import FROZEN, LEARNING
 from frostlab.html import render
 from frostlab.storage import whole_file, write_whole
-from frostlab.text import NONE, columns, plain
+from frostlab.text import NONE, columns, plain, wrapped
 
 if TYPE_CHECKING:
     from frostlab.flow.measurements import Flow
@@ -45,10 +45,11 @@ if TYPE_CHECKING:
 _QUANTITIES = ("gradient", "before_clip", "weight", "update")
 SHADES = "▁▂▃▄▅▆▇█"  # from the smallest to the largest number
 NARROWEST = 40  # minimum width of a heat map, in characters
+_LEFT_OUT = ("before clip", "weight", "gradient")  # columns of a table that is too wide
 _ROWS = 60  # in a terminal, more parts than this are merged into layers
 
 
-def as_text(flow: "Flow") -> str:
+def as_text(flow: "Flow", width: int | None = None) -> str:
     """Return the last report as a table, the findings, and how first and last layers compare."""
     if not flow.reports:
         return plain(f"{flow.model}: no step has been measured yet")
@@ -61,14 +62,22 @@ def as_text(flow: "Flow") -> str:
         rows.append((part.name, *map(_number, numbers), verdicts[part.name].word))
     if all(row[2] == NONE for row in rows[1:]):  # omit an empty column "before clip"
         rows = [(*row[:2], *row[3:]) for row in rows]
+    left_out = []
+    for name in _LEFT_OUT if width is not None else ():
+        if name in rows[0] and max(map(len, columns(rows))) > (width or 0):
+            place = rows[0].index(name)
+            rows = [(*row[:place], *row[place + 1 :]) for row in rows]
+            left_out.append(name)
     lines = [f"{flow.model}, step {last.step}, {len(flow.reports)} reports", ""]
-    lines += columns(rows, right=range(1, len(rows[0]) - 1))
+    lines += columns(rows, range(1, len(rows[0]) - 1), width)
+    lines += [f"--wide also shows {' and '.join(left_out)}"] if left_out else []
     for finding in findings_of(flow):
         if finding.word not in (LEARNING, FROZEN):
             first, *others = finding.parts
             more = f" and {len(others)} more" if others else ""
             lines += ["", f"{first}{more}: {finding.word}: {finding.why}", f"  try: {finding.hint}"]
-    return "\n".join(map(plain, [*lines, *_depth_lines(flow)]))
+    lines += _depth_lines(flow)
+    return "\n".join(part for line in lines for part in wrapped(plain(line), width))
 
 
 def _depth_lines(flow: "Flow") -> list[str]:

@@ -1,43 +1,53 @@
-"""Summaries of the runs in a folder, and the table that lists them.
+"""Summaries of the runs in a folder: settings, status, results, notes and tags.
 
 An index file caches the summaries to save time; without it, the result is the same. To be fast,
-listing must not import torch, pydantic or yaml.
+listing must not import torch, pydantic or yaml if the index has all runs.
 """
 
 import contextlib
 import json
 import os
+import re
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from frostlab.errors import BadInput, nearest
 from frostlab.records import SCHEMA
+from frostlab.records.annotations import ANNOTATIONS, read_annotations
 from frostlab.storage import (
+    LINE_BYTES,
     is_locked,
     open_regular,
     parse_json,
     read_bytes,
+    read_text,
     remove_temporary,
     whole_file,
 )
-from frostlab.text import columns, hms, number, plain, short
-from frostlab.typed import read
+from frostlab.typed import check_numbers, read
 
 if TYPE_CHECKING:  # the functions below import the schema only if they must read a run's files
     from frostlab.records.schema import Event, Result, StartEvent
 
 RESULT, EVENTS, LOCK, INDEX = "result.json", "events.jsonl", "run.lock", ".index.json"
-_VERSION = 2  # version of the index format
+RECIPE = "recipe.yaml"
+_SIGNED = (RESULT, EVENTS, RECIPE, ANNOTATIONS)  # a run is read again if one of them changes
+_VERSION = 3  # version of the index format
 _HEAD = 65536  # number of bytes read from the beginning of a run's events
-_TAIL = 2**20  # number of bytes read from their end, to find the last evaluation
+_BLOCK = 2**20  # number of bytes read at once from their end, to find the best evaluation
+_RECIPE_BYTES = 1 << 20
 # A file is indexed only this many ns after its last change, because a second change soon after the
 # first one may leave the modification time as it is.
 _SETTLED = 200_000_000
 _FLOW = b'{"kind": "flow'  # the beginning of a line with gradient flow
+_STEP = b'{"kind": "step"'  # the beginning of a line with a block of steps
+_SEED = re.compile(r"^seed:.*\n?", re.MULTILINE)  # the line of recipe.yaml that differs most often
 
 
 @dataclass(frozen=True)
@@ -53,17 +63,23 @@ class Summary:
     data: str | None = None
     model: str | None = None
     started: float | None = None  # seconds since 1970
+    ended: float | None = None  # seconds since 1970; of an unfinished run, its last event
     steps: int | None = None
-    metric: str | None = None
-    value: float | None = None  # the best value of an ended run, the latest value of others
+    metric: str | None = None  # the metric that selects the best weights
+    value: float | None = None  # its best value; of an unfinished run, the best so far
     report: dict[str, float] | None = None  # the reported metrics
     caution: str | None = None  # a warning about the reported numbers
     total_seconds: float | None = None
     step_ms: float | None = None  # median time of a step
     error: str | None = None  # why the run failed, or why it cannot be read
+    tags: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # by users, oldest first
+    # by dotted key: all of the recipe but `seed` and `about`; runs may share the object, and in the
+    # index it is the last value
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
-_STORED = tuple(field.name for field in fields(Summary))[2:]  # without name and folder
+_STORED = tuple(entry.name for entry in fields(Summary))[2:]  # without name and folder
 _Entries = dict[str, list[list[Any]]]  # run name → [signature of its files, stored fields]
 
 
@@ -75,9 +91,9 @@ def list_runs(root: Path) -> list[Summary]:
         run = _stored_summary(root / name, signature, entry)
         if run is None or entry is None:
             run = _read(root / name)
-            entry = [signature, [getattr(run, field) for field in _STORED]]
+            entry = [signature, [getattr(run, key) for key in _STORED]]
         # a damaged run may become readable without a change of its files, so read it every time
-        if run.status != "damaged" and max(signature[0], signature[2]) < settled:
+        if run.status != "damaged" and max(signature[::2]) < settled:
             entries[name] = entry
         runs.append(_with_lock(run))
     if entries != stored:
@@ -122,7 +138,7 @@ def result_of(folder: Path) -> "Result | None":
 
 
 def _run_folders(root: Path) -> Iterator[tuple[str, list[int]]]:
-    """Yield each run's name, and as signature the time and size of its result and its events."""
+    """Yield each run's name, and as signature the time and size of the files in `_SIGNED`."""
     try:
         entries = list(os.scandir(root))
     except OSError as error:
@@ -130,12 +146,14 @@ def _run_folders(root: Path) -> Iterator[tuple[str, list[int]]]:
     for entry in entries:
         if entry.name.startswith(".") or not (entry.is_symlink() or entry.is_dir()):
             continue
-        signature = [0, 0, 0, 0]
-        for place, file in ((0, RESULT), (2, EVENTS)):
-            with contextlib.suppress(OSError):
+        signature = []
+        for file in _SIGNED:
+            try:
                 status = os.stat(f"{entry.path}/{file}")
-                signature[place : place + 2] = status.st_mtime_ns, status.st_size
-        if any(signature) or os.path.exists(f"{entry.path}/{LOCK}"):
+                signature += [status.st_mtime_ns, status.st_size]
+            except OSError:
+                signature += [0, 0]
+        if any(signature[:4]) or os.path.exists(f"{entry.path}/{LOCK}"):
             yield entry.name, signature
 
 
@@ -158,8 +176,11 @@ def _read(folder: Path) -> Summary:
 
 def _summary(folder: Path) -> Summary:
     result = result_of(folder)
-    start, latest = _ends(folder, strict=result is None)
-    run = Summary(folder.name, folder, "interrupted")
+    start = _start(folder, strict=result is None)
+    tags, notes = _annotations(folder)
+    run = Summary(
+        folder.name, folder, "interrupted", tags=tags, notes=notes, settings=_settings(folder)
+    )
     if start is not None:
         run = replace(
             run,
@@ -171,7 +192,42 @@ def _summary(folder: Path) -> Summary:
             caution=start.caution,
             started=start.at,
         )
-    return _unfinished(run, latest) if result is None else _ended(run, result)
+    return _unfinished(run) if result is None else _ended(run, result)
+
+
+def _annotations(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the tags and the notes; a file that cannot be read is a note itself."""
+    try:
+        annotations = read_annotations(folder)
+    except BadInput as error:
+        return (), (str(error),)
+    return annotations.tags, tuple(note.text for note in annotations.notes)
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """Return the settings of recipe.yaml by dotted key; empty if the file cannot be read."""
+    with contextlib.suppress(OSError, BadInput):
+        return _parsed_settings(_SEED.sub("", read_text(folder / RECIPE, _RECIPE_BYTES)))
+    return {}
+
+
+@lru_cache(maxsize=1024)
+def _parsed_settings(text: str) -> dict[str, Any]:
+    """Parse a recipe without its seed; runs that differ in the seed alone are parsed once."""
+    from frostlab.recipe.bounded_yaml import parse_mapping
+
+    settings = dict(dotted(parse_mapping(text, RECIPE)))
+    settings.pop("about", None)
+    return settings
+
+
+def dotted(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested objects with their dotted keys, such as `optim.lr`."""
+    for key, value in record.items():
+        if isinstance(value, dict) and value:
+            yield from dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _ended(run: Summary, result: "Result") -> Summary:
@@ -183,6 +239,7 @@ def _ended(run: Summary, result: "Result") -> Summary:
         recipe_digest=result.recipe_digest,
         seed=result.seed,
         treatment=result.treatment,
+        ended=_seconds(result.ended),
         steps=result.steps,
         metric=result.best.metric,
         value=result.best.value,
@@ -194,36 +251,47 @@ def _ended(run: Summary, result: "Result") -> Summary:
     )
 
 
-def _unfinished(run: Summary, latest: "Iterator[Event]") -> Summary:
-    """Add the last step and evaluation to a summary; `latest` yields events in reverse order."""
-    from frostlab.records.schema import EvaluationEvent
+def _seconds(moment: str) -> float | None:
+    """Return an ISO 8601 time as seconds since 1970."""
+    with contextlib.suppress(ValueError, OverflowError, OSError):
+        return datetime.fromisoformat(moment).timestamp()
+    return None
 
-    for event in latest:
+
+def _unfinished(run: Summary) -> Summary:
+    """Add the last step and the best evaluation of the last stage to a summary.
+
+    Events are read from the last to the first. Steps that a resumed run repeated are skipped.
+    """
+    from frostlab.records.schema import EvaluationEvent, ResumeEvent, StageEvent
+
+    last_step: int | None = None  # later steps were repeated by a resumed run
+    for event in _backwards(run.folder / EVENTS):
         if run.steps is None:
-            run = replace(run, steps=event.step)
-        if isinstance(event, EvaluationEvent):
+            run = replace(run, steps=event.step, ended=event.at)
+        if isinstance(event, ResumeEvent):
+            last_step = event.step if last_step is None else min(last_step, event.step)
+        elif last_step is not None and event.step > last_step:
+            continue
+        elif isinstance(event, StageEvent) and event.best_before is not None:
+            return replace(run, metric=event.best_before.metric, value=event.best_before.value)
+        elif isinstance(event, EvaluationEvent) and event.checkpoint is None:
             metric, value = next(iter(event.metrics.items()), (None, None))
-            return replace(run, metric=metric, value=None if isinstance(value, dict) else value)
+            run = replace(run, metric=metric)
+            if event.best and not isinstance(value, dict):
+                return replace(run, value=value)
     return run
 
 
-def _ends(folder: Path, strict: bool) -> "tuple[StartEvent | None, Iterator[Event]]":
-    """Return the start event, and an iterator over the events that were read, in reverse order.
-
-    With `strict`, the end of a long file is read too, and a file that does not begin with a start
-    event is refused. A truncated last line is ignored.
-    """
+def _start(folder: Path, strict: bool) -> "StartEvent | None":
+    """Return the start event; with `strict`, refuse a file that does not begin with one."""
     from frostlab.records.schema import StartEvent, read_event
 
     try:
         with open_regular(folder / EVENTS) as file:
-            head = tail = file.read(_HEAD)
-            if strict and len(head) == _HEAD:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-                tail = file.read(_TAIL)
+            line, ended, _ = file.read(_HEAD).partition(b"\n")
     except FileNotFoundError:
-        return None, iter(())
-    line, ended, _ = head.partition(b"\n")
+        return None
     start: Event | None = None
     try:
         start = read_event(line, EVENTS) if ended else None
@@ -232,43 +300,93 @@ def _ends(folder: Path, strict: bool) -> "tuple[StartEvent | None, Iterator[Even
             raise
     if strict and ended and not isinstance(start, StartEvent):
         raise BadInput(f"{EVENTS} does not begin with a start event")
-    return start if isinstance(start, StartEvent) else None, _backwards(tail)
+    return start if isinstance(start, StartEvent) else None
 
 
-def _backwards(text: bytes) -> "Iterator[Event]":
-    """Yield the events of complete lines in reverse order, except flow events."""
+def _backwards(path: Path) -> "Iterator[Event]":
+    """Yield events from the last to the first; of flow and steps, at most the last block."""
     from frostlab.records.schema import read_event
 
-    for line in reversed(text.split(b"\n")[:-1]):
-        if not line.startswith(_FLOW):
-            with contextlib.suppress(BadInput):
-                if (event := read_event(line, EVENTS)) is not None:
-                    yield event
+    any_event = False
+    for line in _lines_backwards(path):
+        if line.startswith(_FLOW) or (any_event and line.startswith(_STEP)):
+            continue
+        with contextlib.suppress(BadInput):
+            if (event := read_event(line, EVENTS)) is not None:
+                any_event = True
+                yield event
+
+
+def _lines_backwards(path: Path) -> Iterator[bytes]:
+    """Yield the complete lines of a file from the last to the first, reading only what is used."""
+    try:
+        file = open_regular(path)
+    except FileNotFoundError:
+        return
+    with file:
+        position, line, complete = file.seek(0, os.SEEK_END), b"", False
+        while position > 0 and len(line) <= LINE_BYTES:
+            size = min(_BLOCK, position)
+            position -= size
+            file.seek(position)
+            first, *lines = (file.read(size) + line).split(b"\n")
+            if not complete:  # the text after the last line break was truncated by a crash
+                if not lines:
+                    continue
+                lines.pop()
+                complete = True
+            line = first
+            yield from reversed(lines)
+        if complete and position == 0:
+            yield line
 
 
 def _load(root: Path) -> _Entries:
     """Return the stored entries; empty if the file is absent, damaged or of another version."""
     try:
         head, _, body = read_bytes(root / INDEX).partition(b"\n")
-        entries = parse_json(body, INDEX) if parse_json(head, INDEX) == _header(body) else {}
+        stored = parse_json(body, INDEX) if parse_json(head, INDEX) == _header(body) else {}
+        match stored:
+            case {"settings": list(settings), "runs": dict(entries)}:
+                for values in settings:
+                    check_numbers(values, INDEX)
+            case _:
+                return {}
     except (OSError, BadInput):
         return {}
-    return entries if isinstance(entries, dict) else {}
+    for entry in entries.values():
+        match entry:  # in the file, settings are the number of a shared object
+            case [_, list(values)] if len(values) == len(_STORED):
+                with contextlib.suppress(TypeError, IndexError):
+                    values[-1] = settings[values[-1]]
+    return entries
 
 
 def _stored_summary(folder: Path, signature: list[int], entry: object) -> Summary | None:
     """Return the summary in an entry; None if the entry is absent, outdated or damaged."""
     match entry:
         case [list(stored), list(values)] if stored == signature and len(values) == len(_STORED):
-            facts = {**dict(zip(_STORED, values, strict=True)), "name": folder.name}
+            *others, settings = values  # `_load` has checked the settings, once for all runs
+            known = zip(_STORED, others, strict=False)
+            facts = {key: value for key, value in known if value is not None and value != []}
             with contextlib.suppress(BadInput):
-                return read(Summary, {**facts, "folder": folder}, INDEX)
+                run = read(Summary, {**facts, "name": folder.name, "folder": folder}, INDEX)
+                return replace(run, settings=settings) if isinstance(settings, dict) else None
     return None
 
 
 def _save(root: Path, entries: _Entries) -> None:
     """Replace the index atomically; if that fails, the old index stays."""
-    body = json.dumps(entries, separators=(",", ":")).encode()
+    numbers: dict[str, int] = {}  # settings as JSON → their number in the file
+    seen: dict[int, int] = {}  # identity of settings → their number
+    runs = {}
+    for name, (signature, values) in entries.items():
+        *facts, settings = values
+        if id(settings) not in seen:
+            seen[id(settings)] = numbers.setdefault(json.dumps(settings), len(numbers))
+        runs[name] = [signature, [*facts, seen[id(settings)]]]
+    shared = f"[{','.join(numbers)}]"
+    body = f'{{"settings":{shared},"runs":{json.dumps(runs, separators=(",", ":"))}}}'.encode()
     with contextlib.suppress(OSError):
         # this may delete the file that another listing is writing; then its index is not saved
         remove_temporary(root, INDEX)
@@ -278,74 +396,3 @@ def _save(root: Path, entries: _Entries) -> None:
 
 def _header(body: bytes) -> list[int | str]:
     return [_VERSION, SCHEMA, *_STORED, zlib.crc32(body)]
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of the table of runs."""
-
-    name: str
-    text: Callable[[Summary], Any]  # returns a run's value; None: unknown
-    right: bool = False  # whether it is right-aligned
-    marked: bool = False  # whether a footnote mark for the run's caution is added
-
-
-def _best(run: Summary) -> str | None:
-    return f"{run.metric}={number(run.value)}" if run.metric else None
-
-
-def _reported(run: Summary) -> str | None:
-    value = (run.report or {}).get(run.metric or "")
-    return None if value is None else number(value)
-
-
-WIDTH = 100  # of the table, in characters
-COLUMNS = (
-    Column("name", lambda run: run.name),
-    Column("status", lambda run: run.status),
-    Column("treatment", lambda run: run.treatment),
-    Column("seed", lambda run: run.seed, right=True),
-    Column("steps", lambda run: run.steps, right=True),
-    Column("best", _best, marked=True),
-    Column("report", _reported, marked=True),
-    Column("step ms", lambda run: number(run.step_ms), right=True),
-    Column("total", lambda run: hms(run.total_seconds), right=True),
-)
-_RIGHT = {place for place, column in enumerate(COLUMNS) if column.right}
-# the column to shorten if the table is too wide
-_CUT = next(place for place, column in enumerate(COLUMNS) if column.name == "treatment")
-_MARKS = "*†‡§"
-
-
-def runs_table(summaries: Iterable[Summary]) -> str:
-    """Format runs as a table with footnotes, at most 100 characters wide if the names permit."""
-    runs = list(summaries)
-    if not runs:
-        return "no runs"
-    cautions = list(dict.fromkeys(run.caution for run in runs if run.caution))
-    marks = {text: _MARKS[i] if i < 4 else f"[{i + 1}]" for i, text in enumerate(cautions)}
-    rows = [[_cell(column, run, marks) for column in COLUMNS] for run in runs]
-    lines = _within_width([[column.name for column in COLUMNS], *rows])
-    lines += [f"{mark} {plain(text)}" for text, mark in marks.items()]
-    failed = [run for run in runs if run.error]
-    lines += [short(plain(f"{run.name}: {run.error}"), WIDTH) for run in failed[:10]]
-    lines += [f"and {len(failed) - 10} more with an error"] * (len(failed) > 10)
-    return "\n".join(lines)
-
-
-def _cell(column: Column, run: Summary, marks: dict[str, str]) -> str:
-    value = column.text(run)
-    mark = marks.get(run.caution or "", "") if column.marked and value is not None else ""
-    return plain(value) + mark
-
-
-def _within_width(rows: list[list[str]]) -> list[str]:
-    """Align rows; if too wide, shorten treatments, but not names, which users need in full."""
-    lines = columns(rows, _RIGHT)
-    too_wide = max(map(len, lines)) - WIDTH
-    if too_wide <= 0:
-        return lines
-    widest = max(len(row[_CUT]) for row in rows)
-    width = max(min(widest, 10), widest - too_wide)
-    cut = [[*row[:_CUT], short(row[_CUT], width), *row[_CUT + 1 :]] for row in rows]
-    return columns(cut, _RIGHT)

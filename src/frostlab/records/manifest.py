@@ -2,8 +2,8 @@
 
 A manifest has the form of `storage.seal`. A folder inside that has a manifest or checksums of its
 own, such as a comparison's run or a run's checkpoint, is represented by that file alone. Locks are
-left out, and so are files that other commands add to a finished run. A comparison of runs that had
-ended before lists the manifests of these runs, by paths that begin with `..`.
+left out, and so are notes, tags and files that other commands add to a finished run. A comparison
+of runs that had ended before lists the manifests of these runs, by paths that begin with `..`.
 """
 
 import json
@@ -18,7 +18,7 @@ from frostlab.storage import SEAL, checksums, damaged_file, is_plain, read_json,
 
 MANIFEST = "manifest.json"
 _LOCKS = ("run.lock", "compare.lock")
-_INDEX = ".index.json"  # a listing's index, in any folder of runs
+_CHANGING = (".index.json", "annotations.json")  # a listing's index; users' notes and tags
 _ADDED = ("exits.json", "targets.json", "flow", "envelopes")  # by exits, diagnose and envelopes
 _RECORDS = ("events.jsonl", "plan.json")  # one of them is in each run or comparison
 
@@ -156,4 +156,4 @@ def _files(folder: Path) -> list[str]:
 def _is_left_out(name: str, top: bool) -> bool:
     """Return whether manifests do not list files of this name."""
     temporary = name.startswith(".") and name.endswith(".tmp")
-    return temporary or name in (*_LOCKS, _INDEX) or (top and name in (MANIFEST, *_ADDED))
+    return temporary or name in (*_LOCKS, *_CHANGING) or (top and name in (MANIFEST, *_ADDED))

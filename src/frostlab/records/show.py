@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-import textwrap
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from frostlab.errors import BadInput
+from frostlab.records.annotations import Annotations, read_annotations
 from frostlab.records.folder import RunRecord, effective, read_environment, scores_lines
-from frostlab.records.index import EVENTS, RESULT, Summary, is_run, read_run, result_of
+from frostlab.records.index import EVENTS, RESULT, Summary, dotted, is_run, read_run, result_of
+from frostlab.records.query import moment_text
 from frostlab.records.schema import (
     DataRecord,
     EvaluationEvent,
@@ -25,7 +27,11 @@ from frostlab.records.schema import (
     read_event,
 )
 from frostlab.storage import read_lines
-from frostlab.text import NONE, columns, hms, number, plain, short
+from frostlab.text import NONE, columns, hms, number, plain, short, wrapped
+
+_NAME = re.compile(
+    r" *\S+(?: \S+)*  +"
+)  # the name at the beginning of a line, and the gap after it
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,8 @@ class _Run:
     environment: dict[str, Any] | None
     data: DataRecord | None
     damaged_data: str | None  # why data.json cannot be read; None if it is absent
+    annotations: Annotations
+    examples: dict[str, int]  # split → number of examples, where it is known
 
 
 def show_json(folder: Path) -> dict[str, Any]:
@@ -51,6 +59,7 @@ def show_json(folder: Path) -> dict[str, Any]:
     return {
         **asdict(run.summary),
         "folder": str(folder),
+        "tags": list(run.summary.tags),
         "recipe": run.recipe,
         "recipe_file_digest": run.recipe_file_digest,
         "differences": run.differences,
@@ -59,13 +68,20 @@ def show_json(folder: Path) -> dict[str, Any]:
         "result": run.result and asdict(run.result),
         "evaluations": evaluations,
         "resumes": _resumes(run),
-        "notes": [asdict(event) for event in run.events if isinstance(event, NoteEvent)],
+        "notes": [
+            *(asdict(event) for event in run.events if isinstance(event, NoteEvent)),
+            *(asdict(note) for note in run.annotations.notes),
+        ],
+        "examples": run.examples,
         "damaged_events": run.damaged_events,
     }
 
 
-def show(folder: Path) -> str:
-    """Format a run: configuration, results, clocks, parameters, environment, notes."""
+def show(folder: Path, width: int | None = None) -> str:
+    """Format a run: configuration, results, clocks, parameters, environment, notes.
+
+    Lines that are longer than `width` are continued on the next line.
+    """
     from frostlab.records.environment import one_line
 
     run = _read(folder)
@@ -81,11 +97,24 @@ def show(folder: Path) -> str:
         "parameters": _parameters(run.result.parameters if run.result else None),
         "machine": _machine(run.result) if run.result else [],
         "environment": [one_line(run.environment or {}) or NONE],
-        "notes": [f"step {event.step}: {event.text}" for event in notes],
+        "notes": [
+            *(f"step {event.step}: {event.text}" for event in notes),
+            *(f"{moment_text(note.at)[:10]}: {note.text}" for note in run.annotations.notes),
+        ],
     }
     return "\n\n".join(
-        "\n  ".join(map(plain, [title, *lines])) for title, lines in sections.items() if lines
+        "\n".join([plain(title), *(part for line in lines for part in _wrapped(line, width))])
+        for title, lines in sections.items()
+        if lines
     )
+
+
+def _wrapped(line: str, width: int | None) -> list[str]:
+    """Indent a line, and continue it below its value if it is too long."""
+    line = f"  {plain(line)}"
+    name = _NAME.match(line)
+    start = len(name[0]) if name and len(name[0]) < 30 else 4
+    return wrapped(line, width, " " * (start - 2))
 
 
 def stages_table(stages: list[Stage]) -> list[str]:
@@ -119,6 +148,8 @@ def _status(run: _Run) -> list[str]:
         ("status", summary.status),
         ("steps", summary.steps),
     ]
+    if run.annotations.tags:
+        lines.append(("tags", ", ".join(run.annotations.tags)))
     if summary.error:
         lines.append(("error", summary.error))
     if resumes := _resumes(run):
@@ -142,7 +173,6 @@ def _configuration(run: _Run) -> list[str]:
     return [*lines, "differences from the defaults:", *changed]
 
 
-_WIDTH = 78  # characters of a line, without the indentation
 _SHOWN_CLASSES = 12  # classes that the table of splits lists
 _COUNTS = {  # attribute of SplitRecord → its name in the table
     "examples": "examples",
@@ -197,7 +227,7 @@ def _data(data: DataRecord) -> list[str]:
     lines = columns(table, right=range(1, len(splits) + 1))
     if len(labels) > _SHOWN_CLASSES:
         lines.append(f"and {len(labels) - _SHOWN_CLASSES:,} more classes")
-    return [*lines, *(line for text in _remarks(data) for line in _wrapped(text))]
+    return [*lines, *_remarks(data)]
 
 
 def _remarks(data: DataRecord) -> Iterator[str]:
@@ -214,11 +244,6 @@ def _remarks(data: DataRecord) -> Iterator[str]:
             yield f"{name}: {count:,} dropped, {reason}"
 
 
-def _wrapped(text: str) -> list[str]:
-    """Break a remark into lines; a path is cut inside if it has no spaces."""
-    return textwrap.wrap(plain(text), _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
-
-
 def _at(counts: list[int] | None, index: int) -> int | None:
     return counts[index] if counts is not None and index < len(counts) else None
 
@@ -232,17 +257,29 @@ def _count(value: Any) -> str:
 def _results(run: _Run) -> list[str]:
     summary, result = run.summary, run.result
     best = f"{summary.metric} {number(summary.value)}" if summary.metric else None
-    if best and result and result.best.step is not None:
-        best += f" at step {result.best.step}"
+    step = result.best.step if result else _best_step(run.events)
+    if best and step is not None:
+        best += f" at step {step}{_n(run, 'tune')}"
     report = _metrics(summary.report or {})
     layers = (result.report or {}).get("layers") if result else None
     of_layers = layers.items() if isinstance(layers, dict) else ()
     return _pairs([
-        ("best" if result else "latest", best),
-        ("report", report or None),
+        ("best" if result else "best so far", best),
+        ("report", f"{report}{_n(run, 'report')}" if report else None),
         *((f"layer {layer}", _metrics(metrics)) for layer, metrics in of_layers),
         *([("caution", summary.caution)] if summary.caution else []),
     ])  # fmt: skip
+
+
+def _best_step(events: list[Event]) -> int | None:
+    """Return the step of the best evaluation of an unfinished run."""
+    best = [e for e in events if isinstance(e, EvaluationEvent) and e.best and not e.checkpoint]
+    return best[-1].step if best else None
+
+
+def _n(run: _Run, split: str) -> str:
+    """Return the number of examples behind a metric, such as ` (n = 400)`; "" if not known."""
+    return f" (n = {run.examples[split]:,})" if split in run.examples else ""
 
 
 def _metrics(metrics: dict[str, Any]) -> str:
@@ -352,10 +389,22 @@ def _read(folder: Path) -> _Run:
             data = RunRecord(folder).data
     except (OSError, BadInput) as error:
         damaged_data = str(error)
+    annotations = Annotations()
+    with contextlib.suppress(BadInput):  # the summary's `notes` give the reason
+        annotations = read_annotations(folder)
     return _Run(
         read_run(folder), result, events, damaged, recipe, digest, differences, environment,
-        data, damaged_data,
+        data, damaged_data, annotations, _examples(folder, data),
     )  # fmt: skip
+
+
+def _examples(folder: Path, data: DataRecord | None) -> dict[str, int]:
+    """Return the number of examples by split, from the records of data and predictions."""
+    examples = {} if data is None else {name: split.examples for name, split in data.splits.items()}
+    with contextlib.suppress(BadInput):
+        if (predictions := RunRecord(folder).predictions) is not None:
+            examples[predictions.split] = len(predictions.labels)
+    return examples
 
 
 def _events(folder: Path) -> tuple[list[Event], list[str]]:
@@ -403,13 +452,5 @@ def _differences(recipe: dict[str, Any] | None) -> tuple[dict[str, Any] | None, 
         # validated as JSON, because strict models accept lists as tuples only there
         checked = Recipe.model_validate_json(json.dumps(recipe))
     except (TypeError, ValueError):
-        return dict(_dotted(recipe)), None
-    return dict(_dotted(checked.model_dump(mode="json", exclude_defaults=True))), checked.digest
-
-
-def _dotted(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in record.items():
-        if isinstance(value, dict) and value:
-            yield from _dotted(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+        return dict(dotted(recipe)), None
+    return dict(dotted(checked.model_dump(mode="json", exclude_defaults=True))), checked.digest

@@ -74,9 +74,12 @@ class Anatomy:
         """The parts that the architecture never trains."""
         return tuple(p for p in self.parts if p.state == "fixed")
 
-    def table(self) -> str:
-        """Return the anatomy as text; runs of identical layers are shown once."""
-        return _as_text(self)
+    def table(self, width: int | None = None) -> str:
+        """Return the anatomy as text; runs of identical layers are shown once.
+
+        If it is wider than `width`, the layout is left out and long names are shortened.
+        """
+        return _as_text(self, width)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -95,7 +98,7 @@ _HEADER = ("role", "shape", "heads", "layout", "parameters", "state", "weight")
 _RIGHT = (4,)  # columns of numbers
 
 
-def _as_text(anatomy: Anatomy) -> str:
+def _as_text(anatomy: Anatomy, width: int | None) -> str:
     """Return the table: parts outside the layers, then the layers, then the totals."""
     blocks: list[tuple[str, list[tuple[str, ...]]]] = []
     outside = [part for part in anatomy.parts if not part.layers]
@@ -104,12 +107,28 @@ def _as_text(anatomy: Anatomy) -> str:
     for _, layers in groupby(anatomy.layers, key=lambda layer: layer.stack):
         for alike in _runs_of_equal_layers(list(layers)):
             blocks.append((_title(alike), [_row(p, _local_name(p)) for p in alike[0].parts]))
-    aligned = columns([_HEADER, *(row for _, rows in blocks for row in rows)], right=_RIGHT)
+    table = [_HEADER, *(row for _, rows in blocks for row in rows)]
+    aligned = columns(table, right=_RIGHT)
+    if width is not None and max(map(len, aligned)) > width - 2:
+        aligned = _narrow(table, width - 2)
     indented = (f"  {line}" for line in aligned)
     lines = [anatomy.model, "", next(indented)]
     for title, rows in blocks:
         lines += ["", title, *islice(indented, len(rows))]
     return "\n".join([*lines, "", *_totals(anatomy)])
+
+
+def _narrow(table: Sequence[Sequence[str]], width: int) -> list[str]:
+    """Align a table without the layout; long names of weights keep their end, without their tie."""
+    place = _HEADER.index("layout")
+    rows = [(*row[:place], *row[place + 1 : -1]) for row in table]
+    lines = columns(rows, right=(rows[0].index("parameters"),))
+    widest = max(map(len, lines))
+    room = max(width - widest - 2, 12)
+    names = [row[-1] for row in table]
+    names = [name if len(name) <= room else name.partition("  (also")[0] for name in names]
+    names = [name if len(name) <= room else f"…{name[1 - room :]}" for name in names]
+    return [f"{line:{widest}}  {name}" for line, name in zip(lines, names, strict=True)]
 
 
 def _totals(anatomy: Anatomy) -> list[str]:

@@ -1,0 +1,190 @@
+"""Tables of runs and of groups of runs, as wide as the terminal."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from frostlab.records.index import Summary
+from frostlab.records.query import Group, differing, value_of
+from frostlab.text import NONE, columns, hms, number, plain, short, typed, wrapped
+
+_MARKS = "*†‡§"
+_WIDEST = 28  # characters of a cell that is neither a name nor asked for
+_NAME = 20  # the fewest characters of a name
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table of runs."""
+
+    name: str
+    text: Callable[[Summary], Any]  # returns a run's value; None: unknown
+    right: bool = False  # whether it is right-aligned
+    marked: bool = False  # whether a footnote mark for the run's caution is added
+    rank: int = 0  # columns with a larger rank are left out first; 0: never left out
+
+
+def _best(run: Summary) -> str | None:
+    return f"{run.metric}={number(run.value)}" if run.metric else None
+
+
+def _reported(run: Summary) -> str | None:
+    value = (run.report or {}).get(run.metric or "")
+    return None if value is None else number(value)
+
+
+_FIRST = (
+    Column("name", lambda run: run.name),
+    Column("status", lambda run: run.status, rank=4),
+    Column("treatment", lambda run: run.treatment, rank=3),
+    Column("seed", lambda run: run.seed, right=True, rank=3),
+    Column("steps", lambda run: run.steps, right=True, rank=6),
+    Column("best", _best, marked=True),
+    Column("report", _reported, marked=True, rank=1),
+)
+_TAGS = Column("tag", lambda run: ",".join(run.tags) or None, rank=2)
+_NOTES = Column("note", lambda run: run.notes[-1] if run.notes else None, rank=5)
+_LAST = (
+    Column("step ms", lambda run: number(run.step_ms), right=True, rank=8),
+    Column("total", lambda run: hms(run.total_seconds), right=True, rank=7),
+)
+
+
+def runs_table(
+    summaries: Iterable[Summary], keys: Sequence[str] | None = None, width: int | None = None
+) -> str:
+    """Format runs as a table with footnotes.
+
+    Args:
+        summaries: the runs.
+        keys: settings and metrics to show; by default, the settings that are not the same in all
+            runs.
+        width: the most characters of a line. Columns that do not fit are left out, and a line
+            below the table names them. By default, everything is shown.
+    """
+    runs = list(summaries)
+    if not runs:
+        return "no runs"
+    cautions = list(dict.fromkeys(run.caution for run in runs if run.caution))
+    marks = {text: _MARKS[i] if i < 4 else f"[{i + 1}]" for i, text in enumerate(cautions)}
+    shown = _columns(runs, keys)
+    cells = {column.name: [column.name, *(_cell(column, run, marks) for run in runs)]
+             for column in shown}  # fmt: skip
+    if width is not None:
+        asked = set(keys or ())
+        for column in shown:
+            if column.rank and column.name not in asked:
+                cells[column.name] = [short(cell, _WIDEST) for cell in cells[column.name]]
+    kept = shown if width is None else _fitting(shown, cells, width)
+    lines = _lines(kept, cells, width)
+    left_out = [column.name for column in shown if column not in kept]
+    lines += [f"{mark} {plain(text)}" for text, mark in marks.items()]
+    failed = [plain(f"{run.name}: {run.error}") for run in runs if run.error]
+    lines += [line if width is None else short(line, width) for line in failed[:10]]
+    lines += [f"and {len(failed) - 10} more with an error"] * (len(failed) > 10)
+    if left_out:
+        lines += _left_out(left_out, width or 0)
+    return "\n".join(lines)
+
+
+def _left_out(names: Sequence[str], width: int) -> list[str]:
+    """Return a line that names the columns that are left out, at most twelve of them."""
+    more = f" and {len(names) - 12} more" if len(names) > 12 else ""
+    return wrapped(f"--wide also shows {', '.join(names[:12])}{more}", width)
+
+
+def _columns(runs: Sequence[Summary], keys: Sequence[str] | None) -> list[Column]:
+    """Return the columns of a table, in order."""
+    settings = differing(runs) if keys is None else list(keys)
+    given = [
+        Column(key, _value(key), _is_numeric(runs, key), rank=_rank(place) if keys is None else 0)
+        for place, key in enumerate(settings)
+    ]
+    marked = [_TAGS] * any(run.tags for run in runs) + [_NOTES] * any(run.notes for run in runs)
+    own = [c for c in (*_FIRST, *marked, *_LAST) if c.name not in {g.name for g in given}]
+    place = own.index(next(c for c in own if c.name == "best"))
+    return [*own[:place], *given, *own[place:]]
+
+
+def _rank(place: int) -> int:
+    """Return the rank of a setting that differs: the first two are more important."""
+    return 2 if place < 2 else 5
+
+
+def _value(key: str) -> Callable[[Summary], Any]:
+    def text(run: Summary) -> Any:
+        value = value_of(run, key)
+        return number(value) if isinstance(value, float) else value
+
+    return text
+
+
+def _is_numeric(runs: Sequence[Summary], key: str) -> bool:
+    values = [value for run in runs if (value := value_of(run, key)) is not None]
+    return all(typed(value, int, float) is not None for value in values)
+
+
+def _cell(column: Column, run: Summary, marks: dict[str, str]) -> str:
+    value = column.text(run)
+    mark = marks.get(run.caution or "", "") if column.marked and value is not None else ""
+    return plain(value) + mark
+
+
+def _fitting(shown: list[Column], cells: dict[str, list[str]], width: int) -> list[Column]:
+    """Return the columns that fit into a width: those of the largest rank are left out first."""
+    kept = list(shown)
+    widths = {name: max(map(len, texts)) for name, texts in cells.items()}
+    while sum(widths[c.name] + 2 for c in kept) - 2 > width and any(c.rank for c in kept):
+        last = max(range(len(kept)), key=lambda place: (kept[place].rank, place))
+        del kept[last]
+    return kept
+
+
+def _lines(kept: list[Column], cells: dict[str, list[str]], width: int | None) -> list[str]:
+    """Align the cells; if they are still too wide, names are cut in the middle."""
+    texts = [list(cells[column.name]) for column in kept]
+    right = {place for place, column in enumerate(kept) if column.right}
+    if width is not None:
+        others = sum(2 + max(map(len, column)) for column in texts[1:])
+        most = max(_NAME, width - others)
+        texts[0] = [_middle_cut(name, most) for name in texts[0]]
+    return columns(list(zip(*texts, strict=True)), right, width)
+
+
+def _middle_cut(name: str, width: int) -> str:
+    """Shorten a name in the middle, because its end holds the seed."""
+    if len(name) <= width:
+        return name
+    end = (width - 1) // 2
+    return f"{name[: width - 1 - end]}…{name[-end:]}"
+
+
+def groups_table(groups: Sequence[Group], width: int | None = None) -> str:
+    """Format groups: their keys, and n, mean and 95 % interval of each quantity."""
+    if not groups:
+        return "no runs"
+    head: list[str] = list(groups[0].keys)
+    right = {
+        place
+        for place, key in enumerate(head)
+        if all(typed(group.keys[key], int, float) is not None for group in groups)
+    }
+    names = list(groups[0].means)
+    for name in names:
+        right |= {len(head), len(head) + 1}
+        head += ["n", name, "95 % interval"]
+    rows = []
+    for group in groups:
+        cells = [number(v) if isinstance(v, float) else plain(v) for v in group.keys.values()]
+        for mean in group.means.values():
+            missing = len(group.runs) - mean.n
+            interval = NONE if mean.low is None else f"[{number(mean.low)}, {number(mean.high)}]"
+            cells += [f"{mean.n} of {len(group.runs)}" if missing else str(mean.n)]
+            cells += [number(mean.mean), interval]
+        rows.append(cells)
+    lines = columns([head, *rows], right, width)
+    if width is not None and max(map(len, lines)) > width:
+        lines = [short(line, width) for line in lines]
+        lines.append("--wide shows the rest of the lines")
+    cautions = dict.fromkeys(run.caution for group in groups for run in group.runs if run.caution)
+    return "\n".join([*lines, *map(plain, cautions)])
