@@ -75,7 +75,7 @@ def test_the_verdict_says_what_a_plan_would_have_guaranteed(runs: Path, tmp_path
     assert "Whole runs were trained at different times" in text
     assert "carries out this plan again" not in text
     assert "chosen beforehand" not in text
-    shown = show(compared.evidence, compared.page)
+    shown = " ".join(show(compared.evidence, compared.page).split())
     assert f"oelm: {untuned}" in shown
     comparison = json.loads((compared.folder / "comparison.json").read_text())
     assert comparison["comparison"]["conclusion"] == verdict.sentence

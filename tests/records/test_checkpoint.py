@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import frostlab as fl
-from frostlab.data.prepare import prepare
 from frostlab.errors import BadInput, DamagedCheckpoint, FrostlabError
 from frostlab.records.checkpoint import (
     Checkpoint,
@@ -276,20 +275,20 @@ def test_a_moved_run_has_its_frozen_weights(
     shutil.copytree(oelm.folder, tmp_path / "moved")
     moved, treat = RunRecord(tmp_path / "moved"), setup.treat
 
-    def treat_otherwise(model: torch.nn.Module, *arguments: object) -> set[str]:
-        touched = treat(model, *arguments)  # type: ignore[arg-type]
+    def treat_otherwise(model: torch.nn.Module, *values: object, **named: object) -> set[str]:
+        touched = treat(model, *values, **named)  # type: ignore[arg-type]
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.0001)
         return touched
 
     monkeypatch.setattr(setup, "treat", treat_otherwise)
-    best_model(moved, prepare(moved.recipe))  # it verifies the digest of the weights
+    best_model(moved)  # it verifies the digest of the weights
     assert verify(moved.folder) == (1, [])
     (path,) = moved.folder.glob("checkpoints/frozen-*/frozen.safetensors")
     flip(path)
     with pytest.raises(FrostlabError, match=f"^{path} is damaged or missing$"):
-        best_model(moved, prepare(moved.recipe))
+        best_model(moved)
     (problem,) = verify(moved.folder)[1]
     assert str(problem) == f"{path} was changed, added or removed"
 

@@ -221,7 +221,9 @@ def test_a_run_fits_a_terminal_and_has_notes_tags_and_n(tmp_path: Path) -> None:
     add_tag(folder, "keep")
     predictions = {"split": "report", "labels": [0] * 1200, "classes": [1] * 1200}
     (folder / "predictions.json").write_text(json.dumps(predictions))
-    (folder / "data.json").write_text(json.dumps({"splits": {"tune": {"examples": 300}, "x": 3}}))
+    tune = {"source": "a file", "examples": 300, "digest": "d"}
+    data = {"task": "classification", "digest": "d", "labels": [0, 1], "notes": []}
+    (folder / "data.json").write_text(json.dumps({**data, "splits": {"tune": tune}}))
     whole = show(folder).splitlines()
     assert "  best     accuracy 0.75 at step 20 (n = 300)" in whole
     assert "  report   accuracy 0.74, loss 0.5 (n = 1,200)" in whole

@@ -73,7 +73,7 @@ def test_notes_are_in_the_run_and_on_the_terminal(record: fl.RunRecord, heard: H
 
 
 def test_show_has_a_section_of_the_data(record: fl.RunRecord) -> None:
-    text = show(record.folder)
+    text = show(record.folder, 80)
     section = text.split("\n\ndata\n")[1].split("\n\n")[0].splitlines()
     assert section[0].split() == ["train", "tune", "report"]
     cells = {line[2:].rsplit(None, 3)[0]: line.rsplit(None, 3)[1:] for line in section[1:]}

@@ -61,6 +61,7 @@ ELSEWHERE = {
     "stages": "test_stages.py",
     "loss": "test_eeg_report.py",
     "train.step": "step/test_captured.py, step/test_step.py",
+    "train.checkpoint_what": "tests/records/test_checkpoint.py, test_stages_boundary.py",
     "train.cache_prefix": "batches/test_prefix.py",
     "train.cache_gb": "batches/test_prefix.py",
     "train.device": "test_run.py",
