@@ -13,6 +13,7 @@ the seconds and the peak memory since its construction.
 
 import gc
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -136,7 +137,9 @@ class Meter:
         if prepares_kernels(device):
             # cuBLAS allocates its workspaces in this matmul, before memory is measured
             weight = torch.ones(1, 1, device=device, requires_grad=True)
-            F.linear(weight, weight, weight[0]).sum().backward()
+            with warnings.catch_warnings():  # torch warns that its thread has no context yet
+                warnings.simplefilter("ignore")
+                F.linear(weight, weight, weight[0]).sum().backward()
             del weight
             gc.collect()
         self.before = allocated_bytes(device)
