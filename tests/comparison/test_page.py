@@ -118,3 +118,12 @@ def test_hostile_texts_are_shown_not_obeyed(made: fl.Comparison) -> None:
     said = show(spoilt, Path(EVIL))
     assert all(line.isprintable() for line in said.split("\n"))
     said.encode()
+
+
+def test_the_page_says_what_the_runs_were_trained_on(made: fl.Comparison) -> None:
+    section = made.page.read_text().split("## Data\n\n")[1].split("\n\n## ")[0]
+    data = made.evidence.data
+    assert data is not None
+    for name, split in data.splits.items():
+        assert f"| {name} | {split.examples:,} |" in section
+        assert split.digest[:16] in section

@@ -36,6 +36,8 @@ from frostlab.comparison.evidence import (
 )  # fmt: skip
 from frostlab.comparison.load import make_plan
 from frostlab.comparison.plan import Plan
+from frostlab.data.split_record import SplitRecord
+from frostlab.records.schema import DataRecord
 
 _EFFECT = Effect(2, False, 0.05, 0.1, -0.1, 0.3, 0.2, 0.1)
 _MADE = Made("p", "d", None, "r", "2024-01-01", "2024-01-02", "a machine", {"torch": "2.13"},
@@ -51,6 +53,11 @@ _TUNED = TunedSetting(
 
 
 @cache
+def _data() -> DataRecord:
+    split = SplitRecord(source="reviews.csv", examples=8, digest="0" * 32, classes=[5, 3], empty=1)
+    return DataRecord("classification", "0" * 32, ["bad", 1], {"train": split}, ["1 empty text"])
+
+
 def plan() -> Plan:
     """Return a plan of two arms with a tuned setting and a question."""
     return make_plan(
@@ -115,7 +122,7 @@ def evidence() -> bytes:
     whole = Evidence(
         schema=SCHEMA, plan=plan(), made=_MADE, baseline="baseline", look=2,
         earlier_looks=(EarlierLook(1.5e9, "comparisons/it", "accuracy", 6, 0.05),), jobs=1,
-        caution=None, pairs=2,
+        caution=None, pairs=2, data=_data(),
         confounds={"oelm": ()}, tuning=(_TUNED,),
         arms={name: ArmEvidence("everything trains", (_run(name, 0), _run(name, 1)),
                                 dict.fromkeys(metrics, _SUMMARY), Parameters(20, 10), _SUMMARY)

@@ -20,7 +20,7 @@ from frostlab.comparison.plan import MOST_LOOKS, Plan, Rules
 from frostlab.comparison.verdict import Word
 from frostlab.errors import BadInput
 from frostlab.recipe.bounded_yaml import check_plain, shown_key
-from frostlab.records.schema import read
+from frostlab.records.schema import DataRecord, read
 from frostlab.storage import finite, read_json
 
 SCHEMA = 5  # version of evidence.json
@@ -422,6 +422,7 @@ class Evidence:
     earlier_looks: tuple[EarlierLook, ...]  # in any folder
     jobs: int  # number of runs in parallel
     caution: str | None  # a warning about the data or the runs, to show with every number
+    data: DataRecord | None  # of the first run; None if it cannot be read
     pairs: int  # number of pairs of finished runs that were compared with the baseline
     confounds: dict[str, tuple[str, ...]]  # by arm: other settings that differ from the baseline
     tuning: tuple[TunedSetting, ...]

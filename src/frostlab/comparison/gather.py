@@ -105,6 +105,7 @@ def gather(
         ),
         jobs=jobs,
         caution=runs.caution,
+        data=runs.data,
         pairs=sum(
             runs.finished(arm.name, seed)
             and runs.finished(plan.baseline.name, seed)

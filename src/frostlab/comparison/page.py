@@ -590,6 +590,7 @@ SECTIONS: tuple[tuple[str, Callable[[Evidence], str]], ...] = (
     ("Time of whole runs", _run_times),
     ("Tuning", _tuning),
     ("What differs between the arms", _differences),
+    ("Data", lambda evidence: evidence.data.markdown() if evidence.data else ""),
     ("How it was made", _made),
     ("Runs", _runs),
 )

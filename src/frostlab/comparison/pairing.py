@@ -7,6 +7,7 @@ treatment changes, the machine, its settings, the libraries and frostlab's code 
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,14 @@ from frostlab.errors import BadInput
 from frostlab.records.environment import comparable_facts, machine_line
 from frostlab.records.folder import RunRecord
 from frostlab.records.manifest import check_unchanged
-from frostlab.records.schema import EvaluationEvent, ResumeEvent, Stage, StartEvent, StepEvent
+from frostlab.records.schema import (
+    DataRecord,
+    EvaluationEvent,
+    ResumeEvent,
+    Stage,
+    StartEvent,
+    StepEvent,
+)
 from frostlab.text import typed
 from frostlab.training.evaluate import COMPUTED, Totals
 
@@ -202,6 +210,13 @@ class Runs:
         chosen = f"{AFTER_THE_FACT}, when their results could be seen" if self.plan.runs else None
         about_data = next(run.caution for run in self.summaries.values())
         return "; ".join(filter(None, [chosen, about_data])) or None
+
+    @property
+    def data(self) -> DataRecord | None:
+        """What the first run was trained on; all runs that are compared have the same data."""
+        with suppress(BadInput):
+            return next(iter(self.records.values())).data
+        return None
 
     def why_unpaired(self, arm: str, against: str) -> str | None:
         """Return why two arms cannot be paired, for the first such seed, or None."""

@@ -3,9 +3,14 @@
 The classes hold plain values only, because a run writes them to data.json.
 """
 
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from frostlab.text import escaped, markdown
+
 Label = int | str
+_MOST_SHOWN = 8  # classes or files that a table names
 
 
 @dataclass(frozen=True)
@@ -56,3 +61,60 @@ class SplitRecord:
     subjects: int | None = None  # EEG: number of subjects
     seconds: float | None = None  # EEG: length of all recordings
     seed: int | None = None  # generated data: the seed of this split
+
+
+def splits_markdown(
+    splits: Mapping[str, SplitRecord], labels: Sequence[Label] | None, notes: Iterable[str]
+) -> str:
+    """Return a table in Markdown: examples, classes and source of each split, and what was dropped.
+
+    Files are named without their folder, because pages and cards are shared.
+    """
+    head = ["split", "examples", "classes", "source", "digest", "note"]
+    rows = [
+        [
+            name,
+            f"{split.examples:,}",
+            _classes(split, labels),
+            _source(split),
+            split.digest[:16],
+            "; ".join(_remarks(split)),
+        ]
+        for name, split in splits.items()
+    ]
+    kept = [k for k, _ in enumerate(head) if any(row[k] for row in rows)]
+    table = markdown([head[k] for k in kept], [[row[k] for k in kept] for row in rows])
+    return "\n\n".join([table, *map(escaped, notes)])
+
+
+def _classes(split: SplitRecord, labels: Sequence[Label] | None) -> str:
+    if labels is None or split.classes is None:
+        return ""
+    counts = [f"{label} {count:,}" for label, count in zip(labels, split.classes, strict=False)]
+    return _listed(counts)
+
+
+def _source(split: SplitRecord) -> str:
+    if split.files:
+        return _listed(f"{os.path.basename(f.path)} (sha256 {f.sha256[:16]})" for f in split.files)
+    return os.path.basename(split.source) if os.path.isabs(split.source) else split.source
+
+
+def _remarks(split: SplitRecord) -> Iterator[str]:
+    if split.note:
+        yield split.note
+    if split.recordings is not None and split.seconds is not None:
+        yield f"{split.recordings:,} recordings, {split.subjects} subjects, {split.seconds:,.0f} s"
+    for count, what in (
+        (split.empty, "empty texts"),
+        (split.duplicates, "repeated texts"),
+        (split.contradictions, "texts with several labels"),
+    ):
+        if count:
+            yield f"{count:,} {what}"
+
+
+def _listed(items: Iterable[str]) -> str:
+    listed = list(items)
+    more = len(listed) - _MOST_SHOWN
+    return ", ".join(listed[:_MOST_SHOWN]) + (f" and {more:,} more" if more > 0 else "")

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
-from frostlab.data.split_record import Label, SplitRecord
+from frostlab.data.split_record import Label, SplitRecord, splits_markdown
 from frostlab.errors import BadInput
 from frostlab.records import SCHEMA
 from frostlab.typed import parse
@@ -256,6 +256,10 @@ class DataRecord:
     labels: list[Label] | None  # the classes in order; null for language and EEG
     splits: dict[str, SplitRecord]  # train, tune, report; EEG: also unseen
     notes: list[str]  # remarks about suspicious rows, such as empty texts
+
+    def markdown(self) -> str:
+        """Return a table of the splits in Markdown, with the notes below it."""
+        return splits_markdown(self.splits, self.labels, self.notes)
 
 
 # predictions.json
