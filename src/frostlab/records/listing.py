@@ -1,7 +1,8 @@
 """Tables of runs and of groups of runs, as wide as the terminal."""
 
+import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from frostlab.records.index import Summary
@@ -74,7 +75,8 @@ def runs_table(
         asked = set(keys or ())
         for column in shown:
             if column.rank and column.name not in asked:
-                cells[column.name] = [short(cell, _WIDEST) for cell in cells[column.name]]
+                head, *texts = cells[column.name]
+                cells[column.name] = [short(cell, _WIDEST) for cell in (head, *_within(texts))]
     kept = shown if width is None else _fitting(shown, cells, width)
     lines = _lines(kept, cells, width)
     left_out = [column.name for column in shown if column not in kept]
@@ -85,6 +87,15 @@ def runs_table(
     if left_out:
         lines += _left_out(left_out, width or 0)
     return "\n".join(lines)
+
+
+def _within(texts: Sequence[str]) -> list[str]:
+    """Write absolute paths relative to the folder that they share: only the rest differs."""
+    paths = {text for text in texts if os.path.isabs(text)}
+    if len(paths) < 2 or paths != set(texts) - {NONE}:
+        return list(texts)
+    shared = os.path.commonpath([os.path.dirname(path) for path in paths])
+    return [os.path.relpath(text, shared) if text in paths else text for text in texts]
 
 
 def _left_out(names: Sequence[str], width: int) -> list[str]:
@@ -102,6 +113,8 @@ def _columns(runs: Sequence[Summary], keys: Sequence[str] | None) -> list[Column
     ]
     marked = [_TAGS] * any(run.tags for run in runs) + [_NOTES] * any(run.notes for run in runs)
     own = [c for c in (*_FIRST, *marked, *_LAST) if c.name not in {g.name for g in given}]
+    if len({run.status for run in runs}) > 1:  # the best value of an unfinished run is preliminary
+        own = [replace(c, rank=2) if c.name == "status" else c for c in own]
     place = own.index(next(c for c in own if c.name == "best"))
     return [*own[:place], *given, *own[place:]]
 
@@ -131,13 +144,18 @@ def _cell(column: Column, run: Summary, marks: dict[str, str]) -> str:
 
 
 def _fitting(shown: list[Column], cells: dict[str, list[str]], width: int) -> list[Column]:
-    """Return the columns that fit into a width: those of the largest rank are left out first."""
-    kept = list(shown)
-    widths = {name: max(map(len, texts)) for name, texts in cells.items()}
-    while sum(widths[c.name] + 2 for c in kept) - 2 > width and any(c.rank for c in kept):
-        last = max(range(len(kept)), key=lambda place: (kept[place].rank, place))
-        del kept[last]
-    return kept
+    """Return the columns that fit into a width: the smallest rank first, then from the left.
+
+    A column that is too wide for the space that is left does not keep out narrower ones.
+    """
+    widths = {name: max(map(len, texts)) + 2 for name, texts in cells.items()}
+    left = width + 2 - sum(widths[column.name] for column in shown if not column.rank)
+    kept = {column.name for column in shown if not column.rank}
+    for column in sorted(shown, key=lambda column: column.rank):
+        if column.name not in kept and widths[column.name] <= left:
+            kept.add(column.name)
+            left -= widths[column.name]
+    return [column for column in shown if column.name in kept]
 
 
 def _lines(kept: list[Column], cells: dict[str, list[str]], width: int | None) -> list[str]:
