@@ -170,8 +170,22 @@ def test_another_runs_tokenizer_is_refused(
     run = copy_of(classifier, tmp_path)
     shutil.rmtree(run.folder / "tokenizer")
     shutil.copytree(language.folder / "tokenizer", run.folder / "tokenizer")
+    with pytest.raises(fl.BadInput, match="tokenizer is another run's tokenizer: manifest.json of"):
+        run.predict(["sun"])
+    (run.folder / "manifest.json").unlink()
     with pytest.raises(fl.BadInput, match="tokens, and the model .* another run's tokenizer"):
         run.predict(["sun"])
+
+
+def test_another_tokenizer_of_the_same_size_is_refused(classifier: fl.Run, tmp_path: Path) -> None:
+    run = copy_of(classifier, tmp_path)
+    path = run.folder / "tokenizer" / "tokenizer.json"
+    path.write_text(path.read_text().replace('"sun"', '"fog"'))
+    seal(path.parent)
+    with pytest.raises(fl.BadInput, match="is another run's tokenizer"):
+        run.predict(["sun"])
+    with pytest.raises(fl.BadInput, match="is another run's tokenizer"):
+        run.tokenizer()
 
 
 def test_changed_weights_are_refused(classifier: fl.Run, tmp_path: Path) -> None:
