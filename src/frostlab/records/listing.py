@@ -178,31 +178,59 @@ def _middle_cut(name: str, width: int) -> str:
 
 
 def groups_table(groups: Sequence[Group], width: int | None = None) -> str:
-    """Format groups: their keys, and n, mean and 95 % interval of each quantity."""
+    """Format groups: their keys, and n, mean and 95 % interval of each quantity.
+
+    Keys that do not fit into `width` are left out, and a line below the table names them.
+    """
     if not groups:
         return "no runs"
-    head: list[str] = list(groups[0].keys)
-    right = {
-        place
-        for place, key in enumerate(head)
-        if all(typed(group.keys[key], int, float) is not None for group in groups)
-    }
-    names = list(groups[0].means)
-    for name in names:
-        right |= {len(head), len(head) + 1}
-        head += ["n", name, "95 % interval"]
-    rows = []
-    for group in groups:
-        cells = [number(v) if isinstance(v, float) else plain(v) for v in group.keys.values()]
-        for mean in group.means.values():
-            missing = len(group.runs) - mean.n
-            interval = NONE if mean.low is None else f"[{number(mean.low)}, {number(mean.high)}]"
-            cells += [f"{mean.n} of {len(group.runs)}" if missing else str(mean.n)]
-            cells += [number(mean.mean), interval]
-        rows.append(cells)
-    lines = columns([head, *rows], right, width)
+    keys = {key: _key_column(groups, key, width) for key in groups[0].keys}
+    measured: list[list[str]] = []
+    for name in groups[0].means:
+        measured += _mean_columns(groups, name)
+    left_out: list[str] = []
+    space = 0
+    if width is not None:
+        space = width - sum(2 + max(map(len, column)) for column in measured) + 2
+        for key in list(keys):
+            space -= 2 + max(map(len, keys[key]))
+            if space < 0 and len(keys) > 1:
+                space += 2 + max(map(len, keys.pop(key)))
+                left_out.append(key)
+    numeric = [
+        all(typed(group.keys[key], int, float) is not None for group in groups) for key in keys
+    ]
+    right = {place for place, is_number in enumerate(numeric) if is_number}
+    for first in range(len(keys), len(keys) + len(measured), 3):
+        right |= {first, first + 1}
+    lines = columns(list(zip(*keys.values(), *measured, strict=True)), right, width)
     if width is not None and max(map(len, lines)) > width:
         lines = [short(line, width) for line in lines]
         lines.append("--wide shows the rest of the lines")
+    elif space < 0:
+        lines.append("--wide shows whole cells")
+    if left_out:
+        lines += _left_out(left_out, width or 0)
     cautions = dict.fromkeys(run.caution for group in groups for run in group.runs if run.caution)
     return "\n".join([*lines, *map(plain, cautions)])
+
+
+def _key_column(groups: Sequence[Group], key: str, width: int | None) -> list[str]:
+    """Return a key and its value in each group; long values are cut if there is a width."""
+    values = [group.keys[key] for group in groups]
+    texts = [number(value) if isinstance(value, float) else plain(value) for value in values]
+    if width is None:
+        return [key, *texts]
+    return [key, *(short(text, _WIDEST) for text in _within(texts))]
+
+
+def _mean_columns(groups: Sequence[Group], name: str) -> list[list[str]]:
+    """Return three columns with their heads: n, mean and interval of a quantity."""
+    counts, means, intervals = ["n"], [name], ["95 % interval"]
+    for group in groups:
+        mean, runs = group.means[name], len(group.runs)
+        counts.append(f"{mean.n} of {runs}" if mean.n < runs else str(mean.n))
+        means.append(number(mean.mean))
+        bounds = f"[{number(mean.low)}, {number(mean.high)}]"
+        intervals.append(NONE if mean.low is None else bounds)
+    return [counts, means, intervals]
