@@ -136,6 +136,14 @@ def test_the_repr_is_short(classifier: fl.Run) -> None:
     assert len(text) < len(str(classifier.folder)) + 80
 
 
+def test_the_repr_of_an_evaluation_is_short(classifier: fl.Run) -> None:
+    evaluation = classifier.evaluate()
+    accuracy = f"{evaluation.metrics['accuracy']:.4g}"
+    assert repr(evaluation).startswith(f"Evaluation(report: accuracy {accuracy}, loss ")
+    n = evaluation.n["accuracy"]
+    assert repr(evaluation).endswith(f"; {n} examples of {evaluation.source})")
+
+
 def test_generated_tokens_and_eeg_have_no_tokenizer(tmp_path: Path, listener: fl.Run) -> None:
     run = fl.run(tiny(), runs=tmp_path)
     assert run.labels == (0, 1, 2, 3)

@@ -69,7 +69,7 @@ class ClassScore:
     recall: float | None  # correct / n; None if n is 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Evaluation:
     """The metrics of a run's best weights on some examples."""
 
@@ -87,6 +87,12 @@ class Evaluation:
 
     def __str__(self) -> str:
         return "\n".join(evaluation_lines(self))
+
+    def __repr__(self) -> str:
+        metrics = ", ".join(f"{name} {number(value)}" for name, value in self.metrics.items())
+        first = next(iter(self.metrics))
+        count = f"{self.n[first]:,} {self.unit[first]}"
+        return f"Evaluation({self.split}: {metrics}; {count} of {self.source})"
 
 
 class Evaluator:
