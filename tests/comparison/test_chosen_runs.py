@@ -308,7 +308,7 @@ Change = Callable[[Path], Any]
         (lambda runs: change_recipe(runs, "oelm-s*", {"evaluate.metric": "loss"}),
          ["baseline-s*", "oelm-s*"], "was selected by accuracy, and .* by loss; name the metric"),
         (lambda runs: [unfinish(run) for run in runs.glob("oelm-s*")],
-         ["baseline-s*", "oelm-s*"], "none of its 6 runs has ended"),
+         ["baseline-s*", "oelm-s*"], "no run has ended; finish one with --resume: oelm-s0, oe"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from frostlab.data import files
-from frostlab.data.files import MARK, read_lines, read_pieces, split_files
+from frostlab.data.files import MARK, nearest_data, read_lines, read_pieces, split_files
 from frostlab.data.sources import Columns, Split
 from frostlab.errors import BadInput, require
 
@@ -271,3 +271,12 @@ def test_other_columns_of_parquet_are_not_read(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["a"], "label": [1], "more": [[1, 2]]}), path)
     (row,) = Split("train", "a", (path,)).rows(Columns(("text",), "label"))
     assert (row.texts, row.label) == (("a",), 1)
+
+
+def test_a_missing_file_is_not_taken_for_something_else(tmp_path: Path) -> None:
+    for name in ("train.csv", "p.csv", "trian.sh"):
+        (tmp_path / name).touch()
+    assert nearest_data(tmp_path / "trian.csv") == "; did you mean `train.csv`?"
+    assert nearest_data(tmp_path / "nofile.csv") == "", "only the ending is alike"
+    assert nearest_data(tmp_path / "trian.shh") == "", "trian.sh holds no data"
+    assert nearest_data(tmp_path / "nowhere" / "train.csv") == ""

@@ -451,14 +451,17 @@ def test_a_run_is_found_by_path_name_or_prefix(tmp_path: Path) -> None:
     assert find_run(tmp_path, "ss") == tmp_path / "sst2-bert"
 
 
+SOME = "imdb-0, imdb-1, imdb-2, imdb-3, imdb-4 and 1 more"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("imd", "run 'imd' could be imdb-0, imdb-1, imdb-2, imdb-3, imdb-4 and 1 more in {root}"),
+        ("imd", "run 'imd' could be {some} in {root}"),
         ("idmb-3", "no run 'idmb-3' in {root}; did you mean `imdb-3`?"),
-        ("zzz", "no run 'zzz' in {root}; there is `imdb-5`"),
-        ("", "no run '' in {root}; there is `imdb-5`"),
-        ("..", "no run '..' in {root}; there is `imdb-5`"),
+        ("zzz", "no run 'zzz' in {root}; it has {some}"),
+        ("", "no run '' in {root}; it has {some}"),
+        ("..", "'..' is not the folder of a run; name one in {root}; it has {some}"),
     ],
 )
 def test_a_run_that_is_not_one_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -466,7 +469,15 @@ def test_a_run_that_is_not_one_is_refused(tmp_path: Path, text: str, message: st
         write_run(tmp_path / f"imdb-{i}")
     with pytest.raises(BadInput) as caught:
         find_run(tmp_path, text)
-    assert str(caught.value) == message.format(root=tmp_path)
+    assert str(caught.value) == message.format(root=tmp_path, some=SOME)
+
+
+def test_a_comparison_is_not_taken_for_a_run(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "imdb")
+    (tmp_path / "arms").mkdir()
+    (tmp_path / "arms" / "plan.json").touch()
+    with pytest.raises(BadInput, match="is the folder of a comparison, not of a run; name one in"):
+        find_run(tmp_path / "runs", str(tmp_path / "arms"))
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:

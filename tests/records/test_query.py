@@ -15,6 +15,8 @@ from frostlab.errors import BadInput
 from frostlab.records.index import Summary
 from frostlab.records.listing import groups_table
 from frostlab.records.query import (
+    Group,
+    Mean,
     conditions,
     differing,
     group_keys,
@@ -149,6 +151,30 @@ def test_settings_that_differ() -> None:
     eeg = replace(RUNS[0], settings={"data.name": "eeg", "data.rate": 64, "optim.lr": 1.0})
     assert differing([*RUNS, eeg])[:2] == ["optim.lr", "data.name"], "first what varies in a family"
     assert differing([RUNS[0], Summary("x", Path("x"), "damaged")]) == []
+
+
+def test_a_narrow_table_of_groups_keeps_the_numbers() -> None:
+    mean = Mean(n=3, mean=0.625, low=0.5, high=0.75)
+    keys = {f"key.{i}": "v" * 9 for i in range(9)}
+    paths = [f"/a/long/way/to/the/data/{name}" for name in ("films", "news.csv")]
+    groups = [
+        Group({"data.path": path, **keys}, tuple(RUNS[:3]), {"accuracy": mean}) for path in paths
+    ]
+    lines = groups_table(groups, 80).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].split()[:2] == ["data.path", "key.0"]
+    for line, name in zip(lines[1:3], ("films", "news.csv"), strict=True):
+        assert line.split()[0] == name
+        assert line.endswith("3     0.625  [0.5, 0.75]")
+    assert lines[3].startswith("--wide also shows key.")
+    assert lines[3].endswith("key.8")
+    wide = groups_table(groups)
+    assert "/a/long/way/to/the/data/films" in wide
+    assert "--wide" not in wide
+    several = [replace(group, means={f"quantity-{i}": mean for i in range(4)}) for group in groups]
+    cut = groups_table(several, 80).splitlines()
+    assert max(map(len, cut)) <= 80
+    assert any(line.startswith("--wide shows") for line in cut)
 
 
 def test_groups_over_seeds() -> None:

@@ -117,6 +117,24 @@ def test_a_table_fits_and_says_what_it_leaves_out(width: int) -> None:
     assert ("n" * 70 + "-s3") in runs_table(long)
 
 
+def test_a_wide_column_does_not_keep_out_narrow_ones() -> None:
+    paths = ("/data/films/of-the-year", "/data/news.csv", None)
+    settings = [{"data.path": path, "model.preset": "p" * 20 + str(path)} for path in paths]
+    runs = [replace(RUN, settings=values) for values in settings]
+    runs[2] = replace(runs[2], status="interrupted")
+    head, first, second, third, *_ = runs_table(runs, width=90).splitlines()
+    assert "model.preset" not in head
+    for name in ("status", "treatment", "seed"):
+        assert name in head, "there is room for it"
+    assert "  films/of-the-year  " in first, "the folder that all paths share is left out"
+    assert "  news.csv  " in second
+    assert "interrupted" in third
+    assert "/data/news.csv" in runs_table(runs), "a wide table has the whole path"
+    narrow = runs_table(runs, width=72).splitlines()[0]
+    assert "status" in narrow, "the best value of an interrupted run is preliminary"
+    assert "seed" not in narrow
+
+
 def write_run(folder: Path) -> Recipe:
     folder.mkdir()
     changes = {"treatment": "oelm", "train": {"batch": 8, "epochs": 2}, "seed": 3}

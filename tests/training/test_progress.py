@@ -1,6 +1,7 @@
 """The bar on a terminal and in a notebook, and the lines elsewhere."""
 
 import io
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -113,6 +114,20 @@ def test_the_loss_is_that_of_the_step(
     losses = [loss for event in record.events(StepEvent) for loss in event.loss]
     assert shown == [(str(step), f"{loss:.4f}") for step, loss in enumerate(losses, 1)]
     assert len(shown) == 16
+
+
+def test_a_run_goes_on_when_the_reader_of_its_lines_has_gone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with monkeypatch.context() as patch, open(writer, "wb", buffering=0) as pipe:
+        patch.setattr(sys, "stderr", io.TextIOWrapper(pipe, write_through=True))
+        with pytest.raises(BrokenPipeError):
+            print("nobody reads this", file=sys.stderr, flush=True)
+        record = fl.run(tiny(train__epochs=1), runs=tmp_path, progress=True)
+        sys.stderr.detach()
+    assert record.status == "finished"
 
 
 def test_a_gpu_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,6 +136,14 @@ def test_the_repr_is_short(classifier: fl.Run) -> None:
     assert len(text) < len(str(classifier.folder)) + 80
 
 
+def test_the_repr_of_an_evaluation_is_short(classifier: fl.Run) -> None:
+    evaluation = classifier.evaluate()
+    accuracy = f"{evaluation.metrics['accuracy']:.4g}"
+    assert repr(evaluation).startswith(f"Evaluation(report: accuracy {accuracy}, loss ")
+    n = evaluation.n["accuracy"]
+    assert repr(evaluation).endswith(f"; {n} examples of {evaluation.source})")
+
+
 def test_generated_tokens_and_eeg_have_no_tokenizer(tmp_path: Path, listener: fl.Run) -> None:
     run = fl.run(tiny(), runs=tmp_path)
     assert run.labels == (0, 1, 2, 3)
@@ -170,8 +178,22 @@ def test_another_runs_tokenizer_is_refused(
     run = copy_of(classifier, tmp_path)
     shutil.rmtree(run.folder / "tokenizer")
     shutil.copytree(language.folder / "tokenizer", run.folder / "tokenizer")
+    with pytest.raises(fl.BadInput, match="tokenizer is another run's tokenizer: manifest.json of"):
+        run.predict(["sun"])
+    (run.folder / "manifest.json").unlink()
     with pytest.raises(fl.BadInput, match="tokens, and the model .* another run's tokenizer"):
         run.predict(["sun"])
+
+
+def test_another_tokenizer_of_the_same_size_is_refused(classifier: fl.Run, tmp_path: Path) -> None:
+    run = copy_of(classifier, tmp_path)
+    path = run.folder / "tokenizer" / "tokenizer.json"
+    path.write_text(path.read_text().replace('"sun"', '"fog"'))
+    seal(path.parent)
+    with pytest.raises(fl.BadInput, match="is another run's tokenizer"):
+        run.predict(["sun"])
+    with pytest.raises(fl.BadInput, match="is another run's tokenizer"):
+        run.tokenizer()
 
 
 def test_changed_weights_are_refused(classifier: fl.Run, tmp_path: Path) -> None:

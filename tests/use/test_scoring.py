@@ -83,7 +83,7 @@ def test_a_moved_folder_is_enough(
     assert evaluation.metrics == expected
     assert (evaluation.split, evaluation.caution) == ("data", None)
     assert moved.predict(["sun on day 3"])[0].label in ("dry", "wet")
-    with pytest.raises(fl.BadInput, match=r"own.* does not exist"):
+    with pytest.raises(fl.BadInput, match=r"own.* does not exist; to evaluate other data, use"):
         moved.evaluate()
 
 
@@ -284,6 +284,8 @@ def test_changed_data_are_not_taken_for_the_runs(weather: Path, tmp_path: Path) 
     own = shutil.copytree(weather, tmp_path / "own")
     run = fl.run(recipe(own, train__epochs=1), runs=tmp_path / "runs")
     write_table(own / "test.csv", ["text", "label"], rows(40, 11))
-    with pytest.raises(fl.BadInput, match="have changed since the run"):
+    with pytest.raises(fl.BadInput) as error:
         run.evaluate()
+    changed = f"have changed since the run: {own / 'test.csv'}; to evaluate other data, use --data"
+    assert str(error.value).endswith(changed)
     assert run.evaluate(own / "test.csv").split == "data"

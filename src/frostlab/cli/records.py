@@ -143,8 +143,10 @@ def show(
 ) -> None:
     """Show a run (recipe, results, times, environment) or a comparison (conclusions, arms, files).
     """  # fmt: skip
+    from frostlab.records.index import is_comparison
+
     folder = _find(run, runs)
-    if _is_comparison(folder):
+    if is_comparison(folder):
         _show_comparison(folder, width_of(wide), as_json)
         return
     from frostlab.records.show import show as show_run
@@ -153,18 +155,14 @@ def show(
     echo(json.dumps(show_json(folder), indent=1) if as_json else show_run(folder, width_of(wide)))
 
 
-def _is_comparison(folder: Path) -> bool:
-    return (folder / "plan.json").is_file()
-
-
 def _find(text: str, runs: Path) -> Path:
     """Return the folder of the run or comparison that a text names."""
-    from frostlab.records.index import find_run, is_run
+    from frostlab.records.index import find_run, is_comparison, is_run
 
     for folder in (Path(text), runs / text, _COMPARISONS / text):
-        if text and (_is_comparison(folder) or is_run(folder)):
+        if text and (is_comparison(folder) or is_run(folder)):
             return folder
-    comparisons = [path.name for path in _COMPARISONS.glob("*") if _is_comparison(path)]
+    comparisons = [path.name for path in _COMPARISONS.glob("*") if is_comparison(path)]
     matches = [name for name in comparisons if text and name.startswith(text)]
     try:
         run = find_run(runs, text) if runs.is_dir() else None
@@ -244,9 +242,11 @@ def diff(
 
     Two comparisons can be given, too: then their plans and metrics are compared.
     """
+    from frostlab.records.index import is_comparison
+
     folders = (_find(first, runs), _find(second, runs))
-    if any(map(_is_comparison, folders)):
-        if not all(map(_is_comparison, folders)):
+    if any(map(is_comparison, folders)):
+        if not all(map(is_comparison, folders)):
             raise BadInput(f"{first} and {second}: give two runs, or two comparisons")
         _diff_comparisons(folders, width_of(wide), as_json)
         return

@@ -376,7 +376,8 @@ class _ChosenRuns:
                     "leave one of them out"
                 )
         if not any(map(_has_ended, records)):
-            raise BadInput(f"{label}: none of its {len(runs)} runs has ended")
+            listed = ", ".join(run.folder.name for run in records[:5])
+            raise BadInput(f"{label}: no run has ended; finish one with --resume: {listed}")
         return cls(label, dict(sorted(runs.items())))
 
     @property

@@ -11,6 +11,7 @@ from frostlab.data.files import (
     FORMATS,
     format_of,
     named_path,
+    nearest_data,
     read_stream_texts,
     read_texts,
     split_files,
@@ -28,7 +29,7 @@ from frostlab.data.split_record import Label
 from frostlab.data.splits import Numbers, Portion, class_numbers, limit_rows, survey
 from frostlab.data.tokenizers import Encoder, Texts
 from frostlab.data.tokens import Tokens, TokenWriter, concatenate, load_tokens
-from frostlab.errors import BadInput, nearest
+from frostlab.errors import BadInput
 from frostlab.recipe.data import Docstrings, Named, Own
 
 STDIN = "-"  # names the standard input instead of a file
@@ -66,8 +67,7 @@ def given_split(path: str | Path, role: str, key: str, named: object = None) -> 
             )
         place = files[names[0]]
     elif not place.is_file():
-        siblings = [p.name for p in place.parent.iterdir()] if place.parent.is_dir() else []
-        raise BadInput(f"{key} {place} does not exist{nearest(place.name, siblings)}")
+        raise BadInput(f"{key} {place} does not exist{nearest_data(place)}")
     if format_of(place) is None:
         raise BadInput(f"{key} {place} is not one of .{', .'.join(FORMATS)}, plain or .gz")
     return Split(role, str(place), (place,))

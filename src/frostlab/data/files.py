@@ -43,6 +43,13 @@ def format_of(path: Path) -> str | None:
     return ending if ending in FORMATS else None
 
 
+def nearest_data(path: Path) -> str:
+    """Return "; did you mean `x`?" for a folder or data file with a name close to a missing one."""
+    siblings = path.parent.iterdir() if path.parent.is_dir() else ()
+    names = [other.name for other in siblings if format_of(other) or other.is_dir()]
+    return nearest(path.name, names, cutoff=0.7)  # endings alone make two names half alike
+
+
 def split_files(folder: Path) -> dict[str, Path]:
     """Return the files of a folder by split, such as train.jsonl for train."""
     files: dict[str, Path] = {}

@@ -19,6 +19,7 @@ from frostlab.data.files import (
     is_label,
     missing_column,
     named_path,
+    nearest_data,
     read_lines,
     read_pieces,
     shown,
@@ -253,8 +254,7 @@ def _plan_own(data: Own) -> SplitPlan:
     if path.exists() and not path.is_file():
         raise BadInput(f"data.path {path} is neither a regular file nor a folder")
     if not path.is_file():
-        siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise BadInput(f"data.path {path} does not exist{nearest(path.name, siblings)}")
+        raise BadInput(f"data.path {path} does not exist{nearest_data(path)}")
     if format_of(path) is None:
         raise BadInput(f"data.path {path} is not one of .{', .'.join(FORMATS)}, plain or .gz")
     defaults = SetDefaults(report=HELD_OUT, texts=data.text)

@@ -10,7 +10,7 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from functools import lru_cache
@@ -120,10 +120,22 @@ def find_run(root: Path, text: str) -> Path:
     if len(matches) == 1 or text in matches:
         return root / matches[0]  # sorted, so an exact name comes first
     if matches:
-        shown = ", ".join(matches[:5]) + f" and {len(matches) - 5} more" * (len(matches) > 5)
-        raise BadInput(f"run {text!r} could be {shown} in {root}")
-    hint = nearest(text, names) or (f"; there is `{names[-1]}`" if names else "; it has no runs")
+        raise BadInput(f"run {text!r} could be {_listed(matches)} in {root}")
+    hint = nearest(text, names) or (f"; it has {_listed(names)}" if names else "; it has no runs")
+    if text and Path(text).is_dir():
+        kind = "the folder of a comparison, not" if is_comparison(Path(text)) else "not the folder"
+        raise BadInput(f"{text!r} is {kind} of a run; name one in {root}{hint}")
     raise BadInput(f"no run {text!r} in {root}{hint}")
+
+
+def is_comparison(folder: Path) -> bool:
+    """Return whether a folder holds a comparison."""
+    return (folder / "plan.json").is_file()
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return up to five names, and how many more there are."""
+    return ", ".join(names[:5]) + f" and {len(names) - 5} more" * (len(names) > 5)
 
 
 def result_of(folder: Path) -> "Result | None":

@@ -1,7 +1,8 @@
 """Tables of runs and of groups of runs, as wide as the terminal."""
 
+import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from frostlab.records.index import Summary
@@ -74,7 +75,8 @@ def runs_table(
         asked = set(keys or ())
         for column in shown:
             if column.rank and column.name not in asked:
-                cells[column.name] = [short(cell, _WIDEST) for cell in cells[column.name]]
+                head, *texts = cells[column.name]
+                cells[column.name] = [short(cell, _WIDEST) for cell in (head, *_within(texts))]
     kept = shown if width is None else _fitting(shown, cells, width)
     lines = _lines(kept, cells, width)
     left_out = [column.name for column in shown if column not in kept]
@@ -85,6 +87,15 @@ def runs_table(
     if left_out:
         lines += _left_out(left_out, width or 0)
     return "\n".join(lines)
+
+
+def _within(texts: Sequence[str]) -> list[str]:
+    """Write absolute paths relative to the folder that they share: only the rest differs."""
+    paths = {text for text in texts if os.path.isabs(text)}
+    if len(paths) < 2 or paths != set(texts) - {NONE}:
+        return list(texts)
+    shared = os.path.commonpath([os.path.dirname(path) for path in paths])
+    return [os.path.relpath(text, shared) if text in paths else text for text in texts]
 
 
 def _left_out(names: Sequence[str], width: int) -> list[str]:
@@ -102,6 +113,8 @@ def _columns(runs: Sequence[Summary], keys: Sequence[str] | None) -> list[Column
     ]
     marked = [_TAGS] * any(run.tags for run in runs) + [_NOTES] * any(run.notes for run in runs)
     own = [c for c in (*_FIRST, *marked, *_LAST) if c.name not in {g.name for g in given}]
+    if len({run.status for run in runs}) > 1:  # the best value of an unfinished run is preliminary
+        own = [replace(c, rank=2) if c.name == "status" else c for c in own]
     place = own.index(next(c for c in own if c.name == "best"))
     return [*own[:place], *given, *own[place:]]
 
@@ -131,13 +144,18 @@ def _cell(column: Column, run: Summary, marks: dict[str, str]) -> str:
 
 
 def _fitting(shown: list[Column], cells: dict[str, list[str]], width: int) -> list[Column]:
-    """Return the columns that fit into a width: those of the largest rank are left out first."""
-    kept = list(shown)
-    widths = {name: max(map(len, texts)) for name, texts in cells.items()}
-    while sum(widths[c.name] + 2 for c in kept) - 2 > width and any(c.rank for c in kept):
-        last = max(range(len(kept)), key=lambda place: (kept[place].rank, place))
-        del kept[last]
-    return kept
+    """Return the columns that fit into a width: the smallest rank first, then from the left.
+
+    A column that is too wide for the space that is left does not keep out narrower ones.
+    """
+    widths = {name: max(map(len, texts)) + 2 for name, texts in cells.items()}
+    left = width + 2 - sum(widths[column.name] for column in shown if not column.rank)
+    kept = {column.name for column in shown if not column.rank}
+    for column in sorted(shown, key=lambda column: column.rank):
+        if column.name not in kept and widths[column.name] <= left:
+            kept.add(column.name)
+            left -= widths[column.name]
+    return [column for column in shown if column.name in kept]
 
 
 def _lines(kept: list[Column], cells: dict[str, list[str]], width: int | None) -> list[str]:
@@ -160,31 +178,59 @@ def _middle_cut(name: str, width: int) -> str:
 
 
 def groups_table(groups: Sequence[Group], width: int | None = None) -> str:
-    """Format groups: their keys, and n, mean and 95 % interval of each quantity."""
+    """Format groups: their keys, and n, mean and 95 % interval of each quantity.
+
+    Keys that do not fit into `width` are left out, and a line below the table names them.
+    """
     if not groups:
         return "no runs"
-    head: list[str] = list(groups[0].keys)
-    right = {
-        place
-        for place, key in enumerate(head)
-        if all(typed(group.keys[key], int, float) is not None for group in groups)
-    }
-    names = list(groups[0].means)
-    for name in names:
-        right |= {len(head), len(head) + 1}
-        head += ["n", name, "95 % interval"]
-    rows = []
-    for group in groups:
-        cells = [number(v) if isinstance(v, float) else plain(v) for v in group.keys.values()]
-        for mean in group.means.values():
-            missing = len(group.runs) - mean.n
-            interval = NONE if mean.low is None else f"[{number(mean.low)}, {number(mean.high)}]"
-            cells += [f"{mean.n} of {len(group.runs)}" if missing else str(mean.n)]
-            cells += [number(mean.mean), interval]
-        rows.append(cells)
-    lines = columns([head, *rows], right, width)
+    keys = {key: _key_column(groups, key, width) for key in groups[0].keys}
+    measured: list[list[str]] = []
+    for name in groups[0].means:
+        measured += _mean_columns(groups, name)
+    left_out: list[str] = []
+    space = 0
+    if width is not None:
+        space = width - sum(2 + max(map(len, column)) for column in measured) + 2
+        for key in list(keys):
+            space -= 2 + max(map(len, keys[key]))
+            if space < 0 and len(keys) > 1:
+                space += 2 + max(map(len, keys.pop(key)))
+                left_out.append(key)
+    numeric = [
+        all(typed(group.keys[key], int, float) is not None for group in groups) for key in keys
+    ]
+    right = {place for place, is_number in enumerate(numeric) if is_number}
+    for first in range(len(keys), len(keys) + len(measured), 3):
+        right |= {first, first + 1}
+    lines = columns(list(zip(*keys.values(), *measured, strict=True)), right, width)
     if width is not None and max(map(len, lines)) > width:
         lines = [short(line, width) for line in lines]
         lines.append("--wide shows the rest of the lines")
+    elif space < 0:
+        lines.append("--wide shows whole cells")
+    if left_out:
+        lines += _left_out(left_out, width or 0)
     cautions = dict.fromkeys(run.caution for group in groups for run in group.runs if run.caution)
     return "\n".join([*lines, *map(plain, cautions)])
+
+
+def _key_column(groups: Sequence[Group], key: str, width: int | None) -> list[str]:
+    """Return a key and its value in each group; long values are cut if there is a width."""
+    values = [group.keys[key] for group in groups]
+    texts = [number(value) if isinstance(value, float) else plain(value) for value in values]
+    if width is None:
+        return [key, *texts]
+    return [key, *(short(text, _WIDEST) for text in _within(texts))]
+
+
+def _mean_columns(groups: Sequence[Group], name: str) -> list[list[str]]:
+    """Return three columns with their heads: n, mean and interval of a quantity."""
+    counts, means, intervals = ["n"], [name], ["95 % interval"]
+    for group in groups:
+        mean, runs = group.means[name], len(group.runs)
+        counts.append(f"{mean.n} of {runs}" if mean.n < runs else str(mean.n))
+        means.append(number(mean.mean))
+        bounds = f"[{number(mean.low)}, {number(mean.high)}]"
+        intervals.append(NONE if mean.low is None else bounds)
+    return [counts, means, intervals]

@@ -8,6 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -205,8 +206,9 @@ class Lines:
     every, is_live = 10.0, False
 
     def line(self, text: str) -> None:
-        """Print a line."""
-        print(plain(text), file=sys.stderr, flush=True)
+        """Print a line; a run goes on if nobody reads its lines any more, as after `| head`."""
+        with suppress(OSError):
+            print(plain(text), file=sys.stderr, flush=True)
 
     def begin(self, bar: Bar) -> None:
         """Print the number of steps."""

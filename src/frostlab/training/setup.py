@@ -34,7 +34,7 @@ from frostlab.records.folder import RunRecord, finished_status
 from frostlab.records.model_files import build_stored
 from frostlab.records.schema import Stage as StageRecord
 from frostlab.records.schema import read
-from frostlab.storage import finite
+from frostlab.storage import file_digest, finite
 from frostlab.surgery.audit import Audit
 from frostlab.training.batches.batch import collate, evaluation_order
 from frostlab.training.batches.feed import Feed, packs_examples
@@ -448,4 +448,16 @@ def _best_saved(record: RunRecord) -> Checkpoint:
 def check_same_data(record: RunRecord, prepared: PreparedData) -> None:
     """Refuse data other than those of the run."""
     if prepared.digest != record.digests.data:
-        raise BadInput(f"the data of {record.folder} have changed since the run")
+        changed = ", ".join(_changed_files(record)[:3])
+        listed = f": {changed}" if changed else ""
+        raise BadInput(f"the data of {record.folder} have changed since the run{listed}")
+
+
+def _changed_files(record: RunRecord) -> list[str]:
+    """Return the files of a run's data that are missing or have another content now."""
+    recorded = {file.path: file for split in record.data.splits.values() for file in split.files}
+    return [
+        path
+        for path, file in recorded.items()
+        if not Path(path).is_file() or file_digest(Path(path)) != file.sha256
+    ]

@@ -69,7 +69,7 @@ class ClassScore:
     recall: float | None  # correct / n; None if n is 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Evaluation:
     """The metrics of a run's best weights on some examples."""
 
@@ -87,6 +87,12 @@ class Evaluation:
 
     def __str__(self) -> str:
         return "\n".join(evaluation_lines(self))
+
+    def __repr__(self) -> str:
+        metrics = ", ".join(f"{name} {number(value)}" for name, value in self.metrics.items())
+        first = next(iter(self.metrics))
+        count = f"{self.n[first]:,} {self.unit[first]}"
+        return f"Evaluation({self.split}: {metrics}; {count} of {self.source})"
 
 
 class Evaluator:
@@ -360,8 +366,7 @@ class _Choice:
 
 def _evaluate_own(evaluator: Evaluator, role: str, data_dir: Path | None) -> Evaluation:
     """Evaluate a split of the run's own data, which must be unchanged."""
-    prepared = prepare(_with_own_tokenizer(evaluator), data_dir)
-    check_same_data(evaluator.record, prepared)
+    prepared = _own_data(evaluator, _with_own_tokenizer(evaluator), data_dir)
     assert isinstance(prepared, Prepared)
     tokens = prepared.splits.get(role)
     if tokens is None:
@@ -369,6 +374,18 @@ def _evaluate_own(evaluator: Evaluator, role: str, data_dir: Path | None) -> Eva
         raise BadInput(f"--split {role}: the run's data have no such split; there are {listed}")
     caution = _CAUTIONS.get(role, prepared.caution)
     return evaluator.score_tokens(prepared, tokens, role, prepared.origin[role], caution)
+
+
+def _own_data(evaluator: Evaluator, recipe: Recipe, data_dir: Path | None) -> PreparedData:
+    """Prepare the run's own data; if they are missing or have changed, name the way out."""
+    try:
+        prepared = prepare(recipe, data_dir)
+        check_same_data(evaluator.record, prepared)
+    except BadInput as error:
+        if isinstance(recipe.data, Synthetic):
+            raise
+        raise BadInput(f"{error}; to evaluate other data, use --data") from None
+    return prepared
 
 
 def _with_own_tokenizer(evaluator: Evaluator) -> Recipe:
@@ -451,7 +468,7 @@ def _evaluate_recordings(
     evaluator: Evaluator, choice: _Choice, data_dir: Path | None
 ) -> Evaluation:
     """Evaluate EEG: the run's own data, or all recordings of a folder."""
-    record, data = evaluator.record, evaluator.recipe.data
+    data = evaluator.recipe.data
     assert isinstance(data, EEGData)
     if choice != _Choice(choice.split, choice.path):
         raise BadInput("only data.path can be set for an evaluation of EEG")
@@ -464,8 +481,7 @@ def _evaluate_recordings(
             wanted, inputs.channels or [], inputs.subjects or [], data_dir, cache_folder(None)
         )
         return evaluator.score_windows(groups, {}, "data", choice.path, None)
-    signals = prepare(evaluator.recipe, data_dir)
-    check_same_data(record, signals)
+    signals = _own_data(evaluator, evaluator.recipe, data_dir)
     assert isinstance(signals, Signals)
     role = choice.role
     if role == "report":
