@@ -58,6 +58,7 @@ def test_a_healthy_run(runs: Path, in_this_process: Command) -> None:
     assert (runs / "watched-explicit-s0" / "flow" / "flow.html").is_file()
 
 
+@pytest.mark.slow
 def test_event_files_for_tensorboard(runs: Path, tmp_path: Path, in_this_process: Command) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -97,6 +98,7 @@ def test_everything_as_json_without_torch(runs: Path) -> None:
     assert [r["step"] for r in stage["flow"]["reports"]] == list(range(1, 17, 2))
 
 
+@pytest.mark.slow
 def test_stages_are_judged_one_by_one(runs: Path, in_this_process: Command) -> None:
     done = in_this_process("diagnose", "grown", "--wide", "--runs", str(runs))
     assert done.returncode == 0, done.stderr
@@ -239,6 +241,7 @@ def test_a_missed_target_is_exit_code_1(tmp_path: Path, in_this_process: Command
     assert "wanted > 0.01  fail" not in done.stdout, "a target of EEG alone"
 
 
+@pytest.mark.slow
 def test_epochs_are_shared_among_stages(tmp_path: Path, in_this_process: Command) -> None:
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(progressive(optim={"warmup": 4})))
     done = in_this_process(

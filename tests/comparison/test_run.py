@@ -156,6 +156,7 @@ def test_judging_again_changes_nothing_and_trains_nothing(
         judge_again(tmp_path / "empty")
 
 
+@pytest.mark.slow
 def test_a_planted_harm_is_found_or_said_to_be_missed(tmp_path: Path) -> None:
     learning = tiny(
         data__examples=96, train__epochs=4, train__batch=16, model__layers=1, optim__lr=0.01

@@ -113,6 +113,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[bytes]]:
     return inputs
 
 
+@pytest.mark.slow
 def test_a_real_timing_is_complete_and_every_arm_sees_the_same_batches(
     seen: dict[int, list[bytes]],
 ) -> None:

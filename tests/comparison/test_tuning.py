@@ -65,6 +65,7 @@ def test_other_seeds_choose_each_seeds_value(tmp_path: Path) -> None:
     assert again.evidence.tuning == tuned.evidence.tuning
 
 
+@pytest.mark.slow
 def test_a_best_value_at_the_end_of_an_extended_grid_proves_nothing(tmp_path: Path) -> None:
     tuned = compare(tmp_path / "c", seeds=5, tune={"values": [1e-6, 1e-5]}, metric="loss")
     (setting,) = tuned.evidence.tuning

@@ -399,6 +399,7 @@ def test_any_false_word_on_a_page_is_rare(metric: str) -> None:
             assert holds == (verdict.word == "no difference found")
 
 
+@pytest.mark.slow
 def test_a_false_yes_to_the_margin_is_rare() -> None:
     """Six arms whose true cost is the margin: any of them is called within it."""
     rng = np.random.default_rng(2)

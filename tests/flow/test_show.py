@@ -220,6 +220,7 @@ def scaled() -> fl.Flow:
     return watched(model, adamw(model, lr=1e-4), lambda _: loss_at(model, 0))
 
 
+@pytest.mark.slow
 def test_the_page_alarms_of_what_its_table_alarms_of(faulty: fl.Flow, tmp_path: Path) -> None:
     model = tiny_gpt()
     early = watched(model, adamw(model, lr=0.0), steps=1, every_n_steps=1)
@@ -383,6 +384,7 @@ def test_what_is_no_number_is_refused_before_it_reaches_a_page(
         fl.load_flow(path)
 
 
+@pytest.mark.slow
 def test_hundreds_of_parts_are_drawn_in_part(tmp_path: Path) -> None:
     flow = small_flow()
     facts = flow.parts[0]
@@ -394,6 +396,7 @@ def test_hundreds_of_parts_are_drawn_in_part(tmp_path: Path) -> None:
     assert "part599x" in text
 
 
+@pytest.mark.slow
 def test_pictures_replace_links(faulty: fl.Flow, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.write_text("mine")

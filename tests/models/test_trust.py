@@ -97,6 +97,7 @@ def command(*words: str, answer: str = "y\n", **variables: str) -> Any:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_inspect_neither_asks_nor_runs_code(with_code: Path, marker: Path, tmp_path: Path) -> None:
     done = command("inspect", str(with_code), HF_HOME=str(tmp_path / "home"))
     assert (done.returncode, done.stdout) == (2, "")

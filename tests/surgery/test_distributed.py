@@ -7,7 +7,8 @@ import pytest
 from forked import Program
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("gpt_neox", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox"])
 def test_two_processes(name: str, free_port: int) -> None:
     program = str(Path(__file__).parent / "distributed_program.py")
     result = Program(program, name, processes=2, port=free_port).wait()
