@@ -32,6 +32,13 @@ def test_samples_are_texts_with_their_tokens_and_their_end() -> None:
     assert several[3:] == samples
 
 
+def test_autocast_of_the_caller_does_not_change_samples() -> None:
+    samples = trained("gpt").generate("the cat", samples=8, temperature=2.0, top_p=1.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        again = trained("gpt").generate("the cat", samples=8, temperature=2.0, top_p=1.0)
+    assert again == samples
+
+
 def test_a_tokenizer_of_words_keeps_the_space() -> None:
     (sample,) = trained("decoder").generate("the cat", max_tokens=4, temperature=0)
     assert sample.text.startswith(" ")

@@ -94,7 +94,7 @@ def with_threads(count: int | None) -> Iterator[None]:
 
 @contextmanager
 def default_modes(device: torch.device) -> Iterator[None]:
-    """Set torch's modes as in a new process, so that the caller's cannot change what is trained.
+    """Set torch's modes as in a new process, so that the caller's do not change a run.
 
     Gradients are on, autocast is off (the step turns it on if the precision asks for it), and the
     default dtype is float32.
@@ -426,7 +426,7 @@ def best_model(record: RunRecord) -> nn.Module:
     recipe = record.recipe
     checkpoint = _best_saved(record)
     stages = stages_of(recipe, record.data.splits["train"].examples)[: checkpoint.stage + 1]
-    with torch.random.fork_rng(devices=[]):
+    with default_modes(torch.device("cpu")), torch.random.fork_rng(devices=[]):
         model = build_stored(recipe, record.folder)
         treat(model, recipe, init=False)
         _enter_stages(model, recipe, stages)
