@@ -55,6 +55,19 @@ def test_an_empty_prompt_begins_after_the_end_token() -> None:
     assert sample.tokens == (int(logits[0, -1].argmax()),)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (3, "generate: prompt 3 is not a text"),
+        ("caf\udce9", "generate: prompt 'caf\\udce9' is not valid UTF-8"),
+    ],
+)
+def test_a_prompt_that_is_not_a_text_is_refused(prompt: Any, message: str) -> None:
+    with pytest.raises(fl.BadInput) as caught:
+        trained("gpt").generate(["the cat", prompt])
+    assert str(caught.value) == message
+
+
 def test_a_sample_ends_at_the_last_position() -> None:
     run = trained("gpt")
     samples = run.generate("the cat sat", samples=20, max_tokens=100, temperature=1.5)
