@@ -78,15 +78,6 @@ def check_unchanged(folder: Path) -> None:
             raise BadInput(f"{problem}; delete {folder} to train it again")
 
 
-def is_as_listed(folder: Path, name: str) -> bool:
-    """Return whether a file is the one that the manifest of a folder lists, if it lists it."""
-    try:
-        expected = _read(folder).get(name)
-    except (FileNotFoundError, BadInput):  # not finished; a damaged manifest is `verify`'s to find
-        return True
-    return expected is None or checksums(folder, [name])[name] == expected
-
-
 def problems_in(folder: Path, *, deep: bool = True, outermost: bool = True) -> Iterator[Problem]:
     """Yield the differences between a folder and its manifest.
 
