@@ -5,13 +5,12 @@ listing must not import torch, pydantic or yaml if the index has all runs.
 """
 
 import contextlib
-import difflib
 import json
 import os
 import re
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from functools import lru_cache
@@ -123,20 +122,8 @@ def find_run(root: Path, text: str) -> Path:
     if matches:
         shown = ", ".join(matches[:5]) + f" and {len(matches) - 5} more" * (len(matches) > 5)
         raise BadInput(f"run {text!r} could be {shown} in {root}")
-    if text and os.path.exists(text):
-        reason = "it has no events.jsonl" if os.path.isdir(text) else "it is not a folder"
-        raise BadInput(f"{text} does not hold a run: {reason}")
-    hint = nearest(text, names) or _nearest_beginning(text, names)
-    if not hint:
-        hint = f"; there is `{names[-1]}`" if names else "; it has no runs"
+    hint = nearest(text, names) or (f"; there is `{names[-1]}`" if names else "; it has no runs")
     raise BadInput(f"no run {text!r} in {root}{hint}")
-
-
-def _nearest_beginning(text: str, names: Iterable[str]) -> str:
-    """Return a hint at the run whose name begins almost like the text, or "" if there is none."""
-    beginnings = {name[: len(text)].lower(): name for name in names if text}
-    matches = difflib.get_close_matches(text.lower(), beginnings, n=1, cutoff=0.5)
-    return f"; did you mean `{beginnings[matches[0]]}`?" if matches else ""
 
 
 def result_of(folder: Path) -> "Result | None":
