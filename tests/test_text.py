@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from frostlab.text import columns, escaped, markdown, plain, printable
+from frostlab.text import columns, counted, escaped, markdown, plain, printable
 from fuzz.targets_pages import check_markdown, tokens
 
 
@@ -50,3 +50,9 @@ def test_good_text_stays_as_it_is() -> None:
     table = markdown(["a|b"], [["c\nd"]])
     assert table.count("\n") == 2
     assert [token.content for token in tokens(table) if token.type == "inline"] == ["a|b", r"c\\nd"]
+
+
+def test_one_thing_has_no_plural() -> None:
+    assert counted(1, "subjects") == "1 subject"
+    assert counted(0, "subjects") == "0 subjects"
+    assert counted(1200, "texts") == "1,200 texts"

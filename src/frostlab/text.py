@@ -48,6 +48,11 @@ def number(value: Any) -> str:
     return NONE if typed(value, int, float) is None else f"{value:.4g}"
 
 
+def counted(count: int, plural: str) -> str:
+    """Return a number with its noun, whose plural ends in s: "1 subject", "1,200 subjects"."""
+    return f"{count:,} {plural.removesuffix('s') if count == 1 else plural}"
+
+
 def columns(
     rows: Sequence[Sequence[str]], right: Collection[int] = (), width: int | None = None
 ) -> list[str]:

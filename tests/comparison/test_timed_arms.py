@@ -178,6 +178,15 @@ def test_timing_leaves_the_weights_as_they_were(monkeypatch: pytest.MonkeyPatch)
         assert all(torch.equal(first, later) for first, later in both)
 
 
+def test_arms_are_timed_although_the_caller_turned_gradients_off() -> None:
+    recipe = arms()["all"]
+    with torch.no_grad():
+        timing = time_arms(
+            {"all": recipe}, prepare(recipe), baseline="all", device=CPU, seconds=0.1, block=1
+        )
+    assert timing.arms
+
+
 def test_captured_steps_are_captured_before_the_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are replaced by plain functions; a later arm's treatment must not undo a capture."""
     captures: list[str] = []

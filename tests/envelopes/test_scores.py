@@ -152,6 +152,7 @@ def test_the_table_shows_model_baseline_chance_and_best() -> None:
     assert note.startswith("4 subjects, 8 recordings; ")
     plain = replace(PEOPLE[0], other=None)
     alone = scores_table({"model": score_recordings({"s0_0": GOOD["s0_0"]}, [plain], RATE)})
+    assert alone.splitlines()[-1].startswith("1 subject, 1 recording; ")
     assert "attended" in head
     assert "attended" not in alone
     assert "best" not in alone

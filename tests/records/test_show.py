@@ -232,6 +232,21 @@ def test_a_run_is_shown_in_fixed_form(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("task", "more", "n"),
+    [
+        ("language", {"tokens": 1379}, "n = 44 examples with 1,379 tokens"),
+        ("envelope", {"subjects": 1}, "n = 1 subject, 44 windows"),
+    ],
+)
+def test_n_has_its_units(task: str, more: dict[str, int], n: str, tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    tune = {"source": "a file", "examples": 44, "digest": "d", **more}
+    data = {"task": task, "digest": "d", "labels": None, "notes": [], "splits": {"tune": tune}}
+    (tmp_path / "a" / "data.json").write_text(json.dumps(data))
+    assert f"accuracy 0.75 at step 20 ({n})" in show(tmp_path / "a")
+
+
 def test_a_run_fits_a_terminal_and_has_notes_tags_and_n(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     write_run(folder)

@@ -358,6 +358,8 @@ def test_bad_targets_of_an_export_are_refused(tmp_path: Path) -> None:
         fl.export(model, tmp_path / "notes.txt")
     with pytest.raises(fl.BadInput, match="is not a Hugging Face model"):
         fl.export(nn.TransformerEncoderLayer(32, 4), tmp_path / "x")
+    with pytest.raises(fl.BadInput, match="tokenizer 'a-folder' is not a Hugging Face tokenizer"):
+        fl.export(model, tmp_path / "x", tokenizer="a-folder")
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
 
 

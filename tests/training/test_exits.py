@@ -204,7 +204,7 @@ def test_the_command(deep: fl.RunRecord) -> None:
 
 def test_what_has_no_exits_is_refused(deep: fl.RunRecord, tmp_path: Path) -> None:
     classifier = fl.run(tiny(train={"batch": 64, "steps": 2, "threads": 1}), runs=tmp_path)
-    with pytest.raises(fl.BadInput, match="is a run for classification"):
+    with pytest.raises(fl.BadInput, match="classifies texts; early exits need"):
         fl.early_exits(classifier)
     result = asdict(deep.result) | {"status": "stopped"}
     (tmp_path / "half").mkdir()

@@ -55,6 +55,17 @@ def test_the_bar_on_a_terminal() -> None:
         assert part in shown
 
 
+def test_the_last_bar_has_the_loss_of_the_last_step() -> None:
+    """The last steps of a run are often too close together for a reading between them."""
+    screen, text = on_terminal()
+    display = Display(screen)
+    display.begin(0, 20, 10, None, 0)
+    display.advance(20, lambda: 0.75)
+    display.evaluated(20, {"accuracy": 0.5}, best=True)
+    display.close()
+    assert re.search(r"20/20 loss 0\.7500 .* 0:00:00 left", plain_text(text))
+
+
 def test_one_of_several_runs_has_only_a_bar_with_its_name() -> None:
     screen, text = on_terminal()
     for label in ("first [red]", "second"):
@@ -78,7 +89,7 @@ def test_the_bar_of_a_long_run_with_a_long_name_fits_80_columns() -> None:
     display.close()
     assert "an arm with a very long… ━" in plain_text(text)
     assert re.search(
-        r"123455/123456 loss 12\.3456 \d:\d\d:\d\d left \S:\S\S:\S\S", plain_text(text)
+        r"123455/123456 loss 12\.3456 \d:\d\d:\d\d \S:\S\S:\S\S left", plain_text(text)
     )
 
 

@@ -3,6 +3,9 @@
 import json
 import math
 import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +43,42 @@ def test_a_run_leaves_a_complete_record(tmp_path: Path) -> None:
                      "step", "epoch", "evaluation", "checkpoint", "evaluation", "end"]  # fmt: skip
     assert all(e.frozen_verified == 8 for e in record.events(EvaluationEvent))
     assert record.result.parameters.frozen == 2 * 2 * (16 * 16 + 16)
+
+
+@contextmanager
+def _double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(scope="module")
+def usual_digest(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Digest of the weights of a run that is called in no special mode of torch."""
+    digest = fl.run(tiny(), runs=tmp_path_factory.mktemp("usual")).result.weights_digest
+    assert digest is not None
+    return digest
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        torch.no_grad,
+        torch.inference_mode,
+        partial(torch.autocast, "cpu", dtype=torch.bfloat16),
+        _double,
+    ],
+    ids=["no_grad", "inference_mode", "autocast", "default_dtype"],
+)
+def test_modes_of_the_caller_do_not_change_a_run(
+    mode: Callable[[], AbstractContextManager[None]], usual_digest: str, tmp_path: Path
+) -> None:
+    with mode():
+        record = fl.run(tiny(), runs=tmp_path)
+    assert record.result.weights_digest == usual_digest
 
 
 def test_steps_and_seconds_to_a_target(tmp_path: Path) -> None:

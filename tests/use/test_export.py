@@ -1,5 +1,6 @@
 """`Run.export`: a folder that transformers loads alone, with the run's logits and its card."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -103,6 +104,18 @@ def test_a_classifier_gives_the_logits_of_the_run(
     torch.testing.assert_close(logits, logits_of(run.model(), dict(batch)), rtol=1e-4, atol=1e-5)
     assert config.id2label == {0: "animal", 1: "other"} == dict(enumerate(run.labels or ()))
     assert config.label2id == {"animal": 0, "other": 1}
+
+
+def test_the_card_reads_an_empty_text_as_the_run_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trained("classifier")
+    texts = ["", "the cat sat " * 20, "a bird"]
+    path = run.export(tmp_path / "out") / "README.md"
+    path.write_text(path.read_text().replace('["a text"]', json.dumps(texts)))
+    shares = run_card(path.parent, monkeypatch)["logits"].softmax(-1)
+    expected = [list(prediction.probabilities.values()) for prediction in run.predict(texts)]
+    torch.testing.assert_close(shares, torch.tensor(expected), rtol=1e-4, atol=1e-5)
 
 
 def test_the_tokenizer_encodes_as_in_training(tmp_path: Path) -> None:

@@ -47,6 +47,15 @@ def test_the_model_has_the_reported_weights(name: str, request: pytest.FixtureRe
     assert {p.device.type for p in model.parameters()} == {"cpu"}
 
 
+def test_a_model_is_loaded_with_another_default_dtype(language: fl.Run) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = language.model()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert state_digest(model) == language.result.weights_digest
+
+
 def test_a_loaded_model_has_its_treatment(classifier: fl.Run) -> None:
     counts = classifier.result.parameters
     frozen = sum(p.numel() for p in classifier.model().parameters() if not p.requires_grad)

@@ -32,6 +32,13 @@ def test_samples_are_texts_with_their_tokens_and_their_end() -> None:
     assert several[3:] == samples
 
 
+def test_autocast_of_the_caller_does_not_change_samples() -> None:
+    samples = trained("gpt").generate("the cat", samples=8, temperature=2.0, top_p=1.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        again = trained("gpt").generate("the cat", samples=8, temperature=2.0, top_p=1.0)
+    assert again == samples
+
+
 def test_a_tokenizer_of_words_keeps_the_space() -> None:
     (sample,) = trained("decoder").generate("the cat", max_tokens=4, temperature=0)
     assert sample.text.startswith(" ")
@@ -46,6 +53,19 @@ def test_an_empty_prompt_begins_after_the_end_token() -> None:
     (sample,) = run.generate("", temperature=0, max_tokens=1)
     logits = run.model()(torch.tensor([[run.tokenizer().eos_token_id]]))
     assert sample.tokens == (int(logits[0, -1].argmax()),)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (3, "generate: prompt 3 is not a text"),
+        ("caf\udce9", "generate: prompt 'caf\\udce9' is not valid UTF-8"),
+    ],
+)
+def test_a_prompt_that_is_not_a_text_is_refused(prompt: Any, message: str) -> None:
+    with pytest.raises(fl.BadInput) as caught:
+        trained("gpt").generate(["the cat", prompt])
+    assert str(caught.value) == message
 
 
 def test_a_sample_ends_at_the_last_position() -> None:

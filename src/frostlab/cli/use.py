@@ -21,7 +21,7 @@ from frostlab.cli.options import (
 )
 from frostlab.errors import BadInput
 from frostlab.storage import finite
-from frostlab.text import plain
+from frostlab.text import counted, plain
 
 if TYPE_CHECKING:
     from frostlab.use.run import Run
@@ -157,7 +157,7 @@ def predict(
         echo(json.dumps({"out": str(out), "rows": count, "labels": counts}, indent=1))
         return
     listed = ", ".join(f"{label} {number:,}" for label, number in counts.most_common(8))
-    echo(plain(f"{out}: {count:,} texts{f', predicted as {listed}' * bool(listed)}"))
+    echo(plain(f"{out}: {counted(count, 'texts')}{f', predicted as {listed}' * bool(listed)}"))
 
 
 def _print_rows(rows: Iterable[dict[str, Any]]) -> None:
@@ -208,7 +208,7 @@ def _predict_envelopes(
     if as_json:
         echo(json.dumps({"out": str(out), "rate": data.rate, "samples": samples}, indent=1))
     else:
-        echo(plain(f"{out}: {len(samples):,} recordings at {data.rate:g} Hz"))
+        echo(plain(f"{out}: {counted(len(samples), 'recordings')} at {data.rate:g} Hz"))
 
 
 def generate(

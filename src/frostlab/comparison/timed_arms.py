@@ -55,6 +55,7 @@ from frostlab.training.setup import (
     build_model,
     check_model,
     choose_precision,
+    default_modes,
     make_feed,
     make_step,
     place_model,
@@ -355,7 +356,8 @@ def time_arms(
     device = choose_device(str(device))
     clock = BlockClock(device)
     threads = recipes[baseline].train.threads  # time with as many threads as a training run
-    with with_threads(threads), _raised_recompile_limit(recipes.values(), prepared, device):
+    limit = _raised_recompile_limit(recipes.values(), prepared, device)
+    with default_modes(device), with_threads(threads), limit:
         arms = build_arms(recipes, prepared, baseline)
         timed = place_arms(arms, prepared, device, say)
         order, draw = timed[baseline].order, np.random.default_rng(seed)

@@ -35,7 +35,7 @@ from frostlab.envelopes.correlation import (
 )
 from frostlab.errors import BadInput, first_line, nearest
 from frostlab.storage import derive_seed
-from frostlab.text import NONE, columns, plain
+from frostlab.text import NONE, columns, counted, plain
 from frostlab.typed import read
 
 _LARGEST = 2**63  # no stored number is larger
@@ -387,7 +387,7 @@ def scores_table(decoders: Mapping[str, EnvelopeScores], best: float | None = No
         lines.append(f"best achievable r: {best:.3f}")
     first = next(iter(decoders.values())).summary
     lines.append(
-        f"{first.subjects} subject{'s' * (first.subjects != 1)}, {first.recordings} recordings; "
+        f"{counted(first.subjects, 'subjects')}, {counted(first.recordings, 'recordings')}; "
         "r: mean by Fisher's z over subjects, with its t interval; chance: 95 of 100 means with "
         "mismatched envelopes are below"
     )

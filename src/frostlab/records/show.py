@@ -27,7 +27,7 @@ from frostlab.records.schema import (
     read_event,
 )
 from frostlab.storage import read_lines
-from frostlab.text import NONE, columns, hms, number, plain, short, wrapped
+from frostlab.text import NONE, columns, counted, hms, number, plain, short, wrapped
 
 _NAME = re.compile(
     r" *\S+(?: \S+)*  +"
@@ -278,8 +278,22 @@ def _best_step(events: list[Event]) -> int | None:
 
 
 def _n(run: _Run, split: str) -> str:
-    """Return the number of examples behind a metric, such as ` (n = 400)`; "" if not known."""
-    return f" (n = {run.examples[split]:,})" if split in run.examples else ""
+    """Return the number of examples behind a metric, such as ` (n = 400)`; "" if not known.
+
+    The examples of a language model are given with their tokens, the windows of EEG with the
+    subjects.
+    """
+    if split not in run.examples:
+        return ""
+    count = run.examples[split]
+    part = run.data.splits.get(split) if run.data is not None else None
+    if run.data is not None and part is not None:
+        if run.data.task == "language" and part.tokens is not None:
+            examples = counted(count, "examples")
+            return f" (n = {examples} with {counted(part.tokens, 'tokens')})"
+        if run.data.task == "envelope" and part.subjects is not None:
+            return f" (n = {counted(part.subjects, 'subjects')}, {counted(count, 'windows')})"
+    return f" (n = {count:,})"
 
 
 def _metrics(metrics: dict[str, Any]) -> str:

@@ -186,6 +186,11 @@ def export(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
         tokenizer: a Hugging Face tokenizer to write to the folder as well.
     """
     check_exportable(model)
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise BadInput(
+            f"export: tokenizer {tokenizer!r:.40} is not a Hugging Face tokenizer; "
+            "load it with AutoTokenizer.from_pretrained"
+        )
     target = Path(folder)
     if target.exists() and not target.is_dir():
         raise BadInput(f"export: {target} is a file, not a folder")

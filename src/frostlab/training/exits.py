@@ -53,9 +53,8 @@ def early_exits(
         raise BadInput(f"{record.folder} is {record.status}; early exits need a finished run")
     recipe = record.recipe
     if recipe.data.task != "language":
-        raise BadInput(
-            f"{record.folder} is a run for {recipe.data.task}; early exits need a language model"
-        )
+        does = "decodes EEG" if recipe.data.task == "envelope" else "classifies texts"
+        raise BadInput(f"{record.folder} {does}; early exits need a language model")
     chosen = choose_device(device or recipe.train.device)
     compute = Compute(chosen, choose_precision(recipe.train, chosen))
     prepared = as_token_data(prepare(recipe, None if data_dir is None else Path(data_dir)))

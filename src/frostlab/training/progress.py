@@ -106,6 +106,7 @@ class Display:
         self._step = self._first_step = self._steps = self._stage_began = 0
         self._per_epoch = 1
         self._loss: float | None = None
+        self._read_loss: Callable[[], float | None] = lambda: None
         self._began: float | None = None
         self._last_drawn = self._next_reading = 0.0
         self._between_readings = (
@@ -144,7 +145,7 @@ class Display:
         The loss is read more often than lines are printed, because a reading may return the value
         that the reading before has requested.
         """
-        self._step, now = step, time.monotonic()
+        self._step, self._read_loss, now = step, loss, time.monotonic()
         if now < self._next_reading:
             return
         self._loss, self._next_reading = loss(), now + self._between_readings
@@ -153,7 +154,9 @@ class Display:
             self._screen.draw(self._bar())
 
     def evaluated(self, step: int, metrics: dict[str, Any], best: bool) -> None:
-        """Show an evaluation."""
+        """Show an evaluation; the bar gets the loss of the step before it."""
+        if math.isfinite(self._between_readings):
+            self._loss = self._read_loss()
         shown = (f"{name} {value:.4f}" for name, value in metrics.items() if name != "layers")
         self.say(f"step {step}  {'  '.join(shown)}{'  (best)' if best else ''}")
 
@@ -246,8 +249,8 @@ class Terminal:
             MofNCompleteColumn(table_column=Column(no_wrap=True)),  # only the bar gets shorter
             TextColumn("{task.fields[numbers]}", markup=False),
             TimeElapsedColumn(table_column=Column(no_wrap=True)),
-            TextColumn("left"),
             TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            TextColumn("left"),
             console=Console(stderr=True),
         )
         self._task: Any = None
@@ -339,4 +342,4 @@ class Notebook:
 
 
 def _after_bar(bar: Bar) -> str:
-    return f"{bar.step}/{bar.steps}  {bar.numbers}  {hms(bar.seconds)}  left {hms(bar.left)}"
+    return f"{bar.step}/{bar.steps}  {bar.numbers}  {hms(bar.seconds)}  {hms(bar.left)} left"

@@ -44,6 +44,7 @@ from frostlab.training.setup import (
     assemble,
     best_checkpoint,
     choose_precision,
+    default_modes,
     load_weights,
     read_progress,
     restore,
@@ -94,6 +95,7 @@ def run(
     display = progress if isinstance(progress, Display) else Display(choose_screen(progress))
     device = choose_device(recipe.train.device)
     with ExitStack() as stack:
+        stack.enter_context(default_modes(device))
         world = stack.enter_context(process_group(device, recipe.train))
         if recipe.train.batch % (world.size * recipe.train.accumulate):
             raise BadInput(

@@ -12,7 +12,7 @@ Runs, later stages, resumed runs and the timed arms of comparisons all use these
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,26 @@ def with_threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def default_modes(device: torch.device) -> Iterator[None]:
+    """Set torch's modes as in a new process, so that the caller's do not change a run.
+
+    Gradients are on, autocast is off (the step turns it on if the precision asks for it), and the
+    default dtype is float32.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            for kind in {"cpu", device.type}:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def prepare_data(
@@ -406,7 +426,7 @@ def best_model(record: RunRecord) -> nn.Module:
     recipe = record.recipe
     checkpoint = _best_saved(record)
     stages = stages_of(recipe, record.data.splits["train"].examples)[: checkpoint.stage + 1]
-    with torch.random.fork_rng(devices=[]):
+    with default_modes(torch.device("cpu")), torch.random.fork_rng(devices=[]):
         model = build_stored(recipe, record.folder)
         treat(model, recipe, init=False)
         _enter_stages(model, recipe, stages)

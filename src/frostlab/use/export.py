@@ -162,7 +162,7 @@ def _snippet(record: RunRecord, model: nn.Module, folder: str, tokenizer: bool) 
     ]
     if tokenizer:
         lines.append("tokenizer = AutoTokenizer.from_pretrained(folder)")
-        lines.append(f"batch = tokenizer({_inputs(record)})")
+        lines += _encoding(record, only_body)
     else:
         lines.append("ids = torch.tensor([[1, 2, 1]])")
         lines.append("batch = dict(input_ids=ids, attention_mask=torch.ones_like(ids))")
@@ -192,13 +192,19 @@ def _classifying(only_body: bool) -> list[str]:
     return ["with torch.no_grad():", *logits, f"print([{shown}])"]
 
 
-def _inputs(record: RunRecord) -> str:
-    """Return the arguments of the tokenizer in the card's code."""
+def _encoding(record: RunRecord, only_body: bool) -> list[str]:
+    """Return the lines of the card's code that make a batch."""
     if record.data.task == "language":
-        return '"The", add_special_tokens=False, return_tensors="pt"'
+        return ['batch = tokenizer("The", add_special_tokens=False, return_tensors="pt")']
     pairs = len(columns_of(text_data(record)).texts) == 2
+    if only_body and not pairs:  # the only case in which a text can be without tokens
+        return [
+            'rows = tokenizer(["a text"], truncation=True)["input_ids"]',
+            "rows = [row or [tokenizer.eos_token_id] for row in rows]  # an empty text",
+            'batch = tokenizer.pad({"input_ids": rows}, return_tensors="pt")',
+        ]
     texts = '["a first text"], ["a second text"]' if pairs else '["a text"]'
-    return f'{texts}, padding=True, truncation=True, return_tensors="pt"'
+    return [f'batch = tokenizer({texts}, padding=True, truncation=True, return_tensors="pt")']
 
 
 def _results(record: RunRecord) -> str:

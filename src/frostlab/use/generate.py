@@ -23,7 +23,7 @@ from frostlab.models.gpt import GPT
 from frostlab.records.folder import RunRecord
 from frostlab.records.model_files import stored_tokenizer
 from frostlab.text import plain
-from frostlab.training.setup import with_threads
+from frostlab.training.setup import default_modes, with_threads
 from frostlab.use.scoring import Evaluator
 
 Ended = Literal["end", "length", "positions"]
@@ -341,17 +341,30 @@ def check_generates(record: RunRecord) -> None:
         )
 
 
+def check_prompts(prompts: Sequence[str]) -> None:
+    """Refuse prompts that are not texts."""
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            raise BadInput(f"generate: prompt {prompt!r:.40} is not a text")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise BadInput(f"generate: prompt {prompt!a:.40} is not valid UTF-8") from None
+
+
 def generate(loaded: Evaluator, prompts: Sequence[str], sampling: Sampling) -> list[Sample]:
     """Continue prompts with the language model of a run; return the samples of each in turn.
 
     An empty prompt begins a new text: the model reads the end token, which separates the texts in
     training.
     """
+    check_prompts(prompts)
     encoder, tokenizer = loaded.encoder, stored_tokenizer(loaded.record.folder)
     encoded = [ids or [encoder.end] for ids in encoder.running(list(prompts))]
     model = loaded.objective.model.eval()
     ends = {encoder.end} | _configured_ends(model)
-    with with_threads(loaded.recipe.train.threads):
+    modes = default_modes(loaded.compute.device)
+    with modes, with_threads(loaded.recipe.train.threads):
         continued = continue_prompts(model, encoded, sampling, ends=ends)
     return [
         Sample(

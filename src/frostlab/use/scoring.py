@@ -33,7 +33,7 @@ from frostlab.records.model_files import (
     stored_encoder,
 )
 from frostlab.storage import cache_folder
-from frostlab.text import NONE, columns, number, plain, short
+from frostlab.text import NONE, columns, counted, number, plain, short
 from frostlab.training.batches.batch import scored_counts
 from frostlab.training.distributed import Compute
 from frostlab.training.eeg_report import (
@@ -501,7 +501,7 @@ def evaluation_lines(evaluation: Evaluation) -> list[str]:
     """Return an evaluation as text: metrics with their n, and classes with their recall."""
     lines = [plain(f"{evaluation.split}: {evaluation.source}")]
     rows = [
-        [name, number(value), f"{evaluation.n[name]:,} {evaluation.unit[name]}"]
+        [name, number(value), counted(evaluation.n[name], evaluation.unit[name])]
         for name, value in evaluation.metrics.items()
     ]
     lines += columns([["metric", "value", "n"], *rows], right=[1])
@@ -545,7 +545,7 @@ def languages_lines(evaluations: Mapping[str, Evaluation]) -> list[str]:
     names = list(next(iter(evaluations.values())).metrics)
     rows = [
         [language, *(number(evaluation.metrics[name]) for name in names),
-         f"{evaluation.n[names[0]]:,} {evaluation.unit[names[0]]}"]
+         counted(evaluation.n[names[0]], evaluation.unit[names[0]])]
         for language, evaluation in evaluations.items()
     ]  # fmt: skip
     return columns([["language", *names, "n"], *rows], right=range(1, len(names) + 1))
