@@ -3,11 +3,13 @@
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -16,6 +18,7 @@ from transformers import (
 
 import frostlab as fl
 from frostlab.training.step.objective import logits_of
+from tiny import tiny
 from trained import trained
 
 CLASS = {
@@ -137,18 +140,21 @@ def test_the_card_has_the_numbers_of_the_record(tmp_path: Path) -> None:
     report, train = data.splits["report"], data.splits["train"]
     for name, value in run.metrics.items():
         assert f"| {name} | {value:.4g} | report | {report.examples:,} |" in card
-    assert (
-        f"| train | {train.examples:,} | rows.jsonl (sha256 {train.files[0].sha256[:16]})" in card
-    )
-    assert str(Path(train.files[0].path).parent) not in card.split("## Recipe")[0]
+    (row,) = re.findall(r"\| train \|.*", card)
+    assert f"| {train.examples:,} |" in row
+    assert f"| rows.jsonl (sha256 {train.files[0].sha256[:16]}) |" in row
+    assert train.classes is not None
+    assert f"animal {train.classes[0]:,}" in row
+    assert str(Path(train.files[0].path).parent) not in card
     counts = result.parameters
     assert f"| trainable parameters | {counts.trainable:,} of {counts.total:,} (" in card
     assert "| treatment | oelm: query and key of every head: orthogonal, frozen; the rest" in card
     for text in (data.digest, str(result.weights_digest), result.recipe_digest, fl.__version__):
         assert text in card
     assert "| seed | 0 |" in card
-    assert "| animal |" in card
-    assert (run.folder / "recipe.yaml").read_text().strip() in card
+    recipe = yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])
+    stored = yaml.safe_load((run.folder / "recipe.yaml").read_text())
+    assert recipe == stored | {"data": stored["data"] | {"path": "rows.jsonl"}}
 
 
 def test_an_unfinished_run_is_exported_without_a_result(tmp_path: Path) -> None:
@@ -192,3 +198,17 @@ def test_export_writes_a_tokenizer_when_given_one(tmp_path: Path) -> None:
     assert config.eos_token_id == loaded.eos_token_id
     fl.export(run.model(), tmp_path / "alone")
     assert not list((tmp_path / "alone").glob("token*"))
+
+
+def test_a_card_names_no_folder_of_this_machine(tmp_path: Path) -> None:
+    """A card is shared: paths have only their last part, and the command has no interpreter."""
+    rows = [f"text {number},{'ab'[number % 2]}" for number in range(60)]
+    (tmp_path / "mine.csv").write_text("\n".join(["text,label", *rows]))
+    recipe = tiny(data={"name": "own", "path": str(tmp_path / "mine.csv"), "length": 8,
+                        "tune": 0.2, "report": 0.2}, tokenizer={"kind": "words"})  # fmt: skip
+    run = fl.run(recipe, runs=tmp_path)
+    card = (run.export(tmp_path / "model") / "README.md").read_text()
+    assert "path: mine.csv" in card
+    assert "| train | 36 | a 18, b 18 | mine.csv (sha256 " in card
+    assert str(tmp_path) not in card
+    assert sys.executable not in card

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from frostlab.text import escaped, markdown
 
 Label = int | str
-_MOST_SHOWN = 8  # classes or files that a table names
+_SHOWN = 8  # classes or files that a table names
 
 
 @dataclass(frozen=True)
@@ -116,5 +116,5 @@ def _remarks(split: SplitRecord) -> Iterator[str]:
 
 def _listed(items: Iterable[str]) -> str:
     listed = list(items)
-    more = len(listed) - _MOST_SHOWN
-    return ", ".join(listed[:_MOST_SHOWN]) + (f" and {more:,} more" if more > 0 else "")
+    more = len(listed) - _SHOWN
+    return ", ".join(listed[:_SHOWN]) + (f" and {more:,} more" if more > 0 else "")

@@ -2,18 +2,21 @@
 
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
+import yaml
 from torch import nn
 
 from frostlab import __version__
 from frostlab.data.encode import columns_of
 from frostlab.errors import BadInput, require
 from frostlab.models.huggingface import is_own
+from frostlab.recipe.recipe import shorten_paths
 from frostlab.records.folder import RunRecord, finished_status
 from frostlab.records.model_files import read_inputs, stored_tokenizer
-from frostlab.storage import read_text, whole_folder, write_whole
+from frostlab.storage import whole_folder, write_whole
 from frostlab.surgery.save import HEAD, check_exportable, write_checkpoint
 from frostlab.text import Markdown, escaped, markdown, number, plain
 from frostlab.training.setup import best_model
@@ -115,7 +118,7 @@ def model_card(record: RunRecord, model: nn.Module, folder: str, tokenizer: bool
         f"## Results\n\n{_results(record)}",
         f"## Data\n\n{_data(record)}",
         f"## Training\n\n{_training(record)}",
-        f"## Recipe\n\n```yaml\n{plain_block(read_text(record.folder / 'recipe.yaml'))}\n```",
+        f"## Recipe\n\n```yaml\n{_recipe(record)}\n```",
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -227,21 +230,28 @@ def _results(record: RunRecord) -> str:
 
 
 def _data(record: RunRecord) -> str:
-    """Return a table of the splits, with counts and digests."""
-    rows = []
-    for name, split in record.data.splits.items():
-        files = [f"{Path(file.path).name} (sha256 {file.sha256[:16]})" for file in split.files]
-        source = split.source if not os.path.isabs(split.source) else Path(split.source).name
-        rows.append(
-            (name, f"{split.examples:,}", ", ".join(files) or source, split.digest[:16], split.note)
-        )
-    text = markdown(("split", "examples", "source", "digest", "note"), rows)
-    text += f"\n\nDigest of all data: `{plain(record.data.digest)}`."
-    labels, train = record.data.labels, record.data.splits["train"]
-    if labels is not None and train.classes is not None:
-        counts = zip(map(str, labels), (f"{count:,}" for count in train.classes), strict=True)
-        text += f"\n\n{markdown(('class', 'examples in train'), counts)}"
-    return "\n\n".join([text, *(escaped(note) for note in record.data.notes)])
+    """Return a table of the splits, and the digest of all data."""
+    return f"{record.data.markdown()}\n\nDigest of all data: `{plain(record.data.digest)}`."
+
+
+def _recipe(record: RunRecord) -> str:
+    """Return the recipe as YAML; its paths have only their last part, because a card is shared."""
+    values = record.recipe.to_dict()
+    shorten_paths(values)
+    return plain_block(yaml.safe_dump(values, sort_keys=False))
+
+
+def _command(record: RunRecord) -> str:
+    """Return the command that trained the run, without the path of the interpreter."""
+    text = plain(record.environment.get("command"))
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        return text
+    names = [os.path.basename(word) for word in words]
+    if "frostlab" in names:  # `.venv/bin/frostlab run …` or `python -m frostlab run …`
+        return shlex.join(["frostlab", *words[names.index("frostlab") + 1 :]])
+    return shlex.join(names[:1] + words[1:])
 
 
 def _training(record: RunRecord) -> str:
@@ -267,6 +277,6 @@ def _training(record: RunRecord) -> str:
     rows += [
         ("recipe digest", record.start.recipe_digest),
         ("frostlab", plain(version)),
-        ("command", Markdown(f"`{plain(environment.get('command')).replace('`', '')}`")),
+        ("command", Markdown(f"`{_command(record).replace('`', '')}`")),
     ]
     return markdown(("", ""), rows)
