@@ -30,7 +30,7 @@ Ended = Literal["end", "length", "positions"]
 _ROWS = 64  # samples that are generated at once
 _CANDIDATES = 1024  # tokens that are sorted if they hold enough probability
 _MARGIN = 1e-9  # more than the rounding error of a float64 sum of probabilities
-_MOST_TOKENS = 2**20
+_LONGEST = 2**20  # tokens of a sample
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,8 @@ class Sampling:
     samples: int = 1  # continuations of each prompt
 
     def __post_init__(self) -> None:
-        if not 1 <= self.max_tokens <= _MOST_TOKENS:
-            raise BadInput(
-                f"generate: tokens {self.max_tokens} should be from 1 to {_MOST_TOKENS:,}"
-            )
+        if not 1 <= self.max_tokens <= _LONGEST:
+            raise BadInput(f"generate: tokens {self.max_tokens} should be from 1 to {_LONGEST:,}")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise BadInput(f"generate: temperature {self.temperature} should be 0 or more")
         if not 0 < self.top_p <= 1:
