@@ -94,7 +94,7 @@ def test_runs_of_comparisons_are_kept(tmp_path: Path) -> None:
     assert kept == dict.fromkeys(("a-s0", "b-s0"), f"the comparison {comparison} refers to it")
     assert old(runs, "tagged", comparison)[0] == ["c-s0"], "its own folder may be named too"
     own = write_run(comparison / "runs" / "baseline-s0", 90)
-    assert old(own.parent) == ([], {own.name: f"the comparison {comparison} consists of it"})
+    assert old(own.parent) == ([], {own.name: f"it is part of the comparison {comparison}"})
     (comparison / "plan.json").write_text("{")
     with pytest.raises(BadInput, match=r"plan\.json .* so nothing is removed"):
         old(runs, "tagged", tmp_path / "comparisons")

@@ -42,7 +42,7 @@ def test_generated_data_are_evaluated_again_but_nothing_else_is(tmp_path: Path) 
 def test_the_split_that_selects_gives_the_best_value(classifier: fl.Run) -> None:
     evaluation = classifier.evaluate(split="tune")
     assert evaluation.metrics["accuracy"] == classifier.result.best.value
-    assert evaluation.caution == "selected on this split"
+    assert evaluation.caution == "the weights were selected on this split"
     train = classifier.evaluate(split="train")
     assert train.n["accuracy"] == classifier.data.splits["train"].examples
     assert train.caution == "the model was trained on these examples"

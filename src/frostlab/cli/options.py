@@ -97,7 +97,7 @@ def width_of(wide: bool = False) -> int | None:
 
 
 def echo(text: object = "", err: bool = False) -> None:
-    """Print text; names in it cannot control the terminal. All output of the commands goes here."""
+    """Print text, control characters escaped; all output of the commands goes through here."""
     typer.echo(printable(str(text)), err=err)
 
 

@@ -103,8 +103,8 @@ def list_runs(
     """List runs, with their status, settings, results and times.
 
     A key is a fact (name, status, treatment, seed, data, model, steps, metric, best,
-    step_ms, total_seconds, started, ended, tag, note, error), a reported metric such
-    as accuracy, or a setting such as optim.lr.
+    step_ms, total_seconds, started, ended, tag, note, error, recipe_digest), a
+    reported metric such as accuracy, or a setting such as optim.lr.
     """
     from frostlab.records.index import list_runs as read_runs
     from frostlab.records.listing import groups_table, runs_table
@@ -252,8 +252,8 @@ def diff(
         return
     from frostlab.records.diff import difference
 
-    found = difference(*folders)
-    echo(json.dumps(found.to_dict(), indent=1) if as_json else found.text(width_of(wide)))
+    result = difference(*folders)
+    echo(json.dumps(result.to_dict(), indent=1) if as_json else result.text(width_of(wide)))
 
 
 def _diff_comparisons(folders: tuple[Path, Path], width: int | None, as_json: bool) -> None:
@@ -318,7 +318,7 @@ def clean(
     ] = _COMPARISONS,
     runs: RunsFolder = Path("runs"),
 ) -> None:
-    """Remove old runs that have no tag.
+    """Remove old runs, except those that a tag keeps.
 
     A run that is running, that a comparison refers to, or whose records cannot be
     read is kept, and a line says so. An unfinished run is as old as its last event.

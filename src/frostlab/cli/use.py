@@ -13,6 +13,7 @@ import typer
 from frostlab.cli.options import (
     AsJson,
     DataDir,
+    Device,
     RunName,
     RunsFolder,
     check_data_dir,
@@ -25,11 +26,6 @@ from frostlab.text import counted, plain
 
 if TYPE_CHECKING:
     from frostlab.use.run import Run
-
-_Device = Annotated[
-    str | None,
-    typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:2 or mps (default: the run's)."),
-]
 
 
 def evaluate(
@@ -44,7 +40,9 @@ def evaluate(
     ] = None,
     split: Annotated[
         str | None,
-        typer.Option(metavar="SPLIT", help="report, tune or train (default: report)."),
+        typer.Option(
+            metavar="SPLIT", help="report, tune or train; EEG: also unseen (default: report)."
+        ),
     ] = None,
     settings: Annotated[
         list[str] | None,
@@ -63,14 +61,15 @@ def evaluate(
         typer.Option(metavar="FILE", help="Write the result to this new .json file, too."),
     ] = None,
     data_dir: DataDir = None,
-    device: _Device = None,
+    device: Device = None,
     runs: RunsFolder = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
     """Evaluate the best weights of a run, on its own data or on other data.
 
-    Only the run's folder is needed, and the data to evaluate. The report split gives
-    exactly the metrics of the record. Without --out, nothing is written.
+    Only the run's folder is needed, and the data to evaluate. On the same hardware
+    and libraries, the report split gives exactly the metrics of the record. Without
+    --out, nothing is written.
     """
     check_data_dir(data_dir)
     changes = settings_from(settings)
@@ -124,7 +123,7 @@ def predict(
             "(default: print them).",
         ),
     ] = None,
-    device: _Device = None,
+    device: Device = None,
     runs: RunsFolder = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
@@ -241,15 +240,15 @@ def generate(
     ] = 0.95,
     tokens: Annotated[int, typer.Option(metavar="N", help="Most tokens of a sample.")] = 100,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the samples.")] = 0,
-    device: _Device = None,
+    device: Device = None,
     runs: RunsFolder = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
     """Continue prompts with the language models of one or several runs.
 
-    Sample 1 of every run and prompt is drawn with the same random numbers, and so is
-    sample 2. A sample ends at the end token [end], after --tokens tokens [length],
-    or at the model's last position [positions].
+    Samples with the same number are drawn with the same random numbers for every
+    run and prompt. A sample ends at the end token [end], after --tokens tokens
+    [length], or at the model's last position [positions].
     """
     count = samples if samples is not None else 5 if temperature else 1
     loaded = list(dict.fromkeys(_load(runs, name) for name in names))

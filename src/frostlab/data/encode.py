@@ -1,4 +1,4 @@
-"""Text that a run was not trained on: found by file, folder or recipe, encoded by its tokenizer."""
+"""Text for a trained run: found by file, folder or recipe, and encoded by the run's tokenizer."""
 
 import sys
 import tempfile
@@ -126,8 +126,8 @@ def encode_split(
         return load_tokens(Path(folder), split.name, encoded.digest)
 
 
-def read_inputs(path: str, columns: Columns) -> Iterator[Texts]:
-    """Yield the texts to predict: the lines of a .txt file or of "-", or the rows of a table."""
+def read_texts_to_predict(path: str, columns: Columns) -> Iterator[Texts]:
+    """Yield the texts to predict: lines of a .txt file or the standard input, or a table's rows."""
     if path != STDIN:
         split = given_split(path, "report", "FILE")
         if format_of(split.files[0]) != "txt":

@@ -113,9 +113,9 @@ class TensorBoard:
                 self._histogram(f"Gradient/{name}", tensor, step)
 
     def training(self, event: StepEvent) -> None:
-        """Write the loss of each step of a block, and the learning rate of its last step.
+        """Write the loss of each step that an event records, and the last step's learning rate.
 
-        The time of a step is that of the block less the measured times of the later steps.
+        The time of a step is that of the event less the measured times of the later steps.
         """
         at = event.at - sum(event.ms) / 1e3
         for step, (loss, ms) in enumerate(zip(event.loss, event.ms, strict=True), event.first):
@@ -241,8 +241,8 @@ class LiveBoard:
         self._thread.join()
         if self._error is not None:
             warnings.warn(
-                f"TensorBoard: {self._folder}: {self._error}; `frostlab diagnose` and export_run "
-                "write event files from the run's record",
+                f"TensorBoard: {self._folder}: {self._error}; `frostlab diagnose RUN --tensorboard "
+                "FOLDER` writes event files from the run's record",
                 stacklevel=2,
             )
 

@@ -1,6 +1,7 @@
 """The notes and tags that users give to a run or a comparison, in a file of its folder.
 
-A manifest does not list this file, because it may change after a run is finished.
+The manifest, which has the checksums of a finished run's files, does not list this file, because
+it may change later.
 """
 
 import json
@@ -60,7 +61,10 @@ def add_note(folder: Path, text: str) -> Annotations:
 def add_tag(folder: Path, tag: str) -> Annotations:
     """Add a tag to a run or a comparison; nothing changes if it has the tag already."""
     if not _TAG.fullmatch(tag):
-        raise BadInput(f"the tag {tag!r:.60} should be one word of at most 40 letters, e.g. keep")
+        raise BadInput(
+            f"the tag {tag!r:.60} should be one word of at most 40 letters, digits and . + - _, "
+            "e.g. keep"
+        )
     return _change(folder, lambda now: replace(now, tags=tuple(sorted({*now.tags, tag}))))
 
 

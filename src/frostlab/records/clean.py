@@ -31,7 +31,7 @@ class Removal:
 
 @dataclass(frozen=True)
 class Kept:
-    """A run that is old enough, but is kept."""
+    """A run that is old enough, or of unknown age, but is kept."""
 
     folder: Path
     reason: str
@@ -48,12 +48,12 @@ def duration(text: str) -> float:
 def old_runs(
     root: Path, older: float, keep: str, comparisons: Sequence[Path]
 ) -> tuple[list[Removal], list[Kept]]:
-    """Return the runs to remove, and the other runs of that age, each with the reason.
+    """Return the runs to remove, and the old runs that are kept, each with the reason.
 
     Args:
         root: the folder of runs.
         older: seconds since the end of a run; of an unfinished run, since its last event.
-        keep: `tagged` keeps runs with any tag, a list of tags those with one of them.
+        keep: `tagged` keeps runs with any tag; tags with commas keep runs with one of these.
         comparisons: folders in which to look for comparisons that refer to runs.
     """
     runs, now = list_runs(root), time.time()
@@ -66,7 +66,7 @@ def old_runs(
             continue
         reason = _why_kept(run, tags)
         if reason is None and owner is not None:
-            reason = f"the comparison {owner} consists of it"
+            reason = f"it is part of the comparison {owner}"
         if reason is None and (comparison := referring.get(run.folder.resolve())) is not None:
             reason = f"the comparison {comparison} refers to it"
         if reason is not None:

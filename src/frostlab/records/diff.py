@@ -24,7 +24,8 @@ class Losses:
     steps: int  # steps that both runs recorded
     first: int | None  # the first step at which the losses differ; None: they are equal
     values: tuple[float | None, float | None] | None  # the losses of that step
-    order: int | None  # a step by which the runs had seen other examples; None: none is known
+    # the first recorded step by which the examples, or their order, differed; None: at no step
+    order: int | None
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def _settings(run: Summary) -> dict[str, Any]:
 
 
 def _inputs(records: tuple[RunRecord, RunRecord]) -> Values:
-    """Return the digests of data and weights that differ, weights as a number of parts."""
+    """Return the digests that differ; of the initial weights, their number and the first pair."""
     sides: list[dict[str, Any]] = []
     weights: list[dict[str, str]] = []
     for record in records:

@@ -10,7 +10,7 @@ from frostlab.records.query import Group, differing, value_of
 from frostlab.text import NONE, columns, hms, number, plain, short, typed, wrapped
 
 _MARKS = "*†‡§"
-_WIDEST = 28  # characters of a cell that is neither a name nor asked for
+_WIDEST = 28  # characters of a cell, except in columns that are never left out
 _NAME = 20  # the fewest characters of a name
 
 

@@ -103,7 +103,7 @@ def read_inputs(folder: Path) -> ModelInputs:
 
 
 def build_stored(recipe: Recipe, folder: Path) -> nn.Module:
-    """Build the untreated model of a run's folder on the CPU; its weights are drawn, not loaded.
+    """Build the untreated model of a run's folder on the CPU, without the run's weights.
 
     A model with Python code of its own is built from its source, because the code is not copied.
     """

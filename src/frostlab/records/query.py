@@ -263,7 +263,7 @@ def differing(runs: Sequence[Summary]) -> list[str]:
 
     Those that all runs have come first, and of these, those that differ between runs with the same
     kinds of data and model. A section that is null in some runs is represented by its settings. A
-    damaged run without settings is left out. `treatment` and the seed are facts.
+    damaged run without settings is left out, and so are facts such as `treatment` and `seed`.
     """
     settings = list({id(run.settings): run.settings for run in runs if run.settings}.values())
     families: dict[str, list[dict[str, Any]]] = {}

@@ -142,8 +142,8 @@ class Display:
     def advance(self, step: int, loss: Callable[[], float | None]) -> None:
         """Note a step; redraw the bar as often as the screen allows.
 
-        The loss is read more often than lines are printed, because a reading may return the value
-        that the reading before has requested.
+        The loss is read more often than lines are printed, because on a GPU `loss` starts a copy
+        and returns the value that an earlier call has copied.
         """
         self._step, self._read_loss, now = step, loss, time.monotonic()
         if now < self._next_reading:
@@ -161,7 +161,7 @@ class Display:
         self.say(f"step {step}  {'  '.join(shown)}{'  (best)' if best else ''}")
 
     def close(self) -> None:
-        """Leave the bar of a single run on the screen as it was at the last step."""
+        """End the bar: that of a single run stays at its last step, that of one of several goes."""
         if self._began is None:
             return
         if self._screen.is_live:

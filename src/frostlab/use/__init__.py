@@ -1,1 +1,1 @@
-"""Use of trained runs: load their model and tokenizer, evaluate them and predict with them."""
+"""Use of trained runs: load them, evaluate, predict, generate and export."""

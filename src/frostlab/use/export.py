@@ -80,7 +80,7 @@ def merge_adapters(model: nn.Module) -> None:
 
 
 def _tokenizer(record: RunRecord, model: nn.Module) -> Any:
-    """Return the run's tokenizer, set to give the model its inputs as in training; None without."""
+    """Return the run's tokenizer, set to give the model its inputs as in training, or None."""
     if read_inputs(record.folder).tokenizer is None:
         return None
     tokenizer = stored_tokenizer(record.folder)
@@ -124,7 +124,7 @@ def model_card(record: RunRecord, model: nn.Module, folder: str, tokenizer: bool
 
 
 def plain_block(text: str) -> str:
-    """Return a text for a block of code in Markdown, which it cannot end."""
+    """Return a text so that it cannot end the Markdown code block that holds it."""
     return "\n".join(plain(line) for line in text.rstrip().split("\n")).replace("```", "` ` `")
 
 
@@ -211,7 +211,7 @@ def _encoding(record: RunRecord, only_body: bool) -> list[str]:
 
 
 def _results(record: RunRecord) -> str:
-    """Return a table of the reported metrics, or of the best evaluation of an unfinished run."""
+    """Return a table of the reported metrics; a sentence for an unfinished run, which has none."""
     if finished_status(record.folder) != "finished":
         return "The run has not finished: these are its best weights so far, without a result."
     split = record.data.splits["report"]

@@ -29,7 +29,8 @@ from frostlab.use.scoring import Evaluator
 Ended = Literal["end", "length", "positions"]
 _ROWS = 64  # samples that are generated at once
 _CANDIDATES = 1024  # tokens that are sorted if they hold enough probability
-_MARGIN = 1e-9  # more than the rounding error of a sum of probabilities
+_MARGIN = 1e-9  # more than the rounding error of a float64 sum of probabilities
+_LONGEST = 2**20  # tokens of a sample
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class Sampling:
     samples: int = 1  # continuations of each prompt
 
     def __post_init__(self) -> None:
-        if not 1 <= self.max_tokens <= 2**20:
-            raise BadInput(f"generate: tokens {self.max_tokens} should be 1 or more")
+        if not 1 <= self.max_tokens <= _LONGEST:
+            raise BadInput(f"generate: tokens {self.max_tokens} should be from 1 to {_LONGEST:,}")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise BadInput(f"generate: temperature {self.temperature} should be 0 or more")
         if not 0 < self.top_p <= 1:
@@ -207,7 +208,9 @@ def continue_prompts(
 def _batches(
     lengths: Sequence[int], samples: int, mixed: bool
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield prompts and the samples to generate for each of them, at most `_ROWS` in all.
+    """Yield batches of at most `_ROWS` samples: the indices of prompts, and sample numbers.
+
+    Each of these samples is generated for each of these prompts.
 
     Unless `mixed`, the prompts of a batch have the same length: not every Hugging Face model gives
     the same logits for a padded row.
@@ -295,7 +298,7 @@ def choose(logits: Tensor, sampling: Sampling, draws: Tensor) -> Tensor:
     """Choose a token from logits (B, vocabulary) with a random number from 0 to 1 per row.
 
     Top-p keeps the smallest set of most probable tokens whose probabilities sum to `top_p` or
-    more; a token of this set is drawn from the inverse of its cumulative distribution.
+    more; a token of this set is drawn by inverting its cumulative distribution.
     """
     if sampling.temperature == 0:
         return logits.argmax(-1)
@@ -389,8 +392,8 @@ def _configured_ends(model: nn.Module) -> set[int]:
 def _text(tokenizer: Any, prompt: Sequence[int], continuation: Continuation) -> str:
     """Decode a continuation, with the space before it if there is one, and without its end token.
 
-    A character may begin in the prompt and end in the continuation; then only the latter's tokens
-    are decoded.
+    A character may begin in the prompt and end in the continuation; then the tokens of
+    the continuation are decoded alone.
     """
     tokens = list(continuation.tokens)
     if continuation.ended == "end":
@@ -418,7 +421,7 @@ def samples_text(samples: Sequence[tuple[str, Sample]], width: int = 80) -> str:
 
 
 def _wrapped(text: str, indent: str, width: int) -> list[str]:
-    """Return a text in lines of at most this width; lines after the first are indented further."""
+    """Wrap a text; if it is indented, lines after the first are indented further."""
     return textwrap.wrap(
         text, width, initial_indent=indent, subsequent_indent=f"{indent}   " if indent else ""
     )

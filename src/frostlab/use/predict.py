@@ -22,7 +22,7 @@ from frostlab.data.encode import (
     columns_of,
     encode_documents,
     encode_examples,
-    read_inputs,
+    read_texts_to_predict,
 )
 from frostlab.data.sources import TextData
 from frostlab.data.tokenizers import Texts
@@ -123,7 +123,7 @@ class Predictor(Evaluator):
     def _logits(
         self, tokens: Tokens
     ) -> Iterator[tuple[NDArray[np.int64], torch.Tensor, torch.Tensor]]:
-        """Yield rows, logits and targets of batches of similar length."""
+        """Yield batches of examples of similar length: their indices, logits and targets."""
         if not len(tokens):
             return
         device, pad = self.compute.device, self.inputs.pad
@@ -199,8 +199,8 @@ def _groups(items: Iterable[T]) -> Iterator[list[T]]:
 def predict_file(
     record: RunRecord, path: str, device: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each text of a file, or of "-": its number and its prediction."""
-    texts = read_inputs(path, columns_of(text_data(record)))
+    """Yield a row for each text of a file, or of the standard input ("-"): number, prediction."""
+    texts = read_texts_to_predict(path, columns_of(text_data(record)))
     predictor: Predictor | None = None
     number = 0
     for group in _groups(texts):

@@ -27,7 +27,7 @@ _P = ParamSpec("_P")
 
 @dataclass(frozen=True, repr=False)
 class Run(RunRecord):
-    """A run: its record, and its trained model. Only the run's folder is read."""
+    """A run: its record and its trained model, both loaded from the run's folder."""
 
     def model(self, device: str = "cpu") -> nn.Module:
         """Return the model with the run's best weights, in evaluation mode."""
@@ -61,7 +61,7 @@ class Run(RunRecord):
         Args:
             data: a file or folder to evaluate instead of the run's own data: text with the columns
                 of the recipe, or for EEG a folder of recordings.
-            split: report (the default), tune or train.
+            split: report (the default), tune or train; for EEG also unseen.
             settings: changes of what is evaluated: `data.path`, `data.language`, `data.text`,
                 `data.label` and `data.evaluation_limit`.
             data_dir: the folder with the data sets.
@@ -133,8 +133,9 @@ class Run(RunRecord):
     def frame(self, kind: Frame = "steps") -> Any:
         """Return a pandas DataFrame of the run's steps, evaluations or gradient flow.
 
-        Steps have the columns step, loss, norm, ms and rate (only for the last step of a recorded
-        block); evaluations have step, split, best and a column for each metric.
+        Steps have the columns step, loss, norm (of the gradient, before clipping), ms (duration)
+        and rate (learning rate); several steps are recorded together, and only the last of them
+        has a rate. Evaluations have step, split, best and a column for each metric.
         """
         kinds = get_args(Frame)
         if kind not in kinds:

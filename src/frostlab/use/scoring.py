@@ -1,7 +1,7 @@
 """Evaluation of a trained run: on a split of its data, another language, or other files.
 
 Metrics are computed by the code that evaluates during training, so evaluating the report split
-again gives exactly the metrics of the record.
+again on the same hardware and libraries gives exactly the metrics of the record.
 """
 
 from collections.abc import Iterable, Mapping
@@ -55,7 +55,10 @@ from frostlab.training.step.objective import Objective, resolve_supervision
 from frostlab.training.tasks import TASKS
 
 SPLITS = ("report", "tune", "train")
-_CAUTIONS = {"train": "the model was trained on these examples", "tune": "selected on this split"}
+_CAUTIONS = {
+    "train": "the model was trained on these examples",
+    "tune": "the weights were selected on this split",
+}
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class Evaluation:
     """The metrics of a run's best weights on some examples."""
 
     run: str  # the run's folder
-    split: str  # report, tune, train, or `data` for a file that the user named
+    split: str  # report, tune, train, unseen (EEG), or `data` for files that the user named
     source: str  # where the examples come from
     metrics: dict[str, float]
     n: dict[str, int]  # metric → the number of `unit`s that it is computed from
@@ -181,7 +184,10 @@ class Evaluator:
         source: str,
         caution: str | None,
     ) -> Evaluation:
-        """Decode and score recordings, by group: a split, or `unseen` subjects."""
+        """Decode and score recordings by group: a split, or subjects not trained on (`unseen`).
+
+        `ridge` has the scores of the ridge decoder, the baseline, if they are known.
+        """
         first = next(iter(groups.values()))
         signals = Signals(
             dict(groups), self._rate, tuple(self.inputs.channels or ()),
@@ -264,7 +270,7 @@ def evaluate_run(
     Args:
         data: a file or folder to evaluate instead of the run's own data: text with the columns of
             the recipe, or for EEG a folder of recordings.
-        split: report (the default), tune or train.
+        split: report (the default), tune or train; for EEG also unseen.
         settings: changes of what is evaluated: `data.path`, `data.language`, `data.text`,
             `data.label` and `data.evaluation_limit`.
         data_dir: the folder with the data sets.
@@ -311,7 +317,7 @@ _SETTABLE = ("path", "language", "text", "label", "evaluation_limit")  # keys of
 
 @dataclass(frozen=True)
 class _Choice:
-    """What is evaluated, if it is not the run's own data."""
+    """The split to evaluate, and everything that differs from the run's own data."""
 
     split: str | None
     path: str | None = None
@@ -389,7 +395,10 @@ def _own_data(evaluator: Evaluator, recipe: Recipe, data_dir: Path | None) -> Pr
 
 
 def _with_own_tokenizer(evaluator: Evaluator) -> Recipe:
-    """Return the recipe with the pretrained tokenizer of the run's folder, which never moves."""
+    """Return the recipe with the run folder's copy of a pretrained tokenizer.
+
+    The original may have been moved or deleted.
+    """
     recipe = evaluator.recipe
     if evaluator.inputs.tokenizer != "pretrained":
         return recipe
@@ -399,7 +408,7 @@ def _with_own_tokenizer(evaluator: Evaluator) -> Recipe:
 
 
 def _evaluate_text(evaluator: Evaluator, choice: _Choice, data_dir: Path | None) -> Evaluation:
-    """Evaluate text that the run does not know, encoded by the run's tokenizer."""
+    """Evaluate other text, or a split with other settings, encoded by the run's tokenizer."""
     record, data = evaluator.record, evaluator.recipe.data
     if isinstance(data, Synthetic):
         raise BadInput(
@@ -525,7 +534,10 @@ def evaluation_lines(evaluation: Evaluation) -> list[str]:
 
 
 def _scores_lines(scores: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
-    """Return a row for each group of recordings and decoder."""
+    """Return a row for each group of recordings and decoder.
+
+    `chance ≤` is the 95 % quantile of r with mismatched envelopes, n the number of recordings.
+    """
     rows = []
     for group, decoders in scores.items():
         for decoder, summary in decoders.items():
