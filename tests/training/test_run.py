@@ -81,6 +81,17 @@ def test_modes_of_the_caller_do_not_change_a_run(
     assert record.result.weights_digest == usual_digest
 
 
+def test_autocast_of_the_caller_does_not_keep_old_weights(tmp_path: Path) -> None:
+    """Autocast empties its cache of cast weights only when it is left altogether."""
+    recipe = tiny(train__precision="bf16")
+    usual = fl.run(recipe, runs=tmp_path).result.weights_digest
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=False):
+        assert fl.run(recipe, runs=tmp_path).result.weights_digest == usual
+        assert not torch.is_autocast_enabled("cpu")
+        assert torch.autocast_increment_nesting() == 3  # as deep as before
+        torch.autocast_decrement_nesting()
+
+
 def test_steps_and_seconds_to_a_target(tmp_path: Path) -> None:
     record = fl.run(tiny(evaluate={"every": 2, "target": 0.0}), runs=tmp_path)
     assert record.result.target.step == 2

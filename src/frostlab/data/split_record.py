@@ -64,7 +64,9 @@ class SplitRecord:
 
 
 def splits_markdown(
-    splits: Mapping[str, SplitRecord], labels: Sequence[Label] | None, notes: Iterable[str]
+    splits: Mapping[str, SplitRecord],
+    labels: Sequence[Label] | None,
+    notes: Iterable[str],
 ) -> str:
     """Return a table in Markdown: examples, classes and source of each split, and what was dropped.
 

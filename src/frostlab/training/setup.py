@@ -12,7 +12,7 @@ Runs, later stages, resumed runs and the timed arms of comparisons all use these
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -99,17 +99,29 @@ def default_modes(device: torch.device) -> Iterator[None]:
     Gradients are on, autocast is off (the step turns it on if the precision asks for it), and the
     default dtype is float32.
     """
-    before = torch.get_default_dtype()
+    dtype = torch.get_default_dtype()
+    autocast = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", device.type)}
+    # Leaving the outermost autocast empties its cache of cast weights. Inside a caller's autocast,
+    # the step's would never be the outermost, and would go on with the weights of the first step.
+    depth = torch.autocast_increment_nesting()
+    _set_autocast(dict.fromkeys(autocast, False), -depth)
     torch.set_default_dtype(torch.float32)
     try:
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
-            for kind in {"cpu", device.type}:
-                stack.enter_context(torch.autocast(kind, enabled=False))
+        with torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(dtype)
+        _set_autocast(autocast, depth - 1)
+
+
+def _set_autocast(enabled: dict[str, bool], deeper: int) -> None:
+    """Switch autocast on or off by device, empty its cache, and change how deep it is nested."""
+    torch.clear_autocast_cache()
+    for kind, value in enabled.items():
+        torch.set_autocast_enabled(kind, value)
+    move = torch.autocast_increment_nesting if deeper > 0 else torch.autocast_decrement_nesting
+    for _ in range(abs(deeper)):
+        move()
 
 
 def prepare_data(
