@@ -39,6 +39,11 @@ def test_generated_data_are_evaluated_again_but_nothing_else_is(tmp_path: Path) 
         run.evaluate(tmp_path / "x.csv")
 
 
+def test_text_has_no_subjects_that_were_not_trained_on(classifier: fl.Run, tmp_path: Path) -> None:
+    with pytest.raises(fl.BadInput, match="--split unseen is for EEG; there are "):
+        classifier.evaluate(tmp_path, split="unseen")
+
+
 def test_the_split_that_selects_gives_the_best_value(classifier: fl.Run) -> None:
     evaluation = classifier.evaluate(split="tune")
     assert evaluation.metrics["accuracy"] == classifier.result.best.value

@@ -116,7 +116,10 @@ class Condition:
         if isinstance(value, list | dict):
             return json.dumps(value).replace(" ", "") == self.text.replace(" ", "")
         shown = _text(self.key, value)
-        return shown.startswith(self.text) if self.key in _MOMENTS else shown == self.text
+        if self.key not in _MOMENTS:
+            return shown == self.text
+        day_or_minute = self.text.replace("T", " ")
+        return shown.startswith(day_or_minute) or int(value) == int(_moment(self.text))
 
     def _number(self) -> float:
         if self.key in _MOMENTS:

@@ -409,6 +409,8 @@ def _with_own_tokenizer(evaluator: Evaluator) -> Recipe:
 
 def _evaluate_text(evaluator: Evaluator, choice: _Choice, data_dir: Path | None) -> Evaluation:
     """Evaluate other text, or a split with other settings, encoded by the run's tokenizer."""
+    if choice.role == "unseen":
+        raise BadInput(f"--split unseen is for EEG; there are {', '.join(SPLITS)}")
     record, data = evaluator.record, evaluator.recipe.data
     if isinstance(data, Synthetic):
         raise BadInput(
