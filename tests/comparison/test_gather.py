@@ -71,7 +71,9 @@ def test_a_caution_is_shown_and_other_data_are_not_paired(tmp_path: Path) -> Non
     again = compare(tmp_path / "c")
     assert "Caution: selected on it." in again.page.read_text()
     (refused,) = again.evidence.refused_pairs
-    assert (refused.seed, refused.reason) == (1, "the data differ from the data of seed 0")
+    assert (refused.seed, refused.reason) == (
+        1, "the data differ from those of the first finished run (baseline, seed 0)",
+    )  # fmt: skip
     assert again.verdicts["oelm"].paired.n == 1
     assert again.evidence.pairs == 1
     (kept, _) = again.evidence.arms["oelm"].runs

@@ -89,7 +89,7 @@ def test_another_environment_keeps_runs_apart(
     assert reason is not None
     assert reason.startswith(f"{fact} differs ({str(before)[:16]}")
     assert value[:16] in reason
-    assert (" then " in reason) == (file == "environment-1.json")
+    assert (", " in reason) == (file == "environment-1.json")
 
 
 def test_another_environment_of_a_seed_is_said_and_of_an_arm_refused(tmp_path: Path) -> None:
@@ -125,7 +125,8 @@ def test_pretrained_weights_are_compared_between_arms_and_seeds(tmp_path: Path) 
     reseal(tmp_path / "c")
     between_arms, between_seeds = judge_again(tmp_path / "c").evidence.refused_pairs
     assert between_arms.reason == "the pretrained weights differ (None and another)"
-    assert between_seeds.reason == "the pretrained weights differ from those of seed 0"
+    assert between_seeds.reason.startswith("the pretrained weights differ from those of ")
+    assert between_seeds.reason.endswith(", seed 0")
 
 
 def test_a_seed_that_starts_from_other_weights_is_refused(tmp_path: Path) -> None:
@@ -145,14 +146,13 @@ def test_a_seed_that_starts_from_other_weights_is_refused(tmp_path: Path) -> Non
     weights["bert.encoder.layer.0.attention.self.query.weight"][0, 0] += 1
     save_file(weights, tmp_path / "bert" / "model.safetensors", {"format": "pt"})
     (refused,) = compare(tmp_path / "c", recipe=recipe, seeds=2).evidence.refused_pairs
-    assert (refused.seed, refused.reason) == (
-        1, "the pretrained weights differ from those of seed 0",
-    )  # fmt: skip
+    assert refused.seed == 1
+    assert refused.reason.startswith("the pretrained weights differ from those of ")
 
 
 CHANGED = {
-    "data": "the data differ from the data of seed 0",
-    "source": "the pretrained weights differ from those of seed 0",
+    "data": "the data differ from those of the first finished run (",
+    "source": "the pretrained weights differ from those of ",
 }
 
 

@@ -80,7 +80,9 @@ def test_channels_sit_where_they_should() -> None:
     assert 0.3 < places["C4"][0] < places["T8"][0]
     a1 = scalp_positions([f"{bank}{i}" for bank in "ABCD" for i in range(1, 33)])["A1"]
     assert np.hypot(*a1) < 0.05  # BioSemi's vertex
-    with pytest.raises(BadInput, match="^no montage of .* has channel EXG1, so there is no map$"):
+    with pytest.raises(
+        BadInput, match=r"^none of the montages .* \(the closest lacks EXG1\), so there is no map$"
+    ):
         scalp_positions(["Cz", "EXG1"])
 
 

@@ -123,8 +123,8 @@ BENCHMARKS = {
         ),
         Benchmark(
             "gpt-imdb",
-            "GPT Medium-512 classification, 16 × 512",
-            "frostlab's eager step",
+            "GPT Medium-512 classification, 16 × 512 at most: IMDB packed, or random ids",
+            "frostlab's eager step, padded",
             "examples",
             Target(faster=4),
             "gpt_imdb",

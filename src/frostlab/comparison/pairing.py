@@ -119,7 +119,7 @@ def _differences(first: PairingFacts, second: PairingFacts, same_model: bool) ->
         if a != b:
             yield f"the order of examples differs by step {step} ({a} and {b})"
     for key in first.environment | second.environment:
-        a, b = (" then ".join(facts.environment.get(key, ["none"])) for facts in (first, second))
+        a, b = (", ".join(facts.environment.get(key, ["none"])) for facts in (first, second))
         if a != b:
             yield f"{key} differs ({a} and {b})"
 
@@ -127,10 +127,10 @@ def _differences(first: PairingFacts, second: PairingFacts, same_model: bool) ->
 def _weight_differences(first: PairingFacts, second: PairingFacts) -> Iterator[str]:
     touched = first.touched | second.touched
     for name, digest in first.weights.items():
-        if name not in touched and second.weights.get(name) != digest:
+        if name not in touched and second.weights.get(name, digest) != digest:
             yield f"the initial weights of {name} differ, though neither treatment changes them"
-    for name in second.weights:
-        if name not in first.weights and name not in touched:
+    for name in sorted(first.weights.keys() ^ second.weights.keys()):
+        if name not in touched:
             yield f"only one of the two runs has the weights {name}"
 
 
@@ -197,7 +197,7 @@ class Runs:
         )
 
     def seeds_of(self, arm: str) -> list[int]:
-        """Return the seeds of an arm's runs; runs that were chosen later may lack some."""
+        """Return the seeds of an arm's runs; an arm of finished runs may lack some."""
         return [seed for seed in self.plan.seeds if (arm, seed) in self.summaries]
 
     def finished(self, arm: str, seed: int) -> bool:
@@ -472,7 +472,7 @@ class _Sources:
     All other runs must have them too. They differ if files changed between two calls of `compare`.
     """
 
-    data: tuple[int, str] | None  # seed and digest; None if no run finished
+    data: tuple[str, str] | None  # the run and its digest; None if no run finished
     weights: dict[str, tuple[int, str | None]]  # by arm: seed and digest
 
     @classmethod
@@ -482,15 +482,15 @@ class _Sources:
         weights: dict[str, tuple[int, str | None]] = {}
         for arm, seed in ordered:
             weights.setdefault(arm, (seed, facts[arm, seed].source))
-        data = next(((seed, facts[arm, seed].data) for arm, seed in ordered), None)
+        data = next(((f"{arm}, seed {seed}", facts[arm, seed].data) for arm, seed in ordered), None)
         return cls(data, weights)
 
     def why_changed(self, arm: str, data: str, source: str | None) -> str | None:
         """Return what differs between a run and the first runs, or None."""
         if self.data is not None and data != self.data[1]:
-            return f"the data differ from the data of seed {self.data[0]}"
+            return f"the data differ from those of the first finished run ({self.data[0]})"
         if arm in self.weights and source != self.weights[arm][1]:
-            return f"the pretrained weights differ from those of seed {self.weights[arm][0]}"
+            return f"the pretrained weights differ from those of {arm}, seed {self.weights[arm][0]}"
         return None
 
 
@@ -513,7 +513,7 @@ def _varied_facts(
     seeds: dict[str, dict[str, set[int]]] = {}  # by fact and value
     for seed, facts in environments:
         for name, values in facts.items():
-            seeds.setdefault(name, {}).setdefault(" then ".join(values), set()).add(seed)
+            seeds.setdefault(name, {}).setdefault(", ".join(values), set()).add(seed)
     return tuple(
         VariedFact(name, {value: tuple(sorted(own)) for value, own in by_value.items()})
         for name, by_value in seeds.items()

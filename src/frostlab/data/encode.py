@@ -94,6 +94,8 @@ def recipe_split(
             return splits[split]
     else:
         split = getattr(plan_splits(data, data_dir, cache), role)
+    if role == "tune" and data.splits == "published":
+        raise BadInput("--split tune: with splits: published the run has none; use report")
     if not isinstance(split, Split):
         raise BadInput(
             f"the {role} split of data.name {data.name} is a share of train; evaluate it as in "

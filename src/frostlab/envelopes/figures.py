@@ -294,10 +294,10 @@ def scalp_positions(channels: Sequence[str]) -> dict[str, tuple[float, float]]:
         if not unknown:
             centre = np.array([0.0, *_sphere_centre(np.array(list(places.values())))])
             return {channel: _project(by_name[channel.lower()] - centre) for channel in channels}
-        # The error names a channel that the closest montage lacks.
         missing = unknown if not missing or len(unknown) < len(missing) else missing
     raise BadInput(
-        f"no montage of {', '.join(montages)} has channel {missing[0]}, so there is no map"
+        f"none of the montages {', '.join(montages)} has all channels (the closest lacks "
+        f"{missing[0]}), so there is no map"
     )
 
 

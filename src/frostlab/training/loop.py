@@ -450,7 +450,7 @@ class StopRequest:
         if step < self._next:
             return False
         now = time.monotonic()
-        # seconds per step; only rank 0 measures it, so that the sum is the same in all processes
+        # seconds per step; the other processes add 0, so that the sum is the pace of rank 0
         pace = (now - self._at) / max(step - self._last, 1) if self._world.writes else 0.0
         answers = torch.tensor([float(self._asked()), pace, 0.0], device=self._device)
         answers[2] = loss.detach()
