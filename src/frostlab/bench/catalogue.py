@@ -123,7 +123,7 @@ BENCHMARKS = {
         ),
         Benchmark(
             "gpt-imdb",
-            "GPT Medium-512 classification, 16 × 512 at most: IMDB packed, or random ids",
+            "GPT Medium-512 classification, 16 × 512 at most: IMDB, else random ids",
             "frostlab's eager step, padded",
             "examples",
             Target(faster=4),

@@ -252,8 +252,8 @@ class Judged:
         arms = {each.name: each for each in plan.arms}
         differing = plan.confounds_between(arms[against], arms[arm])
         unproven = self.runs.unproven.get(arm) or self.runs.unproven.get(against)
-        # against the baseline, `_judge` leaves out the refused pairs; elsewhere, one refused pair
-        # makes the statement unproven
+        # for values against the baseline, `_judge` leaves out the refused pairs; for gains and
+        # against other arms, one refused pair makes the statement unproven
         is_baseline = against == plan.baseline.name
         if unproven is None and (of == "gain" or not is_baseline):
             unproven = self.runs.why_unpaired(arm, against)
@@ -288,10 +288,10 @@ def _value(run: RunSummary, rules: Rules, of: str) -> float | None:
 
 
 def _identical(runs: Runs, arm: str, against: str) -> bool:
-    """Return whether two arms finished every seed of both, with the same weights."""
+    """Return whether both arms finished every seed that both have, with the same weights."""
     shared = [seed for seed in runs.seeds_of(arm) if seed in runs.seeds_of(against)]
     pairs = [(runs.summaries[arm, seed], runs.summaries[against, seed]) for seed in shared]
-    return all(
+    return bool(pairs) and all(
         own.finished
         and own.weights_digest is not None
         and own.weights_digest == other.weights_digest

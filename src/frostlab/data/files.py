@@ -233,7 +233,7 @@ def _table(path: Path, file: IO[bytes], *, tabs: bool) -> Iterator[Line]:
     def lines() -> Iterator[str]:
         nonlocal row_size
         for number, text in _decoded(path, file):
-            row_size += len(text)
+            row_size += len(text.encode())
             if row_size > LINE:
                 raise _too_long(path, number)
             yield text

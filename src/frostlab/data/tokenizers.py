@@ -286,7 +286,10 @@ class Slow:
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A pretrained tokenizer, an encoder that uses it, and a digest of its vocabulary and rules."""
+    """A pretrained tokenizer, an encoder that uses it, and a digest of its vocabulary and rules.
+
+    Without a fast implementation, the digest has the class of the tokenizer instead of the rules.
+    """
 
     tokenizer: Any
     encoder: Encoder

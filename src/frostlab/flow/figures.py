@@ -121,7 +121,7 @@ def grid_of(flow: "Flow", quantity: str, rows: Sequence[Row], columns: int) -> G
 
 
 def _layer_of(part: str) -> str:
-    """Return a part's name up to and including its first number, or the whole name."""
+    """Return a part's name up to its first index, such as `layers[3]`, or the whole name."""
     match = re.match(r".*?(\[\d+\]|(?<![^.])\d+(?![^.]))", part)
     return match[0] if match else part
 

@@ -30,7 +30,9 @@ from frostlab.storage import open_regular
 
 MATLAB_RATE = 128.0  # Hz; the files do not store the rate
 ENDINGS = (".fif", ".edf", ".bdf", ".set", ".vhdr")  # file types that MNE reads
-_ROLES = {prefix: role for role, prefix in PREFIXES.items()}  # by prefix of a file's name
+_ROLES = {
+    prefix: role for role, prefix in PREFIXES.items()
+}  # train, tune or report, by prefix of a file's name
 _SEPARATOR = "_-_"  # between the parts of a file's name
 _TRIAL = re.compile(r"([12])_(\d+)\.mat")  # BLOCK_TRIAL.mat
 # By block: file of the attended speaker, file of the ignored speaker, order of the ignored stories.

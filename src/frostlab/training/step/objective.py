@@ -43,7 +43,7 @@ def language_stack(model: nn.Module, asked: str) -> Stack:
 
 
 def resolve_supervision(supervise: Supervise, model: nn.Module) -> Supervision | None:
-    """Return the supervised layers; None if the recipe asks only for the last layer's loss.
+    """Return the supervised layers; None if `supervise` is the default, the last layer's loss.
 
     A layer's loss is left out if no weight at or below it is trainable now, unless
     `supervise.frozen` asks for it; the last layer's loss is never left out. By default the
@@ -123,7 +123,7 @@ class Exits:
 
 
 class Objective(nn.Module):
-    """A model with its loss, for padded, packed and prefix-cached batches."""
+    """A model with its loss; batches are padded, packed, or outputs of its frozen first layers."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Objective(nn.Module):
 
     @property
     def supervised(self) -> tuple[int, ...]:
-        """Return the supervised layers; empty if only the last layer has a loss."""
+        """Return the supervised layers; empty if the recipe keeps the default, the last layer."""
         return () if self.supervision is None else self.supervision.layers
 
     @property
