@@ -144,7 +144,7 @@ def test_the_card_has_the_numbers_of_the_record(tmp_path: Path) -> None:
     assert f"| {train.examples:,} |" in row
     assert f"| rows.jsonl (sha256 {train.files[0].sha256[:16]}) |" in row
     assert train.classes is not None
-    assert f"animal {train.classes[0]:,}" in row
+    assert f"animal: {train.classes[0]:,}" in row
     assert str(Path(train.files[0].path).parent) not in card
     counts = result.parameters
     assert f"| trainable parameters | {counts.trainable:,} of {counts.total:,} (" in card
@@ -209,6 +209,6 @@ def test_a_card_names_no_folder_of_this_machine(tmp_path: Path) -> None:
     run = fl.run(recipe, runs=tmp_path)
     card = (run.export(tmp_path / "model") / "README.md").read_text()
     assert "path: mine.csv" in card
-    assert "| train | 36 | a 18, b 18 | mine.csv (sha256 " in card
+    assert "| train | 36 | a: 18, b: 18 | mine.csv (sha256 " in card
     assert str(tmp_path) not in card
     assert sys.executable not in card

@@ -92,7 +92,7 @@ def splits_markdown(
 def _classes(split: SplitRecord, labels: Sequence[Label] | None) -> str:
     if labels is None or split.classes is None:
         return ""
-    counts = [f"{label} {count:,}" for label, count in zip(labels, split.classes, strict=False)]
+    counts = [f"{label}: {count:,}" for label, count in zip(labels, split.classes, strict=False)]
     return _listed(counts)
 
 
