@@ -20,7 +20,7 @@ from frostlab.errors import BadInput
 if TYPE_CHECKING:
     from frostlab.comparison.run import Comparison
 
-_WITH_RUNS = ("sources", "runs", "metric", "allow", "out", "as_json")  # options beside --runs
+_WITH_RUNS = ("sources", "runs", "metric", "allow", "out", "as_json")  # options that --runs allows
 
 
 def compare(
@@ -158,7 +158,7 @@ def compare(
 
 
 def _refuse_training_options(context: typer.Context) -> None:
-    """Refuse options of training beside --runs; a variable such as FROSTLAB_DATA is no option."""
+    """Refuse options that only training uses; an environment variable is not an option."""
     for parameter in context.command.params:
         name = str(parameter.name)
         source = context.get_parameter_source(name)

@@ -265,7 +265,8 @@ def _unused_files(data: Own, folder: Path, files: dict[str, Path]) -> tuple[str,
     """Return the files that have no role and no split's name; refuse them if no split was chosen.
 
     Without a choice by `data.report` or `data.tune`, the rows of a file such as dev.csv would
-    silently be unused. Running text without labels beside labelled tables may be a readme.
+    not be used, and nobody would notice. A text file next to labelled tables may be a readme, so
+    it is allowed.
     """
     named = (*SPLIT_NAMES, data.train, data.tune, data.report)
     unused = [
