@@ -26,7 +26,7 @@ import yaml
 
 from frostlab.records.checkpoint import checkpoints_in
 from frostlab.records.folder import RunRecord
-from frostlab.records.schema import EvaluationEvent, StepEvent
+from frostlab.records.schema import EpochEvent, EvaluationEvent, StepEvent
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
@@ -334,7 +334,7 @@ def outcome(folder: Path) -> dict[str, Any]:
         "losses": [loss for event in steps for loss in event.loss],
         "norms": [norm for event in steps for norm in event.norm],
         "tokens": sum(event.tokens for event in steps),
-        "orders": {event.step: event.order for event in steps if event.step % 3 == 0},
+        "orders": {event.step: event.order for event in record.events(EpochEvent)},
         "evaluations": [(e.step, e.split, e.metrics)
                         for e in record.events(EvaluationEvent)],
         "kept": [(c.step, c.stage) for c in checkpoints_in(folder)],
