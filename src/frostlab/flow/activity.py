@@ -3,8 +3,8 @@
 Units are measured at the output of the modules in `ONE_SIDED` and `BOUNDED` and, if the
 architecture is known, at the input of every feed-forward network's last projection (role `down`).
 Functions such as F.relu are not measured elsewhere. Attention is measured where the model calls
-F.scaled_dot_product_attention or a softmax over (batch, heads, queries, keys), but not
-inside nn.MultiheadAttention.
+F.scaled_dot_product_attention, or a softmax of a tensor with four axes, which are taken as (batch,
+heads, queries, keys). Attention inside nn.MultiheadAttention is not measured.
 """
 
 import math
@@ -31,13 +31,14 @@ BOUNDED: dict[type[nn.Module], tuple[float, float]] = {
 }
 _EDGE = 0.01  # an activation closer to a bound than this fraction of the range is saturated
 _NEGLIGIBLE = 1e-6  # a unit that never exceeds this fraction of the largest activation is dead
-_EXAMPLES = 4  # number of examples per batch from which the attention entropy is computed
+_EXAMPLES = 4  # the attention entropy is computed from the first examples of a batch, at most 4
 
-Measurements = dict[tuple[str, str], Tensor]  # (field of `Report`, module) → values
+# (field of `Report`, name of a module or of an attention call) → values
+Measurements = dict[tuple[str, str], Tensor]
 
 
 class Activity:
-    """Forward hooks that measure activations while `is_due()` is True."""
+    """Forward hooks that measure activations in training mode, while `is_due()` is True."""
 
     def __init__(
         self,
@@ -80,12 +81,15 @@ class Activity:
         return nullcontext()
 
     def numbers(self) -> Tensor | None:
-        """Return all measurements since the last report as one tensor, or None if empty."""
+        """Return the measurements since the last report as one tensor, or None if there are none.
+
+        A module or attention that ran several times contributes its last run.
+        """
         numbers = [value.flatten().double() for value in self._measured.values()]
         return torch.cat(numbers) if numbers else None
 
     def reader(self) -> Callable[[list[float]], dict[str, Any]]:
-        """Clear the measurements; return a function that turns numbers into `Report` fields."""
+        """Clear the measurements; return a function that turns `numbers()` into `Report` fields."""
         sizes = {key: value.numel() for key, value in self._measured.items()}
         self._measured = {}
 
@@ -185,9 +189,9 @@ def attention_probabilities(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Recompute the attention probabilities of a call of F.scaled_dot_product_attention.
+    """Recompute the attention probabilities of F.scaled_dot_product_attention, before dropout.
 
-    The result covers the first examples: (examples, heads, queries, keys).
+    The result covers the first examples of the batch: (examples, heads, queries, keys).
     """
     query, key = query[:_EXAMPLES].float(), key[:_EXAMPLES].float()
     if enable_gqa:
@@ -208,11 +212,10 @@ def entropy(probabilities: Tensor) -> Tensor:
     """Return the mean entropy of each head, relative to the entropy of uniform attention.
 
     A head's result is 0 if it attends to one token, and 1 if it attends equally to all visible
-    tokens.
+    tokens. Queries that see fewer than two tokens are left out; without other queries, it is 0.
     """
     entropies = torch.special.entr(probabilities).sum(-1)  # (examples, heads, queries)
     visible = (probabilities > 0).sum(-1).amax(1, keepdim=True)  # (examples, 1, queries)
-    # with one visible token, or none, the entropy has no meaning
     counted = (visible > 1) & (probabilities.sum(-1) > 0)
     relative = torch.where(counted, entropies / visible.clamp(min=2).log(), 0.0)
     return relative.sum((0, 2)) / counted.sum((0, 2)).clamp(min=1)  # (heads,)

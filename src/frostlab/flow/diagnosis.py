@@ -28,7 +28,7 @@ from frostlab.text import NONE, columns
 
 FLOW_TARGETS = {"front_ratio": 0.1, "weight_change": 0.01}  # a value above its target reaches it
 # (limit, word): the first word whose limit is above the front ratio describes its size; it is no
-# verdict, because an optimizer that divides by the gradient's magnitude learns from small ones too
+# verdict, because an optimizer that divides by the gradient's size learns from small gradients too
 RATIO_WORDS = ((0.01, "very small"), (0.1, "small"), (0.5, "fair"))
 _TITLES = {"front_ratio": "front/output gradient", "weight_change": "front weight change"}
 
@@ -60,7 +60,7 @@ class Diagnosis:
     error: str | None
     step: int | None
     metric: str | None
-    value: float | None  # best metric value of a finished run, latest of a running one
+    value: float | None  # best value of the metric; of an unfinished run, the best so far
     flows: dict[str, Flow]
     wanted: dict[str, float] = field(default_factory=lambda: dict(FLOW_TARGETS))  # name → target
 
@@ -86,7 +86,7 @@ class Diagnosis:
 
     @property
     def validation(self) -> str | None:
-        """The validation metric, and whether its target is reached."""
+        """The validation metric and, if it has a target, whether that is reached; or None."""
         if self.metric is None or self.value is None:
             return None
         text = f"validation {self.metric} {self.value:.4g}"
@@ -180,8 +180,8 @@ class Target:
 def targets_of(diagnosis: Diagnosis) -> tuple[Target, ...]:
     """Compare a run with the targets of its recipe; flow targets apply to the last stage.
 
-    Flow targets apply only if the first two layers are trainable; `front_ratio` also needs a
-    trainable head.
+    If reports show that nothing in the first two layers is trainable, flow targets are left out;
+    if they show that the head has no gradient, `front_ratio` is left out.
     """
     flow = list(diagnosis.flows.values())[-1]
     ratios, reports = flow.depth_ratios(), flow.reports
@@ -277,7 +277,7 @@ class DepthRatios:
     """Gradient sizes of the first layers, the last layers and the head; NaN where unknown.
 
     `front` is the first two layers, `back` is the last two layers, `output` is the head. Each
-    value is the mean of max |g| over their tensors, at the last report. `weight_change` compares
+    value is the mean of max |g| over their parameters, at the last report. `weight_change` compares
     the range (max - min) of each front tensor at the first and the last report: it is the mean of
     |last - first| / first, without tensors whose first range is 0, and NaN for a single report.
     """
@@ -299,7 +299,7 @@ class DepthRatios:
 
     @property
     def word(self) -> str:
-        """The size of the front ratio as a word: very small, small, fair or good."""
+        """The size of the front ratio as a word: very small, small, fair, good or unknown."""
         ratio = self.front_ratio
         if math.isnan(ratio):
             return "unknown"
@@ -325,7 +325,7 @@ def depth_ratios(reports: Sequence[Report]) -> DepthRatios:
 
 
 def front_ratios(reports: Sequence[Report]) -> dict[int, float]:
-    """Return the front ratio for each step; NaN where either gradient size is unknown."""
+    """Return the front ratio by step; NaN where a gradient size is unknown or the output's is 0."""
     return {r.step: DepthRatios(**_sizes(r), weight_change=math.nan).front_ratio for r in reports}
 
 

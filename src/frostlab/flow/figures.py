@@ -44,7 +44,7 @@ _INK = {"svg": "currentColor", "png": "#222222"}  # text colour: the page's own,
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of a grid: its kind, and its value if the kind is NUMBER."""
+    """One cell of a grid: its kind, and its value if the kind is NUMBER or ZERO."""
 
     kind: str
     value: float = math.nan
@@ -83,7 +83,8 @@ class Grid:
 def rows_of(flow: "Flow", most: int) -> tuple[Row, ...]:
     """Return one row per part or, for more than `most` parts, one row per layer.
 
-    Parts with an alarming verdict keep their own rows unless all parts of the layer have one.
+    Then each part with an alarming verdict also has a row of its own, unless the verdicts on all
+    parts of its layer are alarming.
     """
     if len(flow.parts) <= most:
         return tuple(Row(part.name, (i,)) for i, part in enumerate(flow.parts))
@@ -153,7 +154,11 @@ def _number(value: float) -> Cell:
 
 
 def _joined(cells: Sequence[Cell]) -> Cell:
-    """Merge the cells of several reports: BROKEN if any is, otherwise the median number."""
+    """Merge the cells of several reports into one cell.
+
+    It is BROKEN if any of them is, otherwise the median of their numbers or, without numbers, the
+    last of them.
+    """
     if len(cells) == 1 or any(cell.kind == BROKEN for cell in cells):
         return next((cell for cell in cells if cell.kind == BROKEN), cells[0])
     values = [cell.value for cell in cells if cell.kind in (NUMBER, ZERO)]
@@ -188,7 +193,7 @@ def norm_svg(flow: "Flow") -> Markup:
 
 
 def front_svg(flow: "Flow") -> Markup | None:
-    """Draw the front/output gradient ratio by step, or return None if no ratio is known."""
+    """Draw the front/output gradient ratio by step; None if no ratio is finite and positive."""
     alt, _ = require_drawing(_PURPOSE)
     points = _points(front_ratios(flow.reports))
     if not points:

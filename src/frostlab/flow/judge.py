@@ -31,8 +31,8 @@ class Rules:
     """
 
     window: int = 5  # number of last reports that are judged
-    fewest: int = 2  # reports needed for most verdicts: weights that start at 0 block gradients
-    still: float = 1e-6  # a smaller ratio is "not learning", if other parts move
+    fewest: int = 2  # reports needed for most verdicts: at first, weights of 0 may block gradients
+    still: float = 1e-6  # a smaller ratio is "not learning", if other parts move much more
     asleep: float = 1e-9  # if every ratio is smaller, every part is "not learning"
     decayed: float = 2.0  # weight decay may explain ratios up to this multiple of lr · decay
     drowned: float = 1e-4  # below this |gradient| / (|gradient| + |decay|), decay explains the step
@@ -53,7 +53,7 @@ class Rules:
     saturated: float = 0.5  # a larger fraction of saturated activations is named as a cause
     steady_reports: int = 4  # fewest reports needed to call a factor steady
     peers: int = 2  # with fewer peers, a part is compared with all other parts
-    normalising: tuple[str, ...] = (  # optimizers that divide by the gradient's magnitude
+    normalising: tuple[str, ...] = (  # optimizers whose updates do not scale with the gradient
         "Adam",
         "AdamW",
         "KernelAdamW",
@@ -115,7 +115,7 @@ class RecentReports:
 
     @property
     def enough(self) -> bool:
-        """Whether there are enough reports; in the first, many gradients are 0 by design."""
+        """Whether there are enough reports; see `Rules.fewest`."""
         return len(self.reports) >= self.rules.fewest
 
     @cached_property
@@ -127,9 +127,10 @@ class RecentReports:
     def _learned_ratio(self, report: Report, part: int) -> float:
         """Return |update| / |weight| at the highest learning rate, without weight decay.
 
-        If decoupled decay alone can explain the update, the ratio is limited to the largest update
-        that the gradient can cause. If decay is added to the gradient (L2), the ratio is multiplied
-        by |gradient| / (|gradient| + |decay|); under a normalising optimizer only if that is tiny.
+        The result is NaN if the learning rate is 0. If decoupled decay alone can explain the
+        update, the ratio is limited to the largest update that the gradient can cause. If decay is
+        added to the gradient (L2), the ratio is multiplied by |gradient| / (|gradient| + |decay|);
+        under a normalising optimizer only if that factor is at most `Rules.drowned`.
         """
         facts, ratio = self.flow.parts[part], report.ratio(part)
         if report.of("weight", part) == report.of("update", part) == 0.0:
@@ -157,11 +158,11 @@ class RecentReports:
         return ratio * self.highest[group] / rate
 
     def peer_ratios(self, part: int) -> list[float]:
-        """Return the ratios of the other trainable parts with the same role."""
+        """Return the ratios of the other comparable parts with the same role."""
         return self._without(part, self._sorted_ratios.get(self.flow.parts[part].peers, []))
 
     def other_ratios(self, part: int) -> list[float]:
-        """Return the ratios of all other trainable parts."""
+        """Return the ratios of all other comparable parts."""
         return self._without(part, self._sorted_ratios[None])
 
     @cached_property
@@ -275,7 +276,7 @@ def _broken(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | Non
 
 
 def _left_out(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | None:
-    """Judge a part that cannot learn: it has no optimizer, no gradient, or learning rate 0."""
+    """Judge a part of which a tensor has no optimizer or no gradient, or with learning rate 0."""
     if part.missing:
         return PartVerdict(
             STILL,

@@ -1,7 +1,7 @@
 """A `Flow`: facts about the parts of a model, one report per measured step, and their storage.
 
-A part is all tensors of one role in one layer. `fl.watch` fills a `Flow`. `Flow.save` writes it to
-a file, a watched run writes it as events, and `load_flow` reads both.
+`fl.watch` fills a `Flow`. `Flow.save` writes it to a file, a watched run writes it as events, and
+`load_flow` reads both.
 """
 
 import json
@@ -38,18 +38,21 @@ _COUPLED = ("SGD", "ASGD", "RMSprop", "Adagrad", "Adadelta", "Adamax")
 
 @dataclass(frozen=True)
 class PartFacts:
-    """A part of a model: all tensors of one role in one layer."""
+    """A part of a model: all tensors of one role in one layer, or of one role outside the layers.
+
+    If the architecture is unknown, a part is all tensors of one module.
+    """
 
     name: str
-    peers: str  # parts with the same value have the same role
-    stack: str  # stack of layers, such as the encoder; empty if the model has only one
+    peers: str  # the role; in an unknown architecture, the module's path with `*` for numbers
+    stack: str  # such as "encoder"; empty if the model has one stack, or outside the stacks
     layer: int | None  # index in the stack; None if no layer, or several, hold the part
     state: str  # trainable, frozen or fixed
     tensors: tuple[str, ...]
     learning: tuple[str, ...]  # tensors that require a gradient
     missing: tuple[str, ...]  # tensors that require a gradient and are in no optimizer
-    groups: tuple[int, ...]  # indices of the optimizer's groups that hold the part's tensors
-    dtype: str
+    groups: tuple[int, ...]  # indices of the optimizer groups that hold tensors of the part
+    dtype: str  # of the first trainable tensor, or of the first tensor if none is trainable
     elements: int  # number of trainable elements
 
     def to_dict(self) -> dict[str, Any]:
@@ -106,7 +109,10 @@ class Report:
         return self.values[quantity][part]
 
     def ratio(self, part: int) -> float:
-        """Return |update| / |weight|: how far the step moved a part, relative to its norm."""
+        """Return |update| / |weight|: how far the step moved a part, relative to its norm.
+
+        If the weights are all 0, the ratio is infinite, or NaN if they did not move either.
+        """
         weight, update = self.of("weight", part), self.of("update", part)
         if weight == 0.0:
             return float("inf") if update > 0.0 else float("nan")
@@ -133,7 +139,7 @@ class Flow:
         self.model, self.optimizer = model, optimizer
         self.parts: tuple[PartFacts, ...] = ()
         self.groups: tuple[GroupFacts, ...] = ()  # optimizer groups
-        self.moved: tuple[str, ...] = ()  # frozen parts whose weights changed
+        self.moved: tuple[str, ...] = ()  # names of parts with a frozen tensor that changed
         self.verified = False  # whether frozen parts were compared with their digests
         self._reports: list[Report] = []
 
@@ -146,7 +152,7 @@ class Flow:
 
     @property
     def reports(self) -> list[Report]:
-        """The reports so far, one per measured step."""
+        """The reports so far, in the order of their steps."""
         return self._reports
 
     def series(self, part: str, quantity: str) -> dict[int, float]:
@@ -160,7 +166,10 @@ class Flow:
         return {report.step: report.of(quantity, index) for report in self.reports}
 
     def norms(self, quantity: str = "gradient") -> dict[int, float]:
-        """Return the norm over all parts by step: `gradient`, `before_clip`, `weight`, `update`."""
+        """Return the norm over all parts by step: `gradient`, `before_clip`, `weight`, `update`.
+
+        The norm is NaN if a part has NaN or infinity at that step, or if nothing was measured.
+        """
         if quantity not in _NORMS:
             raise BadInput(f"norms: `{quantity}` is not a norm; choose from {', '.join(_NORMS)}")
         norms = {}
@@ -177,7 +186,7 @@ class Flow:
         return {part.name: self.reports[-1].ratio(i) for i, part in enumerate(self.parts)}
 
     def depth_ratios(self) -> "DepthRatios":
-        """Return the gradient sizes of the first layers, the last layers and the head."""
+        """Compare the gradients of the first and last layers with the head's: see `DepthRatios`."""
         from frostlab.flow.diagnosis import depth_ratios
 
         return depth_ratios(self.reports)
@@ -200,9 +209,9 @@ class Flow:
         return {name: v for name, v in self.verdicts(rules).items() if v.accident}
 
     def table(self, width: int | None = None) -> str:
-        """Return a table of the parts, with the numbers of the last report and the verdicts.
+        """Return the parts with the numbers of the last report and the verdicts, as text.
 
-        With `width`, columns that do not fit are left out, and longer lines are wrapped.
+        With `width`, a table that is too wide has fewer columns, and longer lines are wrapped.
         """
         from frostlab.flow.show import as_text
 
@@ -246,7 +255,7 @@ class Flow:
 
 
 def check_save_path(path: str | Path) -> Path:
-    """Raise an error if a flow cannot be saved to `path`; call this before measuring."""
+    """Return `path`; raise an error if it is a folder, or in a folder that does not exist."""
     target = Path(path)
     if target.is_dir():
         raise BadInput(f"save: {target} is a folder; name a file in it, such as flow.json")
@@ -259,9 +268,9 @@ def load_flow(run_or_path: RunRecord | str | Path, stage: str | None = None) -> 
     """Read the flow of a run, or of a file that `flow.save` wrote.
 
     Args:
-        run_or_path: the record or folder of a run, or the path of a file. An unfinished run
-            returns the reports written so far.
-        stage: the name of a stage of the run; default: the last stage.
+        run_or_path: the record or folder of a run, or the path of a file. The flow of an
+            unfinished run has the reports written so far.
+        stage: the name of a stage of the run; default: the last stage that was watched.
     """
     path = Path(run_or_path.folder if isinstance(run_or_path, RunRecord) else run_or_path)
     if not path.is_dir() and not isinstance(run_or_path, RunRecord):
@@ -282,7 +291,7 @@ def load_flow(run_or_path: RunRecord | str | Path, stage: str | None = None) -> 
 
 
 def flows_of(folder: str | Path) -> dict[str, Flow]:
-    """Return the flow of each stage of a finished or running run, by stage name."""
+    """Return the flow of each watched stage of a finished or running run, by stage name."""
     path = Path(folder)
     events = RunRecord(path).events()
     if not events:
@@ -348,7 +357,7 @@ def _load_file(path: Path) -> Flow:
 
 
 def _check_flow(flow: Flow, where: str) -> None:
-    """Refuse a flow whose reports do not fit its parts, or whose parts do not fit its groups."""
+    """Refuse a flow with a negative step or norm, or whose reports, parts and groups do not fit."""
     groups, parts = range(len(flow.groups)), range(len(flow.parts))
     for part in flow.parts:
         if any(group not in groups for group in part.groups):

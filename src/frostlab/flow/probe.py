@@ -19,12 +19,12 @@ from frostlab.devices import exact_dtype
 from frostlab.flow.tensors import Layout, is_sharded, local, shard_group
 
 Gradient = Callable[[nn.Parameter], Tensor | None]
-# For each list of tensors that `Totals.add_up` takes: their slices, each of them in one part
+# one list of views for each list of tensors passed to `Totals.add_up`; a view lies in one part
 Views = list[list[Tensor]]
 SUMS = (  # names of the sums over each part
     "gradient", "before_clip", "weight", "update",  # squared norms
     "moved", "origin", "along",  # |weight - start|², |start|², weight·start
-    # gradient·previous, |gradient|² and |previous|², of gradients as they are in `.grad`
+    # gradient·previous, |gradient|², |previous|²: without the optimizer's own unscaling or clipping
     "agree", "energy", "former",
 )  # fmt: skip
 _MAXIMA = ("largest", "high", "low")  # max |gradient|, max weight, max -weight of a parameter
@@ -36,7 +36,7 @@ def own_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 class Probe:
-    """Measures norms and dot products of every part, and maxima in front, back and output.
+    """Measures norms and dot products of every part, maxima of front, back and output, and rates.
 
     It keeps a copy of the initial weights for `distance`, a copy of the previous gradients for
     `gradient_cosine` and, between `before_step` and `after_step`, the copies of `Updates`.
@@ -70,7 +70,7 @@ class Probe:
         self._parameters_of = self._parameters_by_optimizer()
         self._clip_measured = False
         self._start = [local(p).detach().clone() for p in layout.parameters] if distance else []
-        self._previous = [  # at least float32: half-precision products would overflow
+        self._previous = [  # at least float32: half-precision products could overflow
             torch.zeros_like(local(p), dtype=_product_dtype(local(p).dtype))
             for p in (layout.parameters if gradient_cosine else ())
         ]
@@ -96,7 +96,7 @@ class Probe:
         return parameters
 
     def start_as(self, former: "Probe") -> None:
-        """Take over another probe's initial weights for the parameters that both share."""
+        """Take over another probe's initial weights for the parameters that both probes have."""
         pairs = zip(former.layout.parameters, former._start, strict=bool(former._start))
         former_starts = {id(parameter): start for parameter, start in pairs}
         pairs = zip(self.layout.parameters, self._start, strict=bool(self._start))
@@ -134,7 +134,7 @@ class Probe:
 
     @torch.no_grad()
     def after_step(self, gradients: bool = False) -> None:
-        """Measure the update, and the gradients if `before_step` did not measure them."""
+        """Measure the update and, with `gradients`, the gradients that a closure computed."""
         if gradients:
             for number in range(len(self.optimizers)):
                 self.measure_gradients(number)
@@ -173,6 +173,7 @@ class Probe:
         """Return this process's shards of the gradients of these parameters (default: all).
 
         The list has one tensor per parameter: zeros if its gradient is None or not requested.
+        `reached` records which of the requested gradients exist.
         """
         gradients = []
         for i, parameter in enumerate(self.layout.parameters):
@@ -221,7 +222,7 @@ class Probe:
         self.views["energy"].copy_(self._energy)
 
     def _measure_distance(self, weights: list[Tensor]) -> None:
-        """Measure |weight - start|² and weight·start view by view, to save memory."""
+        """Measure |start|²; |weight - start|² and weight·start view by view, to save memory."""
 
         def distances(views: Views) -> list[Tensor]:
             return [(a - b).float().norm().square() for a, b in zip(*views, strict=True)]
@@ -248,10 +249,10 @@ class Probe:
                 self.views[name].copy_(values)
 
     def _measure_rates(self) -> None:
-        """Record the learning rates, and whether the first optimizer skips the step.
+        """Record the learning rates, and whether the first optimizer skipped the step.
 
-        It does if `found_inf` is set: by GradScaler, or by frostlab for a gradient that is not
-        finite.
+        An optimizer skips a step if its `found_inf` is set, by GradScaler or, in frostlab's own
+        training, because a gradient is not finite.
         """
         groups = self._groups()
         for element, group in zip(self.views["rates"].unbind(), groups, strict=True):
@@ -321,7 +322,7 @@ class Totals:
         return total
 
     def norms(self, tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
-        """Return the norm of each tensor, with one kernel per device, dtype and contiguity."""
+        """Return each tensor's norm, with one foreach call per device, dtype and contiguity."""
         kinds: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
         norms = [self._zero] * len(tensors)
         for i, tensor in enumerate(tensors):
@@ -417,7 +418,7 @@ class Updates:
         if self._optimizer is None or self._optimizer.sums is None:
             return weights, updates
         self._optimizer.measures = False
-        # the last row collects parameters that are measured by copies instead
+        # the last row, which is dropped, collects parameters that are measured by copies
         sums = torch.zeros(len(weights) + 1, 2, dtype=weights.dtype, device=weights.device)
         sums.index_add_(0, self._parts, self._optimizer.sums)
         return weights + sums[:-1, 0], updates + sums[:-1, 1]

@@ -45,12 +45,12 @@ if TYPE_CHECKING:
 _QUANTITIES = ("gradient", "before_clip", "weight", "update")
 SHADES = "▁▂▃▄▅▆▇█"  # from the smallest to the largest number
 NARROWEST = 40  # minimum width of a heat map, in characters
-_LEFT_OUT = ("before clip", "weight", "gradient")  # columns of a table that is too wide
+_LEFT_OUT = ("before clip", "weight", "gradient")  # columns that a narrow table lacks, in order
 _ROWS = 60  # in a terminal, more parts than this are merged into layers
 
 
 def as_text(flow: "Flow", width: int | None = None) -> str:
-    """Return the last report as a table, the findings, and how first and last layers compare."""
+    """Return the last report as a table, the findings, and the first and last layers' ratios."""
     if not flow.reports:
         return plain(f"{flow.model}: no step has been measured yet")
     last, verdicts = flow.reports[-1], flow.verdicts()
@@ -95,7 +95,7 @@ def _depth_lines(flow: "Flow") -> list[str]:
 
 
 def _is_alarming(flow: "Flow") -> bool:
-    """Return whether a part needs attention; else nothing is said about what is wanted."""
+    """Return whether a part needs attention; only then are the flow targets shown."""
     return any(verdict.alarming for verdict in flow.verdicts().values())
 
 
@@ -132,7 +132,10 @@ def flow_map_text(flow: "Flow", width: int = 100) -> str:
 
 
 def _row_verdicts(flow: "Flow", rows: Sequence[Row]) -> list[str]:
-    """Return the verdict that a row's parts share ("" for learning), or how many are frozen."""
+    """Return, for each row, the verdict on all of its parts, or how many of them are frozen.
+
+    The text is empty if all parts learn, or if the verdicts differ and none is frozen.
+    """
     verdicts, row_words = flow.verdicts(), []
     for row in rows:
         words = [verdicts[flow.parts[i].name].word for i in row.parts]

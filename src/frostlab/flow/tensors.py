@@ -1,8 +1,9 @@
 """The layout of a model that `fl.watch` measures: its parts, and the parameters in each part.
 
-A part is all tensors of one role in one layer. A part consists of slices: a `ParameterSlice` is a
-whole parameter, or some rows of a fused parameter. If the parameter is sharded, the slice covers
-only this process's shard.
+A part is all tensors of one role in one layer, or of one role outside the layers; if the
+architecture is unknown, it is all tensors of one module. (A part in `frostlab.roles` is smaller: a
+single tensor.) A part consists of slices: a `ParameterSlice` is a whole parameter, or some rows of
+a fused parameter. If the parameter is sharded, the slice covers only this process's shard.
 """
 
 import re
@@ -32,7 +33,7 @@ class ParameterSlice:
     part: int  # index in `Layout.parts`
     axis: int = 0  # the axis of the rows
     rows: Rows | None = None  # None: the whole parameter
-    ranges: Ranges | None = None  # if sharded: where `rows` are in this process's shard
+    ranges: Ranges | None = None  # if `rows` of a sharded parameter: where they are in this shard
 
     @property
     def is_whole(self) -> bool:
@@ -54,15 +55,15 @@ class Layout:
     parameters: tuple[nn.Parameter, ...]  # trainable parameters
     names: tuple[str, ...]  # names of `parameters`
     slices: tuple[ParameterSlice, ...]
-    front: tuple[int, ...]  # indices of the parameters of the first two layers
-    back: tuple[int, ...]  # indices of the parameters of the last two layers
-    output: tuple[int, ...]  # indices of the parameters of the head
+    front: tuple[int, ...]  # indices in `parameters`: those in the first two layers
+    back: tuple[int, ...]  # indices in `parameters`: those in the last two layers
+    output: tuple[int, ...]  # indices in `parameters`: those in the head
     fingerprint: tuple[int, ...]  # result of the function `fingerprint`
 
 
 @dataclass(frozen=True)
 class _PlacedTensor:
-    """A tensor with one role, its place in the model, and the parameter that holds it.
+    """A tensor, its place in the model, and the parameter that holds it.
 
     A fused parameter holds several tensors, each in its own rows. `fl.freeze` splits a fused
     parameter if only some of its tensors are frozen.
@@ -74,7 +75,7 @@ class _PlacedTensor:
     state: str  # trainable, frozen or fixed
     axis: int  # the axis of the rows
     rows: Rows | None  # the tensor's rows in `parameter`; None: all rows
-    peers: str  # tensors with the same value have the same role
+    peers: str  # the role; in an unknown architecture, the module's path with `*` for numbers
     is_head: bool
 
     @property
@@ -141,7 +142,8 @@ def read_layout(model: nn.Module, optimizers: Sequence[Optimizer]) -> Layout:
 def fingerprint(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[int, ...]:
     """Return ids of the trainable parameters and of the parameters in every optimizer group.
 
-    The result changes after a freeze, a thaw, a change of the groups or a replaced parameter.
+    The result changes if a parameter is frozen or thawed, a trainable parameter is replaced, or an
+    optimizer group gains or loses a parameter.
     """
     groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     parameters = (p for module in unwrapped(model).modules() for p in module._parameters.values())
@@ -271,7 +273,7 @@ def _front_back_output(
 
 
 def shard_ranges(parameter: Any, rows: Rows | None, axis: int) -> Ranges | None:
-    """Return where `rows` are in this process's shard; None for a whole or unsharded parameter."""
+    """Return where `rows` are in this process's shard; None without `rows` or without shards."""
     if rows is None or not hasattr(parameter, "to_local"):
         return None
     start, size = _shard_of(parameter, axis)
@@ -290,7 +292,7 @@ def _shard_of(parameter: Any, axis: int) -> tuple[int, int]:
 
 
 def shard_group(parameters: Sequence[Any]) -> Any:
-    """Return the process group over which parameters are sharded, or None if they are not."""
+    """Return the process group over which parameters are sharded, or None if none is sharded."""
     groups: dict[Any, Any] = {}
     for parameter in parameters:
         if hasattr(parameter, "to_local"):

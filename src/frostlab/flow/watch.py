@@ -1,7 +1,7 @@
 """Measurement of every n-th optimizer step of any training loop, through optimizer hooks.
 
 A `Probe` measures on the device, a `ReportQueue` copies the numbers to the host asynchronously, and
-`FrozenDigests` shows at the end whether frozen weights changed.
+`FrozenDigests` shows whether frozen weights changed.
 """
 
 import math
@@ -55,9 +55,10 @@ def watch(
         distance: measure the distance from the initial weights; keeps a copy of them.
         gradient_cosine: measure the cosine between the gradients of two successive measured steps;
             keeps a copy of the gradients.
-        dead_units: measure the fractions of dead and saturated units.
-        attention_entropy: measure the entropy of every attention head.
-        verify: compare the frozen weights with their digests at the end.
+        dead_units: measure the fractions of dead units and of saturated activations.
+        attention_entropy: measure the entropy of each attention head, except inside
+            nn.MultiheadAttention.
+        verify: check at the end, by digests, that the frozen weights did not change.
         gradient: a function that returns a parameter's gradient; default: its `.grad`.
         on_report: a function that is called with each report, e.g. `TensorBoard(folder).flow`.
     """
@@ -149,7 +150,7 @@ class LiveFlow(Flow):
         return self
 
     def stop(self) -> None:
-        """Remove the hooks and the probe, and compare frozen weights with their digests."""
+        """Remove the hooks, wait for the last reports and, with `verify`, check frozen weights."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -163,7 +164,7 @@ class LiveFlow(Flow):
 
     @property
     def reports(self) -> list[Report]:
-        """The reports so far; waits for reports that are still on the device."""
+        """The reports so far, without those that `take` removed; waits for pending reports."""
         self._collect(wait=True)
         return self._reports
 
@@ -251,7 +252,7 @@ class LiveFlow(Flow):
             return
         self._probe.start_as(former)
         if [p.name for p in former.layout.parts] != [p.name for p in layout.parts]:
-            # layers were added: assign the earlier reports to the new parts
+            # parts were added or renamed: assign the earlier reports to the new parts
             indices = former_indices(former.layout, layout)
             self._reports = [report.reindexed(indices) for report in self._reports]
         elif self._digests is not None:
@@ -364,7 +365,7 @@ class ReportQueue:
 
 
 def _read_report(pending: _PendingReport) -> Report | None:
-    """Turn a probe's sums into a report, or return None if GradScaler skipped the step."""
+    """Turn a probe's numbers into a report, or return None if the optimizer skipped the step."""
     numbers = pending.numbers.tolist()
     raw, start = {}, 0
     for name, size in pending.sizes.items():
@@ -416,7 +417,7 @@ def _cosines_and_distance(raw: dict[str, list[float]]) -> dict[str, tuple[float,
 def _broken_parts(
     trainable: set[int], reached: set[int], values: dict[str, tuple[float, ...]]
 ) -> tuple[int, ...]:
-    """Return the parts with NaN or infinity in a measured quantity."""
+    """Return the parts whose weight, update or gradient norm is NaN or infinite."""
     return tuple(
         i for i in sorted(trainable)
         if not math.isfinite(values["weight"][i]) or not math.isfinite(values["update"][i])
@@ -425,7 +426,7 @@ def _broken_parts(
 
 
 def _mean_largest(pending: _PendingReport, largest: list[float]) -> dict[str, float]:
-    """Return the mean of max |g| over the tensors of front, back and output."""
+    """Return the mean of max |g| over the parameters of front, back and output with a gradient."""
     by_parameter = dict(zip(pending.extremes, largest, strict=True))
     means = {}
     for depth in ("front", "back", "output"):

@@ -3,7 +3,7 @@
 A role says what a weight does, such as query, norm or head (`frostlab.roles.parts.ROLES`). Paths
 are matched segment by segment, never by substring: `{i}` matches a layer index, `*` matches one
 segment, and `**` (at the end) matches all remaining segments. A path names a parameter, or a module
-whose weight and bias both get the role.
+whose own parameters, such as its weight and bias, all get the role.
 """
 
 from collections.abc import Callable, Mapping

@@ -3,7 +3,8 @@
 A fused parameter holds several roles in its rows, such as query, key and value. A part is a whole
 parameter, or the rows of a fused parameter that have one role; users select and freeze parts. A
 slot is a parameter of the unmodified model; freezing may store its rows in several parameters,
-which are its pieces. Rows are always output units, even if a weight is stored transposed.
+which are its pieces. The rows of a fused weight are its output units, even if it is stored
+transposed.
 """
 
 import math
@@ -68,8 +69,8 @@ class Rows:
         interleaved    | q k v | q k v | q k v |     period = 3 head sizes, 1 repeat per head
         grouped        | q q k v | q q k v |         period = 4 head sizes, 1 repeat per kv head
 
-    Every operation therefore views the row axis as (repeats, period) and takes one slice per span,
-    without index tensors or loops over heads.
+    Reading and writing therefore view the row axis as (repeats, period) and take one slice per
+    span, without index tensors or loops over heads.
     """
 
     period: int  # rows in one repeat of the pattern
@@ -154,7 +155,7 @@ class Place:
     """The place of a tensor in the model: its role, stack and layers."""
 
     role: str
-    stack: str = ""  # such as "encoder"; empty if the model has only one stack of layers
+    stack: str = ""  # such as "encoder"; empty if the model has one stack, or outside the stacks
     layers: tuple[int, ...] = ()  # several if layers share the tensor; empty outside the layers
     cross: bool = False  # whether it belongs to cross-attention
 

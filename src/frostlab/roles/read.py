@@ -2,8 +2,8 @@
 
 Reading collects the slots (the parameters of the unmodified model, which freezing may have split),
 finds the role and place of each slot in the descriptions of the modules that contain it, and
-divides fused slots into one part per role. Slots have the names of the unmodified model. A
-parameter without a role is an error: an anatomy is never partial.
+divides fused slots into one part per role. Slots have the names of the unmodified model, except
+PEFT's adapters. A parameter without a role is an error: an anatomy is never partial.
 """
 
 import sys
@@ -54,7 +54,7 @@ def anatomy(model: nn.Module) -> Anatomy:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside DataParallel, DDP or torch.compile."""
+    """Return the model without the wrappers DataParallel, DDP and torch.compile."""
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
@@ -92,7 +92,7 @@ def survey(model: nn.Module) -> tuple[Anatomy, dict[str, Slot]]:
 
 
 def _slots(model: nn.Module) -> Iterator[Slot]:
-    """Yield a slot for each name of each parameter.
+    """Yield a slot for each name of each parameter; a tied parameter has several names.
 
     Parameters that frostlab split or PEFT wrapped have the names of the unmodified model.
     """

@@ -71,8 +71,9 @@ def select(parts: Sequence[Part], texts: Iterable[str], model: str) -> tuple[Par
     """Return the parts in the union of the selections, in model order.
 
     A tied tensor has one role of its own: a head tied to the embedding is an `embedding`. A
-    selection that matches it only by the role of its other name is an error, unless another
-    selection takes or removes the tensor by its own role.
+    positive selection that matches it only by the role of its other name, such as `head`, is an
+    error unless another selection takes or removes the tensor. A negative one, such as `!head`, is
+    an error if the tensor stays selected, unless another selection takes it by its own role.
     """
     stacks = sorted({p.stack for p in parts if p.stack})
     terms = [parse(text, stacks) for text in texts]

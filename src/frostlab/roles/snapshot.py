@@ -50,13 +50,16 @@ class Anatomy:
         return select(self.parts, selections, self.model)
 
     def with_frozen(self, *selections: str) -> "Anatomy":
-        """Return this anatomy with exactly the selected parts frozen; the model is not changed."""
+        """Return this anatomy with only the selected parts frozen; the model is not changed.
+
+        Without selections no part is frozen. Fixed parts stay fixed.
+        """
         return self.with_state(
             {part.key for part in self.select(*selections)} if selections else ()
         )
 
     def with_state(self, frozen: Collection[str]) -> "Anatomy":
-        """Return this anatomy with exactly the parts with these keys frozen."""
+        """Return this anatomy with only the parts with these keys frozen; fixed parts stay so."""
 
         def state(part: Part) -> State:
             if part.state == "fixed":
