@@ -22,13 +22,14 @@ class Packing:
 
     @property
     def firsts(self) -> Tensor:
-        """The index of each sequence's first token: (N,)."""
+        """The index of each sequence's first token, (N,); of an empty sequence, any token's."""
         return self.bounds[:-2].clamp(max=len(self.owners) - 1)
 
     def lasts(self, mask: Tensor) -> Tensor:
         """Return the index of each sequence's last token that is true in the mask (T,): (N,).
 
-        If the mask is false for all tokens of a sequence, return the index of its first token.
+        If the mask is false for all tokens of a sequence, return the index of its first token; for
+        an empty sequence, 0.
         """
         indices = torch.arange(len(self.owners), device=self.owners.device)
         indices = torch.where(mask, indices, self.bounds[self.owners])

@@ -173,7 +173,7 @@ def _pretrained(
 
 
 def _auto_class(classes: int) -> Any:
-    """Return the class of transformers that builds a classifier, or a language model without."""
+    """Return transformers' auto class for a classifier or, without classes, a language model."""
     import transformers
 
     kind = "SequenceClassification" if classes else "CausalLM"
@@ -213,10 +213,10 @@ def build_from_config(folder: Path, classes: int) -> nn.Module:
 
 
 def weight_source(settings: object) -> dict[str, str | None]:
-    """Return a digest of the files with a recipe's pretrained weights, and the hub's commit.
+    """Return a digest of the files of a recipe's pretrained model, and the hub's commit.
 
-    Both are None if the weights are drawn from the seed. The model must have been loaded before,
-    so that files of the hub are in its cache.
+    Both are None if the weights are drawn from the seed; the commit is also None for a folder. The
+    model must have been loaded before, so that files of the hub are in its cache.
     """
     if not isinstance(settings, PretrainedModel) or not settings.weights:
         return {"source": None, "revision": None}
@@ -293,7 +293,8 @@ def recipe_blueprint(recipe: Recipe) -> tuple[nn.Module, str]:
     """Build a recipe's model on the meta device; return it and a description of its sizes.
 
     No data are read. If the recipe does not fix the vocabulary, the classes, or the EEG channels
-    and subjects, a typical size is used and the description says "assumed".
+    and subjects, a typical or the largest size is used, and the description says "assumed" or
+    "at most".
     """
     model = recipe.model
     if isinstance(model, ConformerModel):
@@ -428,7 +429,10 @@ def nearest_path(path: Path) -> str:
 
 
 def hub_answers() -> bool:
-    """Return whether the hub's host name resolves; offline, transformers would retry."""
+    """Return whether HF_HUB_OFFLINE is unset and the hub's host name resolves.
+
+    Without this check, transformers would retry when the machine is offline.
+    """
     from huggingface_hub import constants
 
     host = urlsplit(constants.ENDPOINT).hostname

@@ -41,7 +41,7 @@ class ConformerConfig:
     kernel: int = 31  # kernel size of the depthwise convolution, in samples
     dropout: float = 0.3
     residual: Residual = "gated"  # residual connection around the stack
-    gate_bias: float = 0.0  # initial gate bias: 0 is half open, 4 passes almost only the stack
+    gate_bias: float = 0.0  # initial bias: at 0 the gate is about half open, at 4 almost fully
     gradient_scale: float = 2.0  # factor of the gradient into the stack, not into the residual
     head: Head = "mlp"
     norm: Norm = "batch"  # norm in the convolution module
@@ -88,7 +88,8 @@ class Attention(nn.Module):
     """Self-attention over the window, with optional relative positions (Dai et al. 2019).
 
     The relative score of query i and key j is
-    (q_i + content_bias)·k_j + (q_i + place_bias)·p_{i−j}.
+    ((q_i + content_bias)·k_j + (q_i + place_bias)·p_{i−j}) / √size,
+    where p_{i−j} is a projection of the sinusoids of the distance i − j.
     """
 
     def __init__(self, config: ConformerConfig) -> None:
@@ -314,7 +315,10 @@ class Conformer(nn.Module):
         return envelope.to(torch.promote_types(envelope.dtype, torch.float32))
 
     def embed(self, eeg: Tensor, subject: Tensor | None) -> Tensor:
-        """Return the stack's input (B, T, width): features plus subject and position embeddings."""
+        """Return the stack's input (B, T, width): features plus the subjects' embeddings.
+
+        With plain attention, position embeddings are added as well.
+        """
         if eeg.dim() != 3:
             raise BadInput(f"the EEG is {tuple(eeg.shape)}, not (B, T, channels)")
         if eeg.shape[-1] != self.config.channels:
@@ -331,7 +335,7 @@ class Conformer(nn.Module):
         return sinusoids(places, self.config.width).to(self.subjects.weight.dtype)
 
     def rows(self, subject: Tensor | None) -> Tensor:
-        """Return the subjects' embeddings, (B, 1, width), or (width,) if all are unseen."""
+        """Return the subjects' embeddings, (B, 1, width), or (width,) if `subject` is None."""
         table = self.subjects.weight
         unseen = table.mean(0) if self.config.unseen == "mean" else torch.zeros_like(table[0])
         if subject is None:
@@ -364,10 +368,11 @@ def electrode_importance(
 ) -> Tensor:
     """Return how strongly the envelope depends on each electrode: (channels,), summing to 1.
 
-    The importance is the root mean square of the derivatives of all envelope samples with respect
-    to all samples of an electrode, estimated with `probes` draws of random signs (Hutchinson 1990),
-    times the electrode's standard deviation. The weights of the channel attention cannot show the
-    importance of electrodes, because they belong to features that mix electrodes.
+    The importance is proportional to the electrode's standard deviation times the root mean square
+    of the derivatives of all envelope samples with respect to all samples of the electrode. The
+    latter is estimated with `probes` draws of random signs (Hutchinson 1990). The weights of the
+    channel attention cannot show the importance of electrodes, because they belong to features that
+    mix electrodes.
 
     Args:
         eeg: (B, T, channels).

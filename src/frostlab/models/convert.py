@@ -32,7 +32,7 @@ def convert(folder: Path) -> Path:
 
 
 def _pickled_files(folder: Path) -> list[Path]:
-    """Return pytorch_model.bin, or the files of its index, or the folder's only other file."""
+    """Return pytorch_model.bin, or the files of its index, or the only other pickled file."""
     if not folder.is_dir():
         raise BadInput(f"{folder} is not a folder")
     if (folder / "pytorch_model.bin").exists():
@@ -53,7 +53,7 @@ def _pickled_files(folder: Path) -> list[Path]:
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors of a pickled file; refuse one that holds anything but weights."""
+    """Read the tensors of a pickled file, or of the weights in a pickled training checkpoint."""
     try:
         with open_regular(path) as file:
             values: Any = torch.load(file, map_location="cpu", weights_only=True)
@@ -64,7 +64,7 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
     except Exception as error:  # damaged files raise errors of many kinds
         reason = first_line(error).partition(". ")[0]  # the rest advises unpickling anyway
         raise BadInput(f"{path} is not a file of weights only ({reason:.120})") from None
-    for key in ("state_dict", "model"):  # a training checkpoint holds its weights under a key
+    for key in ("state_dict", "model"):  # a training checkpoint holds its weights under this key
         if isinstance(values, dict) and isinstance(values.get(key), dict):
             values = values[key]
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):

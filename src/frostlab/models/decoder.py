@@ -13,7 +13,7 @@ from frostlab.models.attention import KeyValueCache, Packing, attend
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The shape of a decoder; the defaults give the model in docs/progressive.md."""
+    """The shape of a decoder; the defaults give the model that docs/progressive.md repeats."""
 
     vocabulary: int = 69830
     width: int = 64

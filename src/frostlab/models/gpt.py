@@ -13,7 +13,7 @@ from frostlab.models.attention import KeyValueCache, Packing, attend
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a GPT; the defaults give GPT Medium-512."""
+    """The shape of a GPT; the defaults give the model that the docs call GPT Medium-512."""
 
     vocabulary: int = 50257
     positions: int = 512

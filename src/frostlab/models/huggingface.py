@@ -19,14 +19,14 @@ GPT for classification → MegatronBERT, which also has pre-norm blocks, learned
 norm, and attends in both directions (or, as a decoder, causally):
 
     tokens, positions            embeddings.word_embeddings, position_embeddings
-    blocks.N.norm1, norm2        encoder.layer.N.attention.ln, ln
+    blocks.N.norm1, norm2        encoder.layer.N.attention.ln, encoder.layer.N.ln
     blocks.N.qkv                 encoder.layer.N.attention.self.query, key, value
     blocks.N.out                 encoder.layer.N.attention.output.dense
-    blocks.N.up, down            encoder.layer.N.intermediate.dense, output.dense
+    blocks.N.up, down            encoder.layer.N.intermediate.dense, encoder.layer.N.output.dense
     norm                         encoder.ln
 
-No class of transformers averages over the tokens before a linear head, so the head of a classifier
-stays apart. A model without biases gets biases of zero, and token types get embeddings of zero.
+No MegatronBERT class averages over the tokens before a linear head, so the head of a classifier is
+returned separately. Where frostlab's model has no biases or token types, they are zero.
 """
 
 import re
@@ -102,7 +102,7 @@ def as_huggingface(
     Args:
         pad: the padding token.
         end: the token at the end, and before the beginning, of a text.
-        length: the longest text in training; the number of positions of a Llama.
+        length: the longest text in training: the number of positions of a Llama (default: 2048).
     """
     special = {"pad_token_id": pad, "bos_token_id": end, "eos_token_id": end}
     with torch.random.fork_rng(devices=[]):

@@ -58,7 +58,7 @@ class Stack(ABC):
         return torch.arange(rows.shape[1], device=rows.device)
 
     def bypassed_modules(self) -> list[nn.Module]:
-        """Return the modules whose forward the stack does not call, so that hooks would not run."""
+        """Return modules whose forward the stack does not call, so that their hooks do not run."""
         return [self.model, self.head]
 
     def attention(self) -> AbstractContextManager[None]:
@@ -78,7 +78,8 @@ class Stack(ABC):
         """Return the head's input: (B, T, width) for a language model, otherwise (N, width).
 
         `x` is the output of a layer. Without a packing, rows may be padded only at the end and only
-        in a causal model, where no token before the padding attends to it.
+        in a causal model, where no token before the padding attends to it. A classifier of
+        frostlab's GPT takes no padded rows, because it averages over all tokens.
         """
 
 
@@ -266,5 +267,5 @@ def is_causal(model: nn.Module) -> bool:
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    """Return whether a module has forward or backward hooks."""
+    """Return whether a module has forward hooks, forward pre-hooks or backward hooks."""
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)

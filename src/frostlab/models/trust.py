@@ -1,7 +1,7 @@
 """Checks of models that other people made, before transformers opens their files.
 
 A model is a folder or a name on the hub. Its config is checked for code that it would run and for
-absurd sizes, and its weights for files that are not safetensors or that lie elsewhere.
+absurd sizes. The weights in a folder must be safetensors files that lie inside it.
 """
 
 import os
@@ -31,7 +31,7 @@ _INDEX_BYTES = 64 << 20
 _MOST_COUNT = 100_000  # of layers, experts, labels, …
 # words in the config keys whose values are such counts
 _COUNTED = ("layer", "depth", "block", "expert", "stage", "label", "head", "stack", "group")
-_MOST_PIECES = 30_000  # modules and parameters of a model; a Llama with 126 layers has 3,200
+_MOST_PIECES = 30_000  # modules and parameters of a model; a Llama with 126 layers has 2,800
 _MOST_NUMBERS = 10**13  # numbers in all parameters of a model
 _SECONDS = 5  # processor time for a config or a model without weights
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -87,7 +87,7 @@ def _entries(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _refuse_code(values: dict[str, Any], path: Path) -> None:
-    """Refuse a config that needs Python code of its folder, or code from the hub."""
+    """Refuse a config that needs code of its folder or the hub, or another model's weights."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     kind = values.get("model_type")
@@ -220,8 +220,8 @@ def never_ask() -> Iterator[None]:
 def careful(name: str) -> Iterator[None]:
     """Limit the work of transformers on a config, or on a model without weights.
 
-    Such a model is built in well under a second; one that has too many parts or needs too much
-    time is refused.
+    Normally this takes well under a second. A model with too many modules or parameters, or one
+    that takes too long, is refused.
     """
     pieces, numbers = 0, 0
 

@@ -18,7 +18,8 @@ class Audit:
     """The digests of a model's tensors at one moment: 64 characters for each tensor."""
 
     model: str
-    digests: dict[str, str]  # of frozen tensors, by name
+    # of frozen and fixed parts, and of the running statistics of frozen BatchNorms, by name
+    digests: dict[str, str]
     trainable: dict[str, str] | None = None  # None: only frozen ones were recorded
 
     def __repr__(self) -> str:
@@ -74,9 +75,10 @@ class Audit:
 
 
 def audit(model: nn.Module) -> Audit:
-    """Compute the sha256 of every tensor of a model, frozen rows of split projections apart.
+    """Compute the sha256 of every part, and of the running statistics of frozen BatchNorms.
 
-    No copy of the weights is kept. The time is that of hashing them all, a second or two per GB.
+    No copy of the weights is kept. Hashing takes a second or two per GB. A model in which nothing
+    is frozen is an error.
     """
     return replace(frozen_audit(model), trainable=_trainable_digests(model))
 

@@ -31,7 +31,7 @@ _QUANTISED_MODULES = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized"
 
 
 def freeze(model: nn.Module, *selections: str) -> Anatomy:
-    """Freeze exactly the selected parts, make all others trainable, and return the anatomy.
+    """Freeze the selected parts, make all others trainable except fixed parts; return the anatomy.
 
     Partly frozen fused projections are split, so that frozen rows have no gradient, no
     optimizer state and no weight-gradient matmul. Splitting replaces parameters, so build the
@@ -62,7 +62,7 @@ def thaw(model: nn.Module) -> Anatomy:
 
 
 def learn_only(model: nn.Module, keys: Collection[str]) -> None:
-    """Make exactly the parts with these keys trainable, except fixed parts.
+    """Make the parts with these keys trainable, except fixed parts, and freeze all others.
 
     Build the optimizer afterwards.
     """
@@ -113,7 +113,10 @@ def _rows_to_freeze(parts: Iterable[Part]) -> dict[str, Rows]:
 
 
 def _check_splittable(slot: Slot, slots: Iterable[Slot]) -> None:
-    """Raise an error if a slot is tied, has adapters, or is in a module with an unknown forward."""
+    """Raise an error if a slot cannot be split.
+
+    It cannot if it is tied or parametrized, has adapters, or is in a module with unknown forward.
+    """
     owner = slot.owner
     parameters = {id(piece.parameter) for piece in slot.pieces}
     for other in slots:
@@ -298,7 +301,7 @@ def frozen_tensors(model: nn.Module) -> dict[str, PartlyFrozen | None]:
 
 
 def refuse_wrapped(model: nn.Module, verb: str) -> None:
-    """Raise an error if the model or a submodule is wrapped by DDP, FSDP or torch.compile."""
+    """Raise an error if the model or a submodule is wrapped for several devices or compiled."""
     if not isinstance(model, nn.Module):
         raise BadInput(f"{verb}: {model!r} is not a model")
     for path, module in model.named_modules():

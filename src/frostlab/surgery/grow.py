@@ -95,7 +95,8 @@ def grow(
         init: "identity" changes the model's outputs by at most 1e-6; "random" uses the model's own
             initialisation and torch's default generator; "copy" copies the layer below or, at the
             bottom, the layer above. If layers end with a norm, as in BERT, "identity" moves the
-            gain and bias of the norm below to the last new norm.
+            gain and bias of the norm below to the last new norm, and the limit of 1e-6 is checked
+            on random tokens.
     """
     refuse_wrapped(model, "grow")
     try:

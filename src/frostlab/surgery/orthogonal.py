@@ -40,6 +40,8 @@ def orthogonalize(
 ) -> None:
     """Make the rows of the selected weights orthonormal; biases are kept.
 
+    If there are more rows than columns, the columns become orthonormal instead.
+
     Args:
         scope: "head" makes the rows of each head orthonormal, "matrix" all rows of the matrix.
         source: "weights" factorises the current values, "gaussian" a draw from `seed`.
@@ -265,8 +267,8 @@ def _cholesky_pass(x: Tensor) -> tuple[Tensor, Tensor]:
 def _gram(x: Tensor) -> Tensor:
     """Return X·Xᵀ in float64.
 
-    On a GPU, a float32 product over many columns loses precision, so products over a few columns
-    are summed in float64.
+    On a GPU, a float32 product over many columns loses precision, so products over `_RUN` columns
+    are summed in float64 if `_RUN` divides the number of columns.
     """
     if not x.is_cuda or x.dtype == torch.float64 or x.shape[-1] % _RUN:
         return (x @ x.mT).double()

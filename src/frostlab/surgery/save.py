@@ -1,8 +1,9 @@
 """Saving and loading of trainable tensors, and export of whole Hugging Face checkpoints.
 
 A delta is a folder with the trainable tensors, the buffers and a manifest, delta.json. Frozen
-weights are normally not stored: loading keeps the model's own values if their fingerprints match
-the manifest, and otherwise regenerates the values from their recorded origin.
+weights and the running statistics of frozen BatchNorms are normally not stored: loading keeps the
+model's own values if their fingerprints match the manifest. Otherwise it regenerates weights from
+their recorded origin, or raises an error if there is none.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A partly frozen fused projection, stored as two parameters.
+"""A partly frozen fused projection, with separate parameters for frozen and trainable rows.
 
 The forward pass is one matmul over all rows; the backward pass computes weight gradients only for
 the trainable rows. State dicts keep the fused names and shapes, so split and unmodified models can
@@ -163,9 +163,9 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _trainable_columns(grad: Tensor, rows: Rows | None) -> list[Tensor]:
     """Return the columns of an output gradient (N, out) that belong to trainable rows.
 
-    The result has one tensor per span: (N, span) or (N, repeats, span). Interleaved columns stay
-    views for half precision on a GPU, where a batched matmul is faster. Otherwise they are copied
-    into one tensor, because one matmul over the copy is faster.
+    The result has one view per span, (N, span) or, for interleaved columns, (N, repeats, span).
+    Except for half precision on a GPU, where a batched matmul is faster, interleaved columns are
+    copied into one tensor (N, columns), because one matmul over the copy is faster.
     """
     if rows is None:
         return [grad]
@@ -177,7 +177,7 @@ def _trainable_columns(grad: Tensor, rows: Rows | None) -> list[Tensor]:
 
 
 def _weight_gradient(columns: list[Tensor], inputs: Tensor, axis: int) -> Tensor:
-    """Return the weight gradient of the trainable rows by one matmul per span."""
+    """Return the weight gradient of the trainable rows, by one matmul per tensor in `columns`."""
     if columns[0].dim() == 2:
         blocks = [inputs.t() @ span if axis else span.t() @ inputs for span in columns]
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, axis)
@@ -408,7 +408,7 @@ def load_pieces(
     missing_keys: list[str],
     error_msgs: list[str],
 ) -> set[str]:
-    """Load each slot from its fused tensor in a state dict; return the keys that were read."""
+    """Load each slot from its fused tensor in a state dict; return the keys of all slots."""
     assign = metadata.get("assign_to_params_buffers", False)
     for local, (shape, axis, pieces) in slots.items():
         key = prefix + local
