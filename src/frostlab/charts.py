@@ -1,8 +1,8 @@
 """Drawing of Altair charts as PNG files, and as SVG that is safe to insert into a page.
 
 Texts in a chart come from models and data, so they can be anything. The drawing library aborts the
-whole process at a character that XML does not allow, and takes minutes for a very long label;
-`_cleaned` removes both before a chart is drawn.
+whole process at a character that XML does not allow, and takes minutes for a very long label.
+`_cleaned` escapes such characters and shortens long texts before a chart is drawn.
 """
 
 import json
@@ -18,7 +18,7 @@ from frostlab.errors import FrostlabError, first_line, require
 from frostlab.text import plain
 
 LONGEST = 100  # characters of a text in a chart
-_LARGEST = 1e300  # larger numbers are drawn like infinity
+_LARGEST = 1e300  # larger numbers are not drawn, like infinity
 LABEL = 40  # characters of a label at an axis, whose width is slow to measure
 _ELEMENTS = frozenset({
     "svg", "g", "path", "rect", "circle", "line", "text", "tspan", "title", "defs", "clipPath",
@@ -71,7 +71,7 @@ def _draw(kind: str, spec: dict[str, Any], **options: Any) -> Any:
 
 
 def _cleaned(value: Any) -> Any:
-    """Return a specification with short printable texts, and None for NaN and infinity."""
+    """Return a specification with short printable texts, and None for NaN and huge numbers."""
     if isinstance(value, dict):
         return {_cleaned(key): _cleaned(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -84,7 +84,10 @@ def _cleaned(value: Any) -> Any:
 
 
 def checked_svg(drawing: str, name: str) -> Markup:
-    """Return a drawing as markup that has only shapes and text, and refuse anything else in it."""
+    """Return a drawing as markup that has only shapes and text.
+
+    Other elements, event handlers and links are refused; other unknown attributes are removed.
+    """
     try:
         if "<!" in drawing:
             raise ElementTree.ParseError("it declares a document type")
@@ -101,7 +104,7 @@ def checked_svg(drawing: str, name: str) -> Markup:
 
 
 def _simplify(element: ElementTree.Element, name: str) -> None:
-    """Check an element, turn its label into a tooltip, and prefix its ids."""
+    """Check an element and its attributes, turn its label into a tooltip, and prefix its ids."""
     tag = str(element.tag).removeprefix(_NAMESPACE)
     if tag not in _ELEMENTS:
         raise FrostlabError(f"the chart holds an element `{plain(tag)}`, not allowed in a page")

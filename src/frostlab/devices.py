@@ -106,7 +106,7 @@ def synchronize(device: torch.device) -> None:
 
 
 class Readback:
-    """A number on a device that is read often and may be slightly old, without waiting for it."""
+    """Reads a number that a device computes, usually without waiting; the value may be old."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -119,7 +119,8 @@ class Readback:
         """Return the newest value that has arrived, and request `newest`, a tensor of one element.
 
         The CPU's values are always there. CUDA copies the value when it has computed it; a later
-        call returns it. Other devices are waited for, at most once a second.
+        call returns it, and the result is None until the first value has arrived. Other devices
+        are waited for, at most once a second.
         """
         if not runs_ahead(self._device):
             return float(newest)
@@ -148,7 +149,7 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 
 def forked_devices(device: torch.device) -> list[torch.device]:
-    """Return the devices whose generators `torch.random.fork_rng` must save."""
+    """Return the devices whose generators `torch.random.fork_rng` must save besides the CPU's."""
     return [device] if device.type == "cuda" else []
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class FrostlabError(Exception):
-    """Base class of all errors that frostlab raises."""
+    """Base class of frostlab's own errors."""
 
 
 class BadInput(FrostlabError, ValueError):
@@ -73,7 +73,10 @@ def nearest(value: str, choices: Iterable[str], cutoff: float = 0.5) -> str:
 
 
 def require(package: str, extra: str, purpose: str) -> Any:
-    """Import an optional package, or raise a one-line error that names the extra to install."""
+    """Import an optional package, or raise a one-line error.
+
+    It names the extra to install or, for an installed package, the reason why the import failed.
+    """
     try:
         return importlib.import_module(package)
     except ImportError as error:

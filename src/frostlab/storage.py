@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 FORMAT = 2  # version of the cache; increase it when the cached files or the tokenization change
 MOST_BYTES = 256 << 20  # the largest file that is read whole
-MOST_VALUES = 10_000_000  # the most values in a JSON text; an object's key counts as two
+MOST_VALUES = 10_000_000  # the most values in a JSON text, estimated as commas + 2 × colons
 LINE_BYTES = 16 << 20  # the longest line of a file that is read line by line
 SEAL = "checksums.json"  # the checksums of the other files in a folder
 _BLOCK = 64 << 20  # bytes that have one checksum
@@ -33,7 +33,10 @@ _NAME_BYTES = 200  # the longest name of a file or folder; most file systems all
 
 
 def check_name(name: object, what: str) -> str:
-    """Return a name that is one part of a path; refuse separators, control characters and `..`."""
+    """Return the name of a file or folder.
+
+    Refuse separators, control characters, a leading dot and names that are too long.
+    """
     if (
         not isinstance(name, str)
         or not name.isprintable()
@@ -378,7 +381,11 @@ def remove_sealed(folder: Path, name: str) -> None:
 
 
 def damaged_file(folder: Path, names: Iterable[str] | None = None) -> Path | None:
-    """Return the first sealed file (of `names`; None: of all) that is missing or was changed."""
+    """Return a file that is missing or was changed since `seal`; None if there is none.
+
+    Only `names` are checked (default: all files; then a file without a checksum counts as changed).
+    The result is the seal itself if that is damaged.
+    """
     try:
         sealed = read_json(folder / SEAL)
         wanted = {name: sealed[name] for name in (sealed if names is None else names)}
@@ -387,9 +394,9 @@ def damaged_file(folder: Path, names: Iterable[str] | None = None) -> Path | Non
     if not isinstance(sealed, dict):
         return folder / SEAL
     present = {name for name in wanted if is_plain(folder, name)}
-    found = checksums(folder, sorted(present))
-    damaged = next((folder / name for name in wanted if found.get(name) != wanted[name]), None)
-    if damaged is None and names is None:  # a file without a checksum counts as damaged too
+    actual = checksums(folder, sorted(present))
+    damaged = next((folder / name for name in wanted if actual.get(name) != wanted[name]), None)
+    if damaged is None and names is None:
         files = (path for path in folder.rglob("*") if not path.is_dir() and path.name != SEAL)
         return next((path for path in files if str(path.relative_to(folder)) not in sealed), None)
     return damaged

@@ -21,7 +21,7 @@ _NUMBERED = re.compile(r"^(\d+)([.)])(?=\s|$)")  # the start of a numbered list
 
 
 def hms(seconds: Any) -> str:
-    """Format seconds as h:mm:ss, rounded."""
+    """Format seconds as h:mm:ss, rounded; `NONE` for a value that is not a finite number."""
     if typed(seconds, int, float) is None or not math.isfinite(seconds):
         return NONE
     rounded = round(abs(seconds))
@@ -44,7 +44,7 @@ def printable(text: str) -> str:
 
 
 def number(value: Any) -> str:
-    """Format a number with four significant digits."""
+    """Format a number with four significant digits; `NONE` for a value that is no number."""
     return NONE if typed(value, int, float) is None else f"{value:.4g}"
 
 
@@ -97,7 +97,7 @@ def short(text: str, width: int) -> str:
 def wrapped(text: str, width: int | None, indent: str = "  ") -> list[str]:
     """Break a line at spaces into lines of at most `width` characters; later ones are indented.
 
-    A word that is longer than a line, such as a path, stays whole. None is an endless line.
+    A word that is longer than a line, such as a path, stays whole. With None, nothing is broken.
     """
     if width is None or len(text) <= width:
         return [text]

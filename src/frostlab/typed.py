@@ -43,7 +43,7 @@ def parse(text: bytes | str) -> dict[str, Any] | None:
 
 
 def check_numbers(value: object, where: object) -> None:
-    """Refuse numbers that are not finite, and deep nesting, in parsed JSON without a schema."""
+    """Refuse infinite, NaN or too large numbers, and deep nesting, in JSON without a schema."""
     _check_any(value, f"{where}: ", ())
 
 
