@@ -212,7 +212,7 @@ def entropy(probabilities: Tensor) -> Tensor:
     """Return the mean entropy of each head, relative to the entropy of uniform attention.
 
     A head's result is 0 if it attends to one token, and 1 if it attends equally to all visible
-    tokens. Queries that see fewer than two tokens are left out; without other queries, it is 0.
+    tokens. Queries that see fewer than two tokens are left out; if none remain, the result is 0.
     """
     entropies = torch.special.entr(probabilities).sum(-1)  # (examples, heads, queries)
     visible = (probabilities > 0).sum(-1).amax(1, keepdim=True)  # (examples, 1, queries)

@@ -86,7 +86,7 @@ class Diagnosis:
 
     @property
     def validation(self) -> str | None:
-        """The validation metric and, if it has a target, whether that is reached; or None."""
+        """The validation metric, and whether its target, if any, is reached; None if unknown."""
         if self.metric is None or self.value is None:
             return None
         text = f"validation {self.metric} {self.value:.4g}"

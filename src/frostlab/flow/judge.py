@@ -276,7 +276,7 @@ def _broken(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | Non
 
 
 def _left_out(recent: RecentReports, i: int, part: PartFacts) -> PartVerdict | None:
-    """Judge a part of which a tensor has no optimizer or no gradient, or with learning rate 0."""
+    """Judge a part with learning rate 0, or with a tensor that has no optimizer or no gradient."""
     if part.missing:
         return PartVerdict(
             STILL,

@@ -111,7 +111,7 @@ class Report:
     def ratio(self, part: int) -> float:
         """Return |update| / |weight|: how far the step moved a part, relative to its norm.
 
-        If the weights are all 0, the ratio is infinite, or NaN if they did not move either.
+        If all weights are 0, the ratio is infinite, or NaN if the step did not move them.
         """
         weight, update = self.of("weight", part), self.of("update", part)
         if weight == 0.0:
@@ -357,7 +357,7 @@ def _load_file(path: Path) -> Flow:
 
 
 def _check_flow(flow: Flow, where: str) -> None:
-    """Refuse a flow with a negative step or norm, or whose reports, parts and groups do not fit."""
+    """Refuse negative steps and norms, and reports, parts and groups that do not fit together."""
     groups, parts = range(len(flow.groups)), range(len(flow.parts))
     for part in flow.parts:
         if any(group not in groups for group in part.groups):

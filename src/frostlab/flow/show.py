@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _QUANTITIES = ("gradient", "before_clip", "weight", "update")
 SHADES = "▁▂▃▄▅▆▇█"  # from the smallest to the largest number
 NARROWEST = 40  # minimum width of a heat map, in characters
-_LEFT_OUT = ("before clip", "weight", "gradient")  # columns that a narrow table lacks, in order
+_LEFT_OUT = ("before clip", "weight", "gradient")  # dropped in this order if a table is too wide
 _ROWS = 60  # in a terminal, more parts than this are merged into layers
 
 

@@ -33,7 +33,7 @@ class ParameterSlice:
     part: int  # index in `Layout.parts`
     axis: int = 0  # the axis of the rows
     rows: Rows | None = None  # None: the whole parameter
-    ranges: Ranges | None = None  # if `rows` of a sharded parameter: where they are in this shard
+    ranges: Ranges | None = None  # for rows of a sharded parameter: where they are in this shard
 
     @property
     def is_whole(self) -> bool:
@@ -55,9 +55,9 @@ class Layout:
     parameters: tuple[nn.Parameter, ...]  # trainable parameters
     names: tuple[str, ...]  # names of `parameters`
     slices: tuple[ParameterSlice, ...]
-    front: tuple[int, ...]  # indices in `parameters`: those in the first two layers
-    back: tuple[int, ...]  # indices in `parameters`: those in the last two layers
-    output: tuple[int, ...]  # indices in `parameters`: those in the head
+    front: tuple[int, ...]  # indices of the trainable parameters in the first two layers
+    back: tuple[int, ...]  # indices of the trainable parameters in the last two layers
+    output: tuple[int, ...]  # indices of the trainable parameters in the head
     fingerprint: tuple[int, ...]  # result of the function `fingerprint`
 
 

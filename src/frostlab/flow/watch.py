@@ -1,4 +1,4 @@
-"""Measurement of every n-th optimizer step of any training loop, through optimizer hooks.
+"""Measurement of every n-th optimizer step, through optimizer hooks or calls by the loop.
 
 A `Probe` measures on the device, a `ReportQueue` copies the numbers to the host asynchronously, and
 `FrozenDigests` shows whether frozen weights changed.
@@ -60,7 +60,8 @@ def watch(
             nn.MultiheadAttention.
         verify: check at the end, by digests, that the frozen weights did not change.
         gradient: a function that returns a parameter's gradient; default: its `.grad`.
-        on_report: a function that is called with each report, e.g. `TensorBoard(folder).flow`.
+        on_report: a function that is called with the step, the report and the parts for each
+            report, e.g. `TensorBoard(folder).flow`.
     """
     optimizers: list[Any] = [*optimizer] if isinstance(optimizer, Sequence) else [optimizer]
     if not optimizers or not all(isinstance(o, Optimizer) for o in optimizers):

@@ -22,7 +22,7 @@ class Packing:
 
     @property
     def firsts(self) -> Tensor:
-        """The index of each sequence's first token, (N,); of an empty sequence, any token's."""
+        """The index of each sequence's first token, (N,); of an empty sequence, some token's."""
         return self.bounds[:-2].clamp(max=len(self.owners) - 1)
 
     def lasts(self, mask: Tensor) -> Tensor:

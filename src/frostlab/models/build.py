@@ -233,7 +233,7 @@ def weight_source(settings: object) -> dict[str, str | None]:
 
 @cache
 def _files_digest(states: tuple[tuple[str, int, int], ...]) -> str:
-    """Return a digest of files, given their paths, sizes and modification times."""
+    """Return a digest of files; their sizes and modification times only serve as cache keys."""
     return digest_of([(Path(path).name, file_digest(Path(path))) for path, _, _ in states])[:16]
 
 

@@ -41,7 +41,7 @@ class ConformerConfig:
     kernel: int = 31  # kernel size of the depthwise convolution, in samples
     dropout: float = 0.3
     residual: Residual = "gated"  # residual connection around the stack
-    gate_bias: float = 0.0  # initial bias: at 0 the gate is about half open, at 4 almost fully
+    gate_bias: float = 0.0  # initial gate bias; 0 mixes the stack's output and input about equally
     gradient_scale: float = 2.0  # factor of the gradient into the stack, not into the residual
     head: Head = "mlp"
     norm: Norm = "batch"  # norm in the convolution module

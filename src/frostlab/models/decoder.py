@@ -13,7 +13,10 @@ from frostlab.models.attention import KeyValueCache, Packing, attend
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The shape of a decoder; the defaults give the model that docs/progressive.md repeats."""
+    """The shape of a decoder.
+
+    The defaults give the 4-layer model of the study that docs/progressive.md repeats.
+    """
 
     vocabulary: int = 69830
     width: int = 64

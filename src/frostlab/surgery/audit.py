@@ -77,8 +77,8 @@ class Audit:
 def audit(model: nn.Module) -> Audit:
     """Compute the sha256 of every part, and of the running statistics of frozen BatchNorms.
 
-    No copy of the weights is kept. Hashing takes a second or two per GB. A model in which nothing
-    is frozen is an error.
+    No copy of the weights is kept. Hashing takes a second or two per GB. If nothing is frozen, an
+    error is raised.
     """
     return replace(frozen_audit(model), trainable=_trainable_digests(model))
 

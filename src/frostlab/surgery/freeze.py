@@ -31,7 +31,7 @@ _QUANTISED_MODULES = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized"
 
 
 def freeze(model: nn.Module, *selections: str) -> Anatomy:
-    """Freeze the selected parts, make all others trainable except fixed parts; return the anatomy.
+    """Freeze the selected parts, make all others but fixed ones trainable; return the anatomy.
 
     Partly frozen fused projections are split, so that frozen rows have no gradient, no
     optimizer state and no weight-gradient matmul. Splitting replaces parameters, so build the

@@ -86,8 +86,8 @@ def grow(
     """Add layers to a model, in place, and return their indices, their names and other changes.
 
     New layers are trainable, have no split projections, and take the dtypes, device and training
-    mode of their neighbour. Existing parameters stay the same objects, frozen or not, so existing
-    optimizers still update them; the new parameters are in no optimizer yet.
+    mode of their neighbour. Existing parameters stay the same objects, and stay frozen or trainable
+    as they were, so existing optimizers remain valid; the new parameters are in no optimizer yet.
 
     Args:
         layers: the number of new layers, which are inserted next to each other.

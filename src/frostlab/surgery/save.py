@@ -101,7 +101,7 @@ class Delta:
 def save_trainable(
     model: nn.Module, folder: str | Path, *, frozen: Literal["rebuild", "store"] = "rebuild"
 ) -> Path:
-    """Write a delta: the buffers and the trainable tensors, or the trainable rows of split tensors.
+    """Write a delta: the buffers and the trainable parts, which may be rows of fused tensors.
 
     Args:
         frozen: "rebuild" records the origin and a fingerprint of frozen weights; "store" also
