@@ -27,7 +27,7 @@ class Rules:
 
     A ratio is |update| / |weight| without the contribution of weight decay, scaled to the highest
     learning rate that the part has had. A part's ratio and gradient are medians over the last
-    reports. Peers are parts with the same role in other layers.
+    reports. Peers are the other parts with the same role.
     """
 
     window: int = 5  # number of last reports that are judged
