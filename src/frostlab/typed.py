@@ -177,14 +177,14 @@ def _number(value: Any, where: str, path: tuple[str, ...]) -> Any:
 
 
 def _are_finite(hint: Any, values: Sequence[Any]) -> bool:
-    """Return whether all values are finite numbers or None, as the annotation permits."""
+    """Return whether all values are numbers that `_number` accepts or None, as annotated."""
     kinds = _json_types(hint)
     if float not in kinds or str in kinds or not kinds.issuperset(map(type, values)):
         return False
-    try:
-        return all(map(math.isfinite, filter(None, values)))
-    except OverflowError:  # a whole number with more than 308 digits
+    whole = [value for value in values if type(value) is int]
+    if whole and not -_WHOLE <= min(whole) <= max(whole) < _WHOLE:
         return False
+    return all(map(math.isfinite, filter(None, values)))
 
 
 def _dotted(path: tuple[str, ...]) -> str:

@@ -172,16 +172,34 @@ def test_a_padding_token_at_the_end_is_ignored(name: str) -> None:
             torch.testing.assert_close(together[row], alone, **EXACT)
 
 
-@pytest.mark.parametrize("place", ["model", "head", "body"])
-def test_hooks_are_called(place: str) -> None:
-    """A model that somebody has hooked into is called as it is."""
+@pytest.mark.parametrize(
+    "kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"]
+)
+def test_every_kind_of_hook_is_noticed(kind: str) -> None:
     model: Any = build("gpt2")
+    getattr(model.transformer, f"register_{kind}")(lambda *given: None)
+    assert take_apart(model) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("gpt2", ""),
+        ("gpt2", "lm_head"),
+        ("gpt2", "transformer"),
+        ("bert classifier", "bert.encoder"),
+        ("bert decoder", "cls"),
+        ("bert decoder", "cls.predictions"),
+    ],
+)
+def test_hooks_are_called(name: str, place: str) -> None:
+    """A model that somebody has hooked into is called as it is."""
+    model: Any = build(name)
     assert take_apart(model) is not None
     seen: list[int] = []
-    modules = {"model": model, "head": model.lm_head, "body": model.transformer}
-    modules[place].register_forward_hook(lambda *given: seen.append(1))
+    model.get_submodule(place).register_forward_hook(lambda *given: seen.append(1))
     assert take_apart(model) is None
-    Objective(model)(collate(tokens(labels=False), ROWS, PAD))
+    Objective(model)(collate(tokens(labels="classifier" in name), ROWS, PAD))
     assert seen
 
 

@@ -36,7 +36,7 @@ from frostlab.flow.figures import (
 from frostlab.flow.judge import FROZEN, LEARNING
 from frostlab.html import render
 from frostlab.storage import whole_file, write_whole
-from frostlab.text import NONE, columns, plain, wrapped
+from frostlab.text import NONE, columns, counted, plain, wrapped
 
 if TYPE_CHECKING:
     from frostlab.flow.measurements import Flow
@@ -68,7 +68,7 @@ def as_text(flow: "Flow", width: int | None = None) -> str:
             place = rows[0].index(name)
             rows = [(*row[:place], *row[place + 1 :]) for row in rows]
             left_out.append(name)
-    lines = [f"{flow.model}, step {last.step}, {len(flow.reports)} reports", ""]
+    lines = [f"{flow.model}, step {last.step}, {counted(len(flow.reports), 'reports')}", ""]
     lines += columns(rows, range(1, len(rows[0]) - 1), width)
     lines += [f"--wide also shows {' and '.join(left_out)}"] if left_out else []
     for finding in findings_of(flow):
@@ -209,7 +209,7 @@ def flow_page(flow: "Flow", folder: Path) -> list[Path]:
 
 
 _PAGE = """
-<p>{{ optimizer }}, {{ reports }} reports, steps {{ first }} to {{ last }}</p>
+<p>{{ optimizer }}, {{ reports }}, steps {{ first }} to {{ last }}</p>
 <p class="verdict{{ " alarm" if alarm }}">{{ sentence }}</p>
 <h2>Verdicts</h2>
 <table class="findings"><thead><tr><th scope="col">verdict</th><th scope="col">parts</th>
@@ -257,7 +257,7 @@ def page_of(flow: "Flow") -> str:
         _PAGE,
         title=f"Gradient flow of {flow.model}",
         optimizer=flow.optimizer,
-        reports=len(flow.reports),
+        reports=counted(len(flow.reports), "reports"),
         first=flow.reports[0].step,
         last=flow.reports[-1].step,
         alarm=_is_alarming(flow),

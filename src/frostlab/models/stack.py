@@ -175,6 +175,10 @@ class BertStack(HuggingFaceStack):
         head = model.classifier if classifies else model.cls.predictions.decoder
         super().__init__(model, model.bert, model.bert.encoder.layer, head, classifies)
 
+    def bypassed_modules(self) -> list[nn.Module]:
+        between = [] if self.classifies else [self.model.cls, self.model.cls.predictions]
+        return [*super().bypassed_modules(), self.body.encoder, *between]
+
     def embed(self, ids: Tensor, types: Tensor | None, packing: Packing | None) -> Tensor:
         places = self.places(ids, packing)[None]
         return self.body.embeddings(input_ids=ids, token_type_ids=types, position_ids=places)
@@ -267,5 +271,10 @@ def is_causal(model: nn.Module) -> bool:
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    """Return whether a module has forward hooks, forward pre-hooks or backward hooks."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+    """Return whether a module has hooks or pre-hooks of its forward or backward pass."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
