@@ -94,7 +94,7 @@ def case_function(benchmark: Benchmark) -> Callable[[BenchSettings], Iterator[Re
 
 
 class _Quiet(warnings.catch_warnings):
-    """A context that silences the warnings and logs of other libraries."""
+    """A context that silences warnings, and log messages below the level ERROR."""
 
     def __enter__(self) -> Any:
         entered = super().__enter__()
@@ -129,7 +129,7 @@ def _ceiling_line(ceilings: Ceilings) -> str:
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:
-    """Return the device and the software versions, which every result records."""
+    """Return the device, the software versions and the time, which every result records."""
     facts = environment(str(device))
     gpu = facts["gpu"] or {}
     host = f"{facts['host']['cpu']}, {facts['host']['torch_threads']} threads"

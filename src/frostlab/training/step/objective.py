@@ -123,7 +123,7 @@ class Exits:
 
 
 class Objective(nn.Module):
-    """A model with its loss; batches are padded, packed, or outputs of its frozen first layers."""
+    """A model with its loss; a batch is padded or packed, and may hold cached outputs of layers."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -196,7 +196,11 @@ class Objective(nn.Module):
 
 
 def check_stack(objective: Objective, prepared: PreparedData, types: bool, packs: bool) -> None:
-    """Refuse a model that cannot be packed, or has a different loss when run layer by layer."""
+    """Refuse a model whose loss differs when it runs layer by layer.
+
+    Classifiers are checked only if `packs`. A model that cannot run layer by layer is refused if
+    `packs`, and otherwise uses its own forward pass.
+    """
     model, kind = objective.model, type(objective.model).__name__
     language = prepared.task == "language"
     if take_apart(model) is None:
