@@ -270,7 +270,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stages": [{}, {"train": ["head"], "lr": {"query": 1e-3, "old": 1e-4}}]},
      "stages.1.lr.query: applies to no part that learns in this stage"),
     ({"stages": [{}, {"add": {}, "train": ["head"], "lr": {"new": 1e-3, "old": 1e-4}}]},
-     "stages.1.lr.new: every part that it names is frozen"),
+     "stages.1.lr.new: applies to no part that learns"),
     ({"stages": [{"lr": {"hed": 1e-3, "old": 1e-4}}]}, "stages.0.lr.hed: `hed` is not a role"),
     ({"stages": [{"lr": {"query": 1e-3, "layers[0]": 1e-3, "old": 1e-4}}]},
      r"stages.0.lr: `query` and `layers\[0\]` both name blocks.0.query.weight"),

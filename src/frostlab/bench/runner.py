@@ -48,7 +48,7 @@ def run_benchmarks(
     data_dir: Path | None = None,
     say: Callable[[str], object] = lambda line: None,
 ) -> Iterator[Result]:
-    """Measure the device's ceilings and then each benchmark, and yield the results one by one."""
+    """Measure the device's highest FLOP/s and bandwidth, then each benchmark; yield the results."""
     device = first_gpu()
     reasons = {b.name: b.missing(scale, data_dir, captures_graphs(device)) for b in benchmarks}
     machine: dict[str, Any] = machine_facts(device)

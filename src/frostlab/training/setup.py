@@ -473,8 +473,8 @@ def _best_saved(record: RunRecord) -> Checkpoint:
             # before the first evaluation of a stage, use its newest weights
             return checkpoint if step is None else saved.get((step, checkpoint.stage), checkpoint)
     raise BadInput(
-        f"{record.folder} has no weights: the run ended before its first checkpoint; "
-        "train it with --resume"
+        f"{record.folder} has no weights: the run has no undamaged checkpoint; "
+        "continue it with --resume"
     )
 
 

@@ -1,6 +1,7 @@
 """The treatment of a model before training: changed weights, adapters and frozen parts.
 
-Digests of the weights show later which parts a treatment left unchanged.
+Digests of the weights show later which parts a treatment left unchanged. A part is a
+parameter, or some of its rows, with one role, such as query (see `frostlab.roles.parts`).
 """
 
 import hashlib

@@ -61,7 +61,8 @@ class Run(RunRecord):
         Args:
             data: a file or folder to evaluate instead of the run's own data: text with the columns
                 of the recipe, or for EEG a folder of recordings.
-            split: report (the default), tune or train; for EEG also unseen.
+            split: report (the default), tune or train; for EEG also unseen, the subjects that the
+                model was not trained on.
             settings: changes of what is evaluated: `data.path`, `data.language`, `data.text`,
                 `data.label` and `data.evaluation_limit`; for EEG, only `data.path`.
             data_dir: the folder with the data sets.

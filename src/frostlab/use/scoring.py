@@ -152,7 +152,7 @@ class Evaluator:
     def score_tokens(
         self, prepared: Prepared, tokens: Tokens, split: str, source: str, caution: str | None
     ) -> Evaluation:
-        """Evaluate examples of text."""
+        """Evaluate examples of token ids."""
         labels = tokens.labels
         predicted = None
         if labels is not None:
@@ -272,7 +272,8 @@ def evaluate_run(
         run: a run's record, or an evaluator that has loaded its model.
         data: a file or folder to evaluate instead of the run's own data: text with the columns of
             the recipe, or for EEG a folder of recordings.
-        split: report (the default), tune or train; for EEG also unseen.
+        split: report (the default), tune or train; for EEG also unseen, the subjects that the model
+            was not trained on.
         settings: changes of what is evaluated: `data.path`, `data.language`, `data.text`,
             `data.label` and `data.evaluation_limit`; for EEG, only `data.path`.
         data_dir: the folder with the data sets.

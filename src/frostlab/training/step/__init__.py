@@ -1,4 +1,4 @@
-"""Choose the kind of step a run takes (eager, compiled or captured) and build it."""
+"""Choose and build the kind of step a run takes: eager, compiled, or captured in a CUDA graph."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The objective: a model with the loss of its last layer or of several supervised layers."""
+"""The objective: a model with the loss of its last layer, or with losses at several layers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -35,7 +35,7 @@ class Supervision:
 
 
 def language_stack(model: nn.Module, asked: str) -> Stack:
-    """Return a language model as a stack, or refuse the setting `asked` if that is impossible."""
+    """Return a language model as a stack of layers, or refuse the setting `asked`."""
     stack = take_apart(model)
     if stack is None or stack.classifies or type(stack.head) is not nn.Linear:
         raise BadInput(f"{asked} does not support {type(model).__name__}; it supports {_SUPPORTED}")
@@ -207,7 +207,8 @@ def check_stack(objective: Objective, prepared: PreparedData, types: bool, packs
         if packs:
             supported = "gpt, decoder, and Hugging Face's BERT, GPT-2 and Llama, without hooks"
             raise BadInput(
-                f"train.batching packed does not support {kind}; it supports {supported}"
+                f"train.batching packed and train.cache_prefix do not support {kind}; "
+                f"they support {supported}"
             )
         return
     if not packs and not language:
