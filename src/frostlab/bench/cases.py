@@ -207,7 +207,7 @@ def gpt_imdb(settings: BenchSettings) -> Iterator[Result]:
 
 
 def gpt_language_8(settings: BenchSettings) -> Iterator[Result]:
-    """Pretrain GPT with 8 sequences per step, where kernel launches take most of the time."""
+    """Pretrain GPT with 8 sequences per step, a batch so small that kernel launches matter."""
     yield _language(settings, 2 if settings.small else 8)
 
 

@@ -70,8 +70,8 @@ def measure_recordings(
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Score whole recordings of every reported split; return metrics and a summary.
 
-    `window_metrics` holds the loss and the mean Pearson's r of single windows; the metrics include
-    both.
+    Decoded envelopes and scores are written to decoded.npz and scores.json. `window_metrics`
+    holds the loss and the mean Pearson's r of single windows; the metrics include both.
     """
     ridge, decoded, model = baseline_scores(signals), {}, {}
     for split in reported(signals):

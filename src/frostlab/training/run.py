@@ -89,7 +89,7 @@ def run(
         runs: the folder for runs without `out`.
         data_dir: the folder with the data sets.
         resume: continue the unfinished run in `out`, or the newest unfinished run of this recipe in
-            `runs`. If there is no run yet, begin one; if it has finished, refuse.
+            `runs`. Without any run, begin one; refuse a finished or diverged run.
         tensorboard: a folder to which TensorBoard event files are written during the run.
         progress: whether to show the progress; None: on a terminal or in a notebook. A
             `Display` shows it on its own screen.
@@ -273,7 +273,7 @@ _ALLOCATOR = "DefaultCPUAllocator"  # named in torch's RuntimeError when CPU mem
 
 
 class RunFailed(FrostlabError):
-    """Raised when a run does not finish; its record shows how far it came."""
+    """Raised when a run stops, diverges or fails as expected; its record shows how far it came."""
 
 
 @dataclass(frozen=True)

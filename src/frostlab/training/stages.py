@@ -79,7 +79,7 @@ def most_steps(stages: Sequence[Stage], ended: Sequence[int] = ()) -> int:
 
 
 def steps_per_epoch(examples: int, batch: int) -> int:
-    """Return the number of steps in an epoch; the last batch may be smaller."""
+    """Return the number of steps in an epoch; one batch may be smaller."""
     return -(-examples // batch)
 
 

@@ -25,7 +25,7 @@ from frostlab.use.generate import position_limit
 from frostlab.use.predict import text_data
 
 CARD = "README.md"
-_GENERATED = 50  # tokens that the card's code generates
+_GENERATED = 50  # the most tokens that the card's code generates
 
 
 def export_run(record: RunRecord, folder: str | Path) -> Path:

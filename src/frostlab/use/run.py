@@ -102,7 +102,7 @@ class Run(RunRecord):
             prompts: a text, or several; an empty one begins a new text.
             samples: the number of continuations of each prompt.
             max_tokens: the most tokens of a continuation.
-            temperature: below 1 prefers probable tokens; 0 always takes the most probable one.
+            temperature: below 1 favours probable tokens; 0 always takes the most probable one.
             top_p: draw from the smallest set of most probable tokens whose probabilities sum to
                 this or more.
             seed: the same seed gives the same samples up to rounding, whatever else is generated.

@@ -252,7 +252,7 @@ class TokenExamples:
 
 @dataclass(frozen=True)
 class WindowExamples:
-    """Windows of EEG recordings: drawn again in every epoch, and on a fixed grid in evaluations."""
+    """Windows of EEG recordings: for training at random or regular starts, else on a fixed grid."""
 
     windows: Windows
 
