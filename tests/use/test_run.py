@@ -244,7 +244,7 @@ def test_a_run_without_a_checkpoint_has_no_weights(classifier: fl.Run, tmp_path:
     (run.folder / "result.json").unlink()
     for checkpoint in checkpoints_in(run.folder):
         shutil.rmtree(checkpoint.folder)
-    with pytest.raises(fl.BadInput, match="has no weights: the run ended before its first"):
+    with pytest.raises(fl.BadInput, match="has no weights: the run has no undamaged checkpoint"):
         fl.load_run(run.folder).model()
 
 

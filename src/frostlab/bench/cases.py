@@ -150,7 +150,10 @@ def _check_against_trainer(settings: BenchSettings, ours: Feed, theirs: Feed) ->
 
 
 def gpt_imdb(settings: BenchSettings) -> Iterator[Result]:
-    """Train GPT as a classifier: captured steps on packed batches against eager, padded steps."""
+    """Train GPT as a classifier: captured steps on packed batches against eager, padded steps.
+
+    Without IMDB, both sides get the same batches of random ids, all of the same length.
+    """
     batch, length = (4, 16) if settings.small else (16, 512)
     if settings.data_dir is not None and (settings.data_dir / "imdb").is_dir():
         prepared = load_text(settings, "imdb", length, 16000)
@@ -204,7 +207,7 @@ def gpt_imdb(settings: BenchSettings) -> Iterator[Result]:
 
 
 def gpt_language_8(settings: BenchSettings) -> Iterator[Result]:
-    """Pretrain GPT with 8 sequences per step, where kernel launches take most of the time."""
+    """Pretrain GPT with 8 sequences per step, a batch so small that kernel launches matter."""
     yield _language(settings, 2 if settings.small else 8)
 
 
@@ -308,8 +311,8 @@ def frozen_prefix(settings: BenchSettings) -> Iterator[Result]:
     """Train the last of twelve layers, with and without a cache of the frozen layers' outputs.
 
     BERT is a classifier. The two decoders are language models that train their last layer and the
-    head, like a stage of progressive training. At the published width of 64, the head needs most of
-    the FLOPs; at a width of 1024, the layers do.
+    head, like a stage of progressive training. At a width of 64, the head needs most of the FLOPs;
+    at a width of 1024, the layers do. At small scale, there are two layers and one decoder.
     """
     if settings.small:  # model, examples per step, tokens per example, classes
         cases = [(_bert, 2, 16, 2), (_decoder(16), 4, 8, 0)]
@@ -379,7 +382,7 @@ def _bert(settings: BenchSettings, layers: int) -> nn.Module:
 
 
 def _decoder(width: int) -> Build:
-    """Return a function that builds a decoder with a vocabulary of 8,000, frozen like `_bert`."""
+    """Return a function that builds a decoder of this width, frozen like `_bert`."""
 
     def build(settings: BenchSettings, layers: int) -> nn.Module:
         torch.manual_seed(0)

@@ -83,7 +83,7 @@ class Benchmark:
 
 _TRAINER = "Hugging Face Trainer"
 _PLAIN_LOOP = "a plain torch.compile loop, fused AdamW, SDPA"
-# Sizes are examples × tokens per step; V is the size of the vocabulary and d the width.
+# Sizes are examples per step × tokens per example; V is the size of the vocabulary, d the width.
 BENCHMARKS = {
     benchmark.name: benchmark
     for benchmark in (
@@ -123,7 +123,7 @@ BENCHMARKS = {
         ),
         Benchmark(
             "gpt-imdb",
-            "GPT Medium-512 classification, 16 × 512 at most: IMDB, else random ids",
+            "GPT Medium-512 classification, 16 × 512 at most, on IMDB, or on random ids without it",
             "frostlab's eager step, padded",
             "examples",
             Target(faster=4),

@@ -48,7 +48,7 @@ def run_benchmarks(
     data_dir: Path | None = None,
     say: Callable[[str], object] = lambda line: None,
 ) -> Iterator[Result]:
-    """Measure the device's ceilings and then each benchmark, and yield the results one by one."""
+    """Measure the device's highest FLOP/s and bandwidth, then each benchmark; yield the results."""
     device = first_gpu()
     reasons = {b.name: b.missing(scale, data_dir, captures_graphs(device)) for b in benchmarks}
     machine: dict[str, Any] = machine_facts(device)
@@ -94,7 +94,7 @@ def case_function(benchmark: Benchmark) -> Callable[[BenchSettings], Iterator[Re
 
 
 class _Quiet(warnings.catch_warnings):
-    """A context that silences the warnings and logs of other libraries."""
+    """A context that silences warnings, and log messages below the level ERROR."""
 
     def __enter__(self) -> Any:
         entered = super().__enter__()
@@ -129,7 +129,7 @@ def _ceiling_line(ceilings: Ceilings) -> str:
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:
-    """Return the device and the software versions, which every result records."""
+    """Return the device, the software versions and the time, which every result records."""
     facts = environment(str(device))
     gpu = facts["gpu"] or {}
     host = f"{facts['host']['cpu']}, {facts['host']['torch_threads']} threads"

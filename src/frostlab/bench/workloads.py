@@ -85,9 +85,9 @@ class BenchSettings:
 
 
 def bert(settings: BenchSettings, dropout: float = 0.1, layers: int = 12) -> nn.Module:
-    """Build BERT-base with two classes and random weights.
+    """Build BERT-base with two classes, random weights and this number of layers.
 
-    At small scale, it has at most 2 layers of width 32.
+    At small scale, it has at most 2 layers of width 32 and a vocabulary of 400.
     """
     from transformers import BertConfig, BertForSequenceClassification
 
@@ -106,7 +106,7 @@ def bert(settings: BenchSettings, dropout: float = 0.1, layers: int = 12) -> nn.
 def gpt(settings: BenchSettings, vocabulary: int, classes: int, dropout: float) -> GPT:
     """Build GPT Medium-512, the default GPT of frostlab; a classifier is bidirectional.
 
-    At small scale, it has 2 layers of width 32.
+    At small scale, it has 2 layers of width 32 and a vocabulary of 400.
     """
     config = GPTConfig(
         vocabulary=vocabulary, classes=classes, causal=not classes, dropout=dropout
@@ -196,7 +196,10 @@ def packed_feed(tokens: Tokens, order: Order, pad: int) -> tuple[Feed, list[int]
 def prefix_feed(
     model: nn.Module, tokens: Tokens, order: Order, settings: BenchSettings, cached: bool
 ) -> tuple[Prefix | None, Feed]:
-    """Return a feed and, if `cached`, a cache of the outputs of a model's frozen lowest layers."""
+    """Return the cached outputs of a model's frozen lowest layers, and a feed of packed batches.
+
+    Unless `cached`, there is no cache, and None is returned for it.
+    """
     shapes, prefix = shapes_for(tokens, order), None
     if cached:
         task: Task = "classification" if tokens.labels is not None else "language"

@@ -27,6 +27,6 @@ class GradFlowCallback(FlowCallback, Callback):
         self.stop_flow(trainer.is_global_zero)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Stop measuring when training fails, and save the flow so far."""
+        """Stop measuring when training fails, and save the flow so far if a path was given."""
         if hasattr(self, "flow"):
             self.on_train_end(trainer, pl_module)

@@ -39,7 +39,7 @@ class TensorBoard:
     def __init__(self, folder: str | Path, *, replaces: bool = False) -> None:
         """Create a new event file in a folder.
 
-        With `replaces`, TensorBoard no longer shows what earlier files in the folder hold.
+        With `replaces`, TensorBoard no longer shows the values of earlier files in the folder.
         """
         purpose = "writing event files"
         files = require("tensorboardX.event_file_writer", "tensorboard", purpose)
@@ -47,7 +47,7 @@ class TensorBoard:
         self._event: Any = require("tensorboardX.proto.event_pb2", "tensorboard", purpose)
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            # files are read in the order of their names, which begin with the time in seconds
+            # TensorBoard reads files in the order of their names, which hold the time in seconds
             self._file: Any = files.EventsWriter(f"{folder}/events", f".{time.time_ns()}")
         except OSError as error:
             raise BadInput(f"TensorBoard: {folder}: {error.strerror}") from None
@@ -64,9 +64,9 @@ class TensorBoard:
     def flow(
         self, step: int, report: Report, parts: Sequence[PartFacts], at: float | None = None
     ) -> None:
-        """Write a flow report: the norm of the whole gradient, and three values for each part.
+        """Write a flow report: the whole gradient's norm, three values per part, and a depth ratio.
 
-        The values are the norms of gradient and update, and the update's norm relative to the
+        The three values are the norms of gradient and update, and the update's norm relative to the
         weights. A value that was not measured, such as a frozen part's, gets no point; a part with
         NaN or infinity gets points as measured. `at` is the time of the step, by default now.
         """
@@ -115,7 +115,7 @@ class TensorBoard:
     def training(self, event: StepEvent) -> None:
         """Write the loss of each step that an event records, and the last step's learning rate.
 
-        The time of a step is that of the event less the measured times of the later steps.
+        A step's time is the event's time less the durations of the later steps.
         """
         at = event.at - sum(event.ms) / 1e3
         for step, (loss, ms) in enumerate(zip(event.loss, event.ms, strict=True), event.first):
@@ -178,7 +178,7 @@ def export_run(run: str | Path, out: str | Path) -> Path:
 
 
 class _EventWriter:
-    """Writes a run's events, in their order, as TensorBoard's."""
+    """A writer of a run's events to TensorBoard, in their order."""
 
     def __init__(self, board: TensorBoard) -> None:
         self._board = board
@@ -186,9 +186,10 @@ class _EventWriter:
         self._front: Sequence[str] = ()
 
     def write(self, event: Event) -> None:
-        """Write an event; kinds that TensorBoard cannot show are left out.
+        """Write the steps, evaluations and gradient flow; ignore other events.
 
-        The evaluation of the best weights at the end of a run is not a point of a curve.
+        The evaluation of the best weights at the end of a run is ignored too, because it is not a
+        point of a curve.
         """
         if isinstance(event, StepEvent):
             self._board.training(event)
@@ -202,9 +203,9 @@ class _EventWriter:
 
 
 def check_folder(folder: Path, run: Path, resumes: bool) -> None:
-    """Refuse a folder in which the curves of two runs would mix, or that belongs to the run.
+    """Refuse a folder with event files, unless the run is resumed, and a folder inside the run's.
 
-    A resumed run replaces the curves in its folder by its own.
+    The curves of two runs would mix; a resumed run replaces the curves that it finds.
     """
     require("tensorboardX", "tensorboard", "writing event files")
     if folder.resolve().is_relative_to(run.resolve()):
@@ -217,7 +218,7 @@ class LiveBoard:
     """A writer of a run's events while it runs, in a thread of its own: no step waits for it.
 
     A resumed run gives its earlier events, so that the curves are complete and no step is there
-    twice. If the files cannot be written, the run goes on, and a warning is given at its end.
+    twice. If writing fails during the run, the run goes on, and a warning is given at its end.
     """
 
     def __init__(self, folder: str | Path, earlier: Sequence[Event]) -> None:

@@ -12,8 +12,8 @@ from frostlab.flow.watch import LiveFlow, OnReport, watch
 class FlowCallback:
     """Base class of the callbacks for the Hugging Face Trainer and Lightning.
 
-    `.flow` is the measured gradient flow; it is saved to `path`, if given, when training ends. The
-    other arguments are passed to `fl.watch`.
+    `.flow`, set when training begins, is the measured gradient flow; it is saved to `path`, if
+    given, when training ends. The other arguments are passed to `fl.watch`.
     """
 
     flow: LiveFlow
@@ -45,7 +45,7 @@ class FlowCallback:
         self.flow.start()
 
     def stop_flow(self, saves: bool) -> None:
-        """Stop measuring; save the flow if `saves`, which is true only in the first process."""
+        """Stop measuring; save the flow if a path is given and `saves`, as in the first process."""
         self.flow.stop()
         if self.path is not None and saves:
             self.flow.save(self.path)

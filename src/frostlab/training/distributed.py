@@ -77,7 +77,7 @@ class Compute:
 
 @contextmanager
 def process_group(device: torch.device, train: Train) -> Iterator[World]:
-    """Join the processes that torchrun started; refuse if `train.processes` differs."""
+    """Join the processes that torchrun started; refuse if `train.processes` is another number."""
     asked = train.processes
     size = world_size()
     if asked is not None and asked != size:
@@ -195,9 +195,10 @@ def preserve_buffers(model: nn.Module) -> Iterator[None]:
 
 
 def sync_batch_norms(model: nn.Module, world_size: int, device: torch.device) -> None:
-    """Convert trainable BatchNorms to SyncBatchNorm; frozen ones use running statistics.
+    """With several processes, convert trainable BatchNorms to SyncBatchNorm.
 
-    Call this before the model is wrapped, and again after each freeze or thaw.
+    Frozen ones stay as they are, because they use running statistics. Call this before the model is
+    wrapped, and again after each freeze or thaw.
     """
     if world_size == 1:
         return

@@ -41,7 +41,7 @@ Scores = dict[str, EnvelopeScores]  # by split
 
 
 def baseline_scores(signals: Signals) -> Scores:
-    """Return the scores by split of the linear baseline, a ridge decoder; cached by data."""
+    """Return the scores by split of the linear baseline, a ridge decoder; they are cached."""
 
     def build(folder: Path) -> None:
         ridge = fit_ridge(signals.splits["train"].recordings, signals.rate)
@@ -70,8 +70,8 @@ def measure_recordings(
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Score whole recordings of every reported split; return metrics and a summary.
 
-    `window_metrics` holds the loss and the mean Pearson's r of single windows; the metrics include
-    both.
+    Decoded envelopes and scores are written to decoded.npz and scores.json. `window_metrics`
+    holds the loss and the mean Pearson's r of single windows; the metrics include both.
     """
     ridge, decoded, model = baseline_scores(signals), {}, {}
     for split in reported(signals):
@@ -102,9 +102,9 @@ def measure_recordings(
 def recording_metrics(
     model: Scores, ridge: Scores, window_metrics: dict[str, float]
 ) -> dict[str, float]:
-    """Return the metrics of decoded recordings; those of `unseen` end in `_unseen`.
+    """Return the metrics of decoded recordings; names of metrics on `unseen` end in `_unseen`.
 
-    `ridge` holds the scores of the linear baseline, if it was fitted.
+    `ridge` holds the scores of the linear baseline; it may be empty.
     """
     metrics: dict[str, float] = {}
     for split, split_scores in model.items():
@@ -124,7 +124,10 @@ def recording_metrics(
 def decode(
     objective: Objective, windows: Windows, batch: int, compute: Compute
 ) -> dict[str, NDArray[np.float64]]:
-    """Decode windows that overlap by half; return the envelope of each recording, by name."""
+    """Decode windows that overlap by half; return the envelope of each recording, by name.
+
+    The objective stays in evaluation mode.
+    """
     device, world = compute.device, compute.world
     examples, half = WindowExamples(windows), max(1, windows.length // 2)
     starts = [
@@ -179,7 +182,10 @@ def draw_run(folder: Path, data_dir: Path | None = None) -> Path:
 
 
 def _excerpts(folder: Path, signals: Signals) -> dict[str, Rows]:
-    """Return the heard and the decoded envelope in the middle of each split's first recording."""
+    """Return the heard and the decoded envelope of each reported split's first recording.
+
+    Only the middle ten seconds of a longer recording are returned.
+    """
     excerpts, decoded = {}, read_npz(folder / "decoded.npz")
     for split, meaning in SPLITS.items():
         if split in signals.splits:

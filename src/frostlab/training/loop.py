@@ -188,12 +188,12 @@ def _steps_per_epoch(context: RunContext) -> int:
 
 
 def _is_due(every: Every | None, step: int, per_epoch: int, total: int) -> bool:
-    """Return whether an action is due: at every multiple of its interval, and at the last step."""
+    """Return whether an action is due: at every multiple of its interval, and at step `total`."""
     return step == total or (every is not None and step % in_steps(every, per_epoch) == 0)
 
 
 def _select(context: RunContext, progress: Progress, clock: Stopwatch) -> bool:
-    """Evaluate the model to select the best weights; return whether this evaluation is the best.
+    """Evaluate the model to select the best weights; return whether it is the stage's best so far.
 
     Also verify that frozen weights have not changed.
     """
@@ -285,8 +285,8 @@ def _save_checkpoint(
 def _weights_to_save(context: RunContext) -> dict[str, Tensor]:
     """Return the weights for a checkpoint, gathered if they are sharded.
 
-    Unless the recipe asks for all weights, the frozen ones are stored at the first checkpoint of a
-    stage and left out.
+    Unless the recipe asks for all weights, frozen weights are left out. The first checkpoint of a
+    stage stores them in a folder of their own.
     """
     current, tensors = context.current, context.model.state_dict()
     if current.audit is None or context.recipe.train.checkpoint_what == "all":
@@ -304,7 +304,7 @@ def _weights_to_save(context: RunContext) -> dict[str, Tensor]:
 
 
 def record_stage(context: RunContext, progress: Progress) -> None:
-    """Record and show a stage's settings and number of trainable parameters."""
+    """Record a stage's settings and parameter counts; show them if the recipe has stages."""
     recipe, stage, entered = context.recipe, context.current.stage, context.current.entered
     counts = count_parameters(context.model)
     supervision = context.objective.supervision
@@ -401,7 +401,7 @@ def _measure_from_stage_start(context: RunContext, progress: Progress, flow: Liv
     flow.probe.start_at([local(place_like(stored[name], p)) for name, p in trainable.items()])
 
 
-_EXCHANGE_SECONDS = 2.0  # from one exchange of stop requests between processes to the next
+_EXCHANGE_SECONDS = 2.0  # approximate time between two exchanges of stop requests
 _EXCHANGE_STEPS = 50  # the most steps between two exchanges
 
 
@@ -409,7 +409,8 @@ _EXCHANGE_STEPS = 50  # the most steps between two exchanges
 def interruptions() -> Iterator[Callable[[], bool]]:
     """Catch SIGINT and SIGTERM; yield a function that returns whether one has arrived.
 
-    A second signal raises KeyboardInterrupt at once. Only the main thread can catch signals.
+    A second signal raises KeyboardInterrupt at once. Only the main thread can catch signals; in
+    other threads, the function always returns False.
     """
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -433,7 +434,7 @@ class StopRequest:
     """A function that returns whether the run must stop after a step.
 
     All processes must stop at the same step. They exchange their requests about every two seconds,
-    because an exchange after every step would make each step wait for the device. `loss` is the
+    and at least every 50 steps; more exchanges would make steps wait for the device. `loss` is the
     loss over all processes at the last exchange; a single process makes no exchange.
     """
 

@@ -1,4 +1,4 @@
-"""The progress of a run or a comparison: a bar on a terminal or in a notebook, else plain lines.
+"""The progress of a run or a comparison: a bar, plain lines, or nothing.
 
 A `Display` follows one run and draws on a screen. The screens are `Terminal`, `Notebook`, `Lines`
 and `Nowhere`; `choose_screen` chooses among them.
@@ -18,7 +18,7 @@ from frostlab.errors import BadInput
 from frostlab.launcher import rank
 from frostlab.text import hms, plain, short
 
-_READ_SECONDS = 0.4  # between two readings of the loss, so that it is at most a second old
+_READ_SECONDS = 0.4  # read the loss this often, even if the bar is drawn less often
 _LABEL = 24  # longest name of a run, in characters, so that a bar fits 80 columns
 _SHOWN_LINES = 20  # lines that a notebook shows above the bar; earlier ones are counted
 
@@ -64,7 +64,7 @@ class Screen(Protocol):
         """Show a line."""
 
     def begin(self, bar: Bar) -> None:
-        """Show the bar of another run."""
+        """Show the bar of a run, in the place of an earlier one."""
 
     def draw(self, bar: Bar) -> None:
         """Redraw the bar."""
@@ -154,14 +154,14 @@ class Display:
             self._screen.draw(self._bar())
 
     def evaluated(self, step: int, metrics: dict[str, Any], best: bool) -> None:
-        """Show an evaluation; the bar gets the loss of the step before it."""
+        """Show an evaluation, and read the loss for the bar."""
         if math.isfinite(self._between_readings):
             self._loss = self._read_loss()
         shown = (f"{name} {value:.4f}" for name, value in metrics.items() if name != "layers")
         self.say(f"step {step}  {'  '.join(shown)}{'  (best)' if best else ''}")
 
     def close(self) -> None:
-        """End the bar: that of a single run stays at its last step, that of one of several goes."""
+        """End the bar: a single run's bar stays at its last step, one of several is removed."""
         if self._began is None:
             return
         if self._screen.is_live:
@@ -204,7 +204,7 @@ class Nowhere:
 
 
 class Lines:
-    """Plain lines on stderr: one every ten seconds, and all that a run says."""
+    """Plain lines on stderr: the progress every ten seconds, and the messages of the run."""
 
     every, is_live = 10.0, False
 
@@ -218,7 +218,7 @@ class Lines:
         self.line(f"step {bar.step} of {bar.steps}, {bar.per_epoch} per epoch")
 
     def draw(self, bar: Bar) -> None:
-        """Print step, epoch, loss and speed."""
+        """Print the step, the bar's title and numbers, and the time left."""
         left = f"  {bar.left:.0f} s left" if bar.left is not None else ""
         self.line(f"step {bar.step}  {bar.title}  {bar.numbers}{left}")
 
@@ -275,7 +275,7 @@ class Terminal:
         )  # fmt: skip
 
     def end(self, keep: bool) -> None:
-        """Stop the bar."""
+        """Stop the bar, and hide it unless it is kept."""
         self._progress.update(self._task, visible=keep)
         self._progress.stop()
 

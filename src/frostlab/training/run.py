@@ -83,13 +83,16 @@ def run(
         recipe: the name of a shipped recipe, a YAML file, a dict, or a Recipe.
         settings: changes to the recipe by dotted key, such as `{"optim.lr": 1e-4}`.
         seed: the seed of weights, data order and dropout; None: the recipe's.
-        name: the first part of the folder's name; None: the recipe's name.
-        out: the folder of the run; None: a new folder in `runs`.
+        name: the first part of the folder's name; None: the recipe's name, or `run` if `recipe` is
+            a dict or a Recipe.
+        out: the folder of the run; None: a folder in `runs`.
+        runs: the folder for runs without `out`.
         data_dir: the folder with the data sets.
-        resume: continue the newest unfinished run of this recipe.
+        resume: continue the unfinished run in `out`, or the newest unfinished run of this recipe in
+            `runs`. Without any run, begin one; refuse a finished or diverged run.
         tensorboard: a folder to which TensorBoard event files are written during the run.
         progress: whether to show the progress; None: on a terminal or in a notebook. A
-            `Display` shows it in its own way.
+            `Display` shows it on its own screen.
     """
     recipe, name = _resolve(recipe, settings or {}, seed, name)
     display = progress if isinstance(progress, Display) else Display(choose_screen(progress))
@@ -168,7 +171,7 @@ def _choose_folder(
 
 
 def _threads(recipe: Recipe, resumed: Path | None) -> int | None:
-    """Return the recipe's number of threads, or the number that a resumed run began with."""
+    """Return the recipe's number of threads, or else the number that a resumed run began with."""
     if recipe.train.threads is None and resumed is not None:
         return RunRecord(resumed).start.threads
     return recipe.train.threads
@@ -182,7 +185,10 @@ def _create_folder(
     compute: Compute,
     out: str | Path | None,
 ) -> RunFolder:
-    """Create the run's folder with its first files; use the next free name if this one is taken."""
+    """Create the run's folder with its first files.
+
+    If the folder is taken, use the next free name; refuse if the user chose the folder with `out`.
+    """
     prepared = assembly.prepared
     files = {
         "recipe.yaml": yaml.safe_dump(recipe.to_dict(), sort_keys=False),
@@ -228,9 +234,10 @@ def _data_record(prepared: PreparedData) -> DataRecord:
 def _continue(
     path: Path, folder: RunFolder | None, assembly: Assembly, compute: Compute
 ) -> tuple[StageModel, Checkpoint | None]:
-    """Check that data and initial weights are unchanged; find the run's newest checkpoint.
+    """Record the resume; return the first stage's model and the newest undamaged checkpoint.
 
-    The returned stage model is audited against the recorded digests of frozen weights.
+    The checkpoint is None if the run has none. Data and initial weights must be unchanged. The
+    model's audit gets the recorded digests of frozen weights.
     """
     recorded, current = RunRecord(path).digests, assembly.current
     for name in ("data", "weights"):
@@ -253,7 +260,7 @@ def _continue(
 
 
 def _conditions(compute: Compute) -> dict[str, Any]:
-    """Return the settings outside the recipe on which the exact bits of a result depend."""
+    """Return the device, precision, processes and threads: a result's exact bits depend on them."""
     return {
         "device": str(compute.device),
         "precision": str(compute.precision).removeprefix("torch."),
@@ -266,7 +273,7 @@ _ALLOCATOR = "DefaultCPUAllocator"  # named in torch's RuntimeError when CPU mem
 
 
 class RunFailed(FrostlabError):
-    """Raised when a run does not finish; its record shows how far it came."""
+    """Raised when a run stops, diverges or fails as expected; its record shows how far it came."""
 
 
 @dataclass(frozen=True)
@@ -361,7 +368,7 @@ def _write_end(
 def _report(context: RunContext, progress: Progress) -> Report:
     """Evaluate the best weights on the `report` split.
 
-    With published splits, this split has also selected the weights; the record then has a caution.
+    With `splits: published`, this split has also selected the weights, and the record says so.
     """
     best, audit = best_checkpoint(context.path, progress), context.current.audit
     load_weights(context.model, best)
@@ -376,7 +383,7 @@ def _report(context: RunContext, progress: Progress) -> Report:
 
 
 def _measure_report(context: RunContext, step: int) -> Report:
-    """Return the metrics of the `report` split and a summary; write the predictions to a file."""
+    """Return the metrics of the `report` split and a summary; write predicted classes to a file."""
     if not context.task.predicts_classes:
         return context.task.report(context, measure(context, "report", step))
     labels = as_token_data(context.prepared).splits["report"].labels

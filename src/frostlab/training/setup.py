@@ -94,7 +94,7 @@ def with_threads(count: int | None) -> Iterator[None]:
 
 @contextmanager
 def default_modes(device: torch.device) -> Iterator[None]:
-    """Set torch's modes as in a new process, so that the caller's do not change a run.
+    """Set three modes of torch as in a new process, so that the caller's do not change a run.
 
     Gradients are on, autocast is off (the step turns it on if the precision asks for it), and the
     default dtype is float32.
@@ -102,7 +102,7 @@ def default_modes(device: torch.device) -> Iterator[None]:
     dtype = torch.get_default_dtype()
     autocast = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", device.type)}
     # Leaving the outermost autocast empties its cache of cast weights. Inside a caller's autocast,
-    # the step's would never be the outermost, and would go on with the weights of the first step.
+    # the step's autocast would not be the outermost: every step would use the first step's weights.
     depth = torch.autocast_increment_nesting()
     _set_autocast(dict.fromkeys(autocast, False), -depth)
     torch.set_default_dtype(torch.float32)
@@ -115,7 +115,7 @@ def default_modes(device: torch.device) -> Iterator[None]:
 
 
 def _set_autocast(enabled: dict[str, bool], deeper: int) -> None:
-    """Switch autocast on or off by device, empty its cache, and change how deep it is nested."""
+    """Switch autocast on or off by device, empty its cache, and nest it `deeper` levels deeper."""
     torch.clear_autocast_cache()
     for kind, value in enabled.items():
         torch.set_autocast_enabled(kind, value)
@@ -127,7 +127,7 @@ def _set_autocast(enabled: dict[str, bool], deeper: int) -> None:
 def prepare_data(
     recipe: Recipe, data_dir: str | Path | None, task: Task, world: World
 ) -> PreparedData:
-    """Prepare the data in rank 0 first; the other processes then read them from the cache."""
+    """Prepare and check the data in rank 0 first; the other processes then read its cache."""
     folder = None if data_dir is None else Path(data_dir)
     if not world.writes:
         world.wait()
@@ -182,8 +182,9 @@ def make_feed(
 ) -> Feed:
     """Return the training batches; first build the prefix cache if the recipe asks for one.
 
-    The cache holds outputs of the frozen lowest layers. Call this function before `make_step`
-    wraps the model, because the cache is computed with the model itself.
+    The cache holds outputs of the frozen lowest layers; a stage without such layers has no cache.
+    Call this function before `make_step` wraps the model, because the cache is computed with the
+    model itself.
     """
     model, train = current.model, recipe.train
     types = wants_types(model)
@@ -224,7 +225,7 @@ def _has_unused(
 ) -> bool:
     """Return whether a trainable parameter gets no gradient on a small batch.
 
-    DDP needs to know this in advance.
+    DDP needs to know this in advance; without DDP, return False.
     """
     if compute.world.size == 1 or recipe.train.parallel == "fsdp":
         return False
@@ -255,7 +256,7 @@ def check_model(
 
 
 def _try_longest_example(model: nn.Module, prepared: Prepared, name: str) -> None:
-    """Refuse a Hugging Face model that cannot read the longest training example."""
+    """Refuse a Hugging Face model that cannot read the longest training examples."""
     tokens = prepared.splits["train"]
     rows = evaluation_order(tokens.lengths, 2)[0]
     batch = collate(tokens, rows, prepared.pad, types=wants_types(model))
@@ -338,7 +339,7 @@ def next_stage(context: RunContext, progress: Progress, step: EagerStep) -> dict
 
 
 def read_progress(context: RunContext, checkpoint: Checkpoint) -> Progress:
-    """Return a checkpoint's progress; refuse that of another checkpoint or another recipe."""
+    """Return a checkpoint's progress; refuse one that does not fit checkpoint and recipe."""
     where = checkpoint.folder / "progress.json"
     progress = Progress.from_dict(checkpoint.progress(), where)
     stage_step, best = progress.stage_step, progress.best
@@ -432,8 +433,8 @@ def stage_facts(context: RunContext, progress: Progress) -> StageRecord:
 def best_model(record: RunRecord) -> nn.Module:
     """Load a run's best weights into its model, on the CPU and ready to evaluate.
 
-    Only the run's folder is read. Changed weights are refused. For a run that has not finished,
-    these are the best weights so far, and a warning says so.
+    Only the run's folder is read, unless the model has Python code of its own. Changed weights are
+    refused. For a run that has not finished, a warning says that these are the best weights so far.
     """
     recipe = record.recipe
     checkpoint = _best_saved(record)
@@ -457,7 +458,7 @@ def best_model(record: RunRecord) -> nn.Module:
 
 
 def _best_saved(record: RunRecord) -> Checkpoint:
-    """Return the checkpoint that a finished run reported, or else the best one so far."""
+    """Return the checkpoint that a finished run reported, or else the current stage's best one."""
     saved = {checkpoint.place: checkpoint for checkpoint in checkpoints_in(record.folder)}
     if finished_status(record.folder) == "finished":
         name = record.result.checkpoint
@@ -469,11 +470,11 @@ def _best_saved(record: RunRecord) -> Checkpoint:
         if checkpoint.damaged_file(PROGRESS) is None:
             where = checkpoint.folder / PROGRESS
             step = Progress.from_dict(checkpoint.progress(), where).best.step
-            # a stage that has just begun has no best weights yet, but starts from good ones
+            # before the first evaluation of a stage, use its newest weights
             return checkpoint if step is None else saved.get((step, checkpoint.stage), checkpoint)
     raise BadInput(
-        f"{record.folder} has no weights: the run ended before its first checkpoint; "
-        "train it with --resume"
+        f"{record.folder} has no weights: the run has no undamaged checkpoint; "
+        "continue it with --resume"
     )
 
 

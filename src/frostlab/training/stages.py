@@ -1,7 +1,7 @@
 """The stages of a run: their settings, their steps, and the change of the model between them.
 
-Entering a stage adds its layers and sets which weights learn; weights that continue to learn keep
-their optimizer state.
+Entering a stage adds its layers and sets which weights learn; by default, weights that continue to
+learn keep their optimizer state.
 """
 
 import copy
@@ -27,7 +27,7 @@ from frostlab.training.step.objective import resolve_supervision
 
 @dataclass(frozen=True)
 class Stage:
-    """The settings of one stage: a sequence of steps that train one set of weights."""
+    """The settings of one stage, a sequence of steps that train the same weights."""
 
     name: str
     steps: int  # at most
@@ -79,7 +79,7 @@ def most_steps(stages: Sequence[Stage], ended: Sequence[int] = ()) -> int:
 
 
 def steps_per_epoch(examples: int, batch: int) -> int:
-    """Return the number of steps in an epoch; the last batch may be smaller."""
+    """Return the number of steps in an epoch; one batch may be smaller."""
     return -(-examples // batch)
 
 
@@ -127,7 +127,7 @@ def _stage(recipe: Recipe, name: str, settings: StageSettings, examples: int) ->
 
 
 # The optimizer state by slot. A slot is a parameter of the unmodified model, and freezing may split
-# it into several parameters; the list has the rows and the state tensors of each of them.
+# it into several parameters; the list has the rows and the state tensors of each trained one.
 StateBySlot = dict[str, list[tuple[Rows, dict[str, Tensor]]]]
 
 
@@ -136,7 +136,7 @@ class Entered:
     """The result of entering a stage: its newest layers, and the former names of its tensors."""
 
     new: tuple[str, ...] = ()  # name prefixes of the layers that were added last
-    old_names: dict[str, str] | None = None  # former names by new names; None if no layer was added
+    old_names: dict[str, str] | None = None  # by present names; None if no layer was added
     changed: tuple[str, ...] = ()  # older tensors whose values changed when layers were added
 
     def is_new(self, name: str) -> bool:
@@ -159,7 +159,9 @@ def enter_stage(
         entered = _grow(model, recipe, stage, index)
     learning = _parts_that_learn(model, recipe, stage, index)
     if not learning:
-        raise BadInput(f"stages.{index}.train trains nothing: the treatment freezes all of it")
+        raise BadInput(
+            f"stages.{index}.train trains nothing: all of it is frozen by the treatment, or fixed"
+        )
     learn_only(model, learning)
     return entered
 
@@ -182,7 +184,7 @@ def _grow(model: nn.Module, recipe: Recipe, stage: Stage, index: int) -> Entered
 
 
 def _parts_that_learn(model: nn.Module, recipe: Recipe, stage: Stage, index: int) -> set[str]:
-    """Return the keys of the selected parts that the treatment does not freeze."""
+    """Return the keys of the selected parts that are neither fixed nor frozen by the treatment."""
     structure, frozen = anatomy(model), recipe.surgery.frozen
     learning = {part.key for part in structure.parts if part.state != "fixed"}
     try:
@@ -226,7 +228,7 @@ def lr_scales(model: nn.Module, stage: Stage, index: int, entered: Entered) -> d
             raise BadInput(f"{at}: `{other}` and `{key}` share one tensor, {part.name}")
     for key in stage.rates:
         if key not in rate_keys.values():
-            raise BadInput(f"{at}.{key}: every part that it names is frozen in this stage")
+            raise BadInput(f"{at}.{key}: applies to no part that learns in this stage")
     assert stage.lr is not None
     return {name: stage.rates[key] / stage.lr for name, key in rate_keys.items()}
 

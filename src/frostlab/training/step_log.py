@@ -19,7 +19,7 @@ from frostlab.timing.clock import OVERLAPPED, SETUP, Lap, Stopwatch, training_se
 from frostlab.training.distributed import World
 from frostlab.training.step.eager import Diverged, EagerStep, Outcome, is_clipped
 
-_BLOCK = 50  # steps per event
+_BLOCK = 50  # steps per event; a flush can write fewer or more
 WARMUP = 5  # first steps of each stage or resumed run; their times are reported separately
 
 
@@ -30,9 +30,9 @@ class Entry:
     step: int
     outcome: Outcome
     rate: float
-    tokens: int
+    tokens: int  # read by all processes, without padding
     padded: int  # tokens of this process's batches, padding included
-    examples: int
+    examples: int  # of all processes
     lap: Lap
     order: str  # digest of the examples of every step up to this one
 
@@ -63,10 +63,9 @@ class StepLog:
             self._write(len(self._entries))
 
     def latest_loss(self) -> float | None:
-        """Return the loss of the step that this process's device took last, without waiting.
+        """Return this process's newest known loss, for the progress bar.
 
-        A GPU runs behind the host; its loss is copied when it is asked for and returned by a
-        later call. Blocks are written too rarely to show the progress.
+        CUDA runs behind the host: this call requests the loss, and a later call returns it.
         """
         if not self._entries:
             return self._loss

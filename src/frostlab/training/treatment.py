@@ -1,6 +1,7 @@
 """The treatment of a model before training: changed weights, adapters and frozen parts.
 
-Digests of the weights show later which parts a treatment left unchanged.
+Digests of the weights show later which parts a treatment left unchanged. A part is a
+parameter, or some of its rows, with one role, such as query (see `frostlab.roles.parts`).
 """
 
 import hashlib
@@ -105,7 +106,7 @@ def register_treatment(
 def treat(model: nn.Module, recipe: Recipe, *, init: bool = True) -> set[str]:
     """Apply the recipe's treatment; return the keys of the parts that it changed or added.
 
-    A treatment draws from its own random generators, so all other random values stay the same.
+    Treatments draw from their own random generators, so all other random values stay the same.
     Without `init`, weights keep their values: a checkpoint replaces them anyway.
     """
     surgery, touched = recipe.surgery, set[str]()
@@ -121,7 +122,7 @@ def treat(model: nn.Module, recipe: Recipe, *, init: bool = True) -> set[str]:
 
 
 def _freeze(model: nn.Module, recipe: Recipe) -> None:
-    """Freeze the treatment's selections; an error names the treatment.
+    """Freeze the treatment's selections; an error about a selection names the treatment.
 
     A recipe may contain only the name of the treatment, not the selection that failed.
     """
@@ -134,7 +135,10 @@ def _freeze(model: nn.Module, recipe: Recipe) -> None:
 
 
 def weight_digests(model: nn.Module) -> dict[str, str]:
-    """Return the digest of every part by its key, so that runs can be compared part by part."""
+    """Return the digest of every part by its key, so that runs can be compared part by part.
+
+    For an unknown architecture, return the digest of every tensor by its name.
+    """
     try:
         structure, slots = survey(model)
     except UnknownArchitecture:
@@ -173,7 +177,7 @@ _SELECT_KEY = "treatment.peft.select"
 
 
 def adapt(model: nn.Module, wanted: LowRank | Scales, seed: int) -> set[str]:
-    """Add adapters to a model in place and return their keys; the model's outputs do not change.
+    """Add adapters to a model in place and return the keys of their parts; outputs do not change.
 
     PEFT draws from torch's global generator. The generator's state is restored afterwards, so that
     all other random values stay the same.
@@ -195,7 +199,7 @@ def adapt(model: nn.Module, wanted: LowRank | Scales, seed: int) -> set[str]:
 def _weights_to_adapt(
     structure: Anatomy, slots: dict[str, Slot], selections: tuple[str, ...]
 ) -> list[Part]:
-    """Return the selected weights; refuse weights that are not a whole projection.
+    """Return the selected weights; refuse the head and weights that are not a whole projection.
 
     An adapter always wraps a whole projection.
     """

@@ -25,7 +25,7 @@ from frostlab.use.generate import position_limit
 from frostlab.use.predict import text_data
 
 CARD = "README.md"
-_GENERATED = 50  # tokens that the card's code generates
+_GENERATED = 50  # the most tokens that the card's code generates
 
 
 def export_run(record: RunRecord, folder: str | Path) -> Path:
@@ -80,7 +80,7 @@ def merge_adapters(model: nn.Module) -> None:
 
 
 def _tokenizer(record: RunRecord, model: nn.Module) -> Any:
-    """Return the run's tokenizer, set to give the model its inputs as in training, or None."""
+    """Return the run's tokenizer, set to make inputs as in training; None if it has none."""
     if read_inputs(record.folder).tokenizer is None:
         return None
     tokenizer = stored_tokenizer(record.folder)
@@ -113,7 +113,8 @@ def model_card(record: RunRecord, model: nn.Module, folder: str, tokenizer: bool
     sections = [
         f"---\nlibrary_name: transformers\npipeline_tag: {task}\ntags:\n- frostlab\n---",
         f"# {escaped(record.start.name)}",
-        f"A {kind}, trained and exported by frostlab {__version__}. {_made_of(record, model)}",
+        f"A {kind}, trained with frostlab and exported by its version {__version__}. "
+        f"{_made_of(record, model)}",
         f"## Use\n\n```python\n{code}```",
         f"## Results\n\n{_results(record)}",
         f"## Data\n\n{_data(record)}",
@@ -124,7 +125,7 @@ def model_card(record: RunRecord, model: nn.Module, folder: str, tokenizer: bool
 
 
 def plain_block(text: str) -> str:
-    """Return a text so that it cannot end the Markdown code block that holds it."""
+    """Return a text that cannot end the Markdown code block that holds it."""
     return "\n".join(plain(line) for line in text.rstrip().split("\n")).replace("```", "` ` `")
 
 
@@ -255,7 +256,7 @@ def _command(record: RunRecord) -> str:
 
 
 def _training(record: RunRecord) -> str:
-    """Return a table of the treatment, the trained share, the seed and the command."""
+    """Return a table of how the run was trained, from the treatment to the command."""
     recipe, environment = record.recipe, record.environment
     rows: list[tuple[str, str]] = [
         ("treatment", f"{recipe.treatment_name}: {recipe.surgery.description}"),

@@ -1,7 +1,7 @@
 """Generation of text with a trained language model, several prompts and samples at once.
 
-frostlab's own models and Hugging Face models keep the keys and values of the tokens that they have
-read, so each token is read once.
+frostlab's own models, and Hugging Face models with a key/value cache, keep the keys and values of
+the tokens that they have read, so they read each token once.
 """
 
 import inspect
@@ -27,10 +27,10 @@ from frostlab.training.setup import default_modes, with_threads
 from frostlab.use.scoring import Evaluator
 
 Ended = Literal["end", "length", "positions"]
-_ROWS = 64  # samples that are generated at once
+_ROWS = 64  # the most samples that are generated at once
 _CANDIDATES = 1024  # tokens that are sorted if they hold enough probability
 _MARGIN = 1e-9  # more than the rounding error of a float64 sum of probabilities
-_LONGEST = 2**20  # tokens of a sample
+_LONGEST = 2**20  # the most tokens of a sample
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class HuggingFaceReader:
 
 
 def position_limit(model: nn.Module) -> int | None:
-    """Return the number of positions of a model; None if it has no limit."""
+    """Return the number of positions of a model; None if it has no known limit."""
     if isinstance(model, GPT):
         return model.config.positions
     if isinstance(model, Decoder):
@@ -210,7 +210,7 @@ def _batches(
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Yield batches of at most `_ROWS` samples: the indices of prompts, and sample numbers.
 
-    Each of these samples is generated for each of these prompts.
+    A batch generates each of its sample numbers for each of its prompts.
 
     Unless `mixed`, the prompts of a batch have the same length: not every Hugging Face model gives
     the same logits for a padded row.
@@ -356,7 +356,7 @@ def check_prompts(prompts: Sequence[str]) -> None:
 
 
 def generate(loaded: Evaluator, prompts: Sequence[str], sampling: Sampling) -> list[Sample]:
-    """Continue prompts with the language model of a run; return the samples of each in turn.
+    """Continue prompts with a run's language model; return all samples, prompt by prompt.
 
     An empty prompt begins a new text: the model reads the end token, which separates the texts in
     training.

@@ -59,10 +59,10 @@ class Prediction:
 
 @dataclass(frozen=True)
 class TextLoss:
-    """The loss of a language model on a text; None for a text without tokens."""
+    """The loss of a language model on a text."""
 
     tokens: int
-    loss: float | None  # mean over the tokens
+    loss: float | None  # mean over the tokens; None for a text without tokens
     perplexity: float | None
 
     def row(self) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def _groups(items: Iterable[T]) -> Iterator[list[T]]:
 def predict_file(
     record: RunRecord, path: str, device: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each text of a file, or of the standard input ("-"): number, prediction."""
+    """Yield the number and prediction of each text of a file, or of the standard input ("-")."""
     texts = read_texts_to_predict(path, columns_of(text_data(record)))
     predictor: Predictor | None = None
     number = 0
@@ -224,7 +224,7 @@ def new_file(path: Path, endings: Sequence[str]) -> Iterator[Path]:
 
 
 def check_new(path: Path, endings: Sequence[str]) -> None:
-    """Refuse an output that exists or has another ending than these."""
+    """Refuse an output that exists, has another ending than these, or whose folder is missing."""
     if path.suffix not in endings:
         raise BadInput(f"--out {path}: the name should end in {' or '.join(endings)}")
     if path.exists():

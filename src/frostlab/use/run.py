@@ -61,9 +61,10 @@ class Run(RunRecord):
         Args:
             data: a file or folder to evaluate instead of the run's own data: text with the columns
                 of the recipe, or for EEG a folder of recordings.
-            split: report (the default), tune or train; for EEG also unseen.
+            split: report (the default), tune or train; for EEG also unseen, the subjects that the
+                model was not trained on.
             settings: changes of what is evaluated: `data.path`, `data.language`, `data.text`,
-                `data.label` and `data.evaluation_limit`.
+                `data.label` and `data.evaluation_limit`; for EEG, only `data.path`.
             data_dir: the folder with the data sets.
             device: the device; None: the recipe's.
         """
@@ -76,7 +77,7 @@ class Run(RunRecord):
         *,
         device: str | None = None,
     ) -> Predictions[Any] | Envelopes:
-        """Predict texts with the best weights.
+        """Predict texts, or decode EEG, with the best weights.
 
         A classifier returns a `Prediction` for each text (or pair of texts), and a language model
         a `TextLoss`. For EEG, `inputs` is a file or folder of recordings, and the result has the
@@ -101,9 +102,10 @@ class Run(RunRecord):
             prompts: a text, or several; an empty one begins a new text.
             samples: the number of continuations of each prompt.
             max_tokens: the most tokens of a continuation.
-            temperature: below 1 prefers probable tokens; 0 always takes the most probable one.
-            top_p: draw from the most probable tokens whose probabilities sum to this.
-            seed: the same seed gives the same samples, whatever else is generated with them.
+            temperature: below 1 favours probable tokens; 0 always takes the most probable one.
+            top_p: draw from the smallest set of most probable tokens whose probabilities sum to
+                this or more.
+            seed: the same seed gives the same samples up to rounding, whatever else is generated.
             device: the device; None: the recipe's.
         """
         sampling = Sampling(max_tokens, temperature, top_p, seed, samples)
@@ -114,12 +116,13 @@ class Run(RunRecord):
     def export(self, folder: str | Path) -> Path:
         """Write the run as a Hugging Face folder: weights, tokenizer, labels and a model card.
 
-        The folder should not exist, or be empty. transformers loads it without frostlab.
+        The folder should not exist, or be empty. transformers loads it without frostlab; the head
+        of frostlab's own classifiers is a file of its own, and the card has the code that adds it.
         """
         return export_run(self, folder)
 
     def _loaded(self, device: str | None) -> Predictor:
-        """Return the model on a device; that of a finished run is loaded once."""
+        """Return a predictor on a device; for a finished run, load it only once."""
         if finished_status(self.folder) != "finished":
             return Predictor(self, device)
         if device not in self._predictors:
@@ -167,7 +170,7 @@ def _evaluation_rows(record: RunRecord) -> list[dict[str, Any]]:
 
 
 def load_run(folder: str | Path) -> Run:
-    """Load the run in a folder, finished or still running."""
+    """Load the run in a folder, finished or not."""
     path = Path(folder)
     if not (path / "events.jsonl").is_file():
         problem = "it has no events.jsonl" if path.is_dir() else "it is not a folder"

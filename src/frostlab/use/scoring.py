@@ -1,7 +1,8 @@
 """Evaluation of a trained run: on a split of its data, another language, or other files.
 
-Metrics are computed by the code that evaluates during training, so evaluating the report split
-again on the same hardware and libraries gives exactly the metrics of the record.
+Metrics are computed by the code that evaluates during training. For a run of one process,
+evaluating the report split again with the same hardware, libraries and number of threads gives
+exactly the metrics of the record.
 """
 
 from collections.abc import Iterable, Mapping
@@ -115,7 +116,7 @@ class Evaluator:
 
     @cached_property
     def inputs(self) -> ModelInputs:
-        """What the model reads and predicts."""
+        """The contents of model/inputs.json."""
         return read_inputs(self.record.folder)
 
     @cached_property
@@ -151,7 +152,7 @@ class Evaluator:
     def score_tokens(
         self, prepared: Prepared, tokens: Tokens, split: str, source: str, caution: str | None
     ) -> Evaluation:
-        """Evaluate examples of text."""
+        """Evaluate examples of token ids."""
         labels = tokens.labels
         predicted = None
         if labels is not None:
@@ -184,7 +185,7 @@ class Evaluator:
         source: str,
         caution: str | None,
     ) -> Evaluation:
-        """Decode and score recordings by group: a split, or subjects not trained on (`unseen`).
+        """Decode and score recordings by group, such as `report` and `unseen`.
 
         `ridge` has the scores of the ridge decoder, the baseline, if they are known.
         """
@@ -268,13 +269,15 @@ def evaluate_run(
     """Evaluate a run's best weights.
 
     Args:
+        run: a run's record, or an evaluator that has loaded its model.
         data: a file or folder to evaluate instead of the run's own data: text with the columns of
             the recipe, or for EEG a folder of recordings.
-        split: report (the default), tune or train; for EEG also unseen.
+        split: report (the default), tune or train; for EEG also unseen, the subjects that the model
+            was not trained on.
         settings: changes of what is evaluated: `data.path`, `data.language`, `data.text`,
-            `data.label` and `data.evaluation_limit`.
+            `data.label` and `data.evaluation_limit`; for EEG, only `data.path`.
         data_dir: the folder with the data sets.
-        device: the device; None: the recipe's.
+        device: the device; None: the recipe's. An evaluator keeps its own device.
     """
     evaluator = run if isinstance(run, Evaluator) else Evaluator(run, device)
     choice = _Choice.of(settings or {}, data, split)
@@ -330,7 +333,7 @@ class _Choice:
     def of(
         cls, settings: Mapping[str, Any], data: str | Path | None, split: str | None
     ) -> "_Choice":
-        """Check the settings of an evaluation."""
+        """Check the arguments of an evaluation, and return them as a choice."""
         values = {key.removeprefix("data."): value for key, value in settings.items()}
         for key, name in zip(settings, values, strict=True):
             if name not in _SETTABLE or not key.startswith("data."):
@@ -383,7 +386,7 @@ def _evaluate_own(evaluator: Evaluator, role: str, data_dir: Path | None) -> Eva
 
 
 def _own_data(evaluator: Evaluator, recipe: Recipe, data_dir: Path | None) -> PreparedData:
-    """Prepare the run's own data; if they are missing or have changed, name the way out."""
+    """Prepare the run's own data; an error about missing or changed files suggests --data."""
     try:
         prepared = prepare(recipe, data_dir)
         check_same_data(evaluator.record, prepared)
@@ -454,7 +457,7 @@ def _evaluate_text(evaluator: Evaluator, choice: _Choice, data_dir: Path | None)
 
 
 def _columns(data: TextData, choice: _Choice) -> Columns:
-    """Return the columns to read: those of the recipe, unless the settings name others."""
+    """Return the columns to read: the recipe's, unless the settings name others."""
     own = columns_of(data)
     if choice.text is not None and len(choice.text) != len(own.texts):
         raise BadInput(
@@ -509,7 +512,7 @@ def _evaluate_recordings(
 
 
 def evaluation_lines(evaluation: Evaluation) -> list[str]:
-    """Return an evaluation as text: metrics with their n, and classes with their recall."""
+    """Return an evaluation as lines of text."""
     lines = [plain(f"{evaluation.split}: {evaluation.source}")]
     rows = [
         [name, number(value), counted(evaluation.n[name], evaluation.unit[name])]

@@ -183,7 +183,8 @@ def test_a_model_that_cannot_be_packed_is_refused(tmp_path: Path) -> None:
              "intermediate_size": 16}  # fmt: skip
     model = {"kind": "pretrained", "name": "roberta", "weights": False, "config": small}
     said = (
-        "train.batching packed does not support RobertaForSequenceClassification; it supports gpt"
+        "train.batching packed and train.cache_prefix do not support "
+        "RobertaForSequenceClassification; they support gpt"
     )
     with pytest.raises(fl.BadInput, match=said):
         fl.run(tiny(model=model, train__batching="packed"), runs=tmp_path)

@@ -17,15 +17,15 @@ from frostlab.models.attention import Packing
 
 IGNORED = -100  # target of a position without a loss; every other target is a scored target
 _POOL = 50  # batches per pool; `epoch_order` sorts the examples of a pool by length
-Rows = NDArray[np.int64]  # indices of examples
-Order = list[Rows]  # the example indices of each batch
+Rows = NDArray[np.int64]  # indices of examples; an EEG window's is its first sample
+Order = list[Rows]  # the rows of each batch
 Split = Tokens | Windows
 
 
 def epoch_order(
     lengths: NDArray[np.int64], batch: int, seed: int, epoch: int, bucket: bool
 ) -> Order:
-    """Return the shuffled example indices of each step of an epoch; the last step may be smaller.
+    """Return the shuffled example indices of each step of an epoch; one step may be smaller.
 
     With `bucket`, examples of similar length share a batch: each pool of shuffled examples is
     sorted by length and split into batches, and the batches are shuffled again.
@@ -67,14 +67,14 @@ def row_lengths(tokens: Tokens, rows: Rows | slice = slice(None)) -> NDArray[np.
 
 
 def padding_limit(tokens: Tokens, device: torch.device) -> int | None:
-    """Return the `limit` of `collate`: the longest example's length on a GPU, None elsewhere."""
+    """Return the `limit` of `collate`: the longest example's length on CUDA, None elsewhere."""
     return int(tokens.lengths.max()) if prepares_kernels(device) else None
 
 
 def order_digest(before: str, rows: Rows) -> str:
-    """Return the digest of all steps so far: the digest of the steps before, and a step's rows.
+    """Return the digest of all steps so far, from the digest `before` a step and the step's rows.
 
-    The rows are those of all processes, so the digest does not depend on how they share a batch.
+    `rows` has the rows of all processes, so the digest does not depend on how they share a batch.
     """
     digest = hashlib.sha256(before.encode())
     digest.update(np.ascontiguousarray(rows, dtype="<i8").data)
@@ -133,7 +133,7 @@ class Batch:
 
 
 def padded_width(longest: int, limit: int) -> int:
-    """Round a width up, but not above `limit`, so that few different widths occur.
+    """Round `longest` up, but not above `limit`, so that few different widths occur.
 
     There are at most eight widths between two powers of two. Few widths save time, because a GPU
     takes at least a tenth of a second to prepare its kernels for a new width.
@@ -193,7 +193,7 @@ def collate(
 
 
 class Examples(Protocol):
-    """The examples of a split; a row is the index of an example, from 0."""
+    """The examples of a split; a row is an example's index, or the first sample of a window."""
 
     def __len__(self) -> int:
         """Return the number of examples in an epoch."""
@@ -252,7 +252,7 @@ class TokenExamples:
 
 @dataclass(frozen=True)
 class WindowExamples:
-    """Windows of EEG recordings: drawn again in every epoch, and on a fixed grid in evaluations."""
+    """Windows of EEG recordings: for training at random or regular starts, else on a fixed grid."""
 
     windows: Windows
 

@@ -19,7 +19,7 @@ from frostlab.training.distributed import Compute
 
 
 def packs_examples(train: Train) -> bool:
-    """Return whether examples are packed into one row; the prefix cache needs packed rows too."""
+    """Return whether a recipe packs examples into one row, at least where the prefix is cached."""
     return train.batching == "packed" or train.cache_prefix is not None
 
 

@@ -1,4 +1,4 @@
-"""Packing: a micro-batch's examples one after another in one row, padded to one of a few widths."""
+"""Packing: a micro-batch's examples one after another in one row, padded if `Shapes` are given."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +53,8 @@ def _least_padding(needed: NDArray[np.int64], counts: NDArray[np.int64]) -> tupl
     waste = (row_sums[last] - row_sums[:, None]) * needed
     waste -= token_sums[last] - token_sums[:, None]
     waste = np.where(np.arange(len(needed) + 1)[:, None] < last, waste, np.inf)
-    # best[j]: least padding of the rows that need one of the j smallest widths, so far
+    # best[j]: least padding of the rows that need one of the j smallest widths, if at most as many
+    # widths are chosen as the loop has made passes
     best = np.concatenate([[0.0], np.full(len(needed), np.inf)])
     choices = []
     for _ in range(min(_WIDTHS, len(needed))):
@@ -78,7 +79,7 @@ def pack(
     width: int | None = None,
     cached_starts: NDArray[np.int64] | None = None,
 ) -> Batch:
-    """Concatenate examples into one row, padded to `width` or else to one of the `shapes`.
+    """Concatenate examples into one row, padded to `width`, else by `shapes`, else not padded.
 
     `cached_starts` holds the index of each example's first token in a prefix's table (see
     `frostlab.training.batches.prefix`); with it, the batch has an input `cached`, the table index

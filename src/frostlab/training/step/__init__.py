@@ -1,4 +1,4 @@
-"""Choose the kind of step a run takes (eager, compiled or captured) and build it."""
+"""Choose and build the kind of step a run takes: eager, compiled, or captured in a CUDA graph."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from frostlab.training.step.head_loss import has_kernel
 from frostlab.training.step.objective import Objective
 from frostlab.training.step.optimizer import Bf16Copies, build_optimizer
 
-# Compile only stages of at least this many steps: compiling takes seconds, and saves milliseconds
-# per step (measured by benchmarks/kinds.py).
+# Captured steps are compiled only in stages of at least this many steps: compiling takes seconds,
+# and saves milliseconds per step (measured by benchmarks/kinds.py).
 WORTH_COMPILING = 3000
 
 
@@ -99,7 +99,10 @@ def build_step(
 
 
 def _bf16_copies(model: nn.Module) -> Bf16Copies | None:
-    """Return bf16 copies, or None: their optimizer needs contiguous float32 parameters."""
+    """Return bf16 copies of weights, or None if there is nothing to copy.
+
+    Also return None if a trainable parameter is not contiguous float32, as their optimizer needs.
+    """
     trainable = [p for p in model.parameters() if p.requires_grad]
     if any(p.dtype != torch.float32 or not p.is_contiguous() for p in trainable):
         return None

@@ -128,7 +128,7 @@ class CapturedStep(CompiledStep):
             self.fall_back(f"capturing failed: {problem}")
 
     def _before_step(self, clip_factor: Tensor) -> None:
-        """Measure; while recording, only record the probe, as `__call__` counts the replays."""
+        """Measure gradient flow; while recording, call only the probe: `__call__` counts steps."""
         if self._recording is None:
             super()._before_step(clip_factor)
         elif self._recording and self.flow is not None:

@@ -72,7 +72,7 @@ class CompiledStep(EagerStep):
         self._tried_shapes.add(shape)
 
     def fall_back(self, reason: str) -> None:
-        """Continue with a simpler kind of step, and record the reason."""
+        """Continue with eager steps, and record the reason."""
         self.kind, self.reason = "eager", reason
 
     def _guarded_state(self) -> tuple[Any, ...]:
@@ -118,7 +118,7 @@ def compile_layers(objective: nn.Module) -> None:
 
 
 def uncompile(objective: nn.Module) -> None:
-    """Undo `compile_layers`, and drop the compiled code."""
+    """Undo `compile_layers`, and drop all compiled code of this process."""
     torch.compiler.reset()
     for module in objective.modules():
         module._compiled_call_impl = None
@@ -176,7 +176,10 @@ def join_linears(graph: Graph) -> None:
 
 
 def _as_linear(node: Node) -> _Linear | None:
-    """Return a node as a linear map; None for other nodes, or if only its bias or weight learns."""
+    """Return a node as a linear map; None if it is not one that can be joined with others.
+
+    Weight and bias must be inputs of the graph, and both learn or neither does.
+    """
     if node.op != "call_function" or node.target is not F.linear or node.kwargs:
         return None
     x, *rest = node.args

@@ -107,7 +107,7 @@ class EagerStep:
         return torch.stack([loss, norm, broken.to(norm.dtype)])
 
     def warm_up(self, parts: list[Batch], scored: int) -> None:
-        """Take a step that changes nothing, so that a GPU loads its kernels before the first step.
+        """On CUDA, take a step that changes nothing, so that kernels are loaded before training.
 
         Weights, moments, buffers and random generators are unchanged afterwards.
         """

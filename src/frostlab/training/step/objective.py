@@ -1,4 +1,4 @@
-"""The objective: a model with the loss of its last layer or of several supervised layers."""
+"""The objective: a model with the loss of its last layer, or with losses at several layers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -35,7 +35,7 @@ class Supervision:
 
 
 def language_stack(model: nn.Module, asked: str) -> Stack:
-    """Return a language model as a stack, or refuse the setting `asked` if that is impossible."""
+    """Return a language model as a stack of layers, or say that `asked` does not support it."""
     stack = take_apart(model)
     if stack is None or stack.classifies or type(stack.head) is not nn.Linear:
         raise BadInput(f"{asked} does not support {type(model).__name__}; it supports {_SUPPORTED}")
@@ -123,7 +123,7 @@ class Exits:
 
 
 class Objective(nn.Module):
-    """A model with its loss; batches are padded, packed, or outputs of its frozen first layers."""
+    """A model with its loss; a batch is padded or packed, and may hold cached outputs of layers."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -196,14 +196,19 @@ class Objective(nn.Module):
 
 
 def check_stack(objective: Objective, prepared: PreparedData, types: bool, packs: bool) -> None:
-    """Refuse a model that cannot be packed, or has a different loss when run layer by layer."""
+    """Refuse a model whose loss differs when it runs layer by layer.
+
+    Classifiers are checked only if `packs`. A model that cannot run layer by layer is refused if
+    `packs`, and otherwise uses its own forward pass.
+    """
     model, kind = objective.model, type(objective.model).__name__
     language = prepared.task == "language"
     if take_apart(model) is None:
         if packs:
             supported = "gpt, decoder, and Hugging Face's BERT, GPT-2 and Llama, without hooks"
             raise BadInput(
-                f"train.batching packed does not support {kind}; it supports {supported}"
+                f"train.batching packed and train.cache_prefix do not support {kind}; "
+                f"they support {supported}"
             )
         return
     if not packs and not language:

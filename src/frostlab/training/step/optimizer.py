@@ -33,9 +33,10 @@ def build_optimizer(
     copies: "Bf16Copies | None" = None,
     lr_scales: Mapping[str, float] | None = None,
 ) -> torch.optim.Optimizer:
-    """Return AdamW over the trainable parameters; weight decay applies to matrices only.
+    """Return AdamW over the trainable parameters.
 
-    `lr_scales` holds factors of the learning rate by parameter name; the default factor is 1.
+    Weight decay applies to parameters with at least two dimensions larger than 1. `lr_scales`
+    holds factors of the learning rate by parameter name; the default factor is 1.
     """
     trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     grouped: dict[tuple[bool, float], list[nn.Parameter]] = {}
@@ -76,8 +77,8 @@ def prepare_update(
 ) -> bool:
     """Prepare an update; return False if a gradient is not finite and the step must be skipped.
 
-    `broken` is the index of the first parameter whose gradient is not finite, or −1. On a GPU, the
-    optimizer's kernel clips gradients and skips steps itself, so that the host never waits.
+    `broken` is the index of the first parameter whose gradient is not finite, or −1. On CUDA,
+    return True: the optimizer's kernel clips gradients and skips steps, so the host never waits.
     """
     if not updates_conditionally(device):
         return int(broken) < 0
@@ -100,7 +101,7 @@ def apply_update(
 
 
 def skip_update(optimizer: Any, device: torch.device, clip_factor: Tensor | None) -> None:
-    """Run the kernels of an update without changing a weight or a moment."""
+    """Run the kernels of an update on CUDA, without changing a weight or a moment."""
     # an index from 0 on means that a gradient is not finite, so the kernel skips the step
     prepare_update(optimizer, device, clip_factor, torch.zeros((), device=device))
     optimizer.step()
@@ -333,8 +334,8 @@ class _Copy:
 class Bf16Copies:
     """Bf16 copies of the weights and biases of the linear maps in all layers.
 
-    A step computes with the copies, so that autocast casts no weight; the optimizer updates the
-    float32 weights and their copies in one kernel.
+    A step with one micro-batch computes with the copies, so that autocast does not cast these
+    weights; the optimizer updates the float32 weights and their copies in one kernel.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -357,7 +358,7 @@ class Bf16Copies:
         return p.grad if copy is None or copy.grad is None else copy.grad
 
     def refresh(self) -> None:
-        """Copy parameters that changed outside the optimizer, and every requires_grad."""
+        """Copy the parameters that changed outside the optimizer, and set every `requires_grad`."""
         stale = [entry for entry in self._entries if entry.parameter._version != entry.version]
         if stale:
             with torch.no_grad():
@@ -389,7 +390,10 @@ class Bf16Copies:
 
 
 def _linear_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Yield module, name and parameter of linear maps; skip shared or hooked parameters."""
+    """Yield module, name and parameter of the linear maps in all layers.
+
+    Parameters that are shared, hooked, not contiguous or not float32 are skipped.
+    """
     stack = take_apart(model)
     modules = [m for layer in (stack.layers if stack else []) for m in layer.modules()]
     uses = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
