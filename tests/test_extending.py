@@ -156,6 +156,8 @@ def test_bad_rows_are_refused_in_one_line(splits: Any, problem: str) -> None:
 
 
 def error_rate(totals: Totals) -> float:
+    counts = (totals.count, totals.correct, *(cell for row in totals.confusion for cell in row))
+    assert all(type(count) is int for count in counts)
     return 1 - totals.correct / totals.count
 
 

@@ -54,6 +54,19 @@ def test_a_prediction_does_not_depend_on_its_neighbours(
         assert alone.probability == pytest.approx(prediction.probability, abs=1e-6)
 
 
+def test_the_callers_modes_change_nothing(classifier: fl.Run) -> None:
+    texts = [text for text, _ in rows(0, 6)]
+    expected, scores = classifier.predict(texts), classifier.evaluate().metrics
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert classifier.predict(texts) == expected
+            assert classifier.evaluate().metrics == scores
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.is_grad_enabled()
+
+
 def test_rows_and_frame(classifier: fl.Run) -> None:
     predicted = classifier.predict(["sun", "rain"])
     frame = predicted.to_frame()  # type: ignore[union-attr]

@@ -176,7 +176,8 @@ class TextTally:
 
     def metrics(self, world: World) -> dict[str, float]:
         """Return every metric of the task, over all processes."""
-        loss, count, *cells = world.total(self.sums).tolist()
+        loss, *counts = world.total(self.sums).tolist()
+        count, *cells = map(int, counts)
         if not count:
             return {}
         confusion: list[list[int]] = []

@@ -17,7 +17,7 @@ from frostlab.timing.flops import forward_flops
 from frostlab.training.batches.batch import row_lengths
 from frostlab.training.distributed import Compute
 from frostlab.training.evaluate import evaluate
-from frostlab.training.setup import best_model, check_same_data, choose_precision
+from frostlab.training.setup import best_model, check_same_data, choose_precision, modes_of
 from frostlab.training.state import evaluation_batch
 from frostlab.training.step.objective import Objective, language_stack
 from frostlab.training.tasks import TASKS
@@ -60,7 +60,8 @@ def early_exits(
     prepared = as_token_data(prepare(recipe, None if data_dir is None else Path(data_dir)))
     check_same_data(record, prepared)
     model = best_model(record).to(chosen)
-    exits = measure_exits(model, prepared, evaluation_batch(recipe), compute)
+    with modes_of(recipe, chosen):
+        exits = measure_exits(model, prepared, evaluation_batch(recipe), compute)
     RunFolder(record.folder).write("exits.json", {
         "split": "report",
         "checkpoint": record.result.checkpoint,

@@ -114,6 +114,13 @@ def default_modes(device: torch.device) -> Iterator[None]:
         _set_autocast(autocast, depth - 1)
 
 
+@contextmanager
+def modes_of(recipe: Recipe, device: torch.device) -> Iterator[None]:
+    """Compute as in the recipe's training: torch's default modes, and the recipe's threads."""
+    with default_modes(device), with_threads(recipe.train.threads):
+        yield
+
+
 def _set_autocast(enabled: dict[str, bool], deeper: int) -> None:
     """Switch autocast on or off by device, empty its cache, and nest it `deeper` levels deeper."""
     torch.clear_autocast_cache()
@@ -472,10 +479,9 @@ def _best_saved(record: RunRecord) -> Checkpoint:
             step = Progress.from_dict(checkpoint.progress(), where).best.step
             # before the first evaluation of a stage, use its newest weights
             return checkpoint if step is None else saved.get((step, checkpoint.stage), checkpoint)
-    raise BadInput(
-        f"{record.folder} has no weights: the run has no undamaged checkpoint; "
-        "continue it with --resume"
-    )
+    ended = finished_status(record.folder) == "diverged"
+    advice = "train it again" if ended else "continue it with --resume"
+    raise BadInput(f"{record.folder} has no weights: the run has no undamaged checkpoint; {advice}")
 
 
 def check_same_data(record: RunRecord, prepared: PreparedData) -> None:

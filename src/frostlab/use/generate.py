@@ -23,7 +23,7 @@ from frostlab.models.gpt import GPT
 from frostlab.records.folder import RunRecord
 from frostlab.records.model_files import stored_tokenizer
 from frostlab.text import plain
-from frostlab.training.setup import default_modes, with_threads
+from frostlab.training.setup import modes_of
 from frostlab.use.scoring import Evaluator
 
 Ended = Literal["end", "length", "positions"]
@@ -366,8 +366,7 @@ def generate(loaded: Evaluator, prompts: Sequence[str], sampling: Sampling) -> l
     encoded = [ids or [encoder.end] for ids in encoder.running(list(prompts))]
     model = loaded.objective.model.eval()
     ends = {encoder.end} | _configured_ends(model)
-    modes = default_modes(loaded.compute.device)
-    with modes, with_threads(loaded.recipe.train.threads):
+    with modes_of(loaded.recipe, loaded.compute.device):
         continued = continue_prompts(model, encoded, sampling, ends=ends)
     return [
         Sample(

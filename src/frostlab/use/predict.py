@@ -33,7 +33,7 @@ from frostlab.records.folder import RunRecord
 from frostlab.storage import finite, whole_file
 from frostlab.training.batches.batch import IGNORED, TokenExamples, padding_limit
 from frostlab.training.eeg_report import decode
-from frostlab.training.setup import with_threads
+from frostlab.training.setup import modes_of
 from frostlab.training.step.compiled import uncompiled
 from frostlab.training.treatment import wants_types
 from frostlab.use.scoring import Evaluator
@@ -119,7 +119,6 @@ class Predictor(Evaluator):
             _text_loss(int(count), float(loss)) for count, loss in zip(counts, losses, strict=True)
         )
 
-    @torch.no_grad()
     def _logits(
         self, tokens: Tokens
     ) -> Iterator[tuple[NDArray[np.int64], torch.Tensor, torch.Tensor]]:
@@ -131,7 +130,7 @@ class Predictor(Evaluator):
         types = wants_types(self.objective.model)
         examples = TokenExamples(tokens, pad, types, padding_limit(tokens, device))
         self.objective.eval()
-        with uncompiled(), with_threads(self.recipe.train.threads):
+        with uncompiled(), modes_of(self.recipe, device), torch.no_grad():
             for rows in examples.evaluation_order(self.batch):
                 batch = examples.collate(rows).to(device)
                 with self.compute.autocast():
@@ -145,7 +144,7 @@ class Predictor(Evaluator):
         decoded: Envelopes = {}
         like = recorded_like(data, str(path))
         for windows in load_eeg(like, path, inputs.channels or [], inputs.subjects or []):
-            with with_threads(self.recipe.train.threads):
+            with modes_of(self.recipe, self.compute.device):
                 envelopes = decode(self.objective, windows, self.batch, self.compute)
             decoded |= {name: values.astype(np.float32) for name, values in envelopes.items()}
         return decoded

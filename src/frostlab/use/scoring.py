@@ -49,7 +49,7 @@ from frostlab.training.setup import (
     best_model,
     check_same_data,
     choose_precision,
-    with_threads,
+    modes_of,
 )
 from frostlab.training.state import evaluation_batch
 from frostlab.training.step.objective import Objective, resolve_supervision
@@ -137,7 +137,7 @@ class Evaluator:
 
     def metrics(self, prepared: PreparedData, split: Tokens | Windows, **more: Any) -> Any:
         """Return the metrics of a split, as during training."""
-        with with_threads(self.recipe.train.threads):
+        with modes_of(self.recipe, self.compute.device):
             return evaluate(
                 self.task,
                 self.objective,
@@ -197,7 +197,7 @@ class Evaluator:
         window_metrics = self.metrics(signals, first)
         scores: Scores = {}
         for name, windows in groups.items():
-            with with_threads(self.recipe.train.threads):
+            with modes_of(self.recipe, self.compute.device):
                 decoded = decode(self.objective, windows, self.batch, self.compute)
             scores[name] = score_recordings(decoded, windows.recordings, self._rate)
         metrics = recording_metrics(scores, ridge, window_metrics)
@@ -357,7 +357,8 @@ class _Choice:
             raise BadInput("data.evaluation_limit should be at least 1")
         choice = cls(split, **values)
         if split is not None and split not in (*SPLITS, "unseen"):
-            hint = nearest(split, SPLITS) or f"; there are {', '.join(SPLITS)}"
+            known = (*SPLITS, "unseen")
+            hint = nearest(split, known) or f"; there are {', '.join(known)} (EEG)"
             raise BadInput(f"--split {split!r:.40} is not a split{hint}")
         if split is not None and choice.path is not None and Path(choice.path).is_file():
             raise BadInput(f"--split is for the run's data or a folder; {choice.path} is one file")
