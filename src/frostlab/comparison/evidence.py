@@ -73,7 +73,7 @@ class ArmVerdict:
     population: Effect | None  # for other test examples; only for accuracy with predictions
     skewed: float | None  # skewness of the differences, or its mean over all arms, if notable
     missing: dict[str, int]  # by arm: number of runs without a finite value
-    together: tuple[str, ...]  # compared settings that differ together, if more than one
+    together: tuple[str, ...]  # factors that differ together, if several (`Plan.together`)
     notes: tuple[str, ...]  # remarks, such as why a run has no value
 
     @property
@@ -299,7 +299,7 @@ class TimedArm:
     ratio: float | None  # to the baseline's time; None for the baseline
     low: float | None  # ends of the ratio's interval; all arms' hold simultaneously
     high: float | None
-    ceiling: float | None  # smallest ratio that the saved FLOPs explain
+    ceiling: float | None  # smallest ratio that the saved FLOPs explain; None if unknown
     limits: dict[str, Any] | None  # FLOPs and memory traffic with and without the treatment
     flag: str | None  # likely reason if the whole interval is below the ceiling
     word: Word | None  # verdict on the time; None for the baseline
@@ -324,7 +324,7 @@ class StepTiming:
     notes: tuple[str, ...]  # drift of the baseline, and load by other processes
     steps_per_block: int
     batches: int  # distinct batches that were timed
-    builds: int  # how often every arm was built
+    builds: int  # how often every arm was built and timed
     rounds: int  # in each round, every arm takes one block of steps
     seconds: float  # duration of the rounds and of building the arms again
     stopped_by: str  # `width` (every interval was narrow enough) or `time` (limit reached)

@@ -78,7 +78,7 @@ def show(evidence: Evidence, page: Path, width: int | None = 80) -> str:
     lines = [*([f"{_QUICK}."] if evidence.plan.quick else []), *columns(rows, {1, 2, 3}, width), ""]
     lines += [*columns(times, {1, 2}, width), ""] if len(times) > 1 else []
     lines += [f"{name}: {verdict.sentence}" for name, verdict in verdicts.items()]
-    if evidence.plan.runs:  # chosen runs were not trained to fit together
+    if evidence.plan.runs:  # chosen runs may not fit together
         lines += [f"{name}: {note}" for name, verdict in verdicts.items() for note in verdict.notes]
         lines += map(str, evidence.refused_pairs)
     if timing is not None and not timing.proven:
@@ -126,10 +126,10 @@ def _controls(evidence: Evidence) -> list[str]:
         lines.append(_repeat_text(repeat, metric))
     if assay is not None:
         missed = "was NOT found, so this comparison cannot see a harm of that size"
-        found = _ASSAY.get(assay.verdict.word, missed)
+        outcome = _ASSAY.get(assay.verdict.word, missed)
         lines.append(
             f"The planted harm, a baseline trained for {assay.steps:,} of {assay.of:,} steps, "
-            f"{found}: {assay.verdict.sentence}"
+            f"{outcome}: {assay.verdict.sentence}"
         )
     return lines
 
@@ -449,7 +449,7 @@ def _tuning_curves(setting: TunedSetting) -> str:
         note += " A best value was at an end of the grid, so the grid was extended once."
     if edges:
         note += f" The best value is still at an end of the grid for {escaped(', '.join(edges))}."
-    curves = "\n".join(f"    {line}" for line in lines)  # indented, so that no name can end it
+    curves = "\n".join(f"    {line}" for line in lines)  # no name can end an indented block
     return f"{note}\n\n{curves}"
 
 

@@ -2,8 +2,8 @@
 
 The seed, the data, the order of examples, the machine, its settings, the libraries and frostlab's
 code must be equal. The order is compared up to the last step at which both runs recorded a digest
-of it. Unless the plan varies the model, the initial weights that neither treatment changes must be
-equal, too.
+of it. Unless the plan varies the model, the pretrained weights and the initial weights that neither
+treatment changes must be equal, too.
 """
 
 import math
@@ -266,7 +266,8 @@ class Runs:
             }
             for by_seed in self.tried.get(arm, ())
         ]
-        # A setting with a missing run is dropped if another has none: that run counts as the worst.
+        # Drop settings with a missing run, unless every setting has one. A missing run counts as
+        # the worst, so such a setting cannot be the best.
         whole = [by_seed for by_seed in tried if len(by_seed) == len(self.plan.seeds)]
         tried = whole or tried
         return Scores(values, missing, tuple(tried))
@@ -475,8 +476,8 @@ class _Sources:
     All other runs must have them too. They differ if files changed between two calls of `compare`.
     """
 
-    data: tuple[str, str] | None  # the run and its digest; None if no run finished
-    weights: dict[str, tuple[int, str | None]]  # by arm: seed and digest
+    data: tuple[str, str] | None  # name and digest of a run; None if no run finished
+    weights: dict[str, tuple[int, str | None]]  # by arm: a run's seed and digest
 
     @classmethod
     def first(cls, plan: Plan, facts: Mapping[tuple[str, int], PairingFacts]) -> "_Sources":

@@ -1,9 +1,10 @@
-"""The plan of a comparison: its recipe, arms, seeds and rules, fixed before the first run.
+"""The plan of a comparison: its recipe, arms, seeds and rules.
 
 An arm is a variant of the recipe: a treatment of the model (such as freezing some weights), or
 other settings that the plan varies on purpose. Any further difference between two arms is a
-confound, which must be declared or removed. A plan can also be made after the fact, from runs that
-have ended; then it lists these runs.
+confound, which must be declared or removed. A plan is fixed before the first run, and only seeds
+can be added later. It can also be made after the fact, from runs that have ended; then it lists
+these runs.
 """
 
 import copy
@@ -424,7 +425,7 @@ class Plan(Strict):
                     raise BadInput(f"arms: {other.name} and {arm.name} train in the same way")
 
     def check_seeds(self) -> None:
-        """Refuse seeds that are negative, too large or repeated."""
+        """Refuse an empty list of seeds, and seeds that are negative, too large or repeated."""
         if not self.seeds:
             raise BadInput("seeds 0: a comparison needs at least one seed")
         if min(self.seeds) < 0:
@@ -531,7 +532,7 @@ def set_nested(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _index(items: list[Any], name: str, key: str) -> int:
-    """Return the index of a list that is a part of a dotted key."""
+    """Return `name`, a part of the dotted key `key`, as an index of a list."""
     if not (name.isascii() and name.isdecimal() and len(name) < 10) or int(name) >= len(items):
         raise BadInput(
             f"{shown_key(key)}: {shown_key(name)} is not an index of a list of {len(items)} items"

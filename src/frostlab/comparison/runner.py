@@ -315,7 +315,8 @@ class ComparisonFolder:
         stored = self._stored()
         assert stored is not None, "the plan is written first"
         looks = take_look(plan, self.path, results, stored.looks)
-        known = [*looks.earlier, looks.current]  # also of other folders, for other machines
+        # Looks in other folders are stored, too, because another machine's register lacks them.
+        known = [*looks.earlier, looks.current]
         new = [look for look in known if look not in stored.looks]
         if new:
             self._write(replace(stored, looks=[*stored.looks, *new]))

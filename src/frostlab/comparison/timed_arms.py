@@ -298,7 +298,7 @@ class Timing:
     notes: tuple[str, ...]  # drift of the baseline, and load by other processes
     steps_per_block: int
     batches: int  # distinct batches that were timed
-    builds: int  # how often every arm was built
+    builds: int  # how often every arm was built and timed
     rounds: int  # in each round, every arm takes one block of steps
     seconds: float  # duration of the rounds and of rebuilding the arms
     stopped_by: str  # `width` (every interval was narrow enough) or `time` (limit reached)
@@ -513,7 +513,7 @@ def time_steps(plan: Plan, data_dir: Path | None, say: Callable[[str], None]) ->
     base = recipes[plan.baseline.name]
     prepared = prepare(base, data_dir)
     copies = f"{len(CONTROLS)} more copies of the baseline"
-    say(f"timing {len(recipes)} arms and {copies} for at most {plan.clock.seconds:.0f} s")
+    say(f"timing {len(recipes)} arms and {copies} for about {plan.clock.seconds:.0f} s")
     timing = time_arms(
         recipes, prepared, baseline=plan.baseline.name, device=choose_device(base.train.device),
         seconds=plan.clock.seconds, width=plan.clock.width, alpha=plan.rules.time_level, say=say,

@@ -4,8 +4,8 @@ A setting such as the learning rate is tuned for each arm (variant of the recipe
 the same grid, and every value of the grid is trained with every seed; several settings are tuned
 together, in all combinations of their values. So a run is both a trial and a result: for each
 seed, the values are chosen by the scores of the *other* seeds, on the split that also selects
-checkpoints. The choice never sees the result that it is judged by. With a
-single seed, its own score on that split decides.
+checkpoints. The choice never sees the result that it is judged by. With a single seed, its own
+score on that split decides.
 """
 
 import math

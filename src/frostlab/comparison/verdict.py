@@ -89,7 +89,7 @@ class Statement:
     arm: str
     baseline: str
     confounds: tuple[str, ...] = ()  # settings that differ and are not compared
-    together: tuple[str, ...] = ()  # compared settings that differ together, if more than one
+    together: tuple[str, ...] = ()  # factors that differ together, if several (`Plan.together`)
     unproven: str | None = None  # why the values prove nothing
     identical: bool = False  # whether both arms ended with the same weights for every seed
     at_chance: bool = False  # whether neither arm is shown to have learned more than chance
@@ -118,9 +118,9 @@ class Margin:
 class Verdict:
     """The verdict on one statement, and the numbers behind it.
 
-    `could_have_seen` is the effect that the comparison would have found with a probability of at
-    least 80 %, averaged over the estimates of the spread that its number of pairs gives. It is in
-    the metric's unit or, on the log scale, a ratio − 1.
+    `could_have_seen` is the effect that such a comparison finds with a probability of at least 80 %
+    (see `could_have_found`), in the metric's unit or, on the log scale, as a ratio − 1. It is None
+    if the interval is not bounded.
     """
 
     arm: str
@@ -137,7 +137,7 @@ class Verdict:
     population: Paired | None
     skewed: float | None  # skewness of the differences, or its mean over all arms, if notable
     missing: dict[str, int]  # by arm: number of runs without a finite value, such as diverged ones
-    together: tuple[str, ...]  # compared settings that differ together, if more than one
+    together: tuple[str, ...]  # factors that differ together, if several (`Plan.together`)
     notes: tuple[str, ...] = ()
 
 
@@ -378,7 +378,7 @@ class _Case:
         return f"{_effect_text(self.pair, self.family, self.rules.level)}, {n}"
 
     def _missing_text(self) -> str:
-        """Return the part of the sentence about runs that diverged or failed, or ""."""
+        """Return the part of the sentence about runs without a finite value, or ""."""
         return "".join(
             f"; {len(reasons)} of {self.n} runs of {name} {_and(sorted(set(reasons.values())))}, "
             "and each counts as the worst value of all"
@@ -453,7 +453,7 @@ class _Case:
         return replace(population, low=low, high=high, p=max(population.p, pair.p))
 
     def _margin(self, pool: Pool | None, word: Word) -> Margin | None:
-        """Compare the interval with the margin; None without a margin, two pairs or a baseline."""
+        """Compare the interval with the margin; None without a margin, interval or base value."""
         limit, pair = self.rules.margin, self.pair
         if limit is None or pair is None or pair.n < 2:
             return None
