@@ -297,7 +297,7 @@ class TimedArm:
     ms: float  # per step, median
     ms_mean: float
     ratio: float | None  # to the baseline's time; None for the baseline
-    low: float | None  # ends of the ratio's interval; all arms' hold simultaneously
+    low: float | None  # ends of the ratio's interval; the intervals of all arms hold together
     high: float | None
     ceiling: float | None  # smallest ratio that the saved FLOPs explain; None if unknown
     limits: dict[str, Any] | None  # FLOPs and memory traffic with and without the treatment

@@ -309,8 +309,8 @@ def plan_of_runs(groups: Sequence[RunsOf], changes: Mapping[str, Any] | None = N
         for arm in others:
             if arm.first.recipe.metric != first.metric:
                 raise BadInput(
-                    f"{baseline.label} was selected by {first.metric}, and {arm.label} by "
-                    f"{arm.first.recipe.metric}; name the metric to compare with --metric"
+                    f"the weights of {baseline.label} were selected by {first.metric}, and those "
+                    f"of {arm.label} by {arm.first.recipe.metric}; choose a metric with --metric"
                 )
     rules = _rules(dict(changes), first)
     for arm in arms:
@@ -485,7 +485,9 @@ def _check_pairable(baseline: _ChosenRuns, arm: _ChosenRuns) -> None:
     """Refuse an arm with another task or other data, or without a seed of the baseline."""
     tasks = [either.first.recipe.data.task for either in (baseline, arm)]
     if tasks[0] != tasks[1]:
-        raise BadInput(f"{baseline.label} is {tasks[0]}, and {arm.label} is {tasks[1]}")
+        raise BadInput(
+            f"the task of {baseline.label} is {tasks[0]}, and that of {arm.label} is {tasks[1]}"
+        )
     for key, value in _changed(baseline.settings["data"], arm.settings["data"], "data"):
         values = f"{shown(_value(baseline.settings, key))} and {shown(value)}"
         raise BadInput(
@@ -495,7 +497,7 @@ def _check_pairable(baseline: _ChosenRuns, arm: _ChosenRuns) -> None:
     if not baseline.data & arm.data:
         digests = " and ".join(min(either.data) for either in (baseline, arm))
         raise BadInput(
-            f"{baseline.label} and {arm.label} were trained with other data (digests {digests})"
+            f"{baseline.label} and {arm.label} were trained on different data (digests {digests})"
         )
     if not baseline.runs.keys() & arm.runs.keys():
         seeds = " and ".join(", ".join(map(str, either.runs)) for either in (baseline, arm))
