@@ -1,7 +1,8 @@
 """The schema of evidence.json, the file from which the page and the tables are made.
 
 A comparison has several arms, which are variants of one recipe, with the same seeds. Runs of two
-arms (one is usually the baseline) are paired if they have the same seed.
+arms (one is usually the baseline) are paired if they have the same seed and differ only as the plan
+allows.
 
 `read_evidence` turns the file into these dataclasses, and raises a one-line error with the name of
 the key if the file does not match them. A number that is not finite is null in the file and None
@@ -441,7 +442,7 @@ class Evidence:
     repeat: Repeat | None  # None if the comparison is quick or trains nothing
     mcnemar: dict[str, tuple[PredictionTest, ...]]  # by arm; for information only
     subjects: dict[str, SplitTests]  # by split; empty without recordings
-    flow: dict[str, dict[str, Quantity]]  # by arm and quantity; empty unless all are watched
+    flow: dict[str, dict[str, Quantity]]  # by arm and quantity; empty unless every arm is watched
     timing: StepTiming | None  # None if steps were not timed
     rounds: dict[str, RoundTimes]  # by arm; empty without rounds
 
