@@ -1,4 +1,4 @@
-"""`frostlab compare`: compare arms (a recipe with several treatments), trained here or before."""
+"""`frostlab compare` and `judge`: compare arms (variants of a recipe), trained here or before."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ from frostlab.errors import BadInput
 if TYPE_CHECKING:
     from frostlab.comparison.run import Comparison
 
-_WITH_RUNS = ("sources", "runs", "metric", "allow", "out", "as_json")  # options that --runs allows
+_WITH_RUNS = ("sources", "runs", "metric", "allow", "out", "as_json")  # allowed with --runs
 
 
 def compare(
@@ -63,7 +63,7 @@ def compare(
         str | None,
         typer.Option(
             metavar="SETTING",
-            help="Tune lr or weight decay (decay) for each arm: 1/3, 1 and 3 × its value, "
+            help="Tune lr or weight decay (decay) for each arm: 1/3, 1 and 3 × the recipe's value, "
             "each with every seed.",
         ),
     ] = None,
@@ -95,7 +95,8 @@ def compare(
         bool,
         typer.Option(
             "--quick",
-            help="Try it: three seeds (too few for a verdict), short runs, little timing.",
+            help="Try it: short runs and, by default, three seeds (too few for a verdict) and 20 s "
+            "of step timing.",
         ),
     ] = False,
     jobs: Annotated[
@@ -158,7 +159,7 @@ def compare(
 
 
 def _refuse_training_options(context: typer.Context) -> None:
-    """Refuse options that only training uses; an environment variable is not an option."""
+    """Refuse options that only training uses; values of environment variables are ignored."""
     for parameter in context.command.params:
         name = str(parameter.name)
         source = context.get_parameter_source(name)
@@ -195,7 +196,7 @@ def judge(
 ) -> None:
     """Judge a finished comparison again from its runs, without training.
 
-    This replaces its evidence.json and its page.
+    This replaces evidence.json, comparison.json, timing.json and the page.
     """
     from frostlab.comparison.run import judge_again
 

@@ -36,7 +36,8 @@ def diagnose(
         str,
         typer.Argument(
             metavar="RUN|RECIPE",
-            help="A run with --set watch.every_n_steps=N, or a recipe to train first.",
+            help="A run that was trained with --set watch.every_n_steps=N, or a recipe, which is "
+            "trained first.",
         ),
     ],
     epochs: Annotated[
@@ -76,8 +77,8 @@ def diagnose(
     evaluate.target, and for EEG the validation correlation, the gradient of the
     first layers and the change of their weights.
 
-    The exit code is 1 if a part does not learn although it is not frozen, if the
-    run diverged, or if a recipe misses a target.
+    The exit code is 1 if a part that is not frozen does not learn or explodes, if a
+    frozen part moved, if the run diverged, or if a recipe misses a target.
     """
     folder = _find_run(source, runs)
     recipe_options = {"--epochs": epochs, "--steps": steps, "--set": settings, "--seed": seed,
@@ -114,7 +115,8 @@ def _read(folder: Path) -> "Diagnosis":
 def _find_run(source: str, runs: Path) -> Path | None:
     """Return the run that `source` names, or None for a recipe.
 
-    `source` is tried as the full name of a run, as a recipe, and as the beginning of a run's name.
+    `source` is tried as the folder or full name of a run, as a recipe, and as the beginning of a
+    run's name.
     """
     from frostlab.recipe.load import shipped_recipes
     from frostlab.records.index import find_run, is_run
@@ -139,7 +141,7 @@ def _shortened(
     changes: dict[str, Any],
     seed: int | None,
 ) -> tuple["Recipe", str]:
-    """Return a recipe, shortened and set to measure gradient flow, and the name of its run."""
+    """Return the recipe, shortened and with gradient flow measured, and the name of its run."""
     from frostlab.recipe.load import load_recipe, recipe_name, short_run_settings
 
     for option, value in (("--epochs", epochs), ("--steps", steps)):
@@ -213,7 +215,7 @@ def _show(
 
 
 def _show_flows(diagnosis: "Diagnosis", width: int | None) -> None:
-    """Print the findings; then, for every stage, a table, a heat map and the paths of its pages."""
+    """Print the findings; then, for every stage, a table and, if measured, a map and its pages."""
     from frostlab.flow.show import flow_map_text, flow_page
 
     where = f"{diagnosis.folder}, {diagnosis.status}, step {diagnosis.step}"

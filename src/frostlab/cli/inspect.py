@@ -55,7 +55,8 @@ def inspect(
 ) -> None:
     """Show a model's parts, which of them are trainable, and how much freezing can save at most.
 
-    No weights and no data are read; from the hub, only a config is downloaded.
+    No weights and no data are read. From the hub, only a config is downloaded, and
+    with --trust-remote-code the model's code.
     """
     selections = [text for text in freeze.split(",") if text.strip()]
     if freeze and not selections:
@@ -91,7 +92,7 @@ def inspect(
 
 
 def _model_anatomy(name: str, recipes: list[str]) -> tuple["Anatomy", str]:
-    """Return a model's parts and its source; if it is unknown, suggest a recipe of similar name."""
+    """Return a model's parts and its source; for an unknown name, suggest a similar recipe."""
     from frostlab.models.build import blueprint
     from frostlab.roles.read import anatomy
 

@@ -20,7 +20,7 @@ from frostlab.text import plain, printable
 
 
 def _without_value(params: list[Any]) -> list[Any]:
-    """Show a flag in --help as `--json`, not as `--json <bool>`, because it takes no value."""
+    """Show a flag in --help as `--json`, not as `--json <bool>`."""
     for param in params:
         if getattr(param, "is_flag", False):
             param.metavar = ""
@@ -90,7 +90,7 @@ for _name, _command in _COMMANDS.items():
 
 
 def main() -> None:
-    """Run a command; print an error on one line and exit with 2 for bad input, 1 for a failure."""
+    """Run a command; print a `FrostlabError` on one line, and exit with 2 for bad input, else 1."""
     _quiet_libraries()
     _print_anything()
     try:

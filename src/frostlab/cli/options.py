@@ -29,7 +29,7 @@ Device = Annotated[
 
 
 def complete_run(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the names of runs that begin with the text before the cursor."""
+    """Return the names in the folder of runs that begin with the text before the cursor."""
     try:
         entries = sorted(os.listdir(ctx.params.get("runs") or os.environ.get(RUNS) or "runs"))
     except OSError:
@@ -92,12 +92,12 @@ Wide = Annotated[
 
 
 def width_of(wide: bool = False) -> int | None:
-    """Return the width of the terminal, 80 if it is not known; None for --wide."""
+    """Return the width of the terminal, or 80 if it is unknown; None with --wide."""
     return None if wide else shutil.get_terminal_size((80, 24)).columns
 
 
 def echo(text: object = "", err: bool = False) -> None:
-    """Print text, control characters escaped; all output of the commands goes through here."""
+    """Print text with control characters escaped."""
     typer.echo(printable(str(text)), err=err)
 
 
@@ -115,5 +115,5 @@ def check_data_dir(data_dir: Path | None) -> None:
 
 
 def is_first_process() -> bool:
-    """Return whether this is the process that prints: with torchrun, only rank 0."""
+    """Return whether this process prints; with torchrun, only rank 0 does."""
     return rank() == 0

@@ -34,7 +34,7 @@ def _known_runs(ctx: typer.Context) -> "list[Summary]":
 
 
 def complete_keys(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return lists of keys, such as `optim.lr,train.batch`, that begin with a text."""
+    """Complete the last key of a list such as `optim.lr,train.batch`."""
     from frostlab.records.query import keys_of
 
     before, comma, last = incomplete.rpartition(",")
@@ -44,7 +44,7 @@ def complete_keys(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def complete_where(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return filters that begin with a text: keys, or after a sign the values of the runs."""
+    """Complete a filter: with keys or, after a sign such as =, with values that runs have."""
     from frostlab.records.query import keys_of, value_of
 
     runs, match = _known_runs(ctx), _LAST_KEY.fullmatch(incomplete)
@@ -78,7 +78,8 @@ def list_runs(
         str,
         typer.Option(
             metavar="KEYS", autocompletion=complete_keys,
-            help="Sort by these keys, with - from the largest, e.g. -accuracy (default: by age).",
+            help="Sort by these keys, with - from the largest, e.g. -accuracy (default: oldest "
+            "first).",
         ),
     ] = "",
     keys: Annotated[
@@ -111,7 +112,7 @@ def list_runs(
     from frostlab.records.query import check_key, group_keys, grouped, listed, select
 
     source = context.get_parameter_source("runs")
-    # no runs yet is fine in the usual folder; a folder that the user names here must exist
+    # Without --runs, the folder may be missing, because there may be no runs yet.
     usual = source is None or source.name != "COMMANDLINE"
     every_run = [] if usual and not runs.exists() else read_runs(runs)
     chosen = select(every_run, ",".join(where or ()), "" if group else sort)
@@ -181,7 +182,7 @@ def _find(text: str, runs: Path) -> Path:
 
 
 def _show_comparison(folder: Path, width: int | None, as_json: bool) -> None:
-    """Print the conclusions, arms, files and notes of a comparison."""
+    """Print the tags, conclusions, arms, files and notes of a comparison."""
     from frostlab.comparison.evidence import read_evidence
     from frostlab.comparison.page import show as conclusions
     from frostlab.records.annotations import read_annotations
@@ -211,7 +212,7 @@ def _show_comparison(folder: Path, width: int | None, as_json: bool) -> None:
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """Return the files of a comparison's folder with their sizes, and its folders of runs."""
+    """Return a comparison's files with their sizes, and its folders with their numbers of runs."""
     files = {}
     for path in sorted(folder.iterdir()):
         if path.is_dir():
@@ -277,7 +278,7 @@ def note(
     text: Annotated[str, typer.Argument(metavar="TEXT", help="The note, in quotes.")],
     runs: RunsFolder = Path("runs"),
 ) -> None:
-    """Add a note to a run or a comparison; `runs` and `show` show it."""
+    """Add a note to a run or a comparison; `show` shows it, and `runs` a run's last note."""
     from frostlab.records.annotations import add_note
 
     folder = _find(run, runs)
@@ -291,7 +292,7 @@ def tag(
     remove: Annotated[bool, typer.Option("--remove", help="Remove the tag instead.")] = False,
     runs: RunsFolder = Path("runs"),
 ) -> None:
-    """Tag a run or a comparison; `runs --where tag=keep` finds it, and `clean` keeps it."""
+    """Tag a run or a comparison; `runs --where tag=TAG` finds such runs, and `clean` keeps them."""
     from frostlab.records.annotations import add_tag, remove_tag
 
     folder = _find(run, runs)
@@ -302,7 +303,7 @@ def tag(
 def clean(
     older: Annotated[
         str,
-        typer.Option(metavar="TIME", help="Remove runs that ended longer ago, e.g. 30d, 12h, 2w."),
+        typer.Option(metavar="TIME", help="Least age of runs to remove, e.g. 30d, 12h or 2w."),
     ],
     keep: Annotated[
         str,
@@ -363,7 +364,8 @@ def verify(
     """Check that finished runs and comparisons are as they were written.
 
     Each has a manifest with the checksums of its files. One line is printed for every
-    file that was changed, added or removed; the exit code is then 1.
+    file that was changed, added or removed, and for every run or comparison without a
+    manifest; the exit code is then 1.
     """
     from frostlab.records.manifest import verify as verify_folder
 

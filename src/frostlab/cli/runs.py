@@ -27,7 +27,7 @@ from frostlab.text import plain, wrapped
 
 
 def recipes(as_json: AsJson = False) -> None:
-    """List the recipes and comparisons that ship with frostlab, one line each.
+    """List the recipes and comparisons that ship with frostlab.
 
     With --json: a list of objects with the keys kind (recipe or comparison), name and about.
     """
@@ -63,7 +63,11 @@ def run(
     seed: Seed = None,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Continue the newest unfinished run of this recipe."),
+        typer.Option(
+            "--resume",
+            help="Continue the newest unfinished run of this recipe, or the run in --out; if there "
+            "is none, start one.",
+        ),
     ] = False,
     data_dir: DataDir = None,
     out: Annotated[
@@ -108,18 +112,15 @@ def run(
 def exits(
     run: RunName,
     data_dir: DataDir = None,
-    device: Annotated[
-        str | None,
-        typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:2 or mps (default: the run's)."),
-    ] = None,
+    device: Device = None,
     runs: RunsFolder = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
     """Measure the loss and the cost of a finished language model at every layer.
 
     Each layer is evaluated as if the model ended there, with the run's best
-    weights and on the split of its reported result. The table is also written to
-    exits.json in the run's folder.
+    weights and on the report split. The results are also written to exits.json in
+    the run's folder.
     """
     from frostlab.records.index import find_run
 

@@ -220,7 +220,9 @@ def generate(
     prompts: Annotated[
         list[str],
         typer.Option(
-            "--prompt", metavar="TEXT", help='Text to continue; can be repeated; "" begins a text.'
+            "--prompt",
+            metavar="TEXT",
+            help='Text to continue; "" begins a new text; can be repeated.',
         ),
     ],
     samples: Annotated[
@@ -247,8 +249,8 @@ def generate(
     """Continue prompts with the language models of one or several runs.
 
     Samples with the same number are drawn with the same random numbers for every
-    run and prompt. A sample ends at the end token [end], after --tokens tokens
-    [length], or at the model's last position [positions].
+    run and prompt. The mark of a sample says where it ended: at the end token (end),
+    after --tokens tokens (length), or at the model's last position (positions).
     """
     count = samples if samples is not None else 5 if temperature else 1
     loaded = list(dict.fromkeys(_load(runs, name) for name in names))

@@ -1,7 +1,8 @@
 """The schema of evidence.json, the file from which the page and the tables are made.
 
-A comparison trains several arms, which are variants of one recipe, with the same seeds. Each run
-is paired with the run of another arm (usually the baseline) that has the same seed.
+A comparison has several arms, which are variants of one recipe, with the same seeds. Runs of two
+arms (one is usually the baseline) are paired if they have the same seed and differ only as the plan
+allows.
 
 `read_evidence` turns the file into these dataclasses, and raises a one-line error with the name of
 the key if the file does not match them. A number that is not finite is null in the file and None
@@ -45,9 +46,10 @@ class Effect:
 
 @dataclass(frozen=True)
 class Limit:
-    """The largest cost that does not matter, and what the interval says about it (`Margin`)."""
+    """The largest cost that does not matter, compared with the interval (`verdict.Margin`)."""
 
-    answer: Literal["yes", "no", "not shown"]  # does the interval exclude a larger cost?
+    # yes: larger costs are excluded; no: the interval holds only larger costs; not shown: neither
+    answer: Literal["yes", "no", "not shown"]
     limit: float  # the margin in the rules' unit
     cost: float | None  # the margin in the effect's unit
     largest: float | None  # largest cost inside the interval; None if it is not bounded
@@ -66,14 +68,14 @@ class ArmVerdict:
     family: int  # number of statements whose intervals hold simultaneously
     paired: Effect | None  # None if there is no pair of values
     could_have_seen: float | None  # effect that would have been found with a probability of 80 %
-    margin: Limit | None  # None if the rules set no margin
+    margin: Limit | None  # None without a margin in the rules, or without two pairs
     anytime: tuple[float | None, float | None] | None  # interval valid however often one looks
     improvement: float | None  # how often a run of the arm beats one of the other arm
-    population: Effect | None  # for other test examples; None without stored predictions
-    skewed: float | None  # skewness of the differences if it makes false alarms more frequent
-    missing: dict[str, int]  # by arm: number of runs that diverged or failed
-    together: tuple[str, ...]  # compared settings that differ together, if more than one
-    notes: tuple[str, ...]  # remarks, such as the reason of every run that did not finish
+    population: Effect | None  # for other test examples; only for accuracy with predictions
+    skewed: float | None  # skewness of the differences, or its mean over all arms, if notable
+    missing: dict[str, int]  # by arm: number of runs without a finite value
+    together: tuple[str, ...]  # factors that differ together, if several (`Plan.together`)
+    notes: tuple[str, ...]  # remarks, such as why a run has no value
 
     @property
     def text(self) -> str:
@@ -81,7 +83,7 @@ class ArmVerdict:
         return " ".join([self.sentence, *(f"Note: {note}." for note in self.notes)])
 
     def qualified(self, shortcomings: Mapping[str, str]) -> "ArmVerdict":
-        """Return the verdict with its shortcomings: in the sentence, and explained in notes."""
+        """Return the verdict with shortcomings named in the sentence and explained in notes."""
         if not shortcomings:
             return self
         sentence = f"{self.sentence.removesuffix('.')}; {', '.join(shortcomings)}."
@@ -169,8 +171,8 @@ class ArmEvidence:
     does: str  # what the arm's treatment does to the model, in one line
     runs: tuple[RunSummary, ...]  # in the order of the plan's seeds; chosen runs may lack some
     metrics: dict[str, Summary]  # by metric, over the finished runs that can be paired
-    parameters: Parameters | None  # None if no run finished
-    seconds: Summary | None  # total time of the finished runs; None if no run finished
+    parameters: Parameters | None  # of the first of these runs; None if there is none
+    seconds: Summary | None  # total time of these runs; None if there is none
 
     @property
     def finished(self) -> list[RunSummary]:
@@ -209,13 +211,13 @@ class VariedFact:
 
 @dataclass(frozen=True)
 class ComparedOrder:
-    """The steps of two paired runs whose examples were compared, if not all of them were."""
+    """Two paired runs whose examples were compared for a part of their common steps only."""
 
     arm: str
     against: str  # the other arm
     seed: int
     steps: int  # steps that both runs took
-    compared: int  # so many of these steps, from the first on, have equal examples by digest
+    compared: int  # the examples were compared up to this step
 
 
 @dataclass(frozen=True)
@@ -296,9 +298,9 @@ class TimedArm:
     ms: float  # per step, median
     ms_mean: float
     ratio: float | None  # to the baseline's time; None for the baseline
-    low: float | None  # ends of the ratio's interval; all arms' hold simultaneously
+    low: float | None  # ends of the ratio's interval; the intervals of all arms hold together
     high: float | None
-    ceiling: float | None  # smallest ratio that the saved FLOPs explain
+    ceiling: float | None  # smallest ratio that the saved FLOPs explain; None if unknown
     limits: dict[str, Any] | None  # FLOPs and memory traffic with and without the treatment
     flag: str | None  # likely reason if the whole interval is below the ceiling
     word: Word | None  # verdict on the time; None for the baseline
@@ -323,7 +325,7 @@ class StepTiming:
     notes: tuple[str, ...]  # drift of the baseline, and load by other processes
     steps_per_block: int
     batches: int  # distinct batches that were timed
-    builds: int  # how often every arm was built
+    builds: int  # how often every arm was built and timed
     rounds: int  # in each round, every arm takes one block of steps
     seconds: float  # duration of the rounds and of building the arms again
     stopped_by: str  # `width` (every interval was narrow enough) or `time` (limit reached)
@@ -338,7 +340,7 @@ class RoundTimes:
     """The times of one arm's whole runs, which alternated with runs of the other arms."""
 
     seconds: tuple[float, ...]  # by round: total time of the arm's run
-    paired: Effect | None  # ratio to the baseline's time; None for the baseline
+    paired: Effect | None  # ratio to the baseline's time; None for the baseline, or without pairs
     finished: bool  # whether every run finished
 
 
@@ -369,7 +371,7 @@ class Assay:
 
 @dataclass(frozen=True)
 class Made:
-    """How a comparison was made, as its first run recorded it, and what is needed to repeat it."""
+    """How a comparison was made; the machine, the software and the data are the first run's."""
 
     plan: str  # digest of the plan without its seeds
     data: str  # digest of the prepared data
@@ -381,10 +383,10 @@ class Made:
     versions: dict[str, str]
     commit: str | None  # of frostlab's checkout; None if it is installed
     code: str | None  # digest of frostlab's code
-    command: str
+    command: str  # that started the first run
 
     def lines(self, repeatable: bool = True) -> list[str]:
-        """Return these facts in words; `repeatable` says whether the plan can be carried out."""
+        """Return these facts in words; `repeatable`: the plan can be carried out again."""
         weights = f"; pretrained weights {self.source}" if self.source else ""
         weights += f" at revision {self.revision}" if self.revision else ""
         commit = f", commit {self.commit}" if self.commit else ""
@@ -420,33 +422,33 @@ class Evidence:
     baseline: str  # name of the arm
     look: int  # number of the look at this question, counted from 1
     earlier_looks: tuple[EarlierLook, ...]  # in any folder
-    jobs: int  # number of runs in parallel
+    jobs: int  # largest number of parallel runs
     caution: str | None  # a warning about the data or the runs, to show with every number
     data: DataRecord | None  # of the first run; None if it cannot be read
-    pairs: int  # number of pairs of finished runs that were compared with the baseline
+    pairs: int  # number of finished runs that were paired with a finished run of the baseline
     confounds: dict[str, tuple[str, ...]]  # by arm: other settings that differ from the baseline
     tuning: tuple[TunedSetting, ...]
     arms: dict[str, ArmEvidence]
     refused_pairs: tuple[RefusedPair, ...]
     partly_compared: tuple[ComparedOrder, ...]  # pairs whose order of examples is partly unknown
-    varied_facts: tuple[VariedFact, ...]  # about the environment; empty if all runs shared it
+    varied_facts: tuple[VariedFact, ...]  # about the environment; empty if it is always the same
     verdicts: dict[str, ArmVerdict]  # by arm, on the plan's metric
     secondary: dict[str, dict[str, Effect | None]]  # by metric and arm; these have no verdict
     contrasts: tuple[Answer, ...]
-    oelm: str | None  # name of the arm with orthogonal frozen query and key weights
+    oelm: str | None  # arm with orthogonal frozen query and key weights (see `oelm_arm`)
     orthogonality: ArmVerdict | None  # orthogonal against random frozen query and key weights
     equal_norms: bool  # whether each head has the same norm in both arms of `orthogonality`
     assay: Assay | None  # None if no harm was planted
-    repeat: Repeat | None  # None in a quick comparison
+    repeat: Repeat | None  # None if the comparison is quick or trains nothing
     mcnemar: dict[str, tuple[PredictionTest, ...]]  # by arm; for information only
     subjects: dict[str, SplitTests]  # by split; empty without recordings
-    flow: dict[str, dict[str, Quantity]]  # by arm and quantity; empty if not watched
+    flow: dict[str, dict[str, Quantity]]  # by arm and quantity; empty unless every arm is watched
     timing: StepTiming | None  # None if steps were not timed
     rounds: dict[str, RoundTimes]  # by arm; empty without rounds
 
     @property
     def rules(self) -> Rules:
-        """The plan's rules, with the number of this look and what earlier looks spent."""
+        """The plan's rules, with the number of this look and the alpha that earlier looks spent."""
         spent = sum(look.spent for look in self.earlier_looks)
         return self.plan.rules.model_copy(update={"look": self.look, "spent": spent})
 

@@ -83,10 +83,10 @@ def gather(
         folder: the comparison's folder, to which the paths of runs become relative.
         trials: the runs of every arm, seed and tuned setting.
         rounds: the whole runs that were only timed, by arm and round.
-        repeat: a second run of the baseline with the first seed.
-        assay: the runs of the baseline with a planted harm.
+        repeat: a second run of the baseline with the first seed, if there is one.
+        assay: the runs of the baseline with a planted harm, if there are any.
         looks: the current look at the results, and the looks before it.
-        jobs: number of runs that shared the machine.
+        jobs: largest number of parallel runs.
     """
     runs = Runs.read(plan, trials, folder)
     metrics = METRICS[plan.recipe_of(plan.baseline, plan.seeds[0]).data.task]
@@ -147,7 +147,7 @@ def gather(
 
 
 def results_of(plan: Plan, trials: Trials) -> dict[str, float | str | None]:
-    """Return the metric's value of every run, or the status of a run that did not finish."""
+    """Return, by recipe digest, every run's metric, or its status if it did not finish."""
     return {
         record.start.recipe_digest: record.metrics.get(plan.rules.metric)
         if status_of(record) == "finished"
@@ -171,7 +171,7 @@ def _partly_compared(runs: Runs) -> Iterable[ComparedOrder]:
 
 
 def _arm(runs: Runs, name: str, metrics: Sequence[str]) -> ArmEvidence:
-    """Summarize the finished runs of one arm, without those that cannot be paired."""
+    """List the runs of one arm, and summarize those that finished and can be paired."""
     own_runs = tuple(runs.summaries[name, seed] for seed in runs.seeds_of(name))
     refused = {pair.seed for pair in runs.refused if pair.arm == name}
     finished = [run for run in own_runs if run.finished and run.seed not in refused]
@@ -199,7 +199,7 @@ class Judged:
     The statements are: every arm against the baseline, the plan's contrasts, and the question
     whether orthogonality is needed. A statement is about values (a run's metric) or about gains
     (how much a run improves from its first stage to its last). A pair of arms that is named twice
-    is one statement.
+    counts as one statement.
     """
 
     def __init__(self, runs: Runs, rules: Rules) -> None:
@@ -249,11 +249,11 @@ class Judged:
 
     def _statement(self, arm: str, against: str, of: str) -> Statement:
         plan = self.runs.plan
-        arms = {each.name: each for each in plan.arms}
+        arms = {own.name: own for own in plan.arms}
         differing = plan.confounds_between(arms[against], arms[arm])
         unproven = self.runs.unproven.get(arm) or self.runs.unproven.get(against)
-        # for values against the baseline, `_judge` leaves out the refused pairs; for gains and
-        # against other arms, one refused pair makes the statement unproven
+        # A refused pair is left out of values against the baseline (see `_judge`). It makes a
+        # statement about gains, or about two other arms, unproven.
         is_baseline = against == plan.baseline.name
         if unproven is None and (of == "gain" or not is_baseline):
             unproven = self.runs.why_unpaired(arm, against)
@@ -304,7 +304,7 @@ def _at_chance(runs: Runs, arm: str) -> bool:
 
     It may be if its mean over seeds is within two standard errors of that class's frequency. For a
     correlation, return whether its interval over seeds includes 0. Other metrics have no known
-    chance level.
+    chance level, so the answer is False.
     """
     own_runs = [runs.summaries[arm, seed] for seed in runs.seeds_of(arm)]
     metric = runs.plan.rules.metric
@@ -314,8 +314,8 @@ def _at_chance(runs: Runs, arm: str) -> bool:
         effect = paired(values, [0.0] * len(values))
         return effect.low <= 0 <= effect.high
     predictions = next(
-        (each for seed in runs.seeds_of(arm)
-         if (each := runs.records[arm, seed].predictions) is not None), None
+        (stored_predictions for seed in runs.seeds_of(arm)
+         if (stored_predictions := runs.records[arm, seed].predictions) is not None), None
     )  # fmt: skip
     if metric != "accuracy" or predictions is None or not values:
         return False
@@ -325,7 +325,7 @@ def _at_chance(runs: Runs, arm: str) -> bool:
 
 
 def _population(runs: Runs, arm: str, against: str, alpha: float) -> Paired | None:
-    """Estimate the difference in accuracy for other test examples; None without predictions."""
+    """Estimate the difference in accuracy for other test examples; None if it is unknown."""
     if runs.plan.rules.metric != "accuracy":
         return None
     left_out = {pair.seed for pair in runs.refused if pair.arm in (arm, against)}
@@ -428,7 +428,7 @@ def _correct_predictions(record: RunRecord) -> list[bool] | None:
 
 
 def _round_times(plan: Plan, rounds: Mapping[tuple[str, int], RunSummary]) -> dict[str, RoundTimes]:
-    """Return the total times of the timed whole runs by arm, paired by round with the baseline."""
+    """Return the times of the timed whole runs by arm, and their ratio to the baseline's."""
     if not rounds:
         return {}
     baseline = plan.baseline.name
@@ -452,7 +452,7 @@ def _round_times(plan: Plan, rounds: Mapping[tuple[str, int], RunSummary]) -> di
 def subject_tests(
     plan: Plan, records: Records, refused: Iterable[RefusedPair]
 ) -> dict[str, SplitTests]:
-    """Test EEG decoders on every split: arm against baseline by subject, and against ridge by seed.
+    """Test EEG decoders on each split: against the baseline by subject, against ridge by seed.
 
     Each subject counts once, with its mean Fisher z over the seeds that both arms have. Runs of
     other tasks have no file of scores and are skipped.
@@ -542,7 +542,7 @@ def _subject_test(
 
 
 def _gradient_flow(plan: Plan, records: Records, runs: Runs) -> dict[str, dict[str, Quantity]]:
-    """Return the gradient-flow quantities by arm; empty if an arm does not measure them."""
+    """Return the gradient-flow quantities by arm; empty unless every arm measures them."""
     if any(plan.recipe_of(arm, plan.seeds[0]).watch is None for arm in plan.arms):
         return {}
     measured = {
@@ -561,10 +561,10 @@ def _gradient_flow(plan: Plan, records: Records, runs: Runs) -> dict[str, dict[s
 
 
 def _measure_flow(folder: Path) -> dict[str, float]:
-    """Return the gradient-flow quantities of a run's last stage, if they are positive and finite.
+    """Return those gradient-flow quantities of a run's last stage that are positive and finite.
 
-    They are the gradient size of the front layers relative to the head's, the change of the front
-    weights' range, and the update/weight ratio of the front layers.
+    The quantities are the gradient size of the front layers relative to the head's, the relative
+    change of the front weights' range, and the update/weight ratio of the front layers.
     """
     flow = list(flows_of(folder).values())[-1]
     ends = flow.depth_ratios()

@@ -1,8 +1,8 @@
 """Loading of a comparison's plan from a recipe, a YAML file, a dict or runs, with all checks.
 
 A comparison has the keys of a `Plan` in a shorter notation: `seeds: 6` and `arms: baseline,oelm`
-are enough, and the rules are keys at the top level. The plan of runs that have ended follows from
-their recipes: what differs between two groups of runs makes them arms.
+replace lists, and the rules are keys at the top level. The plan of runs that have ended follows
+from their recipes: each group of runs is an arm, named after its differences from the others.
 """
 
 import glob
@@ -47,11 +47,11 @@ Source = str | Path | dict[str, Any] | Recipe
 _RULES = ("metric", "alpha", "minimum_effect", "margin", "looks")
 _SET_HERE = ("name", "rules", "quick")  # keys of a plan that a comparison's file may not set
 KEYS = ("about", "set", *_RULES, *(key for key in Plan.model_fields if key not in _SET_HERE))
-_INSTEAD = {"treatment": "arms", "seed": "seeds"}  # keys to use for settings that cannot be set
+_INSTEAD = {"treatment": "arms", "seed": "seeds"}  # settings that cannot be set: the key to use
 _TUNABLE = {"lr": "optim.lr", "decay": "optim.decay"}  # settings that can be tuned by name alone
 _GRID = (1 / 3, 1.0, 3.0)  # default grid, in multiples of the recipe's value
 _SAME = ("about", "seed", "treatment")  # recipe keys that are not settings of an arm
-_LONG_PATH = 300  # characters of a path in an error message
+_LONG_PATH = 300  # most characters of a path in an error message
 _QUICK_SEEDS, _QUICK_TIMING = 3, {"seconds": 20.0}  # defaults of a quick comparison
 
 
@@ -65,11 +65,11 @@ def make_plan(
     """Return the checked plan of a comparison.
 
     Args:
-        source: a comparison, or a recipe if `changes` gives the arms: a shipped name, a YAML file
-            or a dict.
+        source: a comparison, or a recipe if `changes` gives the arms: a shipped name, a YAML file,
+            a dict or a `Recipe`.
         changes: keys of a comparison that override the source's keys.
         settings: recipe settings for every arm by dotted key, such as `{"optim.lr": 1e-4}`.
-        quick: plan fewer seeds and shorter step timing, unless the source sets them.
+        quick: plan short runs, and by default fewer seeds and shorter step timing.
     """
     values, label = _read(source)
     values |= changes or {}
@@ -117,7 +117,7 @@ def make_plan(
 
 
 def is_stored_plan(source: Source, changes: Mapping[str, Any], quick: bool) -> bool:
-    """Return whether the source is the plan.json of a comparison; refuse any change to it."""
+    """Return whether the source is a .json file, that is, a stored plan; refuse changes to it."""
     if not isinstance(source, str | Path) or not str(source).endswith(".json"):
         return False
     if changes or quick:
@@ -209,8 +209,8 @@ def _arms(value: Any, label: str) -> Any:
 def _arm(value: Any, label: str) -> dict[str, Any]:
     """Return an arm's keys with its treatment.
 
-    By default, the treatment is the one with the arm's name. An arm that only sets other settings
-    may have any name, and has no treatment.
+    By default, the treatment is the one with the arm's name. If no treatment has this name, and
+    the arm has the key `set`, it has no treatment.
     """
     if isinstance(value, str):
         value = {"name": value, "treatment": value}
@@ -228,7 +228,10 @@ def _arm(value: Any, label: str) -> dict[str, Any]:
 
 
 def _seeds(value: Any, quick: bool) -> Any:
-    """Turn a number of seeds into the list 0, 1, …, and return other values as a list."""
+    """Turn a number of seeds into the list 0, 1, …, and None into the default seeds.
+
+    Other values are treated as by `_as_list`.
+    """
     if value is None:
         value = _QUICK_SEEDS if quick else DEFAULT_SEEDS
     if isinstance(value, int) and not isinstance(value, bool):
@@ -241,7 +244,7 @@ def _seeds(value: Any, quick: bool) -> Any:
 
 
 def _rules(values: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
-    """Return the values of `Rules`, with the recipe's metric by default."""
+    """Return the values of `Rules`; the recipe's metric and that metric's margin are defaults."""
     metric, task = values.get("metric") or recipe.metric, recipe.data.task
     if not isinstance(metric, str) or metric not in METRICS[task]:
         raise BadInput(
@@ -259,7 +262,7 @@ def _rules(values: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
 
 
 def _tune(value: Any, recipe: Recipe) -> Any:
-    """Return the settings to tune; `lr` or `decay` gets a grid around the recipe's value."""
+    """Return the settings to tune; `lr` and `decay` get a grid around the recipe's value."""
     if isinstance(value, dict):
         return [value]
     if not isinstance(value, str):
@@ -282,8 +285,8 @@ RunsOf = str | Path | RunRecord | Iterable[str | Path | RunRecord]  # the runs o
 def plan_of_runs(groups: Sequence[RunsOf], changes: Mapping[str, Any] | None = None) -> Plan:
     """Return the plan that compares groups of runs, each of which becomes an arm.
 
-    The first group is the baseline. Arms get their names from what differs between them. The paths
-    of the runs in the plan are absolute.
+    The first group is the baseline. Arms are named after their treatments and the settings that
+    differ. The paths of the runs in the plan are absolute.
 
     Args:
         groups: for each arm a run's folder, a folder of runs, a pattern such as `runs/a-*`, or a
@@ -306,8 +309,8 @@ def plan_of_runs(groups: Sequence[RunsOf], changes: Mapping[str, Any] | None = N
         for arm in others:
             if arm.first.recipe.metric != first.metric:
                 raise BadInput(
-                    f"{baseline.label} was selected by {first.metric}, and {arm.label} by "
-                    f"{arm.first.recipe.metric}; name the metric to compare with --metric"
+                    f"the weights of {baseline.label} were selected by {first.metric}, and those "
+                    f"of {arm.label} by {arm.first.recipe.metric}; choose a metric with --metric"
                 )
     rules = _rules(dict(changes), first)
     for arm in arms:
@@ -345,7 +348,7 @@ def plan_of_runs(groups: Sequence[RunsOf], changes: Mapping[str, Any] | None = N
 
 @dataclass(frozen=True)
 class _ChosenRuns:
-    """The runs of one arm by seed, which differ in nothing but the seed."""
+    """The runs of one arm by seed, whose treatment and settings are equal."""
 
     label: str  # the user's text, for error messages
     runs: dict[int, RunRecord]
@@ -396,7 +399,7 @@ class _ChosenRuns:
         return {run.digests.data for run in self.runs.values()}
 
     def check_metric(self, metric: str) -> None:
-        """Refuse a run that finished without the metric, such as one that was registered later."""
+        """Refuse a finished run that does not report the metric."""
         for run in self.runs.values():
             if _has_ended(run) and run.status == "finished" and metric not in run.metrics:
                 hint = nearest(metric, run.metrics)
@@ -408,7 +411,10 @@ def _has_ended(run: RunRecord) -> bool:
 
 
 def _name_of(arms: Sequence[_ChosenRuns]) -> str:
-    """Return the name of the recipe; runs of a planned comparison have their arm's name instead."""
+    """Return the name that the arms' runs share, else the names of their data and model.
+
+    A run is named after its recipe or, in a planned comparison, after its arm.
+    """
     first, names = arms[0].first, {arm.first.start.name for arm in arms}
     if len(names) > 1:
         return recipe_name(f"{first.recipe.data.name}-{first.recipe.model.kind}")
@@ -416,7 +422,7 @@ def _name_of(arms: Sequence[_ChosenRuns]) -> str:
 
 
 def _names(group: RunsOf) -> list[str | Path]:
-    """Return the folders and patterns in which the runs of an arm are given."""
+    """Return the folders and patterns that name the runs of an arm."""
     if isinstance(group, RunRecord):
         return [group.folder]
     if isinstance(group, str | Path):
@@ -427,7 +433,7 @@ def _names(group: RunsOf) -> list[str | Path]:
 
 
 def _folders(name: str | Path) -> list[Path]:
-    """Return the folders of all runs in a folder, or of all that match a pattern."""
+    """Return the folder of a run, of all runs in a folder, or of all runs that match a pattern."""
     text, path = str(name), Path(name)
     if not text:
         raise BadInput("an arm has no runs: the name of a run or the pattern is empty")
@@ -445,7 +451,7 @@ def _folders(name: str | Path) -> list[Path]:
 
 
 def _no_match(text: str) -> str:
-    """Say that no run has been found, with the nearest folder that holds one."""
+    """Return the error message for a name or pattern without runs, with the nearest run's name."""
     if text in {*shipped_recipes(), *shipped_comparisons()} or text.endswith((".yaml", ".json")):
         return f"{text} is not a run: --runs compares runs that have ended, and trains no recipe"
     parent = Path(text) if os.path.isdir(text) else Path(text).parent
@@ -461,7 +467,7 @@ def _no_match(text: str) -> str:
 
 
 def _check_distinct(arms: Sequence[_ChosenRuns]) -> None:
-    """Refuse a run that is in two arms, and arms of one recipe."""
+    """Refuse a run that is in two arms, and two arms that were trained in the same way."""
     for i, arm in enumerate(arms):
         for other in arms[:i]:
             own = {run.folder for run in arm.runs.values()}
@@ -476,10 +482,12 @@ def _check_distinct(arms: Sequence[_ChosenRuns]) -> None:
 
 
 def _check_pairable(baseline: _ChosenRuns, arm: _ChosenRuns) -> None:
-    """Refuse runs of another task, of other data, or without a seed of the baseline."""
+    """Refuse an arm with another task or other data, or without a seed of the baseline."""
     tasks = [either.first.recipe.data.task for either in (baseline, arm)]
     if tasks[0] != tasks[1]:
-        raise BadInput(f"{baseline.label} is {tasks[0]}, and {arm.label} is {tasks[1]}")
+        raise BadInput(
+            f"the task of {baseline.label} is {tasks[0]}, and that of {arm.label} is {tasks[1]}"
+        )
     for key, value in _changed(baseline.settings["data"], arm.settings["data"], "data"):
         values = f"{shown(_value(baseline.settings, key))} and {shown(value)}"
         raise BadInput(
@@ -489,7 +497,7 @@ def _check_pairable(baseline: _ChosenRuns, arm: _ChosenRuns) -> None:
     if not baseline.data & arm.data:
         digests = " and ".join(min(either.data) for either in (baseline, arm))
         raise BadInput(
-            f"{baseline.label} and {arm.label} were trained with other data (digests {digests})"
+            f"{baseline.label} and {arm.label} were trained on different data (digests {digests})"
         )
     if not baseline.runs.keys() & arm.runs.keys():
         seeds = " and ".join(", ".join(map(str, either.runs)) for either in (baseline, arm))
@@ -497,14 +505,14 @@ def _check_pairable(baseline: _ChosenRuns, arm: _ChosenRuns) -> None:
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings that make an arm; the digest of the data counts, not their path."""
+    """Return the settings that define an arm, without the path of the data."""
     values = {key: value for key, value in recipe.to_dict().items() if key not in _SAME}
     values["data"] = {key: value for key, value in values["data"].items() if key != "path"}
     return values
 
 
 def _changed(left: Any, right: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted keys at which `right` differs, with its values.
+    """Yield the dotted keys at which `right` differs from `left`, with the values of `right`.
 
     Mappings with different keys, such as two kinds of model, differ as a whole.
     """
@@ -520,8 +528,8 @@ def _compared_settings(
 ) -> list[str]:
     """Return the settings that are compared like treatments.
 
-    A setting is compared if it is the only difference between an arm and the baseline. A setting
-    that differs together with the treatment, or with another setting, is a confound.
+    A setting is compared if it is the only difference between an arm and the baseline. If it
+    differs together with the treatment or another setting in any arm, it is a confound instead.
     """
     compared, together = list[str](), set[str]()
     for arm, changed in zip(arms, settings, strict=True):
@@ -533,7 +541,7 @@ def _compared_settings(
 
 
 def _arm_names(arms: Sequence[_ChosenRuns], settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Name each arm by its treatment and by the settings in which arms differ."""
+    """Name each arm by its treatment, if treatments differ, and by the settings that differ."""
     keys = list(dict.fromkeys(key for changed in settings for key in changed))
     surgeries = [arm.first.recipe.surgery for arm in arms]
     names: list[str] = []
@@ -541,7 +549,7 @@ def _arm_names(arms: Sequence[_ChosenRuns], settings: Sequence[Mapping[str, Any]
         parts = []
         if any(surgery != surgeries[0] for surgery in surgeries):
             treatment = arm.first.recipe.treatment_name
-            # The arm that is called baseline is the baseline of a plan.
+            # A plan takes the arm named baseline as its baseline, so only the first gets this name.
             is_plain = treatment in ("none", "baseline")
             parts.append(("none" if i else "baseline") if is_plain else treatment)
         for key in keys:
@@ -563,7 +571,7 @@ def _value(settings: Mapping[str, Any], key: str) -> Any:
 
 
 def _value_text(value: Any) -> str:
-    """Return a short text for the value of a setting; a section is named by its kind."""
+    """Return a short text for a setting's value: a section's kind, or a list's length."""
     if isinstance(value, dict):
         return str(value.get("kind", ""))
     if isinstance(value, list):

@@ -1,9 +1,9 @@
 """Looks at results, counted over all comparisons that ask the same question.
 
 A look is one analysis of the results. Whoever looks again, with more seeds, another metric or
-another folder, gets another chance of a false alarm. So every look is registered with its date in
-the user's cache, and a comparison counts the looks of its siblings: the comparisons of the same
-recipe that share at least two of its arms.
+another folder, gets another chance of a false alarm. So every new look is registered in the user's
+cache, and a comparison counts the looks of its siblings: the comparisons of the same recipe that
+share at least two of its arms.
 """
 
 import json
@@ -27,10 +27,10 @@ _MOST_REGISTERED = 2**26  # bytes of the register, at most
 class Look:
     """One line of the register."""
 
-    recipe: str  # digest of the recipe without its metric, treatment, seed and what is watched
+    recipe: str  # digest of the recipe without its metric and `_NOT_ASKED`
     arms: list[str]  # digests of all arms' treatments and settings
     plan: str  # digest of the plan
-    results: str  # digest of every result and of what is asked; if equal, it is the same look
+    results: str  # digest of results, rules, contrasts and arms; if equal, it is the same look
     spent: float  # the part of alpha that the look spent
     metric: str
     seeds: list[int]
@@ -43,7 +43,7 @@ class Looks:
     """The current look at a question, and the looks before it."""
 
     current: Look
-    earlier: tuple[Look, ...]  # looks at other results, in any folder
+    earlier: tuple[Look, ...]  # at the same question, with other results, in any folder
 
     @property
     def number(self) -> int:
@@ -67,11 +67,11 @@ def take_look(
 ) -> Looks:
     """Register a look at these results, and return it with all earlier looks at the same question.
 
-    `results` holds, for every run, the value of the metric or, if it did not finish, its status. If
-    the same results were seen before, nothing is registered, and the look that saw them
-    first is returned. `known` holds the looks that are stored in the comparison's folder; this
-    machine's register lacks them if the folder came from another machine. Looks with too few seeds
-    for a verdict are registered, and do not count.
+    `results` holds, for every run, the value of the metric or, if it did not finish, its status.
+    `known` holds the looks that are stored in the comparison's folder; this machine's register
+    lacks them if the folder came from another machine. Earlier looks with too few seeds for a
+    verdict do not count. If an earlier look that counts saw the same results, that look is
+    returned, and nothing is registered.
     """
     unnumbered = _look(plan, folder, results)
     path = cache_folder(None) / REGISTER
@@ -82,9 +82,9 @@ def take_look(
             raise FrostlabError(f"{path} is in use by another process")
         try:
             registered = [*known, *_registered(path)]
-            counting = (each for each in registered if len(each.seeds) >= LEAST_SEEDS)
-            looks = _distinct(each for each in counting if _is_sibling(each, unnumbered))
-            same = [i for i, each in enumerate(looks) if each.results == unnumbered.results]
+            counting = (past for past in registered if len(past.seeds) >= LEAST_SEEDS)
+            looks = _distinct(past for past in counting if _is_sibling(past, unnumbered))
+            same = [i for i, past in enumerate(looks) if past.results == unnumbered.results]
             if same:
                 return Looks(looks[same[0]], tuple(looks[: same[0]]))
             if len(looks) >= MOST_LOOKS - 1:
@@ -130,7 +130,7 @@ def _arm_digest(plan: Plan, name: str) -> str:
 
 
 def _registered(path: Path) -> list[Look]:
-    """Return the readable lines of the register; a line that was cut off by a crash is skipped."""
+    """Return the looks in the register; unreadable lines, such as one cut off, are skipped."""
     try:
         text = read_text(path, _MOST_REGISTERED)
     except FileNotFoundError:
@@ -145,7 +145,7 @@ def _registered(path: Path) -> list[Look]:
 
 
 def _is_cut_off(path: Path) -> bool:
-    """Return whether a file has a last line without an end."""
+    """Return whether the last line of a file lacks its newline."""
     with path.open("rb") as file:
         if file.seek(0, os.SEEK_END) == 0:
             return False

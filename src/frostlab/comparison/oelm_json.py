@@ -33,8 +33,8 @@ _QK = ("query", "key")
 def oelm_arm(plan: Plan) -> str | None:
     """Return the arm that freezes orthogonal query and key weights, or None.
 
-    Of several such arms, one that orthogonalizes the weights of each head and changes no other
-    setting comes first. The baseline is never returned.
+    Of several such arms, those that change no other setting come first, and among equals those that
+    orthogonalize the model's own weights of each head. The baseline is never returned.
     """
     arms = [arm for arm in plan.others if _is_oelm(_surgery(plan, arm))]
     arms.sort(key=lambda arm: (bool(arm.set), not _is_usual(_surgery(plan, arm))))
@@ -44,8 +44,8 @@ def oelm_arm(plan: Plan) -> str | None:
 def orthogonality_arms(plan: Plan) -> tuple[str, str] | None:
     """Return the two arms that show the effect of orthogonality, or None if one is missing.
 
-    Both freeze query and key; the first makes them orthogonal, the second random. Pairs with equal
-    other settings come first, then pairs with equal norms.
+    Both freeze query and key; the first makes them orthogonal, the second random. Of several pairs,
+    those with equal other settings come first, and among these those with equal norms.
     """
     surgeries = {arm.name: _surgery(plan, arm) for arm in plan.arms}
     pairs = [
@@ -308,7 +308,7 @@ def _environment(record: RunRecord) -> dict[str, Any]:
 
 
 def _arm_values(evidence: Evidence, name: str) -> dict[str, Any]:
-    """Return an arm's performance, trainable parameters and times, as means over finished runs."""
+    """Return an arm's performance, trainable parameters and times."""
     arm = evidence.arms[name]
     fraction, parameters = _trainable_fraction(arm), arm.parameters
     trainable = None
@@ -348,8 +348,7 @@ def _times(evidence: Evidence, name: str) -> dict[str, Any]:
 def _metric_gap(evidence: Evidence, arm: str, metric: str) -> dict[str, Any] | None:
     """Return an arm's paired effect on a metric with its interval; None without the metric.
 
-    A ratio becomes a difference in percent of the baseline. Only the metric that the plan chose has
-    a verdict.
+    A ratio becomes a difference in percent of the baseline. Only the plan's metric has a verdict.
     """
     verdict = evidence.verdicts[arm] if metric == evidence.rules.metric else None
     if verdict is None and metric not in evidence.secondary:
@@ -406,7 +405,7 @@ def _trust(evidence: Evidence, arm: str) -> dict[str, Any]:
 
 
 def whole_run_note(evidence: Evidence) -> str:
-    """Say how the runs were taken, and that their times are no evidence about speed."""
+    """Say how the runs were trained, and that their times are no evidence about speed."""
     taken = (
         "were trained at different times"
         if evidence.plan.runs

@@ -60,7 +60,7 @@ def page(evidence: Evidence) -> str:
 
 
 def show(evidence: Evidence, page: Path, width: int | None = 80) -> str:
-    """Return the main results as lines of `width` characters; `page` is the path of the page."""
+    """Return the main results in lines of up to `width` characters; `page` is the page's path."""
     metric, verdicts, timing = evidence.plan.rules.metric, evidence.verdicts, evidence.timing
     rows = [["arm", metric, "against baseline", "trainable"]]
     times = [["arm", "ms a step", "ratio to baseline"]]
@@ -78,7 +78,7 @@ def show(evidence: Evidence, page: Path, width: int | None = 80) -> str:
     lines = [*([f"{_QUICK}."] if evidence.plan.quick else []), *columns(rows, {1, 2, 3}, width), ""]
     lines += [*columns(times, {1, 2}, width), ""] if len(times) > 1 else []
     lines += [f"{name}: {verdict.sentence}" for name, verdict in verdicts.items()]
-    if evidence.plan.runs:  # chosen runs were not trained to fit together
+    if evidence.plan.runs:  # chosen runs may not fit together
         lines += [f"{name}: {note}" for name, verdict in verdicts.items() for note in verdict.notes]
         lines += map(str, evidence.refused_pairs)
     if timing is not None and not timing.proven:
@@ -126,10 +126,10 @@ def _controls(evidence: Evidence) -> list[str]:
         lines.append(_repeat_text(repeat, metric))
     if assay is not None:
         missed = "was NOT found, so this comparison cannot see a harm of that size"
-        found = _ASSAY.get(assay.verdict.word, missed)
+        outcome = _ASSAY.get(assay.verdict.word, missed)
         lines.append(
             f"The planted harm, a baseline trained for {assay.steps:,} of {assay.of:,} steps, "
-            f"{found}: {assay.verdict.sentence}"
+            f"{outcome}: {assay.verdict.sentence}"
         )
     return lines
 
@@ -153,7 +153,7 @@ def _earlier(look: EarlierLook) -> str:
 
 
 def _beside(evidence: Evidence) -> str:
-    """Return further numbers about every arm, from which no verdict follows."""
+    """Return further numbers about every arm but the baseline, from which no verdict follows."""
     verdicts = evidence.verdicts
     rows = []
     for name, verdict in verdicts.items():
@@ -172,9 +172,9 @@ def _beside(evidence: Evidence) -> str:
             "runs missing"]  # fmt: skip
     note = (
         "P(improvement): how often a run of the arm beats a run of the baseline, over all pairs of "
-        "runs. P(cost > margin): posterior probability under a flat prior, with a variance that is "
-        "pooled over the arms. However often one looks: an interval that stays valid if seeds are "
-        "added until it excludes 0 (or the ratio 1). For other test examples: seeds and test "
+        "runs. P(cost > margin): posterior probability under a flat prior, with a variance "
+        "pooled over similar arms. However often one looks: an interval that stays valid if seeds "
+        "are added until it excludes 0 (or the ratio 1). For other test examples: seeds and test "
         "examples are both taken as samples; only known for accuracy. No verdict follows from "
         "these numbers."
     )
@@ -189,7 +189,7 @@ def _ends(low: float | None, high: float | None, log: bool) -> str:
 
 
 def _arms(evidence: Evidence) -> str:
-    """Say what each arm does to the model; names alone say nothing."""
+    """Describe each arm: its treatment, and the settings that it changes."""
     lines = []
     for arm in evidence.plan.arms:
         settings = ", ".join(f"{key} {json.dumps(value)}" for key, value in arm.set.items())
@@ -207,9 +207,9 @@ def _planned_questions(evidence: Evidence) -> str:
 
 
 def _default_questions(evidence: Evidence) -> str:
-    """Answer the five questions of the OELM study about the OELM arm, else the first treated arm.
+    """Answer the five questions of the OELM study about the OELM arm, else the first other arm.
 
-    OELM freezes orthogonal queries and keys. A plan with questions of its own asks only those.
+    OELM freezes orthogonal query and key weights. The text is empty if the plan has questions.
     """
     if evidence.contrasts:
         return ""
@@ -250,7 +250,8 @@ def _performance(evidence: Evidence) -> str:
     ]
     used = {verdict.word for verdict in evidence.verdicts.values()}
     note = (
-        "Mean ± standard deviation over the runs that finished; cv is the coefficient of variation "
+        "Mean ± standard deviation over the runs that finished and can be paired; cv is the "
+        "coefficient of variation "
         "of the first metric. Clipped is the share of steps whose gradient was clipped. Frozen "
         "weights do not count in the gradient's norm, so an arm that freezes weights may be "
         "clipped less. The next table shows the effect over paired seeds. All "
@@ -268,7 +269,7 @@ def _performance(evidence: Evidence) -> str:
 
 
 def _adjusted_p(verdict: ArmVerdict) -> str:
-    """Return p times the number of statements: below the level, the interval excludes 0 (or 1)."""
+    """Format p times the number of statements, at most 1."""
     if verdict.paired is None or verdict.paired.p is None:
         return NONE
     return number(min(1.0, verdict.family * verdict.paired.p))
@@ -448,7 +449,7 @@ def _tuning_curves(setting: TunedSetting) -> str:
         note += " A best value was at an end of the grid, so the grid was extended once."
     if edges:
         note += f" The best value is still at an end of the grid for {escaped(', '.join(edges))}."
-    curves = "\n".join(f"    {line}" for line in lines)  # indented, so that no name can end it
+    curves = "\n".join(f"    {line}" for line in lines)  # no name can end an indented block
     return f"{note}\n\n{curves}"
 
 
@@ -483,7 +484,7 @@ def _differences(evidence: Evidence) -> str:
     if not evidence.pairs:
         lines.append("- No pair of runs finished, so nothing could be compared.")
     if not lines:
-        lines = ["- The arms differ only in the treatment: for every seed, the data, the examples "
+        lines = ["- The arms differ only in the treatment: for every pair, the data, the examples "
                  "of every step that both runs took, and untouched weights are equal by digest, "
                  "and device, precision, libraries and frostlab's code are equal."
                  ]  # fmt: skip
@@ -522,7 +523,7 @@ def _made(evidence: Evidence) -> str:
 
 
 def _link(folder: str) -> Markdown:
-    """Return a link to a file in the folder of the page."""
+    """Return a link to a run's folder, whose path is relative to the folder of the page."""
     text = plain(folder)
     return Markdown(f"[{escaped(text)}]({quote(text)})")
 
@@ -566,7 +567,7 @@ def _trainable(parameters: Parameters | None) -> str:
 
 
 def _clipped(runs: Sequence[RunSummary]) -> str:
-    """Format the mean share of clipped steps, or a dash if the recipe does not clip."""
+    """Format the mean share of clipped steps, or `NONE` if the recipe does not clip."""
     shares = [run.clipped_steps / run.steps for run in runs
               if run.clipped_steps is not None and run.steps]  # fmt: skip
     return f"{fmean(shares):.1%}" if shares else NONE

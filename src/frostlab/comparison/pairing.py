@@ -1,7 +1,9 @@
-"""The runs of a comparison, read once, and paired: a pair differs only in the treatment.
+"""The runs of a comparison, read once, and paired: a pair differs only as the plan declares.
 
-The seed, the data, the examples of every step that both runs took, the initial weights that neither
-treatment changes, the machine, its settings, the libraries and frostlab's code must be equal.
+The seed, the data, the order of examples, the machine, its settings, the libraries and frostlab's
+code must be equal. The order is compared up to the last step at which both runs recorded a digest
+of it. Unless the plan varies the model, the pretrained weights and the initial weights that neither
+treatment changes must be equal, too.
 """
 
 import math
@@ -82,22 +84,22 @@ def environment_facts(record: RunRecord) -> dict[str, tuple[str, ...]]:
 
 
 def _distinct(facts: Sequence[Mapping[str, str]]) -> dict[str, tuple[str, ...]]:
-    names = dict.fromkeys(name for each in facts for name in each)
-    return {name: tuple(sorted({each.get(name, "none") for each in facts})) for name in names}
+    names = dict.fromkeys(name for by_name in facts for name in by_name)
+    return {name: tuple(sorted({by_name.get(name, "none") for by_name in facts})) for name in names}
 
 
 def why_unpaired(first: PairingFacts, second: PairingFacts, vary: Iterable[str] = ()) -> str | None:
     """Return the first difference that prevents pairing two runs, or None if they form a pair.
 
     `vary` lists the settings that the plan compares. If one of them is a setting of the model, the
-    initial weights may differ.
+    pretrained weights and the initial weights may differ.
     """
     same_model = not any(key.partition(".")[0] == "model" for key in vary)
     return next(_differences(first, second, same_model), None)
 
 
 def steps_compared(first: PairingFacts, second: PairingFacts) -> tuple[int, int]:
-    """Return how many steps both runs took, and how many of them have examples that were compared.
+    """Return how many steps both runs took, and in how many of them the examples were compared.
 
     The second number is smaller if the shorter run ended where the other recorded no digest.
     """
@@ -142,7 +144,7 @@ class Runs:
     trials: Trials
     records: dict[tuple[str, int], RunRecord]  # of the trials that were chosen
     summaries: dict[tuple[str, int], RunSummary]
-    tried: dict[str, tuple[dict[int, RunSummary], ...]]  # by arm: every trial, by seed
+    tried: dict[str, tuple[dict[int, RunSummary], ...]]  # by arm: every trial by seed, if several
     facts: dict[tuple[str, int], PairingFacts]  # finished runs only
     refused: tuple[RefusedPair, ...]  # finished runs that cannot be paired with the baseline's
     changed: dict[tuple[str, int], str]  # runs with other data or weights than the first, and why
@@ -151,7 +153,7 @@ class Runs:
 
     @classmethod
     def read(cls, plan: Plan, trials: Trials, folder: Path) -> "Runs":
-        """Read every run, and find the runs that cannot be paired with the baseline's."""
+        """Read every run, and determine which cannot be paired with the baseline's."""
         records = trials.results()
         summaries = {key: summarize(record, folder) for key, record in records.items()}
         facts = {
@@ -176,7 +178,7 @@ class Runs:
             for key, own in facts.items()
             if (reason := sources.why_changed(key[0], own.data, own.source)) is not None
         }
-        tuning = {  # every finished trial; without tuning, there is nothing to choose
+        tuning = {  # every finished trial; empty without tuning
             key: record
             for key, record in trials.records.items()
             if plan.tune and record.status == "finished"
@@ -197,7 +199,7 @@ class Runs:
         )
 
     def seeds_of(self, arm: str) -> list[int]:
-        """Return the seeds of an arm's runs; an arm of finished runs may lack some."""
+        """Return the seeds of an arm's runs; an arm of chosen runs may lack seeds of the plan."""
         return [seed for seed in self.plan.seeds if (arm, seed) in self.summaries]
 
     def finished(self, arm: str, seed: int) -> bool:
@@ -206,20 +208,20 @@ class Runs:
 
     @property
     def caution(self) -> str | None:
-        """The warnings to show with every number: how runs were chosen, and about their data."""
+        """The warnings about the choice of runs and about their data, to show with every number."""
         chosen = f"{AFTER_THE_FACT}, when their results could be seen" if self.plan.runs else None
         about_data = next(run.caution for run in self.summaries.values())
         return "; ".join(filter(None, [chosen, about_data])) or None
 
     @property
     def data(self) -> DataRecord | None:
-        """What the first run was trained on; all runs that are compared have the same data."""
+        """The data of the first run, which all compared runs share; None if it is unreadable."""
         with suppress(BadInput):
             return next(iter(self.records.values())).data
         return None
 
     def why_unpaired(self, arm: str, against: str) -> str | None:
-        """Return why two arms cannot be paired, for the first such seed, or None."""
+        """Return the first seed whose runs of two arms cannot be paired, and why; else None."""
         for seed in self.plan.seeds:
             own, other = self.facts.get((arm, seed)), self.facts.get((against, seed))
             if own is not None and other is not None:
@@ -242,9 +244,9 @@ class Runs:
     def scores(
         self, arm: str, value: Callable[[RunSummary], float | None], left_out: Iterable[int] = ()
     ) -> Scores:
-        """Return an arm's values; `value` reads one from a run, or None if it has none.
+        """Return an arm's scores; `value` reads a run's value, or None if it has none.
 
-        `left_out` lists the seeds of runs that cannot be paired.
+        `left_out` lists seeds to ignore, because their runs cannot be paired.
         """
         values, missing = {}, {}
         for seed in self.seeds_of(arm):
@@ -264,7 +266,8 @@ class Runs:
             }
             for by_seed in self.tried.get(arm, ())
         ]
-        # A setting with a run that is missing cannot be the best, as that run counts as the worst.
+        # Drop settings with a missing run, unless every setting has one. A missing run counts as
+        # the worst, so such a setting cannot be the best.
         whole = [by_seed for by_seed in tried if len(by_seed) == len(self.plan.seeds)]
         tried = whole or tried
         return Scores(values, missing, tuple(tried))
@@ -313,9 +316,10 @@ def how_made(plan: Plan, trials: Trials) -> Made:
 
 
 def unlike(first: Evidence, again: Evidence) -> list[str]:
-    """Say whether a comparison that was made again has the metrics of the first, and if not, why.
+    """Say whether a comparison that was made again has the metrics of the first.
 
-    Return one line about the metrics, and one for every difference in how the two were made.
+    Return one line about the metrics and, if some differ, one line for each difference in the data,
+    the pretrained weights, the machine, the code and the library versions.
     """
     differing, total = list[str](), 0
     for arm, evidence in first.arms.items():
@@ -347,7 +351,7 @@ def unlike(first: Evidence, again: Evidence) -> list[str]:
 def check_records(records: Iterable[RunRecord]) -> None:
     """Refuse a run if a file was changed, or if its metrics do not follow from its other files.
 
-    Runs that will be resumed, because they were stopped or failed, have no manifest to check.
+    Only runs that finished or diverged are checked, because others can still be resumed.
     """
     for record in records:
         if (status := status_of(record)) in ("finished", "diverged"):
@@ -358,7 +362,7 @@ def check_records(records: Iterable[RunRecord]) -> None:
 
 
 def _check_report(record: RunRecord) -> None:
-    """Refuse a result whose report is not the one in the events."""
+    """Refuse a result whose report differs from the one in events.jsonl."""
     evaluations = record.events(EvaluationEvent)
     report = next((event for event in evaluations if event.checkpoint is not None), None)
     if report is None or report.metrics != record.result.report:
@@ -472,12 +476,12 @@ class _Sources:
     All other runs must have them too. They differ if files changed between two calls of `compare`.
     """
 
-    data: tuple[str, str] | None  # the run and its digest; None if no run finished
-    weights: dict[str, tuple[int, str | None]]  # by arm: seed and digest
+    data: tuple[str, str] | None  # name and digest of a run; None if no run finished
+    weights: dict[str, tuple[int, str | None]]  # by arm: a run's seed and digest
 
     @classmethod
     def first(cls, plan: Plan, facts: Mapping[tuple[str, int], PairingFacts]) -> "_Sources":
-        """Read the first run: the baseline's first one that finished, else any."""
+        """Take the first finished runs, the baseline's before those of other arms."""
         ordered = sorted(facts, key=lambda key: key[0] != plan.baseline.name)
         weights: dict[str, tuple[int, str | None]] = {}
         for arm, seed in ordered:

@@ -1,9 +1,10 @@
-"""The plan of a comparison: its recipe, arms, seeds and rules, fixed before the first run.
+"""The plan of a comparison: its recipe, arms, seeds and rules.
 
 An arm is a variant of the recipe: a treatment of the model (such as freezing some weights), or
 other settings that the plan varies on purpose. Any further difference between two arms is a
-confound, which must be declared or removed. A plan can also be made after the fact, from runs that
-have ended; then it lists these runs.
+confound, which must be declared or removed. A plan is fixed before the first run, and only seeds
+can be added later. It can also be made after the fact, from runs that have ended; then it lists
+these runs.
 """
 
 import copy
@@ -25,19 +26,21 @@ from frostlab.storage import digest_of
 
 SCHEMA = 3  # version of plan.json
 LEAST_SEEDS = 5  # with fewer pairs, no arm is called better or worse
-DEFAULT_SEEDS = 6  # one arm besides the baseline: finds 1.5 standard deviations in 83 of 100
+# With one arm besides the baseline, 6 seeds find an effect of 1.5 standard deviations with a
+# probability of 79 %, or 83 % if steps are not timed.
+DEFAULT_SEEDS = 6
 MOST_RUNS = 10_000  # of a comparison, over all arms
 MOST_ARMS = 100
 MOST_SEED = 2**32  # seeds are smaller
 MOST_LOOKS = 1000
-AFTER_THE_FACT = "runs chosen after the fact"  # said in verdicts on runs that had ended before
+AFTER_THE_FACT = "runs chosen after the fact"  # in verdicts of a plan that lists its runs
 TIME_SHARE = 0.2  # of alpha, for statements about time if steps are timed
 ERROR_RATES = ("accuracy", "macro_f1", "token_accuracy")  # a margin is a factor of 1 − metric
 MARGINS = {"perplexity": 1.05, **dict.fromkeys(ERROR_RATES, 1.10), "pearson": 0.01}  # defaults
 _LOWER_IS_BETTER_ENDINGS = ("_seconds", "_ms", "_bytes")  # of metric names
-_NO_CONFOUNDS = ("about", "treatment", "seed")  # recipe sections that may differ between arms
+_NO_CONFOUNDS = ("about", "treatment", "seed")  # recipe keys whose differences are no confounds
 _SAME_FOR_ALL = ("data", "tokenizer")  # recipe sections that may not differ between arms
-_NOT_IN_SET = ("seed", "treatment")  # recipe sections that an arm's `set` may not change
+_NOT_IN_SET = ("seed", "treatment")  # recipe keys that an arm's `set` may not change
 
 
 Look = Annotated[int, Field(gt=0, le=MOST_LOOKS)]
@@ -49,10 +52,10 @@ class Rules(Strict):
     `log` means that values are compared as ratios, on the log scale. `minimum_effect` is the
     smallest effect of interest, in the metric's unit or, on the log scale, as a ratio − 1. `margin`
     is the largest cost that does not matter: a factor for perplexity and other ratios, a factor of
-    the error rate for accuracies (1.1: 10 % more errors), and a difference for other metrics.
+    1 − metric for accuracies and F1 (1.1: 10 % more errors), and a difference for other metrics.
     `timed` means that statements about time take a part of alpha. A look is one analysis of the
     results. `looks` is the planned number of looks, `look` is the number of the current look,
-    counted from 1, and `spent` is what earlier looks have spent of alpha.
+    counted from 1, and `spent` is the part of alpha that earlier looks spent.
     """
 
     metric: Annotated[str, Field(min_length=1)]
@@ -97,9 +100,9 @@ class Rules(Strict):
 
     @property
     def risk(self) -> float:
-        """The false-alarm rate of all looks so far.
+        """An upper bound on the false-alarm rate of all looks so far.
 
-        It is at most alpha, unless more looks were taken than planned.
+        It can exceed alpha, for example if a plan of one look was followed by further looks.
         """
         return self.spent + alpha_spent(self.alpha, self.look, self.looks)
 
@@ -125,9 +128,9 @@ def alpha_spent(alpha: float, look: int, looks: int = 1) -> float:
     """Return the false-alarm rate of look number `look` if `looks` were planned.
 
     A plan of one look spends all of alpha on it. In a plan of several looks, look k spends
-    alpha / 2**k. The sum stays below alpha for any number of looks, so such a plan can be extended
-    without limit. If a plan of one look is extended, look k = 2, 3, … also spends alpha / 2**k, and
-    the sum exceeds alpha but stays below 1.5 alpha.
+    alpha / 2**k. The sum stays below alpha for any number of looks, so such a plan can be extended.
+    If a plan of one look is extended, look k = 2, 3, … also spends alpha / 2**k, and the sum
+    exceeds alpha but stays below 1.5 alpha.
     """
     return alpha if look == looks == 1 else math.ldexp(alpha, -look)
 
@@ -204,7 +207,7 @@ def check_confounds(
     allowed: Iterable[str],
     remedy: str = "set it to the same value, tune it for both arms (--tune)",
 ) -> None:
-    """Refuse a confound that was not declared, and any difference in the data.
+    """Refuse a confound that was not declared, and any difference in the data or the tokenizer.
 
     A confound such as `optim.lr` is declared by its key, its section `optim` or its last part `lr`.
     """
@@ -223,7 +226,8 @@ def check_confounds(
 class Arm(Strict):
     """A named treatment, with further settings in `set`.
 
-    Each further setting is a confound unless the plan varies or tunes it.
+    A further setting that differs from the baseline's is a confound, unless the plan varies or
+    tunes it.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.+-]*$", max_length=100)]
@@ -257,14 +261,14 @@ class Contrast(Strict):
 
 
 class TimingPlan(Strict):
-    """The two conditions that end the timing of the arms' steps, whichever is met first."""
+    """The conditions that end the timing of the arms' steps (see `timing.interleave.StopRule`)."""
 
-    seconds: Annotated[float, Field(gt=0)] = 60.0
+    seconds: Annotated[float, Field(gt=0)] = 60.0  # time limit
     width: Annotated[float, Field(gt=0, lt=1)] = 0.01  # of every interval, relative to the ratio
 
 
 class Plan(Strict):
-    """Every decision about a comparison, made before it begins."""
+    """Every decision about a comparison."""
 
     name: str
     recipe: dict[str, Any]  # settings that all arms share
@@ -281,8 +285,8 @@ class Plan(Strict):
     clock: TimingPlan | None = TimingPlan()  # None: steps are not timed
     assay: bool = False  # whether to plant a harm that the comparison must find
     quick: bool = False  # whether runs are shortened
-    # by arm and seed: the folders of runs that were chosen after they had ended, relative to the
-    # comparison's folder; empty if the comparison trains its runs
+    # by arm and seed: the folders of the runs, if the comparison does not train them; relative to
+    # the comparison's folder in plan.json, absolute before that
     runs: dict[str, dict[int, str]] = Field(default_factory=dict)
 
     @property
@@ -304,8 +308,8 @@ class Plan(Strict):
     def digest(self) -> str:
         """A digest of the plan without its seeds, since seeds may be added.
 
-        The path of the data is left out, too: every run records a digest of the data themselves. Of
-        other paths, only the last part counts.
+        The path of the data is left out, too, because every run records a digest of the data. Of
+        the recipe's other paths, only the last part counts.
         """
         values = self.model_dump(mode="json", exclude={"seeds"})
         shorten_paths(values["recipe"])
@@ -342,7 +346,9 @@ class Plan(Strict):
         recipes = self.recipe_of(baseline, 0), self.recipe_of(arm, 0)
         differing = confounds(*recipes)
         factors = [] if recipes[0].surgery == recipes[1].surgery else ["the treatment"]
-        factors += [key for key in self.vary if any(each.within([key]) for each in differing)]
+        factors += [
+            key for key in self.vary if any(confound.within([key]) for confound in differing)
+        ]
         return tuple(factors) if len(factors) > 1 else ()
 
     @property
@@ -353,9 +359,9 @@ class Plan(Strict):
         return "the same command tries them again"
 
     def shortcomings(self, baseline: Arm, arm: Arm) -> dict[str, str]:
-        """Return what a plan made before the runs would have guaranteed, each in a word or two.
+        """Return the weaknesses of a plan of finished runs, each with its explanation.
 
-        The values explain the words. The dict is empty if this plan was made before the runs.
+        The dict is empty if the comparison trains its runs.
         """
         if not self.runs:
             return {}
@@ -419,7 +425,7 @@ class Plan(Strict):
                     raise BadInput(f"arms: {other.name} and {arm.name} train in the same way")
 
     def check_seeds(self) -> None:
-        """Refuse seeds that are negative, too large or repeated."""
+        """Refuse an empty list of seeds, and seeds that are negative, too large or repeated."""
         if not self.seeds:
             raise BadInput("seeds 0: a comparison needs at least one seed")
         if min(self.seeds) < 0:
@@ -474,7 +480,7 @@ class Plan(Strict):
             )
 
     def _check_quick(self) -> None:
-        """Refuse `quick` if an arm has stages or sets its own length, which is not shortened."""
+        """Refuse `quick` if an arm has stages or sets its own length: neither can be shortened."""
         for arm in self.arms if self.quick else ():
             lengths = [key for key in arm.set if key in ("train", "train.steps", "train.epochs")]
             if lengths or self.recipe_of(arm, 0).stages:
@@ -526,7 +532,7 @@ def set_nested(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _index(items: list[Any], name: str, key: str) -> int:
-    """Return the index of a list that is a part of a dotted key."""
+    """Return `name`, a part of the dotted key `key`, as an index of a list."""
     if not (name.isascii() and name.isdecimal() and len(name) < 10) or int(name) >= len(items):
         raise BadInput(
             f"{shown_key(key)}: {shown_key(name)} is not an index of a list of {len(items)} items"

@@ -79,7 +79,7 @@ class Comparison:
 
     @property
     def verdicts(self) -> dict[str, ArmVerdict]:
-        """The verdict on every arm for the plan's metric, with its numbers."""
+        """The verdict on every arm but the baseline for the plan's metric, with its numbers."""
         return self.evidence.verdicts
 
     @property
@@ -88,7 +88,7 @@ class Comparison:
         return self.folder / "comparison.md"
 
     def to_frame(self) -> Any:
-        """Return a pandas DataFrame with one row per run."""
+        """Return a pandas DataFrame with one row per arm and seed."""
         pandas = require("pandas", "data", "Comparison.to_frame")
         rows = [
             {"arm": name, "seed": run.seed, "status": run.status, **run.metrics,
@@ -131,22 +131,22 @@ def compare(
     jobs: int = 1,
     progress: bool | None = None,
 ) -> Comparison:
-    """Compare arms, which are variants of one recipe that differ only in the treatment.
+    """Compare arms: variants of one recipe with different treatments, or settings in `vary`.
 
     An argument of None keeps the value in the source, or the default. `vary`, `contrasts` and
     `looks` have no argument: set them in the source.
 
     Args:
-        source: a recipe or a comparison: a shipped name, a YAML file, or a dict. The plan.json of a
-            comparison's folder is carried out again in a new folder, without any changes.
+        source: a recipe or a comparison: a shipped name, a YAML file, a dict or a `Recipe`. The
+            plan.json of a comparison is carried out again in another folder, without any changes.
         arms: names of treatments, or mappings `{name, treatment, set}`; the treatment `baseline`
             trains everything.
         seeds: the number of seeds, or a list; seeds can be added to a finished comparison.
         metric: the metric that decides the verdicts; by default the recipe's metric.
         alpha: the allowed rate of false alarms, over all arms.
-        minimum_effect: the smallest effect of interest; verdicts mention smaller effects.
+        minimum_effect: the smallest effect of interest; verdicts say if an effect is smaller.
         margin: the largest cost that does not matter; verdicts say whether a larger one is
-            excluded. A factor of perplexity or of the error rate, or a difference of correlations.
+            excluded. A factor of perplexity or of the error rate; a difference of other metrics.
         tune: the settings to tune for each arm: `lr`, `decay`, `{key, values}`, or a list of such
             mappings. Every value is trained with every seed.
         allow_confounds: settings that may differ between arms; the verdict is then "confounded".
@@ -155,7 +155,8 @@ def compare(
             intervals; False turns it off.
         assay: plant a harm (half the training steps) that the comparison must find.
         settings: settings of the recipe for every arm, such as `{"optim.lr": 1e-4}`.
-        quick: shorten runs and timing, to see whether a full comparison is worthwhile.
+        quick: shorten runs and timing and use fewer seeds, to see whether a full comparison is
+            worthwhile.
         out: the comparison's folder; by default a folder under `comparisons`.
         data_dir: folder of the data sets.
         jobs: number of parallel runs, if the GPU has room for them; steps and rounds are timed
@@ -195,7 +196,7 @@ def compare_runs(
     Args:
         arms: for each arm, the folder of a run, a folder of runs, a pattern such as `runs/a-*`, or
             a list of these or of `RunRecord`s; the first arm is the baseline.
-        out: the comparison's folder; by default a new one under `comparisons`.
+        out: the comparison's folder; by default one under `comparisons`.
     """
     changes = {
         "metric": metric, "alpha": alpha, "minimum_effect": minimum_effect, "margin": margin,
@@ -263,10 +264,11 @@ def run_plan(plan: Plan, runner: Runner, out: Path | None = None) -> Comparison:
 
 
 def reproduce(source: Path, runner: Runner, out: Path | None = None) -> Comparison:
-    """Carry out the plan of another comparison again, in a new folder.
+    """Carry out the plan of another comparison again, in another folder.
 
-    The data are found by their digest, which the comparison's runs recorded, if their path is
-    another one here. The runner says at the end whether all metrics are the same.
+    If the data are not at the plan's path, they are searched for by the digest that the
+    comparison's runs recorded. If the original has evidence, the runner says at the end whether all
+    metrics are the same.
     """
     stored = stored_plan(source)
     if stored is None:
@@ -305,7 +307,7 @@ def _new_folder(plan: Plan, original: Path) -> Path:
 
 
 def _with_data_found(plan: Plan, original: Path, runner: Runner) -> Plan:
-    """Return the plan with the path of the data that its runs were trained with."""
+    """Return the plan with the path at which the data of its runs are found here."""
     runs = sorted(original.glob("runs/*/digests.json"))
     recipe = plan.recipe_of(plan.baseline, plan.seeds[0])
     if not runs:
@@ -328,7 +330,7 @@ def _folder_name(plan: Plan) -> str:
 def judge_again(folder: str | Path) -> Comparison:
     """Judge a finished comparison again from its runs, and replace its evidence and page.
 
-    Nothing is trained. The results are the same, so this is not another look at them.
+    Nothing is trained. If the results have not changed, this is not another look at them.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -342,7 +344,7 @@ def judge_again(folder: str | Path) -> Comparison:
 
 
 def _carry_out(plan: Plan, folder: ComparisonFolder, runner: Runner | Finished) -> None:
-    """Time steps, train all runs, and write the evidence and the page."""
+    """Time steps and train all runs, unless that was done; write the evidence and the page."""
     timing = _time_steps(plan, folder, runner)
     short = _shortened(plan, folder, timing, runner) if plan.quick else plan
     trials = _run_trials(short, folder, runner)
@@ -367,7 +369,7 @@ def _carry_out(plan: Plan, folder: ComparisonFolder, runner: Runner | Finished) 
 
 
 def _jobs(folder: ComparisonFolder, runner: Runner | Finished) -> int:
-    """Return the most runs that shared the machine in this call or an earlier one."""
+    """Return the largest number of parallel runs in this call or an earlier one."""
     try:
         earlier = read_evidence(folder.path / "evidence.json")
     except BadInput:  # evidence of another version, which this call replaces
@@ -376,7 +378,7 @@ def _jobs(folder: ComparisonFolder, runner: Runner | Finished) -> int:
 
 
 def _run_trials(plan: Plan, folder: ComparisonFolder, runner: Runner | Finished) -> Trials:
-    """Train every arm, seed and tuned setting; grids that were extended are stored."""
+    """Train every arm, seed and tuned setting, and store the grids; or read the plan's runs."""
     if plan.runs:
         return chosen_trials(plan, folder.path)
     values = folder.read("tuning.json")
@@ -479,8 +481,8 @@ def _time_steps(
 ) -> StepTiming | None:
     """Time the steps of all arms, or read the stored timing; return None if they are not timed.
 
-    Tuned settings do not change the time of a step, so timing can come before tuning. A quick
-    comparison needs it first, to choose the length of its runs.
+    Timing comes before tuning, because a quick comparison uses it to choose the length of its runs.
+    Steps are timed with the recipe's values of tuned settings, such as the learning rate.
     """
     if plan.clock is None:
         return None
@@ -511,7 +513,8 @@ def _shortened(
 ) -> Plan:
     """Return the plan with so few steps per run that all runs train for about one minute in total.
 
-    No run gets longer than planned. The number of steps is stored, so that later calls reuse it.
+    A run has at least `_QUICK_LEAST` steps, but never more than planned. The number of steps is
+    stored, so that later calls reuse it.
     """
     recipe = plan.recipe_of(plan.baseline, plan.seeds[0])
     quick = _stored_steps(folder, "quick.json")

@@ -45,7 +45,7 @@ class Task:
 
 
 class Finished:
-    """A stand-in for a runner that trains nothing, and returns the records of earlier runs."""
+    """A stand-in for a `Runner`; it trains nothing, and returns the records of earlier runs."""
 
     data_dir: Path | None = None
     jobs = 1
@@ -54,13 +54,13 @@ class Finished:
         """Ignore a line of progress."""
 
     def must_train(self, name: str) -> None:
-        """Refuse to go on without a file that only a comparison writes."""
+        """Refuse to go on without a file that only `frostlab compare` writes."""
         raise BadInput(f"{name} is missing; finish the comparison with frostlab compare")
 
     def run_all(
         self, tasks: Sequence["Task"], *, alone: bool = False
     ) -> dict[tuple[str, int], RunRecord]:
-        """Return the records of all tasks; refuse a task that was not run."""
+        """Return the records of all tasks; refuse a task without a readable result."""
         for task in tasks:
             if finished_status(task.path) is None:
                 raise BadInput(
@@ -78,7 +78,7 @@ class Stopped(RunFailed):
 class Runner:
     """A runner of tasks, up to `jobs` at a time, that reports progress and the time left.
 
-    On a live screen, a single task also has a bar.
+    On a live screen, tasks that run one at a time also have a bar.
     """
 
     def __init__(self, data_dir: Path | None, screen: Screen | None = None, jobs: int = 1) -> None:
@@ -88,15 +88,15 @@ class Runner:
         self.say = self.screen.line
 
     def must_train(self, name: str) -> None:
-        """Accept that a file is missing, because this runner can measure what it holds."""
+        """Accept that a file is missing, because this runner can make its content."""
 
     def run_all(
         self, tasks: Sequence[Task], *, alone: bool = False
     ) -> dict[tuple[str, int], RunRecord]:
         """Run the tasks that are not done, and return the records of all by arm and number.
 
-        A failed run also has a record, and does not stop the other runs. With `alone`, tasks run
-        one at a time, so that no task slows another down.
+        A run that fails in training also has a record, and does not stop the other runs. With
+        `alone`, tasks run one at a time, so that no task slows another down.
         """
         for path in {path for task in tasks for path in (task.path, task.path.parent)}:
             if path.is_symlink():
@@ -161,7 +161,7 @@ def run_task(
 
 
 def _is_done(task: Task) -> bool:
-    """Return whether a task's run finished or diverged; refuse a run of another recipe."""
+    """Return whether a task's run finished or diverged; refuse such a run of another recipe."""
     if finished_status(task.path) not in ("finished", "diverged"):
         return False
     if RunRecord(task.path).result.recipe_digest != task.recipe.digest:
@@ -218,7 +218,7 @@ def stored_plan(path: Path) -> StoredPlan | None:
 
 
 def plan_in(stored: StoredPlan, path: Path) -> Plan:
-    """Return the plan of a plan.json; errors name the file's path."""
+    """Return the plan of the plan.json at `path`."""
     plan = read_plan(stored.plan, path)
     plan.check_seeds()
     return plan
@@ -244,9 +244,9 @@ class ComparisonFolder:
     def open(self, plan: Plan, looks: Sequence[Look] = ()) -> Iterator[Plan]:
         """Lock the folder, write the plan, and yield it with the seeds of earlier calls.
 
-        A stored plan that differs in more than the seeds is an error. The lock keeps other
-        processes from writing to the folder. `looks` are looks at the same question in a folder
-        whose plan is carried out again.
+        A stored plan with another digest is an error. The lock keeps other comparisons from writing
+        to the folder. `looks` are stored with a new plan: the looks in the folder of the original,
+        if a plan is carried out again.
         """
         if self.path.exists() and not self.path.is_dir():
             raise BadInput(f"{self.path} is a file; choose another folder with --out")
@@ -276,9 +276,9 @@ class ComparisonFolder:
             lock.release()
 
     def _with_stored_seeds(self, plan: Plan, known: Sequence[Look]) -> Plan:
-        """Store and return the plan with the stored plan's seeds before its own new seeds.
+        """Store and return the plan, with the stored plan's seeds before its own new seeds.
 
-        Any other difference from the stored plan is refused.
+        A stored plan with another digest is refused.
         """
         stored, planned, looks = self._stored(), round(time.time(), 3), list(known)
         if stored is not None:
@@ -302,7 +302,7 @@ class ComparisonFolder:
     def check_inputs(self) -> None:
         """Refuse files that later calls read again if they were changed after the last call.
 
-        A file that was deleted is made again.
+        A file that was deleted is not refused.
         """
         if (self.path / MANIFEST).exists():
             inputs = {str(path) for name in _INPUTS if (path := self.path / name).exists()}
@@ -311,11 +311,12 @@ class ComparisonFolder:
                     raise BadInput(f"{problem}; restore it, or choose another folder with --out")
 
     def look(self, plan: Plan, results: Results) -> Looks:
-        """Count a look at these results, and remember it in plan.json."""
+        """Count a look at these results, and store it and the earlier looks in plan.json."""
         stored = self._stored()
         assert stored is not None, "the plan is written first"
         looks = take_look(plan, self.path, results, stored.looks)
-        known = [*looks.earlier, looks.current]  # also of other folders, for other machines
+        # Looks in other folders are stored, too, because another machine's register lacks them.
+        known = [*looks.earlier, looks.current]
         new = [look for look in known if look not in stored.looks]
         if new:
             self._write(replace(stored, looks=[*stored.looks, *new]))

@@ -1,9 +1,9 @@
-"""Statistics of values that are paired by seed: effects, intervals and what they could have found.
+"""Statistics of values that are paired by seed: effects, intervals and detectable effects.
 
 `arm` and `base` hold the values of two arms of a comparison, in the same order of seeds. The
-interval of their difference is a t interval. A verdict is read off this interval alone, so a
-statement and its interval always agree. If settings were tuned, the interval is about the
-difference between the arm's best setting and the baseline's best setting.
+interval of their difference is a t interval. Whether an arm is called better or worse follows from
+this interval, so a statement and its interval always agree. If settings were tuned, the interval is
+about the difference between the arm's best setting and the baseline's best setting.
 """
 
 import math
@@ -20,8 +20,8 @@ from frostlab.errors import BadInput
 
 Numbers = NDArray[np.float64]
 
-POWER = 0.8  # mean probability of finding the effect that could have been found
-LEAST_POWER = 0.5  # probability of finding it, at least, with 96 % confidence
+POWER = 0.8  # average power at the effect that `could_have_found` returns
+LEAST_POWER = 0.5  # power at this effect that is reached with 96 % confidence
 NAN = math.nan
 _ANYTIME_VARIANCE = (
     1.0  # prior variance of the effect in standard deviations, for anytime intervals
@@ -35,8 +35,9 @@ class Paired:
 
     `effect` is the mean of arm − base or, on the log scale, the ratio of the geometric means.
     `low` and `high` bound the effect with confidence 1 − alpha, and `p` is the largest alpha for
-    which they include zero (or the ratio 1). `std` is the standard deviation of the differences
-    or, on the log scale, of the log ratios.
+    which the t interval includes zero (or the ratio 1). `std` is the standard deviation of the
+    differences or, on the log scale, of the log ratios. Numbers that need two pairs are NaN for
+    fewer.
     """
 
     n: int
@@ -151,7 +152,8 @@ def paired(
     """Compare paired values by a t interval with confidence 1 − alpha.
 
     `arm_tried` and `base_tried` hold the values of every setting that was tried in tuning, as for
-    `bounds`; the direction of the metric matters only for them. `critical` replaces Student's t.
+    `bounds`; the direction of the metric matters only for them. `critical` replaces the quantile of
+    Student's t in the interval, not in p.
     """
     values, rounding = _on_scale([arm, base, *arm_tried, *base_tried], log)
     n = len(values[0])
@@ -162,7 +164,7 @@ def paired(
     if critical is None:
         critical = t_critical(n, alpha)
     split = 2 + len(arm_tried)
-    found = bounds(
+    compared = bounds(
         values[0], values[1], critical, values[2:split], values[split:],
         lower_is_better=lower_is_better, rounding=rounding,
     )  # fmt: skip
@@ -170,11 +172,11 @@ def paired(
         n=n,
         log=log,
         alpha=alpha,
-        effect=back(float(found.mean)),
-        low=back(float(found.low)),
-        high=back(float(found.high)),
-        p=float(found.p),
-        std=float(found.std),
+        effect=back(float(compared.mean)),
+        low=back(float(compared.low)),
+        high=back(float(compared.high)),
+        p=float(compared.p),
+        std=float(compared.std),
     )
 
 
@@ -188,11 +190,11 @@ def t_critical(n: int, alpha: float) -> float:
 def anytime_critical(n: int, alpha: float) -> float:
     """Return the half-width in standard errors of an interval that holds at all looks at once.
 
-    All effects are kept for which the Bayes factor of the t statistic is below 1 / alpha. The
-    effect in standard deviations has a normal prior around the tested one, and the standard
+    The interval holds all effects for which the Bayes factor of the t statistic is below 1 / alpha.
+    The effect in standard deviations has a normal prior around the tested one, and the standard
     deviation has the prior 1 / std, under which the Bayes factor is a martingale. So the intervals
-    of all looks contain the truth with probability 1 − alpha, whoever decides when to stop. With
-    few pairs no effect can be excluded, and the half-width is infinite.
+    of all looks contain the truth with a probability of at least 1 − alpha, whenever one stops.
+    With few pairs no effect can be excluded, and the half-width is infinite.
     """
     if n < 2:
         return math.inf
@@ -216,8 +218,8 @@ def skewness(values: Numbers) -> Numbers:
 def skew_limit(n: int, arms: int, share: float) -> float:
     """Return the limit above which the mean skewness of several arms' differences is notable.
 
-    With normal noise and a common baseline, the mean skewness exceeds the limit in this share of
-    comparisons. The quantile is simulated with a fixed seed.
+    With normal noise and a common baseline, the mean skewness exceeds the limit in a fraction
+    `share` of comparisons. The quantile is simulated with a fixed seed.
     """
     noise = np.random.default_rng([n, arms]).standard_normal((_SKEW_DRAWS, arms + 1, n))
     mean_skew = skewness(noise[:, 1:] - noise[:, :1]).mean(-1)
@@ -234,17 +236,17 @@ class Pool:
     @property
     def skewness(self) -> float:
         """The mean skewness of the arms."""
-        return float(np.mean([skewness(each) for each in self.differences]))
+        return float(np.mean([skewness(arm) for arm in self.differences]))
 
     def variance(self, own: Numbers) -> tuple[float, int]:
-        """Return the variance of an arm, pooled over arms like it, and its degrees of freedom.
+        """Return the variance of `own`, pooled over arms like it, and its degrees of freedom.
 
         Arms are alike if their variances differ by less than a factor of 4.
         """
         least, most = own.var(ddof=1) / 4, own.var(ddof=1) * 4
-        alike = [each for each in self.differences if least < each.var(ddof=1) < most] or [own]
-        freedom = sum(len(each) - 1 for each in alike)
-        pooled = sum((len(each) - 1) * float(each.var(ddof=1)) for each in alike) / freedom
+        alike = [arm for arm in self.differences if least < arm.var(ddof=1) < most] or [own]
+        freedom = sum(len(arm) - 1 for arm in alike)
+        pooled = sum((len(arm) - 1) * float(arm.var(ddof=1)) for arm in alike) / freedom
         return pooled, freedom
 
 
@@ -324,8 +326,9 @@ def over_examples(arm_right: ArrayLike, base_right: ArrayLike, alpha: float) -> 
     """Estimate the difference in accuracy for new seeds and new examples of the same population.
 
     `arm_right` and `base_right` say for each seed (row) and test example (column) whether the
-    prediction was correct. Seeds and examples are both random, and crossed: the variance of the
-    mean is the sum of what seeds and examples contribute. Degrees of freedom are Satterthwaite's.
+    prediction was correct. Seeds and examples are crossed random effects, and both contribute to
+    the variance of the mean. Degrees of freedom are Satterthwaite's. `std` in the result is the
+    standard error times the square root of the number of seeds.
     """
     arm, base = np.asarray(arm_right, float), np.asarray(base_right, float)
     if arm.ndim != 2 or arm.shape != base.shape or min(arm.shape) < 2:
@@ -373,21 +376,21 @@ def probability_above(limit: float, mean: float, std_of_mean: float, freedom: in
 
 
 def _on_scale(values: Sequence[ArrayLike], log: bool) -> tuple[list[Numbers], float]:
-    """Return the values (their logs on the log scale), and a bound on a difference's rounding."""
-    numbers = [_finite(each) for each in values]
-    if len({len(each) for each in numbers}) > 1:
-        other = next(len(each) for each in numbers if len(each) != len(numbers[0]))
+    """Return the values (or their logs), and a bound on the rounding error of a difference."""
+    numbers = [_finite(own) for own in values]
+    if len({len(own) for own in numbers}) > 1:
+        other = next(len(own) for own in numbers if len(own) != len(numbers[0]))
         raise BadInput(
             f"arm and base must have the same number of values, not {len(numbers[0])} and {other}"
         )
     if not len(numbers[0]):
         return numbers, 0.0
     if log:
-        least = min(each.min() for each in numbers)
+        least = min(own.min() for own in numbers)
         if least <= 0:
             raise BadInput(f"the log scale needs values above 0, but one value is {least:g}")
-        numbers = [np.log(each) for each in numbers]
-    size = max(*(float(np.abs(each).max()) for each in numbers), 1.0 if log else 0.0)
+        numbers = [np.log(own) for own in numbers]
+    size = max(*(float(np.abs(own).max()) for own in numbers), 1.0 if log else 0.0)
     return numbers, 4 * float(np.finfo(float).eps * size)
 
 
@@ -403,7 +406,7 @@ def _exp(x: float) -> float:
 
 
 def power_of_t(effect: ArrayLike, n: int, critical: float) -> Numbers:
-    """Return the probability that a t test of n pairs finds an effect, in standard deviations."""
+    """Return the power of a t test of n pairs; `effect` is in standard deviations."""
     shift = np.asarray(effect, float) * math.sqrt(n)
     # The probability of a significant result with the wrong sign; scipy gives NaN near 0.
     wrong_sign = np.nan_to_num(special.nctdtr(n - 1, shift, -critical))
@@ -412,7 +415,7 @@ def power_of_t(effect: ArrayLike, n: int, critical: float) -> Numbers:
 
 @cache
 def effect_found(n: int, alpha: float, power: float) -> float:
-    """Return the effect, in standard deviations, that a t test finds with this probability."""
+    """Return the effect, in standard deviations, that a t test of n pairs finds with this power."""
     critical = t_critical(n, alpha)
     return _root(lambda effect: float(power_of_t(effect, n, critical)) - power)
 
@@ -421,9 +424,9 @@ def effect_found(n: int, alpha: float, power: float) -> float:
 def could_have_found(n: int, alpha: float) -> float:
     """Return the effect that n pairs could have found, in *estimated* standard deviations.
 
-    The estimate of few pairs is often far below the true standard deviation. The effect is so
-    large that the test finds it with a probability of 80 % on average over the estimates, and,
-    with 96 % confidence, with a probability of at least 50 %.
+    The estimate of few pairs is often far below the true standard deviation. The returned effect
+    is the smallest for which the test has a power of at least 80 %, averaged over the estimates,
+    and with 96 % confidence a power of at least 50 %.
     """
     freedom = n - 1
     shares = (np.arange(400) + 0.5) / 400

@@ -73,8 +73,9 @@ CONTROLS = tuple(f"baseline again {number}" for number in range(1, 5))
 _SHORTEST_BLOCK = 0.2  # seconds that a block should take at least
 _SHORTEST_BLOCK_AHEAD = 0.05  # the same on a device that works asynchronously, such as a GPU
 _TRIAL_BATCHES = 4  # enough to estimate the time of a step
-_WARM_UP_SECONDS = 10.0  # after this time, an arm with eager steps drops its remaining batches
-# torch.compile gives up on a function after this many compilations, and arms share layer classes.
+_WARM_UP_SECONDS = 10.0  # after this time, warm-up with eager steps drops the remaining batches
+# torch.compile stops compiling a function after so many recompilations. All arms share the limit,
+# because they share the classes of layers.
 _RECOMPILE_LIMIT = 256
 
 
@@ -92,8 +93,8 @@ class TimedArm:
 
     `order` holds the batches to use; by default, they are the first batches of a training run. The
     constructor warms up the step, and refuses a loss or gradient that is not finite. An eager step
-    is neither warmed up nor checked if `order` is given. Unless `metered`, the time and memory of
-    building are not measured, which takes time itself.
+    is neither warmed up nor checked if `order` is given. The time and memory of building are
+    measured only if `metered`, because measuring takes time itself.
     """
 
     def __init__(
@@ -132,8 +133,8 @@ class TimedArm:
     def _warm_up_every_shape(self, shorten: bool) -> None:
         """Take a step on every batch, and refuse a loss or gradient that is not finite.
 
-        A compiled or captured step is repeated for each new shape, until a captured graph is
-        replayed. With `shorten`, drop the remaining batches if eager steps are slow.
+        A compiled or captured step is taken three times for each new shape, so that a captured
+        graph is replayed. With `shorten`, drop the remaining batches if eager steps are slow.
         """
         shapes, began = set(), perf_counter()
         repeats = 1 if self.step.kind == "eager" else 3
@@ -237,8 +238,8 @@ def place_arms(
 ) -> dict[str, TimedArm]:
     """Copy the arms to the device one by one; warm up a step before the next arm is copied.
 
-    Of eager steps, only that of the arm that chooses the batches is warmed up.
-    `order` holds the batches of all arms; by default, the first arm chooses them.
+    `order` holds the batches of all arms; by default, the first arm chooses them. An eager step is
+    warmed up only if its arm chooses the batches.
     """
     timed: dict[str, TimedArm] = {}
     for name, arm in arms.items():
@@ -252,8 +253,8 @@ def place_arms(
 def choose_block(timed: Mapping[str, TimedArm], clock: BlockClock) -> tuple[int, float]:
     """Return the steps per block, and the seconds of one step of every arm together.
 
-    The fastest arm's block is long enough to time. The number of steps is a power of 2 up to
-    `MOST_BATCHES`, and a multiple of `MOST_BATCHES` beyond.
+    The fastest arm's block is long enough to time. The number of steps is a power of 2 or, beyond
+    `MOST_BATCHES`, a multiple of `MOST_BATCHES`.
     """
     shortest = _SHORTEST_BLOCK_AHEAD if runs_ahead(clock.device) else _SHORTEST_BLOCK
     seconds = [
@@ -297,7 +298,7 @@ class Timing:
     notes: tuple[str, ...]  # drift of the baseline, and load by other processes
     steps_per_block: int
     batches: int  # distinct batches that were timed
-    builds: int  # how often every arm was built
+    builds: int  # how often every arm was built and timed
     rounds: int  # in each round, every arm takes one block of steps
     seconds: float  # duration of the rounds and of rebuilding the arms
     stopped_by: str  # `width` (every interval was narrow enough) or `time` (limit reached)
@@ -335,7 +336,7 @@ def time_arms(
     seed: int = 0,
     say: Callable[[str], None] = lambda line: None,
 ) -> Timing:
-    """Time whole steps of every arm, until the intervals of all ratios to the baseline are narrow.
+    """Time whole steps of every arm, until the intervals of all ratios are narrow or time is up.
 
     Args:
         seconds: time limit for the rounds and the builds between them, after the two or three
@@ -512,7 +513,7 @@ def time_steps(plan: Plan, data_dir: Path | None, say: Callable[[str], None]) ->
     base = recipes[plan.baseline.name]
     prepared = prepare(base, data_dir)
     copies = f"{len(CONTROLS)} more copies of the baseline"
-    say(f"timing {len(recipes)} arms and {copies} for at most {plan.clock.seconds:.0f} s")
+    say(f"timing {len(recipes)} arms and {copies} for about {plan.clock.seconds:.0f} s")
     timing = time_arms(
         recipes, prepared, baseline=plan.baseline.name, device=choose_device(base.train.device),
         seconds=plan.clock.seconds, width=plan.clock.width, alpha=plan.rules.time_level, say=say,
@@ -524,7 +525,8 @@ def time_steps(plan: Plan, data_dir: Path | None, say: Callable[[str], None]) ->
 def _arm_evidence(name: str, timing: Timing) -> dict[str, Any]:
     """Return one arm's values in steps.json.
 
-    `ceiling` is the lowest ratio that the saved FLOPs can explain; None for a control.
+    `ceiling` is the lowest ratio that the saved FLOPs can explain; None for a control, and if an
+    architecture is unknown.
     """
     arm = timing.arms[name]
     ratio, saved = arm.ratio, None if name in CONTROLS else arm.savings

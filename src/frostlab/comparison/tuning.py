@@ -4,7 +4,8 @@ A setting such as the learning rate is tuned for each arm (variant of the recipe
 the same grid, and every value of the grid is trained with every seed; several settings are tuned
 together, in all combinations of their values. So a run is both a trial and a result: for each
 seed, the values are chosen by the scores of the *other* seeds, on the split that also selects
-checkpoints. The choice never sees the result that it is judged by.
+checkpoints. The choice never sees the result that it is judged by. With a single seed, its own
+score on that split decides.
 """
 
 import math
@@ -54,7 +55,8 @@ def run_trials(
     """Train every arm with every seed and every combination of tuned values.
 
     If an arm's best value is at an end of a grid, the grid is extended by one value at that end,
-    once, for all arms. `stored` holds the grids of an earlier call, with which the search goes on.
+    once, for all arms, unless the recipe refuses the value. `stored` holds the grids of an earlier
+    call, which replace the planned ones.
     """
     planned = {tune.key: tune.values for tune in plan.tune}
     grids: Grids = {key: tuple(stored.get(key, values)) for key, values in planned.items()}
@@ -84,7 +86,6 @@ class _Search:
         self.trials = tuple(
             tuple(zip(grids, values, strict=True)) for values in product(*grids.values())
         )
-        # Every second seed takes the arms in reverse order.
         tasks = {
             (arm.name, trial, seed): trial_task(self.plan, self.folder, arm, trial, seed)
             for index, seed in enumerate(self.plan.seeds)
@@ -98,8 +99,8 @@ class _Search:
     def best(self, arm: str, left_out: int | None = None) -> Trial:
         """Return the trial with the best mean score, without the seed `left_out`.
 
-        If `left_out` is the only seed, it is used. A run that did not finish is worse than any
-        score.
+        If `left_out` is the only seed, it is used. A trial with fewer unfinished runs is better,
+        whatever the scores.
         """
         seeds = [seed for seed in self.plan.seeds if seed != left_out] or list(self.plan.seeds)
 
@@ -112,7 +113,7 @@ class _Search:
         return min(self.trials, key=rank)
 
     def extended(self, key: str, values: tuple[float, ...]) -> tuple[float, ...]:
-        """Return a grid with one more value at each end where the best value of an arm lies."""
+        """Return a grid with one more value at each end that is best for an arm, if it is valid."""
         best = {dict(self.best(arm.name))[key] for arm in self.plan.arms}
         below, above = self._beyond(key, values)
         return (
@@ -122,14 +123,14 @@ class _Search:
         )
 
     def _beyond(self, key: str, values: Sequence[float]) -> tuple[float | None, float | None]:
-        """Return the next value below and above a grid; None where the recipe allows no value."""
+        """Return the next value below and above a grid; None where there is no valid value."""
         # The first ratio of the grid; a grid that begins at 0 has no such ratio.
         step = values[1] / values[0] if values[0] else 3.0
         below = self._if_valid(key, values[0] / step) if values[0] else None
         return below, self._if_valid(key, values[-1] * step)
 
     def _if_valid(self, key: str, value: float) -> float | None:
-        """Return a value, rounded, or None if the recipe refuses it."""
+        """Return a value rounded to three digits, or None if the recipe refuses it."""
         rounded = float(f"{value:.3g}")
         try:
             self.plan.recipe_of(self.plan.baseline, self.plan.seeds[0], {key: rounded})
@@ -205,7 +206,7 @@ class _Search:
         )
 
     def _unproven(self, settings: Sequence[TunedSetting]) -> dict[str, str]:
-        """Return why an arm's tuning proves nothing, for the arms of which that is true."""
+        """Return the arms whose tuning proves nothing, with the reason."""
         reasons: dict[str, str] = {}
         for setting in settings:
             for arm in setting.best:
@@ -221,7 +222,7 @@ class _Search:
 
 
 def _score(record: RunRecord) -> float | None:
-    """Return a run's best value on the split that selects checkpoints; None if it failed."""
+    """Return a finished run's best value on the split that selects checkpoints, if it is finite."""
     if finished_status(record.folder) != "finished":
         return None
     value = record.result.best.value
@@ -229,7 +230,7 @@ def _score(record: RunRecord) -> float | None:
 
 
 def chosen_trials(plan: Plan, folder: Path) -> Trials:
-    """Return the runs that a plan lists, of which each arm has one setting and nothing is tuned."""
+    """Return the runs that a plan lists, as trials without tuned settings."""
     untuned: Trial = ()
     paths = {
         (arm, seed): Path(os.path.abspath(folder / path))

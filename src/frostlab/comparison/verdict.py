@@ -1,9 +1,9 @@
-"""Verdicts on pairs of arms: one word and one sentence, read off the interval of their difference.
+"""Verdicts on pairs of arms: one word and one sentence about the interval of their difference.
 
 An arm is a variant of a recipe that was trained with several seeds. A statement compares it with
 another arm, the baseline, on the same seeds. All statements of a comparison form one family: their
 intervals hold simultaneously, with the confidence that the rules ask for. An arm is better or worse
-if its interval excludes zero.
+if its interval excludes zero (or the ratio 1) and no other word, such as "confounded", applies.
 """
 
 import math
@@ -38,20 +38,20 @@ MEANINGS: dict[Word, str] = {
     "better": "the whole interval of the effect is in favour of the arm",
     "worse": "the whole interval of the effect is to the arm's disadvantage",
     "no difference found": (
-        "the interval contains zero (or the ratio 1); the sentence says which costs it excludes "
-        "or not, and which true difference would be found in 8 of 10 such comparisons"
+        "the interval contains zero (or the ratio 1); the sentence says, as far as known, which "
+        "costs it excludes and which true difference would be found in 8 of 10 such comparisons"
     ),
     "identical": "both arms ended with the same weights for every seed",
-    "at chance": "neither arm learned more than chance, so nothing can be compared",
-    "did not finish": f"fewer than {LEAST_SEEDS} pairs finished, because runs diverged or failed",
-    "too few seeds": f"fewer than {LEAST_SEEDS} pairs of runs were planned or could be paired",
+    "at chance": "no difference is found, and neither arm is shown to beat chance",
+    "did not finish": f"fewer than {LEAST_SEEDS} pairs finished, though enough were planned",
+    "too few seeds": f"fewer than {LEAST_SEEDS} pairs; a seed that neither arm finished is no pair",
     "confounded": "a setting differs that is not part of the comparison",
     "unproven": "the sentence says why the values prove nothing",
 }
 UNKNOWN = ("failed", "did not finish")  # reasons for a missing run that may not be the arm's fault
 Answer = Literal["yes", "no", "not shown"]
 _USUAL_GRID = 3  # if more settings were tried, the level is multiplied by 3 / their number
-_SKEW_SHARE = 0.22  # of comparisons with normal noise: so many have a notable mean skewness
+_SKEW_SHARE = 0.22  # share of comparisons with normal noise whose mean skewness is notable
 _SKEW_SHARE_OF_ONE = 0.1  # the same for the skewness of one arm alone, if there are several
 Values = Mapping[int, float]  # by seed
 
@@ -60,9 +60,9 @@ Values = Mapping[int, float]  # by seed
 class Scores:
     """The values of one arm's runs.
 
-    A seed in `missing` has no value, because its run diverged or failed; `missing` gives the
-    reason. If settings were tuned, `tried` holds the values of every setting that was tried, and
-    `values` those of the setting that was chosen for each seed.
+    A seed in `missing` has a run without a value; `missing` gives the reason, such as "diverged".
+    If settings were tuned, `tried` holds the values of every setting that was tried, and `values`
+    those of the setting that was chosen for each seed.
     """
 
     values: Values
@@ -89,7 +89,7 @@ class Statement:
     arm: str
     baseline: str
     confounds: tuple[str, ...] = ()  # settings that differ and are not compared
-    together: tuple[str, ...] = ()  # compared settings that differ together, if more than one
+    together: tuple[str, ...] = ()  # factors that differ together, if several (`Plan.together`)
     unproven: str | None = None  # why the values prove nothing
     identical: bool = False  # whether both arms ended with the same weights for every seed
     at_chance: bool = False  # whether neither arm is shown to have learned more than chance
@@ -100,11 +100,11 @@ class Statement:
 
 @dataclass(frozen=True)
 class Margin:
-    """The largest cost that does not matter, and whether the interval excludes a larger one.
+    """The largest cost that does not matter (the margin), compared with the interval.
 
-    `limit` is the margin in the rules' unit: a factor for perplexity, a factor of the error rate
-    for accuracies, a difference for correlations. `largest` is the largest cost inside the
-    interval, in the unit of the effect; None if the interval does not bound it.
+    `answer` is "yes" if the interval excludes a larger cost, "no" if it holds only larger costs,
+    and else "not shown". `limit` is the margin in the unit that `Rules` explains. `largest` is the
+    largest cost in the interval, in the unit of the effect; None if the interval has no such end.
     """
 
     answer: Answer
@@ -118,9 +118,9 @@ class Margin:
 class Verdict:
     """The verdict on one statement, and the numbers behind it.
 
-    `could_have_seen` is the effect that the comparison would have found with a probability of at
-    least 80 %, averaged over the estimates of the spread that its number of pairs gives. It is in
-    the metric's unit or, on the log scale, a ratio − 1.
+    `could_have_seen` is the effect that such a comparison finds with a probability of at least 80 %
+    (see `could_have_found`), in the metric's unit or, on the log scale, as a ratio − 1. It is None
+    if the interval is not bounded.
     """
 
     arm: str
@@ -136,8 +136,8 @@ class Verdict:
     improvement: float | None  # how often a run of the arm beats a run of the baseline
     population: Paired | None
     skewed: float | None  # skewness of the differences, or its mean over all arms, if notable
-    missing: dict[str, int]  # by arm: runs that diverged or failed
-    together: tuple[str, ...]  # compared settings that differ together, if more than one
+    missing: dict[str, int]  # by arm: number of runs without a finite value, such as diverged ones
+    together: tuple[str, ...]  # factors that differ together, if several (`Plan.together`)
     notes: tuple[str, ...] = ()
 
 
@@ -150,8 +150,8 @@ def judge(
     """Judge every statement, by its name.
 
     `family` is the number of all statements of the comparison, if it makes more than these. Each
-    interval has confidence 1 − `rules.level` / family, so all of them hold simultaneously with
-    confidence 1 − `rules.level`; the level is the false-alarm rate of this look.
+    interval has a confidence of at least 1 − `rules.level` / family, so all of them hold together
+    with confidence 1 − `rules.level`. The level is the false-alarm rate of this look.
     """
     _check(arms, statements, rules)
     size = family or len(statements)
@@ -165,7 +165,7 @@ def judge(
 
 
 def _check(arms: Mapping[str, Scores], statements: Mapping[str, Statement], rules: Rules) -> None:
-    """Refuse unknown arms, missing runs that have a value, and values that have no logarithm."""
+    """Refuse invalid arms, missing runs with a value, and values without a needed logarithm."""
     for statement in statements.values():
         for name in (statement.arm, statement.baseline):
             if name not in arms:
@@ -197,7 +197,7 @@ def _worst(arms: Mapping[str, Scores], rules: Rules) -> float | None:
 
 
 def _pool(cases: Sequence["_Case"]) -> Pool | None:
-    """Pool the statements with the first one's baseline; None if none has enough whole pairs."""
+    """Pool the statements with the first one's baseline, enough pairs and no missing run."""
     baseline = cases[0].statement.baseline if cases else ""
     same = [
         case.differences
@@ -378,7 +378,7 @@ class _Case:
         return f"{_effect_text(self.pair, self.family, self.rules.level)}, {n}"
 
     def _missing_text(self) -> str:
-        """Return the part of the sentence about runs that diverged or failed, or ""."""
+        """Return the part of the sentence about runs without a finite value, or ""."""
         return "".join(
             f"; {len(reasons)} of {self.n} runs of {name} {_and(sorted(set(reasons.values())))}, "
             "and each counts as the worst value of all"
@@ -413,10 +413,10 @@ class _Case:
         return f"; smaller than the smallest effect of interest, {size}" if small else ""
 
     def _skewed(self, pool: Pool | None) -> float | None:
-        """Return the skewness if the differences have a long tail on the other side of zero.
+        """Return the skewness if it is notable: a long tail towards the other side of zero.
 
         Noise with such a tail makes a t interval too short on that side, most of all if no run of
-        the tail was drawn. So the skewness of all arms counts, and a moderate one is enough.
+        the tail was drawn. So the mean over all arms counts too, and a moderate skewness is enough.
         """
         if self.pair is None or self.n < LEAST_SEEDS or not math.isfinite(self.pair.std):
             return None
@@ -432,7 +432,7 @@ class _Case:
 
     @property
     def could_have_seen(self) -> float | None:
-        """The effect that could have been found; the widest side of the interval counts."""
+        """The effect that could have been found, from the wider side of a bounded interval."""
         if self.pair is None or self.n < LEAST_SEEDS or not self.pair.std:
             return None
         ends = [self.pair.effect, self.pair.low, self.pair.high]
@@ -453,7 +453,7 @@ class _Case:
         return replace(population, low=low, high=high, p=max(population.p, pair.p))
 
     def _margin(self, pool: Pool | None, word: Word) -> Margin | None:
-        """Return whether the interval excludes a cost above the margin of the rules."""
+        """Compare the interval with the margin; None without a margin, interval or base value."""
         limit, pair = self.rules.margin, self.pair
         if limit is None or pair is None or pair.n < 2:
             return None
@@ -482,7 +482,7 @@ class _Case:
         )
 
     def _probability_above(self, cost: float, effect: float, pool: Pool | None) -> float | None:
-        """Return the posterior probability of a cost above the margin; None if runs are missing."""
+        """Return the posterior probability of a cost above the margin; None if it is unknown."""
         if self.missing or self.n < LEAST_SEEDS or self.pair is None:
             return None
         variance, freedom = self.pair.std**2, self.n - 1
@@ -547,9 +547,9 @@ class _Case:
 
 
 def _filled(values: Values, seeds: Sequence[int], worst: float | None) -> list[float]:
-    """Return the values in the order of the seeds, with the worst of all for a missing one.
+    """Return the values in the order of the seeds, with `worst` for a missing one.
 
-    If no run has a value, return an empty list.
+    If no run of any arm has a value, `worst` is None, and the list is empty.
     """
     if worst is None:
         return []

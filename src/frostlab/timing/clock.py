@@ -52,12 +52,12 @@ class Stopwatch:
         self._started: float | None = None
 
     def start(self) -> None:
-        """Start counting time."""
+        """Start counting time, once the device is idle."""
         self.wait_for_device()
         self._started = time.perf_counter()
 
     def stop(self) -> None:
-        """Stop counting time until the next start."""
+        """Stop counting time until the next start, once the device is idle."""
         self.wait_for_device()
         assert self._started is not None, "the clock runs"
         self._total += time.perf_counter() - self._started
@@ -122,7 +122,7 @@ class Stopwatch:
 
 
 def training_seconds(seconds: dict[str, float]) -> float:
-    """Return the total without the phases that training had to wait for."""
+    """Return the total of a dict of seconds by phase, without phases that training waited for."""
     left_out = ("total", OVERLAPPED, SETUP)
     waited = sum(spent for name, spent in seconds.items() if name not in left_out)
     return seconds.get("total", 0.0) - waited

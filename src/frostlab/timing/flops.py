@@ -7,7 +7,8 @@ sequences, and they need a backward pass if anything below or inside the attenti
 kernel for causal attention that skips the masked half needs half of these FLOPs.
 
 The results are bounds, because only matmuls and the optimizer's memory traffic are counted. A step
-that is bound by matmuls gains at most `speed_up`, and no step takes less than `ceiling_ms`.
+that is bound by matmuls gains at most `speed_up`, and at the measured rates of a device, no step
+with Adam takes less than `ceiling_ms`.
 """
 
 import time
@@ -27,7 +28,7 @@ from frostlab.timing.interleave import Ratio
 
 ADAM_BYTES = 28  # moved per trainable parameter: weight and moments read and written, gradient read
 _STATE_BYTES = 12  # kept per trainable parameter: gradient and two moments in float32
-_MOST_FLOPS_PER_BYTE = 300.0  # an H100's bf16 FLOP/s over its bandwidth; lower on other devices
+_MOST_FLOPS_PER_BYTE = 300.0  # about the bf16 FLOP/s of an H100 over its memory bandwidth
 _LAUNCH_BOUND_TOKENS = 2048  # with fewer tokens per step, kernel launches may dominate
 _SPEC_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # the vendor's dense bf16 figures
 CEILING_FORMULA = (
@@ -138,8 +139,8 @@ def _learns(part: Part) -> bool:
 class Savings:
     """FLOPs per token and bytes of gradients and Adam's moments, with and without freezing.
 
-    Fields that end in `_all` assume that every part is trained. The other fields count the model
-    as it is frozen.
+    Fields that end in `_all` assume that every part is trained. The other fields count frozen parts
+    as frozen.
     """
 
     length: int  # tokens per sequence
@@ -198,14 +199,14 @@ def describe_savings(anatomy: Anatomy, length: int) -> Sequence[str]:
 
 @dataclass(frozen=True)
 class StepSavings(Savings):
-    """The savings of a whole step, with the optimizer's memory traffic; FLOPs are per step."""
+    """The savings of a whole step, with Adam's memory traffic; FLOPs are per step."""
 
     tokens: float  # per step
-    traffic_all: int  # bytes that the optimizer moves
+    traffic_all: int  # bytes that Adam moves in a step
     traffic: int
 
     def relative_to(self, baseline: "StepSavings") -> "StepSavings":
-        """Return the savings against a baseline, instead of against training everything."""
+        """Return the savings against a baseline, whose values become the `_all` fields."""
         return replace(
             self,
             flops_all=baseline.flops,
@@ -215,7 +216,7 @@ class StepSavings(Savings):
 
     @property
     def speed_up_with_traffic(self) -> float:
-        """The largest possible speed-up on a device with slow memory relative to its FLOPs."""
+        """The largest possible speed-up at `_MOST_FLOPS_PER_BYTE`, with the optimizer's traffic."""
         frozen = self.flops / _MOST_FLOPS_PER_BYTE + self.traffic
         everything = self.flops_all / _MOST_FLOPS_PER_BYTE + self.traffic_all
         return everything / frozen if frozen else 1.0
@@ -286,7 +287,7 @@ class Ceilings:
     spec_flops: float | None  # per second; None if the device is not in `_SPEC_FLOPS`
 
     def lower_bounds(self, work: StepWork) -> dict[str, float]:
-        """Return lower bounds on the milliseconds of a step's matmuls and optimizer.
+        """Return lower bounds on the milliseconds of a step's matmuls and of Adam.
 
         `ceiling_ms` assumes that the two overlap; `serial_ms` assumes that they do not.
         """
@@ -305,7 +306,7 @@ class Ceilings:
 
 
 def measure_ceilings(device: torch.device, small: bool = False) -> Ceilings:
-    """Time a large matmul and a large copy, and keep the best time of several groups of calls."""
+    """Time a matmul and a copy (large, unless `small`), each by its best group of calls."""
     large = runs_ahead(device)
     size = 512 if small else 8192 if large else 2048
     floats = 1 << (22 if small else 29 if large else 26)

@@ -1,6 +1,6 @@
 """Interleaved timing: competitors take blocks of steps in turn, in one process, on one clock.
 
-Noise that lasts longer than a block affects all competitors equally and cancels in their ratio.
+Noise that lasts much longer than a block affects all competitors alike and cancels in their ratio.
 
 `interleave_arms` times the arms of a comparison. One round takes the arms in random order, and the
 next round takes them in reverse. The arms are rebuilt after a few pairs of rounds, because the
@@ -31,14 +31,14 @@ from scipy import stats
 from frostlab.devices import synchronize
 from frostlab.timing.clock import BlockSeconds, Meter
 
-FEWEST_BUILDS = 4  # builds that a verdict needs
+FEWEST_BUILDS = 4  # with fewer builds, the timing is unproven
 _PLANNED_BUILDS = 6  # builds that should fit into the time
 _BUILDS_BEFORE_WIDTH = 8  # builds before narrow intervals may end the timing
 MOST_BATCHES = 16  # distinct batches; the step is warmed up on the shape of each
 _BUILDS_AFTER_WIDTH = 4  # further builds, since a quiet period can make intervals narrow
 _MOST_BLOCKS = 4  # distinct blocks, and also pairs of rounds per build
 _PROGRESS_EVERY = 10.0  # seconds between progress messages
-_FEWEST_ROUNDS = 3  # rounds of a benchmark, even if the time limit is shorter
+_FEWEST_ROUNDS = 3  # rounds of a benchmark before its time limit counts
 _DRIFT = 0.05  # allowed change of the baseline's time between the halves of a measurement
 
 
@@ -265,7 +265,7 @@ def interleave_arms(
     seed: int,
     say: Callable[[str], None],
 ) -> Rounds:
-    """Time rounds until the rule ends the timing; rebuild all arms after some pairs of rounds.
+    """Time rounds until the rule ends the timing; rebuild all arms after every `pairs` pairs.
 
     Args:
         names: names of the arms, the baseline first, including the controls.
@@ -355,7 +355,7 @@ class PairTimes:
     steps_per_round: int = 1
 
     def to_dict(self, *, mean: bool = False) -> dict[str, Any]:
-        """Return milliseconds per step and their ratio: medians of the rounds, or means.
+        """Return the results for JSON; times are medians of the rounds or, with `mean`, means.
 
         Use means if steps differ in length, so that every step counts.
         """
@@ -398,7 +398,8 @@ def interleave_pair(
     """Build and warm up our side, then their side, then time both in turn.
 
     The peak memory of a side covers its build and its warm-up, which includes the capture of a CUDA
-    graph. `seconds` limits the time of the timed rounds.
+    graph. `seconds` limits the time of the timed rounds, of which there are at least three if
+    `rounds` allows.
     """
     times = PairTimes(steps_per_round=steps_per_round)
     meter = Meter(device)
