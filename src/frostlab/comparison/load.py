@@ -45,7 +45,7 @@ from frostlab.text import short
 Source = str | Path | dict[str, Any] | Recipe
 
 _RULES = ("metric", "alpha", "minimum_effect", "margin", "looks")
-_SET_HERE = ("name", "rules", "quick")  # keys of a plan that a comparison's file may not set
+_SET_HERE = ("name", "rules", "quick", "runs")  # keys of a plan that its file may not set
 KEYS = ("about", "set", *_RULES, *(key for key in Plan.model_fields if key not in _SET_HERE))
 _INSTEAD = {"treatment": "arms", "seed": "seeds"}  # settings that cannot be set: the key to use
 _TUNABLE = {"lr": "optim.lr", "decay": "optim.decay"}  # settings that can be tuned by name alone

@@ -69,9 +69,9 @@ def take_look(
 
     `results` holds, for every run, the value of the metric or, if it did not finish, its status.
     `known` holds the looks that are stored in the comparison's folder; this machine's register
-    lacks them if the folder came from another machine. Earlier looks with too few seeds for a
-    verdict do not count. If an earlier look that counts saw the same results, that look is
-    returned, and nothing is registered.
+    lacks them if the folder came from another machine. Looks with too few seeds for a verdict do
+    not count, and are not registered. If an earlier look that counts saw the same results, that
+    look is returned, and nothing is registered.
     """
     unnumbered = _look(plan, folder, results)
     path = cache_folder(None) / REGISTER
@@ -93,9 +93,10 @@ def take_look(
                 )
             spent = alpha_spent(plan.rules.alpha, len(looks) + 1, plan.rules.looks)
             look = replace(unnumbered, spent=spent)
-            with path.open("a", encoding="utf-8") as register:
-                # A line that a crash cut off ends here.
-                register.write("\n" * _is_cut_off(path) + json.dumps(asdict(look)) + "\n")
+            if len(look.seeds) >= LEAST_SEEDS:
+                with path.open("a", encoding="utf-8") as register:
+                    # A line that a crash cut off ends here.
+                    register.write("\n" * _is_cut_off(path) + json.dumps(asdict(look)) + "\n")
         finally:
             lock.release()
     except OSError as error:

@@ -397,7 +397,7 @@ class _Case:
             return ""
         return (
             f"; the differences have a long tail towards the other side of zero (skewness "
-            f"{skewed:+.2g}), as about 1 in 5 normal samples have, so a rare run may undo this"
+            f"{skewed:+.2g}), as fewer than 1 in 4 normal samples have, so a rare run may undo this"
         )
 
     def _small_effect(self) -> str:
