@@ -1,7 +1,7 @@
 """Data sections of a recipe: text, tokens or EEG, and tokenizers that turn text into tokens.
 
-Each kind of data is a class in the union `Data`, which `data.name` chooses. The class defines the
-task, and checks for contradictory settings. `LOADERS` holds the data that users registered.
+Each kind of data is a class in the union `Data`; `data.name` chooses the class. The class defines
+the task, and checks for contradictory settings. `LOADERS` holds the data that users registered.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -59,7 +59,8 @@ class Corpus(DataSettings):
 
     form = "text"
     task: TextTask = "classification"
-    length: Annotated[Length, Field(ge=2)] = 128  # maximum number of tokens per example
+    # maximum number of tokens per example; for language, of tokens that are predicted
+    length: Annotated[Length, Field(ge=2)] = 128
     stride: Positive | None = None  # tokens between the starts of two examples; null: length
     # honest: `tune` selects the checkpoint; published: `report` selects it and is reported
     splits: Literal["honest", "published"] = "honest"
@@ -86,7 +87,8 @@ class Docstrings(Corpus):
     """The docstrings of installed scientific packages, so that nothing is downloaded."""
 
     name: Literal["docstrings", "docstrings-pairs"] = "docstrings"
-    per_package: Positive = 1500  # maximum number of examples per package, over all splits
+    # maximum number of docstrings per package, over all splits; each split has at least two
+    per_package: Positive = 1500
 
     def problems(self) -> Iterator[str]:
         """Yield a line for each contradiction between these settings."""

@@ -39,7 +39,7 @@ class Orthogonalize(Strict):
 
 
 class Randomize(Strict):
-    """Replacement of weights with random normal values of a standard deviation or a norm.
+    """Replacement of weights with random normal values of a given standard deviation or norm.
 
     `match` keeps the norm of the weights; `orthonormal` gives each head the norm that it has after
     `orthogonalize`.

@@ -272,7 +272,7 @@ def _load_set(
 
 
 class _MemoryLimit:
-    """A limit of the address space: what the imports took, and as much more as a file may take."""
+    """A limit on the address space: the bytes that the imports took, plus room for one file."""
 
     def __init__(self) -> None:
         self.room = 0  # bytes that a file may take
@@ -284,7 +284,7 @@ class _MemoryLimit:
             pass
 
     def set(self, room: int) -> None:
-        """Allow so many bytes for a file."""
+        """Allow `room` bytes for a file; without /proc, nothing is limited."""
         self.room = room
         if self._imports is None:
             return
