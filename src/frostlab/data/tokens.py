@@ -66,7 +66,7 @@ class Prepared:
     tokenizer: Path | None  # tokenizer.json, or a pretrained tokenizer's folder; None if synthetic
     labels: tuple[Label, ...] | None = None  # the classes in order; None for language modelling
     described: dict[str, SplitRecord] = field(default_factory=dict)  # by role
-    notes: tuple[str, ...] = ()  # remarks about suspicious rows, such as empty texts
+    notes: tuple[str, ...] = ()  # remarks about possible mistakes, such as empty texts
 
 
 class TokenWriter:

@@ -227,7 +227,7 @@ def save_checkpoint(
 def save_frozen(
     folder: Path, tensors: Mapping[str, Tensor], partly: Mapping[str, PartlyFrozen]
 ) -> FrozenWeights:
-    """Store the frozen weights of a stage, for checkpoints to name; reuse a whole equal folder.
+    """Store the frozen weights of a stage, for checkpoints to name, unless they are stored already.
 
     `partly` has the tensors of which only the frozen rows are stored.
     """
