@@ -68,7 +68,7 @@ def split_files(folder: Path) -> dict[str, Path]:
 
 
 def named_path(name: str, key: str) -> Path:
-    """Return a path with ~ expanded; refuse an impossible path, given by the setting `key`."""
+    """Return a path with ~ expanded; the error for an impossible path begins with `key`."""
     try:
         path = Path(name).expanduser()
         path.exists()
@@ -78,7 +78,7 @@ def named_path(name: str, key: str) -> Path:
 
 
 def read_lines(path: Path, columns: Iterable[str] = ()) -> Iterator[Line]:
-    """Yield the rows of a table, each with the number of its last line (parquet: of the row).
+    """Yield the rows of a table, each with the number of its last line (parquet: its row number).
 
     Of a parquet file, only `columns` are read, if any are given.
     """
@@ -371,7 +371,7 @@ def _without_long_words(text: str, ends: bool) -> Iterator[Piece]:
 
 
 def _safe_cut(buffer: str) -> int:
-    """Return where to cut a buffer: after its last whole word, else near its end; 0: not full."""
+    """Return where to cut a buffer: after its last whole word, else near its end; 0 if short."""
     if len(buffer) < PIECE:
         return 0
     for begin in (len(buffer) - 1024, 0):  # a search of the last characters is usually enough

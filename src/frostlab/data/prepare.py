@@ -134,8 +134,8 @@ def data_digest(recipe: Recipe, data_dir: Path | None = None, cache: Path | None
 def find_path(recipe: Recipe, digest: str, data_dir: Path | None) -> str | None:
     """Return the path of the data with this digest; None if the recipe's data have no path.
 
-    The recipe's own path is tried first, then the files and folders in the data folder, beginning
-    with those of the same name.
+    The recipe's own path is tried first, then the files and folders in the data folder; a file
+    or folder of the same name comes before the others.
     """
     own = getattr(recipe.data, "path", None)
     if own is None:
@@ -159,7 +159,7 @@ def find_path(recipe: Recipe, digest: str, data_dir: Path | None) -> str | None:
 
 
 def _places(own: str, parent: Path | None) -> Iterator[str]:
-    """Yield the recipe's own path, then other places in a folder, those of the same name first."""
+    """Yield the recipe's own path, then places in a folder, the same name first."""
     yield own
     if parent is None:
         return
@@ -321,7 +321,7 @@ class _TextPreparation:
         )
 
     def _notes(self, splits: dict[str, SplitRecord]) -> Iterator[str]:
-        """Yield remarks about data that may be mistakes, such as unused files and empty texts."""
+        """Yield remarks about possible mistakes in the data, such as unused files."""
         if self.plan.unused:
             place = Path(self.plan.train.place).parent
             yield f"files of {place} that are not used: {', '.join(map(plain, self.plan.unused))}"

@@ -30,7 +30,7 @@ class LengthRecord:
     median: float  # median length
     mean: float  # mean length
     most: int  # length of the longest example
-    cut: int | None = None  # examples cut at data.length; null for running and generated text
+    cut: int | None = None  # number cut at data.length; null for running text and generated tokens
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class SplitRecord:
     carved_from: str | None = None  # the split that this one is a share of
     carved: dict[str, int] = field(default_factory=dict)  # split → rows that it got from this one
     dropped: dict[str, int] = field(default_factory=dict)  # reason → rows that were not used
-    note: str = ""  # how the split was carved and what was dropped, in words
+    note: str = ""  # how the split was carved and rows were dropped; EEG: its origin
     classes: list[int] | None = None  # examples of each class, in the order of labels
     lengths: LengthRecord | None = None  # lengths of the examples; null for EEG
     tokens: int | None = None  # tokens of the examples or of the running text; null for EEG

@@ -202,7 +202,8 @@ class SimulatedEEG(EEGData):
     name: Literal["eeg-simulated"]
     subjects: Positive = 8
     unseen: Annotated[int, Field(ge=0, le=10**12)] = 4  # further subjects, in no training split
-    recordings: Positive = 6  # recordings per subject, including `tune` and `report`
+    # recordings per subject, including `tune` and `report`; an unseen subject has only `report`
+    recordings: Positive = 6
     tune: Positive = 1  # recordings per subject
     report: Positive = 1  # recordings per subject
     seconds: Annotated[float, Field(gt=0, le=1e9)] = 60.0  # length of a recording
@@ -272,7 +273,8 @@ class MatlabEEG(RecordedEEG):
 
     name: Literal["eeg-matlab"]
     path: str = "eeg_cocktail"
-    held_out: Positive = 1  # which recording of a subject is for report; the next is for tune
+    # number, from 1, of each subject's recording for report; the next one is for tune
+    held_out: Positive = 1
     band: tuple[Rate, Rate] | None = (1.0, 9.0)
     reference: Literal["average", "mastoids", "none"] = "average"
 
@@ -338,7 +340,7 @@ class Words(Strict):
     """Vocabulary of whole words, separated by white space and counted in the training split."""
 
     kind: Literal["words"]
-    # null: every word of the training split
+    # maximum number of words and special tokens; null: no limit
     size: Annotated[int, Field(ge=4, le=10**7)] | None = None
     lowercase: bool = True
     # Splits whose words are counted too; results then carry a warning about this leak.

@@ -47,7 +47,7 @@ class StepDecay(Strict):
 
 
 class Optim(Strict):
-    """AdamW and its schedule; weight decay applies to matrices, not to vectors."""
+    """AdamW and its schedule; vectors, such as biases, have no weight decay."""
 
     lr: Annotated[float, Field(gt=0)] = 3e-4
     decay: Annotated[float, Field(ge=0)] = 0.01

@@ -65,6 +65,7 @@ class Checkpoint:
     folder: Path
     step: int  # optimizer steps done
     stage: int = 0  # counted from 0
+    # names of the files whose checksums were verified
     verified: set[str] = field(default_factory=set, repr=False, compare=False)
 
     @property

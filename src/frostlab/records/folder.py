@@ -1,7 +1,7 @@
 """Run folders: `RunFolder` writes one, and `RunRecord` reads it as typed records.
 
-Only one process at a time trains in a folder. It appends events; every other record is written
-atomically, so it is complete or absent.
+Only one process at a time has a run's folder open. `RunFolder` appends events, and writes other
+files atomically, so that they are complete or absent.
 """
 
 import errno

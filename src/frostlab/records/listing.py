@@ -90,7 +90,7 @@ def runs_table(
 
 
 def _within(texts: Sequence[str]) -> list[str]:
-    """If all texts are absolute paths, write them relative to the folder that they share."""
+    """If all known values are absolute paths, shorten them to paths in the folder they share."""
     paths = {text for text in texts if os.path.isabs(text)}
     if len(paths) < 2 or paths != set(texts) - {NONE}:
         return list(texts)

@@ -45,8 +45,8 @@ def write_manifest(
 
     `written_next` holds files that will be renamed into the folder after this: final name →
     present path. A crash before the renaming leaves a manifest that lists a missing file.
-    `elsewhere` holds the relative paths of runs in other folders; those without a manifest are left
-    out, because they are not finished.
+    `elsewhere` holds the relative paths of runs in other folders; a run without a manifest is left
+    out, because it is not finished.
     """
     later = dict(written_next or {})
     names = [name for name in _files(folder) if name not in later and is_plain(folder, name)]

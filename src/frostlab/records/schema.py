@@ -213,7 +213,7 @@ class Result:
     best: Best  # best evaluation of the last stage
     report: Metrics | None  # metrics of the best weights on the report split; null if unfinished
     caution: str | None  # a warning about the reported numbers
-    last: Metrics | None  # metrics of the last evaluation
+    last: Metrics | None  # metrics of the last evaluation that selects weights
     target: Target | None  # null if no target was set or reached
     stepping: "list[SteppingEvent]"  # kinds of training steps, in order of use
     clocks: Clocks  # time spent on each activity
@@ -438,12 +438,12 @@ class EndEvent(Event):
 
 @dataclass(frozen=True)
 class FlowPart:
-    """A part of a watched model: all tensors of one role in one layer."""
+    """A part of a watched model: all tensors of one role in one layer, or outside the layers."""
 
     name: str  # such as layers[0].query
     peers: str  # parts with the same value have the same role
-    stack: str  # the stack of layers it is in
-    layer: int | None  # number in the stack, counted from 0
+    stack: str  # stack of layers, such as the encoder; "" if the model has only one
+    layer: int | None  # number in the stack, counted from 0; null if in no layer or in several
     state: str  # trainable, frozen or fixed
     tensors: list[str]  # names of its tensors
     learning: list[str]  # tensors that require a gradient

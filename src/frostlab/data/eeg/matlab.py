@@ -21,7 +21,7 @@ import numpy as np
 
 MEMORY = 1 << 30  # bytes that one file may take in the second process
 SET_SHARE = 8  # bytes beyond MEMORY that are allowed for each byte of a .set and its .fdt file
-SECONDS = 5.0  # time limit for a file; every 10 MB of the file add a second
+SECONDS = 5.0  # time limit for a file; each 10 MB of the file adds a second
 PROGRAM = __file__
 _START = 60.0  # seconds until the second process must be ready
 _PIECE = 1 << 20
@@ -101,7 +101,7 @@ class MatFiles:
             raise BadInput(f"{path} cannot be read: {reason}; the file may be damaged") from None
 
     def _ending(self) -> str:
-        """Return what the process did, such as `ended (signal 11)`."""
+        """Return how the process failed, such as `ended (signal 11)`."""
         if self._process is None:
             return "did not start"
         try:

@@ -29,7 +29,7 @@ from frostlab.recipe.data import ChallengeEEG, MatlabEEG, MneEEG, RecordedEEG
 from frostlab.storage import open_regular
 
 MATLAB_RATE = 128.0  # Hz; the files do not store the rate
-ENDINGS = (".fif", ".edf", ".bdf", ".set", ".vhdr")  # file types that MNE reads
+ENDINGS = (".fif", ".edf", ".bdf", ".set", ".vhdr")  # of files that are read with MNE
 _ROLES = {prefix: role for role, prefix in PREFIXES.items()}  # role by prefix of a file's name
 _SEPARATOR = "_-_"  # between the parts of a file's name
 _TRIAL = re.compile(r"([12])_(\d+)\.mat")  # BLOCK_TRIAL.mat
@@ -43,7 +43,7 @@ class Source:
 
     heading: Heading
     files: tuple[Path, ...]
-    read: Callable[[], tuple[Recording, tuple[str, ...]]]  # returns also the channel names
+    read: Callable[[], tuple[Recording, tuple[str, ...]]]  # with the channel names
 
 
 def find_folder(path: str, data_dir: Path | None) -> Path:

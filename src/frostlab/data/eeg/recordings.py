@@ -33,7 +33,7 @@ class Recording:
 
     name: str
     subject: str
-    eeg: Signal  # (samples, channels), each with mean 0 and standard deviation 1; flat ones are 0
+    eeg: Signal  # (samples, channels); channels have mean 0 and deviation 1, or are 0 if flat
     envelope: Signal  # (samples,), with mean 0 and standard deviation 1; zeros if unknown
     other: Signal | None = None  # envelope of a second speaker, whom the subject ignored
 
