@@ -157,7 +157,7 @@ def test_data_are_found_by_their_digest(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(fl.BadInput, match=rf"digest {digest[:16]} of the plan are not at .*mine"):
         find_path(recipe, digest, tmp_path / "a")
     monkeypatch.setattr(prepare_module, "MOST_PLACES", 3)
-    with pytest.raises(fl.BadInput, match="holds more than 3 files; name a smaller folder"):
+    with pytest.raises(fl.BadInput, match="holds more than 3 files and folders"):
         find_path(recipe, digest, tmp_path / "b")
     shutil.copy(tmp_path / "b" / "x" / "moved.csv", tmp_path / "a" / "mine.csv")
     assert find_path(recipe, digest, tmp_path / "b") == str(tmp_path / "a" / "mine.csv")

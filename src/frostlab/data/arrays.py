@@ -1,4 +1,4 @@
-"""Bounded readers of NumPy files: a shape is checked against the file before memory is taken."""
+"""Readers of NumPy files that check the size of an array before they allocate memory for it."""
 
 import io
 import math
@@ -14,12 +14,12 @@ from frostlab.data.files import RATIO, UNPACKED
 from frostlab.errors import BadInput, first_line
 from frostlab.storage import open_regular
 
-VALUES = 1 << 27  # the most values of one array, and of all arrays in a .npz: 1 GiB as float64
-_HEADER = 10_000  # the most bytes that describe an array, as in NumPy
+VALUES = 1 << 27  # the most values of one array; a .npz may unpack to 8 times as many bytes
+_HEADER = 10_000  # the most bytes of an array's header, as in NumPy
 
 
 def read_npy(path: Path) -> NDArray[Any]:
-    """Read a .npy file of whole or real numbers."""
+    """Read a .npy file of integers or floats."""
     try:
         with open_regular(path) as file:
             size = file.seek(0, io.SEEK_END)
@@ -30,7 +30,7 @@ def read_npy(path: Path) -> NDArray[Any]:
 
 
 def read_npz(path: Path) -> dict[str, NDArray[Any]]:
-    """Read all arrays of a .npz file."""
+    """Read all arrays of a .npz file, which hold integers or floats."""
     arrays = {}
     try:
         with open_regular(path) as file, zipfile.ZipFile(file) as packed:
@@ -64,7 +64,7 @@ def map_npy(path: Path, *kinds: str) -> Any:
 
 
 def _read_array(file: IO[bytes], size: int, where: str) -> NDArray[Any]:
-    """Read an array from a file of `size` bytes; refuse one that the file cannot hold."""
+    """Read an array from a file of `size` bytes; refuse an array that is larger than the file."""
     format = np.lib.format
     try:
         version = format.read_magic(file)
@@ -74,7 +74,7 @@ def _read_array(file: IO[bytes], size: int, where: str) -> NDArray[Any]:
         file.seek(-len(length), io.SEEK_CUR)
         read_header = {(1, 0): format.read_array_header_1_0, (2, 0): format.read_array_header_2_0}
         shape, fortran, dtype = read_header[version](file, max_header_size=_HEADER)
-    except Exception as error:  # NumPy evaluates the header, with many types of errors
+    except Exception as error:  # NumPy evaluates the header, which can raise many types of errors
         reason = "an unknown version" if isinstance(error, KeyError) else first_line(error)
         raise BadInput(f"{where} cannot be read: {reason:.300}") from None
     if dtype.kind not in "fiu" or dtype.itemsize > 8 or not shape:

@@ -112,7 +112,10 @@ def _write_docstrings(
 
 
 def _pairs(docs: list[Docstring]) -> list[dict[str, str | int]]:
-    """Pair half of the summaries with their own body (label 1), and half with another body (0)."""
+    """Pair half of the summaries with their own body (label 1), and half with another body (0).
+
+    If their number is odd, the last docstring is left out.
+    """
     half = len(docs) // 2
     rows = [(doc.summary, doc.body, 1) for doc in docs[:half]]
     mismatched = docs[half : 2 * half]
@@ -126,7 +129,10 @@ def _pairs(docs: list[Docstring]) -> list[dict[str, str | int]]:
 def collect_docstrings(
     package: str, wanted: dict[str, int], *, pairs: bool
 ) -> dict[str, list[Docstring]]:
-    """Read a package's files in the order of a hash until each split has enough docstrings."""
+    """Collect docstrings of a package, up to the wanted number for each split.
+
+    Files are read in the order of a hash of their names.
+    """
     spec = importlib.util.find_spec(package)
     root = Path(next(iter((spec and spec.submodule_search_locations) or ())))
     collected: dict[str, list[Docstring]] = {split: [] for split in wanted}
@@ -162,7 +168,10 @@ def split_of_module(package: str, name: str) -> str:
 
 
 def near_duplicate_key(text: str) -> str:
-    """Return a text's plain words, without names, numbers and code; near duplicates share them."""
+    """Return a text's first word and its plain words, which near duplicates share.
+
+    Other words that are names, numbers or code are left out.
+    """
     first, _, rest = text.partition(" ")
     return " ".join((first.lower(), *_PLAIN_WORD.findall(rest)))
 

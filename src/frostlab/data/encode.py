@@ -1,4 +1,4 @@
-"""Text for a trained run: found by file, folder or recipe, and encoded by the run's tokenizer."""
+"""Text for a trained run to evaluate or predict, encoded with the run's tokenizer."""
 
 import sys
 import tempfile
@@ -33,6 +33,7 @@ from frostlab.errors import BadInput
 from frostlab.recipe.data import Docstrings, Named, Own
 
 STDIN = "-"  # names the standard input instead of a file
+# File names that a role may have in a folder, the preferred one first.
 _ROLE_NAMES = {"report": ("report", "test", "validation"), "tune": ("tune", "validation")}
 
 
@@ -49,7 +50,7 @@ def columns_of(data: TextData) -> Columns:
 
 
 def given_split(path: str | Path, role: str, key: str, named: object = None) -> Split:
-    """Return a file as a split, or the file of a folder that has this role.
+    """Return a file as a split; of a folder, take the file for this role, or its only file.
 
     `key` names the option that gave the path, for messages. `named` is the recipe's name of the
     role's split, if it has one.
@@ -113,7 +114,7 @@ def encode_split(
     limit: int | None,
     cache: Path,
 ) -> Tokens:
-    """Encode a split as examples of the recipe's length; refuse a label that is not in `labels`."""
+    """Encode a split as the run encoded its own; refuse a label that is not in `labels`."""
     rows = survey(split, columns, cache)
     portion = Portion(split, rows, np.ones(len(rows), dtype=np.bool_))
     length, stride = data.length, data.stride or data.length

@@ -1,7 +1,6 @@
-"""Readers of text files: rows of tables, or pieces of running text.
+"""Readers of text files: rows of tables, pieces of running text, or lines.
 
-Running text is a `.txt` file of documents. Files are read in parts, and memory is bounded, because
-a row has at most LINE bytes.
+Running text is a `.txt` file of documents. All files are read in parts of bounded size.
 """
 
 import codecs
@@ -24,7 +23,8 @@ PIECE = 1 << 16  # approximate number of characters in a piece of running text
 MARK = "<|endoftext|>"  # separates the documents of a .txt file
 LINE = 16 << 20  # the most bytes of a line, of a row of a table, and of a text in parquet
 LABEL = 1000  # the most characters of a label
-UNPACKED = 1 << 20  # bytes to which any .gz may unpack; beyond, at most RATIO times its own size
+# A .gz or .npz may unpack to UNPACKED bytes or, if that is more, to RATIO times its own size.
+UNPACKED = 1 << 20
 RATIO = 100  # text shrinks 3 to 20 times, and a file of one repeated character 1,000 times
 WORD = 512  # characters; longer words may be cut, because BPE takes quadratic time in their length
 _SPACE = re.compile(r"\s")
@@ -68,7 +68,7 @@ def split_files(folder: Path) -> dict[str, Path]:
 
 
 def named_path(name: str, key: str) -> Path:
-    """Return the path that a recipe's key names, with ~ expanded; refuse an impossible path."""
+    """Return a path with ~ expanded; the error for an impossible path begins with `key`."""
     try:
         path = Path(name).expanduser()
         path.exists()
@@ -78,7 +78,7 @@ def named_path(name: str, key: str) -> Path:
 
 
 def read_lines(path: Path, columns: Iterable[str] = ()) -> Iterator[Line]:
-    """Yield the rows of a table, each with its line number (parquet: its row number).
+    """Yield the rows of a table, each with the number of its last line (parquet: its row number).
 
     Of a parquet file, only `columns` are read, if any are given.
     """
@@ -106,7 +106,7 @@ def read_pieces(path: Path) -> Iterator[Piece]:
 
 
 def read_texts(path: Path) -> Iterator[str]:
-    """Yield the lines of a text file, each of them a text, without their ends."""
+    """Yield the lines of a text file without their line breaks; each line is a text."""
     try:
         with _opened(path) as file:
             yield from _lines(path, file)
@@ -173,7 +173,7 @@ def shown(value: object, most: int = 40) -> str:
 
 
 def is_label(value: object) -> bool:
-    """Return whether a value can be a label: a whole number of 64 bits, or a text."""
+    """Return whether a value can be a label: a whole number of 64 bits, or a short text."""
     if isinstance(value, int):
         return -(2**63) <= value < 2**63
     if not isinstance(value, str):
@@ -224,8 +224,8 @@ def _json(path: Path, file: IO[bytes]) -> Iterator[Line]:
 def _table(path: Path, file: IO[bytes], *, tabs: bool) -> Iterator[Line]:
     """Yield the rows of a CSV or TSV file; both have quotes as `csv.writer` and pandas write them.
 
-    Some TSV files are written without quoting. Where this shows, they are refused: a cell that
-    begins with a quote would swallow the cells and rows up to the next quote.
+    Some TSV files are written without quoting. A cell that begins with a quote would then swallow
+    the cells and rows up to the next quote, so a file with invalid quoting is refused.
     """
     csv.field_size_limit(LINE)  # the default is 128 KiB per cell
     row_size = 0  # bytes of the row so far, which may have several lines
@@ -361,7 +361,7 @@ def _pieces(chunks: Iterator[str]) -> Iterator[Piece]:
 
 
 def _without_long_words(text: str, ends: bool) -> Iterator[Piece]:
-    """Yield a piece of text, cut wherever WORD characters have no white space, as in DNA."""
+    """Yield a piece of text, cut after each block of WORD characters without white space."""
     start = 0
     for stop in range(WORD, len(text), WORD):
         if _SPACE.search(text, stop - WORD, stop) is None:
@@ -371,7 +371,7 @@ def _without_long_words(text: str, ends: bool) -> Iterator[Piece]:
 
 
 def _safe_cut(buffer: str) -> int:
-    """Return where to cut a full buffer: after its last whole word, else near its end."""
+    """Return where to cut a buffer: after its last whole word, else near its end; 0 if short."""
     if len(buffer) < PIECE:
         return 0
     for begin in (len(buffer) - 1024, 0):  # a search of the last characters is usually enough

@@ -1,8 +1,8 @@
-"""Limits on what a parquet file may take in memory, checked before pyarrow reads its rows.
+"""Limits on the memory that a parquet file may take, checked before pyarrow reads its rows.
 
 The sizes in a file's footer can be wrong, so the header of every page is read too: it says how many
-bytes pyarrow will allocate for the page. The footer is read here, because pyarrow ends the process
-if it is asked about a column whose statistics do not fit the schema.
+bytes pyarrow will allocate for the page. The footer is parsed here, because pyarrow ends the
+process if it is asked about a column whose statistics do not fit the schema.
 """
 
 from collections.abc import Collection
@@ -16,8 +16,8 @@ GROUP = 1 << 30  # the most bytes of the columns that are read, uncompressed, in
 PAGE = 128 << 20  # the most bytes of one page or dictionary, uncompressed
 BATCH = 64 << 20  # approximate bytes that are decoded at once
 ROWS = 64  # the most rows that are decoded at once; they may all repeat one long text
-FEW_ROWS = 1 << 20  # rows that any file may have; more only up to ROWS_PER_BYTE
-ROWS_PER_BYTE = 100  # only a file that repeats one text can have more, and is refused
+FEW_ROWS = 1 << 20  # rows that any file may have; larger numbers are limited by ROWS_PER_BYTE
+ROWS_PER_BYTE = 100  # the most rows per byte of the file; more would all repeat one text
 FOOTER = 16 << 20  # the most bytes of the footer
 _HEADER = 1 << 20  # the most bytes of the header of a page
 _DEPTH = 12  # the most levels of structs and lists in a footer

@@ -104,9 +104,9 @@ class _Encoded(NamedTuple):
 
     digest: str
     lengths: Numbers  # number of tokens of each example
-    tokens: int
+    tokens: int  # number of tokens that were written
     cut: int | None  # number of examples cut at data.length; None for running text
-    limited: bool  # whether text was left out because of a limit
+    limited: bool  # whether running text reached the limit of examples
 
 
 def prepare(
@@ -134,8 +134,8 @@ def data_digest(recipe: Recipe, data_dir: Path | None = None, cache: Path | None
 def find_path(recipe: Recipe, digest: str, data_dir: Path | None) -> str | None:
     """Return the path of the data with this digest; None if the recipe's data have no path.
 
-    The recipe's own path is tried first, then the files and folders in the data folder, beginning
-    with those of the same name.
+    The recipe's own path is tried first, then the files and folders in the data folder; a file
+    or folder of the same name comes before the others.
     """
     own = getattr(recipe.data, "path", None)
     if own is None:
@@ -159,7 +159,7 @@ def find_path(recipe: Recipe, digest: str, data_dir: Path | None) -> str | None:
 
 
 def _places(own: str, parent: Path | None) -> Iterator[str]:
-    """Yield the recipe's own path, then other places in a folder, those of the same name first."""
+    """Yield the recipe's own path, then places in a folder, the same name first."""
     yield own
     if parent is None:
         return
@@ -168,13 +168,15 @@ def _places(own: str, parent: Path | None) -> Iterator[str]:
         folders.sort()
         paths += [Path(place), *(Path(place, file) for file in sorted(files))]
         if len(paths) > MOST_PLACES:
-            raise BadInput(f"{parent} holds more than {MOST_PLACES:,} files; name a smaller folder")
+            raise BadInput(
+                f"{parent} holds more than {MOST_PLACES:,} files and folders; name a smaller one"
+            )
     paths.sort(key=lambda path: path.name != Path(own).name)
     yield from (str(path) for path in paths if path.is_dir() or format_of(path) is not None)
 
 
 def _check_sizes(data: DataSettings) -> None:
-    """Refuse settings that would not fit into memory while their data are made."""
+    """Refuse settings whose data would not fit into memory while they are generated."""
     if isinstance(data, Synthetic):
         drawn = min(max(data.examples, 256), DRAWN_AT_ONCE)
         for key in ("symbols", "length"):
@@ -237,7 +239,7 @@ def _class_counts(split: Tokens, classes: int) -> list[int] | None:
 class _TextPreparation:
     """The steps from text to token arrays: survey, divide into roles, train a tokenizer, encode.
 
-    A survey reads the hash and label of each row. Digests of the surveys are part of the cache key.
+    A survey holds the hash, size and label of each row. Its digest is part of the cache key.
     """
 
     def __init__(
@@ -319,7 +321,7 @@ class _TextPreparation:
         )
 
     def _notes(self, splits: dict[str, SplitRecord]) -> Iterator[str]:
-        """Yield remarks about rows that are probably mistakes; all of them are kept."""
+        """Yield remarks about possible mistakes in the data, such as unused files."""
         if self.plan.unused:
             place = Path(self.plan.train.place).parent
             yield f"files of {place} that are not used: {', '.join(map(plain, self.plan.unused))}"
@@ -346,7 +348,7 @@ class _TextPreparation:
                 )
 
     def _caution(self) -> str | None:
-        """Return the warning to show with every score."""
+        """Return the warning to show with every score, if there is one."""
         warnings = [CAUTION] if self.data.splits == "published" else []
         if isinstance(self.tokenizer, Words) and self.tokenizer.also:
             warnings.append(LEAK.format(" and ".join(self.tokenizer.also)))
@@ -447,7 +449,7 @@ def _describe(
     whole = portion.characters is None
     rows = np.flatnonzero(portion.taken) if labelled is None else labelled[0]
     numbers = None if labelled is None else labelled[1]
-    # The rows of a range of characters are parts of documents, so they are not counted.
+    # A range of characters holds parts of documents, so empty and repeated texts are not counted.
     counts = count_rows(portion.survey, rows, numbers) if whole else RowCounts()
     other = sum(portion.carved.values()) + sum(portion.dropped.values())
     return SplitRecord(
@@ -522,9 +524,9 @@ def encode_running(
 ) -> _Encoded:
     """Write documents as one stream of tokens and cut it into examples.
 
-    An example starts every `stride` tokens and has `length` + 1 tokens. With a stride of `length`,
-    the last target of an example is the first token of the next example. With a larger stride,
-    examples share no token, and tokens between them may be left out.
+    An example starts every `stride` tokens and has `length` + 1 tokens; the last may be shorter.
+    With a stride of `length`, the last target of an example is the first token of the next example.
+    With a larger stride, examples share no token, and tokens between them may be left out.
     """
     max_tokens = None if limit is None else (limit - 1) * stride + length + 1
     with writer:
@@ -544,7 +546,7 @@ def encode_running(
 
 
 def _stream(portion: Portion, columns: Columns, encoder: Encoder) -> Iterator[Numbers]:
-    """Yield the tokens of documents, with an end token after each document that is not empty."""
+    """Yield the tokens of documents, with an end token where a document that is not empty ends."""
     open_document = False  # whether tokens of a document are waiting for their end token
     for batch in batches(portion.pieces(columns), lambda piece: len(piece[0])):
         ids: list[list[int]] = []

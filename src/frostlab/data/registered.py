@@ -83,7 +83,7 @@ def registered_files(name: str, data_dir: Path | None, cache: Path) -> dict[str,
 
 
 def _columns(place: str, number: int, row: Any, task: TextTask) -> dict[str, Any]:
-    """Check a row and return its values by column; the file reader checks the label's value."""
+    """Check a row and return its values by column."""
     if task == "language":
         if isinstance(row, str):
             return {"text": row}

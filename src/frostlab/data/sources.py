@@ -56,7 +56,7 @@ class Columns:
 class Row(NamedTuple):
     """One example, or a piece of a document; `ends` marks the last piece."""
 
-    line: int  # 0 for running text
+    line: int  # number in the file; 0 for a .txt file
     texts: tuple[str, ...]
     label: Label | None
     ends: bool
@@ -236,7 +236,7 @@ def plan_splits(data: TextData, data_dir: Path | None, cache: Path) -> SplitPlan
 
 
 def _plan_own(data: Own) -> SplitPlan:
-    """Find the splits in a user's folder, or hold out tune and report from a user's file."""
+    """Find the splits in a user's folder or file; missing tune and report are held out."""
     path = named_path(data.path, "data.path")
     if path.is_dir():
         files = split_files(path)
@@ -262,11 +262,11 @@ def _plan_own(data: Own) -> SplitPlan:
 
 
 def _unused_files(data: Own, folder: Path, files: dict[str, Path]) -> tuple[str, ...]:
-    """Return the files that have no role and no split's name; refuse them if no split was chosen.
+    """Return the files that have no role and no split's name.
 
-    Without a choice by `data.report` or `data.tune`, the rows of a file such as dev.csv would
-    not be used, and nobody would notice. A text file next to labelled tables may be a readme, so
-    it is allowed.
+    Refuse them if neither `data.report` nor `data.tune` names a split: the rows of a file such as
+    dev.csv would not be used, and nobody would notice. A text file next to labelled tables may be
+    a readme, so it is allowed.
     """
     named = (*SPLIT_NAMES, data.train, data.tune, data.report)
     unused = [
@@ -395,7 +395,7 @@ def hub_splits(name: str, config: str | None, revision: str | None) -> dict[str,
 
 
 def _revision(rows: Any) -> str:
-    """Return the hub's commit of rows in words, from the names of the library's cache."""
+    """Return ` at revision …` for the hub's commit, found in the cache's paths; else empty."""
     for file in rows.cache_files:
         if match := re.search(r"/([0-9a-f]{40})/", str(file["filename"])):
             return f" at revision {match[1]}"
@@ -403,7 +403,7 @@ def _revision(rows: Any) -> str:
 
 
 def unreachable() -> str | None:
-    """Return why the hub cannot be reached; None if it can, or in the libraries' offline mode."""
+    """Return why the hub's host is not found; None if it is, or in the libraries' offline mode."""
     offline = any(
         os.environ.get(name, "").lower() in _TRUE
         for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")

@@ -24,18 +24,18 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class LengthRecord:
-    """Lengths of a split's examples, in tokens (EEG: samples)."""
+    """Lengths of a split's examples, in tokens."""
 
     least: int  # length of the shortest example
     median: float  # median length
     mean: float  # mean length
     most: int  # length of the longest example
-    cut: int | None = None  # number of examples cut at data.length; null for running text and EEG
+    cut: int | None = None  # number cut at data.length; null for running text and generated tokens
 
 
 @dataclass(frozen=True)
 class SplitRecord:
-    """One split: its source, the rows that became examples, and those that did not.
+    """One split: its source, its examples, and the rows that did not become examples.
 
     For labelled text, `rows` less all of `carved` and `dropped` is `examples`.
     """
@@ -49,13 +49,13 @@ class SplitRecord:
     carved_from: str | None = None  # the split that this one is a share of
     carved: dict[str, int] = field(default_factory=dict)  # split → rows that it got from this one
     dropped: dict[str, int] = field(default_factory=dict)  # reason → rows that were not used
-    note: str = ""  # how the split was carved and what was dropped, in words
+    note: str = ""  # how the split was carved and rows were dropped; EEG: its origin
     classes: list[int] | None = None  # examples of each class, in the order of labels
-    lengths: LengthRecord | None = None  # lengths of the examples
-    tokens: int | None = None  # tokens of all examples; null for EEG
+    lengths: LengthRecord | None = None  # lengths of the examples; null for EEG
+    tokens: int | None = None  # tokens of the examples or of the running text; null for EEG
     characters: int | None = None  # characters of the rows; null if generated, and for EEG
     empty: int | None = None  # rows with an empty text; they are kept
-    duplicates: int | None = None  # rows whose text stands in an earlier row too; they are kept
+    duplicates: int | None = None  # rows whose text is also in an earlier row; they are kept
     contradictions: int | None = None  # rows whose text has another label in another row; kept
     recordings: int | None = None  # EEG: number of recordings
     subjects: int | None = None  # EEG: number of subjects
@@ -68,7 +68,7 @@ def splits_markdown(
     labels: Sequence[Label] | None,
     notes: Iterable[str],
 ) -> str:
-    """Return a table in Markdown: examples, classes and source of each split, and what was dropped.
+    """Return a table of the splits in Markdown, with the notes below it.
 
     Files are named without their folder, because pages and cards are shared.
     """

@@ -1,8 +1,9 @@
 """Splits of text by role: train, tune (to select checkpoints) and report (for the final scores).
 
-Rows are held out by a hash of their text, documents by their order. No seed is used, so the splits
-are the same for every seed and every arm of a comparison. A `Survey` holds the hash, size and label
-of each row. Rows of train whose text is also held out are dropped, except with `splits: published`.
+Labelled rows are held out by a hash of their text, running text by its order. No seed is used, so
+the splits are the same for every seed and every arm of a comparison. A `Survey` holds the hash,
+size and label of each row. Rows of train whose text is also in tune or report are dropped, except
+with `splits: published` and in running text that is split by characters.
 """
 
 import hashlib
@@ -46,7 +47,7 @@ class Survey:
     keys: Keys  # hash of each row's texts
     sizes: Numbers  # number of characters of each row
     codes: Numbers  # index into `labels` of each row's label; empty without labels
-    empty: npt.NDArray[np.uint8]  # 1 for each row with a text of white space only
+    empty: npt.NDArray[np.uint8]  # 1 for each row with a text that is empty or white space
     labels: tuple[tuple[Label, int], ...]  # each different label, and the line of its first row
     files: tuple[FileRecord, ...]  # empty if the rows are generated or from the hub
 
@@ -238,7 +239,8 @@ def divide(
     for role, portion in portions.items():
         if portion.size == 0:
             reason = (
-                f"{len(portion.survey)} rows of {portion.split.place} are too few to hold out from"
+                f"{len(portion.survey)} rows of {portion.split.place} are too few to hold out "
+                "from, or their texts are in another split"
             )
             raise BadInput(f"nothing is left for {role}: {reason}")
     return {role: portions[role] for role in ("train", "tune", "report") if role in portions}

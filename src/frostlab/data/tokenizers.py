@@ -36,7 +36,7 @@ from frostlab.storage import (
 )
 
 PAD, END, SEPARATOR, UNKNOWN = "<|pad|>", "<|end|>", "<|sep|>", "<unk>"
-SAMPLE = 100_000_000  # maximum number of characters that a vocabulary is learned from
+SAMPLE = 100_000_000  # approximate maximum of characters that a vocabulary is learned from
 # Of these, the maximum number in very long words, which take 50 bytes of memory per character.
 ENDLESS = 5_000_000
 HEAD = 6  # characters to encode per wanted token; most texts need fewer
@@ -55,7 +55,10 @@ class Encoder(Protocol):
         """Return the number of special tokens that are added to the text of an example."""
 
     def examples(self, batch: list[Texts], length: int) -> list[tuple[list[int], int | None]]:
-        """Return each example's ids (at most `length`), and the position of its second text."""
+        """Return each example's ids (at most `length`), and where its second text starts.
+
+        The position is None for a single text, and if the model has no token types.
+        """
 
     def running(self, batch: list[str]) -> list[list[int]]:
         """Return the ids of pieces of running text, without special tokens."""
@@ -128,10 +131,9 @@ def _set_up_words(backend: Tokenizer, lowercase: bool) -> None:
 
 
 def sample_texts(texts: Iterable[str], size: int) -> Iterator[str]:
-    """Yield every k-th text so that about SAMPLE characters remain, and skip some long words.
+    """Yield every k-th text, so that at most about SAMPLE of all `size` characters remain.
 
-    `size` is the number of characters in all texts. Texts that are one long word are skipped once
-    they have ENDLESS characters in all.
+    Texts that are one long word are skipped once such texts had ENDLESS characters in total.
     """
     step = -(-size // SAMPLE)
     in_long_words = 0
@@ -202,7 +204,7 @@ def _is_cut(encoding: Any, length: int) -> bool:
 
 @contextmanager
 def _refused(what: str) -> Iterator[None]:
-    """Turn errors of the tokenizers library into one line; a panic in Rust is no Exception."""
+    """Turn errors of the tokenizers library into one line; a panic in Rust is a BaseException."""
     try:
         yield
     except BaseException as error:
@@ -338,7 +340,7 @@ def load_transformers_tokenizer(name: str) -> Any:
 
 
 def _check_folder(folder: Path) -> None:
-    """Refuse a tokenizer that brings its own Python, and files that are too large to be one."""
+    """Refuse a tokenizer with Python code of its own, and files that are too large."""
     for path in sorted(folder.glob("*token*")) + sorted(folder.glob("vocab*")):
         if not path.is_dir():
             with open_regular(path) as file:

@@ -30,15 +30,16 @@ Facts = TypeVar("Facts")
 class Tokens:
     """Tokens of one split; example i is `ids[starts[i]:stops[i]]`."""
 
-    ids: npt.NDArray[Any]  # uint16 if the vocabulary fits, else int32
+    ids: npt.NDArray[Any]  # token ids; in a file uint16 if the vocabulary fits, else int32
     starts: npt.NDArray[np.int64]
     stops: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64] | None  # class of each example; None for language modelling
     # For pairs: the position in each example where the second text (token type 1) starts.
     second: npt.NDArray[np.int32] | None
-    # The position in each example of the first token that is a target of the loss; None: all are.
+    # The position in each example of the first token that a language model is scored on; None: 1,
+    # because the first token is never predicted.
     scored_from: npt.NDArray[np.int32] | None
-    digest: str  # digest of all arrays above
+    digest: str  # digest of all arrays above; "" if they were never in a file
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -65,7 +66,7 @@ class Prepared:
     tokenizer: Path | None  # tokenizer.json, or a pretrained tokenizer's folder; None if synthetic
     labels: tuple[Label, ...] | None = None  # the classes in order; None for language modelling
     described: dict[str, SplitRecord] = field(default_factory=dict)  # by role
-    notes: tuple[str, ...] = ()  # remarks about suspicious rows, such as empty texts
+    notes: tuple[str, ...] = ()  # remarks about possible mistakes, such as empty texts
 
 
 class TokenWriter:

@@ -14,7 +14,7 @@ from scipy import special
 from frostlab.errors import BadInput
 
 Floats = NDArray[np.float64]
-_LARGEST = 1 - 1e-12  # largest r with a finite z
+_LARGEST = 1 - 1e-12  # r is clipped to ± this value, so that z is finite
 _FLAT = 64 * float(np.finfo(np.float32).eps)  # smaller relative deviations are rounding errors
 
 
@@ -51,7 +51,7 @@ def by_subject(recordings: Sequence[R]) -> dict[str, list[R]]:
 
 
 def to_samples(seconds: float, rate: float, what: str) -> int:
-    """Convert seconds to a number of samples, at least one."""
+    """Convert seconds to a number of samples; refuse less than one sample."""
     samples = round(seconds * rate)
     if samples < 1:
         raise BadInput(
@@ -141,7 +141,7 @@ class Tally:
         return self.right / self.decisions if self.decisions else None
 
     def interval(self, confidence: float = 0.95) -> tuple[float, float] | None:
-        """Return Wilson's interval of the accuracy.
+        """Return Wilson's interval of the accuracy; None if there are no decisions.
 
         The sample size is the number of windows: decisions in one window are not independent.
         """

@@ -91,7 +91,10 @@ def eeg_page(
 
 
 def _file_name(split: str, number: int, taken: Collection[str]) -> str:
-    """Return a picture's file name: the split's, with `-` for special characters, or its number."""
+    """Return the file name of a split's figure, without the ending: `r-` and the split's name.
+
+    Special characters become `-`. If the name is taken or too long, the split's number replaces it.
+    """
     name = "r-" + "".join(c if c.isalnum() or c in "-_" else "-" for c in split)
     return f"r-{number}" if name in taken or len(name.encode()) > 100 else name
 
@@ -110,7 +113,7 @@ def _write(folder: Path, text: str, pictures: Mapping[str, bytes]) -> Path:
 
 
 def _draw_importance(names: Sequence[str], values: ArrayLike) -> tuple[Any, str | None]:
-    """Draw a scalp map; if MNE is missing or lacks a channel, draw bars and return the reason."""
+    """Draw a scalp map; if that is impossible, for example without MNE, draw bars and say why."""
     rows = channel_rows(values, names)
     try:
         places = scalp_positions([row["channel"] for row in rows])
@@ -279,8 +282,9 @@ def draw_channels(rows: Rows, most: int = 20) -> Any:
 def scalp_positions(channels: Sequence[str]) -> dict[str, tuple[float, float]]:
     """Return x (to the right) and y (to the nose) of each channel; the head has radius 1.
 
-    Positions come from the first MNE montage that has all channel names. The angle from the top of
-    the head becomes the distance from the centre; 90°, at the height of the ears, becomes 1.
+    Positions come from the first of three MNE montages that has all channel names. The angle
+    from the top of the head becomes the distance from the centre; 90°, at the height of the ears,
+    becomes 1.
     """
     mne = require("mne", "eeg", "a scalp map")
     built_in = mne.channels.get_builtin_montages()

@@ -65,7 +65,7 @@ class Decoder:
 
 @dataclass(frozen=True, eq=False)
 class Ridge:
-    """One decoder per training subject, and a shared decoder, fitted to all subjects."""
+    """A shared decoder, fitted to all subjects, and optionally one for each training subject."""
 
     rate: float  # Hz
     lags: Lags
@@ -238,7 +238,8 @@ def recording_moments(recording: Recording, lags: Lags) -> Moments:
 
     The sum of products at lags i + 1 and j + 1 has the same terms as the sum at lags i and j,
     except for one term at each end. So only products with the first lag are summed over the whole
-    recording, and the other sums are computed from these, which takes about 1 / lags of the work.
+    recording, and the other sums are computed from these. With n lags, this takes about 1 / n of
+    the work.
     """
     padded = lags.pad(recording.eeg)
     envelope = np.asarray(recording.envelope, np.float64)

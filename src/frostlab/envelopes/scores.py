@@ -81,11 +81,11 @@ class SubjectScore:
 
 @dataclass(frozen=True)
 class Summary:
-    """Summary of all subjects, with equal weights.
+    """Summary of all subjects, with equal weights; `match` and `attended` are sums over recordings.
 
-    `mean` is averaged as Fisher's z; `low` and `high` bound its 95 % t interval over subjects (None
-    for a single subject). `median`, `std` and `quartiles` describe the subjects' r. `above` counts
-    the subjects with p ≤ 0.05.
+    `mean` is averaged as Fisher's z; `low` and `high` bound its 95 % t interval over subjects.
+    `median`, `std` and `quartiles` describe the subjects' r. `low`, `high` and `std` are None for a
+    single subject. `above` counts the subjects with p ≤ 0.05.
     """
 
     subjects: int

@@ -55,9 +55,9 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def check_plain(value: Any, where: str, most: int = MOST_VALUES) -> None:
-    """Refuse a value that is too large or too deep, or that JSON and UTF-8 cannot hold.
+    """Refuse values that are too many or too deep, and texts and numbers that JSON cannot hold.
 
-    `most` is the largest number of values inside lists and mappings.
+    `most` is the largest number of values; lists and mappings count too.
     """
     unchecked: list[tuple[Any, tuple[str, ...]]] = [(value, ())]
     count = 0
@@ -103,12 +103,12 @@ def shown_key(text: str) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader with limits that, unlike PyYAML's, reads 1e-4 as a number and 2024-01-01 as text.
+    """YAML loader with limits.
 
-    It also refuses repeated keys.
+    Unlike PyYAML's, it reads 1e-4 as a number and 2024-01-01 as text, and refuses repeated keys.
     """
 
-    # Only these types of YAML are known; all others, such as !!binary, are refused.
+    # Only these types, numbers and booleans are known; other types, such as !!binary, are refused.
     yaml_constructors: ClassVar[dict[Any, Any]] = {
         tag: constructor
         for tag, constructor in yaml.SafeLoader.yaml_constructors.items()

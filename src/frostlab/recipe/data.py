@@ -1,7 +1,7 @@
 """Data sections of a recipe: text, tokens or EEG, and tokenizers that turn text into tokens.
 
-Each kind of data is a class in the union `Data`, which `data.name` chooses. The class defines the
-task, and checks for contradictory settings. `LOADERS` holds the data that users registered.
+Each kind of data is a class in the union `Data`; `data.name` chooses the class. The class defines
+the task, and checks for contradictory settings. `LOADERS` holds the data that users registered.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -59,7 +59,8 @@ class Corpus(DataSettings):
 
     form = "text"
     task: TextTask = "classification"
-    length: Annotated[Length, Field(ge=2)] = 128  # maximum number of tokens per example
+    # maximum number of tokens per example; for language, of tokens that are predicted
+    length: Annotated[Length, Field(ge=2)] = 128
     stride: Positive | None = None  # tokens between the starts of two examples; null: length
     # honest: `tune` selects the checkpoint; published: `report` selects it and is reported
     splits: Literal["honest", "published"] = "honest"
@@ -86,7 +87,8 @@ class Docstrings(Corpus):
     """The docstrings of installed scientific packages, so that nothing is downloaded."""
 
     name: Literal["docstrings", "docstrings-pairs"] = "docstrings"
-    per_package: Positive = 1500  # maximum number of examples per package, over all splits
+    # maximum number of docstrings per package, over all splits; each split has at least two
+    per_package: Positive = 1500
 
     def problems(self) -> Iterator[str]:
         """Yield a line for each contradiction between these settings."""
@@ -200,7 +202,8 @@ class SimulatedEEG(EEGData):
     name: Literal["eeg-simulated"]
     subjects: Positive = 8
     unseen: Annotated[int, Field(ge=0, le=10**12)] = 4  # further subjects, in no training split
-    recordings: Positive = 6  # recordings per subject, including `tune` and `report`
+    # recordings per subject, including `tune` and `report`; an unseen subject has only `report`
+    recordings: Positive = 6
     tune: Positive = 1  # recordings per subject
     report: Positive = 1  # recordings per subject
     seconds: Annotated[float, Field(gt=0, le=1e9)] = 60.0  # length of a recording
@@ -270,7 +273,8 @@ class MatlabEEG(RecordedEEG):
 
     name: Literal["eeg-matlab"]
     path: str = "eeg_cocktail"
-    held_out: Positive = 1  # which recording of a subject is for report; the next is for tune
+    # number, from 1, of each subject's recording for report; the next one is for tune
+    held_out: Positive = 1
     band: tuple[Rate, Rate] | None = (1.0, 9.0)
     reference: Literal["average", "mastoids", "none"] = "average"
 
@@ -336,7 +340,7 @@ class Words(Strict):
     """Vocabulary of whole words, separated by white space and counted in the training split."""
 
     kind: Literal["words"]
-    # null: every word of the training split
+    # maximum number of words and special tokens; null: no limit
     size: Annotated[int, Field(ge=4, le=10**7)] | None = None
     lowercase: bool = True
     # Splits whose words are counted too; results then carry a warning about this leak.

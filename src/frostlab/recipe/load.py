@@ -93,17 +93,17 @@ def shipped_recipes() -> dict[str, str]:
 
 
 def shipped_comparisons() -> dict[str, dict[str, Any]]:
-    """Return the keys of every shipped comparison by its name."""
+    """Return the values of every shipped comparison by its name."""
     return copy.deepcopy(_shipped("frostlab.comparisons"))
 
 
 def read_values(path: str) -> dict[str, Any]:
-    """Return the keys of a YAML file, unchecked."""
+    """Return the values of a YAML file or of a shipped recipe, unchecked."""
     return _find(path, None).values
 
 
 def recipe_name(name: str) -> str:
-    """Return the name that runs of a recipe get: the recipe's file name without the ending."""
+    """Return the name of a recipe's runs: its file name without ending and special characters."""
     path = Path(name)
     stem = path.name.removesuffix(path.suffix) if path.suffix in _ENDINGS else path.name
     return "".join(_RUN_NAME.findall(stem)).lstrip(".")[:_MOST_NAME] or "recipe"
@@ -182,7 +182,7 @@ def watch_interval(steps: int) -> int:
 
 @cache
 def _shipped(package: str) -> dict[str, dict[str, Any]]:
-    """Return the keys of every YAML file of a package by the file's name."""
+    """Return the values of every YAML file of a package by the file's name."""
     files = _files(package).items()
     return {name: parse_mapping(file.read_text("utf-8"), file.name) for name, file in files}
 
@@ -204,9 +204,9 @@ class _File(NamedTuple):
 
 
 def _find(name: str, origin: Path | None) -> _File:
-    """Read a recipe's file; a path is relative to `origin`, the folder of the file that extends it.
+    """Read a recipe by its shipped name or path.
 
-    `origin` is None for the working folder.
+    A path is relative to `origin`, the folder of the file that extends it; None: working folder.
     """
     if name.endswith(_ENDINGS):
         path = Path(name) if origin is None else origin / name
@@ -236,6 +236,7 @@ def with_paths(
 
     Paths are relative to `folder`, the folder of the recipe's file; None: to the working folder. A
     name that is no path there is left as it is, because it may be in the data folder or on the hub.
+    The path of a user's own data in a recipe's file is always made absolute.
     """
     for section, key in PATHS:
         part = values.get(section)
@@ -280,7 +281,10 @@ class Layers:
             self.settings.update(_paths(value))
 
     def add(self, values: dict[str, Any], source: str) -> None:
-        """Merge values on top; a new kind of model, data or tokenizer drops the old kind's keys."""
+        """Merge values on top.
+
+        A new kind of model, data or tokenizer drops the old kind's keys, except settings.
+        """
         values = self._with_implied_kind(values)
         for section, tag in _section_tags().items():
             new, old = values.get(section), self.values.get(section)

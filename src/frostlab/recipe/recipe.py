@@ -42,7 +42,7 @@ class Add(Strict):
 
 
 class StageSettings(Strict):
-    """One stage of a run; a setting that is null is taken from the rest of the recipe."""
+    """One stage of a run; most settings that are null are taken from the rest of the recipe."""
 
     name: str | None = None  # null: the stage's number
     train: Selections | None = None  # null: all weights that the treatment does not freeze
@@ -134,7 +134,7 @@ def _stage_problems(recipe: "Recipe") -> Iterator[str]:
 
 
 def shorten_paths(values: dict[str, Any]) -> None:
-    """Replace the paths in a recipe's values by their last part, which is alike on all machines."""
+    """Replace paths by their last part, in place; this part is the same on all machines."""
     for section, key in PATHS:
         part = values.get(section)
         name = part.get(key) if isinstance(part, dict) else None
@@ -162,7 +162,7 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        """Raise an error for the first contradiction between sections."""
+        """Raise an error for the first contradiction within or between sections."""
         checks = (_data_problems, _model_problems, _supervision_problems, _stage_problems)
         for problem in (problem for check in checks for problem in check(self)):
             raise ValueError(problem)

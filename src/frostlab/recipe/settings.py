@@ -47,7 +47,7 @@ class StepDecay(Strict):
 
 
 class Optim(Strict):
-    """AdamW and its schedule; weight decay applies to matrices, not to vectors."""
+    """AdamW and its schedule; vectors, such as biases, have no weight decay."""
 
     lr: Annotated[float, Field(gt=0)] = 3e-4
     decay: Annotated[float, Field(ge=0)] = 0.01
@@ -75,7 +75,7 @@ class Train(Strict):
     epochs: Positive | None = None
     steps: Positive | None = None
     batching: Literal["bucketed", "packed", "padded"] = "bucketed"
-    step: StepKind = "auto"  # auto: captured on CUDA in one process, else eager
+    step: StepKind = "auto"  # auto: captured if possible (CUDA, one process), else eager
     # where to cache the outputs of the frozen first layers; null: not at all
     cache_prefix: Literal["memory", "disk"] | None = None
     cache_gb: Annotated[float, Field(gt=0, le=1e6)] = 16.0  # maximum size of that cache, in GB
@@ -85,7 +85,9 @@ class Train(Strict):
     threads: Annotated[int, Field(gt=0, le=4096)] | None = None
     processes: Positive | None = None  # required number of processes; null: any
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    checkpoint: Positive | None = None  # steps between checkpoints; null: checkpoint at evaluations
+    # steps between checkpoints; null: after every evaluation. The best evaluation so far always
+    # leads to a checkpoint.
+    checkpoint: Positive | None = None
     # weights in every checkpoint; trainable: the frozen ones are stored once per stage
     checkpoint_what: Literal["trainable", "all"] = "trainable"
 
@@ -158,4 +160,4 @@ class Evaluate(Strict):
     patience: Positive | None = None  # evaluations without improvement before stopping
     # value of the metric; the result records the steps and seconds until it was reached
     target: float | None = None
-    batch: Positive | None = None  # examples per batch; null: as in training
+    batch: Positive | None = None  # examples per batch; null: train.batch / train.accumulate

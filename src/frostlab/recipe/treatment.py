@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-# The upper limits of settings are generous: they refuse only values that no machine can handle.
+# The upper limits of settings are far above any sensible value.
 MOST_LISTED = 1000  # items of a list in a recipe
 Positive = Annotated[int, Field(gt=0, le=10**12)]
 Length = Annotated[int, Field(gt=0, le=2**20)]  # of an example or a window
@@ -39,7 +39,7 @@ class Orthogonalize(Strict):
 
 
 class Randomize(Strict):
-    """Replacement of weights with random normal values of a standard deviation or a norm.
+    """Replacement of weights with random normal values of a given standard deviation or norm.
 
     `match` keeps the norm of the weights; `orthonormal` gives each head the norm that it has after
     `orthogonalize`.

@@ -31,10 +31,10 @@ class Note:
 
 @dataclass(frozen=True)
 class Annotations:
-    """annotations.json: what users wrote about a run or a comparison."""
+    """annotations.json: the notes and tags of a run or a comparison."""
 
     notes: tuple[Note, ...] = ()  # oldest first
-    tags: tuple[str, ...] = ()  # in order of the alphabet
+    tags: tuple[str, ...] = ()  # in alphabetical order
 
 
 def read_annotations(folder: Path) -> Annotations:

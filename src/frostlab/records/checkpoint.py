@@ -65,6 +65,7 @@ class Checkpoint:
     folder: Path
     step: int  # optimizer steps done
     stage: int = 0  # counted from 0
+    # names of the files whose checksums were verified
     verified: set[str] = field(default_factory=set, repr=False, compare=False)
 
     @property
@@ -227,7 +228,7 @@ def save_checkpoint(
 def save_frozen(
     folder: Path, tensors: Mapping[str, Tensor], partly: Mapping[str, PartlyFrozen]
 ) -> FrozenWeights:
-    """Store the frozen weights of a stage, for checkpoints to name; reuse a whole equal folder.
+    """Store the frozen weights of a stage, for checkpoints to name, unless they are stored already.
 
     `partly` has the tensors of which only the frozen rows are stored.
     """

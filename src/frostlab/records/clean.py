@@ -1,4 +1,4 @@
-"""Removal of old runs, except those that are tagged, running, or part of a comparison."""
+"""Removal of old runs, unless they are tagged, running, damaged, or part of a comparison."""
 
 import os
 import re
@@ -22,10 +22,10 @@ _COMPARISON = ("plan.json", "evidence.json")  # files of a comparison that may n
 
 @dataclass(frozen=True)
 class Removal:
-    """A run that is removed."""
+    """A run to remove."""
 
     folder: Path
-    age: float  # s since it ended
+    age: float  # s since it ended, or since its last event
     size: int  # bytes
 
 
@@ -53,7 +53,8 @@ def old_runs(
     Args:
         root: the folder of runs.
         older: seconds since the end of a run; of an unfinished run, since its last event.
-        keep: `tagged` keeps runs with any tag; tags with commas keep runs with one of these.
+        keep: `tagged` keeps runs with any tag; otherwise, a list of tags, separated by commas,
+            keeps runs with one of them.
         comparisons: folders in which to look for comparisons that refer to runs.
     """
     runs, now = list_runs(root), time.time()
@@ -154,7 +155,7 @@ def _run_at(comparison: Path, text: str) -> Path | None:
 
 
 def _comparison_around(root: Path) -> Path | None:
-    """Return the comparison whose folder holds this folder of runs."""
+    """Return the comparison whose folder holds this folder of runs; None if there is none."""
     parent = Path(os.path.abspath(root)).parent
     return parent if (parent / _COMPARISON[0]).is_file() else None
 

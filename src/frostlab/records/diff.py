@@ -36,7 +36,7 @@ class Difference:
     settings: Values
     inputs: Values  # digests of the data and of the initial weights
     environment: Values  # code, libraries, machine and device
-    metrics: Values  # also those that are equal
+    metrics: Values  # equal and different ones
     losses: Losses
 
     def to_dict(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Difference:
 
 
 def difference(first: Path, second: Path) -> Difference:
-    """Compare two runs; what a run has not recorded counts as missing."""
+    """Compare two runs; a value that a run has not recorded is None."""
     folders = (first, second)
     summaries = (read_run(first), read_run(second))
     for run in summaries:
@@ -108,7 +108,7 @@ def _settings(run: Summary) -> dict[str, Any]:
 
 
 def _inputs(records: tuple[RunRecord, RunRecord]) -> Values:
-    """Return the digests that differ; of the initial weights, their number and the first pair."""
+    """Return the digests that differ; of the initial weights, only the first pair and a count."""
     sides: list[dict[str, Any]] = []
     weights: list[dict[str, str]] = []
     for record in records:

@@ -41,7 +41,7 @@ VARIABLES = (  # environment variables to record, because they affect speed or r
     "FROSTLAB_TRUST_REMOTE_CODE",
 )
 LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "scipy", "safetensors", "peft")
-_CHANGE_RESULTS = (  # of these variables, those that can change the digits of a result
+_CHANGE_RESULTS = (  # the variables that can change the digits of a result
     "ONEDNN_MAX_CPU_ISA",
     "ATEN_CPU_CAPABILITY",
     "MKL_CBWR",
@@ -53,7 +53,7 @@ _MOST_REFS = 64 << 20  # the largest file of a repository that is read, in bytes
 
 
 def gpu_state(device: str) -> dict[str, Any] | None:
-    """Return the GPU's current state (temperature, clocks, power, …), or None without a GPU."""
+    """Return the GPU's current state (temperature, clocks, power, …), or None if no GPU answers."""
     return _try(lambda: _ask_gpu(device, _state).answer(time.monotonic() + _TIMEOUT))
 
 
@@ -211,7 +211,7 @@ def comparable_facts(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def machine_line(values: Mapping[str, Any]) -> str:
-    """Return the machine of an environment on one line: GPU, CPU and system, without its name."""
+    """Return an environment's GPU, CPU and system on one line, without the name of the host."""
     gpu, host = (
         value if isinstance(value := values.get(key), dict) else {} for key in ("gpu", "host")
     )

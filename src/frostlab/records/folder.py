@@ -1,7 +1,7 @@
 """Run folders: `RunFolder` writes one, and `RunRecord` reads it as typed records.
 
-Only one process at a time writes a folder. It appends events; every other file is written
-atomically, so it is complete or absent.
+Only one process at a time has a run's folder open. `RunFolder` appends events, and writes other
+files atomically, so that they are complete or absent.
 """
 
 import errno
@@ -165,7 +165,7 @@ class RunFolder:
     def write_result(self, result: Result) -> None:
         """Write result.json; the folder of a run that will not be resumed also gets a manifest.
 
-        The manifest comes first, so that a run with a result is never without one.
+        The manifest comes first, so that the result of such a run never exists without it.
         """
         if result.status not in ("finished", "diverged"):
             self.write("result.json", result)
@@ -222,7 +222,7 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def effective(events: Iterable[Event]) -> list[Event]:
-    """Drop the events between a checkpoint and a later resume from that checkpoint."""
+    """Drop the events between a checkpoint and a later resume from it, except resumes and notes."""
     valid: list[Event] = []
     for event in events:
         if isinstance(event, ResumeEvent):
@@ -460,7 +460,7 @@ class RunRecord:
 
 
 def read_environment(folder: Path, name: str = "environment.json") -> dict[str, Any]:
-    """Return the contents of environment.json: the machine, the libraries and the command."""
+    """Return the contents of an environment file: the machine, the libraries and the command."""
     path = folder / name
     try:
         values = parse(read_bytes(path))
@@ -547,7 +547,10 @@ def _digests(scores: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, str
 
 
 def scores_lines(folder: Path) -> list[str]:
-    """Return a table for each split of a run's scores; nothing for a run without scores."""
+    """Return a table for each split of a run's scores, or the reason why they cannot be read.
+
+    A run without scores has no lines.
+    """
     if not (folder / SCORES).exists():
         return []
     from frostlab.envelopes.scores import scores_table

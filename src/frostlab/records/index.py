@@ -71,7 +71,7 @@ class Summary:
     caution: str | None = None  # a warning about the reported numbers
     total_seconds: float | None = None
     step_ms: float | None = None  # median time of a step
-    error: str | None = None  # why the run failed, or why it cannot be read
+    error: str | None = None  # why the run did not finish, or why it cannot be read
     tags: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # by users, oldest first
     # by dotted key: all of the recipe but `seed` and `about`; runs may share the object, and in the
@@ -271,7 +271,7 @@ def _seconds(moment: str) -> float | None:
 
 
 def _unfinished(run: Summary) -> Summary:
-    """Add the last step and the best evaluation of the last stage to a summary.
+    """Add the last step, and the best evaluation of the last stage that has one, to a summary.
 
     Events are read from the last to the first. Steps that a resumed run repeated are skipped.
     """
@@ -316,7 +316,7 @@ def _start(folder: Path, strict: bool) -> "StartEvent | None":
 
 
 def _backwards(path: Path) -> "Iterator[Event]":
-    """Yield events from the last to the first; of flow and steps, at most the last block."""
+    """Yield events from the last to the first, without flow; of steps, at most a last block."""
     from frostlab.records.schema import read_event
 
     any_event = False
@@ -330,7 +330,7 @@ def _backwards(path: Path) -> "Iterator[Event]":
 
 
 def _lines_backwards(path: Path) -> Iterator[bytes]:
-    """Yield the complete lines of a file from the last to the first, reading only what is used."""
+    """Yield the complete lines of a file from the last to the first; read them only as needed."""
     try:
         file = open_regular(path)
     except FileNotFoundError:

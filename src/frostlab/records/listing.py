@@ -90,7 +90,7 @@ def runs_table(
 
 
 def _within(texts: Sequence[str]) -> list[str]:
-    """Write absolute paths relative to the folder that they share: only the rest differs."""
+    """If all known values are absolute paths, shorten them to paths in the folder they share."""
     paths = {text for text in texts if os.path.isabs(text)}
     if len(paths) < 2 or paths != set(texts) - {NONE}:
         return list(texts)
@@ -99,7 +99,7 @@ def _within(texts: Sequence[str]) -> list[str]:
 
 
 def _left_out(names: Sequence[str], width: int) -> list[str]:
-    """Return a line that names the columns that are left out, at most twelve of them."""
+    """Return a sentence that names the columns that are left out, at most twelve, as lines."""
     more = f" and {len(names) - 12} more" if len(names) > 12 else ""
     return wrapped(f"--wide also shows {', '.join(names[:12])}{more}", width)
 
@@ -170,7 +170,7 @@ def _lines(kept: list[Column], cells: dict[str, list[str]], width: int | None) -
 
 
 def _middle_cut(name: str, width: int) -> str:
-    """Shorten a name in the middle, because its end holds the seed."""
+    """Shorten a name in the middle, because its end may hold the seed."""
     if len(name) <= width:
         return name
     end = (width - 1) // 2

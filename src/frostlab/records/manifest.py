@@ -19,7 +19,8 @@ from frostlab.storage import SEAL, checksums, damaged_file, is_plain, read_json,
 MANIFEST = "manifest.json"
 _LOCKS = ("run.lock", "compare.lock")
 _CHANGING = (".index.json", "annotations.json")  # a listing's index; users' notes and tags
-_ADDED = ("exits.json", "targets.json", "flow", "envelopes")  # by exits, diagnose and envelopes
+# Added to a finished run by the commands exits, diagnose and envelopes.
+_ADDED = ("exits.json", "targets.json", "flow", "envelopes")
 _RECORDS = ("events.jsonl", "plan.json")  # one of them is in each run or comparison
 
 
@@ -44,8 +45,8 @@ def write_manifest(
 
     `written_next` holds files that will be renamed into the folder after this: final name →
     present path. A crash before the renaming leaves a manifest that lists a missing file.
-    `elsewhere` holds the relative paths of runs in other folders; those without a manifest are left
-    out, because they are not finished.
+    `elsewhere` holds the relative paths of runs in other folders; a run without a manifest is left
+    out, because it is not finished.
     """
     later = dict(written_next or {})
     names = [name for name in _files(folder) if name not in later and is_plain(folder, name)]
@@ -65,10 +66,10 @@ def verify(folder: Path) -> tuple[int, list[Problem]]:
     """
     if not folder.is_dir():
         raise BadInput(f"{folder} is not a folder")
-    found = list(_sealed_folders(folder))
-    if not found:
+    records = list(_sealed_folders(folder))
+    if not records:
         raise BadInput(f"{folder} holds no run and no comparison")
-    return len(found), [problem for each in found for problem in problems_in(each)]
+    return len(records), [problem for record in records for problem in problems_in(record)]
 
 
 def check_unchanged(folder: Path) -> None:
@@ -79,7 +80,10 @@ def check_unchanged(folder: Path) -> None:
 
 
 def is_as_listed(folder: Path, name: str) -> bool:
-    """Return whether a file is the one that the manifest of a folder lists, if it lists it."""
+    """Return whether a file has the checksum that the manifest of a folder lists.
+
+    The answer is True if there is no readable manifest, or if it does not list the file.
+    """
     try:
         expected = _read(folder).get(name)
     except (FileNotFoundError, BadInput):  # not finished; a damaged manifest is `verify`'s to find

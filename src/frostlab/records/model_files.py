@@ -35,7 +35,7 @@ _INPUTS, _CONFIG = "inputs.json", "config.json"
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """model/inputs.json: what the recipe leaves open about the inputs and outputs of the model."""
+    """model/inputs.json: sizes and names of the model's inputs and outputs, given by the data."""
 
     vocabulary: int | None  # number of token ids; null for EEG
     classes: int  # number of classes; 0 for language and EEG

@@ -264,9 +264,10 @@ def _sorted(items: Iterable[Any], value: Callable[[Any], Any], down: bool) -> li
 def differing(runs: Sequence[Summary]) -> list[str]:
     """Return the settings that are not the same in all runs.
 
-    Those that all runs have come first, and of these, those that differ between runs with the same
-    kinds of data and model. A section that is null in some runs is represented by its settings. A
-    damaged run without settings is left out, and so are facts such as `treatment` and `seed`.
+    Settings that all runs have come before others. Within both groups, settings that differ
+    between runs with the same kinds of data and model come first. A section that is null
+    in some runs is represented by its settings. A damaged run without settings is left out, and so
+    are facts such as `treatment` and `seed`.
     """
     settings = list({id(run.settings): run.settings for run in runs if run.settings}.values())
     families: dict[str, list[dict[str, Any]]] = {}
@@ -296,9 +297,9 @@ def _unequal(settings: Sequence[dict[str, Any]], key: str) -> bool:
 class Mean:
     """The mean of a group's values, with its 95 % t interval."""
 
-    n: int  # values
+    n: int  # number of values
     mean: float | None  # None without a value
-    low: float | None  # None for a single value
+    low: float | None  # None with fewer than two values
     high: float | None
 
 
@@ -317,7 +318,7 @@ class Group:
 
 
 def group_keys(runs: Sequence[Summary], text: str) -> list[str]:
-    """Return the keys of `--group`: those given or, for `-seed`, all that differ but the seed."""
+    """Return the keys of `--group`; `-seed` stands for all keys that differ, except the seed."""
     parts = listed(text)
     if not parts:
         raise BadInput("--group is empty; e.g. --group -seed, or --group treatment,optim.lr")
@@ -347,8 +348,8 @@ def grouped(
     """Group runs by keys, and average quantities over each group.
 
     Without `quantities`, the reported value of the metric that selects the weights is averaged;
-    runs with other metrics are then other groups. `critical(n, alpha)` is the half-width of a t
-    interval in standard errors.
+    runs with different metrics are then in different groups. `critical(n, alpha)` is the
+    half-width of a t interval in standard errors.
     """
     metrics = list(dict.fromkeys(run.metric for run in runs if run.metric))
     if not quantities and len(metrics) > 1:

@@ -87,7 +87,7 @@ class Clocks:
     train_seconds: float  # s of the total without validation, checkpoints and waiting for data
     validation_seconds: float  # s of evaluations on the selecting split
     data_seconds: float  # s of preparing batches on the host
-    data_overlapped_seconds: float  # s of both `data_seconds` and `train_seconds`: a GPU trained
+    data_overlapped_seconds: float  # s that are in both `data_seconds` and `train_seconds`
     checkpoint_seconds: float  # s of writing checkpoints and of changing to the next stage
     setup_seconds: float  # s of building and compiling the training step; not part of the total
     epoch_seconds: list[float]  # s of training alone, one number per epoch
@@ -196,7 +196,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Result:
-    """result.json: the outcome of a run, written once at its end."""
+    """result.json: the outcome of a run, written when it ends; a resumed run writes it again."""
 
     schema: int  # `SCHEMA` when it was written
     status: Ending  # how the run ended
@@ -213,7 +213,7 @@ class Result:
     best: Best  # best evaluation of the last stage
     report: Metrics | None  # metrics of the best weights on the report split; null if unfinished
     caution: str | None  # a warning about the reported numbers
-    last: Metrics | None  # metrics of the last evaluation
+    last: Metrics | None  # metrics of the last evaluation that selects weights
     target: Target | None  # null if no target was set or reached
     stepping: "list[SteppingEvent]"  # kinds of training steps, in order of use
     clocks: Clocks  # time spent on each activity
@@ -223,7 +223,7 @@ class Result:
     gpu_before: GpuState | None  # before training; null without a GPU
     gpu_after: GpuState | None  # after the report; null without a GPU
     telemetry: TelemetrySummary  # load of the machine during the run
-    device_memory_peak: int | None  # peak CUDA memory of this run alone, in bytes; or null
+    device_memory_peak: int | None  # bytes, peak CUDA memory of this run alone; null without CUDA
     weights_digest: str | None  # digest of the reported weights; null if unfinished
     order_digest: str  # digest of the examples of every step, in order
     scores: dict[str, dict[str, Scores]] | None = None  # EEG: by split and decoder
@@ -254,8 +254,8 @@ class DataRecord:
     task: str  # classification, language or envelope
     digest: str  # digest of the prepared data, as in digests.json
     labels: list[Label] | None  # the classes in order; null for language and EEG
-    splits: dict[str, SplitRecord]  # train, tune, report; EEG: also unseen
-    notes: list[str]  # remarks about suspicious rows, such as empty texts
+    splits: dict[str, SplitRecord]  # train, report, tune and unseen, if the run has these splits
+    notes: list[str]  # remarks about possible mistakes, such as unused files and empty texts
 
     def markdown(self) -> str:
         """Return a table of the splits in Markdown, with the notes below it."""
@@ -410,7 +410,7 @@ class EvaluationEvent(Event):
 
     kind = "evaluation"
 
-    split: str  # tune (selects weights) or report
+    split: str  # tune or report; with `splits: published`, report also selects weights
     metrics: Metrics  # the selecting metric comes first
     frozen_verified: int  # number of frozen tensors that were verified as unchanged
     best: bool | None = None  # whether it is the best so far; null for the report
@@ -438,12 +438,12 @@ class EndEvent(Event):
 
 @dataclass(frozen=True)
 class FlowPart:
-    """A part of a watched model: all tensors of one role in one layer."""
+    """A part of a watched model: all tensors of one role in one layer, or outside the layers."""
 
     name: str  # such as layers[0].query
     peers: str  # parts with the same value have the same role
-    stack: str  # the stack of layers it is in
-    layer: int | None  # number in the stack, counted from 0
+    stack: str  # stack of layers, such as the encoder; "" if the model has only one
+    layer: int | None  # number in the stack, counted from 0; null if in no layer or in several
     state: str  # trainable, frozen or fixed
     tensors: list[str]  # names of its tensors
     learning: list[str]  # tensors that require a gradient

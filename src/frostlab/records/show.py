@@ -29,9 +29,8 @@ from frostlab.records.schema import (
 from frostlab.storage import read_lines
 from frostlab.text import NONE, columns, counted, hms, number, plain, short, wrapped
 
-_NAME = re.compile(
-    r" *\S+(?: \S+)*  +"
-)  # the name at the beginning of a line, and the gap after it
+# The name at the beginning of a line, and the gap after it.
+_NAME = re.compile(r" *\S+(?: \S+)*  +")
 
 
 @dataclass(frozen=True)
@@ -197,7 +196,7 @@ _LENGTHS = {
 
 
 def _data(data: DataRecord) -> list[str]:
-    """Return a table with a column for each split, then the sources and what was dropped."""
+    """Return a table with a column for each split, then the sources and the dropped rows."""
     splits = data.splits
     rows: list[tuple[str, list[Any]]] = [
         (name, [getattr(split, key) for split in splits.values()]) for key, name in _COUNTS.items()

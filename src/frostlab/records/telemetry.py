@@ -313,7 +313,7 @@ class Watching:
 
 
 def others_on_gpu(device: str) -> int | None:
-    """Return the number of other processes on the GPU, or None if it is unknown.
+    """Return the number of other processes that compute on the GPU, or None if it is unknown.
 
     The count is reduced by one for this process, which cannot be found by its id: in a container,
     NVML reports another id for it.

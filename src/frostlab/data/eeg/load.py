@@ -43,7 +43,7 @@ def load_signals(data: EEGData, data_dir: Path | None, cache: Path) -> Signals:
     place = data.name if folder is None else str(folder.resolve())
     splits = {}
     for role, recordings in source.splits.items():
-        hop = data.hop if role == "train" else data.length  # other windows are back to back
+        hop = data.hop if role == "train" else data.length  # only the last window may overlap
         subjects = tuple(rows.get(recording.subject, UNSEEN) for recording in recordings)
         digest = digest_of([source.digest, role, data.length, hop])
         splits[role] = Windows(recordings, subjects, data.length, hop, digest)
@@ -94,7 +94,10 @@ def load_recordings(
 
 
 def recorded_like(data: EEGData, path: str) -> RecordedEEG:
-    """Return the settings to read other recordings as a recipe's; for simulated EEG, .npy files."""
+    """Return settings that read the recordings at `path` as a recipe reads its own.
+
+    For simulated EEG, they read the Auditory EEG Challenge's .npy files.
+    """
     if isinstance(data, RecordedEEG):
         return data.model_copy(update={"path": path})
     return ChallengeEEG(name="eeg-challenge", path=path, rate=data.rate, length=data.length)
@@ -109,8 +112,8 @@ def load_undivided(
 ) -> dict[str, Windows]:
     """Return all recordings of a folder as windows, for a model that was trained elsewhere.
 
-    `report` has the recordings of `subjects`, which the model was trained on, and `unseen` those
-    of other subjects. The channels must be those of the model.
+    `report` has the recordings of `subjects`, which the model was trained on, and `unseen` the
+    others. All recordings must have the model's `channels`.
     """
     folder = find_folder(data.path, data_dir)
     sources = _sources(data, folder)
@@ -145,7 +148,10 @@ def load_eeg(
 
 
 def windows_of(recordings: Sequence[Recording], subjects: Sequence[str], length: int) -> Windows:
-    """Return recordings as windows from end to end; `subjects` are those of the model."""
+    """Return recordings as windows of which only the last may overlap.
+
+    `subjects` are the subjects that the model was trained on.
+    """
     rows = {subject: row for row, subject in enumerate(subjects)}
     numbers = tuple(rows.get(recording.subject, UNSEEN) for recording in recordings)
     windows = Windows(tuple(recordings), numbers, length, length, "")
@@ -154,7 +160,7 @@ def windows_of(recordings: Sequence[Recording], subjects: Sequence[str], length:
 
 
 def check_same_channels(name: str, channels: Sequence[str], expected: Sequence[str]) -> None:
-    """Refuse a recording whose channels are not those that the model was trained on."""
+    """Refuse a recording whose channels are not the channels that the model was trained on."""
     if len(channels) != len(expected):
         raise BadInput(f"{name} has {len(channels)} channels; the run's model has {len(expected)}")
     for channel, wanted in zip(channels, expected, strict=True):
@@ -173,8 +179,9 @@ def gather(
 ) -> Recordings:
     """Split recordings that are in memory, such as the results of `from_mne`.
 
-    The last `report` recordings of each subject are for reporting, and the `tune` recordings before
-    them for tuning. `unseen` names the subjects to hold out, or is a share of the subjects.
+    `unseen` names the subjects to hold out, or is a share of the subjects. Of each other subject,
+    the last `report` recordings are for reporting, and the `tune` recordings before them for
+    tuning.
     """
     if not recordings:
         raise BadInput("there are no recordings to divide")
@@ -262,7 +269,7 @@ def _write(
 
 
 def _speech_digest(recording: Recording) -> str:
-    """Return a digest of the envelope; recordings of the same speech have the same digest."""
+    """Return a digest of the envelope, by which recordings of the same speech are found."""
     return hashlib.sha256(recording.envelope.tobytes()).hexdigest()
 
 

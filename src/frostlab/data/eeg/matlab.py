@@ -21,7 +21,7 @@ import numpy as np
 
 MEMORY = 1 << 30  # bytes that one file may take in the second process
 SET_SHARE = 8  # bytes beyond MEMORY that are allowed for each byte of a .set and its .fdt file
-SECONDS = 5.0  # time limit for a file; every 10 MB of the file add a second
+SECONDS = 5.0  # time limit for a file; each 10 MB of the file adds a second
 PROGRAM = __file__
 _START = 60.0  # seconds until the second process must be ready
 _PIECE = 1 << 20
@@ -101,7 +101,7 @@ class MatFiles:
             raise BadInput(f"{path} cannot be read: {reason}; the file may be damaged") from None
 
     def _ending(self) -> str:
-        """Return what the process did, such as `ended (signal 11)`."""
+        """Return how the process failed, such as `ended (signal 11)`."""
         if self._process is None:
             return "did not start"
         try:
@@ -272,7 +272,7 @@ def _load_set(
 
 
 class _MemoryLimit:
-    """A limit of the address space: what the imports took, and as much more as a file may take."""
+    """A limit on the address space: the bytes that the imports took, plus room for one file."""
 
     def __init__(self) -> None:
         self.room = 0  # bytes that a file may take
@@ -284,7 +284,7 @@ class _MemoryLimit:
             pass
 
     def set(self, room: int) -> None:
-        """Allow so many bytes for a file."""
+        """Allow `room` bytes for a file; without /proc, nothing is limited."""
         self.room = room
         if self._imports is None:
             return

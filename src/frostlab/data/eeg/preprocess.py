@@ -11,7 +11,7 @@ from frostlab.errors import BadInput
 Array = NDArray[np.float64]
 Band = tuple[float, float]
 CHANNELS = 4096  # the most channels of a recording; EEG has up to 512
-_ORDER = 3  # order of the band-pass filter, which is applied once in each direction
+_ORDER = 3  # scipy's order of the Butterworth filter, which is applied once in each direction
 
 
 def preprocess(
@@ -85,7 +85,7 @@ def check_shape(name: str, eeg: Array) -> None:
 
 
 def check_signals(name: str, eeg: Array, channels: tuple[str, ...], envelope: Array) -> None:
-    """Refuse signals that have a wrong shape or non-finite values, or are constant."""
+    """Refuse signals that have a wrong shape, non-finite values or no variation."""
     if eeg.ndim != 2 or envelope.ndim != 1:
         raise BadInput(
             f"{name}: the EEG has shape {eeg.shape} and the envelope {envelope.shape}, "
@@ -104,7 +104,7 @@ def check_signals(name: str, eeg: Array, channels: tuple[str, ...], envelope: Ar
 
 
 def check_eeg(name: str, eeg: Array, channels: tuple[str, ...]) -> None:
-    """Refuse EEG with non-finite values, or in which every channel is constant."""
+    """Refuse EEG with a wrong number of channel names, non-finite values or only flat channels."""
     if eeg.shape[1] != len(channels):
         raise BadInput(f"{name} has {eeg.shape[1]} channels and {len(channels)} channel names")
     finite = np.isfinite(eeg).all(axis=0)

@@ -29,10 +29,8 @@ from frostlab.recipe.data import ChallengeEEG, MatlabEEG, MneEEG, RecordedEEG
 from frostlab.storage import open_regular
 
 MATLAB_RATE = 128.0  # Hz; the files do not store the rate
-ENDINGS = (".fif", ".edf", ".bdf", ".set", ".vhdr")  # file types that MNE reads
-_ROLES = {
-    prefix: role for role, prefix in PREFIXES.items()
-}  # train, tune or report, by prefix of a file's name
+ENDINGS = (".fif", ".edf", ".bdf", ".set", ".vhdr")  # of files that are read with MNE
+_ROLES = {prefix: role for role, prefix in PREFIXES.items()}  # role by prefix of a file's name
 _SEPARATOR = "_-_"  # between the parts of a file's name
 _TRIAL = re.compile(r"([12])_(\d+)\.mat")  # BLOCK_TRIAL.mat
 # By block: file of the attended speaker, file of the ignored speaker, order of the ignored stories.
@@ -45,7 +43,7 @@ class Source:
 
     heading: Heading
     files: tuple[Path, ...]
-    read: Callable[[], tuple[Recording, tuple[str, ...]]]  # returns also the channel names
+    read: Callable[[], tuple[Recording, tuple[str, ...]]]  # with the channel names
 
 
 def find_folder(path: str, data_dir: Path | None) -> Path:
@@ -94,7 +92,7 @@ def load_array(path: Path) -> NDArray[np.float64]:
 
 
 def load_envelope(path: Path) -> NDArray[np.float64]:
-    """Read an envelope (samples,) from a .npy file with one row or column."""
+    """Read an envelope (samples,) from a .npy file of one dimension, or with one row or column."""
     envelope = load_array(path)
     if envelope.ndim == 2 and 1 in envelope.shape:
         return envelope.reshape(-1)
@@ -147,9 +145,10 @@ def _challenge_reader(
 def matlab_sources(data: MatlabEEG, folder: Path) -> list[Source]:
     """List the recordings in files `BLOCK_TRIAL.mat`; each sub-folder holds one subject.
 
-    Subjects attend to speaker F in block 1 and to speaker M in block 2. The number of a trial is
-    also the number of the attended speaker's story; the file `competing_speaker_order.mat` lists
-    the ignored speaker's story for each trial.
+    Trials in the folder itself belong to the subject sub-001. Subjects attend to speaker F in
+    block 1 and to speaker M in block 2. The number of a trial is also the number of the attended
+    speaker's story; the file `competing_speaker_order.mat` lists the ignored speaker's story for
+    each trial.
     """
     names = ("F_env", "M_env", "competing_speaker_order")
     shared = {name: folder / f"{name}.mat" for name in names}
@@ -351,7 +350,7 @@ def _reference_channels(reference: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _raw_signals(raw: Any, name: str, reference: str | tuple[str, ...]) -> tuple[Any, Any, Any]:
-    """Return the EEG (samples, channels), its channel names, and the reference signals."""
+    """Return the EEG (samples, channels), its channel names, and the reference signals or None."""
     try:
         channels = eeg_channels(raw, reference)
     except ValueError as error:
@@ -398,7 +397,8 @@ def read_eeg(
 ) -> tuple[Recording, tuple[str, ...]]:
     """Read the EEG of a file, without the speech; return its channel names, too.
 
-    The subject is the part of the file's name, or of its folder's, that is one of `subjects`.
+    The subject is the part of the file's name (MATLAB: its folder's name) that is one of
+    `subjects`, or "" if there is none.
     """
     parts = path.stem.removesuffix(f"{_SEPARATOR}eeg").split(_SEPARATOR)
     name = _SEPARATOR.join(parts)

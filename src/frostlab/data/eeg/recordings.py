@@ -33,8 +33,8 @@ class Recording:
 
     name: str
     subject: str
-    eeg: Signal  # (samples, channels), every channel with mean 0 and standard deviation 1
-    envelope: Signal  # (samples,), with mean 0 and standard deviation 1
+    eeg: Signal  # (samples, channels); channels have mean 0 and deviation 1, or are 0 if flat
+    envelope: Signal  # (samples,), with mean 0 and standard deviation 1; zeros if unknown
     other: Signal | None = None  # envelope of a second speaker, whom the subject ignored
 
     def __len__(self) -> int:
@@ -265,7 +265,7 @@ def subjects_of(recordings: Iterable[Recording]) -> tuple[str, ...]:
 
 
 def check_channels(name: str, count: int, first: str, expected: int) -> None:
-    """Refuse a recording that does not have the `expected` channels of the `first` recording."""
+    """Refuse a recording without the `expected` number of channels, which `first` has."""
     if count != expected:
         raise BadInput(f"{name} has {count} channels, {first} has {expected}")
 

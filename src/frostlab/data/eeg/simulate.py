@@ -54,7 +54,7 @@ BIOSEMI128: tuple[str, ...] = tuple(f"{bank}{n}" for bank in "ABCD" for n in ran
 
 @dataclass(frozen=True)
 class Head:
-    """One subject: the response, and the noise sources, whose mean power over channels is 1.
+    """One subject: the response, and the noise, whose total power is 1, averaged over channels.
 
     A topography (a column of `background` or `alpha`, or `blinks`) holds the potential of a source
     at each channel.
@@ -112,7 +112,7 @@ def simulate(
     eeg += head.blinks * draw_blinks(samples, rate, random)[:, None]
     for kind, pattern in (("background", head.background), ("alpha", head.alpha)):
         # One signal per eigenvector of the channel covariance has the same distribution as one
-        # signal per dipole, and there are fewer eigenvectors.
+        # signal per dipole, and there are never more of them.
         values, vectors = np.linalg.eigh(pattern @ pattern.T)
         largest = np.abs(vectors).argmax(0)  # made positive below: eigh may return either sign
         vectors = vectors * np.sign(vectors[largest, np.arange(len(values))])
@@ -348,8 +348,9 @@ class BestCorrelation:
 def best_correlation(head: Head, rate: float, responses: str) -> BestCorrelation:
     """Return the best r for one subject: the bound for all decoders, and the best linear decoder's.
 
-    The best linear decoder is a Wiener filter. For non-linear responses, the bound follows from the
-    least squared error at the rate, in nats per second, at which the EEG can carry information.
+    The best linear decoder is a Wiener filter. For non-linear responses, the bound follows
+    from the least squared error of an envelope that is coded at the rate, in nats per second, at
+    which the EEG can carry information.
     """
     f = frequency_grid(rate)
     envelope, drive_power, coherence = drive_spectra(rate, responses)

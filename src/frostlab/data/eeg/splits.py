@@ -1,6 +1,6 @@
 """Splits of recordings: whole files and whole subjects are held out, never single windows.
 
-A file holds a recording or, if its name starts with the name of a split, a part of one.
+A file holds a recording or, if the folder has val_ or test_ files, a part of one.
 """
 
 from collections import Counter
