@@ -15,6 +15,7 @@ import pytest
 from frostlab.data import builtin as docstrings
 from frostlab.data.builtin import (
     SPLIT_SHARES,
+    Docstring,
     clean_docstring,
     docstring_files,
     near_duplicate_key,
@@ -65,6 +66,16 @@ def test_pairs_are_balanced_and_half_true(shared: Path) -> None:
         assert Counter(row["label"] for row in values)[0] * 2 == len(values)
         bodies = [row["body"] for row in values]
         assert len(set(bodies)) == len(bodies)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
+def test_no_mismatched_pair_is_a_summary_with_its_own_body(count: int) -> None:
+    docs = [Docstring(f"summary {n}", f"body {n}") for n in range(count)]
+    rows = docstrings._pairs(docs)
+    assert len(rows) == count // 2 * 2
+    own = {doc.summary: doc.body for doc in docs}
+    for row in rows:
+        assert (own[row["summary"]] == row["body"]) == row["label"]
 
 
 def test_prepared_for_every_task(shared: Path, recipe: Callable[..., Recipe]) -> None:

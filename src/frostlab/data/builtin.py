@@ -30,6 +30,7 @@ from frostlab.storage import FORMAT, build_once, digest_of
 
 PACKAGES = ("numpy", "scipy", "torch", "transformers")
 SPLIT_SHARES = {"train": 0.8, "validation": 0.1, "test": 0.1}
+PAIRING = 2  # version of the rule that pairs summaries and bodies; increase it with the rule
 FEWEST_WORDS = 12  # minimum number of words in a text, or in the body of a pair
 MASK = "package"  # replaces the packages' names, which would give the label away
 _PACKAGE_NAMES = re.compile(
@@ -78,7 +79,7 @@ def docstring_files(per_package: int, *, pairs: bool, cache: Path) -> dict[str, 
         raise BadInput(
             f"data.name docstrings needs two of {', '.join(PACKAGES)}; installed: {installed}"
         )
-    name = digest_of([versions, per_package, pairs, FORMAT])[:32]
+    name = digest_of([versions, per_package, PAIRING if pairs else False, FORMAT])[:32]
     return split_files(
         build_once(
             cache / "docstrings" / name,
@@ -114,15 +115,14 @@ def _write_docstrings(
 def _pairs(docs: list[Docstring]) -> list[dict[str, str | int]]:
     """Pair half of the summaries with their own body (label 1), and half with another body (0).
 
-    If their number is odd, the last docstring is left out.
+    If their number is odd, the last docstring is left out. A single mismatched summary gets the
+    body of the first docstring.
     """
     half = len(docs) // 2
     rows = [(doc.summary, doc.body, 1) for doc in docs[:half]]
     mismatched = docs[half : 2 * half]
-    rows += [
-        (doc.summary, other.body, 0)
-        for doc, other in zip(mismatched, mismatched[1:] + mismatched[:1], strict=True)
-    ]
+    others = mismatched[1:] + mismatched[:1] if half > 1 else docs[:half]
+    rows += [(doc.summary, other.body, 0) for doc, other in zip(mismatched, others, strict=True)]
     return [{"summary": a, "body": b, "label": label} for a, b, label in rows]
 
 
