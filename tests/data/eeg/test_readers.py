@@ -12,7 +12,7 @@ from scipy import io
 from frostlab.data.eeg import load as loading_module
 from frostlab.data.eeg.load import load_recordings
 from frostlab.data.eeg.preprocess import resample, standardize
-from frostlab.data.eeg.readers import from_mne
+from frostlab.data.eeg.readers import eeg_files, from_mne, read_eeg
 from frostlab.data.eeg.recordings import Recording
 from frostlab.errors import BadInput
 from frostlab.recipe.data import ChallengeEEG, MatlabEEG, MneEEG
@@ -301,6 +301,37 @@ def test_references_that_do_not_fit(matlab_folder: Path, tmp_path: Path) -> None
     io.savemat(matlab_folder / "1_1.mat", held | {"eeg": "words"})
     with pytest.raises(BadInput, match="1_1.mat: eeg holds <U5, not samples"):
         load_recordings(matlab(matlab_folder), cache=tmp_path)
+
+
+def test_eeg_to_decode_has_the_subjects_of_training(matlab_folder: Path, tmp_path: Path) -> None:
+    names = by_name(matlab_folder, tmp_path)
+    for path in (matlab_folder, matlab_folder / "1_1.mat", matlab_folder / "Subject2"):
+        for file in eeg_files(matlab(matlab_folder), path):
+            decoded, _ = read_eeg(matlab(matlab_folder), file, ["sub-001", "Subject2"])
+            assert decoded.subject == names[decoded.name].subject
+    moved = tmp_path / "new" / "1_1.mat"
+    moved.parent.mkdir()
+    moved.write_bytes((matlab_folder / "1_1.mat").read_bytes())
+    assert read_eeg(matlab(matlab_folder), moved, ["sub-001", "Subject2"])[0].subject == ""
+
+
+@pytest.mark.parametrize(
+    ("mastoids", "message"),
+    [
+        (np.ones((1200, 2)), "the EEG has 1280 samples and the reference 1200, 1200 of them"),
+        (np.full((1280, 2), np.nan), "the EEG has 1280 samples and the reference 1280, 0 of them"),
+        (np.ones((4, 1280, 2)), r"mast has shape \(4, 1280, 2\), not \(samples, channels\)"),
+        (cells(1), "mast holds 8 arrays, not one"),
+    ],
+    ids=["short", "not finite", "three dimensions", "cells"],
+)
+def test_eeg_to_decode_has_its_reference_checked(
+    matlab_folder: Path, mastoids: np.ndarray, message: str
+) -> None:
+    path = matlab_folder / "1_1.mat"
+    io.savemat(path, {"eeg": io.loadmat(path)["eeg"], "mast": mastoids})
+    with pytest.raises(BadInput, match=message):
+        read_eeg(matlab(matlab_folder, reference="mastoids"), path, [])
 
 
 def test_bad_files(matlab_folder: Path, tmp_path: Path) -> None:

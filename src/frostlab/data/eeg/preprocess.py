@@ -38,13 +38,7 @@ def preprocess(
         check_signals(name, eeg, channels, speaker)
         check_durations(name, len(eeg), len(speaker), rates)
 
-    if reference is not None:
-        finite = int(np.isfinite(reference).all(axis=1).sum())
-        if not len(reference) == len(eeg) == finite:
-            raise BadInput(
-                f"{name}: the EEG has {len(eeg)} samples and the reference {len(reference)}, "
-                f"{finite} of them finite"
-            )
+    check_reference(name, eeg, reference)
 
     signals = [_filtered(rereference(eeg, reference), rates[0], rate, band, name)]
     signals += [_filtered(speaker, rates[1], rate, band, name) for speaker in speakers]
@@ -66,6 +60,7 @@ def preprocess_eeg(
     """Check and preprocess EEG to decode; the envelope is unknown, and zero in the recording."""
     check_shape(name, eeg)
     check_eeg(name, eeg, channels)
+    check_reference(name, eeg, reference)
     filtered = _filtered(rereference(eeg, reference), measured_rate, rate, band, name)
     return Recording(name, subject, standardize(filtered), np.zeros(len(filtered), np.float32))
 
@@ -82,6 +77,18 @@ def check_shape(name: str, eeg: Array) -> None:
         raise BadInput(f"{name} has shape {eeg.shape}, not (samples, channels)")
     if eeg.shape[1] > CHANNELS:
         raise BadInput(f"{name} has {eeg.shape[1]:,} channels; the most is {CHANNELS:,}")
+
+
+def check_reference(name: str, eeg: Array, reference: Array | None) -> None:
+    """Refuse a reference with another number of samples than the EEG, or non-finite values."""
+    if reference is None:
+        return
+    finite = int(np.isfinite(reference).all(axis=1).sum())
+    if not len(reference) == len(eeg) == finite:
+        raise BadInput(
+            f"{name}: the EEG has {len(eeg)} samples and the reference {len(reference)}, "
+            f"{finite} of them finite"
+        )
 
 
 def check_signals(name: str, eeg: Array, channels: tuple[str, ...], envelope: Array) -> None:

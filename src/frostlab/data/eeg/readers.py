@@ -35,6 +35,8 @@ _SEPARATOR = "_-_"  # between the parts of a file's name
 _TRIAL = re.compile(r"([12])_(\d+)\.mat")  # BLOCK_TRIAL.mat
 # By block: file of the attended speaker, file of the ignored speaker, order of the ignored stories.
 _BLOCKS = {1: ("F_env", "M_env", "blk1_M_Order"), 2: ("M_env", "F_env", "blk2_F_Order")}
+_SUBJECT = "sub-001"  # of the trials that are in no sub-folder
+_SHARED = ("F_env", "M_env", "competing_speaker_order")  # .mat files for the trials of all subjects
 
 
 @dataclass(frozen=True)
@@ -150,8 +152,7 @@ def matlab_sources(data: MatlabEEG, folder: Path) -> list[Source]:
     speaker's story; the file `competing_speaker_order.mat` lists the ignored speaker's story for
     each trial.
     """
-    names = ("F_env", "M_env", "competing_speaker_order")
-    shared = {name: folder / f"{name}.mat" for name in names}
+    shared = _shared_files(folder)
     for name, path in shared.items():
         if not path.exists():
             raise BadInput(f"{folder} has no {name}.mat")
@@ -162,7 +163,7 @@ def matlab_sources(data: MatlabEEG, folder: Path) -> list[Source]:
         if not (match := _TRIAL.fullmatch(path.name)):
             continue
         block, trial = int(match[1]), int(match[2])
-        subject = "sub-001" if path.parent == folder else path.parent.name
+        subject = _SUBJECT if path.parent == folder else path.parent.name
         story = f"{_BLOCKS[block][0][0]}{trial}"
         heading = Heading(f"{subject}{_SEPARATOR}{block}_{trial}", subject, story)
         files = (path, *shared.values())
@@ -171,6 +172,10 @@ def matlab_sources(data: MatlabEEG, folder: Path) -> list[Source]:
     if not sources:
         raise BadInput(f"{folder} has no BLOCK_TRIAL.mat, such as 1_1.mat")
     return sources
+
+
+def _shared_files(folder: Path) -> dict[str, Path]:
+    return {name: folder / f"{name}.mat" for name in _SHARED}
 
 
 class _Stories:
@@ -220,13 +225,7 @@ def _matlab_reader(
 ) -> Callable[[], tuple[Recording, tuple[str, ...]]]:
     def read() -> tuple[Recording, tuple[str, ...]]:
         speech = stories.of_trial(path, *trial)
-        arrays = mat.read(path, "eeg", "mast")
-        for key, values in arrays.items():
-            if len(values) != 1:
-                raise BadInput(f"{path}: {key} holds {len(values)} arrays, not one")
-            check_shape(f"{path}: {key}", values[0])
-        measured = arrays["eeg"][0]
-        references = {"average": measured, "mastoids": arrays["mast"][0], "none": None}
+        measured, reference = _matlab_signals(data, path, mat)
         channels = channel_names(measured.shape[1])
         recording = preprocess(
             heading.name,
@@ -237,12 +236,25 @@ def _matlab_reader(
             rates=(MATLAB_RATE, MATLAB_RATE),
             rate=data.rate,
             band=data.band,
-            reference=references[data.reference],
+            reference=reference,
             other=speech[1].ravel(),
         )
         return recording, channels
 
     return read
+
+
+def _matlab_signals(
+    data: MatlabEEG, path: Path, mat: MatFiles
+) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]:
+    """Return the EEG of a trial, and the signals of its reference or None."""
+    arrays = mat.read(path, "eeg", "mast")
+    for key, values in arrays.items():
+        if len(values) != 1:
+            raise BadInput(f"{path}: {key} holds {len(values)} arrays, not one")
+        check_shape(f"{path}: {key}", values[0])
+    eeg = arrays["eeg"][0]
+    return eeg, {"average": eeg, "mastoids": arrays["mast"][0], "none": None}[data.reference]
 
 
 def _trial_order(path: Path) -> tuple[str, int, int]:
@@ -397,14 +409,16 @@ def read_eeg(
 ) -> tuple[Recording, tuple[str, ...]]:
     """Read the EEG of a file, without the speech; return its channel names, too.
 
-    The subject is the part of the file's name (MATLAB: its folder's name) that is one of
-    `subjects`, or "" if there is none.
+    The subject is the part of the file's name (MATLAB: its folder's name, or sub-001 beside the
+    envelopes of the speech) that is one of `subjects`, or "" if there is none.
     """
     parts = path.stem.removesuffix(f"{_SEPARATOR}eeg").split(_SEPARATOR)
     name = _SEPARATOR.join(parts)
     if isinstance(data, MatlabEEG):
-        parts = [path.parent.name]
-        name = f"{path.parent.name}{_SEPARATOR}{path.stem}"
+        folder = path.absolute().parent
+        at_the_top = all(file.exists() for file in _shared_files(folder).values())
+        parts = [_SUBJECT if at_the_top else folder.name]
+        name = f"{parts[0]}{_SEPARATOR}{path.stem}"
     subject = next((part for part in parts if part in subjects), "")
     reference: Any = None
     if isinstance(data, MneEEG):
@@ -412,9 +426,7 @@ def read_eeg(
         eeg, channels, reference = _raw_signals(raw, name, data.reference)
         measured_rate = float(raw.info["sfreq"])
     elif isinstance(data, MatlabEEG):
-        arrays = MatFiles().read(path, "eeg", "mast")
-        eeg, mastoids = arrays["eeg"][0], arrays["mast"][0]
-        reference = {"average": eeg, "mastoids": mastoids, "none": None}[data.reference]
+        eeg, reference = _matlab_signals(data, path, MatFiles())
         channels, measured_rate = channel_names(eeg.shape[-1]), MATLAB_RATE
     else:
         assert isinstance(data, ChallengeEEG)
