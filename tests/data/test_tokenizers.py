@@ -175,3 +175,20 @@ def test_pipes_in_a_tokenizers_folder_are_not_waited_for(tmp_path: Path) -> None
     os.mkfifo(tmp_path / "tokenizer.json")
     with pytest.raises(BadInput, match="is not a regular file"):
         vocabulary.load_pretrained(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("end", "cut"), [(" more", 1), ("  ", 0)], ids=["a further word", "white space"]
+)
+def test_a_text_whose_beginning_just_fills_the_length_is_cut_if_more_follows(
+    tmp_path: Path, end: str, cut: int
+) -> None:
+    words = ["abcdefg"] * 4
+    vocabulary.train_tokenizer(Words(kind="words"), [" ".join(words), "more"], tmp_path)
+    coder = vocabulary.load_trained(tmp_path / "tokenizer.json")
+    text = " ".join(words) + end
+    length = len(words)
+    assert vocabulary.word_end(text, vocabulary.HEAD * length) == len(" ".join(words))
+    ((ids, _),) = coder.examples([(text,)], length)
+    assert len(ids) == length
+    assert coder.truncated == cut

@@ -172,14 +172,14 @@ class Fast:
         return [(encoding.ids, (*encoding.type_ids, 1).index(1)) for encoding in encoded]
 
     def _single(self, texts: list[str], length: int) -> list[list[int]]:
-        """Encode the beginning of each text; if it has too few tokens, encode the whole text."""
+        """Encode the beginning of each text, and the whole text if nothing of that was cut."""
         can_cut = self.backend.pre_tokenizer is not None  # then no token crosses the end of a word
         heads = [text[: word_end(text, HEAD * length)] if can_cut else text for text in texts]
         encoded = self._encode(heads)
         short = [
             number
             for number, encoding in enumerate(encoded)
-            if len(encoding) < length and len(heads[number]) < len(texts[number])
+            if not _is_cut(encoding, length) and len(heads[number]) < len(texts[number])
         ]
         full = self._encode([texts[number] for number in short])
         for number, encoding in zip(short, full, strict=True):
