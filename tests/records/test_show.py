@@ -247,6 +247,21 @@ def test_n_has_its_units(task: str, more: dict[str, int], n: str, tmp_path: Path
     assert f"accuracy 0.75 at step 20 ({n})" in show(tmp_path / "a")
 
 
+@pytest.mark.parametrize("recorded", [True, False], ids=["data.json", "recipe.yaml"])
+def test_clocks_of_eeg_without_scores_count_samples(recorded: bool, tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    if recorded:
+        data = {"task": "envelope", "digest": "d", "labels": None, "notes": [], "splits": {}}
+        (tmp_path / "a" / "data.json").write_text(json.dumps(data))
+    else:
+        recipe = {"data": {"name": "eeg-simulated"}}
+        (tmp_path / "a" / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    lines = [line.split() for line in show(tmp_path / "a").splitlines()]
+    assert ["samples/s", "1.235e+04"] in lines
+    assert ["samples", "6000"] in lines
+    assert not any(line[:1] == ["tokens"] for line in lines)
+
+
 def test_a_run_fits_a_terminal_and_has_notes_tags_and_n(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     write_run(folder)

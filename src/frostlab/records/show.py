@@ -92,7 +92,7 @@ def show(folder: Path, width: int | None = None) -> str:
         "results": _results(run),
         "scores": scores_lines(folder),
         "stages": stages_table(run.result.stages if run.result else []),
-        "clocks": _clocks(run.result),
+        "clocks": _clocks(run),
         "parameters": _parameters(run.result.parameters if run.result else None),
         "machine": _machine(run.result) if run.result else [],
         "environment": [one_line(run.environment or {}) or NONE],
@@ -311,7 +311,8 @@ _SECONDS = {
 }
 
 
-def _clocks(result: Result | None) -> list[str]:
+def _clocks(run: _Run) -> list[str]:
+    result = run.result
     clocks = result and result.clocks
     lines = [(name, _duration(getattr(clocks, key, None))) for key, name in _SECONDS.items()]
     step = None
@@ -320,7 +321,7 @@ def _clocks(result: Result | None) -> list[str]:
         step = f"{', '.join(parts)} ms, cv {number(times.cv)}"
         step += f"; {len(clocks.warmup_ms)} warm-up steps not counted"
     kinds = [f"{event.how} ({event.reason})" for event in result.stepping] if result else []
-    unit = "samples" if result and result.scores is not None else "tokens"  # EEG or text
+    unit = "samples" if _is_eeg(run) else "tokens"
     rest = [
         ("packing_efficiency", clocks.packing_efficiency), ("padding_share", clocks.padding_share),
         (unit, clocks.tokens),
@@ -333,6 +334,14 @@ def _clocks(result: Result | None) -> list[str]:
         ("examples/s", number(clocks and clocks.examples_per_second)),
         *rest,
     ])  # fmt: skip
+
+
+def _is_eeg(run: _Run) -> bool:
+    """Return whether the run's examples are windows of EEG, by its record of the data or recipe."""
+    if run.data is not None:
+        return run.data.task == "envelope"
+    data = (run.recipe or {}).get("data")
+    return isinstance(data, dict) and str(data.get("name")).startswith("eeg")
 
 
 def _duration(value: Any) -> str:
