@@ -298,6 +298,8 @@ OWN: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
         lambda: Decoder(DecoderConfig(**OWN_SIZES, norm="before", final_norm=True)),
         text,
     ),
+    "gpt-qk-norm": (lambda: GPT(replace(GPT_OWN, qk_norm=True)), text),
+    "decoder-qk-norm": (lambda: Decoder(DecoderConfig(**OWN_SIZES, qk_norm=True)), text),
     "conformer": (lambda: Conformer(CONFORMER), recordings),
     "conformer-relative": (
         lambda: Conformer(

@@ -1,6 +1,7 @@
 """FLOPs of a step against torch's counter and published figures, savings, and device ceilings."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -151,6 +152,17 @@ def test_scores_of_learned_relative_positions_equal_torchs_count(freeze: tuple[s
     _, outside = forward_flops(parts, LENGTH)  # trained: three times as much in a step
     per_token = savings(parts, LENGTH).flops - 3 * outside
     assert TOKENS * per_token == pytest.approx(counted)
+
+
+def test_a_norm_of_queries_that_learns_needs_the_backward_pass_of_scores() -> None:
+    config = GPTConfig(99, LENGTH, 32, 1, 4, 64, 0.0, causal=False, classes=3)
+    plain, normed = (
+        fl.anatomy(GPT(replace(config, qk_norm=normed))).with_frozen("all", "!layers[0].norm")
+        for normed in (False, True)
+    )
+    forward = 2 * 2 * LENGTH * 32  # scores and mixing
+    more = savings(normed, LENGTH).flops - savings(plain, LENGTH).flops
+    assert more == pytest.approx(2 * forward), "the backward pass costs twice the forward pass"
 
 
 def test_a_decoder_is_causal() -> None:

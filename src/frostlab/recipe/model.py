@@ -45,6 +45,7 @@ class GPTModel(ModelSettings):
     bias: bool = True
     causal: bool | None = None  # null: causal for language, bidirectional for classification
     positions: Length | None = None  # null: the data's length
+    qk_norm: bool = False  # RMSNorm of every head's queries and keys, with learned gains
 
     def problems(self, data: Data) -> Iterator[str]:
         """Yield a line for each of these settings that does not fit the data."""
@@ -67,6 +68,7 @@ class DecoderModel(ModelSettings):
     hidden: Width | None = None  # null: four times the width
     norm: Literal["before", "after"] = "after"  # before or after each attention and feed-forward
     final_norm: bool = False  # a norm between the last layer and the head
+    qk_norm: bool = False  # RMSNorm of every head's queries and keys, with learned gains
 
     def problems(self, data: Data) -> Iterator[str]:
         """Yield a line for each of these settings that does not fit the data."""
