@@ -16,9 +16,9 @@ from forked import frostlab_command
 from frostlab.bench import runner
 from frostlab.bench.cases import (
     PlainLogits,
-    partly_frozen,
     decoder_config,
     deep_work,
+    partly_frozen,
     supervised,
 )
 from frostlab.bench.catalogue import BENCHMARKS, chosen
