@@ -49,6 +49,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "decoder norm before": lambda: Decoder(
         DecoderConfig(VOCABULARY, 32, 2, 4, 48, norm="before", final_norm=True)
     ),
+    "gpt qk_norm": lambda: _gpt(qk_norm=True),
+    "decoder qk_norm": lambda: Decoder(DecoderConfig(VOCABULARY, 32, 2, 4, 48, qk_norm=True)),
     "bert classifier": lambda: BertForSequenceClassification(
         BertConfig(**_BERT, num_labels=CLASSES)
     ),

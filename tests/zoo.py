@@ -298,11 +298,17 @@ OWN: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
         lambda: Decoder(DecoderConfig(**OWN_SIZES, norm="before", final_norm=True)),
         text,
     ),
+    "gpt-qk-norm": (lambda: GPT(replace(GPT_OWN, qk_norm=True)), text),
+    "decoder-qk-norm": (lambda: Decoder(DecoderConfig(**OWN_SIZES, qk_norm=True)), text),
     "conformer": (lambda: Conformer(CONFORMER), recordings),
     "conformer-relative": (
         lambda: Conformer(
             replace(CONFORMER, attention="relative", norm="layer", residual="none", head="linear")
         ),
+        recordings,
+    ),
+    "conformer-published": (
+        lambda: Conformer(replace(CONFORMER, variant="published")),
         recordings,
     ),
     "torch": (TorchModel, vectors),

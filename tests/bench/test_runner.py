@@ -4,17 +4,28 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from forked import frostlab_command
 from frostlab.bench import runner
+from frostlab.bench.cases import (
+    PlainLogits,
+    decoder_config,
+    deep_work,
+    partly_frozen,
+    supervised,
+)
 from frostlab.bench.catalogue import BENCHMARKS, chosen
-from frostlab.bench.workloads import BenchSettings
+from frostlab.bench.workloads import BenchSettings, random_feed
 from frostlab.cli.main import app
+from frostlab.recipe.settings import Supervise
+from frostlab.timing.flops import step_work
 
 MEASURED = ("bert-finetune", "sst2-epoch", "gpt-language-8", "gpt-language-64", "gpt-imdb",
             "frozen-qk", "deep-supervision")  # fmt: skip
@@ -71,6 +82,44 @@ def test_the_figures_of_a_result_are_consistent(results: list[dict[str, Any]]) -
     frozen = next(r for r in results if r["benchmark"] == "frozen-qk")
     gained = (frozen["faster"] - 1) / (frozen["flop_bound"] - 1)
     assert frozen["gain_share"] == pytest.approx(gained)
+
+
+def test_deep_supervision_is_measured_in_both_phases(results: list[dict[str, Any]]) -> None:
+    whole, first, second = (r for r in results if r["benchmark"] == "deep-supervision")
+    assert [r["case"].partition(", ")[0] for r in (whole, first, second)] == [
+        "4 layers", "phase 1", "phase 2",
+    ]  # fmt: skip
+    assert second["case"] == "phase 2, 3 of 4 layers frozen, 4 × 8"
+    config = decoder_config(small=True)
+    width, head = config.width, config.vocabulary * config.width
+    layer = 4 * width**2 + 3 * width * config.hidden + 2 * width
+    assert second["trainable"] == layer + head
+    assert whole["trainable"] == 4 * layer + 2 * head
+    assert first["trainable"] == 3 * layer + 2 * head
+    for result in (whole, first, second):
+        ratio = result["deep_ms"] / result["standard_ms"]
+        assert result["over_standard"] == pytest.approx(ratio)
+        assert result["over_standard_p10"] <= result["over_standard_p90"]
+        assert 1 < result["flops_over_standard"] < 4
+    deep, standard = (first[key] + second[key] for key in ("deep_ms", "standard_ms"))
+    assert second["phases_over_standard"] == pytest.approx(deep / standard)
+
+
+@pytest.mark.parametrize(("layers", "frozen"), [(4, 0), (3, 0), (4, 3), (4, 1)])
+def test_the_work_of_every_layers_head_equals_torchs_count(layers: int, frozen: int) -> None:
+    """As the difference to a step with a loss at the last layer, whose head counts already."""
+    config = replace(decoder_config(small=True), layers=layers)
+    batch = random_feed(4, 9, config.vocabulary, 0)(0)
+    counts = []
+    for supervise in (Supervise(layers="all", frozen=bool(frozen)), Supervise(layers=(layers,))):
+        objective = supervised(PlainLogits, config, supervise, frozen)
+        with FlopCounterMode(display=False) as counter:
+            objective(batch).backward()
+        counts.append(counter.get_total_flops())
+    standard = step_work(partly_frozen(config, frozen), 8, 32)
+    deep = deep_work(config, 8, 32, frozen)
+    assert deep.parameters == standard.parameters
+    assert deep.flops - standard.flops == counts[0] - counts[1]
 
 
 def test_a_failing_benchmark_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

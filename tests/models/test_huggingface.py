@@ -52,6 +52,7 @@ LANGUAGE = {
     "decoder with another base": lambda: decoder(rotary_base=500.0),
     "decoder with another epsilon": lambda: decoder(eps=0.1),
     "decoder with a new layer": lambda: grown(decoder()),
+    "decoder with normalised queries and keys": lambda: decoder(qk_norm=True, eps=0.1),
 }
 
 
@@ -72,7 +73,10 @@ def test_a_language_model_loads_with_equal_logits(name: str, tmp_path: Path) -> 
     ids, mask = ids_and_mask()
     fl.export(model, tmp_path / "out")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert type(theirs).__name__ == ("GPT2LMHeadModel" if "gpt" in name else "LlamaForCausalLM")
+    kind = (
+        "GPT2LMHead" if "gpt" in name else "Qwen3ForCausal" if "norm" in name else "LlamaForCausal"
+    )
+    assert type(theirs).__name__.startswith(kind)
     assert theirs.dtype == torch.float64
     # Llama computes its norms in float32
     tolerance = 1e-12 if "gpt" in name else 1e-5
@@ -120,6 +124,12 @@ def test_a_conversion_draws_no_random_numbers() -> None:
         (lambda: decoder(norm="after"), "Llama cannot express model.norm after, only before"),
         (lambda: decoder(final_norm=False), "cannot express model.final_norm false, only true"),
         (lambda: gpt(causal=False), "GPT-2 is causal, but model.causal is false"),
+        (
+            lambda: gpt(qk_norm=True),
+            "no model of transformers like GPT-2 can express model.qk_norm",
+        ),
+        (lambda: gpt(qk_norm=True, classes=2), "can express model.qk_norm true"),
+        (lambda: decoder(norm="after", qk_norm=True), "Qwen3 cannot express model.norm after"),
     ],
 )
 def test_settings_without_an_equal_are_named(make: Any, message: str, tmp_path: Path) -> None:

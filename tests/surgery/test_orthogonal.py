@@ -1,9 +1,11 @@
 """New values for weights: equal to a plain QR loop, in every layout, from any source."""
 
+import copy
 import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,6 +85,66 @@ def test_heads_larger_than_the_input_get_orthonormal_columns() -> None:
     for old, new in zip(before, after, strict=True):
         torch.testing.assert_close(new.T @ new, torch.eye(32), rtol=0, atol=1e-5)
         torch.testing.assert_close(new.double(), plain_qr(old), rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", slow_unless_layout())
+def test_the_identity_gives_every_head_its_rows(name: str) -> None:
+    model, _ = build(name)
+    parts = fl.anatomy(model).select("query.weight", "key.weight")
+    fl.orthogonalize(model, "query", "key", source="identity")
+    for part in parts:
+        heads = heads_of(model, part)
+        width = heads.shape[-1]
+        for number, head in enumerate(heads):
+            for row, values in enumerate(head):
+                wanted = torch.zeros(width)
+                wanted[(number * len(head) + row) % width] = 1.0
+                assert torch.equal(values, wanted), (part.key, number, row)
+            assert torch.equal(head @ head.T, torch.eye(len(head)))
+
+
+@torch.no_grad()
+def test_the_identity_of_square_grouped_and_wide_projections() -> None:
+    square, _ = build("decoder")
+    state = torch.get_rng_state()
+    fl.orthogonalize(square, "query", "key", source="identity")
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.equal(square.blocks[0].query.weight, torch.eye(32))
+    assert torch.equal(square.blocks[1].key.weight, torch.eye(32))
+    grouped, _ = build("llama")  # 4 query heads, 2 key heads of 8
+    fl.orthogonalize(grouped, "key", source="identity")
+    key = grouped.layers[0].self_attn.k_proj.weight
+    assert torch.equal(key, torch.eye(32)[: len(key)])
+    tall, _ = build("t5-wide-heads")  # 48 rows a head on a width of 32
+    fl.orthogonalize(tall, "query", source="identity")
+    part = fl.anatomy(tall).select("encoder.layers[0].query")[0]
+    for head in heads_of(tall, part):
+        assert torch.equal(head, torch.eye(48, 32))
+    fl.orthogonalize(square, "up", scope="matrix", source="identity")
+    assert torch.equal(square.blocks[0].up.weight, torch.eye(64, 32))
+    fl.orthogonalize(square, "down", scope="matrix", source="identity")
+    assert torch.equal(square.blocks[0].down.weight, torch.eye(32, 64))
+
+
+def test_the_identity_does_not_read_the_weights() -> None:
+    model, _ = build("bert")
+    weight = model.encoder.layer[0].attention.self.query.weight
+    with torch.no_grad():
+        weight.fill_(torch.nan)
+    fl.orthogonalize(model, "query", source="identity")
+    assert torch.equal(weight, torch.eye(32))
+
+
+def test_a_frozen_identity_is_made_again_instead_of_stored(tmp_path: Path) -> None:
+    model, _ = build("gpt2")
+    base = copy.deepcopy(model)
+    fl.orthogonalize(model, "query", "key", source="identity")
+    fl.freeze(model, "query", "key")
+    fl.save_trainable(model, tmp_path / "delta")
+    fl.load_trainable(base, tmp_path / "delta")
+    for key, value in model.state_dict().items():
+        assert torch.equal(base.state_dict()[key], value), key
 
 
 def test_scope_matrix_covers_all_heads_at_once() -> None:

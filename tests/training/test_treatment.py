@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
 import frostlab as fl
+from frostlab.models.build import build_model
 from frostlab.recipe.load import recipe_from
 from frostlab.records.schema import EvaluationEvent
 from frostlab.roles.read import survey
@@ -107,6 +108,31 @@ def test_matched_random_heads_differ_from_oelm_only_in_orthogonality(kind: str) 
 @pytest.fixture(scope="module")
 def baseline(tmp_path_factory: pytest.TempPathFactory) -> fl.RunRecord:
     return fl.run(longer("baseline"), runs=tmp_path_factory.mktemp("baseline"))
+
+
+@torch.no_grad()
+def test_the_identity_is_a_method_of_treatments() -> None:
+    init = [{"method": "identity", "select": ["query", "key"]}]
+    recipe = recipe_from(tiny(treatment={"init": init, "freeze": ["query", "key"]}))
+    assert recipe.surgery.description == (
+        "query and key of every head: rows of the identity, frozen; the rest trains"
+    )
+    model = build_model(recipe, 10, 2, 0)
+    before = model.blocks[1].qkv.weight.clone().chunk(3)[2]
+    touched = treat(model, recipe)
+    assert touched == {
+        f"blocks.{n}.qkv.weight[{role}]" for n in (0, 1) for role in ("query", "key")
+    }
+    _, slots = survey(model)
+    query, key, value = slots["blocks.1.qkv.weight"].read().chunk(3)
+    assert torch.equal(query, torch.eye(16))
+    assert torch.equal(key, torch.eye(16))
+    assert torch.equal(value, before)
+    whole = {"method": "identity", "select": ["up"]}
+    with pytest.raises(fl.BadInput, match='has no heads; use scope="matrix"'):
+        treat(model, recipe_from(tiny(treatment={"init": [whole]})))
+    treat(model, recipe_from(tiny(treatment={"init": [whole | {"scope": "matrix"}]})))
+    assert torch.equal(model.blocks[0].up.weight, torch.eye(64, 16))
 
 
 def test_a_baseline_is_called_so_and_equals_none(tmp_path: Path, baseline: fl.RunRecord) -> None:

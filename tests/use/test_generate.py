@@ -75,6 +75,8 @@ OWN = {
     "gpt with a split QKV": split_gpt,
     "decoder, norm after": decoder,
     "decoder, norm before": lambda: decoder(norm="before", final_norm=True),
+    "gpt, qk_norm": lambda: gpt(qk_norm=True),
+    "decoder, qk_norm": lambda: decoder(qk_norm=True),
 }
 HUGGING_FACE = {
     "gpt2": lambda: lively(GPT2LMHeadModel(GPT2Config(**GPT_SIZES))),

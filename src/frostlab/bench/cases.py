@@ -5,6 +5,7 @@ without the feature that is measured.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -414,52 +415,108 @@ def decoder_config(small: bool) -> DecoderConfig:
     return DecoderConfig(vocabulary=400, width=16) if small else DecoderConfig()
 
 
-def supervised(cls: type[Objective], config: DecoderConfig, layers: Supervise) -> Objective:
-    """Build an untrained decoder, with an objective that has a loss at each of these layers."""
+def supervised(
+    cls: type[Objective], config: DecoderConfig, layers: Supervise, frozen: int = 0
+) -> Objective:
+    """Build an untrained decoder, with an objective that has a loss at each of these layers.
+
+    With `frozen` layers, the first ones and the embedding are frozen.
+    """
     torch.manual_seed(0)
-    objective = cls(Decoder(config))
+    objective = cls(partly_frozen(config, frozen))
     objective.supervision = resolve_supervision(layers, objective.model)
     return objective
 
 
-def deep_work(config: DecoderConfig, length: int, tokens: int) -> StepWork:
+def partly_frozen(config: DecoderConfig, frozen: int) -> Decoder:
+    """Build a decoder whose embedding and first layers are frozen, if any layer is."""
+    model = Decoder(config)
+    for part in (model.tokens, *list(model.blocks)[:frozen]) if frozen else ():
+        part.requires_grad_(False)
+    return model
+
+
+def deep_work(config: DecoderConfig, length: int, tokens: int, frozen: int = 0) -> StepWork:
     """Return the work of a step that supervises every layer and applies the head to each."""
-    work = step_work(Decoder(config), length, tokens)
-    # forward and backward pass of the head at all layers but the last, which `work` includes
-    head = 6 * config.vocabulary * config.width * (config.layers - 1) * tokens
-    return StepWork(work.flops + head, work.parameters)
+    work = step_work(partly_frozen(config, frozen), length, tokens)
+    # passes of the head at all layers but the last, which `work` includes: forward, weight gradient
+    # and, where something below learns, input gradient
+    passes = 3 * (config.layers - 1) - frozen
+    return StepWork(
+        work.flops + 2 * passes * config.vocabulary * config.width * tokens, work.parameters
+    )
 
 
 def deep_supervision(settings: BenchSettings) -> Iterator[Result]:
-    """Train a decoder with a loss at every layer: fused with the head, against plain logits."""
-    batch, length = (4, 8) if settings.small else (64, 32)
+    """Train a decoder with a loss at every layer: fused with the head, against plain logits.
+
+    The first case trains four layers. The others are the phases of progressive training: three
+    layers, and then a fourth and the head, with the embedding and the first three layers frozen and
+    the losses of all four kept. Each is also timed against a loss at the last layer only.
+    """
     config = decoder_config(settings.small)
+    yield _deep_supervision(settings, config, "4 layers")
+    phases = []
+    for name, layers, frozen in (("phase 1, 3 layers", 3, 0), ("phase 2, 3 of 4 layers", 4, 3)):
+        reset_torch()
+        phase = _deep_supervision(settings, replace(config, layers=layers), name, frozen)
+        phases.append(phase)
+        if frozen:
+            deep, standard = (
+                sum(phase[key] for phase in phases) for key in ("deep_ms", "standard_ms")
+            )
+            phase["phases_over_standard"] = deep / standard
+        yield phase
+
+
+def _deep_supervision(
+    settings: BenchSettings, config: DecoderConfig, name: str, frozen: int = 0
+) -> Result:
+    batch, length = (4, 8) if settings.small else (64, 32)
     feed = random_feed(batch, length + 1, config.vocabulary, 0)
+    every_layer = Supervise(layers="all", frozen=bool(frozen))
     loops: list[FrostlabLoop] = []
 
-    def loop(cls: type[Objective]) -> FrostlabLoop:
-        objective = supervised(cls, config, Supervise(layers="all"))
+    def loop(cls: type[Objective], layers: Supervise = every_layer) -> FrostlabLoop:
+        objective = supervised(cls, config, layers, frozen)
         return FrostlabLoop(objective, first_batch_only(feed), PRETRAINING, settings)
 
-    def built(cls: type[Objective]) -> Step:
-        loops.append(loop(cls))
+    def built(cls: type[Objective], layers: Supervise = every_layer) -> Step:
+        loops.append(loop(cls, layers))
         return loops[-1].step
-
-    def theirs() -> Driver:
-        return as_driver(built(PlainLogits))
 
     our_losses, their_losses = (first_losses(loop(cls).step) for cls in (Objective, PlainLogits))
     check = check_losses(our_losses, their_losses, settings.precision)
-    times = settings.interleave(lambda: built(Objective), theirs, rounds=40)
-    yield _result(
+    times = settings.interleave(
+        lambda: built(Objective), lambda: as_driver(built(PlainLogits)), rounds=40
+    )
+    against_last = settings.interleave(
+        lambda: built(Objective), lambda: as_driver(built(Objective, Supervise())), rounds=40
+    ).to_dict()
+    tokens = batch * length
+    work = deep_work(config, length, tokens, frozen)
+    standard = step_work(partly_frozen(config, frozen), length, tokens)
+    return _result(
         settings,
         times,
-        deep_work(config, length, batch * length),
-        batch * length,
-        case=f"{config.layers} layers, {batch} × {length}",
+        work,
+        tokens,
+        case=f"{name}{' frozen' if frozen else ''}, {batch} × {length}",
         check=check,
         step=loops[0].kind_and_reason,
-        notes=(f"theirs: plain logits, {': '.join(loops[1].kind_and_reason)}",),
+        notes=(
+            f"theirs: plain logits, {': '.join(loops[1].kind_and_reason)}",
+            f"a step with a loss at every layer takes {against_last['ratio']:.2f} times one with "
+            "a loss at the last layer",
+        ),
+        extra={
+            "deep_ms": against_last["ours_ms"],
+            "standard_ms": against_last["theirs_ms"],
+            "over_standard": against_last["ratio"],
+            "over_standard_p10": against_last["ratio_p10"],
+            "over_standard_p90": against_last["ratio_p90"],
+            "flops_over_standard": work.flops / standard.flops,
+        },
     )
 
 

@@ -14,7 +14,13 @@ from frostlab.comparison.evidence import ArmEvidence, ArmVerdict, Evidence, RunS
 from frostlab.comparison.plan import Arm, Plan
 from frostlab.comparison.verdict import excluded_costs
 from frostlab.errors import BadInput
-from frostlab.recipe.treatment import Orthogonalize, Randomize, RegisteredChange, Treatment
+from frostlab.recipe.treatment import (
+    Identity,
+    Orthogonalize,
+    Randomize,
+    RegisteredChange,
+    Treatment,
+)
 from frostlab.records.folder import RunRecord
 from frostlab.roles.parts import ROLES
 
@@ -86,13 +92,13 @@ def _surgery(plan: Plan, arm: Arm) -> Treatment:
     return plan.recipe_of(arm, plan.seeds[0]).surgery
 
 
-def _changes(surgery: Treatment) -> dict[str, Orthogonalize | Randomize]:
+def _changes(surgery: Treatment) -> dict[str, Orthogonalize | Randomize | Identity]:
     """Return the last change of each role.
 
     The result is empty if a change is a registered function, which may change anything, or if it
     selects something other than roles, such as some layers only.
     """
-    changes: dict[str, Orthogonalize | Randomize] = {}
+    changes: dict[str, Orthogonalize | Randomize | Identity] = {}
     for change in surgery.init:
         if isinstance(change, RegisteredChange):
             return {}

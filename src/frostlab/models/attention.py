@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+QK_NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,23 @@ class Packing:
         members = (self.owners == numbers[:, None]).to(exact)  # (N, T)
         with torch.autocast(x.device.type, enabled=False):
             return members @ x.to(exact) / members.sum(1, keepdim=True).clamp(min=1.0)
+
+
+class QKNorm(nn.Module):
+    """RMSNorm of the queries and of the keys of every head, as in Qwen3.
+
+    Each has a gain per unit of a head, which all heads share.
+    """
+
+    def __init__(self, size: int, eps: float = QK_NORM_EPS) -> None:
+        super().__init__()
+        self.query = nn.RMSNorm(size, eps)
+        self.key = nn.RMSNorm(size, eps)
+
+    def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalise tensors of shape (B, heads, T, size), in the precision of the gains."""
+        exact = self.query.weight.dtype
+        return self.query(query.to(exact)).to(query.dtype), self.key(key.to(exact)).to(key.dtype)
 
 
 class KeyValueCache:

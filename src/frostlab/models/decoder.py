@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from frostlab.models.attention import KeyValueCache, Packing, attend
+from frostlab.models.attention import KeyValueCache, Packing, QKNorm, attend
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class DecoderConfig:
     hidden: int = 256  # hidden units of each feed-forward network
     norm: Literal["before", "after"] = "after"  # before each sublayer, or after its residual sum
     final_norm: bool = False  # a norm between the last layer and the head
+    qk_norm: bool = False  # RMSNorm of every head's queries and keys, before their rotation
     eps: float = 1e-6
     rotary_base: float = 10000.0
 
@@ -63,6 +64,7 @@ class DecoderBlock(nn.Module):
         self.query = nn.Linear(width, width, bias=False)
         self.key = nn.Linear(width, width, bias=False)
         self.value = nn.Linear(width, width, bias=False)
+        self.qk_norm = QKNorm(width // config.heads, config.eps) if config.qk_norm else None
         self.out = nn.Linear(width, width, bias=False)
         self.gate = nn.Linear(width, hidden, bias=False)
         self.up = nn.Linear(width, hidden, bias=False)
@@ -96,6 +98,8 @@ class DecoderBlock(nn.Module):
             project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for project in (self.query, self.key, self.value)
         )  # each (B, heads, T, size)
+        if self.qk_norm is not None:
+            query, key = self.qk_norm(query, key)
         query, key = rotate(query, angles), rotate(key, angles)
         if cache is not None:
             key, value = cache.extend(key, value)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from frostlab.models.attention import KeyValueCache, Packing, attend
+from frostlab.models.attention import KeyValueCache, Packing, QKNorm, attend
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class GPTConfig:
     causal: bool = True
     classes: int = 0  # 0: a language model whose head is tied to the token embedding
     pooling: Literal["mean", "last"] = "mean"  # what a classifier's head reads: mean or last token
+    qk_norm: bool = False  # RMSNorm of every head's queries and keys
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
@@ -43,6 +44,7 @@ class GPTBlock(nn.Module):
         self.heads, self.causal, self.dropout = config.heads, config.causal, config.dropout
         self.norm1 = nn.LayerNorm(width, bias=bias)
         self.qkv = nn.Linear(width, 3 * width, bias=attention_bias)
+        self.qk_norm = QKNorm(width // config.heads) if config.qk_norm else None
         self.out = nn.Linear(width, width, bias=attention_bias)
         self.norm2 = nn.LayerNorm(width, bias=bias)
         self.up = nn.Linear(width, config.hidden, bias=bias)
@@ -68,6 +70,8 @@ class GPTBlock(nn.Module):
     ) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))  # (B, T, 3, heads, head_dim)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, T, head_dim)
+        if self.qk_norm is not None:
+            query, key = self.qk_norm(query, key)
         if cache is not None:
             key, value = cache.extend(key, value)
         dropout = self.dropout if self.training else 0.0

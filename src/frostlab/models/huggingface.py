@@ -15,6 +15,10 @@ Decoder → Llama:
     blocks.N.gate, up, down      model.layers.N.mlp.gate_proj, up_proj, down_proj
     blocks.N.norm1, norm2        model.layers.N.input_layernorm, post_attention_layernorm
 
+Decoder with qk_norm → Qwen3, which has these as well:
+
+    blocks.N.qk_norm.query, key  model.layers.N.self_attn.q_norm, k_norm
+
 GPT for classification → MegatronBERT, which also has pre-norm blocks, learned positions and a final
 norm, and attends in both directions (or, as a decoder, causally):
 
@@ -42,7 +46,7 @@ from frostlab.models.decoder import Decoder
 from frostlab.models.gpt import GPT
 
 _LAYER_NORM_EPS = 1e-5  # the default of nn.LayerNorm, which GPT uses
-_DEFAULT_LENGTH = 2048  # positions in the config of a Llama that was given no length
+_DEFAULT_LENGTH = 2048  # positions in the config of a Llama or Qwen3 without a length
 _GPT2 = {
     r"tokens": "transformer.wte",
     r"positions": "transformer.wpe",
@@ -65,6 +69,8 @@ _LLAMA = {
     r"blocks\.(\d+)\.(gate|up|down)": r"model.layers.\1.mlp.\2_proj",
     r"blocks\.(\d+)\.norm1": r"model.layers.\1.input_layernorm",
     r"blocks\.(\d+)\.norm2": r"model.layers.\1.post_attention_layernorm",
+    r"blocks\.(\d+)\.qk_norm\.query": r"model.layers.\1.self_attn.q_norm",
+    r"blocks\.(\d+)\.qk_norm\.key": r"model.layers.\1.self_attn.k_norm",
 }
 _MEGATRON = {
     r"tokens": "embeddings.word_embeddings",
@@ -102,9 +108,15 @@ def as_huggingface(
     Args:
         pad: the padding token.
         end: the token at the end, and before the beginning, of a text.
-        length: the longest text in training: the number of positions of a Llama (default: 2048).
+        length: the longest text in training: the number of positions of a Llama or Qwen3 (default:
+            2048).
     """
     special = {"pad_token_id": pad, "bos_token_id": end, "eos_token_id": end}
+    if isinstance(model, GPT) and model.config.qk_norm:
+        raise BadInput(
+            "export: no model of transformers like GPT-2 can express model.qk_norm true; "
+            "frostlab itself can evaluate, predict and generate with this model"
+        )
     with torch.random.fork_rng(devices=[]):
         if isinstance(model, Decoder):
             converted = Converted(_llama(model, special, length or _DEFAULT_LENGTH))
@@ -148,9 +160,14 @@ def _gpt2(model: GPT, special: dict[str, int | None]) -> Any:
 
 
 def _llama(model: Decoder, special: dict[str, int | None], length: int) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """Return a decoder as a Llama, or with `qk_norm` as a Qwen3."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     config = model.config
+    name, made_of, kind = "Llama", LlamaConfig, LlamaForCausalLM
+    only_llama: dict[str, Any] = {"mlp_bias": False}
+    if config.qk_norm:
+        name, made_of, kind, only_llama = "Qwen3", Qwen3Config, Qwen3ForCausalLM, {}
     for setting, value, expected in (
         ("norm", config.norm, "before"),
         ("final_norm", config.final_norm, True),
@@ -158,24 +175,25 @@ def _llama(model: Decoder, special: dict[str, int | None], length: int) -> Any:
         if value != expected:
             shown, wanted = (str(x).lower() for x in (value, expected))
             raise BadInput(
-                f"export: Llama cannot express model.{setting} {shown}, only {wanted}; "
+                f"export: {name} cannot express model.{setting} {shown}, only {wanted}; "
                 "frostlab itself can evaluate, predict and generate with this model"
             )
-    made = LlamaForCausalLM(
-        LlamaConfig(
+    made = kind(
+        made_of(
             vocab_size=config.vocabulary,
             hidden_size=config.width,
             intermediate_size=config.hidden,
             num_hidden_layers=len(model.blocks),
             num_attention_heads=config.heads,
             num_key_value_heads=config.heads,
+            head_dim=config.width // config.heads,
             hidden_act="silu",
             max_position_embeddings=length,
             rms_norm_eps=config.eps,
             rope_parameters={"rope_type": "default", "rope_theta": config.rotary_base},
             attention_bias=False,
             attention_dropout=0.0,
-            mlp_bias=False,
+            **only_llama,
             tie_word_embeddings=model.head.weight is model.tokens.weight,
             **special,
         )

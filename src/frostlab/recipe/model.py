@@ -18,6 +18,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "conservative": {"residual": "plain", "head": "mlp", "gradient_scale": 1.5},  # for little data
     "aggressive": {"residual": "gated", "head": "mlp", "gradient_scale": 3.0},  # for over 10 layers
 }
+LONGEST = 1000  # samples of a window of the published Conformer
 SCALES = (1, 2, 4, 8)  # default scales of the multiscale loss: numbers of samples averaged into one
 
 
@@ -46,6 +47,7 @@ class GPTModel(ModelSettings):
     pooling: Literal["mean", "last"] = "mean"  # what a classifier's head reads: mean or last token
     causal: bool | None = None  # null: causal for language, bidirectional for classification
     positions: Length | None = None  # null: the data's length
+    qk_norm: bool = False  # RMSNorm of every head's queries and keys, with learned gains
 
     def problems(self, data: Data) -> Iterator[str]:
         """Yield a line for each of these settings that does not fit the data."""
@@ -70,6 +72,7 @@ class DecoderModel(ModelSettings):
     hidden: Width | None = None  # null: four times the width
     norm: Literal["before", "after"] = "after"  # before or after each attention and feed-forward
     final_norm: bool = False  # a norm between the last layer and the head
+    qk_norm: bool = False  # RMSNorm of every head's queries and keys, with learned gains
 
     def problems(self, data: Data) -> Iterator[str]:
         """Yield a line for each of these settings that does not fit the data."""
@@ -117,6 +120,8 @@ class ConformerModel(ModelSettings):
     norm: Literal["batch", "layer", "group"] = "batch"  # norm in the convolution module
     attention: Literal["plain", "relative"] = "plain"  # relative: with relative positions
     unseen: Literal["mean", "none"] = "mean"  # embedding of an unseen subject: the mean, or zeros
+    # published: layers, channel attention and initial weights of the authors' code
+    variant: Literal["frostlab", "published"] = "frostlab"
 
     @model_validator(mode="before")
     @classmethod
@@ -137,7 +142,19 @@ class ConformerModel(ModelSettings):
             raise ValueError(
                 f"gate_bias {self.gate_bias} is given, but residual is {self.residual}, not gated"
             )
+        if self.variant == "published" and self.attention != "plain":
+            raise ValueError(
+                f"attention {self.attention} is given, but variant published has its own; use plain"
+            )
         return self
+
+    def problems(self, data: Data) -> Iterator[str]:
+        """Yield a line for each of these settings that does not fit the data."""
+        if self.variant == "published" and data.length > LONGEST:
+            yield (
+                f"data.length {data.length} is longer than {LONGEST} samples, the longest window "
+                "of model.variant published"
+            )
 
 
 class EnvelopeLoss(Strict):

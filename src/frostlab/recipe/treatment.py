@@ -59,6 +59,25 @@ class Randomize(Strict):
         return f": random normal, with standard deviation {self.std:g}"
 
 
+class Identity(Strict):
+    """Replacement of weights with rows of the identity, which are orthonormal, without a draw.
+
+    A square matrix becomes the identity. Otherwise, heads of s rows take s rows each in turn, and
+    begin again with the first row when all are taken. As a whole matrix, one with more rows than
+    columns gets the identity above zeros.
+    """
+
+    method: Literal["identity"]
+    select: Selections
+    scope: Literal["head", "matrix"] = "head"
+
+    @property
+    def description(self) -> str:
+        """The new values in words, after the selection."""
+        scope = "of every head" if self.scope == "head" else "as whole matrices"
+        return f" {scope}: rows of the identity"
+
+
 class RegisteredChange(Strict):
     """Change of weights by the function that `fl.register_treatment` registered under this name."""
 
@@ -92,7 +111,10 @@ class Treatment(Strict):
     """Weights to change (`init`) and then weights to freeze; or PEFT adapters instead."""
 
     init: tuple[
-        Annotated[Orthogonalize | Randomize | RegisteredChange, Field(discriminator="method")], ...
+        Annotated[
+            Orthogonalize | Randomize | Identity | RegisteredChange, Field(discriminator="method")
+        ],
+        ...,
     ] = Field(default=(), max_length=MOST_LISTED)
     freeze: tuple[str, ...] = Field(default=(), max_length=MOST_LISTED)
     peft: Annotated[LowRank | Scales, Field(discriminator="method")] | None = None

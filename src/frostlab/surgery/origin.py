@@ -22,14 +22,14 @@ class Origin:
 
     method: Literal["orthogonalize", "randomize"]
     scope: Literal["head", "matrix"] | None = None
-    source: Literal["weights", "gaussian"] | None = None
+    source: Literal["weights", "gaussian", "identity"] | None = None
     std: float | Literal["match", "orthonormal"] | None = None
     seed: int | None = None  # None: nothing was drawn
 
     @property
     def reads_weights(self) -> bool:
         """Whether the new values depend on the old ones."""
-        return self.seed is None or self.std == "match"
+        return self.source == "weights" or self.std == "match"
 
     @property
     def is_valid(self) -> bool:

@@ -1,5 +1,7 @@
 """New values for weights: orthonormal rows, per head or per matrix, or random draws.
 
+The orthonormal rows come from the current weights, from a Gaussian draw, or from the identity.
+
 A Cholesky pass multiplies a matrix X by the inverse Cholesky factor of X·Xᵀ, which makes its rows
 orthonormal up to rounding. `orthonormal` uses one pass for well-conditioned matrices, two passes
 for other matrices, and torch's QR for nearly singular matrices.
@@ -21,7 +23,7 @@ from frostlab.surgery.freeze import refuse_untouchable, refuse_wrapped
 from frostlab.surgery.origin import Origin, record_origin
 
 Scope = Literal["head", "matrix"]
-Source = Literal["weights", "gaussian"]
+Source = Literal["weights", "gaussian", "identity"]
 
 _ONE_PASS = 16.0  # up to this condition number, one Cholesky pass is precise enough
 _RUN = 512  # columns per partial product in a Gram matrix on a GPU
@@ -44,10 +46,15 @@ def orthogonalize(
 
     Args:
         scope: "head" makes the rows of each head orthonormal, "matrix" all rows of the matrix.
-        source: "weights" factorises the current values, "gaussian" a draw from `seed`.
+        source: "weights" factorises the current values, "gaussian" a draw from `seed`. "identity"
+            takes rows of the identity, without a draw: a matrix as wide as it is high becomes the
+            identity. Otherwise, heads of s rows take s rows each in turn, and begin again with the
+            first row when all are taken; so each head is orthonormal, and heads may be equal. A
+            head (or matrix) with more rows than columns has the identity above zeros. Key heads
+            that groups of query heads share take the first rows.
     """
     _check_choice("scope", scope, ("head", "matrix"))
-    _check_choice("source", source, ("weights", "gaussian"))
+    _check_choice("source", source, ("weights", "gaussian", "identity"))
     origin = Origin("orthogonalize", scope=scope, source=source, seed=_seed(source, seed))
     _rewrite(model, selections, origin)
 
@@ -128,7 +135,10 @@ def renewed(part: Part, slot: Slot, origin: Origin) -> Tensor:
 
 def _renew(parts: list[Part], slots: dict[str, Slot], origin: Origin) -> Iterator[Tensor]:
     """Yield the new values of each part, in the shape of the part."""
-    if origin.seed is None:
+    values: Iterator[Tensor]
+    if origin.source == "identity":
+        values = (_identity(_stacked(p, _read(p, slots[p.name]), origin)) for p in parts)
+    elif origin.seed is None:
         stacks = (_stacked(p, _exact(_read(p, slots[p.name])), origin) for p in parts)
         values = (stack.flatten(0, 1) for stack in orthonormal_each(stacks))
     else:
@@ -159,6 +169,15 @@ def _stacked(part: Part, rows: Tensor, origin: Origin) -> Tensor:
         return rows.unsqueeze(0)
     assert part.heads is not None
     return rows.unflatten(0, (part.heads.of(part.role), part.heads.size))
+
+
+def _identity(stack: Tensor) -> Tensor:
+    """Return rows of the identity for heads (heads, size, in), one head below the other."""
+    heads, size, width = stack.shape
+    if size > width:
+        return torch.eye(size, width, dtype=stack.dtype, device=stack.device).repeat(heads, 1)
+    rows = torch.arange(heads * size, device=stack.device) % width
+    return torch.eye(width, dtype=stack.dtype, device=stack.device)[rows]
 
 
 def _random(part: Part, current: Tensor, origin: Origin) -> Tensor:

@@ -179,9 +179,9 @@ def export(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> Path:
     """Write a checkpoint that `from_pretrained` loads without frostlab, with the same logits.
 
     An older checkpoint in the folder is replaced; other files there are kept. frostlab's GPT
-    becomes a GPT-2, its Decoder a Llama. A GPT that classifies becomes a MegatronBERT without a
-    head and the file head.safetensors: the logits are the mean of its last hidden states over the
-    tokens times the head's weight.
+    becomes a GPT-2, its Decoder a Llama (with qk_norm a Qwen3). A GPT that classifies becomes a
+    MegatronBERT without a head and the file head.safetensors: the logits are the mean of its last
+    hidden states over the tokens times the head's weight.
 
     Args:
         tokenizer: a Hugging Face tokenizer to write to the folder as well.

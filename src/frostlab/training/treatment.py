@@ -24,6 +24,7 @@ from frostlab.errors import (
 from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.treatment import (
     TREATMENTS,
+    Identity,
     LowRank,
     Orthogonalize,
     Randomize,
@@ -44,6 +45,11 @@ from frostlab.training.distributed import full_tensor
 
 def _orthogonalize(model: nn.Module, change: Orthogonalize, seed: int) -> set[str]:
     orthogonalize(model, *change.select, scope=change.scope, source=change.source, seed=seed)
+    return _weights_of(model, change.select)
+
+
+def _set_identity(model: nn.Module, change: Identity, seed: int) -> set[str]:
+    orthogonalize(model, *change.select, scope=change.scope, source="identity")
     return _weights_of(model, change.select)
 
 
@@ -72,6 +78,7 @@ def _call_registered(model: nn.Module, change: RegisteredChange, seed: int) -> s
 _APPLY: dict[type, Callable[[nn.Module, Any, int], set[str]]] = {
     Orthogonalize: _orthogonalize,
     Randomize: _randomize,
+    Identity: _set_identity,
     RegisteredChange: _call_registered,
 }
 CHANGES: dict[str, Callable[[nn.Module, int], object]] = {}  # registered functions by name

@@ -145,7 +145,8 @@ def _made_of(record: RunRecord, model: nn.Module) -> str:
             f"its head as a MegatronBERT, which gives the same hidden states, and the head in "
             f"`{HEAD}`; the code below joins them."
         )
-    name = "GPT-2" if record.recipe.model.kind == "gpt" else "Llama"
+    own = "Qwen3" if getattr(record.recipe.model, "qk_norm", False) else "Llama"
+    name = "GPT-2" if record.recipe.model.kind == "gpt" else own
     bias = getattr(record.recipe.model, "bias", True)
     where = "" if bias is False else " in attention"
     zero = "" if bias is True else f" It was trained without biases{where}, which are zero here."

@@ -71,6 +71,7 @@ GPT_TABLE: Table = {
     "positions": "position",
     "blocks.{i}.norm1": "norm",
     "blocks.{i}.qkv": QKV,
+    "blocks.{i}.qk_norm.*": "norm",
     "blocks.{i}.out": "output",
     "blocks.{i}.norm2": "norm",
     "blocks.{i}.up": "up",
@@ -85,6 +86,7 @@ DECODER_TABLE: Table = {
     "blocks.{i}.query": "query",
     "blocks.{i}.key": "key",
     "blocks.{i}.value": "value",
+    "blocks.{i}.qk_norm.*": "norm",
     "blocks.{i}.out": "output",
     "blocks.{i}.gate": "gate",
     "blocks.{i}.up": "up",
@@ -105,6 +107,7 @@ CONFORMER_LAYER: Table = {
     "attention.position": "position",  # these three only with relative positions
     "attention.content_bias": "position",
     "attention.place_bias": "position",
+    "attention.relative_positions": "position",  # only in the published variant
     "convolution.norm": "norm",
     "convolution.enter": "conv",
     "convolution.depthwise": "conv",
