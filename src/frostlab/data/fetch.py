@@ -25,6 +25,7 @@ from frostlab.recipe.recipe import Recipe
 Kind = Literal["data", "tokenizer", "weights"]
 # What a model consists of on the hub, without pickled weights and other libraries' formats.
 _MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model")
+_EXCERPT = 4  # compression makes files of the same text differ in size by less than this factor
 _COMMIT = re.compile(r"[0-9a-f]{40}")  # the last folder of a data set in the cache of `datasets`
 
 
@@ -37,6 +38,7 @@ class Need:
     recipes: tuple[str, ...]  # the recipes that need it
     place: str | None = None  # where it is; None: it is missing
     size: int | None = None  # bytes on disk if it is here, else to download; None: not known
+    whole: int | None = None  # approximate bytes of the complete public set; None: not known
     rows: dict[str, tuple[int, int]] | None = None  # by split: examples here, and in all
     problem: str | None = None  # why it cannot be used as it is; None: it can
 
@@ -46,7 +48,14 @@ class Need:
         if self.place is None or self.problem is not None:
             return "missing"
         incomplete = any(here < whole for here, whole in (self.rows or {}).values())
-        return "in part" if incomplete else "here"
+        return "in part" if incomplete or self.is_excerpt else "here"
+
+    @property
+    def is_excerpt(self) -> bool:
+        """Whether it is far smaller than the public set, whose examples were not counted."""
+        if self.size is None or self.whole is None:
+            return False
+        return _EXCERPT * self.size < self.whole
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -130,8 +139,9 @@ def _find_public(need: Need, data_dir: Path | None, count: bool) -> Need:
                     split: (_count_rows(files[split]) if split in files else 0, whole)
                     for split, whole in facts.rows.items()
                 }
-            size = _bytes_in(files.values())
-            return replace(need, place=str(folder / need.name), size=size, rows=rows)
+            size, place = _bytes_in(files.values()), str(folder / need.name)
+            whole = None if facts.rows else facts.megabytes * 10**6
+            return replace(need, place=place, size=size, whole=whole, rows=rows)
     hub, config, _ = hub_name(facts, language)
     cached = _cached_set(hub, config)
     if cached is not None:
