@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from frostlab import __version__
-from frostlab.cli import bench, compare, diagnose, inspect, records, runs, use
+from frostlab.cli import bench, compare, diagnose, inspect, needs, records, runs, use
 from frostlab.cli.options import echo
 from frostlab.errors import BadInput, FrostlabError
 from frostlab.launcher import check_variables, world_size
@@ -87,6 +87,10 @@ _COMMANDS: dict[str, Callable[..., None]] = {  # in the order of --help
 }
 for _name, _command in _COMMANDS.items():
     app.command(_name, cls=_Command)(_command)
+_data = typer.Typer(cls=_Group, no_args_is_help=True)
+_data.command("check", cls=_Command)(needs.check)
+_data.command("fetch", cls=_Command)(needs.fetch)
+app.add_typer(_data, name="data", help="Check or fetch the data sets and models that recipes need.")
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlparse
@@ -165,40 +165,71 @@ class SetDefaults:
     texts: tuple[str, ...] = ("text",)
     classes: int | None = None
     joined: bool = False  # whether the rows are the lines of one document
+    megabytes: int = 0  # approximate size of the download
+    rows: Mapping[str, int] = field(default_factory=dict)  # examples by split; empty: not known
 
 
 PUBLIC_SETS = {
     "sst2": SetDefaults(
-        ("stanfordnlp/sst2", None, None), report="validation", texts=("sentence",), classes=2
+        ("stanfordnlp/sst2", None, None),
+        report="validation",
+        texts=("sentence",),
+        classes=2,
+        megabytes=3,
+        rows={"train": 67_349, "validation": 872},
     ),
     "mnli": SetDefaults(
         ("nyu-mll/glue", "mnli", None),
         report="validation_matched",
         texts=("premise", "hypothesis"),
         classes=3,
+        megabytes=57,
+        rows={"train": 392_702, "validation_matched": 9_815},
     ),
     "xnli": SetDefaults(
-        ("facebook/xnli", "LANGUAGE", None),  # `public_splits` replaces LANGUAGE
+        ("facebook/xnli", "LANGUAGE", None),  # `hub_name` replaces LANGUAGE
         tune="validation",
         published="validation",
         texts=("premise", "hypothesis"),
         classes=3,
+        megabytes=51,
+        rows={"validation": 2_490, "test": 5_010},
     ),
-    "imdb": SetDefaults(("stanfordnlp/imdb", None, None), classes=2),
-    "ag_news": SetDefaults(("fancyzhx/ag_news", None, None), classes=4),
-    "tinystories": SetDefaults(("roneneldan/TinyStories", None, None), report="validation"),
-    "openwebtext": SetDefaults(("Skylion007/openwebtext", None, None), report=HELD_OUT),
+    "imdb": SetDefaults(
+        ("stanfordnlp/imdb", None, None),
+        classes=2,
+        megabytes=83,
+        rows={"train": 25_000, "test": 25_000},
+    ),
+    "ag_news": SetDefaults(
+        ("fancyzhx/ag_news", None, None),
+        classes=4,
+        megabytes=20,
+        rows={"train": 120_000, "test": 7_600},
+    ),
+    "tinystories": SetDefaults(
+        ("roneneldan/TinyStories", None, None), report="validation", megabytes=1_000
+    ),
+    "openwebtext": SetDefaults(
+        ("Skylion007/openwebtext", None, None), report=HELD_OUT, megabytes=24_000
+    ),
     "wikitext2": SetDefaults(
-        ("Salesforce/wikitext", "wikitext-2-v1", None), tune="validation", joined=True
+        ("Salesforce/wikitext", "wikitext-2-v1", None), tune="validation", joined=True, megabytes=7
     ),
     "wikitext2-raw": SetDefaults(
         ("Salesforce/wikitext", "wikitext-2-raw-v1", None), tune="validation", joined=True
     ),
     "wikitext103": SetDefaults(
-        ("Salesforce/wikitext", "wikitext-103-raw-v1", None), tune="validation", joined=True
+        ("Salesforce/wikitext", "wikitext-103-raw-v1", None),
+        tune="validation",
+        joined=True,
+        megabytes=313,
     ),
     "tinyshakespeare": SetDefaults(
-        ("karpathy/tiny_shakespeare", None, "refs/convert/parquet"), report=HELD_OUT, joined=True
+        ("karpathy/tiny_shakespeare", None, "refs/convert/parquet"),
+        report=HELD_OUT,
+        joined=True,
+        megabytes=1,
     ),
 }
 
@@ -352,25 +383,39 @@ def public_splits(name: str, language: str, data_dir: Path | None) -> dict[str, 
         hint = nearest(language, LANGUAGES) or f"; there are {', '.join(LANGUAGES)}"
         raise BadInput(f"data.language {language} is not one of xnli's{hint}")
     subfolder = f"xnli/{language}" if name == "xnli" else name
-    folder = data_dir or (Path(env) if (env := os.environ.get("FROSTLAB_DATA")) else None)
+    folder = data_folder(data_dir)
     searched = "no --data-dir and no FROSTLAB_DATA"
     if folder is not None:
-        folder = folder.expanduser()
-        if not folder.is_dir():
-            raise BadInput(f"the data folder {folder} does not exist")
         searched = f"{folder / subfolder} has no split file"
         if (folder / subfolder).is_dir() and (files := split_files(folder / subfolder)):
             return _splits(files)
-    hub, config, revision = PUBLIC_SETS[name].hub
+    defaults = PUBLIC_SETS[name]
     try:
-        return hub_splits(hub, language if config == "LANGUAGE" else config, revision)
+        return hub_splits(*hub_name(defaults, language))
     except BadInput as error:
         raise BadInput(
             f"data.name {name} was not found: {searched}, and {error}; put "
             f"{subfolder}/SPLIT.{{{','.join(FORMATS)}}}[.gz] in a folder and name it with "
             "--data-dir or FROSTLAB_DATA, or pip install 'frostlab[data]' and connect to the "
-            "network"
+            f"network (`frostlab data fetch {name}` downloads about {defaults.megabytes:,} MB)"
         ) from error
+
+
+def data_folder(data_dir: Path | None) -> Path | None:
+    """Return the user's data folder: the given one, or that of FROSTLAB_DATA; None if neither."""
+    folder = data_dir or (Path(env) if (env := os.environ.get("FROSTLAB_DATA")) else None)
+    if folder is None:
+        return None
+    folder = folder.expanduser()
+    if not folder.is_dir():
+        raise BadInput(f"the data folder {folder} does not exist")
+    return folder
+
+
+def hub_name(defaults: SetDefaults, language: str) -> tuple[str, str | None, str | None]:
+    """Return a public data set's name, configuration and revision on the hub."""
+    name, config, revision = defaults.hub
+    return name, language if config == "LANGUAGE" else config, revision
 
 
 def hub_splits(name: str, config: str | None, revision: str | None) -> dict[str, Split]:

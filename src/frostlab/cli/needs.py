@@ -1,0 +1,141 @@
+"""What recipes need from outside: `frostlab data check`, `data fetch`."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from frostlab.cli.options import (
+    AsJson,
+    DataDir,
+    Settings,
+    check_data_dir,
+    echo,
+    settings_from,
+    width_of,
+)
+from frostlab.errors import BadInput, nearest
+from frostlab.recipe.bounded_yaml import shown
+from frostlab.text import NONE, columns, wrapped
+
+if TYPE_CHECKING:
+    from frostlab.data.fetch import Need
+    from frostlab.recipe.recipe import Recipe
+
+Names = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="NAME...",
+        help="A group, an experiment, another recipe, a YAML file, or a public data set.",
+    ),
+]
+
+
+def check(
+    names: Names, settings: Settings = None, data_dir: DataDir = None, as_json: AsJson = False
+) -> None:
+    """Show which data sets, tokenizers and weights are here, which are missing, and their size.
+
+    Nothing is downloaded. The exit code is 1 if something is missing.
+    """
+    needs = _needs(names, settings, data_dir)
+    if as_json:
+        echo(json.dumps([need.to_dict() for need in needs], indent=1))
+    else:
+        echo("\n".join(_lines(needs)))
+    if any(need.state == "missing" for need in needs):
+        raise typer.Exit(1)
+
+
+def fetch(names: Names, settings: Settings = None, data_dir: DataDir = None) -> None:
+    """Download the missing data sets, tokenizers and weights into the Hugging Face cache.
+
+    Later runs read them from there, with HF_HUB_OFFLINE=1 also without a network.
+    """
+    from frostlab.data.fetch import fetch as fetch_need
+
+    needs = _needs(names, settings, data_dir)
+    missing = [need for need in needs if need.state == "missing"]
+    problems = []
+    for need in missing:
+        try:
+            fetch_need(need)
+        except BadInput as error:
+            problems.append(f"{need.kind} {need.name}: {error}")
+        else:
+            echo(f"fetched {need.kind} {need.name}")
+    if problems:
+        raise BadInput("; ".join(problems))
+    if not missing:
+        echo("everything is here")
+
+
+def _needs(names: list[str], settings: list[str] | None, data_dir: Path | None) -> "list[Need]":
+    from frostlab.data.fetch import needs_of
+
+    check_data_dir(data_dir)
+    changed = settings_from(settings)
+    recipes = {name: recipe for asked in names for name, recipe in _recipes(asked, changed).items()}
+    return needs_of(recipes, data_dir)
+
+
+def _recipes(name: str, settings: dict[str, Any]) -> "dict[str, Recipe]":
+    """Return the recipes that a name stands for: those of a group, one, or any with a data set."""
+    from frostlab.data.sources import PUBLIC_SETS
+    from frostlab.recipe.groups import group_names, load_group
+    from frostlab.recipe.load import load_recipe, recipe_from, shipped_recipes
+
+    if name in group_names():
+        group = load_group(name)
+        recipes = {name: group.recipe(name, settings) for name in group.experiments}
+        for comparison in group.fair.values():
+            recipe = comparison["recipe"]
+            recipes.setdefault(recipe, load_recipe(recipe, settings))
+        return recipes
+    if name in PUBLIC_SETS:
+        classes = PUBLIC_SETS[name].classes
+        data = {"name": name, "task": "language" if classes is None else "classification"}
+        return {name: recipe_from({"data": data}, name, settings)}
+    if name.endswith((".yaml", ".yml")) or name in shipped_recipes():
+        return {name: load_recipe(name, settings)}
+    known = [*group_names(), *shipped_recipes(), *PUBLIC_SETS]
+    raise BadInput(f"no group, recipe or data set is called {shown(name)}{nearest(name, known)}")
+
+
+def _lines(needs: "list[Need]") -> list[str]:
+    """Return a table of what is needed, and a line about each thing that is not as it should be."""
+    if not needs:
+        return ["nothing from outside is needed: the data are made here"]
+    rows = [
+        (need.kind, need.name, need.state, _size(need.size), need.place or NONE) for need in needs
+    ]
+    width = width_of()
+    lines = columns([("kind", "name", "state", "size", "where"), *rows], right=[3], width=width)
+    for need in needs:
+        lines += [line for note in _notes(need) for line in wrapped(f"{need.name}: {note}", width)]
+    missing = [need for need in needs if need.state == "missing"]
+    if missing:
+        total = sum(need.size or 0 for need in missing)
+        lines.append(f"missing: {len(missing)} of {len(needs)}, about {_size(total)} to download")
+    return lines
+
+
+def _notes(need: "Need") -> Iterator[str]:
+    if need.problem is not None:
+        yield need.problem
+    for split, (here, whole) in (need.rows or {}).items():
+        if here < whole:
+            yield f"{split} has {here:,} of {whole:,} examples"
+    if need.is_excerpt:
+        yield f"an excerpt of {_size(need.size)}; the whole set is about {_size(need.whole)}"
+    if need.state == "missing":
+        yield f"needed by {', '.join(need.recipes)}"
+
+
+def _size(size: int | None) -> str:
+    """Return bytes in MB or GB; sizes to download are approximate."""
+    if size is None:
+        return NONE
+    return f"{size / 1e9:.1f} GB" if size >= 10**9 else f"{size / 1e6:.1f} MB"

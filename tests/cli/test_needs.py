@@ -1,0 +1,147 @@
+"""`frostlab data check` and `data fetch`: data folders, the hub's cache, bad input."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import datasets
+import pytest
+
+from forked import Command
+from frostlab.data import fetch, sources
+from frostlab.data.sources import PUBLIC_SETS
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(autouse=True)
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Empty caches of the Hugging Face libraries, and no data folder in the environment."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "sets")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "models"))
+    monkeypatch.delenv("FROSTLAB_DATA", raising=False)
+    return tmp_path
+
+
+def _write(folder: Path, **rows: int) -> None:
+    folder.mkdir(parents=True)
+    for split, count in rows.items():
+        line = json.dumps({"text": "a", "label": 0}) + "\n"
+        (folder / f"{split}.jsonl").write_text(line * count)
+
+
+def test_a_group_is_checked_as_a_whole(tmp_path: Path, in_this_process: Command) -> None:
+    _write(tmp_path / "data" / "tinystories", train=3, validation=1)
+    done = in_this_process("data", "check", "phase3", "--data-dir", str(tmp_path / "data"))
+    assert done.returncode == 1, "something is missing"
+    lines = {tuple(line.split()[:2]): line for line in done.stdout.splitlines()}
+    assert "in part" in lines["data", "tinystories"]
+    assert "missing" in lines["data", "openwebtext"]
+    assert "24.0 GB" in lines["data", "openwebtext"]
+    assert "missing" in lines["tokenizer", "gpt2"]
+    assert "openwebtext: needed by gpt-04, gpt-05" in done.stdout
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+
+
+def test_examples_are_counted(
+    tmp_path: Path, in_this_process: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = replace(PUBLIC_SETS["imdb"], rows={"train": 4, "test": 2})
+    monkeypatch.setitem(sources.PUBLIC_SETS, "imdb", small)
+    _write(tmp_path / "data" / "imdb", train=4, test=1)
+    asked = ("data", "check", "imdb", "--data-dir", str(tmp_path / "data"))
+    listed = json.loads(in_this_process(*asked, "--json").stdout)
+    assert [(need["name"], need["state"], need["rows"]) for need in listed] == [
+        ("imdb", "in part", {"train": [4, 4], "test": [1, 2]})
+    ]
+    done = in_this_process(*asked)
+    assert done.returncode == 0, "what is here in part can be used"
+    assert "imdb: test has 1 of 2 examples" in done.stdout
+    _write(tmp_path / "more" / "imdb", train=4, test=2)
+    done = in_this_process("data", "check", "imdb", "--data-dir", str(tmp_path / "more"))
+    assert "in part" not in done.stdout
+
+
+def test_what_the_libraries_have_downloaded_is_found(
+    tmp_path: Path, in_this_process: Command
+) -> None:
+    assert in_this_process("data", "check", "sst2-bert").returncode == 1
+    folder = tmp_path / "sets" / "stanfordnlp___sst2" / "default" / "0.0.0"
+    for name in (f"{COMMIT}.incomplete", COMMIT):
+        assert in_this_process("data", "check", "sst2").returncode == 1, "not yet complete"
+        (folder / name).mkdir(parents=True)
+        (folder / name / "dataset_info.json").write_text("{}")
+    assert in_this_process("data", "check", "sst2").returncode == 0
+    snapshot = tmp_path / "models" / "models--bert-base-uncased" / "snapshots" / COMMIT
+    (tmp_path / "models" / "models--bert-base-uncased" / "refs").mkdir(parents=True)
+    (tmp_path / "models" / "models--bert-base-uncased" / "refs" / "main").write_text(COMMIT)
+    snapshot.mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json"):
+        (snapshot / name).write_text("{}")
+    listed = json.loads(in_this_process("data", "check", "sst2-bert", "--json").stdout)
+    states = {(need["kind"], need["name"]): need["state"] for need in listed}
+    assert states == {
+        ("data", "sst2"): "here",
+        ("tokenizer", "bert-base-uncased"): "here",
+        ("weights", "bert-base-uncased"): "missing",
+    }
+    (snapshot / "model.safetensors").write_bytes(b"0")
+    assert in_this_process("data", "check", "sst2-bert").returncode == 0
+
+
+def test_fetching_downloads_a_data_set(
+    tmp_path: Path, in_this_process: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write(tmp_path / "hub", train=3, test=2)
+    local = replace(PUBLIC_SETS["imdb"], hub=(str(tmp_path / "hub"), None, None))
+    monkeypatch.setitem(sources.PUBLIC_SETS, "imdb", local)
+    done = in_this_process("data", "fetch", "imdb")
+    assert (done.returncode, done.stdout) == (0, "fetched data imdb\n"), done.stderr
+    assert list((tmp_path / "sets").rglob("*.arrow"))
+    done = in_this_process("data", "fetch", "docstrings-gpt")
+    assert (done.returncode, done.stdout) == (0, "everything is here\n")
+
+
+def test_a_full_disk_is_noticed_before_a_download(
+    in_this_process: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Usage:
+        free = 10**9
+
+    monkeypatch.setattr(fetch.shutil, "disk_usage", lambda _: Usage)
+    done = in_this_process("data", "fetch", "openwebtext")
+    assert done.returncode == 2
+    assert "openwebtext takes 24.0 GB, and " in done.stderr
+    assert "has 1.0 GB free; HF_HOME names another folder" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("check", "phase33"), "is called 'phase33'; did you mean `phase3`?"),
+        (("fetch", "imbd"), "is called 'imbd'; did you mean `imdb`?"),
+        (("check", "imdb", "--data-dir", "nowhere"), "--data-dir nowhere is not a folder"),
+        (("fetch", "sst2"), "data sst2: the hub's stanfordnlp/sst2: "),
+        (("check", "imdb", "--set", "data.nmae=x"), "data.nmae is not a key; did you mean `name`?"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: tuple[str, ...], message: str, in_this_process: Command
+) -> None:
+    done = in_this_process("data", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_own_data_are_checked_and_cannot_be_fetched(
+    tmp_path: Path, in_this_process: Command
+) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("data: {name: own, path: texts.csv}\n")
+    assert in_this_process("data", "check", str(recipe)).returncode == 1
+    done = in_this_process("data", "fetch", str(recipe))
+    assert done.returncode == 2
+    assert "is your own data, which no hub has" in done.stderr
+    (tmp_path / "texts.csv").write_text("text,label\na,0\n")
+    assert in_this_process("data", "check", str(recipe)).returncode == 0
