@@ -6,7 +6,8 @@ checkpoint. A blueprint is a model on the meta device, without values for its we
 
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from frostlab.data.builtin import PACKAGES, synthetic_vocabulary
 from frostlab.data.eeg.recordings import PreparedData, Signals
@@ -83,16 +85,37 @@ def build_model(recipe: Recipe, vocabulary: int, classes: int, pad: int) -> nn.M
 def _build_own(kind: Any, config: Any, seed: int) -> Any:
     """Build one of frostlab's own models; refuse one that does not fit into memory."""
     if torch.get_default_device().type != "meta":
-        with torch.device("meta"):  # the size of a layer is the difference of these two models
-            one_layer, two_layers = (
-                _bytes_of(kind(replace(config, layers=count))) for count in (1, 2)
-            )
+        # the size of a layer is the difference of these two models
+        one_layer, two_layers = (_size(kind, replace(config, layers=count)) for count in (1, 2))
         _check_memory(
             one_layer + (two_layers - one_layer) * (config.layers - 1),
             f"model.width {config.width} and model.layers {config.layers} give",
         )
     torch.manual_seed(seed)
     return kind(config)
+
+
+@cache
+def _size(kind: Any, config: Any) -> int:
+    """Return the bytes of one of frostlab's own models; the runs of a process share the answer."""
+    with _on_meta():
+        return _bytes_of(kind(config))
+
+
+class _WithoutDraws(TorchFunctionMode):
+    """Skip `normal_`, which takes milliseconds for each tensor on the meta device."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return args[0] if func is Tensor.normal_ else func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _on_meta() -> Iterator[None]:
+    """Build models on the meta device, where there is nothing to draw."""
+    with torch.device("meta"), _WithoutDraws():
+        yield
 
 
 def _bytes_of(model: nn.Module) -> int:
@@ -183,7 +206,7 @@ def _auto_class(classes: int) -> Any:
 def _check_config_memory(auto: Any, config: Any, what: str) -> None:
     """Refuse a Hugging Face config whose model does not fit into memory."""
     if torch.get_default_device().type != "meta":
-        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        with _on_meta(), torch.random.fork_rng(devices=[]):
             model = auto.from_config(
                 config, dtype=torch.float32, trust_remote_code=code_is_trusted()
             )
@@ -275,11 +298,11 @@ def blueprint(name: str) -> tuple[nn.Module, str]:
     """
     if name in OWN:
         model, config = OWN[name]
-        with torch.device("meta"):
+        with _on_meta():
             return model(config()), "frostlab's default config"
     config, source = find_config(name)
     try:
-        with careful(name), torch.device("meta"):
+        with careful(name), _on_meta():
             return _without_weights(config), source
     except BadInput:
         raise
@@ -302,7 +325,7 @@ def recipe_blueprint(recipe: Recipe) -> tuple[nn.Module, str]:
         subjects, certainty = default.subjects, _ASSUMED
         if isinstance(recipe.data, SimulatedEEG):
             subjects, certainty = recipe.data.subjects, ""
-        with torch.device("meta"):
+        with _on_meta():
             conformer = build_conformer(model, default.channels, subjects, recipe.seed)
         size = f"{default.channels} channels and {subjects} subjects{certainty}"
         return conformer, f"the recipe's model; {size}"
@@ -318,7 +341,7 @@ def recipe_blueprint(recipe: Recipe) -> tuple[nn.Module, str]:
     classes, certainty = _classes(recipe)
     if classes:
         sizes.append(f"{classes} classes{certainty}")
-    with careful("the recipe's model"), torch.device("meta"):
+    with careful("the recipe's model"), _on_meta():
         built = build_model(recipe, vocabulary, classes, pad=0)
     return built, f"the recipe's model; {', '.join(sizes)}"
 

@@ -152,10 +152,16 @@ def _versions() -> dict[str, str | None]:
     return {
         "python": platform.python_version(),
         "frostlab": frostlab.__version__,
-        **{name: _try(importlib.metadata.version, name) for name in LIBRARIES},
+        **{name: _version(name) for name in LIBRARIES},
         "cuda": _try(lambda: torch.version.cuda),
         "cudnn": None if cudnn is None else str(cudnn),
     }
+
+
+@cache
+def _version(library: str) -> str | None:
+    """Return the version of an installed library, read once: long descriptions are parsed, too."""
+    return _try(importlib.metadata.version, library)
 
 
 @cache
