@@ -14,16 +14,24 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("FROSTLAB_CACHE", tempfile.mkdtemp(prefix="frostlab-tests-"))
 
 import pytest
-import torch
-import transformers
 
-from frostlab.comparison import looks
+_LOOKS = f"looks-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}.jsonl"
 
-looks.REGISTER = f"looks-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}.jsonl"
-transformers.logging.set_verbosity_error()
-transformers.logging.disable_progress_bar()
-torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-torch.set_warn_always(True)  # not once a process: which test comes first must not matter
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Set up the libraries, unless this process only hands the tests to workers."""
+    if config.getoption("numprocesses", None):
+        return
+    import torch
+    import transformers
+
+    from frostlab.comparison import looks
+
+    looks.REGISTER = _LOOKS
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    torch.set_warn_always(True)  # not once a process: which test comes first must not matter
 
 
 def pytest_collection_finish() -> None:
@@ -35,6 +43,8 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     """As torch.manual_seed does, which writes down three stack traces each time."""
+    import torch
+
     torch.default_generator.manual_seed(0)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(0)
@@ -43,7 +53,7 @@ def _seeded() -> None:
 @pytest.fixture(autouse=True)
 def _no_earlier_looks() -> None:
     """Forget the comparisons of other tests, which would count as earlier looks."""
-    (Path(os.environ["FROSTLAB_CACHE"]) / looks.REGISTER).unlink(missing_ok=True)
+    (Path(os.environ["FROSTLAB_CACHE"]) / _LOOKS).unlink(missing_ok=True)
 
 
 @pytest.fixture
