@@ -211,7 +211,7 @@ def test_an_eeg_recipe_is_trained_for_epochs_and_judged_by_three_targets(
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     run = tmp_path / "run"
     done = in_this_process(
-        "diagnose", str(tmp_path / "recipe.yaml"), "--epochs", "50", "--seed", "3",
+        "diagnose", str(tmp_path / "recipe.yaml"), "--epochs", "12", "--seed", "3",
         "--out", str(run), "--json",
     )  # fmt: skip
     kept = json.loads((run / "targets.json").read_text())
@@ -219,7 +219,7 @@ def test_an_eeg_recipe_is_trained_for_epochs_and_judged_by_three_targets(
     failed = not kept["passed"] or shown["healthy"] is False
     assert done.returncode == (1 if failed else 0), done.stderr
     used = yaml.safe_load((run / "recipe.yaml").read_text())
-    assert (used["train"]["epochs"], used["watch"]["every_n_steps"], used["seed"]) == (50, 10, 3)
+    assert (used["train"]["epochs"], used["watch"]["every_n_steps"], used["seed"]) == (12, 10, 3)
     assert [t["name"] for t in kept["targets"]] == ["front_ratio", "weight_change", "pearson"]
     assert all(t["value"] is not None for t in kept["targets"])
     result = json.loads((run / "result.json").read_text())

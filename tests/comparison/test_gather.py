@@ -123,17 +123,28 @@ def test_an_edited_run_is_refused_and_no_look_is_taken(tmp_path: Path) -> None:
     assert compare(tmp_path / "c", seeds=1).evidence.look == 1
 
 
-@pytest.mark.parametrize("where", ["repeat/baseline-s0", "rounds/oelm-r1", "assay/s0"])
-def test_an_edited_run_is_refused_wherever_it_is(where: str, tmp_path: Path) -> None:
-    compare(tmp_path / "c", seeds=1, rounds=1, assay=True)
-    (tmp_path / "c" / where / "predictions.json").unlink()
+@pytest.fixture(scope="module")
+def assayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A comparison with trials, rounds and an assay; tests edit copies of it."""
+    folder = tmp_path_factory.mktemp("assayed") / "c"
+    compare(folder, seeds=1, rounds=1, tune={"values": [1e-3, 3e-3]}, assay=True)
+    return folder
+
+
+@pytest.mark.parametrize("where", ["repeat/baseline*-s0", "rounds/oelm*-r1", "assay/s0"])
+def test_an_edited_run_is_refused_wherever_it_is(where: str, assayed: Path, tmp_path: Path) -> None:
+    shutil.copytree(assayed, tmp_path / "c")
+    (run,) = (tmp_path / "c").glob(where)
+    (run / "predictions.json").unlink()
     with pytest.raises(fl.BadInput, match=r"predictions\.json is missing; delete"):
         judge_again(tmp_path / "c")
 
 
 @pytest.mark.parametrize("name", ["plan.json", "tuning.json", "assay.json"])
-def test_edited_inputs_of_a_comparison_are_refused(name: str, tmp_path: Path) -> None:
-    compare(tmp_path / "c", seeds=1, tune={"values": [1e-3, 3e-3]}, assay=True)
+def test_edited_inputs_of_a_comparison_are_refused(
+    name: str, assayed: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(assayed, tmp_path / "c")
     path = tmp_path / "c" / name
     path.write_text(path.read_text() + "\n")
     with pytest.raises(fl.BadInput, match=f"{name} was changed after it was written; restore it"):

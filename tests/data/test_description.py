@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
 from frostlab.data.builtin import SYNTHETIC_SEEDS
@@ -180,6 +179,8 @@ def test_one_table_has_one_digest_in_every_format(
 ) -> None:
     """The table as pandas writes it, with every quote, tab and newline."""
     texts = [f"{text}{n or ''}" for n in range(3) for text in TEXTS]
+    import pandas as pd
+
     table = pd.DataFrame({"text": texts, "label": [labels[n % 2] for n in range(len(texts))]})
     table.to_csv(tmp_path / "a.csv", index=False)
     table.to_csv(tmp_path / "a.tsv", index=False, sep="\t")

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pandas
 import pytest
 
 import frostlab as fl
@@ -240,6 +239,8 @@ def test_runs_in_python(tmp_path: Path) -> None:
         report = {"report": {"accuracy": accuracy, "loss": 0.5}}
         (folder / "result.json").write_text(json.dumps(RESULT | report))
         (folder / "recipe.yaml").write_text(f"optim: {{lr: {lr}}}\nloss: null\nseed: 3\n")
+    import pandas
+
     frame = pandas.DataFrame(fl.runs(tmp_path, sort="-accuracy"))
     assert list(frame["name"]) == ["b", "a"]
     assert list(frame["optim.lr"]) == [0.2, 0.1]

@@ -220,12 +220,13 @@ def test_threads_are_those_of_the_run_alone(
 ) -> None:
     before = torch.get_num_threads()
     asked = before + 1
-    record = fl.run(tiny(train__threads=asked), runs=tmp_path)
+    recipe = tiny(train__threads=asked, train__epochs=None, train__steps=2)
+    record = fl.run(recipe, runs=tmp_path)
     assert record.start.threads == asked
     assert torch.get_num_threads() == before
     monkeypatch.setattr(EagerStep, "gradients", lambda *given: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        fl.run(tiny(train__threads=asked), runs=tmp_path)
+        fl.run(recipe, runs=tmp_path)
     assert torch.get_num_threads() == before
 
 
@@ -233,8 +234,7 @@ def test_threads_are_recorded_and_restored(tmp_path: Path) -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        recipe = tiny()
-        del recipe["train"]["threads"]
+        recipe = tiny(train={"batch": 32, "steps": 2})
         record = fl.run(recipe, runs=tmp_path)
         (record.folder / "result.json").unlink()
         torch.set_num_threads(1)
