@@ -63,7 +63,8 @@ class Run(RunRecord):
                 of the recipe, or for EEG a folder of recordings.
             split: report (the default), tune or train; for EEG also unseen.
             settings: changes of what is evaluated: `data.path`, `data.language`, `data.text`,
-                `data.label` and `data.evaluation_limit`.
+                `data.label`, `data.report` (another split of the same data set) and
+                `data.evaluation_limit`.
             data_dir: the folder with the data sets.
             device: the device; None: the recipe's.
         """
