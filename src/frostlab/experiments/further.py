@@ -10,7 +10,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from frostlab.comparison.evidence import Effect, Evidence, Summary, read_evidence, stored
+from frostlab.comparison.evidence import (
+    Effect,
+    Evidence,
+    RunSummary,
+    Summary,
+    read_evidence,
+    stored,
+)
 from frostlab.comparison.statistics import paired, spread
 from frostlab.errors import BadInput
 from frostlab.records.folder import RunRecord
@@ -72,6 +79,32 @@ def read_scores_of(folder: Path) -> list[FurtherScore]:
         return []
 
 
+def pending_runs(
+    folder: Path,
+    name: str,
+    evidence: Evidence,
+    further: Mapping[str, Mapping[str, Any]],
+) -> list[tuple[str, RunSummary, list[str]]]:
+    """Return the finished runs of a comparison with the further data that have no score yet.
+
+    A stored score counts if the weights and the settings are the same. With tuned settings, the
+    runs are those of the values that the other seeds chose.
+    """
+    scores = {_key(score): score for score in read_scores_of(folder)}
+    pending = []
+    for arm, entry in evidence.arms.items():
+        for run in entry.finished:
+            missing = []
+            for data, settings in further.items():
+                known = scores.get((name, arm, run.seed, data))
+                same = (dict(settings), run.weights_digest)
+                if known is None or (known.settings, known.weights) != same:
+                    missing.append(data)
+            if missing:
+                pending.append((arm, run, missing))
+    return pending
+
+
 def evaluate_further(
     folder: Path,
     name: str,
@@ -79,44 +112,33 @@ def evaluate_further(
     data_dir: Path | None,
     say: Callable[[str], None],
 ) -> None:
-    """Evaluate the runs of a finished comparison on further data, and store their scores.
-
-    Scores that an earlier call stored are kept if the run and the settings are the same. With tuned
-    settings, the runs are those of the values that the other seeds chose.
-    """
+    """Evaluate the runs of a finished comparison on further data, and store their scores."""
     from frostlab.use.scoring import Evaluator, evaluate_run
 
     evidence = read_evidence(folder / name / "evidence.json")
     assert evidence is not None, "the comparison is finished"
     scores = {_key(score): score for score in read_scores_of(folder)}
-    runs = [(arm, run) for arm, entry in evidence.arms.items() for run in entry.finished]
-    for index, (arm, run) in enumerate(runs, 1):
-        evaluator: Evaluator | None = None
-        for data, settings in further.items():
-            known = scores.get((name, arm, run.seed, data))
-            same = (dict(settings), run.weights_digest)
-            if known is not None and (known.settings, known.weights) == same:
-                continue
-            evaluator = evaluator or Evaluator(RunRecord(folder / name / run.folder))
-            result = evaluate_run(evaluator, settings=settings, data_dir=data_dir)
-            metric = evidence.rules.metric
+    pending = pending_runs(folder, name, evidence, further)
+    for index, (arm, run, missing) in enumerate(pending, 1):
+        evaluator = Evaluator(RunRecord(folder / name / run.folder))
+        for data in missing:
+            result = evaluate_run(evaluator, settings=further[data], data_dir=data_dir)
             score = FurtherScore(
                 comparison=name,
                 arm=arm,
                 seed=run.seed,
                 data=data,
-                settings=dict(settings),
+                settings=dict(further[data]),
                 weights=run.weights_digest,
                 source=result.source,
                 metrics=dict(result.metrics),
-                n=result.n[metric],
+                n=result.n[evidence.rules.metric],
                 caution=result.caution,
             )
             scores[_key(score)] = score
-        if evaluator is not None:
-            values = finite({"scores": [asdict(score) for score in scores.values()]})
-            write_whole(folder / FURTHER, json.dumps(values, indent=1) + "\n")
-            say(f"{name}: {arm} seed {run.seed} evaluated on further data ({index} of {len(runs)})")
+        values = finite({"scores": [asdict(score) for score in scores.values()]})
+        write_whole(folder / FURTHER, json.dumps(values, indent=1) + "\n")
+        say(f"further data {index} of {len(pending)}  {arm} seed {run.seed}")
 
 
 def _key(score: FurtherScore) -> tuple[str, str, int, str]:

@@ -24,12 +24,13 @@ from frostlab.experiments.further import (
     check_further,
     evaluate_further,
     further_results,
+    pending_runs,
     read_scores_of,
 )
 from frostlab.experiments.plans import comparison_names, folder_name, group_plans, names_in
 from frostlab.experiments.show import summary_page
 from frostlab.experiments.summary import SUMMARY, GroupSummary, read_summary, summarize
-from frostlab.recipe.data import EEGData, Named, PretrainedTokenizer, Synthetic
+from frostlab.recipe.data import EEGData, PretrainedTokenizer, Synthetic
 from frostlab.recipe.groups import Group, group_from, load_group
 from frostlab.recipe.recipe import Recipe
 from frostlab.records.index import GROUP
@@ -257,12 +258,11 @@ def _check_data(
 ) -> None:
     """Refuse the group if the data of a comparison are missing; name each, and what is left.
 
-    A comparison whose runs are all done needs no data.
+    A comparison whose runs are all done and evaluated needs no data.
     """
     missing = {}
     for name, plan in plans.items():
-        done = read_evidence(folder / name / "evidence.json")
-        if done is not None and not further and set(plan.seeds) <= set(done.plan.seeds):
+        if _is_done(folder, name, plan, further):
             continue
         recipe = plan.recipe_of(plan.baseline, plan.seeds[0])
         try:
@@ -280,11 +280,21 @@ def _check_data(
     )
 
 
+def _is_done(folder: Path, name: str, plan: Plan, further: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Return whether a comparison has all its seeds, and all its runs their further scores."""
+    evidence = read_evidence(folder / name / "evidence.json")
+    if evidence is None or not set(plan.seeds) <= set(evidence.plan.seeds):
+        return False
+    return not pending_runs(folder, name, evidence, further)
+
+
 def _find_data(
     recipe: Recipe, further: Mapping[str, Mapping[str, Any]], data_dir: Path | None
 ) -> None:
     """Find the files of a recipe's data, tokenizer and further data, without preparing them."""
     data, cache = recipe.data, cache_folder(None)
+    if isinstance(data, Synthetic) and further:
+        raise BadInput(f"data.name {data.name}: generated data have no further data")
     if isinstance(data, Synthetic | EEGData):
         prepare(recipe, data_dir)
         return
@@ -296,7 +306,7 @@ def _find_data(
         if "data.path" in settings:
             if not Path(settings["data.path"]).exists():
                 raise BadInput(f"data.path {settings['data.path']} does not exist")
-        elif isinstance(data, Named):
+        elif "data.report" in settings or "data.language" in settings:
             report = settings.get("data.report", data.report)
-            split = data.model_copy(update={"report": report})
-            recipe_split(split, "report", settings.get("data.language"), data_dir, cache)
+            chosen = data.model_copy(update={"report": report})
+            recipe_split(chosen, "report", settings.get("data.language"), data_dir, cache)
