@@ -3,7 +3,7 @@
 A group is a YAML file. Its experiments are recipes, in the order in which to run them, each with
 the numbers that the sources reported. `published` holds the comparisons that the sources made,
 whose arms are experiments; `fair` holds comparisons that ask the same questions with arms that
-differ in their treatment only.
+differ in what is compared only. `further` holds data on which the models are evaluated, too.
 """
 
 import json
@@ -16,7 +16,12 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 
 from frostlab.errors import BadInput, nearest
 from frostlab.recipe.bounded_yaml import read_yaml, shown, shown_key
-from frostlab.recipe.load import load_recipe, shipped_groups, shipped_recipes
+from frostlab.recipe.load import (
+    load_recipe,
+    shipped_comparisons,
+    shipped_groups,
+    shipped_recipes,
+)
 from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.treatment import MOST_LISTED, Strict
 
@@ -48,7 +53,15 @@ def _as_comparison(value: Any) -> Any:
 
 
 def _as_tuned(value: Any) -> Any:
-    """Tune the learning rate of a fair comparison, unless it says what to tune."""
+    """Return the keys of a fair comparison, which tunes the learning rate unless they say else.
+
+    A text is the name of a shipped comparison.
+    """
+    if isinstance(value, str):
+        shipped = shipped_comparisons()
+        if value not in shipped:
+            raise ValueError(f"no comparison is called {shown_key(value)}{nearest(value, shipped)}")
+        value = shipped[value]
     return _TUNED | value if isinstance(value, dict) else value
 
 
@@ -64,6 +77,7 @@ class Group(Strict):
     experiments: dict[str, Experiment] = Field(default_factory=dict, max_length=MOST_LISTED)
     # name → keys of a comparison whose `arms` are ids; the first is the baseline
     published: dict[str, Published] = Field(default_factory=dict, max_length=MOST_LISTED)
+    # name → keys of a comparison, or the name of a shipped one
     fair: dict[str, Fair] = Field(default_factory=dict, max_length=MOST_LISTED)
     # name → settings of a further evaluation of every run's best weights
     further: dict[str, dict[str, Any]] = Field(default_factory=dict, max_length=MOST_LISTED)
@@ -141,7 +155,8 @@ def group_from(values: dict[str, Any], name: str, label: str, folder: Path | Non
             raise BadInput(f"{label}: {key} is not a key of a group{hint}") from None
         if problem["type"] == "missing":
             raise BadInput(f"{label}: {key} is missing") from None
-        raise BadInput(f"{label}: {key} {shown(problem['input'])}: {problem['msg']}") from None
+        reason = problem["msg"].removeprefix("Value error, ")
+        raise BadInput(f"{label}: {key} {shown(problem['input'])}: {reason}") from None
     group._name, group._folder = name, folder
     for line in _problems(group):
         raise BadInput(f"{label}: {line}")
