@@ -90,10 +90,12 @@ def test_an_interaction_that_cannot_be_known_says_why(fair: fl.GroupResult) -> N
     assert text == "too few seeds: 3 that both have; at least 5 are needed."
     lost = with_values(evidence, BETTER, BASE, word="did not finish")
     text = _interaction(ASKED, {"causal": lost, "both": whole}, 1)
-    assert text == "not shown: causal is did not finish."
+    assert text == 'not shown: the verdict on causal is "did not finish".'
     other = with_values(evidence, BETTER, BASE, "perplexity")
     text = _interaction(ASKED, {"causal": other, "both": whole}, 1)
-    assert text == "not known: the metrics are perplexity and accuracy."
+    assert text.startswith(
+        "no number can tell, because the metrics are perplexity and accuracy; causal 1.202 × ["
+    )
     absent = ASKED.model_copy(update={"arm": "hot"})
     text = _interaction(absent, {"causal": whole, "both": whole}, 1)
     assert text == "not known: hot is not compared with a baseline in both."

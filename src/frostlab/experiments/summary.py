@@ -395,11 +395,13 @@ def _interaction(
     own, other = (finished[name] for name in names)
     if interaction.arm not in own.verdicts or interaction.arm not in other.verdicts:
         return f"not known: {interaction.arm} is not compared with a baseline in both."
-    if (own.rules.metric, own.rules.log) != (other.rules.metric, other.rules.log):
-        return f"not known: the metrics are {own.rules.metric} and {other.rules.metric}."
+    parts = "; ".join(_effect_in(name, finished[name], interaction.arm) for name in names)
+    if own.rules.metric != other.rules.metric:
+        metrics = f"{own.rules.metric} and {other.rules.metric}"
+        return f"no number can tell, because the metrics are {metrics}; {parts}."
     for name in names:
         if (word := finished[name].verdicts[interaction.arm].word) in _NO_VALUE:
-            return f"not shown: {name} is {word}."
+            return f'not shown: the verdict on {name} is "{word}".'
     effects = [_effects_by_seed(evidence, interaction.arm) for evidence in (own, other)]
     seeds = sorted(effects[0].keys() & effects[1].keys())
     if len(seeds) < LEAST_SEEDS:
@@ -411,12 +413,11 @@ def _interaction(
     effect = Effect(len(seeds), own.rules.log, level, mean, low, high, difference.p, None)
     shown = "is not shown to differ" if difference.low <= 0 <= difference.high else "differs"
     text = f"the effect of {interaction.arm} {shown} between {names[0]} and {names[1]}"
-    arms = [_effect_in(name, finished[name], interaction.arm) for name in names]
     confounded = [name for name in names if finished[name].confounds.get(interaction.arm)]
     note = f" Confounded: {', '.join(confounded)}." if confounded else ""
     return (
         f"{text}: {effect_text(effect)} ({100 * (1 - level):.4g} %), over {len(seeds)} seeds; "
-        f"{'; '.join(arms)}.{note}"
+        f"{parts}.{note}"
     )
 
 
