@@ -160,9 +160,19 @@ def test_a_scale_and_a_stand_in_are_said(fair: fl.GroupResult) -> None:
 
 
 def test_the_summary_fits_a_terminal(published: fl.GroupResult, fair: fl.GroupResult) -> None:
-    for result in (published, fair):
-        *lines, _, page = show_summary(result.summary, result.page).splitlines()
-        assert page == f"page: {result.page}"
+    (entry,) = fair.summary.comparisons
+    long = replace(entry.arms[1], arm="eeg-conformer-conservative-published")
+    wide = replace(
+        fair.summary,
+        comparisons=(replace(entry, arms=(*entry.arms, long)),),
+        further=tuple(
+            replace(result, arms={**result.arms, "oelm-random-matched": result.arms["oelm"]})
+            for result in fair.summary.further
+        ),
+    )
+    for summary in (published.summary, fair.summary, wide):
+        *lines, _, page = show_summary(summary, fair.page).splitlines()
+        assert page == f"page: {fair.page}"
         assert max(map(len, lines)) <= 80
 
 

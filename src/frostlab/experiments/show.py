@@ -85,7 +85,7 @@ def _section(comparison: ComparisonSummary) -> str:
     rows = [
         [
             arm.arm,
-            _mean_and_std(arm),
+            _spread(arm.mean, arm.std),
             "" if arm.gap is None else effect_text(arm.gap),
             arm.verdict or "",
             _share(arm.retained),
@@ -119,8 +119,7 @@ def show_summary(summary: GroupSummary, page: Path, width: int | None = 80) -> s
         lines += ["", *_lines(comparison, width)]
     for name, rows in _by_comparison(summary.further).items():
         head, body = _further_table(rows)
-        right = range(1, len(head))
-        lines += ["", f"{name} on further data", *columns([head, *body], right, width)]
+        lines += ["", f"{name} on further data", *columns([head, *body], {2, 3, 4}, width)]
         lines += [f"caution: {caution}" for caution in _cautions(rows)]
     for entry in (*summary.questions, *summary.interactions):
         lines += ["", f"{entry.question} {entry.answer}".rstrip()]
@@ -135,7 +134,7 @@ def _lines(comparison: ComparisonSummary, width: int | None) -> list[str]:
         return [f"{comparison.name}: {comparison.status}"]
     rows = [["arm", str(comparison.metric), "gap", "kept", "source"]]
     rows += [
-        [arm.arm, _mean_and_std(arm), "" if arm.gap is None else effect_text(arm.gap),
+        [arm.arm, _spread(arm.mean, arm.std), "" if arm.gap is None else effect_text(arm.gap),
          _share(arm.retained), _reported(arm, comparison.metric)]
         for arm in comparison.arms
     ]  # fmt: skip
@@ -168,22 +167,15 @@ def _by_comparison(results: Sequence[FurtherResult]) -> dict[str, list[FurtherRe
 
 def _further_table(results: Sequence[FurtherResult]) -> tuple[list[str], list[list[str]]]:
     """Return the head and the rows of a table by data and arm."""
-    first = results[0]
-    head = ["data", "n"]
-    for name in first.arms:
-        head += [name] if all(entry.arms[name].gap is None for entry in results) else [name, "gap"]
     rows = []
     for entry in results:
-        cells = [entry.data, f"{entry.n:,}"]
-        for name, arm in entry.arms.items():
+        for index, (name, arm) in enumerate(entry.arms.items()):
             summary = arm.summary
-            mean = NONE if summary is None or summary.mean is None else f"{summary.mean:.4g}"
-            std = None if summary is None else summary.std
-            cells.append(mean if std is None else f"{mean} ± {std:.2g}")
-            if any(other.arms[name].gap is not None for other in results):
-                cells.append(effect_text(arm.gap))
-        rows.append(cells)
-    return head, rows
+            mean = NONE if summary is None else _spread(summary.mean, summary.std)
+            gap = "" if arm.gap is None else effect_text(arm.gap)
+            first = index == 0
+            rows.append([entry.data * first, name, mean, gap, f"{entry.n:,}" * first])
+    return ["data", "arm", results[0].metric, "gap", "n"], rows
 
 
 def _cautions(results: Sequence[FurtherResult]) -> list[str]:
@@ -195,10 +187,10 @@ def _cautions(results: Sequence[FurtherResult]) -> list[str]:
     return [f"{', '.join(names)}: {caution}" for caution, names in about.items()]
 
 
-def _mean_and_std(arm: ArmSummary) -> str:
-    if arm.mean is None:
+def _spread(mean: float | None, std: float | None) -> str:
+    if mean is None:
         return NONE
-    return f"{arm.mean:.4g}" + ("" if arm.std is None else f" ± {arm.std:.2g}")
+    return f"{mean:.4g}" + ("" if std is None else f" ± {std:.2g}")
 
 
 def _share(share: float | None) -> str:
