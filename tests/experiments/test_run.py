@@ -33,7 +33,9 @@ def test_as_published_every_place_says_confounded(published: fl.GroupResult) -> 
     assert entry.caution == "selected on the reporting split"
     assert (other.name, other.status, other.arms) == ("random", "not run", ())
     folder = published.folder / "rates"
-    gap = json.loads((folder / "comparison.json").read_text())["comparison"]["accuracy_gap"]
+    values = json.loads((folder / "comparison.json").read_text())
+    assert values["caution"] == "selected on the reporting split"
+    gap = values["comparison"]["accuracy_gap"]
     assert (gap["verdict"], gap["confounds"]) == ("confounded", ["optim.lr 0.003 → 0.01"])
     page = (folder / "comparison.md").read_text()
     assert "The comparison rates of the group mine (a tiny group), as published:" in page
