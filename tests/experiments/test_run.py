@@ -201,6 +201,16 @@ def test_bad_further_data_are_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_comparison_of_another_plan_is_refused_by_its_name(
+    fair: fl.GroupResult, group_file: Path
+) -> None:
+    before = fair.summary
+    with pytest.raises(fl.BadInput, match="^mine, rates: .* was made by another plan .*recipe"):
+        fl.compare_group(group_file, seeds=2, settings={"train.steps": 4}, out=fair.folder)
+    assert fair.summary == before
+    fl.compare_group(group_file, seeds=2, out=fair.folder)  # writes the manifest again
+
+
 def test_a_folder_of_something_else_is_refused(
     fair: fl.GroupResult, group_file: Path, tmp_path: Path
 ) -> None:
