@@ -7,6 +7,7 @@ differ in what is compared only. `further` holds data on which the models are ev
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -24,6 +25,7 @@ from frostlab.recipe.load import (
 )
 from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.treatment import MOST_LISTED, Strict
+from frostlab.text import NONE, columns, number
 
 _ENDINGS = (".yaml", ".yml")
 _TUNED = {"tune": "lr"}  # the default of every fair comparison
@@ -34,7 +36,7 @@ class Experiment(Strict):
 
     # metric → value; accuracies as shares of 1, times in seconds
     reported: dict[str, float] = Field(default_factory=dict)
-    cost: str | None = None  # expected time, and on which machine
+    cost: str | None = None  # expected time on the group's machine
     optional: bool = False  # whether the sources left it to the reader
 
 
@@ -73,6 +75,7 @@ class Group(Strict):
     """Experiments that answer one question, and the comparisons among them."""
 
     about: str
+    machine: str | None = None  # the sources' machine, on which the experiments have their cost
     # by id, baselines first
     experiments: dict[str, Experiment] = Field(default_factory=dict, max_length=MOST_LISTED)
     # name → keys of a comparison whose `arms` are ids; the first is the baseline
@@ -108,6 +111,60 @@ class Group(Strict):
     def arms(self, comparison: str) -> tuple[str, ...]:
         """Return the ids of a published comparison's arms, the baseline first."""
         return tuple(self.published[comparison]["arms"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON: the group's keys, and each experiment's main settings."""
+        experiments = [
+            {"id": name, **_main_settings(self.recipe(name)), **facts.model_dump(mode="json")}
+            for name, facts in self.experiments.items()
+        ]
+        return {"name": self.name, **self.model_dump(mode="json"), "experiments": experiments}
+
+
+def _main_settings(recipe: Recipe) -> dict[str, Any]:
+    """Return what an experiment is told apart by: its data, method and learning rate."""
+    deep = ["supervise: all"] if recipe.supervise.layers == "all" else []
+    treatment = [] if deep and recipe.treatment_name == "none" else [recipe.treatment_name]
+    return {
+        "about": recipe.about,
+        "data": recipe.data.name,
+        "method": ", ".join([*treatment, *deep]),
+        "lr": recipe.optim.lr,
+        "metric": recipe.metric,
+        "digest": recipe.digest,
+    }
+
+
+def group_table(group: Group, width: int | None) -> list[str]:
+    """Return the lines of a table of a group's experiments; empty if it has none."""
+    experiments = group.to_dict()["experiments"]
+    if not experiments:
+        return []
+    metrics = {values["metric"] for values in experiments}
+    reported = metrics.pop() if len(metrics) == 1 else "reported"
+    longest = max(len(values["id"]) for values in experiments)
+    rows = [("id", "data", "method", "lr", reported, "time")]
+    rows += [_row(values, reported) for values in experiments]
+    kept = [i for i in range(6) if i < 4 or any(row[i] != NONE for row in rows[1:])]
+    # Ids are typed by users, so they must stay whole, as columns do that are aligned right.
+    table = [(row[0].ljust(longest), *(row[i] for i in kept[1:])) for row in rows]
+    lines = columns(table, [0, 3], width)
+    names = [rows[0][i] for i in kept if i > 3]
+    if names:
+        machine = f", on {group.machine}" if group.machine else ""
+        them = "them" if len(names) > 1 else "it"
+        lines += ["", f"{' and '.join(names)}: as the sources reported {them}{machine}"]
+    return lines
+
+
+def _row(values: dict[str, Any], reported: str) -> tuple[str, ...]:
+    """Return the cells of an experiment's row; `reported` is the heading of the fifth column."""
+    metric, value = values["metric"], values["reported"].get(values["metric"])
+    result = "optional" if values["optional"] else NONE
+    if value is not None:
+        result = number(value) if reported == metric else f"{metric} {number(value)}"
+    lr = re.sub(r"\.?0*e([+-])0*", r"e\1", f"{values['lr']:.2e}")
+    return (values["id"], values["data"], values["method"], lr, result, values["cost"] or NONE)
 
 
 def group_names() -> list[str]:
