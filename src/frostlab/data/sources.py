@@ -306,8 +306,11 @@ def _assign_roles(
     published = data.splits == "published"
     report = data.report or (published and defaults.published) or defaults.report
     tune = None if published else defaults.tune if data.tune is None else data.tune
-    if published and isinstance(report, float):
-        raise BadInput(f"splits: published, but {train.place} has no reporting split; use `honest`")
+    if published and isinstance(report, float) and data.report is None:
+        raise BadInput(
+            f"splits: published, but {train.place} has no reporting split; use `honest`, or "
+            "set data.report to a share of train"
+        )
     plan = SplitPlan(
         train=train,
         tune=_choose(splits, "data.tune", tune) if isinstance(tune, str) else tune,
