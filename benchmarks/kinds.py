@@ -21,7 +21,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification
 
 from common import device_name, report, timed
-from frostlab.models.conformer import Conformer, ConformerConfig
+from frostlab.models.conformer import Conformer, ConformerConfig, Variant
 from frostlab.models.gpt import GPT, GPTConfig
 from frostlab.recipe.model import EnvelopeLoss
 from frostlab.recipe.settings import Optim, StepKind, Train
@@ -49,8 +49,8 @@ def gpt(classes: int) -> Objective:
     return Objective(GPT(GPTConfig(50304, dropout=0.0, classes=classes, causal=not classes)))
 
 
-def conformer() -> Objective:
-    return EnvelopeObjective(Conformer(ConformerConfig()), EnvelopeLoss())
+def conformer(variant: Variant = "frostlab") -> Objective:
+    return EnvelopeObjective(Conformer(ConformerConfig(variant=variant)), EnvelopeLoss())
 
 
 def texts(rows: int, length: int, language: bool = False) -> Batch:
@@ -77,6 +77,7 @@ CASES: dict[str, tuple[Callable[[], Objective], Callable[[int, int], Batch], tup
     "gpt language 8": (lambda: gpt(0), sentences, (8, 512)),
     "gpt language 64": (lambda: gpt(0), sentences, (64, 512)),
     "conformer": (conformer, signals, (64, 640)),
+    "conformer published": (lambda: conformer("published"), signals, (64, 640)),
 }
 
 

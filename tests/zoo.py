@@ -305,6 +305,10 @@ OWN: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
         ),
         recordings,
     ),
+    "conformer-published": (
+        lambda: Conformer(replace(CONFORMER, variant="published")),
+        recordings,
+    ),
     "torch": (TorchModel, vectors),
     "torch-unbiased": (lambda: TorchModel(bias=False), vectors),
 }

@@ -62,8 +62,13 @@ def stepping(
 @pytest.mark.parametrize("precision", [HALF, FULL], ids=["bf16", "float32"])
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"attention": "relative", "norm": "layer"}, {"norm": "group", "residual": "plain"}],
-    ids=["batch", "relative", "group"],
+    [
+        {},
+        {"attention": "relative", "norm": "layer"},
+        {"norm": "group", "residual": "plain"},
+        {"variant": "published"},
+    ],
+    ids=["batch", "relative", "group", "published"],
 )
 def test_100_captured_steps_equal_eager_ones(
     changes: dict[str, object], precision: torch.dtype
@@ -87,10 +92,11 @@ def test_statistics_are_counted_once_a_step() -> None:
     assert counted == [12, 0], "the second layer is frozen"
 
 
-def test_compiled_and_captured_steps_equal_eager_ones() -> None:
+@pytest.mark.parametrize("variant", ["frostlab", "published"])
+def test_compiled_and_captured_steps_equal_eager_ones(variant: str) -> None:
     steps = batches(60)
-    eager, _ = stepping("eager", HALF, 10)
-    graphs, model = stepping("captured", HALF, 5000)
+    eager, _ = stepping("eager", HALF, 10, variant=variant)
+    graphs, model = stepping("captured", HALF, 5000, variant=variant)
     assert np.abs(np.subtract(train(graphs, steps), train(eager, steps))).max() < 3e-2
     assert (graphs.kind, graphs.reason) == ("captured", "asked for")
     counted = [int(b) for name, b in model.named_buffers() if name.endswith("num_batches_tracked")]

@@ -46,7 +46,7 @@ def test_every_setting_reaches_the_model() -> None:
     given = {
         "width": 16, "layers": 1, "heads": 2, "hidden": 24, "kernel": 3, "dropout": 0.1,
         "residual": "gated", "gate_bias": -1.0, "gradient_scale": 1.25, "head": "linear",
-        "norm": "group", "attention": "relative", "unseen": "none",
+        "norm": "group", "attention": "relative", "unseen": "none", "variant": "frostlab",
     }  # fmt: skip
     assert set(given) == set(ConformerModel.model_fields) - {"kind", "preset"}
     model = build_conformer(settings(**given), channels=4, subjects=2, seed=3)

@@ -10,12 +10,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 import frostlab as fl
+from frostlab.models.conformer import Conformer, ConformerConfig
 from frostlab.models.decoder import Decoder, DecoderConfig
 from frostlab.models.gpt import GPT, GPTConfig
 from frostlab.timing.flops import (
     Ceilings,
     StepSavings,
     StepWork,
+    forward_flops,
     measure_ceilings,
     savings,
     step_savings,
@@ -123,6 +125,32 @@ def test_causal_attention_counts_half(freeze: tuple[str, ...]) -> None:
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(IDS).float().logsumexp(-1).sum().backward()
     assert full == pytest.approx(counter.get_total_flops(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "freeze",
+    [(), ("query", "key", "value"), ("position",), ("query", "position")],
+    ids=lambda freeze: ",".join(freeze) or "nothing",
+)
+def test_scores_of_learned_relative_positions_equal_torchs_count(freeze: tuple[str, ...]) -> None:
+    """Without the depthwise convolution, which is no matmul."""
+    model = Conformer(
+        ConformerConfig(
+            channels=3, subjects=2, width=16, layers=2, heads=2, hidden=32, kernel=3,
+            dropout=0.0, variant="published",
+        )
+    )  # fmt: skip
+    if freeze:
+        fl.freeze(model, *freeze)
+    x = torch.randn(BATCH, LENGTH, 16, requires_grad=True)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model.blocks[1](model.blocks[0](x)).sum().backward()
+    products = counter.get_flop_counts()["Global"].items()
+    counted = sum(flops for operator, flops in products if "conv" not in str(operator))
+    parts = fl.anatomy(model)
+    _, outside = forward_flops(parts, LENGTH)  # trained: three times as much in a step
+    per_token = savings(parts, LENGTH).flops - 3 * outside
+    assert TOKENS * per_token == pytest.approx(counted)
 
 
 def test_a_decoder_is_causal() -> None:

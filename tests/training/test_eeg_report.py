@@ -459,7 +459,7 @@ def test_the_challenges_folder_trains_and_reports(tmp_path: Path) -> None:
 
 
 def test_published_recipes_are_the_sources() -> None:
-    assert sum(name.startswith("eeg-") for name in shipped_recipes()) == 7
+    assert sum(name.startswith("eeg-") for name in shipped_recipes()) == 9
     recipe = load_recipe("eeg-conformer-v2-published")
     model = recipe.model.model_dump()
     assert [model[key] for key in ("width", "layers", "heads", "hidden", "kernel", "dropout")] == [
@@ -471,6 +471,8 @@ def test_published_recipes_are_the_sources() -> None:
     assert recipe.optim.schedule == StepDecay(every="50 epochs", factor=0.9)
     assert recipe.loss == EnvelopeLoss(kind="mse-pearson")
     assert (recipe.train.batch, recipe.train.epochs) == (64, 1000)
+    assert (recipe.train.drop_last, recipe.train.precision) == (True, "float32")
+    assert (model["variant"], recipe.data.windows) == ("published", 10)
     assert (recipe.evaluate.every, recipe.metric) == ("10 epochs", "pearson")
     assert (recipe.data.length, recipe.data.rate, recipe.data.subjects) == (640, 64.0, 71)
 
@@ -479,6 +481,8 @@ def test_published_recipes_are_the_sources() -> None:
     ("name", "layers", "switches"),
     [
         ("v1-published", 8, ["none", "linear", 1.0]),
+        ("conservative-published", 8, ["plain", "mlp", 1.5]),
+        ("aggressive-published", 8, ["gated", "mlp", 3.0]),
         ("v1", 4, ["none", "linear", 1.0]),
         ("v2", 4, ["gated", "mlp", 2.0]),
         ("conservative", 4, ["plain", "mlp", 1.5]),

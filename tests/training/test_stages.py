@@ -35,6 +35,7 @@ from frostlab.training.stages import (
     total_steps,
 )
 from stages import progressive
+from tiny import tiny
 
 Seen = dict[tuple[int, int], dict[str, Tensor]]
 
@@ -83,6 +84,19 @@ def test_the_published_numbers_of_steps() -> None:
     assert total_steps(train, 67_349) == 6_315
     assert total_steps(train, 392_702) == 36_816
     assert total_steps(Train(steps=11), 5) == 11
+
+
+def test_drop_last_leaves_out_an_incomplete_batch(tmp_path: Path) -> None:
+    train = Train(batch=32, epochs=3, drop_last=True)
+    assert total_steps(train, 64) == total_steps(train, 95) == 6
+    with pytest.raises(fl.BadInput, match="drop_last leaves no step: 31 training examples do not"):
+        total_steps(train, 31)
+    changes = {"train__batch": 60, "train__drop_last": True, "train__epochs": 2}
+    record = fl.run(tiny(**changes), out=tmp_path / "run")
+    examples = record.data.splits["train"].examples
+    assert examples % 60
+    assert record.result.steps == 2 * (examples // 60)
+    assert sum(event.examples for event in record.events(StepEvent)) == 60 * record.result.steps
 
 
 @pytest.fixture

@@ -1,7 +1,9 @@
 """Conformer for EEG, which decodes a speech envelope sample by sample (docs/conformer.md).
 
 The layers follow Gulati et al. (2020). The config sets the head, the residual connection around
-the whole stack of layers, and the factor by which the gradient into the stack is scaled.
+the whole stack of layers, and the factor by which the gradient into the stack is scaled. The
+variant `published` has the layers, the channel attention, the subject projection and the initial
+weights of the code that the Conformer's authors published.
 """
 
 import math
@@ -14,12 +16,14 @@ from torch import Tensor, nn
 
 from frostlab.errors import BadInput
 from frostlab.models.attention import attend
+from frostlab.recipe.model import LONGEST
 
 Residual = Literal["none", "plain", "gated"]
 Head = Literal["linear", "mlp"]
 Norm = Literal["batch", "layer", "group"]
 Attending = Literal["plain", "relative"]
 Unseen = Literal["mean", "none"]
+Variant = Literal["frostlab", "published"]
 
 KERNELS = (7, 5, 3)  # kernel sizes of the convolutions before the stack
 UNSEEN = -1  # index of a subject that was not in training
@@ -27,9 +31,10 @@ UNSEEN = -1  # index of a subject that was not in training
 
 @dataclass(frozen=True)
 class ConformerConfig:
-    """The shape of a Conformer; the defaults give the published v2.
+    """The shape of a Conformer; the defaults give v2 with frostlab's layers.
 
-    v1 is `residual="none"`, `head="linear"`, `gradient_scale=1.0`.
+    v1 is `residual="none"`, `head="linear"`, `gradient_scale=1.0`. `variant="published"` gives the
+    layers of the published code.
     """
 
     channels: int = 64  # EEG channels
@@ -47,6 +52,12 @@ class ConformerConfig:
     norm: Norm = "batch"  # norm in the convolution module
     attention: Attending = "plain"  # plain: sinusoidal positions are added before the stack
     unseen: Unseen = "mean"  # embedding of an unseen subject: the mean of all subjects, or zeros
+    variant: Variant = "frostlab"
+
+    @property
+    def published(self) -> bool:
+        """Whether the model has the layers of the published code."""
+        return self.variant == "published"
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
@@ -55,6 +66,8 @@ class ConformerConfig:
             raise ValueError(f"width {self.width} is odd; sines and cosines come in pairs")
         if self.kernel % 2 == 0:
             raise ValueError(f"kernel {self.kernel} is even; choose an odd one")
+        if self.published and self.attention != "plain":
+            raise ValueError(f"the published variant has no attention {self.attention}")
 
 
 def sinusoids(places: Tensor, width: int) -> Tensor:
@@ -78,6 +91,9 @@ class FeedForward(nn.Module):
         self.norm = nn.LayerNorm(config.width)
         self.up = nn.Linear(config.width, config.hidden)
         self.down = nn.Linear(config.hidden, config.width)
+        if config.published:
+            nn.init.xavier_uniform_(self.up.weight)
+            nn.init.xavier_uniform_(self.down.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.dropout(F.silu(self.up(self.norm(x))), self.dropout, self.training)
@@ -85,11 +101,15 @@ class FeedForward(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention over the window, with optional relative positions (Dai et al. 2019).
+    """Self-attention over the window, with optional relative positions.
 
-    The relative score of query i and key j is
-    ((q_i + content_bias)·k_j + (q_i + place_bias)·p_{i−j}) / √size,
-    where p_{i−j} is a projection of the sinusoids of the distance i − j.
+    The score of query i and key j is, before it is divided by the root of the head's size,
+
+        q_i·k_j                                                 plain
+        (q_i + content_bias)·k_j + (q_i + place_bias)·p_{i−j}   relative (Dai et al. 2019)
+        q_i·k_j + q_i·r_{i−j}                                   published (Shaw et al. 2018)
+
+    where p is a projection of sinusoids, and r a learned table that all heads share.
     """
 
     def __init__(self, config: ConformerConfig) -> None:
@@ -103,12 +123,19 @@ class Attention(nn.Module):
             self.position = nn.Linear(width, width, bias=False)
             self.content_bias = nn.Parameter(torch.zeros(self.heads, width // self.heads))
             self.place_bias = nn.Parameter(torch.zeros(self.heads, width // self.heads))
+        self.published = config.published
+        if self.published:
+            size = width // self.heads
+            # row n has the distance n − (LONGEST − 1)
+            self.relative_positions = nn.Parameter(torch.randn(2 * LONGEST - 1, size) * size**-0.5)
+            for weight in (*self.qkv.weight.chunk(3), self.out.weight):
+                nn.init.xavier_uniform_(weight)
 
     def forward(self, x: Tensor, places: Tensor | None) -> Tensor:
         """Attend over (B, T, width).
 
         Args:
-            places: the sinusoids of all distances, (2T − 1, width), for relative positions only.
+            places: the sinusoids of all distances, (2T − 1, width), for `relative` only.
         """
         qkv = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1))
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, T, size)
@@ -116,6 +143,8 @@ class Attention(nn.Module):
         if places is not None:
             bias = self._bias(query, places)
             query = query + self.content_bias[:, None].to(query.dtype)
+        if self.published:
+            bias = self._learned_bias(query)
         dropout = self.dropout if self.training else 0.0
         mixed = attend(query, key, value, mask=bias, dropout=dropout)
         return F.dropout(self.out(mixed.flatten(2)), self.dropout, self.training)
@@ -126,6 +155,14 @@ class Attention(nn.Module):
         scores = (query + self.place_bias[:, None].to(query.dtype)) @ keys.permute(1, 2, 0)
         bias = by_distance(scores) * query.shape[-1] ** -0.5
         return bias.to(query.dtype)
+
+    def _learned_bias(self, query: Tensor) -> Tensor:
+        """Return the score of each query for its distance to each key: (B, heads, T, T)."""
+        length, size = query.shape[-2:]
+        keys = self.relative_positions[LONGEST - length : LONGEST + length - 1]
+        # from the distance length − 1 down to 1 − length, as `by_distance` needs them
+        scores = query @ keys.flip(0).to(query.dtype).T
+        return (by_distance(scores) * size**-0.5).to(query.dtype)
 
 
 def by_distance(scores: Tensor) -> Tensor:
@@ -158,16 +195,20 @@ class Depthwise(nn.Conv1d):
 
 
 class Convolution(nn.Module):
-    """A gated linear unit, a depthwise convolution along time, a norm, swish and a projection."""
+    """A gated linear unit, a depthwise convolution along time, a norm, swish and a projection.
+
+    The published variant has twice the width between the gated linear unit and the projection.
+    """
 
     def __init__(self, config: ConformerConfig) -> None:
         super().__init__()
         width, self.dropout = config.width, config.dropout
+        inner = 2 * width if config.published else width
         self.norm = nn.LayerNorm(width)
-        self.enter = nn.Linear(width, 2 * width)
-        self.depthwise = Depthwise(width, config.kernel)
-        self.middle = _norm(config.norm, width)
-        self.leave = nn.Linear(width, width)
+        self.enter = nn.Linear(width, 2 * inner)
+        self.depthwise = Depthwise(inner, config.kernel)
+        self.middle = _norm(config.norm, inner)
+        self.leave = nn.Linear(inner, width)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.glu(self.enter(self.norm(x)), -1)
@@ -223,16 +264,22 @@ class ConvolutionBlock(nn.Module):
 
 
 class ChannelAttention(nn.Module):
-    """Squeeze-and-excitation: channel weights from the channels' means (Hu et al. 2018)."""
+    """Squeeze-and-excitation: channel weights from the channels' means (Hu et al. 2018).
 
-    def __init__(self, width: int) -> None:
+    The published variant has no biases, and LeakyReLU instead of ReLU.
+    """
+
+    def __init__(self, config: ConformerConfig) -> None:
         super().__init__()
-        self.squeeze = nn.Linear(width, max(1, width // 16))
-        self.excite = nn.Linear(max(1, width // 16), width)
+        width, bias = config.width, not config.published
+        self.slope = 0.01 if config.published else 0.0  # of LeakyReLU for negative inputs
+        self.squeeze = nn.Linear(width, max(1, width // 16), bias=bias)
+        self.excite = nn.Linear(max(1, width // 16), width, bias=bias)
 
     def weights(self, x: Tensor) -> Tensor:
         """Return the channel weights (B, width) for (B, T, width), between 0 and 1."""
-        return torch.sigmoid(self.excite(F.relu(self.squeeze(x.mean(1)))))
+        squeezed = F.leaky_relu(self.squeeze(x.mean(1)), self.slope)
+        return torch.sigmoid(self.excite(squeezed))
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.weights(x).unsqueeze(1)
@@ -289,9 +336,13 @@ class Conformer(nn.Module):
                 for channels, kernel in zip(inputs, KERNELS, strict=True)
             )
         )
-        self.channels = ChannelAttention(width)
-        self.subjects = nn.Embedding(config.subjects, width)
-        nn.init.normal_(self.subjects.weight, std=0.02)
+        self.channels = ChannelAttention(config)
+        self.subjects: nn.Embedding | nn.Linear
+        if config.published:
+            self.subjects = nn.Linear(config.subjects, width)  # of a one-hot code
+        else:
+            self.subjects = nn.Embedding(config.subjects, width)
+            nn.init.normal_(self.subjects.weight, std=0.02)
         self.blocks = nn.ModuleList(ConformerLayer(config) for _ in range(config.layers))
         if config.residual == "gated":
             self.gate = Gate(width, config.gate_bias)
@@ -325,10 +376,16 @@ class Conformer(nn.Module):
             raise BadInput(
                 f"the EEG has {eeg.shape[-1]} channels, the model {self.config.channels}"
             )
+        if self.config.published and eeg.shape[1] > LONGEST:
+            raise BadInput(
+                f"the EEG has {eeg.shape[1]} samples; the published variant has learned positions "
+                f"for windows of at most {LONGEST}"
+            )
         x = self.channels(self.cnn(eeg)) + self.rows(subject)
         if self.config.attention == "plain":
             x = x + self.waves(torch.arange(eeg.shape[1], device=eeg.device))
-        return F.dropout(x, self.config.dropout, self.training)
+        dropout = 0.0 if self.config.published else self.config.dropout
+        return F.dropout(x, dropout, self.training)
 
     def waves(self, places: Tensor) -> Tensor:
         """Return the sinusoids of positions or distances, in the dtype of the weights."""
@@ -336,12 +393,26 @@ class Conformer(nn.Module):
 
     def rows(self, subject: Tensor | None) -> Tensor:
         """Return the subjects' embeddings, (B, 1, width), or (width,) if `subject` is None."""
+        if isinstance(self.subjects, nn.Linear):
+            return self.subjects(self.codes(subject))
         table = self.subjects.weight
         unseen = table.mean(0) if self.config.unseen == "mean" else torch.zeros_like(table[0])
         if subject is None:
             return unseen
         seen = self.subjects(subject.clamp(min=0))  # (B, width)
         return torch.where((subject < 0)[:, None], unseen, seen).unsqueeze(1)
+
+    def codes(self, subject: Tensor | None) -> Tensor:
+        """Return one-hot codes of the subjects, (B, 1, subjects), or (subjects,) if all are unseen.
+
+        An unseen subject has the mean of all codes, or zeros.
+        """
+        count, weight = self.config.subjects, self.subjects.weight
+        unseen = weight.new_full((count,), 1 / count if self.config.unseen == "mean" else 0.0)
+        if subject is None:
+            return unseen
+        codes = (subject[:, None] == torch.arange(count, device=subject.device)).to(weight.dtype)
+        return torch.where((subject < 0)[:, None], unseen, codes).unsqueeze(1)
 
     def join(self, out: Tensor, into: Tensor) -> Tensor:
         """Combine the stack's output with its input by the residual connection of the config."""

@@ -187,11 +187,21 @@ class EEGData(DataSettings):
     rate: Rate = 64.0  # Hz, sampling rate of EEG and envelope
     length: Annotated[Length, Field(ge=8)] = 640  # samples per window
     hop: Positive | None = None  # samples from one training window to the next; null: random starts
+    # training windows that an epoch draws from each recording; null: as many as fit side by side
+    windows: Annotated[int, Field(gt=0, le=10**6)] | None = None
 
     @property
     def task(self) -> Literal["envelope"]:
         """The task: decoding the envelope from the EEG."""
         return "envelope"
+
+    def problems(self) -> Iterator[str]:
+        """Yield a line for each contradiction between these settings."""
+        if self.hop is not None and self.windows is not None:
+            yield (
+                f"data.hop {self.hop} and data.windows {self.windows} both set the number of "
+                "windows; set one of them to null"
+            )
 
 
 class SimulatedEEG(EEGData):

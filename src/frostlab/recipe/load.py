@@ -28,7 +28,7 @@ from frostlab.recipe.bounded_yaml import (
     shown,
     shown_key,
 )
-from frostlab.recipe.data import RECORDED, Corpus, data_kind
+from frostlab.recipe.data import RECORDED, Corpus, EEGData, data_kind
 from frostlab.recipe.model import PRESETS
 from frostlab.recipe.recipe import PATHS, Recipe
 from frostlab.text import plain, short
@@ -299,15 +299,21 @@ class Layers:
             self.settings.update(_paths(value))
 
     def add(self, values: dict[str, Any], source: str) -> None:
-        """Merge values on top; a new kind of model, data or tokenizer drops the old kind's keys."""
-        values = self._with_implied_kind(values)
+        """Merge values on top; a new kind of model, data or tokenizer drops the old kind's keys.
+
+        A path to recordings on top of simulated EEG keeps the keys that all kinds of EEG have.
+        """
+        given, values = values, self._with_implied_kind(values)
+        kept = () if values is given else tuple(EEGData.model_fields)
         for section, tag in _section_tags().items():
             new, old = values.get(section), self.values.get(section)
             if not (isinstance(new, dict) and isinstance(old, dict) and tag in new):
                 continue
             if new[tag] != old.get(tag):
                 self.values[section] = {
-                    key: value for key, value in old.items() if self._was_set(section, key)
+                    key: value
+                    for key, value in old.items()
+                    if self._was_set(section, key) or (section == "data" and key in kept)
                 }
         self._drop_other_duration(values.get("train"))
         self._drop_preset_keys(values.get("model"))

@@ -18,6 +18,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "conservative": {"residual": "plain", "head": "mlp", "gradient_scale": 1.5},  # for little data
     "aggressive": {"residual": "gated", "head": "mlp", "gradient_scale": 3.0},  # for over 10 layers
 }
+LONGEST = 1000  # samples of a window of the published Conformer
 SCALES = (1, 2, 4, 8)  # default scales of the multiscale loss: numbers of samples averaged into one
 
 
@@ -117,6 +118,8 @@ class ConformerModel(ModelSettings):
     norm: Literal["batch", "layer", "group"] = "batch"  # norm in the convolution module
     attention: Literal["plain", "relative"] = "plain"  # relative: with relative positions
     unseen: Literal["mean", "none"] = "mean"  # embedding of an unseen subject: the mean, or zeros
+    # published: layers, channel attention and initial weights of the authors' code
+    variant: Literal["frostlab", "published"] = "frostlab"
 
     @model_validator(mode="before")
     @classmethod
@@ -137,7 +140,19 @@ class ConformerModel(ModelSettings):
             raise ValueError(
                 f"gate_bias {self.gate_bias} is given, but residual is {self.residual}, not gated"
             )
+        if self.variant == "published" and self.attention != "plain":
+            raise ValueError(
+                f"attention {self.attention} is given, but variant published has its own; use plain"
+            )
         return self
+
+    def problems(self, data: Data) -> Iterator[str]:
+        """Yield a line for each of these settings that does not fit the data."""
+        if self.variant == "published" and data.length > LONGEST:
+            yield (
+                f"data.length {data.length} is longer than {LONGEST} samples, the longest window "
+                "of model.variant published"
+            )
 
 
 class EnvelopeLoss(Strict):

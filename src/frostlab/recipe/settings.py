@@ -72,6 +72,7 @@ class Train(Strict):
 
     batch: Positive = 32  # examples per step, over all processes and micro-batches
     accumulate: Positive = 1  # micro-batches per step
+    drop_last: bool = False  # leave out the examples of an epoch that do not fill a batch
     epochs: Positive | None = None
     steps: Positive | None = None
     batching: Literal["bucketed", "packed", "padded", "fixed"] = "bucketed"

@@ -4,7 +4,8 @@ A trained matrix costs three matmuls per step: forward, input gradient and weigh
 removes the weight gradient. The input gradient is not needed either if nothing below the matrix is
 trained. The two products inside attention (scores and mixing) cost more per token in longer
 sequences, and they need a backward pass if anything below or inside the attention is trained. A
-kernel for causal attention that skips the masked half needs half of these FLOPs.
+kernel for causal attention that skips the masked half needs half of these FLOPs. A learned table of
+relative positions costs one more product: every query with the row of every distance.
 
 The results are bounds, because only matmuls and the optimizer's memory traffic are counted. A step
 that is bound by matmuls gains at most `speed_up`, and no step takes less than `ceiling_ms`.
@@ -93,6 +94,8 @@ def _layer_flops(
     query_widths: dict[bool, int] = {}  # by whether the attention is cross-attention
     needs_backward: dict[bool, bool] = {}  # by the same key
     learns_inside = any(_learns(part) for part in layer.parts)
+    tables = [part for part in layer.parts if _is_distance_table(part, layer, length)]
+    query_learns = learns_below  # whether queries need a gradient
     # `below` says whether a matrix needs an input gradient
     for part in layer.parts:
         if part.kind != "weight" or not part.matmul:
@@ -104,14 +107,38 @@ def _layer_flops(
             needs_backward[cross] = needs_backward.get(cross, False) or below or _learns(part)
             if role == "query":
                 query_widths[cross] = part.shape[part.axis]
+                query_learns |= _learns(part) and not cross
         else:
             below = learns_below or learns_inside
         total += 2 * part.parameters * (1 + below + _learns(part))
+    inside_attention = (*tables, *(part for part in layer.parts if _is_head_norm(part, layer)))
+    if any(map(_learns, inside_attention)):
+        needs_backward[False] = True
+    for table in tables:
+        product = 2 * (2 * length - 1) * query_widths.get(False, 0)
+        total += product * (1 + query_learns + _learns(table))
     # two products of 2 FLOPs per multiply-add; the backward pass costs twice the forward pass
     for cross, width in query_widths.items():
         attended = length / 2 if causal and not cross else length
         total += 2 * 2 * attended * width * (3 if needs_backward[cross] else 1)
     return total
+
+
+def _head_size(layer: Layer) -> int:
+    """Return the size of a layer's query heads; 0 if it has none or only one."""
+    heads = (part.heads for part in layer.parts if part.role == "query")
+    return next((h.size for h in heads if h is not None and h.count > 1), 0)
+
+
+def _is_distance_table(part: Part, layer: Layer, length: int) -> bool:
+    """Return whether a part has a row for each distance between two tokens of a sequence."""
+    is_table = part.role == "position" and len(part.shape) == 2 and not part.matmul
+    return is_table and part.shape[0] >= 2 * length - 1 and part.shape[1] == _head_size(layer)
+
+
+def _is_head_norm(part: Part, layer: Layer) -> bool:
+    """Return whether a part is a norm of queries or keys, which has a gain per unit of a head."""
+    return part.role == "norm" and part.shape == (_head_size(layer),)
 
 
 def _input_learns(anatomy: Anatomy, stack: str) -> bool:

@@ -184,7 +184,7 @@ def _check_order(context: RunContext, progress: Progress) -> None:
 
 
 def _steps_per_epoch(context: RunContext) -> int:
-    return steps_per_epoch(len(context.prepared.splits["train"]), context.recipe.train.batch)
+    return steps_per_epoch(len(context.prepared.splits["train"]), context.recipe.train)
 
 
 def _is_due(every: Every | None, step: int, per_epoch: int, total: int) -> bool:

@@ -413,7 +413,7 @@ def best_checkpoint(folder: Path, progress: Progress) -> Checkpoint:
 def stage_facts(context: RunContext, progress: Progress) -> StageRecord:
     """Return the record of the current stage; epochs are counted from the stage's beginning."""
     best, counts = progress.best, count_parameters(context.model)
-    per_epoch = steps_per_epoch(len(context.prepared.splits["train"]), context.recipe.train.batch)
+    per_epoch = steps_per_epoch(len(context.prepared.splits["train"]), context.recipe.train)
     began = sum(progress.lengths)
     values = {
         "name": context.stages[progress.stage].name,

@@ -78,9 +78,16 @@ def most_steps(stages: Sequence[Stage], ended: Sequence[int] = ()) -> int:
     return sum(ended) + sum(stage.steps for stage in stages[len(ended) :])
 
 
-def steps_per_epoch(examples: int, batch: int) -> int:
-    """Return the number of steps in an epoch; one batch may be smaller."""
-    return -(-examples // batch)
+def steps_per_epoch(examples: int, train: Train) -> int:
+    """Return the number of steps in an epoch; `drop_last` leaves out an incomplete batch."""
+    if not train.drop_last:
+        return -(-examples // train.batch)
+    if examples < train.batch:
+        raise BadInput(
+            f"train.drop_last leaves no step: {examples:,} training examples do not fill "
+            f"train.batch {train.batch}"
+        )
+    return examples // train.batch
 
 
 def total_steps(train: Train, examples: int) -> int:
@@ -88,7 +95,7 @@ def total_steps(train: Train, examples: int) -> int:
     if train.steps is not None:
         return train.steps
     assert train.epochs is not None
-    return train.epochs * steps_per_epoch(examples, train.batch)
+    return train.epochs * steps_per_epoch(examples, train)
 
 
 def stages_of(recipe: Recipe, examples: int) -> tuple[Stage, ...]:
@@ -110,7 +117,7 @@ def stages_of(recipe: Recipe, examples: int) -> tuple[Stage, ...]:
 def _stage(recipe: Recipe, name: str, settings: StageSettings, examples: int) -> Stage:
     steps = settings.steps or total_steps(recipe.train, examples)
     if settings.epochs is not None:
-        steps = settings.epochs * steps_per_epoch(examples, recipe.train.batch)
+        steps = settings.epochs * steps_per_epoch(examples, recipe.train)
     rates = settings.lr if isinstance(settings.lr, dict) else {}
     return Stage(
         name,
@@ -122,7 +129,7 @@ def _stage(recipe: Recipe, name: str, settings: StageSettings, examples: int) ->
         rates=rates,
         supervise=settings.supervise or recipe.supervise,
         keep_state=settings.keep_state,
-        per_epoch=steps_per_epoch(examples, recipe.train.batch),
+        per_epoch=steps_per_epoch(examples, recipe.train),
     )
 
 

@@ -9,6 +9,7 @@ from frostlab.data.eeg.load import load_signals
 from frostlab.data.eeg.recordings import Recording, windows
 from frostlab.errors import BadInput
 from frostlab.recipe.data import ChallengeEEG, SimulatedEEG
+from frostlab.recipe.load import load_recipe
 
 
 def recordings(*lengths: int) -> list[Recording]:
@@ -46,6 +47,17 @@ def test_drawn_windows() -> None:
         assert starts.max() + 64 == len(one)
 
 
+def test_a_given_number_of_windows_is_drawn_from_every_recording() -> None:
+    two = recordings(64, 1000)
+    drawn = windows(two, 64, seed=3, drawn=10)
+    assert np.bincount(drawn[:, 0]).tolist() == [10, 10], "whatever its length"
+    starts = drawn[10:, 1]
+    ranges = np.linspace(0, 1000 - 64 + 1, 11)
+    assert (starts >= np.floor(ranges[:-1])).all()
+    assert (starts < np.ceil(ranges[1:])).all()
+    assert not np.array_equal(drawn, windows(two, 64, seed=3, epoch=1, drawn=10))
+
+
 def test_a_recording_shorter_than_a_window() -> None:
     with pytest.raises(BadInput, match="r50 has 50 samples, a window 64; set data.length to 50"):
         windows(recordings(100, 50), 64)
@@ -72,3 +84,19 @@ def test_only_training_windows_are_drawn_or_hop(tmp_path: Path) -> None:
     assert {role: split.hop for role, split in splits.items()} == {
         "train": 16, "tune": 64, "report": 64, "unseen": 64,
     }  # fmt: skip
+    many = data.model_copy(update={"hop": None, "windows": 30})
+    few = data.model_copy(update={"hop": None})
+    lengths = [
+        {role: len(split) for role, split in load_signals(d, None, tmp_path).splits.items()}
+        for d in (many, few)
+    ]
+    assert [count["train"] for count in lengths] == [30, 6]
+    assert lengths[0] | {"train": 6} == lengths[1], "evaluations stay as they are"
+    assert len({load_signals(d, None, tmp_path).digest for d in (data, many, few)}) == 3
+    stored = [path for path in (tmp_path / "eeg").iterdir() if path.is_dir()]
+    assert len(stored) == 1, "the recordings are stored once"
+
+
+def test_hop_and_windows_exclude_each_other() -> None:
+    with pytest.raises(BadInput, match="data.hop 8 and data.windows 10 both set the number of"):
+        load_recipe("eeg-conformer-v2", {"data.hop": 8, "data.windows": 10})

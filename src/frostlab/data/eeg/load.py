@@ -32,11 +32,12 @@ from frostlab.errors import BadInput
 from frostlab.recipe.data import ChallengeEEG, EEGData, MatlabEEG, MneEEG, RecordedEEG, SimulatedEEG
 from frostlab.storage import build_once, cache_folder, digest_of, file_digest
 
+_CUT = ("length", "hop", "windows")  # settings that cut windows and leave the recordings alone
 FORMAT = 3  # version of stored recordings; raise it when simulation or preprocessing changes
 
 
 def load_signals(data: EEGData, data_dir: Path | None, cache: Path) -> Signals:
-    """Return a recipe's recordings as windows; the recipe's hop applies to train only."""
+    """Return a recipe's recordings as windows; its `hop` and `windows` apply to train only."""
     source = load_recordings(data, data_dir, cache)
     rows = {subject: row for row, subject in enumerate(source.subjects)}
     folder = find_folder(data.path, data_dir) if isinstance(data, RecordedEEG) else None
@@ -45,8 +46,9 @@ def load_signals(data: EEGData, data_dir: Path | None, cache: Path) -> Signals:
     for role, recordings in source.splits.items():
         hop = data.hop if role == "train" else data.length  # other windows are back to back
         subjects = tuple(rows.get(recording.subject, UNSEEN) for recording in recordings)
-        digest = digest_of([source.digest, role, data.length, hop])
-        splits[role] = Windows(recordings, subjects, data.length, hop, digest)
+        drawn = data.windows if role == "train" else None
+        digest = digest_of([source.digest, role, data.length, hop, *([drawn] if drawn else [])])
+        splits[role] = Windows(recordings, subjects, data.length, hop, digest, drawn)
         len(splits[role])  # raises an error if a recording is shorter than a window
     return Signals(
         splits=splits,
@@ -56,7 +58,9 @@ def load_signals(data: EEGData, data_dir: Path | None, cache: Path) -> Signals:
         origin=source.origin,
         caution=source.caution,
         known=source.known,
-        digest=digest_of([source.digest, data.length, data.hop]),
+        digest=digest_of(
+            [source.digest, data.length, data.hop, *([data.windows] if data.windows else [])]
+        ),
         described={
             role: SplitRecord(
                 source=place,
@@ -79,7 +83,7 @@ def load_recordings(
 ) -> Recordings:
     """Return a recipe's recordings, from the cache if they were stored before."""
     stored = cache_folder(cache) / "eeg"
-    settings = [FORMAT, data.model_dump(mode="json", exclude={"path", "length", "hop"})]
+    settings = [FORMAT, data.model_dump(mode="json", exclude={"path", *_CUT})]
     if isinstance(data, SimulatedEEG):
         name = digest_of(settings)[:32]
         return load_store(build_once(stored / name, lambda place: write_simulated(data, place)))
@@ -114,7 +118,7 @@ def load_undivided(
     """
     folder = find_folder(data.path, data_dir)
     sources = _sources(data, folder)
-    settings = [FORMAT, data.model_dump(mode="json", exclude={"path", "length", "hop"})]
+    settings = [FORMAT, data.model_dump(mode="json", exclude={"path", *_CUT})]
     stamps = [_stamp(file) for source in sources for file in source.files]
     key = digest_of([settings, str(folder.resolve()), stamps, list(subjects), list(channels)])
 

@@ -65,6 +65,7 @@ class Windows:
     length: int  # samples per window
     hop: int | None  # samples from one start to the next; None: starts are redrawn every epoch
     digest: str
+    drawn: int | None = None  # windows per recording without a hop; None: as many as fit
 
     def __len__(self) -> int:
         return len(self._first)
@@ -81,7 +82,7 @@ class Windows:
 
     def draw(self, seed: int, epoch: int) -> NDArray[np.int64]:
         """Return the numbers of an epoch's windows, in the order of the recordings."""
-        starts = windows(self.recordings, self.length, self.hop, seed, epoch)
+        starts = windows(self.recordings, self.length, self.hop, seed, epoch, self.drawn)
         return self.bounds[starts[:, 0]] + starts[:, 1]
 
     @cached_property
@@ -144,12 +145,14 @@ def windows(
     hop: int | None = None,
     seed: int = 0,
     epoch: int = 0,
+    drawn: int | None = None,
 ) -> Starts:
     """Return the recording and the first sample of each window.
 
     With a hop, windows start every `hop` samples, and the last window ends with the recording.
-    Without a hop, starts are random. There are as many windows as fit without overlap; the possible
-    starts are divided into that many equal ranges, and one start is drawn from each range.
+    Without a hop, starts are random. Each recording has `drawn` windows, or as many as fit without
+    overlap; the possible starts are divided into that many equal ranges, and one start is drawn
+    from each range.
     """
     parts: list[Starts] = []
     for index, recording in enumerate(recordings):
@@ -161,7 +164,7 @@ def windows(
             )
         if hop is None:
             random = np.random.default_rng([seed, epoch, index])
-            count = len(recording) // length
+            count = drawn or len(recording) // length
             starts = (np.arange(count) + random.random(count)) * (last + 1) / count
             starts = starts.astype(np.int64)
         else:

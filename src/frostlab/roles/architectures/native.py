@@ -105,6 +105,7 @@ CONFORMER_LAYER: Table = {
     "attention.position": "position",  # these three only with relative positions
     "attention.content_bias": "position",
     "attention.place_bias": "position",
+    "attention.relative_positions": "position",  # only in the published variant
     "convolution.norm": "norm",
     "convolution.enter": "conv",
     "convolution.depthwise": "conv",

@@ -44,8 +44,11 @@ class Feed:
 
     def order(self, epoch: int) -> Order:
         """Return the examples of every step of an epoch."""
-        bucket = self.train.batching == "bucketed"
-        return self.examples.epoch_order(self.train.batch, self.seed, epoch, bucket)
+        train = self.train
+        order = self.examples.epoch_order(
+            train.batch, self.seed, epoch, train.batching == "bucketed"
+        )
+        return [rows for rows in order if len(rows) == train.batch] if train.drop_last else order
 
     def __call__(self, rows: Rows) -> list[Batch]:
         """Return this process's micro-batches of a step; the step accumulates their gradients."""
