@@ -13,8 +13,10 @@ from frostlab.cli.options import (
     Device,
     RunName,
     RunsFolder,
+    ScaleOption,
     Seed,
     Settings,
+    StandIn,
     TrustRemoteCode,
     check_data_dir,
     echo,
@@ -75,6 +77,8 @@ def run(
         typer.Option(metavar="FOLDER", help="Also write TensorBoard event files to this folder."),
     ] = None,
     device: Device = None,
+    scale: ScaleOption = None,
+    stand_in: StandIn = False,
     trust_remote_code: TrustRemoteCode = False,
     runs: RunsFolder = Path("runs"),
     as_json: AsJson = False,
@@ -82,7 +86,7 @@ def run(
     """Train a recipe, record every step, and show the result."""
     from frostlab.recipe.load import load_recipe, recipe_name
 
-    loaded = load_recipe(recipe, settings_from(settings, device), seed)
+    loaded = load_recipe(recipe, settings_from(settings, device, scale), seed)
     check_data_dir(data_dir)
     from frostlab.records.show import show
     from frostlab.training.run import run as run_recipe
@@ -95,6 +99,7 @@ def run(
         data_dir=data_dir,
         resume=resume,
         tensorboard=tensorboard,
+        stand_in=stand_in,
         progress=True,
     )
     if is_first_process():
