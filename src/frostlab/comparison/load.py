@@ -8,7 +8,7 @@ their recipes: what differs between two groups of runs makes them arms.
 import glob
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from frostlab.recipe.load import (
     with_paths,
 )
 from frostlab.recipe.recipe import Recipe
+from frostlab.recipe.scale import SIZES
 from frostlab.recipe.settings import METRICS
 from frostlab.recipe.treatment import TREATMENTS
 from frostlab.records.folder import RunRecord
@@ -61,6 +62,7 @@ def make_plan(
     *,
     settings: Mapping[str, Any] | None = None,
     quick: bool = False,
+    stand_in: Callable[[Recipe], Recipe] | None = None,
 ) -> Plan:
     """Return the checked plan of a comparison.
 
@@ -68,8 +70,10 @@ def make_plan(
         source: a comparison, or a recipe if `changes` gives the arms: a shipped name, a YAML file
             or a dict.
         changes: keys of a comparison that override the source's keys.
-        settings: recipe settings for every arm by dotted key, such as `{"optim.lr": 1e-4}`.
+        settings: recipe settings for every arm by dotted key, such as `{"optim.lr": 1e-4}`. The
+            scale `{"scale": "tiny"}` makes each arm smaller after its own settings.
         quick: plan fewer seeds and shorter step timing, unless the source sets them.
+        stand_in: a function that replaces what an arm's recipe lacks by stand-ins.
     """
     values, label = _read(source)
     values |= changes or {}
@@ -84,6 +88,7 @@ def make_plan(
     for key in ("treatment", "seed"):
         if any(str(name).partition(".")[0] == key for name in changed):
             raise BadInput(f"{label}: set {key}: each arm and run has its own; use {_INSTEAD[key]}")
+    scale = changed.pop("scale", None)
     recipe, name = _recipe(values.get("recipe"), changed, label)
     rules = _rules(values, recipe)
     base = recipe.to_dict() | {"treatment": "none", "seed": 0}  # each run sets its own
@@ -104,9 +109,12 @@ def make_plan(
     }
     if "clock" in values:
         plan_values["clock"] = values["clock"] or None  # `clock: false` turns off step timing
+    elif str(scale) in SIZES:
+        plan_values["clock"] = {"seconds": SIZES[str(scale)].timing}
     elif quick:
         plan_values["clock"] = _QUICK_TIMING
     plan = _validated(plan_values, label)
+    plan = plan.changed(scale, settings or {}, stand_in, changed_settings)
     plan.check()
     timed = plan.clock is not None and not plan.has_stages
     plan = plan.model_copy(update={"rules": plan.rules.model_copy(update={"timed": timed})})
@@ -476,10 +484,14 @@ def _check_distinct(arms: Sequence[_ChosenRuns]) -> None:
 
 
 def _check_pairable(baseline: _ChosenRuns, arm: _ChosenRuns) -> None:
-    """Refuse runs of another task, of other data, or without a seed of the baseline."""
+    """Refuse runs of another task, scale or data, or without a seed of the baseline."""
     tasks = [either.first.recipe.data.task for either in (baseline, arm)]
     if tasks[0] != tasks[1]:
         raise BadInput(f"{baseline.label} is {tasks[0]}, and {arm.label} is {tasks[1]}")
+    scales = dict.fromkeys(either.first.recipe.scale for either in (baseline, arm))
+    if len(scales) > 1:
+        listed = " and ".join(scales)
+        raise BadInput(f"{baseline.label} and {arm.label} differ in scale ({listed})")
     for key, value in _changed(baseline.settings["data"], arm.settings["data"], "data"):
         values = f"{shown(_value(baseline.settings, key))} and {shown(value)}"
         raise BadInput(
@@ -501,6 +513,15 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     values = {key: value for key, value in recipe.to_dict().items() if key not in _SAME}
     values["data"] = {key: value for key, value in values["data"].items() if key != "path"}
     return values
+
+
+def changed_settings(recipe: Recipe, other: Recipe) -> dict[str, Any]:
+    """Return the settings of `other` in which it differs from a recipe, besides its treatment."""
+    left, right = (
+        {key: value for key, value in either.to_dict().items() if key not in _SAME}
+        for either in (recipe, other)
+    )
+    return dict(_changed(left, right))
 
 
 def _changed(left: Any, right: Any, path: str = "") -> Iterator[tuple[str, Any]]:

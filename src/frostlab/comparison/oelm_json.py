@@ -26,7 +26,8 @@ QUESTIONS = (
     "Does it carry from BERT to GPT?",
 )
 _OELM_KEY = "oelm_freeze"  # of the OELM arm in comparison.json
-_OTHER_KEYS = ("dataset", "model", "quick", "environment", "comparison")  # keys that are not arms
+# keys that are not arms
+_OTHER_KEYS = ("dataset", "model", "quick", "caution", "environment", "comparison")
 _QK = ("query", "key")
 
 
@@ -245,6 +246,7 @@ def comparison_json(evidence: Evidence, first: RunRecord) -> dict[str, Any]:
         "dataset": evidence.plan.recipe["data"]["name"],
         "model": _model_name(evidence),
         "quick": evidence.plan.quick,  # whether runs were shortened
+        "caution": evidence.caution,  # a warning about all numbers
         "environment": _environment(first),
         "baseline": _arm_values(evidence, evidence.baseline),
     }
@@ -293,7 +295,7 @@ def timing_json(evidence: Evidence) -> dict[str, Any]:
         "whole_run_difference_percent": _percent(whole_runs["percent"], digits=2),
         "note": whole_run_note(evidence),
     }
-    return {"timing": values}
+    return {"caution": evidence.caution, "timing": values}
 
 
 def _environment(record: RunRecord) -> dict[str, Any]:

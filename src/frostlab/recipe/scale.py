@@ -219,9 +219,12 @@ class _Scaling:
     @property
     def _fewest_steps(self) -> int | None:
         """The steps of the shortest stage; None if they are not known."""
-        per_epoch, counts = self._steps_per_epoch, []
+        per_epoch, counts = self._steps_per_epoch, list[int]()
         for epochs, steps in self._durations:
-            if steps is None and (per_epoch is None or epochs is None):
+            if steps is not None:
+                counts.append(steps)
+            elif epochs is None or per_epoch is None:
                 return None
-            counts.append(steps if steps is not None else epochs * per_epoch)
+            else:
+                counts.append(epochs * per_epoch)
         return min(counts)
