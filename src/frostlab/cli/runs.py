@@ -130,11 +130,15 @@ def exits(
 
     folder = find_run(runs, run)
     check_data_dir(data_dir)
+    from frostlab.records.folder import RunRecord
     from frostlab.training.exits import early_exits, exits_table
 
     table = exits_table(early_exits(folder, data_dir=data_dir, device=device))
-    text = read_text(folder / "exits.json") if as_json else table
-    echo(text.rstrip())
+    if as_json:
+        echo(read_text(folder / "exits.json").rstrip())
+        return
+    caution = RunRecord(folder).result.caution
+    echo(table if caution is None else f"{table}\n\n{plain(caution)}")
 
 
 def envelopes(run: RunName, data_dir: DataDir = None, runs: RunsFolder = Path("runs")) -> None:

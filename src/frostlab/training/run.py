@@ -16,7 +16,7 @@ import yaml
 from frostlab.data.eeg.recordings import PreparedData, as_token_data
 from frostlab.devices import choose_device
 from frostlab.errors import BadInput, DamagedCheckpoint, FrostlabError
-from frostlab.integrations.tensorboard import LiveBoard, check_folder
+from frostlab.integrations.tensorboard import LiveBoard, check_folder, marked_folder
 from frostlab.models.stand_in import suggesting_stand_in, with_stand_ins
 from frostlab.recipe.load import load_recipe, recipe_from, recipe_name, with_paths
 from frostlab.recipe.recipe import Recipe, Scale
@@ -93,7 +93,8 @@ def run(
         data_dir: the folder with the data sets.
         resume: continue the unfinished run in `out`, or the newest unfinished run of this recipe in
             `runs`. Without any run, begin one; refuse a finished or diverged run.
-        tensorboard: a folder to which TensorBoard event files are written during the run.
+        tensorboard: a folder to which TensorBoard event files are written during the run; for a
+            scaled run, or one with stand-ins, to a folder in it that says so.
         scale: tiny or small: fewer examples, fewer steps and narrower layers; None: the recipe's
             scale. `settings` win over the scale.
         stand_in: use embedded data, a learned tokenizer or random weights in place of a data set, a
@@ -105,6 +106,8 @@ def run(
     recipe, name = _resolve(recipe, changes, seed, name)
     if stand_in:
         recipe = with_stand_ins(recipe, data_dir)
+    if tensorboard is not None:
+        tensorboard = marked_folder(tensorboard, recipe)
     display = progress if isinstance(progress, Display) else Display(choose_screen(progress))
     device = choose_device(recipe.train.device)
     with ExitStack() as stack:
