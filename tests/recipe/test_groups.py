@@ -35,13 +35,16 @@ def test_a_group_of_ones_own(tmp_path: Path) -> None:
         "fair:\n"
         "  rates: {recipe: docstrings-demo, arms: [baseline, oelm]}\n"
         "  decay: {recipe: docstrings-demo, arms: [baseline, oelm], tune: decay}\n"
+        "  shipped: eeg-scales\n"
     )
     group = load_group(str(tmp_path / "mine.yaml"))
     assert group.name == "mine"
     assert group.recipe("slow.yaml").optim.lr == 1e-4, "a path is relative to the group's file"
     assert group.arms("rates") == ("docstrings-demo", "slow.yaml")
     assert group.experiments["docstrings-demo"].reported == {"accuracy": 0.5}
-    assert (group.fair["rates"]["tune"], group.fair["decay"]["tune"]) == ("lr", "decay")
+    tuned = {name: comparison["tune"] for name, comparison in group.fair.items()}
+    assert tuned == {"rates": "lr", "decay": "decay", "shipped": "lr"}
+    assert group.fair["shipped"]["recipe"] == "eeg-conformer-v2"
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -57,6 +60,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"published": {"a": {"arms": "gpt-01"}}}, "published.a.arms should be a list of experiments"),
     ({"published": {"a": 3}}, "published.a 3: Input should be an object"),
     ({"published": {}}, "has no comparison; add published or fair"),
+    ({"fair": {"a": "grwoth"}},
+     "fair.a 'grwoth': no comparison is called grwoth; did you mean `growth`?"),
+    ({"fair": {"a": [1]}}, "fair.a [1]: Input should be an object"),
 ]  # fmt: skip
 
 
@@ -79,7 +85,7 @@ def test_a_wrong_group_is_refused_in_one_line(
 
 
 def test_groups_that_are_not_there() -> None:
-    with pytest.raises(BadInput, match="no group is called 'phase33'; did you mean `phase3`?"):
+    with pytest.raises(BadInput, match="no group is called 'phase33'; did you mean `phase3`"):
         load_group("phase33")
     with pytest.raises(BadInput, match=r"nowhere\.yaml: cannot be read"):
         load_group("nowhere.yaml")

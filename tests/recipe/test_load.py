@@ -306,7 +306,8 @@ def test_the_named_treatments() -> None:
     assert set(TREATMENTS) == {
         "none", "oelm", "oelm-gaussian", "oelm-k", "oelm-q", "oelm-global", "oelm-random",
         "oelm-random-matched", "frozen-qk", "orthogonal-trainable", "baseline", "frozen-embedding",
-        "head", "norms", "bitfit",
+        "head", "norms", "bitfit", "frozen-q", "frozen-k", "frozen-v", "frozen-up-gate",
+        "oelm-frozen-embedding", "random-trainable",
     }  # fmt: skip
 
 

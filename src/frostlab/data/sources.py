@@ -191,6 +191,9 @@ PUBLIC_SETS = {
     "wikitext2": SetDefaults(
         ("Salesforce/wikitext", "wikitext-2-v1", None), tune="validation", joined=True
     ),
+    "wikitext2-raw": SetDefaults(
+        ("Salesforce/wikitext", "wikitext-2-raw-v1", None), tune="validation", joined=True
+    ),
     "wikitext103": SetDefaults(
         ("Salesforce/wikitext", "wikitext-103-raw-v1", None), tune="validation", joined=True
     ),

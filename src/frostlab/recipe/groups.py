@@ -3,10 +3,11 @@
 A group is a YAML file. Its experiments are recipes, in the order in which to run them, each with
 the numbers that the sources reported. `published` holds the comparisons that the sources made,
 whose arms are experiments; `fair` holds comparisons that ask the same questions with arms that
-differ in their treatment only.
+differ in what is compared only. `further` holds data on which the models are evaluated, too.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -16,9 +17,15 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 
 from frostlab.errors import BadInput, nearest
 from frostlab.recipe.bounded_yaml import read_yaml, shown, shown_key
-from frostlab.recipe.load import load_recipe, shipped_groups, shipped_recipes
+from frostlab.recipe.load import (
+    load_recipe,
+    shipped_comparisons,
+    shipped_groups,
+    shipped_recipes,
+)
 from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.treatment import MOST_LISTED, Strict
+from frostlab.text import NONE, columns, number
 
 _ENDINGS = (".yaml", ".yml")
 _TUNED = {"tune": "lr"}  # the default of every fair comparison
@@ -29,7 +36,7 @@ class Experiment(Strict):
 
     # metric → value; accuracies as shares of 1, times in seconds
     reported: dict[str, float] = Field(default_factory=dict)
-    cost: str | None = None  # expected time, and on which machine
+    cost: str | None = None  # expected time on the group's machine
     optional: bool = False  # whether the sources left it to the reader
 
 
@@ -39,7 +46,15 @@ def _as_comparison(value: Any) -> Any:
 
 
 def _as_tuned(value: Any) -> Any:
-    """Tune the learning rate of a fair comparison, unless it says what to tune."""
+    """Return the keys of a fair comparison, which tunes the learning rate unless they say else.
+
+    A text is the name of a shipped comparison.
+    """
+    if isinstance(value, str):
+        shipped = shipped_comparisons()
+        if value not in shipped:
+            raise ValueError(f"no comparison is called {shown_key(value)}{nearest(value, shipped)}")
+        value = shipped[value]
     return _TUNED | value if isinstance(value, dict) else value
 
 
@@ -51,10 +66,12 @@ class Group(Strict):
     """Experiments that answer one question, and the comparisons among them."""
 
     about: str
+    machine: str | None = None  # the sources' machine, on which the experiments have their cost
     # by id, baselines first
     experiments: dict[str, Experiment] = Field(default_factory=dict, max_length=MOST_LISTED)
     # name → keys of a comparison whose `arms` are ids; the first is the baseline
     published: dict[str, Published] = Field(default_factory=dict, max_length=MOST_LISTED)
+    # name → keys of a comparison, or the name of a shipped one
     fair: dict[str, Fair] = Field(default_factory=dict, max_length=MOST_LISTED)
     # name → settings of a further evaluation of every run's best weights
     further: dict[str, dict[str, Any]] = Field(default_factory=dict, max_length=MOST_LISTED)
@@ -79,6 +96,60 @@ class Group(Strict):
     def arms(self, comparison: str) -> tuple[str, ...]:
         """Return the ids of a published comparison's arms, the baseline first."""
         return tuple(self.published[comparison]["arms"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON: the group's keys, and each experiment's main settings."""
+        experiments = [
+            {"id": name, **_main_settings(self.recipe(name)), **facts.model_dump(mode="json")}
+            for name, facts in self.experiments.items()
+        ]
+        return {"name": self.name, **self.model_dump(mode="json"), "experiments": experiments}
+
+
+def _main_settings(recipe: Recipe) -> dict[str, Any]:
+    """Return what an experiment is told apart by: its data, method and learning rate."""
+    deep = ["supervise: all"] if recipe.supervise.layers == "all" else []
+    treatment = [] if deep and recipe.treatment_name == "none" else [recipe.treatment_name]
+    return {
+        "about": recipe.about,
+        "data": recipe.data.name,
+        "method": ", ".join([*treatment, *deep]),
+        "lr": recipe.optim.lr,
+        "metric": recipe.metric,
+        "digest": recipe.digest,
+    }
+
+
+def group_table(group: Group, width: int | None) -> list[str]:
+    """Return the lines of a table of a group's experiments; empty if it has none."""
+    experiments = group.to_dict()["experiments"]
+    if not experiments:
+        return []
+    metrics = {values["metric"] for values in experiments}
+    reported = metrics.pop() if len(metrics) == 1 else "reported"
+    longest = max(len(values["id"]) for values in experiments)
+    rows = [("id", "data", "method", "lr", reported, "time")]
+    rows += [_row(values, reported) for values in experiments]
+    kept = [i for i in range(6) if i < 4 or any(row[i] != NONE for row in rows[1:])]
+    # Ids are typed by users, so they must stay whole, as columns do that are aligned right.
+    table = [(row[0].ljust(longest), *(row[i] for i in kept[1:])) for row in rows]
+    lines = columns(table, [0, 3], width)
+    names = [rows[0][i] for i in kept if i > 3]
+    if names:
+        machine = f", on {group.machine}" if group.machine else ""
+        them = "them" if len(names) > 1 else "it"
+        lines += ["", f"{' and '.join(names)}: as the sources reported {them}{machine}"]
+    return lines
+
+
+def _row(values: dict[str, Any], reported: str) -> tuple[str, ...]:
+    """Return the cells of an experiment's row; `reported` is the heading of the fifth column."""
+    metric, value = values["metric"], values["reported"].get(values["metric"])
+    result = "optional" if values["optional"] else NONE
+    if value is not None:
+        result = number(value) if reported == metric else f"{metric} {number(value)}"
+    lr = re.sub(r"\.?0*e([+-])0*", r"e\1", f"{values['lr']:.2e}")
+    return (values["id"], values["data"], values["method"], lr, result, values["cost"] or NONE)
 
 
 def group_names() -> list[str]:
@@ -120,7 +191,8 @@ def _checked(values: dict[str, Any], name: str, label: str, folder: Path | None)
             raise BadInput(f"{label}: {key} is not a key of a group{hint}") from None
         if problem["type"] == "missing":
             raise BadInput(f"{label}: {key} is missing") from None
-        raise BadInput(f"{label}: {key} {shown(problem['input'])}: {problem['msg']}") from None
+        reason = problem["msg"].removeprefix("Value error, ")
+        raise BadInput(f"{label}: {key} {shown(problem['input'])}: {reason}") from None
     group._name, group._folder = name, folder
     for line in _problems(group):
         raise BadInput(f"{label}: {line}")
