@@ -15,6 +15,10 @@ class BadInput(FrostlabError, ValueError):
     """An invalid value; the message says where it is and, if possible, suggests a valid one."""
 
 
+class Unavailable(BadInput):
+    """A data set, tokenizer or model that is not on this machine and cannot be downloaded."""
+
+
 class UnknownArchitecture(BadInput):
     """A model or module whose parts frostlab cannot identify."""
 

@@ -130,3 +130,8 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def typed(value: Any, *kinds: type) -> Any:
     """Return the value if it has one of these types and is not a bool, else None."""
     return value if isinstance(value, kinds) and not isinstance(value, bool) else None
+
+
+def joined(texts: Iterable[str | None]) -> str | None:
+    """Join the texts that are not empty by semicolons; return None if there are none."""
+    return "; ".join(text for text in texts if text) or None

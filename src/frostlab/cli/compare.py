@@ -4,6 +4,7 @@ A group of experiments is several comparisons, which are carried out one after a
 """
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,9 @@ from frostlab.cli.options import (
     AsJson,
     DataDir,
     Device,
+    ScaleOption,
     Settings,
+    StandIn,
     check_data_dir,
     echo,
     settings_from,
@@ -21,8 +24,11 @@ from frostlab.cli.options import (
 from frostlab.errors import BadInput, nearest
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from frostlab.comparison.run import Comparison
     from frostlab.experiments.run import GroupResult
+    from frostlab.recipe.recipe import Recipe
 
 _WITH_RUNS = ("sources", "runs", "metric", "allow", "out", "as_json")  # allowed with --runs
 _FOR_GROUPS = ("as_published", "only")  # options that only a group has
@@ -137,6 +143,8 @@ def compare(
         ),
     ] = None,
     device: Device = None,
+    scale: ScaleOption = None,
+    stand_in: StandIn = False,
     as_json: AsJson = False,
 ) -> None:
     """Train variants of a recipe (arms) that differ in a treatment, and report what it changed.
@@ -153,7 +161,7 @@ def compare(
         )
     (source,) = sources
     check_data_dir(data_dir)
-    changes = settings_from(settings, device)
+    changes = settings_from(settings, device, scale)
     from frostlab.experiments.plans import is_group_source
 
     if is_group_source(source):
@@ -178,8 +186,14 @@ def compare(
         "assay": assay or None,
     }
     rules = {key: value for key, value in options.items() if value is not None}
-    again = is_stored_plan(source, rules | changes, quick)
-    plan = None if again else make_plan(source, rules, settings=changes, quick=quick)
+    given = rules | changes | ({"stand-in": True} if stand_in else {})
+    again = is_stored_plan(source, given, quick)
+    replace_missing = stand_ins_from(data_dir) if stand_in else None
+    plan = (
+        None
+        if again
+        else make_plan(source, rules, settings=changes, quick=quick, stand_in=replace_missing)
+    )
     from frostlab.comparison.run import reproduce, run_plan  # imports torch, unlike the plan
     from frostlab.comparison.runner import Runner
     from frostlab.training.progress import choose_screen
@@ -190,6 +204,13 @@ def compare(
     else:
         comparison = run_plan(plan, runner, out)
     _show(comparison, as_json)
+
+
+def stand_ins_from(data_dir: Path | None) -> "Callable[[Recipe], Recipe]":
+    """Return the function that replaces what a recipe lacks by stand-ins."""
+    from frostlab.models.stand_in import with_stand_ins  # imports torch, unlike a plan
+
+    return partial(with_stand_ins, data_dir=data_dir)
 
 
 def _refuse_options(context: typer.Context, allowed: tuple[str, ...], reason: str) -> None:

@@ -171,7 +171,8 @@ def _train(
     from frostlab.training.run import RunFailed
     from frostlab.training.run import run as run_recipe
 
-    folder = out or new_folder(runs, f"{name}-{recipe.treatment_name}-s{recipe.seed}")
+    full_name = f"{name}{recipe.marks}-{recipe.treatment_name}-s{recipe.seed}"
+    folder = out or new_folder(runs, full_name)
     try:
         return run_recipe(recipe, name=name, out=folder, data_dir=data_dir, progress=True).folder
     except RunFailed:
@@ -187,6 +188,7 @@ def _judge(diagnosis: "Diagnosis") -> tuple["Target", ...]:
 
     targets = targets_of(diagnosis)
     outcome = {
+        "caution": diagnosis.caution,
         "passed": all(target.reached for target in targets),
         "targets": [target.to_dict() for target in targets],
         "verdict": diagnosis.sentences,

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from frostlab.errors import BadInput
+from frostlab.errors import BadInput, nearest
 from frostlab.launcher import rank
-from frostlab.text import printable
+from frostlab.text import plain, printable, short
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 DataDir = Annotated[
@@ -62,6 +62,20 @@ Seed = Annotated[
         metavar="N", help="Seed for weights, data order and dropout (default: the recipe's)."
     ),
 ]
+ScaleOption = Annotated[
+    str | None,
+    typer.Option(
+        "--scale", metavar="tiny|small|full",
+        help="Fewer examples, fewer steps and narrower layers: seconds or minutes on 2 cores.",
+    ),
+]  # fmt: skip
+StandIn = Annotated[
+    bool,
+    typer.Option(
+        "--stand-in",
+        help="Use embedded data or random weights in place of what cannot be had.",
+    ),
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option(
@@ -101,11 +115,19 @@ def echo(text: object = "", err: bool = False) -> None:
     typer.echo(printable(str(text)), err=err)
 
 
-def settings_from(settings: Iterable[str] | None, device: str | None = None) -> dict[str, Any]:
-    """Return the recipe settings of --set and --device; --device wins over --set train.device."""
+def settings_from(
+    settings: Iterable[str] | None, device: str | None = None, scale: str | None = None
+) -> dict[str, Any]:
+    """Return the recipe settings of --set, --device and --scale; the options win over --set."""
     from frostlab.recipe.load import parse_settings
+    from frostlab.recipe.scale import ORDER
 
-    return parse_settings(settings or ()) | ({} if device is None else {"train.device": device})
+    if scale is not None and scale not in ORDER:
+        hint = nearest(scale, ORDER) or f"; choose from {', '.join(ORDER)}"
+        raise BadInput(f"--scale {plain(short(scale, 40))} is not a scale{hint}")
+    options = {"train.device": device, "scale": scale}
+    given = {key: value for key, value in options.items() if value is not None}
+    return parse_settings(settings or ()) | given
 
 
 def check_data_dir(data_dir: Path | None) -> None:

@@ -13,8 +13,10 @@ from frostlab.cli.options import (
     Device,
     RunName,
     RunsFolder,
+    ScaleOption,
     Seed,
     Settings,
+    StandIn,
     TrustRemoteCode,
     check_data_dir,
     echo,
@@ -125,6 +127,8 @@ def run(
         typer.Option(metavar="FOLDER", help="Also write TensorBoard event files to this folder."),
     ] = None,
     device: Device = None,
+    scale: ScaleOption = None,
+    stand_in: StandIn = False,
     trust_remote_code: TrustRemoteCode = False,
     runs: RunsFolder = Path("runs"),
     as_json: AsJson = False,
@@ -132,7 +136,7 @@ def run(
     """Train a recipe, record every step, and show the result."""
     from frostlab.recipe.load import load_recipe, recipe_name
 
-    loaded = load_recipe(recipe, settings_from(settings, device), seed)
+    loaded = load_recipe(recipe, settings_from(settings, device, scale), seed)
     check_data_dir(data_dir)
     from frostlab.records.show import show
     from frostlab.training.run import run as run_recipe
@@ -145,6 +149,7 @@ def run(
         data_dir=data_dir,
         resume=resume,
         tensorboard=tensorboard,
+        stand_in=stand_in,
         progress=True,
     )
     if is_first_process():
@@ -172,11 +177,15 @@ def exits(
 
     folder = find_run(runs, run)
     check_data_dir(data_dir)
+    from frostlab.records.folder import RunRecord
     from frostlab.training.exits import early_exits, exits_table
 
     table = exits_table(early_exits(folder, data_dir=data_dir, device=device))
-    text = read_text(folder / "exits.json") if as_json else table
-    echo(text.rstrip())
+    if as_json:
+        echo(read_text(folder / "exits.json").rstrip())
+        return
+    caution = RunRecord(folder).result.caution
+    echo(table if caution is None else f"{table}\n\n{plain(caution)}")
 
 
 def envelopes(run: RunName, data_dir: DataDir = None, runs: RunsFolder = Path("runs")) -> None:

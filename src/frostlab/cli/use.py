@@ -142,6 +142,7 @@ def predict(
     endings = [".csv", ".tsv", ".jsonl"]
     if out is not None:
         check_new(out, endings)
+    _show_caution(loaded)
     rows = predict_file(loaded, file, device)
     if out is None:
         if as_json:
@@ -157,6 +158,12 @@ def predict(
         return
     listed = ", ".join(f"{label} {number:,}" for label, number in counts.most_common(8))
     echo(plain(f"{out}: {counted(count, 'texts')}{f', predicted as {listed}' * bool(listed)}"))
+
+
+def _show_caution(run: "Run") -> None:
+    """Warn about a scaled run, or one with stand-ins, apart from the output itself."""
+    if run.recipe.caution is not None:
+        echo(plain(f"caution: {run.folder.name}: {run.recipe.caution}"), err=True)
 
 
 def _print_rows(rows: Iterable[dict[str, Any]]) -> None:
@@ -189,6 +196,7 @@ def _predict_envelopes(
         check_new(out, endings)
     data = run.recipe.data
     assert isinstance(data, EEGData)
+    _show_caution(run)
     envelopes = Predictor(run, device).envelopes(Path(path))
     if out is None:
         if as_json:
@@ -260,6 +268,7 @@ def generate(
     sampling = Sampling(tokens, temperature, top_p, seed, count)
     for run in loaded:
         check_generates(run)
+        _show_caution(run)
     distinct = len({run.folder.name for run in loaded}) == len(loaded)
     shown = [
         (run.folder.name if distinct else str(run.folder), sample)

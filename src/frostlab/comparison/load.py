@@ -8,7 +8,7 @@ from their recipes: each group of runs is an arm, named after its differences fr
 import glob
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from frostlab.recipe.load import (
     with_paths,
 )
 from frostlab.recipe.recipe import Recipe
+from frostlab.recipe.scale import SIZES
 from frostlab.recipe.settings import METRICS
 from frostlab.recipe.treatment import TREATMENTS
 from frostlab.records.folder import RunRecord
@@ -61,6 +62,7 @@ def make_plan(
     *,
     settings: Mapping[str, Any] | None = None,
     quick: bool = False,
+    stand_in: Callable[[Recipe], Recipe] | None = None,
 ) -> Plan:
     """Return the checked plan of a comparison.
 
@@ -68,8 +70,10 @@ def make_plan(
         source: a comparison, or a recipe if `changes` gives the arms: a shipped name, a YAML file,
             a dict or a `Recipe`.
         changes: keys of a comparison that override the source's keys.
-        settings: recipe settings for every arm by dotted key, such as `{"optim.lr": 1e-4}`.
+        settings: recipe settings for every arm by dotted key, such as `{"optim.lr": 1e-4}`. The
+            scale `{"scale": "tiny"}` makes each arm smaller after its own settings.
         quick: plan short runs, and by default fewer seeds and shorter step timing.
+        stand_in: a function that replaces what an arm's recipe lacks by stand-ins.
     """
     values, label = _read(source)
     values |= changes or {}
@@ -84,6 +88,7 @@ def make_plan(
     for key in ("treatment", "seed"):
         if any(str(name).partition(".")[0] == key for name in changed):
             raise BadInput(f"{label}: set {key}: each arm and run has its own; use {_INSTEAD[key]}")
+    scale = changed.pop("scale", None)
     recipe, name = _recipe(values.get("recipe"), changed, label)
     rules = _rules(values, recipe)
     base = recipe.to_dict() | {"treatment": "none", "seed": 0}  # each run sets its own
@@ -105,9 +110,12 @@ def make_plan(
     }
     if "clock" in values:
         plan_values["clock"] = values["clock"] or None  # `clock: false` turns off step timing
+    elif str(scale) in SIZES:
+        plan_values["clock"] = {"seconds": SIZES[str(scale)].timing}
     elif quick:
         plan_values["clock"] = _QUICK_TIMING
     plan = _validated(plan_values, label)
+    plan = plan.changed(scale, settings or {}, stand_in, changed_settings)
     plan.check()
     timed = plan.clock is not None and not plan.has_stages
     plan = plan.model_copy(update={"rules": plan.rules.model_copy(update={"timed": timed})})
@@ -483,12 +491,16 @@ def _check_distinct(arms: Sequence[_ChosenRuns]) -> None:
 
 
 def _check_pairable(baseline: _ChosenRuns, arm: _ChosenRuns) -> None:
-    """Refuse an arm with another task or other data, or without a seed of the baseline."""
+    """Refuse an arm with another task, scale or other data, or without a seed of the baseline."""
     tasks = [either.first.recipe.data.task for either in (baseline, arm)]
     if tasks[0] != tasks[1]:
         raise BadInput(
             f"the task of {baseline.label} is {tasks[0]}, and that of {arm.label} is {tasks[1]}"
         )
+    scales = dict.fromkeys(either.first.recipe.scale for either in (baseline, arm))
+    if len(scales) > 1:
+        listed = " and ".join(scales)
+        raise BadInput(f"{baseline.label} and {arm.label} differ in scale ({listed})")
     for key, value in _changed(baseline.settings["data"], arm.settings["data"], "data"):
         values = f"{shown(_value(baseline.settings, key))} and {shown(value)}"
         raise BadInput(

@@ -32,9 +32,8 @@ QUESTIONS = (
     "Does it carry from BERT to GPT?",
 )
 _OELM_KEY = "oelm_freeze"  # of the OELM arm in comparison.json
-_OTHER_KEYS = (  # keys that are not arms
-    "dataset", "model", "quick", "caution", "environment", "comparison",
-)  # fmt: skip
+# keys that are not arms
+_OTHER_KEYS = ("dataset", "model", "quick", "caution", "environment", "comparison")
 _QK = ("query", "key")
 
 
@@ -302,7 +301,7 @@ def timing_json(evidence: Evidence) -> dict[str, Any]:
         "whole_run_difference_percent": _percent(whole_runs["percent"], digits=2),
         "note": whole_run_note(evidence),
     }
-    return {"timing": values}
+    return {"caution": evidence.caution, "timing": values}
 
 
 def _environment(record: RunRecord) -> dict[str, Any]:

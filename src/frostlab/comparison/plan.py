@@ -9,7 +9,7 @@ these runs.
 
 import copy
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
@@ -40,7 +40,7 @@ MARGINS = {"perplexity": 1.05, **dict.fromkeys(ERROR_RATES, 1.10), "pearson": 0.
 _LOWER_IS_BETTER_ENDINGS = ("_seconds", "_ms", "_bytes")  # of metric names
 _NO_CONFOUNDS = ("about", "treatment", "seed")  # recipe keys whose differences are no confounds
 _SAME_FOR_ALL = ("data", "tokenizer")  # recipe sections that may not differ between arms
-_NOT_IN_SET = ("seed", "treatment")  # recipe keys that an arm's `set` may not change
+_NOT_IN_SET = ("seed", "treatment", "scale")  # recipe keys that an arm's `set` may not change
 
 
 Look = Annotated[int, Field(gt=0, le=MOST_LOOKS)]
@@ -325,6 +325,33 @@ class Plan(Strict):
         for key, value in (*copy.deepcopy(arm.set).items(), *(tuned or {}).items()):
             set_nested(values, key, value)
         return recipe_from(values, source=f"arm {arm.name}")
+
+    def changed(
+        self,
+        scale: str | None,
+        settings: Mapping[str, Any],
+        stand_in: Callable[[Recipe], Recipe] | None,
+        differing: Callable[[Recipe, Recipe], dict[str, Any]],
+    ) -> "Plan":
+        """Return the plan with the recipe of each arm scaled and completed by stand-ins.
+
+        The user's `settings` win over the scale, but an arm's own settings are scaled, too.
+        `differing` returns the settings of a second recipe that the first does not share.
+        """
+        if scale is None and stand_in is None:
+            return self
+
+        def change(recipe: Recipe, own: Iterable[str] = ()) -> Recipe:
+            if scale is not None:
+                kept = {key: value for key, value in settings.items() if key not in own}
+                recipe = recipe_from(recipe.to_dict(), settings={**kept, "scale": scale})
+            return recipe if stand_in is None else stand_in(recipe)
+
+        base = change(recipe_from(self.recipe))
+        sets = [differing(base, change(self.recipe_of(arm, 0), arm.set)) for arm in self.arms]
+        pairs = zip(self.arms, sets, strict=True)
+        arms = tuple(arm.model_copy(update={"set": own}) for arm, own in pairs)
+        return self.model_copy(update={"recipe": base.to_dict(), "arms": arms})
 
     def confounds(self) -> dict[str, tuple[Confound, ...]]:
         """Return the confounds by arm, for every arm but the baseline."""

@@ -9,6 +9,7 @@ import copy
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,7 +40,9 @@ from frostlab.comparison.runner import (
 from frostlab.comparison.tuning import Trials, chosen_trials, run_trials, trial_task
 from frostlab.data.prepare import find_path, prepare
 from frostlab.errors import BadInput, FrostlabError, require
+from frostlab.models.stand_in import suggesting_stand_in, with_stand_ins
 from frostlab.recipe.load import watch_interval
+from frostlab.recipe.recipe import Scale
 from frostlab.records.folder import RunRecord
 from frostlab.records.manifest import write_manifest
 from frostlab.records.schema import read
@@ -126,6 +129,8 @@ def compare(
     assay: bool | None = None,
     settings: Mapping[str, Any] | None = None,
     quick: bool = False,
+    scale: Scale | None = None,
+    stand_in: bool = False,
     out: str | Path | None = None,
     data_dir: str | Path | None = None,
     jobs: int = 1,
@@ -157,6 +162,10 @@ def compare(
         settings: settings of the recipe for every arm, such as `{"optim.lr": 1e-4}`.
         quick: shorten runs and timing and use fewer seeds, to see whether a full comparison is
             worthwhile.
+        scale: tiny or small: every arm with fewer examples, fewer steps and narrower layers; None:
+            the recipe's scale.
+        stand_in: use embedded data, a learned tokenizer or random weights in place of what cannot
+            be had.
         out: the comparison's folder; by default a folder under `comparisons`.
         data_dir: folder of the data sets.
         jobs: number of parallel runs, if the GPU has room for them; steps and rounds are timed
@@ -173,9 +182,11 @@ def compare(
     screen = choose_screen(progress)
     runner = Runner(None if data_dir is None else Path(data_dir), screen, jobs)
     folder = None if out is None else Path(out)
-    if is_stored_plan(source, changes | dict(settings or {}), quick):
+    settings = dict(settings or {}) | ({} if scale is None else {"scale": scale})
+    if is_stored_plan(source, changes | settings | ({"stand_in": True} if stand_in else {}), quick):
         return reproduce(Path(str(source)), runner, folder)
-    plan = make_plan(source, changes, settings=settings, quick=quick)
+    replace_missing = partial(with_stand_ins, data_dir=data_dir) if stand_in else None
+    plan = make_plan(source, changes, settings=settings, quick=quick, stand_in=replace_missing)
     return run_plan(plan, runner, folder)
 
 
@@ -250,7 +261,8 @@ def run_plan(plan: Plan, runner: Runner, out: Path | None = None) -> Comparison:
     """Carry out a checked plan in the folder `out`, or continue what an earlier call began."""
     path = _DEFAULT_PARENT / _folder_name(plan) if out is None else out
     if not path.exists():  # refuse missing data before anything is written
-        prepare(plan.recipe_of(plan.baseline, plan.seeds[0]), runner.data_dir)
+        with suggesting_stand_in():
+            prepare(plan.recipe_of(plan.baseline, plan.seeds[0]), runner.data_dir)
     folder = ComparisonFolder(path.resolve())
     with folder.open(plan) as plan_with_seeds:
         kept = [seed for seed in plan_with_seeds.seeds if seed not in plan.seeds]
@@ -324,7 +336,8 @@ def _with_data_found(plan: Plan, original: Path, runner: Runner) -> Plan:
 def _folder_name(plan: Plan) -> str:
     arms = "-vs-".join(arm.name for arm in plan.arms)
     name = f"{plan.name}-{arms}"
-    return (name if len(name) <= 100 else plan.name) + ("-quick" if plan.quick else "")
+    marks = plan.recipe_of(plan.baseline, 0).marks + "-quick" * plan.quick
+    return (name if len(name) <= 100 else plan.name) + marks
 
 
 def judge_again(folder: str | Path) -> Comparison:

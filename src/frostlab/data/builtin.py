@@ -67,62 +67,92 @@ class Docstring:
         return f"{self.summary} {self.body}".strip()
 
 
-def docstring_files(per_package: int, *, pairs: bool, cache: Path) -> dict[str, Path]:
-    """Return the file of each split; extract the docstrings if they are not in the cache."""
+def docstring_files(
+    per_package: int, *, pairs: bool, cache: Path, classes: int | None = None
+) -> dict[str, Path]:
+    """Return the file of each split; extract the docstrings if they are not in the cache.
+
+    Args:
+        per_package: the most docstrings of a package, over all splits.
+        pairs: write pairs of a summary and a body instead of whole docstrings.
+        cache: the cache folder.
+        classes: the number of packages, or for pairs of classes (2 or 3); None: all packages, 2.
+    """
     versions = {
         name: importlib.metadata.version(name)
         for name in PACKAGES
         if importlib.util.find_spec(name) is not None
     }
-    if len(versions) < 2:
+    needed = 2 if pairs or classes is None else classes
+    if len(versions) < needed:
         installed = ", ".join(versions) or "none"
         raise BadInput(
-            f"data.name docstrings needs two of {', '.join(PACKAGES)}; installed: {installed}"
+            f"data.name docstrings needs {needed} of {', '.join(PACKAGES)}; installed: {installed}"
         )
-    name = digest_of([versions, per_package, PAIRING if pairs else False, FORMAT])[:32]
+    if classes is not None and not pairs:
+        versions = dict(list(versions.items())[:classes])
+    kinds = (classes or 2) if pairs else 0
+    name = digest_of([versions, per_package, [PAIRING, kinds] if pairs else False, FORMAT])[:32]
     return split_files(
         build_once(
             cache / "docstrings" / name,
-            lambda folder: _write_docstrings(tuple(versions), per_package, pairs, folder),
+            lambda folder: _write_docstrings(tuple(versions), per_package, kinds, folder),
         )
     )
 
 
 def _write_docstrings(
-    packages: tuple[str, ...], per_package: int, pairs: bool, folder: Path
+    packages: tuple[str, ...], per_package: int, kinds: int, folder: Path
 ) -> None:
-    """Write a file for each split, with the same number of docstrings from every package."""
-    counts = {split: max(2, round(share * per_package)) for split, share in SPLIT_SHARES.items()}
+    """Write a file for each split, with the same number of docstrings from every package.
+
+    `kinds` is the number of kinds of pairs; 0 for whole docstrings.
+    """
+    least = max(2, kinds)
+    shares = SPLIT_SHARES.items()
+    counts = {split: max(least, round(share * per_package)) for split, share in shares}
     collected: list[dict[str, list[Docstring]]] = []
     for name in packages:  # the smallest package sets the counts
-        collected.append(collect_docstrings(name, counts, pairs=pairs))
+        collected.append(collect_docstrings(name, counts, pairs=kinds > 0))
         counts = {split: len(docs) for split, docs in collected[-1].items()}
         for split, count in counts.items():
-            if count < 2:
+            if count < least:
                 raise BadInput(
                     f"data.name docstrings: the installed {name} has {count} usable docstrings for "
-                    f"the split {split}, but 2 are needed"
+                    f"the split {split}, but {least} are needed"
                 )
     for split, count in counts.items():
         rows: list[dict[str, str | int]] = []
-        for label, docs in enumerate(package[split][:count] for package in collected):
-            rows += _pairs(docs) if pairs else [{"text": doc.text, "label": label} for doc in docs]
+        docs_of = [package[split][:count] for package in collected]
+        for label, docs in enumerate(docs_of):
+            other = docs_of[(label + 1) % len(docs_of)]
+            rows += (
+                _pairs(docs, other, kinds)
+                if kinds
+                else [{"text": doc.text, "label": label} for doc in docs]
+            )
         rows.sort(key=lambda row: _hash(json.dumps(row)))
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (folder / f"{split}.jsonl").write_text(text)
 
 
-def _pairs(docs: list[Docstring]) -> list[dict[str, str | int]]:
-    """Pair half of the summaries with their own body (label 1), and half with another body (0).
+def _pairs(
+    docs: list[Docstring], elsewhere: list[Docstring], kinds: int
+) -> list[dict[str, str | int]]:
+    """Pair equal shares of the summaries with their own body (label 1) and with another body (0).
 
-    If their number is odd, the last docstring is left out. A single mismatched summary gets the
-    body of the first docstring.
+    With three kinds, a third has a body from `elsewhere`, another package (label 2). Docstrings
+    that are left over are not used. A single mismatched summary gets the body of the first
+    docstring.
     """
-    half = len(docs) // 2
-    rows = [(doc.summary, doc.body, 1) for doc in docs[:half]]
-    mismatched = docs[half : 2 * half]
-    others = mismatched[1:] + mismatched[:1] if half > 1 else docs[:half]
+    share = len(docs) // kinds
+    rows = [(doc.summary, doc.body, 1) for doc in docs[:share]]
+    mismatched = docs[share : 2 * share]
+    others = mismatched[1:] + mismatched[:1] if share > 1 else docs[:share]
     rows += [(doc.summary, other.body, 0) for doc, other in zip(mismatched, others, strict=True)]
+    if kinds == 3:
+        parts = (source[2 * share : 3 * share] for source in (docs, elsewhere))
+        rows += [(doc.summary, other.body, 2) for doc, other in zip(*parts, strict=True)]
     return [{"summary": a, "body": b, "label": label} for a, b, label in rows]
 
 

@@ -68,7 +68,7 @@ from frostlab.recipe.data import (
 )
 from frostlab.recipe.recipe import Recipe
 from frostlab.storage import FORMAT, build_once, cache_folder, digest_of
-from frostlab.text import plain
+from frostlab.text import joined, plain
 
 # Warnings that are shown with the scores.
 CAUTION = "selected on the reporting split"
@@ -112,14 +112,21 @@ class _Encoded(NamedTuple):
 def prepare(
     recipe: Recipe, data_dir: Path | None = None, cache: Path | None = None
 ) -> PreparedData:
-    """Return a recipe's data, from the cache if they were prepared before."""
+    """Return a recipe's data, from the cache if they were prepared before.
+
+    Their caution includes the recipe's, about its scale and stand-ins.
+    """
     _check_sizes(recipe.data)
     cache = cache_folder(cache)
+    prepared: PreparedData
     if isinstance(recipe.data, Synthetic):
-        return _prepare_synthetic(recipe.data, cache)
-    if isinstance(recipe.data, EEGData):
-        return load_signals(recipe.data, data_dir, cache)
-    return _TextPreparation(recipe.data, tokenizer_settings(recipe), data_dir, cache).prepared()
+        prepared = _prepare_synthetic(recipe.data, cache)
+    elif isinstance(recipe.data, EEGData):
+        prepared = load_signals(recipe.data, data_dir, cache)
+    else:
+        settings = tokenizer_settings(recipe)
+        prepared = _TextPreparation(recipe.data, settings, data_dir, cache).prepared()
+    return replace(prepared, caution=joined([recipe.caution, prepared.caution]))
 
 
 def data_digest(recipe: Recipe, data_dir: Path | None = None, cache: Path | None = None) -> str:

@@ -27,7 +27,7 @@ from frostlab.data.files import (
 )
 from frostlab.data.registered import registered_files
 from frostlab.data.split_record import Label
-from frostlab.errors import BadInput, first_line, nearest, require
+from frostlab.errors import BadInput, Unavailable, first_line, nearest, require
 from frostlab.recipe.data import Docstrings, Named, Own, Registered
 
 TextData = Docstrings | Named | Own | Registered
@@ -250,7 +250,7 @@ def plan_splits(data: TextData, data_dir: Path | None, cache: Path) -> SplitPlan
     """Find the splits of a recipe's text and assign each its role."""
     if isinstance(data, Docstrings):
         pairs = data.name == "docstrings-pairs"
-        files = docstring_files(data.per_package, pairs=pairs, cache=cache)
+        files = docstring_files(data.per_package, pairs=pairs, cache=cache, classes=data.classes)
         texts = ("summary", "body") if pairs else ("text",)
         defaults = SetDefaults(tune="validation", texts=texts)
         return _assign_roles(data, _splits(files, data.name), defaults)
@@ -393,7 +393,7 @@ def public_splits(name: str, language: str, data_dir: Path | None) -> dict[str, 
     try:
         return hub_splits(*hub_name(defaults, language))
     except BadInput as error:
-        raise BadInput(
+        raise Unavailable(
             f"data.name {name} was not found: {searched}, and {error}; put "
             f"{subfolder}/SPLIT.{{{','.join(FORMATS)}}}[.gz] in a folder and name it with "
             "--data-dir or FROSTLAB_DATA, or pip install 'frostlab[data]' and connect to the "

@@ -22,7 +22,7 @@ from tokenizers import (
 
 from frostlab.data.files import WORD, named_path, word_end
 from frostlab.data.sources import unreachable
-from frostlab.errors import BadInput, first_line
+from frostlab.errors import BadInput, Unavailable, first_line
 from frostlab.recipe.data import BPE, PretrainedTokenizer, Words
 from frostlab.recipe.model import PretrainedModel
 from frostlab.recipe.recipe import Recipe
@@ -336,7 +336,8 @@ def load_transformers_tokenizer(name: str) -> Any:
         except Exception as error:  # damaged files raise many types of errors
             reason = first_line(error).rstrip(": ")
     where = "in this folder" if local else "in a folder here, or on the hub"
-    raise BadInput(f"tokenizer.name {name}: no tokenizer {where} ({reason:.300})")
+    problem = BadInput if local else Unavailable
+    raise problem(f"tokenizer.name {name}: no tokenizer {where} ({reason:.300})")
 
 
 def _check_folder(folder: Path) -> None:

@@ -65,6 +65,11 @@ class Diagnosis:
     wanted: dict[str, float] = field(default_factory=lambda: dict(FLOW_TARGETS))  # name → target
 
     @property
+    def caution(self) -> str | None:
+        """The warning that the run shows with its numbers."""
+        return next((flow.caution for flow in self.flows.values()), None)
+
+    @property
     def healthy(self) -> bool | None:
         """Whether the run did not diverge and no verdict is in `UNHEALTHY`; None if unmeasured."""
         words = {v.word for flow in self.flows.values() for v in flow.verdicts().values()}
@@ -111,7 +116,7 @@ class Diagnosis:
         about = {
             "run": str(self.folder), "status": self.status, "error": self.error, "step": self.step,
             "healthy": self.healthy, "verdict": self.sentences, "metric": self.metric,
-            "value": self.value, "wanted": self.wanted,
+            "value": self.value, "wanted": self.wanted, "caution": self.caution,
         }  # fmt: skip
         return finite({**about, "stages": stages})
 

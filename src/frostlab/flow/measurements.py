@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from frostlab.errors import BadInput, FrostlabError, first_line, nearest
 from frostlab.records.folder import RunRecord
-from frostlab.records.schema import EvaluationEvent, Event, FlowEvent, FlowPartsEvent, read
+from frostlab.records.schema import (
+    EvaluationEvent,
+    Event,
+    FlowEvent,
+    FlowPartsEvent,
+    StartEvent,
+    read,
+)
 from frostlab.storage import finite, parse_json, read_bytes, write_whole
 from frostlab.text import plain
 
@@ -141,6 +148,7 @@ class Flow:
         self.groups: tuple[GroupFacts, ...] = ()  # optimizer groups
         self.moved: tuple[str, ...] = ()  # names of parts with a frozen tensor that changed
         self.verified = False  # whether frozen parts were compared with their digests
+        self.caution: str | None = None  # the run's warning about its numbers
         self._reports: list[Report] = []
 
     def __repr__(self) -> str:
@@ -235,7 +243,7 @@ class Flow:
         """Return plain values for JSON, with None for NaN and infinity."""
         return {
             "schema": SCHEMA, "model": self.model, "optimizer": self.optimizer,
-            "moved": list(self.moved), "verified": self.verified,
+            "moved": list(self.moved), "verified": self.verified, "caution": self.caution,
             "groups": [vars(group) for group in self.groups],
             "parts": [part.to_dict() for part in self.parts],
             "reports": [finite(vars(report)) for report in self.reports],
@@ -334,6 +342,7 @@ class _StoredFlow:
     groups: tuple[GroupFacts, ...]
     parts: tuple[PartFacts, ...]
     reports: list[_StoredReport]
+    caution: str | None = None
 
 
 def _load_file(path: Path) -> Flow:
@@ -347,7 +356,7 @@ def _load_file(path: Path) -> Flow:
     stored = read(_StoredFlow, data, where)
     flow = Flow(stored.model, stored.optimizer)
     flow.parts, flow.groups = stored.parts, stored.groups
-    flow.moved, flow.verified = stored.moved, stored.verified
+    flow.moved, flow.verified, flow.caution = stored.moved, stored.verified, stored.caution
     flow._reports = [
         Report(**{name: _nan_for_null(value) for name, value in vars(report).items()})
         for report in stored.reports
@@ -434,11 +443,14 @@ def report_event(report: Report, parts: Sequence[PartFacts]) -> dict[str, Any]:
 def _read_events(events: Iterable[Event]) -> dict[str, Flow]:
     flows: dict[str, Flow] = {}
     reports: dict[str, dict[int, Report]] = {}
-    stage, front = "", list[str]()
+    stage, front, caution = "", list[str](), None
     for event in events:
-        if isinstance(event, FlowPartsEvent):
+        if isinstance(event, StartEvent):
+            caution = event.caution
+        elif isinstance(event, FlowPartsEvent):
             stage, front = event.stage, event.front
             flow = flows[stage] = Flow(event.model, event.optimizer)
+            flow.caution = caution
             flow.parts = read_parts(event)
             flow.groups = tuple(GroupFacts(**vars(group)) for group in event.groups)
             reports.setdefault(stage, {})

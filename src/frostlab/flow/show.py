@@ -51,8 +51,9 @@ _ROWS = 60  # in a terminal, more parts than this are merged into layers
 
 def as_text(flow: "Flow", width: int | None = None) -> str:
     """Return the last report as a table, the findings, and the first and last layers' ratios."""
+    caution = [f"caution: {flow.caution}"] if flow.caution else []
     if not flow.reports:
-        return plain(f"{flow.model}: no step has been measured yet")
+        return "\n".join(map(plain, [f"{flow.model}: no step has been measured yet", *caution]))
     last, verdicts = flow.reports[-1], flow.verdicts()
     rows: list[tuple[str, ...]] = [
         ("part", "gradient", "before clip", "weight", "update", "update/weight", "verdict")
@@ -68,7 +69,8 @@ def as_text(flow: "Flow", width: int | None = None) -> str:
             place = rows[0].index(name)
             rows = [(*row[:place], *row[place + 1 :]) for row in rows]
             left_out.append(name)
-    lines = [f"{flow.model}, step {last.step}, {counted(len(flow.reports), 'reports')}", ""]
+    lines = [f"{flow.model}, step {last.step}, {counted(len(flow.reports), 'reports')}"]
+    lines += [*caution, ""]
     lines += columns(rows, range(1, len(rows[0]) - 1), width)
     lines += [f"--wide also shows {' and '.join(left_out)}"] if left_out else []
     for finding in findings_of(flow):
@@ -210,6 +212,7 @@ def flow_page(flow: "Flow", folder: Path) -> list[Path]:
 
 _PAGE = """
 <p>{{ optimizer }}, {{ reports }}, steps {{ first }} to {{ last }}</p>
+{% if caution %}<p>Caution: {{ caution }}</p>{% endif %}
 <p class="verdict{{ " alarm" if alarm }}">{{ sentence }}</p>
 <h2>Verdicts</h2>
 <table class="findings"><thead><tr><th scope="col">verdict</th><th scope="col">parts</th>
@@ -258,6 +261,7 @@ def page_of(flow: "Flow") -> str:
         title=f"Gradient flow of {flow.model}",
         optimizer=flow.optimizer,
         reports=counted(len(flow.reports), "reports"),
+        caution=flow.caution,
         first=flow.reports[0].step,
         last=flow.reports[-1].step,
         alarm=_is_alarming(flow),

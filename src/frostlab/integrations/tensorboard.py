@@ -17,6 +17,7 @@ from frostlab.flow.diagnosis import depth_ratios
 from frostlab.flow.measurements import PartFacts, Report, flows_of, read_parts, read_report
 from frostlab.flow.probe import Gradient, own_gradient
 from frostlab.flow.tensors import local
+from frostlab.recipe.recipe import Recipe
 from frostlab.records.folder import RunRecord
 from frostlab.records.schema import (
     EvaluationEvent,
@@ -165,16 +166,30 @@ def tag_of(part: str) -> str:
 
 
 def export_run(run: str | Path, out: str | Path) -> Path:
-    """Write the losses, evaluations and gradient flow of a recorded run as event files in `out`."""
-    events = RunRecord(Path(run)).events()
+    """Write the losses, evaluations and gradient flow of a recorded run as event files in `out`.
+
+    The files of a scaled run, or of one with stand-ins, are in a folder inside `out` that says so.
+    """
+    record = RunRecord(Path(run))
+    events = record.events()
     if not events:
         raise BadInput(f"export_run: {run} has no events; give the folder of a run")
     flows_of(run)  # refuses a damaged flow before anything is written
+    out = marked_folder(out, record.recipe)
     with TensorBoard(out) as board:
         writer = _EventWriter(board)
         for event in events:
             writer.write(event)
     return Path(out)
+
+
+def marked_folder(folder: str | Path, recipe: Recipe) -> Path:
+    """Return the folder for the event files of a recipe's run.
+
+    TensorBoard names a run after its folder, so a scaled run, or one with stand-ins, has a folder
+    such as `tiny-stand-in` inside `folder`.
+    """
+    return Path(folder) / recipe.marks.removeprefix("-")
 
 
 class _EventWriter:

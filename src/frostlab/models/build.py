@@ -22,7 +22,7 @@ from frostlab.data.builtin import PACKAGES, synthetic_vocabulary
 from frostlab.data.eeg.recordings import PreparedData, Signals
 from frostlab.data.sources import PUBLIC_SETS
 from frostlab.data.tokenizers import tokenizer_settings
-from frostlab.errors import BadInput, first_line, nearest
+from frostlab.errors import BadInput, Unavailable, first_line, nearest
 from frostlab.models.conformer import Conformer, ConformerConfig
 from frostlab.models.decoder import Decoder, DecoderConfig
 from frostlab.models.gpt import GPT, GPTConfig
@@ -170,6 +170,8 @@ def _pretrained(
             "or set model.config.is_decoder to true"
         )
     auto, trust = _auto_class(classes), code_is_trusted()
+    if settings.weights:
+        _check_weights_available(settings.name)
     if settings.weights and os.path.exists(settings.name):
         folder = Path(settings.name)
         check_weights(folder, check_config(folder / "config.json", settings.name))
@@ -356,7 +358,7 @@ def _config_at_hand(name: str) -> tuple[str, str]:
     except Refused:
         raise
     except BadInput:
-        architecture = "" if looks_like_path(name) or Path(name).exists() else _beginning(name)
+        architecture = "" if looks_like_path(name) or Path(name).exists() else architecture_of(name)
         if not architecture:
             raise
         return architecture, f" (not available; {architecture}'s default config is assumed)"
@@ -386,6 +388,8 @@ def _classes(recipe: Recipe) -> tuple[int, str]:
     if isinstance(data, Synthetic):
         return data.symbols, ""
     if isinstance(data, Docstrings):
+        if data.classes is not None:
+            return data.classes, ""
         return (len(PACKAGES), _AT_MOST) if data.name == "docstrings" else (2, "")
     classes = PUBLIC_SETS[data.name].classes if isinstance(data, Named) else None
     return (2, _ASSUMED) if classes is None else (classes, "")
@@ -414,7 +418,7 @@ def find_config(name: str) -> tuple[Any, str]:
         try:
             file = cached_file(name, "config.json", local_files_only=offline)
         except Exception as error:  # the hub's client has errors of many kinds
-            raise BadInput(
+            raise Unavailable(
                 f"{name} is not a folder, an architecture or a model on the hub "
                 f"({first_line(error)}){_nearest_architecture(name, CONFIG_MAPPING_NAMES)}"
             ) from None
@@ -430,6 +434,29 @@ def find_config(name: str) -> tuple[Any, str]:
     except Exception as error:  # transformers raises errors of many kinds
         raise BadInput(f"{name}: its config cannot be read ({first_line(error):.300})") from None
     return config, f"{file}" if exists else "the hub's config"
+
+
+def check_available(settings: PretrainedModel) -> None:
+    """Raise `Unavailable` if the config or the weights of a model on the hub cannot be had."""
+    find_config(settings.name)
+    if settings.weights:
+        _check_weights_available(settings.name)
+
+
+def _check_weights_available(name: str) -> None:
+    """Raise `Unavailable` if the weights of a model on the hub cannot be had."""
+    if os.path.exists(name):
+        return
+    from transformers.utils.hub import cached_file
+
+    reason = ""
+    for file in ("model.safetensors", "model.safetensors.index.json"):
+        try:
+            cached_file(name, file, local_files_only=not hub_answers())
+            return
+        except Exception as error:  # the hub's client has errors of many kinds
+            reason = reason or first_line(error)
+    raise Unavailable(f"model.name {name}: its weights cannot be had ({reason:.300})")
 
 
 def looks_like_path(name: str) -> bool:
@@ -468,13 +495,13 @@ def hub_answers() -> bool:
 def _nearest_architecture(name: str, architectures: Iterable[str]) -> str:
     """Return a hint with the architecture that a name begins with, or the most similar one."""
     choices, last = [*architectures, *OWN], name.rpartition("/")[2].lower()
-    begins = _beginning(name)
+    begins = architecture_of(name)
     if begins or "/" in name:  # a user's model on the hub is not a misspelt architecture
         return f"; did you mean `{begins}`?" if begins else ""
     return nearest(last, choices)
 
 
-def _beginning(name: str) -> str:
+def architecture_of(name: str) -> str:
     """Return the longest architecture that a name begins with (bert-base-uncased → bert), or ""."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 

@@ -17,6 +17,8 @@ Task = TextTask | Literal["envelope"]
 Share = Annotated[float, Field(gt=0, lt=1)]
 Rate = Annotated[float, Field(gt=0, le=1e6)]
 Subjects = Annotated[tuple[str, ...], Field(min_length=1, max_length=MOST_LISTED)]
+# name of the data set, tokenizer or model that could not be had; null: this is not a stand-in
+StandsFor = Annotated[str, Field(min_length=1, max_length=200)] | None
 _MOST_TOKENS = 10**9  # of generated data
 _MOST_HOURS = 1000  # of simulated EEG
 
@@ -89,9 +91,16 @@ class Docstrings(Corpus):
     name: Literal["docstrings", "docstrings-pairs"] = "docstrings"
     # maximum number of docstrings per package, over all splits; each split has at least two
     per_package: Positive = 1500
+    # packages to tell apart, or for pairs 2 or 3 (also bodies from another package); null: all, 2
+    classes: Annotated[int, Field(ge=2, le=4)] | None = None
+    stands_for: StandsFor = None
 
     def problems(self) -> Iterator[str]:
         """Yield a line for each contradiction between these settings."""
+        if self.name == "docstrings-pairs" and self.classes == 4:
+            yield f"data.classes {self.classes} is for docstrings; docstrings-pairs has 2 or 3"
+        if self.task == "language" and self.classes is not None:
+            yield f"data.classes {self.classes} is for classification; data.task is {self.task}"
         if self.name == "docstrings-pairs" and self.task != "classification":
             yield f"data.name {self.name} is for classification, not {self.task}"
         yield from super().problems()
@@ -223,6 +232,7 @@ class SimulatedEEG(EEGData):
     snr: Annotated[float, Field(ge=-60, le=40)] = -10.0  # dB, over channels and time
     responses: Literal["linear", "nonlinear"] = "linear"
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # of the simulation, not of the run
+    stands_for: StandsFor = None
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -347,6 +357,7 @@ class BPE(Strict):
 
     kind: Literal["bpe"]
     size: Annotated[int, Field(ge=300, le=10**6)] = 8000
+    stands_for: StandsFor = None
 
 
 class Words(Strict):

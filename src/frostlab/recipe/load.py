@@ -31,6 +31,7 @@ from frostlab.recipe.bounded_yaml import (
 from frostlab.recipe.data import RECORDED, Corpus, EEGData, data_kind
 from frostlab.recipe.model import PRESETS
 from frostlab.recipe.recipe import PATHS, Recipe
+from frostlab.recipe.scale import ORDER, scaled_values
 from frostlab.text import plain, short
 
 Files = dict[str, str]  # labels of files, by identity
@@ -286,10 +287,13 @@ class Layers:
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[tuple[str, ...], str] = field(default_factory=dict)  # by key, the latest last
     settings: set[tuple[str, ...]] = field(default_factory=set)  # keys whose source is a setting
+    # keys that are set where `scale` is set or later, so that the scale does not change them
+    fixed: set[tuple[str, ...]] = field(default_factory=set)
 
     def add_settings(self, settings: Settings) -> None:
         """Put settings on top; each stays even if a later one changes the kind of its section."""
-        for key, value in settings.items():
+        # the scale comes first, because it changes only what is not set later
+        for key, value in sorted(settings.items(), key=lambda item: item[0] != "scale"):
             source = key.text if isinstance(key, SettingKey) else "settings"
             if not isinstance(key, str):
                 raise BadInput(f"{source}: the key {shown(key)} is not a text")
@@ -306,6 +310,10 @@ class Layers:
         to recordings on top of simulated EEG keeps the keys that all kinds of EEG have.
         """
         given, values = values, self._with_implied_kind(values)
+        if "scale" in values:
+            self._check_scale(values["scale"], source)
+            self.fixed = set()
+        self.fixed.update(_paths(values))
         kept = () if values is given else tuple(EEGData.model_fields)
         for section, tag in _section_tags().items():
             new, old = values.get(section), self.values.get(section)
@@ -320,6 +328,15 @@ class Layers:
         self._drop_other_duration(values.get("train"))
         self._drop_preset_keys(values.get("model"))
         self._merge(self.values, values, source, ())
+
+    def _check_scale(self, scale: Any, source: str) -> None:
+        """Refuse to enlarge a recipe: the values of its full scale are not known."""
+        old = self.values.get("scale", "full")
+        if scale in ORDER and old in ORDER and ORDER.index(scale) > ORDER.index(old):
+            raise BadInput(
+                f"{source}: scale {scale}, but {self.source_of(['scale'])} has scale {old}; a "
+                "scaled recipe cannot be enlarged, so start from the full one"
+            )
 
     def _with_implied_kind(self, values: dict[str, Any]) -> dict[str, Any]:
         """Add the `data.name` of recorded data if a path is put on top of simulated data."""
@@ -420,7 +437,10 @@ def _validated(layers: Layers) -> Recipe:
     except (TypeError, ValueError) as error:
         raise BadInput(f"{layers.source_of(())}: not plain values ({error})") from None
     try:
-        return Recipe.model_validate_json(text)
+        recipe = Recipe.model_validate_json(text)
+        if recipe.scale == "full":
+            return recipe
+        return Recipe.model_validate_json(json.dumps(scaled_values(recipe, layers.fixed)))
     except ValidationError as error:
         path, problem = _first_problem(error, layers.values)
         source = layers.source_of(path) if path else layers.source_of_text(problem)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from frostlab.recipe.data import Data, Task
+from frostlab.recipe.data import Data, StandsFor, Task
 from frostlab.recipe.treatment import MOST_LISTED, Layers, Length, Strict, Width
 
 # Presets of the Conformer; validation replaces a preset with its values.
@@ -90,6 +90,7 @@ class PretrainedModel(ModelSettings):
     name: str
     weights: bool = True  # false: load the configuration only, and draw random weights
     config: dict[str, Any] = Field(default_factory=dict)  # values that replace the configuration's
+    stands_for: StandsFor = None
 
     def problems(self, data: Data) -> Iterator[str]:
         """Yield a line for each of these settings that does not fit the data."""

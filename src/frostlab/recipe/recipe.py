@@ -30,6 +30,7 @@ from frostlab.recipe.treatment import (
 
 Rate = Annotated[float, Field(gt=0)]
 PATHS = (("data", "path"), ("model", "name"), ("tokenizer", "name"))  # keys that may hold a path
+Scale = Literal["tiny", "small", "full"]  # recipe.scale has the rule
 WORDS = ("new", "old")  # keys of a stage's `lr` besides selections: added layers, and other parts
 
 
@@ -161,6 +162,8 @@ class Recipe(Strict):
     watch: Watch | None = None  # null: gradient flow is not measured
     # empty: the run is one stage
     stages: tuple[StageSettings, ...] = Field(default=(), max_length=MOST_LISTED)
+    # tiny, small: fewer examples, fewer steps and narrower layers than the recipe's own
+    scale: Scale = "full"
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
 
     @model_validator(mode="after")
@@ -197,6 +200,32 @@ class Recipe(Strict):
         if not isinstance(self.treatment, Treatment):
             return str(self.treatment)
         return "explicit" if self.treatment.peft is None else self.treatment.peft.method
+
+    @property
+    def stand_ins(self) -> dict[str, str]:
+        """What stands in for missing data, a missing tokenizer and missing weights, by section.
+
+        The values are texts such as `docstrings for tinystories`.
+        """
+        parts = {"data": self.data, "tokenizer": self.tokenizer, "model": self.model}
+        missing = {name: getattr(part, "stands_for", None) for name, part in parts.items()}
+        named = {"data": self.data.name, "tokenizer": getattr(self.tokenizer, "kind", "")}
+        named["model"] = f"{getattr(self.model, 'name', '')} with random weights"
+        return {name: f"{named[name]} for {other}" for name, other in missing.items() if other}
+
+    @property
+    def caution(self) -> str | None:
+        """A warning to show with every number of a run that is scaled or uses stand-ins."""
+        parts = [] if self.scale == "full" else [f"scale {self.scale}"]
+        if self.stand_ins:
+            parts.append(f"stand-in: {', '.join(self.stand_ins.values())}")
+        return "; ".join(parts) or None
+
+    @property
+    def marks(self) -> str:
+        """What the name of a scaled run, or of one with stand-ins, ends in, such as `-tiny`."""
+        scale = "" if self.scale == "full" else f"-{self.scale}"
+        return scale + "-stand-in" * bool(self.stand_ins)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for YAML and JSON, including all defaults."""

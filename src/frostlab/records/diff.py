@@ -11,7 +11,7 @@ from frostlab.records.environment import comparable_facts, machine_line
 from frostlab.records.folder import RunRecord, read_environment
 from frostlab.records.index import Summary, read_run
 from frostlab.records.schema import StepEvent
-from frostlab.text import columns, number, plain, typed
+from frostlab.text import columns, number, plain, typed, wrapped
 
 _CONDITIONS = ("device", "precision", "processes", "threads")  # of the start event
 Values = dict[str, tuple[Any, Any]]  # name → the value in the first and in the second run
@@ -38,6 +38,7 @@ class Difference:
     environment: Values  # code, libraries, machine and device
     metrics: Values  # equal and different ones
     losses: Losses
+    cautions: tuple[str | None, str | None]  # warnings about the numbers of each run
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -58,7 +59,13 @@ class Difference:
         titles = {row[0] for row in rows if row[1:] == ["", ""]}
         aligned = iter(columns([row for row in rows if row[0] not in titles], width=width))
         lines = [row[0] if row[0] in titles else next(aligned) for row in rows]
-        return "\n".join([*lines, *self._loss_lines()])
+        cautions = [
+            part
+            for name, caution in zip(self.names, self.cautions, strict=True)
+            if caution is not None
+            for part in wrapped(plain(f"caution: {name}: {caution}"), width)
+        ]
+        return "\n".join([*lines, *self._loss_lines(), *cautions])
 
     def _loss_lines(self) -> list[str]:
         losses = self.losses
@@ -91,6 +98,7 @@ def difference(first: Path, second: Path) -> Difference:
         environment=_unequal(map(_environment, folders, records)),
         metrics=_pairs(_metrics(run) for run in summaries),
         losses=_losses(records),
+        cautions=(summaries[0].caution, summaries[1].caution),
     )
 
 

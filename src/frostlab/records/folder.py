@@ -360,7 +360,8 @@ class RunRecord:
         status = finished_status(self.folder)
         metrics = self.metrics if status == "finished" else {}
         shown = [f"{name} {number(value)}" for name, value in metrics.items()]
-        about = ", ".join([status or "not finished", *shown[:3]])
+        caution = self.result.caution if shown else None
+        about = ", ".join([status or "not finished", *shown[:3], *([caution] if caution else [])])
         return f"{type(self).__name__}({plain(str(self.folder))}: {about})"
 
     def __post_init__(self) -> None:

@@ -64,6 +64,7 @@ def early_exits(
         exits = measure_exits(model, prepared, evaluation_batch(recipe), compute)
     RunFolder(record.folder).write("exits.json", {
         "split": "report",
+        "caution": prepared.caution,
         "checkpoint": record.result.checkpoint,
         "length": _length(prepared),
         "device": str(chosen),

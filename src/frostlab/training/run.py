@@ -16,9 +16,10 @@ import yaml
 from frostlab.data.eeg.recordings import PreparedData, as_token_data
 from frostlab.devices import choose_device
 from frostlab.errors import BadInput, DamagedCheckpoint, FrostlabError
-from frostlab.integrations.tensorboard import LiveBoard, check_folder
+from frostlab.integrations.tensorboard import LiveBoard, check_folder, marked_folder
+from frostlab.models.stand_in import suggesting_stand_in, with_stand_ins
 from frostlab.recipe.load import load_recipe, recipe_from, recipe_name, with_paths
-from frostlab.recipe.recipe import Recipe
+from frostlab.recipe.recipe import Recipe, Scale
 from frostlab.records import SCHEMA
 from frostlab.records.checkpoint import Checkpoint, checkpoint_name, keep_only, resumable
 from frostlab.records.environment import environment, gpu_state
@@ -75,6 +76,8 @@ def run(
     data_dir: str | Path | None = None,
     resume: bool = False,
     tensorboard: str | Path | None = None,
+    scale: Scale | None = None,
+    stand_in: bool = False,
     progress: bool | Display | None = None,
 ) -> RunRecord:
     """Train a recipe and return the record of its run.
@@ -90,11 +93,21 @@ def run(
         data_dir: the folder with the data sets.
         resume: continue the unfinished run in `out`, or the newest unfinished run of this recipe in
             `runs`. Without any run, begin one; refuse a finished or diverged run.
-        tensorboard: a folder to which TensorBoard event files are written during the run.
+        tensorboard: a folder to which TensorBoard event files are written during the run; for a
+            scaled run, or one with stand-ins, to a folder in it that says so.
+        scale: tiny or small: fewer examples, fewer steps and narrower layers; None: the recipe's
+            scale. `settings` win over the scale.
+        stand_in: use embedded data, a learned tokenizer or random weights in place of a data set, a
+            tokenizer or a pretrained model that cannot be had.
         progress: whether to show the progress; None: on a terminal or in a notebook. A
             `Display` shows it on its own screen.
     """
-    recipe, name = _resolve(recipe, settings or {}, seed, name)
+    changes = dict(settings or {}) | ({} if scale is None else {"scale": scale})
+    recipe, name = _resolve(recipe, changes, seed, name)
+    if stand_in:
+        recipe = with_stand_ins(recipe, data_dir)
+    if tensorboard is not None:
+        tensorboard = marked_folder(tensorboard, recipe)
     display = progress if isinstance(progress, Display) else Display(choose_screen(progress))
     device = choose_device(recipe.train.device)
     with ExitStack() as stack:
@@ -114,7 +127,8 @@ def run(
         meter = Meter(device)
         compute = Compute(device, choose_precision(recipe.train, device), world)
         task = TASKS[recipe.data.task]
-        assembly = assemble(recipe, data_dir, task, compute)
+        with suggesting_stand_in():
+            assembly = assemble(recipe, data_dir, task, compute)
         current, checkpoint = assembly.current, None
         if resumes:
             current, checkpoint = _continue(path, folder, assembly, compute)
@@ -167,7 +181,8 @@ def _choose_folder(
     """Return the run's folder, and whether it holds a run to resume."""
     if out is not None:
         return given_folder(Path(out).resolve(), resume, recipe.digest, recipe.to_dict())
-    return own_folder(runs, f"{name}-{recipe.treatment_name}-s{recipe.seed}", resume, recipe.digest)
+    full_name = f"{name}{recipe.marks}-{recipe.treatment_name}-s{recipe.seed}"
+    return own_folder(runs, full_name, resume, recipe.digest)
 
 
 def _threads(recipe: Recipe, resumed: Path | None) -> int | None:

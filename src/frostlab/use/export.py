@@ -233,7 +233,9 @@ def _encoding(record: RunRecord, only_body: bool) -> list[str]:
 def _results(record: RunRecord) -> str:
     """Return a table of the reported metrics; a sentence for an unfinished run, which has none."""
     if finished_status(record.folder) != "finished":
-        return "The run has not finished: these are its best weights so far, without a result."
+        text = "The run has not finished: these are its best weights so far, without a result."
+        caution = record.recipe.caution
+        return text if caution is None else f"{text} Caution: {escaped(caution)}."
     split = record.data.splits["report"]
     rows = [
         (name, number(value), "report", f"{split.examples:,}")
@@ -246,7 +248,8 @@ def _results(record: RunRecord) -> str:
     table = markdown(("metric", "value", "split", "examples"), rows)
     chosen = "report" if tune is None else "tune"
     text = f"{table}\n\nThe weights were chosen on the {chosen} split, by {escaped(best.metric)}."
-    return text if record.result.caution is None else f"{text} {escaped(record.result.caution)}"
+    caution = record.result.caution
+    return text if caution is None else f"{text} Caution: {escaped(caution)}."
 
 
 def _data(record: RunRecord) -> str:

@@ -34,7 +34,7 @@ from frostlab.records.model_files import (
     stored_encoder,
 )
 from frostlab.storage import cache_folder
-from frostlab.text import NONE, columns, counted, number, plain, short
+from frostlab.text import NONE, columns, counted, joined, number, plain, short
 from frostlab.training.batches.batch import scored_counts
 from frostlab.training.distributed import Compute
 from frostlab.training.eeg_report import (
@@ -96,7 +96,8 @@ class Evaluation:
         metrics = ", ".join(f"{name} {number(value)}" for name, value in self.metrics.items())
         first = next(iter(self.metrics))
         count = f"{self.n[first]:,} {self.unit[first]}"
-        return f"Evaluation({self.split}: {metrics}; {count} of {self.source})"
+        caution = f"; {self.caution}" if self.caution else ""
+        return f"Evaluation({self.split}: {metrics}; {count} of {self.source}{caution})"
 
 
 class Evaluator:
@@ -174,7 +175,7 @@ class Evaluator:
             unit=dict.fromkeys(metrics, unit),
             classes=scores,
             layers=layers,
-            caution=caution,
+            caution=self._marked(caution),
         )
 
     def score_windows(
@@ -225,8 +226,15 @@ class Evaluator:
                 }
                 for name in scores
             },
-            caution=caution,
+            caution=self._marked(caution),
         )
+
+    def _marked(self, caution: str | None) -> str | None:
+        """Add the recipe's caution, about its scale and stand-ins, unless it is there already."""
+        own = self.recipe.caution
+        if own is None or (caution or "").startswith(own):
+            return caution
+        return joined([own, caution])
 
     @property
     def _rate(self) -> float:
@@ -579,4 +587,6 @@ def languages_lines(evaluations: Mapping[str, Evaluation]) -> list[str]:
          counted(evaluation.n[names[0]], evaluation.unit[names[0]])]
         for language, evaluation in evaluations.items()
     ]  # fmt: skip
-    return columns([["language", *names, "n"], *rows], right=range(1, len(names) + 1))
+    lines = columns([["language", *names, "n"], *rows], right=range(1, len(names) + 1))
+    cautions = dict.fromkeys(e.caution for e in evaluations.values() if e.caution)
+    return [*lines, *([""] if cautions else []), *cautions]

@@ -24,7 +24,7 @@ from frostlab.data.eeg.recordings import VALUES, Recording
 from frostlab.data.eeg.simulate import channel_names
 from frostlab.data.eeg.splits import PREFIXES, Heading
 from frostlab.data.files import named_path
-from frostlab.errors import BadInput, first_line, nearest, require
+from frostlab.errors import BadInput, Unavailable, first_line, nearest, require
 from frostlab.recipe.data import ChallengeEEG, MatlabEEG, MneEEG, RecordedEEG
 from frostlab.storage import open_regular
 
@@ -61,7 +61,7 @@ def find_folder(path: str, data_dir: Path | None) -> Path:
     siblings = [p for place in places if place.parent.is_dir() for p in place.parent.iterdir()]
     hint = nearest(places[0].name, [sibling.name for sibling in siblings if sibling.is_dir()])
     more = "" if parent or hint else "; name its parent with --data-dir or FROSTLAB_DATA"
-    raise BadInput(f"data.path {path}: there is no folder {searched}{hint}{more}")
+    raise Unavailable(f"data.path {path}: there is no folder {searched}{hint}{more}")
 
 
 def pair_files(folder: Path, endings: Iterable[str]) -> list[tuple[list[str], Path, Path]]:
