@@ -34,7 +34,7 @@ _WITH_RUNS = ("sources", "runs", "metric", "allow", "out", "as_json")  # allowed
 _FOR_GROUPS = ("as_published", "only")  # options that only a group has
 _WITH_GROUPS = (  # options that apply to every comparison of a group
     "sources", *_FOR_GROUPS, "seeds", "rounds", "settings", "quick", "jobs", "data_dir", "out",
-    "device", "as_json",
+    "device", "scale", "stand_in", "as_json",
 )  # fmt: skip
 
 
@@ -169,7 +169,9 @@ def compare(
         rules = {"seeds": seeds, "rounds": rounds}
         rules = {key: value for key, value in rules.items() if value is not None}
         _show_group(
-            _compare_group(source, as_published, only, rules, changes, quick, jobs, data_dir, out),
+            _compare_group(
+                source, as_published, only, rules, changes, quick, stand_in, jobs, data_dir, out
+            ),
             as_json,
         )
         return
@@ -242,6 +244,7 @@ def _compare_group(
     rules: dict[str, Any],
     settings: dict[str, Any],
     quick: bool,
+    stand_in: bool,
     jobs: int,
     data_dir: Path | None,
     out: Path | None,
@@ -252,7 +255,7 @@ def _compare_group(
     group = load_group(source)
     plans = group_plans(
         group, as_published=as_published, only=names_in(only), changes=rules, settings=settings,
-        quick=quick,
+        quick=quick, stand_in=stand_ins_from(data_dir) if stand_in else None,
     )  # fmt: skip
     from frostlab.comparison.runner import Runner  # imports torch, unlike the plans
     from frostlab.experiments.run import run_group

@@ -5,7 +5,7 @@ in which it differs from the first is declared as a confound. A fair comparison 
 in their treatment only, and tunes the learning rate of each arm.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from frostlab.errors import BadInput, nearest
 from frostlab.recipe.bounded_yaml import shown_key
 from frostlab.recipe.groups import Group, group_names
 from frostlab.recipe.load import read_values, recipe_name, with_paths
+from frostlab.recipe.recipe import Recipe
 from frostlab.storage import check_name
 from frostlab.text import plain
 
@@ -44,9 +45,10 @@ def names_in(names: str | Iterable[str] | None) -> list[str]:
     return [str(part).strip() for part in parts]
 
 
-def folder_name(group: Group, as_published: bool, quick: bool) -> str:
+def folder_name(group: Group, as_published: bool, quick: bool, scale: str = "full") -> str:
     """Return the name of a group's folder."""
-    name = f"{group.name}{'-as-published' * as_published}{'-quick' * quick}"
+    scaled = "" if scale == "full" else f"-{scale}"
+    name = f"{group.name}{'-as-published' * as_published}{scaled}{'-quick' * quick}"
     return check_name(name, "the group's name")
 
 
@@ -67,14 +69,16 @@ def group_plans(
     changes: Mapping[str, Any] | None = None,
     settings: Mapping[str, Any] | None = None,
     quick: bool = False,
+    stand_in: Callable[[Recipe], Recipe] | None = None,
 ) -> dict[str, Plan]:
     """Return the checked plans of a group's comparisons, by name.
 
     Args:
         only: names of the comparisons to plan; all if it is empty.
         changes: keys of a comparison for all of them, such as `seeds`.
-        settings: settings of the recipe for every arm of all of them.
+        settings: settings of the recipe for every arm of all of them, and their scale.
         quick: plan fewer seeds and shorter step timing.
+        stand_in: a function that replaces what an arm's recipe lacks by stand-ins.
     """
     names = comparison_names(group, as_published)
     wanted = list(only)
@@ -87,7 +91,7 @@ def group_plans(
         check_name(name, f"{group.name}: the comparison's name")
         try:
             keys = _published(group, name, settings or {}) if as_published else _fair(group, name)
-            plan = make_plan(keys, changes, settings=settings, quick=quick)
+            plan = make_plan(keys, changes, settings=settings, quick=quick, stand_in=stand_in)
         except BadInput as error:
             raise BadInput(f"{group.name}, {name}: {error}") from None
         about = _about(group, name, as_published, settings or {})
@@ -99,6 +103,7 @@ def group_plans(
 def _published(group: Group, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of the comparison that the sources made; its confounds are declared."""
     keys = dict(group.published[name])
+    settings = {key: value for key, value in settings.items() if key != "scale"}  # of the plan
     first, *others = recipes = [group.recipe(arm, settings) for arm in keys["arms"]]
     changed = [{}, *(changed_settings(first, recipe) for recipe in others)]
     arms = [

@@ -8,6 +8,7 @@ where the last call stopped. The group's folder also holds its definition (group
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,10 @@ from frostlab.experiments.further import (
 from frostlab.experiments.plans import comparison_names, folder_name, group_plans, names_in
 from frostlab.experiments.show import summary_page
 from frostlab.experiments.summary import SUMMARY, GroupSummary, read_summary, summarize
+from frostlab.models.stand_in import with_stand_ins
 from frostlab.recipe.data import EEGData, PretrainedTokenizer, Synthetic
 from frostlab.recipe.groups import Group, group_from, load_group
-from frostlab.recipe.recipe import Recipe
+from frostlab.recipe.recipe import Recipe, Scale
 from frostlab.records.index import GROUP
 from frostlab.records.manifest import MANIFEST, write_manifest
 from frostlab.storage import cache_folder, finite, read_json, write_whole
@@ -90,6 +92,8 @@ def compare_group(
     rounds: int | None = None,
     settings: Mapping[str, Any] | None = None,
     quick: bool = False,
+    scale: Scale | None = None,
+    stand_in: bool = False,
     out: str | Path | None = None,
     data_dir: str | Path | None = None,
     jobs: int = 1,
@@ -107,6 +111,10 @@ def compare_group(
         rounds: number of extra whole runs per arm, which alternate between arms for timing.
         settings: settings of the recipe for every arm of every comparison.
         quick: shorten runs and timing.
+        scale: tiny or small: every arm with fewer examples, fewer steps and narrower layers; None:
+            the recipes' scale.
+        stand_in: use embedded data, a learned tokenizer or random weights in place of what cannot
+            be had.
         out: the group's folder; by default `comparisons/GROUP` or `comparisons/GROUP-as-published`.
         data_dir: folder of the data sets.
         jobs: number of parallel runs.
@@ -119,8 +127,9 @@ def compare_group(
         as_published=as_published,
         only=names_in(only),
         changes={key: value for key, value in changes.items() if value is not None},
-        settings=settings,
+        settings=dict(settings or {}) | ({} if scale is None else {"scale": scale}),
         quick=quick,
+        stand_in=partial(with_stand_ins, data_dir=data_dir) if stand_in else None,
     )
     runner = Runner(None if data_dir is None else Path(data_dir), choose_screen(progress), jobs)
     return run_group(group, as_published, plans, runner, None if out is None else Path(out))
@@ -135,7 +144,9 @@ def run_group(
 ) -> GroupResult:
     """Carry out checked plans of a group's comparisons in the folder `out`, or continue there."""
     quick = any(plan.quick for plan in plans.values())
-    path = _DEFAULT_PARENT / folder_name(group, as_published, quick) if out is None else out
+    scale = next(iter(plans.values())).recipe["scale"]
+    name = folder_name(group, as_published, quick, scale)
+    path = _DEFAULT_PARENT / name if out is None else out
     folder = path.resolve()
     _check_folder(folder, group, as_published)
     further = _further(group)
