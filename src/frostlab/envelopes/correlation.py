@@ -51,12 +51,12 @@ def by_subject(recordings: Sequence[R]) -> dict[str, list[R]]:
 
 
 def to_samples(seconds: float, rate: float, what: str) -> int:
-    """Convert seconds to a number of samples; refuse less than one sample."""
+    """Convert seconds to a number of samples; refuse a number that rounds to 0."""
     samples = round(seconds * rate)
     if samples < 1:
         raise BadInput(
-            f"{what} of {seconds:g} s is less than a sample at {rate:g} Hz; "
-            f"the shortest is {1 / rate:.3g} s"
+            f"{what} of {seconds:g} s rounds to no sample at {rate:g} Hz; "
+            f"one sample is {1 / rate:.3g} s"
         )
     return samples
 

@@ -172,7 +172,10 @@ def _check_arguments(
 def _check_recording(recording: Recording, first: Recording, taps: Lags) -> None:
     name, eeg, envelope = recording.name, recording.eeg, recording.envelope
     if eeg.ndim != 2 or envelope.shape != eeg.shape[:1]:
-        raise BadInput(f"{name}: EEG {eeg.shape} and envelope {envelope.shape} differ in samples")
+        raise BadInput(
+            f"{name}: EEG {eeg.shape} and envelope {envelope.shape} should be (samples, channels) "
+            "and (samples,)"
+        )
     if eeg.shape[1] != first.eeg.shape[1]:
         raise BadInput(
             f"{name} has {eeg.shape[1]} channels, and {first.name} has {first.eeg.shape[1]}"

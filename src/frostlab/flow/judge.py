@@ -1,4 +1,7 @@
-"""Verdicts on the parts of a flow, such as "not learning", and the rules that decide them."""
+"""Verdicts on the parts of a model, such as "not learning", and the rules that decide them.
+
+They follow from a `Flow`: a series of reports, each of which measured one training step.
+"""
 
 import math
 from bisect import bisect_left
@@ -411,7 +414,7 @@ def _cause_of(recent: RecentReports, i: int, part: PartFacts) -> tuple[str, str]
     elif recent.vanishes(i):
         amount = f"{size / largest:.1e} of the largest" if size else "down to zero"
         why = f"its gradient vanishes, {amount}"
-        hint = "add a residual path or norms; a gradient scale of 3.0 or lr 2e-4 helps a little"
+        hint = "add a residual path or norms; a larger learning rate for this part helps a little"
         if recent.flow.optimizer in rules.normalising:
             hint += f", though {recent.flow.optimizer} undoes a scale"
         else:

@@ -73,7 +73,10 @@ def verify(folder: Path) -> tuple[int, list[Problem]]:
 
 
 def check_unchanged(folder: Path) -> None:
-    """Refuse a finished run if one of its files was changed or removed; weights are not read."""
+    """Refuse a finished run if one of its files was changed or removed.
+
+    Folders with checksums of their own, such as checkpoints, are not read.
+    """
     for problem in problems_in(folder, deep=False):
         if not problem.added:
             raise BadInput(f"{problem}; delete {folder} to train it again")
