@@ -30,6 +30,10 @@ def _write(folder: Path, **rows: int) -> None:
         (folder / f"{split}.jsonl").write_text(line * count)
 
 
+def test_the_size_of_every_public_set_is_known() -> None:
+    assert [name for name, facts in PUBLIC_SETS.items() if not facts.megabytes] == []
+
+
 def test_a_group_is_checked_as_a_whole(tmp_path: Path, in_this_process: Command) -> None:
     _write(tmp_path / "data" / "tinystories", train=3, validation=1)
     done = in_this_process("data", "check", "phase3", "--data-dir", str(tmp_path / "data"))

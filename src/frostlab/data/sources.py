@@ -217,7 +217,10 @@ PUBLIC_SETS = {
         ("Salesforce/wikitext", "wikitext-2-v1", None), tune="validation", joined=True, megabytes=7
     ),
     "wikitext2-raw": SetDefaults(
-        ("Salesforce/wikitext", "wikitext-2-raw-v1", None), tune="validation", joined=True
+        ("Salesforce/wikitext", "wikitext-2-raw-v1", None),
+        tune="validation",
+        joined=True,
+        megabytes=8,
     ),
     "wikitext103": SetDefaults(
         ("Salesforce/wikitext", "wikitext-103-raw-v1", None),
