@@ -31,6 +31,7 @@ def test_as_published_every_place_says_confounded(published: fl.GroupResult) -> 
     assert oelm.time is not None
     assert oelm.time.ratio > 0  # type: ignore[operator]
     assert entry.caution == "selected on the reporting split"
+    assert (entry.changed, entry.reduced, entry.baseline_treated) == ((), (), None)
     assert (other.name, other.status, other.arms) == ("random", "not run", ())
     folder = published.folder / "rates"
     values = json.loads((folder / "comparison.json").read_text())
