@@ -56,7 +56,8 @@ def comparison_names(group: Group, as_published: bool) -> tuple[str, ...]:
     if not comparisons:
         kind, other = ("published", "without") if as_published else ("fair", "with")
         raise BadInput(f"{group.name} has no {kind} comparisons; compare it {other} --as-published")
-    return tuple(comparisons)
+    # A comparison's name is a folder.
+    return tuple(check_name(name, f"{group.name}: the comparison's name") for name in comparisons)
 
 
 def group_plans(
@@ -84,7 +85,6 @@ def group_plans(
             raise BadInput(f"--only {shown_key(name)} is not a comparison of {group.name}{hint}")
     plans = {}
     for name in names if not wanted else [name for name in names if name in wanted]:
-        check_name(name, f"{group.name}: the comparison's name")
         try:
             keys = _published(group, name, settings or {}) if as_published else _fair(group, name)
             plan = make_plan(keys, changes, settings=settings, quick=quick)
