@@ -291,11 +291,13 @@ def _diff_comparisons(folders: tuple[Path, Path], width: int | None, as_json: bo
 
     left, right = (load_comparison(folder).evidence for folder in folders)
     keys = differences(left.plan.model_dump(mode="json"), right.plan.model_dump(mode="json"))
-    lines = unlike(left, right)
+    lines, cautions = unlike(left, right), [left.caution, right.caution]
     if as_json:
-        echo(json.dumps({"plan": keys, "metrics": lines}, indent=1))
+        echo(json.dumps({"plan": keys, "metrics": lines, "cautions": cautions}, indent=1))
         return
     text = [f"plan: differs in {', '.join(keys)}" if keys else "plan: equal", *lines]
+    named = zip(folders, cautions, strict=True)
+    text += [f"caution: {folder.name}: {caution}" for folder, caution in named if caution]
     echo("\n".join(part for line in text for part in wrapped(plain(line), width)))
 
 

@@ -483,11 +483,14 @@ _BEST = {"report": "best_r", "unseen": "best_r_unseen"}  # split → key in `ref
 
 
 def scores_file(
-    scores: Mapping[str, Mapping[str, Any]], reference_scores: Mapping[str, float]
+    scores: Mapping[str, Mapping[str, Any]],
+    reference_scores: Mapping[str, float],
+    caution: str | None = None,
 ) -> Any:
     """Return the content of scores.json: scores by split and decoder, and the best achievable r."""
     return {
         "schema": 1,
+        "caution": caution,
         "best": {
             split: reference_scores[key] for split, key in _BEST.items() if key in reference_scores
         },
@@ -505,6 +508,7 @@ class ScoresFile:
     schema: int
     best: dict[str, float]  # split → the best achievable r
     splits: dict[str, dict[str, Any]]  # split → decoder → its scores
+    caution: str | None = None  # a warning about the scores
 
 
 def read_scores(folder: Path) -> dict[str, dict[str, Any]]:

@@ -272,6 +272,7 @@ class Predictions:
     split: str  # report
     labels: list[int]  # the class of each example
     classes: list[int]  # the predicted class of each example
+    caution: str | None = None  # a warning about the predictions
 
 
 # events.jsonl

@@ -88,7 +88,7 @@ def measure_recordings(
             for name, envelope in by_name.items()
         }
         np.savez(context.folder.path / "decoded.npz", **arrays)  # type: ignore[arg-type]
-        text = json.dumps(scores_file(scores, signals.known))
+        text = json.dumps(scores_file(scores, signals.known, signals.caution))
         write_whole(context.folder.path / SCORES, text)
     return recording_metrics(model, ridge, window_metrics), {
         split: {

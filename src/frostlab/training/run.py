@@ -407,7 +407,8 @@ def _measure_report(context: RunContext, step: int) -> Report:
     metrics = measure(context, "report", step, classes)
     predicted = (context.world.total(classes) - 1).tolist()
     if context.folder:
-        values = {"split": "report", "labels": labels.tolist(), "classes": predicted}
+        values = {"split": "report", "labels": labels.tolist(), "classes": predicted,
+                  "caution": context.prepared.caution}  # fmt: skip
         write_whole(context.folder.path / "predictions.json", json.dumps(values))
     return context.task.report(context, metrics)
 
