@@ -62,7 +62,10 @@ notes = st.tuples(st.just("note"), st.fixed_dictionaries({"text": text}))
 evaluations = st.tuples(
     st.just("evaluation"),
     st.fixed_dictionaries(
-        {"split": text, "metrics": metrics, "frozen_verified": whole, "best": st.booleans()}
+        {
+            "split": text, "metrics": metrics, "frozen_verified": whole, "best": st.booleans(),
+            "epoch": number, "seconds": number, "total_seconds": number,
+        }  # fmt: skip
     ),
 )
 blocks = st.tuples(

@@ -83,6 +83,11 @@ def steps_per_epoch(examples: int, batch: int) -> int:
     return -(-examples // batch)
 
 
+def in_epochs(steps: int, per_epoch: int) -> float:
+    """Return the number of epochs in so many steps, with six significant digits."""
+    return float(f"{steps / per_epoch:.6g}")
+
+
 def total_steps(train: Train, examples: int) -> int:
     """Return the number of steps of a stage that does not set its own number."""
     if train.steps is not None:
