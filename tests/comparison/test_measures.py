@@ -247,6 +247,10 @@ def test_the_total_gap_prefers_runs_that_alternate(spoken: fl.Comparison) -> Non
     whole = total_gap(once, "oelm")
     assert whole is not None
     assert (whole.of, whole.ratio.n) == ("whole runs", 2)
+    refused = (RefusedPair("oelm", 0, "another machine"),)
+    fewer = total_gap(replace(once, refused_pairs=refused), "oelm")
+    assert fewer is not None
+    assert fewer.ratio.n == 1
     text = run_times(twice)
     assert "-20.0 %" in text
     assert "| time saved | – | 20.0 % |" in text

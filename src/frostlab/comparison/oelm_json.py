@@ -12,7 +12,7 @@ from typing import Any
 
 from frostlab.comparison.evidence import ArmEvidence, ArmVerdict, Effect, Evidence
 from frostlab.comparison.measures.overview import data_name, model_name, overview
-from frostlab.comparison.measures.performance import mean, mean_of, retained
+from frostlab.comparison.measures.performance import mean, mean_of, paired_runs, retained
 from frostlab.comparison.measures.times import (
     arm_times,
     gap_note,
@@ -306,7 +306,7 @@ def _environment(record: RunRecord) -> dict[str, Any]:
 
 
 def _arm_values(evidence: Evidence, name: str) -> dict[str, Any]:
-    """Return an arm's performance, trainable parameters and times, as means over finished runs.
+    """Return an arm's performance, trainable parameters and times.
 
     The values of the study's scripts are nested, and also flat: keys of the arm itself.
     """
@@ -332,7 +332,7 @@ def _performance(evidence: Evidence, name: str) -> dict[str, Any]:
     `while_training` is about the split that selects the weights: the best evaluation, and the loss
     of the last one.
     """
-    runs, metric = evidence.arms[name].finished, evidence.rules.metric
+    runs, metric = paired_runs(evidence, name), evidence.rules.metric
     best, last = [run.best for run in runs], [run.final_loss for run in runs]
     split = None
     if evidence.data is not None:

@@ -14,7 +14,7 @@ _FRONT = (0, 1)  # indices of the front layers
 
 
 def gradient_flow(runs: Runs) -> dict[str, dict[str, Quantity]]:
-    """Return the gradient-flow quantities by arm; empty if an arm does not measure them."""
+    """Return the gradient-flow quantities by arm; empty unless every arm measures them."""
     plan = runs.plan
     if any(plan.recipe_of(arm, plan.seeds[0]).watch is None for arm in plan.arms):
         return {}
@@ -34,10 +34,10 @@ def gradient_flow(runs: Runs) -> dict[str, dict[str, Quantity]]:
 
 
 def _measure_flow(folder: Path) -> dict[str, float]:
-    """Return the gradient-flow quantities of a run's last stage, if they are positive and finite.
+    """Return those gradient-flow quantities of a run's last stage that are positive and finite.
 
-    They are the gradient size of the front layers relative to the head's, the change of the front
-    weights' range, and the update/weight ratio of the front layers.
+    The quantities are the gradient size of the front layers relative to the head's, the relative
+    change of the front weights' range, and the update/weight ratio of the front layers.
     """
     flow = list(flows_of(folder).values())[-1]
     ends = flow.depth_ratios()

@@ -3,13 +3,13 @@
 from collections.abc import Iterable
 from statistics import fmean, geometric_mean
 
-from frostlab.comparison.evidence import Effect, Evidence, stored
+from frostlab.comparison.evidence import Effect, Evidence, RunSummary, stored
 from frostlab.comparison.plan import scale_of
 from frostlab.comparison.statistics import paired
 
 
 def mean_of(evidence: Evidence, arm: str, metric: str) -> float | None:
-    """Return the mean of a metric over an arm's finished runs, without those that are not paired.
+    """Return the mean of a metric over an arm's runs that finished and can be paired.
 
     It is the geometric mean for a metric that is compared as a ratio, such as perplexity, so that
     the means of two arms have the ratio that the comparison states.
@@ -52,11 +52,16 @@ def retained(evidence: Evidence, arm: str, metric: str | None = None) -> Effect 
     return stored(Effect, ratio)
 
 
-def _values(evidence: Evidence, arm: str, metric: str) -> dict[int, float]:
-    """Return a metric by seed, of the finished runs that can be paired."""
+def paired_runs(evidence: Evidence, arm: str) -> list[RunSummary]:
+    """Return the runs of an arm that finished and can be paired."""
     refused = {pair.seed for pair in evidence.refused_pairs if pair.arm == arm}
+    return [run for run in evidence.arms[arm].finished if run.seed not in refused]
+
+
+def _values(evidence: Evidence, arm: str, metric: str) -> dict[int, float]:
+    """Return a metric by seed, of the runs that can be paired."""
     return {
         run.seed: value
-        for run in evidence.arms[arm].finished
-        if run.seed not in refused and (value := run.metrics.get(metric)) is not None
+        for run in paired_runs(evidence, arm)
+        if (value := run.metrics.get(metric)) is not None
     }

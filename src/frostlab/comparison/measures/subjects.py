@@ -20,7 +20,7 @@ Records = Mapping[tuple[str, int], RunRecord]  # by arm and seed
 def subject_tests(
     plan: Plan, records: Records, refused: Iterable[RefusedPair]
 ) -> dict[str, SplitTests]:
-    """Test EEG decoders on every split: arm against baseline by subject, and against ridge by seed.
+    """Test EEG decoders on each split: against the baseline by subject, against ridge by seed.
 
     Each subject counts once, with its mean Fisher z over the seeds that both arms have. Runs of
     other tasks have no file of scores and are skipped.

@@ -16,6 +16,7 @@ from frostlab.comparison.evidence import (
     Summary,
     stored,
 )
+from frostlab.comparison.measures.performance import paired_runs
 from frostlab.comparison.plan import Plan
 from frostlab.comparison.statistics import paired
 
@@ -53,15 +54,15 @@ class TotalGap:
 
 
 def arm_times(evidence: Evidence, arm: str) -> ArmTimes:
-    """Return the times of one arm, from its finished runs and its interleaved steps."""
-    runs = evidence.arms[arm].finished
+    """Return the times of one arm, from its runs that can be paired and its interleaved steps."""
+    runs = paired_runs(evidence, arm)
     timed = None if evidence.timing is None else evidence.timing.arms[arm]
     epochs = [seconds for run in runs for seconds in run.epoch_seconds]
     scaled = [run.train_seconds / run.epochs for run in runs if run.epochs]
     evaluations = [seconds for run in runs for seconds in run.evaluation_seconds]
     blocks = _summary(() if timed is None else timed.blocks)
     return ArmTimes(
-        total=_summary([run.total_seconds for run in runs]),
+        total=evidence.arms[arm].seconds,
         epochs=_mean([run.epochs for run in runs]),
         per_epoch=_summary(epochs or scaled),
         scaled=not epochs and bool(scaled),
@@ -88,7 +89,7 @@ def total_gap(evidence: Evidence, arm: str) -> TotalGap | None:
         own, base = ([*times.seconds] for times in rounds if times is not None)
         return _gap("alternating rounds", own, base)
     by_seed = [
-        {run.seed: run.total_seconds for run in evidence.arms[name].finished}
+        {run.seed: run.total_seconds for run in paired_runs(evidence, name)}
         for name in (arm, evidence.baseline)
     ]
     seeds = [seed for seed in by_seed[0] if seed in by_seed[1]]
@@ -105,7 +106,7 @@ def _gap(of: str, own: Sequence[float], base: Sequence[float]) -> TotalGap | Non
 
 
 def whole_run_note(evidence: Evidence) -> str:
-    """Say how the runs were taken, and that their times are no evidence about speed."""
+    """Say how the runs were trained, and that their times are no evidence about speed."""
     taken = (
         "were trained at different times"
         if evidence.plan.runs
@@ -124,7 +125,7 @@ def gap_note(evidence: Evidence, gap: TotalGap) -> str:
 
 
 def round_times(plan: Plan, rounds: Mapping[tuple[str, int], RunSummary]) -> dict[str, RoundTimes]:
-    """Return the total times of the timed whole runs by arm, paired by round with the baseline."""
+    """Return the times of the timed whole runs by arm, and their ratio to the baseline's."""
     if not rounds:
         return {}
     baseline = plan.baseline.name
