@@ -14,7 +14,8 @@ START: dict[str, Any] = {
     "origin": {"train": "train"}, "caution": None, "known": {}, **SHAPE,
 }  # fmt: skip
 CLOCKS: dict[str, Any] = {
-    "total_seconds": 9.5, "train_seconds": 7, "validation_seconds": 1.0, "data_seconds": 0.5,
+    "total_seconds": 9.5, "train_seconds": 7, "validation_seconds": 1.0,
+    "evaluation_seconds": [0.4, 0.6], "data_seconds": 0.5,
     "data_overlapped_seconds": 0.0, "checkpoint_seconds": 1.0, "setup_seconds": 0.25,
     "epoch_seconds": [3.5, 3.5],
     "step_ms": {"count": 25, "median": 4.5, "mean": 5, "p95": 9.0, "cv": 0.1},
@@ -60,7 +61,8 @@ def evaluation_event(step: int, metrics: dict[str, Any], **changes: Any) -> dict
     """An evaluation on the tune split."""
     return {
         "kind": "evaluation", "at": 100.0 + step, "step": step, "split": "tune",
-        "metrics": metrics, "frozen_verified": 0, "best": True,
+        "metrics": metrics, "frozen_verified": 0, "best": True, "epoch": step / 15,
+        "seconds": 0.5, "total_seconds": step / 4,
     } | changes  # fmt: skip
 
 

@@ -1,16 +1,21 @@
 """comparison.json and timing.json have the original scripts' keys and the page's verdicts."""
 
 import json
+import math
+import re
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean, geometric_mean
 from typing import Any
 
 import pytest
+import torch
 
 import frostlab as fl
-from comparing import LANGUAGE, compare, plan
+from comparing import compare, plan
 from frostlab.comparison.evidence import Evidence, StepTiming, TimedArm
 from frostlab.comparison.oelm_json import (
+    _duration,
     answers,
     comparison_json,
     have_equal_norms,
@@ -21,10 +26,56 @@ from frostlab.comparison.oelm_json import (
 )
 from frostlab.records.folder import RunRecord
 
-WHOLE_RUN = {
-    "total_seconds", "formatted", "per_epoch_avg", "per_step_avg", "validation_total", "note",
-}  # fmt: skip
-TRUST = {"confidence", "verdict", "flag", "proven", "reasons", "confounds"}
+# The layout of the study's files, with its examples of the form of every value.
+COMPARISON = json.loads("""
+{"dataset": "...", "model": "...", "environment": {"gpu": "...", "cuda_version": "...",
+  "pytorch_version": "...", "gpu_temp_start": 0, "gpu_temp_end": 0},
+ "baseline":    {"performance": {"best_accuracy": 0, "best_ppl": 0, "final_loss": 0, "epochs": 3},
+                 "trainable_params": "100% (82M)",
+                 "timing": {"total_seconds": 0, "formatted": "8h 15min", "per_epoch_avg": 0,
+                            "per_step_avg": 0, "validation_total": 0}},
+ "oelm_freeze": {"performance": {}, "timing": {}, "trainable_params": "87.1% (71M)",
+                 "vs_baseline": {"ppl_gap": "+3.9%", "time_gap": "+2.4%",
+                                 "per_step_gap": "+14.8%", "params_saved": "12.9%"}},
+ "comparison":  {"accuracy_gap": 0, "time_analysis": {"total_gap_seconds": 0,
+                   "total_gap_percent": 0, "per_step_gap": 0, "speedup_ratio": 0},
+                 "conclusion": "..."}}
+""")
+TIMING = json.loads("""
+{"timing": {"baseline": {"total_formatted": "8h 10m"}, "oelm_freeze": {"total_formatted": "8h 10m"},
+            "comparison": {"time_difference_seconds": 720, "time_difference_percent": "+2.45%",
+                           "speedup_ratio": 0.976}}}
+""")
+for part in ("performance", "timing"):  # the other arms have the baseline's shape
+    COMPARISON["oelm_freeze"][part] = COMPARISON["baseline"][part]
+for name in ("baseline", "oelm_freeze"):
+    TIMING["timing"][name] |= COMPARISON["baseline"]["timing"]
+NO_GPU = {"environment.gpu", "environment.cuda_version", "environment.gpu_temp_start",
+          "environment.gpu_temp_end"}  # fmt: skip
+NOT_FOR_CLASSES = {"baseline.performance.best_ppl", "oelm_freeze.performance.best_ppl",
+                   "oelm_freeze.vs_baseline.ppl_gap"}  # fmt: skip
+NOT_FOR_LANGUAGE = {"baseline.performance.best_accuracy", "oelm_freeze.performance.best_accuracy",
+                    "comparison.accuracy_gap"}  # fmt: skip
+
+
+def paths(values: dict[str, Any], before: str = "") -> list[str]:
+    """Every dotted path to a value that is no object."""
+    parts = []
+    for key, value in values.items():
+        path = f"{before}{key}"
+        parts += paths(value, f"{path}.") if isinstance(value, dict) else [path]
+    return parts
+
+
+def at(values: Any, path: str) -> Any:
+    for key in path.split("."):
+        values = values[key]
+    return values
+
+
+def empty(values: dict[str, Any], layout: dict[str, Any]) -> set[str]:
+    """The paths of the study's layout that have no value; a path that is not there is an error."""
+    return {path for path in paths(layout) if at(values, path) is None}
 
 
 def timed(evidence: Evidence, **changes: Any) -> Evidence:
@@ -49,57 +100,110 @@ def record_of(made: fl.Comparison) -> RunRecord:
     return RunRecord(made.folder / "runs" / "baseline-s0")
 
 
-def test_the_missions_keys(made: fl.Comparison) -> None:
-    found = json.loads((made.folder / "comparison.json").read_text())
-    assert set(found) == {
-        "dataset", "model", "quick", "caution", "environment", "baseline", "oelm_freeze",
-        "oelm_random", "comparison",
-    }  # fmt: skip
-    assert set(found["environment"]) == {
-        "gpu", "cuda_version", "pytorch_version", "gpu_temp_start", "gpu_temp_end",
-    }  # fmt: skip
-    assert set(found["baseline"]) == {"performance", "trainable_params", "timing"}
-    assert set(found["baseline"]["performance"]) == {
-        "best_accuracy", "best_ppl", "final_loss", "epochs",
-    }  # fmt: skip
-    assert set(found["baseline"]["timing"]) == {"step", "step_speedup", "whole_run"}
-    assert set(found["baseline"]["timing"]["whole_run"]) == WHOLE_RUN
-    for arm in ("oelm_freeze", "oelm_random"):
-        assert set(found[arm]) == {*found["baseline"], "vs_baseline", "parameter_efficiency"}
-        share = found[arm]["trainable_params"].partition(" ")[0]
-        assert found[arm]["parameter_efficiency"] == f"{share} trainable"
-    assert set(found["oelm_freeze"]["vs_baseline"]) == {
-        "ppl_gap", "per_step_gap", "whole_run_time_gap", "params_saved", "note",
-    }  # fmt: skip
-    assert set(found["comparison"]) == {"accuracy_gap", "time_analysis", "conclusion"}
-    assert set(found["comparison"]["time_analysis"]) == {
-        "per_step_gap", "speedup_ratio", "whole_run_gap_seconds", "whole_run_gap_percent", "note",
-    }  # fmt: skip
-    times = json.loads((made.folder / "timing.json").read_text())["timing"]
-    assert set(times) == {"baseline", "oelm_freeze", "oelm_random", "comparison"}
-    assert times["oelm_freeze"] == found["oelm_freeze"]["timing"]
-    assert found["baseline"]["performance"]["best_ppl"] is None
+def test_every_key_of_the_study_has_a_value(made: fl.Comparison, spoken: fl.Comparison) -> None:
+    gpu = set() if torch.cuda.is_available() else NO_GPU
+    evidence = timed(made.evidence)
+    assert empty(comparison_json(evidence, record_of(made)), COMPARISON) == gpu | NOT_FOR_CLASSES
+    assert empty(timing_json(evidence), TIMING) == set()
+    values = json.loads((spoken.folder / "comparison.json").read_text())
+    assert empty(values, COMPARISON) == gpu | NOT_FOR_LANGUAGE
+    assert empty(json.loads((spoken.folder / "timing.json").read_text()), TIMING) == set()
+    assert {path for path in paths(COMPARISON) if path.startswith("baseline.timing")}, "walked"
 
 
-def numbers_about_time(values: Any, path: str = "") -> dict[str, Any]:
-    """Every value of a file that is about time, by its path, except of single runs or steps."""
-    if isinstance(values, dict):
-        parts = (numbers_about_time(value, f"{path}.{key}") for key, value in values.items())
-        return {key: value for part in parts for key, value in part.items()}
-    about = any(word in path for word in ("gap", "speedup", "ratio", "difference"))
-    return {path: values} if about and "ppl_gap" not in path and "accuracy" not in path else {}
+def test_values_have_the_forms_of_the_study(spoken: fl.Comparison) -> None:
+    values = json.loads((spoken.folder / "comparison.json").read_text())
+    assert (values["dataset"], values["model"]) == ("induction", "GPT-1x16")
+    arm = values["oelm_freeze"]
+    assert re.fullmatch(r"\d+min \d+s", arm["timing"]["formatted"])
+    assert re.fullmatch(r"\d+m \d+s", arm["timing"]["total_formatted"])
+    for key in ("ppl_gap", "time_gap", "per_step_gap"):
+        for part in ("gap", "low", "high"):
+            assert re.fullmatch(r"[+-]\d+\.\d\d%", arm["vs_baseline"][key][part]), (key, part)
+    assert re.fullmatch(r"\d+\.\d% \(\d+\.\dM\)", arm["trainable_params"])
+    share = arm["trainable_params"].partition(" ")[0]
+    assert arm["parameter_efficiency"] == f"{share} trainable"
+    for nested in (values["baseline"], arm):  # nested, and also flat
+        for part in ("performance", "timing"):
+            for key in COMPARISON["baseline"][part]:
+                assert nested[key] == nested[part][key]
+    times = json.loads((spoken.folder / "timing.json").read_text())["timing"]
+    assert times["oelm_freeze"] == arm["timing"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "long", "short"),
+    [(29_700.4, "8h 15min", "8h 15m"), (29_439.0, "8h 10min", "8h 10m"),
+     (903.2, "15min 3s", "15m 3s"), (3599.7, "1h 0min", "1h 0m"), (0.0, "0min 0s", "0m 0s")],
+)  # fmt: skip
+def test_durations_have_both_forms(seconds: float, long: str, short: str) -> None:
+    assert (_duration(seconds, "min"), _duration(seconds, "m")) == (long, short)
+    assert _duration(None, "min") is None
+
+
+def test_best_and_final_values_come_from_one_split(spoken: fl.Comparison) -> None:
+    evidence = spoken.evidence
+    values = json.loads((spoken.folder / "comparison.json").read_text())
+    for name, key in (("baseline", "baseline"), ("oelm", "oelm_freeze")):
+        performance = values[key]["performance"]
+        runs = [RunRecord(spoken.folder / run.folder) for run in evidence.arms[name].runs]
+        reports = [run.result.report for run in runs]
+        assert performance["split"] == "report"
+        assert performance["best_ppl"] == pytest.approx(
+            geometric_mean(report["perplexity"] for report in reports)
+        )
+        assert performance["final_loss"] == pytest.approx(fmean(r["loss"] for r in reports))
+        assert math.exp(performance["final_loss"]) == pytest.approx(performance["best_ppl"])
+        training = performance["while_training"]
+        assert training["split"] == "tune"
+        best = [run.result.best.value for run in runs]
+        assert training["best_ppl"] == pytest.approx(geometric_mean(best))
+        assert training["final_loss"] == pytest.approx(fmean(r.result.last["loss"] for r in runs))
+    ratio = (values["oelm_freeze"]["performance"]["best_ppl"]
+             / values["baseline"]["performance"]["best_ppl"])  # fmt: skip
+    assert values["oelm_freeze"]["vs_baseline"]["ppl_gap"]["gap"] == f"{100 * (ratio - 1):+.2f}%"
+    assert values["comparison"]["retained"]["share"] == pytest.approx(1 / ratio)
+
+
+def test_a_run_shorter_than_an_epoch_is_scaled_and_says_so(spoken: fl.Comparison) -> None:
+    times = json.loads((spoken.folder / "timing.json").read_text())["timing"]["baseline"]
+    runs = [RunRecord(spoken.folder / run.folder).result
+            for run in spoken.evidence.arms["baseline"].runs]  # fmt: skip
+    assert not any(run.clocks.epoch_seconds for run in runs)
+    assert times["per_epoch_scaled"] is True
+    assert times["per_epoch_avg"] == pytest.approx(
+        fmean(run.clocks.train_seconds * 12 / 8 for run in runs), rel=1e-4
+    )
+    values = json.loads((spoken.folder / "comparison.json").read_text())
+    assert values["baseline"]["performance"]["epochs"] == pytest.approx(8 / 12, rel=1e-5)
+    page = spoken.page.read_text()
+    assert "scaled from 0.6667 epochs" in page
+    assert "*Scaled*: the runs are shorter than an epoch" in page
+
+
+def test_whole_epochs_are_counted_and_not_scaled(made: fl.Comparison) -> None:
+    values = json.loads((made.folder / "comparison.json").read_text())
+    assert values["baseline"]["performance"]["epochs"] == 1
+    assert values["baseline"]["timing"]["per_epoch_scaled"] is False
+    assert "*Scaled*" not in made.page.read_text()
 
 
 def test_without_timed_steps_no_speed_is_stated(made: fl.Comparison) -> None:
-    """Whole runs that were taken one after another say nothing about speed, and say so."""
+    """A gap between whole runs is unproven, and says how the runs were taken."""
     assert made.evidence.timing is None
-    for name in ("comparison.json", "timing.json"):
-        values = json.loads((made.folder / name).read_text())
-        stated = {key: value for key, value in numbers_about_time(values).items() if value}
-        assert stated
-        assert all(".whole_run_" in key for key in stated), "a speed-up of whole runs"
-        text = json.dumps(values)
-        assert text.count("whole runs were taken one after another") >= 3
+    values = json.loads((made.folder / "comparison.json").read_text())
+    times = json.loads((made.folder / "timing.json").read_text())["timing"]
+    analysis = values["comparison"]["time_analysis"]
+    assert analysis["speedup_ratio"] is analysis["per_step_gap"] is None
+    assert times["comparison"]["speedup_ratio"] is times["oelm_freeze"]["step_speedup"] is None
+    gaps = [analysis["total_gap_seconds"], analysis["total_gap_percent"],
+            analysis["time_saved_percent"], values["oelm_random"]["vs_baseline"]["time_gap"],
+            times["comparison"]["time_difference_seconds"],
+            times["comparison"]["time_difference_percent"]]  # fmt: skip
+    for gap in gaps:
+        assert gap["verdict"] == "unproven"
+        assert gap["note"].startswith("whole runs were taken one after another, so their times")
+        assert (gap["of"], gap["pairs"]) == ("whole runs", 6), "one round is no repetition"
     shared = timing_json(replace(made.evidence, jobs=2))["timing"]["comparison"]["note"]
     assert shared.startswith("whole runs shared the machine, up to 2 at a time, so their times")
 
@@ -119,11 +223,11 @@ def test_a_speed_has_the_pages_interval_and_verdict(made: fl.Comparison) -> None
     assert timing["oelm_random"]["step_speedup"] == speedup | {"confounds": []}
     assert timing["baseline"]["step_speedup"] is None
     assert timing["baseline"]["step"] == 0.004
-    gap = {"gap": "-20.00%", "low": "-36.00%", "high": "+25.00%"} | trust
+    gap = {"gap": "-20.00%", "low": "-36.00%", "high": "+25.00%", "seconds": 0.0} | trust
     assert comparison["oelm_freeze"]["vs_baseline"]["per_step_gap"] == gap
 
 
-def test_a_gap_has_the_pages_interval_and_verdict(made: fl.Comparison, tmp_path: Path) -> None:
+def test_a_gap_has_the_pages_interval_and_verdict(made: fl.Comparison) -> None:
     values = json.loads((made.folder / "comparison.json").read_text())
     verdict = made.evidence.verdicts["oelm"]
     assert verdict.paired is not None
@@ -133,10 +237,12 @@ def test_a_gap_has_the_pages_interval_and_verdict(made: fl.Comparison, tmp_path:
         "verdict": verdict.word, "missing_runs": {}, "confounds": [],
     }  # fmt: skip
     assert values["oelm_freeze"]["vs_baseline"]["ppl_gap"] is None
-    language = compare(tmp_path / "c", recipe=LANGUAGE)
-    values = json.loads((language.folder / "comparison.json").read_text())
+
+
+def test_a_gap_of_perplexity_is_the_pages_ratio(spoken: fl.Comparison) -> None:
+    values = json.loads((spoken.folder / "comparison.json").read_text())
     assert values["comparison"]["accuracy_gap"] is None
-    gap, paired = values["oelm_freeze"]["vs_baseline"]["ppl_gap"], language.verdicts["oelm"].paired
+    gap, paired = values["oelm_freeze"]["vs_baseline"]["ppl_gap"], spoken.verdicts["oelm"].paired
     assert paired is not None
     assert gap["gap"] == f"{100 * (paired.effect - 1):+.2f}%"
     assert gap["low"] == f"{100 * (paired.low - 1):+.2f}%"
@@ -150,12 +256,11 @@ def test_every_file_is_about_the_arm_of_the_questions(tmp_path: Path) -> None:
     assert answers(found.evidence)[0] == ("How large is the gap?", sentence)
     whole = json.loads((found.folder / "comparison.json").read_text())
     assert whole["comparison"]["conclusion"] == sentence
-    seconds = {arm: whole[arm]["timing"]["whole_run"]["total_seconds"]
-               for arm in ("baseline", "oelm_freeze")}  # fmt: skip
-    gap = seconds["oelm_freeze"] - seconds["baseline"]
-    assert whole["comparison"]["time_analysis"]["whole_run_gap_seconds"] == pytest.approx(gap)
+    gap = whole["oelm_freeze"]["total_seconds"] - whole["baseline"]["total_seconds"]
+    analysis = whole["comparison"]["time_analysis"]
+    assert analysis["total_gap_seconds"]["gap"] == pytest.approx(gap)
     times = json.loads((found.folder / "timing.json").read_text())["timing"]
-    assert times["comparison"]["whole_run_difference_seconds"] == pytest.approx(gap)
+    assert times["comparison"]["time_difference_seconds"]["gap"] == pytest.approx(gap)
 
 
 def test_the_treatment_decides_and_not_the_name(tmp_path: Path) -> None:

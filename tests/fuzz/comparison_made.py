@@ -5,13 +5,16 @@ from dataclasses import asdict
 from functools import cache
 
 from frostlab.comparison.evidence import (
+    CONVERGED,
     QUANTITIES,
     SCHEMA,
     Answer,
+    ArmConvergence,
     ArmEvidence,
     ArmVerdict,
     Assay,
     ComparedOrder,
+    Convergence,
     EarlierLook,
     Effect,
     Evidence,
@@ -90,8 +93,8 @@ def _run(name: str, seed: int) -> RunSummary:
     stage = StageSummary("train", "accuracy", 0.5, 1.0, 2.0, 10, 20)
     return RunSummary(
         seed, f"runs/{name}-s{seed}", "finished", None, 1,
-        {"accuracy": 0.5, "macro_f1": 0.4, "loss": 1.0}, 0.5, 1.0, 3, (stage,),
-        Parameters(20, 10), 3.0, 2.0, 1.0, (1.0, 1.0), 5.0, 2, "abc", "def", None,
+        {"accuracy": 0.5, "macro_f1": 0.4, "loss": 1.0}, 0.5, 1.0, 3, 1.5, (stage,),
+        Parameters(20, 10), 3.0, 2.0, 1.0, (0.5, 0.5), (1.0, 1.0), 5.0, 90.0, 2, "abc", "def", None,
     )  # fmt: skip
 
 
@@ -139,8 +142,13 @@ def evidence() -> bytes:
         subjects={"report": SplitTests({"oelm": subjects}, dict.fromkeys(names, _EFFECT))},
         flow={name: dict.fromkeys(QUANTITIES, Quantity(_SUMMARY, against))
               for name, against in (("baseline", None), ("oelm", _EFFECT))},
+        convergence=Convergence("accuracy", 0.5, "evaluate.target of the recipe", 2, {
+            name: ArmConvergence(2, 1, dict.fromkeys(CONVERGED, _SUMMARY),
+                                 dict.fromkeys(CONVERGED, _EFFECT))
+            for name in names
+        }),
         timing=_timing(),
-        rounds={name: RoundTimes((1.0,), _EFFECT if name == "oelm" else None, True)
+        rounds={name: RoundTimes((1.0, 2.0), 0.5, _EFFECT if name == "oelm" else None, True)
                 for name in names},
     )  # fmt: skip
     return json.dumps(whole.to_dict()).encode()

@@ -29,7 +29,7 @@ def write_run(folder: Path, schema: int = SCHEMA, **result: Any) -> RunRecord:
 def test_events_are_read_as_they_were_written(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path / "run", {}, **STARTED) as folder:
         folder.event("evaluation", 5, split="tune", metrics={"loss": float("nan")}, best=False,
-                     frozen_verified=0)  # fmt: skip
+                     frozen_verified=0, epoch=0.5, seconds=0.1, total_seconds=1.0)  # fmt: skip
         folder.event("resume", 3, **SHAPE)
     record = RunRecord(tmp_path / "run")
     assert [event.kind for event in record.events()] == ["start", "resume"]
@@ -75,7 +75,7 @@ def test_records_are_typed_and_read_once(tmp_path: Path) -> None:
 
 def test_a_folder_of_another_schema_is_refused_by_name(tmp_path: Path) -> None:
     record = write_run(tmp_path / "run-s0", schema=1)
-    said = "its records have schema 1, this frostlab reads 5$"
+    said = "its records have schema 1, this frostlab reads 6$"
     with pytest.raises(BadInput, match=f"^{record.folder}/result.json: {said}"):
         _ = record.result
     with pytest.raises(BadInput, match=f"^{record.folder}/events.jsonl line 1: {said}"):

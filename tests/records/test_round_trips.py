@@ -61,10 +61,11 @@ def test_a_result(name: str, seed: int, seconds: float, report: Any, error: str 
 notes = st.tuples(st.just("note"), st.fixed_dictionaries({"text": text}))
 evaluations = st.tuples(
     st.just("evaluation"),
-    st.fixed_dictionaries(
-        {"split": text, "metrics": metrics, "frozen_verified": whole, "best": st.booleans()}
-    ),
-)
+    st.fixed_dictionaries({
+        "split": text, "metrics": metrics, "frozen_verified": whole, "best": st.booleans(),
+        "epoch": number, "seconds": number, "total_seconds": number,
+    }),
+)  # fmt: skip
 blocks = st.tuples(
     st.just("step"),
     st.fixed_dictionaries({

@@ -199,6 +199,7 @@ def test_a_run_is_shown_in_fixed_form(tmp_path: Path) -> None:
         "  total               1:02:05 (3725 s)",
         "  train               0:50:00 (3000 s)",
         "  validation          0:10:00 (600 s)",
+        "  per evaluation      0:00:00 (0.4 s), 0:00:01 (0.6 s)",
         "  data                0:00:12 (12 s)",
         "  data overlapped     0:00:00 (0 s)",
         "  checkpoints         0:00:01 (1 s)",

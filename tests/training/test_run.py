@@ -94,8 +94,11 @@ def test_autocast_of_the_caller_does_not_keep_old_weights(tmp_path: Path) -> Non
 
 def test_steps_and_seconds_to_a_target(tmp_path: Path) -> None:
     record = fl.run(tiny(evaluate={"every": 2, "target": 0.0}), runs=tmp_path)
-    assert record.result.target.step == 2
-    assert 0 < record.result.target.seconds < record.result.clocks.total_seconds
+    target = record.result.target
+    assert (target.step, target.epoch) == (2, 0.25)
+    assert 0 < target.seconds < record.result.clocks.total_seconds
+    first = record.events(EvaluationEvent)[0]
+    assert (first.step, first.epoch, first.total_seconds) == (2, 0.25, target.seconds)
     never = fl.run(tiny(evaluate={"target": 1.1}), runs=tmp_path)
     assert never.result.target is None
 

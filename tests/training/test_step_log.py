@@ -9,8 +9,10 @@ import pytest
 import frostlab as fl
 from frostlab.data.prepare import prepare
 from frostlab.recipe.load import recipe_from
+from frostlab.records.schema import EvaluationEvent
 from frostlab.training import loop
 from frostlab.training.batches.batch import epoch_order
+from frostlab.training.stages import in_epochs
 from frostlab.training.step.eager import EagerStep
 from stages import progressive
 from tiny import tiny
@@ -34,6 +36,24 @@ def test_clocks_add_up(tmp_path: Path) -> None:
         for rows in epoch_order(lengths, 32, 0, epoch, bucket=True):
             padded += int(lengths[rows].max()) * len(rows)
     assert clocks.padding_share == pytest.approx(1 - clocks.tokens / padded, abs=1e-4)
+
+
+def test_every_evaluation_has_its_own_seconds(tmp_path: Path) -> None:
+    record = fl.run(progressive(), runs=tmp_path)
+    clocks, (*selecting, report) = record.result.clocks, record.events(EvaluationEvent)
+    assert clocks.evaluation_seconds == [event.seconds for event in selecting]
+    assert sum(clocks.evaluation_seconds) == pytest.approx(clocks.validation_seconds, abs=1e-3)
+    assert report.seconds > 0
+    totals = [event.total_seconds for event in (*selecting, report)]
+    assert totals == sorted(totals)
+    assert report.total_seconds == clocks.total_seconds
+    epochs = sum(stage.epochs for stage in record.result.stages)
+    assert selecting[-1].epoch == report.epoch == epochs > record.result.stages[-1].epochs
+
+
+def test_epochs_of_a_run_far_shorter_than_one() -> None:
+    assert in_epochs(3, 10_000_000) == 3e-7
+    assert in_epochs(20, 10) == 2.0
 
 
 def test_building_the_step_is_no_training_time(

@@ -10,7 +10,7 @@ here. Increase `SCHEMA` by 1 when a key is added, removed or renamed.
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -18,13 +18,16 @@ from typing import Any, Literal, TypeVar
 from pydantic import ValidationError
 
 from frostlab.comparison.plan import MOST_LOOKS, Plan, Rules
+from frostlab.comparison.statistics import spread
 from frostlab.comparison.verdict import Word
 from frostlab.errors import BadInput
 from frostlab.recipe.bounded_yaml import check_plain, shown_key
 from frostlab.records.schema import DataRecord, read
 from frostlab.storage import finite, read_json
+from frostlab.text import NONE
 
-SCHEMA = 5  # version of evidence.json
+SCHEMA = 6  # version of evidence.json
+CONVERGED = ("steps", "epochs", "seconds")  # to a target, for each arm
 QUANTITIES = ("front_ratio", "weight_change", "update")  # of gradient flow, for each arm
 _MOST_VALUES = 10**7  # numbers and texts in evidence.json
 Schema = TypeVar("Schema")
@@ -42,6 +45,23 @@ class Effect:
     high: float | None
     p: float | None  # largest alpha for which the interval includes 0, or the ratio 1
     std: float | None  # standard deviation of the differences, or of the log ratios
+
+    def __str__(self) -> str:
+        """Return the effect, with its interval if it has one."""
+        if self.effect is None:
+            return NONE
+        sign, unit = ("", " ×") if self.log else ("+", "")
+        has_interval = self.low is not None or self.high is not None
+        interval = f" {interval_text(self.low, self.high, self.log)}" if has_interval else ""
+        return f"{self.effect:{sign}.4g}{interval}{unit}"
+
+
+def interval_text(low: float | None, high: float | None, log: bool) -> str:
+    """Format an interval; an end that is None is unbounded, and only differences have signs."""
+    sign = "" if log else "+"
+    lower = "−∞" if low is None else f"{low:{sign}.4g}"
+    upper = "∞" if high is None else f"{high:{sign}.4g}"
+    return f"[{lower}, {upper}]"
 
 
 @dataclass(frozen=True)
@@ -111,6 +131,17 @@ class Summary:
     low: float | None  # smallest value
     high: float | None  # largest value
 
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Summary":
+        """Summarize at least one value."""
+        return stored(cls, spread(values))
+
+    def __str__(self) -> str:
+        """Return the mean, with the standard deviation if there are at least two values."""
+        if self.mean is None:
+            return NONE
+        return f"{self.mean:.4g}" + ("" if self.std is None else f" ± {self.std:.2g}")
+
 
 @dataclass(frozen=True)
 class StageSummary:
@@ -146,13 +177,16 @@ class RunSummary:
     best: float | None  # best value, on the tune split, of the metric that selects checkpoints
     final_loss: float | None  # on the tune split, at the last evaluation
     steps: int
+    epochs: float  # over all stages; below 1 for a run shorter than an epoch
     stages: tuple[StageSummary, ...]
     parameters: Parameters | None
     total_seconds: float
     train_seconds: float
     validation_seconds: float
-    epoch_seconds: tuple[float, ...]
+    evaluation_seconds: tuple[float, ...]  # of each evaluation in validation_seconds
+    epoch_seconds: tuple[float, ...]  # training alone; empty for a run shorter than an epoch
     step_ms: float | None  # mean time of a step
+    gpu_utilisation: float | None  # mean percentage during the run; None without a GPU
     clipped_steps: int | None  # steps whose gradient was clipped; None without clipping
     weights_digest: str | None  # of the final weights
     recipe_digest: str
@@ -267,6 +301,31 @@ class Quantity:
 
 
 @dataclass(frozen=True)
+class ArmConvergence:
+    """The first evaluations at which an arm's runs reached the target; keys are `CONVERGED`.
+
+    Ratios to the baseline are paired by seed, over the seeds with which both arms reached the
+    target. If one arm missed it more often, the interval is unbounded on that side.
+    """
+
+    runs: int  # runs that finished or diverged
+    reached: int  # runs of these that finished and reached the target
+    spent: dict[str, Summary]  # over the runs that reached it; empty if none did
+    ratios: dict[str, Effect]  # to the baseline; empty without pairs, and for the baseline
+
+
+@dataclass(frozen=True)
+class Convergence:
+    """How soon each arm reached a target on the split that selects the weights."""
+
+    metric: str
+    target: float
+    place: str  # where the target comes from, in words
+    evaluations: int  # of a baseline run, at least
+    arms: dict[str, ArmConvergence]
+
+
+@dataclass(frozen=True)
 class TuningPoint:
     """The scores that an arm reached with one value of a tuned setting."""
 
@@ -340,6 +399,7 @@ class RoundTimes:
     """The times of one arm's whole runs, which alternated with runs of the other arms."""
 
     seconds: tuple[float, ...]  # by round: total time of the arm's run
+    cv: float | None  # coefficient of variation over the rounds; None with fewer than two
     paired: Effect | None  # ratio to the baseline's time; None for the baseline, or without pairs
     finished: bool  # whether every run finished
 
@@ -443,6 +503,7 @@ class Evidence:
     mcnemar: dict[str, tuple[PredictionTest, ...]]  # by arm; for information only
     subjects: dict[str, SplitTests]  # by split; empty without recordings
     flow: dict[str, dict[str, Quantity]]  # by arm and quantity; empty unless every arm is watched
+    convergence: Convergence | None  # None if no run of the baseline was evaluated
     timing: StepTiming | None  # None if steps were not timed
     rounds: dict[str, RoundTimes]  # by arm; empty without rounds
 
@@ -455,6 +516,11 @@ class Evidence:
     def to_dict(self) -> dict[str, Any]:
         """Return the values of evidence.json."""
         return asdict(self) | {"plan": self.plan.model_dump(mode="json")}
+
+
+def shown(value: Effect | Summary | None) -> str:
+    """Format an effect or a summary; a dash if there is none."""
+    return NONE if value is None else str(value)
 
 
 def stored(schema: type[Schema], value: Any) -> Schema:
@@ -489,6 +555,11 @@ def _check_names(evidence: Evidence, path: Path) -> None:
     }
     if evidence.timing is not None:
         expected["timing.arms"] = (set(evidence.timing.arms) & set(arms), arms)
+    if (convergence := evidence.convergence) is not None:
+        expected["convergence.arms"] = (convergence.arms, arms)
+        for arm, reached in convergence.arms.items():
+            own_keys = set(reached.spent) | set(reached.ratios)
+            expected[f"convergence.arms.{arm}"] = (own_keys | set(CONVERGED), CONVERGED)
     for arm, flow in evidence.flow.items():
         expected[f"flow.{arm}"] = (flow, QUANTITIES)
     for setting in evidence.tuning:

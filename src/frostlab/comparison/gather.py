@@ -7,15 +7,11 @@ baseline's run of the same seed, unless the two runs differ in more than the pla
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, median
-from typing import Any
-
-import numpy as np
+from statistics import fmean
 
 from frostlab.comparison.evidence import (
-    QUANTITIES,
     SCHEMA,
     Answer,
     ArmEvidence,
@@ -27,32 +23,27 @@ from frostlab.comparison.evidence import (
     Evidence,
     Made,
     PredictionTest,
-    Quantity,
-    RefusedPair,
     Repeat,
-    RoundTimes,
     RunSummary,
-    SplitTests,
     StepTiming,
-    SubjectTest,
     Summary,
     stored,
 )
 from frostlab.comparison.looks import Looks
+from frostlab.comparison.measures.convergence import convergence
+from frostlab.comparison.measures.gradients import gradient_flow
+from frostlab.comparison.measures.subjects import subject_tests
+from frostlab.comparison.measures.times import round_times
 from frostlab.comparison.oelm_json import have_equal_norms, oelm_arm, orthogonality_arms
 from frostlab.comparison.pairing import Runs, status_of, steps_compared, summarize
 from frostlab.comparison.plan import Plan, Rules, scale_of
-from frostlab.comparison.statistics import Paired, holm, mcnemar, over_examples, paired, spread
+from frostlab.comparison.statistics import Paired, mcnemar, over_examples, paired
 from frostlab.comparison.tuning import Trials
 from frostlab.comparison.verdict import Scores, Statement, judge
-from frostlab.flow.measurements import Flow, flows_of
 from frostlab.recipe.settings import METRICS
-from frostlab.records.folder import REPORTED, SCORES, RunRecord, read_scores
-from frostlab.records.schema import read
-from frostlab.storage import finite
+from frostlab.records.folder import RunRecord
 
 Records = Mapping[tuple[str, int], RunRecord]  # by arm and seed, or by arm and round
-_FRONT = (0, 1)  # indices of the front layers
 
 
 @dataclass(frozen=True)
@@ -138,9 +129,10 @@ def gather(
         repeat=None if repeat is None else _repeat(runs, repeat, folder),
         mcnemar=_prediction_tests(runs),
         subjects=subject_tests(plan, runs.records, runs.refused),
-        flow=_gradient_flow(plan, runs.records, runs),
+        flow=gradient_flow(runs),
+        convergence=convergence(runs, rules),
         timing=timing,
-        rounds=_round_times(
+        rounds=round_times(
             plan, {key: summarize(record, folder) for key, record in rounds.items()}
         ),
     )
@@ -183,14 +175,10 @@ def _arm(runs: Runs, name: str, metrics: Sequence[str]) -> ArmEvidence:
     return ArmEvidence(
         does=runs.plan.recipe_of(arm, runs.plan.seeds[0]).surgery.description,
         runs=own_runs,
-        metrics={metric: _summary(numbers) for metric, numbers in values.items() if numbers},
+        metrics={metric: Summary.of(numbers) for metric, numbers in values.items() if numbers},
         parameters=next((run.parameters for run in finished), None),
-        seconds=_summary([run.total_seconds for run in finished]) if finished else None,
+        seconds=Summary.of([run.total_seconds for run in finished]) if finished else None,
     )
-
-
-def _summary(values: Sequence[float]) -> Summary:
-    return stored(Summary, spread(values))
 
 
 class Judged:
@@ -425,175 +413,3 @@ def _correct_predictions(record: RunRecord) -> list[bool] | None:
         return None
     pairs = zip(predictions.labels, predictions.classes, strict=True)
     return [label == prediction for label, prediction in pairs]
-
-
-def _round_times(plan: Plan, rounds: Mapping[tuple[str, int], RunSummary]) -> dict[str, RoundTimes]:
-    """Return the times of the timed whole runs by arm, and their ratio to the baseline's."""
-    if not rounds:
-        return {}
-    baseline = plan.baseline.name
-    times = {}
-    for arm in (arm.name for arm in plan.arms):
-        runs = [rounds[arm, number] for number in range(plan.rounds)]
-        pairs = [
-            (run.total_seconds, base.total_seconds)
-            for number, run in enumerate(runs)
-            if run.finished and (base := rounds[baseline, number]).finished
-        ]
-        ratio = paired(*zip(*pairs, strict=True), log=True) if pairs and arm != baseline else None
-        times[arm] = RoundTimes(
-            seconds=tuple(run.total_seconds for run in runs),
-            paired=None if ratio is None else stored(Effect, ratio),
-            finished=all(run.finished for run in runs),
-        )
-    return times
-
-
-def subject_tests(
-    plan: Plan, records: Records, refused: Iterable[RefusedPair]
-) -> dict[str, SplitTests]:
-    """Test EEG decoders on each split: against the baseline by subject, against ridge by seed.
-
-    Each subject counts once, with its mean Fisher z over the seeds that both arms have. Runs of
-    other tasks have no file of scores and are skipped.
-    """
-    left_out = {(pair.arm, pair.seed) for pair in refused}
-    scores = {
-        (arm.name, seed): read_scores(records[arm.name, seed].folder)
-        for arm in plan.arms
-        for seed in plan.seeds
-        if (arm.name, seed) in records.keys() - left_out
-        and (records[arm.name, seed].folder / SCORES).exists()
-    }
-    tests = {}
-    for split in REPORTED:
-        of_split = {key: splits[split] for key, splits in scores.items() if split in splits}
-        if of_split:
-            tests[split] = _split_tests(plan, of_split)
-    return tests
-
-
-def _split_tests(plan: Plan, scores: Mapping[tuple[str, int], Mapping[str, Any]]) -> SplitTests:
-    """Run the tests of one split, given the scores of `model` and `ridge` by arm and seed."""
-    by_arm = {
-        arm.name: {seed: decoders for (name, seed), decoders in scores.items() if name == arm.name}
-        for arm in plan.arms
-    }
-    ridge = {
-        arm: stored(Effect, paired(*(
-            [decoders[decoder].summary.mean for decoders in by_seed.values()]
-            for decoder in ("model", "ridge")
-        )))
-        for arm, by_seed in by_arm.items()
-    }  # fmt: skip
-    tests = {}
-    for arm in plan.others:
-        treated, base = by_arm[arm.name], by_arm[plan.baseline.name]
-        both = [seed for seed in treated if seed in base]
-        tests[arm.name] = _subject_test(
-            [_subject_z(treated[seed]["model"]) for seed in both],
-            [_subject_z(base[seed]["model"]) for seed in both],
-        )
-    adjusted = holm(
-        {arm: math.nan if (p := test["p"]) is None else p for arm, test in tests.items()}
-    )
-    return SplitTests(
-        subjects={
-            arm: read(SubjectTest, finite(test | {"p_adjusted": adjusted[arm]}), "subjects")
-            for arm, test in tests.items()
-        },
-        ridge=ridge,
-    )
-
-
-def _subject_z(scores: Any) -> dict[str, float]:
-    """Return Fisher's z by subject; unlike r, it is close to normal, so it can be averaged."""
-    from frostlab.envelopes.correlation import fisher_z
-
-    return {score.subject: float(fisher_z(score.r)) for score in scores.subjects}
-
-
-def _subject_test(
-    arm: Sequence[dict[str, float]], base: Sequence[dict[str, float]]
-) -> dict[str, Any]:
-    """Compare an arm with the baseline by subject: t test on z, signed-rank test on r.
-
-    Each item of `arm` and `base` holds the z by subject of one seed.
-    """
-    from scipy import stats
-
-    subjects = sorted(arm[0]) if arm else []
-    a, b = (
-        np.array([np.mean([z[subject] for z in by_seed]) for subject in subjects])
-        for by_seed in (arm, base)
-    )
-    test = paired(a, b)
-    gaps = np.tanh(a) - np.tanh(b)
-    has_ranks = len(subjects) > 1 and gaps.any()
-    return {
-        "n": len(subjects),
-        "seeds": len(arm),
-        "better": int((a > b).sum()),
-        "r": float(np.tanh(a.mean()) - np.tanh(b.mean())) if subjects else None,
-        "z": asdict(test),
-        "p": None if math.isnan(test.p) else test.p,
-        "p_signed": float(stats.wilcoxon(gaps).pvalue) if has_ranks else None,
-    }
-
-
-def _gradient_flow(plan: Plan, records: Records, runs: Runs) -> dict[str, dict[str, Quantity]]:
-    """Return the gradient-flow quantities by arm; empty unless every arm measures them."""
-    if any(plan.recipe_of(arm, plan.seeds[0]).watch is None for arm in plan.arms):
-        return {}
-    measured = {
-        arm.name: {
-            seed: _measure_flow(records[arm.name, seed].folder)
-            for seed in plan.seeds
-            if runs.finished(arm.name, seed)
-        }
-        for arm in plan.arms
-    }
-    baseline = measured[plan.baseline.name]
-    return {
-        arm: {name: _quantity(own, baseline, name) for name in QUANTITIES}
-        for arm, own in measured.items()
-    }
-
-
-def _measure_flow(folder: Path) -> dict[str, float]:
-    """Return those gradient-flow quantities of a run's last stage that are positive and finite.
-
-    The quantities are the gradient size of the front layers relative to the head's, the relative
-    change of the front weights' range, and the update/weight ratio of the front layers.
-    """
-    flow = list(flows_of(folder).values())[-1]
-    ends = flow.depth_ratios()
-    values = (ends.front_ratio, ends.weight_change, _front_update(flow))
-    return {
-        name: value
-        for name, value in zip(QUANTITIES, values, strict=True)
-        if math.isfinite(value) and value > 0
-    }
-
-
-def _front_update(flow: Flow) -> float:
-    """Return the update/weight ratio of the front: the median over its parts, then over reports."""
-    front = [i for i, part in enumerate(flow.parts) if part.layer in _FRONT]
-    medians = []
-    for report in flow.reports:
-        ratios = [ratio for ratio in map(report.ratio, front) if not math.isnan(ratio)]
-        medians += [median(ratios)] if ratios else []
-    return median(medians) if medians else math.nan
-
-
-def _quantity(
-    own: Mapping[int, dict[str, float]], baseline: Mapping[int, dict[str, float]], name: str
-) -> Quantity:
-    """Summarize one quantity over an arm's seeds, and compare it with the baseline by seed."""
-    values = {seed: flow[name] for seed, flow in own.items() if name in flow}
-    both = [seed for seed in values if name in baseline.get(seed, {})]
-    ratio = paired([values[s] for s in both], [baseline[s][name] for s in both], log=True)
-    return Quantity(
-        summary=_summary(list(values.values())) if values else None,
-        against=None if own is baseline else stored(Effect, ratio),
-    )

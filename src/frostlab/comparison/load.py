@@ -519,18 +519,15 @@ def _check_pairable(baseline: _ChosenRuns, arm: _ChosenRuns) -> None:
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
     """Return the settings that define an arm, without the path of the data."""
-    values = {key: value for key, value in recipe.to_dict().items() if key not in _SAME}
+    values = recipe.model_dump(mode="json", exclude=set(_SAME))
     values["data"] = {key: value for key, value in values["data"].items() if key != "path"}
     return values
 
 
 def changed_settings(recipe: Recipe, other: Recipe) -> dict[str, Any]:
     """Return the settings of `other` in which it differs from a recipe, besides its treatment."""
-    left, right = (
-        {key: value for key, value in either.to_dict().items() if key not in _SAME}
-        for either in (recipe, other)
-    )
-    return dict(_changed(left, right))
+    values = [either.model_dump(mode="json", exclude=set(_SAME)) for either in (recipe, other)]
+    return dict(_changed(*values))
 
 
 def _changed(left: Any, right: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -2,15 +2,23 @@
 
 OELM replaces the query and key weights by orthogonal matrices and freezes them. An arm's treatment
 decides whether it is OELM, never its name. The files have the layout of the study's scripts, except
-that a gap has the interval and the verdict of the page, speeds come from interleaved steps, and the
-times of whole runs are marked as such. An unknown value is null.
+that a gap has the interval and the verdict of the page, and speeds come from interleaved steps: a
+gap between the times of whole runs is marked as unproven. An unknown value is null.
 """
 
-from collections.abc import Sequence
-from statistics import fmean
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
-from frostlab.comparison.evidence import ArmEvidence, ArmVerdict, Evidence, RunSummary
+from frostlab.comparison.evidence import ArmEvidence, ArmVerdict, Effect, Evidence
+from frostlab.comparison.measures.overview import data_name, model_name, overview
+from frostlab.comparison.measures.performance import mean, mean_of, paired_runs, retained
+from frostlab.comparison.measures.times import (
+    arm_times,
+    gap_note,
+    total_gap,
+    whole_run_note,
+)
 from frostlab.comparison.plan import Arm, Plan
 from frostlab.comparison.verdict import excluded_costs
 from frostlab.errors import BadInput
@@ -32,8 +40,12 @@ QUESTIONS = (
     "Does it carry from BERT to GPT?",
 )
 _OELM_KEY = "oelm_freeze"  # of the OELM arm in comparison.json
-# keys that are not arms
-_OTHER_KEYS = ("dataset", "model", "quick", "caution", "environment", "comparison")
+_OTHER_KEYS = (  # keys that are not arms
+    "dataset", "model", "quick", "caution", "environment", "convergence", "comparison",
+    "overview",
+)  # fmt: skip
+_PERFORMANCE = ("best_accuracy", "best_ppl", "final_loss", "epochs")
+_TIMING = ("total_seconds", "formatted", "per_epoch_avg", "per_step_avg", "validation_total")
 _QK = ("query", "key")
 
 
@@ -234,56 +246,43 @@ def _orthogonality(evidence: Evidence) -> str:
 
 
 def _transfer(evidence: Evidence) -> str:
+    model = model_name(evidence.plan.recipe)
     return (
-        f"One model cannot answer this: the comparison has only {_model_name(evidence)}; "
+        f"One model cannot answer this: the comparison has only {model}; "
         "run it with the other model too."
     )
 
 
-def _model_name(evidence: Evidence) -> str:
-    model = evidence.plan.recipe["model"]
-    return str(model.get("name") or model["kind"])
-
-
 def comparison_json(evidence: Evidence, first: RunRecord) -> dict[str, Any]:
     """Return the values of comparison.json; `first` is the run that describes the environment."""
-    baseline = evidence.arms[evidence.baseline]
+    convergence = evidence.convergence
     values: dict[str, Any] = {
-        "dataset": evidence.plan.recipe["data"]["name"],
-        "model": _model_name(evidence),
+        "dataset": data_name(evidence.plan.recipe),
+        "model": model_name(evidence.plan.recipe),
         "quick": evidence.plan.quick,  # whether runs were shortened
         "caution": evidence.caution,  # a warning about the data, to show with every number
         "environment": _environment(first),
+        "convergence": None
+        if convergence is None
+        else {key: getattr(convergence, key) for key in ("metric", "target", "place")},
         "baseline": _arm_values(evidence, evidence.baseline),
     }
     for name in (arm.name for arm in evidence.plan.others):
-        arm = evidence.arms[name]
-        fraction, base_fraction = _trainable_fraction(arm), _trainable_fraction(baseline)
-        saved = None if fraction is None or not base_fraction else 1 - fraction / base_fraction
         key = arm_key(name, evidence.baseline, evidence.oelm)
-        values[key] = _arm_values(evidence, name) | {
-            "vs_baseline": {
-                "ppl_gap": _metric_gap(evidence, name, "perplexity"),
-                "per_step_gap": _step_gap(evidence, name),
-                "whole_run_time_gap": _percent(_whole_run_gap(evidence, name)["percent"]),
-                "params_saved": None if saved is None else f"{saved:.1%}",
-                "note": whole_run_note(evidence),
-            },
-            "parameter_efficiency": None if fraction is None else f"{fraction:.1%} trainable",
-        }
+        values[key] = _arm_values(evidence, name) | _against_baseline(evidence, name)
     main = main_arm(evidence)
-    whole_runs = _whole_run_gap(evidence, main)
     values["comparison"] = {
         "accuracy_gap": _metric_gap(evidence, main, "accuracy"),
-        "time_analysis": {
+        "retained": _retained(evidence, main),
+        "time_analysis": _total_gap(evidence, main, "total_gap_seconds", "total_gap_percent")
+        | {
             "per_step_gap": _step_gap(evidence, main),
             "speedup_ratio": _speedup(evidence, main),
-            "whole_run_gap_seconds": whole_runs["seconds"],
-            "whole_run_gap_percent": whole_runs["percent"],
             "note": whole_run_note(evidence),
         },
         "conclusion": evidence.verdicts[main].sentence,
     }
+    values["overview"] = [asdict(row) for row in overview(evidence)]
     return values
 
 
@@ -294,11 +293,10 @@ def timing_json(evidence: Evidence) -> dict[str, Any]:
         for name in evidence.arms
     }
     main = main_arm(evidence)
-    whole_runs = _whole_run_gap(evidence, main)
-    values["comparison"] = {
+    keys = ("time_difference_seconds", "time_difference_percent")
+    values["comparison"] = _total_gap(evidence, main, *keys) | {
+        "per_step_gap": _step_gap(evidence, main),
         "speedup_ratio": _speedup(evidence, main),
-        "whole_run_difference_seconds": whole_runs["seconds"],
-        "whole_run_difference_percent": _percent(whole_runs["percent"], digits=2),
         "note": whole_run_note(evidence),
     }
     return {"caution": evidence.caution, "timing": values}
@@ -316,40 +314,111 @@ def _environment(record: RunRecord) -> dict[str, Any]:
 
 
 def _arm_values(evidence: Evidence, name: str) -> dict[str, Any]:
-    """Return an arm's performance, trainable parameters and times."""
+    """Return an arm's performance, trainable parameters and times.
+
+    The values of the study's scripts are nested, and also flat: keys of the arm itself.
+    """
     arm = evidence.arms[name]
     fraction, parameters = _trainable_fraction(arm), arm.parameters
     trainable = None
     if fraction is not None and parameters is not None:
         trainable = f"{fraction:.1%} ({parameters.trainable / 1e6:.1f}M)"
+    performance, timing = _performance(evidence, name), _times(evidence, name)
     return {
-        "performance": {
-            "best_accuracy": _mean_metric(arm, "accuracy"),
-            "best_ppl": _mean_metric(arm, "perplexity"),
-            "final_loss": _mean([run.final_loss for run in arm.finished]),
-            "epochs": max((len(run.epoch_seconds) for run in arm.finished), default=None),
-        },
+        "performance": performance,
         "trainable_params": trainable and trainable.replace("100.0%", "100%"),
-        "timing": _times(evidence, name),
+        "timing": timing,
+        "convergence": _convergence(evidence, name),
+        **{key: performance[key] for key in _PERFORMANCE},
+        **{key: timing[key] for key in _TIMING},
+    }
+
+
+def _performance(evidence: Evidence, name: str) -> dict[str, Any]:
+    """Return the metrics of the reported weights on the report split, and those while training.
+
+    `while_training` is about the split that selects the weights: the best evaluation, and the loss
+    of the last one.
+    """
+    runs, metric = paired_runs(evidence, name), evidence.rules.metric
+    best, last = [run.best for run in runs], [run.final_loss for run in runs]
+    split = None
+    if evidence.data is not None:
+        split = "tune" if "tune" in evidence.data.splits else "report"
+    own_key = {"accuracy": "best_accuracy", "perplexity": "best_ppl"}.get(metric, f"best_{metric}")
+    return {
+        "best_accuracy": mean_of(evidence, name, "accuracy"),
+        "best_ppl": mean_of(evidence, name, "perplexity"),
+        "final_loss": mean_of(evidence, name, "loss"),
+        "epochs": _whole(arm_times(evidence, name).epochs),
+        "split": "report",
+        "while_training": {
+            "split": split,
+            own_key: mean(best, metric),
+            "final_loss": mean(last, "loss"),
+        },
+    }
+
+
+def _convergence(evidence: Evidence, name: str) -> dict[str, Any] | None:
+    """Return the steps, epochs and seconds to the target, and how many runs reached it."""
+    if evidence.convergence is None:
+        return None
+    arm = evidence.convergence.arms[name]
+    return {
+        "runs": arm.runs,
+        "reached": arm.reached,
+        **{key: summary.mean for key, summary in arm.spent.items()},
+        "vs_baseline": None
+        if name == evidence.baseline
+        else {key: _effect(ratio, "ratio") for key, ratio in arm.ratios.items()},
     }
 
 
 def _times(evidence: Evidence, name: str) -> dict[str, Any]:
     """Return the time of an interleaved step, and the times of whole runs, in seconds."""
-    runs: Sequence[RunSummary] = evidence.arms[name].finished
-    timed = None if evidence.timing is None else evidence.timing.arms[name]
-    total = _mean([run.total_seconds for run in runs])
+    times = arm_times(evidence, name)
+    total, per_epoch, rounds = times.total, times.per_epoch, times.rounds
+    mean = None if total is None else total.mean
     return {
-        "step": None if timed is None else timed.ms / 1e3,
+        "total_seconds": mean,
+        "formatted": _duration(mean, "min"),
+        "total_formatted": _duration(mean, "m"),
+        "total_std": None if total is None else total.std,
+        "per_epoch_avg": None if per_epoch is None else per_epoch.mean,
+        "per_epoch_cv": None if per_epoch is None else per_epoch.cv,
+        "per_epoch_scaled": times.scaled,
+        "per_step_avg": times.per_step,
+        "validation_total": times.validation,
+        "validation_each": None if times.evaluation is None else times.evaluation.mean,
+        "validations": _whole(times.evaluations),
+        "gpu_utilisation_percent": times.utilisation,
+        "rounds": None if rounds is None else {"seconds": list(rounds.seconds), "cv": rounds.cv},
+        "step": times.step,
+        "step_cv": times.step_cv,
         "step_speedup": None if name == evidence.baseline else _speedup(evidence, name),
-        "whole_run": {
-            "total_seconds": total,
-            "formatted": _duration(total),
-            "per_epoch_avg": _mean([seconds for run in runs for seconds in run.epoch_seconds]),
-            "per_step_avg": _mean([run.step_ms / 1e3 for run in runs if run.step_ms is not None]),
-            "validation_total": _mean([run.validation_seconds for run in runs]),
+        "note": whole_run_note(evidence),
+    }
+
+
+def _against_baseline(evidence: Evidence, name: str) -> dict[str, Any]:
+    """Return an arm's gaps to the baseline, and its share of trainable parameters."""
+    fraction = _trainable_fraction(evidence.arms[name])
+    base_fraction = _trainable_fraction(evidence.arms[evidence.baseline])
+    saved = None if fraction is None or not base_fraction else 1 - fraction / base_fraction
+    total = _total_gap(evidence, name, "seconds", "percent")
+    return {
+        "vs_baseline": {
+            "accuracy_gap": _metric_gap(evidence, name, "accuracy"),
+            "ppl_gap": _metric_gap(evidence, name, "perplexity"),
+            "retained": _retained(evidence, name),
+            "time_gap": total["percent"],
+            "time_saved_percent": total["time_saved_percent"],
+            "per_step_gap": _step_gap(evidence, name),
+            "params_saved": None if saved is None else f"{saved:.1%}",
             "note": whole_run_note(evidence),
         },
+        "parameter_efficiency": None if fraction is None else f"{fraction:.1%} trainable",
     }
 
 
@@ -386,6 +455,7 @@ def _step_gap(evidence: Evidence, arm: str) -> dict[str, Any] | None:
         "gap": _percent_of_ratio(timed.ratio),
         "low": _percent_of_ratio(timed.low),
         "high": _percent_of_ratio(timed.high),
+        "seconds": (timed.ms - evidence.timing.arms[evidence.baseline].ms) / 1e3,
     } | _trust(evidence, arm)
 
 
@@ -412,36 +482,58 @@ def _trust(evidence: Evidence, arm: str) -> dict[str, Any]:
     }
 
 
-def whole_run_note(evidence: Evidence) -> str:
-    """Say how the runs were trained, and that their times are no evidence about speed."""
-    taken = (
-        "were trained at different times"
-        if evidence.plan.runs
-        else "were taken one after another"
-        if evidence.jobs == 1
-        else f"shared the machine, up to {evidence.jobs} at a time"
+def _retained(evidence: Evidence, arm: str) -> dict[str, Any] | None:
+    """Return the share of the baseline's metric that an arm retains, with its interval."""
+    share, verdict = retained(evidence, arm), evidence.verdicts[arm]
+    if share is None:
+        return None
+    return (
+        {"metric": evidence.rules.metric}
+        | _effect(share, "share")
+        | {
+            "verdict": verdict.word,
+            "missing_runs": verdict.missing,
+            "confounds": list(evidence.confounds.get(arm, ())),
+        }
     )
-    return f"whole runs {taken}, so their times do not show which arm is faster"
 
 
-def _whole_run_gap(evidence: Evidence, arm: str) -> dict[str, float | None]:
-    """Return the difference of the mean times of whole runs, in seconds and in percent."""
-    own, base = (
-        _mean([run.total_seconds for run in evidence.arms[name].finished])
-        for name in (arm, evidence.baseline)
-    )
-    if own is None or not base:
-        return {"seconds": None, "percent": None}
-    return {"seconds": own - base, "percent": 100 * (own - base) / base}
+def _total_gap(evidence: Evidence, arm: str, seconds: str, percent: str) -> dict[str, Any]:
+    """Return the gap between the times of whole runs, under the given keys; it is unproven."""
+    gap = total_gap(evidence, arm)
+    if gap is None:
+        return {seconds: None, percent: None, "time_saved_percent": None}
+    unproven = {
+        "of": gap.of,
+        "verdict": "unproven",
+        "note": gap_note(evidence, gap),
+        "confounds": list(evidence.confounds.get(arm, ())),
+    }
+    return {
+        seconds: _effect(gap.seconds, "gap") | unproven,
+        percent: _effect(gap.ratio, "gap", _percent_of_ratio) | unproven,
+        "time_saved_percent": _effect(gap.ratio, "saved", _saved_percent, falls=True) | unproven,
+    }
 
 
-def _mean_metric(arm: ArmEvidence, metric: str) -> float | None:
-    return arm.metrics[metric].mean if metric in arm.metrics else None
+def _effect(
+    effect: Effect,
+    key: str,
+    form: Callable[[float | None], Any] = lambda value: value,
+    falls: bool = False,
+) -> dict[str, Any]:
+    """Return a paired effect, under a key, with its interval; each number in a form.
 
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    present = [value for value in values if value is not None]
-    return fmean(present) if present else None
+    If the form `falls` as the effect rises, the ends of the interval change places.
+    """
+    low, high = (effect.high, effect.low) if falls else (effect.low, effect.high)
+    return {
+        key: form(effect.effect),
+        "low": form(low),
+        "high": form(high),
+        "confidence": 1 - effect.alpha,
+        "pairs": effect.n,
+    }
 
 
 def _percent_of_ratio(ratio: float | None) -> str | None:
@@ -457,8 +549,20 @@ def _trainable_fraction(arm: ArmEvidence) -> float | None:
     return None if parameters is None else parameters.trainable / parameters.total
 
 
-def _duration(seconds: float | None) -> str | None:
+def _whole(value: float | None) -> float | None:
+    """Return a float that is a whole number as an int."""
+    return int(value) if value is not None and value.is_integer() else value
+
+
+def _saved_percent(ratio: float | None) -> str | None:
+    return None if ratio is None else _percent(100 * (1 - ratio), digits=2)
+
+
+def _duration(seconds: float | None, minutes: str) -> str | None:
+    """Format seconds as `8h 15min`, and below an hour as `15min 3s`, given the unit of minutes."""
     if seconds is None:
         return None
     hours, rest = divmod(round(seconds), 3600)
-    return f"{hours}h {rest // 60}min" if hours else f"{rest // 60}min {rest % 60}s"
+    if hours:
+        return f"{hours}h {rest // 60}{minutes}"
+    return f"{rest // 60}{minutes} {rest % 60}s"

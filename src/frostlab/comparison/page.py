@@ -15,17 +15,23 @@ from urllib.parse import quote
 from frostlab.comparison.evidence import (
     ArmVerdict,
     EarlierLook,
-    Effect,
     Evidence,
     Parameters,
     Repeat,
     RunSummary,
     StageSummary,
-    Summary,
-    TimedArm,
     TunedSetting,
+    interval_text,
+    shown,
 )
-from frostlab.comparison.oelm_json import answers, main_arm, whole_run_note
+from frostlab.comparison.measures.performance import mean_of, retained
+from frostlab.comparison.measures.show import (
+    convergence_section,
+    ratio_text,
+    run_times,
+    step_times,
+)
+from frostlab.comparison.oelm_json import answers, main_arm
 from frostlab.comparison.verdict import MEANINGS
 from frostlab.recipe.settings import LOWER_IS_BETTER
 from frostlab.text import NONE, Markdown, columns, escaped, markdown, number, plain, wrapped
@@ -70,12 +76,12 @@ def show(evidence: Evidence, page: Path, width: int | None = 80) -> str:
         timed = None if timing is None else timing.arms.get(name)
         rows.append([
             name,
-            _mean_and_std(arm.metrics.get(metric)),
-            "" if verdict is None else _effect(verdict.paired),
+            shown(arm.metrics.get(metric)),
+            "" if verdict is None else shown(verdict.paired),
             _trainable(arm.parameters),
         ])  # fmt: skip
         if timed is not None:
-            times.append([name, number(timed.ms), "" if timed.ratio is None else _ratio(timed)])
+            times.append([name, number(timed.ms), "" if timed.ratio is None else ratio_text(timed)])
     lines = [f"{_QUICK}."] if evidence.plan.quick else []
     lines += [f"caution: {evidence.caution}"] if evidence.caution else []
     lines += [*columns(rows, {1, 2, 3}, width), ""]
@@ -165,8 +171,9 @@ def _beside(evidence: Evidence) -> str:
             name,
             number(verdict.improvement),
             "" if margin is None else number(margin.probability_above),
-            NONE if verdict.anytime is None else _ends(*verdict.anytime, evidence.rules.log),
-            _effect(verdict.population),
+            NONE if verdict.anytime is None
+            else interval_text(*verdict.anytime, evidence.rules.log),
+            shown(verdict.population),
             ", ".join(f"{arm}: {count}" for arm, count in verdict.missing.items()) or "0",
         ])  # fmt: skip
     rules = evidence.rules
@@ -182,13 +189,6 @@ def _beside(evidence: Evidence) -> str:
         "these numbers."
     )
     return f"{markdown(head, rows)}\n\n{note}"
-
-
-def _ends(low: float | None, high: float | None, log: bool) -> str:
-    sign = "" if log else "+"
-    lower = "−∞" if low is None else f"{low:{sign}.4g}"
-    upper = "∞" if high is None else f"{high:{sign}.4g}"
-    return f"[{lower}, {upper}]"
 
 
 def _arms(evidence: Evidence) -> str:
@@ -237,17 +237,18 @@ def _performance(evidence: Evidence) -> str:
         rows.append([
             name + mark,
             f"{len(arm.finished)} of {len(arm.runs)}",
-            *(_mean_and_std(arm.metrics.get(metric)) for metric in metrics),
+            *(shown(arm.metrics.get(metric)) for metric in metrics),
             number(None if primary is None else primary.cv),
             _trainable(arm.parameters),
             _clipped(arm.finished),
         ])  # fmt: skip
     effects = [
-        [name, metrics[0], _effect(verdict.paired), _adjusted_p(verdict), verdict.word]
+        [name, metrics[0], *_means(evidence, name, metrics[0]), shown(verdict.paired),
+         _adjusted_p(verdict), verdict.word]
         for name, verdict in evidence.verdicts.items()
-    ]
+    ]  # fmt: skip
     effects += [
-        [name, metric, _effect(effect), "", ""]
+        [name, metric, *_means(evidence, name, metric), shown(effect), "", ""]
         for metric, by_arm in evidence.secondary.items()
         for name, effect in by_arm.items()
     ]
@@ -259,16 +260,29 @@ def _performance(evidence: Evidence) -> str:
         "weights do not count in the gradient's norm, so an arm that freezes weights may be "
         "clipped less. The next table shows the effect over paired seeds. All "
         "intervals about the same metric hold simultaneously, with "
-        f"{100 * (1 - evidence.rules.level):.4g} % confidence; the effect on perplexity is a "
-        "ratio. p is multiplied by the number of statements. "
+        f"{100 * (1 - evidence.rules.level):.4g} % confidence; the effect on perplexity is the "
+        "ratio of geometric means, which the columns with means show. Retained: the share of "
+        "the baseline's value that the arm has (of perplexity and loss the reverse), above 1 if it "
+        "is better. p is multiplied by the number of statements. "
         "Only the first metric is judged, so nothing is said about the others."
     )
     return "\n\n".join([
         markdown(["arm", "seeds", *metrics, "cv", "trainable", "clipped"], rows),
         note,
-        markdown(["arm", "metric", "against the baseline", "p", "verdict"], effects),
+        markdown(["arm", "metric", "mean", "baseline's mean", "retained", "against the baseline",
+                  "p", "verdict"], effects),
         " ".join(f"*{word}*: {text}." for word, text in MEANINGS.items() if word in used),
     ])  # fmt: skip
+
+
+def _means(evidence: Evidence, arm: str, metric: str) -> list[str]:
+    """Return the means of an arm and the baseline, and the share of the baseline's retained."""
+    share = retained(evidence, arm, metric)
+    return [
+        number(mean_of(evidence, arm, metric)),
+        number(mean_of(evidence, evidence.baseline, metric)),
+        NONE if share is None or share.effect is None else f"{share.effect:.2%}",
+    ]
 
 
 def _adjusted_p(verdict: ArmVerdict) -> str:
@@ -282,13 +296,13 @@ def _subjects(evidence: Evidence) -> str:
     parts = []
     for split, tests in evidence.subjects.items():
         rows = [
-            [name, f"{test.better} of {test.n}", number(test.r), _effect(test.z), number(test.p),
+            [name, f"{test.better} of {test.n}", number(test.r), shown(test.z), number(test.p),
              number(test.p_signed), number(test.p_adjusted)]
             for name, test in tests.subjects.items()
         ]  # fmt: skip
         head = ["arm", "subjects better", "r difference", "z difference [95 %]", "p",
                 "p (signed ranks)", "p (Holm)"]  # fmt: skip
-        ridge = [[name, _effect(test), number(test.p)] for name, test in tests.ridge.items()]
+        ridge = [[name, shown(test), number(test.p)] for name, test in tests.ridge.items()]
         parts.append(
             f"### {escaped(split)}\n\n{markdown(head, rows)}\n\n"
             f"{markdown(['arm', 'r − ridge, over seeds [95 %]', 'p'], ridge)}"
@@ -310,7 +324,7 @@ def _gradients(evidence: Evidence) -> str:
     head = ["arm", *(cell for column in _FLOW.values() for cell in (column, "ratio [95 %]"))]
     rows = [
         [name, *(cell for key in _FLOW
-                 for cell in (_mean_and_std(flow[key].summary), _effect(flow[key].against)))]
+                 for cell in (shown(flow[key].summary), shown(flow[key].against)))]
         for name, flow in evidence.flow.items()
     ]  # fmt: skip
     note = (
@@ -372,61 +386,6 @@ def _gain(before: float, after: float, metric: str) -> float:
     return -change if metric in LOWER_IS_BETTER else change
 
 
-def _step_times(evidence: Evidence) -> str:
-    timing = evidence.timing
-    if timing is None:
-        return ""
-    rows = [
-        [
-            name,
-            number(arm.ms),
-            _ratio(arm) if name != evidence.baseline else "1",
-            number(arm.ceiling),
-            arm.flag or "",
-            _mebibytes(arm.peak_bytes),
-            _mebibytes(arm.optimizer_bytes),
-            _mebibytes(arm.checkpoint_bytes),
-        ]
-        for name, arm in timing.arms.items()
-    ]
-    confidence = f"{100 * (1 - evidence.rules.time_level):.4g} % over all arms"
-    head = ["arm", "ms a step", f"ratio [{confidence}]", "FLOPs allow", "", "peak memory",
-            "optimizer", "trained weights"]  # fmt: skip
-    stopped = "the time was up" if timing.stopped_by == "time" else "all intervals were narrow"
-    proof = "proven" if timing.proven else f"**unproven**: {escaped('; '.join(timing.reasons))}"
-    note = (
-        f"The arms took turns in one process for {timing.rounds} rounds in {timing.seconds:.0f} s, "
-        f"until {stopped}; all models were built {timing.builds} times. "
-        "The A/A controls are more copies of the baseline. The one that differs most from the "
-        f"other copies has, with 95 % confidence over all controls, the ratio "
-        f"{_ratio(timing.control)}. The timing is {proof}."
-    )
-    if timing.notes:
-        note += f" Notes: {escaped('; '.join(timing.notes))}."
-    return f"{markdown(head, rows)}\n\n{note}"
-
-
-def _run_times(evidence: Evidence) -> str:
-    rows = []
-    for name, arm in evidence.arms.items():
-        if arm.seconds is None or not arm.finished:
-            continue
-        rounds = evidence.rounds.get(name)
-        rows.append([
-            name, _mean_and_std(arm.seconds), number(arm.seconds.cv),
-            number(fmean(run.validation_seconds for run in arm.finished)),
-            ", ".join(map(number, rounds.seconds)) if rounds is not None else NONE,
-            _effect(None if rounds is None else rounds.paired),
-        ])  # fmt: skip
-    if not rows:
-        return ""
-    head = ["arm", "total s", "cv", "validation s", "extra timed runs s", "ratio of these [95 %]"]
-    note = f"{whole_run_note(evidence).capitalize()}."
-    if evidence.rounds:
-        note += " The extra timed runs ran one at a time, and alternate between the arms."
-    return f"{markdown(head, rows)}\n\n{note}"
-
-
 def _tuning(evidence: Evidence) -> str:
     return "\n\n".join(map(_tuning_curves, evidence.tuning))
 
@@ -439,7 +398,7 @@ def _tuning_curves(setting: TunedSetting) -> str:
         lines.append(plain(name))
         for point in curve:
             mark = "  ← best" if point.value == setting.best[name] else ""
-            ends = "" if point.low is None else f" {_ends(point.low, point.high, True)}"
+            ends = "" if point.low is None else f" {interval_text(point.low, point.high, True)}"
             chosen = f"  chosen for {point.chosen} seeds" if point.chosen else ""
             lines.append(f"  {point.value:<10g} {_bar(point.mean, low, high)}{ends}{chosen}{mark}")
     edges = [name for name, on_edge in setting.on_edge.items() if on_edge]
@@ -536,33 +495,6 @@ def _status(run: RunSummary) -> str:
     return status if run.attempts == 1 else f"{status}, attempt {run.attempts}"
 
 
-def _effect(effect: Effect | None) -> str:
-    """Format a paired effect, with its interval if it has one."""
-    if effect is None or effect.effect is None:
-        return NONE
-    sign, unit = ("", " ×") if effect.log else ("+", "")
-    has_interval = effect.low is not None or effect.high is not None
-    interval = f" {_ends(effect.low, effect.high, effect.log)}" if has_interval else ""
-    return f"{effect.effect:{sign}.4g}{interval}{unit}"
-
-
-def _ratio(values: TimedArm | None) -> str:
-    """Format a ratio, with its interval if it has one."""
-    if values is None or values.ratio is None:
-        return NONE
-    interval = ""
-    if values.low is not None and values.high is not None:
-        interval = f" [{values.low:.4f}, {values.high:.4f}]"
-    return f"{values.ratio:.4f}{interval}"
-
-
-def _mean_and_std(summary: Summary | None) -> str:
-    """Format a mean, with the standard deviation if there are at least two values."""
-    if summary is None or summary.mean is None:
-        return NONE
-    return f"{summary.mean:.4g}" + ("" if summary.std is None else f" ± {summary.std:.2g}")
-
-
 def _trainable(parameters: Parameters | None) -> str:
     if parameters is None or parameters.total < 1:
         return NONE
@@ -576,10 +508,6 @@ def _clipped(runs: Sequence[RunSummary]) -> str:
     return f"{fmean(shares):.1%}" if shares else NONE
 
 
-def _mebibytes(value: float | None) -> str:
-    return NONE if value is None else f"{value / 2**20:,.0f} MiB"
-
-
 SECTIONS: tuple[tuple[str, Callable[[Evidence], str]], ...] = (
     ("The arms", _arms),
     ("Verdicts", _verdicts),
@@ -590,8 +518,9 @@ SECTIONS: tuple[tuple[str, Callable[[Evidence], str]], ...] = (
     ("Subjects", _subjects),
     ("Gradients", _gradients),
     ("Stages", _stages),
-    ("Time of a step", _step_times),
-    ("Time of whole runs", _run_times),
+    ("Convergence", convergence_section),
+    ("Time of a step", step_times),
+    ("Time of whole runs", run_times),
     ("Tuning", _tuning),
     ("What differs between the arms", _differences),
     ("Data", lambda evidence: evidence.data.markdown() if evidence.data else ""),

@@ -400,7 +400,7 @@ def summarize(record: RunRecord, folder: Path) -> RunSummary:
     result = record.result
     clocks, best, last = result.clocks, result.best, result.last
     parameters = result.parameters
-    step_ms = clocks.step_ms
+    step_ms, utilisation = clocks.step_ms, result.telemetry.gpu_utilisation_percent
     return RunSummary(
         seed=result.seed,
         folder=os.path.relpath(record.folder, folder),
@@ -411,13 +411,16 @@ def summarize(record: RunRecord, folder: Path) -> RunSummary:
         best=best.value,
         final_loss=None if last is None else typed(last.get("loss"), int, float),
         steps=result.steps,
+        epochs=sum(stage.epochs for stage in result.stages),
         stages=tuple(_stage(stage) for stage in result.stages),
         parameters=Parameters(parameters.total, parameters.trainable),
         total_seconds=clocks.total_seconds,
         train_seconds=clocks.train_seconds,
         validation_seconds=clocks.validation_seconds,
+        evaluation_seconds=tuple(clocks.evaluation_seconds),
         epoch_seconds=tuple(clocks.epoch_seconds),
         step_ms=None if step_ms is None else step_ms.mean,
+        gpu_utilisation=None if utilisation is None else utilisation.mean,
         clipped_steps=result.clipped_steps,
         weights_digest=result.weights_digest,
         recipe_digest=result.recipe_digest,
@@ -438,13 +441,16 @@ def _unfinished(record: RunRecord, folder: Path) -> RunSummary:
         best=None,
         final_loss=None,
         steps=events[-1].step,
+        epochs=0.0,
         stages=(),
         parameters=None,
         total_seconds=0.0,
         train_seconds=0.0,
         validation_seconds=0.0,
+        evaluation_seconds=(),
         epoch_seconds=(),
         step_ms=None,
+        gpu_utilisation=None,
         clipped_steps=None,
         weights_digest=None,
         recipe_digest=record.start.recipe_digest,

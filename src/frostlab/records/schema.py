@@ -65,6 +65,7 @@ class Target:
     """When `evaluate.target` was reached."""
 
     step: int  # optimizer steps done
+    epoch: float  # epochs done
     seconds: float  # s of `clocks.total_seconds` until that evaluation
 
 
@@ -86,6 +87,7 @@ class Clocks:
     total_seconds: float  # s of training, evaluations and checkpoints, without set-up and report
     train_seconds: float  # s of the total without validation, checkpoints and waiting for data
     validation_seconds: float  # s of evaluations on the selecting split
+    evaluation_seconds: list[float]  # s of each of these evaluations
     data_seconds: float  # s of preparing batches on the host
     data_overlapped_seconds: float  # s that are in both `data_seconds` and `train_seconds`
     checkpoint_seconds: float  # s of writing checkpoints and of changing to the next stage
@@ -414,6 +416,9 @@ class EvaluationEvent(Event):
     split: str  # tune or report; with `splits: published`, report also selects weights
     metrics: Metrics  # the selecting metric comes first
     frozen_verified: int  # number of frozen tensors that were verified as unchanged
+    epoch: float  # epochs done, over all stages
+    seconds: float  # s that this evaluation took
+    total_seconds: float  # s of `clocks.total_seconds` until this evaluation
     best: bool | None = None  # whether it is the best so far; null for the report
     checkpoint: int | None = None  # for the report only: step of the reported weights
 

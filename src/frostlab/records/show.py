@@ -303,6 +303,7 @@ _SECONDS = {
     "total_seconds": "total",
     "train_seconds": "train",
     "validation_seconds": "validation",
+    "evaluation_seconds": "per evaluation",
     "data_seconds": "data",
     "data_overlapped_seconds": "data overlapped",
     "checkpoint_seconds": "checkpoints",

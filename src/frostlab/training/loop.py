@@ -35,7 +35,14 @@ from frostlab.training.batches.batch import order_digest
 from frostlab.training.distributed import Compute, full_tensor, place_like, reshard
 from frostlab.training.evaluate import evaluate
 from frostlab.training.setup import make_feed, make_step, next_stage
-from frostlab.training.stages import Stage, in_steps, most_steps, stage_at, steps_per_epoch
+from frostlab.training.stages import (
+    Stage,
+    in_epochs,
+    in_steps,
+    most_steps,
+    stage_at,
+    steps_per_epoch,
+)
 from frostlab.training.state import Progress, RunContext, reaches
 from frostlab.training.step.eager import Diverged, EagerStep, seed_step
 from frostlab.training.step.optimizer import optimizer_tensors, rate_at, restore_optimizer
@@ -187,6 +194,13 @@ def _steps_per_epoch(context: RunContext) -> int:
     return steps_per_epoch(len(context.prepared.splits["train"]), context.recipe.train)
 
 
+def epochs_done(context: RunContext, progress: Progress) -> float:
+    """Return the number of epochs that all stages have done so far."""
+    per_epoch = _steps_per_epoch(context)
+    current = in_epochs(progress.stage_step, per_epoch)
+    return float(f"{sum(stage.epochs for stage in progress.ended) + current:.6g}")
+
+
 def _is_due(every: Every | None, step: int, per_epoch: int, total: int) -> bool:
     """Return whether an action is due: at every multiple of its interval, and at step `total`."""
     return step == total or (every is not None and step % in_steps(every, per_epoch) == 0)
@@ -198,7 +212,7 @@ def _select(context: RunContext, progress: Progress, clock: Stopwatch) -> bool:
     Also verify that frozen weights have not changed.
     """
     recipe, split, audit = context.recipe, _selecting_split(context), context.current.audit
-    seconds_before = clock.seconds["total"]
+    before = clock.seconds
     with clock.phase("validation", device=True):
         metrics = measure(context, split, progress.step)
         if audit is not None:
@@ -210,11 +224,15 @@ def _select(context: RunContext, progress: Progress, clock: Stopwatch) -> bool:
         progress.metrics = metrics
     target = recipe.evaluate.target
     if target is not None and progress.target is None and reaches(recipe.metric, value, target):
-        progress.target = {"step": progress.step, "seconds": round(seconds_before, 4)}
+        progress.target = {"step": progress.step, "epoch": epochs_done(context, progress),
+                           "seconds": round(before["total"], 4)}  # fmt: skip
     if context.folder:
         verified = 0 if audit is None else len(audit.digests)
+        spent = clock.seconds["validation"] - before.get("validation", 0.0)
         context.folder.event("evaluation", progress.step, split=split, metrics=metrics,
-                             best=improved, frozen_verified=verified)  # fmt: skip
+                             best=improved, frozen_verified=verified,
+                             epoch=epochs_done(context, progress), seconds=round(spent, 4),
+                             total_seconds=round(before["total"], 4))  # fmt: skip
     context.display.evaluated(progress.step, metrics, improved)
     return improved
 

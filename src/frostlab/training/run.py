@@ -2,6 +2,7 @@
 
 import errno
 import json
+import time
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -38,7 +39,7 @@ from frostlab.storage import finite, write_whole
 from frostlab.surgery.audit import Audit
 from frostlab.timing.clock import Meter, Stopwatch
 from frostlab.training.distributed import Compute, process_group
-from frostlab.training.loop import Stopped, interruptions, measure, train
+from frostlab.training.loop import Stopped, epochs_done, interruptions, measure, train
 from frostlab.training.progress import Display, choose_screen
 from frostlab.training.setup import (
     Assembly,
@@ -389,11 +390,15 @@ def _report(context: RunContext, progress: Progress) -> Report:
     load_weights(context.model, best)
     if audit is not None:
         audit.verify(context.model)
+    began = time.perf_counter()
     metrics, scores = _measure_report(context, progress.step)
     if context.folder:
         verified = 0 if audit is None else len(audit.digests)
         context.folder.event("evaluation", progress.step, split="report", metrics=metrics,
-                             checkpoint=best.step, frozen_verified=verified)  # fmt: skip
+                             checkpoint=best.step, frozen_verified=verified,
+                             epoch=epochs_done(context, progress),
+                             seconds=round(time.perf_counter() - began, 4),
+                             total_seconds=round(progress.seconds["total"], 4))  # fmt: skip
     return metrics, scores
 
 

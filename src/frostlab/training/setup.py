@@ -52,6 +52,7 @@ from frostlab.training.stages import (
     Stage,
     check_stages,
     enter_stage,
+    in_epochs,
     lr_scales,
     stages_of,
     state_by_slot,
@@ -425,13 +426,13 @@ def stage_facts(context: RunContext, progress: Progress) -> StageRecord:
     values = {
         "name": context.stages[progress.stage].name,
         "steps": progress.stage_step,
-        "epochs": round(progress.stage_step / per_epoch, 3),
+        "epochs": in_epochs(progress.stage_step, per_epoch),
         "stopped_early": progress.stopped_early,
         "best": {
             "metric": best.metric,
             "value": best.value,
             "step": best.step,
-            "epoch": None if best.step is None else round((best.step - began) / per_epoch, 3),
+            "epoch": None if best.step is None else in_epochs(best.step - began, per_epoch),
         },
         "metrics": progress.metrics,
         "seconds": round(progress.seconds.get("total", 0.0) - progress.began, 4),

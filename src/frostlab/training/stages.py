@@ -90,6 +90,11 @@ def steps_per_epoch(examples: int, train: Train) -> int:
     return examples // train.batch
 
 
+def in_epochs(steps: int, per_epoch: int) -> float:
+    """Return the number of epochs in so many steps, with six significant digits."""
+    return float(f"{steps / per_epoch:.6g}")
+
+
 def total_steps(train: Train, examples: int) -> int:
     """Return the number of steps of a stage that does not set its own number."""
     if train.steps is not None:

@@ -14,7 +14,15 @@ import torch
 from frostlab.devices import Readback, runs_ahead
 from frostlab.flow.measurements import report_event
 from frostlab.records.folder import RunFolder
-from frostlab.records.schema import Clocks, EpochEvent, Event, StepEvent, SteppingEvent, StepTimes
+from frostlab.records.schema import (
+    Clocks,
+    EpochEvent,
+    EvaluationEvent,
+    Event,
+    StepEvent,
+    SteppingEvent,
+    StepTimes,
+)
 from frostlab.timing.clock import OVERLAPPED, SETUP, Lap, Stopwatch, training_seconds
 from frostlab.training.distributed import World
 from frostlab.training.step.eager import Diverged, EagerStep, Outcome, is_clipped
@@ -163,6 +171,11 @@ def clocks(events: list[Event], seconds: dict[str, float]) -> Clocks:
         total_seconds=round(seconds.get("total", 0.0), 4),
         train_seconds=round(training, 4),
         validation_seconds=round(seconds.get("validation", 0.0), 4),
+        evaluation_seconds=[
+            event.seconds
+            for event in events
+            if isinstance(event, EvaluationEvent) and event.checkpoint is None
+        ],
         data_seconds=round(data + overlapped, 4),
         data_overlapped_seconds=round(overlapped, 4),
         checkpoint_seconds=round(seconds.get("checkpoint", 0.0), 4),

@@ -1,0 +1,104 @@
+"""The overview table: one row per arm, with its data, method, times, gap and status.
+
+`overview` makes the rows of a comparison, and `overview_table` formats the rows of one or several
+comparisons. An experiment that has not been run yet is an `OverviewRow` without results.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from frostlab.comparison.evidence import Evidence
+from frostlab.comparison.measures.times import arm_times
+from frostlab.text import NONE, hms, markdown, number
+
+HEAD = ("phase", "id", "data", "method", "total", "step", "gap to baseline", "status")
+_SIZES = {("gpt", 6, 512): "Medium-512"}  # names of the sources by kind, layers and width
+_KINDS = {"gpt": "GPT", "decoder": "Decoder", "conformer": "Conformer"}
+
+
+@dataclass(frozen=True)
+class OverviewRow:
+    """One experiment or arm."""
+
+    phase: str  # the group of experiments, or the comparison
+    id: str  # of the experiment; else the arm's name
+    data: str
+    method: str  # name of the treatment
+    total_seconds: float | None = None  # mean over whole runs
+    step_seconds: float | None = None  # an interleaved step; else the mean step of whole runs
+    gap: str | None = None  # effect on the metric with its interval and verdict
+    status: str = "not run"
+
+    def cells(self) -> list[str]:
+        """Return the row as texts, in the order of `HEAD`; totals are h:mm:ss, steps are in ms."""
+        step = NONE if self.step_seconds is None else f"{number(1e3 * self.step_seconds)} ms"
+        return [self.phase, self.id, self.data, self.method, hms(self.total_seconds), step,
+                self.gap or NONE, self.status]  # fmt: skip
+
+
+def overview(
+    evidence: Evidence, phase: str | None = None, ids: Mapping[str, str] | None = None
+) -> list[OverviewRow]:
+    """Return one row for every arm of a comparison.
+
+    Args:
+        phase: the name of the group of experiments; by default, the name of the comparison.
+        ids: by arm, the id of the experiment that it is; by default, the arm's name.
+    """
+    plan, rows = evidence.plan, []
+    for arm in plan.arms:
+        times, verdict = arm_times(evidence, arm.name), evidence.verdicts.get(arm.name)
+        rows.append(
+            OverviewRow(
+                phase=phase or plan.name,
+                id=(ids or {}).get(arm.name, arm.name),
+                data=data_name(plan.recipe),
+                method=plan.recipe_of(arm, plan.seeds[0]).treatment_name,
+                total_seconds=None if times.total is None else times.total.mean,
+                step_seconds=times.per_step if times.step is None else times.step,
+                gap="baseline" if verdict is None else f"{verdict.paired or NONE}: {verdict.word}",
+                status=_status(evidence, arm.name),
+            )
+        )
+    return rows
+
+
+def overview_table(rows: Iterable[OverviewRow]) -> str:
+    """Return the table in Markdown."""
+    return markdown(HEAD, [row.cells() for row in rows])
+
+
+def _status(evidence: Evidence, arm: str) -> str:
+    """Return `finished` or how many runs finished, and whether the runs were shortened."""
+    runs = evidence.arms[arm].runs
+    done = sum(run.finished for run in runs)
+    status = "finished" if done == len(runs) else f"{done} of {len(runs)} runs finished"
+    return f"{status}, quick" if evidence.plan.quick else status
+
+
+def data_name(recipe: Mapping[str, Any]) -> str:
+    """Return the name of a recipe's data; XNLI's has its language, as in `xnli_en`."""
+    data = recipe["data"]
+    return f"{data['name']}_{data['language']}" if data["name"] == "xnli" else str(data["name"])
+
+
+def model_name(recipe: Mapping[str, Any]) -> str:
+    """Return the name of a recipe's model with its size, such as `GPT-Medium-512`.
+
+    Other sizes are layers × width, as in `Decoder-4x64`; layers that stages add count, too. A
+    pretrained model has its own name, with a remark if its weights or its settings are not used.
+    """
+    model = recipe["model"]
+    kind = str(model["kind"])
+    if kind == "pretrained":
+        remarks = [] if model.get("weights", True) else ["random weights"]
+        remarks += ["changed settings"] if model.get("config") else []
+        name = PurePath(str(model["name"])).name
+        return f"{name} ({', '.join(remarks)})" if remarks else name
+    stages = recipe.get("stages") or ()
+    added = sum((stage.get("add") or {}).get("layers", 0) for stage in stages)
+    layers, width = model["layers"] + added, model["width"]
+    size = _SIZES.get((kind, layers, width), f"{layers}x{width}")
+    return f"{_KINDS.get(kind, kind)}-{size}"
