@@ -24,8 +24,9 @@ from frostlab.recipe.bounded_yaml import check_plain, shown_key
 from frostlab.records.schema import DataRecord, read
 from frostlab.storage import finite, read_json
 
-SCHEMA = 5  # version of evidence.json
+SCHEMA = 6  # version of evidence.json
 QUANTITIES = ("front_ratio", "weight_change", "update")  # of gradient flow, for each arm
+SEGMENTS = ("seen", "seen_std", "unseen", "unseen_std", "score")  # of EEG segments, for each arm
 _MOST_VALUES = 10**7  # numbers and texts in evidence.json
 Schema = TypeVar("Schema")
 
@@ -260,10 +261,11 @@ class SplitTests:
 
 @dataclass(frozen=True)
 class Quantity:
-    """One quantity of gradient flow, summarized over an arm's seeds."""
+    """One quantity of gradient flow or of EEG segments, summarized over an arm's seeds."""
 
     summary: Summary | None  # None if no run has the quantity
-    against: Effect | None  # ratio to the baseline; None for the baseline itself
+    # of gradient flow the ratio to the baseline, else the difference; None for the baseline itself
+    against: Effect | None
 
 
 @dataclass(frozen=True)
@@ -442,6 +444,7 @@ class Evidence:
     repeat: Repeat | None  # None if the comparison is quick or trains nothing
     mcnemar: dict[str, tuple[PredictionTest, ...]]  # by arm; for information only
     subjects: dict[str, SplitTests]  # by split; empty without recordings
+    segments: dict[str, dict[str, Quantity]]  # by arm and `SEGMENTS`; empty without recordings
     flow: dict[str, dict[str, Quantity]]  # by arm and quantity; empty unless every arm is watched
     timing: StepTiming | None  # None if steps were not timed
     rounds: dict[str, RoundTimes]  # by arm; empty without rounds
@@ -491,6 +494,8 @@ def _check_names(evidence: Evidence, path: Path) -> None:
         expected["timing.arms"] = (set(evidence.timing.arms) & set(arms), arms)
     for arm, flow in evidence.flow.items():
         expected[f"flow.{arm}"] = (flow, QUANTITIES)
+    for arm, segments in evidence.segments.items():
+        expected[f"segments.{arm}"] = (segments, SEGMENTS)
     for setting in evidence.tuning:
         check_tuned(setting, plan, path)
     for key, (names, wanted) in expected.items():

@@ -39,6 +39,7 @@ from frostlab.comparison.evidence import (
     stored,
 )
 from frostlab.comparison.looks import Looks
+from frostlab.comparison.measures.segments import segment_scores
 from frostlab.comparison.oelm_json import have_equal_norms, oelm_arm, orthogonality_arms
 from frostlab.comparison.pairing import Runs, status_of, steps_compared, summarize
 from frostlab.comparison.plan import Plan, Rules, scale_of
@@ -124,12 +125,8 @@ def gather(
             metric: _effects(runs, metric, rules) for metric in metrics if metric != rules.metric
         },
         contrasts=tuple(
-            Answer(
-                contrast.question,
-                contrast.of,
-                verdicts.of(contrast.arm, contrast.against, contrast.of),
-            )
-            for contrast in plan.contrasts
+            Answer(asked.question, asked.of, verdicts.of(asked.arm, asked.against, asked.of))
+            for asked in plan.contrasts
         ),
         oelm=oelm_arm(plan),
         orthogonality=verdicts.orthogonality(),
@@ -138,6 +135,7 @@ def gather(
         repeat=None if repeat is None else _repeat(runs, repeat, folder),
         mcnemar=_prediction_tests(runs),
         subjects=subject_tests(plan, runs.records, runs.refused),
+        segments=segment_scores(plan, runs.records, runs.refused),
         flow=_gradient_flow(plan, runs.records, runs),
         timing=timing,
         rounds=_round_times(

@@ -25,6 +25,7 @@ from frostlab.comparison.evidence import (
     TimedArm,
     TunedSetting,
 )
+from frostlab.comparison.measures.segments import segments_section
 from frostlab.comparison.oelm_json import answers, main_arm, whole_run_note
 from frostlab.comparison.verdict import MEANINGS
 from frostlab.recipe.settings import LOWER_IS_BETTER
@@ -585,6 +586,7 @@ SECTIONS: tuple[tuple[str, Callable[[Evidence], str]], ...] = (
     ("Performance", _performance),
     ("Beside the verdicts", _beside),
     ("Subjects", _subjects),
+    ("Segments", segments_section),
     ("Gradients", _gradients),
     ("Stages", _stages),
     ("Time of a step", _step_times),
