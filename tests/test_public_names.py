@@ -80,7 +80,7 @@ def test_load_comparison(tmp_path: Path) -> None:
     with pytest.raises(fl.BadInput, match="a finished comparison: it is not a folder"):
         fl.load_comparison(tmp_path / "nowhere")
     (tmp_path / "evidence.json").write_text(json.dumps({"schema": 1, "name": "mine"}))
-    with pytest.raises(fl.BadInput, match="has schema 1, and this frostlab reads 5"):
+    with pytest.raises(fl.BadInput, match="has schema 1, and this frostlab reads 6"):
         fl.load_comparison(str(tmp_path))
     (tmp_path / "evidence.json").write_text("{")
     with pytest.raises(fl.BadInput, match="is not valid JSON"):

@@ -172,8 +172,8 @@ def _advice(
     joint: str,
 ) -> str:
     if not settings:
-        values = ", ".join(f"{key}={value:g}" for key, value in wanted.items())
-        return f"for {trouble}, the source tries {values}; this run is there or beyond already"
+        tried = ", ".join(f"{key}={value:g}" for key, value in wanted.items())
+        return f"for {trouble}, the source tries {tried}; this run is there or beyond already"
     values = [
         f"{key}={value:g} (here {'none' if have[key] is None else f'{have[key]:g}'})"
         for key, value in settings.items()
