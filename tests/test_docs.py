@@ -177,6 +177,7 @@ BOUNDED = ("data.arrays", "data.parquet", "data.eeg.matlab")  # all their consta
 NO_LIMITS = {  # they bound what is shown, computed or done at once, or an argument; never a file
     "comparison.runner._MOST_JOBS", "data.eeg.matlab._PIECE", "data.eeg.matlab._START",
     "data.parquet.BATCH", "data.parquet.ROWS", "data.parquet._PADDING",
+    "envelopes.challenge._MOST_LINES",
     "flow.diagnosis._MOST_NAMES", "flow.figures.MOST_ROWS", "launcher._MOST_PROCESSES",
     "recipe.bounded_yaml._MOST_SHOWN", "recipe.load._MOST_NAME", "recipe.load._MOST_TEXT",
     "roles.read._MOST_PATHS", "timing.flops._MOST_FLOPS_PER_BYTE", "timing.interleave.MOST_BATCHES",

@@ -227,6 +227,13 @@ def test_an_eeg_recipe_is_trained_for_epochs_and_judged_by_three_targets(
     assert kept["passed"] == all(t["value"] > t["wanted"] for t in kept["targets"])
     assert shown["targets"] == kept["targets"]
     assert kept["verdict"] == shown["verdict"]
+    assert shown["eeg"] == kept["eeg"]
+    assert kept["eeg"]["gradient_norm"]["steps"] == result["steps"] // 2
+    again = in_this_process("diagnose", str(run))
+    text = " ".join(again.stdout.split())
+    assert f"Gradient/norm in the last {result['steps'] // 2} steps: median" in text
+    for hint in kept["eeg"]["hints"]:
+        assert f"{hint['trouble']}: {hint['text']}" in text
 
 
 def test_a_missed_target_is_exit_code_1(tmp_path: Path, in_this_process: Command) -> None:

@@ -224,6 +224,31 @@ def test_every_arm_stands_beside_the_ridge_decoder(heard: fl.Comparison) -> None
     assert "r − ridge, over seeds" in text
 
 
+def test_segments_are_scored_as_in_the_challenge(heard: fl.Comparison) -> None:
+    found = heard.evidence.segments
+    assert set(found) == set(heard.evidence.arms)
+    score = {}
+    for arm in ("v1", "v2"):
+        runs = [run.metrics for run in heard.evidence.arms[arm].runs]
+        by_key = {
+            "seen": "segment_pearson", "seen_std": "segment_std",
+            "unseen": "segment_pearson_unseen", "unseen_std": "segment_std_unseen",
+            "score": "challenge",
+        }  # fmt: skip
+        for name, metric in by_key.items():
+            wanted = np.mean([metrics[metric] for metrics in runs])
+            assert found[arm][name].summary.mean == pytest.approx(wanted)
+        score[arm] = np.array([metrics["challenge"] for metrics in runs])
+    assert found["v1"]["score"].against is None
+    against = found["v2"]["score"].against
+    assert (against.n, against.log) == (2, False)
+    assert against.effect == pytest.approx((score["v2"] - score["v1"]).mean())
+    text = heard.page.read_text()
+    assert "## Segments" in text
+    assert f"| {score['v2'].mean():.4f} ± {score['v2'].std(ddof=1):.4f} |" in text
+    assert f"| {against.effect:+.4f} [" in text
+
+
 def test_gradients_of_the_front_stand_beside(heard: fl.Comparison) -> None:
     found = heard.evidence.flow
     for arm in ("v1", "v2"):

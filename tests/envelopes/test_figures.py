@@ -122,6 +122,8 @@ def test_the_page_holds_tables_and_figures(tmp_path: Path) -> None:
     assert "<b>" not in text
     assert "best achievable r: 0.700" in text
     assert "<p>made up</p>" in text
+    assert "<h2>Segments</h2>" in text
+    assert str(SCORES.subjects[2].segments) in text
     assert "Channels as bars: " in text
     assert "://" not in text  # nothing is fetched
     pictures = sorted(path.name for path in page.parent.glob("*.png"))

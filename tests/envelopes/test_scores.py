@@ -111,7 +111,8 @@ def test_scores_come_back_from_a_file_whole() -> None:
 @pytest.mark.parametrize("place", [
     ("recordings", 3, "r"), ("recordings", 0, "null", "p"), ("subjects", 1, "null", "p"),
     ("null", "p"), ("settings", "null_shifts"), ("subjects", 2, "r"), ("summary", "mean"),
-    ("recordings", 0, "match", "right"),
+    ("recordings", 0, "match", "right"), ("recordings", 0, "segments", 0),
+    ("subjects", 1, "segments", "mean"),
 ])  # fmt: skip
 def test_an_edited_score_is_refused_in_one_line(place: tuple[str | int, ...]) -> None:
     said = json.loads(json.dumps(SCORES.to_dict()))
@@ -128,6 +129,11 @@ def test_an_edit_with_a_new_digest_still_shows_where_sums_do_not_fit() -> None:
     forged = replace(SCORES, recordings=(first, *SCORES.recordings[1:]))
     said = json.loads(json.dumps(forged.to_dict()))
     with pytest.raises(BadInput, match="^these scores were edited: r of s0 is not the mean"):
+        EnvelopeScores.from_dict(said)
+    first = replace(SCORES.recordings[0], segments=(0.99,))
+    forged = replace(SCORES, recordings=(first, *SCORES.recordings[1:]))
+    said = json.loads(json.dumps(forged.to_dict()))
+    with pytest.raises(BadInput, match="^these scores were edited: the segments of s0 are not"):
         EnvelopeScores.from_dict(said)
     with pytest.raises(BadInput, match="^these are not envelope scores: settings is missing$"):
         EnvelopeScores.from_dict({})

@@ -8,6 +8,7 @@ from frostlab.comparison.evidence import (
     CONVERGED,
     QUANTITIES,
     SCHEMA,
+    SEGMENTS,
     Answer,
     ArmConvergence,
     ArmEvidence,
@@ -140,6 +141,8 @@ def evidence() -> bytes:
         repeat=Repeat(0, "repeat/baseline-s0", "finished", {"accuracy": (0.5, None)}, False),
         mcnemar={"oelm": (PredictionTest(0, 1, 2, 3, 4, 0.5),)},
         subjects={"report": SplitTests({"oelm": subjects}, dict.fromkeys(names, _EFFECT))},
+        segments={name: dict.fromkeys(SEGMENTS, Quantity(_SUMMARY, against))
+                  for name, against in (("baseline", None), ("oelm", _EFFECT))},
         flow={name: dict.fromkeys(QUANTITIES, Quantity(_SUMMARY, against))
               for name, against in (("baseline", None), ("oelm", _EFFECT))},
         convergence=Convergence("accuracy", 0.5, "evaluate.target of the recipe", 2, {

@@ -16,7 +16,13 @@ from torch import nn
 
 from frostlab.data.split_record import FileRecord, LengthRecord, SplitRecord
 from frostlab.envelopes.correlation import Null, Tally
-from frostlab.envelopes.scores import EnvelopeScores, RecordingScore, Settings, SubjectScore
+from frostlab.envelopes.scores import (
+    EnvelopeScores,
+    RecordingScore,
+    Settings,
+    Spread,
+    SubjectScore,
+)
 from frostlab.errors import FrostlabError
 from frostlab.flow.measurements import (
     QUANTITIES,
@@ -206,11 +212,13 @@ def _check_index(content: bytes, folder: Path) -> None:
 def envelope_scores() -> EnvelopeScores:
     null, match = Null(-0.1, 0.0, 0.1, 0.05), Tally(3.0, 4, 2)
     recordings = tuple(
-        RecordingScore(f"r{i}", f"s{i}", 640, 0.1 * i + 0.05, None, null, match, None)
+        RecordingScore(f"r{i}", f"s{i}", 640, 0.1 * i + 0.05, None, (0.1, 0.3), null, match, None)
         for i in range(2)
     )
-    subjects = tuple(SubjectScore(r.subject, 1, r.r, None, null) for r in recordings)
-    return EnvelopeScores(Settings(64.0, 100, 2.0, 5.0, 1.0, 0), recordings, subjects, null)
+    subjects = tuple(
+        SubjectScore(r.subject, 1, r.r, None, Spread.of(r.segments), null) for r in recordings
+    )
+    return EnvelopeScores(Settings(64.0, 100, 2.0, 5.0, 1.0, 5.0, 0), recordings, subjects, null)
 
 
 def scores_result(scores: EnvelopeScores) -> dict[str, Any]:

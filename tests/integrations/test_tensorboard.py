@@ -3,6 +3,7 @@
 import math
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,13 @@ from torch import Tensor, nn
 import frostlab as fl
 from flowing import adamw, loss_at, tiny_gpt, watched
 from frostlab.integrations.tensorboard import TensorBoard, export_run, tag_of
-from frostlab.records.schema import EvaluationEvent, StepEvent
+from frostlab.records.schema import EvaluationEvent, FlowEvent, StepEvent
 from frostlab.training import loop
+from frostlab.training.setup import best_model
+from frostlab.training.state import Best
+from frostlab.training.step.eager import EagerStep
 from fuzz.targets_pages import small_flow
+from hearing import hearing
 from stages import progressive
 from tiny import tiny
 
@@ -91,8 +96,10 @@ def test_histograms_are_down_sampled_and_safe_with_nan(tmp_path: Path) -> None:
 
 def test_gradients_may_lie_elsewhere(tmp_path: Path) -> None:
     model = Stack()
+    model.norm = nn.Parameter(torch.ones(3))  # `Gradient/norm` is the whole gradient's
     with TensorBoard(tmp_path) as board:
         board.histograms(1, model, gradient=lambda p: torch.full_like(p, 7.0))
+    assert "Gradient/outside.norm" in events(tmp_path).Tags()["histograms"]
     (made,) = events(tmp_path).Histograms("Gradient/layer_stack.1.bias")
     assert (made.histogram_value.min, made.histogram_value.num) == (7.0, 2)
 
@@ -122,8 +129,10 @@ def test_a_finished_run_is_written_at_the_times_it_happened(tmp_path: Path) -> N
     assert times[-1] == pytest.approx(blocks[-1].at, abs=1e-3)
     rates = {block.step: block.rate for block in blocks}
     assert scalars(read, "Training/learning_rate") == pytest.approx(rates)
-    flow = fl.load_flow(record)
-    assert scalars(read, "Gradient/norm") == pytest.approx(flow.norms())
+    norms = [norm for block in blocks for norm in block.norm]
+    assert scalars(read, "Gradient/norm") == pytest.approx(dict(enumerate(norms, 1)))
+    measured = fl.load_flow(record).norms("before_clip")
+    assert {s: norms[s - 1] for s in measured} == pytest.approx(measured, rel=1e-4)
     with pytest.raises(fl.BadInput, match="has no events"):
         export_run(tmp_path / "nothing", tmp_path / "other")
     assert not (tmp_path / "other").exists()
@@ -134,8 +143,114 @@ def test_a_run_is_written_while_it_runs(tmp_path: Path, watch: dict[str, int] | 
     record = fl.run(tiny(watch=watch), runs=tmp_path, tensorboard=tmp_path / "live")
     live = all_scalars(events(tmp_path / "live"))
     assert {"Training/loss", "Training/learning_rate", "Validation/accuracy"} <= live.keys()
-    assert ("Gradient/norm" in live) == (watch is not None)
+    assert [step for step, _ in live["Gradient/norm"]] == list(range(1, 17))
+    assert ("Update/layers.0.value" in live) == (watch is not None)
     assert live == all_scalars(events(export_run(record.folder, tmp_path / "later")))
+
+
+def histograms(read: Any, tag: str) -> dict[int, tuple[float, ...]]:
+    return {
+        event.step: (event.histogram_value.num, event.histogram_value.sum,
+                     event.histogram_value.sum_squares)
+        for event in read.Histograms(tag)
+    }  # fmt: skip
+
+
+def sums(values: Tensor) -> tuple[float, ...]:
+    return len(values.flatten()), float(values.sum()), float(values.square().sum())
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write histograms at every evaluation."""
+    monkeypatch.setattr(loop, "_HISTOGRAM_STEPS", 1)
+
+
+@pytest.mark.parametrize("recipe", [
+    tiny(treatment={"freeze": ["query", "key"]}, watch={"every_n_steps": 3}),
+    pytest.param(
+        hearing(model__norm="batch", train__epochs=1, evaluate__every=3), marks=pytest.mark.slow
+    ),
+], ids=["text", "EEG"])  # fmt: skip
+def test_a_live_run_has_histograms_and_is_the_same_run(
+    tmp_path: Path, recipe: dict[str, Any], often: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch norm's statistics, the dropout and the measured flow are those of a run without."""
+    kept: dict[int, dict[str, tuple[float, ...]]] = {}
+    backward = EagerStep.dry_run
+
+    def keep(step: EagerStep, parts: Any, scored: Any) -> None:
+        backward(step, parts, scored)
+        named = step.objective.model.named_parameters()
+        gradients = {n: sums(p.grad) for n, p in named if p.grad is not None}
+        kept[len(kept)] = gradients
+
+    monkeypatch.setattr(EagerStep, "dry_run", keep)
+    live = fl.run(recipe, out=tmp_path / "with", tensorboard=tmp_path / "live")
+    looked = [e.step for e in live.events(EvaluationEvent) if e.checkpoint is None]
+    assert len(kept) == len(looked) > 1
+    assert live.status == "finished"
+    plain = fl.run(recipe, out=tmp_path / "without")
+    assert len(kept) == len(looked), "no more backward passes without --tensorboard"
+    assert plain.result.weights_digest == live.result.weights_digest
+    assert plain.result.report == live.result.report
+    for one, other in zip(plain.events(FlowEvent), live.events(FlowEvent), strict=True):
+        assert replace(one, at=0.0) == replace(other, at=0.0)
+    read = events(tmp_path / "live")
+    tags = set(read.Tags()["histograms"])
+    model = best_model(live)
+    names = {name for name, _ in model.named_parameters()}
+    assert {tag for tag in tags if tag.startswith("Weight/")} == {f"Weight/{n}" for n in names}
+    assert {tag for tag in tags if tag.startswith("Gradient/")} == {
+        f"Gradient/{name}" for name in kept[0]
+    }
+    for name in kept[0]:
+        wanted = {step: kept[i][name] for i, step in enumerate(looked)}
+        found = histograms(read, f"Gradient/{name}")
+        assert found.keys() == wanted.keys()
+        for step, values in wanted.items():
+            assert found[step] == pytest.approx(values, rel=1e-3, abs=1e-5)
+    best = live.result.best.step
+    assert best is not None
+    for name, weight in model.named_parameters():
+        found = histograms(read, f"Weight/{name}")[best]
+        assert found == pytest.approx(sums(weight.detach()), rel=1e-3, abs=1e-5)
+
+
+def test_histograms_are_a_hundred_steps_apart(tmp_path: Path) -> None:
+    recipe = tiny(train={"batch": 8, "steps": 110, "threads": 1}, evaluate__every=10)
+    fl.run(recipe, out=tmp_path / "run", tensorboard=tmp_path / "live")
+    steps = histograms(events(tmp_path / "live"), "Weight/head.weight")
+    assert list(steps) == [10, 110]
+
+
+def test_a_resumed_run_keeps_its_histograms(
+    tmp_path: Path, often: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It crashes after step 12, having written steps 4, 8 and 12, and continues after step 8."""
+    seed_step = loop.seed_step
+
+    def crash(seed: int, step: int, *more: Any) -> None:
+        if step == 12:
+            raise RuntimeError("planted")
+        seed_step(seed, step, *more)
+
+    recipe = tiny(evaluate__every=4, train__checkpoint=8)
+    folders = {"out": tmp_path / "run", "tensorboard": tmp_path / "live"}
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "seed_step", crash)
+        patched.setattr(Best, "see", lambda best, value, step: False)  # saves at step 8 alone
+        with pytest.raises(RuntimeError, match="planted"):
+            fl.run(recipe, **folders)
+    (file,) = (tmp_path / "live").glob("events*")
+    before = histograms(events(tmp_path / "live"), "Gradient/head.weight")
+    assert list(before) == [4, 8, 12]
+    file.write_bytes(file.read_bytes() + b"\x07\x00\x00")  # as if the disk had been full
+    fl.run(recipe, resume=True, **folders)
+    after = histograms(events(tmp_path / "live"), "Gradient/head.weight")
+    assert list(after) == [4, 8, 12, 16]
+    assert after == before | after
+    assert len(list(events(tmp_path / "live").Histograms("Weight/head.weight"))) == 4
 
 
 def test_what_has_been_trained_can_be_seen_before_the_end(

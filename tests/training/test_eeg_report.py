@@ -209,16 +209,24 @@ def test_a_run_shows_its_scores_and_refuses_edited_ones(finished: RunRecord) -> 
     shown = show(finished.folder)
     for line in ("subjects not trained on:", "best achievable r", "chance ≤", "  ridge  0."):
         assert line in shown
+    scores, report = read_scores(finished.folder), finished.metrics
+    seen, unseen = (scores[split]["model"].segments for split in ("report", "unseen"))
+    assert report["challenge"] == pytest.approx(2 / 3 * seen.mean + unseen.mean / 3)
+    assert (report["segment_pearson"], report["segment_std"]) == (seen.mean, seen.std)
+    assert f"{unseen} (1)  " in shown
+    assert f"{report['challenge']:.3f}\n" in shown
+    assert "segments by subject:" in shown
     path = finished.folder / SCORES
     text = path.read_text()
-    moved, swapped, lost = (json.loads(text) for _ in range(3))
+    moved, swapped, lost, better = (json.loads(text) for _ in range(4))
+    better["challenge"]["model"]["score"] += 0.1
     moved["splits"]["report"]["model"]["recordings"][0]["r"] += 0.1
     swapped["splits"]["report"] = dict(
         zip(("ridge", "model"), swapped["splits"]["report"].values(), strict=True)
     )
     del lost["splits"]["unseen"]
     try:
-        for said in (moved, swapped, lost):
+        for said in (moved, swapped, lost, better):
             path.write_text(json.dumps(said))
             assert "these scores were edited" in show(finished.folder)
             with pytest.raises(BadInput, match="scores.json: these scores were edited"):

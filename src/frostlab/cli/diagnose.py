@@ -26,6 +26,7 @@ from frostlab.text import plain, wrapped
 
 if TYPE_CHECKING:
     from frostlab.flow.diagnosis import Diagnosis, Target
+    from frostlab.flow.eeg_hints import EEGHints
     from frostlab.recipe.recipe import Recipe
 
 _STEPS = 200  # default number of steps to train a recipe
@@ -75,7 +76,8 @@ def diagnose(
     For a run, diagnose reads its records and trains nothing. A recipe is trained
     first, for --epochs or --steps, and also judged by its targets: its
     evaluate.target, and for EEG the validation correlation, the gradient of the
-    first layers and the change of their weights.
+    first layers and the change of their weights. For EEG, diagnose also shows the
+    norm of the gradient and, if something is wrong, what the source advises.
 
     The exit code is 1 if a part that is not frozen does not learn or explodes, if a
     frozen part moved, if the run diverged, or if a recipe misses a target.
@@ -187,14 +189,22 @@ def _judge(diagnosis: "Diagnosis") -> tuple["Target", ...]:
     from frostlab.records.folder import RunFolder
 
     targets = targets_of(diagnosis)
-    outcome = {
+    outcome: dict[str, Any] = {
         "caution": diagnosis.caution,
         "passed": all(target.reached for target in targets),
         "targets": [target.to_dict() for target in targets],
         "verdict": diagnosis.sentences,
     }
+    if (hints := _hints(diagnosis)) is not None:
+        outcome["eeg"] = hints.to_dict()
     RunFolder(diagnosis.folder).write("targets.json", outcome)
     return targets
+
+
+def _hints(diagnosis: "Diagnosis") -> "EEGHints | None":
+    from frostlab.flow.eeg_hints import eeg_hints
+
+    return eeg_hints(diagnosis)
 
 
 def _show(
@@ -203,10 +213,13 @@ def _show(
     as_json: bool,
     width: int | None,
 ) -> None:
+    hints = _hints(diagnosis)
     if as_json:
         values: dict[str, Any] = diagnosis.to_dict()
         if targets is not None:
             values["targets"] = [target.to_dict() for target in targets]
+        if hints is not None:
+            values["eeg"] = hints.to_dict()
         echo(json.dumps(values, indent=1))
         return
     from frostlab.flow.diagnosis import targets_table
@@ -214,6 +227,10 @@ def _show(
     _show_flows(diagnosis, width)
     if targets:
         echo(f"\n{targets_table(targets)}")
+    if hints is not None and hints.lines:
+        echo("\nrules of thumb of the EEG source; they do not decide:")
+        for line in hints.lines:
+            echo("\n".join(wrapped(plain(f"  {line}"), width)))
 
 
 def _show_flows(diagnosis: "Diagnosis", width: int | None) -> None:

@@ -29,6 +29,7 @@ from frostlab.text import NONE
 SCHEMA = 6  # version of evidence.json
 CONVERGED = ("steps", "epochs", "seconds")  # to a target, for each arm
 QUANTITIES = ("front_ratio", "weight_change", "update")  # of gradient flow, for each arm
+SEGMENTS = ("seen", "seen_std", "unseen", "unseen_std", "score")  # of EEG segments, for each arm
 _MOST_VALUES = 10**7  # numbers and texts in evidence.json
 Schema = TypeVar("Schema")
 
@@ -294,10 +295,11 @@ class SplitTests:
 
 @dataclass(frozen=True)
 class Quantity:
-    """One quantity of gradient flow, summarized over an arm's seeds."""
+    """One quantity of gradient flow or of EEG segments, summarized over an arm's seeds."""
 
     summary: Summary | None  # None if no run has the quantity
-    against: Effect | None  # ratio to the baseline; None for the baseline itself
+    # of gradient flow the ratio to the baseline, else the difference; None for the baseline itself
+    against: Effect | None
 
 
 @dataclass(frozen=True)
@@ -502,6 +504,7 @@ class Evidence:
     repeat: Repeat | None  # None if the comparison is quick or trains nothing
     mcnemar: dict[str, tuple[PredictionTest, ...]]  # by arm; for information only
     subjects: dict[str, SplitTests]  # by split; empty without recordings
+    segments: dict[str, dict[str, Quantity]]  # by arm and `SEGMENTS`; empty without recordings
     flow: dict[str, dict[str, Quantity]]  # by arm and quantity; empty unless every arm is watched
     convergence: Convergence | None  # None if no run of the baseline was evaluated
     timing: StepTiming | None  # None if steps were not timed
@@ -562,6 +565,8 @@ def _check_names(evidence: Evidence, path: Path) -> None:
             expected[f"convergence.arms.{arm}"] = (own_keys | set(CONVERGED), CONVERGED)
     for arm, flow in evidence.flow.items():
         expected[f"flow.{arm}"] = (flow, QUANTITIES)
+    for arm, segments in evidence.segments.items():
+        expected[f"segments.{arm}"] = (segments, SEGMENTS)
     for setting in evidence.tuning:
         check_tuned(setting, plan, path)
     for key, (names, wanted) in expected.items():

@@ -32,6 +32,7 @@ from frostlab.comparison.evidence import (
 from frostlab.comparison.looks import Looks
 from frostlab.comparison.measures.convergence import convergence
 from frostlab.comparison.measures.gradients import gradient_flow
+from frostlab.comparison.measures.segments import segment_scores
 from frostlab.comparison.measures.subjects import subject_tests
 from frostlab.comparison.measures.times import round_times
 from frostlab.comparison.oelm_json import have_equal_norms, oelm_arm, orthogonality_arms
@@ -115,12 +116,8 @@ def gather(
             metric: _effects(runs, metric, rules) for metric in metrics if metric != rules.metric
         },
         contrasts=tuple(
-            Answer(
-                contrast.question,
-                contrast.of,
-                verdicts.of(contrast.arm, contrast.against, contrast.of),
-            )
-            for contrast in plan.contrasts
+            Answer(asked.question, asked.of, verdicts.of(asked.arm, asked.against, asked.of))
+            for asked in plan.contrasts
         ),
         oelm=oelm_arm(plan),
         orthogonality=verdicts.orthogonality(),
@@ -129,6 +126,7 @@ def gather(
         repeat=None if repeat is None else _repeat(runs, repeat, folder),
         mcnemar=_prediction_tests(runs),
         subjects=subject_tests(plan, runs.records, runs.refused),
+        segments=segment_scores(plan, runs.records, runs.refused),
         flow=gradient_flow(runs),
         convergence=convergence(runs, rules),
         timing=timing,

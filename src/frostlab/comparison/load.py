@@ -526,8 +526,8 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
 
 def changed_settings(recipe: Recipe, other: Recipe) -> dict[str, Any]:
     """Return the settings of `other` in which it differs from a recipe, besides its treatment."""
-    values = [either.model_dump(mode="json", exclude=set(_SAME)) for either in (recipe, other)]
-    return dict(_changed(*values))
+    left, right = (either.model_dump(mode="json", exclude=set(_SAME)) for either in (recipe, other))
+    return dict(_changed(left, right))
 
 
 def _changed(left: Any, right: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -25,6 +25,7 @@ from frostlab.comparison.evidence import (
     shown,
 )
 from frostlab.comparison.measures.performance import mean_of, retained
+from frostlab.comparison.measures.segments import segments_section
 from frostlab.comparison.measures.show import (
     convergence_section,
     ratio_text,
@@ -516,6 +517,7 @@ SECTIONS: tuple[tuple[str, Callable[[Evidence], str]], ...] = (
     ("Performance", _performance),
     ("Beside the verdicts", _beside),
     ("Subjects", _subjects),
+    ("Segments", segments_section),
     ("Gradients", _gradients),
     ("Stages", _stages),
     ("Convergence", convergence_section),

@@ -66,6 +66,21 @@ def pearson(a: ArrayLike, b: ArrayLike) -> Floats:
     return np.clip((unit_norm(a) * unit_norm(b)).sum(-1), -1, 1)
 
 
+def segment_pearson(prediction: ArrayLike, envelope: ArrayLike, segment: int) -> Floats:
+    """Return r of every segment of `segment` samples, side by side from the first sample on.
+
+    The samples after the last whole segment are left out; a shorter recording is one segment.
+    """
+    samples = np.shape(envelope)[0]
+    length = min(segment, samples)
+    starts = np.arange(0, samples - length + 1, length)
+    x, y = (
+        _windows(np.asarray(values, np.float64), starts, length)
+        for values in (prediction, envelope)
+    )
+    return pearson(x, y)
+
+
 def unit_norm(values: ArrayLike) -> Floats:
     """Return values with mean 0 and norm 1 along the last axis; constant values become 0."""
     x = np.asarray(values, np.float64)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from frostlab.charts import label, png, require_drawing, svg
+from frostlab.envelopes.challenge import SEEN, UNSEEN, segments_table, subjects_table
 from frostlab.envelopes.correlation import Floats, unit_norm
 from frostlab.envelopes.scores import EnvelopeScores, scores_table
 from frostlab.errors import BadInput, require
@@ -31,6 +32,11 @@ _PAGE = """
 {% endfor %}</pre>
 {{ figure(*split.figure) }}
 {% endfor %}
+{% if segments %}
+<h2>Segments</h2>
+<pre>{% for line in segments %}{{ line }}
+{% endfor %}</pre>
+{% endif %}
 {% for drawing in figures %}
 {{ figure(*drawing) }}
 {% endfor %}
@@ -83,8 +89,15 @@ def eeg_page(
     drawings = {name: (svg(spec, name), label(spec["title"], 200)) for name, spec in specs.items()}
     for section in splits:
         section["figure"] = drawings.pop(section["name"])
+    segments: list[str] = []
+    if not {SEEN, UNSEEN}.isdisjoint(scores):
+        segments = [
+            *segments_table(scores).splitlines(),
+            "",
+            *subjects_table(scores, most=None).splitlines(),
+        ]
     text = render(
-        _PAGE, title="EEG to speech envelope", caution=caution, splits=splits,
+        _PAGE, title="EEG to speech envelope", caution=caution, splits=splits, segments=segments,
         figures=drawings.values(), note=note,
     )  # fmt: skip
     return _write(folder, text, {name: png(spec, 2) for name, spec in specs.items()})

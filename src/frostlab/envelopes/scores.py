@@ -29,6 +29,7 @@ from frostlab.envelopes.correlation import (
     match_mismatch,
     null_distribution,
     pearson,
+    segment_pearson,
     shifted_pearson,
     to_samples,
     unit_norm,
@@ -39,6 +40,7 @@ from frostlab.text import NONE, columns, counted, plain
 from frostlab.typed import read
 
 _LARGEST = 2**63  # no stored number is larger
+SEGMENT = 60.0  # s; length of a segment in the Auditory EEG Challenge of 2023
 FEWEST_SHIFTS = 19  # with fewer, p cannot be as low as 0.05, as p is at least 1 / (1 + shifts)
 
 
@@ -51,6 +53,7 @@ class Settings:
     away: float  # minimum shift of an envelope
     window: float  # length of a window for matching
     gap: float  # time between a window and a wrong window
+    segment: float  # length of a segment
     seed: int
 
 
@@ -63,9 +66,28 @@ class RecordingScore:
     samples: int
     r: float
     r_other: float | None  # r with the envelope of the ignored speaker; None with one speaker
+    segments: tuple[float, ...]  # r of every segment; of a shorter recording, r of all of it
     null: Null
     match: Tally  # decisions between the envelope of a window and a wrong envelope
     attended: Tally | None  # decisions between the attended and the ignored speaker
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Arithmetic mean and standard deviation of some r; `std` is None for a single one."""
+
+    count: int
+    mean: float
+    std: float | None
+
+    @classmethod
+    def of(cls, r: Sequence[float]) -> "Spread":
+        """Summarize at least one r; the standard deviation has n − 1 in its denominator."""
+        return cls(len(r), float(np.mean(r)), float(np.std(r, ddof=1)) if len(r) > 1 else None)
+
+    def __str__(self) -> str:
+        """Return mean ± standard deviation."""
+        return f"{self.mean:.3f}" + ("" if self.std is None else f" ± {self.std:.3f}")
 
 
 @dataclass(frozen=True)
@@ -76,6 +98,7 @@ class SubjectScore:
     recordings: int
     r: float
     r_other: float | None
+    segments: Spread  # r of the segments of all recordings
     null: Null
 
 
@@ -141,6 +164,11 @@ class EnvelopeScores:
             attended=sum(attended, Tally(0.0, 0, 0)) if attended else None,
         )
 
+    @property
+    def segments(self) -> Spread:
+        """Spread over subjects of their mean r over segments."""
+        return Spread.of([subject.segments.mean for subject in self.subjects])
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for a JSON file."""
         return {
@@ -157,6 +185,7 @@ class EnvelopeScores:
         digest, summary = stored.digest, stored.summary
         correlations = [score.r for score in scores.recordings]
         correlations += [score.r for score in scores.subjects]
+        correlations += [r for score in scores.recordings for r in score.segments]
         if not scores.subjects or not all(-1 <= r <= 1 for r in correlations):
             raise BadInput("these are not envelope scores: r should be between -1 and 1")
         if digest != scores.digest:
@@ -166,13 +195,19 @@ class EnvelopeScores:
             )
         _check_stored(scores)
         for subject in scores.subjects:
-            r = [score.r for score in scores.recordings if score.subject == subject.subject]
+            own = [score for score in scores.recordings if score.subject == subject.subject]
+            r, segments = [score.r for score in own], [r for score in own for r in score.segments]
             if not r or abs(float(fisher_mean(r)) - subject.r) > 1e-9:
                 raise BadInput(
                     f"these scores were edited: r of {plain(subject.subject[:80])} is not the mean "
                     "of its recordings"
                 )
-        if not _close(_plain(asdict(summary)), _plain(asdict(scores.summary))):
+            if not close(asdict(Spread.of(segments)), asdict(subject.segments)):
+                raise BadInput(
+                    f"these scores were edited: the segments of {plain(subject.subject[:80])} are "
+                    "not those of its recordings"
+                )
+        if not close(_plain(asdict(summary)), _plain(asdict(scores.summary))):
             raise BadInput("these scores were edited: the summary does not fit the recordings")
         return scores
 
@@ -202,6 +237,8 @@ def _check_stored(scores: EnvelopeScores) -> None:
     for path, value in _numbers(asdict(scores), ""):
         if not -_LARGEST <= value <= _LARGEST:  # NaN too
             raise BadInput(f"these are not envelope scores: {path} is not a possible number")
+    if not all(score.segments for score in scores.recordings):
+        raise BadInput("these are not envelope scores: a recording has no segment")
     tallies = [t for score in scores.recordings for t in (score.match, score.attended) if t]
     if any(not 0 <= tally.right <= tally.decisions or tally.windows < 0 for tally in tallies):
         raise BadInput("these are not envelope scores: more decisions are right than were made")
@@ -230,12 +267,12 @@ def _plain(values: Any) -> Any:
     return json.loads(json.dumps(values))
 
 
-def _close(a: Any, b: Any) -> bool:
+def close(a: Any, b: Any) -> bool:
     """Return whether values are equal up to rounding, which differs between machines."""
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_close(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(close(a[key], b[key]) for key in a)
     if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(_close, a, b))
+        return len(a) == len(b) and all(map(close, a, b))
     if isinstance(a, float) and isinstance(b, float):
         return math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9)
     return bool(a == b)
@@ -260,6 +297,7 @@ def score_recordings(
     away: float = 2.0,
     window: float = 5.0,
     gap: float = 1.0,
+    segment: float = SEGMENT,
 ) -> EnvelopeScores:
     """Score the decoded envelopes in `predictions`: an array (samples,) for each recording's name.
 
@@ -267,9 +305,10 @@ def score_recordings(
     shift, for `null_shifts` different shifts of at least `away` seconds. The k-th chance value of a
     mean is the mean of the recordings' k-th chance values. The shifts do not depend on the
     predictions, so they are the same for every decoder. Matching uses windows of `window` seconds,
-    and wrong windows `gap` seconds before and after.
+    and wrong windows `gap` seconds before and after. Segments of `segment` seconds, which do not
+    overlap, get an r each.
     """
-    settings = Settings(float(rate), null_shifts, away, window, gap, seed)
+    settings = Settings(float(rate), null_shifts, away, window, gap, segment, seed)
     _check_settings(settings)
     subjects = by_subject(recordings)
     _check_names(predictions, recordings)
@@ -287,7 +326,8 @@ def score_recordings(
         other = float(fisher_mean(others)) if others else None
         chance = fisher_mean(mismatched)
         null = null_distribution(r, chance)
-        subject_scores.append(SubjectScore(subject, len(scores), r, other, null))
+        segments = Spread.of([r for score in scores for r in score.segments])
+        subject_scores.append(SubjectScore(subject, len(scores), r, other, segments, null))
         chance_of_subjects.append(chance)
         recording_scores += scores
     mean = float(fisher_mean([score.r for score in subject_scores]))
@@ -304,6 +344,7 @@ def _score(
     rate, samples = settings.rate, len(envelope)
     away = to_samples(settings.away, rate, "a shift")
     window, gap = to_samples(settings.window, rate, "a window"), round(settings.gap * rate)
+    segment = to_samples(settings.segment, rate, "a segment")
     shifts = draw_shifts(samples, away, settings.null_shifts, _random(settings, recording.name))
     r = float(pearson(prediction, envelope))
     chance = shifted_pearson(prediction, envelope)[shifts]
@@ -314,6 +355,7 @@ def _score(
         samples=samples,
         r=r,
         r_other=None if other is None else float(pearson(prediction, other)),
+        segments=tuple(segment_pearson(prediction, envelope, segment).tolist()),
         null=null_distribution(r, chance),
         match=match_mismatch(prediction, envelope, window, gap),
         attended=None if other is None else match_attended(prediction, envelope, other, window),

@@ -2,14 +2,19 @@
 
 import math
 import re
+import struct
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from frostlab.errors import BadInput, first_line, require
@@ -32,6 +37,11 @@ from frostlab.text import plain, short, typed
 
 _LONGEST = 300  # maximum number of characters of a tag
 _VALUES, _BINS = 10_000, 64  # maximum number of sampled values, and number of bins, per histogram
+_FILES = "events.out.tfevents.*"
+_MOST_BYTES = 2**24  # of an event in a file; a longer one is damaged
+
+
+Samples = dict[str, NDArray[np.float32]]  # by tag
 
 
 class TensorBoard:
@@ -75,6 +85,12 @@ class TensorBoard:
         if norms or report.broken:
             norm = math.nan if report.broken else math.hypot(*norms)
             self._scalar("Gradient/norm", norm, step, at)
+        self.parts(step, report, parts, at)
+
+    def parts(
+        self, step: int, report: Report, parts: Sequence[PartFacts], at: float | None = None
+    ) -> None:
+        """Write a flow report without the norm of the whole gradient."""
         for i, part in enumerate(parts):
             numbers = {
                 "Gradient": report.of("gradient", i),
@@ -108,20 +124,28 @@ class TensorBoard:
         ones; if no element is finite, no histogram is written. In a sharded model, each process
         samples only its own shard.
         """
-        for name, parameter in unwrapped(model).named_parameters():
-            self._histogram(f"Weight/{name}", parameter, step)
-            if (tensor := gradient(parameter)) is not None:
-                self._histogram(f"Gradient/{name}", tensor, step)
+        self.samples(step, sample(model, gradient))
+
+    def samples(self, step: int, samples: "Samples", at: float | None = None) -> None:
+        """Write histograms of sampled elements, by tag; `at` is their time, by default now."""
+        for tag, values in samples.items():
+            finite = values[np.isfinite(values)]
+            if len(finite):
+                summary = self._summary.histogram(_shown(tag), finite.astype(np.float64), _BINS)
+                self._write(summary, step, at)
 
     def training(self, event: StepEvent) -> None:
-        """Write the loss of each step that an event records, and the last step's learning rate.
+        """Write the loss and the gradient's norm of each step, and the last step's learning rate.
 
-        A step's time is the event's time less the durations of the later steps.
+        The norm, `Gradient/norm`, is that of the whole gradient before clipping. A step's time is
+        the event's time less the durations of the later steps.
         """
         at = event.at - sum(event.ms) / 1e3
-        for step, (loss, ms) in enumerate(zip(event.loss, event.ms, strict=True), event.first):
+        steps = zip(event.loss, event.norm, event.ms, strict=True)
+        for step, (loss, norm, ms) in enumerate(steps, event.first):
             at += ms / 1e3
             self._scalar("Training/loss", math.nan if loss is None else loss, step, at)
+            self._scalar("Gradient/norm", math.nan if norm is None else norm, step, at)
         self._scalar("Training/learning_rate", event.rate, event.step, event.at)
 
     def flush(self) -> None:
@@ -137,17 +161,38 @@ class TensorBoard:
             raise BadInput(f"TensorBoard: {plain(tag)} should be a number, but is {value!r:.60}")
         self._write(self._summary.scalar(_shown(tag), float(value)), step, at)
 
-    def _histogram(self, tag: str, tensor: Tensor, step: int) -> None:
-        flat = local(tensor).detach().flatten()
-        sample = flat[:: max(1, math.ceil(len(flat) / _VALUES))].float().cpu()
-        sample = sample[sample.isfinite()]
-        if len(sample):
-            values = sample.double().numpy()
-            self._write(self._summary.histogram(_shown(tag), values, _BINS), step, None)
+    def copy(self, event: Any) -> None:
+        """Write an event of another file."""
+        self._file.write_event(event)
 
     def _write(self, summary: Any, step: int, at: float | None) -> None:
         wall_time = time.time() if at is None else at
         self._file.write_event(self._event.Event(wall_time=wall_time, step=step, summary=summary))
+
+
+def sample(model: nn.Module, gradient: Gradient = own_gradient) -> Samples:
+    """Copy evenly spaced elements of every parameter and gradient to the host, by tag.
+
+    There is one transfer for each device, because many small ones would be slow.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in unwrapped(model).named_parameters():
+        # `Gradient/norm` is the norm of the whole gradient
+        tag = "outside.norm" if name == "norm" else name
+        tensors[f"Weight/{tag}"] = parameter
+        if (tensor := gradient(parameter)) is not None:
+            tensors[f"Gradient/{tag}"] = tensor
+    by_device: dict[torch.device, dict[str, Tensor]] = {}
+    for tag, tensor in tensors.items():
+        flat = local(tensor).detach().flatten()
+        elements = flat[:: max(1, math.ceil(len(flat) / _VALUES))].float()
+        by_device.setdefault(elements.device, {})[tag] = elements
+    samples: Samples = {}
+    for by_tag in by_device.values():
+        joined = torch.cat(list(by_tag.values())).cpu().numpy()  # a copy on every device
+        ends = np.cumsum([len(elements) for elements in by_tag.values()])
+        samples |= dict(zip(by_tag, np.split(joined, ends[:-1]), strict=True))
+    return {tag: samples[tag] for tag in tensors}
 
 
 def _shown(tag: str) -> str:
@@ -214,7 +259,7 @@ class _EventWriter:
             self._parts, self._front = read_parts(event), event.front
         elif isinstance(event, FlowEvent):
             report = read_report(event, self._parts, self._front)
-            self._board.flow(event.step, report, self._parts, event.at)
+            self._board.parts(event.step, report, self._parts, event.at)
 
 
 def check_folder(folder: Path, run: Path, resumes: bool) -> None:
@@ -225,35 +270,51 @@ def check_folder(folder: Path, run: Path, resumes: bool) -> None:
     require("tensorboardX", "tensorboard", "writing event files")
     if folder.resolve().is_relative_to(run.resolve()):
         raise BadInput(f"--tensorboard {folder}: is in the run's folder; choose another folder")
-    if not resumes and folder.is_dir() and any(folder.glob("events.out.tfevents.*")):
+    if not resumes and folder.is_dir() and any(folder.glob(_FILES)):
         raise BadInput(f"--tensorboard {folder}: holds event files already; choose another folder")
+
+
+@dataclass(frozen=True)
+class _Histograms:
+    """Sampled weights and gradients that wait to be written."""
+
+    step: int
+    at: float  # seconds since 1970
+    samples: Samples
 
 
 class LiveBoard:
     """A writer of a run's events while it runs, in a thread of its own: no step waits for it.
 
     A resumed run gives its earlier events, so that the curves are complete and no step is there
-    twice. If writing fails during the run, the run goes on, and a warning is given at its end.
+    twice; earlier histograms are copied from the event files. If writing fails during the run, the
+    run goes on, and a warning is given at its end.
     """
 
     def __init__(self, folder: str | Path, earlier: Sequence[Event]) -> None:
+        files = sorted(Path(folder).glob(_FILES)) if earlier else []
         self._board = TensorBoard(folder, replaces=bool(earlier))
         self._folder = folder
-        self._lines: SimpleQueue[str | None] = SimpleQueue()  # None ends the thread
+        self._waiting: SimpleQueue[str | _Histograms | None] = SimpleQueue()  # None ends the thread
         self._error: str | None = None
-        self._thread = threading.Thread(target=self._work, args=(earlier,), daemon=True)
+        self._thread = threading.Thread(target=self._work, args=(earlier, files), daemon=True)
         self._thread.start()
 
     def add(self, line: str) -> None:
         """Add an event, as a line of events.jsonl."""
-        self._lines.put(line)
+        self._waiting.put(line)
+
+    def histograms(self, step: int, model: nn.Module, gradient: Gradient = own_gradient) -> None:
+        """Sample the weights and gradients now; their histograms are written later."""
+        if self._thread.is_alive():  # else nobody would take the samples
+            self._waiting.put(_Histograms(step, time.time(), sample(model, gradient)))
 
     def __enter__(self) -> "LiveBoard":
         return self
 
     def __exit__(self, *error: object) -> None:
         """Write all events, also those of a run that failed, and close the file."""
-        self._lines.put(None)
+        self._waiting.put(None)
         self._thread.join()
         if self._error is not None:
             warnings.warn(
@@ -262,16 +323,48 @@ class LiveBoard:
                 stacklevel=2,
             )
 
-    def _work(self, earlier: Iterable[Event]) -> None:
+    def _work(self, earlier: Sequence[Event], files: Sequence[Path]) -> None:
         writer = _EventWriter(self._board)
         try:
             with self._board:
                 for event in earlier:
                     writer.write(event)
-                while (line := self._lines.get()) is not None:
-                    if (recorded := read_event(line, "TensorBoard")) is not None:
+                if earlier:
+                    for stored in _stored_histograms(files, earlier[-1].step):
+                        self._board.copy(stored)
+                while (item := self._waiting.get()) is not None:
+                    if isinstance(item, _Histograms):
+                        self._board.samples(item.step, item.samples, item.at)
+                    elif (recorded := read_event(item, "TensorBoard")) is not None:
                         writer.write(recorded)
-                    if self._lines.empty():
+                    if self._waiting.empty():
                         self._board.flush()
         except Exception as error:  # nobody would see it in this thread
             self._error = getattr(error, "strerror", None) or first_line(error)
+
+
+def _stored_histograms(files: Sequence[Path], last: int) -> Iterator[Any]:
+    """Yield the histograms up to step `last` of event files, each once and from the newest file.
+
+    A record is the length of an event (8 bytes) and a checksum (4), the event, and a checksum (4).
+    The end of a file may be damaged, as after a crash; what follows the damage is left out.
+    """
+    purpose = "reading event files"
+    event_type: Any = require("tensorboardX.proto.event_pb2", "tensorboard", purpose).Event
+    damage: Any = require("google.protobuf.message", "tensorboard", purpose).DecodeError
+    copied: set[tuple[str, int]] = set()
+    for path in reversed(files):
+        with path.open("rb") as file:
+            while len(head := file.read(12)) == 12:
+                (length,) = struct.unpack("<Q", head[:8])
+                if length > _MOST_BYTES or len(body := file.read(length + 4)) < length + 4:
+                    break
+                try:
+                    event = event_type.FromString(body[:length])
+                except damage:
+                    break
+                for value in event.summary.value:
+                    key = (value.tag, event.step)
+                    if value.HasField("histo") and event.step <= last and key not in copied:
+                        copied.add(key)
+                        yield event

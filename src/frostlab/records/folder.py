@@ -479,6 +479,7 @@ SPLITS = {  # the reported splits of EEG recordings
     "unseen": "subjects not trained on",
 }
 REPORTED = tuple(SPLITS)
+_SCORES_SCHEMA = 2  # version of scores.json
 _BEST = {"report": "best_r", "unseen": "best_r_unseen"}  # split → key in `reference_scores`
 
 
@@ -488,8 +489,10 @@ def scores_file(
     caution: str | None = None,
 ) -> Any:
     """Return the content of scores.json: scores by split and decoder, and the best achievable r."""
+    from frostlab.envelopes.challenge import challenge_scores
+
     return {
-        "schema": 1,
+        "schema": _SCORES_SCHEMA,
         "caution": caution,
         "best": {
             split: reference_scores[key] for split, key in _BEST.items() if key in reference_scores
@@ -498,6 +501,7 @@ def scores_file(
             split: {name: score.to_dict() for name, score in decoders.items()}
             for split, decoders in scores.items()
         },
+        "challenge": {name: asdict(score) for name, score in challenge_scores(scores).items()},
     }
 
 
@@ -508,6 +512,7 @@ class ScoresFile:
     schema: int
     best: dict[str, float]  # split → the best achievable r
     splits: dict[str, dict[str, Any]]  # split → decoder → its scores
+    challenge: dict[str, Any]  # decoder → its `ChallengeScore`
     caution: str | None = None  # a warning about the scores
 
 
@@ -522,13 +527,18 @@ def best_scores(folder: Path) -> dict[str, float]:
 
 
 def _read_scores(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
-    from frostlab.envelopes.scores import EnvelopeScores, StoredScores
+    from frostlab.envelopes.challenge import ChallengeScore, challenge_scores
+    from frostlab.envelopes.scores import EnvelopeScores, StoredScores, close
 
     path = folder / SCORES
     try:
         file = read(ScoresFile, read_json(path), path)
     except FileNotFoundError:
         raise BadInput(f"{path} cannot be read (No such file or directory)") from None
+    if file.schema != _SCORES_SCHEMA:
+        raise BadInput(f"{path}: schema {file.schema} is not {_SCORES_SCHEMA}, which can be read")
+    for name, values in file.challenge.items():
+        read(ChallengeScore, values, f"{path}: challenge {name!a:.40}")
     for split, decoders in file.splits.items():
         for name, values in decoders.items():
             read(StoredScores, values, f"{path}: {split!a:.40} {name!a:.40}")
@@ -539,6 +549,9 @@ def _read_scores(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, flo
         }
         if _digests(RunRecord(folder).result.scores or {}) != _digests(scores):
             raise BadInput("these scores were edited: they do not match result.json")
+        challenge = {name: asdict(score) for name, score in challenge_scores(scores).items()}
+        if not close(file.challenge, challenge):
+            raise BadInput("these scores were edited: `challenge` does not fit the segments")
     except BadInput as error:
         raise BadInput(f"{path}: {error}") from None
     return scores, file.best
@@ -558,6 +571,7 @@ def scores_lines(folder: Path) -> list[str]:
     """
     if not (folder / SCORES).exists():
         return []
+    from frostlab.envelopes.challenge import segments_table, subjects_table
     from frostlab.envelopes.scores import scores_table
 
     try:
@@ -566,6 +580,8 @@ def scores_lines(folder: Path) -> list[str]:
             (SPLITS.get(split, split), scores_table(decoders, best.get(split)))
             for split, decoders in scores.items()
         ]
+        tables.append(("segments", segments_table(scores)))
+        tables.append(("segments by subject", subjects_table(scores)))
     except BadInput as error:
         return [str(error)]
     return [line for title, table in tables for line in (f"{title}:", *table.splitlines(), "")][:-1]

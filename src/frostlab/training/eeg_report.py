@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from frostlab.data.arrays import read_npz
 from frostlab.data.eeg.recordings import Signals, Windows
 from frostlab.data.prepare import prepare
+from frostlab.envelopes.challenge import challenge_scores
 from frostlab.envelopes.correlation import stitch, window_starts
 from frostlab.envelopes.figures import Rows, eeg_page, excerpt_rows, kernel_rows
 from frostlab.envelopes.ridge import fit_ridge
@@ -34,7 +35,7 @@ from frostlab.training.state import RunContext
 from frostlab.training.step.compiled import uncompiled
 from frostlab.training.step.objective import Objective
 
-_FORMAT = 1  # version of cached baseline scores; raise it when the baseline or scoring changes
+_FORMAT = 2  # version of cached baseline scores; raise it when the baseline or scoring changes
 _WINDOWS = 32  # the most windows over which electrode importance is averaged
 
 Scores = dict[str, EnvelopeScores]  # by split
@@ -104,7 +105,8 @@ def recording_metrics(
 ) -> dict[str, float]:
     """Return the metrics of decoded recordings; names of metrics on `unseen` end in `_unseen`.
 
-    `ridge` holds the scores of the linear baseline; it may be empty.
+    `challenge`, the score of the Auditory EEG Challenge, needs both `report` and `unseen`. `ridge`
+    holds the scores of the linear baseline; it may be empty.
     """
     metrics: dict[str, float] = {}
     for split, split_scores in model.items():
@@ -116,6 +118,13 @@ def recording_metrics(
         metrics[f"chance{suffix}"] = summary.null.high
         if (matched := summary.match.accuracy) is not None:
             metrics[f"match{suffix}"] = matched
+        segments = split_scores.segments
+        metrics[f"segment_pearson{suffix}"] = segments.mean
+        if segments.std is not None:
+            metrics[f"segment_std{suffix}"] = segments.std
+    challenge = challenge_scores({split: {"model": scores} for split, scores in model.items()})
+    if (score := challenge["model"].score) is not None:
+        metrics["challenge"] = score
     metrics["window_pearson"] = window_metrics["pearson"]
     return metrics
 

@@ -31,7 +31,7 @@ from frostlab.records.checkpoint import (
 from frostlab.storage import file_digest, load_tensors, save_tensors
 from frostlab.surgery.freeze import frozen_tensors
 from frostlab.timing.clock import Stopwatch
-from frostlab.training.batches.batch import order_digest
+from frostlab.training.batches.batch import Batch, order_digest
 from frostlab.training.distributed import Compute, full_tensor, place_like, reshard
 from frostlab.training.evaluate import evaluate
 from frostlab.training.setup import make_feed, make_step, next_stage
@@ -48,6 +48,8 @@ from frostlab.training.step.eager import Diverged, EagerStep, seed_step
 from frostlab.training.step.optimizer import optimizer_tensors, rate_at, restore_optimizer
 from frostlab.training.step_log import Entry, StepLog
 from frostlab.training.treatment import count_parameters
+
+_HISTOGRAM_STEPS = 100  # fewest steps between two evaluations that write histograms
 
 
 class Stopped(Exception):
@@ -118,7 +120,7 @@ def _train_stage(
             _evaluate(context, _selecting_split(context), most=1)
         watch_stage(context, progress, step_once)
     epoch_began = clock.training_seconds() - progress.epoch_seconds
-    recorded_reason = ""
+    recorded_reason, histograms_from = "", 0
     with StepLog(step_once, clock, world, context.folder) as log:
         latest_loss = log.latest_loss if world.size == 1 else lambda: should_stop.loss
         while progress.step < end and not progress.stopped_early:
@@ -162,6 +164,10 @@ def _train_stage(
             evaluates = _is_due(recipe.evaluate.every, progress.stage_step, per_epoch, stage.steps)
             if evaluates:
                 log.flush()
+                if progress.step >= histograms_from or progress.step == end:
+                    _write_histograms(context, progress, clock, step_once, batches,
+                                      feed.examples.scored(rows))  # fmt: skip
+                    histograms_from = progress.step + _HISTOGRAM_STEPS
                 improved = _select(context, progress, clock)
                 if progress.best.exhausted(stage.patience):
                     progress.stopped_early = True
@@ -204,6 +210,27 @@ def epochs_done(context: RunContext, progress: Progress) -> float:
 def _is_due(every: Every | None, step: int, per_epoch: int, total: int) -> bool:
     """Return whether an action is due: at every multiple of its interval, and at step `total`."""
     return step == total or (every is not None and step % in_steps(every, per_epoch) == 0)
+
+
+def _write_histograms(
+    context: RunContext,
+    progress: Progress,
+    clock: Stopwatch,
+    step_once: EagerStep,
+    batches: list[Batch],
+    scored: int,
+) -> None:
+    """Write histograms of weights and gradients, if asked to.
+
+    The gradients are those of the last batch with the weights after its step.
+    """
+    if context.histograms is None:
+        return
+    with (
+        clock.phase("histograms", device=True),
+        step_once.gradients_now(batches, scored) as gradient,
+    ):
+        context.histograms(progress.step, context.model, gradient)
 
 
 def _select(context: RunContext, progress: Progress, clock: Stopwatch) -> bool:

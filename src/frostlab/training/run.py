@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 import yaml
+from torch import nn
 
 from frostlab.data.eeg.recordings import PreparedData, as_token_data
 from frostlab.devices import choose_device
 from frostlab.errors import BadInput, DamagedCheckpoint, FrostlabError
+from frostlab.flow.probe import Gradient
 from frostlab.integrations.tensorboard import LiveBoard, check_folder, marked_folder
 from frostlab.models.stand_in import suggesting_stand_in, with_stand_ins
 from frostlab.recipe.load import load_recipe, recipe_from, recipe_name, with_paths
@@ -136,9 +138,11 @@ def run(
         elif world.writes:
             folder = stack.enter_context(_create_folder(recipe, name, path, assembly, compute, out))
         path = world.agree(folder.path if folder else None)
+        histograms = _write_nothing if world.agree(tensorboard is not None) else None
         if tensorboard is not None and folder is not None:
             board = LiveBoard(tensorboard, folder.events() if resumes else ())
             folder.listener = stack.enter_context(board).add
+            histograms = board.histograms
         stack.callback(display.close)
         for line in assembly.prepared.notes if world.writes else ():
             display.say(f"note: {line}")
@@ -153,9 +157,14 @@ def run(
             display=display,
             asked_to_stop=stack.enter_context(interruptions()),
             current=current,
+            histograms=histograms,
         )
         _train_and_report(context, checkpoint, meter)
     return RunRecord(path)
+
+
+def _write_nothing(step: int, model: nn.Module, gradient: Gradient) -> None:
+    """Write no histograms: all processes compute the gradients, but only rank 0 writes them."""
 
 
 def _resolve(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from frostlab.data.eeg.recordings import PreparedData
+from frostlab.flow.probe import Gradient
 from frostlab.recipe.recipe import Recipe
 from frostlab.recipe.settings import LOWER_IS_BETTER, Metric
 from frostlab.records.checkpoint import FrozenWeights
@@ -161,6 +162,8 @@ class RunContext:
     display: Display
     asked_to_stop: Callable[[], bool]  # whether this process got SIGINT or SIGTERM
     current: StageModel  # replaced when a stage begins
+    # writes histograms of weights and gradients at a step; None: no process does
+    histograms: Callable[[int, nn.Module, Gradient], None] | None = None
 
     @property
     def model(self) -> nn.Module:

@@ -209,6 +209,8 @@ class Evaluator:
             n[metric], unit[metric] = summary.subjects, "subjects"
             if metric.startswith("match"):
                 n[metric], unit[metric] = summary.match.decisions, "decisions"
+            elif metric == "challenge":
+                n[metric] = sum(len(by_group.subjects) for by_group in scores.values())
             elif metric in ("loss", "window_pearson"):
                 n[metric], unit[metric] = len(first), "windows"
         return Evaluation(

@@ -93,6 +93,37 @@ def same(one: nn.Module, other: nn.Module) -> None:
         assert torch.equal(a, b), name
 
 
+def test_gradients_can_be_read_between_captured_steps() -> None:
+    """They are those of an eager step, and reading them changes no later step."""
+    models = {kind: exactly("gpt classifier").train() for kind in ("eager", "read", "alone")}
+    fl.freeze(models["read"], "query")
+    fl.freeze(models["eager"], "query")
+    fl.freeze(models["alone"], "query")
+    steps = batches("gpt classifier", packed=False)
+    half = len(steps) // 2 + 1
+    eager, read, alone = (
+        make(EagerStep, models["eager"]),
+        *map(stand_in, (models["read"], models["alone"])),
+    )
+    for step in (eager, read, alone):
+        train(step, steps[:half])
+    assert read._graphs
+    parts, scored = steps[half], sum(part.scored for part in steps[half])
+    gradients = []
+    for step, model in ((eager, models["eager"]), (read, models["read"])):
+        seed_step(0, 99, 0, CPU)
+        with step.gradients_now(parts, scored) as gradient:
+            named = {name: gradient(p) for name, p in model.named_parameters()}
+            gradients.append({n: g.clone() for n, g in named.items() if g is not None})
+        assert all(p.grad is None for p in model.parameters())
+    assert gradients[0].keys() == gradients[1].keys()
+    assert not any("query" in name for name in gradients[0])
+    for name, value in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], value, **ROUNDED, msg=name)
+    assert train(read, steps[half:]) == train(alone, steps[half:])
+    same(models["read"], models["alone"])
+
+
 @pytest.mark.parametrize(
     ("name", "packed", "parts"),
     [

@@ -1,6 +1,7 @@
 """One optimizer step: forward and backward of every micro-batch, clipping and update."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from frostlab.devices import forked_devices, prepares_kernels, seed_generators
 from frostlab.errors import FrostlabError
+from frostlab.flow.probe import Gradient
 from frostlab.flow.watch import LiveFlow
 from frostlab.storage import derive_seed
 from frostlab.training.batches.batch import Batch
@@ -122,6 +124,21 @@ class EagerStep:
         """Compute gradients and keep them, but restore random generators and buffers."""
         with torch.random.fork_rng(forked_devices(self.device)), preserve_buffers(self.objective):
             self.gradients(parts, scored)
+
+    @contextmanager
+    def gradients_now(self, parts: list[Batch], scored: int) -> Iterator[Gradient]:
+        """Compute gradients without taking a step; inside, they can be read by parameter.
+
+        They are those of this batch with the current weights, before clipping. Graphs of captured
+        steps are not used, because their gradients lie in memory that other kernels overwrite.
+        """
+        flow, self.flow = self.flow, None  # this is not a step to measure
+        try:
+            self.dry_run([part.to(self.device) for part in parts], scored)
+            yield self._gradient
+        finally:
+            self.flow = flow
+            self.optimizer.zero_grad(set_to_none=True)
 
     def gradients(self, parts: list[Batch], scored: int | Tensor) -> Tensor:
         """Accumulate the gradients of the mean loss; return this process's summand of that loss."""
