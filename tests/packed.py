@@ -43,6 +43,7 @@ def _gpt(**changes: Any) -> GPT:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt classifier": lambda: _gpt(causal=False, classes=CLASSES),
     "gpt causal classifier": lambda: _gpt(classes=CLASSES),
+    "gpt last-token classifier": lambda: _gpt(causal=False, classes=CLASSES, pooling="last"),
     "gpt": _gpt,
     "decoder": lambda: Decoder(DecoderConfig(VOCABULARY, 32, 2, 4, 48)),
     "decoder norm before": lambda: Decoder(

@@ -25,6 +25,7 @@ ORDER = (
     "recipe",
     "recipes",
     "comparisons",
+    "groups",
     "data",
     "envelopes",
     "models",

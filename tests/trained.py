@@ -31,7 +31,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "bert decoder": {"model": {**BERT, "config": {**SIZES, "is_decoder": True}}},
     "classifier": {"model": GPT, "data": {"task": "classification"}, "treatment": "oelm"},
     "causal pairs": {  # with BERT's tokenizer, which gives token types
-        "model": {**GPT, "causal": True, "bias": False},
+        "model": {**GPT, "causal": True, "bias": False, "pooling": "last"},
         "data": {"task": "classification", "text": ["text", "other"]},
     },
     "bert": {"model": BERT, "data": {"task": "classification", "text": ["text", "other"]}},

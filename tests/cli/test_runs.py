@@ -12,7 +12,8 @@ import yaml
 import frostlab as fl
 from forked import Command, frostlab_command
 from frostlab.cli.main import app
-from frostlab.recipe.load import shipped_comparisons, shipped_recipes
+from frostlab.recipe.groups import group_names, load_group
+from frostlab.recipe.load import shipped_comparisons, shipped_experiments, shipped_recipes
 from tiny import tiny
 
 
@@ -35,13 +36,59 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_recipes_are_listed() -> None:
     lines = frostlab_command("recipes").stdout.splitlines()
     names = [line.split()[0] for line in lines if line and line[0] != " "]
-    assert names == [*shipped_recipes(), "comparisons,", *shipped_comparisons()]
+    experiments = shipped_experiments()
+    recipes = {name: about for name, about in shipped_recipes().items() if name not in experiments}
+    groups = {name: load_group(name).about for name in group_names()}
+    assert names == [
+        *recipes, "comparisons,", *shipped_comparisons(), "groups", *groups,
+    ]  # fmt: skip
     listed = json.loads(frostlab_command("recipes", "--json").stdout)
     by_kind: dict[str, dict[str, str]] = {}
     for entry in listed:
         by_kind.setdefault(entry["kind"], {})[entry["name"]] = entry["about"]
     about = {name: values["about"] for name, values in shipped_comparisons().items()}
-    assert by_kind == {"recipe": shipped_recipes(), "comparison": about}
+    own = {name: shipped_recipes()[name] for name in experiments}
+    assert by_kind == {"recipe": recipes, "experiment": own, "comparison": about, "group": groups}
+
+
+def test_the_experiments_of_a_group_are_listed(in_this_process: Command) -> None:
+    lines = in_this_process("recipes", "--group", "phase3").stdout.splitlines()
+    assert lines[0].startswith("phase3: GPT Medium-512 as a language model")
+    assert lines[2].split() == ["id", "data", "method", "lr", "perplexity", "time"]
+    assert lines[4].split() == ["gpt-02", "tinystories", "oelm", "1e-3", "4.69", "8", "h"]
+    assert lines[10].split() == [
+        "openwebtext-random", "openwebtext", "oelm-random", "1e-3", "optional", "12", "h",
+    ]  # fmt: skip
+    assert "perplexity and time: as the sources reported them, on 4 × RTX A5000" in lines
+    assert lines[-1] == "fair, `frostlab compare phase3`: tinystories, openwebtext, wikitext103"
+    listed = json.loads(in_this_process("recipes", "--group", "xnli", "--json").stdout)
+    assert (listed["name"], listed["machine"]) == ("xnli", "4 × RTX A5000")
+    assert [entry["id"] for entry in listed["experiments"]] == ["xnli-01", "xnli-02", "xnli-random"]
+    first = listed["experiments"][0]
+    assert (first["data"], first["method"], first["lr"]) == ("xnli", "random-trainable", 2e-5)
+    assert first["reported"] == {"accuracy": 0.7671, "step_seconds": 0.162}
+    assert first["digest"] == fl.load_recipe("xnli-01").digest
+
+
+@pytest.mark.parametrize("group", group_names())
+def test_the_table_of_a_group_fits_into_80_columns(
+    group: str, in_this_process: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    out = in_this_process("recipes", "--group", group).stdout
+    assert max(map(len, out.splitlines())) <= 80
+    assert "…" not in out, "every cell is whole"
+
+
+def test_an_unknown_group_is_refused_in_one_line(in_this_process: Command) -> None:
+    result = in_this_process("recipes", "--group", "phase5")
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert "no group is called 'phase5'; did you mean `phase" in result.stderr
+    result = in_this_process("run", "gpt-08")
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert "no recipe is called 'gpt-08'; did you mean `gpt-0" in result.stderr
+    result = in_this_process("run", "phase3")
+    assert "it is a group of experiments: `frostlab compare phase3`" in result.stderr
 
 
 def test_a_run_by_command_has_its_settings(finished: Path) -> None:

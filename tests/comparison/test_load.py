@@ -191,7 +191,7 @@ def test_what_stages_cannot_be_asked(given: dict[str, Any], said: str) -> None:
 
 def test_a_quick_look_at_arms_that_cannot_be_cut_short_is_refused() -> None:
     with pytest.raises(fl.BadInput, match="--quick: arm standard-scratch has stages"):
-        make_plan("progressive", quick=True)
+        make_plan("growth", quick=True)
     with pytest.raises(fl.BadInput, match=r"--quick: arm scratch .* \(set.train.epochs\)"):
         make_plan(GROWN, quick=True)
 

@@ -16,7 +16,7 @@ PER_EPOCH = 157
 
 
 def test_arms_differ_in_what_is_compared_alone() -> None:
-    plan = make_plan("progressive")
+    plan = make_plan("growth")
     assert not any(plan.confounds().values())
     assert plan.baseline.name == "standard-scratch"
     assert len(plan.arms) == 9
@@ -31,7 +31,7 @@ def test_arms_differ_in_what_is_compared_alone() -> None:
 
 
 def test_as_many_steps_and_as_many_flops() -> None:
-    plan = make_plan("progressive")
+    plan = make_plan("growth")
     recipes = {arm.name: plan.recipe_of(arm, 0) for arm in plan.arms}
     short = recipes.pop("standard-scratch-flops")
     for name, recipe in recipes.items():
@@ -56,12 +56,12 @@ def flops(layers: int, *frozen: str) -> float:
 
 
 def test_a_comparison_is_no_recipe() -> None:
-    with pytest.raises(fl.BadInput, match=r"it is a comparison: `frostlab compare progressive`"):
-        fl.load_recipe("progressive")
+    with pytest.raises(fl.BadInput, match=r"it is a comparison: `frostlab compare growth`"):
+        fl.load_recipe("growth")
 
 
 def test_it_is_called_what_it_ships_as() -> None:
-    assert make_plan("progressive").name == "progressive"
+    assert make_plan("growth").name == "growth"
 
 
 ABLATION = {

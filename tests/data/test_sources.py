@@ -34,6 +34,7 @@ ROLES = {
     "ag_news": ("train", 0.05, "test", "test"),
     "tinystories": ("train", 0.05, "validation", "validation"),
     "wikitext2": ("train", "validation", "test", "test"),
+    "wikitext2-raw": ("train", "validation", "test", "test"),
     "wikitext103": ("train", "validation", "test", "test"),
     "openwebtext": ("train", 0.05, 0.05, None),
     "tinyshakespeare": ("train", 0.05, 0.05, None),

@@ -44,6 +44,7 @@ def ids_and_mask() -> tuple[Tensor, Tensor]:
 LANGUAGE = {
     "gpt": lambda: gpt(),
     "gpt without biases": lambda: gpt(bias=False),
+    "gpt without biases in attention": lambda: gpt(bias="feed-forward"),
     "gpt with one head and many hidden units": lambda: gpt(heads=1, hidden=160),
     "gpt with a frozen, split QKV": lambda: frozen(gpt()),
     "gpt with a new layer": lambda: grown(gpt()),

@@ -21,12 +21,38 @@ def test_the_progressive_decoder_has_its_published_counts() -> None:
     assert fl.anatomy(four).count() - fl.anatomy(three).count() == 65_664
 
 
+def test_gpt_medium_512_has_the_counts_of_the_sources() -> None:
+    """Theirs has no biases in attention."""
+    with torch.device("meta"):
+        anatomy = fl.anatomy(GPT(GPTConfig(bias="feed-forward"))).with_frozen("query", "key")
+    assert anatomy.count() == 44_896_768
+    assert anatomy.count("frozen") == 3_145_728
+
+
 def test_gpt_medium_512_counts() -> None:
     with torch.device("meta"):
         anatomy = fl.anatomy(GPT(GPTConfig()))
     weights = anatomy.select("query.weight", "key.weight")
     assert sum(part.parameters for part in weights) == 3_145_728
     assert anatomy.count() == pytest.approx(44.9e6, rel=2e-3)
+
+
+@torch.no_grad()
+def test_a_classifier_reads_the_mean_or_the_last_token() -> None:
+    sizes = {"vocabulary": 9, "positions": 8, "width": 8, "layers": 1, "heads": 2, "hidden": 8}
+    models = {
+        pooling: GPT(GPTConfig(**sizes, causal=False, classes=3, pooling=pooling)).eval()  # type: ignore[arg-type]
+        for pooling in ("mean", "last")
+    }
+    models["last"].load_state_dict(models["mean"].state_dict())
+    states: list[torch.Tensor] = []
+    models["mean"].norm.register_forward_hook(lambda module, inputs, out: states.append(out))
+    ids, mask = torch.randint(0, 9, (2, 6)), torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+    mean, last = (model(ids, mask) for model in models.values())
+    head = models["mean"].head.weight
+    for row, length in enumerate((6, 4)):
+        torch.testing.assert_close(mean[row], states[0][row, :length].mean(0) @ head.T)
+        torch.testing.assert_close(last[row], states[0][row, length - 1] @ head.T)
 
 
 @torch.no_grad()

@@ -459,7 +459,7 @@ def test_the_challenges_folder_trains_and_reports(tmp_path: Path) -> None:
 
 
 def test_published_recipes_are_the_sources() -> None:
-    assert sum(name.startswith("eeg-") for name in shipped_recipes()) == 7
+    assert sum(name.startswith("eeg-") for name in shipped_recipes()) == 9
     recipe = load_recipe("eeg-conformer-v2-published")
     model = recipe.model.model_dump()
     assert [model[key] for key in ("width", "layers", "heads", "hidden", "kernel", "dropout")] == [

@@ -30,6 +30,7 @@ OTHER: dict[str, Any] = {
     "model.hidden": 24,
     "model.dropout": 0.2,
     "model.bias": False,
+    "model.pooling": "last",
     "model.causal": True,
     "model.positions": 20,
     "treatment": "frozen-qk",

@@ -25,31 +25,77 @@ from frostlab.cli.options import (
 from frostlab.storage import read_text
 from frostlab.text import plain, wrapped
 
+_HEADINGS = {
+    "comparison": "comparisons, for `frostlab compare`:",
+    "group": "groups of experiments, for `frostlab compare` and `frostlab recipes --group`:",
+}
 
-def recipes(as_json: AsJson = False) -> None:
-    """List the recipes and comparisons that ship with frostlab.
 
-    With --json: a list of objects with the keys kind (recipe or comparison), name and about.
+def recipes(
+    group: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GROUP", help="List the experiments of a group (a name, or a YAML file)."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the recipes, comparisons and groups that ship with frostlab, one line each.
+
+    With --json: a list of objects with the keys kind (recipe, experiment, comparison
+    or group), name and about. With --group, the experiments of the group: data,
+    method, learning rate, the sources' number and expected time.
     """
-    from frostlab.recipe.load import shipped_comparisons, shipped_recipes
+    if group is not None:
+        _list_group(group, as_json)
+        return
+    from frostlab.recipe.load import (
+        shipped_comparisons,
+        shipped_experiments,
+        shipped_groups,
+        shipped_recipes,
+    )
 
-    comparisons = {name: values["about"] for name, values in shipped_comparisons().items()}
-    listed = [("recipe", name, about) for name, about in shipped_recipes().items()]
-    listed += [("comparison", name, about) for name, about in comparisons.items()]
+    experiments = shipped_experiments()
+    listed = [
+        ("experiment" if name in experiments else "recipe", name, about)
+        for name, about in shipped_recipes().items()
+    ]
+    for kind, shipped in (("comparison", shipped_comparisons()), ("group", shipped_groups())):
+        listed += [(kind, name, values["about"]) for name, values in shipped.items()]
     if as_json:
         keys = ("kind", "name", "about")
         echo(json.dumps([dict(zip(keys, row, strict=True)) for row in listed], indent=1))
         return
-    longest, width = max(len(name) for _, name, _ in listed), width_of()
-    lines = {
-        name: wrapped(f"{plain(name):{longest}}  {plain(about)}", width, " " * (longest + 2))
-        for _, name, about in listed
-    }
-    first = next(iter(comparisons), None)
-    for name, parts in lines.items():
-        if name == first:
-            echo("\ncomparisons, for `frostlab compare`:")
-        echo("\n".join(parts))
+    shown = [row for row in listed if row[0] != "experiment"]  # --group lists the experiments
+    longest, width, last = max(len(name) for _, name, _ in shown), width_of(), "recipe"
+    for kind, name, about in shown:
+        if kind != last:
+            echo(f"\n{_HEADINGS[kind]}")
+        last, line = kind, f"{plain(name):{longest}}  {plain(about)}"
+        echo("\n".join(wrapped(line, width, " " * (longest + 2))))
+
+
+def _list_group(name: str, as_json: bool) -> None:
+    """Print the experiments and comparisons of a group."""
+    from frostlab.recipe.groups import group_table, load_group
+
+    group, width = load_group(name), width_of()
+    if as_json:
+        echo(json.dumps(group.to_dict(), indent=1))
+        return
+    echo("\n".join(wrapped(f"{group.name}: {plain(group.about)}", width)))
+    table = group_table(group, width)
+    for line in ("", *table, *([""] if table else [])):
+        echo(line)
+    command = f"frostlab compare {name}"
+    for comparisons, text in (
+        (group.published, f"as published, `{command} --as-published`"),
+        (group.fair, f"fair, `{command}`"),
+        (group.further, "every model is also evaluated on"),
+    ):
+        if comparisons:
+            echo("\n".join(wrapped(f"{text}: {', '.join(map(plain, comparisons))}", width)))
 
 
 def run(

@@ -339,7 +339,7 @@ class _TextPreparation:
             more = len(lines) - len(some)
             listed = ", ".join(some) + f" and {more:,} more" * (more > 0)
             yield f"labels that occur in one row only of {self.plan.train.place}: {listed}"
-        if self.data.splits == "published":
+        if self.data.splits == "published" and "report" in self.surveys:
             train, report = (self.surveys[role].keys for role in ("train", "report"))
             if shared := int(np.isin(train, report).sum()):
                 yield (

@@ -191,6 +191,9 @@ PUBLIC_SETS = {
     "wikitext2": SetDefaults(
         ("Salesforce/wikitext", "wikitext-2-v1", None), tune="validation", joined=True
     ),
+    "wikitext2-raw": SetDefaults(
+        ("Salesforce/wikitext", "wikitext-2-raw-v1", None), tune="validation", joined=True
+    ),
     "wikitext103": SetDefaults(
         ("Salesforce/wikitext", "wikitext-103-raw-v1", None), tune="validation", joined=True
     ),
@@ -306,8 +309,11 @@ def _assign_roles(
     published = data.splits == "published"
     report = data.report or (published and defaults.published) or defaults.report
     tune = None if published else defaults.tune if data.tune is None else data.tune
-    if published and isinstance(report, float):
-        raise BadInput(f"splits: published, but {train.place} has no reporting split; use `honest`")
+    if published and isinstance(report, float) and data.report is None:
+        raise BadInput(
+            f"splits: published, but {train.place} has no reporting split; use `honest`, or "
+            "set data.report to a share of train"
+        )
     plan = SplitPlan(
         train=train,
         tune=_choose(splits, "data.tune", tune) if isinstance(tune, str) else tune,

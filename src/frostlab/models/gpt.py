@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +23,11 @@ class GPTConfig:
     heads: int = 8
     hidden: int = 2048  # hidden units of each feed-forward network
     dropout: float = 0.1
-    bias: bool = True
+    # feed-forward: biases in feed-forward networks and norms, but not in attention
+    bias: bool | Literal["feed-forward"] = True
     causal: bool = True
     classes: int = 0  # 0: a language model whose head is tied to the token embedding
+    pooling: Literal["mean", "last"] = "mean"  # what a classifier's head reads: mean or last token
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
@@ -36,11 +39,11 @@ class GPTBlock(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        width, bias = config.width, config.bias
+        width, bias, attention_bias = config.width, bool(config.bias), config.bias is True
         self.heads, self.causal, self.dropout = config.heads, config.causal, config.dropout
         self.norm1 = nn.LayerNorm(width, bias=bias)
-        self.qkv = nn.Linear(width, 3 * width, bias=bias)
-        self.out = nn.Linear(width, width, bias=bias)
+        self.qkv = nn.Linear(width, 3 * width, bias=attention_bias)
+        self.out = nn.Linear(width, width, bias=attention_bias)
         self.norm2 = nn.LayerNorm(width, bias=bias)
         self.up = nn.Linear(width, config.hidden, bias=bias)
         self.down = nn.Linear(config.hidden, width, bias=bias)
@@ -86,7 +89,7 @@ class GPT(nn.Module):
         self.tokens = nn.Embedding(config.vocabulary, config.width)
         self.positions = nn.Embedding(config.positions, config.width)
         self.blocks = nn.ModuleList(GPTBlock(config) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.width, bias=config.bias)
+        self.norm = nn.LayerNorm(config.width, bias=bool(config.bias))
         self.head = nn.Linear(config.width, config.classes or config.vocabulary, bias=False)
         self.initialise()
         if not config.classes:
@@ -116,7 +119,10 @@ class GPT(nn.Module):
                 module.down.weight.normal_(0.0, residual)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Return logits: (B, T, vocabulary), or (B, classes) from the mean over real tokens."""
+        """Return logits: (B, T, vocabulary), or (B, classes) of a classifier.
+
+        Padding may only be at the end of a row.
+        """
         places = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.embed(input_ids, places)
         mask = None
@@ -128,7 +134,8 @@ class GPT(nn.Module):
             x = block(x, mask)
         x = self.norm(x)
         if self.config.classes:
-            x = mean_over_tokens(x, attention_mask)  # (B, width)
+            pool = mean_over_tokens if self.config.pooling == "mean" else last_token
+            x = pool(x, attention_mask)  # (B, width)
         return self.head(x)
 
     def next_logits(
@@ -156,3 +163,11 @@ def mean_over_tokens(x: Tensor, attention_mask: Tensor | None) -> Tensor:
         return x.mean(1)
     weight = attention_mask.to(x.dtype).unsqueeze(-1)  # (B, T, 1)
     return (x * weight).sum(1) / weight.sum(1).clamp(min=1.0)
+
+
+def last_token(x: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Return the last token of each row of (B, T, width) that is not padding."""
+    if attention_mask is None:
+        return x[:, -1]
+    last = (attention_mask.sum(1) - 1).clamp(min=0)
+    return x[torch.arange(len(x), device=x.device), last]

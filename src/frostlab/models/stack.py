@@ -100,6 +100,11 @@ class GPTStack(Stack):
         x = self.model.norm(x)
         if not self.classifies:
             return x
+        if self.model.config.pooling == "last":
+            if packing is None:
+                return x[:, -1]
+            every = torch.ones_like(packing.owners, dtype=torch.bool)
+            return x.squeeze(0)[packing.lasts(every)]
         return x.mean(1) if packing is None else packing.mean(x.squeeze(0))
 
 

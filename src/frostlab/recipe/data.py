@@ -102,7 +102,8 @@ class Named(Corpus):
 
     name: Literal[
         "sst2", "mnli", "xnli", "imdb", "ag_news",
-        "tinystories", "openwebtext", "wikitext2", "wikitext103", "tinyshakespeare",
+        "tinystories", "openwebtext", "wikitext2", "wikitext2-raw", "wikitext103",
+        "tinyshakespeare",
     ]  # fmt: skip
     language: str = "en"  # only for xnli
 
@@ -117,7 +118,9 @@ class Named(Corpus):
         yield from super().problems()
 
 
-_UNLABELLED = ("tinystories", "openwebtext", "wikitext2", "wikitext103", "tinyshakespeare")
+_UNLABELLED = (
+    "tinystories", "openwebtext", "wikitext2", "wikitext2-raw", "wikitext103", "tinyshakespeare",
+)  # fmt: skip
 _LABELLED_ONLY = ("mnli", "xnli", "sst2")  # pairs or phrases, not running text
 
 

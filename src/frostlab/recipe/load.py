@@ -92,9 +92,21 @@ def shipped_recipes() -> dict[str, str]:
     return {name: values.get("about", "") for name, values in _shipped("frostlab.recipes").items()}
 
 
+def shipped_experiments() -> list[str]:
+    """Return the names of the shipped recipes that are experiments of the sources."""
+    folder = resources.files("frostlab.recipes") / "experiments"
+    names = sorted(file.name for file in folder.iterdir())
+    return [name.removesuffix(".yaml") for name in names if name.endswith(".yaml")]
+
+
 def shipped_comparisons() -> dict[str, dict[str, Any]]:
     """Return the values of every shipped comparison by its name."""
     return copy.deepcopy(_shipped("frostlab.comparisons"))
+
+
+def shipped_groups() -> dict[str, dict[str, Any]]:
+    """Return the keys of every shipped group of experiments by its name, unchecked."""
+    return copy.deepcopy(_shipped("frostlab.groups"))
 
 
 def read_values(path: str) -> dict[str, Any]:
@@ -188,10 +200,15 @@ def _shipped(package: str) -> dict[str, dict[str, Any]]:
 
 
 def _files(package: str) -> dict[str, Traversable]:
-    """Return the YAML files of a package by name, sorted."""
-    files = {file.name: file for file in resources.files(package).iterdir()}
-    names = sorted(name for name in files if name.endswith(".yaml"))
-    return {name.removesuffix(".yaml"): files[name] for name in names}
+    """Return the YAML files of a package by name, sorted; those of its sub-folders come last."""
+    folder = resources.files(package)
+    folders = [folder, *(entry for entry in folder.iterdir() if entry.is_dir())]
+    return {
+        file.name.removesuffix(".yaml"): file
+        for folder in folders
+        for file in sorted(folder.iterdir(), key=lambda file: file.name)
+        if file.name.endswith(".yaml")
+    }
 
 
 class _File(NamedTuple):
@@ -226,6 +243,8 @@ def _find(name: str, origin: Path | None) -> _File:
 def _suggestion(name: str, shipped: Iterable[str]) -> str:
     if name in _files("frostlab.comparisons"):
         return f"; it is a comparison: `frostlab compare {name}`"
+    if name in _files("frostlab.groups"):
+        return f"; it is a group of experiments: `frostlab compare {name}`"
     return nearest(name, shipped)
 
 

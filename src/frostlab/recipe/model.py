@@ -41,7 +41,9 @@ class GPTModel(ModelSettings):
     heads: Width = 8
     hidden: Width | None = None  # null: four times the width
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    bias: bool = True
+    # feed-forward: biases in feed-forward networks and norms, but not in attention
+    bias: bool | Literal["feed-forward"] = True
+    pooling: Literal["mean", "last"] = "mean"  # what a classifier's head reads: mean or last token
     causal: bool | None = None  # null: causal for language, bidirectional for classification
     positions: Length | None = None  # null: the data's length
 
@@ -53,6 +55,8 @@ class GPTModel(ModelSettings):
             yield "model.causal false shows the model the tokens to predict; data.task is language"
         if (self.positions or data.length) < data.length:
             yield f"model.positions {self.positions} is less than data.length {data.length}"
+        if data.task != "classification" and self.pooling != "mean":
+            yield f"model.pooling {self.pooling} is for classification; data.task is {data.task}"
 
 
 class DecoderModel(ModelSettings):

@@ -78,8 +78,11 @@ def _data_problems(recipe: "Recipe") -> Iterator[str]:
     counted_too = tokenizer.also if isinstance(tokenizer, Words) else ()
     if "tune" in counted_too and getattr(data, "splits", None) == "published":
         yield "tokenizer.also names tune, but splits: published has train and report only"
-    if data.form == "signals" and recipe.train.batching == "packed":
-        yield "train.batching packed is for text; windows of signals are all of one length"
+    batching = recipe.train.batching
+    if data.form == "signals" and batching in ("packed", "fixed"):
+        yield f"train.batching {batching} is for text; windows of signals are all of one length"
+    if batching == "fixed" and recipe.train.cache_prefix is not None:
+        yield "train.batching fixed pads examples, and train.cache_prefix packs them"
     if data.form == "signals" and recipe.train.cache_prefix is not None:
         yield "train.cache_prefix is for text; windows of signals are redrawn every epoch"
 

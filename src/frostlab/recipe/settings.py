@@ -74,7 +74,7 @@ class Train(Strict):
     accumulate: Positive = 1  # micro-batches per step
     epochs: Positive | None = None
     steps: Positive | None = None
-    batching: Literal["bucketed", "packed", "padded"] = "bucketed"
+    batching: Literal["bucketed", "packed", "padded", "fixed"] = "bucketed"
     step: StepKind = "auto"  # auto: captured if possible (CUDA, one process), else eager
     # where to cache the outputs of the frozen first layers; null: not at all
     cache_prefix: Literal["memory", "disk"] | None = None

@@ -170,8 +170,14 @@ TREATMENTS = {
     "oelm-random-matched": Treatment(
         init=(Randomize(method="randomize", select=_QK, std="orthonormal"),), freeze=_QK
     ),
+    "oelm-frozen-embedding": Treatment(init=(_orthogonal(*_QK),), freeze=(*_QK, "embedding")),
     "frozen-qk": Treatment(freeze=_QK),
+    "frozen-q": Treatment(freeze=("query",)),
+    "frozen-k": Treatment(freeze=("key",)),
+    "frozen-v": Treatment(freeze=("value",)),
+    "frozen-up-gate": Treatment(freeze=("up", "gate")),
     "orthogonal-trainable": Treatment(init=(_orthogonal(*_QK),)),
+    "random-trainable": Treatment(init=(Randomize(method="randomize", select=_QK),)),
     "baseline": Treatment(),
     "frozen-embedding": Treatment(freeze=("embedding",)),
     "head": Treatment(freeze=("all", "!head")),

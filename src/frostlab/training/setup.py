@@ -36,7 +36,7 @@ from frostlab.records.schema import Stage as StageRecord
 from frostlab.records.schema import read
 from frostlab.storage import file_digest, finite
 from frostlab.surgery.audit import Audit
-from frostlab.training.batches.batch import collate, evaluation_order
+from frostlab.training.batches.batch import TokenExamples, collate, evaluation_order
 from frostlab.training.batches.feed import Feed, packs_examples
 from frostlab.training.batches.prefix import build_prefix, check_prefix, prefix_depth
 from frostlab.training.distributed import (
@@ -198,6 +198,10 @@ def make_feed(
     if train.cache_prefix is not None and (not recipe.stages or prefix_depth(model)):
         current.objective.prefix = build_prefix(model, prepared, train, compute.precision, types)
     examples = task.examples(prepared, prepared.splits["train"], compute.device, types)
+    if train.batching == "fixed" and isinstance(examples, TokenExamples):
+        # a language model reads all tokens of an example but the last
+        width = recipe.data.length + (recipe.data.task == "language")
+        examples = replace(examples, width=width)
     return Feed(examples, train, recipe.seed, compute, current.objective.prefix)
 
 

@@ -134,15 +134,21 @@ def _made_of(record: RunRecord, model: nn.Module) -> str:
     if not is_own(model):
         return f"Its class is `{type(model).__name__}` of transformers."
     if record.data.task == "classification":
+        reads = (
+            "averages the last hidden states over the tokens before"
+            if getattr(record.recipe.model, "pooling", "mean") == "mean"
+            else "gives the last hidden state of the last token to"
+        )
         return (
-            "frostlab's `gpt` averages the last hidden states over the tokens before its linear "
+            f"frostlab's `gpt` {reads} its linear "
             "head, and no class of transformers does. The folder therefore has the model without "
             f"its head as a MegatronBERT, which gives the same hidden states, and the head in "
             f"`{HEAD}`; the code below joins them."
         )
     name = "GPT-2" if record.recipe.model.kind == "gpt" else "Llama"
     bias = getattr(record.recipe.model, "bias", True)
-    zero = "" if bias else " It was trained without biases, which are zero here."
+    where = "" if bias is False else " in attention"
+    zero = "" if bias is True else f" It was trained without biases{where}, which are zero here."
     return f"frostlab's `{record.recipe.model.kind}` gives the same logits as {name}.{zero}"
 
 
@@ -170,7 +176,7 @@ def _snippet(record: RunRecord, model: nn.Module, folder: str, tokenizer: bool) 
     else:
         lines.append("ids = torch.tensor([[1, 2, 1]])")
         lines.append("batch = dict(input_ids=ids, attention_mask=torch.ones_like(ids))")
-    lines += _generating(model, tokenizer) if language else _classifying(only_body)
+    lines += _generating(model, tokenizer) if language else _classifying(record, only_body)
     return "\n".join(lines) + "\n"
 
 
@@ -183,17 +189,29 @@ def _generating(model: nn.Module, tokenizer: bool) -> list[str]:
     ]
 
 
-def _classifying(only_body: bool) -> list[str]:
+def _classifying(record: RunRecord, only_body: bool) -> list[str]:
     logits = ["    logits = model(**batch).logits"]
     if only_body:
         logits = [
             "    states = model(**batch).last_hidden_state",
-            '    mask = batch["attention_mask"].unsqueeze(-1)',
-            "    mean = (states * mask).sum(1) / mask.sum(1).clamp(min=1)",
-            f'    logits = mean @ load_file(f"{{folder}}/{HEAD}")["weight"].T',
+            *_pooling(record),
+            f'    logits = pooled @ load_file(f"{{folder}}/{HEAD}")["weight"].T',
         ]
     shown = "model.config.id2label[number] for number in logits.argmax(-1).tolist()"
     return ["with torch.no_grad():", *logits, f"print([{shown}])"]
+
+
+def _pooling(record: RunRecord) -> list[str]:
+    """Return the lines of the card's code that turn hidden states into the head's input."""
+    if getattr(record.recipe.model, "pooling", "mean") == "mean":
+        return [
+            '    mask = batch["attention_mask"].unsqueeze(-1)',
+            "    pooled = (states * mask).sum(1) / mask.sum(1).clamp(min=1)",
+        ]
+    return [
+        '    last = batch["attention_mask"].sum(1) - 1',
+        "    pooled = states[torch.arange(len(states)), last]",
+    ]
 
 
 def _encoding(record: RunRecord, only_body: bool) -> list[str]:

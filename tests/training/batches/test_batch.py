@@ -136,6 +136,9 @@ def test_widths_are_few() -> None:
     assert collate(tokens, np.array([0]), 0, limit=30).inputs["input_ids"].shape == (1, 16)
     assert collate(tokens, np.array([0, 1]), 0, limit=30).inputs["input_ids"].shape == (2, 30)
     assert collate(tokens, np.array([0]), 0).inputs["input_ids"].shape == (1, 9)
+    fixed = collate(tokens, np.array([0]), 0, width=40)
+    assert fixed.inputs["input_ids"].tolist() == [[1] * 9 + [0] * 31]
+    assert fixed.inputs["attention_mask"].sum() == fixed.tokens == 9
 
 
 @given(st.lists(st.lists(st.integers(0, 99), min_size=2, max_size=9), min_size=1, max_size=9))

@@ -163,7 +163,7 @@ def test_a_packed_run_records_what_it_saved(tmp_path: Path) -> None:
         rows = [f"{f'{word}{i} ' * (1 + i % 17)}end,{'ab'[i % 2]}" for i in range(90)]
         (tmp_path / f"{split}.csv").write_text("\n".join(["text,label", *rows]))
     shares = {}
-    for batching in ("packed", "padded", "bucketed"):
+    for batching in ("packed", "padded", "bucketed", "fixed"):
         recipe = tiny(
             data={"name": "own", "path": str(tmp_path), "length": 24},
             tokenizer={"kind": "words", "size": 50},
@@ -176,6 +176,8 @@ def test_a_packed_run_records_what_it_saved(tmp_path: Path) -> None:
         shares[batching] = clocks.padding_share
         assert clocks.packing_efficiency == (1.0 if batching == "packed" else None)
     assert shares["packed"] == 0.0 < shares["bucketed"] < shares["padded"]
+    # 90 texts of 1 + i % 17 words and an end, less those held out, in rows of 24
+    assert shares["padded"] < shares["fixed"] == pytest.approx(1 - 10 / 24, abs=0.02)
 
 
 def test_a_model_that_cannot_be_packed_is_refused(tmp_path: Path) -> None:

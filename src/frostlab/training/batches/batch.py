@@ -149,8 +149,9 @@ def collate(
     *,
     types: bool = False,
     limit: int | None = None,
+    width: int | None = None,
 ) -> Batch:
-    """Return examples as tensors, padded to the longest of them.
+    """Return examples as tensors, padded to `width`, or else to the longest of them.
 
     `types` adds token types, which mark the second text of a pair. With `limit`, the width is also
     rounded up by `padded_width`. Without rows, the batch is one placeholder that is not scored, so
@@ -161,9 +162,9 @@ def collate(
     language = tokens.labels is None
     starts, lengths = tokens.starts[rows], tokens.stops[rows] - tokens.starts[rows]
     # a language model does not read the last token, and it needs at least one to read
-    width = max(int(lengths.max()), 2 if language else 1)
-    if limit is not None:
-        width = padded_width(width, limit)
+    longest = max(int(lengths.max()), 2 if language else 1)
+    if width is None:
+        width = longest if limit is None else padded_width(longest, limit)
     places = np.arange(width)
     real = places < lengths[:, None]  # (B, T)
     token_indices = np.minimum(starts[:, None] + places, tokens.stops[rows][:, None] - 1)
@@ -222,6 +223,7 @@ class TokenExamples:
     pad: int  # token id of padding
     types: bool = False  # whether to add token types
     limit: int | None = None  # the largest padded width; None: the batch's longest example
+    width: int | None = None  # the width of every batch; None: by the batch's longest example
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -239,7 +241,9 @@ class TokenExamples:
         return int(self._lengths[rows].sum())
 
     def collate(self, rows: Rows) -> Batch:
-        return collate(self.tokens, rows, self.pad, types=self.types, limit=self.limit)
+        return collate(
+            self.tokens, rows, self.pad, types=self.types, limit=self.limit, width=self.width
+        )
 
     @cached_property
     def _scored(self) -> NDArray[np.int64]:
