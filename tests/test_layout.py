@@ -38,6 +38,7 @@ ORDER = (
     "training",
     "comparison",
     "use",
+    "experiments",
     "bench",
     "pages",
     "cli",

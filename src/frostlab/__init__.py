@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         UnfinishedRun,
         UnknownArchitecture,
     )
+    from frostlab.experiments.run import GroupResult, compare_group
     from frostlab.flow.measurements import Flow, load_flow
     from frostlab.flow.watch import watch
     from frostlab.integrations.transformers import GradFlowCallback
@@ -53,6 +54,7 @@ _HOMES = {  # public name → the module inside frostlab that defines it
     "FrostlabError": "errors",
     "FrozenWeightsMoved": "errors",
     "GradFlowCallback": "integrations.transformers",
+    "GroupResult": "experiments.run",
     "Growth": "surgery.grow",
     "Heads": "roles.parts",
     "LeftOutOfOptimizer": "errors",
@@ -69,6 +71,7 @@ _HOMES = {  # public name → the module inside frostlab that defines it
     "anatomy": "roles.read",
     "audit": "surgery.audit",
     "compare": "comparison.run",
+    "compare_group": "experiments.run",
     "compare_runs": "comparison.run",
     "early_exits": "training.exits",
     "export": "surgery.save",
@@ -102,6 +105,7 @@ __all__ = [
     "FrostlabError",
     "FrozenWeightsMoved",
     "GradFlowCallback",
+    "GroupResult",
     "Growth",
     "Heads",
     "LeftOutOfOptimizer",
@@ -118,6 +122,7 @@ __all__ = [
     "anatomy",
     "audit",
     "compare",
+    "compare_group",
     "compare_runs",
     "early_exits",
     "export",

@@ -52,7 +52,7 @@ def record_of(made: fl.Comparison) -> RunRecord:
 def test_the_missions_keys(made: fl.Comparison) -> None:
     found = json.loads((made.folder / "comparison.json").read_text())
     assert set(found) == {
-        "dataset", "model", "quick", "environment", "baseline", "oelm_freeze", "oelm_random",
+        "dataset", "model", "quick", "caution", "environment", "baseline", "oelm_freeze",
         "comparison",
     }  # fmt: skip
     assert set(found["environment"]) == {

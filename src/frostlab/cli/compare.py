@@ -1,4 +1,7 @@
-"""`frostlab compare` and `judge`: compare arms (variants of a recipe), trained here or before."""
+"""`frostlab compare` and `judge`: compare arms (variants of a recipe), trained here or before.
+
+A group of experiments is several comparisons, which are carried out one after another.
+"""
 
 import json
 from pathlib import Path
@@ -15,12 +18,18 @@ from frostlab.cli.options import (
     echo,
     settings_from,
 )
-from frostlab.errors import BadInput
+from frostlab.errors import BadInput, nearest
 
 if TYPE_CHECKING:
     from frostlab.comparison.run import Comparison
+    from frostlab.experiments.run import GroupResult
 
 _WITH_RUNS = ("sources", "runs", "metric", "allow", "out", "as_json")  # allowed with --runs
+_FOR_GROUPS = ("as_published", "only")  # options that only a group has
+_WITH_GROUPS = (  # options that apply to every comparison of a group
+    "sources", *_FOR_GROUPS, "seeds", "rounds", "settings", "quick", "jobs", "data_dir", "out",
+    "device", "as_json",
+)  # fmt: skip
 
 
 def compare(
@@ -29,9 +38,9 @@ def compare(
         list[str],
         typer.Argument(
             metavar="COMPARISON",
-            help="Name of a shipped comparison or recipe, a YAML file of either, or the plan.json "
-            "of a comparison to carry out again. With --runs: for each arm a run, a folder of "
-            "runs, or a pattern in quotes, such as 'runs/a-*'; the first is the baseline.",
+            help="Name of a shipped comparison, group or recipe, a YAML file of one, or the "
+            "plan.json of a comparison to carry out again. With --runs: for each arm a run, a "
+            "folder of runs, or a pattern in quotes, e.g. 'runs/a-*'; the first is the baseline.",
         ),
     ],
     runs: Annotated[
@@ -40,6 +49,19 @@ def compare(
             "--runs", help="Compare runs that have ended, paired by seed; nothing is trained."
         ),
     ] = False,
+    as_published: Annotated[
+        bool,
+        typer.Option(
+            "--as-published",
+            help="Compare a group's experiments as the sources ran them; verdicts are confounded.",
+        ),
+    ] = False,
+    only: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES", help="Comparisons of a group to carry out, e.g. tinystories."
+        ),
+    ] = None,
     arms: Annotated[
         str | None,
         typer.Option(
@@ -122,7 +144,7 @@ def compare(
     Run the same command again to continue an interrupted comparison.
     """  # fmt: skip
     if runs:
-        _refuse_training_options(context)
+        _refuse_options(context, _WITH_RUNS, "--runs trains nothing")
         _show(_compare_runs(sources, metric, allow, out), as_json)
         return
     if len(sources) > 1:
@@ -132,6 +154,18 @@ def compare(
     (source,) = sources
     check_data_dir(data_dir)
     changes = settings_from(settings, device)
+    from frostlab.experiments.plans import is_group_source
+
+    if is_group_source(source):
+        _refuse_options(context, _WITH_GROUPS, f"{source} is a group of several comparisons")
+        rules = {"seeds": seeds, "rounds": rounds}
+        rules = {key: value for key, value in rules.items() if value is not None}
+        _show_group(
+            _compare_group(source, as_published, only, rules, changes, quick, jobs, data_dir, out),
+            as_json,
+        )
+        return
+    _refuse_group_options(context, source)
     from frostlab.comparison.load import is_stored_plan, make_plan
 
     options: dict[str, Any] = {
@@ -158,13 +192,61 @@ def compare(
     _show(comparison, as_json)
 
 
-def _refuse_training_options(context: typer.Context) -> None:
-    """Refuse options that only training uses; values of environment variables are ignored."""
+def _refuse_options(context: typer.Context, allowed: tuple[str, ...], reason: str) -> None:
+    """Refuse options that are not allowed; values of environment variables are ignored."""
     for parameter in context.command.params:
-        name = str(parameter.name)
-        source = context.get_parameter_source(name)
-        if name not in _WITH_RUNS and source is not None and source.name == "COMMANDLINE":
-            raise BadInput(f"--runs trains nothing, so {parameter.opts[0]} has no meaning with it")
+        if parameter.name not in allowed and _is_given(context, str(parameter.name)):
+            raise BadInput(f"{reason}, so {parameter.opts[0]} has no meaning with it")
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _refuse_group_options(context: typer.Context, source: str) -> None:
+    """Refuse the options of groups for another source; a wrong name may be a group's."""
+    for parameter in context.command.params:
+        if parameter.name in _FOR_GROUPS and _is_given(context, str(parameter.name)):
+            from frostlab.recipe.groups import group_names
+
+            hint = nearest(source, group_names()) or f"; there are {', '.join(group_names())}"
+            raise BadInput(f"{parameter.opts[0]} is for groups, and {source} is none{hint}")
+
+
+def _compare_group(
+    source: str,
+    as_published: bool,
+    only: str | None,
+    rules: dict[str, Any],
+    settings: dict[str, Any],
+    quick: bool,
+    jobs: int,
+    data_dir: Path | None,
+    out: Path | None,
+) -> "GroupResult":
+    from frostlab.experiments.plans import group_plans, names_in
+    from frostlab.recipe.groups import load_group
+
+    group = load_group(source)
+    plans = group_plans(
+        group, as_published=as_published, only=names_in(only), changes=rules, settings=settings,
+        quick=quick,
+    )  # fmt: skip
+    from frostlab.comparison.runner import Runner  # imports torch, unlike the plans
+    from frostlab.experiments.run import run_group
+    from frostlab.training.progress import choose_screen
+
+    return run_group(group, as_published, plans, Runner(data_dir, choose_screen(True), jobs), out)
+
+
+def _show_group(group: "GroupResult", as_json: bool) -> None:
+    if as_json:
+        echo(json.dumps(group.summary.to_dict(), indent=1))
+        return
+    from frostlab.experiments.show import show_summary
+
+    echo(show_summary(group.summary, group.page))
 
 
 def _compare_runs(
@@ -190,14 +272,22 @@ def _show(comparison: "Comparison", as_json: bool) -> None:
 
 def judge(
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="Folder of a finished comparison.")
+        Path, typer.Argument(metavar="FOLDER", help="Folder of a finished comparison or a group.")
     ],
     as_json: AsJson = False,
 ) -> None:
     """Judge a finished comparison again from its runs, without training.
 
-    This replaces evidence.json, comparison.json, timing.json and the page.
+    This replaces evidence.json, comparison.json, timing.json and the page; for a group, also its
+    summary.
     """
+    from frostlab.records.index import is_group
+
+    if is_group(folder):
+        from frostlab.experiments.run import judge_group
+
+        _show_group(judge_group(folder), as_json)
+        return
     from frostlab.comparison.run import judge_again
 
     _show(judge_again(folder), as_json)

@@ -143,10 +143,15 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show a run (recipe, results, times, environment) or a comparison (conclusions, arms, files).
-    """  # fmt: skip
-    from frostlab.records.index import is_comparison
+
+    Of a group of comparisons, show the summary.
+    """
+    from frostlab.records.index import is_comparison, is_group
 
     folder = _find(run, runs)
+    if is_group(folder):
+        _show_group(folder, width_of(wide), as_json)
+        return
     if is_comparison(folder):
         _show_comparison(folder, width_of(wide), as_json)
         return
@@ -158,12 +163,13 @@ def show(
 
 def _find(text: str, runs: Path) -> Path:
     """Return the folder of the run or comparison that a text names."""
-    from frostlab.records.index import find_run, is_comparison, is_run
+    from frostlab.records.index import find_run, is_comparison, is_group, is_run
 
     for folder in (Path(text), runs / text, _COMPARISONS / text):
-        if text and (is_comparison(folder) or is_run(folder)):
+        if text and (is_comparison(folder) or is_run(folder) or is_group(folder)):
             return folder
-    comparisons = [path.name for path in _COMPARISONS.glob("*") if is_comparison(path)]
+    paths = [path for path in _COMPARISONS.glob("*") if is_comparison(path) or is_group(path)]
+    comparisons = [path.name for path in paths]
     matches = [name for name in comparisons if text and name.startswith(text)]
     try:
         run = find_run(runs, text) if runs.is_dir() else None
@@ -179,6 +185,24 @@ def _find(text: str, runs: Path) -> Path:
     if matches:
         raise BadInput(f"{text!r:.80} could be the run {run} or {_COMPARISONS / matches[0]}")
     return run
+
+
+def _show_group(folder: Path, width: int | None, as_json: bool) -> None:
+    """Print the summary and the notes of a group of comparisons."""
+    from frostlab.experiments.show import show_summary
+    from frostlab.experiments.summary import read_summary
+    from frostlab.records.annotations import read_annotations
+
+    summary, annotations = read_summary(folder), read_annotations(folder)
+    if as_json:
+        values = {"folder": str(folder), **asdict(annotations), "summary": summary.to_dict()}
+        echo(json.dumps(values, indent=1))
+        return
+    lines = [f"tags: {', '.join(annotations.tags)}", ""] if annotations.tags else []
+    lines += [show_summary(summary, folder / "summary.md", width)]
+    lines += ["", "notes"] * bool(annotations.notes)
+    lines += [plain(f"  {note.text}") for note in annotations.notes]
+    echo("\n".join(lines))
 
 
 def _show_comparison(folder: Path, width: int | None, as_json: bool) -> None:
@@ -243,9 +267,11 @@ def diff(
 
     Two comparisons can be given, too: then their plans and metrics are compared.
     """
-    from frostlab.records.index import is_comparison
+    from frostlab.records.index import is_comparison, is_group
 
     folders = (_find(first, runs), _find(second, runs))
+    if groups := [str(folder) for folder in folders if is_group(folder)]:
+        raise BadInput(f"{groups[0]} is a group; give two runs, or two of its comparisons")
     if any(map(is_comparison, folders)):
         if not all(map(is_comparison, folders)):
             raise BadInput(f"{first} and {second}: give two runs, or two comparisons")

@@ -46,7 +46,7 @@ Source = str | Path | dict[str, Any] | Recipe
 
 _RULES = ("metric", "alpha", "minimum_effect", "margin", "looks")
 _SET_HERE = ("name", "rules", "quick", "runs")  # keys of a plan that its file may not set
-KEYS = ("about", "set", *_RULES, *(key for key in Plan.model_fields if key not in _SET_HERE))
+KEYS = ("set", *_RULES, *(key for key in Plan.model_fields if key not in _SET_HERE))
 _INSTEAD = {"treatment": "arms", "seed": "seeds"}  # settings that cannot be set: the key to use
 _TUNABLE = {"lr": "optim.lr", "decay": "optim.decay"}  # settings that can be tuned by name alone
 _GRID = (1 / 3, 1.0, 3.0)  # default grid, in multiples of the recipe's value
@@ -90,6 +90,7 @@ def make_plan(
     base["evaluate"]["metric"] = rules["metric"]  # the compared metric also selects checkpoints
     plan_values = {
         "name": label if label in shipped_comparisons() else name,
+        "about": values.get("about") or "",
         "recipe": base,
         "arms": _arms(values.get("arms"), label),
         "seeds": _seeds(values.get("seeds"), quick),
@@ -509,6 +510,15 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     values = {key: value for key, value in recipe.to_dict().items() if key not in _SAME}
     values["data"] = {key: value for key, value in values["data"].items() if key != "path"}
     return values
+
+
+def changed_settings(recipe: Recipe, other: Recipe) -> dict[str, Any]:
+    """Return the settings of `other` in which it differs from a recipe, besides its treatment."""
+    left, right = (
+        {key: value for key, value in either.to_dict().items() if key not in _SAME}
+        for either in (recipe, other)
+    )
+    return dict(_changed(left, right))
 
 
 def _changed(left: Any, right: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -26,7 +26,9 @@ QUESTIONS = (
     "Does it carry from BERT to GPT?",
 )
 _OELM_KEY = "oelm_freeze"  # of the OELM arm in comparison.json
-_OTHER_KEYS = ("dataset", "model", "quick", "environment", "comparison")  # keys that are not arms
+_OTHER_KEYS = (  # keys that are not arms
+    "dataset", "model", "quick", "caution", "environment", "comparison",
+)  # fmt: skip
 _QK = ("query", "key")
 
 
@@ -245,6 +247,7 @@ def comparison_json(evidence: Evidence, first: RunRecord) -> dict[str, Any]:
         "dataset": evidence.plan.recipe["data"]["name"],
         "model": _model_name(evidence),
         "quick": evidence.plan.quick,  # whether runs were shortened
+        "caution": evidence.caution,  # a warning about the data, to show with every number
         "environment": _environment(first),
         "baseline": _arm_values(evidence, evidence.baseline),
     }

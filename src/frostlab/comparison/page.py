@@ -49,6 +49,7 @@ _QUICK = "A quick comparison with shortened runs"
 def page(evidence: Evidence) -> str:
     """Return the whole page in Markdown."""
     parts = [f"# {escaped(evidence.plan.name)}: {escaped(', '.join(evidence.arms))}"]
+    parts += [escaped(evidence.plan.about)] * bool(evidence.plan.about)
     if evidence.caution:
         parts.append(f"Caution: {escaped(evidence.caution)}.")
     if evidence.plan.quick:
@@ -75,7 +76,9 @@ def show(evidence: Evidence, page: Path, width: int | None = 80) -> str:
         ])  # fmt: skip
         if timed is not None:
             times.append([name, number(timed.ms), "" if timed.ratio is None else _ratio(timed)])
-    lines = [*([f"{_QUICK}."] if evidence.plan.quick else []), *columns(rows, {1, 2, 3}, width), ""]
+    lines = [f"{_QUICK}."] if evidence.plan.quick else []
+    lines += [f"caution: {evidence.caution}"] if evidence.caution else []
+    lines += [*columns(rows, {1, 2, 3}, width), ""]
     lines += [*columns(times, {1, 2}, width), ""] if len(times) > 1 else []
     lines += [f"{name}: {verdict.sentence}" for name, verdict in verdicts.items()]
     if evidence.plan.runs:  # chosen runs may not fit together

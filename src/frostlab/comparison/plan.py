@@ -271,6 +271,7 @@ class Plan(Strict):
     """Every decision about a comparison."""
 
     name: str
+    about: str = ""  # what is compared, for the page
     recipe: dict[str, Any]  # settings that all arms share
     arms: Annotated[tuple[Arm, ...], Field(max_length=MOST_ARMS)]
     seeds: Annotated[tuple[int, ...], Field(max_length=MOST_RUNS)]
@@ -306,12 +307,12 @@ class Plan(Strict):
 
     @property
     def digest(self) -> str:
-        """A digest of the plan without its seeds, since seeds may be added.
+        """A digest of the plan without its description and its seeds, since seeds may be added.
 
         The path of the data is left out, too, because every run records a digest of the data. Of
         the recipe's other paths, only the last part counts.
         """
-        values = self.model_dump(mode="json", exclude={"seeds"})
+        values = self.model_dump(mode="json", exclude={"about", "seeds"})
         shorten_paths(values["recipe"])
         if isinstance(data := values["recipe"].get("data"), dict):
             data.pop("path", None)

@@ -40,6 +40,15 @@ class Experiment(Strict):
     optional: bool = False  # whether the sources left it to the reader
 
 
+class Interaction(Strict):
+    """A question about how the effect of an arm differs between two comparisons of the group."""
+
+    question: str
+    arm: str
+    comparison: str
+    against: str  # the other comparison
+
+
 def _as_comparison(value: Any) -> Any:
     """Turn the list of a comparison's arms into a mapping."""
     return {"arms": value} if isinstance(value, list) else value
@@ -75,6 +84,7 @@ class Group(Strict):
     fair: dict[str, Fair] = Field(default_factory=dict, max_length=MOST_LISTED)
     # name → settings of a further evaluation of every run's best weights
     further: dict[str, dict[str, Any]] = Field(default_factory=dict, max_length=MOST_LISTED)
+    interactions: tuple[Interaction, ...] = Field(default=(), max_length=MOST_LISTED)
     _name: str = PrivateAttr("group")
     _folder: Path | None = PrivateAttr(None)
 
@@ -82,6 +92,11 @@ class Group(Strict):
     def name(self) -> str:
         """The group's name: its file's name without the ending."""
         return self._name
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the group's file; None if the group is shipped."""
+        return self._folder
 
     def source_of(self, experiment: str) -> str:
         """Return the name of an experiment's recipe, or the path of its file."""
@@ -162,7 +177,7 @@ def load_group(name: str) -> Group:
     if name.endswith(_ENDINGS):
         path = Path(name)
         try:
-            return _checked(read_yaml(path), path.name.rpartition(".")[0], name, path.parent)
+            return group_from(read_yaml(path), path.name.rpartition(".")[0], name, path.parent)
         except FileNotFoundError as error:
             raise BadInput(f"{path}: cannot be read ({error.strerror})") from None
     if name not in group_names():
@@ -175,11 +190,17 @@ def load_group(name: str) -> Group:
 
 @cache
 def _shipped_group(name: str) -> Group:
-    return _checked(shipped_groups()[name], name, name, None)
+    return group_from(shipped_groups()[name], name, name, None)
 
 
-def _checked(values: dict[str, Any], name: str, label: str, folder: Path | None) -> Group:
-    """Return the values of a group's file as a group, or raise an error of one line."""
+def group_from(values: dict[str, Any], name: str, label: str, folder: Path | None) -> Group:
+    """Return the keys of a group's file as a group, or raise an error of one line.
+
+    Args:
+        name: the group's name.
+        label: the file's name in errors.
+        folder: the file's folder; None if the group is shipped.
+    """
     try:
         group = Group.model_validate_json(json.dumps(values))
     except ValidationError as error:
@@ -220,5 +241,13 @@ def _problems(group: Group) -> Iterator[str]:
                     f"published.{shown_key(name)}: {shown_key(arm)} is not among the group's "
                     f"experiments{hint}"
                 )
+    comparisons = {**group.published, **group.fair}
+    for interaction in group.interactions:
+        for name in (interaction.comparison, interaction.against):
+            if name not in comparisons:
+                hint = nearest(name, comparisons)
+                yield f"interactions: {shown_key(name)} is not a comparison of the group{hint}"
+        if interaction.comparison == interaction.against:
+            yield f"interactions: {shown_key(interaction.against)} is compared with itself"
     if not group.published and not group.fair:
         yield "has no comparison; add published or fair"

@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # the functions below import the schema only if they must rea
     from frostlab.records.schema import Event, Result, StartEvent
 
 RESULT, EVENTS, LOCK, INDEX = "result.json", "events.jsonl", "run.lock", ".index.json"
-RECIPE = "recipe.yaml"
+RECIPE, GROUP = "recipe.yaml", "group.json"
 _SIGNED = (RESULT, EVENTS, RECIPE, ANNOTATIONS)  # a run is read again if one of them changes
 _VERSION = 3  # version of the index format
 _HEAD = 65536  # number of bytes read from the beginning of a run's events
@@ -131,6 +131,11 @@ def find_run(root: Path, text: str) -> Path:
 def is_comparison(folder: Path) -> bool:
     """Return whether a folder holds a comparison."""
     return (folder / "plan.json").is_file()
+
+
+def is_group(folder: Path) -> bool:
+    """Return whether a folder holds a group of comparisons."""
+    return (folder / GROUP).is_file()
 
 
 def _listed(names: Sequence[str]) -> str:

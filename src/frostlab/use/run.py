@@ -64,7 +64,8 @@ class Run(RunRecord):
             split: report (the default), tune or train; for EEG also unseen, the subjects that the
                 model was not trained on.
             settings: changes of what is evaluated: `data.path`, `data.language`, `data.text`,
-                `data.label` and `data.evaluation_limit`; for EEG, only `data.path`.
+                `data.label`, `data.report` (another split of the same data set) and
+                `data.evaluation_limit`; for EEG, only `data.path`.
             data_dir: the folder with the data sets.
             device: the device; None: the recipe's.
         """

@@ -275,7 +275,8 @@ def evaluate_run(
         split: report (the default), tune or train; for EEG also unseen, the subjects that the model
             was not trained on.
         settings: changes of what is evaluated: `data.path`, `data.language`, `data.text`,
-            `data.label` and `data.evaluation_limit`; for EEG, only `data.path`.
+            `data.label`, `data.report` (another split of the same data set) and
+            `data.evaluation_limit`; for EEG, only `data.path`.
         data_dir: the folder with the data sets.
         device: the device; None: the recipe's. An evaluator keeps its own device.
     """
@@ -287,6 +288,11 @@ def evaluate_run(
     if choice.is_default:
         return _evaluate_own(evaluator, choice.role, folder)
     return _evaluate_text(evaluator, choice, folder)
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Refuse settings that an evaluation does not have."""
+    _Choice.of(settings, None, None)
 
 
 def evaluate_languages(
@@ -315,7 +321,7 @@ def evaluate_languages(
     }
 
 
-_SETTABLE = ("path", "language", "text", "label", "evaluation_limit")  # keys of `data`
+_SETTABLE = ("path", "report", "language", "text", "label", "evaluation_limit")  # keys of `data`
 
 
 @dataclass(frozen=True)
@@ -324,6 +330,7 @@ class _Choice:
 
     split: str | None
     path: str | None = None
+    report: str | None = None  # name of the split to evaluate as `report`
     language: str | None = None
     text: tuple[str, ...] | None = None
     label: str | None = None
@@ -362,6 +369,8 @@ class _Choice:
             raise BadInput(f"--split {split!r:.40} is not a split{hint}")
         if split is not None and choice.path is not None and Path(choice.path).is_file():
             raise BadInput(f"--split is for the run's data or a folder; {choice.path} is one file")
+        if choice.report is not None and choice.role != "report":
+            raise BadInput(f"data.report names the split to evaluate; leave out --split {split}")
         return choice
 
     @property
@@ -428,9 +437,13 @@ def _evaluate_text(evaluator: Evaluator, choice: _Choice, data_dir: Path | None)
     if choice.path is not None:
         if choice.language is not None:
             raise BadInput("data.language chooses a split of xnli; leave out the path")
+        if choice.report is not None:
+            raise BadInput("data.report chooses a split of the run's data; leave out the path")
         split = given_split(choice.path, choice.role, "--data", getattr(data, choice.role))
         limit = choice.evaluation_limit
     else:
+        if choice.report is not None:
+            data = data.model_copy(update={"report": choice.report})
         split = recipe_split(data, choice.role, choice.language, data_dir, cache)
         own_limit = data.limit if choice.role == "train" else data.evaluation_limit
         limit = choice.evaluation_limit or own_limit

@@ -1,0 +1,1 @@
+"""Groups of experiments: their comparisons carried out one after another, and their summaries."""

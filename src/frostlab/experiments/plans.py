@@ -1,0 +1,139 @@
+"""Plans of a group's comparisons, as published or fair.
+
+As published, the arms are experiments of the sources: each has its own treatment, and every setting
+in which it differs from the first is declared as a confound. A fair comparison has arms that differ
+in their treatment only, and tunes the learning rate of each arm.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from frostlab.comparison.load import changed_settings, make_plan
+from frostlab.comparison.plan import Plan
+from frostlab.errors import BadInput, nearest
+from frostlab.recipe.bounded_yaml import shown_key
+from frostlab.recipe.groups import Group, group_names
+from frostlab.recipe.load import read_values, recipe_name, with_paths
+from frostlab.storage import check_name
+from frostlab.text import plain
+
+_ENDINGS = (".yaml", ".yml")
+_KEYS = {"experiments", "published", "fair", "further"}  # a file with one of them is a group's
+_SAME_RESULT = ("train.device", "data.path")  # settings that do not change what was published
+
+
+def is_group_source(source: object) -> bool:
+    """Return whether a source names a shipped group, or the YAML file of one."""
+    if not isinstance(source, str | Path):
+        return False
+    name = str(source)
+    if not name.endswith(_ENDINGS):
+        return name in group_names()
+    try:
+        return bool(_KEYS & read_values(name).keys())
+    except BadInput:  # the error is raised again where the file is read as a comparison
+        return False
+
+
+def names_in(names: str | Iterable[str] | None) -> list[str]:
+    """Split `a,b` into a list; None is an empty list."""
+    if names is None:
+        return []
+    parts = names.split(",") if isinstance(names, str) else list(names)
+    return [str(part).strip() for part in parts]
+
+
+def folder_name(group: Group, as_published: bool, quick: bool) -> str:
+    """Return the name of a group's folder."""
+    name = f"{group.name}{'-as-published' * as_published}{'-quick' * quick}"
+    return check_name(name, "the group's name")
+
+
+def comparison_names(group: Group, as_published: bool) -> tuple[str, ...]:
+    """Return the names of a group's comparisons in the order to carry them out."""
+    comparisons = group.published if as_published else group.fair
+    if not comparisons:
+        kind, other = ("published", "without") if as_published else ("fair", "with")
+        raise BadInput(f"{group.name} has no {kind} comparisons; compare it {other} --as-published")
+    return tuple(comparisons)
+
+
+def group_plans(
+    group: Group,
+    *,
+    as_published: bool = False,
+    only: Iterable[str] = (),
+    changes: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    quick: bool = False,
+) -> dict[str, Plan]:
+    """Return the checked plans of a group's comparisons, by name.
+
+    Args:
+        only: names of the comparisons to plan; all if it is empty.
+        changes: keys of a comparison for all of them, such as `seeds`.
+        settings: settings of the recipe for every arm of all of them.
+        quick: plan fewer seeds and shorter step timing.
+    """
+    names = comparison_names(group, as_published)
+    wanted = list(only)
+    for name in wanted:
+        if name not in names:
+            hint = nearest(name, names) or f"; there are {', '.join(names)}"
+            raise BadInput(f"--only {shown_key(name)} is not a comparison of {group.name}{hint}")
+    plans = {}
+    for name in names if not wanted else [name for name in names if name in wanted]:
+        check_name(name, f"{group.name}: the comparison's name")
+        try:
+            keys = _published(group, name, settings or {}) if as_published else _fair(group, name)
+            plan = make_plan(keys, changes, settings=settings, quick=quick)
+        except BadInput as error:
+            raise BadInput(f"{group.name}, {name}: {error}") from None
+        about = _about(group, name, as_published, settings or {})
+        label = f"{folder_name(group, as_published, False)}-{name}"
+        plans[name] = plan.model_copy(update={"name": label, "about": about})
+    return plans
+
+
+def _published(group: Group, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of the comparison that the sources made; its confounds are declared."""
+    keys = dict(group.published[name])
+    first, *others = recipes = [group.recipe(arm, settings) for arm in keys["arms"]]
+    changed = [{}, *(changed_settings(first, recipe) for recipe in others)]
+    arms = [
+        {"name": arm_name(arm), "treatment": recipe.to_dict()["treatment"], "set": differing}
+        for arm, recipe, differing in zip(keys["arms"], recipes, changed, strict=True)
+    ]
+    confounds = list(dict.fromkeys(key for differing in changed for key in differing))
+    return {**keys, "recipe": first.to_dict(), "arms": arms, "allow_confounds": confounds}
+
+
+def arm_name(experiment: str) -> str:
+    """Return the name of the arm that an experiment is: its id, or its file without the ending."""
+    return recipe_name(experiment)
+
+
+def _fair(group: Group, name: str) -> dict[str, Any]:
+    """Return the keys of a fair comparison; a recipe's path is relative to the group's file."""
+    keys = dict(group.fair[name])
+    recipe = keys.get("recipe")
+    if isinstance(recipe, str):
+        keys["recipe"] = group.source_of(recipe)
+    elif isinstance(recipe, dict) and group.folder is not None:
+        keys["recipe"] = with_paths(recipe, group.folder, group.name)
+    return keys
+
+
+def _about(group: Group, name: str, as_published: bool, settings: Mapping[str, Any]) -> str:
+    """Describe a comparison of the group for its page."""
+    text = f"The comparison {name} of the group {group.name} ({group.about})"
+    if not as_published:
+        return f"{text}, asked fairly."
+    text += (
+        ", as published: the arms have the sources' treatments, settings, splits and baseline, and "
+        "differ in more than the treatment where a verdict is confounded"
+    )
+    changed = [f"{key} {plain(value)}" for key, value in settings.items()
+               if key not in _SAME_RESULT]  # fmt: skip
+    return f"{text}. Not as published: {', '.join(changed)}." if changed else f"{text}."

@@ -1,0 +1,448 @@
+"""The summary of a group of comparisons: what each arm reached, beside the sources' numbers.
+
+`summarize` reads the evidence of the group's comparisons; comparisons that have not been carried
+out are listed as not run. summary.json has the keys of `GroupSummary`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from frostlab.comparison.evidence import ArmEvidence, Effect, Evidence, read_evidence
+from frostlab.comparison.oelm_json import QUESTIONS, answers
+from frostlab.comparison.plan import LEAST_SEEDS
+from frostlab.comparison.statistics import paired
+from frostlab.comparison.verdict import Word
+from frostlab.errors import BadInput
+from frostlab.experiments.further import FurtherResult
+from frostlab.experiments.plans import arm_name, comparison_names
+from frostlab.recipe.groups import Group, Interaction
+from frostlab.storage import read_json
+from frostlab.typed import read
+
+SCHEMA = 1  # version of summary.json
+SUMMARY = "summary.json"
+Status = Literal["finished", "not finished", "not run"]
+_NO_VALUE = ("did not finish", "unproven")  # verdicts that leave an effect unknown
+TRANSFER = len(QUESTIONS) - 1  # index of the question that needs comparisons of BERT and of GPT
+_MODELS = ("BERT", "GPT")
+_REDUCING = ("scale", "stand_in")  # keys of a recipe whose run is not the whole experiment
+_WHOLE: tuple[object, ...] = (None, "full", False, "", [], {})  # their values if it is
+
+
+@dataclass(frozen=True)
+class TimeGap:
+    """The time of an arm's step relative to the baseline's."""
+
+    ratio: float | None
+    low: float | None
+    high: float | None
+    verdict: Word | None
+    proven: bool  # whether the timing can be trusted
+
+
+@dataclass(frozen=True)
+class ArmSummary:
+    """The results of one arm."""
+
+    arm: str
+    does: str  # what its treatment does to the model
+    runs: int  # finished runs
+    mean: float | None  # of the metric, over the finished runs
+    std: float | None
+    gap: Effect | None  # paired effect against the baseline; None for the baseline
+    verdict: Word | None  # None for the baseline
+    sentence: str | None
+    retained: float | None  # share of the baseline's metric; above 1 if the arm is better
+    confounds: tuple[str, ...]  # settings besides the treatment that differ from the baseline
+    time: TimeGap | None  # None for the baseline, or if steps were not timed
+    experiment: str | None  # id of the sources' experiment to which the arm corresponds
+    reported: dict[str, float]  # metric → the number that the sources reported for it
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A question and its answer, for the whole group or by comparison."""
+
+    question: str
+    answer: str
+    by_comparison: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ComparisonSummary:
+    """One comparison of the group."""
+
+    name: str  # also its folder
+    status: Status
+    about: str = ""
+    metric: str | None = None
+    seeds: int = 0
+    model: str | None = None  # BERT, GPT or another kind
+    data: str | None = None
+    caution: str | None = None  # a warning about the data, to show with every number
+    reduced: tuple[str, ...] = ()  # why the numbers are not those of the whole experiment
+    baseline: str | None = None
+    baseline_treated: str | None = None  # what was done to the baseline's weights, if anything
+    oelm: str | None = None  # the arm with orthogonal frozen query and key weights
+    arms: tuple[ArmSummary, ...] = ()
+    questions: tuple[Answered, ...] = ()  # the plan's own, else the five about OELM
+
+    @property
+    def oelm_arm(self) -> ArmSummary | None:
+        """The results of the arm with orthogonal frozen query and key weights."""
+        return next((arm for arm in self.arms if arm.arm == self.oelm), None)
+
+
+@dataclass(frozen=True)
+class GroupSummary:
+    """A group of comparisons and its results so far."""
+
+    schema: int
+    group: str
+    about: str
+    as_published: bool
+    comparisons: tuple[ComparisonSummary, ...]
+    questions: tuple[Answered, ...]  # over the whole group; empty without an OELM arm
+    interactions: tuple[Answered, ...]
+    further: tuple[FurtherResult, ...]  # the runs' best weights on further data
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the values of summary.json."""
+        return asdict(self)
+
+
+def read_summary(folder: Path) -> GroupSummary:
+    """Read the summary in a group's folder."""
+    path = folder / SUMMARY
+    try:
+        values = read_json(path)
+    except FileNotFoundError:
+        raise BadInput(f"{folder} has no {SUMMARY} yet") from None
+    version = values.get("schema") if isinstance(values, dict) else None
+    if version != SCHEMA:
+        raise BadInput(f"{path} has schema {version!r:.40}, and this frostlab reads {SCHEMA}")
+    return read(GroupSummary, values, path)
+
+
+def summarize(
+    group: Group, as_published: bool, folder: Path, further: Sequence[FurtherResult] = ()
+) -> GroupSummary:
+    """Summarize the comparisons in a group's folder.
+
+    The question whether a result carries from BERT to GPT is also answered from the groups of the
+    same kind in the folders beside this one.
+    """
+    names = comparison_names(group, as_published)
+    evidence = {name: read_evidence(folder / name / "evidence.json") for name in names}
+    comparisons = tuple(
+        _comparison(group, as_published, name, measured)
+        if measured is not None
+        else ComparisonSummary(name, "not finished" if (folder / name).exists() else "not run")
+        for name, measured in evidence.items()
+    )
+    finished = {name: measured for name, measured in evidence.items() if measured is not None}
+    return GroupSummary(
+        schema=SCHEMA,
+        group=group.name,
+        about=group.about,
+        as_published=as_published,
+        comparisons=comparisons,
+        questions=_questions(comparisons, _siblings(folder, as_published)),
+        interactions=tuple(_interactions(group, names, finished)),
+        further=tuple(further),
+    )
+
+
+def _comparison(
+    group: Group, as_published: bool, name: str, evidence: Evidence
+) -> ComparisonSummary:
+    plan = evidence.plan
+    baseline = evidence.arms[evidence.baseline]
+    treated = plan.recipe_of(plan.baseline, plan.seeds[0]).surgery
+    experiments = _experiments(group, as_published, name, evidence)
+    asked = [(answer.question, answer.verdict.sentence) for answer in evidence.contrasts]
+    if not asked and evidence.oelm is not None:
+        asked = answers(evidence)
+    return ComparisonSummary(
+        name=name,
+        status="finished",
+        about=plan.about,
+        metric=plan.rules.metric,
+        seeds=len(plan.seeds),
+        model=_model(plan.recipe["model"]),
+        data=str(plan.recipe["data"]["name"]),
+        caution=evidence.caution,
+        reduced=_reduced(evidence),
+        baseline=evidence.baseline,
+        baseline_treated=baseline.does if treated.init or treated.freeze else None,
+        oelm=evidence.oelm,
+        arms=tuple(
+            _arm(evidence, arm.name, baseline, experiments.get(arm.name), group)
+            for arm in plan.arms
+        ),
+        questions=tuple(Answered(question, answer) for question, answer in asked),
+    )
+
+
+def _model(settings: Mapping[str, Any]) -> str:
+    """Return BERT or GPT for the models of the OELM study, and the kind of any other model."""
+    name = str(settings.get("name") or settings["kind"])
+    return next((model for model in _MODELS if model.lower() in name.lower()), name)
+
+
+def _reduced(evidence: Evidence) -> tuple[str, ...]:
+    """Say why a comparison is smaller than the experiment, if it is."""
+    recipe = evidence.plan.recipe
+    reasons = [
+        f"{key.replace('_', '-')} {recipe[key]}"
+        for key in _REDUCING
+        if recipe.get(key) not in _WHOLE
+    ]
+    return (*reasons, *(["quick: shortened runs"] if evidence.plan.quick else []))
+
+
+def _arm(
+    evidence: Evidence, name: str, baseline: ArmEvidence, experiment: str | None, group: Group
+) -> ArmSummary:
+    arm, verdict = evidence.arms[name], evidence.verdicts.get(name)
+    spread = arm.metrics.get(evidence.rules.metric)
+    timing = evidence.timing
+    timed = None if timing is None or verdict is None else timing.arms[name]
+    return ArmSummary(
+        arm=name,
+        does=arm.does,
+        runs=len(arm.finished),
+        mean=None if spread is None else spread.mean,
+        std=None if spread is None else spread.std,
+        gap=None if verdict is None else verdict.paired,
+        verdict=None if verdict is None else verdict.word,
+        sentence=None if verdict is None else verdict.sentence,
+        retained=None if verdict is None else _retained(evidence, name, arm, baseline),
+        confounds=evidence.confounds.get(name, ()),
+        time=None
+        if timed is None or timing is None
+        else TimeGap(timed.ratio, timed.low, timed.high, timed.word, timing.proven),
+        experiment=experiment,
+        reported={} if experiment is None else dict(group.experiments[experiment].reported),
+    )
+
+
+def _retained(
+    evidence: Evidence, name: str, arm: ArmEvidence, baseline: ArmEvidence
+) -> float | None:
+    """Return the arm's mean relative to the baseline's, inverted if lower values are better.
+
+    A metric that is compared as a ratio has this ratio here, too.
+    """
+    rules = evidence.rules
+    if rules.log:
+        gap = evidence.verdicts[name].paired
+        ratio = None if gap is None else gap.effect
+        return 1 / ratio if ratio and rules.lower_is_better else ratio
+    own, base = (either.metrics.get(rules.metric) for either in (arm, baseline))
+    if own is None or base is None or not own.mean or not base.mean:
+        return None
+    if own.mean < 0 or base.mean < 0:  # a share of a negative correlation means nothing
+        return None
+    return base.mean / own.mean if rules.lower_is_better else own.mean / base.mean
+
+
+def _experiments(group: Group, as_published: bool, name: str, evidence: Evidence) -> dict[str, str]:
+    """Return the sources' experiment that corresponds to each arm, where one does.
+
+    As published, the arms are the experiments. In a fair comparison, the baseline corresponds to
+    the published baseline of the same name, and another arm to the experiment with its treatment.
+    """
+    if name not in group.published:
+        return {}
+    first, *others = ids = group.arms(name)
+    if as_published:
+        return {arm_name(experiment): experiment for experiment in ids}
+    plan, matches = evidence.plan, {evidence.baseline: first}
+    base = group.recipe(first).surgery
+    surgeries = {experiment: group.recipe(experiment).surgery for experiment in others}
+    for arm in plan.others:
+        own = plan.recipe_of(arm, plan.seeds[0]).surgery
+        same = [other for other, surgery in surgeries.items() if surgery == own != base]
+        if len(same) == 1:
+            matches[arm.name] = same[0]
+    return matches
+
+
+# Questions over the whole group
+
+
+def _siblings(folder: Path, as_published: bool) -> dict[str, GroupSummary]:
+    """Return the summaries of the groups in the folders beside a group's folder, by folder."""
+    summaries = {}
+    for path in sorted(folder.resolve().parent.glob(f"*/{SUMMARY}")):
+        if path.parent == folder.resolve():
+            continue
+        try:
+            summary = read_summary(path.parent)
+        except BadInput:  # a file of another version or of another program
+            continue
+        if summary.as_published == as_published:
+            summaries[path.parent.name] = summary
+    return summaries
+
+
+def _questions(
+    comparisons: Sequence[ComparisonSummary], siblings: Mapping[str, GroupSummary]
+) -> tuple[Answered, ...]:
+    """Answer the five questions of the OELM study from the comparisons that finished."""
+    if not any(_asks_about_oelm(comparison) for comparison in comparisons):
+        return ()
+    answered = [
+        Answered(question, "", {entry.name: _answer(entry, index) for entry in comparisons})
+        for index, question in enumerate(QUESTIONS)
+    ]
+    transfer = Answered(QUESTIONS[TRANSFER], _transfer(comparisons, siblings))
+    return (*answered[:TRANSFER], transfer)
+
+
+def _asks_about_oelm(comparison: ComparisonSummary) -> bool:
+    return comparison.oelm is not None and tuple(
+        entry.question for entry in comparison.questions
+    ) == tuple(QUESTIONS)
+
+
+def _answer(comparison: ComparisonSummary, index: int) -> str:
+    """Return the answer of one comparison; the gap and its verdict are enough for the first."""
+    if comparison.status != "finished":
+        return comparison.status
+    arm = comparison.oelm_arm
+    if arm is None or not _asks_about_oelm(comparison):
+        return "not asked"
+    if index:
+        return comparison.questions[index].answer
+    by = f" by {', '.join(arm.confounds)}" if arm.confounds else ""
+    return f"{arm.arm} {effect_text(arm.gap)} on {comparison.metric}: {arm.verdict}{by}"
+
+
+def _transfer(
+    comparisons: Sequence[ComparisonSummary], siblings: Mapping[str, GroupSummary]
+) -> str:
+    """Compare the effects of OELM on BERT and on GPT, over this group and those beside it."""
+    everything = [(comparison.name, comparison) for comparison in comparisons]
+    everything += [
+        (f"{name}/{comparison.name}", comparison)
+        for name, summary in siblings.items()
+        for comparison in summary.comparisons
+    ]
+    words: dict[str, set[str]] = {}
+    parts = []
+    for model in _MODELS:
+        effects = []
+        for name, comparison in everything:
+            arm = comparison.oelm_arm
+            if comparison.model == model and arm is not None and arm.gap is not None:
+                notes = ", ".join([str(arm.verdict), *comparison.reduced])
+                effects.append(f"{name} {effect_text(arm.gap)} ({notes})")
+                words.setdefault(model, set()).add(str(arm.verdict))
+        parts.append(f"{model}: {', '.join(effects) if effects else 'not run'}.")
+    missing = [model for model in _MODELS if model not in words]
+    if missing:
+        return f"Not known: {' '.join(parts)}"
+    judged = {"better", "worse", "no difference found"}
+    if not set().union(*words.values()) <= judged:
+        return f"Not shown: {' '.join(parts)} Only an effect that is judged can carry over."
+    if words["BERT"] == words["GPT"] and len(words["BERT"]) == 1:
+        return f"Yes, as far as these verdicts agree: {' '.join(parts)}"
+    return f"Not in every comparison: {' '.join(parts)}"
+
+
+def effect_text(effect: Effect | None) -> str:
+    """Format a paired effect with its interval: "+0.012 [+0.004, +0.02]" or "0.93 × […]"."""
+    if effect is None or effect.effect is None:
+        return "–"
+    sign, unit = ("", " ×") if effect.log else ("+", "")
+    if effect.low is None and effect.high is None:
+        return f"{effect.effect:{sign}.4g}{unit}"
+    low = "−∞" if effect.low is None else f"{effect.low:{sign}.3g}"
+    high = "∞" if effect.high is None else f"{effect.high:{sign}.3g}"
+    return f"{effect.effect:{sign}.4g}{unit} [{low}, {high}]"
+
+
+# Interactions
+
+
+def _interactions(
+    group: Group, names: Sequence[str], finished: Mapping[str, Evidence]
+) -> list[Answered]:
+    """Answer the group's questions about how an arm's effect differs between two comparisons."""
+    asked = [
+        interaction
+        for interaction in group.interactions
+        if {interaction.comparison, interaction.against} <= set(names)
+    ]
+    return [
+        Answered(interaction.question, _interaction(interaction, finished, len(asked)))
+        for interaction in asked
+    ]
+
+
+def _interaction(
+    interaction: Interaction, finished: Mapping[str, Evidence], statements: int
+) -> str:
+    names = (interaction.comparison, interaction.against)
+    missing = [name for name in names if name not in finished]
+    if missing:
+        return f"not run: {', '.join(missing)}."
+    own, other = (finished[name] for name in names)
+    if interaction.arm not in own.verdicts or interaction.arm not in other.verdicts:
+        return f"not known: {interaction.arm} is not compared with a baseline in both."
+    parts = "; ".join(_effect_in(name, finished[name], interaction.arm) for name in names)
+    if own.rules.metric != other.rules.metric:
+        metrics = f"{own.rules.metric} and {other.rules.metric}"
+        return f"no number can tell, because the metrics are {metrics}; {parts}."
+    for name in names:
+        if (word := finished[name].verdicts[interaction.arm].word) in _NO_VALUE:
+            return f'not shown: the verdict on {name} is "{word}".'
+    effects = [_effects_by_seed(evidence, interaction.arm) for evidence in (own, other)]
+    seeds = sorted(effects[0].keys() & effects[1].keys())
+    if len(seeds) < LEAST_SEEDS:
+        return f"too few seeds: {len(seeds)} that both have; at least {LEAST_SEEDS} are needed."
+    level = own.rules.level / statements
+    difference = paired(*([by_seed[seed] for seed in seeds] for by_seed in effects), alpha=level)
+    on_scale = math.exp if own.rules.log else float
+    mean, low, high = map(on_scale, (difference.effect, difference.low, difference.high))
+    effect = Effect(len(seeds), own.rules.log, level, mean, low, high, difference.p, None)
+    shown = "is not shown to differ" if difference.low <= 0 <= difference.high else "differs"
+    text = f"the effect of {interaction.arm} {shown} between {names[0]} and {names[1]}"
+    confounded = [name for name in names if finished[name].confounds.get(interaction.arm)]
+    note = f" Confounded: {', '.join(confounded)}." if confounded else ""
+    return (
+        f"{text}: {effect_text(effect)} ({100 * (1 - level):.4g} %), over {len(seeds)} seeds; "
+        f"{parts}.{note}"
+    )
+
+
+def _effect_in(name: str, evidence: Evidence, arm: str) -> str:
+    verdict = evidence.verdicts[arm]
+    return f"{name} {effect_text(verdict.paired)} ({verdict.word})"
+
+
+def _effects_by_seed(evidence: Evidence, arm: str) -> dict[int, float]:
+    """Return the difference of an arm from the baseline by seed; on the log scale, of logarithms.
+
+    Seeds whose runs did not both finish, or cannot be paired, are left out.
+    """
+    refused = {pair.seed for pair in evidence.refused_pairs if pair.arm == arm}
+    values = {
+        name: {
+            run.seed: value
+            for run in evidence.arms[name].finished
+            if (value := run.metrics.get(evidence.rules.metric)) is not None
+        }
+        for name in (arm, evidence.baseline)
+    }
+    on_scale = math.log if evidence.rules.log else float
+    return {
+        seed: on_scale(value) - on_scale(values[evidence.baseline][seed])
+        for seed, value in values[arm].items()
+        if seed in values[evidence.baseline] and seed not in refused
+    }
