@@ -20,12 +20,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_group_is_compared_shown_judged_and_verified(
     here: Path, in_this_process: Command
 ) -> None:
-    command = ["compare", "mine.yaml", "--as-published", "--only", "random", "--seeds", "1"]
+    command = ["compare", "mine.yaml", "--as-published", "--only", "random", "--seeds", "1",
+               "--set", "train.steps=2", "--device", "cpu"]  # fmt: skip
     done = in_this_process(*command)
     assert done.returncode == 0, done.stderr
     assert "comparison 1 of 1: random" in done.stderr
     assert "rates: not run" in done.stdout
     assert "Caution: selected on the reporting split." in done.stdout
+    assert "\nNot as published: train.steps 3 → 2.\n" in done.stdout
     assert "random: confounded by optim.lr 0.003 → 0.01" in done.stdout
     assert done.stdout.endswith("page: comparisons/mine-as-published/summary.md\n")
     folder = "comparisons/mine-as-published"

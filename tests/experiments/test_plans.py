@@ -78,6 +78,8 @@ def test_a_changed_setting_is_not_called_published(group_file: Path) -> None:
     assert plan.about.endswith("Not as published: train.steps 7.")
     same = group_plans(group, as_published=True, settings={"train.device": "cpu"})["rates"]
     assert "Not as published" not in same.about
+    fair = group_plans(group, settings=settings)["rates"]
+    assert fair.about.endswith("asked fairly. Not as in the group: train.steps 7.")
     assert plan.digest == plan.model_copy(update={"about": "another text"}).digest
 
 

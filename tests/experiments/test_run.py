@@ -12,6 +12,7 @@ import frostlab as fl
 import frostlab.use.scoring
 from frostlab.comparison.statistics import paired
 from frostlab.experiments.further import further_results, read_scores_of
+from frostlab.experiments.run import judge_group
 from frostlab.records.manifest import verify
 from tiny_group import GROUP, write_group
 
@@ -31,6 +32,7 @@ def test_as_published_every_place_says_confounded(published: fl.GroupResult) -> 
     assert oelm.time is not None
     assert oelm.time.ratio > 0  # type: ignore[operator]
     assert entry.caution == "selected on the reporting split"
+    assert (entry.changed, entry.reduced, entry.baseline_treated) == ((), (), None)
     assert (other.name, other.status, other.arms) == ("random", "not run", ())
     folder = published.folder / "rates"
     values = json.loads((folder / "comparison.json").read_text())
@@ -162,6 +164,27 @@ def test_a_group_is_sealed(fair: fl.GroupResult, tmp_path: Path) -> None:
         (copy / name).write_bytes(before)
 
 
+def test_a_group_of_somebody_else_stays_inside_its_folder(
+    fair: fl.GroupResult, tmp_path: Path
+) -> None:
+    folder = tmp_path / "group"
+    folder.mkdir()
+    values = json.loads((fair.folder / "group.json").read_text())
+    values["group"]["fair"] = {"../outside": values["group"]["fair"]["rates"]}
+    (folder / "group.json").write_text(json.dumps(values))
+    with pytest.raises(fl.BadInput, match="the comparison's name '../outside' should be a plain"):
+        judge_group(folder)
+    for text, message in (
+        ("[]", "has schema None, and this frostlab reads 1"),
+        (json.dumps(values | {"name": 3}), "name should be a text"),
+        (json.dumps(values | {"group": {"fair": {}}}), "group.json: about is missing"),
+    ):
+        (folder / "group.json").write_text(text)
+        with pytest.raises(fl.BadInput, match=message) as error:
+            judge_group(folder)
+        assert "\n" not in str(error.value)
+
+
 def test_missing_data_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     write_group(tmp_path)
     lost = {**GROUP["fair"]["rates"], "set": {"data.path": "nowhere"}}  # type: ignore[index]
@@ -199,6 +222,16 @@ def test_bad_further_data_are_refused_before_anything_is_written(
     assert message in str(error.value)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_comparison_of_another_plan_is_refused_by_its_name(
+    fair: fl.GroupResult, group_file: Path
+) -> None:
+    before = fair.summary
+    with pytest.raises(fl.BadInput, match="^mine, rates: .* was made by another plan .*recipe"):
+        fl.compare_group(group_file, seeds=2, settings={"train.steps": 4}, out=fair.folder)
+    assert fair.summary == before
+    fl.compare_group(group_file, seeds=2, out=fair.folder)  # writes the manifest again
 
 
 def test_a_folder_of_something_else_is_refused(

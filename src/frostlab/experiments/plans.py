@@ -20,7 +20,7 @@ from frostlab.text import plain
 
 _ENDINGS = (".yaml", ".yml")
 _KEYS = {"experiments", "published", "fair", "further"}  # a file with one of them is a group's
-_SAME_RESULT = ("train.device", "data.path")  # settings that do not change what was published
+SAME_EXPERIMENT = ("train.device", "data.path")  # settings of the machine, not of an experiment
 
 
 def is_group_source(source: object) -> bool:
@@ -56,7 +56,8 @@ def comparison_names(group: Group, as_published: bool) -> tuple[str, ...]:
     if not comparisons:
         kind, other = ("published", "without") if as_published else ("fair", "with")
         raise BadInput(f"{group.name} has no {kind} comparisons; compare it {other} --as-published")
-    return tuple(comparisons)
+    # A comparison's name is a folder.
+    return tuple(check_name(name, f"{group.name}: the comparison's name") for name in comparisons)
 
 
 def group_plans(
@@ -84,7 +85,6 @@ def group_plans(
             raise BadInput(f"--only {shown_key(name)} is not a comparison of {group.name}{hint}")
     plans = {}
     for name in names if not wanted else [name for name in names if name in wanted]:
-        check_name(name, f"{group.name}: the comparison's name")
         try:
             keys = _published(group, name, settings or {}) if as_published else _fair(group, name)
             plan = make_plan(keys, changes, settings=settings, quick=quick)
@@ -127,13 +127,20 @@ def _fair(group: Group, name: str) -> dict[str, Any]:
 
 def _about(group: Group, name: str, as_published: bool, settings: Mapping[str, Any]) -> str:
     """Describe a comparison of the group for its page."""
-    text = f"The comparison {name} of the group {group.name} ({group.about})"
-    if not as_published:
-        return f"{text}, asked fairly."
+    text = f"The comparison {name} of the group {group.name} ({group.about}), "
     text += (
-        ", as published: the arms have the sources' treatments, settings, splits and baseline, and "
+        "as published: the arms have the sources' treatments, settings, splits and baseline, and "
         "differ in more than the treatment where a verdict is confounded"
+        if as_published
+        else "asked fairly"
     )
-    changed = [f"{key} {plain(value)}" for key, value in settings.items()
-               if key not in _SAME_RESULT]  # fmt: skip
-    return f"{text}. Not as published: {', '.join(changed)}." if changed else f"{text}."
+    changed = [
+        f"{key} {plain(value)}" for key, value in settings.items() if key not in SAME_EXPERIMENT
+    ]
+    ending = f" {other_settings(as_published)}: {', '.join(changed)}." if changed else ""
+    return f"{text}.{ending}"
+
+
+def other_settings(as_published: bool) -> str:
+    """Return the words that introduce settings which are not the group's."""
+    return "Not as published" if as_published else "Not as in the group"

@@ -144,9 +144,12 @@ def run_group(
     _open(folder, group, as_published)
     for number, (name, plan) in enumerate(plans.items(), 1):
         runner.say(f"comparison {number} of {len(plans)}: {name}")
-        run_plan(plan, runner, folder / name)
-        if further:
-            evaluate_further(folder, name, further, runner.data_dir, runner.say)
+        try:
+            run_plan(plan, runner, folder / name)
+            if further:
+                evaluate_further(folder, name, further, runner.data_dir, runner.say)
+        except BadInput as error:
+            raise BadInput(f"{group.name}, {name}: {error}") from None
         _write_summary(folder, group, as_published)
     return GroupResult(path)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from frostlab.experiments.further import FurtherResult
+from frostlab.experiments.plans import other_settings
 from frostlab.experiments.summary import (
     Answered,
     ArmSummary,
@@ -59,7 +60,7 @@ def summary_page(summary: GroupSummary) -> str:
     """Return the whole summary in Markdown."""
     kind = _PUBLISHED if summary.as_published else _FAIR
     parts = [f"# {escaped(title(summary))}", escaped(summary.about), kind, _NOTE]
-    parts += map(_section, summary.comparisons)
+    parts += [_section(entry, summary.as_published) for entry in summary.comparisons]
     if summary.questions:
         parts.append(f"## The five questions\n\n{_numbered(summary.questions)}")
     if summary.interactions:
@@ -75,7 +76,7 @@ def summary_page(summary: GroupSummary) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _section(comparison: ComparisonSummary) -> str:
+def _section(comparison: ComparisonSummary, as_published: bool) -> str:
     """Return one comparison as a section of the page."""
     heading = f"## {escaped(comparison.name)}"
     if comparison.status != "finished":
@@ -98,14 +99,19 @@ def _section(comparison: ComparisonSummary) -> str:
     ]
     facts = f"{comparison.model} on {comparison.data}, {counted(comparison.seeds, 'seeds')}"
     page = f"{quote(comparison.name)}/comparison.md"
-    lines = [f"{escaped(facts)}; [page]({page}).", *map(escaped, _remarks(comparison))]
+    lines = [
+        f"{escaped(facts)}; [page]({page}).",
+        *map(escaped, _remarks(comparison, as_published)),
+    ]
     listed = [Markdown(f"- {escaped(arm.sentence)}") for arm in comparison.arms if arm.sentence]
     return "\n\n".join([heading, " ".join(lines), markdown(head, rows), "\n".join(listed)])
 
 
-def _remarks(comparison: ComparisonSummary) -> list[str]:
+def _remarks(comparison: ComparisonSummary, as_published: bool) -> list[str]:
     """Return what must be said with the numbers of a comparison."""
     lines = [f"Not the whole experiment: {reason}." for reason in comparison.reduced]
+    if comparison.changed:
+        lines.append(f"{other_settings(as_published)}: {', '.join(comparison.changed)}.")
     lines += [f"Caution: {comparison.caution}."] if comparison.caution else []
     if comparison.baseline_treated:
         lines.append(f"The baseline was changed, too: {comparison.baseline_treated}.")
@@ -116,7 +122,7 @@ def show_summary(summary: GroupSummary, page: Path, width: int | None = 80) -> s
     """Return the summary as lines of `width` characters; `page` is the path of the page."""
     lines = [f"{title(summary)}: {summary.about}"]
     for comparison in summary.comparisons:
-        lines += ["", *_lines(comparison, width)]
+        lines += ["", *_lines(comparison, summary.as_published, width)]
     for name, rows in _by_comparison(summary.further).items():
         head, body = _further_table(rows)
         lines += ["", f"{name} on further data", *columns([head, *body], {2, 3, 4}, width)]
@@ -128,7 +134,7 @@ def show_summary(summary: GroupSummary, page: Path, width: int | None = 80) -> s
     return "\n".join([*text, "", plain(f"page: {page}")])
 
 
-def _lines(comparison: ComparisonSummary, width: int | None) -> list[str]:
+def _lines(comparison: ComparisonSummary, as_published: bool, width: int | None) -> list[str]:
     """Return one comparison as lines: a table of its arms, and a line for each verdict."""
     if comparison.status != "finished":
         return [f"{comparison.name}: {comparison.status}"]
@@ -139,7 +145,7 @@ def _lines(comparison: ComparisonSummary, width: int | None) -> list[str]:
         for arm in comparison.arms
     ]  # fmt: skip
     facts = f"{comparison.model} on {comparison.data}, {counted(comparison.seeds, 'seeds')}"
-    lines = [f"{comparison.name}: {facts}", *_remarks(comparison)]
+    lines = [f"{comparison.name}: {facts}", *_remarks(comparison, as_published)]
     lines += columns(rows, {1, 2, 3, 4}, width)
     for arm in comparison.arms:
         if arm.verdict is not None:

@@ -12,12 +12,17 @@ from typing import Any, Literal
 
 from frostlab.comparison.evidence import ArmEvidence, Effect, Evidence, read_evidence
 from frostlab.comparison.oelm_json import QUESTIONS, answers
-from frostlab.comparison.plan import LEAST_SEEDS
+from frostlab.comparison.plan import LEAST_SEEDS, confounds
 from frostlab.comparison.statistics import paired
 from frostlab.comparison.verdict import Word
 from frostlab.errors import BadInput
 from frostlab.experiments.further import FurtherResult
-from frostlab.experiments.plans import arm_name, comparison_names
+from frostlab.experiments.plans import (
+    SAME_EXPERIMENT,
+    arm_name,
+    comparison_names,
+    group_plans,
+)
 from frostlab.recipe.groups import Group, Interaction
 from frostlab.storage import read_json
 from frostlab.typed import read
@@ -29,6 +34,7 @@ _NO_VALUE = ("did not finish", "unproven")  # verdicts that leave an effect unkn
 TRANSFER = len(QUESTIONS) - 1  # index of the question that needs comparisons of BERT and of GPT
 _MODELS = ("BERT", "GPT")
 _REDUCING = ("scale", "stand_in")  # keys of a recipe whose run is not the whole experiment
+_SHORTENED = ("train.steps", "train.epochs", "evaluate.every", "watch.every_n_steps")  # if quick
 _WHOLE: tuple[object, ...] = (None, "full", False, "", [], {})  # their values if it is
 
 
@@ -84,6 +90,7 @@ class ComparisonSummary:
     data: str | None = None
     caution: str | None = None  # a warning about the data, to show with every number
     reduced: tuple[str, ...] = ()  # why the numbers are not those of the whole experiment
+    changed: tuple[str, ...] = ()  # settings that are not the group's
     baseline: str | None = None
     baseline_treated: str | None = None  # what was done to the baseline's weights, if anything
     oelm: str | None = None  # the arm with orthogonal frozen query and key weights
@@ -176,6 +183,7 @@ def _comparison(
         data=str(plan.recipe["data"]["name"]),
         caution=evidence.caution,
         reduced=_reduced(evidence),
+        changed=_changed(group, as_published, name, evidence),
         baseline=evidence.baseline,
         baseline_treated=baseline.does if treated.init or treated.freeze else None,
         oelm=evidence.oelm,
@@ -202,6 +210,15 @@ def _reduced(evidence: Evidence) -> tuple[str, ...]:
         if recipe.get(key) not in _WHOLE
     ]
     return (*reasons, *(["quick: shortened runs"] if evidence.plan.quick else []))
+
+
+def _changed(group: Group, as_published: bool, name: str, evidence: Evidence) -> tuple[str, ...]:
+    """Return the settings in which a comparison differs from the group's, as `key old → new`."""
+    plan = evidence.plan
+    own = group_plans(group, as_published=as_published, only=[name])[name]
+    recipes = (either.recipe_of(either.baseline, plan.seeds[0]) for either in (own, plan))
+    ignored = (*SAME_EXPERIMENT, *(_SHORTENED if plan.quick else ()))
+    return tuple(str(entry) for entry in confounds(*recipes) if entry.key not in ignored)
 
 
 def _arm(
