@@ -83,3 +83,16 @@ def test_bad_input_is_one_line(
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not (here / "comparisons").exists()
+
+
+def test_details_of_a_group(in_this_process: Command) -> None:
+    details = ["recipes", "--group", "progressive", "--details"]
+    shown = in_this_process(*details)
+    assert shown.returncode == 0, shown.stderr
+    assert "## progressive\n" in shown.stdout
+    assert "## phase3" not in shown.stdout
+    listed = json.loads(in_this_process(*details, "--json").stdout)
+    assert [entry["trainable"] for entry in listed] == [4_534_784, 4_534_784]
+    refused = in_this_process("recipes", "--group", "task-or-mask", "--details")
+    assert refused.returncode == 2
+    assert "group task-or-mask has no experiments of its own" in refused.stderr

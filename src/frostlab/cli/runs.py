@@ -24,6 +24,7 @@ from frostlab.cli.options import (
     settings_from,
     width_of,
 )
+from frostlab.errors import BadInput
 from frostlab.storage import read_text
 from frostlab.text import plain, wrapped
 
@@ -40,14 +41,26 @@ def recipes(
             metavar="GROUP", help="List the experiments of a group (a name, or a YAML file)."
         ),
     ] = None,
+    details: Annotated[
+        bool,
+        typer.Option(
+            "--details",
+            help="Show what each experiment takes: parameters, tokens, FLOPs, time and memory, in "
+            "Markdown.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """List the recipes, comparisons and groups that ship with frostlab.
 
     With --json: a list of objects with the keys kind (recipe, experiment, comparison
     or group), name and about. With --group, the experiments of the group: data,
-    method, learning rate, the sources' number and expected time.
+    method, learning rate, the sources' number and expected time. With --details, the
+    experiments of the group or of all groups, with what they take.
     """
+    if details:
+        _show_details(group, as_json)
+        return
     if group is not None:
         _list_group(group, as_json)
         return
@@ -76,6 +89,19 @@ def recipes(
             echo(f"\n{_HEADINGS[kind]}")
         last, line = kind, f"{plain(name):{longest}}  {plain(about)}"
         echo("\n".join(wrapped(line, width, " " * (longest + 2))))
+
+
+def _show_details(name: str | None, as_json: bool) -> None:
+    """Print the catalogue of a group's experiments, or of all."""
+    from frostlab.recipe.groups import group_names, load_group
+
+    groups = [load_group(group) for group in (group_names() if name is None else [name])]
+    if not any(group.experiments for group in groups):
+        raise BadInput(f"group {name} has no experiments of its own, so --details has none to show")
+    from frostlab.experiments.catalogue import catalogue_page, catalogue_values
+
+    values = catalogue_values(groups) if as_json else None
+    echo(catalogue_page(groups).rstrip() if values is None else json.dumps(values, indent=1))
 
 
 def _list_group(name: str, as_json: bool) -> None:
