@@ -17,6 +17,7 @@ from frostlab.comparison.page import page, show
 from frostlab.comparison.plan import SCHEMA
 from frostlab.comparison.run import _shortened, _stored_tuning, _time_steps
 from frostlab.comparison.runner import ComparisonFolder, Finished, Runner, StoredPlan
+from frostlab.experiments.plans import group_plans
 from frostlab.launcher import check_variables
 from frostlab.models.gpt import GPT, GPTConfig
 from frostlab.recipe.groups import group_table, load_group
@@ -53,6 +54,9 @@ _GROUPS = (
     b"further: {d: {data.x: 1}}\n",
     b"about: x\nexperiments: {gpt-01: {}, gpt-02: {}}\n"
     b"published: {a: {arms: [gpt-01, gpt-02], metric: loss}}\nfair: {}\n",
+    b"about: x\nfair:\n  b: {recipe: docstrings-gpt, arms: [baseline, oelm], tune: null}\n"
+    b"  c: {recipe: {data: {name: majority}}, arms: [none, oelm]}\n"
+    b"interactions: [{question: q, arm: oelm, comparison: b, against: c}]\n",
 )
 _SELECTIONS = (b"query", b"layers[0:2].key", b"!layers[-1].up.bias", b"all\nembedding\n!head")
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -74,7 +78,10 @@ def _settings(data: bytes, folder: Path) -> None:
 
 
 def _group(data: bytes, folder: Path) -> None:
-    assert group_table(load_group(_written(data, folder / "me.yaml")), 80) is not None
+    group = load_group(_written(data, folder / "me.yaml"))
+    assert group_table(group, 80) is not None
+    for as_published, comparisons in ((True, group.published), (False, group.fair)):
+        assert not comparisons or group_plans(group, as_published=as_published)
 
 
 def _comparison(data: bytes, folder: Path) -> None:
