@@ -98,7 +98,7 @@ def _show_details(name: str | None, as_json: bool) -> None:
     groups = [load_group(group) for group in (group_names() if name is None else [name])]
     if not any(group.experiments for group in groups):
         raise BadInput(f"group {name} has no experiments of its own, so --details has none to show")
-    from frostlab.experiments.catalogue import catalogue_page, catalogue_values
+    from frostlab.experiments.costs import catalogue_page, catalogue_values
 
     values = catalogue_values(groups) if as_json else None
     echo(catalogue_page(groups).rstrip() if values is None else json.dumps(values, indent=1))

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from frostlab.experiments import catalogue as module
-from frostlab.experiments.catalogue import (
+from frostlab.experiments import costs as module
+from frostlab.experiments.costs import (
     EXAMPLES,
     MACHINE,
     STEP_RECORDS,
