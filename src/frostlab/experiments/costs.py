@@ -227,10 +227,9 @@ def _examples(recipe: Recipe) -> int | None:
     """Return the number of training examples; None if only the data can tell."""
     data = recipe.data
     if isinstance(data, SimulatedEEG):
-        settings = data.model_dump()
         fitting = round(data.seconds * data.rate) // data.length
         trained = data.subjects * (data.recordings - data.tune - data.report)
-        return trained * (settings.get("windows") or fitting)
+        return trained * (data.windows or fitting)
     limit = getattr(data, "limit", None)
     everything = EXAMPLES.get(data.name)
     return limit if everything is None else min(limit or everything, everything)
