@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from frostlab.data.sources import PUBLIC_SETS
 from frostlab.models.build import recipe_blueprint
 from frostlab.models.stack import is_causal
 from frostlab.recipe.data import SimulatedEEG
@@ -26,13 +27,6 @@ from frostlab.training.stages import Entered, Stage, enter_stage, stages_of
 from frostlab.training.step.objective import resolve_supervision
 
 MACHINE = "NVIDIA H200"  # of STEP_RECORDS
-EXAMPLES = {  # of the whole training set
-    "sst2": 67_349,
-    "mnli": 392_702,
-    "xnli": 392_702,  # trained on MNLI
-    "imdb": 25_000,
-    "ag_news": 120_000,
-}
 WORDS = {"wikitext2": 28_914, "wikitext2-raw": 69_830}  # sizes of vocabularies of whole words
 _WEIGHT_BYTES = 4  # per parameter
 _STATE_BYTES = 12  # per trainable parameter: its gradient and Adam's two moments
@@ -231,7 +225,8 @@ def _examples(recipe: Recipe) -> int | None:
         trained = data.subjects * (data.recordings - data.tune - data.report)
         return trained * (data.windows or fitting)
     limit = getattr(data, "limit", None)
-    everything = EXAMPLES.get(data.name)
+    facts = PUBLIC_SETS.get("mnli" if data.name == "xnli" else data.name)  # XNLI trains on MNLI
+    everything = None if facts is None else facts.rows.get("train")
     return limit if everything is None else min(limit or everything, everything)
 
 
