@@ -186,8 +186,12 @@ def test_other_recordings_are_scored(listener: fl.Run, tmp_path: Path) -> None:
     assert known == ["sub-001", "sub-002"]
     subjects = [*known, "somebody"]
     evaluation = listener.evaluate(recordings(tmp_path / "eeg", subjects))
-    names = ["pearson", "loss", "chance", "pearson_unseen", "chance_unseen", "window_pearson"]
+    names = [
+        "pearson", "loss", "chance", "segment_pearson", "segment_std", "pearson_unseen",
+        "chance_unseen", "segment_pearson_unseen", "challenge", "window_pearson",
+    ]  # fmt: skip
     assert list(evaluation.metrics) == names
+    assert [evaluation.n[name] for name in ("segment_pearson", "challenge")] == [2, 3]
     assert evaluation.n["pearson"] == 2
     assert evaluation.n["pearson_unseen"] == 1
     assert evaluation.n["loss"] == 4 * 10, "windows of 64 in recordings of 640 samples"
