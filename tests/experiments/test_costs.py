@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from frostlab.data.sources import PUBLIC_SETS
 from frostlab.experiments import costs as module
 from frostlab.experiments.costs import (
-    EXAMPLES,
     MACHINE,
     STEP_RECORDS,
     Entry,
@@ -185,5 +185,5 @@ def test_allocating_a_model_keeps_tied_weights_tied() -> None:
 
 
 def test_sizes_of_training_sets_are_those_of_the_published_steps() -> None:
-    assert -(-EXAMPLES["sst2"] // 32) * 3 == 6_315
-    assert -(-EXAMPLES["mnli"] // 32) * 3 == 36_816
+    assert -(-PUBLIC_SETS["sst2"].rows["train"] // 32) * 3 == 6_315
+    assert -(-PUBLIC_SETS["mnli"].rows["train"] // 32) * 3 == 36_816
