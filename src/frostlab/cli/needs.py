@@ -69,7 +69,7 @@ def fetch(names: Names, settings: Settings = None, data_dir: DataDir = None) -> 
     if problems:
         raise BadInput("; ".join(problems))
     if not missing:
-        echo("everything is here")
+        echo("nothing is missing")
 
 
 def _needs(names: list[str], settings: list[str] | None, data_dir: Path | None) -> "list[Need]":

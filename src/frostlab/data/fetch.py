@@ -36,7 +36,7 @@ class Need:
     kind: Kind
     name: str  # as in a recipe; for XNLI with its language, such as xnli/en
     recipes: tuple[str, ...]  # the recipes that need it
-    place: str | None = None  # where it is; None: it is missing
+    place: str | None = None  # where it was found; None: nowhere
     size: int | None = None  # bytes on disk if it is here, else to download; None: not known
     # approximate bytes of the whole public set, for a set in the data folder without `rows`
     whole: int | None = None

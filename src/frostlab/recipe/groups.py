@@ -76,7 +76,7 @@ class Group(Strict):
     """Experiments that answer one question, and the comparisons among them."""
 
     about: str
-    machine: str | None = None  # the sources' machine, on which the experiments have their cost
+    machine: str | None = None  # the sources' machine, which `cost` is for
     # by id, or by the path of a recipe's file
     experiments: dict[str, Experiment] = Field(default_factory=dict, max_length=MOST_LISTED)
     # name → keys of a comparison whose `arms` are ids; the first is the baseline
