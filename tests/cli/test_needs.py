@@ -103,7 +103,7 @@ def test_fetching_downloads_a_data_set(
     assert (done.returncode, done.stdout) == (0, "fetched data imdb\n"), done.stderr
     assert list((tmp_path / "sets").rglob("*.arrow"))
     done = in_this_process("data", "fetch", "docstrings-gpt")
-    assert (done.returncode, done.stdout) == (0, "everything is here\n")
+    assert (done.returncode, done.stdout) == (0, "nothing is missing\n")
 
 
 def test_a_full_disk_is_noticed_before_a_download(

@@ -328,7 +328,7 @@ def test_the_named_treatments() -> None:
         ({"init": [{"method": "registered", "name": "mine"}], "freeze": ["key"]},
          "changed by the registered function mine; key: frozen; the rest trains"),
         ({"peft": {"method": "lora"}},
-         "lora adapters at query and value; only the adapters and the head train"),
+         "lora adapters at query and value; only the adapters and an untied head train"),
     ],
 )  # fmt: skip
 def test_a_treatment_says_what_it_does(treatment: Any, said: str) -> None:

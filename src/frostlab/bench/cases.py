@@ -151,7 +151,7 @@ def _check_against_trainer(settings: BenchSettings, ours: Feed, theirs: Feed) ->
 
 
 def gpt_imdb(settings: BenchSettings) -> Iterator[Result]:
-    """Train GPT as a classifier: captured steps on packed batches against eager, padded steps.
+    """Train GPT as a classifier: the default step on packed batches against eager, padded steps.
 
     Without IMDB, both sides get the same batches of random ids, all of the same length.
     """
@@ -257,7 +257,7 @@ def _language(settings: BenchSettings, batch: int) -> Result:
 
 
 def frozen_qk(settings: BenchSettings) -> Iterator[Result]:
-    """Fine-tune BERT with query and key frozen, against a captured step that trains everything."""
+    """Fine-tune BERT with query and key frozen, against the same step with everything trained."""
     for batch in (2, 4) if settings.small else (32, 256):
         yield _frozen_qk(settings, batch, 16 if settings.small else 128)
         reset_torch()
@@ -420,7 +420,7 @@ def supervised(
 ) -> Objective:
     """Build an untrained decoder, with an objective that has a loss at each of these layers.
 
-    With `frozen` layers, the first ones and the embedding are frozen.
+    The first `frozen` layers do not train; if there are any, the embedding does not either.
     """
     torch.manual_seed(0)
     objective = cls(partly_frozen(config, frozen))
@@ -429,7 +429,7 @@ def supervised(
 
 
 def partly_frozen(config: DecoderConfig, frozen: int) -> Decoder:
-    """Build a decoder whose embedding and first layers are frozen, if any layer is."""
+    """Build a decoder whose first `frozen` layers and, if there are any, embedding are frozen."""
     model = Decoder(config)
     for part in (model.tokens, *list(model.blocks)[:frozen]) if frozen else ():
         part.requires_grad_(False)
@@ -439,8 +439,8 @@ def partly_frozen(config: DecoderConfig, frozen: int) -> Decoder:
 def deep_work(config: DecoderConfig, length: int, tokens: int, frozen: int = 0) -> StepWork:
     """Return the work of a step that supervises every layer and applies the head to each."""
     work = step_work(partly_frozen(config, frozen), length, tokens)
-    # passes of the head at all layers but the last, which `work` includes: forward, weight gradient
-    # and, where something below learns, input gradient
+    # Passes of the head at all layers but the last, which `work` includes: forward, weight gradient
+    # and, unless everything below is frozen, input gradient.
     passes = 3 * (config.layers - 1) - frozen
     return StepWork(
         work.flops + 2 * passes * config.vocabulary * config.width * tokens, work.parameters

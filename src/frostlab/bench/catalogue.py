@@ -140,7 +140,7 @@ BENCHMARKS = {
         ),
         Benchmark(
             "deep-supervision",
-            "a fused loss at each of 4 layers, 3 layers, 4 with 3 frozen; V 69,830, d 64, 64 × 32",
+            "a fused loss at every layer, of 4, 3, and 4 with 3 frozen; V 69,830, d 64, 64 × 32",
             "the same with plain logits",
             "tokens",
             Target(faster=2, memory=0.25),

@@ -59,13 +59,14 @@ def compare(
         bool,
         typer.Option(
             "--as-published",
-            help="Compare a group's experiments as the sources ran them; verdicts are confounded.",
+            help="Compare a group as the sources ran its experiments; verdicts may be confounded.",
         ),
     ] = False,
     only: Annotated[
         str | None,
         typer.Option(
-            metavar="NAMES", help="Comparisons of a group to carry out, e.g. tinystories."
+            metavar="NAMES",
+            help="Comparisons of a group to carry out, e.g. sst2,mnli (default: all).",
         ),
     ] = None,
     arms: Annotated[
@@ -139,7 +140,8 @@ def compare(
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER", help="Folder for this comparison (default: one in comparisons/)."
+            metavar="FOLDER",
+            help="Folder for this comparison or group (default: one in comparisons/).",
         ),
     ] = None,
     device: Device = None,
@@ -149,8 +151,9 @@ def compare(
 ) -> None:
     """Train variants of a recipe (arms) that differ in a treatment, and report what it changed.
 
-    Run the same command again to continue an interrupted comparison.
-    """  # fmt: skip
+    A group is several comparisons, which run one after another. Run the same command
+    again to continue an interrupted comparison or group.
+    """
     if runs:
         _refuse_options(context, _WITH_RUNS, "--runs trains nothing")
         _show(_compare_runs(sources, metric, allow, out), as_json)
@@ -209,7 +212,7 @@ def compare(
 
 
 def stand_ins_from(data_dir: Path | None) -> "Callable[[Recipe], Recipe]":
-    """Return the function that replaces what a recipe lacks by stand-ins."""
+    """Return a function that replaces the missing parts of a recipe by stand-ins."""
     from frostlab.models.stand_in import with_stand_ins  # imports torch, unlike a plan
 
     return partial(with_stand_ins, data_dir=data_dir)
@@ -228,13 +231,13 @@ def _is_given(context: typer.Context, name: str) -> bool:
 
 
 def _refuse_group_options(context: typer.Context, source: str) -> None:
-    """Refuse the options of groups for another source; a wrong name may be a group's."""
+    """Refuse the options of groups for another source; suggest a group with a similar name."""
     for parameter in context.command.params:
         if parameter.name in _FOR_GROUPS and _is_given(context, str(parameter.name)):
             from frostlab.recipe.groups import group_names
 
             hint = nearest(source, group_names()) or f"; there are {', '.join(group_names())}"
-            raise BadInput(f"{parameter.opts[0]} is for groups, and {source} is none{hint}")
+            raise BadInput(f"{parameter.opts[0]} is for groups, and {source} is not a group{hint}")
 
 
 def _compare_group(
@@ -300,10 +303,10 @@ def judge(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Judge a finished comparison again from its runs, without training.
+    """Judge a comparison, or those of a group, again from the finished runs, without training.
 
-    This replaces evidence.json, comparison.json, timing.json and the page; for a group, also its
-    summary.
+    This replaces evidence.json, comparison.json, timing.json and the page; for a group,
+    also its summary.
     """
     from frostlab.records.index import is_group
 

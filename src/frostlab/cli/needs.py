@@ -1,4 +1,4 @@
-"""What recipes need from outside: `frostlab data check`, `data fetch`."""
+"""Data sets, tokenizers and weights that recipes need: `frostlab data check`, `data fetch`."""
 
 import json
 from collections.abc import Iterator
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 Names = Annotated[
     list[str],
     typer.Argument(
-        metavar="NAME...",
-        help="A group, an experiment, another recipe, a YAML file, or a public data set.",
+        metavar="NAME",
+        help="Name of a group, a recipe or a public data set, or the YAML file of a recipe.",
     ),
 ]
 
@@ -36,7 +36,7 @@ Names = Annotated[
 def check(
     names: Names, settings: Settings = None, data_dir: DataDir = None, as_json: AsJson = False
 ) -> None:
-    """Show which data sets, tokenizers and weights are here, which are missing, and their size.
+    """Show which data sets, tokenizers and weights are here, in part or missing, and their size.
 
     Nothing is downloaded. The exit code is 1 if something is missing.
     """
@@ -69,7 +69,7 @@ def fetch(names: Names, settings: Settings = None, data_dir: DataDir = None) -> 
     if problems:
         raise BadInput("; ".join(problems))
     if not missing:
-        echo("everything is here")
+        echo("nothing is missing")
 
 
 def _needs(names: list[str], settings: list[str] | None, data_dir: Path | None) -> "list[Need]":
@@ -82,7 +82,7 @@ def _needs(names: list[str], settings: list[str] | None, data_dir: Path | None) 
 
 
 def _recipes(name: str, settings: dict[str, Any]) -> "dict[str, Recipe]":
-    """Return the recipes that a name stands for: those of a group, one, or any with a data set."""
+    """Return the recipes of a group, the recipe of this name, or a recipe that uses a data set."""
     from frostlab.data.sources import PUBLIC_SETS
     from frostlab.recipe.groups import group_names, load_group
     from frostlab.recipe.load import load_recipe, recipe_from, shipped_recipes
@@ -105,9 +105,9 @@ def _recipes(name: str, settings: dict[str, Any]) -> "dict[str, Recipe]":
 
 
 def _lines(needs: "list[Need]") -> list[str]:
-    """Return a table of what is needed, and a line about each thing that is not as it should be."""
+    """Return a table of all needs, with notes on those that are missing or incomplete."""
     if not needs:
-        return ["nothing from outside is needed: the data are made here"]
+        return ["nothing is needed from elsewhere: the data are made on this machine"]
     rows = [
         (need.kind, need.name, need.state, _size(need.size), need.place or NONE) for need in needs
     ]
@@ -135,7 +135,7 @@ def _notes(need: "Need") -> Iterator[str]:
 
 
 def _size(size: int | None) -> str:
-    """Return bytes in MB or GB; sizes to download are approximate."""
+    """Return bytes as a text in MB or GB."""
     if size is None:
         return NONE
     return f"{size / 1e9:.1f} GB" if size >= 10**9 else f"{size / 1e6:.1f} MB"

@@ -66,14 +66,15 @@ ScaleOption = Annotated[
     str | None,
     typer.Option(
         "--scale", metavar="tiny|small|full",
-        help="Fewer examples, fewer steps and narrower layers: seconds or minutes on 2 cores.",
+        help="Fewer examples, fewer steps and narrower layers; on 2 cores, a run takes seconds "
+        "(tiny) or minutes (small).",
     ),
 ]  # fmt: skip
 StandIn = Annotated[
     bool,
     typer.Option(
         "--stand-in",
-        help="Use embedded data or random weights in place of what cannot be had.",
+        help="Use built-in data, a learned tokenizer or random weights in place of missing ones.",
     ),
 ]
 Settings = Annotated[

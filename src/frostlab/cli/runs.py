@@ -38,7 +38,8 @@ def recipes(
     group: Annotated[
         str | None,
         typer.Option(
-            metavar="GROUP", help="List the experiments of a group (a name, or a YAML file)."
+            metavar="GROUP",
+            help="List the experiments and comparisons of a group (a name, or a YAML file).",
         ),
     ] = None,
     details: Annotated[
@@ -53,10 +54,12 @@ def recipes(
 ) -> None:
     """List the recipes, comparisons and groups that ship with frostlab.
 
-    With --json: a list of objects with the keys kind (recipe, experiment, comparison
-    or group), name and about. With --group, the experiments of the group: data,
-    method, learning rate, the sources' number and expected time. With --details, the
-    experiments of the group or of all groups, with what they take.
+    The experiments of the published studies (the sources) are recipes, too; --group
+    lists those of a group with their data, method, learning rate, and the sources'
+    number and time, and the group's comparisons. --json prints a list of objects
+    with the keys kind (recipe, experiment, comparison or group), name and about;
+    with --group, it prints the group and its experiments as one object. --details
+    shows what the experiments of the group, or of all groups, take.
     """
     if details:
         _show_details(group, as_json)

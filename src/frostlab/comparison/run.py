@@ -164,8 +164,7 @@ def compare(
             worthwhile.
         scale: tiny or small: every arm with fewer examples, fewer steps and narrower layers; None:
             the recipe's scale.
-        stand_in: use embedded data, a learned tokenizer or random weights in place of what cannot
-            be had.
+        stand_in: use built-in data, a learned tokenizer or random weights in place of missing ones.
         out: the comparison's folder; by default a folder under `comparisons`.
         data_dir: folder of the data sets.
         jobs: number of parallel runs, if the GPU has room for them; steps and rounds are timed

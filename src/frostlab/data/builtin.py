@@ -1,8 +1,8 @@
 """Built-in data, without downloads: docstrings of installed packages, and synthetic tasks.
 
-The task on docstrings is to name the package, or (pairs) to decide whether a summary and a body
-belong together. Docstrings are read from source files, without importing the packages. Synthetic
-tasks have a known answer and are drawn from fixed seeds.
+The class of a docstring is its package; the class of a pair says whether summary and body belong
+together. Docstrings are read from source files, without importing the packages. Synthetic tasks
+have a known answer and are drawn from fixed seeds.
 """
 
 import ast
@@ -73,10 +73,12 @@ def docstring_files(
     """Return the file of each split; extract the docstrings if they are not in the cache.
 
     Args:
-        per_package: the most docstrings of a package, over all splits.
+        per_package: the most docstrings of a package, over all splits; each split has at least two,
+            or three for three classes of pairs.
         pairs: write pairs of a summary and a body instead of whole docstrings.
         cache: the cache folder.
-        classes: the number of packages, or for pairs of classes (2 or 3); None: all packages, 2.
+        classes: for whole docstrings, the number of packages (None: all that are installed); for
+            pairs, 2 or 3 classes (None: 2).
     """
     versions = {
         name: importlib.metadata.version(name)
@@ -139,7 +141,7 @@ def _write_docstrings(
 def _pairs(
     docs: list[Docstring], elsewhere: list[Docstring], kinds: int
 ) -> list[dict[str, str | int]]:
-    """Pair equal shares of the summaries with their own body (label 1) and with another body (0).
+    """Pair equal shares of the summaries with their own body (label 1) and another one's body (0).
 
     With three kinds, a third has a body from `elsewhere`, another package (label 2). Docstrings
     that are left over are not used. A single mismatched summary gets the body of the first
@@ -198,9 +200,10 @@ def split_of_module(package: str, name: str) -> str:
 
 
 def near_duplicate_key(text: str) -> str:
-    """Return a text's first word and its plain words, which near duplicates share.
+    """Return a key that near duplicates share: a text's first word and its lower-case words.
 
-    Other words that are names, numbers or code are left out.
+    After the first word, capitalized words, numbers, and code with dots, digits or calls are left
+    out.
     """
     first, _, rest = text.partition(" ")
     return " ".join((first.lower(), *_PLAIN_WORD.findall(rest)))

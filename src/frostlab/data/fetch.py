@@ -1,8 +1,8 @@
-"""What recipes need from outside: data sets, tokenizers and weights, found here or fetched.
+"""Data sets, tokenizers and weights that recipes need: find them on this machine, or fetch them.
 
-A data set is looked for in the user's data folder, and then in the cache of the Hugging Face hub;
-tokenizers and weights in a folder, and then in that cache. `fetch` downloads into the cache, from
-which later runs read without a network.
+A public data set is searched in the user's data folder and then in the cache of the library
+`datasets`. A tokenizer or weights are searched in the folder of that name, and then in the cache of
+the Hugging Face hub. `fetch` downloads into these caches, from which later runs read.
 """
 
 import os
@@ -23,7 +23,7 @@ from frostlab.recipe.model import PretrainedModel
 from frostlab.recipe.recipe import Recipe
 
 Kind = Literal["data", "tokenizer", "weights"]
-# What a model consists of on the hub, without pickled weights and other libraries' formats.
+# Files of a model on the hub, except pickled weights and other libraries' formats.
 _MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model")
 _EXCERPT = 4  # compression makes files of the same text differ in size by less than this factor
 _COMMIT = re.compile(r"[0-9a-f]{40}")  # the last folder of a data set in the cache of `datasets`
@@ -34,17 +34,19 @@ class Need:
     """Something that recipes need: a data set, a tokenizer or pretrained weights."""
 
     kind: Kind
-    name: str  # as in a recipe; for XNLI with its language, as in the data folder
+    name: str  # as in a recipe; for XNLI with its language, such as xnli/en
     recipes: tuple[str, ...]  # the recipes that need it
-    place: str | None = None  # where it is; None: it is missing
+    place: str | None = None  # where it was found; None: nowhere
     size: int | None = None  # bytes on disk if it is here, else to download; None: not known
-    whole: int | None = None  # approximate bytes of the complete public set; None: not known
-    rows: dict[str, tuple[int, int]] | None = None  # by split: examples here, and in all
+    # approximate bytes of the whole public set, for a set in the data folder without `rows`
+    whole: int | None = None
+    # by split: number of examples here, and in the public set; None: not counted
+    rows: dict[str, tuple[int, int]] | None = None
     problem: str | None = None  # why it cannot be used as it is; None: it can
 
     @property
     def state(self) -> Literal["here", "in part", "missing"]:
-        """Whether it is here, as a whole or in part."""
+        """Whether it is here as a whole, in part, or not in a usable form."""
         if self.place is None or self.problem is not None:
             return "missing"
         incomplete = any(here < whole for here, whole in (self.rows or {}).values())
@@ -52,7 +54,7 @@ class Need:
 
     @property
     def is_excerpt(self) -> bool:
-        """Whether it is far smaller than the public set, whose examples were not counted."""
+        """Whether its files are far smaller than the public set's, if examples were not counted."""
         if self.size is None or self.whole is None:
             return False
         return _EXCERPT * self.size < self.whole
@@ -62,15 +64,11 @@ class Need:
         return asdict(self) | {"state": self.state}
 
 
-def needs_of(
-    recipes: dict[str, Recipe], data_dir: Path | None = None, *, count: bool = True
-) -> list[Need]:
-    """Return what recipes need from outside, and where it was found; nothing is downloaded.
+def needs_of(recipes: dict[str, Recipe], data_dir: Path | None = None) -> list[Need]:
+    """Return the data, tokenizers and weights that recipes need; nothing is downloaded.
 
-    Built-in, synthetic and simulated data are made on this machine, so they are not listed.
-
-    Args:
-        count: count the examples of data sets in the data folder, which reads their files.
+    Docstrings, synthetic, simulated and registered data are made on this machine, so they are not
+    listed. The examples of data sets in the data folder are counted, which reads their files.
     """
     needed: dict[tuple[Kind, str], list[str]] = {}
     sources: dict[tuple[Kind, str], Recipe] = {}
@@ -82,14 +80,14 @@ def needs_of(
     for (kind, name), users in needed.items():
         need = Need(kind, name, tuple(users))
         if kind == "data":
-            needs.append(_find_data(need, sources[kind, name], data_dir, count))
+            needs.append(_find_data(need, sources[kind, name], data_dir))
         else:
             needs.append(_find_model(need))
     return needs
 
 
 def _keys(recipe: Recipe) -> Iterator[tuple[Kind, str]]:
-    """Yield the kind and the name of everything that a recipe needs from outside."""
+    """Yield the kind and name of the data, tokenizer and weights that a recipe needs."""
     data, model = recipe.data, recipe.model
     if isinstance(data, Named):
         yield "data", f"xnli/{data.language}" if data.name == "xnli" else data.name
@@ -109,10 +107,10 @@ def _keys(recipe: Recipe) -> Iterator[tuple[Kind, str]]:
 # Data
 
 
-def _find_data(need: Need, recipe: Recipe, data_dir: Path | None, count: bool) -> Need:
+def _find_data(need: Need, recipe: Recipe, data_dir: Path | None) -> Need:
     data = recipe.data
     if isinstance(data, Named):
-        return _find_public(need, data_dir, count)
+        return _find_public(need, data_dir)
     try:
         if isinstance(data, RecordedEEG):
             path = find_folder(data.path, data_dir)
@@ -125,8 +123,8 @@ def _find_data(need: Need, recipe: Recipe, data_dir: Path | None, count: bool) -
     return replace(need, place=str(path), size=_bytes_in([path]))
 
 
-def _find_public(need: Need, data_dir: Path | None, count: bool) -> Need:
-    """Look for a public data set in the data folder, then in the hub's cache."""
+def _find_public(need: Need, data_dir: Path | None) -> Need:
+    """Look for a public data set in the data folder, then in the cache of `datasets`."""
     name, _, language = need.name.partition("/")
     facts = PUBLIC_SETS[name]
     folder = data_folder(data_dir)
@@ -134,7 +132,7 @@ def _find_public(need: Need, data_dir: Path | None, count: bool) -> Need:
         files = split_files(folder / need.name)
         if files:
             rows = None
-            if count and facts.rows:
+            if facts.rows:
                 rows = {
                     split: (_count_rows(files[split]) if split in files else 0, whole)
                     for split, whole in facts.rows.items()
@@ -154,10 +152,10 @@ def _count_rows(path: Path) -> int:
 
 
 def _cached_set(name: str, config: str | None) -> Path | None:
-    """Return the folder of a data set in the cache of the library `datasets`; None if none is.
+    """Return the folder of a data set in the cache of `datasets`; None if it is not there.
 
-    The cache is laid out as OWNER___NAME/CONFIG/VERSION/COMMIT, and a folder whose download did not
-    end has another name.
+    The cache is laid out as OWNER___NAME/CONFIG/VERSION/COMMIT; the folder of an unfinished
+    download has another name.
     """
     try:
         root = Path(require("datasets", "data", "the hub's cache").config.HF_DATASETS_CACHE)
@@ -229,15 +227,16 @@ def _bytes_in(paths: Iterable[Path]) -> int:
 
 
 def fetch(need: Need) -> None:
-    """Download a missing data set, tokenizer or model into the hub's cache.
+    """Download a missing data set, tokenizer or model into the Hugging Face cache.
 
     Raises:
-        BadInput: it is not on the hub, the hub cannot be reached, or the disk is too full.
+        BadInput: it is the user's own, it is not on the hub, the hub cannot be reached, or the disk
+            is too full.
     """
     if need.kind == "data" and need.name.partition("/")[0] not in PUBLIC_SETS:
         raise BadInput(f"{need.name} is your own data, which no hub has: {need.problem}")
     if need.kind != "data" and os.path.exists(named_path(need.name, "model.name")):
-        raise BadInput(f"{need.problem or need.name}; it is a folder here, so it is not downloaded")
+        raise BadInput(f"{need.problem or need.name}; it is a path here, so it is not downloaded")
     cache = _cache_of(need.kind)
     free = shutil.disk_usage(next(p for p in (cache, *cache.parents) if p.exists())).free
     if need.size is not None and need.size > free:

@@ -36,9 +36,9 @@ HELD_OUT = 0.05  # share of train that replaces a missing tune split, and a miss
 LANGUAGES = (
     "ar", "bg", "de", "el", "en", "es", "fr", "hi", "ru", "sw", "th", "tr", "ur", "vi", "zh",
 )  # fmt: skip
-SPLIT_NAMES = ("train", "validation", "test")  # files that a folder of the user's may hold
+SPLIT_NAMES = ("train", "validation", "test")  # of the files in a user's folder
 _WHOLE_NUMBER = re.compile(r"-?\d{1,20}")
-_TRUE = ("1", "true", "yes", "on")  # values that turn on an environment variable
+_TRUE = ("1", "true", "yes", "on")  # values of environment variables that mean yes
 
 
 # Rows
@@ -56,7 +56,7 @@ class Columns:
 class Row(NamedTuple):
     """One example, or a piece of a document; `ends` marks the last piece."""
 
-    line: int  # number in the file; 0 for a .txt file
+    line: int  # number of the line or row, from 1; 0 for a .txt file
     texts: tuple[str, ...]
     label: Label | None
     ends: bool
@@ -156,7 +156,7 @@ def _label(place: str, line: int, values: Mapping[str, Any], name: str) -> Label
 
 @dataclass(frozen=True)
 class SetDefaults:
-    """Default splits and columns of a data set; a number as split is a share of train."""
+    """Splits, columns and size of a data set; a number as split is a share of train."""
 
     hub: tuple[str, str | None, str | None] = ("", None, None)  # name, configuration, revision
     tune: str | float = HELD_OUT
@@ -371,7 +371,8 @@ def _choose(splits: dict[str, Split], key: str, name: str) -> Split:
         return splits[name]
     hint = nearest(name, splits) or f"; there are {', '.join(sorted(splits))}"
     first = next(iter(splits.values()))
-    where = first.place.removesuffix(f": {first.name}")  # places on the hub end with the split
+    # The place of a split that is not a file ends with the split's name.
+    where = first.place.removesuffix(f": {first.name}")
     if len(splits) > 1 and where == first.place:  # a folder with a file for each split
         where = str(Path(where).parent)
     raise BadInput(f"{key} {name} is not a split of {where}{hint}")
@@ -457,7 +458,7 @@ def _revision(rows: Any) -> str:
 
 
 def unreachable() -> str | None:
-    """Return why the hub's host is not found; None if it is, or in the libraries' offline mode."""
+    """Return why the hub cannot be reached; None if its host is found, or in offline mode."""
     offline = any(
         os.environ.get(name, "").lower() in _TRUE
         for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")

@@ -1,7 +1,7 @@
 """Evaluation of a comparison's runs on further data, such as other languages than the trained one.
 
-After a comparison, the best weights of each run are evaluated with every setting that the group
-lists. An arm is compared with the baseline on each of these data, paired by seed.
+After a comparison, the best weights of each run are evaluated on each of the further data that the
+group lists. There, every arm is compared with the baseline, paired by seed.
 """
 
 import json
@@ -36,7 +36,7 @@ class FurtherScore:
     seed: int
     data: str  # the group's name for the data
     settings: dict[str, Any]  # of the evaluation, such as data.language
-    weights: str | None  # digest of the run's final weights
+    weights: str | None  # digest of the weights that were evaluated
     source: str  # where the examples come from
     metrics: dict[str, float | None]
     n: int  # number of examples, tokens or subjects
@@ -47,8 +47,8 @@ class FurtherScore:
 class FurtherArm:
     """One arm on further data."""
 
-    summary: Summary | None  # of the metric over the seeds; None if no run finished
-    gap: Effect | None  # paired difference from the baseline; None for the baseline
+    summary: Summary | None  # of the metric over the seeds; None without a score
+    gap: Effect | None  # paired effect against the baseline; None for it, and without pairs
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,10 @@ def pending_runs(
     evidence: Evidence,
     further: Mapping[str, Mapping[str, Any]],
 ) -> list[tuple[str, RunSummary, list[str]]]:
-    """Return the finished runs of a comparison with the further data that have no score yet.
+    """Return (arm, run, names of the further data without a score) for each run that lacks scores.
 
-    A stored score counts if the weights and the settings are the same. With tuned settings, the
-    runs are those of the values that the other seeds chose.
+    Only finished runs are returned. A stored score counts if it has the same weights and settings.
+    If a setting is tuned, the run of a seed is the one with the value that the other seeds chose.
     """
     scores = {_key(score): score for score in read_scores_of(folder)}
     pending = []
@@ -150,8 +150,8 @@ def further_results(
 ) -> list[FurtherResult]:
     """Compare the arms of a comparison on each of the further data, paired by seed.
 
-    The intervals of all further data and arms hold simultaneously. Scores of runs that the
-    comparison no longer has are left out.
+    The intervals of all further data and arms of the comparison hold simultaneously. Scores of runs
+    that the comparison no longer has are left out.
     """
     rules = evidence.rules
     current = {

@@ -1,8 +1,8 @@
 """Plans of a group's comparisons, as published or fair.
 
 As published, the arms are experiments of the sources: each has its own treatment, and every setting
-in which it differs from the first is declared as a confound. A fair comparison has arms that differ
-in their treatment only, and tunes the learning rate of each arm.
+in which it differs from the first is declared as a confound. In a fair comparison, the arms differ
+only in what is compared, and by default the learning rate of each arm is tuned.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -38,7 +38,7 @@ def is_group_source(source: object) -> bool:
 
 
 def names_in(names: str | Iterable[str] | None) -> list[str]:
-    """Split `a,b` into a list; None is an empty list."""
+    """Return the names in `a,b`, or in a list, as a list; None gives an empty list."""
     if names is None:
         return []
     parts = names.split(",") if isinstance(names, str) else list(names)
@@ -46,14 +46,14 @@ def names_in(names: str | Iterable[str] | None) -> list[str]:
 
 
 def folder_name(group: Group, as_published: bool, quick: bool, scale: str = "full") -> str:
-    """Return the name of a group's folder."""
+    """Return the default name of the folder for a group's comparisons."""
     scaled = "" if scale == "full" else f"-{scale}"
     name = f"{group.name}{'-as-published' * as_published}{scaled}{'-quick' * quick}"
     return check_name(name, "the group's name")
 
 
 def comparison_names(group: Group, as_published: bool) -> tuple[str, ...]:
-    """Return the names of a group's comparisons in the order to carry them out."""
+    """Return the names of a group's comparisons in the order in which they run."""
     comparisons = group.published if as_published else group.fair
     if not comparisons:
         kind, other = ("published", "without") if as_published else ("fair", "with")
@@ -78,8 +78,8 @@ def group_plans(
         only: names of the comparisons to plan; all if it is empty.
         changes: keys of a comparison for all of them, such as `seeds`.
         settings: settings of the recipe for every arm of all of them, and their scale.
-        quick: plan fewer seeds and shorter step timing.
-        stand_in: a function that replaces what an arm's recipe lacks by stand-ins.
+        quick: plan short runs, and by default fewer seeds and shorter step timing.
+        stand_in: a function that replaces the missing parts of an arm's recipe by stand-ins.
     """
     names = comparison_names(group, as_published)
     wanted = list(only)
@@ -101,7 +101,7 @@ def group_plans(
 
 
 def _published(group: Group, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of the comparison that the sources made; its confounds are declared."""
+    """Return the keys of a comparison that the sources made, with its confounds declared."""
     keys = dict(group.published[name])
     settings = {key: value for key, value in settings.items() if key != "scale"}  # of the plan
     first, *others = recipes = [group.recipe(arm, settings) for arm in keys["arms"]]
@@ -115,7 +115,7 @@ def _published(group: Group, name: str, settings: Mapping[str, Any]) -> dict[str
 
 
 def arm_name(experiment: str) -> str:
-    """Return the name of the arm that an experiment is: its id, or its file without the ending."""
+    """Return the name of an experiment's arm: its id, or its file's name without the ending."""
     return recipe_name(experiment)
 
 

@@ -2,7 +2,8 @@
 
 Each comparison has a folder inside the group's folder. Calling `fl.compare_group` again continues
 where the last call stopped. The group's folder also holds its definition (group.json), the summary
-(summary.json, summary.md), and the scores on further data (further.json).
+(summary.json, summary.md), a manifest and, if there are any, the scores on further data
+(further.json).
 """
 
 import json
@@ -104,18 +105,18 @@ def compare_group(
     Args:
         source: the name of a shipped group, or its YAML file.
         as_published: compare the experiments as the sources ran them, each with its own learning
-            rate, so that verdicts are confounded; by default the same questions are asked fairly.
+            rate, so that verdicts may be confounded; by default the comparisons are fair.
         only: names of the comparisons to carry out, separated by commas or as a list; by default
             all of them.
         seeds: the number of seeds, or a list, for every comparison.
         rounds: number of extra whole runs per arm, which alternate between arms for timing.
         settings: settings of the recipe for every arm of every comparison.
-        quick: shorten runs and timing.
+        quick: plan short runs, and by default fewer seeds and shorter step timing.
         scale: tiny or small: every arm with fewer examples, fewer steps and narrower layers; None:
             the recipes' scale.
-        stand_in: use embedded data, a learned tokenizer or random weights in place of what cannot
-            be had.
-        out: the group's folder; by default `comparisons/GROUP` or `comparisons/GROUP-as-published`.
+        stand_in: use built-in data, a learned tokenizer or random weights in place of missing ones.
+        out: the group's folder; by default `comparisons/GROUP`, with `-as-published`, the scale and
+            `-quick` added to the name where they apply.
         data_dir: folder of the data sets.
         jobs: number of parallel runs.
         progress: whether to show the progress; None: on a terminal or in a notebook.
@@ -142,7 +143,7 @@ def run_group(
     runner: Runner,
     out: Path | None = None,
 ) -> GroupResult:
-    """Carry out checked plans of a group's comparisons in the folder `out`, or continue there."""
+    """Carry out, or continue, checked plans of a group's comparisons in the folder `out`."""
     quick = any(plan.quick for plan in plans.values())
     scale = next(iter(plans.values())).recipe["scale"]
     name = folder_name(group, as_published, quick, scale)
@@ -193,7 +194,7 @@ def _stored(folder: Path) -> _Stored | None:
 
 
 def _check_folder(folder: Path, group: Group, as_published: bool) -> None:
-    """Refuse a folder that holds something else than this group."""
+    """Refuse a folder that holds anything but this group."""
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"{folder} is a file; choose another folder with --out")
     stored = _stored(folder)
@@ -208,7 +209,7 @@ def _check_folder(folder: Path, group: Group, as_published: bool) -> None:
 
 
 def _open(folder: Path, group: Group, as_published: bool) -> None:
-    """Write group.json; the manifest of an earlier call no longer holds."""
+    """Write group.json, and delete the manifest of an earlier call, which no longer holds."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MANIFEST).unlink(missing_ok=True)
@@ -270,7 +271,7 @@ def _check_data(
     folder: Path,
     data_dir: Path | None,
 ) -> None:
-    """Refuse the group if the data of a comparison are missing; name each, and what is left.
+    """Refuse the group if a comparison lacks data; name these comparisons, and those that can run.
 
     A comparison whose runs are all done and evaluated needs no data.
     """
@@ -295,7 +296,7 @@ def _check_data(
 
 
 def _is_done(folder: Path, name: str, plan: Plan, further: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Return whether a comparison has all its seeds, and all its runs their further scores."""
+    """Return whether a comparison has all its seeds, and each finished run its further scores."""
     evidence = read_evidence(folder / name / "evidence.json")
     if evidence is None or not set(plan.seeds) <= set(evidence.plan.seeds):
         return False
@@ -305,7 +306,10 @@ def _is_done(folder: Path, name: str, plan: Plan, further: Mapping[str, Mapping[
 def _find_data(
     recipe: Recipe, further: Mapping[str, Mapping[str, Any]], data_dir: Path | None
 ) -> None:
-    """Find the files of a recipe's data, tokenizer and further data, without preparing them."""
+    """Find the files of a recipe's data, tokenizer and further data, or raise BadInput.
+
+    Only synthetic and EEG data are also prepared.
+    """
     data, cache = recipe.data, cache_folder(None)
     if isinstance(data, Synthetic) and further:
         raise BadInput(f"data.name {data.name}: generated data have no further data")

@@ -32,27 +32,29 @@ _PUBLISHED = (
     "may come from any of the settings that differ."
 )
 _FAIR = (
-    "Asked fairly: the arms of a comparison differ in what is compared, and what is tuned is tuned "
-    "for every arm on the same grid."
+    "Fair: the arms of a comparison differ only in what is compared, and a tuned setting has the "
+    "same grid for every arm."
 )
 _NOTE = (
-    "Mean ± standard deviation over the runs that finished. Gap: the paired effect against the "
-    "baseline with its interval, a ratio for perplexity. Kept: the arm's metric as a share of the "
-    "baseline's (for perplexity the baseline's as a share of the arm's), so more is better. "
+    "Mean ± standard deviation over the finished runs that can be paired. Gap: the paired effect "
+    "against the baseline with its interval, a ratio for perplexity. Kept: the arm's metric as a "
+    "share of the baseline's (for perplexity and loss the inverse), so more is better. "
     "Source: the number that the sources reported. Step time: relative to the baseline's, "
     "from steps that the arms took in turn."
 )
 _FURTHER = (
-    "The best weights of each run, evaluated on further data. The intervals of all these data and "
-    "arms hold simultaneously. The values of tuned settings count as given. No verdict follows."
+    "The best weights of each run, evaluated on further data. In each comparison, the intervals of "
+    "all these data and arms hold simultaneously. The intervals do not include the uncertainty of "
+    "tuned values. No verdict follows."
 )
 _INTERACTION = (
-    "Differences between two effects, paired by seed. The values of tuned settings count as given."
+    "Differences between two effects, paired by seed. The intervals do not include the uncertainty "
+    "of tuned values."
 )
 
 
 def title(summary: GroupSummary) -> str:
-    """Return the group's name and how its comparisons are made."""
+    """Return the group's name, and whether its comparisons are as published or fair."""
     return f"{summary.group}, {'as published' if summary.as_published else 'fair'}"
 
 
@@ -108,7 +110,7 @@ def _section(comparison: ComparisonSummary, as_published: bool) -> str:
 
 
 def _remarks(comparison: ComparisonSummary, as_published: bool) -> list[str]:
-    """Return what must be said with the numbers of a comparison."""
+    """Return the sentences that qualify the numbers of a comparison."""
     lines = [f"Not the whole experiment: {reason}." for reason in comparison.reduced]
     if comparison.changed:
         lines.append(f"{other_settings(as_published)}: {', '.join(comparison.changed)}.")
@@ -119,7 +121,7 @@ def _remarks(comparison: ComparisonSummary, as_published: bool) -> list[str]:
 
 
 def show_summary(summary: GroupSummary, page: Path, width: int | None = 80) -> str:
-    """Return the summary as lines of `width` characters; `page` is the path of the page."""
+    """Return the summary as text for the terminal; `page` is the path of the Markdown page."""
     lines = [f"{title(summary)}: {summary.about}"]
     for comparison in summary.comparisons:
         lines += ["", *_lines(comparison, summary.as_published, width)]
@@ -135,7 +137,7 @@ def show_summary(summary: GroupSummary, page: Path, width: int | None = 80) -> s
 
 
 def _lines(comparison: ComparisonSummary, as_published: bool, width: int | None) -> list[str]:
-    """Return one comparison as lines: a table of its arms, and a line for each verdict."""
+    """Return one comparison as lines: remarks, a table of its arms, a line for each verdict."""
     if comparison.status != "finished":
         return [f"{comparison.name}: {comparison.status}"]
     rows = [["arm", str(comparison.metric), "gap", "kept", "source"]]

@@ -1,4 +1,4 @@
-"""The summary of a group of comparisons: what each arm reached, beside the sources' numbers.
+"""The summary of a group of comparisons: the results of each arm next to the sources' numbers.
 
 `summarize` reads the evidence of the group's comparisons; comparisons that have not been carried
 out are listed as not run. summary.json has the keys of `GroupSummary`.
@@ -33,9 +33,9 @@ Status = Literal["finished", "not finished", "not run"]
 _NO_VALUE = ("did not finish", "unproven")  # verdicts that leave an effect unknown
 TRANSFER = len(QUESTIONS) - 1  # index of the question that needs comparisons of BERT and of GPT
 _MODELS = ("BERT", "GPT")
-_REDUCING = ("scale", "stand_in")  # keys of a recipe whose run is not the whole experiment
-_SHORTENED = ("train.steps", "train.epochs", "evaluate.every", "watch.every_n_steps")  # if quick
-_WHOLE: tuple[object, ...] = (None, "full", False, "", [], {})  # their values if it is
+_REDUCING = ("scale", "stand_in")  # keys of a recipe that can reduce its run
+_SHORTENED = ("train.steps", "train.epochs", "evaluate.every", "watch.every_n_steps")  # by --quick
+_WHOLE: tuple[object, ...] = (None, "full", False, "", [], {})  # values that reduce nothing
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class ArmSummary:
     arm: str
     does: str  # what its treatment does to the model
     runs: int  # finished runs
-    mean: float | None  # of the metric, over the finished runs
+    mean: float | None  # of the metric, over the finished runs that can be paired
     std: float | None
-    gap: Effect | None  # paired effect against the baseline; None for the baseline
+    gap: Effect | None  # paired effect against the baseline; None for it, and without pairs
     verdict: Word | None  # None for the baseline
     sentence: str | None
-    retained: float | None  # share of the baseline's metric; above 1 if the arm is better
+    retained: float | None  # share of the baseline's metric (_retained); above 1: better
     confounds: tuple[str, ...]  # settings besides the treatment that differ from the baseline
     time: TimeGap | None  # None for the baseline, or if steps were not timed
     experiment: str | None  # id of the sources' experiment to which the arm corresponds
@@ -139,8 +139,8 @@ def summarize(
 ) -> GroupSummary:
     """Summarize the comparisons in a group's folder.
 
-    The question whether a result carries from BERT to GPT is also answered from the groups of the
-    same kind in the folders beside this one.
+    To answer whether a result carries over from BERT to GPT, groups in the folders next to this one
+    are read, too: groups as published for a group as published, and fair groups for a fair one.
     """
     names = comparison_names(group, as_published)
     evidence = {name: read_evidence(folder / name / "evidence.json") for name in names}
@@ -196,13 +196,13 @@ def _comparison(
 
 
 def _model(settings: Mapping[str, Any]) -> str:
-    """Return BERT or GPT for the models of the OELM study, and the kind of any other model."""
+    """Return BERT or GPT if the model's name or kind contains it, else the name or kind itself."""
     name = str(settings.get("name") or settings["kind"])
     return next((model for model in _MODELS if model.lower() in name.lower()), name)
 
 
 def _reduced(evidence: Evidence) -> tuple[str, ...]:
-    """Say why a comparison is smaller than the experiment, if it is."""
+    """Return the reasons why a comparison is smaller than the experiment."""
     recipe = evidence.plan.recipe
     reasons = [
         f"{key.replace('_', '-')} {recipe[key]}"
@@ -213,7 +213,7 @@ def _reduced(evidence: Evidence) -> tuple[str, ...]:
 
 
 def _changed(group: Group, as_published: bool, name: str, evidence: Evidence) -> tuple[str, ...]:
-    """Return the settings in which a comparison differs from the group's, as `key old → new`."""
+    """Return settings of the baseline that differ from the group's plan, as `key old → new`."""
     plan = evidence.plan
     own = group_plans(group, as_published=as_published, only=[name])[name]
     recipes = (either.recipe_of(either.baseline, plan.seeds[0]) for either in (own, plan))
@@ -250,9 +250,10 @@ def _arm(
 def _retained(
     evidence: Evidence, name: str, arm: ArmEvidence, baseline: ArmEvidence
 ) -> float | None:
-    """Return the arm's mean relative to the baseline's, inverted if lower values are better.
+    """Return the arm's mean divided by the baseline's, inverted if lower values are better.
 
-    A metric that is compared as a ratio has this ratio here, too.
+    For a metric on the log scale, the paired ratio takes the place of the ratio of means. None if a
+    value is missing, zero or negative.
     """
     rules = evidence.rules
     if rules.log:
@@ -271,7 +272,8 @@ def _experiments(group: Group, as_published: bool, name: str, evidence: Evidence
     """Return the sources' experiment that corresponds to each arm, where one does.
 
     As published, the arms are the experiments. In a fair comparison, the baseline corresponds to
-    the published baseline of the same name, and another arm to the experiment with its treatment.
+    the baseline of the published comparison with the same name, and another arm to the one
+    experiment there that has its treatment, if this is not the published baseline's.
     """
     if name not in group.published:
         return {}
@@ -293,7 +295,7 @@ def _experiments(group: Group, as_published: bool, name: str, evidence: Evidence
 
 
 def _siblings(folder: Path, as_published: bool) -> dict[str, GroupSummary]:
-    """Return the summaries of the groups in the folders beside a group's folder, by folder."""
+    """Return the summaries of groups of the same kind in the folders next to a group's folder."""
     summaries = {}
     for path in sorted(folder.resolve().parent.glob(f"*/{SUMMARY}")):
         if path.parent == folder.resolve():
@@ -328,7 +330,7 @@ def _asks_about_oelm(comparison: ComparisonSummary) -> bool:
 
 
 def _answer(comparison: ComparisonSummary, index: int) -> str:
-    """Return the answer of one comparison; the gap and its verdict are enough for the first."""
+    """Return a comparison's answer to a question; for the first, its gap and verdict."""
     if comparison.status != "finished":
         return comparison.status
     arm = comparison.oelm_arm
@@ -343,7 +345,7 @@ def _answer(comparison: ComparisonSummary, index: int) -> str:
 def _transfer(
     comparisons: Sequence[ComparisonSummary], siblings: Mapping[str, GroupSummary]
 ) -> str:
-    """Compare the effects of OELM on BERT and on GPT, over this group and those beside it."""
+    """Compare the effects of OELM on BERT and on GPT, over this group and those next to it."""
     everything = [(comparison.name, comparison) for comparison in comparisons]
     everything += [
         (f"{name}/{comparison.name}", comparison)
@@ -444,7 +446,7 @@ def _effect_in(name: str, evidence: Evidence, arm: str) -> str:
 
 
 def _effects_by_seed(evidence: Evidence, arm: str) -> dict[int, float]:
-    """Return the difference of an arm from the baseline by seed; on the log scale, of logarithms.
+    """Return an arm's difference from the baseline by seed; of logarithms if `rules.log`.
 
     Seeds whose runs did not both finish, or cannot be paired, are left out.
     """

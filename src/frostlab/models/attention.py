@@ -1,4 +1,4 @@
-"""Attention over a batch of rows, within each sequence packed into one row, or with a cache."""
+"""Attention over a batch of rows or over sequences packed into one row, and a key/value cache."""
 
 from dataclasses import dataclass
 
@@ -104,9 +104,9 @@ def attend(
 ) -> Tensor:
     """Attend with tensors of shape (B, heads, T, size), and return (B, T, heads, size).
 
-    With fewer key/value heads than query heads, groups of query heads share a key/value head. If
-    a mask is given, `causal` is ignored. A packing needs B = 1 and restricts attention to tokens of
-    the same sequence; the mask is ignored then.
+    With fewer key/value heads than query heads, groups of query heads share a key/value head. A
+    packing needs B = 1 and restricts attention to tokens of the same sequence; the mask is ignored
+    then. Without a packing, a mask replaces `causal`.
     """
     if key.shape[1] < query.shape[1]:
         groups = query.shape[1] // key.shape[1]

@@ -403,7 +403,7 @@ class Conformer(nn.Module):
         return torch.where((subject < 0)[:, None], unseen, seen).unsqueeze(1)
 
     def codes(self, subject: Tensor | None) -> Tensor:
-        """Return one-hot codes of the subjects, (B, 1, subjects), or (subjects,) if all are unseen.
+        """Return one-hot codes of the subjects, (B, 1, subjects), or (subjects,) without `subject`.
 
         An unseen subject has the mean of all codes, or zeros.
         """

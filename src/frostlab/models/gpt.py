@@ -147,8 +147,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Read the next tokens (B, T) of each row; return logits (B, vocabulary) after the last.
 
-        `places` (B, T) are their positions, `mask` (B, 1, T, S) is true for the S tokens read so
-        far that each of them sees, and each block has a cache.
+        `places` (B, T) are the positions of these tokens. `mask` (B, 1, T, S) is true where one of
+        them sees one of the S tokens read so far, these included. Each block has its own cache.
         """
         x = self.embed(input_ids, places)
         for block, cache in zip(self.blocks, caches, strict=True):
@@ -170,7 +170,7 @@ def mean_over_tokens(x: Tensor, attention_mask: Tensor | None) -> Tensor:
 
 
 def last_token(x: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Return the last token of each row of (B, T, width) that is not padding."""
+    """Return the last vector of each row that is not padding: (B, T, width) → (B, width)."""
     if attention_mask is None:
         return x[:, -1]
     last = (attention_mask.sum(1) - 1).clamp(min=0)

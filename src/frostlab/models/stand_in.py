@@ -1,8 +1,8 @@
-"""Stand-ins: embedded data, learned tokenizers and random weights for what cannot be had.
+"""Stand-ins: built-in data, learned tokenizers and random weights in place of missing ones.
 
 A stand-in has the shape of the missing part: as many classes, pairs for pairs, running text for
-running text, EEG for EEG, the same architecture. Only what is missing is replaced. The recipe
-records it in `stands_for`, and every number of its runs carries a warning.
+running text, EEG for EEG, the same architecture. Nothing else is replaced, and a user's own text
+never is. The recipe records it in `stands_for`, and every number of its runs carries a warning.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,19 +30,19 @@ _SIGNALS = ("rate", "length", "hop", "windows")
 
 @contextmanager
 def suggesting_stand_in() -> Iterator[None]:
-    """Name the option --stand-in in the error about data or a model that cannot be had."""
+    """Add a hint about the option --stand-in to the error about missing data or a missing model."""
     try:
         yield
     except Unavailable as error:
         raise Unavailable(
-            f"{error}; or add --stand-in to train on embedded data and random weights in its place"
+            f"{error}; or add --stand-in to use built-in data or random weights instead"
         ) from None
 
 
 def with_stand_ins(recipe: Recipe, data_dir: str | Path | None = None) -> Recipe:
     """Return the recipe with stand-ins for its missing data, tokenizer and pretrained weights.
 
-    Settings of a stand-in that the recipe does not have take the defaults of the recipe's scale.
+    Settings that only the stand-in has take their defaults, at the recipe's scale.
 
     Raises:
         BadInput: nothing stands in for a missing model, because its architecture is not known.
@@ -68,7 +68,7 @@ def with_stand_ins(recipe: Recipe, data_dir: str | Path | None = None) -> Recipe
 
 
 def _is_missing(find: Callable[..., Any], *arguments: Any) -> bool:
-    """Return whether something cannot be had; other problems are left to the run to report."""
+    """Return whether something is not available; the run reports any other problem."""
     try:
         find(*arguments)
     except Unavailable:
@@ -103,7 +103,7 @@ def _text_for(data: Named) -> dict[str, Any]:
 
 
 def _model_for(model: PretrainedModel, scale: str) -> dict[str, Any]:
-    """Return the settings of a model of the same architecture with random weights."""
+    """Return settings of the same architecture with random weights, narrower below full scale."""
     name = architecture_of(model.name)
     if not name:
         raise BadInput(

@@ -3,7 +3,8 @@
 A group is a YAML file. Its experiments are recipes, in the order in which to run them, each with
 the numbers that the sources reported. `published` holds the comparisons that the sources made,
 whose arms are experiments; `fair` holds comparisons that ask the same questions with arms that
-differ in what is compared only. `further` holds data on which the models are evaluated, too.
+differ only in what is compared. `further` holds other data on which the models are evaluated, and
+`interactions` questions about two of the comparisons.
 """
 
 import json
@@ -55,7 +56,7 @@ def _as_comparison(value: Any) -> Any:
 
 
 def _as_tuned(value: Any) -> Any:
-    """Return the keys of a fair comparison, which tunes the learning rate unless they say else.
+    """Return the keys of a fair comparison, which by default tunes the learning rate.
 
     A text is the name of a shipped comparison.
     """
@@ -75,8 +76,8 @@ class Group(Strict):
     """Experiments that answer one question, and the comparisons among them."""
 
     about: str
-    machine: str | None = None  # the sources' machine, on which the experiments have their cost
-    # by id, baselines first
+    machine: str | None = None  # the sources' machine, which `cost` is for
+    # by id, or by the path of a recipe's file
     experiments: dict[str, Experiment] = Field(default_factory=dict, max_length=MOST_LISTED)
     # name → keys of a comparison whose `arms` are ids; the first is the baseline
     published: dict[str, Published] = Field(default_factory=dict, max_length=MOST_LISTED)
@@ -122,7 +123,7 @@ class Group(Strict):
 
 
 def _main_settings(recipe: Recipe) -> dict[str, Any]:
-    """Return what an experiment is told apart by: its data, method and learning rate."""
+    """Return the settings that distinguish an experiment from others, and its recipe's digest."""
     deep = ["supervise: all"] if recipe.supervise.layers == "all" else []
     treatment = [] if deep and recipe.treatment_name == "none" else [recipe.treatment_name]
     return {
@@ -146,7 +147,7 @@ def group_table(group: Group, width: int | None) -> list[str]:
     rows: list[tuple[str, ...]] = [("id", "data", "method", "lr", reported, "time")]
     rows += [_row(values, reported) for values in experiments]
     kept = [i for i in range(6) if i < 4 or any(row[i] != NONE for row in rows[1:])]
-    # Ids are typed by users, so they must stay whole, as columns do that are aligned right.
+    # Users type the ids, so these must stay whole: `columns` shortens no column aligned right.
     table = [(row[0].ljust(longest), *(row[i] for i in kept[1:])) for row in rows]
     lines = columns(table, [0, 3], width)
     names = [rows[0][i] for i in kept if i > 3]
@@ -221,7 +222,7 @@ def group_from(values: dict[str, Any], name: str, label: str, folder: Path | Non
 
 
 def _problems(group: Group) -> Iterator[str]:
-    """Yield a line for each id that is unknown, and each comparison that cannot be made."""
+    """Yield a line for each problem with the experiments, comparisons and interactions."""
     recipes = shipped_recipes()
     for experiment in group.experiments:
         if not experiment.endswith(_ENDINGS) and experiment not in recipes:

@@ -116,7 +116,7 @@ def read_values(path: str) -> dict[str, Any]:
 
 
 def recipe_name(name: str) -> str:
-    """Return the name of a recipe's runs: its file name without ending and special characters."""
+    """Return the name of a recipe's runs: the recipe's, without ending and special characters."""
     path = Path(name)
     stem = path.name.removesuffix(path.suffix) if path.suffix in _ENDINGS else path.name
     return "".join(_RUN_NAME.findall(stem)).lstrip(".")[:_MOST_NAME] or "recipe"
@@ -201,7 +201,7 @@ def _shipped(package: str) -> dict[str, dict[str, Any]]:
 
 
 def _files(package: str) -> dict[str, Traversable]:
-    """Return the YAML files of a package by name, sorted; those of its sub-folders come last."""
+    """Return the YAML files of a package by name: its own, and then those of its sub-folders."""
     folder = resources.files(package)
     folders = [folder, *(entry for entry in folder.iterdir() if entry.is_dir())]
     return {
@@ -255,8 +255,8 @@ def with_paths(
     """Return a recipe's values with the paths to existing files and folders made absolute.
 
     Paths are relative to `folder`, the folder of the recipe's file; None: to the working folder. A
-    name that is no path there is left as it is, because it may be in the data folder or on the hub.
-    The path of a user's own data in a recipe's file is always made absolute.
+    name that does not exist there stays as it is, because it may be in the data folder or on the
+    hub; only the path of a user's own data in a recipe's file is always made absolute.
     """
     for section, key in PATHS:
         part = values.get(section)
@@ -388,7 +388,7 @@ class Layers:
         return next(reversed(self.sources.values()), "recipe")
 
     def source_of_text(self, text: str) -> str:
-        """Return the latest source among the keys that a text mentions."""
+        """Return the latest source of a key that the text mentions, or else the latest source."""
         keys = {tuple(key.split(".")) for key in _KEY_IN_TEXT.findall(text)}
         sources = [source for path, source in self.sources.items() if path in keys]
         return sources[-1] if sources else self.source_of(())
@@ -519,7 +519,7 @@ def _choices(details: ErrorDetails) -> list[str]:
 
 
 def _key_suggestion(path: list[Any], values: dict[str, Any]) -> str:
-    """Suggest the closest key of the same section, else the same key in another section."""
+    """Suggest a close key of the section, else the key in another section, else all keys."""
     section, name = path[:-1], str(path[-1])
     model = _model_at(section, values)
     if hint := nearest(name, model.model_fields if model else ()):

@@ -18,7 +18,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "conservative": {"residual": "plain", "head": "mlp", "gradient_scale": 1.5},  # for little data
     "aggressive": {"residual": "gated", "head": "mlp", "gradient_scale": 3.0},  # for over 10 layers
 }
-LONGEST = 1000  # samples of a window of the published Conformer
+LONGEST = 1000  # most samples in a window of the published Conformer
 SCALES = (1, 2, 4, 8)  # default scales of the multiscale loss: numbers of samples averaged into one
 
 
@@ -28,7 +28,7 @@ class ModelSettings(Strict):
     tasks: ClassVar[tuple[Task, ...]]  # tasks that the model supports
 
     def problems(self, data: Data) -> Iterator[str]:
-        """Yield a line for each of these settings that does not fit the data."""
+        """Yield a line for each contradiction within these settings or with the data."""
         yield from ()
 
 
@@ -50,7 +50,7 @@ class GPTModel(ModelSettings):
     qk_norm: bool = False  # RMSNorm of every head's queries and keys, with learned gains
 
     def problems(self, data: Data) -> Iterator[str]:
-        """Yield a line for each of these settings that does not fit the data."""
+        """Yield a line for each contradiction within these settings or with the data."""
         if self.width % self.heads:
             yield f"model.width {self.width} is not a multiple of model.heads {self.heads}"
         if data.task == "language" and self.causal is False:
@@ -75,7 +75,7 @@ class DecoderModel(ModelSettings):
     qk_norm: bool = False  # RMSNorm of every head's queries and keys, with learned gains
 
     def problems(self, data: Data) -> Iterator[str]:
-        """Yield a line for each of these settings that does not fit the data."""
+        """Yield a line for each contradiction within these settings or with the data."""
         if self.width % self.heads:
             yield f"model.width {self.width} is not a multiple of model.heads {self.heads}"
         if self.width % (2 * self.heads):
@@ -114,7 +114,7 @@ class ConformerModel(ModelSettings):
     kernel: Length = 31  # size of the depthwise convolution, in samples
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.3
     residual: Literal["none", "plain", "gated"] = "gated"  # connection around all layers
-    # initial bias of the gate: 0 mixes layers and residual equally, 4 passes almost only layers
+    # initial bias of the gate: 0 mixes layers and residual about equally, 4 is almost only layers
     gate_bias: float = 0.0
     gradient_scale: Annotated[float, Field(gt=0)] = 2.0  # factor of the gradient into the layers
     head: Literal["linear", "mlp"] = "mlp"

@@ -1,8 +1,8 @@
 """`Recipe`: everything that defines a run, checked as a whole.
 
 This module defines the section `stages`; recipe.data, recipe.model, recipe.treatment and
-recipe.settings define the others, and check each on its own. `Recipe` also checks for
-contradictions between sections.
+recipe.settings define the other sections. Each section checks its own settings, and `Recipe` checks
+for contradictions between sections.
 """
 
 import hashlib
@@ -30,8 +30,8 @@ from frostlab.recipe.treatment import (
 
 Rate = Annotated[float, Field(gt=0)]
 PATHS = (("data", "path"), ("model", "name"), ("tokenizer", "name"))  # keys that may hold a path
-Scale = Literal["tiny", "small", "full"]  # recipe.scale has the rule
-WORDS = ("new", "old")  # keys of a stage's `lr` besides selections: added layers, and other parts
+Scale = Literal["tiny", "small", "full"]  # the module frostlab.recipe.scale has the rule
+WORDS = ("new", "old")  # keys of a stage's `lr` besides selections: added layers, all others
 
 
 class Add(Strict):
@@ -162,7 +162,7 @@ class Recipe(Strict):
     watch: Watch | None = None  # null: gradient flow is not measured
     # empty: the run is one stage
     stages: tuple[StageSettings, ...] = Field(default=(), max_length=MOST_LISTED)
-    # tiny, small: fewer examples, fewer steps and narrower layers than the recipe's own
+    # tiny, small: fewer examples, fewer steps and narrower layers
     scale: Scale = "full"
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
 
@@ -203,9 +203,9 @@ class Recipe(Strict):
 
     @property
     def stand_ins(self) -> dict[str, str]:
-        """What stands in for missing data, a missing tokenizer and missing weights, by section.
+        """The stand-ins for missing data, tokenizers and weights, by section.
 
-        The values are texts such as `docstrings for tinystories`.
+        They are described by texts such as `docstrings for tinystories`.
         """
         parts = {"data": self.data, "tokenizer": self.tokenizer, "model": self.model}
         missing = {name: getattr(part, "stands_for", None) for name, part in parts.items()}
@@ -223,7 +223,7 @@ class Recipe(Strict):
 
     @property
     def marks(self) -> str:
-        """What the name of a scaled run, or of one with stand-ins, ends in, such as `-tiny`."""
+        """The mark in the name of a run that is scaled or uses stand-ins, such as `-tiny`."""
         scale = "" if self.scale == "full" else f"-{self.scale}"
         return scale + "-stand-in" * bool(self.stand_ins)
 

@@ -1,8 +1,8 @@
 """Scales: the rule that makes a recipe smaller, so that any experiment can be tried on 2 cores.
 
-A scaled recipe keeps its data set, its layers, its stages, its treatment and its learning rates. It
-has fewer and shorter examples, fewer steps and narrower layers. A run takes seconds at the scale
-tiny and minutes at the scale small. The weights of a pretrained model are not made smaller.
+A scaled recipe keeps its data set, number of layers, stages, treatment and learning rates. It has
+fewer and shorter examples, a smaller vocabulary and batch, fewer steps and narrower layers. A run
+takes seconds at the scale tiny and minutes at the scale small. Pretrained models keep their size.
 """
 
 import copy
@@ -29,11 +29,11 @@ class Sizes:
     length: int  # tokens per example
     samples: int  # samples per window of EEG
     width: int
-    bpe: int  # size of a vocabulary
-    words: int  # size of a vocabulary
+    bpe: int  # size of a BPE vocabulary
+    words: int  # size of a vocabulary of whole words
     per_package: int  # docstrings
-    subjects: int  # simulated, also of unseen
-    recordings: int  # simulated, to train on, per subject
+    subjects: int  # simulated: those to train on, and those unseen
+    recordings: int  # simulated, per subject: those of train, of tune and of report
     windows: int  # per recording and epoch
     seconds: float  # of a simulated recording
     timing: float  # seconds of step timing in a comparison
@@ -58,7 +58,7 @@ _HEAD = 4  # smallest size of an attention head
 def scaled_values(recipe: Recipe, fixed: Collection[Path] = ()) -> dict[str, Any]:
     """Return the values of a recipe at its scale.
 
-    No value becomes larger, and scaling the result again changes nothing.
+    Numbers become smaller or stay, and scaling the result again changes nothing.
 
     Args:
         fixed: settings that keep their values, such as `("train", "steps")`.
@@ -74,7 +74,7 @@ def scaled_values(recipe: Recipe, fixed: Collection[Path] = ()) -> dict[str, Any
 
 
 def narrowed(scale: str, width: int, heads: int) -> int:
-    """Return a model's width at a scale; heads of an even size divide it."""
+    """Return a model's width at a scale; if it is smaller than `width`, heads have an even size."""
     most = SIZES[scale].width // (2 * heads) * 2 * heads
     return min(width, max(most, _HEAD * heads))
 
@@ -169,7 +169,7 @@ class _Scaling:
                 if stage["patience"] is not None:
                     stage["patience"] = min(stage["patience"], sizes.epochs)
         warmup, steps = self.recipe.optim.warmup, train.steps
-        if warmup >= 1:  # a number of steps becomes a share, which is 10 % if the length is unknown
+        if warmup >= 1:  # a number of steps becomes a share: 10 % without a longer train.steps
             share = warmup / steps if steps is not None and warmup < steps else 0.1
             self.set("optim", "warmup", float(f"{min(share, 0.5):g}"))
 
@@ -184,7 +184,7 @@ class _Scaling:
         return isinstance(self.recipe.data, Synthetic | Corpus | SimulatedEEG)
 
     def scale_intervals(self) -> None:
-        """Shorten intervals that would be longer than a stage."""
+        """Shorten the intervals of evaluation and of gradient flow to fit in the shortest stage."""
         epochs = [epochs for epochs, _ in self._durations if epochs is not None]
         steps = self._fewest_steps
         every: int | str = self.get("evaluate", "every")
@@ -207,7 +207,8 @@ class _Scaling:
         train = self.values["train"]
         stages = self.values["stages"] or [{"epochs": None, "steps": None}]
         own = [(stage["epochs"], stage["steps"]) for stage in stages]
-        return [(train["epochs"], train["steps"]) if not any(one) else one for one in own]
+        default = (train["epochs"], train["steps"])
+        return [duration if any(duration) else default for duration in own]
 
     @property
     def _steps_per_epoch(self) -> int | None:

@@ -23,12 +23,15 @@ class Strict(BaseModel):
 
 
 class Orthogonalize(Strict):
-    """Replacement of weights with orthonormal rows, in each head or in the whole matrix."""
+    """Replacement of weights with orthonormal rows, in each head or in the whole matrix.
+
+    With more rows than columns, the columns are orthonormal.
+    """
 
     method: Literal["orthogonalize"]
     select: Selections
     scope: Literal["head", "matrix"] = "head"
-    source: Literal["weights", "gaussian"] = "weights"  # the matrix to orthogonalize
+    source: Literal["weights", "gaussian"] = "weights"  # gaussian: a random draw
 
     @property
     def description(self) -> str:
@@ -63,8 +66,8 @@ class Identity(Strict):
     """Replacement of weights with rows of the identity, which are orthonormal, without a draw.
 
     A square matrix becomes the identity. Otherwise, heads of s rows take s rows each in turn, and
-    begin again with the first row when all are taken. As a whole matrix, one with more rows than
-    columns gets the identity above zeros.
+    begin again with the first row when all are taken. A head (or, with the scope matrix, a matrix)
+    with more rows than columns gets the identity above zeros.
     """
 
     method: Literal["identity"]
@@ -127,7 +130,7 @@ class Treatment(Strict):
             other = "init" if self.init else "freeze"
             raise ValueError(
                 f"peft and {other} exclude each other: peft freezes all weights but the adapters "
-                "and the head, unchanged"
+                "and an untied head"
             )
         return self
 
@@ -142,7 +145,7 @@ class Treatment(Strict):
         if self.peft is not None:
             return (
                 f"{self.peft.method} adapters at {_listed(self.peft.select)}; "
-                "only the adapters and the head train"
+                "only the adapters and an untied head train"
             )
         excepts = any(selection.startswith("!") for selection in self.freeze)
         positive = set[str]() if excepts else set(self.freeze)

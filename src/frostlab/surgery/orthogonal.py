@@ -4,7 +4,7 @@ The orthonormal rows come from the current weights, from a Gaussian draw, or fro
 
 A Cholesky pass multiplies a matrix X by the inverse Cholesky factor of X·Xᵀ, which makes its rows
 orthonormal up to rounding. `orthonormal` uses one pass for well-conditioned matrices, two passes
-for other matrices, and torch's QR for nearly singular matrices.
+for other matrices, and torch's QR for nearly singular ones and where two passes are not precise.
 """
 
 import math
@@ -27,10 +27,10 @@ Source = Literal["weights", "gaussian", "identity"]
 
 _ONE_PASS = 16.0  # up to this condition number, one Cholesky pass is precise enough
 _RUN = 512  # columns per partial product in a Gram matrix on a GPU
-_TINY = 1e-12  # matrices with a smaller maximum, or one above 1e12, are rescaled
+_TINY = 1e-12  # a batch with a maximum below this, or above its inverse, is rescaled
 _AT_ONCE = 2**28  # elements that a GPU factorises in one batch: 1 GiB of float32
 _SINGULAR = 1e6  # above this condition number, QR replaces Cholesky
-_LIMIT = {torch.float32: 2e-6, torch.float64: 1e-13}  # largest accepted |Q·Qᵀ − I|
+_LIMIT = {torch.float32: 2e-6, torch.float64: 1e-13}  # largest accepted |Q·Qᵀ − I| after two passes
 
 
 def orthogonalize(

@@ -100,7 +100,7 @@ def run(
             scaled run, or one with stand-ins, to a folder in it that says so.
         scale: tiny or small: fewer examples, fewer steps and narrower layers; None: the recipe's
             scale. `settings` win over the scale.
-        stand_in: use embedded data, a learned tokenizer or random weights in place of a data set, a
+        stand_in: use built-in data, a learned tokenizer or random weights in place of a data set, a
             tokenizer or a pretrained model that cannot be had.
         progress: whether to show the progress; None: on a terminal or in a notebook. A
             `Display` shows it on its own screen.
