@@ -52,8 +52,8 @@ def record_of(made: fl.Comparison) -> RunRecord:
 def test_the_missions_keys(made: fl.Comparison) -> None:
     found = json.loads((made.folder / "comparison.json").read_text())
     assert set(found) == {
-        "dataset", "model", "quick", "environment", "baseline", "oelm_freeze", "oelm_random",
-        "comparison",
+        "dataset", "model", "quick", "caution", "environment", "baseline", "oelm_freeze",
+        "oelm_random", "comparison",
     }  # fmt: skip
     assert set(found["environment"]) == {
         "gpu", "cuda_version", "pytorch_version", "gpu_temp_start", "gpu_temp_end",
