@@ -102,6 +102,23 @@ def test_the_count_of_dropped_texts_is_recorded(
     assert honest.caution is None
 
 
+def test_a_published_report_can_be_a_share_of_train(
+    tmp_path: Path, cache: Path, recipe: Callable[..., Recipe], write: Callable[..., Path]
+) -> None:
+    """As in text that comes without a split to report on: the last documents are held out."""
+    write(tmp_path / "openwebtext" / "train.jsonl", [{"text": f"word{i} " * 9} for i in range(200)])
+    settings = {"name": "openwebtext", "task": "language", "length": 4, "splits": "published"}
+    words = {"kind": "words"}
+    found = prepare(recipe(words, **settings, report=0.01), tmp_path, cache)
+    assert found.caution == "selected on the reporting split"
+    assert {role: split.carved_from for role, split in found.described.items()} == {
+        "train": None, "report": "train",
+    }  # fmt: skip
+    assert found.described["train"].carved == {"report": 2}
+    with pytest.raises(BadInput, match="no reporting split; use `honest`, or set data.report to"):
+        prepare(recipe(words, **settings), tmp_path, cache)
+
+
 def test_a_limit_keeps_the_proportions(
     tmp_path: Path, cache: Path, write: Callable[..., Path], sentences: Callable[..., list]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Fuzz targets: recipes, settings, comparisons and their files, selections and variables."""
+"""Fuzz targets: recipes, settings, groups, comparisons and their files, selections, variables."""
 
 import json
 import os
@@ -19,6 +19,7 @@ from frostlab.comparison.run import _shortened, _stored_tuning, _time_steps
 from frostlab.comparison.runner import ComparisonFolder, Finished, Runner, StoredPlan
 from frostlab.launcher import check_variables
 from frostlab.models.gpt import GPT, GPTConfig
+from frostlab.recipe.groups import group_table, load_group
 from frostlab.recipe.load import load_recipe, parse_settings
 from frostlab.roles.read import anatomy
 from fuzz.comparison_made import evidence, plan, steps, tuning
@@ -45,6 +46,14 @@ _COMPARISONS = (
     b"contrasts: [{question: 'Is it?', arm: b, against: a}]\nclock: {seconds: 5, width: 0.1}\n"
     b"alpha: 0.1\nlooks: 3\nallow_confounds: [optim.eps]\nset: {train.batch: 8, seed: 3}\n",
 )
+_GROUPS = (
+    b"about: x\nmachine: a laptop\nexperiments:\n  gpt-01: {reported: {perplexity: 4.27}}\n"
+    b"  docstrings-demo: {optional: true, cost: 8 h}\npublished: {a: [gpt-01, docstrings-demo]}\n"
+    b"fair:\n  b: {recipe: docstrings-gpt, arms: baseline}\n  c: growth\n"
+    b"further: {d: {data.x: 1}}\n",
+    b"about: x\nexperiments: {gpt-01: {}, gpt-02: {}}\n"
+    b"published: {a: {arms: [gpt-01, gpt-02], metric: loss}}\nfair: {}\n",
+)
 _SELECTIONS = (b"query", b"layers[0:2].key", b"!layers[-1].up.bias", b"all\nembedding\n!head")
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -62,6 +71,10 @@ def _recipe(data: bytes, folder: Path) -> None:
 def _settings(data: bytes, folder: Path) -> None:
     texts = data.decode("utf-8", "surrogateescape").split("\n")
     load_recipe("docstrings-gpt", parse_settings(text for text in texts if text))
+
+
+def _group(data: bytes, folder: Path) -> None:
+    assert group_table(load_group(_written(data, folder / "me.yaml")), 80) is not None
 
 
 def _comparison(data: bytes, folder: Path) -> None:
@@ -140,6 +153,7 @@ def _variables(data: bytes, folder: Path) -> None:
 TARGETS: dict[str, Target] = {
     "recipe": Target(lambda: list(_RECIPES), _recipe, "yaml"),
     "settings": Target(lambda: [b"optim.lr=1e-4\nmodel={kind: gpt, width: 8}"], _settings),
+    "group": Target(lambda: list(_GROUPS), _group, "yaml"),
     "comparison": Target(lambda: list(_COMPARISONS), _comparison, "yaml"),
     "plan": Target(_plans, _plan_file, "json"),
     "evidence": Target(lambda: [evidence()], _evidence, "json"),

@@ -128,7 +128,7 @@ def group_table(group: Group, width: int | None) -> list[str]:
     metrics = {values["metric"] for values in experiments}
     reported = metrics.pop() if len(metrics) == 1 else "reported"
     longest = max(len(values["id"]) for values in experiments)
-    rows = [("id", "data", "method", "lr", reported, "time")]
+    rows: list[tuple[str, ...]] = [("id", "data", "method", "lr", reported, "time")]
     rows += [_row(values, reported) for values in experiments]
     kept = [i for i in range(6) if i < 4 or any(row[i] != NONE for row in rows[1:])]
     # Ids are typed by users, so they must stay whole, as columns do that are aligned right.
