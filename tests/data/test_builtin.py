@@ -171,7 +171,7 @@ def test_fewer_packages_are_enough_but_not_one(
     labels = {json.loads(line)["label"] for line in files["train"].read_text().splitlines()}
     assert labels == {0, 1}
     monkeypatch.setattr(importlib.util, "find_spec", without("torch", "transformers", "scipy"))
-    with pytest.raises(BadInput, match="needs two of numpy, scipy, torch, transformers; installed"):
+    with pytest.raises(BadInput, match="needs 2 of numpy, scipy, torch, transformers; installed"):
         docstring_files(20, pairs=False, cache=tmp_path)
 
 

@@ -60,6 +60,7 @@ ELSEWHERE = {
     "about": "tests/recipe: the digest leaves it out; `frostlab recipes` prints it",
     "tokenizer": "tests/data/test_vocabulary.py",
     "stages": "test_stages.py",
+    "scale": "tests/recipe/test_scale.py",
     "loss": "test_eeg_report.py",
     "train.step": "step/test_captured.py, step/test_step.py",
     "train.checkpoint_what": "tests/records/test_checkpoint.py, test_stages_boundary.py",

@@ -65,7 +65,7 @@ class Difference:
             if caution is not None
             for part in wrapped(plain(f"caution: {name}: {caution}"), width)
         ]
-        return "\n".join([*lines, *self._loss_lines(), *cautions])
+        return "\n".join([*lines, *cautions, *self._loss_lines()])
 
     def _loss_lines(self) -> list[str]:
         losses = self.losses
