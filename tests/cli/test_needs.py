@@ -47,6 +47,29 @@ def test_a_group_is_checked_as_a_whole(tmp_path: Path, in_this_process: Command)
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
 
 
+def test_a_group_also_needs_what_it_evaluates_further(
+    tmp_path: Path, in_this_process: Command
+) -> None:
+    listed = json.loads(in_this_process("data", "check", "xnli-languages", "--json").stdout)
+    users = {need["name"]: need["recipes"] for need in listed if need["kind"] == "data"}
+    assert len(users) == 16, "MNLI and XNLI's 15 languages"
+    assert users["xnli/fr"] == ["xnli-bert (fr)"]
+    (tmp_path / "mine.yaml").write_text("data: {name: imdb}\n")
+    group = tmp_path / "group.yaml"
+    group.write_text(
+        "about: x\nfair: {one: {recipe: mine.yaml, arms: [baseline, oelm], set: {tokenizer: "
+        "{kind: pretrained, name: some/where}}}}\n"
+    )
+    done = in_this_process("data", "check", str(group))
+    assert done.returncode == 1, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split()[:2] for line in lines[1:3]] == [
+        ["data", "imdb"],
+        ["tokenizer", "some/where"],
+    ]
+    assert lines[-1] == "missing: 2 of 2, about 83.0 MB to download, and 1 of unknown size"
+
+
 def test_examples_are_counted(
     tmp_path: Path, in_this_process: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +149,7 @@ def test_a_full_disk_is_noticed_before_a_download(
         (("fetch", "imbd"), "is called 'imbd'; did you mean `imdb`?"),
         (("check", "imdb", "--data-dir", "nowhere"), "--data-dir nowhere is not a folder"),
         (("fetch", "sst2"), "data sst2: the hub's stanfordnlp/sst2: "),
+        (("check", "xnli/frr"), "data.language frr is not one of xnli's; did you mean `fr`?"),
         (("check", "imdb", "--set", "data.nmae=x"), "data.nmae is not a key; did you mean `name`?"),
     ],
 )
@@ -147,5 +171,8 @@ def test_own_data_are_checked_and_cannot_be_fetched(
     done = in_this_process("data", "fetch", str(recipe))
     assert done.returncode == 2
     assert "is your own data, which no hub has" in done.stderr
+    recipe.write_text("data: {name: own, path: imdb/texts.csv}\n")
+    assert "is your own data" in in_this_process("data", "fetch", str(recipe)).stderr
+    recipe.write_text("data: {name: own, path: texts.csv}\n")
     (tmp_path / "texts.csv").write_text("text,label\na,0\n")
     assert in_this_process("data", "check", str(recipe)).returncode == 0

@@ -20,6 +20,7 @@ from frostlab.cli.options import (
     check_data_dir,
     echo,
     settings_from,
+    width_of,
 )
 from frostlab.errors import BadInput, nearest
 
@@ -273,7 +274,7 @@ def _show_group(group: "GroupResult", as_json: bool) -> None:
         return
     from frostlab.experiments.show import show_summary
 
-    echo(show_summary(group.summary, group.page))
+    echo(show_summary(group.summary, group.page, width_of()))
 
 
 def _compare_runs(

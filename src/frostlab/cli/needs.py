@@ -84,19 +84,17 @@ def _needs(names: list[str], settings: list[str] | None, data_dir: Path | None) 
 def _recipes(name: str, settings: dict[str, Any]) -> "dict[str, Recipe]":
     """Return the recipes of a group, the recipe of this name, or a recipe that uses a data set."""
     from frostlab.data.sources import PUBLIC_SETS
+    from frostlab.experiments.plans import is_group_source
     from frostlab.recipe.groups import group_names, load_group
     from frostlab.recipe.load import load_recipe, recipe_from, shipped_recipes
 
-    if name in group_names():
-        group = load_group(name)
-        recipes = {name: group.recipe(name, settings) for name in group.experiments}
-        for comparison in group.fair.values():
-            recipe = comparison["recipe"]
-            recipes.setdefault(recipe, load_recipe(recipe, settings))
-        return recipes
-    if name in PUBLIC_SETS:
-        classes = PUBLIC_SETS[name].classes
-        data = {"name": name, "task": "language" if classes is None else "classification"}
+    if is_group_source(name):
+        return load_group(name).recipes(settings)
+    data_set, _, language = name.partition("/")
+    if data_set in PUBLIC_SETS:
+        classes = PUBLIC_SETS[data_set].classes
+        data = {"name": data_set, "task": "language" if classes is None else "classification"}
+        data |= {"language": language} if language else {}
         return {name: recipe_from({"data": data}, name, settings)}
     if name.endswith((".yaml", ".yml")) or name in shipped_recipes():
         return {name: load_recipe(name, settings)}
@@ -118,7 +116,11 @@ def _lines(needs: "list[Need]") -> list[str]:
     missing = [need for need in needs if need.state == "missing"]
     if missing:
         total = sum(need.size or 0 for need in missing)
-        lines.append(f"missing: {len(missing)} of {len(needs)}, about {_size(total)} to download")
+        unknown = sum(need.size is None for need in missing)
+        more = f", and {unknown} of unknown size" if unknown else ""
+        lines.append(
+            f"missing: {len(missing)} of {len(needs)}, about {_size(total)} to download{more}"
+        )
     return lines
 
 

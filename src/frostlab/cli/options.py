@@ -133,7 +133,7 @@ def settings_from(
 
 def check_data_dir(data_dir: Path | None) -> None:
     """Refuse a data folder that does not exist."""
-    if data_dir is not None and not data_dir.is_dir():
+    if data_dir is not None and not data_dir.expanduser().is_dir():
         raise BadInput(f"--data-dir {data_dir} is not a folder")
 
 

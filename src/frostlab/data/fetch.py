@@ -15,7 +15,14 @@ from typing import Any, Literal
 
 from frostlab.data.eeg.readers import find_folder
 from frostlab.data.files import format_of, named_path, read_lines, split_files
-from frostlab.data.sources import PUBLIC_SETS, data_folder, hub_name, hub_splits, unreachable
+from frostlab.data.sources import (
+    PUBLIC_SETS,
+    check_language,
+    data_folder,
+    hub_name,
+    hub_splits,
+    unreachable,
+)
 from frostlab.data.tokenizers import load_transformers_tokenizer
 from frostlab.errors import BadInput, first_line, require
 from frostlab.recipe.data import Named, Own, PretrainedTokenizer, RecordedEEG
@@ -126,6 +133,7 @@ def _find_data(need: Need, recipe: Recipe, data_dir: Path | None) -> Need:
 def _find_public(need: Need, data_dir: Path | None) -> Need:
     """Look for a public data set in the data folder, then in the cache of `datasets`."""
     name, _, language = need.name.partition("/")
+    check_language(name, language)
     facts = PUBLIC_SETS[name]
     folder = data_folder(data_dir)
     if folder is not None and (folder / need.name).is_dir():
@@ -233,7 +241,7 @@ def fetch(need: Need) -> None:
         BadInput: it is the user's own, it is not on the hub, the hub cannot be reached, or the disk
             is too full.
     """
-    if need.kind == "data" and need.name.partition("/")[0] not in PUBLIC_SETS:
+    if need.kind == "data" and need.problem is not None:
         raise BadInput(f"{need.name} is your own data, which no hub has: {need.problem}")
     if need.kind != "data" and os.path.exists(named_path(need.name, "model.name")):
         raise BadInput(f"{need.problem or need.name}; it is a path here, so it is not downloaded")

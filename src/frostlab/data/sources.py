@@ -383,9 +383,7 @@ def _choose(splits: dict[str, Split], key: str, name: str) -> Split:
 
 def public_splits(name: str, language: str, data_dir: Path | None) -> dict[str, Split]:
     """Return the splits of a public data set from the user's data folder, else from the hub."""
-    if name == "xnli" and language not in LANGUAGES:
-        hint = nearest(language, LANGUAGES) or f"; there are {', '.join(LANGUAGES)}"
-        raise BadInput(f"data.language {language} is not one of xnli's{hint}")
+    check_language(name, language)
     subfolder = f"xnli/{language}" if name == "xnli" else name
     folder = data_folder(data_dir)
     searched = "no --data-dir and no FROSTLAB_DATA"
@@ -401,8 +399,15 @@ def public_splits(name: str, language: str, data_dir: Path | None) -> dict[str, 
             f"data.name {name} was not found: {searched}, and {error}; put "
             f"{subfolder}/SPLIT.{{{','.join(FORMATS)}}}[.gz] in a folder and name it with "
             "--data-dir or FROSTLAB_DATA, or pip install 'frostlab[data]' and connect to the "
-            f"network (`frostlab data fetch {name}` downloads about {defaults.megabytes:,} MB)"
+            f"network (`frostlab data fetch {subfolder}` downloads about {defaults.megabytes:,} MB)"
         ) from error
+
+
+def check_language(name: str, language: str) -> None:
+    """Refuse a language that XNLI does not have."""
+    if name == "xnli" and language not in LANGUAGES:
+        hint = nearest(language, LANGUAGES) or f"; there are {', '.join(LANGUAGES)}"
+        raise BadInput(f"data.language {language} is not one of xnli's{hint}")
 
 
 def data_folder(data_dir: Path | None) -> Path | None:

@@ -1,7 +1,8 @@
 """The catalogue: what every experiment of a group takes, from its recipe and without its data.
 
-Models are built on the meta device. Times are those of records: a step that no record measures has
-no time. Peak memory is measured where a record has it, and otherwise estimated.
+Models are built without values, on the meta device if the recipe has no stages. Times are those of
+records: a step that no record measures has no time. Peak memory is measured where a record has it,
+and otherwise estimated.
 """
 
 from collections.abc import Iterable, Sequence
@@ -54,7 +55,7 @@ class StepRecord:
     file: str  # in docs/records
     benchmark: str  # the record's name
     side: str  # of the record: `ours` or `theirs`
-    differs: str  # what is otherwise than in the recipes' step
+    differs: str  # how it differs from the recipes' step
     ms: float
     peak_bytes: int | None = None  # None: not measured
 

@@ -31,10 +31,7 @@ def is_group_source(source: object) -> bool:
     name = str(source)
     if not name.endswith(_ENDINGS):
         return name in group_names()
-    try:
-        return bool(_KEYS & read_values(name).keys())
-    except BadInput:  # the error is raised again where the file is read as a comparison
-        return False
+    return bool(_KEYS & read_values(name).keys())
 
 
 def names_in(names: str | Iterable[str] | None) -> list[str]:

@@ -111,7 +111,8 @@ def _section(comparison: ComparisonSummary, as_published: bool) -> str:
 
 def _remarks(comparison: ComparisonSummary, as_published: bool) -> list[str]:
     """Return the sentences that qualify the numbers of a comparison."""
-    lines = [f"Not the whole experiment: {reason}." for reason in comparison.reduced]
+    reasons = [reason for reason in comparison.reduced if reason not in (comparison.caution or "")]
+    lines = [f"Not the whole experiment: {reason}." for reason in reasons]
     if comparison.changed:
         lines.append(f"{other_settings(as_published)}: {', '.join(comparison.changed)}.")
     lines += [f"Caution: {comparison.caution}."] if comparison.caution else []

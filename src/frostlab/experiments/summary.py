@@ -33,9 +33,7 @@ Status = Literal["finished", "not finished", "not run"]
 _NO_VALUE = ("did not finish", "unproven")  # verdicts that leave an effect unknown
 TRANSFER = len(QUESTIONS) - 1  # index of the question that needs comparisons of BERT and of GPT
 _MODELS = ("BERT", "GPT")
-_REDUCING = ("scale", "stand_in")  # keys of a recipe that can reduce its run
 _SHORTENED = ("train.steps", "train.epochs", "evaluate.every", "watch.every_n_steps")  # by --quick
-_WHOLE: tuple[object, ...] = (None, "full", False, "", [], {})  # values that reduce nothing
 
 
 @dataclass(frozen=True)
@@ -203,13 +201,10 @@ def _model(settings: Mapping[str, Any]) -> str:
 
 def _reduced(evidence: Evidence) -> tuple[str, ...]:
     """Return the reasons why a comparison is smaller than the experiment."""
-    recipe = evidence.plan.recipe
-    reasons = [
-        f"{key.replace('_', '-')} {recipe[key]}"
-        for key in _REDUCING
-        if recipe.get(key) not in _WHOLE
-    ]
-    return (*reasons, *(["quick: shortened runs"] if evidence.plan.quick else []))
+    plan = evidence.plan
+    caution = plan.recipe_of(plan.baseline, plan.seeds[0]).caution
+    reasons = [] if caution is None else [caution]
+    return (*reasons, *(["quick: shortened runs"] if plan.quick else []))
 
 
 def _changed(group: Group, as_published: bool, name: str, evidence: Evidence) -> tuple[str, ...]:

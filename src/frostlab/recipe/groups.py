@@ -20,6 +20,7 @@ from frostlab.errors import BadInput, nearest
 from frostlab.recipe.bounded_yaml import read_yaml, shown, shown_key
 from frostlab.recipe.load import (
     load_recipe,
+    recipe_name,
     shipped_comparisons,
     shipped_groups,
     shipped_recipes,
@@ -108,6 +109,23 @@ class Group(Strict):
     def recipe(self, experiment: str, settings: Mapping[str, Any] | None = None) -> Recipe:
         """Load the recipe of an experiment, with settings on top."""
         return load_recipe(self.source_of(experiment), settings)
+
+    def recipes(self, settings: Mapping[str, Any] | None = None) -> dict[str, Recipe]:
+        """Load the recipes of the experiments, the fair comparisons and their further evaluations.
+
+        The settings are put on top of each of them. Recipes that are written out in the group's
+        file are left out.
+        """
+        recipes = {name: self.recipe(name, settings) for name in self.experiments}
+        for comparison in self.fair.values():
+            recipe, own = comparison.get("recipe"), comparison.get("set") or {}
+            if not isinstance(recipe, str):
+                continue
+            name, own = recipe_name(recipe), {**own, **(settings or {})}
+            recipes.setdefault(name, self.recipe(recipe, own))
+            for further, changes in self.further.items():
+                recipes.setdefault(f"{name} ({further})", self.recipe(recipe, {**own, **changes}))
+        return recipes
 
     def arms(self, comparison: str) -> tuple[str, ...]:
         """Return the ids of a published comparison's arms, the baseline first."""

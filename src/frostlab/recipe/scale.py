@@ -151,7 +151,7 @@ class _Scaling:
         self.set("model", "width", narrowed(self.recipe.scale, model.width, model.heads))
         if model.hidden is not None:
             hidden = model.hidden * self.get("model", "width") // model.width
-            self.set("model", "hidden", max(2, hidden - hidden % 2))
+            self.set("model", "hidden", min(model.hidden, max(2, hidden - hidden % 2)))
 
     def scale_training(self) -> None:
         train, sizes = self.recipe.train, self.sizes
