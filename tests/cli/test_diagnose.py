@@ -28,7 +28,7 @@ from frostlab.flow.judge import STILL
 from frostlab.flow.measurements import Flow
 from frostlab.recipe.load import load_recipe, shipped_recipes, short_run_settings
 from frostlab.training import loop as flowing
-from frostlab.training.stages import stages_of
+from frostlab.training.stages import stages_of, steps_per_epoch
 from hearing import hearing
 from stages import progressive
 from tiny import tiny
@@ -69,7 +69,9 @@ def test_event_files_for_tensorboard(runs: Path, tmp_path: Path, in_this_process
     read = EventAccumulator(str(tmp_path / "watched")).Reload()
     flow = fl.load_flow(runs / "watched-explicit-s0")
     norms = {event.step: event.value for event in read.Scalars("Gradient/norm")}
-    assert norms == pytest.approx(flow.norms())
+    clipped = {step: min(norms[step], 1.0) for step in flow.norms()}  # a flow's norms are clipped
+    assert clipped == pytest.approx(flow.norms(), rel=1e-4)
+    assert len(norms) > len(flow.norms()), "every step, also those that were not measured"
     assert read.Scalars("Validation/accuracy")
     grown = EventAccumulator(str(tmp_path / "grown")).Reload()
     stages = fl.load_flow(runs / "grown-none-s0").reports
@@ -332,7 +334,7 @@ def test_every_shipped_recipe_can_be_cut_short(name: str) -> None:
     assert short.optim.lr == whole.optim.lr
     long, run_name = diagnose_command._shortened(name, 12, None, {}, None)
     stages = stages_of(long, 10_000)
-    per_epoch = -(-10_000 // long.train.batch)
+    per_epoch = steps_per_epoch(10_000, long.train)
     assert {stage.steps for stage in stages} == {12 // len(stages) * per_epoch}
     assert [stage.name for stage in stages] == [stage.name for stage in stages_of(whole, 10**6)]
     assert long.watch is not None

@@ -71,7 +71,7 @@ def test_pairs_are_balanced_and_half_true(shared: Path) -> None:
 @pytest.mark.parametrize("count", [2, 3, 4, 5])
 def test_no_mismatched_pair_is_a_summary_with_its_own_body(count: int) -> None:
     docs = [Docstring(f"summary {n}", f"body {n}") for n in range(count)]
-    rows = docstrings._pairs(docs)
+    rows = docstrings._pairs(docs, [], 2)
     assert len(rows) == count // 2 * 2
     own = {doc.summary: doc.body for doc in docs}
     for row in rows:

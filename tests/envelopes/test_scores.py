@@ -181,7 +181,7 @@ SHORT = replace(ONE, eeg=ONE.eeg[:200], envelope=ONE.envelope[:200], other=None)
         (SHORT, {"s0_0": GOOD["s0_0"][:200]}, {},
          "s0_0 is 6.25 s long and has 73 shifts of at least 2 s; 100 are needed"),
         (ONE, GOOD, {"null_shifts": 10}, "10 shifts cannot give a p of 0.05; the least is 19"),
-        (ONE, {"s0_0": GOOD["s0_0"]}, {"window": 0.01}, "a window of 0.01 s is less than a"),
+        (ONE, {"s0_0": GOOD["s0_0"]}, {"window": 0.01}, "a window of 0.01 s rounds to no sample"),
         (ONE, GOOD, {"gap": -1}, "the gap is -1 s; the least is 0"),
     ],
 )  # fmt: skip

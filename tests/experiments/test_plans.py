@@ -87,8 +87,10 @@ def test_what_is_a_group(group_file: Path) -> None:
     assert is_group_source("phase3")
     assert is_group_source(group_file)
     for other in ("docstrings-gpt", "eeg-ablation", str(group_file.parent / "plain.yaml"),
-                  "nowhere.yaml", {"recipe": "docstrings-gpt"}):  # fmt: skip
+                  {"recipe": "docstrings-gpt"}):  # fmt: skip
         assert not is_group_source(other)
+    with pytest.raises(BadInput, match="nowhere.yaml: cannot be read"):
+        is_group_source("nowhere.yaml")
 
 
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [

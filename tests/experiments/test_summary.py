@@ -144,19 +144,23 @@ def test_a_group_without_oelm_has_no_five_questions() -> None:
     assert _questions([other], {}) == ()
 
 
-def test_a_scale_and_a_stand_in_are_said(fair: fl.GroupResult) -> None:
+def test_a_scale_is_said(fair: fl.GroupResult) -> None:
     from frostlab.experiments.summary import _reduced
 
     evidence = fair.comparisons["rates"].evidence
     assert _reduced(evidence) == ()
-    small = {**evidence.plan.recipe, "scale": "tiny", "stand_in": "docstrings"}
+    small = {**evidence.plan.recipe, "scale": "tiny"}
     plan = evidence.plan.model_copy(update={"recipe": small, "quick": True})
-    reasons = ("scale tiny", "stand-in docstrings", "quick: shortened runs")
+    reasons = ("scale tiny", "quick: shortened runs")
     assert _reduced(replace(evidence, plan=plan)) == reasons
     (entry,) = fair.summary.comparisons
     reduced = replace(fair.summary, comparisons=(replace(entry, reduced=reasons),))
     text = show_summary(reduced, fair.page)
     assert "Not the whole experiment: scale tiny." in text
+    told = replace(reduced.comparisons[0], caution="scale tiny; selected on the reporting split")
+    text = show_summary(replace(reduced, comparisons=(told,)), fair.page)
+    assert "Not the whole experiment: scale tiny." not in text, "the caution says it"
+    assert "Not the whole experiment: quick: shortened runs." in text
 
 
 def test_the_summary_fits_a_terminal(published: fl.GroupResult, fair: fl.GroupResult) -> None:

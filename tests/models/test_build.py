@@ -148,7 +148,7 @@ def test_a_config_takes_every_value_of_the_recipe() -> None:
     """No value is a default, so none can be left out."""
     shape = {"width": 24, "layers": 3, "heads": 2, "hidden": 40}
     gpt = shape | {"dropout": 0.4, "bias": False, "causal": True, "positions": 77}
-    gpt |= {"pooling": "last"}
+    gpt |= {"pooling": "last", "qk_norm": True}
     model = build_model(recipe_from(tiny(model={"kind": "gpt"} | gpt)), 5, 2, 0)
     assert asdict(model.config) == gpt | {"vocabulary": 5, "classes": 2}
     decoder = shape | {"norm": "before", "final_norm": True}
