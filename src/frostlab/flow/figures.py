@@ -193,7 +193,10 @@ def norm_svg(flow: "Flow") -> Markup:
 
 
 def front_svg(flow: "Flow") -> Markup | None:
-    """Draw the front/output gradient ratio by step; None if no ratio is finite and positive."""
+    """Draw the gradient size of the first two layers (front) relative to the head's (output).
+
+    Return None if no ratio is finite and positive.
+    """
     alt, _ = require_drawing(_PURPOSE)
     points = _points(front_ratios(flow.reports))
     if not points:

@@ -90,7 +90,9 @@ class Converted:
     """A model of transformers, and the head that its class cannot hold."""
 
     model: Any
-    head: Tensor | None = None  # (classes, width); its input is the mean over the tokens
+    head: Tensor | None = (
+        None  # (classes, width); reads the mean over the tokens, or the last token
+    )
 
 
 def is_own(model: nn.Module) -> bool:

@@ -31,8 +31,9 @@ _QUANTISED_MODULES = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized"
 
 
 def freeze(model: nn.Module, *selections: str) -> Anatomy:
-    """Freeze the selected parts, make all others but fixed ones trainable; return the anatomy.
+    """Freeze the selected parts, and make the others trainable; return the anatomy.
 
+    Fixed parts, which the architecture never trains, stay as they are.
     Partly frozen fused projections are split, so that frozen rows have no gradient, no
     optimizer state and no weight-gradient matmul. Splitting replaces parameters, so build the
     optimizer afterwards.

@@ -170,7 +170,7 @@ def plan_build(
     )
 
     def pairs_that_fit() -> int:
-        round_seconds = (steps + 1) * step_seconds  # with the step before the block
+        round_seconds = (steps + 1) * step_seconds  # one untimed step comes before each block
         return int((left / round_seconds - 1) / 2)  # without the round that is not counted
 
     while steps > 1 and pairs_that_fit() < 1:

@@ -172,7 +172,8 @@ def enter_stage(
     learning = _parts_that_learn(model, recipe, stage, index)
     if not learning:
         raise BadInput(
-            f"stages.{index}.train trains nothing: all of it is frozen by the treatment, or fixed"
+            f"stages.{index}.train trains nothing: all of it is frozen by the treatment, or fixed "
+            "(the architecture never trains it)"
         )
     learn_only(model, learning)
     return entered

@@ -135,14 +135,13 @@ def _made_of(record: RunRecord, model: nn.Module) -> str:
         return f"Its class is `{type(model).__name__}` of transformers."
     if record.data.task == "classification":
         reads = (
-            "averages the last hidden states over the tokens before"
+            "the mean of the last hidden states over the tokens"
             if getattr(record.recipe.model, "pooling", "mean") == "mean"
-            else "gives the last hidden state of the last token to"
+            else "the last hidden state of the last token"
         )
         return (
-            f"frostlab's `gpt` {reads} its linear "
-            "head, and no class of transformers does. The folder therefore has the model without "
-            f"its head as a MegatronBERT, which gives the same hidden states, and the head in "
+            f"The linear head of frostlab's `gpt` reads {reads}. The folder has the model without "
+            "its head as a MegatronBERT, which gives the same hidden states, and the head in "
             f"`{HEAD}`; the code below joins them."
         )
     own = "Qwen3" if getattr(record.recipe.model, "qk_norm", False) else "Llama"
@@ -150,7 +149,10 @@ def _made_of(record: RunRecord, model: nn.Module) -> str:
     bias = getattr(record.recipe.model, "bias", True)
     where = "" if bias is False else " in attention"
     zero = "" if bias is True else f" It was trained without biases{where}, which are zero here."
-    return f"frostlab's `{record.recipe.model.kind}` gives the same logits as {name}.{zero}"
+    return (
+        f"The folder has the trained weights of frostlab's `{record.recipe.model.kind}` as a {name} "
+        f"of transformers, which gives the same logits.{zero}"
+    )
 
 
 def _snippet(record: RunRecord, model: nn.Module, folder: str, tokenizer: bool) -> str:
@@ -220,7 +222,8 @@ def _encoding(record: RunRecord, only_body: bool) -> list[str]:
     if record.data.task == "language":
         return ['batch = tokenizer("The", add_special_tokens=False, return_tensors="pt")']
     pairs = len(columns_of(text_data(record)).texts) == 2
-    if only_body and not pairs:  # the only case in which a text can be without tokens
+    # frostlab's own tokenizers add no special tokens to a text, so an empty text has no tokens
+    if only_body and not pairs:
         return [
             'rows = tokenizer(["a text"], truncation=True)["input_ids"]',
             "rows = [row or [tokenizer.eos_token_id] for row in rows]  # an empty text",
