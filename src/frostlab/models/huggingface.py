@@ -90,9 +90,7 @@ class Converted:
     """A model of transformers, and the head that its class cannot hold."""
 
     model: Any
-    head: Tensor | None = (
-        None  # (classes, width); reads the mean over the tokens, or the last token
-    )
+    head: Tensor | None = None  # (classes, width); reads the tokens' mean, or the last
 
 
 def is_own(model: nn.Module) -> bool:

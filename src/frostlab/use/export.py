@@ -150,8 +150,8 @@ def _made_of(record: RunRecord, model: nn.Module) -> str:
     where = "" if bias is False else " in attention"
     zero = "" if bias is True else f" It was trained without biases{where}, which are zero here."
     return (
-        f"The folder has the trained weights of frostlab's `{record.recipe.model.kind}` as a {name} "
-        f"of transformers, which gives the same logits.{zero}"
+        f"The folder has the weights of frostlab's `{record.recipe.model.kind}` as a {name} of "
+        f"transformers, which gives the same logits.{zero}"
     )
 
 
