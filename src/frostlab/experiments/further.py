@@ -1,7 +1,7 @@
 """Evaluation of a comparison's runs on further data, such as other languages than the trained one.
 
 After a comparison, the best weights of each run are evaluated on each of the further data that the
-group lists. There, every arm is compared with the baseline, paired by seed.
+group lists. There, every arm (variant of a recipe) is compared with the baseline, paired by seed.
 """
 
 import json
@@ -88,7 +88,7 @@ def pending_runs(
     """Return (arm, run, names of the further data without a score) for each run that lacks scores.
 
     Only finished runs are returned. A stored score counts if it has the same weights and settings.
-    If a setting is tuned, the run of a seed is the one with the value that the other seeds chose.
+    If a setting is tuned, the run of a seed is the one that the comparison chose for it.
     """
     scores = {_key(score): score for score in read_scores_of(folder)}
     pending = []
@@ -138,7 +138,7 @@ def evaluate_further(
             scores[_key(score)] = score
         values = finite({"scores": [asdict(score) for score in scores.values()]})
         write_whole(folder / FURTHER, json.dumps(values, indent=1) + "\n")
-        say(f"further data {index} of {len(pending)}  {arm} seed {run.seed}")
+        say(f"further data: run {index} of {len(pending)}  {arm} seed {run.seed}")
 
 
 def _key(score: FurtherScore) -> tuple[str, str, int, str]:

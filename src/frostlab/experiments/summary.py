@@ -90,7 +90,8 @@ class ComparisonSummary:
     reduced: tuple[str, ...] = ()  # why the numbers are not those of the whole experiment
     changed: tuple[str, ...] = ()  # settings that are not the group's
     baseline: str | None = None
-    baseline_treated: str | None = None  # what was done to the baseline's weights, if anything
+    # how the baseline's weights were changed or frozen; None if they were not
+    baseline_treated: str | None = None
     oelm: str | None = None  # the arm with orthogonal frozen query and key weights
     arms: tuple[ArmSummary, ...] = ()
     questions: tuple[Answered, ...] = ()  # the plan's own, else the five about OELM
