@@ -1,8 +1,8 @@
 """The catalogue: what every experiment of a group takes, from its recipe and without its data.
 
 Models are built without values, on the meta device if the recipe has no stages. Times are those of
-records: a step that no record measures has no time. Peak memory is measured where a record has it,
-and otherwise estimated, except for the Conformer.
+the benchmarks in docs/records: a step that no record measures has no time. Peak memory is
+measured where a record has it, and otherwise estimated, except for the Conformer.
 """
 
 from collections.abc import Iterable, Sequence

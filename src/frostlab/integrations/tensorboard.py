@@ -1,7 +1,7 @@
 """TensorBoard event files of losses, metrics and gradient flow, written live or from a record.
 
 Gradient flow is the norms of gradients and updates in each part of a model (the tensors of one role
-in one layer); a report has those of one step.
+in one layer, or outside the layers); a report has those of one step.
 """
 
 import math

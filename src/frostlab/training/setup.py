@@ -7,7 +7,7 @@
     feed     = make_feed(current, …)                  the training batches
     step     = make_step(current, …)                  the step, with its optimizer
 
-Runs, later stages, resumed runs and the timed arms of comparisons all use these functions.
+Runs, later stages, resumed runs and the timed arms (variants) of comparisons use these functions.
 """
 
 import warnings
