@@ -44,7 +44,7 @@ def test_a_fair_comparison_has_no_confounds(name: str) -> None:
     assert plans.keys() == group.fair.keys()
     for plan in plans.values():
         assert not any(plan.confounds().values())
-        assert "fairly" in plan.about
+        assert "fair: the arms" in plan.about
 
 
 def test_phase_3_is_confounded_by_the_learning_rate_and_tuned_if_it_is_fair() -> None:
@@ -79,7 +79,7 @@ def test_a_changed_setting_is_not_called_published(group_file: Path) -> None:
     same = group_plans(group, as_published=True, settings={"train.device": "cpu"})["rates"]
     assert "Not as published" not in same.about
     fair = group_plans(group, settings=settings)["rates"]
-    assert fair.about.endswith("asked fairly. Not as in the group: train.steps 7.")
+    assert fair.about.endswith("in what is compared. Not as in the group: train.steps 7.")
     assert plan.digest == plan.model_copy(update={"about": "another text"}).digest
 
 

@@ -1,8 +1,8 @@
 """The catalogue: what every experiment of a group takes, from its recipe and without its data.
 
 Models are built without values, on the meta device if the recipe has no stages. Times are those of
-records: a step that no record measures has no time. Peak memory is measured where a record has it,
-and otherwise estimated.
+the benchmarks in docs/records: a step that no record measures has no time. Peak memory is
+measured where a record has it, and otherwise estimated, except for the Conformer.
 """
 
 from collections.abc import Iterable, Sequence
@@ -45,7 +45,7 @@ class Step(NamedTuple):
     batch: int
     length: int
     precision: str
-    frozen: tuple[str, ...]  # parts that the treatment freezes
+    frozen: tuple[str, ...]  # roles of the frozen parts, such as query
 
 
 @dataclass(frozen=True)
@@ -285,11 +285,11 @@ def _memory(recipe: Recipe, parts: Anatomy, tokens: int) -> int:
 # The page
 
 _ABOUT = f"""\
-Every experiment of the sources with what it takes. `frostlab recipes --details` prints this page,
+Every experiment of these groups with what it takes. `frostlab recipes --details` prints this page,
 `--group NAME` one group of it, and `--json` its values. What the ids mean, and what differs from
 the sources, is in [From the sources](from-the-sources.md).
 
-- *digest*: of the recipe. Two experiments with one digest are the same run.
+- *digest*: of the recipe. Two experiments with one digest have the same recipe.
 - *parameters*, *trainable*: in the last stage, if there are several.
 - *steps*: "≤" if patience can end a stage earlier.
 - *tokens*: steps × batch × length, so padding and an incomplete last batch count. For EEG, samples.

@@ -1,7 +1,7 @@
 """Evaluation of a comparison's runs on further data, such as other languages than the trained one.
 
 After a comparison, the best weights of each run are evaluated on each of the further data that the
-group lists. There, every arm is compared with the baseline, paired by seed.
+group lists. There, every arm (variant of a recipe) is compared with the baseline, paired by seed.
 """
 
 import json
@@ -88,8 +88,7 @@ def pending_runs(
     """Return (arm, run, names of the further data without a score) for each run that lacks scores.
 
     Only finished runs are returned. A stored score counts if it has the same weights and settings.
-    If a setting was tuned, the run of a seed is the one with the value that was best in the runs of
-    the other seeds.
+    If a setting is tuned, the run of a seed is the one that the comparison chose for it.
     """
     scores = {_key(score): score for score in read_scores_of(folder)}
     pending = []

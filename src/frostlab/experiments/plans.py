@@ -1,8 +1,9 @@
 """Plans of a group's comparisons, as published or fair.
 
-As published, the arms are experiments of the sources: each has its own treatment, and every setting
-in which it differs from the first is declared as a confound. In a fair comparison, the arms differ
-only in what is compared, and by default the learning rate of each arm is tuned.
+As published, the arms (variants to compare) are experiments of the sources: each has its own
+treatment, and every setting in which it differs from the first is declared as a confound. In a fair
+comparison, the arms differ only in what is compared, and by default the learning rate of each arm
+is tuned.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -134,7 +135,7 @@ def _about(group: Group, name: str, as_published: bool, settings: Mapping[str, A
         "as published: the arms have the sources' treatments, settings, splits and baseline, and "
         "differ in more than the treatment where a verdict is confounded"
         if as_published
-        else "asked fairly"
+        else "fair: the arms differ only in what is compared"
     )
     changed = [
         f"{key} {plain(value)}" for key, value in settings.items() if key not in SAME_EXPERIMENT

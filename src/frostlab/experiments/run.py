@@ -2,8 +2,8 @@
 
 Each comparison has a folder inside the group's folder. Calling `fl.compare_group` again continues
 where the last call stopped. The group's folder also holds its definition (group.json), the summary
-(summary.json, summary.md), a manifest and, if there are any, the scores on further data
-(further.json).
+(summary.json, summary.md), a manifest and, if the group names further data to evaluate the runs on,
+the scores on them (further.json).
 """
 
 import json
@@ -104,8 +104,9 @@ def compare_group(
 
     Args:
         source: the name of a shipped group, or its YAML file.
-        as_published: compare the experiments as the sources ran them, each with its own learning
-            rate, so that verdicts may be confounded; by default the comparisons are fair.
+        as_published: compare the experiments as the sources ran them, each with its own settings,
+            so that verdicts may be confounded; by default the comparisons are fair, that is, their
+            arms (variants of a recipe) differ only in what is compared.
         only: names of the comparisons to carry out, separated by commas or as a list; by default
             all of them.
         seeds: the number of seeds, or a list, for every comparison.
@@ -308,7 +309,7 @@ def _find_data(
 ) -> None:
     """Find the files of a recipe's data, tokenizer and further data, or raise BadInput.
 
-    Only synthetic and EEG data are also prepared.
+    Synthetic and EEG data are prepared instead; further EEG data are not looked for.
     """
     data, cache = recipe.data, cache_folder(None)
     if isinstance(data, Synthetic) and further:

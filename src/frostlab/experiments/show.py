@@ -38,9 +38,10 @@ _FAIR = (
 _NOTE = (
     "Mean ± standard deviation over the finished runs that can be paired. Gap: the paired effect "
     "against the baseline with its interval, a ratio for perplexity. Kept: the arm's metric as a "
-    "share of the baseline's (for perplexity and loss the inverse), so more is better. "
+    "share of the baseline's (the inverse if lower values are better), so more is better. "
     "Source: the number that the sources reported. Step time: relative to the baseline's, "
-    "from steps that the arms took in turn."
+    "from steps that the arms took in turn; if the timing is unproven, it cannot be trusted, and "
+    "the comparison's page says why."
 )
 _FURTHER = (
     "The best weights of each run, evaluated on further data. In each comparison, the intervals of "
@@ -48,8 +49,8 @@ _FURTHER = (
     "tuned values. No verdict follows."
 )
 _INTERACTION = (
-    "Differences between two effects, paired by seed. The intervals do not include the uncertainty "
-    "of tuned values."
+    "Differences between two effects (ratios for perplexity), paired by seed. The intervals do not "
+    "include the uncertainty of tuned values."
 )
 
 

@@ -1,7 +1,8 @@
-"""The summary of a group of comparisons: the results of each arm next to the sources' numbers.
+"""The summary of a group of comparisons: each arm's results next to the sources' numbers.
 
-`summarize` reads the evidence of the group's comparisons; comparisons that have not been carried
-out are listed as not run. summary.json has the keys of `GroupSummary`.
+An arm is a variant of a recipe; each is compared with the baseline arm. `summarize` reads the
+evidence of the group's comparisons; those that have not been carried out are listed as not run.
+summary.json has the keys of `GroupSummary`.
 """
 
 import math
@@ -90,7 +91,8 @@ class ComparisonSummary:
     reduced: tuple[str, ...] = ()  # why the numbers are not those of the whole experiment
     changed: tuple[str, ...] = ()  # settings that are not the group's
     baseline: str | None = None
-    baseline_treated: str | None = None  # what was done to the baseline's weights, if anything
+    # how the baseline's weights were changed or frozen; None if they were not
+    baseline_treated: str | None = None
     oelm: str | None = None  # the arm with orthogonal frozen query and key weights
     arms: tuple[ArmSummary, ...] = ()
     questions: tuple[Answered, ...] = ()  # the plan's own, else the five about OELM
@@ -110,7 +112,7 @@ class GroupSummary:
     about: str
     as_published: bool
     comparisons: tuple[ComparisonSummary, ...]
-    questions: tuple[Answered, ...]  # over the whole group; empty without an OELM arm
+    questions: tuple[Answered, ...]  # over the whole group; empty if no comparison asks them
     interactions: tuple[Answered, ...]
     further: tuple[FurtherResult, ...]  # the runs' best weights on further data
 

@@ -1,4 +1,8 @@
-"""TensorBoard event files of losses, metrics and gradient flow, written live or from a record."""
+"""TensorBoard event files of losses, metrics and gradient flow, written live or from a record.
+
+Gradient flow is the norms of gradients and updates in each part of a model (the tensors of one role
+in one layer, or outside the layers); a report has those of one step.
+"""
 
 import math
 import re
@@ -77,9 +81,11 @@ class TensorBoard:
     ) -> None:
         """Write a flow report: the whole gradient's norm, three values per part, and a depth ratio.
 
-        The three values are the norms of gradient and update, and the update's norm relative to the
-        weights. A value that was not measured, such as a frozen part's, gets no point; a part with
-        NaN or infinity gets points as measured. `at` is the time of the step, by default now.
+        The depth ratio is the gradient size of the first two layers divided by that of the head, if
+        both are known. The three values are the norms of gradient and update, and the update's norm
+        relative to the weights. A value that was not measured, such as a frozen part's, gets no
+        point; a part with NaN or infinity gets points as measured. `at` is the time of the step, by
+        default now.
         """
         norms = [x for x in report.values["gradient"] if not math.isnan(x)]
         if norms or report.broken:
@@ -100,7 +106,7 @@ class TensorBoard:
             for group, number in numbers.items():
                 if i in report.broken or not math.isnan(number):
                     self._scalar(f"{group}/{tag_of(part.name)}", number, step, at)
-        # the gradient of the first layers relative to the output's
+        # gradient size of the front (the first two layers) over that of the output (the head)
         front = depth_ratios([report]).front_ratio if report.largest else math.nan
         if not math.isnan(front):
             self._scalar("Depth/front_over_output", front, step, at)

@@ -12,8 +12,9 @@ from frostlab.flow.watch import LiveFlow, OnReport, watch
 class FlowCallback:
     """Base class of the callbacks for the Hugging Face Trainer and Lightning.
 
-    `.flow`, set when training begins, is the measured gradient flow; it is saved to `path`, if
-    given, when training ends. The other arguments are passed to `fl.watch`.
+    `.flow`, set when training begins, is the measured gradient flow (norms of gradients and updates
+    in each part of the model); it is saved to `path`, if given, when training ends. The other
+    arguments are passed to `fl.watch`.
     """
 
     flow: LiveFlow

@@ -34,7 +34,7 @@ def evaluate(
     layers: Sequence[int] = (),
     most: int | None = None,
 ) -> dict[str, Any]:
-    """Return every metric of the task over a split; the training mode is restored afterwards.
+    """Return every metric of the task over a split, or over its first batches if `most` is given.
 
     Args:
         classes: a tensor with a zero for each example. Each process writes 1 + the predicted class
@@ -77,7 +77,10 @@ def evaluate(
 
 @dataclass(frozen=True)
 class Totals:
-    """The totals over all processes from which the metrics of a text task are computed."""
+    """The totals over all processes from which the metrics of a text task are computed.
+
+    A scored target is a class or a next token with a loss.
+    """
 
     loss: float  # mean over the scored targets
     count: int  # scored targets

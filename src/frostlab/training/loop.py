@@ -399,7 +399,10 @@ def flow_start(folder: Path, stage: int) -> Path:
 
 
 def watch_stage(context: RunContext, progress: Progress, step: EagerStep) -> None:
-    """Make a stage's step measure gradient flow, if the recipe asks for it."""
+    """Make a stage's step measure gradient flow, if the recipe asks for it.
+
+    Gradient flow is the norms of gradients and updates in each part of the model at some steps.
+    """
     settings = context.recipe.watch
     if settings is None:
         return

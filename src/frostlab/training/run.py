@@ -298,7 +298,7 @@ _ALLOCATOR = "DefaultCPUAllocator"  # named in torch's RuntimeError when CPU mem
 
 
 class RunFailed(FrostlabError):
-    """Raised when a run stops, diverges or fails as expected; its record shows how far it came."""
+    """Raised when a run stops, diverges or fails for a known reason; its record is kept."""
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,7 @@ class Failure:
 
 
 def failure_of(error: BaseException, recipe: Recipe) -> Failure:
-    """Turn an expected error into a `RunFailed` with a one-line message; keep any other."""
+    """Turn an error of a known kind into a `RunFailed` of one line; keep any other error."""
     line = str(error).strip().partition("\n")[0]
     if isinstance(error, Stopped | KeyboardInterrupt):
         return Failure("stopped", RunFailed("stopped; `--resume` continues the run"))

@@ -7,7 +7,7 @@
     feed     = make_feed(current, …)                  the training batches
     step     = make_step(current, …)                  the step, with its optimizer
 
-Runs, later stages, resumed runs and the timed arms of comparisons all use these functions.
+Runs, later stages, resumed runs and the timed arms (variants) of comparisons use these functions.
 """
 
 import warnings
@@ -151,7 +151,8 @@ class BuiltModel:
     """A recipe's model on the CPU, treated, with the layers of the stages entered so far."""
 
     model: nn.Module
-    touched: frozenset[str]  # keys of the parts that the treatment changed or added
+    # keys of the parts (`frostlab.roles.parts`) that the treatment changed or added
+    touched: frozenset[str]
     entered: Entered  # the result of entering the last stage
 
 
@@ -446,7 +447,8 @@ def best_model(record: RunRecord) -> nn.Module:
     """Load a run's best weights into its model, on the CPU and ready to evaluate.
 
     Only the run's folder is read, unless the model has Python code of its own. Changed weights are
-    refused. For a run that has not finished, a warning says that these are the best weights so far.
+    refused. For a run that has not finished, a warning names the step of the weights: the best of
+    the current stage so far, or the newest if the stage has not been evaluated yet.
     """
     recipe = record.recipe
     checkpoint = _best_saved(record)
@@ -470,7 +472,10 @@ def best_model(record: RunRecord) -> nn.Module:
 
 
 def _best_saved(record: RunRecord) -> Checkpoint:
-    """Return the checkpoint that a finished run reported, or else the current stage's best one."""
+    """Return the checkpoint that a finished run reported, or else the current stage's best one.
+
+    Before the first evaluation of a stage, this is the newest checkpoint.
+    """
     saved = {checkpoint.place: checkpoint for checkpoint in checkpoints_in(record.folder)}
     if finished_status(record.folder) == "finished":
         name = record.result.checkpoint
@@ -482,7 +487,6 @@ def _best_saved(record: RunRecord) -> Checkpoint:
         if checkpoint.damaged_file(PROGRESS) is None:
             where = checkpoint.folder / PROGRESS
             step = Progress.from_dict(checkpoint.progress(), where).best.step
-            # before the first evaluation of a stage, use its newest weights
             return checkpoint if step is None else saved.get((step, checkpoint.stage), checkpoint)
     ended = finished_status(record.folder) == "diverged"
     advice = "train it again" if ended else "continue it with --resume"

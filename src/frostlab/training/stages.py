@@ -1,7 +1,8 @@
 """The stages of a run: their settings, their steps, and the change of the model between them.
 
 Entering a stage adds its layers and sets which weights learn; by default, weights that continue to
-learn keep their optimizer state.
+learn keep their optimizer state. A part is a parameter, or some of its rows, with one role, such as
+query; a fixed part is one that the architecture never trains.
 """
 
 import copy
@@ -172,8 +173,8 @@ def enter_stage(
     learning = _parts_that_learn(model, recipe, stage, index)
     if not learning:
         raise BadInput(
-            f"stages.{index}.train trains nothing: all of it is frozen by the treatment, or fixed "
-            "(the architecture never trains it)"
+            f"stages.{index}.train trains nothing: all of it is frozen by the treatment, "
+            "or fixed by the architecture"
         )
     learn_only(model, learning)
     return entered

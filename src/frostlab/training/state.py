@@ -65,7 +65,7 @@ class Progress:
     seconds: dict[str, float] = field(default_factory=dict)  # by phase, and in total
     epoch_seconds: float = 0.0  # training time in the current epoch
     order: str = ""  # digest of the examples of every step so far, in order
-    target: dict[str, float] | None = None  # step and seconds when the target was reached
+    target: dict[str, float] | None = None  # step, epoch and seconds when it was reached
     last: Metrics = field(default_factory=dict)  # metrics of the last evaluation
     ended: list[StageRecord] = field(default_factory=list)  # records of past stages
     began: float = 0.0  # total seconds of the run when this stage began

@@ -38,7 +38,7 @@ class Entry:
     step: int
     outcome: Outcome
     rate: float
-    tokens: int  # read by all processes, without padding
+    tokens: int  # read by all processes, without padding; for EEG, samples
     padded: int  # tokens of this process's batches, padding included
     examples: int  # of all processes
     lap: Lap
@@ -46,7 +46,10 @@ class Entry:
 
 
 class StepLog:
-    """A log that writes steps in blocks and detects divergence within two blocks."""
+    """A log that writes steps in blocks, and raises `Diverged` for a gradient that is not finite.
+
+    On the CPU it does so at once, elsewhere when it writes the step's block.
+    """
 
     def __init__(
         self, step: EagerStep, watch: Stopwatch, world: World, folder: RunFolder | None
@@ -59,7 +62,7 @@ class StepLog:
         self._readback = Readback(step.device)
 
     def add(self, entry: Entry) -> None:
-        """Log a step; on the CPU, a gradient with NaN or infinity raises an error at once."""
+        """Log a step, and write a block if enough steps have been logged."""
         if self._first is None:
             self._first = entry.step
         self._entries.append(entry)
@@ -91,8 +94,8 @@ class StepLog:
     def __exit__(self, kind: Any, error: BaseException | None, *trace: object) -> None:
         """Flush and stop measuring gradient flow; after an error, ignore further errors.
 
-        With several processes, nothing is written after an error: a block holds losses summed over
-        all processes, and the others may have ended.
+        With several processes, neither is done after an error: a block holds losses summed over all
+        processes, and the others may have ended.
         """
         if error is None:
             self._close()
@@ -145,7 +148,7 @@ class StepLog:
                 )
 
     def _write_flow(self) -> None:
-        """Write finished gradient-flow reports; only the writing process has a folder."""
+        """Write finished reports of gradient flow, one per measured step, if there is a folder."""
         if self._step.flow is None:
             return
         for report in self._step.flow.take():

@@ -90,7 +90,7 @@ def register_treatment(
     *,
     freeze: Sequence[str] = (),
 ) -> None:
-    """Register a treatment for recipes and arms that set `treatment: NAME`.
+    """Register a treatment for recipes, and arms of comparisons, that set `treatment: NAME`.
 
     Args:
         name: a name that no other treatment has.
@@ -113,8 +113,8 @@ def register_treatment(
 def treat(model: nn.Module, recipe: Recipe, *, init: bool = True) -> set[str]:
     """Apply the recipe's treatment; return the keys of the parts that it changed or added.
 
-    Treatments draw from their own random generators, so all other random values stay the same.
-    Without `init`, weights keep their values: a checkpoint replaces them anyway.
+    Treatments draw from their own random generators, as registered ones should, so all other random
+    values stay the same. Without `init`, weights keep their values, for a checkpoint to replace.
     """
     surgery, touched = recipe.surgery, set[str]()
     for change in surgery.init if init else ():

@@ -31,8 +31,8 @@ _GENERATED = 50  # the most tokens that the card's code generates
 def export_run(record: RunRecord, folder: str | Path) -> Path:
     """Write a run's best weights, tokenizer, labels and a model card as a Hugging Face folder.
 
-    Adapters are merged into the weights that they adapt. A setting that transformers cannot express
-    is refused, and then nothing is written.
+    A run on generated tokens has no tokenizer. Adapters are merged into the weights they adapt. A
+    setting that transformers cannot express is refused, and then nothing is written.
     """
     target = Path(folder)
     if target.exists() and not target.is_dir():
@@ -42,7 +42,7 @@ def export_run(record: RunRecord, folder: str | Path) -> Path:
     if record.data.task == "envelope":
         raise BadInput(
             f"export: {record.folder} decodes EEG with a Conformer, which transformers does not "
-            f"have; `frostlab predict {record.folder.name}` uses it here"
+            f"have; `frostlab predict {record.folder.name} FOLDER` uses it here"
         )
     model, labels = best_model(record), record.data.labels
     merge_adapters(model)
@@ -222,8 +222,7 @@ def _encoding(record: RunRecord, only_body: bool) -> list[str]:
     if record.data.task == "language":
         return ['batch = tokenizer("The", add_special_tokens=False, return_tensors="pt")']
     pairs = len(columns_of(text_data(record)).texts) == 2
-    # frostlab's own tokenizers add no special tokens to a text, so an empty text has no tokens
-    if only_body and not pairs:
+    if only_body and not pairs:  # an empty text has no tokens with frostlab's own tokenizers
         return [
             'rows = tokenizer(["a text"], truncation=True)["input_ids"]',
             "rows = [row or [tokenizer.eos_token_id] for row in rows]  # an empty text",

@@ -318,7 +318,7 @@ def _rank(probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
     """Return probabilities in descending order and their tokens; ties are in order of tokens.
 
     If `_CANDIDATES` tokens hold `top_p`, the others are left out, because sorting a whole
-    vocabulary takes as long as the model.
+    vocabulary is slow.
     """
     if top_p < 1 and probabilities.shape[-1] > _CANDIDATES:
         top, tokens = probabilities.topk(_CANDIDATES, sorted=False)

@@ -62,7 +62,7 @@ class Run(RunRecord):
             data: a file or folder to evaluate instead of the run's own data: text with the columns
                 of the recipe, or for EEG a folder of recordings.
             split: report (the default), tune or train; for EEG also unseen, the subjects that the
-                model was not trained on.
+                model was not trained on, whom report includes.
             settings: changes of what is evaluated: `data.path`, `data.language`, `data.text`,
                 `data.label`, `data.report` (another split of the same data set) and
                 `data.evaluation_limit`; for EEG, only `data.path`.
@@ -139,7 +139,8 @@ class Run(RunRecord):
 
         Steps have the columns step, loss, norm (of the gradient, before clipping), ms (duration)
         and rate (learning rate); several steps are recorded together, and only the last of them
-        has a rate. Evaluations have step, split, best and a column for each metric.
+        has a rate. Evaluations have step, split, best and a column for each metric. Gradient flow
+        has norms of gradients and updates in each part of the model, if the run measured them.
         """
         kinds = get_args(Frame)
         if kind not in kinds:

@@ -19,7 +19,7 @@ from frostlab.training.distributed import Compute
 
 
 def packs_examples(train: Train) -> bool:
-    """Return whether a recipe packs examples into one row, at least where the prefix is cached."""
+    """Return whether a recipe packs examples into one row, at least in stages with a cache."""
     return train.batching == "packed" or train.cache_prefix is not None
 
 

@@ -1,7 +1,7 @@
 """The prefix cache: outputs of the frozen lowest layers, computed once per example.
 
-The outputs form a table with one vector per token, in the precision of the run: in float32 it is
-exact, in bf16 each output is rounded once. Layers with dropout cannot be cached, because their
+The outputs form a table with one vector per token, in the precision of the run: in float32 nothing
+is rounded, in bf16 each output is rounded once. Layers with dropout cannot be cached, because their
 outputs differ from step to step.
 """
 

@@ -1,6 +1,7 @@
 """The whole step as one CUDA graph: forward, backward, clipping and update in one launch.
 
-Each batch shape has one graph, and a second graph for the steps in which gradient flow is measured.
+A batch shape has one graph, and a second one for steps in which gradient flow (norms of gradients
+and updates) is measured. The first step of a shape, and shapes past the 64th, run without a graph.
 A graph reads the batch, the learning rate and the number of scored targets from one static buffer,
 which a single copy fills, and writes the three values of the step's `Outcome`. Dropout masks still
 differ from step to step, because a replay reads the current state of the random generator.
@@ -57,7 +58,7 @@ class CapturedStep(CompiledStep):
         self._recording: bool | None = None
 
     def __call__(self, parts: list[Batch], scored: int, rate: float) -> Outcome:
-        """Replay the graph of this batch shape; the first step of a shape runs without a graph."""
+        """Replay the graph of this batch shape, or run without one if there is none yet."""
         if self._recompile_if_changed():
             self._graphs, self._seen_shapes = {}, set()
         if self.copies is not None:

@@ -1,6 +1,6 @@
 """The step with compiled layers; on CUDA, linear maps of the same input are joined into one.
 
-A model that cannot be compiled runs eagerly, and the step's `reason` says why.
+Layers that cannot be compiled run eagerly, and the step's `reason` says why.
 """
 
 import operator
@@ -106,10 +106,7 @@ def shape_key(parts: list[Batch]) -> Any:
 
 
 def compile_layers(objective: nn.Module) -> None:
-    """Compile every layer separately; equal layers share the compiled code.
-
-    This takes seconds, while compiling a whole model takes a minute.
-    """
+    """Compile every layer separately: equal layers share the compiled code, which saves time."""
     for module in objective.modules():
         if isinstance(module, Objective):
             for block in blocks(module.model) or [module.model]:

@@ -24,7 +24,7 @@ from frostlab.training.step.optimizer import Bf16Copies, apply_update, prepare_u
 
 
 class Diverged(FrostlabError):
-    """Raised when a loss or a gradient is not finite."""
+    """Raised when a gradient, or the loss of an evaluation, is not finite."""
 
     def __init__(self, step: int, what: str, loss: float) -> None:
         super().__init__(
@@ -88,7 +88,7 @@ class EagerStep:
         self.clip, self.reason, self.copies = clip, reason, copies
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.reached = self.parameters  # parameters that got a gradient in the last step
-        self.flow: LiveFlow | None = None  # measures gradient flow in some steps
+        self.flow: LiveFlow | None = None  # measures norms of gradients and updates in some steps
         self.device = self.parameters[0].device
 
     def __call__(self, parts: list[Batch], scored: int, rate: float) -> Outcome:

@@ -226,6 +226,6 @@ def check_stack(objective: Objective, prepared: PreparedData, types: bool, packs
     objective.train(training)
     if not torch.allclose(expected, loss, rtol=1e-4):
         raise BadInput(
-            f"{kind} run layer by layer gives a loss of {float(loss):.6g}, "
-            f"not {float(expected):.6g}"
+            f"{kind} run layer by layer gives a loss of {float(loss):.6g}, not "
+            f"{float(expected):.6g}: frostlab does not support this variant of the model"
         )
