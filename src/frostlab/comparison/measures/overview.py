@@ -14,7 +14,7 @@ from frostlab.comparison.measures.times import arm_times
 from frostlab.text import NONE, hms, markdown, number
 
 HEAD = ("phase", "id", "data", "method", "total", "step", "gap to baseline", "status")
-_SIZES = {("gpt", 6, 512): "Medium-512"}  # names of the sources by kind, layers and width
+_SIZES = {("gpt", 6, 512): "Medium-512"}  # names in the OELM study, by kind, layers and width
 _KINDS = {"gpt": "GPT", "decoder": "Decoder", "conformer": "Conformer"}
 
 

@@ -11,8 +11,8 @@ from frostlab.comparison.statistics import paired
 def mean_of(evidence: Evidence, arm: str, metric: str) -> float | None:
     """Return the mean of a metric over an arm's runs that finished and can be paired.
 
-    It is the geometric mean for a metric that is compared as a ratio, such as perplexity, so that
-    the means of two arms have the ratio that the comparison states.
+    It is the geometric mean for a metric that is compared as a ratio, such as perplexity. So if two
+    arms have the same seeds, their means have the ratio that the comparison states.
     """
     return mean(_values(evidence, arm, metric).values(), metric)
 

@@ -1,4 +1,4 @@
-"""Tests of EEG decoders, paired by subject: an arm against the baseline, and against ridge."""
+"""Tests of EEG decoders: an arm against the baseline by subject, and against ridge by seed."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
