@@ -368,7 +368,7 @@ class _Case:
             "too few seeds": f"too few seeds to judge {arm} against {baseline} {on}: {numbers}; "
             f"at least {LEAST_SEEDS} are needed.",
             "confounded": f"{arm} is confounded by {reason} {on}: {numbers}; "
-            "such a setting is not what is compared.",
+            "the arms should not differ in this.",
             "unproven": f"{arm} against {baseline} {on} is unproven ({reason}): {numbers}.",
         }
         return text[word]
