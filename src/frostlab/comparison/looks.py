@@ -3,7 +3,7 @@
 A look is one analysis of the results. Whoever looks again, with more seeds, another metric or
 another folder, gets another chance of a false alarm. So every new look with enough seeds for a
 verdict is registered in the user's cache, and a comparison counts the looks of its siblings: the
-comparisons of the same recipe that share at least two of its arms.
+comparisons of the same recipe that share at least two of its arms (variants of the recipe).
 """
 
 import json

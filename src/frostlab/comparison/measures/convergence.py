@@ -1,9 +1,9 @@
 """Convergence: the steps, epochs and seconds that each arm's runs took to reach a target.
 
-The target is the recipe's `evaluate.target`, if it is for the compared metric. Else it is a value
-that only the baseline's runs decide: the mean of their best values halfway through their
-evaluations. A run reaches it at the first evaluation, on the split that selects the weights, with a
-value as good or better.
+An arm is a variant of the compared recipe, trained with several seeds. The target is the recipe's
+`evaluate.target`, if it is for the compared metric. Else it is a value that only the baseline's
+runs decide: the mean of their best values halfway through their evaluations. A run reaches it at
+the first evaluation, on the split that selects the weights, with a value as good or better.
 """
 
 import math

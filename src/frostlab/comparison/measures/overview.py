@@ -1,7 +1,8 @@
 """The overview table: one row per arm, with its data, method, times, gap and status.
 
-`overview` makes the rows of a comparison, and `overview_table` formats the rows of one or several
-comparisons. An experiment that has not been run yet is an `OverviewRow` without results.
+An arm is a variant of the compared recipe. `overview` makes the rows of a comparison, and
+`overview_table` formats the rows of one or several comparisons. An experiment that has not been run
+yet is an `OverviewRow` without results.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,7 @@
-"""Means of the arms' metrics, and the share of the baseline's performance that an arm retains."""
+"""Means of the arms' metrics, and the share of the baseline's performance that an arm retains.
+
+An arm is a variant of the compared recipe; the baseline is the arm that others are compared with.
+"""
 
 from collections.abc import Iterable
 from statistics import fmean, geometric_mean

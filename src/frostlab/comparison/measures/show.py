@@ -1,4 +1,4 @@
-"""Sections of a comparison's page about time and convergence."""
+"""Sections of a comparison's page about the arms' times and convergence (arm: recipe variant)."""
 
 from frostlab.comparison.evidence import CONVERGED, Evidence, TimedArm
 from frostlab.comparison.measures.times import (
